@@ -1,0 +1,333 @@
+//! Amounts of memory as one type: parsed, printed and added up without surprises.
+//!
+//! Binary units only. What `docker run -m 512m` means is what `512m` means here: 512 MiB. The word
+//! `512MB` is refused, because half the world reads it as 512,000,000.
+//!
+//! Invariant: `parse(print_exact(size)) = size` for every size, where `print_exact` is
+//! [`ByteSize::exact`].
+
+use std::fmt;
+use std::iter::Sum;
+use std::str::FromStr;
+
+use thiserror::Error;
+
+const KIB: u64 = 1 << 10;
+const MIB: u64 = 1 << 20;
+const GIB: u64 = 1 << 30;
+const TIB: u64 = 1 << 40;
+
+/// An amount of memory in bytes.
+///
+/// ```
+/// use lowtide::ByteSize;
+/// assert_eq!("512m".parse::<ByteSize>().unwrap(), ByteSize::mib(512)); // as Docker reads it
+/// assert_eq!("1.5GiB".parse::<ByteSize>().unwrap(), ByteSize::mib(1536));
+/// assert_eq!(ByteSize::mib(1536).to_string(), "1.5 GiB");
+/// assert!("512MB".parse::<ByteSize>().is_err());
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ByteSize(u64);
+
+impl ByteSize {
+    /// No bytes.
+    pub const ZERO: Self = Self(0);
+    /// The largest amount that can be written down; used for "no limit".
+    pub const MAX: Self = Self(u64::MAX);
+
+    /// This many bytes.
+    #[must_use]
+    pub const fn new(bytes: u64) -> Self {
+        Self(bytes)
+    }
+
+    /// This many KiB; [`ByteSize::MAX`] where that does not fit.
+    #[must_use]
+    pub const fn kib(count: u64) -> Self {
+        Self(count.saturating_mul(KIB))
+    }
+
+    /// This many MiB; [`ByteSize::MAX`] where that does not fit.
+    #[must_use]
+    pub const fn mib(count: u64) -> Self {
+        Self(count.saturating_mul(MIB))
+    }
+
+    /// This many GiB; [`ByteSize::MAX`] where that does not fit.
+    #[must_use]
+    pub const fn gib(count: u64) -> Self {
+        Self(count.saturating_mul(GIB))
+    }
+
+    /// The amount of a length in memory. Lossless: no supported platform has more than 64 bits.
+    #[must_use]
+    pub const fn of(bytes: usize) -> Self {
+        Self(bytes as u64)
+    }
+
+    /// The number of bytes.
+    #[must_use]
+    pub const fn get(self) -> u64 {
+        self.0
+    }
+
+    /// The number of bytes as a length in memory, or `None` where the platform has no such length.
+    #[must_use]
+    pub fn as_usize(self) -> Option<usize> {
+        usize::try_from(self.0).ok()
+    }
+
+    /// The number of bytes as a floating-point figure, for metrics and ratios. Exact below 2^53.
+    #[must_use]
+    #[expect(clippy::cast_precision_loss, reason = "a figure for people and plots")]
+    pub const fn as_f64(self) -> f64 {
+        self.0 as f64
+    }
+
+    /// Whether this is no bytes at all.
+    #[must_use]
+    pub const fn is_zero(self) -> bool {
+        self.0 == 0
+    }
+
+    /// The sum, or `None` where it does not fit 64 bits.
+    #[must_use]
+    pub const fn checked_add(self, other: Self) -> Option<Self> {
+        match self.0.checked_add(other.0) {
+            Some(sum) => Some(Self(sum)),
+            None => None,
+        }
+    }
+
+    /// The difference, or `None` where `other` is larger.
+    #[must_use]
+    pub const fn checked_sub(self, other: Self) -> Option<Self> {
+        match self.0.checked_sub(other.0) {
+            Some(rest) => Some(Self(rest)),
+            None => None,
+        }
+    }
+
+    /// The product, or `None` where it does not fit 64 bits.
+    #[must_use]
+    pub const fn checked_mul(self, factor: u64) -> Option<Self> {
+        match self.0.checked_mul(factor) {
+            Some(product) => Some(Self(product)),
+            None => None,
+        }
+    }
+
+    /// The sum, held at [`ByteSize::MAX`].
+    #[must_use]
+    pub const fn saturating_add(self, other: Self) -> Self {
+        Self(self.0.saturating_add(other.0))
+    }
+
+    /// The difference, held at zero.
+    #[must_use]
+    pub const fn saturating_sub(self, other: Self) -> Self {
+        Self(self.0.saturating_sub(other.0))
+    }
+
+    /// This amount times a ratio, rounded down, held within the type; NaN and negative ratios
+    /// count as zero.
+    #[must_use]
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "a float cast saturates, and takes NaN to zero, which is what is promised"
+    )]
+    pub const fn scaled(self, ratio: f64) -> Self {
+        Self((self.as_f64() * ratio) as u64)
+    }
+
+    /// The next multiple of `step` at or above this amount, or `None` where it does not fit.
+    ///
+    /// # Panics
+    /// If `step` is zero.
+    #[must_use]
+    pub const fn next_multiple_of(self, step: Self) -> Option<Self> {
+        match self.0.checked_next_multiple_of(step.0) {
+            Some(rounded) => Some(Self(rounded)),
+            None => None,
+        }
+    }
+
+    /// The amount in the largest unit that divides it, so that parsing gives it back exactly.
+    #[must_use]
+    pub fn exact(self) -> String {
+        for (unit, name) in [(TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")] {
+            if self.0 != 0 && self.0.is_multiple_of(unit) {
+                return format!("{}{name}", self.0 / unit);
+            }
+        }
+        format!("{}B", self.0)
+    }
+}
+
+impl fmt::Display for ByteSize {
+    /// With one decimal in the largest unit that leaves at least 1: for people, not for parsing.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let text = [(TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")]
+            .into_iter()
+            .find(|(unit, _)| self.0 >= *unit)
+            .map_or_else(
+                || format!("{} B", self.0),
+                |(unit, name)| format!("{:.1} {name}", self.as_f64() / Self(unit).as_f64()),
+            );
+        f.pad(&text)
+    }
+}
+
+impl Sum for ByteSize {
+    fn sum<I: Iterator<Item = Self>>(sizes: I) -> Self {
+        sizes.fold(Self::ZERO, Self::saturating_add)
+    }
+}
+
+/// A text that is not an amount of memory.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ParseByteSizeError {
+    /// No digits at the start.
+    #[error("{text:?} is not an amount of memory: expected digits, then B, KiB, MiB, GiB or TiB")]
+    NoNumber {
+        /// What was given.
+        text: String,
+    },
+    /// A unit that is unknown, or decimal and so ambiguous.
+    #[error(
+        "{text:?} has the unit {unit:?}: expected B, k, m, g, KiB, MiB, GiB or TiB \
+         (decimal units such as MB are refused because they are read both ways)"
+    )]
+    Unit {
+        /// What was given.
+        text: String,
+        /// Its unit.
+        unit: String,
+    },
+    /// More than 64 bits of bytes, or a fraction of a byte.
+    #[error("{text:?} is not a whole number of bytes below 2^64")]
+    Range {
+        /// What was given.
+        text: String,
+    },
+}
+
+impl FromStr for ByteSize {
+    type Err = ParseByteSizeError;
+
+    /// Digits, an optional decimal fraction, an optional unit: `b k m g t` (as Docker reads them),
+    /// `Ki Mi Gi Ti`, `KiB MiB GiB TiB`, in any case, with an optional space before the unit.
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let trimmed = text.trim();
+        let split =
+            trimmed.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(trimmed.len());
+        let (number, unit) = trimmed.split_at(split);
+        let unit = unit.trim_start();
+        let scale = match unit.to_ascii_lowercase().as_str() {
+            "" | "b" => 1,
+            "k" | "ki" | "kib" => KIB,
+            "m" | "mi" | "mib" => MIB,
+            "g" | "gi" | "gib" => GIB,
+            "t" | "ti" | "tib" => TIB,
+            _ if number.is_empty() => {
+                return Err(ParseByteSizeError::NoNumber { text: text.to_owned() });
+            }
+            _ => {
+                return Err(ParseByteSizeError::Unit {
+                    text: text.to_owned(),
+                    unit: unit.to_owned(),
+                });
+            }
+        };
+        let (whole, fraction) = number.split_once('.').unwrap_or((number, "0"));
+        if whole.is_empty() || fraction.is_empty() {
+            return Err(ParseByteSizeError::NoNumber { text: text.to_owned() });
+        }
+        bytes_of(whole, fraction, scale)
+            .map(Self)
+            .ok_or_else(|| ParseByteSizeError::Range { text: text.to_owned() })
+    }
+}
+
+/// `whole.fraction x scale` in integers: `None` where it is no whole number of bytes below 2^64.
+fn bytes_of(whole: &str, fraction: &str, scale: u64) -> Option<u64> {
+    const FRACTION_DIGITS_MAX: usize = 12;
+    if fraction.len() > FRACTION_DIGITS_MAX {
+        return None;
+    }
+    let whole: u64 = whole.parse().ok()?;
+    let ten_power = 10_u128.pow(u32::try_from(fraction.len()).ok()?);
+    let parts = u128::from(fraction.parse::<u64>().ok()?) * u128::from(scale);
+    if !parts.is_multiple_of(ten_power) {
+        return None;
+    }
+    let total = u128::from(whole) * u128::from(scale) + parts / ten_power;
+    u64::try_from(total).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_bare_letter_is_read_as_docker_reads_it() {
+        for (text, size) in [
+            ("512m", ByteSize::mib(512)),
+            ("512M", ByteSize::mib(512)),
+            ("512Mi", ByteSize::mib(512)),
+            ("512MiB", ByteSize::mib(512)),
+            ("1g", ByteSize::gib(1)),
+            ("0.5g", ByteSize::mib(512)),
+            ("64 KiB", ByteSize::kib(64)),
+            ("1t", ByteSize::gib(1024)),
+            ("0", ByteSize::ZERO),
+            ("17", ByteSize::new(17)),
+            ("18446744073709551615", ByteSize::MAX),
+        ] {
+            assert_eq!(text.parse::<ByteSize>(), Ok(size), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_amount_is_refused_with_the_text() {
+        for text in [
+            "",
+            "m",
+            "-1",
+            "1e3",
+            "0.1",
+            "1.",
+            ".5",
+            "1.2.3",
+            "512MB",
+            "12 parrots",
+            "18446744073709551616",
+            "99999999999t",
+            "1.0000000000001g",
+        ] {
+            let error = text.parse::<ByteSize>().expect_err(text);
+            assert!(error.to_string().contains(&format!("{text:?}")), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn exact_text_parses_back() {
+        for bytes in [0, 1, 1023, 1024, 1025, 3 << 20, 5 << 30, 7 << 40, u64::MAX] {
+            let size = ByteSize::new(bytes);
+            assert_eq!(size.exact().parse(), Ok(size));
+        }
+    }
+
+    #[test]
+    fn arithmetic_holds_at_the_ends() {
+        assert_eq!(ByteSize::MAX.checked_add(ByteSize::new(1)), None);
+        assert_eq!(ByteSize::ZERO.checked_sub(ByteSize::new(1)), None);
+        assert_eq!(ByteSize::MAX.saturating_add(ByteSize::MAX), ByteSize::MAX);
+        assert_eq!(ByteSize::mib(100).scaled(0.5), ByteSize::mib(50));
+        assert_eq!(ByteSize::mib(1).scaled(f64::NAN), ByteSize::ZERO);
+        assert_eq!(ByteSize::mib(1).scaled(-1.0), ByteSize::ZERO);
+        assert_eq!(ByteSize::MAX.next_multiple_of(ByteSize::mib(2)), None);
+    }
+}

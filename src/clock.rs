@@ -1,0 +1,286 @@
+//! Time as a value that is handed in, so that tests own it.
+//!
+//! Everything that measures or waits takes a [`Clock`]. [`SystemClock`] is the real one;
+//! [`ManualClock`] stands still until it is told to advance, and then wakes whoever waited. A
+//! waiting thread waits on a [`Bell`], which others ring to wake it early.
+//!
+//! Invariant: `now` never decreases; a wait ends when `now >= deadline` or the bell has been rung
+//! since the last wait on it, and a ring is never lost.
+
+use std::fmt;
+use std::ops::{Add, Sub};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+/// A point in time: how long after its clock's origin.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Moment(Duration);
+
+impl Moment {
+    /// The clock's origin.
+    pub const ORIGIN: Self = Self(Duration::ZERO);
+    /// Later than everything: a deadline that never comes.
+    pub const NEVER: Self = Self(Duration::MAX);
+
+    /// The point this long after the clock's origin.
+    #[must_use]
+    pub const fn after_origin(elapsed: Duration) -> Self {
+        Self(elapsed)
+    }
+
+    /// How long after the clock's origin this is.
+    #[must_use]
+    pub const fn since_origin(self) -> Duration {
+        self.0
+    }
+}
+
+impl Add<Duration> for Moment {
+    type Output = Self;
+
+    /// Held at [`Moment::NEVER`].
+    fn add(self, wait: Duration) -> Self {
+        Self(self.0.saturating_add(wait))
+    }
+}
+
+impl Sub for Moment {
+    type Output = Duration;
+
+    /// Zero where `earlier` is in fact later.
+    fn sub(self, earlier: Self) -> Duration {
+        self.0.saturating_sub(earlier.0)
+    }
+}
+
+/// Where the time comes from.
+pub trait Clock: fmt::Debug + Send + Sync {
+    /// The time now. Never decreases.
+    fn now(&self) -> Moment;
+
+    /// The wall clock's time since the Unix epoch, for timestamps that people and Prometheus read.
+    fn since_epoch(&self) -> Duration;
+
+    /// Blocks until `deadline` or until the bell is rung; a bell rung before the call counts, and
+    /// is used up by it.
+    fn wait_until(&self, bell: &Arc<Bell>, deadline: Moment) -> Wake;
+}
+
+/// Why a wait ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wake {
+    /// The deadline has come.
+    Deadline,
+    /// The bell was rung.
+    Rung,
+}
+
+/// What a waiting thread waits on; ringing it wakes the thread, now or at its next wait.
+#[derive(Debug, Default)]
+pub struct Bell {
+    rung: Mutex<bool>,
+    changed: Condvar,
+}
+
+impl Bell {
+    /// A bell that has not been rung.
+    #[must_use]
+    pub fn new() -> Arc<Self> {
+        Arc::default()
+    }
+
+    /// Wakes the waiting thread; without one, its next wait returns at once. Never blocks for
+    /// longer than a flag takes to set; does not allocate.
+    pub fn ring(&self) {
+        *held(&self.rung) = true;
+        self.changed.notify_all();
+    }
+
+    /// Wakes waiting threads to look at the time again.
+    fn nudge(&self) {
+        drop(held(&self.rung));
+        self.changed.notify_all();
+    }
+
+    /// Waits until rung, or until `left()` is zero; `left` is asked again after each wake-up.
+    fn wait(&self, left: impl Fn() -> Option<Duration>) -> Wake {
+        let mut rung = held(&self.rung);
+        loop {
+            if std::mem::take(&mut *rung) {
+                return Wake::Rung;
+            }
+            rung = match left() {
+                Some(Duration::ZERO) => return Wake::Deadline,
+                Some(left) => {
+                    let waited = self.changed.wait_timeout(rung, left);
+                    waited.unwrap_or_else(PoisonError::into_inner).0
+                }
+                None => self.changed.wait(rung).unwrap_or_else(PoisonError::into_inner),
+            };
+        }
+    }
+}
+
+fn held<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The machine's own clock, counted from its creation.
+#[derive(Clone, Debug)]
+pub struct SystemClock {
+    origin: Instant,
+}
+
+impl SystemClock {
+    /// A clock whose origin is now.
+    #[must_use]
+    #[expect(clippy::disallowed_methods, reason = "this is the one place that reads it")]
+    pub fn new() -> Self {
+        Self { origin: Instant::now() }
+    }
+}
+
+impl Default for SystemClock {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Clock for SystemClock {
+    fn now(&self) -> Moment {
+        Moment(self.origin.elapsed())
+    }
+
+    #[expect(clippy::disallowed_methods, reason = "this is the one place that reads it")]
+    fn since_epoch(&self) -> Duration {
+        SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
+    }
+
+    fn wait_until(&self, bell: &Arc<Bell>, deadline: Moment) -> Wake {
+        bell.wait(|| (deadline != Moment::NEVER).then(|| deadline - self.now()))
+    }
+}
+
+/// A clock for tests: it stands still until [`ManualClock::advance`] moves it.
+#[derive(Clone, Debug, Default)]
+pub struct ManualClock {
+    shared: Arc<ManualState>,
+}
+
+#[derive(Debug, Default)]
+struct ManualState {
+    now: Mutex<Duration>,
+    waiting: Mutex<Vec<Weak<Bell>>>,
+    arrived: Condvar,
+}
+
+impl ManualClock {
+    /// A clock at its origin.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Moves the time on and wakes those whose deadline has come.
+    pub fn advance(&self, step: Duration) {
+        {
+            let mut now = held(&self.shared.now);
+            *now = now.saturating_add(step);
+        }
+        // Each waiting thread looks at the time again and goes back to waiting where it is early.
+        for bell in held(&self.shared.waiting).iter().filter_map(Weak::upgrade) {
+            bell.nudge();
+        }
+    }
+
+    /// Blocks until `count` threads wait on this clock, so that a test advances it only when those
+    /// it wants to wake are there. Real time bounds it: `false` after `patience`.
+    #[must_use]
+    pub fn wait_for_waiters(&self, count: usize, patience: Duration) -> bool {
+        let waiting = held(&self.shared.waiting);
+        let few = |waiting: &mut Vec<Weak<Bell>>| {
+            waiting.iter().filter(|bell| bell.strong_count() > 0).count() < count
+        };
+        let waited = self.shared.arrived.wait_timeout_while(waiting, patience, few);
+        !waited.unwrap_or_else(PoisonError::into_inner).1.timed_out()
+    }
+}
+
+impl Clock for ManualClock {
+    fn now(&self) -> Moment {
+        Moment(*held(&self.shared.now))
+    }
+
+    fn since_epoch(&self) -> Duration {
+        *held(&self.shared.now)
+    }
+
+    fn wait_until(&self, bell: &Arc<Bell>, deadline: Moment) -> Wake {
+        held(&self.shared.waiting).push(Arc::downgrade(bell));
+        self.shared.arrived.notify_all();
+        let wake = bell.wait(|| (self.now() >= deadline).then_some(Duration::ZERO));
+        let mut waiting = held(&self.shared.waiting);
+        let own = waiting.iter().position(|other| other.as_ptr() == Arc::as_ptr(bell));
+        if let Some(at) = own {
+            waiting.swap_remove(at);
+        }
+        wake
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use super::*;
+
+    const PATIENCE: Duration = Duration::from_secs(20);
+
+    #[test]
+    fn a_waiting_thread_wakes_when_the_time_comes_and_not_before() {
+        let clock = ManualClock::new();
+        let deadline = clock.now() + Duration::from_secs(10);
+        let waiter = {
+            let clock = clock.clone();
+            thread::spawn(move || {
+                let wake = clock.wait_until(&Bell::new(), deadline);
+                (wake, clock.now())
+            })
+        };
+        assert!(clock.wait_for_waiters(1, PATIENCE));
+        clock.advance(Duration::from_secs(9));
+        assert!(!waiter.is_finished());
+        clock.advance(Duration::from_secs(1));
+        assert_eq!(waiter.join().expect("no panic"), (Wake::Deadline, deadline));
+    }
+
+    #[test]
+    fn a_ring_before_the_wait_is_not_lost_and_is_used_up() {
+        for clock in [&ManualClock::new() as &dyn Clock, &SystemClock::new()] {
+            let bell = Bell::new();
+            bell.ring();
+            assert_eq!(clock.wait_until(&bell, Moment::NEVER), Wake::Rung);
+            assert_eq!(clock.wait_until(&bell, clock.now()), Wake::Deadline);
+        }
+    }
+
+    #[test]
+    fn a_ring_wakes_a_waiting_thread_without_the_time_moving() {
+        let clock = ManualClock::new();
+        let bell = Bell::new();
+        let waiter = {
+            let (clock, bell) = (clock.clone(), Arc::clone(&bell));
+            thread::spawn(move || clock.wait_until(&bell, Moment::NEVER))
+        };
+        assert!(clock.wait_for_waiters(1, PATIENCE));
+        bell.ring();
+        assert_eq!(waiter.join().expect("no panic"), Wake::Rung);
+        assert_eq!(clock.now(), Moment::ORIGIN);
+    }
+
+    #[test]
+    fn moments_hold_at_the_ends() {
+        assert_eq!(Moment::NEVER + Duration::from_secs(1), Moment::NEVER);
+        assert_eq!(Moment::ORIGIN - Moment::NEVER, Duration::ZERO);
+    }
+}

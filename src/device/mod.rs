@@ -1,0 +1,1 @@
+//! Device memory: drivers and the arena over them. Knows no service and no policy.

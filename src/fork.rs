@@ -1,0 +1,72 @@
+//! Whether this process is still the one that made an object.
+//!
+//! After `fork` only the calling thread exists in the child: our threads are gone, and a device
+//! context is unusable. Each part that owns threads or device memory keeps a [`Birth`] and asks it
+//! before every operation; in a child the operation is a typed error and drop does nothing.
+//!
+//! Cost: one atomic load. A handler registered once with `pthread_atfork` counts the generations.
+//!
+//! Invariant: `birth.is_here() = (forks between the birth's process and this one = 0)`.
+#![expect(unsafe_code, reason = "registering a fork handler is a C call")]
+
+use std::sync::Once;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+static GENERATION: AtomicU64 = AtomicU64::new(0);
+static REGISTER: Once = Once::new();
+
+extern "C" fn in_child() {
+    // An atomic addition is async-signal-safe, as a handler in the child of a threaded process
+    // must be (POSIX.1-2017, pthread_atfork, rationale).
+    GENERATION.fetch_add(1, Ordering::Relaxed);
+}
+
+/// The process generation in which something was made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Birth(u64);
+
+impl Birth {
+    /// The present process.
+    #[must_use]
+    pub fn now() -> Self {
+        REGISTER.call_once(|| {
+            // SAFETY: `pthread_atfork` accepts null handlers; `in_child` is a function of the
+            // required type with static lifetime and does only an atomic addition. A failure
+            // (ENOMEM) leaves forks undetected, which only loses the typed error.
+            let _ = unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
+        });
+        Self(GENERATION.load(Ordering::Relaxed))
+    }
+
+    /// Whether this is still the process of the birth. Costs one relaxed load.
+    #[must_use]
+    pub fn is_here(self) -> bool {
+        self.0 == GENERATION.load(Ordering::Relaxed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_child_knows_that_it_is_not_the_parent() {
+        let birth = Birth::now();
+        assert!(birth.is_here());
+        // SAFETY: the child calls only an atomic load and `_exit`, both async-signal-safe.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            let code = i32::from(birth.is_here());
+            // SAFETY: ends the child at once, without running the parent's exit handlers.
+            unsafe { libc::_exit(code) };
+        }
+        assert!(child > 0, "fork failed");
+        let mut status = 0;
+        // SAFETY: `status` is a valid place for an int, and `child` is our own child.
+        let waited = unsafe { libc::waitpid(child, &raw mut status, 0) };
+        assert_eq!(waited, child);
+        assert!(libc::WIFEXITED(status));
+        assert_eq!(libc::WEXITSTATUS(status), 0, "the child took itself for the parent");
+        assert!(birth.is_here());
+    }
+}
