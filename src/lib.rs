@@ -19,6 +19,11 @@ pub mod device;
 #[cfg(feature = "heap")]
 pub mod host;
 
+#[cfg(feature = "memory")]
+pub mod config;
+#[cfg(feature = "metrics")]
+pub mod metrics;
+
 pub use bytes::ByteSize;
 
 #[cfg(windows)]

@@ -1,0 +1,309 @@
+//! The `LOWTIDE_*` variables of the environment: the only place in the crate that reads it.
+//!
+//! Each variable is validated where it is read. An unknown `LOWTIDE_*` is an error, because a
+//! misspelt limit that is silently ignored is found at three in the morning; the variables that
+//! Kubernetes injects for a service called `lowtide` are recognised by their shape and left alone.
+//!
+//! Invariant: every variable either sets exactly one setting, or is a service link, or is a fault.
+
+use std::ffi::OsString;
+use std::time::Duration;
+
+use super::settings::{ConfigError, DeviceChoice, Fault, Settings};
+use crate::bytes::ByteSize;
+use crate::decay::DecayTime;
+
+/// What the names of our variables start with.
+pub const PREFIX: &str = "LOWTIDE_";
+
+/// Puts one text into the settings, or says what was expected.
+type Put = fn(&mut Settings, &str) -> Result<(), String>;
+
+/// A variable: its name, what it sets, and how.
+#[derive(Clone, Copy, Debug)]
+pub struct Variable {
+    /// The full name.
+    pub name: &'static str,
+    /// What a value looks like and means, in one line.
+    pub help: &'static str,
+    put: Put,
+}
+
+/// Every variable that this crate reads.
+pub const VARIABLES: &[Variable] = &[
+    Variable {
+        name: "LOWTIDE_PROFILE",
+        help: "low-memory, balanced or throughput: what the other settings start from",
+        put: |settings, text| put(&mut settings.profile, text.parse()),
+    },
+    Variable {
+        name: "LOWTIDE_MEMORY_LIMIT",
+        help: "host memory that must not be passed, e.g. 512m (as Docker reads it) or 1.5GiB; \
+               unset: the cgroup's or the machine's",
+        put: |settings, text| put(&mut settings.memory_limit, positive(text)),
+    },
+    Variable {
+        name: "LOWTIDE_CEILING",
+        help: "part of the limit up to which requests are admitted, above 0 and at most 1",
+        put: |settings, text| put(&mut settings.ceiling, ratio(text)),
+    },
+    Variable {
+        name: "LOWTIDE_DEVICE",
+        help: "auto, cuda, host or none: where device arenas live",
+        put: |settings, text| put(&mut settings.device, text.parse::<DeviceChoice>()),
+    },
+    Variable {
+        name: "LOWTIDE_DEVICE_LIMIT",
+        help: "device memory that an arena must not pass, e.g. 8g; unset: no limit of its own",
+        put: |settings, text| put(&mut settings.device_limit, positive(text)),
+    },
+    Variable {
+        name: "LOWTIDE_DEVICE_DECAY",
+        help: "how long idle device memory may stay: a time such as 5s, 0 or never",
+        put: |settings, text| put(&mut settings.device_decay, decay_time(text)),
+    },
+    Variable {
+        name: "LOWTIDE_HEAP_DECAY",
+        help: "how long jemalloc keeps dirty pages: a time such as 1s, 0 or never",
+        put: |settings, text| put(&mut settings.heap_decay, decay_time(text)),
+    },
+    Variable {
+        name: "LOWTIDE_BACKGROUND_THREADS",
+        help: "jemalloc's background threads at most; 0 for none",
+        put: |settings, text| put(&mut settings.background_threads, whole(text)),
+    },
+    Variable {
+        name: "LOWTIDE_PURGE_INTERVAL",
+        help: "how often a busy service purges its heap: a time such as 30s, or never",
+        put: |settings, text| put(&mut settings.purge_interval, time_or_never(text)),
+    },
+    Variable {
+        name: "LOWTIDE_IDLE_UNLOAD",
+        help: "idle time after which resources without their own are unloaded, e.g. 5m",
+        put: |settings, text| put(&mut settings.idle_unload, time(text)),
+    },
+    Variable {
+        name: "LOWTIDE_METRICS_INTERVAL",
+        help: "how often metrics are published, e.g. 1s",
+        put: |settings, text| put(&mut settings.metrics_interval, time(text)),
+    },
+];
+
+/// Reads the process's environment.
+///
+/// # Errors
+/// [`ConfigError`] with every unknown variable and every bad value, each with what was expected.
+#[expect(clippy::disallowed_methods, reason = "this is the one reader of the environment")]
+pub fn read() -> Result<Settings, ConfigError> {
+    settings(std::env::vars_os())
+}
+
+/// The settings in these variables; those without our prefix are passed over.
+///
+/// # Errors
+/// As [`read`].
+pub fn settings(
+    variables: impl IntoIterator<Item = (OsString, OsString)>,
+) -> Result<Settings, ConfigError> {
+    let mut settings = Settings::default();
+    let mut faults = Vec::new();
+    for (name, value) in variables {
+        let Some(name) = name.to_str().filter(|name| name.starts_with(PREFIX)) else {
+            continue;
+        };
+        if is_service_link(name) {
+            continue;
+        }
+        let Some(variable) = VARIABLES.iter().find(|variable| variable.name == name) else {
+            faults.push(Fault::UnknownVariable { name: name.to_owned() });
+            continue;
+        };
+        let put = value
+            .to_str()
+            .ok_or_else(|| "text in UTF-8".to_owned())
+            .and_then(|text| (variable.put)(&mut settings, text.trim()));
+        if let Err(expected) = put {
+            faults.push(Fault::BadValue {
+                name: name.to_owned(),
+                value: value.to_string_lossy().into_owned(),
+                expected,
+            });
+        }
+    }
+    if faults.is_empty() {
+        Ok(settings)
+    } else {
+        faults.sort();
+        Err(ConfigError { faults })
+    }
+}
+
+/// Whether Kubernetes injects a variable of this shape for a service whose name begins with
+/// `lowtide`: `X_SERVICE_HOST`, `X_SERVICE_PORT[_NAME]`, `X_PORT`, `X_PORT_n_TCP[_...]`.
+fn is_service_link(name: &str) -> bool {
+    let protocols = ["_TCP", "_UDP", "_SCTP"];
+    let tail_of_port = |tail: &str| {
+        let number = tail.trim_start_matches(|c: char| c.is_ascii_digit());
+        number.len() < tail.len() && protocols.iter().any(|protocol| number.starts_with(protocol))
+    };
+    name.ends_with("_SERVICE_HOST")
+        || name.ends_with("_PORT")
+        || name.contains("_SERVICE_PORT")
+        || name.match_indices("_PORT_").any(|(at, sep)| tail_of_port(&name[at + sep.len()..]))
+}
+
+fn put<T, E: ToString>(place: &mut Option<T>, value: Result<T, E>) -> Result<(), String> {
+    *place = Some(value.map_err(|expected| expected.to_string())?);
+    Ok(())
+}
+
+fn positive(text: &str) -> Result<ByteSize, String> {
+    match text.parse::<ByteSize>() {
+        Ok(ByteSize::ZERO) => Err("an amount of memory above zero".to_owned()),
+        Ok(size) => Ok(size),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+fn ratio(text: &str) -> Result<f64, &'static str> {
+    text.parse().ok().filter(|ratio| *ratio > 0.0 && *ratio <= 1.0).ok_or("a number in (0, 1]")
+}
+
+fn whole(text: &str) -> Result<u32, &'static str> {
+    text.parse().map_err(|_| "a whole number from 0 to 4294967295")
+}
+
+fn decay_time(text: &str) -> Result<DecayTime, String> {
+    match text {
+        "never" => Ok(DecayTime::Never),
+        "0" => Ok(DecayTime::AtOnce),
+        _ => duration(text)
+            .map(DecayTime::from_duration)
+            .ok_or_else(|| expected_time(", 0 or never")),
+    }
+}
+
+fn time_or_never(text: &str) -> Result<Option<Duration>, String> {
+    if text == "never" {
+        return Ok(None);
+    }
+    duration(text)
+        .filter(|time| !time.is_zero())
+        .map(Some)
+        .ok_or_else(|| expected_time(" above zero, or never"))
+}
+
+fn time(text: &str) -> Result<Duration, String> {
+    duration(text).filter(|time| !time.is_zero()).ok_or_else(|| expected_time(" above zero"))
+}
+
+fn expected_time(more: &str) -> String {
+    format!("a time such as 500ms, 30s or 5m{more}")
+}
+
+fn duration(text: &str) -> Option<Duration> {
+    humantime::parse_duration(text).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Profile;
+
+    fn given(pairs: &[(&str, &str)]) -> Result<Settings, ConfigError> {
+        settings(pairs.iter().map(|(name, value)| (name.into(), value.into())))
+    }
+
+    #[test]
+    fn every_variable_sets_its_setting() {
+        let found = given(&[
+            ("LOWTIDE_PROFILE", "low-memory"),
+            ("LOWTIDE_MEMORY_LIMIT", "512m"),
+            ("LOWTIDE_CEILING", "0.75"),
+            ("LOWTIDE_DEVICE", "host"),
+            ("LOWTIDE_DEVICE_LIMIT", "1GiB"),
+            ("LOWTIDE_DEVICE_DECAY", "never"),
+            ("LOWTIDE_HEAP_DECAY", "500ms"),
+            ("LOWTIDE_BACKGROUND_THREADS", "3"),
+            ("LOWTIDE_PURGE_INTERVAL", "never"),
+            ("LOWTIDE_IDLE_UNLOAD", "90s"),
+            ("LOWTIDE_METRICS_INTERVAL", "2s"),
+            ("PATH", "/bin"),
+        ]);
+        let expected = Settings {
+            profile: Some(Profile::LowMemory),
+            memory_limit: Some(ByteSize::mib(512)),
+            ceiling: Some(0.75),
+            device: Some(DeviceChoice::Host),
+            device_limit: Some(ByteSize::gib(1)),
+            device_decay: Some(DecayTime::Never),
+            heap_decay: Some(DecayTime::from_millis(500)),
+            background_threads: Some(3),
+            purge_interval: Some(None),
+            idle_unload: Some(Duration::from_secs(90)),
+            metrics_interval: Some(Duration::from_secs(2)),
+        };
+        assert_eq!(found, Ok(expected));
+        assert_eq!(VARIABLES.len(), 11, "a variable was added that this test does not name");
+    }
+
+    #[test]
+    fn faults_name_the_variable_the_value_and_what_was_expected() {
+        let error = given(&[
+            ("LOWTIDE_MEMORY_LIMIT", "512MB"),
+            ("LOWTIDE_CEILING", "1.5"),
+            ("LOWTIDE_DEVICE", "gpu"),
+            ("LOWTIDE_HEAP_DECAY", "soon"),
+            ("LOWTIDE_PROFIL", "balanced"),
+            ("LOWTIDE_METRICS_INTERVAL", "0s"),
+            ("LOWTIDE_DEVICE_LIMIT", "0"),
+        ])
+        .expect_err("seven faults");
+        assert_eq!(error.faults.len(), 7, "{error}");
+        let text = error.to_string();
+        for part in [
+            "LOWTIDE_MEMORY_LIMIT",
+            "512MB",
+            "LOWTIDE_CEILING",
+            "\"1.5\"",
+            "(0, 1]",
+            "auto, cuda, host or none",
+            "\"soon\"",
+            "LOWTIDE_PROFIL ",
+            "above zero",
+        ] {
+            assert!(text.contains(part), "{part:?} is missing in: {text}");
+        }
+    }
+
+    #[test]
+    fn service_links_are_not_ours() {
+        let links = [
+            "LOWTIDE_SERVICE_HOST",
+            "LOWTIDE_SERVICE_PORT",
+            "LOWTIDE_SERVICE_PORT_HTTP",
+            "LOWTIDE_PORT",
+            "LOWTIDE_PORT_8080_TCP",
+            "LOWTIDE_PORT_8080_TCP_ADDR",
+            "LOWTIDE_PORT_53_UDP_PROTO",
+            "LOWTIDE_PROXY_SERVICE_HOST",
+            "LOWTIDE_PROXY_PORT_80_TCP",
+        ];
+        for link in links {
+            assert_eq!(given(&[(link, "tcp://10.0.0.1:80")]), Ok(Settings::default()), "{link}");
+        }
+        for other in ["LOWTIDE_PORTS", "LOWTIDE_PORT_X", "LOWTIDE_SERVICE", "LOWTIDE_"] {
+            assert!(given(&[(other, "1")]).is_err(), "{other}");
+        }
+        let own = VARIABLES.iter().find(|variable| is_service_link(variable.name));
+        assert!(own.is_none(), "{own:?} would never be read");
+    }
+
+    #[test]
+    fn a_value_that_is_no_text_is_a_fault_and_no_panic() {
+        use std::os::unix::ffi::OsStringExt as _;
+        let value = OsString::from_vec(vec![0xFF, 0xFE]);
+        let error = settings([("LOWTIDE_PROFILE".into(), value)]).expect_err("not UTF-8");
+        assert!(error.to_string().contains("UTF-8"), "{error}");
+    }
+}

@@ -1,0 +1,108 @@
+//! Profiles: named sets of settings, each with what it trades.
+//!
+//! A profile is data. What it fixes for jemalloc at start (arena count, page classes) is exported
+//! by `heap_profile!`; what stands here can move at run time.
+
+use std::fmt;
+use std::str::FromStr;
+use std::time::Duration;
+
+use crate::decay::DecayTime;
+
+/// A named set of resolved settings.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Profile {
+    /// Smallest idle size: short decay, early unload. Costs some CPU after each quiet spell.
+    LowMemory,
+    /// Gives memory back within seconds at no measurable cost in CPU.
+    #[default]
+    Balanced,
+    /// Keeps memory for the next burst; gives it back late, and at once under pressure.
+    Throughput,
+}
+
+impl Profile {
+    /// All of them, in order of the memory they keep.
+    pub const ALL: [Self; 3] = [Self::LowMemory, Self::Balanced, Self::Throughput];
+
+    /// The name that is written in configuration.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::LowMemory => "low-memory",
+            Self::Balanced => "balanced",
+            Self::Throughput => "throughput",
+        }
+    }
+
+    /// How long jemalloc keeps dirty pages. One second costs nothing measurable against ten and
+    /// returns memory ten times as fast; zero would cost 5 to 8 times the CPU and is never used.
+    pub(super) const fn heap_decay(self) -> DecayTime {
+        match self {
+            Self::LowMemory | Self::Balanced => DecayTime::from_millis(1_000),
+            Self::Throughput => DecayTime::from_millis(10_000),
+        }
+    }
+
+    /// How long the device arena keeps idle granules. A guess until measured on a GPU.
+    pub(super) const fn device_decay(self) -> DecayTime {
+        match self {
+            Self::LowMemory => DecayTime::from_millis(1_000),
+            Self::Balanced => DecayTime::from_millis(5_000),
+            Self::Throughput => DecayTime::from_millis(30_000),
+        }
+    }
+
+    /// jemalloc's background threads at most. A guess: two suffice for the default arenas.
+    pub(super) const fn background_threads(self) -> u32 {
+        match self {
+            Self::LowMemory => 1,
+            Self::Balanced => 2,
+            Self::Throughput => 4,
+        }
+    }
+
+    /// How long a service must have been quiet before its heap is purged; `None`: not for that.
+    pub(super) const fn purge_when_idle_for(self) -> Option<Duration> {
+        match self {
+            Self::LowMemory => Some(Duration::from_secs(1)),
+            Self::Balanced => Some(Duration::from_secs(2)),
+            Self::Throughput => None,
+        }
+    }
+
+    /// How often a busy service is purged; `None`: only under pressure.
+    pub(super) const fn purge_interval(self) -> Option<Duration> {
+        match self {
+            Self::LowMemory => Some(Duration::from_secs(10)),
+            Self::Balanced => Some(Duration::from_secs(30)),
+            Self::Throughput => None,
+        }
+    }
+
+    /// The idle time of resources that set none of their own.
+    pub(super) const fn idle_unload(self) -> Duration {
+        match self {
+            Self::LowMemory => Duration::from_secs(60),
+            Self::Balanced => Duration::from_secs(300),
+            Self::Throughput => Duration::from_secs(900),
+        }
+    }
+}
+
+impl fmt::Display for Profile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Profile {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        Self::ALL
+            .into_iter()
+            .find(|profile| profile.name() == text)
+            .ok_or("low-memory, balanced or throughput")
+    }
+}

@@ -1,0 +1,202 @@
+//! What was written, turned into what it means: no gaps, and each value with its source.
+//!
+//! Pure: it reads neither the environment nor the machine.
+
+use std::fmt;
+use std::time::Duration;
+
+use super::profile::Profile;
+use super::settings::{ConfigError, DeviceChoice, Fault, Settings};
+use crate::bytes::ByteSize;
+use crate::decay::DecayTime;
+
+/// Who said it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// A `LOWTIDE_*` variable.
+    Environment,
+    /// The program, through the builder.
+    Code,
+    /// The profile.
+    Profile,
+}
+
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Environment => "environment",
+            Self::Code => "code",
+            Self::Profile => "profile",
+        })
+    }
+}
+
+/// A value and who said it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Resolved<T> {
+    /// The value in force.
+    pub value: T,
+    /// Who said it.
+    pub source: Source,
+}
+
+/// Every setting, as it is in force.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Config {
+    /// What the other settings started from.
+    pub profile: Resolved<Profile>,
+    /// An explicit host limit; `None`: what the cgroup or the machine says.
+    pub memory_limit: Resolved<Option<ByteSize>>,
+    /// Part of the limit up to which requests are admitted.
+    pub ceiling: Resolved<f64>,
+    /// Where device arenas live.
+    pub device: Resolved<DeviceChoice>,
+    /// Limit of each device arena; [`ByteSize::MAX`] for none.
+    pub device_limit: Resolved<ByteSize>,
+    /// How long idle device memory may stay.
+    pub device_decay: Resolved<DecayTime>,
+    /// How long jemalloc keeps dirty pages.
+    pub heap_decay: Resolved<DecayTime>,
+    /// jemalloc's background threads at most.
+    pub background_threads: Resolved<u32>,
+    /// How long the service must have been quiet before its heap is purged for that; `None`: not.
+    pub purge_when_idle_for: Option<Duration>,
+    /// How often a busy service purges its heap; `None`: only under pressure.
+    pub purge_interval: Resolved<Option<Duration>>,
+    /// Idle time of resources without their own.
+    pub idle_unload: Resolved<Duration>,
+    /// How often metrics are published.
+    pub metrics_interval: Resolved<Duration>,
+}
+
+impl Config {
+    /// Part of the limit up to which requests are admitted, unless somebody says otherwise: the
+    /// highest at which no overload run of the prototype was killed.
+    pub const CEILING: f64 = 0.80;
+    /// How often metrics are published, unless somebody says otherwise.
+    pub const METRICS_INTERVAL: Duration = Duration::from_secs(1);
+
+    /// Fills the gaps: the environment wins over code, code over the profile.
+    ///
+    /// # Errors
+    /// [`ConfigError`] where code gave a value that its setting cannot have.
+    pub fn resolve(code: &Settings, environment: &Settings) -> Result<Self, ConfigError> {
+        check(code)?;
+        check(environment)?;
+        let profile = pick(environment.profile, code.profile, Profile::default());
+        let base = profile.value;
+        Ok(Self {
+            profile,
+            memory_limit: pick(
+                environment.memory_limit.map(Some),
+                code.memory_limit.map(Some),
+                None,
+            ),
+            ceiling: pick(environment.ceiling, code.ceiling, Self::CEILING),
+            device: pick(environment.device, code.device, DeviceChoice::Auto),
+            device_limit: pick(environment.device_limit, code.device_limit, ByteSize::MAX),
+            device_decay: pick(environment.device_decay, code.device_decay, base.device_decay()),
+            heap_decay: pick(environment.heap_decay, code.heap_decay, base.heap_decay()),
+            background_threads: pick(
+                environment.background_threads,
+                code.background_threads,
+                base.background_threads(),
+            ),
+            purge_when_idle_for: base.purge_when_idle_for(),
+            purge_interval: pick(
+                environment.purge_interval,
+                code.purge_interval,
+                base.purge_interval(),
+            ),
+            idle_unload: pick(environment.idle_unload, code.idle_unload, base.idle_unload()),
+            metrics_interval: pick(
+                environment.metrics_interval,
+                code.metrics_interval,
+                Self::METRICS_INTERVAL,
+            ),
+        })
+    }
+}
+
+fn pick<T>(environment: Option<T>, code: Option<T>, profile: T) -> Resolved<T> {
+    match (environment, code) {
+        (Some(value), _) => Resolved { value, source: Source::Environment },
+        (None, Some(value)) => Resolved { value, source: Source::Code },
+        (None, None) => Resolved { value: profile, source: Source::Profile },
+    }
+}
+
+/// Refuses what the types cannot: values set in code pass no parser.
+fn check(settings: &Settings) -> Result<(), ConfigError> {
+    let mut faults = Vec::new();
+    let mut demand = |holds: bool, name: &str, value: String, expected: &str| {
+        if !holds {
+            let (name, expected) = (name.to_owned(), expected.to_owned());
+            faults.push(Fault::BadValue { name, value, expected });
+        }
+    };
+    if let Some(ceiling) = settings.ceiling {
+        let holds = ceiling > 0.0 && ceiling <= 1.0;
+        demand(holds, "ceiling", ceiling.to_string(), "a number in (0, 1]");
+    }
+    for (name, size) in
+        [("memory_limit", settings.memory_limit), ("device_limit", settings.device_limit)]
+    {
+        if let Some(size) = size {
+            demand(!size.is_zero(), name, size.exact(), "an amount of memory above zero");
+        }
+    }
+    for (name, time) in [
+        ("idle_unload", settings.idle_unload),
+        ("metrics_interval", settings.metrics_interval),
+        ("purge_interval", settings.purge_interval.flatten()),
+    ] {
+        if let Some(time) = time {
+            demand(!time.is_zero(), name, format!("{time:?}"), "a time above zero");
+        }
+    }
+    if faults.is_empty() { Ok(()) } else { Err(ConfigError { faults }) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn environment_wins_over_code_and_code_over_the_profile() {
+        let code = Settings {
+            profile: Some(Profile::Throughput),
+            ceiling: Some(0.5),
+            background_threads: Some(7),
+            ..Settings::default()
+        };
+        let environment = Settings { ceiling: Some(0.6), ..Settings::default() };
+        let config = Config::resolve(&code, &environment).expect("valid");
+        assert_eq!(config.ceiling, Resolved { value: 0.6, source: Source::Environment });
+        assert_eq!(config.background_threads, Resolved { value: 7, source: Source::Code });
+        let decay = Resolved { value: DecayTime::from_millis(10_000), source: Source::Profile };
+        assert_eq!(config.heap_decay, decay);
+        assert_eq!(config.profile.source, Source::Code);
+    }
+
+    #[test]
+    fn values_from_code_are_checked_too() {
+        let code = Settings {
+            ceiling: Some(f64::NAN),
+            memory_limit: Some(ByteSize::ZERO),
+            idle_unload: Some(Duration::ZERO),
+            ..Settings::default()
+        };
+        let error = Config::resolve(&code, &Settings::default()).expect_err("three faults");
+        assert_eq!(error.faults.len(), 3, "{error}");
+    }
+
+    #[test]
+    fn no_profile_decays_at_once() {
+        for profile in Profile::ALL {
+            let code = Settings { profile: Some(profile), ..Settings::default() };
+            let config = Config::resolve(&code, &Settings::default()).expect("valid");
+            assert_ne!(config.heap_decay.value, DecayTime::AtOnce, "{profile}");
+        }
+    }
+}

@@ -1,0 +1,117 @@
+//! What was written: settings with gaps, each value valid in itself.
+
+use std::fmt;
+use std::str::FromStr;
+use std::time::Duration;
+
+use thiserror::Error;
+
+use super::profile::Profile;
+use crate::bytes::ByteSize;
+use crate::decay::DecayTime;
+
+/// What somebody wrote, in code or in the environment; `None` means that nobody said.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Settings {
+    /// What the other settings start from.
+    pub profile: Option<Profile>,
+    /// Host memory that must not be passed; unset: the cgroup's limit, or the machine's memory.
+    pub memory_limit: Option<ByteSize>,
+    /// Part of the limit up to which requests are admitted, in (0, 1].
+    pub ceiling: Option<f64>,
+    /// Where device arenas live.
+    pub device: Option<DeviceChoice>,
+    /// Device memory that an arena must not pass; unset: no limit of its own.
+    pub device_limit: Option<ByteSize>,
+    /// How long idle device memory may stay.
+    pub device_decay: Option<DecayTime>,
+    /// How long jemalloc keeps dirty pages.
+    pub heap_decay: Option<DecayTime>,
+    /// jemalloc's background threads at most; 0 for none.
+    pub background_threads: Option<u32>,
+    /// How often a busy service purges its heap; `Some(None)`: only under pressure.
+    pub purge_interval: Option<Option<Duration>>,
+    /// Idle time after which resources without their own are unloaded. Never zero.
+    pub idle_unload: Option<Duration>,
+    /// How often metrics are published. Never zero.
+    pub metrics_interval: Option<Duration>,
+}
+
+/// Where device arenas live.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DeviceChoice {
+    /// The best rung that works; the host driver, with a warning, where there is no GPU.
+    #[default]
+    Auto,
+    /// A CUDA device, or a start-up error with the cause.
+    Cuda,
+    /// The host driver: host memory behind the same arena.
+    Host,
+    /// No device arenas; opening one is an error.
+    None,
+}
+
+impl DeviceChoice {
+    const ALL: [(Self, &'static str); 4] =
+        [(Self::Auto, "auto"), (Self::Cuda, "cuda"), (Self::Host, "host"), (Self::None, "none")];
+}
+
+impl fmt::Display for DeviceChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = Self::ALL.iter().find(|(choice, _)| choice == self);
+        f.write_str(name.map_or("", |(_, name)| name))
+    }
+}
+
+impl FromStr for DeviceChoice {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let named = Self::ALL.into_iter().find(|(_, name)| *name == text);
+        named.map(|(choice, _)| choice).ok_or("auto, cuda, host or none")
+    }
+}
+
+/// Settings that cannot be used, all of them at once.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+pub struct ConfigError {
+    /// Each fault, in order of the names. Never empty.
+    pub faults: Vec<Fault>,
+}
+
+impl fmt::Display for ConfigError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (at, fault) in self.faults.iter().enumerate() {
+            let separator = if at == 0 { "" } else { "; " };
+            write!(f, "{separator}{fault}")?;
+        }
+        Ok(())
+    }
+}
+
+/// One setting that cannot be used.
+#[derive(Clone, Debug, Error, PartialEq, Eq, PartialOrd, Ord)]
+#[non_exhaustive]
+pub enum Fault {
+    /// The value is none that the setting can have.
+    #[error("{name}={value:?}: expected {expected}")]
+    BadValue {
+        /// The variable or setting.
+        name: String,
+        /// What it was set to.
+        value: String,
+        /// What was expected.
+        expected: String,
+    },
+    /// A `LOWTIDE_*` variable that nothing reads.
+    #[error("{name} is not a variable of lowtide: expected one of {}", known())]
+    UnknownVariable {
+        /// The variable.
+        name: String,
+    },
+}
+
+fn known() -> String {
+    let names = super::env::VARIABLES.iter().map(|variable| variable.name);
+    names.collect::<Vec<_>>().join(", ")
+}

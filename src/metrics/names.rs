@@ -1,0 +1,217 @@
+//! The one table of metric names: what is published, its type, unit, labels and help.
+//!
+//! Dashboards, rules, docs and a live scrape are compared with this table by tests; a name that is
+//! not here does not exist. Every name carries its unit, so that an exporter's own naming rules
+//! change nothing.
+
+use metrics::Unit;
+
+/// The type of a metric, in Prometheus' words.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// A value that goes up and down.
+    Gauge,
+    /// A total that only rises while the process lives.
+    Counter,
+    /// Observations in buckets.
+    Histogram,
+}
+
+impl Kind {
+    /// The word in a `# TYPE` line.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Gauge => "gauge",
+            Self::Counter => "counter",
+            Self::Histogram => "histogram",
+        }
+    }
+}
+
+/// One metric.
+#[derive(Clone, Copy, Debug)]
+pub struct Metric {
+    /// The full name.
+    pub name: &'static str,
+    /// The type.
+    pub kind: Kind,
+    /// The unit.
+    pub unit: Unit,
+    /// The labels of every series.
+    pub labels: &'static [&'static str],
+    /// One sentence on what it counts.
+    pub help: &'static str,
+}
+
+macro_rules! table {
+    ($($id:ident: $kind:ident $name:literal $unit:ident [$($label:literal),*] $help:literal;)*) => {
+        $(
+            #[doc = $help]
+            pub const $id: Metric = Metric {
+                name: $name,
+                kind: Kind::$kind,
+                unit: Unit::$unit,
+                labels: &[$($label),*],
+                help: $help,
+            };
+        )*
+        /// Every metric of the crate.
+        pub const TABLE: &[Metric] = &[$($id),*];
+    };
+}
+
+table! {
+    HEAP_LIVE: Gauge "lowtide_heap_live_bytes" Bytes []
+        "Bytes of heap blocks held by the application.";
+    HEAP_ACTIVE: Gauge "lowtide_heap_active_bytes" Bytes []
+        "Bytes of heap pages that hold at least one live block.";
+    HEAP_RESIDENT: Gauge "lowtide_heap_resident_bytes" Bytes []
+        "Bytes of the heap in physical memory, as jemalloc counts them.";
+    HEAP_RETAINED: Gauge "lowtide_heap_retained_bytes" Bytes []
+        "Physical bytes that the heap keeps beyond what is live: resident minus live.";
+    HEAP_DIRTY: Gauge "lowtide_heap_dirty_bytes" Bytes []
+        "Bytes of unused heap pages that are still backed.";
+    HEAP_MUZZY: Gauge "lowtide_heap_muzzy_bytes" Bytes []
+        "Bytes of unused heap pages given back lazily.";
+    HEAP_METADATA: Gauge "lowtide_heap_metadata_bytes" Bytes []
+        "Bytes of jemalloc's own books.";
+    HEAP_MAPPED: Gauge "lowtide_heap_mapped_bytes" Bytes []
+        "Bytes in extents that jemalloc has mapped and uses.";
+    HEAP_UNBACKED: Gauge "lowtide_heap_unbacked_bytes" Bytes []
+        "Address space kept for reuse; no physical memory stands behind it.";
+    HEAP_THREAD_CACHES: Gauge "lowtide_heap_thread_cache_bytes" Bytes []
+        "Bytes of free blocks in jemalloc's thread caches.";
+    HEAP_ARENAS: Gauge "lowtide_heap_arenas" Count []
+        "jemalloc arenas.";
+    HEAP_BACKGROUND_THREADS: Gauge "lowtide_heap_background_threads" Count []
+        "jemalloc background threads that run.";
+    HEAP_PURGES: Counter "lowtide_heap_purges_total" Count ["trigger"]
+        "Purges of the heap that this crate ran.";
+    HEAP_PURGED: Counter "lowtide_heap_purged_bytes_total" Bytes ["heap"]
+        "Physical bytes given back by those purges, by heap (jemalloc or libc).";
+    HEAP_PURGE_SECONDS: Histogram "lowtide_heap_purge_duration_seconds" Seconds []
+        "How long a purge took.";
+    PROCESS_RESIDENT: Gauge "lowtide_process_resident_bytes" Bytes []
+        "The process's resident set, as the kernel says.";
+    DEVICE_LIVE: Gauge "lowtide_device_live_bytes" Bytes ["device", "arena"]
+        "Bytes of device blocks held by the application, after rounding.";
+    DEVICE_REQUESTED: Gauge "lowtide_device_requested_bytes" Bytes ["device", "arena"]
+        "Bytes of device memory that callers asked for.";
+    DEVICE_ACTIVE: Gauge "lowtide_device_active_bytes" Bytes ["device", "arena"]
+        "Bytes of granules that hold at least one live or pending byte.";
+    DEVICE_IDLE: Gauge "lowtide_device_idle_bytes" Bytes ["device", "arena"]
+        "Bytes of committed granules that are wholly free.";
+    DEVICE_COMMITTED: Gauge "lowtide_device_committed_bytes" Bytes ["device", "arena"]
+        "Physical bytes that the arena holds from its driver.";
+    DEVICE_RETAINED: Gauge "lowtide_device_retained_bytes" Bytes ["device", "arena"]
+        "Physical bytes that the arena keeps beyond what is live: committed minus live.";
+    DEVICE_RESERVED: Gauge "lowtide_device_reserved_bytes" Bytes ["device", "arena"]
+        "Address space that the arena holds, backed or not.";
+    DEVICE_HOLES: Gauge "lowtide_device_hole_bytes" Bytes ["device", "arena"]
+        "Free bytes inside active granules.";
+    DEVICE_LARGEST_FREE: Gauge "lowtide_device_largest_free_bytes" Bytes ["device", "arena"]
+        "Largest free block on committed memory.";
+    DEVICE_LIVE_PEAK: Gauge "lowtide_device_live_peak_bytes" Bytes ["device", "arena"]
+        "Largest amount of live bytes since the arena was opened.";
+    DEVICE_LIMIT: Gauge "lowtide_device_limit_bytes" Bytes ["device", "arena"]
+        "What committed must not pass; absent where there is no limit.";
+    DEVICE_LEASES: Gauge "lowtide_device_leases" Count ["device", "arena"]
+        "Leases that are held now.";
+    DEVICE_ALLOCS: Counter "lowtide_device_allocs_total" Count ["device", "arena"]
+        "Blocks allocated.";
+    DEVICE_FREES: Counter "lowtide_device_frees_total" Count ["device", "arena"]
+        "Blocks freed.";
+    DEVICE_ALLOC_FAILURES: Counter "lowtide_device_alloc_failures_total" Count
+        ["device", "arena", "reason"]
+        "Allocations refused, by reason (limit, driver, addresses or size).";
+    DEVICE_COMMITS: Counter "lowtide_device_commits_total" Count ["device", "arena"]
+        "Driver calls that committed memory.";
+    DEVICE_DECOMMITS: Counter "lowtide_device_decommits_total" Count ["device", "arena"]
+        "Driver calls that gave memory back.";
+    DEVICE_COMMITTED_TOTAL: Counter "lowtide_device_commit_bytes_total" Bytes ["device", "arena"]
+        "Bytes committed, in all.";
+    DEVICE_DECOMMITTED_TOTAL: Counter "lowtide_device_decommit_bytes_total" Bytes
+        ["device", "arena"]
+        "Bytes given back to the driver, in all.";
+    PRESSURE_LEVEL: Gauge "lowtide_pressure_level" Count []
+        "Pressure on host memory: 0 none, 1 elevated, 2 high, 3 critical.";
+    PRESSURE_LIMIT: Gauge "lowtide_pressure_limit_bytes" Bytes ["source"]
+        "What host memory must not pass, and who says so.";
+    PRESSURE_PHYSICAL: Gauge "lowtide_pressure_physical_bytes" Bytes []
+        "What counts against the limit: the working set, never raw page cache.";
+    PRESSURE_PURGEABLE: Gauge "lowtide_pressure_purgeable_bytes" Bytes []
+        "The part of physical that a purge of ours gives back.";
+    PRESSURE_REQUIRED: Gauge "lowtide_pressure_required_bytes" Bytes []
+        "Physical minus purgeable.";
+    PRESSURE_BOOKED: Gauge "lowtide_pressure_booked_bytes" Bytes ["budget"]
+        "Bytes of admitted requests and loaded resources, as they were estimated.";
+    PRESSURE_ALLOWANCE: Gauge "lowtide_pressure_allowance_bytes" Bytes ["budget"]
+        "Up to which amount bytes are booked now.";
+    PRESSURE_MULTIPLIER: Gauge "lowtide_pressure_multiplier_ratio" Count []
+        "What a booked byte was found to need, in bytes: K of the ledger.";
+    PRESSURE_ADMITTED: Counter "lowtide_pressure_admitted_total" Count []
+        "Requests admitted.";
+    PRESSURE_SHED: Counter "lowtide_pressure_shed_total" Count ["reason"]
+        "Requests turned away, by reason.";
+    PRESSURE_TRANSITIONS: Counter "lowtide_pressure_transitions_total" Count ["to"]
+        "Changes of the pressure level, by the level reached.";
+    RESOURCE_LOADED: Gauge "lowtide_resource_loaded" Count ["resource"]
+        "Whether the resource is loaded: 1 or 0.";
+    RESOURCE_GUARDS: Gauge "lowtide_resource_guards" Count ["resource"]
+        "Uses of the resource that are held now.";
+    RESOURCE_LAST_USED: Gauge "lowtide_resource_last_used_timestamp_seconds" Seconds ["resource"]
+        "When the resource was last released, in seconds since the Unix epoch.";
+    RESOURCE_LOADS: Counter "lowtide_resource_loads_total" Count ["resource", "outcome"]
+        "Loads, by outcome (ok or failed).";
+    RESOURCE_UNLOADS: Counter "lowtide_resource_unloads_total" Count ["resource", "reason"]
+        "Unloads, by reason (idle, pressure, asked, shutdown).";
+    RESOURCE_LOAD_SECONDS: Gauge "lowtide_resource_last_load_seconds" Seconds ["resource"]
+        "How long the last load took.";
+    SAMPLER_LAST_RUN: Gauge "lowtide_sampler_last_run_timestamp_seconds" Seconds []
+        "When the figures were last taken, in seconds since the Unix epoch.";
+    SAMPLER_SECONDS: Histogram "lowtide_sampler_duration_seconds" Seconds []
+        "How long taking and publishing the figures took.";
+    SAMPLER_ERRORS: Counter "lowtide_sampler_errors_total" Count ["source"]
+        "Figures that could not be read, by source.";
+    BUILD_INFO: Gauge "lowtide_build_info" Count ["version", "profile", "allocator"]
+        "Always 1; the labels say what runs.";
+}
+
+/// Buckets of the histograms, in seconds: from a tenth of a millisecond to a second.
+pub const SECONDS_BUCKETS: &[f64] = &[0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0];
+
+/// The table in Markdown, as docs/METRICS.md holds it.
+#[must_use]
+pub fn markdown() -> String {
+    use std::fmt::Write as _;
+    let mut text = String::from("| name | type | labels | meaning |\n|---|---|---|---|\n");
+    for metric in TABLE {
+        let labels = metric.labels.join(", ");
+        let (name, kind, help) = (metric.name, metric.kind.name(), metric.help);
+        let _ = writeln!(text, "| `{name}` | {kind} | {labels} | {help} |");
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_unique_and_carry_prefix_and_unit() {
+        for (at, metric) in TABLE.iter().enumerate() {
+            let name = metric.name;
+            assert!(TABLE[..at].iter().all(|other| other.name != name), "{name} stands twice");
+            assert!(name.starts_with("lowtide_"), "{name}");
+            assert_eq!(metric.kind == Kind::Counter, name.ends_with("_total"), "{name}");
+            let stem = name.trim_end_matches("_total");
+            match metric.unit {
+                Unit::Bytes => assert!(stem.ends_with("_bytes"), "{name}"),
+                Unit::Seconds => assert!(stem.ends_with("_seconds"), "{name}"),
+                _ => assert!(!stem.ends_with("_bytes") && !stem.ends_with("_seconds"), "{name}"),
+            }
+            assert!(metric.help.ends_with('.'), "{name}: help is a sentence");
+        }
+    }
+}
