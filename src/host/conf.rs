@@ -60,7 +60,7 @@ impl fmt::Display for Difference {
 /// What came of settings: the values in effect, read back.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Applied {
-    /// Arenas whose decay times were written.
+    /// Arenas that have the decay times now.
     pub arenas_set: u32,
     /// Indices at which no arena exists yet; one that appears there takes the new times.
     pub arenas_uninitialised: u32,
@@ -83,7 +83,8 @@ pub struct Applied {
 ///
 /// While background threads are off, jemalloc sets the decay times of the one arena that it makes
 /// for very large blocks (8 MiB and more) to 0 when it makes it; applying again after that evens
-/// it out.
+/// it out. Likewise an arena that another thread is making at this very moment may begin with the
+/// times of before.
 ///
 /// # Errors
 /// [`HostError::Mallctl`] where jemalloc refuses what it should take; settings before that one are
@@ -142,18 +143,11 @@ fn set_decay(
     let asked_ms = decay_to_ms(asked);
     to_come.write(asked_ms)?;
     let found = decay_from_ms(to_come.read()?);
-    let mut arenas_set = 0;
-    let mut odd = None;
-    for arena in 0..count {
-        // Reading is refused where no arena is initialised, and only there.
-        if in_arena.read_in(arena).is_err() {
-            continue;
-        }
-        in_arena.write_in(arena, asked_ms)?;
-        arenas_set += 1;
-        let found = in_arena.read_in(arena)?;
-        if found != asked_ms {
-            odd.get_or_insert((arena, found));
+    let mut pass = DecayPass::default();
+    for _ in 0..PASSES_MAX {
+        pass = DecayPass::run(in_arena, asked_ms, count)?;
+        if pass.changed.is_none() {
+            break;
         }
     }
     let difference = |found, cause| Difference {
@@ -162,9 +156,9 @@ fn set_decay(
         found: decay_text(found),
         cause,
     };
-    if let Some((arena, ms)) = odd {
-        let cause = format!("something else set it in arena {arena} at the same time");
-        differences.push(difference(decay_from_ms(ms), cause));
+    if let Some((arena, found)) = pass.changed {
+        let cause = format!("something else keeps setting it in arena {arena}");
+        differences.push(difference(decay_from_ms(found), cause));
     } else if found != asked {
         let cause = if found == decay_from_ms(asked_ms) {
             format!("jemalloc counts whole milliseconds, from 1 to {DECAY_MS_MAX}")
@@ -173,7 +167,38 @@ fn set_decay(
         };
         differences.push(difference(found, cause));
     }
-    Ok(DecaySet { arenas_set, found })
+    Ok(DecaySet { arenas_set: pass.arenas, found })
+}
+
+/// Arenas are gone through again until all are found right, at most so often: an arena that was
+/// being made during the first pass shows in the second.
+const PASSES_MAX: usize = 4;
+
+/// One pass over the arenas.
+#[derive(Default)]
+struct DecayPass {
+    /// Arenas that exist.
+    arenas: u32,
+    /// One that had another decay time, and that time in ms.
+    changed: Option<(u32, isize)>,
+}
+
+impl DecayPass {
+    /// Writes where another value is found, and nowhere else: writing starts an arena's curve anew,
+    /// so that what is idle already would stay longer.
+    fn run(key: &Key<isize, 3>, asked_ms: isize, count: u32) -> Result<Self, HostError> {
+        let mut pass = Self::default();
+        for arena in 0..count {
+            // Reading is refused where no arena is initialised, and only there.
+            let Ok(found) = key.read_in(arena) else { continue };
+            pass.arenas += 1;
+            if found != asked_ms {
+                key.write_in(arena, asked_ms)?;
+                pass.changed.get_or_insert((arena, found));
+            }
+        }
+        Ok(pass)
+    }
 }
 
 /// Sets the number of background threads where one is asked for, and returns the one in effect.

@@ -82,7 +82,8 @@ impl PurgeReport {
 /// heap. Caches of other threads stay (see [`flush_thread_cache`]); memory that is live is never
 /// touched. Blocks for about 0.1 ms for each MiB given back, twice the cost of
 /// [`HeapProbe::snapshot`](super::HeapProbe::snapshot) besides; threads that allocate meanwhile
-/// wait on single arenas for parts of it.
+/// wait on single arenas for parts of it. Allocates nothing but the one block with which
+/// [`is_global`](super::is_global) is found the first time.
 ///
 /// # Errors
 /// [`HostError::Mallctl`] where jemalloc refuses; then glibc has not been asked.
