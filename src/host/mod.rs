@@ -1,1 +1,30 @@
 //! The process heap: jemalloc as global allocator, and glibc's heap beside it. Knows no device.
+//!
+//! Mechanism only: it measures ([`HeapProbe`]), gives back ([`purge`](fn@purge)) and sets
+//! ([`apply`]) when it is told to. When to do so is decided elsewhere; it owns no thread and reads
+//! no environment.
+//!
+//! Invariant: `live <= active <= mapped`, `retained = resident - live` (see [`HeapSnapshot`]).
+
+mod allocator;
+mod conf;
+mod effective;
+mod error;
+mod libc_heap;
+mod mallctl;
+mod profile;
+mod purge;
+mod stats;
+
+pub use allocator::{Heap, is_global, serves_c};
+pub use conf::{Applied, Difference, HeapSettings, apply, background_threads_supported};
+pub use effective::{EffectiveConf, effective};
+pub use error::{Act, HostError, Refusal, Unsupported};
+pub use libc_heap::{LibcHeap, libc_heap};
+pub use profile::HeapProfile;
+pub use purge::{Outcome, Part, PurgeReport, decay_tick, flush_thread_cache, purge};
+pub use stats::{HeapGlance, HeapProbe, HeapSnapshot};
+
+/// What the expansion of [`heap_profile!`](crate::heap_profile) needs; not for use by hand.
+#[doc(hidden)]
+pub use allocator::ConfSymbol;

@@ -1,0 +1,320 @@
+//! The heap's settings that can change while the process runs, written and read back.
+//!
+//! jemalloc takes a decay time arena by arena (it refuses to write one to all of them at once), so
+//! every initialised arena is written, and the value that later ones start with before that. What
+//! it made of a setting is read back; whatever came out otherwise is a [`Difference`] with its
+//! cause. It does not touch what is fixed at start (see [`effective`](super::effective)).
+//!
+//! An arena must not be destroyed while settings are applied: jemalloc looks it up without a lock.
+//!
+//! Invariant: `arenas_set + arenas_uninitialised = arenas`.
+
+use std::fmt;
+use std::time::Duration;
+
+use crate::decay::DecayTime;
+
+use super::error::HostError;
+use super::mallctl::{self as ctl, Key};
+
+/// The longest decay time, in ms: jemalloc holds times as nanoseconds in 64 bits and takes no more
+/// than the whole seconds in it (`NSTIME_SEC_MAX`).
+const DECAY_MS_MAX: u64 = (u64::MAX / 1_000_000_000 - 1) * 1_000;
+
+/// Heap settings for a running process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HeapSettings {
+    /// How long unused pages stay backed. Counted by jemalloc in whole milliseconds: rounded up,
+    /// never to 0. [`DecayTime::AtOnce`] costs 5 to 8 times the CPU.
+    pub dirty_decay: DecayTime,
+    /// How long pages that were given back lazily stay so. [`DecayTime::AtOnce`] means that pages
+    /// are never left to the kernel's leisure, where they would still count as resident.
+    pub muzzy_decay: DecayTime,
+    /// Whether jemalloc's own threads decay the heap; without them it decays only as the
+    /// application allocates and frees, or by [`decay_tick`](super::decay_tick).
+    pub background_threads: bool,
+    /// The most of those threads, from 1 up to what was fixed at start; `None` leaves it.
+    pub max_background_threads: Option<u32>,
+}
+
+/// A setting that came out otherwise than asked.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Difference {
+    /// jemalloc's name for it.
+    pub setting: &'static str,
+    /// What was asked for.
+    pub asked: String,
+    /// What is in effect.
+    pub found: String,
+    /// Why, as far as is known.
+    pub cause: String,
+}
+
+impl fmt::Display for Difference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { setting, asked, found, cause } = self;
+        write!(f, "{setting}: asked {asked}, found {found}: {cause}")
+    }
+}
+
+/// What came of settings: the values in effect, read back.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Applied {
+    /// Arenas that have the decay times now.
+    pub arenas_set: u32,
+    /// Indices at which no arena exists yet; one that appears there takes the new times.
+    pub arenas_uninitialised: u32,
+    /// Dirty decay for arenas to come, and of every arena unless a difference says otherwise.
+    pub dirty_decay: DecayTime,
+    /// Muzzy decay, likewise.
+    pub muzzy_decay: DecayTime,
+    /// Whether jemalloc's background threads are on.
+    pub background_threads: bool,
+    /// The most of them; 0 where they are unsupported.
+    pub max_background_threads: u32,
+    /// What came out otherwise than asked; at most one for each setting.
+    pub differences: Vec<Difference>,
+}
+
+/// Applies settings to the running process and reads back what came of them.
+///
+/// Costs about 0.1 us for each arena and, where background threads are switched or their number
+/// changes, the start or end of those threads.
+///
+/// While background threads are off, jemalloc sets the decay times of the one arena that it makes
+/// for very large blocks (8 MiB and more) to 0 when it makes it; applying again after that evens
+/// it out. Likewise an arena that another thread is making at this very moment may begin with the
+/// times of before.
+///
+/// # Errors
+/// [`HostError::Mallctl`] where jemalloc refuses what it should take; settings before that one are
+/// in effect. What the platform cannot do is no error but a difference.
+pub fn apply(settings: &HeapSettings) -> Result<Applied, HostError> {
+    let mut differences = Vec::new();
+    let count = ctl::ARENAS_COUNT.read()?.min(ctl::ARENA_LIMIT);
+    let dirty = set_decay(
+        "dirty_decay_ms",
+        (&ctl::ARENAS_DIRTY_DECAY, &ctl::ARENA_DIRTY_DECAY),
+        settings.dirty_decay,
+        count,
+        &mut differences,
+    )?;
+    let muzzy = set_decay(
+        "muzzy_decay_ms",
+        (&ctl::ARENAS_MUZZY_DECAY, &ctl::ARENA_MUZZY_DECAY),
+        settings.muzzy_decay,
+        count,
+        &mut differences,
+    )?;
+    let max_background_threads = set_max_threads(settings, &mut differences)?;
+    let background_threads = set_threads(settings.background_threads, &mut differences)?;
+    let arenas_set = dirty.arenas_set.min(muzzy.arenas_set);
+    Ok(Applied {
+        arenas_set,
+        arenas_uninitialised: count - arenas_set,
+        dirty_decay: dirty.found,
+        muzzy_decay: muzzy.found,
+        background_threads,
+        max_background_threads,
+        differences,
+    })
+}
+
+/// Whether jemalloc can run background threads in this build; musl and some other targets cannot.
+#[must_use]
+pub fn background_threads_supported() -> bool {
+    ctl::BACKGROUND_THREAD.read().is_ok()
+}
+
+struct DecaySet {
+    arenas_set: u32,
+    found: DecayTime,
+}
+
+/// Writes one decay time, for arenas to come and then for every one that exists, so that an arena
+/// made in between has it as well.
+fn set_decay(
+    setting: &'static str,
+    (to_come, in_arena): (&Key<isize, 2>, &Key<isize, 3>),
+    asked: DecayTime,
+    count: u32,
+    differences: &mut Vec<Difference>,
+) -> Result<DecaySet, HostError> {
+    let asked_ms = decay_to_ms(asked);
+    to_come.write(asked_ms)?;
+    let found = decay_from_ms(to_come.read()?);
+    let mut pass = DecayPass::default();
+    for _ in 0..PASSES_MAX {
+        pass = DecayPass::run(in_arena, asked_ms, count)?;
+        if pass.changed.is_none() {
+            break;
+        }
+    }
+    let difference = |found, cause| Difference {
+        setting,
+        asked: decay_text(asked),
+        found: decay_text(found),
+        cause,
+    };
+    if let Some((arena, found)) = pass.changed {
+        let cause = format!("something else keeps setting it in arena {arena}");
+        differences.push(difference(decay_from_ms(found), cause));
+    } else if found != asked {
+        let cause = if found == decay_from_ms(asked_ms) {
+            format!("jemalloc counts whole milliseconds, from 1 to {DECAY_MS_MAX}")
+        } else {
+            "something else set it at the same time".to_owned()
+        };
+        differences.push(difference(found, cause));
+    }
+    Ok(DecaySet { arenas_set: pass.arenas, found })
+}
+
+/// Arenas are gone through again until all are found right, at most so often: an arena that was
+/// being made during the first pass shows in the second.
+const PASSES_MAX: usize = 4;
+
+/// One pass over the arenas.
+#[derive(Default)]
+struct DecayPass {
+    /// Arenas that exist.
+    arenas: u32,
+    /// One that had another decay time, and that time in ms.
+    changed: Option<(u32, isize)>,
+}
+
+impl DecayPass {
+    /// Writes where another value is found, and nowhere else: writing starts an arena's curve anew,
+    /// so that what is idle already would stay longer.
+    fn run(key: &Key<isize, 3>, asked_ms: isize, count: u32) -> Result<Self, HostError> {
+        let mut pass = Self::default();
+        for arena in 0..count {
+            // Reading is refused where no arena is initialised, and only there.
+            let Ok(found) = key.read_in(arena) else { continue };
+            pass.arenas += 1;
+            if found != asked_ms {
+                key.write_in(arena, asked_ms)?;
+                pass.changed.get_or_insert((arena, found));
+            }
+        }
+        Ok(pass)
+    }
+}
+
+/// Sets the number of background threads where one is asked for, and returns the one in effect.
+fn set_max_threads(
+    settings: &HeapSettings,
+    differences: &mut Vec<Difference>,
+) -> Result<u32, HostError> {
+    let supported = background_threads_supported();
+    let at_start = ctl::OPT_MAX_BACKGROUND_THREADS.read()?;
+    let possible = |asked: u32| asked > 0 && asked as usize <= at_start;
+    if let Some(asked) =
+        settings.max_background_threads.filter(|&asked| supported && possible(asked))
+    {
+        ctl::MAX_BACKGROUND_THREADS.write(asked as usize)?;
+    }
+    let found = if supported { ctl::MAX_BACKGROUND_THREADS.read()? } else { 0 };
+    let found = u32::try_from(found).unwrap_or(u32::MAX);
+    if let Some(asked) = settings.max_background_threads.filter(|&asked| asked != found) {
+        let cause = match (supported, possible(asked)) {
+            (false, _) => NO_THREADS.to_owned(),
+            (true, false) => format!("jemalloc takes 1 to {at_start}, which was fixed at start"),
+            (true, true) => "something else set it at the same time".to_owned(),
+        };
+        let (asked, found) = (asked.to_string(), found.to_string());
+        differences.push(Difference { setting: "max_background_threads", asked, found, cause });
+    }
+    Ok(found)
+}
+
+const NO_THREADS: &str = "this build of jemalloc cannot run background threads on this platform";
+
+/// Switches background threads, and returns whether they are on.
+fn set_threads(asked: bool, differences: &mut Vec<Difference>) -> Result<bool, HostError> {
+    let mut cause = NO_THREADS.to_owned();
+    let mut found = false;
+    if background_threads_supported() {
+        "something else set it at the same time".clone_into(&mut cause);
+        if let Err(error) = ctl::BACKGROUND_THREAD.write(asked) {
+            cause = error.to_string();
+            // jemalloc marks them as on before it starts them, also where that fails.
+            if asked {
+                ctl::BACKGROUND_THREAD.write(false)?;
+            }
+        }
+        found = ctl::BACKGROUND_THREAD.read()?;
+    }
+    if found != asked {
+        let (asked, found) = (asked.to_string(), found.to_string());
+        differences.push(Difference { setting: "background_thread", asked, found, cause });
+    }
+    Ok(found)
+}
+
+/// jemalloc's figure for a decay time: whole milliseconds rounded up, 0 at once, -1 never.
+fn decay_to_ms(time: DecayTime) -> isize {
+    match time {
+        DecayTime::AtOnce => 0,
+        DecayTime::Never => -1,
+        DecayTime::Within(time) => {
+            let ms = u64::try_from(time.as_nanos().div_ceil(1_000_000)).unwrap_or(DECAY_MS_MAX);
+            isize::try_from(ms.clamp(1, DECAY_MS_MAX)).unwrap_or(isize::MAX)
+        }
+    }
+}
+
+/// The decay time of jemalloc's figure.
+pub(super) fn decay_from_ms(ms: isize) -> DecayTime {
+    u64::try_from(ms).map_or(DecayTime::Never, DecayTime::from_millis)
+}
+
+/// A decay time as people read it.
+pub(super) fn decay_text(time: DecayTime) -> String {
+    match time {
+        DecayTime::AtOnce => "at once".to_owned(),
+        DecayTime::Never => "never".to_owned(),
+        DecayTime::Within(time) if time.subsec_nanos() % 1_000_000 == 0 => {
+            format!("{} ms", time.as_millis())
+        }
+        DecayTime::Within(time) => format!("{time:?}"),
+    }
+}
+
+// The longest time that is written fits jemalloc's nanoseconds.
+const _: () = assert!(Duration::from_millis(DECAY_MS_MAX).as_nanos() <= u64::MAX as u128);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn decay_times_are_jemallocs_milliseconds() {
+        for (time, ms) in [
+            (DecayTime::AtOnce, 0),
+            (DecayTime::Never, -1),
+            (DecayTime::from_millis(1_000), 1_000),
+            (DecayTime::Within(Duration::from_nanos(1)), 1),
+            (DecayTime::Within(Duration::from_micros(1_001)), 2),
+        ] {
+            assert_eq!(decay_to_ms(time), ms, "{time:?}");
+        }
+        for ms in [-1, 0, 1, 1_000, isize::try_from(DECAY_MS_MAX).unwrap()] {
+            assert_eq!(decay_to_ms(decay_from_ms(ms)), ms);
+        }
+        let longest = decay_to_ms(DecayTime::Within(Duration::MAX));
+        assert_eq!(longest, isize::try_from(DECAY_MS_MAX).unwrap());
+    }
+
+    #[test]
+    fn a_difference_reads_as_a_sentence() {
+        let difference = Difference {
+            setting: "background_thread",
+            asked: "true".into(),
+            found: "false".into(),
+            cause: NO_THREADS.into(),
+        };
+        let text = difference.to_string();
+        assert!(text.starts_with("background_thread: asked true, found false: "), "{text}");
+    }
+}

@@ -1,0 +1,154 @@
+//! glibc's own heap, which serves C and C++ code in the same process: what it holds, and trimming.
+//!
+//! The functions are looked up at run time, so that a C library without them is an answer
+//! ([`Unsupported`]) and never a program that does not link or start. It decides nothing.
+//!
+//! Invariant: `held = live + idle`, as glibc counts.
+#![expect(unsafe_code, reason = "glibc's malloc_trim and mallinfo2 are C calls")]
+
+use super::error::Unsupported;
+use crate::bytes::ByteSize;
+
+/// glibc's heap at one instant, as `mallinfo2` tells it.
+///
+/// With feature `interpose` C code uses jemalloc, and this is next to nothing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LibcHeap {
+    /// Address space obtained from the kernel: arenas, and blocks with a map of their own. Memory
+    /// that a trim took from the middle of an arena still counts here.
+    pub held: ByteSize,
+    /// Blocks that are held by callers or lie in glibc's caches of threads.
+    pub live: ByteSize,
+    /// Free blocks inside the arenas, backed or not.
+    pub idle: ByteSize,
+}
+
+/// glibc's heap now. Locks each of its arenas in turn and walks their free blocks.
+///
+/// # Errors
+/// [`Unsupported`] without glibc 2.33 or later.
+pub fn libc_heap() -> Result<LibcHeap, Unsupported> {
+    platform::read()
+}
+
+/// Asks glibc to give back every whole free page; true where it says that it gave back something
+/// (it says so even when those pages had been given back before).
+pub(super) fn trim() -> Result<bool, Unsupported> {
+    platform::trim()
+}
+
+/// Bytes of one page of the kernel; zero where that cannot be known.
+#[cfg(target_os = "linux")]
+pub(super) fn kernel_page() -> ByteSize {
+    // SAFETY: `sysconf` takes any number and only reads.
+    let bytes = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+    ByteSize::new(u64::try_from(bytes).unwrap_or(0))
+}
+
+#[cfg(all(target_os = "linux", target_env = "gnu"))]
+mod platform {
+    use std::ffi::{CStr, c_int, c_void};
+    use std::mem;
+    use std::ptr::NonNull;
+    use std::sync::OnceLock;
+
+    use super::{ByteSize, LibcHeap, Unsupported};
+
+    /// `struct mallinfo2` of glibc's `malloc.h` (2.33 and later): ten fields of type `size_t`.
+    #[repr(C)]
+    struct MallInfo2 {
+        arena: usize,
+        ordblks: usize,
+        smblks: usize,
+        hblks: usize,
+        hblkhd: usize,
+        usmblks: usize,
+        fsmblks: usize,
+        uordblks: usize,
+        fordblks: usize,
+        keepcost: usize,
+    }
+
+    pub(super) fn trim() -> Result<bool, Unsupported> {
+        static FOUND: OnceLock<Option<unsafe extern "C" fn(usize) -> c_int>> = OnceLock::new();
+        let found = FOUND.get_or_init(|| {
+            // SAFETY: glibc declares `int malloc_trim(size_t pad)` (malloc.h), which is this type;
+            // the pointer is not null.
+            symbol(c"malloc_trim").map(|found| unsafe {
+                mem::transmute::<NonNull<c_void>, unsafe extern "C" fn(usize) -> c_int>(found)
+            })
+        });
+        let trim = found.ok_or(Unsupported::SymbolMissing("malloc_trim"))?;
+        // SAFETY: thread-safe ("MT-Safe", malloc_trim(3)); 0 keeps the least at the top of the
+        // heap; only pages without a block are given back.
+        Ok(unsafe { trim(0) } != 0)
+    }
+
+    pub(super) fn read() -> Result<LibcHeap, Unsupported> {
+        static FOUND: OnceLock<Option<unsafe extern "C" fn() -> MallInfo2>> = OnceLock::new();
+        let found = FOUND.get_or_init(|| {
+            // SAFETY: glibc declares `struct mallinfo2 mallinfo2(void)` (malloc.h), which is this
+            // type; the pointer is not null.
+            symbol(c"mallinfo2").map(|found| unsafe {
+                mem::transmute::<NonNull<c_void>, unsafe extern "C" fn() -> MallInfo2>(found)
+            })
+        });
+        let mallinfo2 = found.ok_or(Unsupported::SymbolMissing("mallinfo2"))?;
+        // SAFETY: takes nothing, locks each arena while it reads it, and returns a plain value.
+        let info = unsafe { mallinfo2() };
+        let maps = ByteSize::of(info.hblkhd);
+        Ok(LibcHeap {
+            held: ByteSize::of(info.arena).saturating_add(maps),
+            live: ByteSize::of(info.uordblks).saturating_add(maps),
+            idle: ByteSize::of(info.fordblks),
+        })
+    }
+
+    /// A function that the process has, by name.
+    fn symbol(name: &CStr) -> Option<NonNull<c_void>> {
+        // SAFETY: `RTLD_DEFAULT` is the handle for "wherever the process has it" (dlsym(3)), and
+        // the name ends in NUL.
+        NonNull::new(unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) })
+    }
+
+    #[cfg(test)]
+    mod tests {
+        use super::*;
+
+        #[test]
+        fn a_function_that_does_not_exist_is_none() {
+            assert!(symbol(c"malloc_trim").is_some());
+            assert!(symbol(c"lowtide_has_no_such_function").is_none());
+        }
+    }
+}
+
+#[cfg(not(all(target_os = "linux", target_env = "gnu")))]
+mod platform {
+    use super::{LibcHeap, Unsupported};
+
+    const REASON: Unsupported =
+        if cfg!(target_os = "linux") { Unsupported::NotGlibc } else { Unsupported::NotLinux };
+
+    pub(super) const fn trim() -> Result<bool, Unsupported> {
+        Err(REASON)
+    }
+
+    pub(super) const fn read() -> Result<LibcHeap, Unsupported> {
+        Err(REASON)
+    }
+}
+
+#[cfg(all(test, target_os = "linux", target_env = "gnu"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_held_is_live_or_idle() {
+        match libc_heap() {
+            Ok(heap) => assert_eq!(heap.held, heap.live.saturating_add(heap.idle)),
+            Err(reason) => assert_eq!(reason, Unsupported::SymbolMissing("mallinfo2")),
+        }
+        assert!(kernel_page().get().is_power_of_two());
+    }
+}

@@ -1,0 +1,282 @@
+//! jemalloc's controls as typed values: found by name once, then read and written by number.
+//!
+//! Every control that this crate touches stands in the table below with its C type; nothing else
+//! can make a [`Key`]. No call allocates from the heap it controls: names are static, the numbers
+//! are kept in place. (A control path that allocates would disturb what it measures, and would put
+//! blocks back into the caches it has just emptied.) It decides nothing and keeps no other state.
+//!
+//! Values go through `tikv_jemalloc_ctl::raw`; calls without a value, which it lacks, through
+//! `tikv_jemalloc_sys`.
+//!
+//! Invariant: `len(numbers) = components of the name`, checked when the table is compiled.
+#![expect(unsafe_code, reason = "jemalloc's control interface is untyped C")]
+
+use std::ffi::{CStr, c_char};
+use std::marker::PhantomData;
+use std::ptr;
+use std::sync::OnceLock;
+
+use tikv_jemalloc_ctl::raw;
+
+use super::error::{Act, HostError, Refusal};
+
+/// A control whose value has type `T` (`()` for one that is performed, `Text` for a string), and
+/// whose name has `N` components.
+pub(crate) struct Key<T, const N: usize> {
+    name: &'static CStr,
+    numbers: OnceLock<[usize; N]>,
+    value: PhantomData<fn() -> T>,
+}
+
+/// Arena indices are below this (`MALLOCX_ARENA_LIMIT`, 2^12 - 1).
+pub(crate) const ARENA_LIMIT: u32 = (1 << 12) - 1;
+
+/// Marks a control whose value is a C string that lives as long as the process.
+pub(crate) struct Text;
+
+/// Types that are plain numbers to C as to Rust.
+pub(crate) trait Number: Copy {}
+impl Number for bool {}
+impl Number for u32 {}
+impl Number for u64 {}
+impl Number for usize {}
+impl Number for isize {}
+
+/// The table. Types from jemalloc 5.3.1's manual, section "MALLCTL NAMESPACE", and `ctl.c`:
+/// `size_t` is usize, `ssize_t` isize, `unsigned` u32, `uint64_t` u64, `const char *` [`Text`].
+/// 4096 stands for all arenas (`MALLCTL_ARENAS_ALL`).
+macro_rules! table {
+    ($($key:ident: $value:ty, $components:literal, $name:literal;)*) => {
+        $(pub(crate) static $key: Key<$value, $components> = Key::new($name);)*
+    };
+}
+
+table! {
+    EPOCH: u64, 1, c"epoch";
+    VERSION: Text, 1, c"version";
+    CONFIG_STATS: bool, 2, c"config.stats";
+    CONFIG_PROF: bool, 2, c"config.prof";
+    BACKGROUND_THREAD: bool, 1, c"background_thread";
+    MAX_BACKGROUND_THREADS: usize, 1, c"max_background_threads";
+
+    THREAD_ALLOCATED: u64, 2, c"thread.allocated";
+    THREAD_CACHE_FLUSH: (), 3, c"thread.tcache.flush";
+
+    ARENAS_COUNT: u32, 2, c"arenas.narenas";
+    ARENAS_PAGE: usize, 2, c"arenas.page";
+    ARENAS_DIRTY_DECAY: isize, 2, c"arenas.dirty_decay_ms";
+    ARENAS_MUZZY_DECAY: isize, 2, c"arenas.muzzy_decay_ms";
+    ARENA_DIRTY_DECAY: isize, 3, c"arena.0.dirty_decay_ms";
+    ARENA_MUZZY_DECAY: isize, 3, c"arena.0.muzzy_decay_ms";
+    ARENAS_PURGE: (), 3, c"arena.4096.purge";
+    ARENAS_DECAY: (), 3, c"arena.4096.decay";
+
+    STATS_ALLOCATED: usize, 2, c"stats.allocated";
+    STATS_ACTIVE: usize, 2, c"stats.active";
+    STATS_METADATA: usize, 2, c"stats.metadata";
+    STATS_RESIDENT: usize, 2, c"stats.resident";
+    STATS_MAPPED: usize, 2, c"stats.mapped";
+    STATS_UNBACKED: usize, 2, c"stats.retained";
+    STATS_THREADS: usize, 3, c"stats.background_thread.num_threads";
+    STATS_DIRTY_PAGES: usize, 4, c"stats.arenas.4096.pdirty";
+    STATS_MUZZY_PAGES: usize, 4, c"stats.arenas.4096.pmuzzy";
+    STATS_THREAD_CACHES: usize, 4, c"stats.arenas.4096.tcache_bytes";
+    APPROXIMATE_ACTIVE: usize, 2, c"approximate_stats.active";
+
+    OPT_ARENAS: u32, 2, c"opt.narenas";
+    OPT_THREAD_CACHE: bool, 2, c"opt.tcache";
+    OPT_THREAD_CACHE_MAX: usize, 2, c"opt.tcache_max";
+    OPT_THP: Text, 2, c"opt.thp";
+    OPT_METADATA_THP: Text, 2, c"opt.metadata_thp";
+    OPT_PERCPU_ARENA: Text, 2, c"opt.percpu_arena";
+    OPT_HPA: bool, 2, c"opt.hpa";
+    OPT_RETAIN: bool, 2, c"opt.retain";
+    OPT_DIRTY_DECAY: isize, 2, c"opt.dirty_decay_ms";
+    OPT_MUZZY_DECAY: isize, 2, c"opt.muzzy_decay_ms";
+    OPT_BACKGROUND_THREAD: bool, 2, c"opt.background_thread";
+    OPT_MAX_BACKGROUND_THREADS: usize, 2, c"opt.max_background_threads";
+    OPT_CONF_FROM_BINARY: Text, 3, c"opt.malloc_conf.global_var";
+}
+
+impl<T, const N: usize> Key<T, N> {
+    const fn new(name: &'static CStr) -> Self {
+        assert!(components(name) == N, "a control's name has another number of components");
+        Self { name, numbers: OnceLock::new(), value: PhantomData }
+    }
+
+    /// The control's name.
+    pub(crate) fn name(&self) -> &'static str {
+        self.name.to_str().unwrap_or("a control whose name is no text")
+    }
+
+    /// The numbers that stand for the name; about 200 ns the first time.
+    fn numbers(&self) -> Result<[usize; N], HostError> {
+        if let Some(numbers) = self.numbers.get() {
+            return Ok(*numbers);
+        }
+        let mut numbers = [0; N];
+        raw::name_to_mib(self.name.to_bytes_with_nul(), &mut numbers)
+            .map_err(|error| self.refused(Act::Find, Refusal::explained(error)))?;
+        Ok(*self.numbers.get_or_init(|| numbers))
+    }
+
+    fn refused(&self, act: Act, refusal: Refusal) -> HostError {
+        HostError::Mallctl { name: self.name(), act, refusal }
+    }
+}
+
+impl<T: Number, const N: usize> Key<T, N> {
+    /// The value. About 30 ns.
+    pub(crate) fn read(&self) -> Result<T, HostError> {
+        self.read_by(&self.numbers()?)
+    }
+
+    /// Writes the value.
+    pub(crate) fn write(&self, value: T) -> Result<(), HostError> {
+        self.write_by(&self.numbers()?, value)
+    }
+
+    /// Writes the value and reads what the control says after it.
+    pub(crate) fn exchange(&self, value: T) -> Result<T, HostError> {
+        let numbers = self.numbers()?;
+        // SAFETY: the table gives the control's C type as `T`, for which every value that jemalloc
+        // writes is valid (its `bool` is C's, 0 or 1); a wrong size is refused with EINVAL.
+        let found = unsafe { raw::update_mib(&numbers, value) };
+        found.map_err(|error| self.refused(Act::Write, Refusal::explained(error)))
+    }
+
+    fn read_by(&self, numbers: &[usize; N]) -> Result<T, HostError> {
+        // SAFETY: as in `exchange`: the table gives the control's C type as `T`. Numbers are those
+        // of a name, or have an arena's index below jemalloc's limit in place (`numbers_in`).
+        let found = unsafe { raw::read_mib(numbers) };
+        found.map_err(|error| self.refused(Act::Read, Refusal::explained(error)))
+    }
+
+    fn write_by(&self, numbers: &[usize; N], value: T) -> Result<(), HostError> {
+        // SAFETY: as in `read_by`: a `T` is what the control expects to be given.
+        let written = unsafe { raw::write_mib(numbers, value) };
+        written.map_err(|error| self.refused(Act::Write, Refusal::explained(error)))
+    }
+}
+
+impl<T: Number> Key<T, 3> {
+    /// The value in one arena, for a control named `arena.0.*`. Refused where no arena is
+    /// initialised at the index (EFAULT).
+    pub(crate) fn read_in(&self, arena: u32) -> Result<T, HostError> {
+        self.read_by(&self.numbers_in(arena, Act::Read)?)
+    }
+
+    /// Writes the value in one arena; refused likewise.
+    pub(crate) fn write_in(&self, arena: u32, value: T) -> Result<(), HostError> {
+        self.write_by(&self.numbers_in(arena, Act::Write)?, value)
+    }
+
+    /// The numbers with the arena's index in place. jemalloc 5.3.1 looks the arena up without
+    /// checking the index (`arena_get` only asserts it, in debug builds), so it is checked here:
+    /// the index for all arenas would read past the end of its table.
+    fn numbers_in(&self, arena: u32, act: Act) -> Result<[usize; 3], HostError> {
+        let [root, _, leaf] = self.numbers()?;
+        if arena >= ARENA_LIMIT {
+            return Err(self.refused(act, Refusal::no_such_arena(arena)));
+        }
+        Ok([root, arena as usize, leaf])
+    }
+}
+
+impl<const N: usize> Key<Text, N> {
+    /// The text; `None` where jemalloc has none, or none in UTF-8.
+    pub(crate) fn read(&self) -> Result<Option<&'static str>, HostError> {
+        let numbers = self.numbers()?;
+        // SAFETY: the table gives the control's C type as `const char *`; any pointer is valid.
+        let found = unsafe { raw::read_mib::<*const c_char>(&numbers) };
+        let text = found.map_err(|error| self.refused(Act::Read, Refusal::explained(error)))?;
+        if text.is_null() {
+            return Ok(None);
+        }
+        // SAFETY: not null, and every `Text` of the table is a string literal inside jemalloc
+        // (`version`, names of modes) or the static string of the process's `malloc_conf` symbol,
+        // which jemalloc has itself read up to its NUL.
+        let text = unsafe { CStr::from_ptr(text) };
+        Ok(text.to_str().ok())
+    }
+}
+
+impl<const N: usize> Key<(), N> {
+    /// Has the control done.
+    pub(crate) fn perform(&self) -> Result<(), HostError> {
+        let numbers = self.numbers()?;
+        // SAFETY: `numbers` holds N numbers; null pointers and a length of 0 say that nothing is
+        // read and nothing written, as these controls require. None of those in the table takes
+        // memory away that is live: purge and decay give back unused pages, flush empties a cache.
+        let code = unsafe {
+            tikv_jemalloc_sys::mallctlbymib(
+                numbers.as_ptr(),
+                N,
+                ptr::null_mut(),
+                ptr::null_mut(),
+                ptr::null_mut(),
+                0,
+            )
+        };
+        if code == 0 { Ok(()) } else { Err(self.refused(Act::Perform, Refusal::code(code))) }
+    }
+}
+
+/// The number of components of a control's name.
+const fn components(name: &CStr) -> usize {
+    let bytes = name.to_bytes();
+    let (mut count, mut at) = (1, 0);
+    while at < bytes.len() {
+        if bytes[at] == b'.' {
+            count += 1;
+        }
+        at += 1;
+    }
+    count
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_found_once_and_read_as_the_manual_says() {
+        assert!(CONFIG_STATS.read().unwrap());
+        assert!(CONFIG_STATS.numbers.get().is_some());
+        let page = ARENAS_PAGE.read().unwrap();
+        assert!(page.is_power_of_two() && page >= 4096, "{page}");
+        assert!(VERSION.read().unwrap().unwrap().starts_with("5."));
+    }
+
+    #[test]
+    fn every_refresh_advances_the_epoch() {
+        let first = EPOCH.exchange(1).unwrap();
+        assert!(EPOCH.exchange(1).unwrap() > first);
+    }
+
+    #[test]
+    fn what_is_refused_is_an_error_that_names_the_control() {
+        let error = OPT_ARENAS.write(3).unwrap_err();
+        assert!(matches!(error, HostError::Mallctl { name: "opt.narenas", act: Act::Write, .. }));
+        let unknown: Key<usize, 2> = Key::new(c"stats.nothing");
+        let error = unknown.read().unwrap_err();
+        assert!(matches!(error, HostError::Mallctl { name: "stats.nothing", act: Act::Find, .. }));
+        assert!(ARENA_DIRTY_DECAY.write_in(0, -2).is_err());
+    }
+
+    #[test]
+    fn an_uninitialised_arena_has_no_decay_time() {
+        assert!(ARENA_DIRTY_DECAY.read_in(0).is_ok(), "arena 0 always exists");
+        assert!(ARENA_DIRTY_DECAY.read_in(ARENA_LIMIT - 1).is_err());
+        for arena in [ARENA_LIMIT, 4096, u32::MAX] {
+            let error = ARENA_DIRTY_DECAY.write_in(arena, 1000).unwrap_err();
+            assert!(error.to_string().contains(&arena.to_string()), "{error}");
+        }
+    }
+
+    #[test]
+    fn components_are_counted() {
+        assert_eq!(components(c"epoch"), 1);
+        assert_eq!(components(c"stats.arenas.4096.pdirty"), 4);
+    }
+}

@@ -1,0 +1,170 @@
+//! The three named sets of heap settings, and the macro that puts one into a binary.
+//!
+//! jemalloc fixes its arena count, block layout and thread-cache size before `main`, from a string
+//! that it finds under a symbol of the binary. The macro exports that symbol; a library must not,
+//! because two of them do not link. What can be changed later is in
+//! [`HeapSettings`].
+//!
+//! Left out on purpose: a dirty decay of 0 (5 to 8 times the CPU) and `hpa` (twice the memory at
+//! rest).
+//!
+//! Invariant: the decay times in `conf` are those in `settings`.
+
+use std::ffi::CStr;
+use std::fmt;
+use std::time::Duration;
+
+use crate::decay::DecayTime;
+
+use super::conf::HeapSettings;
+
+/// A named set of heap settings.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum HeapProfile {
+    /// The least memory at rest: 2 arenas, small thread caches, one-page block groups, no huge
+    /// pages. Costs 4 to 27 % more CPU in the allocator.
+    LowMemory,
+    /// Memory goes a second after the traffic, at no measurable cost: 4 arenas.
+    Balanced,
+    /// Memory goes ten seconds after the traffic; jemalloc's own arena count.
+    Throughput,
+}
+
+impl HeapProfile {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::LowMemory, Self::Balanced, Self::Throughput];
+
+    /// The name, as in [`heap_profile!`](crate::heap_profile).
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::LowMemory => "low_memory",
+            Self::Balanced => "balanced",
+            Self::Throughput => "throughput",
+        }
+    }
+
+    /// The string for jemalloc's configuration symbol.
+    ///
+    /// Thread caches of 4 KiB, 4 arenas and 2 background threads are guesses; the rest is measured.
+    #[must_use]
+    pub const fn conf(self) -> &'static CStr {
+        match self {
+            Self::LowMemory => {
+                c"background_thread:true,max_background_threads:1,narenas:2,tcache_max:4096,\
+                  dirty_decay_ms:1000,muzzy_decay_ms:0,thp:never,metadata_thp:disabled,\
+                  slab_sizes:1-16384:1"
+            }
+            Self::Balanced => {
+                c"background_thread:true,max_background_threads:2,narenas:4,\
+                  dirty_decay_ms:1000,muzzy_decay_ms:0"
+            }
+            Self::Throughput => c"background_thread:true,dirty_decay_ms:10000,muzzy_decay_ms:0",
+        }
+    }
+
+    /// The part of it that can be set while the process runs.
+    #[must_use]
+    pub const fn settings(self) -> HeapSettings {
+        let (dirty_ms, threads) = match self {
+            Self::LowMemory => (1_000, Some(1)),
+            Self::Balanced => (1_000, Some(2)),
+            Self::Throughput => (10_000, None),
+        };
+        HeapSettings {
+            dirty_decay: DecayTime::Within(Duration::from_millis(dirty_ms)),
+            muzzy_decay: DecayTime::AtOnce,
+            background_threads: true,
+            max_background_threads: threads,
+        }
+    }
+}
+
+impl fmt::Display for HeapProfile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// Fixes what jemalloc can be told only before `main`: `low_memory`, `balanced` or `throughput`.
+///
+/// Once, in the binary (a second one does not link), beside the global allocator. It exports the
+/// profile's string (see [`HeapProfile::conf`](crate::host::HeapProfile::conf)) as
+/// `_rjem_malloc_conf` and as `malloc_conf`, because jemalloc looks for the second where it serves
+/// C code as well (feature `interpose`, which any dependency may switch on). Whoever starts the
+/// process can override it with the variable `_RJEM_MALLOC_CONF` or, in that case, `MALLOC_CONF`.
+/// [`effective`](crate::host::effective) tells what came of it.
+///
+/// ```
+/// #[global_allocator]
+/// static HEAP: lowtide::host::Heap = lowtide::host::Heap;
+/// lowtide::heap_profile!(low_memory);
+///
+/// assert_eq!(lowtide::host::effective().unwrap().arenas_at_start, 2);
+/// ```
+///
+/// Any other name does not compile:
+/// ```compile_fail
+/// lowtide::heap_profile!(lowmemory);
+/// ```
+#[macro_export]
+macro_rules! heap_profile {
+    (low_memory) => {
+        $crate::heap_profile!(@export LowMemory);
+    };
+    (balanced) => {
+        $crate::heap_profile!(@export Balanced);
+    };
+    (throughput) => {
+        $crate::heap_profile!(@export Throughput);
+    };
+    (@export $profile:ident) => {
+        const _: () = {
+            #[used]
+            #[unsafe(export_name = "_rjem_malloc_conf")]
+            static PREFIXED: $crate::host::ConfSymbol =
+                $crate::host::ConfSymbol::new($crate::host::HeapProfile::$profile.conf());
+            #[used]
+            #[unsafe(export_name = "malloc_conf")]
+            static PLAIN: $crate::host::ConfSymbol =
+                $crate::host::ConfSymbol::new($crate::host::HeapProfile::$profile.conf());
+        };
+    };
+    ($($other:tt)*) => {
+        ::core::compile_error!(
+            "heap_profile! takes one of these names: low_memory, balanced, throughput"
+        );
+    };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_profile_asks_for_what_costs_more_than_it_gives() {
+        for profile in HeapProfile::ALL {
+            let conf = profile.conf().to_str().unwrap();
+            let settings: Vec<_> = conf.split(',').map(|s| s.split_once(':').unwrap()).collect();
+            assert!(!settings.iter().any(|(key, _)| *key == "hpa"), "{conf}");
+            assert!(!settings.contains(&("dirty_decay_ms", "0")), "{conf}");
+            assert!(settings.contains(&("background_thread", "true")), "{conf}");
+            assert!(!conf.contains(char::is_whitespace), "{conf}");
+        }
+    }
+
+    #[test]
+    fn conf_and_settings_say_the_same() {
+        for profile in HeapProfile::ALL {
+            let conf = profile.conf().to_str().unwrap();
+            let settings = profile.settings();
+            let DecayTime::Within(dirty) = settings.dirty_decay else { panic!("{profile}") };
+            assert!(conf.contains(&format!("dirty_decay_ms:{}", dirty.as_millis())), "{conf}");
+            assert_eq!(settings.muzzy_decay, DecayTime::AtOnce);
+            assert!(conf.contains("muzzy_decay_ms:0"), "{conf}");
+            let threads = settings.max_background_threads;
+            let threads = threads.map(|count| format!("max_background_threads:{count}"));
+            assert!(threads.is_none_or(|text| conf.contains(&text)), "{conf}");
+        }
+    }
+}

@@ -1,0 +1,18 @@
+//! A profile takes effect without `Heap`: the binary's symbol is what counts.
+#![cfg(feature = "heap")]
+#![forbid(unsafe_code)]
+
+use lowtide::decay::DecayTime;
+use lowtide::host::{self, HeapProfile};
+
+lowtide::heap_profile!(throughput);
+
+#[test]
+fn what_the_profile_asks_for_is_in_effect() {
+    let found = host::effective().unwrap();
+    assert_eq!(found.conf_of_binary, HeapProfile::Throughput.conf().to_str().ok());
+    assert_eq!(found.dirty_decay, DecayTime::from_millis(10_000));
+    assert_eq!(found.muzzy_decay, DecayTime::AtOnce);
+    assert_eq!(found.background_threads, found.background_threads_supported);
+    assert_eq!(found.differences_from(HeapProfile::Throughput), []);
+}
