@@ -10,7 +10,7 @@ use crate::bytes::ByteSize;
 use crate::decay::DecayTime;
 
 /// Address space of a region unless told otherwise. 512 GiB: above the memory of any one GPU of
-/// today (288 GiB), and 1/256 of the 128 TiB that an x86_64 process has.
+/// today (288 GiB), and 1/256 of the 128 TiB that an `x86_64` process has.
 const RESERVE: ByteSize = ByteSize::gib(512);
 
 /// How long idle memory stays unless told otherwise: jemalloc's `dirty_decay_ms`, 10 s.

@@ -6,6 +6,7 @@
 //!
 //! Invariants: `requested <= live`; `live + arriving = index.live`; `live <= active`.
 
+use super::driver::DeviceAddress;
 use super::index::{BlockId, BlockIndex, Request, Span, StaleBlock};
 use super::segment::Segment;
 use super::snapshot::RegionSnapshot;
@@ -48,6 +49,7 @@ impl Region {
 pub(super) struct Placed {
     pub(super) id: BlockId,
     pub(super) span: Span,
+    pub(super) at: DeviceAddress,
     /// What the caller asked for, in bytes.
     pub(super) requested: u64,
 }
@@ -78,7 +80,8 @@ impl RegionBooks {
         let (id, span) = self.index.take(request, |place| segment.wanting(place))?;
         self.segment.touch(span);
         self.arriving += span.size;
-        Some(Placed { id, span, requested: request.size })
+        let at = self.segment.address_of(ByteSize::new(span.offset));
+        Some(Placed { id, span, at, requested: request.size })
     }
 
     /// Books that the memory behind an arriving block is there.

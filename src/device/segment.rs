@@ -162,9 +162,8 @@ impl Segment {
 
     /// Whether a driver call is under way for a granule of the span.
     pub(super) fn is_moving(&self, span: Span) -> bool {
-        let moving = |granule: &Granule| {
-            matches!(granule.backing, Backing::Committing | Backing::Leaving)
-        };
+        let moving =
+            |granule: &Granule| matches!(granule.backing, Backing::Committing | Backing::Leaving);
         self.known(span).iter().any(moving)
     }
 
@@ -244,8 +243,7 @@ impl Segment {
     /// Every run of backed granules, for the end of the segment.
     pub(super) fn backed_runs(&self) -> Vec<Run> {
         let mut runs: Vec<Run> = Vec::new();
-        for (at, _) in self.granules.iter().enumerate().filter(|(_, granule)| granule.is_backed())
-        {
+        for (at, _) in self.granules.iter().enumerate().filter(|(_, granule)| granule.is_backed()) {
             match runs.last_mut() {
                 Some(run) if run.range().end == at => run.count += 1,
                 _ => runs.push(Run { first: at, count: 1 }),

@@ -62,6 +62,35 @@ pub struct ArenaSnapshot {
 }
 
 impl ArenaSnapshot {
+    /// An arena of which nothing is known but its name, in a forked child.
+    pub(super) fn unknown(name: &str, rung: Rung) -> Self {
+        const NONE: ByteSize = ByteSize::ZERO;
+        Self {
+            name: name.to_owned(),
+            rung,
+            requested: NONE,
+            live: NONE,
+            live_peak: NONE,
+            active: NONE,
+            idle: NONE,
+            committed: NONE,
+            reserved: NONE,
+            pending: NONE,
+            holes: NONE,
+            largest_free: NONE,
+            limit: NONE,
+            leases: 0,
+            allocs_total: 0,
+            frees_total: 0,
+            alloc_failures_total: AllocFailures::default(),
+            commits_total: 0,
+            decommits_total: 0,
+            committed_bytes_total: 0,
+            decommitted_bytes_total: 0,
+            regions: Region::ALL.map(RegionSnapshot::unknown),
+        }
+    }
+
     /// Memory kept that nothing needs: `committed - live`.
     #[must_use]
     pub fn retained(&self) -> ByteSize {

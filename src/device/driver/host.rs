@@ -13,7 +13,7 @@ use std::ptr::{self, NonNull};
 use super::{Capabilities, DeviceAddress, Driver, DriverError, Rung, sealed};
 use crate::bytes::ByteSize;
 
-/// The granule. 2 MiB: a huge page of x86_64 and of aarch64 with 4 KiB pages, what data-centre
+/// The granule. 2 MiB: a huge page of `x86_64` and of aarch64 with 4 KiB pages, what data-centre
 /// GPUs map, and a multiple of every page size in use (4, 16, 64 KiB).
 const GRANULARITY: ByteSize = ByteSize::mib(2);
 

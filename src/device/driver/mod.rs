@@ -8,6 +8,8 @@
 //! committed.
 
 pub mod host;
+#[cfg(test)]
+pub(crate) mod trial;
 
 use std::fmt;
 use std::ptr::NonNull;
@@ -130,6 +132,7 @@ impl fmt::Display for Rung {
 /// Keeps [`Driver`] to this crate.
 pub(crate) mod sealed {
     /// Implemented by the drivers of this crate and by nothing else.
+    #[expect(unnameable_types, reason = "that is what seals the other")]
     pub trait Sealed {}
 }
 

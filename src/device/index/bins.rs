@@ -53,7 +53,11 @@ impl Bin {
 
     /// The largest size of the bin, in bytes.
     pub(super) const fn size_max(self) -> u64 {
-        if self.0 + 1 == BINS { u64::MAX - (ALIGN - 1) } else { Self(self.0 + 1).size_min() - ALIGN }
+        if self.0 + 1 == BINS {
+            u64::MAX - (ALIGN - 1)
+        } else {
+            Self(self.0 + 1).size_min() - ALIGN
+        }
     }
 
     #[expect(clippy::cast_possible_truncation, reason = "the number of a bin is below BINS")]

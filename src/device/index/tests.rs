@@ -69,8 +69,7 @@ fn explore(mut acts: Vec<usize>, span: u64, depth: usize, seen: &mut usize) {
     for &act in &acts {
         if act < sizes {
             let size = act as u64 + 1;
-            let fits =
-                free_spans(&model, index.span).iter().any(|free| free.size >= size * ALIGN);
+            let fits = free_spans(&model, index.span).iter().any(|free| free.size >= size * ALIGN);
             assert_eq!(take(&mut index, &mut model, units(size)), fits, "{acts:?}");
         } else if act - sizes < model.len() {
             release(&mut index, &mut model, act - sizes);
