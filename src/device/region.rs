@@ -74,6 +74,12 @@ impl RegionBooks {
         self.live
     }
 
+    /// Bytes of blocks that have a place and no memory yet.
+    #[cfg(test)]
+    pub(super) const fn arriving(&self) -> u64 {
+        self.arriving
+    }
+
     /// Finds a place, preferring those with the fewest granules to commit, and marks it arriving.
     pub(super) fn place(&mut self, request: Request) -> Option<Placed> {
         let segment = &self.segment;

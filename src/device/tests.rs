@@ -10,6 +10,7 @@ use super::*;
 use crate::bytes::ByteSize;
 use crate::clock::{Clock, ManualClock, SystemClock};
 use crate::decay::DecayTime;
+use crate::sync::lock;
 
 const GRANULE: ByteSize = ByteSize::mib(2);
 const SECOND: Duration = Duration::from_secs(1);
@@ -41,6 +42,11 @@ fn wait_until(condition: impl Fn() -> bool) {
         assert!(clock.now() < deadline, "it did not come to pass");
         thread::yield_now();
     }
+}
+
+/// Bytes of blocks of the dynamic region that wait for their memory.
+fn arriving(arena: &DeviceArena) -> ByteSize {
+    ByteSize::new(lock(&arena.shared().books).region(Region::Dynamic).arriving())
 }
 
 struct Chance(u64);
@@ -200,13 +206,15 @@ fn without_host_access_there_are_blocks_and_no_slices() {
 fn an_allocation_waits_for_a_leaving_granule_only_where_it_needs_it() {
     let (arena, driver, _) = open(ByteSize::mib(8));
     drop(bytes(&arena, ByteSize::mib(6), Region::Dynamic).expect("room"));
+    let beside = bytes(&arena, GRANULE, Region::Stable).expect("room");
     driver.hold();
     let purging = {
         let arena = arena.clone();
         thread::spawn(move || arena.purge())
     };
     driver.wait_until_held(1);
-    // One granule is left under the limit: what fits goes on beside the call that is held.
+    // What needs no granule that is leaving goes on beside the call that is held.
+    drop(beside);
     let beside = bytes(&arena, GRANULE, Region::Stable).expect("room");
     arena.validate();
     let snapshot = arena.snapshot();
@@ -216,7 +224,7 @@ fn an_allocation_waits_for_a_leaving_granule_only_where_it_needs_it() {
         let arena = arena.clone();
         thread::spawn(move || bytes(&arena, ByteSize::mib(4), Region::Dynamic).map(drop))
     };
-    wait_until(|| arena.snapshot().active == ByteSize::mib(6));
+    wait_until(|| arriving(&arena) == ByteSize::mib(4));
     assert!(!needing.is_finished(), "it took a granule that is leaving");
     arena.validate();
     driver.let_go();
@@ -226,6 +234,36 @@ fn an_allocation_waits_for_a_leaving_granule_only_where_it_needs_it() {
     arena.validate();
     driver.assert_no_faults();
     assert!(driver.committed().1 <= ByteSize::mib(8), "the limit was passed");
+}
+
+#[test]
+fn an_allocation_in_a_granule_that_is_being_committed_waits_for_it_and_commits_what_failed() {
+    for fails in [false, true] {
+        let (arena, driver, _) = open(ByteSize::MAX);
+        if fails {
+            driver.fail(Failure { nth: driver.calls(), out_of_memory: false });
+        }
+        driver.hold();
+        let half = |arena: &DeviceArena| {
+            let arena = arena.clone();
+            thread::spawn(move || bytes(&arena, ByteSize::mib(1), Region::Dynamic))
+        };
+        let first = half(&arena);
+        driver.wait_until_held(1);
+        let second = half(&arena);
+        // Placing and beginning to wait are one step under the lock.
+        wait_until(|| arriving(&arena) == GRANULE);
+        arena.validate();
+        driver.let_go();
+        let first = first.join().expect("no panic");
+        let second = second.join().expect("no panic").expect("room");
+        assert_eq!(first.is_err(), fails);
+        assert_eq!(arena.snapshot().commits_total, 1);
+        assert_eq!(arena.snapshot().committed, GRANULE);
+        drop((first, second));
+        arena.validate();
+        driver.assert_no_faults();
+    }
 }
 
 #[test]

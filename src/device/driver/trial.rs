@@ -62,12 +62,12 @@ impl TrialDriver {
         lock(&self.seen).device_granules = Some(granules);
     }
 
-    /// Holds every decommit from now on until [`TrialDriver::let_go`].
+    /// Holds every commit and decommit from now on until [`TrialDriver::let_go`].
     pub(crate) fn hold(&self) {
         lock(&self.seen).holding = true;
     }
 
-    /// Waits until so many decommits are held.
+    /// Waits until so many calls are held.
     pub(crate) fn wait_until_held(&self, count: usize) {
         let mut seen = lock(&self.seen);
         while seen.held < count {
@@ -100,6 +100,16 @@ impl TrialDriver {
     pub(crate) fn assert_no_faults(&self) {
         let seen = lock(&self.seen);
         assert!(seen.faults.is_empty(), "{:?}", seen.faults);
+    }
+
+    fn wait_while_held(&self) {
+        let mut seen = lock(&self.seen);
+        seen.held += 1;
+        self.changed.notify_all();
+        while seen.holding {
+            seen = wait(&self.changed, seen);
+        }
+        seen.held -= 1;
     }
 
     /// Counts a call, and fails it where it is its turn.
@@ -153,6 +163,7 @@ impl Driver for TrialDriver {
     }
 
     fn commit(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError> {
+        self.wait_while_held();
         self.call("commit", size)?;
         let mut seen = lock(&self.seen);
         let wanted = granules(at, size);
@@ -173,14 +184,7 @@ impl Driver for TrialDriver {
     }
 
     fn decommit(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError> {
-        let mut seen = lock(&self.seen);
-        seen.held += 1;
-        self.changed.notify_all();
-        while seen.holding {
-            seen = wait(&self.changed, seen);
-        }
-        seen.held -= 1;
-        drop(seen);
+        self.wait_while_held();
         self.call("decommit", size)?;
         // The memory goes before the books say so: a commit that came too early is seen.
         self.host.decommit(at, size)?;
