@@ -18,8 +18,7 @@ use crate::clock::Moment;
 use crate::decay::DecayTime;
 use crate::sync::{MutexGuard, lock};
 
-/// Driver calls that one look at idle memory makes at most. A guess: at some 10 us a call (host:
-/// madvise and mprotect of bare-metal page tables), well under a millisecond beside the pages.
+/// Driver calls that one look at idle memory makes at most. A guess, to be measured per driver.
 const CALLS_MAX: usize = 32;
 
 /// What a call to [`DeviceArena::decay`] did.
@@ -48,7 +47,8 @@ impl DeviceArena {
     /// of another thread.
     ///
     /// # Errors
-    /// [`DeviceError::Driver`], after what was given back before is booked; [`DeviceError::Forked`].
+    /// [`DeviceError::Driver`], after what was given back before is booked;
+    /// [`DeviceError::Forked`].
     pub fn decay(&self, now: Moment) -> Result<Decayed, DeviceError> {
         let shared = self.shared();
         shared.check_here()?;
@@ -99,7 +99,8 @@ impl DeviceArena {
     /// as that takes, none with the lock held.
     ///
     /// # Errors
-    /// [`DeviceError::Driver`], after what was given back before is booked; [`DeviceError::Forked`].
+    /// [`DeviceError::Driver`], after what was given back before is booked;
+    /// [`DeviceError::Forked`].
     pub fn purge(&self) -> Result<ByteSize, DeviceError> {
         self.trim(ByteSize::ZERO)
     }
@@ -108,7 +109,8 @@ impl DeviceArena {
     /// returns how many bytes that was.
     ///
     /// # Errors
-    /// [`DeviceError::Driver`], after what was given back before is booked; [`DeviceError::Forked`].
+    /// [`DeviceError::Driver`], after what was given back before is booked;
+    /// [`DeviceError::Forked`].
     pub fn trim(&self, keep: ByteSize) -> Result<ByteSize, DeviceError> {
         let shared = self.shared();
         shared.check_here()?;

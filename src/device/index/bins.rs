@@ -67,7 +67,7 @@ impl Bin {
     }
 }
 
-/// The heads of the lists, and two levels of bitmaps over them. 6.6 KiB.
+/// The heads of the lists, and two levels of bitmaps over them. 6.7 KiB.
 #[derive(Debug)]
 pub(super) struct Bins {
     heads: Box<[u32]>,

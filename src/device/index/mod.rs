@@ -82,6 +82,8 @@ struct Record {
     state: State,
 }
 
+const _: () = assert!(size_of::<Record>() == 48, "what BlockIndex says of its metadata");
+
 /// A place for a request, in one free block.
 #[derive(Clone, Copy)]
 struct Place {
