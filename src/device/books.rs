@@ -1,0 +1,342 @@
+//! Everything an arena knows, under its one lock: regions, limit, curve, counts.
+//!
+//! It calls no driver. What it books about a driver call comes from the two places that make such
+//! calls, `commit` and `reclaim`, which do so with the lock given up.
+//!
+//! Invariants: those of [`ArenaSnapshot`]; `backed <= limit` but for a limit that was lowered
+//! below it; whenever something is idle and the curve is finite, `due` is at most one step of the
+//! curve away or in the past.
+
+use std::time::Duration;
+
+use super::driver::{DeviceAddress, Rung};
+use super::error::DeviceError;
+use super::index::Request;
+use super::region::{Placed, Region, RegionBooks};
+use super::segment::Run;
+use super::snapshot::{AllocFailures, ArenaSnapshot};
+use crate::bytes::ByteSize;
+use crate::clock::{Clock, Moment};
+use crate::decay::{Decay, DecayTime, STEPS};
+
+/// Granules in one decommit at most: 1 GiB of 2 MiB granules, so that no single call of the
+/// driver is unbounded. A guess; a figure for each driver is to be measured.
+const RUN_GRANULES_MAX: u64 = 512;
+
+/// A run on its way out, and where it is.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Leaving {
+    pub(super) region: Region,
+    pub(super) run: Run,
+    pub(super) at: DeviceAddress,
+    pub(super) size: ByteSize,
+}
+
+/// Counts since the arena was opened.
+#[derive(Debug, Default)]
+pub(super) struct Totals {
+    pub(super) allocs: u64,
+    pub(super) frees: u64,
+    pub(super) failures: AllocFailures,
+    pub(super) commits: u64,
+    pub(super) decommits: u64,
+    pub(super) committed_bytes: u64,
+    pub(super) decommitted_bytes: u64,
+}
+
+/// An arena's books.
+#[derive(Debug)]
+pub(super) struct Books {
+    regions: [RegionBooks; 2],
+    granularity: u64,
+    pub(super) leases: u32,
+    pub(super) limit: ByteSize,
+    pub(super) totals: Totals,
+    live_peak: u64,
+    decay: Decay,
+    /// What was idle when the curve was last told, less what was given back since.
+    told: u64,
+    /// The least of it since then: what was used in between is fresh when it is idle again.
+    idle_low: u64,
+    /// Given back already, of what the curve still counts: the curve says how much may stay of all
+    /// that went idle, so it must not be told that what it took away is gone.
+    owed: u64,
+    /// The curve is told of new idle memory by frees from here on; before, a look is due.
+    note_at: Moment,
+    due: Moment,
+}
+
+impl Books {
+    pub(super) fn new(
+        regions: [RegionBooks; 2],
+        granularity: ByteSize,
+        limit: ByteSize,
+        decay: Decay,
+    ) -> Self {
+        Self {
+            regions,
+            granularity: granularity.get(),
+            leases: 0,
+            limit,
+            totals: Totals::default(),
+            live_peak: 0,
+            decay,
+            told: 0,
+            idle_low: 0,
+            owed: 0,
+            note_at: Moment::ORIGIN,
+            due: Moment::NEVER,
+        }
+    }
+
+    pub(super) const fn region(&self, region: Region) -> &RegionBooks {
+        &self.regions[region.number()]
+    }
+
+    pub(super) const fn region_mut(&mut self, region: Region) -> &mut RegionBooks {
+        &mut self.regions[region.number()]
+    }
+
+    fn total(&self, part: impl Fn(&RegionBooks) -> u64) -> u64 {
+        self.regions.iter().map(part).sum()
+    }
+
+    pub(super) fn live(&self) -> u64 {
+        self.total(RegionBooks::live)
+    }
+
+    pub(super) fn backed(&self) -> u64 {
+        self.total(|region| region.segment.backed())
+    }
+
+    pub(super) fn active(&self) -> u64 {
+        self.total(|region| region.segment.active())
+    }
+
+    pub(super) fn idle(&self) -> u64 {
+        self.total(|region| region.segment.idle())
+    }
+
+    pub(super) fn leaving(&self) -> u64 {
+        self.total(|region| region.segment.leaving())
+    }
+
+    /// The smallest number of granules that holds so many bytes.
+    pub(super) const fn granules_for(&self, bytes: u64) -> u64 {
+        bytes.div_ceil(self.granularity)
+    }
+
+    pub(super) const fn bytes_of(&self, granules: u64) -> u64 {
+        granules * self.granularity
+    }
+
+    /// By how many bytes committing so many more would pass the limit.
+    pub(super) fn over_limit(&self, bytes: u64) -> u64 {
+        self.backed().saturating_add(bytes).saturating_sub(self.limit.get())
+    }
+
+    /// Finds addresses for a block.
+    pub(super) fn place(
+        &mut self,
+        region: Region,
+        request: Request,
+    ) -> Result<Placed, DeviceError> {
+        let placed = self.region_mut(region).place(request);
+        self.idle_low = self.idle_low.min(self.idle());
+        placed.ok_or_else(|| {
+            self.totals.failures.addresses += 1;
+            let books = self.region(region);
+            DeviceError::OutOfAddresses {
+                requested: ByteSize::new(request.size),
+                reserved: ByteSize::new(books.segment.reserved()),
+                live: ByteSize::new(books.live()),
+                largest_span: ByteSize::new(books.largest_span()),
+            }
+        })
+    }
+
+    /// Books that a placed block has its memory.
+    pub(super) fn arrive(&mut self, region: Region, placed: Placed) {
+        self.region_mut(region).arrive(placed);
+        self.totals.allocs += 1;
+        self.live_peak = self.live_peak.max(self.live());
+    }
+
+    /// Takes back a placed block that got no memory.
+    pub(super) fn withdraw(&mut self, region: Region, placed: Placed, clock: &dyn Clock) {
+        let gone = self.region_mut(region).withdraw(placed);
+        debug_assert!(gone.is_ok(), "a placed block is known to the index");
+        if gone == Ok(true) {
+            self.note_idle(clock.now());
+        }
+    }
+
+    /// Frees a live block.
+    pub(super) fn release(&mut self, region: Region, placed: Placed, clock: &dyn Clock) {
+        let gone = self.region_mut(region).release(placed);
+        debug_assert!(gone.is_ok(), "only its buffer frees a block, once");
+        if let Ok(went_idle) = gone {
+            self.totals.frees += 1;
+            if went_idle {
+                self.note_idle(clock.now());
+            }
+        }
+    }
+
+    /// What an allocation that finds no memory is told.
+    pub(super) fn out_of_memory(&self, requested: u64) -> DeviceError {
+        let largest_free = self.regions.iter().map(RegionBooks::largest_free).max();
+        DeviceError::OutOfMemory {
+            requested: ByteSize::new(requested),
+            live: ByteSize::new(self.live()),
+            committed: ByteSize::new(self.backed()),
+            limit: self.limit,
+            largest_free: ByteSize::new(largest_free.unwrap_or(0)),
+        }
+    }
+
+    /// Marks up to `granules` idle granules as leaving, in at most `runs_max` runs. The stable
+    /// region's first: what became idle there is the least likely to be asked for again.
+    pub(super) fn begin_leave(&mut self, granules: u64, runs_max: usize) -> Vec<Leaving> {
+        let mut runs = Vec::new();
+        let mut left = granules;
+        for region in Region::ALL {
+            let segment = &mut self.region_mut(region).segment;
+            while runs.len() < runs_max {
+                let Some(run) = segment.begin_leave(left.min(RUN_GRANULES_MAX)) else { break };
+                left -= run.granules();
+                let (at, size) = segment.place_of(run);
+                runs.push(Leaving { region, run, at, size });
+            }
+        }
+        runs
+    }
+
+    /// Books what came of a decommit.
+    pub(super) fn end_leave(&mut self, leaving: Leaving, done: bool) {
+        self.region_mut(leaving.region).segment.end_leave(leaving.run, done);
+        if done {
+            self.totals.decommits += 1;
+            self.totals.decommitted_bytes += leaving.size.get();
+            self.owed += leaving.size.get().min(self.told);
+            self.told = self.told.saturating_sub(leaving.size.get());
+            self.idle_low = self.idle_low.saturating_sub(leaving.size.get());
+        }
+    }
+
+    /// Tells the curve what is idle at `now`; returns how much of it may stay.
+    pub(super) fn tell_decay(&mut self, now: Moment) -> u64 {
+        let idle = self.idle();
+        let low = self.idle_low.min(self.told);
+        // What was used since the last time is taken out as the oldest, with its share of what was
+        // given back, and comes back as new.
+        let owed = u128::from(self.owed) * u128::from(low) / u128::from(self.told.max(1));
+        self.owed = u64::try_from(owed).unwrap_or(self.owed);
+        let counted = |idle: u64| ByteSize::new(idle.saturating_add(self.owed));
+        let _ = self.decay.allowed(counted(low), now);
+        let allowed = self.decay.allowed(counted(idle), now);
+        (self.told, self.idle_low) = (idle, idle);
+        self.note_at = now + self.step();
+        allowed.get().min(idle)
+    }
+
+    /// When the next look is due.
+    pub(super) fn due(&self) -> Moment {
+        if self.idle() == 0 { Moment::NEVER } else { self.due }
+    }
+
+    /// Sets when the next look is due, after one at `now`.
+    pub(super) fn set_due(&mut self, now: Moment, outcome: Look) {
+        self.due = match (outcome, self.decay.time()) {
+            (_, DecayTime::Never) => Moment::NEVER,
+            (Look::Unfinished, _) => now,
+            (Look::Failed, _) => now + self.step().max(RETRY_AFTER),
+            (Look::Finished, DecayTime::AtOnce) => now,
+            (Look::Finished, DecayTime::Within(_)) => self.decay.next(),
+        };
+    }
+
+    pub(super) fn set_decay(&mut self, time: DecayTime, now: Moment) {
+        self.decay.set_time(time, now);
+        (self.told, self.idle_low, self.owed) = (0, 0, 0);
+        let _ = self.tell_decay(now);
+        self.set_due(now, Look::Unfinished);
+    }
+
+    /// Sees to it that memory which just went idle is looked at. Costs a comparison, and the
+    /// curve's sum once a step.
+    fn note_idle(&mut self, now: Moment) {
+        let look = match self.decay.time() {
+            DecayTime::Never => return,
+            DecayTime::AtOnce => now,
+            DecayTime::Within(_) if now < self.note_at => self.note_at,
+            DecayTime::Within(_) => {
+                let _ = self.tell_decay(now);
+                self.decay.next()
+            }
+        };
+        self.due = self.due.min(look);
+    }
+
+    /// One step of the curve.
+    fn step(&self) -> Duration {
+        match self.decay.time() {
+            DecayTime::Within(time) => time / u32::try_from(STEPS).unwrap_or(u32::MAX),
+            DecayTime::AtOnce | DecayTime::Never => Duration::ZERO,
+        }
+    }
+
+    /// All figures at this instant.
+    pub(super) fn snapshot(&self, name: &str, rung: Rung) -> ArenaSnapshot {
+        let size = ByteSize::new;
+        let regions = Region::ALL.map(|region| self.region(region).snapshot(region));
+        ArenaSnapshot {
+            requested: regions.iter().map(|region| region.requested).sum(),
+            holes: regions.iter().map(|region| region.holes).sum(),
+            largest_free: regions.iter().map(|r| r.largest_free).max().unwrap_or_default(),
+            live: size(self.live()),
+            live_peak: size(self.live_peak),
+            active: size(self.active()),
+            idle: size(self.idle()),
+            committed: size(self.backed()),
+            reserved: size(self.total(|region| region.segment.reserved())),
+            limit: self.limit,
+            leases: self.leases,
+            allocs_total: self.totals.allocs,
+            frees_total: self.totals.frees,
+            alloc_failures_total: self.totals.failures,
+            commits_total: self.totals.commits,
+            decommits_total: self.totals.decommits,
+            committed_bytes_total: self.totals.committed_bytes,
+            decommitted_bytes_total: self.totals.decommitted_bytes,
+            regions,
+            ..ArenaSnapshot::unknown(name, rung)
+        }
+    }
+
+    /// Walks everything and checks the invariants.
+    ///
+    /// # Panics
+    /// Where one is broken.
+    pub(super) fn validate(&self) {
+        self.regions.iter().for_each(RegionBooks::validate);
+        assert!(self.idle_low <= self.idle(), "the least idle is at most what is idle");
+        let totals = &self.totals;
+        let settled = totals.committed_bytes - totals.decommitted_bytes;
+        assert!(self.backed() >= settled, "every byte committed is on the books");
+    }
+}
+
+/// How long a failed look waits before the next: a driver that is out of order is not hammered.
+const RETRY_AFTER: Duration = Duration::from_millis(100);
+
+/// How a look at idle memory ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Look {
+    /// All that was to be given back was, or is on its way.
+    Finished,
+    /// There was more than one look does.
+    Unfinished,
+    /// The driver failed.
+    Failed,
+}

@@ -1,0 +1,140 @@
+//! A typed block of device memory, freed when it is dropped.
+//!
+//! It holds its arena, so that the arena outlives it. On `host_access` rungs it is a slice of host
+//! memory, for whoever shows a lease. It has no address without a lease, and no pointer at all.
+//!
+//! Contents: a new buffer has unspecified contents: zero, or what an earlier buffer of the same
+//! arena left there. Every byte is initialised.
+//!
+//! Invariant: `buffer not empty <=> it owns one live block of at least len x size_of::<T>() bytes`.
+#![expect(unsafe_code, reason = "device memory is seen as a slice through the driver's pointer")]
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::ptr::NonNull;
+use std::slice;
+use std::sync::Arc;
+
+use bytemuck::Pod;
+
+use super::arena::Shared;
+use super::error::DeviceError;
+use super::lease::Lease;
+use super::region::{Placed, Region};
+use crate::bytes::ByteSize;
+
+/// Elements in device memory.
+pub struct Buffer<T: Pod> {
+    arena: Arc<Shared>,
+    region: Region,
+    /// Nothing, where the elements have no bytes.
+    block: Option<Placed>,
+    len: usize,
+    elements: PhantomData<T>,
+}
+
+impl<T: Pod> Buffer<T> {
+    /// Elements without bytes, and so without a block.
+    pub(super) const fn empty(arena: Arc<Shared>, region: Region, len: usize) -> Self {
+        Self { arena, region, block: None, len, elements: PhantomData }
+    }
+
+    /// The owner of a live block, which holds `len` elements at their alignment.
+    pub(super) fn new(arena: Arc<Shared>, region: Region, block: Placed, len: usize) -> Self {
+        assert!(block.span.size >= ByteSize::of(len * size_of::<T>()).get(), "block too small");
+        assert!(block.at.is_multiple_of(ByteSize::of(align_of::<T>())), "block not aligned");
+        Self { arena, region, block: Some(block), len, elements: PhantomData }
+    }
+
+    /// The number of elements.
+    #[must_use]
+    pub const fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are no elements.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The bytes of the elements, before rounding.
+    #[must_use]
+    pub const fn bytes(&self) -> ByteSize {
+        ByteSize::of(self.len * size_of::<T>())
+    }
+
+    /// The region that the buffer is in.
+    #[must_use]
+    pub const fn region(&self) -> Region {
+        self.region
+    }
+
+    /// The elements, for as long as the lease is held.
+    ///
+    /// # Errors
+    /// [`DeviceError::Unsupported`] on a driver without host access,
+    /// [`DeviceError::ForeignLease`] for a lease of another arena, [`DeviceError::Forked`].
+    pub fn slice<'a>(&'a self, lease: &'a Lease) -> Result<&'a [T], DeviceError> {
+        let start = self.start(lease)?;
+        // SAFETY: `start` is aligned for T (asserted in `new`, or dangling and aligned where there
+        // are no bytes) and has the provenance of the driver's whole reservation
+        // (`Driver::host_pointer`; drivers are sealed to this crate). `len` elements lie in the
+        // block (asserted in `new`), within a reservation and so below `isize::MAX` bytes
+        // (`reserve_region` holds it at that). The block is live while `self` is borrowed; a live
+        // block's granules are committed, since only granules that no block touches leave, so the
+        // bytes are readable, and they are initialised (`Driver::host_pointer`). T is Pod: any
+        // bytes are a value. Nobody writes: blocks do not overlap (invariant of the index), the
+        // buffer owns its block alone, writing takes `&mut self`, and no device works on it after
+        // its call returned (asynchronous drivers are refused at open).
+        Ok(unsafe { slice::from_raw_parts(start.as_ptr(), self.len) })
+    }
+
+    /// The elements, to write, for as long as the lease is held.
+    ///
+    /// # Errors
+    /// As [`Buffer::slice`].
+    pub fn slice_mut<'a>(&'a mut self, lease: &'a Lease) -> Result<&'a mut [T], DeviceError> {
+        let start = self.start(lease)?;
+        // SAFETY: as in `slice`; `&mut self` is borrowed for as long as the slice lives, so that
+        // no other slice of this block exists. The granules are committed for writing too. Any
+        // T leaves initialised bytes behind, because a Pod has no padding.
+        Ok(unsafe { slice::from_raw_parts_mut(start.as_ptr(), self.len) })
+    }
+
+    /// Where the elements begin, for a holder of this arena's lease.
+    fn start(&self, lease: &Lease) -> Result<NonNull<T>, DeviceError> {
+        self.arena.check_here()?;
+        if !Arc::ptr_eq(&self.arena, &lease.arena) {
+            return Err(DeviceError::ForeignLease {
+                buffer_of: self.arena.name.clone(),
+                lease_of: lease.arena.name.clone(),
+            });
+        }
+        self.arena.check_host_access()?;
+        let Some(block) = self.block else { return Ok(NonNull::dangling()) };
+        let start = self.arena.driver.host_pointer(block.at);
+        start.map(NonNull::cast).ok_or_else(|| self.arena.no_host_access())
+    }
+}
+
+impl<T: Pod> Drop for Buffer<T> {
+    /// Frees the block: bookkeeping under the arena's lock, no driver call, unless this was the
+    /// last holder of the arena. In a forked child does nothing.
+    fn drop(&mut self) {
+        if let Some(block) = self.block.take() {
+            self.arena.release(self.region, block);
+        }
+    }
+}
+
+impl<T: Pod> fmt::Debug for Buffer<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Buffer")
+            .field("arena", &self.arena.name)
+            .field("region", &self.region)
+            .field("len", &self.len)
+            .field("bytes", &self.bytes())
+            .finish_non_exhaustive()
+    }
+}

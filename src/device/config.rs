@@ -1,0 +1,40 @@
+//! What an arena is opened with: plain values, resolved by whoever opens it.
+//!
+//! It reads no environment and knows no profile.
+//!
+//! Invariant: every value is valid; what does not fit the driver is rounded or halved at open.
+
+use std::time::Duration;
+
+use crate::bytes::ByteSize;
+use crate::decay::DecayTime;
+
+/// Address space of a region unless told otherwise. 512 GiB: above the memory of any one GPU of
+/// today (288 GiB), and 1/256 of the 128 TiB that an `x86_64` process has.
+const RESERVE: ByteSize = ByteSize::gib(512);
+
+/// How long idle memory stays unless told otherwise: jemalloc's `dirty_decay_ms`, 10 s.
+const DECAY: DecayTime = DecayTime::Within(Duration::from_secs(10));
+
+/// How to open a device arena.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ArenaConfig {
+    /// The name by which metrics and errors call it.
+    pub name: String,
+    /// The most that may be committed at any time, both regions together, including what is being
+    /// committed; [`ByteSize::MAX`] for no limit, zero for none at all.
+    pub limit: ByteSize,
+    /// Address space for each of the two regions: rounded up to whole granules, then halved until
+    /// the driver accepts it.
+    pub reserve: ByteSize,
+    /// How long idle memory stays.
+    pub decay: DecayTime,
+}
+
+impl ArenaConfig {
+    /// No limit, 512 GiB of addresses a region, idle memory given back within 10 s.
+    #[must_use]
+    pub fn new(name: impl Into<String>) -> Self {
+        Self { name: name.into(), limit: ByteSize::MAX, reserve: RESERVE, decay: DECAY }
+    }
+}

@@ -1,0 +1,226 @@
+//! The host driver: private anonymous memory of this process as if it were a device's.
+//!
+//! A product, not a stand-in: it serves machines without a GPU with the same arenas, limits and
+//! decay. Work completes at once. It keeps no books: the kernel does. Transparent huge pages are
+//! left to the system's own setting.
+//!
+//! Invariant: `accessible = committed`; a bare granule is `PROT_NONE` and has no page behind it.
+#![expect(unsafe_code, reason = "address space is had from mmap, mprotect and madvise")]
+
+use std::io;
+use std::ptr::{self, NonNull};
+
+use super::{Capabilities, DeviceAddress, Driver, DriverError, Rung, sealed};
+use crate::bytes::ByteSize;
+
+/// The granule. 2 MiB: a huge page of `x86_64` and of aarch64 with 4 KiB pages, what data-centre
+/// GPUs map, and a multiple of every page size in use (4, 16, 64 KiB).
+const GRANULARITY: ByteSize = ByteSize::mib(2);
+
+/// Device memory out of this process's own address space.
+#[derive(Debug, Default)]
+#[non_exhaustive]
+pub struct HostDriver {}
+
+impl HostDriver {
+    /// A driver. All of them share the process's one address space.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self {}
+    }
+}
+
+impl sealed::Sealed for HostDriver {}
+
+impl Driver for HostDriver {
+    fn rung(&self) -> Rung {
+        Rung::Host
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            virtual_memory: true,
+            host_access: true,
+            host_backed: true,
+            same_address_wake: true,
+            asynchronous: false,
+            granularity: GRANULARITY,
+        }
+    }
+
+    fn reserve(&self, size: ByteSize) -> Result<DeviceAddress, DriverError> {
+        let size_wanted = Range::of(DeviceAddress::new(0), size)?.length;
+        let refused = || DriverError::OutOfMemory { call: "mmap", requested: size };
+        // mmap aligns to pages only: take a granule more and give back what is over.
+        let slack = length_of(GRANULARITY)?;
+        let length = size_wanted.checked_add(slack).ok_or_else(refused)?;
+        let start = map_bare(ptr::null_mut(), length, 0)?;
+        let address = start.expose_provenance();
+        let head = address.next_multiple_of(slack) - address;
+        let base = start.wrapping_byte_add(head);
+        // Both trims are inside the mapping just made and outside what is handed out; where one
+        // fails, address space is lost and nothing else.
+        let _ = unmap(start, head);
+        let _ = unmap(base.wrapping_byte_add(size_wanted), slack - head);
+        Ok(DeviceAddress::new(base.addr() as u64))
+    }
+
+    fn unreserve(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError> {
+        let range = Range::of(at, size)?;
+        unmap(range.start, range.length)
+    }
+
+    fn commit(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError> {
+        Range::of(at, size)?.protect(libc::PROT_READ | libc::PROT_WRITE)
+    }
+
+    fn decommit(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError> {
+        let range = Range::of(at, size)?;
+        range.discard()?;
+        range.protect(libc::PROT_NONE)
+    }
+
+    fn headroom(&self) -> Result<Option<ByteSize>, DriverError> {
+        Ok(None)
+    }
+
+    fn host_pointer(&self, at: DeviceAddress) -> Option<NonNull<u8>> {
+        // `reserve` exposed the provenance of the mapping in which `at` lies.
+        let address = usize::try_from(at.get()).ok()?;
+        NonNull::new(ptr::with_exposed_provenance_mut(address))
+    }
+}
+
+/// Whole granules of this process's address space.
+#[derive(Clone, Copy)]
+struct Range {
+    start: *mut libc::c_void,
+    length: usize,
+}
+
+impl Range {
+    fn of(at: DeviceAddress, size: ByteSize) -> Result<Self, DriverError> {
+        let whole = at.is_multiple_of(GRANULARITY)
+            && size.get().is_multiple_of(GRANULARITY.get())
+            && !size.is_zero();
+        if !whole {
+            return Err(DriverError::Misaligned { at, size, granularity: GRANULARITY });
+        }
+        let address = length_of(ByteSize::new(at.get()))?;
+        let start = ptr::with_exposed_provenance_mut(address);
+        Ok(Self { start, length: length_of(size)? })
+    }
+
+    fn protect(self, access: libc::c_int) -> Result<(), DriverError> {
+        // SAFETY: the range consists of whole pages of a mapping that `reserve` made and that is
+        // ours until `unreserve` (contract of `Driver`). Taking access away harms no reference:
+        // `decommit` is called only when every use is complete; giving it harms nobody.
+        let result = unsafe { libc::mprotect(self.start, self.length, access) };
+        self.outcome("mprotect", result)
+    }
+
+    /// Gives the pages back, so that they read as zero when they are next accessible.
+    #[cfg(target_os = "linux")]
+    fn discard(self) -> Result<(), DriverError> {
+        // SAFETY: whole pages of a private anonymous mapping of ours that nothing uses any more
+        // (contract of `decommit`). "Subsequent accesses of pages in the range will succeed, but
+        // will result in ... zero-fill-on-demand pages" (madvise(2), MADV_DONTNEED).
+        let result = unsafe { libc::madvise(self.start, self.length, libc::MADV_DONTNEED) };
+        self.outcome("madvise", result)
+    }
+
+    /// Gives the pages back by a new mapping over the old one: `MADV_DONTNEED` of other systems
+    /// keeps the contents.
+    #[cfg(not(target_os = "linux"))]
+    fn discard(self) -> Result<(), DriverError> {
+        map_bare(self.start, self.length, libc::MAP_FIXED).map(drop)
+    }
+
+    fn outcome(self, call: &'static str, result: libc::c_int) -> Result<(), DriverError> {
+        if result == 0 { Ok(()) } else { Err(last_error(call, self.length)) }
+    }
+}
+
+/// Maps address space with nothing behind it. With `MAP_FIXED` in `flags` the range at `at` is a
+/// reservation of ours that nothing uses.
+fn map_bare(
+    at: *mut libc::c_void,
+    length: usize,
+    flags: libc::c_int,
+) -> Result<*mut libc::c_void, DriverError> {
+    let flags = flags | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    // SAFETY: without MAP_FIXED the kernel picks a range that nothing occupies; with it, the range
+    // is whole granules of a reservation of ours (the caller's word), so that no other mapping is
+    // replaced. No file is involved: descriptor -1 and offset 0 as mmap(2) asks of MAP_ANONYMOUS.
+    let start = unsafe { libc::mmap(at, length, libc::PROT_NONE, flags, -1, 0) };
+    if start == libc::MAP_FAILED { Err(last_error("mmap", length)) } else { Ok(start) }
+}
+
+/// Unmaps a range of a reservation of ours; no length is no work.
+fn unmap(start: *mut libc::c_void, length: usize) -> Result<(), DriverError> {
+    if length == 0 {
+        return Ok(());
+    }
+    // SAFETY: the range lies in a mapping that `reserve` made, and its caller gives it up: nothing
+    // refers into it (contract of `unreserve`; `reserve` has handed out nothing yet).
+    let result = unsafe { libc::munmap(start, length) };
+    if result == 0 { Ok(()) } else { Err(last_error("munmap", length)) }
+}
+
+fn length_of(size: ByteSize) -> Result<usize, DriverError> {
+    size.as_usize().ok_or(DriverError::OutOfMemory { call: "mmap", requested: size })
+}
+
+fn last_error(call: &'static str, length: usize) -> DriverError {
+    let error = io::Error::last_os_error();
+    let code = error.raw_os_error().unwrap_or_default();
+    if code == libc::ENOMEM {
+        return DriverError::OutOfMemory { call, requested: ByteSize::of(length) };
+    }
+    DriverError::Refused { call, code: i64::from(code), message: error.to_string() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GRANULE: usize = 2 << 20;
+
+    #[test]
+    fn a_committed_granule_holds_what_is_written_and_comes_back_as_zero() {
+        let driver = HostDriver::new();
+        let size = ByteSize::mib(8);
+        let base = driver.reserve(size).expect("address space");
+        assert!(base.is_multiple_of(GRANULARITY));
+        let at = base.checked_add(GRANULARITY).expect("inside");
+        for round in 0..2_u8 {
+            driver.commit(at, GRANULARITY).expect("memory");
+            let bytes = driver.host_pointer(at).expect("host access").as_ptr();
+            // SAFETY: the granule at `at` is committed, ours, and initialised by the kernel.
+            let granule = unsafe { std::slice::from_raw_parts_mut(bytes, GRANULE) };
+            assert!(granule.iter().all(|&byte| byte == 0), "round {round}");
+            granule.fill(0xA5);
+            driver.decommit(at, GRANULARITY).expect("decommit");
+        }
+        driver.unreserve(base, size).expect("unreserve");
+    }
+
+    #[test]
+    fn ranges_of_other_than_whole_granules_are_refused() {
+        let driver = HostDriver::new();
+        for size in [ByteSize::ZERO, ByteSize::new(1), ByteSize::kib(4)] {
+            let refused = driver.reserve(size);
+            assert!(matches!(refused, Err(DriverError::Misaligned { .. })), "{size}: {refused:?}");
+        }
+        let odd = DeviceAddress::new(4096);
+        let refused = driver.commit(odd, GRANULARITY);
+        assert!(matches!(refused, Err(DriverError::Misaligned { .. })), "{refused:?}");
+    }
+
+    #[test]
+    fn more_address_space_than_there_is_is_a_typed_error() {
+        let size = ByteSize::new(1 << 62);
+        let refused = HostDriver::new().reserve(size);
+        assert!(matches!(refused, Err(DriverError::OutOfMemory { .. })), "{refused:?}");
+    }
+}

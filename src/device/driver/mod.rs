@@ -1,0 +1,251 @@
+//! What gives device memory: address space first, physical memory behind parts of it later.
+//!
+//! A driver moves memory and keeps no policy. It knows nothing of arenas, blocks, limits or time,
+//! and it is called with no lock of ours held. Every call is all or nothing: on an error the range
+//! is as it was before.
+//!
+//! Invariant: `committed ranges <= reserved ranges`; a byte is accessible iff its granule is
+//! committed.
+
+pub mod host;
+#[cfg(test)]
+pub(crate) mod trial;
+
+use std::fmt;
+use std::ptr::NonNull;
+
+use thiserror::Error;
+
+use crate::bytes::ByteSize;
+
+/// An address in a driver's address space. On the host rung it is an address of this process; it
+/// is never read or written through, but by way of [`Driver::host_pointer`].
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct DeviceAddress(u64);
+
+impl DeviceAddress {
+    /// The address with this number.
+    #[must_use]
+    pub const fn new(address: u64) -> Self {
+        Self(address)
+    }
+
+    /// The number of the address.
+    #[must_use]
+    pub const fn get(self) -> u64 {
+        self.0
+    }
+
+    /// The address this much further on, or `None` where there is none.
+    #[must_use]
+    pub const fn checked_add(self, offset: ByteSize) -> Option<Self> {
+        match self.0.checked_add(offset.get()) {
+            Some(address) => Some(Self(address)),
+            None => None,
+        }
+    }
+
+    /// How far this address lies behind `base`, or `None` where it lies before it.
+    #[must_use]
+    pub const fn offset_from(self, base: Self) -> Option<ByteSize> {
+        match self.0.checked_sub(base.0) {
+            Some(offset) => Some(ByteSize::new(offset)),
+            None => None,
+        }
+    }
+
+    /// Whether the address is a multiple of `alignment`.
+    ///
+    /// # Panics
+    /// If `alignment` is zero.
+    #[must_use]
+    pub const fn is_multiple_of(self, alignment: ByteSize) -> bool {
+        assert!(!alignment.is_zero(), "an alignment is not zero");
+        self.0.is_multiple_of(alignment.get())
+    }
+}
+
+impl fmt::Debug for DeviceAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "DeviceAddress({:#x})", self.0)
+    }
+}
+
+impl fmt::Display for DeviceAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:#x}", self.0)
+    }
+}
+
+/// What a driver can do; asked for before use, because what is missing is a typed error.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[expect(clippy::struct_excessive_bools, reason = "five independent facts, each with its name")]
+pub struct Capabilities {
+    /// Address space can be reserved apart from memory.
+    pub virtual_memory: bool,
+    /// The host reads and writes the memory through [`Driver::host_pointer`].
+    pub host_access: bool,
+    /// The memory is host memory: it counts in the host's budget.
+    pub host_backed: bool,
+    /// Live blocks can lose their memory and get it back at the same addresses.
+    pub same_address_wake: bool,
+    /// Work goes on after the call that started it returned, so that a freed block may still be
+    /// used by the device.
+    pub asynchronous: bool,
+    /// The smallest unit that is committed; a power of two. Every address and size given to the
+    /// driver is a multiple of it.
+    pub granularity: ByteSize,
+}
+
+/// The driver in use, out of the ladder.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Rung {
+    /// CUDA's virtual memory calls: reserve, create, map.
+    CudaVirtualMemory,
+    /// A CUDA stream-ordered pool of our own.
+    CudaPool,
+    /// Plain CUDA allocations.
+    CudaPlain,
+    /// Private anonymous memory of this process.
+    Host,
+}
+
+impl Rung {
+    /// The name under which metrics and endpoints show it.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::CudaVirtualMemory => "cuda_virtual_memory",
+            Self::CudaPool => "cuda_pool",
+            Self::CudaPlain => "cuda_plain",
+            Self::Host => "host",
+        }
+    }
+}
+
+impl fmt::Display for Rung {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// Keeps [`Driver`] to this crate.
+pub(crate) mod sealed {
+    /// Implemented by the drivers of this crate and by nothing else.
+    #[expect(unnameable_types, reason = "that is what seals the other")]
+    pub trait Sealed {}
+}
+
+/// The backend that gives device memory.
+///
+/// Sealed: buffers hand out references into what [`Driver::host_pointer`] names, so a driver that
+/// broke the contract from safe code of another crate would break memory safety. Calls may come
+/// from several threads at once, for ranges that do not overlap.
+///
+/// Every `at` and `size` is a multiple of [`Capabilities::granularity`], `size` is not zero, and
+/// the range lies in one reservation.
+pub trait Driver: sealed::Sealed + fmt::Debug + Send + Sync {
+    /// Which driver this is.
+    fn rung(&self) -> Rung;
+
+    /// What it can do; the same for as long as it lives.
+    fn capabilities(&self) -> Capabilities;
+
+    /// Holds address space, with nothing behind it, at a multiple of the granularity.
+    ///
+    /// # Errors
+    /// [`DriverError::OutOfMemory`] where there is no such range: a smaller one may be there.
+    fn reserve(&self, size: ByteSize) -> Result<DeviceAddress, DriverError>;
+
+    /// Gives a whole reservation back. Nothing in it is committed.
+    ///
+    /// # Errors
+    /// As the driver says; the range then stays reserved.
+    fn unreserve(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError>;
+
+    /// Puts memory behind a bare part of a reservation. Its contents are unspecified (host: zero).
+    ///
+    /// # Errors
+    /// [`DriverError::OutOfMemory`] where the device has no more; the range then stays bare.
+    fn commit(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError>;
+
+    /// Takes the memory behind a committed part away. The caller has proved that every use of it
+    /// is complete. The range need not be one that was committed by one call.
+    ///
+    /// # Errors
+    /// As the driver says; the range then stays committed, its contents lost.
+    fn decommit(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError>;
+
+    /// How much more the device could give to anybody now; `None` where the host's budget rules.
+    ///
+    /// # Errors
+    /// As the driver says.
+    fn headroom(&self) -> Result<Option<ByteSize>, DriverError>;
+
+    /// The pointer for an address in a reservation of this driver, with the provenance of that
+    /// reservation; `None` without [`Capabilities::host_access`]. While the range is committed it
+    /// may be read and written, and every byte of it is initialised.
+    fn host_pointer(&self, at: DeviceAddress) -> Option<NonNull<u8>> {
+        let _ = at;
+        None
+    }
+}
+
+/// Why a driver did not do what it was asked.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum DriverError {
+    /// There is no more memory or address space of the kind asked for.
+    #[error("{call}: no more memory or address space for {requested}")]
+    OutOfMemory {
+        /// The system's or the device's call.
+        call: &'static str,
+        /// What was asked for.
+        requested: ByteSize,
+    },
+    /// The system or the device refused the call.
+    #[error("{call} failed: {message} (code {code})")]
+    Refused {
+        /// The system's or the device's call.
+        call: &'static str,
+        /// `errno`, or the number of a CUDA result.
+        code: i64,
+        /// What that number means.
+        message: String,
+    },
+    /// A range that is empty, or not made of whole granules.
+    #[error("{size} at {at} is not a number of whole granules of {granularity}")]
+    Misaligned {
+        /// Where the range begins.
+        at: DeviceAddress,
+        /// How long it is.
+        size: ByteSize,
+        /// What both must be multiples of.
+        granularity: ByteSize,
+    },
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_do_not_wrap() {
+        let last = DeviceAddress::new(u64::MAX);
+        assert_eq!(last.checked_add(ByteSize::new(1)), None);
+        assert_eq!(DeviceAddress::new(1).offset_from(last), None);
+        let base = DeviceAddress::new(4096);
+        let at = base.checked_add(ByteSize::new(512)).expect("fits");
+        assert_eq!(at.offset_from(base), Some(ByteSize::new(512)));
+        assert!(at.is_multiple_of(ByteSize::new(256)) && !at.is_multiple_of(ByteSize::kib(1)));
+        assert_eq!(format!("{at} {at:?}"), "0x1200 DeviceAddress(0x1200)");
+    }
+
+    #[test]
+    fn rungs_have_names_that_fit_a_metric_label() {
+        for rung in [Rung::CudaVirtualMemory, Rung::CudaPool, Rung::CudaPlain, Rung::Host] {
+            let name = rung.to_string();
+            assert!(name.chars().all(|c| c.is_ascii_lowercase() || c == '_'), "{name}");
+        }
+    }
+}

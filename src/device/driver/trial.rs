@@ -1,0 +1,207 @@
+//! A driver for this crate's tests: it watches the contract, fails on request, and can be held.
+//!
+//! It passes every call on to the host driver, and notes each breach of the contract of
+//! [`Driver`] by its caller: committing what is not bare, decommitting what is not committed,
+//! giving back what is not all bare. It is no model of a device.
+//!
+//! Invariant: `faults` is empty as long as the arena above keeps the contract.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ptr::NonNull;
+
+use super::host::HostDriver;
+use super::{Capabilities, DeviceAddress, Driver, DriverError, Rung, sealed};
+use crate::bytes::ByteSize;
+use crate::sync::{Condvar, Mutex, lock, wait};
+
+/// Which call fails, and how.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Failure {
+    /// The number of the call, from 0.
+    pub(crate) nth: u64,
+    /// As memory that has run out, or as a refusal.
+    pub(crate) out_of_memory: bool,
+}
+
+#[derive(Debug, Default)]
+struct Seen {
+    reserved: BTreeMap<u64, u64>,
+    committed: BTreeSet<u64>,
+    committed_peak: usize,
+    calls: u64,
+    failure: Option<Failure>,
+    device_granules: Option<usize>,
+    holding: bool,
+    held: usize,
+    faults: Vec<String>,
+}
+
+/// The watched driver.
+#[derive(Debug)]
+pub(crate) struct TrialDriver {
+    host: HostDriver,
+    seen: Mutex<Seen>,
+    changed: Condvar,
+    pub(crate) capabilities: Capabilities,
+}
+
+impl TrialDriver {
+    pub(crate) fn new() -> Self {
+        let host = HostDriver::new();
+        let capabilities = host.capabilities();
+        Self { host, seen: Mutex::default(), changed: Condvar::new(), capabilities }
+    }
+
+    /// Lets one call fail.
+    pub(crate) fn fail(&self, failure: Failure) {
+        lock(&self.seen).failure = Some(failure);
+    }
+
+    /// Says how many granules the device has.
+    pub(crate) fn set_device_granules(&self, granules: usize) {
+        lock(&self.seen).device_granules = Some(granules);
+    }
+
+    /// Holds every commit and decommit from now on until [`TrialDriver::let_go`].
+    pub(crate) fn hold(&self) {
+        lock(&self.seen).holding = true;
+    }
+
+    /// Waits until so many calls are held.
+    pub(crate) fn wait_until_held(&self, count: usize) {
+        let mut seen = lock(&self.seen);
+        while seen.held < count {
+            seen = wait(&self.changed, seen);
+        }
+    }
+
+    pub(crate) fn let_go(&self) {
+        lock(&self.seen).holding = false;
+        self.changed.notify_all();
+    }
+
+    pub(crate) fn calls(&self) -> u64 {
+        lock(&self.seen).calls
+    }
+
+    /// Bytes committed now, and the most that ever were.
+    pub(crate) fn committed(&self) -> (ByteSize, ByteSize) {
+        let seen = lock(&self.seen);
+        let bytes = |granules| ByteSize::of(granules * (2 << 20));
+        (bytes(seen.committed.len()), bytes(seen.committed_peak))
+    }
+
+    pub(crate) fn reservations(&self) -> usize {
+        lock(&self.seen).reserved.len()
+    }
+
+    /// # Panics
+    /// Where the contract was broken.
+    pub(crate) fn assert_no_faults(&self) {
+        let seen = lock(&self.seen);
+        assert!(seen.faults.is_empty(), "{:?}", seen.faults);
+    }
+
+    fn wait_while_held(&self) {
+        let mut seen = lock(&self.seen);
+        seen.held += 1;
+        self.changed.notify_all();
+        while seen.holding {
+            seen = wait(&self.changed, seen);
+        }
+        seen.held -= 1;
+    }
+
+    /// Counts a call, and fails it where it is its turn.
+    fn call(&self, name: &'static str, size: ByteSize) -> Result<(), DriverError> {
+        let mut seen = lock(&self.seen);
+        let nth = seen.calls;
+        seen.calls += 1;
+        match seen.failure {
+            Some(failure) if failure.nth == nth => Err(if failure.out_of_memory {
+                DriverError::OutOfMemory { call: name, requested: size }
+            } else {
+                DriverError::Refused { call: name, code: 1, message: "a trial".to_owned() }
+            }),
+            _ => Ok(()),
+        }
+    }
+}
+
+fn granules(at: DeviceAddress, size: ByteSize) -> impl Iterator<Item = u64> + Clone {
+    (at.get()..at.get() + size.get()).step_by(2 << 20)
+}
+
+impl sealed::Sealed for TrialDriver {}
+
+impl Driver for TrialDriver {
+    fn rung(&self) -> Rung {
+        Rung::Host
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.capabilities
+    }
+
+    fn reserve(&self, size: ByteSize) -> Result<DeviceAddress, DriverError> {
+        self.call("reserve", size)?;
+        let at = self.host.reserve(size)?;
+        lock(&self.seen).reserved.insert(at.get(), size.get());
+        Ok(at)
+    }
+
+    fn unreserve(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError> {
+        self.call("unreserve", size)?;
+        let mut seen = lock(&self.seen);
+        let whole = seen.reserved.remove(&at.get()) == Some(size.get());
+        let end = at.get() + size.get();
+        if !whole || seen.committed.range(at.get()..end).next().is_some() {
+            seen.faults.push(format!("unreserve of {size} at {at}, whole {whole}"));
+        }
+        drop(seen);
+        self.host.unreserve(at, size)
+    }
+
+    fn commit(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError> {
+        self.wait_while_held();
+        self.call("commit", size)?;
+        let mut seen = lock(&self.seen);
+        let wanted = granules(at, size);
+        if seen
+            .device_granules
+            .is_some_and(|has| seen.committed.len() + wanted.clone().count() > has)
+        {
+            return Err(DriverError::OutOfMemory { call: "commit", requested: size });
+        }
+        for granule in wanted {
+            if !seen.committed.insert(granule) {
+                seen.faults.push(format!("{granule:#x} was committed twice"));
+            }
+        }
+        seen.committed_peak = seen.committed_peak.max(seen.committed.len());
+        drop(seen);
+        self.host.commit(at, size)
+    }
+
+    fn decommit(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError> {
+        self.wait_while_held();
+        self.call("decommit", size)?;
+        // The memory goes before the books say so: a commit that came too early is seen.
+        self.host.decommit(at, size)?;
+        let mut seen = lock(&self.seen);
+        for granule in granules(at, size) {
+            if !seen.committed.remove(&granule) {
+                seen.faults.push(format!("{granule:#x} was decommitted bare"));
+            }
+        }
+        Ok(())
+    }
+
+    fn headroom(&self) -> Result<Option<ByteSize>, DriverError> {
+        self.host.headroom()
+    }
+
+    fn host_pointer(&self, at: DeviceAddress) -> Option<NonNull<u8>> {
+        self.capabilities.host_access.then(|| self.host.host_pointer(at)).flatten()
+    }
+}

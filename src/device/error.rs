@@ -1,0 +1,97 @@
+//! What can go wrong in a device arena, with the numbers that explain it.
+//!
+//! Raised only when certain: an `OutOfMemory` comes after the arena's own idle memory was given
+//! back. It retries nothing and logs nothing.
+//!
+//! Invariant: an operation that returns an error left the arena as it was, but for idle memory
+//! that it gave back or committed.
+
+use thiserror::Error;
+
+use super::driver::{DriverError, Rung};
+use crate::bytes::ByteSize;
+
+/// Why an operation on a device arena failed.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum DeviceError {
+    /// The limit of the arena, or the memory of the device, does not allow it; the arena's own
+    /// idle memory did not help.
+    #[error(
+        "no room for {requested}: {committed} committed under a limit of {limit}, {live} live; \
+         the largest free span that is committed has {largest_free}"
+    )]
+    OutOfMemory {
+        /// The size of the block asked for.
+        requested: ByteSize,
+        /// Bytes of live blocks.
+        live: ByteSize,
+        /// Bytes obtained from the driver.
+        committed: ByteSize,
+        /// The most that may be committed; [`ByteSize::MAX`] where only the device said no.
+        limit: ByteSize,
+        /// The longest free span with memory behind it.
+        largest_free: ByteSize,
+    },
+    /// The region's address space has no free span of that size left.
+    #[error(
+        "no addresses for {requested} in a region of {reserved}: {live} live, and the largest \
+         free span has {largest_span}; reserve more per region"
+    )]
+    OutOfAddresses {
+        /// The size of the block asked for.
+        requested: ByteSize,
+        /// The address space of the region.
+        reserved: ByteSize,
+        /// Bytes of live blocks in the region.
+        live: ByteSize,
+        /// The longest free span of addresses, backed or not.
+        largest_span: ByteSize,
+    },
+    /// A length that no region of this arena could ever hold.
+    #[error("{len} elements of {element} can never fit: a region has {largest}")]
+    TooLarge {
+        /// The number of elements asked for.
+        len: usize,
+        /// The size of one.
+        element: ByteSize,
+        /// The address space of a region.
+        largest: ByteSize,
+    },
+    /// An alignment beyond the granule, to which alone addresses are known to be aligned.
+    #[error("elements aligned to {requested}: at most {largest} is possible")]
+    Alignment {
+        /// The alignment of the element type.
+        requested: ByteSize,
+        /// The granule.
+        largest: ByteSize,
+    },
+    /// The driver in use cannot do it.
+    #[error("the {rung} driver does not offer {what}")]
+    Unsupported {
+        /// The capability that is missing.
+        what: &'static str,
+        /// The driver in use.
+        rung: Rung,
+    },
+    /// A lease of one arena was shown for a buffer of another.
+    #[error("the buffer is of arena {buffer_of:?}, the lease of arena {lease_of:?}")]
+    ForeignLease {
+        /// The arena that the buffer is in.
+        buffer_of: String,
+        /// The arena that the lease keeps awake.
+        lease_of: String,
+    },
+    /// More leases at once than are counted.
+    #[error("more than {limit} leases at once: some are leaked")]
+    TooManyLeases {
+        /// The most that are counted.
+        limit: u32,
+    },
+    /// The process is a fork of the one that opened the arena.
+    #[error("the arena was opened before a fork; device memory does not outlive it")]
+    Forked,
+    /// The driver failed.
+    #[error(transparent)]
+    Driver(#[from] DriverError),
+}

@@ -1,0 +1,194 @@
+//! The bins: sizes to bins and back, and which bins are not empty.
+//!
+//! Sizes count in units of [`ALIGN`] bytes. Below [`COLUMNS`] units each size has a bin of its
+//! own; above, each power of two is cut into [`COLUMNS`] bins, so that a bin's sizes differ by
+//! less than 1/32. It holds the heads of the lists and knows nothing of blocks.
+//!
+//! Invariants: `bin.size_min() <= size <= bin.size_max()` for `bin = Bin::of(size)`; bins in order
+//! hold sizes in order; `bit set <=> list not empty`.
+
+use super::{ALIGN, NONE};
+
+/// log2 of the bins that a power of two is cut into.
+const COLUMN_BITS: u32 = 5;
+/// Bins that a power of two is cut into.
+const COLUMNS: usize = 1 << COLUMN_BITS;
+/// One row for the small sizes, and one for each power of two up to 2^64 bytes.
+const ROWS: usize = (u64::BITS - ALIGN.trailing_zeros() - COLUMN_BITS + 1) as usize;
+/// All bins.
+const BINS: usize = ROWS * COLUMNS;
+
+const _: () = assert!(ALIGN.is_power_of_two());
+const _: () = assert!(ROWS <= u64::BITS as usize && COLUMNS == u32::BITS as usize);
+
+/// One size class.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Bin(usize);
+
+impl Bin {
+    /// The bin of a block of this size, a positive multiple of [`ALIGN`].
+    pub(super) const fn of(size: u64) -> Self {
+        let units = size / ALIGN;
+        if units < COLUMNS as u64 {
+            return Self::from_units(units);
+        }
+        let shift = units.ilog2() - COLUMN_BITS;
+        // `units >> shift` has COLUMN_BITS + 1 bits, the highest of which is the row's.
+        Self::from_units((units >> shift) + (shift as u64) * COLUMNS as u64)
+    }
+
+    /// The lowest bin of which every block holds `size` bytes, where there is one.
+    pub(super) fn holding(size: u64) -> Option<Self> {
+        let own = Self::of(size.checked_next_multiple_of(ALIGN)?);
+        let bin = if own.size_min() >= size { own.0 } else { own.0 + 1 };
+        (bin < BINS).then_some(Self(bin))
+    }
+
+    /// The smallest size of the bin, in bytes.
+    pub(super) const fn size_min(self) -> u64 {
+        let (row, column) = (self.0 / COLUMNS, self.0 % COLUMNS);
+        let units = if row == 0 { column } else { (COLUMNS + column) << (row - 1) };
+        units as u64 * ALIGN
+    }
+
+    /// The largest size of the bin, in bytes.
+    pub(super) const fn size_max(self) -> u64 {
+        if self.0 + 1 == BINS {
+            u64::MAX - (ALIGN - 1)
+        } else {
+            Self(self.0 + 1).size_min() - ALIGN
+        }
+    }
+
+    #[expect(clippy::cast_possible_truncation, reason = "the number of a bin is below BINS")]
+    const fn from_units(bin: u64) -> Self {
+        assert!(bin < BINS as u64, "a bin number out of range");
+        Self(bin as usize)
+    }
+}
+
+/// The heads of the lists, and two levels of bitmaps over them. 6.7 KiB.
+#[derive(Debug)]
+pub(super) struct Bins {
+    heads: Box<[u32]>,
+    columns: [u32; ROWS],
+    rows: u64,
+}
+
+impl Bins {
+    pub(super) fn new() -> Self {
+        Self { heads: vec![NONE; BINS].into_boxed_slice(), columns: [0; ROWS], rows: 0 }
+    }
+
+    /// The first of the bin's list.
+    pub(super) fn head(&self, bin: Bin) -> u32 {
+        self.heads[bin.0]
+    }
+
+    /// Makes `slot` the first of the bin's list; returns what was.
+    pub(super) fn push(&mut self, bin: Bin, slot: u32) -> u32 {
+        let head = self.head(bin);
+        self.set_head(bin, slot);
+        head
+    }
+
+    /// Makes `slot`, or nothing, the first of the bin's list.
+    pub(super) fn set_head(&mut self, bin: Bin, slot: u32) {
+        self.heads[bin.0] = slot;
+        let (row, column) = (bin.0 / COLUMNS, bin.0 % COLUMNS);
+        if slot == NONE {
+            self.columns[row] &= !(1 << column);
+        } else {
+            self.columns[row] |= 1 << column;
+        }
+        if self.columns[row] == 0 {
+            self.rows &= !(1 << row);
+        } else {
+            self.rows |= 1 << row;
+        }
+    }
+
+    /// The first bin from `bin` upward that is not empty.
+    pub(super) fn at_or_above(&self, bin: Bin) -> Option<Bin> {
+        let (row, column) = (bin.0 / COLUMNS, bin.0 % COLUMNS);
+        let here = self.columns[row] & (u32::MAX << column);
+        if here != 0 {
+            return Some(Bin(row * COLUMNS + here.trailing_zeros() as usize));
+        }
+        let above = self.rows & u64::MAX.checked_shl(u32::try_from(row + 1).ok()?)?;
+        if above == 0 {
+            return None;
+        }
+        let row = above.trailing_zeros() as usize;
+        Some(Bin(row * COLUMNS + self.columns[row].trailing_zeros() as usize))
+    }
+
+    /// The first bin above `bin` that is not empty.
+    pub(super) fn above(&self, bin: Bin) -> Option<Bin> {
+        if bin.0 + 1 == BINS { None } else { self.at_or_above(Bin(bin.0 + 1)) }
+    }
+
+    /// The first bin below `bin` that is not empty.
+    pub(super) fn below(&self, bin: Bin) -> Option<Bin> {
+        let (row, column) = (bin.0 / COLUMNS, bin.0 % COLUMNS);
+        let here = self.columns[row] & ((1 << column) - 1);
+        if here != 0 {
+            return Some(Bin(row * COLUMNS + here.ilog2() as usize));
+        }
+        let rows = self.rows & ((1 << row) - 1);
+        self.highest(rows)
+    }
+
+    /// The bin of the largest blocks that is not empty.
+    pub(super) fn last(&self) -> Option<Bin> {
+        self.highest(self.rows)
+    }
+
+    fn highest(&self, rows: u64) -> Option<Bin> {
+        let row = rows.checked_ilog2()? as usize;
+        Some(Bin(row * COLUMNS + self.columns[row].ilog2() as usize))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bins_tile_the_sizes_in_order() {
+        assert_eq!(Bin(1).size_min(), ALIGN);
+        for bin in 1..BINS {
+            let bin = Bin(bin);
+            assert_eq!(Bin::of(bin.size_min()), bin);
+            assert_eq!(Bin::of(bin.size_max()), bin);
+            assert_eq!(Bin::holding(bin.size_min()), Some(bin));
+            if bin.0 + 1 < BINS {
+                assert_eq!(Bin::of(bin.size_max() + ALIGN), Bin(bin.0 + 1));
+                assert_eq!(Bin::holding(bin.size_min() + 1), Some(Bin(bin.0 + 1)));
+            }
+            let width = bin.size_max() - bin.size_min();
+            assert!(width < bin.size_min().div_ceil(COLUMNS as u64).max(1), "{bin:?}: {width}");
+        }
+        assert_eq!(Bin::holding(u64::MAX), None);
+    }
+
+    #[test]
+    fn the_bitmaps_find_what_a_walk_over_the_heads_finds() {
+        let mut bins = Bins::new();
+        let full = [0, 1, 31, 32, 33, 700, BINS - 1];
+        for &bin in &full {
+            assert_eq!(bins.push(Bin(bin), 7), NONE);
+        }
+        for bin in 0..BINS {
+            let above = full.iter().copied().find(|&at| at >= bin).map(Bin);
+            let below = full.iter().copied().rev().find(|&at| at < bin).map(Bin);
+            assert_eq!(bins.at_or_above(Bin(bin)), above, "{bin}");
+            assert_eq!(bins.below(Bin(bin)), below, "{bin}");
+        }
+        for &bin in full.iter().rev() {
+            assert_eq!(bins.last(), Some(Bin(bin)));
+            bins.set_head(Bin(bin), NONE);
+        }
+        assert_eq!(bins.last(), None);
+    }
+}

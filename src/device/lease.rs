@@ -1,0 +1,28 @@
+//! The right to use an arena's memory while it lasts.
+//!
+//! A slice of a buffer is had only by showing a lease, so that use without one does not compile.
+//! Leases nest and are counted; while one is held the arena is awake. It names no streams yet:
+//! on drivers whose work completes at once there are none.
+//!
+//! Invariant: `leases held = leases entered - leases dropped`, in the process of the arena.
+
+use std::sync::Arc;
+
+use super::arena::Shared;
+use crate::sync::lock;
+
+/// Keeps an arena awake; had from [`DeviceArena::enter`](super::DeviceArena::enter).
+#[derive(Debug)]
+#[must_use = "an arena is awake only while the lease is held"]
+pub struct Lease {
+    pub(super) arena: Arc<Shared>,
+}
+
+impl Drop for Lease {
+    /// Takes the arena's lock for one subtraction; in a forked child does nothing.
+    fn drop(&mut self) {
+        if self.arena.check_here().is_ok() {
+            lock(&self.arena.books).leases -= 1;
+        }
+    }
+}

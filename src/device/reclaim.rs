@@ -1,0 +1,171 @@
+//! Gives idle memory back: along the curve (decay), all of it (purge), down to a size (trim).
+//!
+//! It decides how much and in what order, never when: a control thread, or whoever wants to, asks.
+//! It needs no stream and no lease, because only granules that no block touches leave.
+//!
+//! The law of decommit: a granule leaves only when every use of it is complete. On a driver whose
+//! work completes at once a freed block has no uses left; other drivers are refused at open.
+//!
+//! Invariant: `idle after decay(now) <= allowed(now) + less than one granule`, in as many calls as
+//! the bound on each asks for.
+
+use super::arena::{DeviceArena, Shared};
+use super::books::{Books, Look};
+use super::driver::DriverError;
+use super::error::DeviceError;
+use crate::bytes::ByteSize;
+use crate::clock::Moment;
+use crate::decay::DecayTime;
+use crate::sync::{MutexGuard, lock};
+
+/// Driver calls that one look at idle memory makes at most. A guess, to be measured per driver.
+const CALLS_MAX: usize = 32;
+
+/// What a call to [`DeviceArena::decay`] did.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Decayed {
+    /// Bytes given back to the driver.
+    pub released: ByteSize,
+    /// When to call again: `now` where there is more to do, [`Moment::NEVER`] where nothing is
+    /// idle or idle memory stays for ever.
+    pub next: Moment,
+}
+
+/// What giving back came to.
+#[derive(Debug)]
+pub(super) struct GivenBack {
+    /// Granules given back.
+    pub(super) granules: u64,
+    /// The driver's error, where a call failed; the granules of that call and of later ones stay.
+    pub(super) error: Option<DriverError>,
+}
+
+impl DeviceArena {
+    /// Gives back what the curve no longer allows at `now`.
+    ///
+    /// At most 32 driver calls; where that is not enough, `next` is `now`. Never waits for a call
+    /// of another thread.
+    ///
+    /// # Errors
+    /// [`DeviceError::Driver`], after what was given back before is booked;
+    /// [`DeviceError::Forked`].
+    pub fn decay(&self, now: Moment) -> Result<Decayed, DeviceError> {
+        let shared = self.shared();
+        shared.check_here()?;
+        let mut books = lock(&shared.books);
+        let allowed = books.tell_decay(now);
+        // Rounded down to whole granules: the curve may be late by one, never early.
+        let excess = books.idle().saturating_sub(books.leaving()).saturating_sub(allowed);
+        let excess = excess / books.bytes_of(1);
+        let (mut books, given) = shared.give_back(books, excess);
+        // Other threads may have taken some of what was in excess: then nothing more can leave.
+        let look = match given.error {
+            Some(_) => Look::Failed,
+            None if given.granules > 0 && given.granules < excess => Look::Unfinished,
+            None => Look::Finished,
+        };
+        books.set_due(now, look);
+        let next = books.due();
+        let released = ByteSize::new(books.bytes_of(given.granules));
+        drop(books);
+        shared.debug_validate();
+        match given.error {
+            Some(error) => Err(error.into()),
+            None => Ok(Decayed { released, next }),
+        }
+    }
+
+    /// When [`DeviceArena::decay`] should next be called; [`Moment::NEVER`] where nothing is idle.
+    /// Takes the lock for a few additions.
+    #[must_use]
+    pub fn next_decay(&self) -> Moment {
+        let shared = self.shared();
+        if shared.check_here().is_err() {
+            return Moment::NEVER;
+        }
+        lock(&shared.books).due()
+    }
+
+    /// Sets how long idle memory may stay; what is idle now counts as having gone idle now.
+    pub fn set_decay(&self, time: DecayTime) {
+        let shared = self.shared();
+        if shared.check_here().is_ok() {
+            let now = shared.clock.now();
+            lock(&shared.books).set_decay(time, now);
+        }
+    }
+
+    /// Gives all idle memory back now; returns how many bytes that was. Makes as many driver calls
+    /// as that takes, none with the lock held.
+    ///
+    /// # Errors
+    /// [`DeviceError::Driver`], after what was given back before is booked;
+    /// [`DeviceError::Forked`].
+    pub fn purge(&self) -> Result<ByteSize, DeviceError> {
+        self.trim(ByteSize::ZERO)
+    }
+
+    /// Gives idle memory back until at most `keep` bytes are committed, or nothing is idle;
+    /// returns how many bytes that was.
+    ///
+    /// # Errors
+    /// [`DeviceError::Driver`], after what was given back before is booked;
+    /// [`DeviceError::Forked`].
+    pub fn trim(&self, keep: ByteSize) -> Result<ByteSize, DeviceError> {
+        let shared = self.shared();
+        shared.check_here()?;
+        let mut books = lock(&shared.books);
+        let excess = books.backed().saturating_sub(books.leaving()).saturating_sub(keep.get());
+        let granules = books.granules_for(excess.min(books.idle()));
+        let mut released = 0;
+        let mut error = None;
+        // Each turn gives at least one granule back: at most `granules` turns.
+        while released < granules && error.is_none() {
+            let given;
+            (books, given) = shared.give_back(books, granules - released);
+            if given.granules == 0 && given.error.is_none() {
+                break; // another thread took what was idle
+            }
+            released += given.granules;
+            error = given.error;
+        }
+        let bytes = ByteSize::new(books.bytes_of(released));
+        drop(books);
+        shared.debug_validate();
+        error.map_or(Ok(bytes), |error| Err(error.into()))
+    }
+}
+
+impl Shared {
+    /// Gives back up to `granules` idle granules, in at most [`CALLS_MAX`] calls, with the lock
+    /// given up around them.
+    pub(super) fn give_back<'a>(
+        &'a self,
+        mut books: MutexGuard<'a, Books>,
+        granules: u64,
+    ) -> (MutexGuard<'a, Books>, GivenBack) {
+        let leaving = books.begin_leave(granules, CALLS_MAX);
+        if leaving.is_empty() {
+            return (books, GivenBack { granules: 0, error: None });
+        }
+        drop(books);
+        let mut done = 0;
+        let mut error = None;
+        for place in &leaving {
+            match self.driver.decommit(place.at, place.size) {
+                Ok(()) => done += 1,
+                Err(failed) => {
+                    error = Some(failed);
+                    break;
+                }
+            }
+        }
+        let mut books = lock(&self.books);
+        for (nth, &place) in leaving.iter().enumerate() {
+            books.end_leave(place, nth < done);
+        }
+        self.settled.notify_all();
+        let granules = leaving[..done].iter().map(|place| place.run.granules()).sum();
+        (books, GivenBack { granules, error })
+    }
+}

@@ -1,0 +1,211 @@
+//! The figures of an arena at one instant, taken under one lock.
+//!
+//! Plain values in the glossary's words; it calls no driver. A commit or decommit under way counts
+//! as committed, so that `committed` errs upward, and a block whose memory is still on its way
+//! counts as a hole.
+//!
+//! Invariants, for the arena and for each region: `requested <= live`;
+//! `live + pending + holes = active`; `active + idle = committed <= reserved`.
+
+use super::driver::Rung;
+use super::region::Region;
+use crate::bytes::ByteSize;
+
+/// An arena's figures.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ArenaSnapshot {
+    /// The arena's name.
+    pub name: String,
+    /// The driver in use.
+    pub rung: Rung,
+    /// What callers asked for.
+    pub requested: ByteSize,
+    /// Blocks held by callers, after rounding.
+    pub live: ByteSize,
+    /// The most that was live since the arena was opened.
+    pub live_peak: ByteSize,
+    /// Granules that a block touches.
+    pub active: ByteSize,
+    /// Granules with memory behind them that no block touches.
+    pub idle: ByteSize,
+    /// Granules with memory behind them.
+    pub committed: ByteSize,
+    /// Address space held.
+    pub reserved: ByteSize,
+    /// Freed by the caller, and perhaps still in use by the device. Zero on the host rung.
+    pub pending: ByteSize,
+    /// What of the active granules is neither live nor pending.
+    pub holes: ByteSize,
+    /// The longest free span with memory behind it.
+    pub largest_free: ByteSize,
+    /// The most that may be committed.
+    pub limit: ByteSize,
+    /// Leases held now.
+    pub leases: u32,
+    /// Blocks handed out since the arena was opened.
+    pub allocs_total: u64,
+    /// Blocks freed since then.
+    pub frees_total: u64,
+    /// Allocations that failed since then, by reason.
+    pub alloc_failures_total: AllocFailures,
+    /// Driver calls that committed memory.
+    pub commits_total: u64,
+    /// Driver calls that decommitted memory.
+    pub decommits_total: u64,
+    /// Bytes committed by those calls.
+    pub committed_bytes_total: u64,
+    /// Bytes decommitted by those calls.
+    pub decommitted_bytes_total: u64,
+    /// The same for each region, in the order of [`Region::ALL`].
+    pub regions: [RegionSnapshot; 2],
+}
+
+impl ArenaSnapshot {
+    /// An arena of which nothing is known but its name, in a forked child.
+    pub(super) fn unknown(name: &str, rung: Rung) -> Self {
+        const NONE: ByteSize = ByteSize::ZERO;
+        Self {
+            name: name.to_owned(),
+            rung,
+            requested: NONE,
+            live: NONE,
+            live_peak: NONE,
+            active: NONE,
+            idle: NONE,
+            committed: NONE,
+            reserved: NONE,
+            pending: NONE,
+            holes: NONE,
+            largest_free: NONE,
+            limit: NONE,
+            leases: 0,
+            allocs_total: 0,
+            frees_total: 0,
+            alloc_failures_total: AllocFailures::default(),
+            commits_total: 0,
+            decommits_total: 0,
+            committed_bytes_total: 0,
+            decommitted_bytes_total: 0,
+            regions: Region::ALL.map(RegionSnapshot::unknown),
+        }
+    }
+
+    /// Memory kept that nothing needs: `committed - live`.
+    #[must_use]
+    pub fn retained(&self) -> ByteSize {
+        self.committed.saturating_sub(self.live)
+    }
+
+    /// Checks the identities.
+    ///
+    /// # Panics
+    /// Where one does not hold.
+    pub fn validate(&self) {
+        for region in &self.regions {
+            region.validate();
+        }
+        let total = |part: fn(&RegionSnapshot) -> ByteSize| self.regions.iter().map(part).sum();
+        assert_eq!(self.requested, total(|region| region.requested));
+        assert_eq!(self.live, total(|region| region.live));
+        assert_eq!(self.active, total(|region| region.active));
+        assert_eq!(self.idle, total(|region| region.idle));
+        assert_eq!(self.committed, total(|region| region.committed));
+        assert_eq!(self.reserved, total(|region| region.reserved));
+        assert_eq!(self.holes, total(|region| region.holes));
+        assert!(self.live <= self.live_peak, "live <= live_peak");
+        assert!(self.frees_total <= self.allocs_total, "frees_total <= allocs_total");
+    }
+}
+
+/// A region's figures; the words are those of [`ArenaSnapshot`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct RegionSnapshot {
+    /// Which region.
+    pub region: Region,
+    /// What callers asked for.
+    pub requested: ByteSize,
+    /// Blocks held by callers, after rounding.
+    pub live: ByteSize,
+    /// Granules that a block touches.
+    pub active: ByteSize,
+    /// Granules with memory behind them that no block touches.
+    pub idle: ByteSize,
+    /// Granules with memory behind them.
+    pub committed: ByteSize,
+    /// Address space held.
+    pub reserved: ByteSize,
+    /// Freed by the caller, and perhaps still in use by the device.
+    pub pending: ByteSize,
+    /// What of the active granules is neither live nor pending.
+    pub holes: ByteSize,
+    /// The longest free span with memory behind it.
+    pub largest_free: ByteSize,
+}
+
+impl RegionSnapshot {
+    /// Checks the identities.
+    ///
+    /// # Panics
+    /// Where one does not hold.
+    pub fn validate(&self) {
+        assert!(self.requested <= self.live, "requested <= live: {self:?}");
+        let active = [self.live, self.pending, self.holes].into_iter().sum::<ByteSize>();
+        assert_eq!(active, self.active, "live + pending + holes = active: {self:?}");
+        let committed = self.active.saturating_add(self.idle);
+        assert_eq!(committed, self.committed, "active + idle = committed: {self:?}");
+        assert!(self.committed <= self.reserved, "committed <= reserved: {self:?}");
+        assert!(self.largest_free <= self.committed, "largest_free <= committed: {self:?}");
+    }
+
+    /// A region of which nothing is known, in a forked child.
+    pub(super) const fn unknown(region: Region) -> Self {
+        const NONE: ByteSize = ByteSize::ZERO;
+        Self {
+            region,
+            requested: NONE,
+            live: NONE,
+            active: NONE,
+            idle: NONE,
+            committed: NONE,
+            reserved: NONE,
+            pending: NONE,
+            holes: NONE,
+            largest_free: NONE,
+        }
+    }
+}
+
+/// How many allocations failed, by reason.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct AllocFailures {
+    /// The arena's limit.
+    pub limit: u64,
+    /// The device, or the host behind it, had no more memory.
+    pub device: u64,
+    /// The region had no free span of addresses, or could never have one.
+    pub addresses: u64,
+    /// The driver failed for another reason.
+    pub driver: u64,
+}
+
+impl AllocFailures {
+    /// Each reason's name, as metrics show it, and its count.
+    #[must_use]
+    pub const fn by_reason(&self) -> [(&'static str, u64); 4] {
+        [
+            ("limit", self.limit),
+            ("device", self.device),
+            ("addresses", self.addresses),
+            ("driver", self.driver),
+        ]
+    }
+
+    /// All of them.
+    #[must_use]
+    pub const fn total(&self) -> u64 {
+        self.limit + self.device + self.addresses + self.driver
+    }
+}

@@ -1,0 +1,79 @@
+//! What the kernel says about the host driver's memory, and what a forked child may do.
+//!
+//! One test only: it reads the figures of the whole process, and a second test would disturb them.
+#![expect(unsafe_code, reason = "fork and waitpid are C calls")]
+#![cfg(target_os = "linux")]
+
+use std::sync::Arc;
+
+use lowtide::ByteSize;
+use lowtide::clock::ManualClock;
+use lowtide::device::driver::host::HostDriver;
+use lowtide::device::{ArenaConfig, DeviceArena, DeviceError, Region};
+
+fn resident_anonymous() -> ByteSize {
+    let status = std::fs::read_to_string("/proc/self/status").expect("proc");
+    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).expect("RssAnon");
+    let kib = line.trim().trim_end_matches(" kB").parse().expect("a number");
+    ByteSize::kib(kib)
+}
+
+#[test]
+fn given_back_is_given_back_to_the_kernel_and_a_forked_child_is_refused() {
+    let arena = DeviceArena::open(
+        Arc::new(HostDriver::new()),
+        Arc::new(ManualClock::new()),
+        ArenaConfig::new("process"),
+    )
+    .expect("open");
+    let size = ByteSize::mib(64);
+    let before = resident_anonymous();
+    let lease = arena.enter().expect("awake");
+    let mut buffer = arena.alloc::<u8>(64 << 20, Region::Dynamic).expect("room");
+    buffer.slice_mut(&lease).expect("own lease").fill(1);
+    let full = resident_anonymous();
+    let slack = ByteSize::mib(4);
+    assert!(full >= before.saturating_add(size).saturating_sub(slack), "{before} -> {full}");
+    drop(buffer);
+    arena.purge().expect("purge");
+    let after = resident_anonymous();
+    assert!(after <= before.saturating_add(slack), "{before} -> {full} -> {after}");
+
+    let buffer = arena.alloc_from(&[3_u8; 100], Region::Stable).expect("room");
+    // SAFETY: the child does nothing but ask the arena, whose answer in a child takes no lock and
+    // no memory, drop without effect, and end.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let code = child_code(&arena, &buffer, &lease);
+        // SAFETY: ends the child at once, without running the parent's exit handlers.
+        unsafe { libc::_exit(code) };
+    }
+    assert!(child > 0, "fork failed");
+    let mut status = 0;
+    // SAFETY: `status` is a valid place for an int, and `child` is our own child.
+    let waited = unsafe { libc::waitpid(child, &raw mut status, 0) };
+    assert_eq!(waited, child);
+    assert!(libc::WIFEXITED(status), "status {status:#x}");
+    assert_eq!(libc::WEXITSTATUS(status), 0, "the act with this number was not refused");
+    assert_eq!(buffer.slice(&lease), Ok(&[3_u8; 100][..]));
+    drop((buffer, lease));
+    arena.validate();
+}
+
+/// 0 where every act is refused, else the number of the first that was not.
+fn child_code(
+    arena: &DeviceArena,
+    buffer: &lowtide::device::Buffer<u8>,
+    lease: &lowtide::device::Lease,
+) -> i32 {
+    let refused = [
+        matches!(arena.alloc::<u8>(1, Region::Dynamic), Err(DeviceError::Forked)),
+        matches!(arena.enter(), Err(DeviceError::Forked)),
+        matches!(arena.purge(), Err(DeviceError::Forked)),
+        matches!(arena.decay(lowtide::clock::Moment::ORIGIN), Err(DeviceError::Forked)),
+        matches!(buffer.slice(lease), Err(DeviceError::Forked)),
+        arena.limit().is_zero() && arena.next_decay() == lowtide::clock::Moment::NEVER,
+    ];
+    let first = refused.iter().position(|&refused| !refused);
+    first.map_or(0, |nth| i32::try_from(nth + 1).unwrap_or(i32::MAX))
+}
