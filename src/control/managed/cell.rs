@@ -318,8 +318,11 @@ impl<T: Send + Sync + 'static> Cell<T> {
             return false;
         }
         let mut state = lock(&self.state);
-        if due.is_some_and(|now| now < self.due(&state)) {
-            return false;
+        if let Some(now) = due {
+            let due = self.due(&state);
+            if due == Moment::NEVER || now < due {
+                return false;
+            }
         }
         // Who waits is about to use it; only those who insist do not mind.
         if reason == UnloadReason::Pressure {
