@@ -14,6 +14,7 @@ use lowtide::control::{
     AcquireError, Admission, Backoff, Budget, Cost, LoadError, Managed, Rejected, Resource,
     Resources, UnloadError, UnloadReason,
 };
+use lowtide::sync::lock;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 const SECOND: Duration = Duration::from_secs(1);
@@ -45,13 +46,14 @@ struct Gate {
 
 impl Gate {
     fn open(&self) {
-        *self.open.lock().unwrap() = true;
+        *lock(&self.open) = true;
         self.changed.notify_all();
     }
 
     fn pass(&self) {
-        let open = self.open.lock().unwrap();
-        let waited = self.changed.wait_timeout_while(open, PATIENCE, |open| !*open).unwrap();
+        let open = lock(&self.open);
+        let waited = self.changed.wait_timeout_while(open, PATIENCE, |open| !*open);
+        let waited = waited.expect("no panic under the lock");
         assert!(!waited.1.timed_out(), "the gate was never opened");
     }
 }

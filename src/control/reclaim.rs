@@ -4,9 +4,9 @@
 //! never waits, the worker does. The ladder knows nobody by type; each reclaimer says which budget
 //! it relieves, how dear it is and from which level on it may be asked.
 //!
-//! Invariant: between the end of a run and the next start of that rung at least [`PAUSE_MIN`]
-//! passes, twice as long after each run that recovered less than a twentieth of what was asked, [`PAUSE_MAX`] at most; a rung
-//! never runs twice at once.
+//! Invariant: `start - end of the run before >= pause`; the pause is [`PAUSE_MIN`] after a run of
+//! use, and twice what it was, [`PAUSE_MAX`] at most, after one that recovered less than a
+//! twentieth of what was asked; a rung never runs twice at once.
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};

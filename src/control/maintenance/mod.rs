@@ -11,11 +11,11 @@
 //! required ones.
 
 mod jobs;
+mod state;
 mod worker;
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::time::Duration;
 
 use thiserror::Error;
@@ -31,6 +31,7 @@ use super::reclaim::{Ladder, Pace};
 use super::signal::Limit;
 
 pub use jobs::{Job, JobQueue, Jobs, Trigger};
+pub use state::PressureState;
 pub use worker::{Hands, Worker, run_control, run_worker};
 
 /// What the sensor found: signals, heap and arenas joined.
@@ -182,74 +183,6 @@ impl Settings {
     }
 }
 
-/// What the last tick found, for the worker, metrics and endpoints. Written by the control loop;
-/// each figure is whole, together they may be of two ticks.
-#[derive(Debug, Default)]
-pub struct PressureState {
-    physical: AtomicU64,
-    purgeable: AtomicU64,
-    limit: AtomicU64,
-    wanted: [AtomicU64; 2],
-    levels: [AtomicU8; 2],
-    entered: [AtomicU64; 4],
-    sampled_at: AtomicU64,
-}
-
-impl PressureState {
-    /// What counts against the host's limit.
-    #[must_use]
-    pub fn physical(&self) -> ByteSize {
-        ByteSize::new(self.physical.load(Ordering::Relaxed))
-    }
-
-    /// The part of it that a purge gives back.
-    #[must_use]
-    pub fn purgeable(&self) -> ByteSize {
-        ByteSize::new(self.purgeable.load(Ordering::Relaxed))
-    }
-
-    /// The difference.
-    #[must_use]
-    pub fn required(&self) -> ByteSize {
-        self.physical().saturating_sub(self.purgeable())
-    }
-
-    /// The host's limit; [`ByteSize::MAX`] where none is known.
-    #[must_use]
-    pub fn limit(&self) -> ByteSize {
-        ByteSize::new(self.limit.load(Ordering::Relaxed))
-    }
-
-    /// The level of a budget.
-    #[must_use]
-    pub fn level(&self, budget: Budget) -> Level {
-        self.levels
-            .get(budget as usize)
-            .map_or(Level::None, |level| Level::from_u8(level.load(Ordering::Relaxed)))
-    }
-
-    /// What a budget would have to give back to come under the lowest mark.
-    #[must_use]
-    pub fn wanted(&self, budget: Budget) -> ByteSize {
-        let wanted = self.wanted.get(budget as usize);
-        ByteSize::new(wanted.map_or(0, |wanted| wanted.load(Ordering::Relaxed)))
-    }
-
-    /// How often the host has entered a level.
-    #[must_use]
-    pub fn entered_total(&self, level: Level) -> u64 {
-        let entered = self.entered.get(usize::from(level.as_u8()));
-        entered.map_or(0, |entered| entered.load(Ordering::Relaxed))
-    }
-
-    /// When the last sample was taken.
-    #[must_use]
-    pub fn sampled_at(&self) -> Moment {
-        let nanos = self.sampled_at.load(Ordering::Relaxed);
-        Moment::after_origin(Duration::from_nanos(nanos))
-    }
-}
-
 /// The level and the learned figures of one budget.
 #[derive(Debug)]
 struct Account {
@@ -396,31 +329,18 @@ impl Maintenance {
                 if limit == ByteSize::MAX { limit } else { limit.scaled(self.settings.ceiling) };
             let ledger = self.admission.ledger(account.budget);
             ledger.correct(&mut account.correction, Measured { physical, purgeable, ceiling });
-            let at = account.budget as usize;
-            if let (Some(wanted), Some(place)) =
-                (self.state.wanted.get(at), self.state.levels.get(at))
-            {
-                let excess = worker::excess(physical, limit, mark);
-                wanted.store(excess.get(), Ordering::Relaxed);
-                place.store(level.as_u8(), Ordering::Relaxed);
-            }
+            let wanted = if limit == ByteSize::MAX {
+                ByteSize::ZERO
+            } else {
+                physical.saturating_sub(limit.scaled(mark))
+            };
+            self.state.set_level(account.budget, level, wanted);
         }
-        self.publish_state(sample, limit, now);
+        self.state.set_sample(sample, limit, now);
+        self.state.set_entered(&self.host.pressure);
         // The device's level unloads; only the host's sheds, since what does not fit the device
         // is refused by its ledger and nothing is killed.
         self.admission.set_level(self.host.pressure.level());
-    }
-
-    fn publish_state(&self, sample: &Sample, limit: ByteSize, now: Moment) {
-        let state = &self.state;
-        state.physical.store(sample.physical.get(), Ordering::Relaxed);
-        state.purgeable.store(sample.purgeable.get(), Ordering::Relaxed);
-        state.limit.store(limit.get(), Ordering::Relaxed);
-        let nanos = u64::try_from(now.since_origin().as_nanos()).unwrap_or(u64::MAX);
-        state.sampled_at.store(nanos, Ordering::Relaxed);
-        for (level, entered) in Level::ALL.into_iter().zip(&state.entered) {
-            entered.store(self.host.pressure.entered_total(level), Ordering::Relaxed);
-        }
     }
 
     /// Whether to purge, and why. The pace is one for all: a purge takes what there is.

@@ -11,7 +11,6 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::bytes::ByteSize;
 use crate::clock::{Bell, Clock, Moment};
 use crate::control::ledger::Budget;
 use crate::control::managed::Resources;
@@ -144,12 +143,4 @@ pub fn run_control(
         };
         clock.wait_until(bell, next);
     }
-}
-
-/// What would bring a level back under its mark.
-pub(super) fn excess(physical: ByteSize, limit: ByteSize, mark: f64) -> ByteSize {
-    if limit == ByteSize::MAX {
-        return ByteSize::ZERO;
-    }
-    physical.saturating_sub(limit.scaled(mark))
 }

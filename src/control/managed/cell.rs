@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use std::mem::{self, ManuallyDrop};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, PoisonError};
-use std::task::{Context, Poll, Waker};
+use std::task::Waker;
 use std::thread::{self, ThreadId};
 use std::time::Duration;
 
@@ -71,13 +71,14 @@ struct Loaded<T> {
     permit: Option<Permit>,
 }
 
-struct State<T> {
+pub(super) struct State<T> {
     phase: Phase<T>,
     guards: usize,
     /// Callers that wait, threads and futures.
-    waiting: usize,
-    wakers: BTreeMap<u64, Waker>,
-    tickets: u64,
+    pub(super) waiting: usize,
+    pub(super) wakers: BTreeMap<u64, Waker>,
+    /// Keys of wakers given out so far.
+    pub(super) tickets: u64,
     /// Those who wait to unload it.
     drainers: Vec<Arc<Bell>>,
     closed: bool,
@@ -85,7 +86,7 @@ struct State<T> {
     last_used: Option<Moment>,
     failures_in_a_row: u32,
     loads_ok: u64,
-    loads_failed: u64,
+    pub(super) loads_failed: u64,
     unloads: Unloads,
     unload_panics: u64,
     load_time: Duration,
@@ -93,7 +94,7 @@ struct State<T> {
 }
 
 /// What a caller has to do next.
-enum Step<T> {
+pub(super) enum Step<T> {
     /// Its guard is counted.
     Have(Arc<T>),
     /// It has to load, with what is booked for it.
@@ -105,8 +106,8 @@ pub(super) struct Cell<T> {
     parts: Parts<T>,
     clock: Arc<dyn Clock>,
     admission: Option<Admission>,
-    birth: Birth,
-    state: Mutex<State<T>>,
+    pub(super) birth: Birth,
+    pub(super) state: Mutex<State<T>>,
     changed: Condvar,
 }
 
@@ -205,7 +206,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
     }
 
     /// What the caller has to do. A load that failed since `seen` was read is the caller's own.
-    fn step(&self, state: &mut State<T>, seen: u64) -> Result<Step<T>, AcquireError> {
+    pub(super) fn step(&self, state: &mut State<T>, seen: u64) -> Result<Step<T>, AcquireError> {
         let name = || Arc::clone(&self.parts.name);
         if state.closed {
             return Err(AcquireError::Closed { name: name() });
@@ -237,7 +238,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         Ok(Step::Load(permit))
     }
 
-    fn load_elsewhere(cell: &Arc<Self>, permit: Option<Permit>) {
+    pub(super) fn load_elsewhere(cell: &Arc<Self>, permit: Option<Permit>) {
         let loading = Arc::clone(cell);
         let thread = thread::Builder::new().name("lowtide-load".to_owned());
         if let Err(error) = thread.spawn(move || loading.load(permit)) {
@@ -427,7 +428,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         }
     }
 
-    fn check_here(&self) -> Result<(), AcquireError> {
+    pub(super) fn check_here(&self) -> Result<(), AcquireError> {
         if self.birth.is_here() {
             return Ok(());
         }
@@ -481,82 +482,5 @@ impl<T> Drop for Cell<T> {
         let value = Arc::into_inner(value);
         let _ = catch_unwind(AssertUnwindSafe(|| value.map(&self.parts.unload)));
         drop(permit);
-    }
-}
-
-/// A future's place among those who wait.
-pub(super) struct Ticket<T: Send + Sync + 'static> {
-    cell: Arc<Cell<T>>,
-    /// Its key among the wakers, and the failures that it had seen when it came.
-    waits: Option<(u64, u64)>,
-}
-
-impl<T: Send + Sync + 'static> Ticket<T> {
-    pub(super) fn new(cell: Arc<Cell<T>>) -> Self {
-        Self { cell, waits: None }
-    }
-
-    /// A counted guard's value and its cell, once there is one.
-    #[expect(clippy::type_complexity, reason = "the parts of a guard, used in one place")]
-    pub(super) fn poll(
-        &mut self,
-        cx: &Context<'_>,
-    ) -> Poll<Result<(Arc<Cell<T>>, Arc<T>), AcquireError>> {
-        let cell = Arc::clone(&self.cell);
-        if let Err(error) = cell.check_here() {
-            return Poll::Ready(Err(error));
-        }
-        let mut state = lock(&cell.state);
-        let seen = self.waits.map_or(state.loads_failed, |(_, seen)| seen);
-        let step = match cell.step(&mut state, seen) {
-            Ok(Step::Have(value)) => Some(Ok((Arc::clone(&cell), value))),
-            Err(error) => Some(Err(error)),
-            Ok(Step::Wait) => None,
-            Ok(Step::Load(permit)) => {
-                let _replaced = self.wait_for_change(&mut state, seen, cx);
-                drop(state);
-                Cell::load_elsewhere(&cell, permit);
-                return Poll::Pending;
-            }
-        };
-        let (_replaced, poll) = match step {
-            Some(found) => (self.leave(&mut state), Poll::Ready(found)),
-            None => (self.wait_for_change(&mut state, seen, cx), Poll::Pending),
-        };
-        drop(state);
-        poll
-    }
-
-    /// Leaves the task's waker; the one it had left before, to be dropped off the lock.
-    fn wait_for_change(
-        &mut self,
-        state: &mut State<T>,
-        seen: u64,
-        cx: &Context<'_>,
-    ) -> Option<Waker> {
-        let (key, _) = *self.waits.get_or_insert_with(|| {
-            state.waiting += 1;
-            state.tickets += 1;
-            (state.tickets, seen)
-        });
-        state.wakers.insert(key, cx.waker().clone())
-    }
-
-    fn leave(&mut self, state: &mut State<T>) -> Option<Waker> {
-        let (key, _) = self.waits.take()?;
-        state.waiting -= 1;
-        state.wakers.remove(&key)
-    }
-}
-
-impl<T: Send + Sync + 'static> Drop for Ticket<T> {
-    fn drop(&mut self) {
-        if self.waits.is_none() || !self.cell.birth.is_here() {
-            return;
-        }
-        let cell = Arc::clone(&self.cell);
-        let mut state = lock(&cell.state);
-        let _left = self.leave(&mut state);
-        drop(state);
     }
 }

@@ -18,6 +18,7 @@
 mod cell;
 mod error;
 mod resource;
+mod ticket;
 
 use std::fmt;
 use std::future::Future;
@@ -31,7 +32,8 @@ use crate::clock::{Clock, Moment};
 
 use super::admission::{Admission, Cost};
 
-use cell::{Cell, Parts, Ticket};
+use cell::{Cell, Parts};
+use ticket::Ticket;
 
 pub use error::{AcquireError, LoadError, UnloadError};
 pub use resource::{Resource, ResourceStats, Resources, UnloadReason, Unloads};

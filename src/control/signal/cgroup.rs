@@ -219,7 +219,7 @@ impl Group {
         let value = |file: &Option<KeptFile>| file.as_ref().and_then(|file| file.read(limit_of));
         let max = match value(&self.max) {
             Some(Some(limit)) => limit,
-            // Unreadable or not understood: as it was. A file that never was has never a limit.
+            // Unreadable or not understood: as it was.
             Some(None) | None => self.limit_last.load(Ordering::Relaxed),
         };
         self.limit_last.store(max, Ordering::Relaxed);
@@ -354,7 +354,7 @@ mod tests {
     #[test]
     fn the_mounts_root_is_taken_off_the_path() {
         let mounts = b"31 23 0:28 / /sys/fs/cgroup rw - tmpfs tmpfs rw,mode=755\n\
-            35 31 0:32 /docker/ab /sys/fs/cgroup/memory ro,nosuid master:9 - cgroup cgroup rw,memory\n\
+            35 31 0:32 /docker/ab /sys/fs/cgroup/memory ro,x master:9 - cgroup cgroup rw,memory\n\
             41 31 0:38 / /sys/fs/cgroup/uni\\040fied rw - cgroup2 cgroup2 rw\n";
         let v1 = place(mounts, b"/docker/ab", false).expect("found");
         assert_eq!(v1.mount, Path::new("/sys/fs/cgroup/memory"));
