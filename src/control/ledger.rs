@@ -496,10 +496,25 @@ mod tests {
         assert!(near(room(&ledger), 100), "loaded: {}", room(&ledger));
         assert!((correction.k() - K_START).abs() < 1e-9, "a load is no wrong estimate");
         assert!(ledger.try_book_standing(ByteSize::mib(201)).is_err());
+        // It said 500 MiB and all that is held is 400 as yet: what it said stays its own.
+        ledger.correct(&mut correction, sample(400, 0));
+        assert!(near(room(&ledger), 150), "smaller: {}", room(&ledger));
         ledger.release_standing(model);
         ledger.correct(&mut correction, sample(100, 0));
         assert!(near(room(&ledger), 350));
         assert_eq!((ledger.booked(), ledger.standing()), (ByteSize::ZERO, ByteSize::ZERO));
+    }
+
+    #[test]
+    fn a_load_beside_requests_is_no_wrong_estimate() {
+        let standing = ByteSize::mib(500);
+        for settled in [ByteSize::ZERO, standing] {
+            let mut correction = Correction::new();
+            let _ = correction.update(requests(0), sample(100, 0));
+            let books = Books { standing, settled, ..requests(50) };
+            let _ = correction.update(books, sample(650, 0));
+            assert!((correction.k() - 0.995 * K_START).abs() < 1e-9, "{}", correction.k());
+        }
     }
 
     #[test]
