@@ -1,0 +1,427 @@
+//! The control loop: from a sample to levels, allowances and jobs.
+//!
+//! [`Maintenance::tick`] is the whole of it. It samples, corrects the ledgers, sets the level, and
+//! names what is to be done; it purges, unloads and publishes nothing itself, calls no driver and
+//! allocates nothing. The worker ([`Worker`]) does the jobs. Whoever owns the threads drives both:
+//! [`run_control`] on one, [`run_worker`] on the other.
+//!
+//! Invariants: `next > now`, and `next - now <= idle_tick`; nothing is purged but for pressure, an
+//! unload, a request of an operator, or where
+//! `purgeable > max(purge_floor, purge_part x live)`; levels act on physical bytes, allowances on
+//! required ones.
+
+mod jobs;
+mod state;
+mod worker;
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use thiserror::Error;
+
+use crate::bytes::ByteSize;
+use crate::clock::Moment;
+
+use super::admission::Admission;
+use super::ledger::{Budget, Correction, Measured};
+use super::managed::Resources;
+use super::pressure::{Level, Pressure, Thresholds};
+use super::reclaim::{Ladder, Pace};
+use super::signal::Limit;
+
+pub use jobs::{Job, JobQueue, Jobs, Trigger};
+pub use state::PressureState;
+pub use worker::{Hands, Worker, run_control, run_worker};
+
+/// What the sensor found: signals, heap and arenas joined.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sample {
+    /// What counts against the host's limit.
+    pub physical: ByteSize,
+    /// The part of it that a purge gives back (dirty and muzzy pages; idle bytes of arenas on host
+    /// memory).
+    pub purgeable: ByteSize,
+    /// The host's limit.
+    pub limit: Limit,
+    /// Bytes of blocks that the application holds on the heap.
+    pub heap_live: ByteSize,
+    /// Bytes of pages with such blocks.
+    pub heap_active: ByteSize,
+    /// Device memory that the arenas have committed.
+    pub device_committed: ByteSize,
+    /// The part of it that is wholly idle.
+    pub device_idle: ByteSize,
+    /// The device's limit, where there is a device.
+    pub device_limit: Option<ByteSize>,
+    /// When an arena has something to let decay; [`Moment::NEVER`] where none has.
+    pub device_decay_due: Moment,
+}
+
+impl Default for Sample {
+    /// Nothing held, no limit known.
+    fn default() -> Self {
+        Self {
+            physical: ByteSize::ZERO,
+            purgeable: ByteSize::ZERO,
+            limit: Limit::UNKNOWN,
+            heap_live: ByteSize::ZERO,
+            heap_active: ByteSize::ZERO,
+            device_committed: ByteSize::ZERO,
+            device_idle: ByteSize::ZERO,
+            device_limit: None,
+            device_decay_due: Moment::NEVER,
+        }
+    }
+}
+
+impl Sample {
+    /// Physical bytes less those that a purge gives back.
+    #[must_use]
+    pub const fn required(&self) -> ByteSize {
+        self.physical.saturating_sub(self.purgeable)
+    }
+}
+
+/// What the control loop reads.
+pub trait Sensor: Send {
+    /// One sample. Called on the control thread at each tick: some ten microseconds, no allocation,
+    /// no driver call.
+    fn sample(&mut self, now: Moment) -> Sample;
+}
+
+/// What the control loop goes by.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Settings {
+    /// The marks of the levels.
+    pub thresholds: Thresholds,
+    /// The part of the limit that admission fills; .80 by default, found together with the marks.
+    pub ceiling: f64,
+    /// Time between samples while requests are held, memory grows, or more than half of the limit
+    /// is required; 10 ms by default (a sampler of 250 ms cost a fifth of the goodput).
+    pub active_tick: Duration,
+    /// Time between samples else; 250 ms by default.
+    pub idle_tick: Duration,
+    /// Without requests for this long the service is idle; 1 s by default.
+    pub quiet: Duration,
+    /// Time between periodic purges; 30 s by default, `None` for off.
+    pub purge_interval: Option<Duration>,
+    /// Less than this is not worth a purge; 16 MiB by default, a guess.
+    pub purge_floor: ByteSize,
+    /// Nor is less than this part of the live bytes; .25 by default.
+    pub purge_part: f64,
+    /// Time between publications of metrics; 1 s by default, `None` for off.
+    pub publish_interval: Option<Duration>,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            thresholds: Thresholds::default(),
+            ceiling: 0.80,
+            active_tick: Duration::from_millis(10),
+            idle_tick: Duration::from_millis(250),
+            quiet: Duration::from_secs(1),
+            purge_interval: Some(Duration::from_secs(30)),
+            purge_floor: ByteSize::mib(16),
+            purge_part: 0.25,
+            publish_interval: Some(Duration::from_secs(1)),
+        }
+    }
+}
+
+/// Settings that make no sense.
+#[derive(Clone, Debug, Error, PartialEq)]
+#[non_exhaustive]
+pub enum SettingsError {
+    /// A part that is none.
+    #[error("{name} is {value}: expected above 0 and at most 1")]
+    Part {
+        /// The setting.
+        name: &'static str,
+        /// What was given.
+        value: f64,
+    },
+    /// A time of zero, at which a loop would never rest.
+    #[error("{name} is zero: expected a time")]
+    ZeroTime {
+        /// The setting.
+        name: &'static str,
+    },
+    /// The active tick is longer than the idle one.
+    #[error("active_tick is {active:?}: expected at most the idle_tick of {idle:?}")]
+    Ticks {
+        /// The active tick.
+        active: Duration,
+        /// The idle tick.
+        idle: Duration,
+    },
+}
+
+impl Settings {
+    fn check(&self) -> Result<(), SettingsError> {
+        for (name, value) in [("ceiling", self.ceiling), ("purge_part", self.purge_part)] {
+            if !(value > 0.0 && value <= 1.0) {
+                return Err(SettingsError::Part { name, value });
+            }
+        }
+        let times = [
+            ("active_tick", Some(self.active_tick)),
+            ("purge_interval", self.purge_interval),
+            ("publish_interval", self.publish_interval),
+        ];
+        for (name, time) in times {
+            if time.is_some_and(|time| time.is_zero()) {
+                return Err(SettingsError::ZeroTime { name });
+            }
+        }
+        if self.active_tick > self.idle_tick {
+            let (active, idle) = (self.active_tick, self.idle_tick);
+            return Err(SettingsError::Ticks { active, idle });
+        }
+        Ok(())
+    }
+}
+
+/// The level and the learned figures of one budget.
+#[derive(Debug)]
+struct Account {
+    budget: Budget,
+    pressure: Pressure,
+    correction: Correction,
+}
+
+/// What a tick decided.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tick {
+    /// When to tick again.
+    pub next: Moment,
+    /// What to do until then.
+    pub jobs: Jobs,
+}
+
+/// The control loop's state. Owned by one thread.
+pub struct Maintenance {
+    settings: Settings,
+    sensor: Box<dyn Sensor>,
+    admission: Admission,
+    resources: Resources,
+    ladder: Ladder,
+    queue: Arc<JobQueue>,
+    state: Arc<PressureState>,
+    purge: Arc<Pace>,
+    host: Account,
+    device: Account,
+    last: Option<Sample>,
+    /// Requests admitted by the last tick, and since when none has come or been held.
+    admitted: u64,
+    quiet_since: Option<Moment>,
+    purged_at: Moment,
+    /// The least that was purgeable since the last purge began.
+    purgeable_low: ByteSize,
+    published_at: Option<Moment>,
+}
+
+impl Maintenance {
+    /// A loop that has not sampled yet.
+    ///
+    /// # Errors
+    /// Where the settings make no sense.
+    pub fn new(
+        settings: Settings,
+        sensor: Box<dyn Sensor>,
+        admission: Admission,
+        resources: Resources,
+        ladder: Ladder,
+    ) -> Result<Self, SettingsError> {
+        settings.check()?;
+        let account = |budget| Account {
+            budget,
+            pressure: Pressure::new(settings.thresholds),
+            correction: Correction::new(),
+        };
+        Ok(Self {
+            settings,
+            sensor,
+            admission,
+            resources,
+            ladder,
+            queue: Arc::new(JobQueue::new()),
+            state: Arc::default(),
+            purge: Arc::default(),
+            host: account(Budget::Host),
+            device: account(Budget::Device),
+            last: None,
+            admitted: 0,
+            quiet_since: None,
+            purged_at: Moment::ORIGIN,
+            purgeable_low: ByteSize::MAX,
+            published_at: None,
+        })
+    }
+
+    /// The queue into which its jobs go.
+    #[must_use]
+    pub fn queue(&self) -> Arc<JobQueue> {
+        Arc::clone(&self.queue)
+    }
+
+    /// What the last tick found.
+    #[must_use]
+    pub fn state(&self) -> Arc<PressureState> {
+        Arc::clone(&self.state)
+    }
+
+    /// The worker that does its jobs.
+    #[must_use]
+    pub fn worker(&self, hands: Box<dyn Hands>) -> Worker {
+        Worker {
+            queue: self.queue(),
+            state: self.state(),
+            purge: Arc::clone(&self.purge),
+            ladder: self.ladder.clone(),
+            resources: self.resources.clone(),
+            hands,
+            panics: 0,
+        }
+    }
+
+    /// Samples and decides. Allocates nothing.
+    pub fn tick(&mut self, now: Moment) -> Tick {
+        let sample = self.sensor.sample(now);
+        self.account(&sample, now);
+        let mut jobs = Jobs::default();
+        self.decide_purge(&sample, now, &mut jobs);
+        self.climb(now, &mut jobs);
+        let resources_due = self.resources.next_due();
+        if resources_due <= now {
+            jobs.insert(Job::UnloadIdle);
+        }
+        if sample.device_decay_due <= now {
+            jobs.insert(Job::DecayDevice);
+        }
+        let publish_due = self.decide_publish(now, &mut jobs);
+        let step = if self.is_active(&sample) {
+            self.settings.active_tick
+        } else {
+            self.settings.idle_tick
+        };
+        let due = resources_due.min(sample.device_decay_due).min(publish_due);
+        // What is due already has been posted: looked at again no sooner than an active tick on.
+        let next = due.max(now + self.settings.active_tick).min(now + step);
+        self.last = Some(sample);
+        debug_assert!(next > now, "the loop would not rest");
+        Tick { next, jobs }
+    }
+
+    /// Levels and allowances.
+    fn account(&mut self, sample: &Sample, now: Moment) {
+        let limit = if sample.limit.is_known() { sample.limit.bytes } else { ByteSize::MAX };
+        let device_limit = sample.device_limit.unwrap_or(ByteSize::MAX);
+        let budgets = [
+            (&mut self.host, sample.physical, sample.purgeable, limit),
+            (&mut self.device, sample.device_committed, sample.device_idle, device_limit),
+        ];
+        let mark = self.settings.thresholds.band(Level::Elevated).map_or(1.0, |band| band.down);
+        for (account, physical, purgeable, limit) in budgets {
+            let level = account.pressure.update(now, physical, limit);
+            let ceiling =
+                if limit == ByteSize::MAX { limit } else { limit.scaled(self.settings.ceiling) };
+            let ledger = self.admission.ledger(account.budget);
+            ledger.correct(&mut account.correction, Measured { physical, purgeable, ceiling });
+            let wanted = if limit == ByteSize::MAX {
+                ByteSize::ZERO
+            } else {
+                physical.saturating_sub(limit.scaled(mark))
+            };
+            self.state.set_level(account.budget, level, wanted);
+        }
+        self.state.set_sample(sample, limit, now);
+        self.state.set_entered(&self.host.pressure);
+        // The device's level unloads; only the host's sheds, since what does not fit the device
+        // is refused by its ledger and nothing is killed.
+        self.admission.set_level(self.host.pressure.level());
+    }
+
+    /// Whether to purge, and why. The pace is one for all: a purge takes what there is.
+    fn decide_purge(&mut self, sample: &Sample, now: Moment, jobs: &mut Jobs) {
+        let quiet = self.is_quiet(now);
+        let part = sample.heap_live.scaled(self.settings.purge_part);
+        let worth = self.settings.purge_floor.max(part);
+        let much = sample.purgeable > worth;
+        self.purgeable_low = self.purgeable_low.min(sample.purgeable);
+        if sample.purgeable.saturating_sub(self.purgeable_low) > worth {
+            // Purges were useless while all was live; now load has fallen, and a pause of 10 s
+            // would keep the level where it is.
+            self.purge.forgive();
+        }
+        let periodic = self.settings.purge_interval;
+        let trigger = if self.host.pressure.level() >= Level::Elevated {
+            Trigger::Pressure
+        } else if much && quiet {
+            Trigger::Idle
+        } else if much && periodic.is_some_and(|every| now - self.purged_at >= every) {
+            Trigger::Periodic
+        } else {
+            return;
+        };
+        if self.purge.start(now) {
+            self.purged_at = now;
+            self.purgeable_low = sample.purgeable;
+            jobs.insert(Job::Purge { trigger });
+        }
+    }
+
+    /// Whether no request has been held or admitted for the quiet time.
+    fn is_quiet(&mut self, now: Moment) -> bool {
+        let stats = self.admission.stats();
+        if stats.held() > 0 || stats.admitted_total != self.admitted {
+            self.admitted = stats.admitted_total;
+            self.quiet_since = None;
+            return false;
+        }
+        now - *self.quiet_since.get_or_insert(now) >= self.settings.quiet
+    }
+
+    /// One step of the ladder for each budget.
+    fn climb(&self, now: Moment, jobs: &mut Jobs) {
+        for account in [&self.host, &self.device] {
+            let level = account.pressure.level();
+            let due = self.ladder.due(account.budget, level, now);
+            if let Some(rung) = due.filter(|&rung| self.ladder.start(rung, now)) {
+                jobs.insert(Job::Reclaim { rung });
+            }
+        }
+    }
+
+    fn decide_publish(&mut self, now: Moment, jobs: &mut Jobs) -> Moment {
+        let Some(every) = self.settings.publish_interval else { return Moment::NEVER };
+        if self.published_at.is_none_or(|at| now - at >= every) {
+            self.published_at = Some(now);
+            jobs.insert(Job::Publish);
+        }
+        self.published_at.map_or(now, |at| at + every)
+    }
+
+    /// Whether the next sample should come soon.
+    fn is_active(&self, sample: &Sample) -> bool {
+        let limit = sample.limit;
+        let filled = limit.is_known() && sample.required() > limit.bytes.scaled(0.5);
+        let before = self.last.map_or(ByteSize::MAX, |last| last.physical);
+        let grown = sample.physical.saturating_sub(before);
+        let grows = grown > if limit.is_known() { limit.bytes.scaled(0.01) } else { ByteSize::MAX };
+        let held = |budget| !self.admission.ledger(budget).requests().is_zero();
+        let pressed = self.host.pressure.level().max(self.device.pressure.level()) > Level::None;
+        filled || grows || pressed || held(Budget::Host) || held(Budget::Device)
+    }
+}
+
+impl fmt::Debug for Maintenance {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Maintenance")
+            .field("host", &self.host)
+            .field("device", &self.device)
+            .field("last", &self.last)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,107 @@
+//! The figures of the last tick, shared with the worker, metrics and endpoints.
+//!
+//! Written by the control loop, read by anybody, without a lock. It decides nothing.
+//!
+//! Invariant: `required = physical - purgeable` as of one tick, or of two where a tick came in
+//! between.
+
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::time::Duration;
+
+use crate::bytes::ByteSize;
+use crate::clock::Moment;
+use crate::control::ledger::Budget;
+use crate::control::pressure::{Level, Pressure};
+
+use super::Sample;
+
+/// What the last tick found, for the worker, metrics and endpoints. Written by the control loop;
+/// each figure is whole, together they may be of two ticks.
+#[derive(Debug, Default)]
+pub struct PressureState {
+    physical: AtomicU64,
+    purgeable: AtomicU64,
+    limit: AtomicU64,
+    wanted: [AtomicU64; 2],
+    levels: [AtomicU8; 2],
+    entered: [AtomicU64; 4],
+    sampled_at: AtomicU64,
+}
+
+impl PressureState {
+    /// What counts against the host's limit.
+    #[must_use]
+    pub fn physical(&self) -> ByteSize {
+        ByteSize::new(self.physical.load(Ordering::Relaxed))
+    }
+
+    /// The part of it that a purge gives back.
+    #[must_use]
+    pub fn purgeable(&self) -> ByteSize {
+        ByteSize::new(self.purgeable.load(Ordering::Relaxed))
+    }
+
+    /// The difference.
+    #[must_use]
+    pub fn required(&self) -> ByteSize {
+        self.physical().saturating_sub(self.purgeable())
+    }
+
+    /// The host's limit; [`ByteSize::MAX`] where none is known.
+    #[must_use]
+    pub fn limit(&self) -> ByteSize {
+        ByteSize::new(self.limit.load(Ordering::Relaxed))
+    }
+
+    /// The level of a budget.
+    #[must_use]
+    pub fn level(&self, budget: Budget) -> Level {
+        self.levels
+            .get(budget as usize)
+            .map_or(Level::None, |level| Level::from_u8(level.load(Ordering::Relaxed)))
+    }
+
+    /// What a budget would have to give back to come under the lowest mark.
+    #[must_use]
+    pub fn wanted(&self, budget: Budget) -> ByteSize {
+        let wanted = self.wanted.get(budget as usize);
+        ByteSize::new(wanted.map_or(0, |wanted| wanted.load(Ordering::Relaxed)))
+    }
+
+    /// How often the host has entered a level.
+    #[must_use]
+    pub fn entered_total(&self, level: Level) -> u64 {
+        let entered = self.entered.get(usize::from(level.as_u8()));
+        entered.map_or(0, |entered| entered.load(Ordering::Relaxed))
+    }
+
+    /// When the last sample was taken.
+    #[must_use]
+    pub fn sampled_at(&self) -> Moment {
+        let nanos = self.sampled_at.load(Ordering::Relaxed);
+        Moment::after_origin(Duration::from_nanos(nanos))
+    }
+
+    pub(super) fn set_sample(&self, sample: &Sample, limit: ByteSize, now: Moment) {
+        self.physical.store(sample.physical.get(), Ordering::Relaxed);
+        self.purgeable.store(sample.purgeable.get(), Ordering::Relaxed);
+        self.limit.store(limit.get(), Ordering::Relaxed);
+        let nanos = u64::try_from(now.since_origin().as_nanos()).unwrap_or(u64::MAX);
+        self.sampled_at.store(nanos, Ordering::Relaxed);
+    }
+
+    pub(super) fn set_level(&self, budget: Budget, level: Level, wanted: ByteSize) {
+        if let Some(place) = self.levels.get(budget as usize) {
+            place.store(level.as_u8(), Ordering::Relaxed);
+        }
+        if let Some(place) = self.wanted.get(budget as usize) {
+            place.store(wanted.get(), Ordering::Relaxed);
+        }
+    }
+
+    pub(super) fn set_entered(&self, pressure: &Pressure) {
+        for (level, entered) in Level::ALL.into_iter().zip(&self.entered) {
+            entered.store(pressure.entered_total(level), Ordering::Relaxed);
+        }
+    }
+}

@@ -1,0 +1,146 @@
+//! The worker: does what the control loop decided, one job after the other, on its own thread.
+//!
+//! It decides nothing but that what a resource left behind is purged. What it does is behind
+//! [`Hands`], [`super::super::reclaim::Reclaim`] and
+//! [`super::super::managed::Resource`]; a panic in any of them ends that job and not the thread.
+//!
+//! Invariant: `jobs done + jobs panicked = jobs taken`.
+
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crate::clock::{Bell, Clock, Moment};
+use crate::control::ledger::Budget;
+use crate::control::managed::Resources;
+use crate::control::reclaim::{Ask, Ladder, Pace, Recovered};
+
+use super::jobs::{Job, JobQueue, Trigger};
+use super::{Maintenance, PressureState};
+
+/// What the worker cannot do by itself; `memory` implements it over heap, arenas and metrics.
+pub trait Hands: Send {
+    /// Purges the host's heap.
+    fn purge(&mut self, trigger: Trigger) -> Recovered;
+
+    /// Gives back what the device arenas have let decay.
+    fn decay_device(&mut self, now: Moment);
+
+    /// Publishes metrics. Default: nothing.
+    fn publish(&mut self, now: Moment) {
+        let _ = now;
+    }
+}
+
+/// What the worker needs.
+pub struct Worker {
+    pub(super) queue: Arc<JobQueue>,
+    pub(super) state: Arc<PressureState>,
+    pub(super) purge: Arc<Pace>,
+    pub(super) ladder: Ladder,
+    pub(super) resources: Resources,
+    pub(super) hands: Box<dyn Hands>,
+    pub(super) panics: u64,
+}
+
+impl Worker {
+    /// Does one job on this thread.
+    pub fn run(&mut self, job: Job, clock: &dyn Clock) {
+        let done = catch_unwind(AssertUnwindSafe(|| self.work(job, clock)));
+        if done.is_err() {
+            self.panics += 1;
+            if let Job::Purge { trigger } = job
+                && trigger.is_paced()
+            {
+                self.purge.finish(self.state.purgeable(), Recovered::NOTHING, clock.now());
+            }
+        }
+    }
+
+    /// How many jobs have panicked.
+    #[must_use]
+    pub const fn panics_total(&self) -> u64 {
+        self.panics
+    }
+
+    fn work(&mut self, job: Job, clock: &dyn Clock) {
+        let now = clock.now();
+        match job {
+            Job::Purge { trigger } => {
+                let asked = self.state.purgeable();
+                let recovered = self.hands.purge(trigger);
+                if trigger.is_paced() {
+                    self.purge.finish(asked, recovered, clock.now());
+                }
+            }
+            Job::Reclaim { rung } => {
+                let before = self.unloads();
+                let budget = self.ladder.reclaimer(rung).map(|reclaimer| reclaimer.relieves());
+                let budget = budget.unwrap_or(Budget::Host);
+                let (bytes, level) = (self.state.wanted(budget), self.state.level(budget));
+                let _ = self.ladder.run(rung, Ask { bytes, level, now }, || clock.now());
+                self.purge_after_unload(self.unloads() > before);
+            }
+            Job::UnloadIdle => {
+                let unloaded = self.resources.unload_due(now);
+                self.purge_after_unload(unloaded > 0);
+            }
+            Job::DecayDevice => self.hands.decay_device(now),
+            Job::Publish => self.hands.publish(now),
+        }
+    }
+
+    /// A resource's memory goes back only with the next purge.
+    fn purge_after_unload(&self, unloaded: bool) {
+        if unloaded {
+            self.queue.push_one(Job::Purge { trigger: Trigger::Unload });
+        }
+    }
+
+    fn unloads(&self) -> u64 {
+        self.resources.all().iter().map(|resource| resource.stats().unloads.sum()).sum()
+    }
+}
+
+impl fmt::Debug for Worker {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Worker")
+            .field("queue", &self.queue)
+            .field("panics", &self.panics)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The worker's thread: does jobs until the queue is closed and empty.
+pub fn run_worker(worker: &mut Worker, clock: &dyn Clock) {
+    let queue = Arc::clone(&worker.queue);
+    // Ends when the queue is closed.
+    while let Some(job) = queue.wait(clock) {
+        worker.run(job, clock);
+    }
+}
+
+/// The control loop's thread: samples, decides and posts until `stop` is set and `bell` is rung.
+pub fn run_control(
+    maintenance: &mut Maintenance,
+    clock: &dyn Clock,
+    bell: &Arc<Bell>,
+    stop: &AtomicBool,
+) {
+    let queue = maintenance.queue();
+    // Ends when it is told to; each turn waits until the next sample.
+    while !stop.load(Ordering::Acquire) {
+        let now = clock.now();
+        // A sensor that panics costs its tick, not the thread: the allowances stay as they were.
+        let ticked = catch_unwind(AssertUnwindSafe(|| maintenance.tick(now)));
+        let next = match ticked {
+            Ok(tick) => {
+                queue.push(tick.jobs);
+                tick.next
+            }
+            Err(_) => now + maintenance.settings.idle_tick,
+        };
+        clock.wait_until(bell, next);
+    }
+}

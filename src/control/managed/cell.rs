@@ -1,0 +1,486 @@
+//! The state machine behind `Managed<T>`: one lock, short sections, everything slow outside it.
+//!
+//! A phase moves under the lock; the loader, the clean-up and every waker run outside it. Wakers
+//! are also dropped outside it, because dropping one may drop a task that holds a guard of this
+//! very cell. It knows no idle policy beyond its own times.
+//!
+//! Invariants: `guards > 0 => Ready`; with `guards = 0` the phase holds the only reference to the
+//! value; wakers held = futures that wait and have not been woken, at most `waiting`.
+
+use std::collections::BTreeMap;
+use std::mem::{self, ManuallyDrop};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, PoisonError};
+use std::task::Waker;
+use std::thread::{self, ThreadId};
+use std::time::Duration;
+
+use crate::clock::{Bell, Clock, Moment};
+use crate::control::admission::{Admission, Cost, Permit};
+use crate::fork::Birth;
+use crate::sync::{Condvar, Mutex, MutexGuard, lock, wait};
+
+use super::Backoff;
+use super::error::{AcquireError, LoadError, UnloadError};
+use super::resource::{ResourceStats, UnloadReason, Unloads};
+
+type Loader<T> = Box<dyn Fn() -> Result<T, LoadError> + Send + Sync>;
+type Unloader<T> = Box<dyn Fn(T) + Send + Sync>;
+
+/// What a builder collects.
+pub(super) struct Parts<T> {
+    pub(super) name: Arc<str>,
+    pub(super) loader: Loader<T>,
+    pub(super) unload: Unloader<T>,
+    pub(super) idle: Option<Duration>,
+    pub(super) min_residency: Duration,
+    pub(super) cost: Cost,
+    pub(super) backoff: Backoff,
+}
+
+impl<T: 'static> Parts<T> {
+    pub(super) fn new(name: Arc<str>, loader: Loader<T>) -> Self {
+        Self {
+            name,
+            loader,
+            unload: Box::new(drop),
+            idle: None,
+            min_residency: Duration::ZERO,
+            cost: Cost::ZERO,
+            backoff: Backoff::default(),
+        }
+    }
+}
+
+enum Phase<T> {
+    Empty,
+    /// The thread that loads, once it runs.
+    Loading(Option<ThreadId>),
+    Ready(Loaded<T>),
+    /// The thread that takes it apart.
+    Unloading(ThreadId),
+    Failed {
+        until: Moment,
+        error: LoadError,
+    },
+}
+
+/// The value and what it has booked; given back in this order.
+struct Loaded<T> {
+    value: Arc<T>,
+    permit: Option<Permit>,
+}
+
+pub(super) struct State<T> {
+    phase: Phase<T>,
+    guards: usize,
+    /// Callers that wait, threads and futures.
+    pub(super) waiting: usize,
+    pub(super) wakers: BTreeMap<u64, Waker>,
+    /// Keys of wakers given out so far.
+    pub(super) tickets: u64,
+    /// Those who wait to unload it.
+    drainers: Vec<Arc<Bell>>,
+    closed: bool,
+    loaded_at: Moment,
+    last_used: Option<Moment>,
+    failures_in_a_row: u32,
+    loads_ok: u64,
+    pub(super) loads_failed: u64,
+    unloads: Unloads,
+    unload_panics: u64,
+    load_time: Duration,
+    unload_time: Duration,
+}
+
+/// What a caller has to do next.
+pub(super) enum Step<T> {
+    /// Its guard is counted.
+    Have(Arc<T>),
+    /// It has to load, with what is booked for it.
+    Load(Option<Permit>),
+    Wait,
+}
+
+pub(super) struct Cell<T> {
+    parts: Parts<T>,
+    clock: Arc<dyn Clock>,
+    admission: Option<Admission>,
+    pub(super) birth: Birth,
+    pub(super) state: Mutex<State<T>>,
+    changed: Condvar,
+}
+
+impl<T: Send + Sync + 'static> Cell<T> {
+    pub(super) fn new(
+        parts: Parts<T>,
+        clock: Arc<dyn Clock>,
+        admission: Option<Admission>,
+    ) -> Self {
+        let state = State {
+            phase: Phase::Empty,
+            guards: 0,
+            waiting: 0,
+            wakers: BTreeMap::new(),
+            tickets: 0,
+            drainers: Vec::new(),
+            closed: false,
+            loaded_at: Moment::ORIGIN,
+            last_used: None,
+            failures_in_a_row: 0,
+            loads_ok: 0,
+            loads_failed: 0,
+            unloads: Unloads::default(),
+            unload_panics: 0,
+            load_time: Duration::ZERO,
+            unload_time: Duration::ZERO,
+        };
+        let (state, changed) = (Mutex::new(state), Condvar::new());
+        Self { parts, clock, admission, birth: Birth::now(), state, changed }
+    }
+
+    pub(super) fn name(&self) -> &str {
+        &self.parts.name
+    }
+
+    /// A counted guard; loads on this thread where nobody does.
+    pub(super) fn acquire_blocking(&self) -> Result<Arc<T>, AcquireError> {
+        self.check_here()?;
+        let mut state = lock(&self.state);
+        let seen = state.loads_failed;
+        state.waiting += 1;
+        // Ends when the load or clean-up that it waits for ends; one that it began itself has.
+        let found = loop {
+            match self.step(&mut state, seen) {
+                Ok(Step::Have(value)) => break Ok(value),
+                Ok(Step::Wait) => state = wait(&self.changed, state),
+                Ok(Step::Load(permit)) => {
+                    drop(state);
+                    self.load(permit);
+                    state = lock(&self.state);
+                }
+                Err(error) => break Err(error),
+            }
+        };
+        state.waiting -= 1;
+        found
+    }
+
+    /// A counted guard, if there is a value.
+    pub(super) fn try_acquire(&self) -> Option<Arc<T>> {
+        self.check_here().ok()?;
+        let mut state = lock(&self.state);
+        if state.closed { None } else { state.guarded() }
+    }
+
+    pub(super) fn warm(cell: &Arc<Self>) -> Result<(), AcquireError> {
+        cell.check_here()?;
+        let mut state = lock(&cell.state);
+        if matches!(state.phase, Phase::Ready(_)) && !state.closed {
+            return Ok(());
+        }
+        let seen = state.loads_failed;
+        let step = cell.step(&mut state, seen)?;
+        drop(state);
+        if let Step::Load(permit) = step {
+            Self::load_elsewhere(cell, permit);
+        }
+        Ok(())
+    }
+
+    /// Ends a guard.
+    pub(super) fn release(&self, counts: bool) {
+        if !self.birth.is_here() {
+            return;
+        }
+        let now = self.clock.now();
+        let mut state = lock(&self.state);
+        debug_assert!(state.guards > 0, "a guard that was not counted is released");
+        state.guards = state.guards.saturating_sub(1);
+        if counts {
+            state.last_used = state.last_used.max(Some(now));
+        }
+        if state.guards == 0 {
+            state.ring_drainers();
+        }
+    }
+
+    /// What the caller has to do. A load that failed since `seen` was read is the caller's own.
+    pub(super) fn step(&self, state: &mut State<T>, seen: u64) -> Result<Step<T>, AcquireError> {
+        let name = || Arc::clone(&self.parts.name);
+        if state.closed {
+            return Err(AcquireError::Closed { name: name() });
+        }
+        if let Some(value) = state.guarded() {
+            return Ok(Step::Have(value));
+        }
+        match &state.phase {
+            Phase::Loading(Some(thread)) | Phase::Unloading(thread)
+                if *thread == thread::current().id() =>
+            {
+                return Err(AcquireError::Recursive { name: name() });
+            }
+            Phase::Loading(_) | Phase::Unloading(_) => return Ok(Step::Wait),
+            Phase::Failed { until, error } => {
+                let now = self.clock.now();
+                if state.loads_failed > seen || now < *until {
+                    let (error, retry_in) = (error.clone(), *until - now);
+                    return Err(AcquireError::Load { name: name(), error, retry_in });
+                }
+            }
+            Phase::Empty | Phase::Ready(_) => {}
+        }
+        let booked = self.admission.as_ref().map(|door| door.try_stand(self.parts.cost));
+        let permit = booked
+            .transpose()
+            .map_err(|rejected| AcquireError::Rejected { name: name(), rejected })?;
+        state.phase = Phase::Loading(None);
+        Ok(Step::Load(permit))
+    }
+
+    pub(super) fn load_elsewhere(cell: &Arc<Self>, permit: Option<Permit>) {
+        let loading = Arc::clone(cell);
+        let thread = thread::Builder::new().name("lowtide-load".to_owned());
+        if let Err(error) = thread.spawn(move || loading.load(permit)) {
+            cell.end_load(Err(LoadError::NoThread { kind: error.kind() }), None, Duration::ZERO);
+        }
+    }
+
+    /// Loads on this thread, off the lock.
+    fn load(&self, permit: Option<Permit>) {
+        lock(&self.state).phase = Phase::Loading(Some(thread::current().id()));
+        let start = self.clock.now();
+        let loaded = catch_unwind(AssertUnwindSafe(|| (self.parts.loader)()));
+        let loaded = loaded.unwrap_or_else(|payload| Err(LoadError::panicked(&*payload)));
+        self.end_load(loaded, permit, self.clock.now() - start);
+    }
+
+    fn end_load(&self, loaded: Result<T, LoadError>, mut permit: Option<Permit>, took: Duration) {
+        let now = self.clock.now();
+        let mut state = lock(&self.state);
+        debug_assert!(matches!(state.phase, Phase::Loading(_)), "a load ended that never began");
+        match loaded {
+            Ok(value) => {
+                if let Some(permit) = &mut permit {
+                    permit.settle();
+                }
+                state.loads_ok += 1;
+                state.failures_in_a_row = 0;
+                state.loaded_at = now;
+                state.load_time = took;
+                state.phase = Phase::Ready(Loaded { value: Arc::new(value), permit });
+            }
+            Err(error) => {
+                drop(permit);
+                state.loads_failed += 1;
+                state.failures_in_a_row = state.failures_in_a_row.saturating_add(1);
+                let until = now + self.parts.backoff.pause(state.failures_in_a_row);
+                state.phase = Phase::Failed { until, error };
+            }
+        }
+        self.wake_all(state);
+    }
+
+    /// Wakes whoever waits for the phase to change, after giving the lock up.
+    fn wake_all(&self, mut state: MutexGuard<'_, State<T>>) {
+        let wakers = mem::take(&mut state.wakers);
+        state.ring_drainers();
+        drop(state);
+        self.changed.notify_all();
+        for waker in wakers.into_values() {
+            waker.wake();
+        }
+    }
+
+    /// When it may go for idleness.
+    pub(super) fn next_due(&self) -> Moment {
+        if self.birth.is_here() { self.due(&lock(&self.state)) } else { Moment::NEVER }
+    }
+
+    fn due(&self, state: &State<T>) -> Moment {
+        if !matches!(state.phase, Phase::Ready(_)) || state.guards > 0 {
+            return Moment::NEVER;
+        }
+        if state.closed {
+            return Moment::ORIGIN;
+        }
+        match self.parts.idle {
+            Some(idle) if state.waiting == 0 => {
+                let used = state.last_used.map_or(state.loaded_at, |at| at.max(state.loaded_at));
+                (used + idle).max(state.loaded_at + self.parts.min_residency)
+            }
+            _ => Moment::NEVER,
+        }
+    }
+
+    /// Unloads it on this thread if nobody holds it and the reason allows it now; says whether.
+    pub(super) fn unload_if(&self, reason: UnloadReason, due: Option<Moment>) -> bool {
+        if !self.birth.is_here() {
+            return false;
+        }
+        let mut state = lock(&self.state);
+        if let Some(now) = due {
+            let due = self.due(&state);
+            if due == Moment::NEVER || now < due {
+                return false;
+            }
+        }
+        // Who waits is about to use it; only those who insist do not mind.
+        if reason == UnloadReason::Pressure {
+            let stays_until = state.loaded_at + self.parts.min_residency;
+            if state.waiting > 0 || self.clock.now() < stays_until {
+                return false;
+            }
+        }
+        let reason = if state.closed { UnloadReason::Shutdown } else { reason };
+        let Some(loaded) = state.unguarded() else { return false };
+        drop(state);
+        self.take_apart(loaded, reason);
+        true
+    }
+
+    /// Unloads it once nobody holds it.
+    pub(super) fn unload_within(
+        &self,
+        reason: UnloadReason,
+        patience: Duration,
+    ) -> Result<bool, UnloadError> {
+        if !self.birth.is_here() {
+            return Err(UnloadError::Forked { name: Arc::clone(&self.parts.name) });
+        }
+        let deadline = self.clock.now() + patience;
+        let bell = Bell::new();
+        lock(&self.state).drainers.push(Arc::clone(&bell));
+        // Ends at the deadline at the latest: each turn waits until then, or for a change.
+        let found = loop {
+            if self.unload_if(reason, None) {
+                break Ok(true);
+            }
+            let now = self.clock.now();
+            {
+                let state = lock(&self.state);
+                if matches!(state.phase, Phase::Empty | Phase::Failed { .. }) {
+                    break Ok(false);
+                }
+                if now >= deadline {
+                    break Err(UnloadError::Busy {
+                        name: Arc::clone(&self.parts.name),
+                        guards: state.guards,
+                        waiting: state.waiting,
+                        waited: patience,
+                    });
+                }
+            }
+            self.clock.wait_until(&bell, deadline);
+        };
+        lock(&self.state).drainers.retain(|other| !Arc::ptr_eq(other, &bell));
+        found
+    }
+
+    /// Cleans up off the lock, then lets new loads begin.
+    fn take_apart(&self, loaded: Loaded<T>, reason: UnloadReason) {
+        let start = self.clock.now();
+        let panicked = !self.clean_up(loaded);
+        let took = self.clock.now() - start;
+        let mut state = lock(&self.state);
+        debug_assert!(matches!(state.phase, Phase::Unloading(_)) && state.guards == 0);
+        state.phase = Phase::Empty;
+        state.unloads.count(reason);
+        state.unload_panics += u64::from(panicked);
+        state.unload_time = took;
+        self.wake_all(state);
+    }
+
+    /// The one clean-up of every way out; `false` where it panicked.
+    fn clean_up(&self, loaded: Loaded<T>) -> bool {
+        let Loaded { value, permit } = loaded;
+        let value = Arc::into_inner(value);
+        debug_assert!(value.is_some(), "a value is taken apart while it is held");
+        let ended = catch_unwind(AssertUnwindSafe(|| value.map(&self.parts.unload)));
+        // Only now: what it held is booked until it is gone.
+        drop(permit);
+        ended.is_ok()
+    }
+
+    pub(super) fn close(&self) {
+        if self.birth.is_here() {
+            let mut state = lock(&self.state);
+            state.closed = true;
+            self.wake_all(state);
+        }
+    }
+
+    pub(super) fn stats(&self) -> ResourceStats {
+        let state = lock(&self.state);
+        ResourceStats {
+            name: Arc::clone(&self.parts.name),
+            loaded: matches!(state.phase, Phase::Ready(_)),
+            guards: state.guards,
+            waiting: state.waiting,
+            cost: self.parts.cost,
+            loads_ok_total: state.loads_ok,
+            loads_failed_total: state.loads_failed,
+            unloads: state.unloads,
+            unload_panics_total: state.unload_panics,
+            last_used: state.last_used,
+            load_time: state.load_time,
+            unload_time: state.unload_time,
+        }
+    }
+
+    pub(super) fn check_here(&self) -> Result<(), AcquireError> {
+        if self.birth.is_here() {
+            return Ok(());
+        }
+        Err(AcquireError::Forked { name: Arc::clone(&self.parts.name) })
+    }
+}
+
+impl<T> State<T> {
+    /// Counts a guard, if there is a value.
+    fn guarded(&mut self) -> Option<Arc<T>> {
+        let Phase::Ready(loaded) = &self.phase else { return None };
+        let value = Arc::clone(&loaded.value);
+        self.guards += 1;
+        Some(value)
+    }
+
+    /// Takes the value out, if nobody holds it; its clean-up is then the caller's.
+    fn unguarded(&mut self) -> Option<Loaded<T>> {
+        if self.guards > 0 || !matches!(self.phase, Phase::Ready(_)) {
+            return None;
+        }
+        match mem::replace(&mut self.phase, Phase::Unloading(thread::current().id())) {
+            Phase::Ready(loaded) => Some(loaded),
+            other => {
+                self.phase = other;
+                None
+            }
+        }
+    }
+
+    fn ring_drainers(&self) {
+        for bell in &self.drainers {
+            bell.ring();
+        }
+    }
+}
+
+impl<T> Drop for Cell<T> {
+    fn drop(&mut self) {
+        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let Phase::Ready(Loaded { value, permit }) = mem::replace(&mut state.phase, Phase::Empty)
+        else {
+            return;
+        };
+        if !self.birth.is_here() {
+            // The parent's: what it would touch (a device, threads) is not in this process.
+            let _ = ManuallyDrop::new((value, permit));
+            return;
+        }
+        // No guard is left, since each holds the cell: this is the last reference.
+        let value = Arc::into_inner(value);
+        let _ = catch_unwind(AssertUnwindSafe(|| value.map(&self.parts.unload)));
+        drop(permit);
+    }
+}

@@ -1,0 +1,306 @@
+//! `Managed<T>`: something costly that is loaded on first use and unloaded when it has been idle.
+//!
+//! One load at a time whoever asks; never two copies, since those who come while it is unloaded
+//! wait for the end of that; its cost is booked before the load and given back after the clean-up.
+//! Idleness counts from the release of the last guard. Loading and clean-up run off every lock, and
+//! a panic in either is caught. It starts no thread that stays and knows no async runtime: the
+//! future of [`Managed::acquire`] loads on a thread of its own, and dropping it does not stop the
+//! load.
+//!
+//! It does not decide when to unload: whoever calls [`Resource::unload_if_due`] gives the time.
+//!
+//! States: `Empty -> Loading -> Ready -> Unloading -> Empty`, and `Loading -> Failed -> Loading`
+//! after a pause that doubles.
+//!
+//! Invariants: `guards > 0 => Ready`; `copies of T <= 1`;
+//! `booked cost > 0 <=> Loading, Ready or Unloading`.
+
+mod cell;
+mod error;
+mod resource;
+mod ticket;
+
+use std::fmt;
+use std::future::Future;
+use std::ops::Deref;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use crate::clock::{Clock, Moment};
+
+use super::admission::{Admission, Cost};
+
+use cell::{Cell, Parts};
+use ticket::Ticket;
+
+pub use error::{AcquireError, LoadError, UnloadError};
+pub use resource::{Resource, ResourceStats, Resources, UnloadReason, Unloads};
+
+/// How long to wait after a failed load: doubled with each failure in a row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Backoff {
+    /// After the first failure.
+    pub first: Duration,
+    /// At most.
+    pub max: Duration,
+}
+
+impl Backoff {
+    /// The pause after this many failures in a row; none after none.
+    #[must_use]
+    pub fn pause(self, failures: u32) -> Duration {
+        let Some(doublings) = failures.checked_sub(1) else { return Duration::ZERO };
+        let factor = 1_u32.checked_shl(doublings).unwrap_or(u32::MAX);
+        self.first.saturating_mul(factor).min(self.max)
+    }
+}
+
+impl Default for Backoff {
+    /// 250 ms to 30 s: a guess.
+    fn default() -> Self {
+        Self { first: Duration::from_millis(250), max: Duration::from_secs(30) }
+    }
+}
+
+/// Builds a [`Managed`].
+pub struct ManagedBuilder<T: Send + Sync + 'static> {
+    parts: Parts<T>,
+}
+
+impl<T: Send + Sync + 'static> ManagedBuilder<T> {
+    /// Unload after this long without use. Without it, it stays until asked or under pressure.
+    #[must_use]
+    pub fn idle(mut self, idle: Duration) -> Self {
+        self.parts.idle = Some(idle);
+        self
+    }
+
+    /// Keep it at least this long after a load, so that it does not come and go; zero by default.
+    /// Holds for idleness and pressure, not for who asks.
+    #[must_use]
+    pub fn min_residency(mut self, time: Duration) -> Self {
+        self.parts.min_residency = time;
+        self
+    }
+
+    /// What it holds while it is loaded; booked before the load. Nothing by default.
+    #[must_use]
+    pub fn cost(mut self, cost: Cost) -> Self {
+        self.parts.cost = cost;
+        self
+    }
+
+    /// How long to wait after failed loads.
+    #[must_use]
+    pub fn backoff(mut self, backoff: Backoff) -> Self {
+        self.parts.backoff = backoff;
+        self
+    }
+
+    /// How to take it apart; by default it is dropped. Every way out runs it, once for each load.
+    #[must_use]
+    pub fn unload(mut self, unload: impl Fn(T) + Send + Sync + 'static) -> Self {
+        self.parts.unload = Box::new(unload);
+        self
+    }
+
+    /// The resource, not loaded yet.
+    #[must_use]
+    pub fn build(self, clock: Arc<dyn Clock>, admission: Option<Admission>) -> Managed<T> {
+        Managed { cell: Arc::new(Cell::new(self.parts, clock, admission)) }
+    }
+}
+
+impl<T: Send + Sync + 'static> fmt::Debug for ManagedBuilder<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ManagedBuilder").field("name", &self.parts.name).finish_non_exhaustive()
+    }
+}
+
+/// A resource that is there while it is used, and goes when it is not. Cheap to clone; all clones
+/// are one.
+///
+/// ```
+/// use std::{sync::Arc, time::Duration};
+/// use lowtide::clock::{Clock, ManualClock};
+/// use lowtide::control::{Managed, Resource};
+///
+/// let clock = Arc::new(ManualClock::new());
+/// let words = Managed::builder("words", || Ok(vec!["ebb", "flow"]))
+///     .idle(Duration::from_secs(300))
+///     .build(clock.clone(), None);
+/// assert_eq!(words.acquire_blocking()?.len(), 2);
+/// clock.advance(Duration::from_secs(299));
+/// assert!(!words.unload_if_due(clock.now()));
+/// clock.advance(Duration::from_secs(1));
+/// assert!(words.unload_if_due(clock.now()));
+/// # Ok::<(), lowtide::control::AcquireError>(())
+/// ```
+pub struct Managed<T: Send + Sync + 'static> {
+    cell: Arc<Cell<T>>,
+}
+
+impl<T: Send + Sync + 'static> Managed<T> {
+    /// A resource of this name, loaded by `loader`, which may be called again after an unload or a
+    /// failure and must not ask for the resource itself.
+    pub fn builder(
+        name: impl Into<Arc<str>>,
+        loader: impl Fn() -> Result<T, LoadError> + Send + Sync + 'static,
+    ) -> ManagedBuilder<T> {
+        ManagedBuilder { parts: Parts::new(name.into(), Box::new(loader)) }
+    }
+
+    /// Its name.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        self.cell.name()
+    }
+
+    /// A guard; loads on this thread where nobody does yet, else waits for who does. Blocks for as
+    /// long as the load, or the clean-up of the copy before, takes.
+    ///
+    /// # Errors
+    /// [`AcquireError`]: all who waited for a load that fails get its error.
+    pub fn acquire_blocking(&self) -> Result<Use<T>, AcquireError> {
+        self.cell.acquire_blocking().map(|value| self.guard(value, true))
+    }
+
+    /// A guard, once it is loaded; where nobody loads yet, a thread is started that does. Dropping
+    /// the future gives up waiting, not the load. Some tens of nanoseconds when loaded.
+    #[must_use = "futures do nothing unless polled"]
+    pub fn acquire(&self) -> Acquire<T> {
+        Acquire { ticket: Ticket::new(Arc::clone(&self.cell)) }
+    }
+
+    /// A guard if it is loaded now.
+    #[must_use]
+    pub fn try_acquire(&self) -> Option<Use<T>> {
+        self.cell.try_acquire().map(|value| self.guard(value, true))
+    }
+
+    /// As [`Managed::try_acquire`], but it does not count as use: the idle time runs on.
+    #[must_use]
+    pub fn peek(&self) -> Option<Use<T>> {
+        self.cell.try_acquire().map(|value| self.guard(value, false))
+    }
+
+    /// Starts to load it on a thread of its own where it is not loaded, and does not wait.
+    ///
+    /// # Errors
+    /// [`AcquireError`] where it may not be loaded now.
+    pub fn warm(&self) -> Result<(), AcquireError> {
+        Cell::warm(&self.cell)
+    }
+
+    /// Unloads it on this thread once nobody holds it. Those who ask meanwhile are not kept waiting
+    /// for that; while traffic never pauses it stays. `Ok(false)` where it was not loaded.
+    ///
+    /// # Errors
+    /// [`UnloadError::Busy`] where it is still held or loading when `wait` is over.
+    pub fn unload_now(&self, wait: Duration) -> Result<bool, UnloadError> {
+        self.cell.unload_within(UnloadReason::Asked, wait)
+    }
+
+    /// Wraps a value whose guard is counted already.
+    fn guard(&self, value: Arc<T>, counts: bool) -> Use<T> {
+        Use { value, _stamp: Stamp { cell: Arc::clone(&self.cell), counts } }
+    }
+}
+
+impl<T: Send + Sync + 'static> Clone for Managed<T> {
+    fn clone(&self) -> Self {
+        Self { cell: Arc::clone(&self.cell) }
+    }
+}
+
+impl<T: Send + Sync + 'static> fmt::Debug for Managed<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Managed").field("name", &self.cell.name()).finish_non_exhaustive()
+    }
+}
+
+impl<T: Send + Sync + 'static> Resource for Managed<T> {
+    fn name(&self) -> &str {
+        self.cell.name()
+    }
+
+    fn next_due(&self) -> Moment {
+        self.cell.next_due()
+    }
+
+    fn unload_if_due(&self, now: Moment) -> bool {
+        self.cell.unload_if(UnloadReason::Idle, Some(now))
+    }
+
+    fn unload(&self, reason: UnloadReason) -> bool {
+        self.cell.unload_if(reason, None)
+    }
+
+    fn close(&self, wait: Duration) -> Result<(), UnloadError> {
+        self.cell.close();
+        self.cell.unload_within(UnloadReason::Shutdown, wait).map(|_| ())
+    }
+
+    fn stats(&self) -> ResourceStats {
+        self.cell.stats()
+    }
+}
+
+/// A guard: while it lives the resource stays loaded.
+#[must_use = "dropping it lets the resource go"]
+pub struct Use<T: Send + Sync + 'static> {
+    // Dropped in this order: the value's count goes down before the guard's.
+    value: Arc<T>,
+    _stamp: Stamp<T>,
+}
+
+impl<T: Send + Sync + 'static> Deref for Use<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.value
+    }
+}
+
+impl<T: Send + Sync + fmt::Debug + 'static> fmt::Debug for Use<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(&**self, f)
+    }
+}
+
+/// Ends a guard and stamps the time.
+struct Stamp<T: Send + Sync + 'static> {
+    cell: Arc<Cell<T>>,
+    counts: bool,
+}
+
+impl<T: Send + Sync + 'static> Drop for Stamp<T> {
+    fn drop(&mut self) {
+        self.cell.release(self.counts);
+    }
+}
+
+/// The future of [`Managed::acquire`].
+#[must_use = "futures do nothing unless polled"]
+pub struct Acquire<T: Send + Sync + 'static> {
+    ticket: Ticket<T>,
+}
+
+impl<T: Send + Sync + 'static> Future for Acquire<T> {
+    type Output = Result<Use<T>, AcquireError>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        self.ticket.poll(cx).map_ok(|(cell, value)| {
+            let _stamp = Stamp { cell, counts: true };
+            Use { value, _stamp }
+        })
+    }
+}
+
+impl<T: Send + Sync + 'static> fmt::Debug for Acquire<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Acquire").finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,255 @@
+//! Resources as the control loop sees them: when one is due, and unloading it; nothing of its type.
+//!
+//! The loop decides and the worker unloads. This file loads nothing.
+//!
+//! Invariant: `next_due` of a registry is the least of its members', and a member that is
+//! guarded has none.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::bytes::ByteSize;
+use crate::clock::Moment;
+use crate::control::admission::Cost;
+use crate::control::ledger::Budget;
+use crate::control::pressure::Level;
+use crate::control::reclaim::{Ask, Reclaim, Recovered};
+use crate::sync::{Mutex, lock};
+
+use super::error::UnloadError;
+
+/// Why a resource was unloaded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum UnloadReason {
+    /// It was not used for its idle time.
+    Idle,
+    /// Memory was short.
+    Pressure,
+    /// Somebody asked for it.
+    Asked,
+    /// The service ends.
+    Shutdown,
+}
+
+impl UnloadReason {
+    /// All reasons.
+    pub const ALL: [Self; 4] = [Self::Idle, Self::Pressure, Self::Asked, Self::Shutdown];
+
+    /// Its label in metrics.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Idle => "idle",
+            Self::Pressure => "pressure",
+            Self::Asked => "manual",
+            Self::Shutdown => "shutdown",
+        }
+    }
+}
+
+/// How often a resource has been unloaded, by reason.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Unloads {
+    counts: [u64; 4],
+}
+
+impl Unloads {
+    /// For this reason.
+    #[must_use]
+    pub fn total(&self, reason: UnloadReason) -> u64 {
+        self.counts.get(reason as usize).copied().unwrap_or(0)
+    }
+
+    /// For all reasons.
+    #[must_use]
+    pub fn sum(&self) -> u64 {
+        self.counts.iter().sum()
+    }
+
+    pub(super) fn count(&mut self, reason: UnloadReason) {
+        if let Some(count) = self.counts.get_mut(reason as usize) {
+            *count += 1;
+        }
+    }
+}
+
+/// What there is to know about a resource at one instant.
+#[derive(Clone, Debug)]
+pub struct ResourceStats {
+    /// Its name.
+    pub name: Arc<str>,
+    /// Whether it is loaded.
+    pub loaded: bool,
+    /// Guards that are held.
+    pub guards: usize,
+    /// Callers that wait for it.
+    pub waiting: usize,
+    /// What it books while it is loaded.
+    pub cost: Cost,
+    /// Loads that succeeded.
+    pub loads_ok_total: u64,
+    /// Loads that failed.
+    pub loads_failed_total: u64,
+    /// Unloads, by reason.
+    pub unloads: Unloads,
+    /// Clean-ups that panicked.
+    pub unload_panics_total: u64,
+    /// When its last guard was released; `None` before.
+    pub last_used: Option<Moment>,
+    /// How long the last successful load took.
+    pub load_time: Duration,
+    /// How long the last clean-up took.
+    pub unload_time: Duration,
+}
+
+/// A resource of any type.
+pub trait Resource: Send + Sync {
+    /// Its name.
+    fn name(&self) -> &str;
+
+    /// When it may be unloaded for idleness; [`Moment::NEVER`] while it is not loaded, is used, or
+    /// has no idle time. Does not allocate.
+    fn next_due(&self) -> Moment;
+
+    /// Unloads it on the calling thread if it is due, and says whether it did.
+    fn unload_if_due(&self, now: Moment) -> bool;
+
+    /// Unloads it on the calling thread if nobody holds it, and says whether it did. For pressure
+    /// only after its minimum residency.
+    fn unload(&self, reason: UnloadReason) -> bool;
+
+    /// Closes it for good and waits until it is unloaded.
+    ///
+    /// # Errors
+    /// [`UnloadError::Busy`] where it is still held when `wait` is over.
+    fn close(&self, wait: Duration) -> Result<(), UnloadError>;
+
+    /// What there is to know about it.
+    fn stats(&self) -> ResourceStats;
+}
+
+/// The resources of a service. Cheap to clone; all clones are one.
+#[derive(Clone, Default)]
+pub struct Resources {
+    list: Arc<Mutex<Vec<Arc<dyn Resource>>>>,
+}
+
+impl Resources {
+    /// How many resources there may be.
+    pub const MAX: usize = 1024;
+
+    /// None yet.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds one; `false`, and nothing happens, where there are [`Resources::MAX`] already.
+    #[must_use]
+    pub fn add(&self, resource: Arc<dyn Resource>) -> bool {
+        let mut list = lock(&self.list);
+        let fits = list.len() < Self::MAX;
+        if fits {
+            list.push(resource);
+        }
+        fits
+    }
+
+    /// All of them, in the order in which they were added.
+    #[must_use]
+    pub fn all(&self) -> Vec<Arc<dyn Resource>> {
+        lock(&self.list).clone()
+    }
+
+    /// When the next one is due. Does not allocate; costs a look at each.
+    #[must_use]
+    pub fn next_due(&self) -> Moment {
+        let list = lock(&self.list);
+        list.iter().map(|resource| resource.next_due()).min().unwrap_or(Moment::NEVER)
+    }
+
+    /// Unloads those that are due, on the calling thread, and says how many were.
+    pub fn unload_due(&self, now: Moment) -> usize {
+        self.all().iter().filter(|resource| resource.unload_if_due(now)).count()
+    }
+
+    /// A reclaimer that unloads idle resources at level high: first those whose return costs least
+    /// for what they hold, `bytes x idle time / load time`.
+    #[must_use]
+    pub fn reclaimer(&self, budget: Budget) -> Arc<dyn Reclaim> {
+        Arc::new(IdleResources { resources: self.clone(), budget })
+    }
+}
+
+impl fmt::Debug for Resources {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let names: Vec<_> = self.all().iter().map(|resource| resource.name().to_owned()).collect();
+        f.debug_list().entries(names).finish()
+    }
+}
+
+/// Unloads what is idle until enough is recovered.
+#[derive(Debug)]
+struct IdleResources {
+    resources: Resources,
+    budget: Budget,
+}
+
+impl IdleResources {
+    fn bytes(&self, stats: &ResourceStats) -> ByteSize {
+        match self.budget {
+            Budget::Host => stats.cost.host,
+            Budget::Device => stats.cost.device,
+        }
+    }
+
+    /// The larger, the sooner it goes.
+    fn score(&self, stats: &ResourceStats, now: Moment) -> f64 {
+        let idle = now - stats.last_used.unwrap_or(Moment::ORIGIN);
+        let load = stats.load_time.max(Duration::from_millis(1));
+        self.bytes(stats).as_f64() * idle.as_secs_f64() / load.as_secs_f64()
+    }
+}
+
+impl Reclaim for IdleResources {
+    fn name(&self) -> &str {
+        "idle-resources"
+    }
+
+    fn relieves(&self) -> Budget {
+        self.budget
+    }
+
+    fn cost_rank(&self) -> u8 {
+        100
+    }
+
+    fn starts_at(&self) -> Level {
+        Level::High
+    }
+
+    fn reclaim(&self, ask: Ask) -> Recovered {
+        let mut idle: Vec<_> = self
+            .resources
+            .all()
+            .into_iter()
+            .map(|resource| (resource.stats(), resource))
+            .filter(|(stats, _)| stats.loaded && stats.guards == 0)
+            .filter(|(stats, _)| !self.bytes(stats).is_zero())
+            .collect();
+        idle.sort_by(|(one, _), (other, _)| {
+            self.score(other, ask.now).total_cmp(&self.score(one, ask.now))
+        });
+        let mut recovered = ByteSize::ZERO;
+        for (stats, resource) in idle {
+            if recovered >= ask.bytes {
+                break;
+            }
+            if resource.unload(UnloadReason::Pressure) {
+                recovered = recovered.saturating_add(self.bytes(&stats));
+            }
+        }
+        Recovered::of(recovered)
+    }
+}

@@ -1,0 +1,93 @@
+//! A future's place among those who wait for a resource.
+//!
+//! It polls the cell and leaves its task's waker there, replaced at each poll and taken back when
+//! the future is dropped. It does not load: where it is the first, it has a thread started.
+//! Wakers are dropped off the lock, because dropping one may drop a task that holds a guard of the
+//! same cell.
+//!
+//! Invariant: `waits is some <=> it is counted in waiting`; it has at most one waker in the cell.
+
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+
+use crate::sync::lock;
+
+use super::cell::{Cell, State, Step};
+use super::error::AcquireError;
+
+/// A future's place among those who wait.
+pub(super) struct Ticket<T: Send + Sync + 'static> {
+    cell: Arc<Cell<T>>,
+    /// Its key among the wakers, and the failures that it had seen when it came.
+    waits: Option<(u64, u64)>,
+}
+
+impl<T: Send + Sync + 'static> Ticket<T> {
+    pub(super) fn new(cell: Arc<Cell<T>>) -> Self {
+        Self { cell, waits: None }
+    }
+
+    /// A counted guard's value and its cell, once there is one.
+    #[expect(clippy::type_complexity, reason = "the parts of a guard, used in one place")]
+    pub(super) fn poll(
+        &mut self,
+        cx: &Context<'_>,
+    ) -> Poll<Result<(Arc<Cell<T>>, Arc<T>), AcquireError>> {
+        let cell = Arc::clone(&self.cell);
+        if let Err(error) = cell.check_here() {
+            return Poll::Ready(Err(error));
+        }
+        let mut state = lock(&cell.state);
+        let seen = self.waits.map_or(state.loads_failed, |(_, seen)| seen);
+        let step = match cell.step(&mut state, seen) {
+            Ok(Step::Have(value)) => Some(Ok((Arc::clone(&cell), value))),
+            Err(error) => Some(Err(error)),
+            Ok(Step::Wait) => None,
+            Ok(Step::Load(permit)) => {
+                let _replaced = self.wait_for_change(&mut state, seen, cx);
+                drop(state);
+                Cell::load_elsewhere(&cell, permit);
+                return Poll::Pending;
+            }
+        };
+        let (_replaced, poll) = match step {
+            Some(found) => (self.leave(&mut state), Poll::Ready(found)),
+            None => (self.wait_for_change(&mut state, seen, cx), Poll::Pending),
+        };
+        drop(state);
+        poll
+    }
+
+    /// Leaves the task's waker; the one it had left before, to be dropped off the lock.
+    fn wait_for_change(
+        &mut self,
+        state: &mut State<T>,
+        seen: u64,
+        cx: &Context<'_>,
+    ) -> Option<Waker> {
+        let (key, _) = *self.waits.get_or_insert_with(|| {
+            state.waiting += 1;
+            state.tickets += 1;
+            (state.tickets, seen)
+        });
+        state.wakers.insert(key, cx.waker().clone())
+    }
+
+    fn leave(&mut self, state: &mut State<T>) -> Option<Waker> {
+        let (key, _) = self.waits.take()?;
+        state.waiting -= 1;
+        state.wakers.remove(&key)
+    }
+}
+
+impl<T: Send + Sync + 'static> Drop for Ticket<T> {
+    fn drop(&mut self) {
+        if self.waits.is_none() || !self.cell.birth.is_here() {
+            return;
+        }
+        let cell = Arc::clone(&self.cell);
+        let mut state = lock(&cell.state);
+        let _left = self.leave(&mut state);
+        drop(state);
+    }
+}

@@ -1,0 +1,402 @@
+//! The memory cgroup of this process: version 1, version 2 with its ancestors, hybrid, or none.
+//!
+//! It is found once through `/proc/self/cgroup`, less the root of the mount in `mountinfo`, and
+//! then read through kept descriptors. Page cache that the kernel reclaims by itself
+//! (`inactive_file`) never counts. It writes nothing and moves no process.
+//!
+//! A limit of an ancestor is shared with that ancestor's other members, so it binds us at
+//! `limit - what they hold`.
+//!
+//! Invariant: `limit = min over levels of (own limit of the level - (working set of the level -
+//! working set of the leaf))`, and on version 1 also `limit <= hierarchical_memory_limit`.
+
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Component, Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::bytes::ByteSize;
+
+use super::file::{KeptFile, keyed, number, read_whole};
+use super::{Limit, LimitSource, SignalError};
+
+/// How many levels are looked at, the leaf included. systemd and Kubernetes nest below ten.
+const LEVELS_MAX: usize = 32;
+/// Amounts from here on mean "no limit": version 1 writes 2^63 rounded down to a page.
+const UNLIMITED_FROM: u64 = 1 << 62;
+
+/// What the files are called.
+#[derive(Debug)]
+struct Names {
+    usage: &'static str,
+    max: &'static str,
+    high: Option<&'static str>,
+    events: &'static str,
+    inactive_file: &'static [u8],
+    anon: &'static [u8],
+    shmem: &'static [u8],
+}
+
+const V1: Names = Names {
+    usage: "memory.usage_in_bytes",
+    max: "memory.limit_in_bytes",
+    high: None,
+    events: "memory.oom_control",
+    inactive_file: b"total_inactive_file",
+    anon: b"total_rss",
+    shmem: b"total_shmem",
+};
+
+const V2: Names = Names {
+    usage: "memory.current",
+    max: "memory.max",
+    high: Some("memory.high"),
+    events: "memory.events",
+    inactive_file: b"inactive_file",
+    anon: b"anon",
+    shmem: b"shmem",
+};
+
+/// The kept descriptors, the leaf's first.
+#[derive(Debug)]
+pub(super) struct Cgroup {
+    names: &'static Names,
+    levels: Vec<Group>,
+    events: Option<KeptFile>,
+}
+
+#[derive(Debug)]
+struct Group {
+    usage: Option<KeptFile>,
+    stat: Option<KeptFile>,
+    max: Option<KeptFile>,
+    high: Option<KeptFile>,
+    /// The limit last read; `u64::MAX` for none. Written by whoever samples.
+    limit_last: AtomicU64,
+}
+
+/// One reading of it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Reading {
+    pub(super) working_set: Option<ByteSize>,
+    pub(super) charged: Option<ByteSize>,
+    pub(super) limit: Option<Limit>,
+    pub(super) oom_kills: Option<u64>,
+}
+
+/// What `memory.stat` says of one level.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Stat {
+    inactive_file: Option<u64>,
+    charged: Option<u64>,
+    hierarchical_limit: Option<u64>,
+}
+
+impl Cgroup {
+    /// Finds the memory cgroup; `None`, with a line in `missing`, where there is none to see.
+    pub(super) fn find(root: &Path, missing: &mut Vec<SignalError>) -> Option<Self> {
+        let proc = root.join("proc/self");
+        let texts = (read_whole(&proc.join("cgroup")), read_whole(&proc.join("mountinfo")));
+        let (lines, mounts) = match texts {
+            (Ok(lines), Ok(mounts)) => (lines, mounts),
+            (lines, mounts) => {
+                missing.extend([lines.err(), mounts.err()].into_iter().flatten());
+                return None;
+            }
+        };
+        // Version 1 first: on a hybrid host the `0::` line exists without a memory controller.
+        for (names, path) in [(&V1, path_v1(&lines)), (&V2, path_v2(&lines))] {
+            let Some(path) = path else { continue };
+            let Some(place) = place(&mounts, path, names.high.is_some()) else { continue };
+            let mut notes = Vec::new();
+            if let Some(found) = Self::open(names, root, &place, &mut notes) {
+                if place.outside {
+                    missing.push(SignalError::Outside {
+                        cgroup: String::from_utf8_lossy(path).into_owned(),
+                        root: place.root.display().to_string(),
+                    });
+                }
+                missing.extend(notes);
+                return Some(found);
+            }
+        }
+        missing.push(SignalError::NoCgroup);
+        None
+    }
+
+    /// Opens the nearest level that is charged and all above it, up to the mount.
+    fn open(
+        names: &'static Names,
+        root: &Path,
+        place: &Place,
+        notes: &mut Vec<SignalError>,
+    ) -> Option<Self> {
+        let mount = root.join(place.mount.strip_prefix("/").unwrap_or(&place.mount));
+        let leaf = mount.join(&place.below);
+        let mut levels = Vec::new();
+        let mut events = None;
+        for folder in leaf.ancestors().take_while(|folder| folder.starts_with(&mount)) {
+            let usage = KeptFile::open(&folder.join(names.usage)).ok();
+            if levels.is_empty() {
+                // Levels below a group whose controller is off are charged to that group.
+                if usage.is_none() {
+                    continue;
+                }
+                events = KeptFile::open(&folder.join(names.events)).ok();
+            }
+            if levels.len() == LEVELS_MAX {
+                notes.push(SignalError::Deep { looked_at: LEVELS_MAX });
+                break;
+            }
+            let stat = KeptFile::open(&folder.join("memory.stat"));
+            if levels.is_empty() {
+                notes.extend(stat.as_ref().err().cloned());
+            }
+            levels.push(Group {
+                usage,
+                stat: stat.ok(),
+                max: KeptFile::open(&folder.join(names.max)).ok(),
+                high: names.high.and_then(|high| KeptFile::open(&folder.join(high)).ok()),
+                limit_last: AtomicU64::new(u64::MAX),
+            });
+        }
+        (!levels.is_empty()).then_some(Self { names, levels, events })
+    }
+
+    /// Reads usage and limits now.
+    pub(super) fn sample(&self) -> Reading {
+        let Some(leaf) = self.levels.first() else { return Reading::default() };
+        let stat = leaf.stat(self.names);
+        let working_set = leaf.working_set(stat);
+        let hierarchical = stat.hierarchical_limit.filter(|&limit| limit < UNLIMITED_FROM);
+        let mut limit = hierarchical.map(|limit| (limit, LimitSource::Cgroup));
+        for (depth, group) in self.levels.iter().enumerate() {
+            let Some((own, source)) = group.limit() else { continue };
+            // Version 1 without `use_hierarchy`: a smaller limit above is not ours.
+            if depth > 0 && hierarchical.is_some_and(|bound| own < bound) {
+                continue;
+            }
+            let others = if depth == 0 { 0 } else { group.held_by_others(self.names, working_set) };
+            let bound = own.saturating_sub(others);
+            if limit.is_none_or(|(least, _)| bound < least) {
+                limit = Some((bound, source));
+            }
+        }
+        let oom_kills = self
+            .events
+            .as_ref()
+            .and_then(|file| file.read(|text| keyed(text, b"oom_kill")).flatten());
+        Reading {
+            working_set: working_set.map(ByteSize::new),
+            charged: stat.charged.map(ByteSize::new),
+            limit: limit.map(|(bytes, source)| Limit { bytes: ByteSize::new(bytes), source }),
+            oom_kills,
+        }
+    }
+}
+
+impl Group {
+    fn stat(&self, names: &Names) -> Stat {
+        let read = self.stat.as_ref().and_then(|file| file.read(|text| stat_of(text, names)));
+        read.unwrap_or_default()
+    }
+
+    /// Usage without the cache that the kernel drops by itself; `None` rather than a figure with
+    /// cache in it, because cache must never shed a request.
+    fn working_set(&self, stat: Stat) -> Option<u64> {
+        let usage = self.usage.as_ref().and_then(|file| file.read(number)).flatten()?;
+        Some(usage.saturating_sub(stat.inactive_file?).max(stat.charged.unwrap_or(0)))
+    }
+
+    /// What the other members of this ancestor hold.
+    fn held_by_others(&self, names: &Names, leaf: Option<u64>) -> u64 {
+        let all = self.working_set(self.stat(names));
+        all.zip(leaf).map_or(0, |(all, ours)| all.saturating_sub(ours))
+    }
+
+    /// The own limit of this level, the smaller of hard and soft.
+    fn limit(&self) -> Option<(u64, LimitSource)> {
+        let value = |file: &Option<KeptFile>| file.as_ref().and_then(|file| file.read(limit_of));
+        let max = match value(&self.max) {
+            Some(Some(limit)) => limit,
+            // Unreadable or not understood: as it was.
+            Some(None) | None => self.limit_last.load(Ordering::Relaxed),
+        };
+        self.limit_last.store(max, Ordering::Relaxed);
+        let high = value(&self.high).flatten().unwrap_or(u64::MAX);
+        match (max, high) {
+            (u64::MAX, u64::MAX) => None,
+            (max, high) if high < max => Some((high, LimitSource::High)),
+            (max, _) => Some((max, LimitSource::Cgroup)),
+        }
+    }
+}
+
+/// A limit as written: a number, or `max`; `u64::MAX` for none. `None` where it is neither.
+fn limit_of(text: &[u8]) -> Option<u64> {
+    if text.trim_ascii() == b"max" {
+        return Some(u64::MAX);
+    }
+    number(text).map(|limit| if limit < UNLIMITED_FROM { limit } else { u64::MAX })
+}
+
+fn stat_of(text: &[u8], names: &Names) -> Stat {
+    let anon = keyed(text, names.anon);
+    Stat {
+        inactive_file: keyed(text, names.inactive_file),
+        charged: anon.map(|anon| anon.saturating_add(keyed(text, names.shmem).unwrap_or(0))),
+        hierarchical_limit: keyed(text, b"hierarchical_memory_limit"),
+    }
+}
+
+/// The path in the line of version 1's memory controller.
+fn path_v1(lines: &[u8]) -> Option<&[u8]> {
+    path_where(lines, |controllers| controllers.split(|&byte| byte == b',').any(|c| c == b"memory"))
+}
+
+/// The path in the `0::` line.
+fn path_v2(lines: &[u8]) -> Option<&[u8]> {
+    path_where(lines, <[u8]>::is_empty)
+}
+
+fn path_where(lines: &[u8], wanted: impl Fn(&[u8]) -> bool) -> Option<&[u8]> {
+    lines.split(|&byte| byte == b'\n').find_map(|line| {
+        let mut fields = line.splitn(3, |&byte| byte == b':');
+        let (_, controllers, path) = (fields.next()?, fields.next()?, fields.next()?);
+        wanted(controllers).then_some(path)
+    })
+}
+
+/// Where a cgroup is to be read.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Place {
+    mount: PathBuf,
+    root: PathBuf,
+    below: PathBuf,
+    /// The own path is not under the mount's root; the mount itself stands for it.
+    outside: bool,
+}
+
+/// The folder of `path` under the mounts of its hierarchy.
+fn place(mounts: &[u8], path: &[u8], version_2: bool) -> Option<Place> {
+    let path = Path::new(OsStr::from_bytes(path));
+    let mut fallback = None;
+    for (root, mount) in mounts.split(|&byte| byte == b'\n').filter_map(|l| mount_of(l, version_2))
+    {
+        let below = path
+            .strip_prefix(&root)
+            .ok()
+            .filter(|below| below.components().all(|part| matches!(part, Component::Normal(_))));
+        match below {
+            Some(below) => {
+                return Some(Place { mount, root, below: below.to_owned(), outside: false });
+            }
+            None if fallback.is_none() => {
+                fallback = Some(Place { mount, root, below: PathBuf::new(), outside: true });
+            }
+            None => {}
+        }
+    }
+    fallback
+}
+
+/// Root and mount point of a line `id parent dev root mount options... - type source options`,
+/// where it mounts the hierarchy that is looked for (proc(5)).
+fn mount_of(line: &[u8], version_2: bool) -> Option<(PathBuf, PathBuf)> {
+    let mut fields = line.split(|&byte| byte == b' ');
+    let root = unescaped(fields.nth(3)?);
+    let mount = unescaped(fields.next()?);
+    let mut after = fields.skip_while(|&field| field != b"-").skip(1);
+    let kind = after.next()?;
+    let options = after.nth(1)?;
+    let ours = if version_2 {
+        kind == b"cgroup2"
+    } else {
+        kind == b"cgroup" && options.split(|&byte| byte == b',').any(|option| option == b"memory")
+    };
+    ours.then_some((root, mount))
+}
+
+/// `\040` and its like back to the byte that they stand for.
+fn unescaped(field: &[u8]) -> PathBuf {
+    let mut bytes = Vec::with_capacity(field.len());
+    let mut rest = field;
+    while let Some((&first, after)) = rest.split_first() {
+        let digits = after.get(..3).filter(|_| first == b'\\');
+        let code = digits.and_then(|digits| {
+            let text = std::str::from_utf8(digits).ok()?;
+            u8::from_str_radix(text, 8).ok()
+        });
+        bytes.push(code.unwrap_or(first));
+        rest = if code.is_some() { after.get(3..).unwrap_or_default() } else { after };
+    }
+    PathBuf::from(OsStr::from_bytes(&bytes))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HYBRID: &[u8] = b"9:name=systemd:/\n4:memory:/api/94cf\n1:cpu,cpuacct:/\n0::/sys\n";
+
+    #[test]
+    fn the_path_is_that_of_the_memory_controller() {
+        assert_eq!(path_v1(HYBRID), Some(&b"/api/94cf"[..]));
+        assert_eq!(path_v2(HYBRID), Some(&b"/sys"[..]));
+        assert_eq!(path_v1(b"0::/user.slice\n"), None);
+        assert_eq!(path_v2(b"0::/a:b\n"), Some(&b"/a:b"[..]));
+        for broken in [&b""[..], b"\n", b"4", b"4:memory", b"\xff\xfe:\xff"] {
+            assert_eq!(path_v1(broken), None);
+            assert_eq!(path_v2(broken), None);
+        }
+    }
+
+    #[test]
+    fn the_mounts_root_is_taken_off_the_path() {
+        let mounts = b"31 23 0:28 / /sys/fs/cgroup rw - tmpfs tmpfs rw,mode=755\n\
+            35 31 0:32 /docker/ab /sys/fs/cgroup/memory ro,x master:9 - cgroup cgroup rw,memory\n\
+            41 31 0:38 / /sys/fs/cgroup/uni\\040fied rw - cgroup2 cgroup2 rw\n";
+        let v1 = place(mounts, b"/docker/ab", false).expect("found");
+        assert_eq!(v1.mount, Path::new("/sys/fs/cgroup/memory"));
+        assert_eq!((v1.below.as_path(), v1.outside), (Path::new(""), false));
+        let nested = place(mounts, b"/docker/ab/worker", false).expect("found");
+        assert_eq!(nested.below, Path::new("worker"));
+        // Not a path below it, though its text begins with it.
+        assert!(place(mounts, b"/docker/abc", false).expect("found").outside);
+        let v2 = place(mounts, b"/a/b", true).expect("found");
+        assert_eq!(v2.mount, Path::new("/sys/fs/cgroup/uni fied"));
+        assert_eq!(v2.below, Path::new("a/b"));
+        assert!(place(mounts, b"/../other", true).expect("found").outside);
+    }
+
+    #[test]
+    fn broken_mountinfo_lines_are_passed_over() {
+        for line in ["", "1 2 3", "1 2 0:1 / /m rw", "1 2 0:1 / /m rw - cgroup", "- - - - - -"] {
+            assert_eq!(mount_of(line.as_bytes(), false), None, "{line:?}");
+            assert_eq!(mount_of(line.as_bytes(), true), None, "{line:?}");
+        }
+        assert_eq!(unescaped(b"a\\04"), Path::new("a\\04"));
+        assert_eq!(unescaped(b"\\134x"), Path::new("\\x"));
+    }
+
+    #[test]
+    fn both_ways_to_write_no_limit_are_none() {
+        assert_eq!(limit_of(b"max\n"), Some(u64::MAX));
+        assert_eq!(limit_of(b"9223372036854771712\n"), Some(u64::MAX));
+        assert_eq!(limit_of(b"268435456\n"), Some(268_435_456));
+        assert_eq!(limit_of(b"maximal\n"), None);
+    }
+
+    #[test]
+    fn the_keys_of_each_version_are_read() {
+        let v1 = b"cache 1\nrss 2\nshmem 3\ninactive_file 4\nhierarchical_memory_limit 500\n\
+            total_cache 9\ntotal_rss 20\ntotal_shmem 30\ntotal_inactive_file 40\n";
+        let expected =
+            Stat { inactive_file: Some(40), charged: Some(50), hierarchical_limit: Some(500) };
+        assert_eq!(stat_of(v1, &V1), expected);
+        let v2 = b"anon 20\nfile 90\nkernel 5\nshmem 30\nfile_mapped 2\ninactive_file 40\n";
+        assert_eq!(stat_of(v2, &V2), Stat { hierarchical_limit: None, ..expected });
+        // Cut short by whatever: what is missing is missing, nothing is guessed.
+        assert_eq!(stat_of(b"anon 20\ninact", &V2).inactive_file, None);
+    }
+}

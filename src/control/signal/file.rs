@@ -1,0 +1,161 @@
+//! A descriptor kept open and read again and again from its start, and the scanning of numbers.
+//!
+//! It knows no format: parsers are given the bytes. Nothing is allocated by a read.
+//!
+//! Invariant: a parser sees at most [`TEXT_MAX`] bytes and, where the text was cut there, no
+//! broken last line: `seen = text up to its last newline`.
+
+use std::fs::File;
+use std::io::{ErrorKind, Read};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use super::SignalError;
+
+/// Largest text that a repeated read looks at. `memory.stat` is below 4,096 bytes by the kernel's
+/// own buffer, `/proc/self/status` about 1,500.
+const TEXT_MAX: usize = 8192;
+/// Largest file that is read at start; a mountinfo of a busy node has some hundred KiB.
+const START_MAX: u64 = 4 << 20;
+
+/// An open file, read from its start each time.
+#[derive(Debug)]
+pub(super) struct KeptFile {
+    file: File,
+}
+
+impl KeptFile {
+    /// Opens the file and reads it once, because some files of cgroups open but do not read.
+    pub(super) fn open(path: &Path) -> Result<Self, SignalError> {
+        let unreadable = |kind| SignalError::Unreadable { path: path.to_owned(), kind };
+        let kept = Self { file: File::open(path).map_err(|error| unreadable(error.kind()))? };
+        let mut first = [0; 1];
+        match kept.file.read_at(&mut first, 0) {
+            Ok(_) => Ok(kept),
+            Err(error) => Err(unreadable(error.kind())),
+        }
+    }
+
+    /// What `parse` makes of the present text; `None` where it cannot be read or is empty.
+    pub(super) fn read<T>(&self, parse: impl FnOnce(&[u8]) -> T) -> Option<T> {
+        let mut buffer = [0; TEXT_MAX];
+        let mut filled = 0;
+        // Ends: each turn fills at least one byte more or leaves; interruptions are bounded too.
+        let mut interruptions = 0;
+        while filled < TEXT_MAX {
+            let rest = buffer.get_mut(filled..)?;
+            match self.file.read_at(rest, u64::try_from(filled).ok()?) {
+                Ok(0) => break,
+                Ok(count) => filled += count,
+                Err(error) if error.kind() == ErrorKind::Interrupted && interruptions < 8 => {
+                    interruptions += 1;
+                    continue;
+                }
+                Err(_) => return None,
+            }
+            // Each of these files is written by the kernel in one piece, so that a final newline
+            // is its end, and one more system call to see the end can be spared.
+            if buffer.get(filled - 1) == Some(&b'\n') {
+                break;
+            }
+        }
+        let text = buffer.get(..filled)?;
+        let text = if filled == TEXT_MAX { up_to_last_line(text) } else { text };
+        (!text.is_empty()).then(|| parse(text))
+    }
+}
+
+fn up_to_last_line(text: &[u8]) -> &[u8] {
+    let end = text.iter().rposition(|&byte| byte == b'\n').map_or(0, |at| at + 1);
+    text.get(..end).unwrap_or_default()
+}
+
+/// A whole file, at start; cut at [`START_MAX`].
+pub(super) fn read_whole(path: &Path) -> Result<Vec<u8>, SignalError> {
+    let unreadable = |kind| SignalError::Unreadable { path: path.to_owned(), kind };
+    let file = File::open(path).map_err(|error| unreadable(error.kind()))?;
+    let mut text = Vec::new();
+    match file.take(START_MAX).read_to_end(&mut text) {
+        Ok(_) => Ok(text),
+        Err(error) => Err(unreadable(error.kind())),
+    }
+}
+
+/// A decimal number that is the whole of `text`, spaces around it apart.
+pub(super) fn number(text: &[u8]) -> Option<u64> {
+    let text = text.trim_ascii();
+    if text.is_empty() {
+        return None;
+    }
+    text.iter().try_fold(0_u64, |value, byte| {
+        let digit = byte.is_ascii_digit().then(|| u64::from(byte - b'0'))?;
+        value.checked_mul(10)?.checked_add(digit)
+    })
+}
+
+/// The number in the line `key number`; lines without one are passed over.
+pub(super) fn keyed(text: &[u8], key: &[u8]) -> Option<u64> {
+    text.split(|&byte| byte == b'\n').find_map(|line| {
+        let rest = line.strip_prefix(key)?;
+        let (first, rest) = rest.split_first()?;
+        (*first == b' ').then(|| number(rest)).flatten()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    #[test]
+    fn numbers_are_whole_or_nothing() {
+        for (text, value) in [("0", 0), ("42\n", 42), ("18446744073709551615", u64::MAX)] {
+            assert_eq!(number(text.as_bytes()), Some(value), "{text}");
+        }
+        for text in ["", "\n", "max", "4x", "-1", "18446744073709551616", "1 2"] {
+            assert_eq!(number(text.as_bytes()), None, "{text}");
+        }
+    }
+
+    #[test]
+    fn a_key_matches_whole_and_at_the_start_of_a_line() {
+        let text = b"anon_thp 5\nnot anon 6\nanon 7\nshmem\nbad x\n";
+        assert_eq!(keyed(text, b"anon"), Some(7));
+        assert_eq!(keyed(text, b"shmem"), None);
+        assert_eq!(keyed(text, b"bad"), None);
+        assert_eq!(keyed(b"", b"anon"), None);
+    }
+
+    #[test]
+    fn a_kept_file_sees_what_was_written_after_it_was_opened() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("value");
+        fs::write(&path, "1\n").expect("written");
+        let kept = KeptFile::open(&path).expect("opens");
+        fs::write(&path, "23\n").expect("written");
+        assert_eq!(kept.read(number).flatten(), Some(23));
+        fs::write(&path, "").expect("written");
+        assert_eq!(kept.read(number), None);
+    }
+
+    #[test]
+    fn a_text_that_is_too_long_is_cut_at_a_line() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("stat");
+        let text = "key 123456789\n".repeat(1000);
+        fs::write(&path, &text[..text.len() - 3]).expect("written");
+        let kept = KeptFile::open(&path).expect("opens");
+        let ends = kept.read(|seen| (seen.len() <= TEXT_MAX, seen.last() == Some(&b'\n')));
+        assert_eq!(ends, Some((true, true)));
+    }
+
+    #[test]
+    fn what_is_missing_is_a_typed_error() {
+        let path = Path::new("/nonexistent/file");
+        let kind = ErrorKind::NotFound;
+        let expected = SignalError::Unreadable { path: path.to_owned(), kind };
+        assert_eq!(KeptFile::open(path).expect_err("missing"), expected);
+        assert_eq!(read_whole(path).expect_err("missing"), expected);
+    }
+}

@@ -1,0 +1,278 @@
+//! What the kernel says about this process and the limit it lives under.
+//!
+//! Descriptors are opened once and read with `pread` into buffers on the stack: a sample costs a
+//! few microseconds (one read of `statm`, and of `memory.stat`, usage and limit for each level of
+//! the cgroup that has a limit) and allocates nothing. It decides nothing and subtracts nothing of
+//! ours: what is purgeable is known by the heap.
+//!
+//! The limit is a minimum over the cgroup's ancestors, less what other members of that ancestor
+//! hold, because a kill does not ask whose bytes they were. Without a limit it is the machine's
+//! memory. On other systems than Linux nothing is there to read, and [`Signals::missing`] says so.
+//!
+//! Invariant: `physical = max(working set, anonymous resident)` in a cgroup with a limit, `rss`
+//! elsewhere; `working set = max(usage - inactive_file, anon + shmem)`.
+
+mod cgroup;
+mod file;
+mod statm;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use thiserror::Error;
+
+use crate::bytes::ByteSize;
+
+use cgroup::Cgroup;
+use file::{KeptFile, read_whole};
+
+/// Where a limit comes from.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum LimitSource {
+    /// The hard limit of a cgroup (`memory.max`, `memory.limit_in_bytes`).
+    Cgroup,
+    /// The soft ceiling of a cgroup (`memory.high`), where it is lower than the hard limit.
+    High,
+    /// The machine's physical memory: no cgroup limits this process.
+    Machine,
+    /// Given by configuration.
+    Override,
+    /// Nothing could be read: there is no limit that we know of.
+    #[default]
+    Unknown,
+}
+
+/// What must not be passed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limit {
+    /// How far [`Signal::physical`] may go; [`ByteSize::MAX`] where it is unknown.
+    pub bytes: ByteSize,
+    /// Where it comes from.
+    pub source: LimitSource,
+}
+
+impl Limit {
+    /// No limit is known.
+    pub const UNKNOWN: Self = Self { bytes: ByteSize::MAX, source: LimitSource::Unknown };
+
+    /// A limit given by configuration.
+    #[must_use]
+    pub const fn given(bytes: ByteSize) -> Self {
+        Self { bytes, source: LimitSource::Override }
+    }
+
+    /// Whether there is a limit.
+    #[must_use]
+    pub fn is_known(self) -> bool {
+        self.source != LimitSource::Unknown && self.bytes != ByteSize::MAX
+    }
+}
+
+impl Default for Limit {
+    fn default() -> Self {
+        Self::UNKNOWN
+    }
+}
+
+/// One reading.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Signal {
+    /// The process's resident set.
+    pub rss: Option<ByteSize>,
+    /// What counts against the limit; zero where nothing could be read.
+    pub physical: ByteSize,
+    /// What must not be passed.
+    pub limit: Limit,
+    /// Anonymous and shared memory that the cgroup is charged with: what no reclaim of the kernel
+    /// gives back without swap.
+    pub charged: Option<ByteSize>,
+    /// Processes of the cgroup that the kernel has killed for memory.
+    pub oom_kills: Option<u64>,
+}
+
+/// The resident set by kind.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Resident {
+    /// Anonymous pages.
+    pub anon: ByteSize,
+    /// Pages of files.
+    pub file: ByteSize,
+    /// Shared memory and tmpfs.
+    pub shmem: ByteSize,
+}
+
+/// A part of the signals that could not be had.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum SignalError {
+    /// A file could not be read.
+    #[error("{path} cannot be read: {kind}", path = path.display())]
+    Unreadable {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        kind: std::io::ErrorKind,
+    },
+    /// A file does not say what it should.
+    #[error("{path} does not hold {expected}", path = path.display())]
+    Malformed {
+        /// The file.
+        path: PathBuf,
+        /// What was expected in it.
+        expected: &'static str,
+    },
+    /// No memory cgroup is visible: only the machine's memory limits this process.
+    #[error("no memory cgroup is visible to this process")]
+    NoCgroup,
+    /// The own cgroup lies outside what is mounted here, so that the mount's root stands for it.
+    #[error("the cgroup {cgroup:?} is not under the mount {root:?}: the mount itself is read")]
+    Outside {
+        /// The path of the own cgroup.
+        cgroup: String,
+        /// The root of the mount.
+        root: String,
+    },
+    /// The cgroup lies deeper than is looked at.
+    #[error("the cgroup has more ancestors than {looked_at}: those above are not looked at")]
+    Deep {
+        /// How many levels are looked at.
+        looked_at: usize,
+    },
+    /// This system has no such signals.
+    #[error("memory signals are read from /proc and cgroups, which {system} does not have")]
+    Unsupported {
+        /// The operating system.
+        system: &'static str,
+    },
+}
+
+/// The signals of this process: kept descriptors, found once.
+///
+/// After `fork` the descriptors still speak of the parent.
+#[derive(Debug)]
+pub struct Signals {
+    statm: Option<KeptFile>,
+    status: Option<KeptFile>,
+    page: ByteSize,
+    cgroup: Option<Cgroup>,
+    machine: Option<ByteSize>,
+    given: Option<ByteSize>,
+    missing: Arc<[SignalError]>,
+}
+
+impl Signals {
+    /// Finds what there is to read. Never fails: what cannot be read is in [`Signals::missing`].
+    #[must_use]
+    pub fn open() -> Self {
+        if cfg!(target_os = "linux") {
+            Self::open_at(Path::new("/"))
+        } else {
+            let system = std::env::consts::OS;
+            Self::of_parts(None, None, None, vec![SignalError::Unsupported { system }])
+        }
+    }
+
+    /// As [`Signals::open`], with another root of the file tree: `root/proc`, and what
+    /// `root/proc/self/mountinfo` names, under `root` as well.
+    #[must_use]
+    pub fn open_at(root: &Path) -> Self {
+        let mut missing = Vec::new();
+        let proc = root.join("proc");
+        let statm = note(KeptFile::open(&proc.join("self/statm")), &mut missing);
+        let machine = match read_whole(&proc.join("meminfo")) {
+            Ok(text) => note(
+                statm::kib_of(&text, b"MemTotal:").ok_or_else(|| SignalError::Malformed {
+                    path: proc.join("meminfo"),
+                    expected: "a line `MemTotal: <n> kB`",
+                }),
+                &mut missing,
+            ),
+            Err(error) => note(Err(error), &mut missing),
+        };
+        let cgroup = Cgroup::find(root, &mut missing);
+        let status = note(KeptFile::open(&proc.join("self/status")), &mut missing);
+        let page = read_whole(&proc.join("self/auxv")).ok();
+        let page = page.and_then(|auxv| statm::page_of(&auxv));
+        let signals = Self::of_parts(statm, machine, cgroup, missing);
+        Self { status, page: page.unwrap_or(signals.page), ..signals }
+    }
+
+    fn of_parts(
+        statm: Option<KeptFile>,
+        machine: Option<ByteSize>,
+        cgroup: Option<Cgroup>,
+        missing: Vec<SignalError>,
+    ) -> Self {
+        let page = statm::PAGE_USUAL;
+        Self { statm, status: None, page, cgroup, machine, given: None, missing: missing.into() }
+    }
+
+    /// With a limit from configuration. It lowers what was found and never raises it: the kernel
+    /// kills at its own limit whatever we believe.
+    #[must_use]
+    pub fn with_limit(mut self, limit: ByteSize) -> Self {
+        self.given = Some(limit);
+        self
+    }
+
+    /// What could not be had, for one report at start.
+    #[must_use]
+    pub fn missing(&self) -> &[SignalError] {
+        &self.missing
+    }
+
+    /// One reading. Parts that cannot be read now are `None`; a limit that cannot be read now stays
+    /// as it was last read. A few microseconds; allocates nothing.
+    #[must_use]
+    pub fn sample(&self) -> Signal {
+        let resident = self
+            .statm
+            .as_ref()
+            .and_then(|file| file.read(|text| statm::resident_of(text, self.page)).flatten());
+        let rss = resident.map(|resident| resident.rss);
+        let group = self.cgroup.as_ref().map(Cgroup::sample).unwrap_or_default();
+        let found = group
+            .limit
+            .or_else(|| self.machine.map(|bytes| Limit { bytes, source: LimitSource::Machine }));
+        let limit = match (found, self.given) {
+            (Some(found), Some(given)) if given > found.bytes => found,
+            (_, Some(given)) => Limit::given(given),
+            (Some(found), None) => found,
+            (None, None) => Limit::UNKNOWN,
+        };
+        // A machine's limit is compared with this process, a cgroup's with all that it holds.
+        let physical = match group.working_set {
+            Some(working_set) if group.limit.is_some() || rss.is_none() => {
+                working_set.max(resident.map_or(ByteSize::ZERO, |resident| resident.anon))
+            }
+            _ => rss.unwrap_or(ByteSize::ZERO),
+        };
+        Signal { rss, physical, limit, charged: group.charged, oom_kills: group.oom_kills }
+    }
+
+    /// The resident set by kind. Dearer than a sample (25 us measured): for metrics.
+    #[must_use]
+    pub fn resident(&self) -> Option<Resident> {
+        let status = self.status.as_ref()?;
+        status
+            .read(|text| {
+                Some(Resident {
+                    anon: statm::kib_of(text, b"RssAnon:")?,
+                    file: statm::kib_of(text, b"RssFile:")?,
+                    shmem: statm::kib_of(text, b"RssShmem:")?,
+                })
+            })
+            .flatten()
+    }
+}
+
+/// The value, or `None` and a line in the list.
+fn note<T>(found: Result<T, SignalError>, missing: &mut Vec<SignalError>) -> Option<T> {
+    match found {
+        Ok(value) => Some(value),
+        Err(error) => {
+            missing.push(error);
+            None
+        }
+    }
+}

@@ -1,0 +1,521 @@
+//! Managed resources: one load, one copy, no unload under a guard, clean-up on every way out.
+
+use std::future::Future;
+use std::pin::pin;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Barrier, Condvar, Mutex};
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread::{self, Thread};
+use std::time::Duration;
+
+use lowtide::ByteSize;
+use lowtide::clock::{Clock, ManualClock, Moment};
+use lowtide::control::{
+    AcquireError, Admission, Backoff, Budget, Cost, LoadError, Managed, Rejected, Resource,
+    Resources, UnloadError, UnloadReason,
+};
+use lowtide::sync::lock;
+
+const PATIENCE: Duration = Duration::from_secs(20);
+const SECOND: Duration = Duration::from_secs(1);
+
+/// Drives a future on this thread, without a runtime.
+fn block_on<F: Future>(future: F) -> F::Output {
+    struct Unpark(Thread);
+    impl Wake for Unpark {
+        fn wake(self: Arc<Self>) {
+            self.0.unpark();
+        }
+    }
+    let waker = Waker::from(Arc::new(Unpark(thread::current())));
+    let mut future = pin!(future);
+    loop {
+        match future.as_mut().poll(&mut Context::from_waker(&waker)) {
+            Poll::Ready(output) => return output,
+            Poll::Pending => thread::park_timeout(PATIENCE),
+        }
+    }
+}
+
+/// A door that a loader waits at.
+#[derive(Default)]
+struct Gate {
+    open: Mutex<bool>,
+    changed: Condvar,
+}
+
+impl Gate {
+    fn open(&self) {
+        *lock(&self.open) = true;
+        self.changed.notify_all();
+    }
+
+    fn pass(&self) {
+        let open = lock(&self.open);
+        let waited = self.changed.wait_timeout_while(open, PATIENCE, |open| !*open);
+        let waited = waited.expect("no panic under the lock");
+        assert!(!waited.1.timed_out(), "the gate was never opened");
+    }
+}
+
+/// Counts its copies.
+struct Model {
+    copies: Arc<AtomicU64>,
+}
+
+impl Model {
+    fn load(copies: &Arc<AtomicU64>) -> Self {
+        assert_eq!(copies.fetch_add(1, Ordering::SeqCst), 0, "two copies");
+        Self { copies: Arc::clone(copies) }
+    }
+}
+
+impl Drop for Model {
+    fn drop(&mut self) {
+        self.copies.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+fn until(what: &str, condition: impl Fn() -> bool) {
+    let clock = lowtide::clock::SystemClock::new();
+    let deadline = clock.now() + PATIENCE;
+    while !condition() {
+        assert!(clock.now() < deadline, "never: {what}");
+        thread::yield_now();
+    }
+}
+
+#[test]
+fn a_thousand_concurrent_cold_acquires_are_one_load() {
+    let loads = Arc::new(AtomicU64::new(0));
+    let gate = Arc::new(Gate::default());
+    let managed = {
+        let (loads, gate) = (Arc::clone(&loads), Arc::clone(&gate));
+        Managed::builder("model", move || {
+            loads.fetch_add(1, Ordering::SeqCst);
+            gate.pass();
+            Ok(7_u32)
+        })
+        .build(Arc::new(ManualClock::new()), None)
+    };
+    // 990 futures on one thread, ten threads beside.
+    let mut futures: Vec<_> = (0..990).map(|_| Box::pin(managed.acquire())).collect();
+    let mut cx = Context::from_waker(Waker::noop());
+    for future in &mut futures {
+        assert!(future.as_mut().poll(&mut cx).is_pending());
+    }
+    thread::scope(|scope| {
+        let threads: Vec<_> =
+            (0..10).map(|_| scope.spawn(|| *managed.acquire_blocking().expect("loads"))).collect();
+        until("all wait", || managed.stats().waiting == 1000);
+        gate.open();
+        for thread in threads {
+            assert_eq!(thread.join().expect("no panic"), 7);
+        }
+    });
+    let guards: Vec<_> = futures.into_iter().map(|f| block_on(f).expect("loads")).collect();
+    assert_eq!(managed.stats().guards, 990);
+    drop(guards);
+    let stats = managed.stats();
+    assert_eq!((stats.guards, stats.waiting, stats.loads_ok_total), (0, 0, 1));
+    assert_eq!(loads.load(Ordering::SeqCst), 1);
+}
+
+#[test]
+fn idleness_counts_from_the_last_release_and_peeking_is_no_use() {
+    let clock = Arc::new(ManualClock::new());
+    let managed = Managed::builder("model", || Ok(())).idle(10 * SECOND).build(clock.clone(), None);
+    assert_eq!(managed.next_due(), Moment::NEVER);
+    let first = managed.acquire_blocking().expect("loads");
+    let second = managed.try_acquire().expect("loaded");
+    clock.advance(100 * SECOND);
+    drop(first);
+    assert_eq!(managed.next_due(), Moment::NEVER, "still guarded");
+    assert!(!managed.unload_if_due(clock.now()));
+    clock.advance(5 * SECOND);
+    drop(second);
+    let due = clock.now() + 10 * SECOND;
+    assert_eq!(managed.next_due(), due);
+    clock.advance(9 * SECOND);
+    let peek = managed.peek().expect("loaded");
+    clock.advance(SECOND);
+    assert!(!managed.unload_if_due(clock.now()), "a guard of any kind keeps it");
+    drop(peek);
+    assert_eq!(managed.next_due(), due);
+    assert!(managed.unload_if_due(clock.now()));
+    assert_eq!(managed.stats().unloads.total(UnloadReason::Idle), 1);
+    assert!(managed.try_acquire().is_none() && managed.peek().is_none());
+    assert!(!managed.unload_if_due(clock.now()));
+}
+
+#[test]
+fn it_stays_for_its_minimum_residency_unless_somebody_asks() {
+    let clock = Arc::new(ManualClock::new());
+    let managed = Managed::builder("model", || Ok(()))
+        .idle(SECOND)
+        .min_residency(30 * SECOND)
+        .build(clock.clone(), None);
+    drop(managed.acquire_blocking().expect("loads"));
+    assert_eq!(managed.next_due(), clock.now() + 30 * SECOND);
+    clock.advance(29 * SECOND);
+    assert!(!managed.unload_if_due(clock.now()));
+    assert!(!managed.unload(UnloadReason::Pressure));
+    assert!(managed.unload_now(Duration::ZERO).expect("idle"));
+    assert!(!managed.unload_now(Duration::ZERO).expect("not loaded"));
+    drop(managed.acquire_blocking().expect("loads again"));
+    clock.advance(30 * SECOND);
+    assert!(managed.unload(UnloadReason::Pressure));
+    assert_eq!(managed.stats().unloads.sum(), 2);
+}
+
+#[test]
+fn a_cancelled_waiter_does_not_cancel_the_load() {
+    let gate = Arc::new(Gate::default());
+    let managed = {
+        let gate = Arc::clone(&gate);
+        Managed::builder("model", move || {
+            assert_eq!(thread::current().name(), Some("lowtide-load"));
+            gate.pass();
+            Ok(1)
+        })
+        .build(Arc::new(ManualClock::new()), None)
+    };
+    let mut cancelled = Box::pin(managed.acquire());
+    assert!(cancelled.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
+    assert_eq!(managed.stats().waiting, 1);
+    drop(cancelled);
+    assert_eq!(managed.stats().waiting, 0);
+    gate.open();
+    until("loaded", || managed.stats().loaded);
+    assert_eq!(managed.stats().guards, 0);
+    assert_eq!(*block_on(managed.acquire()).expect("loaded"), 1);
+}
+
+#[test]
+fn one_who_waits_finds_it_loaded_however_short_the_idle_time() {
+    let gate = Arc::new(Gate::default());
+    let managed = {
+        let gate = Arc::clone(&gate);
+        Managed::builder("model", move || {
+            gate.pass();
+            Ok(1)
+        })
+        .idle(Duration::ZERO)
+        .build(Arc::new(ManualClock::new()), None)
+    };
+    let mut future = Box::pin(managed.acquire());
+    assert!(future.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
+    gate.open();
+    until("loaded", || managed.stats().loaded);
+    assert!(!managed.unload_if_due(Moment::NEVER), "it is waited for");
+    drop(block_on(future).expect("loaded"));
+    assert!(managed.unload_if_due(Moment::ORIGIN));
+    assert_eq!(managed.stats().loads_ok_total, 1);
+}
+
+#[test]
+fn a_panic_in_the_loader_is_a_typed_error_with_a_pause_that_doubles() {
+    let clock = Arc::new(ManualClock::new());
+    let healthy = Arc::new(AtomicBool::new(false));
+    let admission = Admission::new();
+    let managed = {
+        let healthy = Arc::clone(&healthy);
+        Managed::builder("model", move || {
+            assert!(healthy.load(Ordering::SeqCst), "no weights");
+            Ok(5)
+        })
+        .cost(Cost::host(ByteSize::mib(9)))
+        .backoff(Backoff { first: SECOND, max: 3 * SECOND })
+        .build(clock.clone(), Some(admission.clone()))
+    };
+    for pause in [1, 2, 3, 3] {
+        let error = managed.acquire_blocking().expect_err("panics");
+        let text = error.to_string();
+        assert!(text.contains("no weights") && text.contains("model"), "{text}");
+        let AcquireError::Load { retry_in, error: LoadError::Panicked { .. }, .. } = error else {
+            panic!("{error:?}");
+        };
+        assert_eq!(retry_in, pause * SECOND);
+        assert_eq!(admission.ledger(Budget::Host).booked(), ByteSize::ZERO);
+        clock.advance(pause * SECOND - Duration::from_millis(1));
+        // Within the pause nobody loads, blocking or not, and the error says how long it lasts.
+        let error = block_on(managed.acquire()).expect_err("pauses");
+        let AcquireError::Load { retry_in, .. } = error else { panic!("{error:?}") };
+        assert_eq!(retry_in, Duration::from_millis(1));
+        clock.advance(Duration::from_millis(1));
+    }
+    assert_eq!(managed.stats().loads_failed_total, 4);
+    healthy.store(true, Ordering::SeqCst);
+    assert_eq!(*block_on(managed.acquire()).expect("loads"), 5);
+    assert_eq!(admission.ledger(Budget::Host).standing(), ByteSize::mib(9));
+}
+
+#[test]
+fn all_who_waited_for_a_failed_load_get_its_error_even_without_a_pause() {
+    let gate = Arc::new(Gate::default());
+    let managed = {
+        let gate = Arc::clone(&gate);
+        Managed::<u8>::builder("model", move || {
+            gate.pass();
+            Err(LoadError::new("no such file"))
+        })
+        .backoff(Backoff { first: Duration::ZERO, max: Duration::ZERO })
+        .build(Arc::new(ManualClock::new()), None)
+    };
+    let mut futures: Vec<_> = (0..50).map(|_| Box::pin(managed.acquire())).collect();
+    for future in &mut futures {
+        assert!(future.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
+    }
+    gate.open();
+    for future in futures {
+        let error = block_on(future).expect_err("failed");
+        assert!(matches!(error, AcquireError::Load { error: LoadError::Failed { .. }, .. }));
+    }
+    assert_eq!(managed.stats().loads_failed_total, 1);
+}
+
+#[test]
+fn the_cost_is_booked_before_the_load_and_until_after_the_clean_up() {
+    let admission = Admission::new();
+    let booked = {
+        let admission = admission.clone();
+        move || admission.ledger(Budget::Host).standing()
+    };
+    let (at_load, at_unload) = (booked.clone(), booked.clone());
+    let managed = Managed::builder("model", move || Ok(at_load()))
+        .cost(Cost::host(ByteSize::mib(3)))
+        .unload(move |_| assert_eq!(at_unload(), ByteSize::mib(3)))
+        .build(Arc::new(ManualClock::new()), Some(admission.clone()));
+    assert_eq!(*managed.acquire_blocking().expect("fits"), ByteSize::mib(3));
+    assert!(managed.unload(UnloadReason::Asked));
+    assert_eq!(managed.stats().unload_panics_total, 0);
+    assert_eq!(booked(), ByteSize::ZERO);
+    admission.close();
+    let error = managed.acquire_blocking().expect_err("rejected");
+    let AcquireError::Rejected { rejected, .. } = error else { panic!("{error:?}") };
+    assert_eq!(rejected, Rejected::ShuttingDown);
+    assert_eq!(managed.stats().loads_failed_total, 0);
+}
+
+#[test]
+fn those_who_come_while_it_is_unloaded_wait_and_there_are_never_two_copies() {
+    let copies = Arc::new(AtomicU64::new(0));
+    let gate = Arc::new(Gate::default());
+    let managed = {
+        let (copies, gate) = (Arc::clone(&copies), Arc::clone(&gate));
+        Managed::builder("model", move || Ok(Model::load(&copies)))
+            .unload(move |model| {
+                gate.pass();
+                drop(model);
+            })
+            .build(Arc::new(ManualClock::new()), None)
+    };
+    drop(managed.acquire_blocking().expect("loads"));
+    thread::scope(|scope| {
+        scope.spawn(|| assert!(managed.unload_now(PATIENCE).expect("idle")));
+        until("it is unloading", || !managed.stats().loaded);
+        let mut future = Box::pin(managed.acquire());
+        assert!(future.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
+        let blocked = scope.spawn(|| drop(managed.acquire_blocking().expect("loads again")));
+        until("both wait", || managed.stats().waiting == 2);
+        assert_eq!(copies.load(Ordering::SeqCst), 1);
+        gate.open();
+        drop(block_on(future).expect("loads again"));
+        blocked.join().expect("no panic");
+    });
+    assert_eq!(managed.stats().loads_ok_total, 2);
+}
+
+#[test]
+fn unloading_waits_for_guards_up_to_the_deadline_and_no_longer() {
+    let clock = Arc::new(ManualClock::new());
+    let managed = Managed::builder("model", || Ok(())).build(clock.clone(), None);
+    let guard = managed.acquire_blocking().expect("loads");
+    let busy = managed.unload_now(Duration::ZERO).expect_err("guarded");
+    assert!(matches!(busy, UnloadError::Busy { guards: 1, waiting: 0, .. }), "{busy:?}");
+    thread::scope(|scope| {
+        let unload = scope.spawn(|| managed.unload_now(5 * SECOND));
+        assert!(clock.wait_for_waiters(1, PATIENCE));
+        clock.advance(5 * SECOND);
+        assert!(unload.join().expect("no panic").is_err());
+        assert!(managed.stats().loaded, "it stays");
+        let unload = scope.spawn(|| managed.unload_now(5 * SECOND));
+        assert!(clock.wait_for_waiters(1, PATIENCE));
+        // Traffic goes on meanwhile.
+        drop(managed.try_acquire().expect("not blocked"));
+        drop(guard);
+        assert!(unload.join().expect("no panic").expect("idle now"));
+    });
+    assert_eq!(managed.stats().unloads.total(UnloadReason::Asked), 1);
+}
+
+#[test]
+fn a_closed_resource_refuses_and_every_way_out_cleans_up_once() {
+    let cleaned = Arc::new(AtomicU64::new(0));
+    let make = || {
+        let cleaned = Arc::clone(&cleaned);
+        Managed::builder("model", || Ok(()))
+            .unload(move |()| {
+                cleaned.fetch_add(1, Ordering::SeqCst);
+                panic!("a clean-up panics");
+            })
+            .build(Arc::new(ManualClock::new()), None)
+    };
+    let closed = make();
+    let guard = closed.acquire_blocking().expect("loads");
+    assert!(closed.close(Duration::ZERO).is_err());
+    assert!(matches!(closed.acquire_blocking(), Err(AcquireError::Closed { .. })));
+    assert!(closed.try_acquire().is_none());
+    drop(guard);
+    // The deadline had passed, so the next look of the loop takes it.
+    assert!(closed.unload_if_due(closed.next_due()));
+    let stats = closed.stats();
+    assert_eq!(stats.unloads.total(UnloadReason::Shutdown), 1);
+    assert_eq!(stats.unload_panics_total, 1);
+    assert!(closed.close(Duration::ZERO).is_ok());
+    drop(closed);
+    assert_eq!(cleaned.load(Ordering::SeqCst), 1);
+
+    let dropped = make();
+    let guard = dropped.acquire_blocking().expect("loads");
+    drop(dropped);
+    assert_eq!(cleaned.load(Ordering::SeqCst), 1, "a guard outlives the handle");
+    drop(guard);
+    assert_eq!(cleaned.load(Ordering::SeqCst), 2);
+}
+
+#[test]
+fn a_loader_that_asks_for_itself_is_told_so() {
+    let own: Arc<Mutex<Option<Managed<u8>>>> = Arc::default();
+    let managed = {
+        let own = Arc::clone(&own);
+        Managed::builder("model", move || {
+            let own = own.lock().unwrap().clone().expect("set");
+            match own.acquire_blocking() {
+                Err(AcquireError::Recursive { .. }) => Ok(1),
+                other => panic!("{other:?}"),
+            }
+        })
+        .build(Arc::new(ManualClock::new()), None)
+    };
+    *own.lock().unwrap() = Some(managed.clone());
+    assert_eq!(*managed.acquire_blocking().expect("loads"), 1);
+    own.lock().unwrap().take();
+}
+
+#[test]
+fn warming_loads_without_waiting() {
+    let gate = Arc::new(Gate::default());
+    let managed = {
+        let gate = Arc::clone(&gate);
+        Managed::builder("model", move || {
+            gate.pass();
+            Ok(())
+        })
+        .build(Arc::new(ManualClock::new()), None)
+    };
+    managed.warm().expect("starts");
+    managed.warm().expect("already on its way");
+    assert!(managed.try_acquire().is_none());
+    gate.open();
+    until("loaded", || managed.try_acquire().is_some());
+    managed.warm().expect("loaded");
+    assert_eq!(managed.stats().loads_ok_total, 1);
+}
+
+#[test]
+fn nothing_is_unloaded_under_a_guard_and_no_second_copy_appears_under_stress() {
+    let seed = 0xD1B5_4A32_D192_ED03_u64;
+    println!("seed {seed:#x}");
+    let copies = Arc::new(AtomicU64::new(0));
+    let clock = Arc::new(ManualClock::new());
+    let managed = {
+        let copies = Arc::clone(&copies);
+        Managed::builder("model", move || Ok(Model::load(&copies)))
+            .idle(Duration::ZERO)
+            .build(clock.clone(), None)
+    };
+    let start = Barrier::new(5);
+    let stop = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let users: Vec<_> = (0..4)
+            .map(|user| {
+                let (managed, start) = (&managed, &start);
+                scope.spawn(move || {
+                    start.wait();
+                    let mut state = seed ^ (user + 1);
+                    for _ in 0..5_000 {
+                        state ^= state << 13;
+                        state ^= state >> 7;
+                        state ^= state << 17;
+                        let guard = match state % 3 {
+                            0 => managed.try_acquire(),
+                            1 => Some(managed.acquire_blocking().expect("loads")),
+                            _ => Some(block_on(managed.acquire()).expect("loads")),
+                        };
+                        if let Some(guard) = guard {
+                            assert_eq!(guard.copies.load(Ordering::SeqCst), 1);
+                        }
+                    }
+                })
+            })
+            .collect();
+        start.wait();
+        let reaper = scope.spawn(|| {
+            while !stop.load(Ordering::Acquire) {
+                managed.unload_if_due(clock.now());
+                thread::yield_now();
+            }
+        });
+        for user in users {
+            user.join().expect("no panic");
+        }
+        stop.store(true, Ordering::Release);
+        reaper.join().expect("no panic");
+    });
+    let stats = managed.stats();
+    println!("{stats:?}");
+    assert_eq!((stats.guards, stats.waiting), (0, 0));
+    let loaded = u64::from(stats.loaded);
+    assert_eq!(stats.loads_ok_total, stats.unloads.sum() + loaded);
+    assert_eq!(copies.load(Ordering::SeqCst), loaded);
+}
+
+#[test]
+fn the_registry_names_the_next_and_gives_up_the_cheapest_to_bring_back() {
+    let clock = Arc::new(ManualClock::new());
+    let resources = Resources::new();
+    assert_eq!(resources.next_due(), Moment::NEVER);
+    let load = |name: &'static str, idle: u32, mib: u64, takes: Duration| {
+        let loading = clock.clone();
+        let managed = Managed::builder(name, move || {
+            loading.advance(takes);
+            Ok(())
+        })
+        .idle(idle * SECOND)
+        .cost(Cost::host(ByteSize::mib(mib)))
+        .build(clock.clone(), None);
+        drop(managed.acquire_blocking().expect("loads"));
+        assert!(resources.add(Arc::new(managed.clone())));
+        managed
+    };
+    let slow = load("slow", 100, 50, 10 * SECOND);
+    let quick = load("quick", 50, 50, SECOND);
+    let free = load("free", 200, 0, SECOND);
+    assert_eq!(resources.next_due(), quick.next_due());
+    clock.advance(10 * SECOND);
+    let ask = |mib| lowtide::control::Ask {
+        bytes: ByteSize::mib(mib),
+        level: lowtide::control::Level::High,
+        now: clock.now(),
+    };
+    let reclaimer = resources.reclaimer(Budget::Host);
+    assert_eq!(reclaimer.reclaim(ask(20)).bytes, ByteSize::mib(50));
+    assert!(!quick.stats().loaded && slow.stats().loaded);
+    assert_eq!(resources.reclaimer(Budget::Device).reclaim(ask(20)).bytes, ByteSize::ZERO);
+    assert_eq!(reclaimer.reclaim(ask(500)).bytes, ByteSize::mib(50));
+    assert!(free.stats().loaded, "it relieves nothing");
+    assert_eq!(resources.unload_due(clock.now()), 0, "not yet");
+    clock.advance(200 * SECOND);
+    assert_eq!(resources.unload_due(clock.now()), 1);
+}
