@@ -101,13 +101,17 @@ pub(crate) fn pinned(gpu: &Gpu<'_>, effort: Effort, figures: &mut Figures) -> Re
         }
     };
     let mib = bytes >> 20;
-    println!("\ntable E: page-locked host memory of {mib} MiB; {copies} copies each way, median");
+    println!("\ntable E: page-locked host memory of {mib} MiB; at most {copies} copies each way");
     println!("  allocation: {:.0} us", took.as_secs_f64() * 1e6);
     figures.set("pinned_alloc_us_per_mib", took.as_secs_f64() * 1e6 / float(mib), "us/MiB");
     let device = Plain::allocate(gpu, bytes)?;
     let stream = Stream::new(gpu)?;
     let mut seconds = [Vec::new(), Vec::new()];
-    for _ in 0..copies {
+    let end = effort.until(3);
+    for copy in 0..copies {
+        if copy > 0 && Instant::now() > end {
+            break;
+        }
         let start = Instant::now();
         host.to_device(&device, &stream)?;
         seconds[0].push(start.elapsed().as_secs_f64());
@@ -129,8 +133,8 @@ pub(crate) fn pinned(gpu: &Gpu<'_>, effort: Effort, figures: &mut Figures) -> Re
 /// The default pool: allocate, free, synchronise, with the threshold at 0 and at its end.
 pub(crate) fn pool(gpu: &Gpu<'_>, effort: Effort, figures: &mut Figures) -> Result<(), Fault> {
     let rounds = if effort.quick { 40 } else { 400 };
-    println!("\ntable E: pool; cuMemAllocAsync, cuMemFreeAsync, synchronise; {rounds} rounds each");
-    println!("  {:>5} {:>13} {:>11} {:>11}", "MiB", "threshold", "median us", "p99 us");
+    println!("\ntable E: pool; cuMemAllocAsync, cuMemFreeAsync, synchronise; at most {rounds}");
+    println!("  {:>5} {:>9} {:>6} {:>11} {:>11}", "MiB", "threshold", "n", "median us", "p99 us");
     let stream = Stream::new(gpu)?;
     let before = gpu.pool_threshold()?;
     let mut measured = || -> Result<(), Fault> {
@@ -142,14 +146,19 @@ pub(crate) fn pool(gpu: &Gpu<'_>, effort: Effort, figures: &mut Figures) -> Resu
             for (threshold, word) in [(0, "0"), (u64::MAX, "max")] {
                 gpu.set_pool_threshold(threshold)?;
                 let mut costs_us = Vec::new();
-                for _ in 0..rounds {
+                let end = effort.until(1);
+                for round in 0..rounds {
+                    if round > 1 && Instant::now() > end {
+                        break;
+                    }
                     let start = Instant::now();
                     stream.pool_round(mib << 20)?;
                     stream.synchronize()?;
                     costs_us.push(start.elapsed().as_secs_f64() * 1e6);
                 }
                 let (median, p99) = (quantile(&costs_us, 0.5), quantile(&costs_us, 0.99));
-                println!("  {mib:>5} {word:>13} {median:>11.2} {p99:>11.2}");
+                let count = costs_us.len();
+                println!("  {mib:>5} {word:>9} {count:>6} {median:>11.2} {p99:>11.2}");
                 figures.set(format!("pool_{mib}mib_threshold_{word}_us"), median, "us");
                 gpu.trim_pool()?;
             }

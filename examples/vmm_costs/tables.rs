@@ -42,7 +42,7 @@ pub(crate) fn costs<'g>(
         }
     };
     println!("\ntable A: host time of each call, {beside}");
-    println!("  one row = all calls of at least 2 cycles, {} calls wanted; _all =", effort.samples);
+    println!("  a row = the calls of 2 or more cycles, {} calls wanted; _all =", effort.samples);
     println!("  one call for the whole range; outlasted = calls that the kernel did not outlive");
     println!(
         "  {:<14} {:>5} {:>7} {:>6} {:>11} {:>11} {:>9}",
@@ -75,7 +75,8 @@ fn u32_of(count: usize) -> u32 {
     u32::try_from(count).unwrap_or(u32::MAX).max(1)
 }
 
-/// Cycles until enough calls were timed or the time is over; at least two.
+/// Cycles until enough calls were timed (and each once-a-cycle call a few times) or the time is
+/// over; at least two.
 fn repeat<'g>(
     gpu: &'g Gpu<'g>,
     watch: &mut Watch<'_, 'g>,
@@ -84,7 +85,8 @@ fn repeat<'g>(
     end: Instant,
 ) -> Result<(), Fault> {
     for cycle in 0..CYCLES_MAX {
-        let enough = watch.of(Call::Create).costs_us.len() >= effort.samples;
+        let few = cycle < if effort.quick { 4 } else { 20 };
+        let enough = !few && watch.of(Call::Create).costs_us.len() >= effort.samples;
         if cycle >= 2 && (enough || Instant::now() > end) {
             break;
         }
