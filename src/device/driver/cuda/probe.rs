@@ -1,0 +1,359 @@
+//! FENCE: looks for a CUDA driver by `dlopen`, and says in one sentence what it found.
+//!
+//! It makes no context and allocates nothing on a device; the environment is read by the driver
+//! itself (`CUDA_VISIBLE_DEVICES`). Result codes stay integers, so that a code newer than this
+//! file is a number and not undefined behaviour.
+//!
+//! Invariant: every way out is a value of [`Probe`]; `Devices { count, .. } => count >= 1`.
+#![expect(unsafe_code, reason = "opening a library and calling C functions by pointer")]
+
+use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
+use std::fmt;
+
+/// Names of the driver library, in the order in which they are tried. The first is the one that
+/// drivers install; the second may be a toolkit's stub, which answers cuInit with code 34.
+const LIBRARIES: [&str; 2] = ["libcuda.so.1", "libcuda.so"];
+
+/// cuda.h, `CUresult`.
+const SUCCESS: u32 = 0;
+const ERROR_NO_DEVICE: u32 = 100;
+
+/// What a look for CUDA found. `Display` gives one clear sentence with the cause.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Probe {
+    /// The loader has no such library, or could not load it.
+    NoLibrary {
+        /// The names that were tried, in order.
+        tried: &'static [&'static str],
+        /// The loader's own words, one part for each name.
+        error: String,
+    },
+    /// The library lacks a function that every driver has: not a CUDA driver.
+    NoSymbol {
+        /// The function's name.
+        symbol: &'static str,
+    },
+    /// `cuInit` failed: driver and kernel module do not fit, no permission, a stub library.
+    InitFailed {
+        /// The driver's result code.
+        code: u32,
+        /// The code's name in cuda.h, or `unnamed` where the driver does not know it.
+        name: String,
+    },
+    /// A call after `cuInit` failed.
+    CallFailed {
+        /// The function's name.
+        call: &'static str,
+        /// The driver's result code.
+        code: u32,
+        /// The code's name in cuda.h, or `unnamed` where the driver does not know it.
+        name: String,
+    },
+    /// A driver without a device, or with none visible to this process.
+    NoDevice,
+    /// At least one device.
+    Devices {
+        /// How many; at least 1.
+        count: u32,
+        /// The newest CUDA version that the driver speaks: 1000 x major + 10 x minor.
+        driver_version: u32,
+    },
+}
+
+impl Probe {
+    /// Whether there is a device to open.
+    #[must_use]
+    pub const fn is_usable(&self) -> bool {
+        matches!(self, Self::Devices { .. })
+    }
+}
+
+impl fmt::Display for Probe {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NoLibrary { tried, error } => {
+                write!(f, "no CUDA driver library, tried {}: {error}", tried.join(" and "))
+            }
+            Self::NoSymbol { symbol } => {
+                write!(f, "the CUDA driver library has no {symbol}: not a driver's library")
+            }
+            Self::InitFailed { code, name } => {
+                write!(f, "the CUDA driver did not start: cuInit answered {code} ({name})")
+            }
+            Self::CallFailed { call, code, name } => {
+                write!(f, "the CUDA driver started, but {call} answered {code} ({name})")
+            }
+            Self::NoDevice => {
+                f.write_str("the CUDA driver is there, but no device is visible to this process")
+            }
+            Self::Devices { count, driver_version } => {
+                let (major, minor) = (driver_version / 1000, driver_version % 1000 / 10);
+                let devices = if *count == 1 { "device" } else { "devices" };
+                write!(f, "{count} CUDA {devices}, driver for CUDA {major}.{minor}")
+            }
+        }
+    }
+}
+
+/// Looks for a CUDA driver and a device. Never panics and calls nothing of cudarc.
+///
+/// The library stays open for the rest of the process, because `cuInit` may start threads in it.
+///
+/// Cost: without a driver one search of the loader's path for each name (well under a
+/// millisecond). With one, the first call starts the driver: it opens device files and can take
+/// from tens of milliseconds to seconds (longest where no other process holds the device and the
+/// kernel driver is not persistent; not yet measured). Call it at start, never per request. It
+/// blocks; do not call it between `fork` and `exec`.
+#[must_use]
+pub fn probe() -> Probe {
+    look(&LIBRARIES)
+}
+
+fn look(names: &'static [&'static str]) -> Probe {
+    let library = match open(names) {
+        Ok(library) => library,
+        Err(error) => return Probe::NoLibrary { tried: names, error },
+    };
+    match Calls::resolve(library) {
+        Ok(calls) => calls.ask(),
+        Err(symbol) => Probe::NoSymbol { symbol },
+    }
+}
+
+/// The first library of these that opens, never closed again; else what the loader said.
+fn open(names: &[&str]) -> Result<*mut c_void, String> {
+    let mut errors = Vec::with_capacity(names.len());
+    for name in names {
+        let Ok(name) = CString::new(*name) else { continue };
+        // SAFETY: the name is a C string that outlives the call. "dlopen() ... returns NULL" on
+        // failure (dlopen(3)). The initialisers that run are those of the system's own driver,
+        // which any process that uses CUDA runs.
+        let library = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+        if !library.is_null() {
+            return Ok(library);
+        }
+        errors.push(loader_error());
+    }
+    Err(errors.join("; "))
+}
+
+fn loader_error() -> String {
+    // SAFETY: no precondition; the message is this thread's own (dlerror(3), MT-Safe).
+    let text = unsafe { libc::dlerror() };
+    if text.is_null() {
+        return "the loader gives no reason".to_owned();
+    }
+    // SAFETY: not null, and then a null-terminated string that lives until this thread's next
+    // call of the dl family; it is copied before one.
+    unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+}
+
+/// Looks one function up; null where the library lacks it.
+fn symbol(library: *mut c_void, name: &CStr) -> *mut c_void {
+    // SAFETY: the handle came from `dlopen` and is never closed; the name is a C string.
+    unsafe { libc::dlsym(library, name.as_ptr()) }
+}
+
+type Init = unsafe extern "C" fn(c_uint) -> u32;
+type ReadInt = unsafe extern "C" fn(*mut c_int) -> u32;
+type ErrorName = unsafe extern "C" fn(u32, *mut *const c_char) -> u32;
+
+/// The four functions that a probe needs. Fields hold functions of a library that stays open.
+struct Calls {
+    init: Init,
+    driver_version: ReadInt,
+    device_count: ReadInt,
+    error_name: Option<ErrorName>,
+}
+
+impl Calls {
+    /// The functions by name, or the name of the first that is missing.
+    fn resolve(library: *mut c_void) -> Result<Self, &'static str> {
+        let init = symbol(library, c"cuInit");
+        let driver_version = symbol(library, c"cuDriverGetVersion");
+        let device_count = symbol(library, c"cuDeviceGetCount");
+        let error_name = symbol(library, c"cuGetErrorName");
+        // SAFETY: `Option` of a function pointer is as large as a pointer and null is `None`.
+        // cuda.h: CUresult cuInit(unsigned int), CUresult being a 32-bit enum.
+        let init = unsafe { std::mem::transmute::<*mut c_void, Option<Init>>(init) };
+        // SAFETY: as above. cuda.h: CUresult cuDriverGetVersion(int *).
+        let driver_version =
+            unsafe { std::mem::transmute::<*mut c_void, Option<ReadInt>>(driver_version) };
+        // SAFETY: as above. cuda.h: CUresult cuDeviceGetCount(int *).
+        let device_count =
+            unsafe { std::mem::transmute::<*mut c_void, Option<ReadInt>>(device_count) };
+        // SAFETY: as above. cuda.h: CUresult cuGetErrorName(CUresult, const char **).
+        let error_name =
+            unsafe { std::mem::transmute::<*mut c_void, Option<ErrorName>>(error_name) };
+        Ok(Self {
+            init: init.ok_or("cuInit")?,
+            driver_version: driver_version.ok_or("cuDriverGetVersion")?,
+            device_count: device_count.ok_or("cuDeviceGetCount")?,
+            error_name,
+        })
+    }
+
+    fn ask(&self) -> Probe {
+        // SAFETY: cuda.h: the flags of cuInit "must be 0"; it may be called again and by any
+        // thread.
+        let code = unsafe { (self.init)(0) };
+        match code {
+            SUCCESS => {}
+            ERROR_NO_DEVICE => return Probe::NoDevice,
+            code => return Probe::InitFailed { code, name: self.name(code) },
+        }
+        let driver_version = match self.read(self.driver_version, "cuDriverGetVersion") {
+            Ok(version) => version,
+            Err(failed) => return failed,
+        };
+        match self.read(self.device_count, "cuDeviceGetCount") {
+            Ok(0) => Probe::NoDevice,
+            Ok(count) => Probe::Devices { count, driver_version },
+            Err(failed) => failed,
+        }
+    }
+
+    /// The number a call gives; a negative one, which no driver gives, counts as 0.
+    fn read(&self, function: ReadInt, call: &'static str) -> Result<u32, Probe> {
+        let mut value: c_int = 0;
+        // SAFETY: the function writes one int through a pointer to a local that outlives it.
+        match unsafe { function(&raw mut value) } {
+            SUCCESS => Ok(u32::try_from(value).unwrap_or(0)),
+            ERROR_NO_DEVICE => Err(Probe::NoDevice),
+            code => Err(Probe::CallFailed { call, code, name: self.name(code) }),
+        }
+    }
+
+    fn name(&self, code: u32) -> String {
+        let mut text: *const c_char = std::ptr::null();
+        if let Some(error_name) = self.error_name {
+            // SAFETY: any code may be asked for; an unknown one sets the pointer, a local that
+            // outlives the call, to null (cuda.h, cuGetErrorName).
+            let _ = unsafe { error_name(code, &raw mut text) };
+        }
+        if text.is_null() {
+            return "unnamed".to_owned();
+        }
+        // SAFETY: not null, and then a null-terminated string of the library (cuda.h), which is
+        // never closed.
+        unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    unsafe extern "C" fn starts(_flags: c_uint) -> u32 {
+        SUCCESS
+    }
+
+    unsafe extern "C" fn is_a_stub(_flags: c_uint) -> u32 {
+        34
+    }
+
+    unsafe extern "C" fn sees_no_device(_flags: c_uint) -> u32 {
+        ERROR_NO_DEVICE
+    }
+
+    unsafe extern "C" fn version_12_8(out: *mut c_int) -> u32 {
+        // SAFETY: `Calls::read` passes a pointer to a local.
+        unsafe { out.write(12080) };
+        SUCCESS
+    }
+
+    unsafe extern "C" fn two(out: *mut c_int) -> u32 {
+        // SAFETY: `Calls::read` passes a pointer to a local.
+        unsafe { out.write(2) };
+        SUCCESS
+    }
+
+    unsafe extern "C" fn none(_out: *mut c_int) -> u32 {
+        SUCCESS
+    }
+
+    unsafe extern "C" fn minus_one(out: *mut c_int) -> u32 {
+        // SAFETY: `Calls::read` passes a pointer to a local.
+        unsafe { out.write(-1) };
+        SUCCESS
+    }
+
+    unsafe extern "C" fn fails(_out: *mut c_int) -> u32 {
+        999
+    }
+
+    unsafe extern "C" fn names_only_34(code: u32, out: *mut *const c_char) -> u32 {
+        if code == 34 {
+            // SAFETY: `Calls::name` passes a pointer to a local.
+            unsafe { out.write(c"CUDA_ERROR_STUB_LIBRARY".as_ptr()) };
+            return SUCCESS;
+        }
+        1
+    }
+
+    fn calls(init: Init, driver_version: ReadInt, device_count: ReadInt) -> Calls {
+        Calls { init, driver_version, device_count, error_name: Some(names_only_34) }
+    }
+
+    #[test]
+    fn a_machine_without_a_driver_is_an_answer_and_no_panic() {
+        let found = probe();
+        assert_eq!(found.is_usable(), matches!(found, Probe::Devices { count: 1.., .. }));
+        assert_eq!(found, probe(), "a second look finds the same");
+        if !found.is_usable() {
+            println!("skipped: no device ({found})");
+        }
+    }
+
+    #[test]
+    fn a_library_that_is_not_there_is_named_with_the_loaders_words() {
+        static NAMES: [&str; 2] = ["liblowtide-absent.so.1", "liblowtide-absent.so"];
+        let found = look(&NAMES);
+        let Probe::NoLibrary { tried, error } = &found else { panic!("{found}") };
+        assert_eq!(*tried, NAMES);
+        assert_eq!(error.matches("cannot open").count(), NAMES.len(), "{error}");
+        let begin = "no CUDA driver library, tried liblowtide-absent.so.1 and ";
+        assert!(found.to_string().starts_with(begin), "{found}");
+    }
+
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    #[test]
+    fn a_library_that_is_no_driver_is_named_by_the_missing_symbol() {
+        static NAMES: [&str; 2] = ["liblowtide-absent.so", "libc.so.6"];
+        assert_eq!(look(&NAMES), Probe::NoSymbol { symbol: "cuInit" });
+    }
+
+    #[test]
+    fn devices_are_counted_and_the_version_is_read() {
+        let found = calls(starts, version_12_8, two).ask();
+        assert_eq!(found, Probe::Devices { count: 2, driver_version: 12080 });
+        assert_eq!(found.to_string(), "2 CUDA devices, driver for CUDA 12.8");
+        assert!(found.is_usable());
+    }
+
+    #[test]
+    fn a_count_of_zero_or_less_is_no_device() {
+        for count in [none, minus_one] {
+            assert_eq!(calls(starts, version_12_8, count).ask(), Probe::NoDevice);
+        }
+        assert_eq!(calls(sees_no_device, version_12_8, two).ask(), Probe::NoDevice);
+    }
+
+    #[test]
+    fn a_failing_call_is_named_with_its_code() {
+        let stub = calls(is_a_stub, version_12_8, two).ask();
+        assert_eq!(
+            stub.to_string(),
+            "the CUDA driver did not start: cuInit answered 34 (CUDA_ERROR_STUB_LIBRARY)"
+        );
+        let count = calls(starts, version_12_8, fails).ask();
+        let name = "unnamed".to_owned();
+        assert_eq!(count, Probe::CallFailed { call: "cuDeviceGetCount", code: 999, name });
+        let version = calls(starts, fails, two).ask();
+        assert!(version.to_string().contains("cuDriverGetVersion answered 999"), "{version}");
+        for found in [stub, count, version] {
+            assert!(!found.is_usable());
+        }
+    }
+}
