@@ -63,7 +63,7 @@ pub(crate) fn paths<'a>(code: &[Token<'a>]) -> Vec<Path<'a>> {
         } else if let Some(name) = inline_module(code, at) {
             modules.push((name, depth + 1));
         }
-        at = if code[at].is("use") && !reads(code, next, &["<"]) {
+        at = if code[at].is("use") {
             let public = at > 0 && (code[at - 1].is("pub") || code[at - 1].is(")"));
             let end = tree(code, next, true, &[], &mut found);
             found[from..].iter_mut().for_each(|path| path.public = public);

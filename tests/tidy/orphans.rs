@@ -67,11 +67,8 @@ fn is_target(path: &[&str]) -> bool {
 fn declared(source: &Source, owns_folder: bool) -> Vec<(String, bool)> {
     let code = source.code();
     let (folder, file) = source.name.rsplit_once('/').unwrap_or(("", &source.name));
-    let home = if owns_folder || file == "mod.rs" {
-        folder.to_owned()
-    } else {
-        joined(folder, file.trim_end_matches(".rs"))
-    };
+    let beside = joined(folder, file.trim_end_matches(".rs"));
+    let home = if owns_folder { folder.to_owned() } else { beside };
     let mut found = Vec::new();
     let mut attributes: Vec<&str> = Vec::new(); // values of `path` since the last item
     let mut modules: Vec<Option<&str>> = Vec::new(); // for each open brace, the module it opens

@@ -165,6 +165,7 @@ fn downward_imports_and_mere_mentions_pass() {
         ("src/host/stats.rs", "//! See [`crate::control::Level`].\n/// [l](crate::control::Level)"),
         ("src/host/stats.rs", "/* crate::control::Level */ const S: &str = \"crate::control::f\";"),
         ("src/host/stats.rs", "const S: &str = r#\"use crate::control; \" \"#; // super::super::x"),
+        ("src/host/stats.rs", "mod inner { use super::super::control::OwnModuleOfHost; }"),
         ("src/host/stats.rs", "use std::sync::Arc;\npub(in crate::host) fn f() {}"),
         ("src/host/conf.rs", "macro_rules! m { () => { $crate::host::conf::f() } }"),
         ("src/lib.rs", "use crate::*;"),
@@ -252,11 +253,16 @@ fn a_declared_file_passes_however_it_is_declared() {
     child("#[cfg(x)]\n#[path = \"b.rs\"]\npub(super) mod lost;", "src/host/b.rs");
     child("#[cfg_attr(loom, path = \"b.rs\")]\nmod lost;", "src/host/b.rs");
     child("mod inner { mod lost; }", "src/host/inner/lost.rs");
+    child("mod inner { #[path = \"b.rs\"] mod lost; }", "src/host/inner/b.rs");
     let files = [
         ("Cargo.toml", "[[bench]]\npath = \"benches/odd/place.rs\""),
         ("benches/odd/place.rs", "//! B."),
         ("examples/tide.rs", "//! T.\n#[path = \"tide_parts/load.rs\"]\nmod load;"),
         ("examples/tide_parts/load.rs", "//! L."),
+        ("src/lib.rs", "//! L.\nmod host;"),
+        ("src/host.rs", "//! H.\n#[path = \"bytes.rs\"]\nmod lost;\nmod found;"),
+        ("src/bytes.rs", "//! B."),
+        ("src/host/found.rs", "//! F."),
         ("examples/proxy/main.rs", "//! P.\nmod load;"),
         ("examples/proxy/load.rs", "//! L."),
         ("tests/fake/Cargo.toml", ""),
@@ -290,6 +296,8 @@ fn a_word_not_written_is_found_in_names_comments_texts_and_documents() {
             finds("write", name, text);
         }
     }
+    // tidy: foreign word
+    finds("stats.rs:4: ", "src/host/stats.rs", "/* one\n two\n chunk */");
     for name in ["README.md", "docs/TUNING.md", "dashboards/lowtide.rules.yml"] {
         let faults = check(&tree(&[(name, "Costs 16 MB a chunk.")])); // tidy: foreign word
         assert_eq!(faults.len(), 2, "{name}: {faults:?}");
@@ -395,6 +403,7 @@ fn what_only_looks_banned_passes() {
         ("src/host/stats.rs", "// tidy: fixed order: never iterated\ntype T = HashMap<u8, u8>;"),
         ("src/host/stats.rs", "const V: &str = env!(\"CARGO_PKG_VERSION\");"),
         ("src/host/stats.rs", "fn f(ignore: u8, todo: u8) { g(a, ignore); arena.sleep(); }"),
+        ("src/host/stats.rs", "const OS: &str = std::env::consts::OS;"),
         ("src/config/env.rs", "use std::env;\nfn f() { std::env::vars(); }"),
         ("src/clock.rs", "use std::time::{Instant, SystemTime};"),
         ("examples/tide.rs", "use std::{env, time::Instant};\nfn f() { std::thread::sleep(d) }"),

@@ -88,8 +88,9 @@ fn check_token(source: &Source, all: &[Token<'_>], at: usize, faults: &mut Fault
             let name = token.name().unwrap_or_default();
             let before = |back: usize, text| at >= back && all[at - back].is(text);
             let called = before(1, ".") || before(1, "::");
+            let method = called && METHODS.contains(&name);
             let lint = before(1, "::") && before(2, "clippy");
-            if !lint && !(called && METHODS.contains(&name)) {
+            if !method && !lint {
                 refused(name, &mut |what| report(token.line, what));
             }
         }
