@@ -1,0 +1,97 @@
+//! What must not be named: hash tables, the environment, the machine's clock, sleeping, an async
+//! runtime, ignored tests, unfinished code, and paths of a build machine.
+//!
+//! Clippy bans some of these by type; here they are banned by name, in every build and feature,
+//! and where an attribute would silence clippy. Aliases made to get round it are not chased.
+//!
+//! Invariant: each name stands only in the file that wraps it.
+
+use crate::imports::{Path, paths};
+use crate::tokens::{Kind, Token, reads, tokens};
+use crate::{Faults, Source};
+
+/// The only reader of the environment.
+const ENVIRONMENT: &str = "src/config/env.rs";
+/// The only reader of the machine's clock.
+const CLOCK: &str = "src/clock.rs";
+
+pub(crate) fn check(source: &Source, faults: &mut Faults) {
+    let all = tokens(&source.text);
+    let code = source.code();
+    let paths = paths(&code);
+    for at in 0..code.len() {
+        if let Some(what) = unfinished(&code, at) {
+            faults.add(source, code[at].line, what);
+        }
+    }
+    for comment in all.iter().filter(|token| token.kind == Kind::Comment) {
+        let bare = comment.text.trim_start_matches(['/', '!', '*']).trim();
+        if bare.strip_prefix("```").is_some_and(|info| info.contains("ignore")) {
+            faults.add(source, comment.line, "an example that is not run");
+        }
+    }
+    if source.is_under("src") || source.is_under("tests") {
+        for path in paths.iter().filter(|p| p.segments.ends_with(&["thread", "sleep"])) {
+            faults.add(source, path.line, "thread::sleep: wait on a Clock or for a condition");
+        }
+    }
+    if source.is_under("src") {
+        library(source, &code, &paths, faults);
+    }
+}
+
+/// What holds for the library alone.
+fn library(source: &Source, code: &[Token<'_>], paths: &[Path<'_>], faults: &mut Faults) {
+    for token in code {
+        let name = token.name().unwrap_or_default();
+        let what = match name {
+            "Instant" | "SystemTime" if source.name != CLOCK => "time is read through a Clock",
+            "getenv" | "secure_getenv" => "the environment is read in config::env only",
+            "tokio" => "the library names no async runtime",
+            _ if name.ends_with("HashMap") || name.ends_with("HashSet") => {
+                if source.remark(token.line, "tidy: fixed order").is_some_and(|r| !r.is_empty()) {
+                    continue;
+                }
+                "order of iteration: use BTreeMap, or say why `tidy: fixed order` holds"
+            }
+            _ => continue,
+        };
+        faults.add(source, token.line, &format!("{name}: {what}"));
+    }
+    for path in paths.iter().filter(|p| p.segments.starts_with(&["std", "env"])) {
+        // `std::env::consts` is fixed when the crate is built: nothing is read.
+        let read = path.segments.get(2) != Some(&"consts");
+        if read && source.name != ENVIRONMENT {
+            faults.add(source, path.line, "std::env: the environment is read in config::env only");
+        }
+    }
+}
+
+fn unfinished(code: &[Token<'_>], at: usize) -> Option<&'static str> {
+    let token = &code[at];
+    let within = |mark: &str| at > 0 && code[at - 1].is(mark);
+    let next = |mark: &str| reads(code, at + 1, &[mark]);
+    if token.is("ignore") && (within("[") || within(",")) && (next("]") || next("=") || next(")")) {
+        let attribute = within("[") || code[..at].iter().rev().take(16).any(|t| t.is("cfg_attr"));
+        return attribute.then_some("an ignored test tests nothing");
+    }
+    let unfinished = (token.is("todo") || token.is("unimplemented")) && next("!");
+    unfinished.then_some("unfinished: return a typed error, or leave it out")
+}
+
+/// Folders that only a build machine has, in pieces so that this file may be checked as well.
+const MACHINE: &[&[&str]] = &[&["/wo", "rk/"], &["/ro", "ot/"], &["/ho", "me/"]];
+
+/// Checks any text for absolute paths of the machine on which it was made.
+pub(crate) fn machine_paths(source: &Source, faults: &mut Faults) {
+    for folder in MACHINE.iter().map(|pieces| pieces.concat()) {
+        for (at, _) in source.text.match_indices(&folder) {
+            let before = source.text[..at].chars().next_back();
+            let inside = |c: char| c.is_alphanumeric() || "_-./~$})]*".contains(c);
+            if !before.is_some_and(inside) {
+                let line = source.text[..at].matches('\n').count() + 1;
+                faults.add(source, line, &format!("{folder}: a path of one machine"));
+            }
+        }
+    }
+}
