@@ -1,0 +1,220 @@
+//! The proxy as a library of its own, so that the demonstration, the bench and the tests can start
+//! it inside their process.
+//!
+//! Routes: `/metrics`, `/healthz`, `/readyz` and `/memory` are exempt from admission; `POST /embed`
+//! and everything else, which is forwarded, pass the memory layer. With `memory: None` the same
+//! service runs unmanaged: nothing is timed, refused or given back.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::Body;
+use axum::extract::{ConnectInfo, Request};
+use axum::http::{StatusCode, Uri};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{any, get, post};
+use lowtide::ByteSize;
+use lowtide::control::{Cost, Managed};
+use lowtide::device::{ArenaConfig, DeviceArena};
+use lowtide::service::{Endpoints, MemoryLayer};
+use lowtide::{BoxError, Memory};
+use tokio::net::TcpListener;
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+
+use crate::embed::{self, Embedder};
+use crate::forward::Forward;
+use crate::model::Model;
+use crate::upstream;
+
+/// Host bytes that a forwarded request takes on its way through: buffers of two connections.
+const FORWARD_COST: ByteSize = ByteSize::kib(128);
+
+/// How the proxy is set up.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Where it listens; port 0 for any.
+    pub listen: SocketAddr,
+    /// Where requests go; `None` starts a small upstream in this process.
+    pub upstream: Option<Uri>,
+    /// Size of the model's weight table.
+    pub weights: ByteSize,
+    /// Seed of the weights.
+    pub seed: u64,
+    /// How long the model may be idle before it is unloaded; `None`: as the profile says.
+    pub idle_unload: Option<Duration>,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            listen: SocketAddr::from(([127, 0, 0, 1], 0)),
+            upstream: None,
+            weights: ByteSize::mib(64),
+            seed: 1,
+            idle_unload: None,
+        }
+    }
+}
+
+/// A proxy that runs.
+#[derive(Debug)]
+pub struct Running {
+    /// Where it listens.
+    pub address: SocketAddr,
+    /// The arena of the model.
+    pub arena: DeviceArena,
+    /// The model.
+    pub model: Managed<Model>,
+    stop: watch::Sender<bool>,
+    servers: Vec<JoinHandle<std::io::Result<()>>>,
+}
+
+impl Running {
+    /// Takes no new connections, lets requests under way end until the deadline, and says whether
+    /// all of them did.
+    pub async fn stop(self, deadline: Duration) -> bool {
+        let _ = self.stop.send(true);
+        let aborts: Vec<_> = self.servers.iter().map(JoinHandle::abort_handle).collect();
+        let all = futures_util::future::join_all(self.servers);
+        let ended = tokio::time::timeout(deadline, all).await.is_ok();
+        aborts.iter().for_each(tokio::task::AbortHandle::abort);
+        ended
+    }
+}
+
+/// Starts the proxy; `render` gives the text of `/metrics`.
+pub async fn start(
+    options: Options,
+    memory: Option<Memory>,
+    render: impl Fn() -> String + Send + Sync + 'static,
+) -> Result<Running, BoxError> {
+    let (stop, stopped) = watch::channel(false);
+    let mut servers = Vec::new();
+    let upstream = match &options.upstream {
+        Some(upstream) => upstream.clone(),
+        None => {
+            let mut routes = upstream::routes();
+            if let Some(memory) = &memory {
+                let estimate = |request: &axum::http::request::Parts| {
+                    let announced = content_length(request).unwrap_or(0);
+                    let words = request.uri.path() == "/words";
+                    let bytes = if words { upstream::words_cost(announced) } else { 64 << 10 };
+                    Cost::host(ByteSize::new(bytes))
+                };
+                routes = routes.layer(MemoryLayer::new(memory.admission().clone(), estimate));
+            }
+            let listener = TcpListener::bind((std::net::Ipv4Addr::LOCALHOST, 0)).await?;
+            let address = listener.local_addr()?;
+            servers.push(serve(listener, routes, stopped.clone()));
+            format!("http://{address}/").parse()?
+        }
+    };
+    let forward = Forward::new(&upstream)?;
+    let (arena, model) = model(&options, memory.as_ref())?;
+    let embedder = Embedder::new(model.clone());
+    let endpoints = Arc::new(Endpoints::new(memory.clone()).with_metrics(render));
+    let listener = TcpListener::bind(options.listen)
+        .await
+        .map_err(|error| format!("cannot listen on {}: {error}", options.listen))?;
+    let address = listener.local_addr()?;
+    servers.push(serve(listener, routes(forward, embedder, endpoints, memory), stopped));
+    tracing::info!(%address, %upstream, managed = model.stats().name, "the proxy listens");
+    Ok(Running { address, arena, model, stop, servers })
+}
+
+fn routes(
+    forward: Forward,
+    embedder: Embedder,
+    endpoints: Arc<Endpoints>,
+    memory: Option<Memory>,
+) -> Router {
+    let embed = post(move |request| {
+        let embedder = embedder.clone();
+        async move { embedder.answer(request).await }
+    });
+    let forward = any(move |request: Request| {
+        let forward = forward.clone();
+        let from = request.extensions().get::<ConnectInfo<SocketAddr>>().map(|from| from.0);
+        async move { forward.forward(request, from).await }
+    });
+    let mut guarded = Router::new().route("/embed", embed).fallback(forward);
+    if let Some(memory) = memory {
+        let admission = memory.admission().clone();
+        let estimate = move |request: &axum::http::request::Parts| {
+            if request.uri.path() == "/embed" {
+                let announced = content_length(request).unwrap_or(0);
+                memory.cost(embed::host_cost(announced), embed::DEVICE_COST)
+            } else {
+                Cost::host(FORWARD_COST)
+            }
+        };
+        guarded = guarded.layer(MemoryLayer::new(admission, estimate));
+    }
+    let own = get(move |request: Request| {
+        let endpoints = endpoints.clone();
+        async move {
+            let answer = endpoints.answer(request.uri().path());
+            answer.map_or_else(not_found, |answer| answer.map(Body::from))
+        }
+    });
+    ["/metrics", "/healthz", "/readyz", "/memory"]
+        .into_iter()
+        .fold(guarded, |routes, path| routes.route(path, own.clone()))
+}
+
+fn not_found() -> Response {
+    StatusCode::NOT_FOUND.into_response()
+}
+
+/// The arena, and the model that is loaded into it on first use.
+fn model(
+    options: &Options,
+    memory: Option<&Memory>,
+) -> Result<(DeviceArena, Managed<Model>), BoxError> {
+    let (weights, seed) = (options.weights, options.seed);
+    let arena = match memory {
+        Some(memory) => memory.open_arena("embedder")?,
+        None => DeviceArena::open(
+            Arc::new(lowtide::device::HostDriver::new()?),
+            Arc::new(lowtide::clock::SystemClock::new()),
+            ArenaConfig::new("embedder"),
+        )?,
+    };
+    let load = {
+        let arena = arena.clone();
+        move || Model::load(&arena, weights, seed).map_err(BoxError::from)
+    };
+    let model = match memory {
+        Some(memory) => {
+            let cost = memory.cost(ByteSize::ZERO, Model::weight_bytes(weights));
+            let mut builder = memory.managed("embedder", load).cost(cost);
+            if let Some(idle) = options.idle_unload {
+                builder = builder.idle(idle);
+            }
+            memory.register(builder)
+        }
+        None => Managed::builder("embedder", load)
+            .build(Arc::new(lowtide::clock::SystemClock::new()), None),
+    };
+    Ok((arena, model))
+}
+
+fn serve(
+    listener: TcpListener,
+    routes: Router,
+    mut stopped: watch::Receiver<bool>,
+) -> JoinHandle<std::io::Result<()>> {
+    let service = routes.into_make_service_with_connect_info::<SocketAddr>();
+    let end = async move {
+        // An error means that the sender is gone, which ends the server as well.
+        let _ = stopped.wait_for(|stopped| *stopped).await;
+    };
+    tokio::spawn(async move { axum::serve(listener, service).with_graceful_shutdown(end).await })
+}
+
+fn content_length(request: &axum::http::request::Parts) -> Option<u64> {
+    request.headers.get("content-length")?.to_str().ok()?.parse().ok()
+}

@@ -1,0 +1,146 @@
+//! A small embedding model with real arithmetic, in device memory.
+//!
+//! A text becomes hashed n-grams (words and letter trigrams), each n-gram a row of a weight table,
+//! the rows are averaged, projected by a matrix and normalised to length 1. The weights are random
+//! from a seed: texts that share n-grams come out close, others nearly at right angles. It learns
+//! nothing and knows no language; its memory behaves like that of a model that does.
+//!
+//! Weights lie in the arena's stable region, activations in the dynamic one. Invariant: the
+//! embedding of a text depends on the text, the seed and the shape alone.
+
+use lowtide::ByteSize;
+use lowtide::device::{Buffer, DeviceArena, DeviceError, Lease, Region};
+
+/// Numbers in an embedding.
+pub const WIDTH: usize = 256;
+/// N-grams of a text that are looked at; the rest of a longer text is ignored, as real embedding
+/// models cut their input.
+pub const NGRAMS_MAX: usize = 8192;
+
+const ROW_BYTES: u64 = (WIDTH * size_of::<f32>()) as u64;
+
+/// Weights in device memory.
+#[derive(Debug)]
+pub struct Model {
+    arena: DeviceArena,
+    /// `rows x WIDTH`: a row for each hash value.
+    table: Buffer<f32>,
+    /// `WIDTH x WIDTH`, by rows.
+    projection: Buffer<f32>,
+    rows: usize,
+}
+
+impl Model {
+    /// Device bytes that a model with a table of this size takes.
+    pub fn weight_bytes(table: ByteSize) -> ByteSize {
+        table.saturating_add(ByteSize::of(WIDTH * WIDTH * size_of::<f32>()))
+    }
+
+    /// Makes the weights: a table of about `table` bytes, filled from the seed.
+    pub fn load(arena: &DeviceArena, table: ByteSize, seed: u64) -> Result<Self, DeviceError> {
+        let rows = usize::try_from(table.get() / ROW_BYTES).unwrap_or(usize::MAX).max(1);
+        let lease = arena.enter()?;
+        let mut model = Self {
+            arena: arena.clone(),
+            table: arena.alloc(rows.saturating_mul(WIDTH), Region::Stable)?,
+            projection: arena.alloc(WIDTH * WIDTH, Region::Stable)?,
+            rows,
+        };
+        let mut chance = Chance(seed);
+        for weights in [&mut model.table, &mut model.projection] {
+            for weight in weights.slice_mut(&lease)? {
+                *weight = chance.between_minus_one_and_one();
+            }
+        }
+        Ok(model)
+    }
+
+    /// The embedding of each text: [`WIDTH`] numbers, of length 1 (all zero for a text without a
+    /// letter or digit).
+    pub fn embed(&self, texts: &[String]) -> Result<Vec<Vec<f32>>, DeviceError> {
+        let lease = self.arena.enter()?;
+        texts.iter().map(|text| self.embed_one(text, &lease)).collect()
+    }
+
+    fn embed_one(&self, text: &str, lease: &Lease) -> Result<Vec<f32>, DeviceError> {
+        let rows = ngram_rows(text, self.rows);
+        let table = self.table.slice(lease)?;
+        let mut gathered = self.arena.alloc::<f32>(rows.len() * WIDTH, Region::Dynamic)?;
+        let gathered = gathered.slice_mut(lease)?;
+        for (place, row) in gathered.chunks_exact_mut(WIDTH).zip(&rows) {
+            place.copy_from_slice(&table[row * WIDTH..(row + 1) * WIDTH]);
+        }
+        let mut pooled = self.arena.alloc::<f32>(WIDTH, Region::Dynamic)?;
+        let pooled = pooled.slice_mut(lease)?;
+        pooled.fill(0.0);
+        for row in gathered.chunks_exact(WIDTH) {
+            for (sum, value) in pooled.iter_mut().zip(row) {
+                *sum += value;
+            }
+        }
+        let projection = self.projection.slice(lease)?;
+        let mut embedding: Vec<f32> = projection
+            .chunks_exact(WIDTH)
+            .map(|row| row.iter().zip(&*pooled).map(|(weight, value)| weight * value).sum())
+            .collect();
+        normalise(&mut embedding);
+        Ok(embedding)
+    }
+}
+
+fn normalise(vector: &mut [f32]) {
+    let length = vector.iter().map(|value| value * value).sum::<f32>().sqrt();
+    if length > 0.0 {
+        for value in vector {
+            *value /= length;
+        }
+    }
+}
+
+/// The table rows of a text's n-grams: each word whole, and its trigrams between word marks.
+fn ngram_rows(text: &str, rows: usize) -> Vec<usize> {
+    let lower = text.to_lowercase();
+    let words = lower.split(|c: char| !c.is_alphanumeric()).filter(|word| !word.is_empty());
+    let mut found = Vec::new();
+    for word in words {
+        found.push(row_of(word.chars(), rows));
+        let marked: Vec<char> =
+            std::iter::once('^').chain(word.chars()).chain(std::iter::once('$')).collect();
+        for trigram in marked.windows(3) {
+            found.push(row_of(trigram.iter().copied(), rows));
+        }
+        if found.len() >= NGRAMS_MAX {
+            found.truncate(NGRAMS_MAX);
+            break;
+        }
+    }
+    found
+}
+
+/// FNV-1a over the letters (Fowler, Noll, Vo; 64 bits), reduced to a row.
+fn row_of(letters: impl Iterator<Item = char>, rows: usize) -> usize {
+    let hash = letters.fold(0xCBF2_9CE4_8422_2325_u64, |hash, letter| {
+        (hash ^ u64::from(letter)).wrapping_mul(0x0100_0000_01B3)
+    });
+    let spread = u128::from(hash) * (rows as u128) >> 64;
+    usize::try_from(spread).unwrap_or(0)
+}
+
+/// Seeded random numbers: splitmix64 (Steele, Lea, Flood 2014).
+#[derive(Debug)]
+pub struct Chance(pub u64);
+
+impl Chance {
+    /// The next 64 random bits.
+    pub fn bits(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        mixed ^ (mixed >> 31)
+    }
+
+    fn between_minus_one_and_one(&mut self) -> f32 {
+        let part = u16::try_from(self.bits() >> 48).unwrap_or(0);
+        f32::from(part) / f32::from(u16::MAX) * 2.0 - 1.0
+    }
+}

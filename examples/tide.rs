@@ -1,0 +1,203 @@
+//! The tide: a real service's memory rises under load and goes back down, in one command.
+//!
+//! It starts the proxy in this process, drives HTTP load with real text through it, and shows the
+//! memory of heap and device while it does; then the same in a child process with jemalloc's
+//! defaults, and a short burst at half of the limit. At the end stand a table and the bounds that
+//! must hold; it fails if one does not. It takes at most 90 seconds.
+#![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
+#![expect(clippy::disallowed_methods, reason = "it measures real time")]
+
+#[path = "proxy/app.rs"]
+mod app;
+#[path = "tide/cgroup.rs"]
+mod cgroup;
+#[path = "proxy/embed.rs"]
+mod embed;
+#[path = "proxy/forward.rs"]
+mod forward;
+#[path = "tide/load.rs"]
+mod load;
+#[path = "proxy/model.rs"]
+mod model;
+#[path = "tide/picture.rs"]
+mod picture;
+#[path = "tide/report.rs"]
+mod report;
+#[path = "tide/run.rs"]
+mod run;
+#[path = "proxy/upstream.rs"]
+mod upstream;
+
+use std::io::{BufRead as _, BufReader};
+use std::path::PathBuf;
+use std::process::{Command, ExitCode, Stdio};
+use std::time::Duration;
+
+use clap::Parser;
+use lowtide::{BoxError, ByteSize};
+
+use crate::load::Corpus;
+use crate::picture::{Picture, Scene};
+use crate::run::{Glimpse, Kind, Outcome, Plan};
+
+#[global_allocator]
+static HEAP: lowtide::host::Heap = lowtide::host::Heap;
+
+#[derive(Clone, Debug, Parser)]
+#[command(about = "Watch a service's memory rise under load and go back down")]
+struct Cli {
+    /// Text to send: files, or folders of .md, .txt and .rs files. Default: this project's own.
+    #[arg(long)]
+    input: Vec<PathBuf>,
+    /// The memory limit of the service.
+    #[arg(long, default_value = "1536m")]
+    limit: ByteSize,
+    /// Connections at once.
+    #[arg(long, default_value_t = 56)]
+    connections: usize,
+    /// Text in one request.
+    #[arg(long, default_value = "1m")]
+    text: ByteSize,
+    /// Size of the model's weights.
+    #[arg(long, default_value = "64m")]
+    weights: ByteSize,
+    /// Seed of load and weights.
+    #[arg(long, default_value_t = 7)]
+    seed: u64,
+    /// Run only this, and print it as lines of JSON.
+    #[arg(long, hide = true)]
+    only: Option<Kind>,
+}
+
+impl Cli {
+    fn plan(&self, kind: Kind) -> Plan {
+        Plan {
+            kind,
+            limit: self.limit,
+            connections: self.connections.max(1),
+            text_bytes: self.text.as_usize().unwrap_or(usize::MAX).max(1),
+            weights: self.weights,
+            seed: self.seed,
+        }
+    }
+
+    fn inputs(&self) -> Vec<PathBuf> {
+        if !self.input.is_empty() {
+            return self.input.clone();
+        }
+        let home = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
+        ["README.md", "docs", "src", "examples"].map(|part| home.join(part)).into()
+    }
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let done = match cli.only {
+        Some(kind) => child(&cli, kind).map(|()| true),
+        None => parent(&cli),
+    };
+    match done {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("tide: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Runs everything; whether all bounds hold.
+fn parent(cli: &Cli) -> Result<bool, BoxError> {
+    println!(
+        "a proxy under load: {} connections, {} of text each, a model of {}, limit {}\n",
+        cli.connections, cli.text, cli.weights, cli.limit
+    );
+    let managed = {
+        let mut show = shower(Kind::Managed);
+        execute(cli, Kind::Managed, move |glimpse| show(glimpse))?
+    };
+    let twin = spawn(cli, Kind::Defaults)?;
+    let half = spawn(cli, Kind::Half)?;
+    println!("\n{}", report::table(&managed, &twin));
+    let bounds = report::bounds(&managed, &twin, &half);
+    println!("must hold");
+    for bound in &bounds {
+        let word = if bound.holds { "ok    " } else { "FAILED" };
+        println!("  {word}  {}: {}", bound.what, bound.measured);
+    }
+    Ok(bounds.iter().all(|bound| bound.holds))
+}
+
+/// One run in this process.
+fn execute(
+    cli: &Cli,
+    kind: Kind,
+    show: impl FnMut(&Glimpse) + Send + 'static,
+) -> Result<Outcome, BoxError> {
+    let corpus = Corpus::read(&cli.inputs())?;
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    runtime.block_on(run::run(&cli.plan(kind), &corpus, show))
+}
+
+/// One run in this process, for a parent that reads lines of JSON.
+fn child(cli: &Cli, kind: Kind) -> Result<(), BoxError> {
+    let print = |name: &str, value: serde_json::Result<String>| {
+        if let Ok(value) = value {
+            println!("{name} {value}");
+        }
+    };
+    let outcome =
+        execute(cli, kind, move |glimpse| print("glimpse", serde_json::to_string(glimpse)))?;
+    print("outcome", serde_json::to_string(&outcome));
+    Ok(())
+}
+
+/// One run in a process of its own, which nothing of this one has warmed.
+fn spawn(cli: &Cli, kind: Kind) -> Result<Outcome, BoxError> {
+    let plan = cli.plan(kind);
+    let name = match kind {
+        Kind::Managed => "managed",
+        Kind::Defaults => "defaults",
+        Kind::Half => "half",
+    };
+    let mut command = Command::new(std::env::current_exe()?);
+    command
+        .args(["--only", name, "--limit", &plan.limit.exact(), "--text", &cli.text.exact()])
+        .args(["--connections", &plan.connections.to_string()])
+        .args(["--weights", &plan.weights.exact(), "--seed", &plan.seed.to_string()])
+        .stdout(Stdio::piped());
+    for input in &cli.input {
+        command.arg("--input").arg(input);
+    }
+    let mut child = command.spawn()?;
+    let mut show = shower(kind);
+    let mut outcome = None;
+    for line in BufReader::new(child.stdout.take().ok_or("no pipe to the child")?).lines() {
+        let line = line?;
+        if let Some(glimpse) = line.strip_prefix("glimpse ") {
+            show(&serde_json::from_str(glimpse)?);
+        } else if let Some(found) = line.strip_prefix("outcome ") {
+            outcome = Some(serde_json::from_str(found)?);
+        }
+    }
+    let status = child.wait()?;
+    outcome.ok_or_else(|| format!("the run with {} ended with {status}", kind.title()).into())
+}
+
+/// Shows the glimpses of a run.
+fn shower(kind: Kind) -> impl FnMut(&Glimpse) + Send + 'static {
+    let mut picture = Picture::new();
+    move |glimpse| {
+        let water = &glimpse.water;
+        let title = format!("{}: {}", kind.title(), glimpse.stage);
+        picture.show(&Scene {
+            title: &title,
+            progress: glimpse.seconds / kind.lasts().as_secs_f64(),
+            elapsed: Duration::from_secs_f64(glimpse.seconds),
+            heap: (ByteSize::new(water.heap_live), ByteSize::new(water.heap_retained())),
+            device: (ByteSize::new(water.device_live), ByteSize::new(water.device_retained())),
+            rss: ByteSize::new(water.rss),
+            note: format!("answers {}  pressure {}", glimpse.answered, glimpse.level),
+        });
+    }
+}

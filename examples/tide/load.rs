@@ -1,0 +1,253 @@
+//! Load: real HTTP requests with real text, from a fixed number of connections at once.
+//!
+//! Closed loop: each connection sends its next request when it has read the answer to the last
+//! one. Texts are cut from a corpus at seeded places and shared, not copied, so that the client
+//! itself weighs next to nothing. Every answer is read to its end and counted by its status.
+
+use std::collections::BTreeMap;
+use std::convert::Infallible;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use futures_util::stream;
+use http_body_util::combinators::BoxBody;
+use http_body_util::{BodyExt as _, Full, StreamBody};
+use hyper::body::Frame;
+use hyper::header::{CONTENT_LENGTH, CONTENT_TYPE, RETRY_AFTER};
+use hyper::{Method, Request, StatusCode};
+use hyper_util::client::legacy::Client;
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::TokioExecutor;
+
+use crate::model::Chance;
+
+type Body = BoxBody<Bytes, Infallible>;
+
+/// Text to send.
+#[derive(Clone, Debug)]
+pub struct Corpus(Bytes);
+
+impl Corpus {
+    /// The text of these files, and of the text files in these folders (not deeper).
+    pub fn read(inputs: &[PathBuf]) -> Result<Self, String> {
+        let mut text = String::new();
+        for input in inputs {
+            let fault = |error| format!("{}: {error}", input.display());
+            for file in files_of(input).map_err(fault)? {
+                let part = std::fs::read(&file).map_err(fault)?;
+                text.push_str(&String::from_utf8_lossy(&part));
+                text.push('\n');
+            }
+        }
+        if text.split_whitespace().nth(99).is_none() {
+            return Err(format!("{inputs:?} hold fewer than 100 words: name files with more text"));
+        }
+        Ok(Self(text.into()))
+    }
+
+    /// About `size` bytes of text from a random place, as shared pieces; it begins and ends at a
+    /// space, so that it is whole words and whole letters.
+    fn cut(&self, size: usize, chance: &mut Chance) -> Vec<Bytes> {
+        let mut pieces = Vec::new();
+        let mut left = size;
+        while left > 0 {
+            let span = left.min(PIECE).min(self.0.len());
+            let last = (self.0.len() - span) as u64;
+            let from = self.space_from(usize::try_from(chance.bits() % (last + 1)).unwrap_or(0));
+            let to = self.space_from((from + span).min(self.0.len()));
+            if to > from {
+                pieces.push(self.0.slice(from..to));
+            }
+            left -= span;
+        }
+        pieces
+    }
+
+    /// The first space at or after this place, or the end.
+    fn space_from(&self, at: usize) -> usize {
+        let rest = self.0[at..].iter().position(u8::is_ascii_whitespace);
+        rest.map_or(self.0.len(), |more| at + more)
+    }
+}
+
+const PIECE: usize = 64 << 10;
+
+fn files_of(input: &Path) -> std::io::Result<Vec<PathBuf>> {
+    if !input.is_dir() {
+        return Ok(vec![input.to_owned()]);
+    }
+    let text = |path: &PathBuf| {
+        path.extension().is_some_and(|end| ["md", "txt", "rs"].iter().any(|known| end == *known))
+    };
+    let entries = std::fs::read_dir(input)?.map(|entry| entry.map(|entry| entry.path()));
+    let mut files: Vec<PathBuf> = entries.collect::<Result<_, _>>()?;
+    files.retain(text);
+    files.sort();
+    Ok(files)
+}
+
+/// What a burst sends.
+#[derive(Clone, Copy, Debug)]
+pub struct Burst {
+    /// How long it lasts; what is under way then is read to its end.
+    pub lasts: Duration,
+    /// Connections at once.
+    pub connections: usize,
+    /// Bytes of text in a request to the text service.
+    pub text_bytes: usize,
+    /// Whether every eighth request asks for embeddings.
+    pub with_model: bool,
+    /// Seed of the places at which texts are cut.
+    pub seed: u64,
+}
+
+/// What came back.
+#[derive(Clone, Debug, Default)]
+pub struct Tally {
+    /// Answers with a 2xx status.
+    pub ok: u64,
+    /// Answers 503 with a Retry-After.
+    pub shed: u64,
+    /// Anything else, by what it was.
+    pub other: BTreeMap<String, u64>,
+    /// How long each answer took to be read to its end, in milliseconds; sorted.
+    pub millis: Vec<f64>,
+}
+
+impl Tally {
+    /// The latency below which this part of the answers lies, in milliseconds; 0 without any.
+    pub fn quantile(&self, part: f64) -> f64 {
+        let last = self.millis.len().saturating_sub(1);
+        #[expect(
+            clippy::cast_possible_truncation,
+            clippy::cast_precision_loss,
+            clippy::cast_sign_loss,
+            reason = "an index below the length"
+        )]
+        let at = (last as f64 * part.clamp(0.0, 1.0)) as usize;
+        self.millis.get(at).copied().unwrap_or(0.0)
+    }
+
+    fn add(&mut self, other: Self) {
+        self.ok += other.ok;
+        self.shed += other.shed;
+        for (what, count) in other.other {
+            *self.other.entry(what).or_default() += count;
+        }
+        self.millis.extend(other.millis);
+        self.millis.sort_unstable_by(f64::total_cmp);
+    }
+}
+
+/// Runs a burst against the proxy; `answered` counts answers as they come.
+pub async fn run(to: SocketAddr, corpus: &Corpus, burst: Burst, answered: Arc<AtomicU64>) -> Tally {
+    let client: Client<HttpConnector, Body> = Client::builder(TokioExecutor::new()).build_http();
+    let end = Instant::now() + burst.lasts;
+    let connections: Vec<_> = (0..burst.connections)
+        .map(|number| {
+            let (client, corpus, answered) = (client.clone(), corpus.clone(), answered.clone());
+            tokio::spawn(async move {
+                let mut tally = Tally::default();
+                let mut chance = Chance(burst.seed ^ ((number as u64) << 32));
+                for turn in number.. {
+                    if Instant::now() >= end {
+                        break;
+                    }
+                    let embed = burst.with_model && turn % 8 == 0;
+                    let request = if embed {
+                        embed_request(to, &corpus, &mut chance)
+                    } else {
+                        words_request(to, &corpus, burst.text_bytes, &mut chance)
+                    };
+                    one(&client, request, &mut tally).await;
+                    answered.fetch_add(1, Ordering::Relaxed);
+                }
+                tally
+            })
+        })
+        .collect();
+    let mut all = Tally::default();
+    for connection in connections {
+        match connection.await {
+            Ok(tally) => all.add(tally),
+            Err(error) => *all.other.entry(format!("client: {error}")).or_default() += 1,
+        }
+    }
+    all
+}
+
+async fn one(client: &Client<HttpConnector, Body>, request: Request<Body>, tally: &mut Tally) {
+    let start = Instant::now();
+    let what = match client.request(request).await {
+        Ok(answer) => {
+            let status = answer.status();
+            let retry_after = answer.headers().contains_key(RETRY_AFTER);
+            let mut body = answer.into_body();
+            let mut whole = true;
+            while let Some(frame) = body.frame().await {
+                whole &= frame.is_ok();
+            }
+            match status {
+                _ if !whole => "cut off".to_owned(),
+                status if status.is_success() => {
+                    tally.ok += 1;
+                    tally.millis.push(start.elapsed().as_secs_f64() * 1e3);
+                    return;
+                }
+                StatusCode::SERVICE_UNAVAILABLE if retry_after => {
+                    tally.shed += 1;
+                    // As a polite client would, though sooner than asked to.
+                    tokio::time::sleep(Duration::from_millis(100)).await;
+                    return;
+                }
+                status => status.to_string(),
+            }
+        }
+        Err(error) => error.to_string(),
+    };
+    *tally.other.entry(what).or_default() += 1;
+}
+
+fn words_request(
+    to: SocketAddr,
+    corpus: &Corpus,
+    size: usize,
+    chance: &mut Chance,
+) -> Request<Body> {
+    let pieces = corpus.cut(size, chance);
+    let length: usize = pieces.iter().map(Bytes::len).sum();
+    let frames = pieces.into_iter().map(|piece| Ok::<_, Infallible>(Frame::data(piece)));
+    request(to, "/words", "text/plain", length, StreamBody::new(stream::iter(frames)).boxed())
+}
+
+fn embed_request(to: SocketAddr, corpus: &Corpus, chance: &mut Chance) -> Request<Body> {
+    let texts: Vec<String> = (0..4)
+        .map(|_| {
+            let pieces = corpus.cut(2048, chance);
+            String::from_utf8_lossy(&pieces.concat()).into_owned()
+        })
+        .collect();
+    let body = serde_json::json!({ "texts": texts }).to_string();
+    let length = body.len();
+    request(to, "/embed", "application/json", length, Full::from(body).boxed())
+}
+
+fn request(
+    to: SocketAddr,
+    path: &str,
+    kind: &'static str,
+    length: usize,
+    body: Body,
+) -> Request<Body> {
+    Request::builder()
+        .method(Method::POST)
+        .uri(format!("http://{to}{path}"))
+        .header(CONTENT_TYPE, kind)
+        .header(CONTENT_LENGTH, length)
+        .body(body)
+        .unwrap_or_else(|error| unreachable!("a request of fixed parts: {error}"))
+}

@@ -1,0 +1,134 @@
+//! The live picture: bars of live against retained memory, redrawn in place on a terminal.
+//!
+//! Where the output is no terminal it prints a plain line every two seconds instead. It only
+//! shows; it measures nothing.
+
+use std::fmt::Write as _;
+use std::io::{IsTerminal as _, Write as _};
+use std::time::Duration;
+
+use lowtide::ByteSize;
+
+/// Characters in a full bar.
+const BAR: usize = 48;
+/// Between two plain lines.
+const PLAIN_EVERY: Duration = Duration::from_secs(2);
+
+/// What is shown at one instant.
+#[derive(Clone, Debug)]
+pub struct Scene<'a> {
+    /// The run and the stage in it.
+    pub title: &'a str,
+    /// How far the whole run has come, from 0 to 1.
+    pub progress: f64,
+    /// Time since the start of the run.
+    pub elapsed: Duration,
+    /// Live and retained bytes of the heap.
+    pub heap: (ByteSize, ByteSize),
+    /// Live and retained bytes of the device.
+    pub device: (ByteSize, ByteSize),
+    /// What the process holds, as the kernel says.
+    pub rss: ByteSize,
+    /// What stands behind the stage's answers: counts, level.
+    pub note: String,
+}
+
+/// Where the scenes are shown.
+#[derive(Debug)]
+pub struct Picture {
+    terminal: bool,
+    /// Lines of the last drawing, to be drawn over.
+    lines: usize,
+    /// The amount that fills a bar; only grows.
+    full: ByteSize,
+    last_plain: Option<Duration>,
+}
+
+impl Picture {
+    /// A picture on the standard output; drawn if that is a terminal, in plain lines otherwise.
+    pub fn new() -> Self {
+        let terminal = std::io::stdout().is_terminal();
+        Self { terminal, lines: 0, full: ByteSize::mib(64), last_plain: None }
+    }
+
+    /// Shows one scene.
+    pub fn show(&mut self, scene: &Scene<'_>) {
+        for (live, retained) in [scene.heap, scene.device] {
+            self.full = self.full.max(live.saturating_add(retained));
+        }
+        let text = if self.terminal { self.drawn(scene) } else { self.plain(scene) };
+        let mut out = std::io::stdout().lock();
+        // A closed pipe ends the showing, not the run.
+        let _ = out.write_all(text.as_bytes());
+        let _ = out.flush();
+    }
+
+    pub fn keep(&mut self) {
+        self.lines = 0;
+        self.last_plain = None;
+    }
+
+    fn plain(&mut self, scene: &Scene<'_>) -> String {
+        let due = self.last_plain.is_none_or(|last| scene.elapsed >= last + PLAIN_EVERY);
+        if !due {
+            return String::new();
+        }
+        self.last_plain = Some(scene.elapsed);
+        format!(
+            "{:5.1} s  {:<34} heap live {:>10} retained {:>10}  device live {:>10} retained {:>10}  \
+             rss {:>10}  {}\n",
+            scene.elapsed.as_secs_f64(),
+            scene.title,
+            scene.heap.0.to_string(),
+            scene.heap.1.to_string(),
+            scene.device.0.to_string(),
+            scene.device.1.to_string(),
+            scene.rss.to_string(),
+            scene.note,
+        )
+    }
+
+    fn drawn(&mut self, scene: &Scene<'_>) -> String {
+        let mut text = String::new();
+        if self.lines > 0 {
+            let _ = write!(text, "\x1b[{}A", self.lines);
+        }
+        let done = cells(scene.progress, BAR);
+        let mut line = |content: &str| {
+            let _ = writeln!(text, "\r\x1b[2K{content}");
+        };
+        line(&format!("\x1b[1m{}\x1b[0m  {:.0} s", scene.title, scene.elapsed.as_secs_f64()));
+        line(&format!("  run    {}{}", "━".repeat(done), "╌".repeat(BAR - done)));
+        for (name, (live, retained)) in [("heap  ", scene.heap), ("device", scene.device)] {
+            let bar = self.bar(live, retained);
+            line(&format!("  {name} {bar}  live {live:>10}  retained {retained:>10}"));
+        }
+        line(&format!("  rss {}   {}", scene.rss, scene.note));
+        line("         \x1b[36m█\x1b[0m live  \x1b[33m▒\x1b[0m retained (kept, needed by nobody)");
+        self.lines = 6;
+        text
+    }
+
+    fn bar(&self, live: ByteSize, retained: ByteSize) -> String {
+        let part = |size: ByteSize| size.as_f64() / self.full.as_f64();
+        let lives = cells(part(live), BAR);
+        let both = cells(part(live.saturating_add(retained)), BAR).max(lives);
+        format!(
+            "\x1b[36m{}\x1b[33m{}\x1b[0m{}",
+            "█".repeat(lives),
+            "▒".repeat(both - lives),
+            "·".repeat(BAR - both)
+        )
+    }
+}
+
+/// How many of `all` cells this part fills.
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_precision_loss,
+    clippy::cast_sign_loss,
+    reason = "held between 0 and a few dozen"
+)]
+fn cells(part: f64, all: usize) -> usize {
+    ((part.clamp(0.0, 1.0) * all as f64).round() as usize).min(all)
+}

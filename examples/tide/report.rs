@@ -1,0 +1,140 @@
+//! The report: the table of stages beside the twin's, and the bounds that must hold.
+//!
+//! Every bound is printed with what was measured, held or not.
+
+use std::fmt::Write as _;
+
+use lowtide::ByteSize;
+
+use crate::run::{Outcome, Row, stage};
+
+const LIVE_PEAK_MIN: u64 = 256 << 20;
+const LIVE_RISE_MIN: u64 = 8;
+const TWIN_PART: u64 = 3;
+const RETURN_BYTES: u64 = 8 << 20;
+const REGIONS: u64 = 2;
+
+/// One bound.
+#[derive(Debug)]
+pub struct Bound {
+    /// Whether it holds.
+    pub holds: bool,
+    /// What must hold.
+    pub what: String,
+    /// What was measured.
+    pub measured: String,
+}
+
+/// Every bound, measured.
+pub fn bounds(managed: &Outcome, twin: &Outcome, half: &Outcome) -> Vec<Bound> {
+    let mut bounds = Vec::new();
+    let mut bound = |holds: Option<bool>, what: String, measured: String| {
+        bounds.push(Bound { holds: holds.unwrap_or(false), what, measured });
+    };
+    let water = |outcome: &Outcome, stage: &str| outcome.row(stage).map(|row| row.water);
+    let show = |bytes: Option<u64>| bytes.map_or("no figure".to_owned(), |b| size(b));
+
+    let peak = water(managed, stage::BURST).map(|water| water.heap_live);
+    let idle = water(managed, stage::QUIET_10);
+    let idle_live = idle.map(|water| water.heap_live);
+    bound(
+        peak.map(|peak| peak >= LIVE_PEAK_MIN),
+        format!("live heap at peak >= {}", size(LIVE_PEAK_MIN)),
+        show(peak),
+    );
+    bound(
+        peak.zip(idle_live).map(|(peak, idle)| peak >= LIVE_RISE_MIN * idle),
+        format!("live heap at peak >= {LIVE_RISE_MIN} x idle"),
+        format!("{} against {} idle", show(peak), show(idle_live)),
+    );
+    let ours = idle.map(|water| water.heap_retained());
+    let theirs = water(twin, stage::QUIET_10).map(|water| water.heap_retained());
+    bound(
+        ours.zip(theirs).map(|(ours, theirs)| ours <= theirs / TWIN_PART),
+        format!("heap retained at +10 s <= 1/{TWIN_PART} of jemalloc's defaults"),
+        format!("{} against {}", show(ours), show(theirs)),
+    );
+    let kept = idle.map(|water| water.device_retained());
+    bound(
+        kept.map(|kept| kept <= REGIONS * managed.granule),
+        format!(
+            "device committed back to live within {REGIONS} granules of {}",
+            size(managed.granule)
+        ),
+        format!("{} retained over {} live", show(kept), show(idle.map(|water| water.device_live))),
+    );
+    let gone = water(managed, stage::UNLOADED);
+    bound(
+        gone.map(|water| water.device_committed == 0),
+        "device committed after unload = 0".to_owned(),
+        show(gone.map(|water| water.device_committed)),
+    );
+    let warm = water(managed, stage::WARM).map(|water| water.charged);
+    let end = gone.map(|water| water.charged);
+    let room = warm.map(|warm| RETURN_BYTES.max(warm / 20));
+    bound(
+        end.zip(warm).zip(room).map(|((end, warm), room)| end <= warm + room),
+        format!("charged after unload <= warm-up's end + {}", show(room)),
+        format!("{} against {} ({})", show(end), show(warm), managed.charged_from),
+    );
+    let [ok, shed, other] = managed.answers();
+    bound(
+        Some(ok > 0 && shed == 0 && other == 0),
+        "only 2xx at the limit".to_owned(),
+        format!("{ok} of 2xx, {shed} of 503, {other} others {:?}", managed.other),
+    );
+    let [ok, shed, other] = half.answers();
+    bound(
+        Some(ok > 0 && shed > 0 && other == 0),
+        "at half of it: 503 with Retry-After, and nothing else beside 2xx".to_owned(),
+        format!("{ok} of 2xx, {shed} of 503, {other} others {:?}", half.other),
+    );
+    bounds
+}
+
+/// The stages of both runs, one above the other.
+pub fn table(managed: &Outcome, twin: &Outcome) -> String {
+    let mut text = format!(
+        "{:<32}{:>10}{:>10}{:>10}{:>10} |{:>10}{:>10}{:>10} |{:>9}{:>9}{:>8}\n",
+        "stage",
+        "rss",
+        "resident",
+        "live",
+        "retained",
+        "live",
+        "committed",
+        "retained",
+        "p50 ms",
+        "p99 ms",
+        "answers"
+    );
+    let _ = writeln!(text, "{:<32}{:^40} |{:^30} |", "", "heap", "device");
+    for (name, outcome) in [("lowtide", managed), ("jemalloc's defaults", twin)] {
+        let _ = writeln!(text, "{name}");
+        for row in &outcome.rows {
+            line(&mut text, row);
+        }
+    }
+    text
+}
+
+fn line(text: &mut String, row: &Row) {
+    let water = &row.water;
+    let _ = write!(text, "  {:<30}", row.stage);
+    for bytes in [water.rss, water.resident, water.heap_live, water.heap_retained()] {
+        let _ = write!(text, "{:>10}", size(bytes));
+    }
+    text.push_str(" |");
+    for bytes in [water.device_live, water.device_committed, water.device_retained()] {
+        let _ = write!(text, "{:>10}", size(bytes));
+    }
+    text.push_str(" |");
+    if let (Some([p50, p99]), Some(answers)) = (row.latency, row.answers) {
+        let _ = write!(text, "{p50:>9.0}{p99:>9.0}{:>8}", answers.iter().sum::<u64>());
+    }
+    text.push('\n');
+}
+
+fn size(bytes: u64) -> String {
+    ByteSize::new(bytes).to_string()
+}

@@ -1,0 +1,366 @@
+//! One run of the tide: the proxy, the load on it, and what its memory is at each stage.
+//!
+//! The same stages for the managed run and for its twin with jemalloc's defaults, with the same
+//! seed; only what manages the memory differs. It judges nothing: that is the report's.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use lowtide::control::Signals;
+use lowtide::host::HeapProbe;
+use lowtide::{BoxError, ByteSize, Memory};
+use serde::{Deserialize, Serialize};
+
+use crate::app::{self, Running};
+use crate::cgroup::OwnCgroup;
+use crate::load::{self, Burst, Corpus, Tally};
+
+const WARM_UP: Duration = Duration::from_secs(4);
+const QUIET: Duration = Duration::from_secs(4);
+const BURST: Duration = Duration::from_secs(6);
+const HALF_BURST: Duration = Duration::from_secs(4);
+/// Idle time of the model: after the last figure of the quiet stage.
+const IDLE_UNLOAD: Duration = Duration::from_secs(12);
+/// The unload is waited for until this long after the model was last used.
+const UNLOAD_PATIENCE: Duration = Duration::from_secs(20);
+/// What follows an unload: decay of its granules, purge of its traces in the heap.
+const AFTER_UNLOAD: Duration = Duration::from_secs(3);
+/// How often memory is looked at.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+
+/// Which run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
+pub enum Kind {
+    /// lowtide manages the memory, under the limit.
+    Managed,
+    /// The same program and load with jemalloc's defaults, nothing managed.
+    Defaults,
+    /// lowtide under half of the limit: a short burst that does not fit.
+    Half,
+}
+
+impl Kind {
+    /// What the picture calls it.
+    pub fn title(self) -> &'static str {
+        match self {
+            Self::Managed => "lowtide",
+            Self::Defaults => "jemalloc's defaults",
+            Self::Half => "lowtide at half the limit",
+        }
+    }
+
+    /// About how long it takes.
+    pub fn lasts(self) -> Duration {
+        match self {
+            Self::Managed => WARM_UP + QUIET + BURST + IDLE_UNLOAD + AFTER_UNLOAD,
+            Self::Defaults => WARM_UP + QUIET + BURST + Duration::from_secs(10),
+            Self::Half => HALF_BURST,
+        }
+    }
+}
+
+/// What a run is given.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// Which run.
+    pub kind: Kind,
+    /// The limit of the managed run.
+    pub limit: ByteSize,
+    /// Connections at once.
+    pub connections: usize,
+    /// Bytes of text in a request.
+    pub text_bytes: usize,
+    /// Size of the model's weights.
+    pub weights: ByteSize,
+    /// Seed of load and weights.
+    pub seed: u64,
+}
+
+/// Memory at one instant, in bytes.
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
+pub struct Water {
+    /// The process's resident set.
+    pub rss: u64,
+    /// Anonymous and shared memory, as the kernel charges it.
+    pub charged: u64,
+    /// The heap: resident and live.
+    pub resident: u64,
+    /// Live bytes of the heap.
+    pub heap_live: u64,
+    /// Live bytes of the device.
+    pub device_live: u64,
+    /// Committed bytes of the device.
+    pub device_committed: u64,
+}
+
+impl Water {
+    /// What the heap keeps beyond what is live.
+    pub fn heap_retained(&self) -> u64 {
+        self.resident.saturating_sub(self.heap_live)
+    }
+
+    /// What the device arena keeps beyond what is live.
+    pub fn device_retained(&self) -> u64 {
+        self.device_committed.saturating_sub(self.device_live)
+    }
+}
+
+/// A stage's row in the table.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Row {
+    /// What the stage is called.
+    pub stage: String,
+    /// Memory at its end; in a burst, at the heap's peak.
+    pub water: Water,
+    /// Answers 2xx, 503 with Retry-After, and others.
+    pub answers: Option<[u64; 3]>,
+    /// Median and 99th percentile of the latency, in milliseconds.
+    pub latency: Option<[f64; 2]>,
+}
+
+/// What came of a run.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct Outcome {
+    /// The stages in order.
+    pub rows: Vec<Row>,
+    /// Answers that were neither 2xx nor 503 with Retry-After, by what they were.
+    pub other: Vec<(String, u64)>,
+    /// Whose memory `charged` is: the run's own cgroup, or the process's pages and why.
+    pub charged_from: String,
+    /// The device's granule, in bytes.
+    pub granule: u64,
+}
+
+impl Outcome {
+    /// The row of this stage.
+    pub fn row(&self, stage: &str) -> Option<&Row> {
+        self.rows.iter().find(|row| row.stage == stage)
+    }
+
+    /// All answers of the run: 2xx, 503 with Retry-After, others.
+    pub fn answers(&self) -> [u64; 3] {
+        let each = self.rows.iter().filter_map(|row| row.answers);
+        each.fold([0; 3], |[a, b, c], [x, y, z]| [a + x, b + y, c + z])
+    }
+}
+
+/// Names of the stages.
+pub mod stage {
+    /// Before any load.
+    pub const START: &str = "start";
+    /// Load without the model, at the heap's peak.
+    pub const WARM_UP: &str = "burst without the model (peak)";
+    /// Quiet after it.
+    pub const WARM: &str = "quiet after warm-up";
+    /// Load with the model, at the heap's peak.
+    pub const BURST: &str = "burst with the model (peak)";
+    /// A second after it.
+    pub const QUIET_1: &str = "quiet, +1 s";
+    /// Ten seconds after it.
+    pub const QUIET_10: &str = "quiet, +10 s";
+    /// After the model was unloaded.
+    pub const UNLOADED: &str = "idle, model unloaded";
+}
+
+/// Something to be shown while a run goes on.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Glimpse {
+    /// The stage under way.
+    pub stage: String,
+    /// Seconds since the start of the run.
+    pub seconds: f64,
+    /// Memory now.
+    pub water: Water,
+    /// Answers so far.
+    pub answered: u64,
+    /// The pressure level, where anyone measures it.
+    pub level: String,
+}
+
+/// Runs the plan; `show` is called ten times a second.
+pub async fn run(
+    plan: &Plan,
+    corpus: &Corpus,
+    mut show: impl FnMut(&Glimpse) + Send + 'static,
+) -> Result<Outcome, BoxError> {
+    let own = OwnCgroup::enter(None);
+    let memory = manage(plan)?;
+    let options = app::Options {
+        weights: plan.weights,
+        seed: plan.seed,
+        idle_unload: Some(IDLE_UNLOAD),
+        ..app::Options::default()
+    };
+    let running = app::start(options, memory.clone(), String::new).await?;
+    let mut gauge = Gauge {
+        heap: HeapProbe::new()?,
+        signals: Signals::open(),
+        running,
+        memory: memory.clone(),
+        start: Instant::now(),
+        answered: Arc::default(),
+        outcome: Outcome {
+            charged_from: match &own {
+                Ok(_) => "the run's own memory cgroup".to_owned(),
+                Err(cause) => format!("the process's own pages ({cause})"),
+            },
+            ..Outcome::default()
+        },
+    };
+    gauge.outcome.granule = gauge.running.arena.capabilities().granularity.get();
+    match plan.kind {
+        Kind::Half => {
+            gauge.burst(stage::WARM_UP, plan, corpus, HALF_BURST, false, &mut show).await?;
+        }
+        Kind::Managed | Kind::Defaults => tide(&mut gauge, plan, corpus, &mut show).await?,
+    }
+    let Gauge { running, outcome, .. } = gauge;
+    running.stop(Duration::from_secs(2)).await;
+    if let Some(memory) = memory {
+        tokio::task::spawn_blocking(move || memory.shutdown(Duration::from_secs(2))).await?;
+    }
+    Ok(outcome)
+}
+
+/// Starts what manages the memory in this kind of run.
+fn manage(plan: &Plan) -> Result<Option<Memory>, BoxError> {
+    let limit = match plan.kind {
+        Kind::Defaults => return Ok(None),
+        Kind::Managed => plan.limit,
+        Kind::Half => ByteSize::new(plan.limit.get() / 2),
+    };
+    Ok(Some(Memory::builder().memory_limit(limit).start()?))
+}
+
+async fn tide(
+    gauge: &mut Gauge,
+    plan: &Plan,
+    corpus: &Corpus,
+    show: &mut (impl FnMut(&Glimpse) + Send),
+) -> Result<(), BoxError> {
+    gauge.quiet(stage::START, Duration::from_millis(500), show).await?;
+    gauge.burst(stage::WARM_UP, plan, corpus, WARM_UP, false, show).await?;
+    gauge.quiet(stage::WARM, QUIET, show).await?;
+    gauge.burst(stage::BURST, plan, corpus, BURST, true, show).await?;
+    gauge.quiet(stage::QUIET_1, Duration::from_secs(1), show).await?;
+    gauge.quiet(stage::QUIET_10, Duration::from_secs(9), show).await?;
+    if plan.kind == Kind::Managed {
+        let patience = Instant::now() + UNLOAD_PATIENCE;
+        while gauge.running.model.stats().loaded && Instant::now() < patience {
+            gauge.wait(stage::UNLOADED, LOOK_EVERY, &AtomicBool::new(false), show).await?;
+        }
+        gauge.quiet(stage::UNLOADED, AFTER_UNLOAD, show).await?;
+    }
+    Ok(())
+}
+
+struct Gauge {
+    heap: HeapProbe,
+    signals: Signals,
+    running: Running,
+    memory: Option<Memory>,
+    start: Instant,
+    answered: Arc<AtomicU64>,
+    outcome: Outcome,
+}
+
+impl Gauge {
+    fn water(&self) -> Result<Water, BoxError> {
+        let heap = self.heap.snapshot()?;
+        let device = self.running.arena.snapshot();
+        let signal = self.signals.sample();
+        let rss = signal.rss.unwrap_or_default();
+        Ok(Water {
+            rss: rss.get(),
+            charged: signal.charged.or(signal.anon_and_shmem).unwrap_or(rss).get(),
+            resident: heap.resident.get(),
+            heap_live: heap.live.get(),
+            device_live: device.live.get(),
+            device_committed: device.committed.get(),
+        })
+    }
+
+    /// Waits, showing what happens, until `done` or the time is up; gives the highest water.
+    async fn wait(
+        &self,
+        stage: &str,
+        time: Duration,
+        done: &AtomicBool,
+        show: &mut impl FnMut(&Glimpse),
+    ) -> Result<Water, BoxError> {
+        let end = Instant::now() + time;
+        let mut peak = Water::default();
+        while !done.load(Ordering::Acquire) && Instant::now() < end {
+            tokio::time::sleep(LOOK_EVERY.min(end - Instant::now())).await;
+            let water = self.water()?;
+            if water.heap_live >= peak.heap_live {
+                peak = water;
+            }
+            let level = self.memory.as_ref().map(|memory| memory.level().to_string());
+            show(&Glimpse {
+                stage: stage.to_owned(),
+                seconds: self.start.elapsed().as_secs_f64(),
+                water,
+                answered: self.answered.load(Ordering::Relaxed),
+                level: level.unwrap_or_else(|| "not watched".to_owned()),
+            });
+        }
+        Ok(peak)
+    }
+
+    async fn quiet(
+        &mut self,
+        stage: &str,
+        time: Duration,
+        show: &mut impl FnMut(&Glimpse),
+    ) -> Result<(), BoxError> {
+        self.wait(stage, time, &AtomicBool::new(false), show).await?;
+        let water = self.water()?;
+        self.outcome.rows.push(Row {
+            stage: stage.to_owned(),
+            water,
+            answers: None,
+            latency: None,
+        });
+        Ok(())
+    }
+
+    async fn burst(
+        &mut self,
+        stage: &str,
+        plan: &Plan,
+        corpus: &Corpus,
+        lasts: Duration,
+        with_model: bool,
+        show: &mut impl FnMut(&Glimpse),
+    ) -> Result<(), BoxError> {
+        let burst = Burst {
+            lasts,
+            connections: plan.connections,
+            text_bytes: plan.text_bytes,
+            with_model,
+            seed: plan.seed,
+        };
+        let done = Arc::new(AtomicBool::new(false));
+        let load = {
+            let (corpus, done) = (corpus.clone(), Arc::clone(&done));
+            let (to, answered) = (self.running.address, Arc::clone(&self.answered));
+            tokio::spawn(async move {
+                let tally = load::run(to, &corpus, burst, answered).await;
+                done.store(true, Ordering::Release);
+                tally
+            })
+        };
+        let peak = self.wait(stage, lasts * 4, &done, show).await?;
+        let tally: Tally = load.await?;
+        self.outcome.other.extend(tally.other.clone());
+        self.outcome.rows.push(Row {
+            stage: stage.to_owned(),
+            water: peak,
+            answers: Some([tally.ok, tally.shed, tally.other.values().sum()]),
+            latency: Some([tally.quantile(0.5), tally.quantile(0.99)]),
+        });
+        Ok(())
+    }
+}
