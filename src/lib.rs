@@ -21,10 +21,21 @@ pub mod host;
 
 #[cfg(feature = "memory")]
 pub mod config;
+#[cfg(feature = "memory")]
+pub mod memory;
 #[cfg(feature = "metrics")]
 pub mod metrics;
+#[cfg(feature = "service")]
+pub mod service;
 
 pub use bytes::ByteSize;
+#[cfg(feature = "cuda")]
+pub use cudarc;
+#[cfg(feature = "memory")]
+pub use memory::Memory;
+
+/// An error of any kind, as `Box<dyn Error>` that can cross threads.
+pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
 #[cfg(windows)]
 compile_error!("lowtide supports Linux (full) and macOS (heap and host driver); not Windows");

@@ -22,7 +22,7 @@ use super::index::{ALIGN, Request};
 use super::lease::Lease;
 use super::region::{Placed, Region, RegionBooks};
 use super::segment::Segment;
-use super::snapshot::ArenaSnapshot;
+use super::snapshot::{ArenaGlance, ArenaSnapshot};
 use crate::bytes::ByteSize;
 use crate::clock::Clock;
 use crate::decay::Decay;
@@ -202,6 +202,21 @@ impl DeviceArena {
             return ArenaSnapshot::unknown(&shared.name, shared.driver.rung());
         }
         lock(&shared.books).snapshot(&shared.name, shared.driver.rung())
+    }
+
+    /// Committed and idle memory at one instant, for a sampler: no allocation, no driver call, and
+    /// the lock is held for a few additions. Zero in a forked child.
+    #[must_use]
+    pub fn glance(&self) -> ArenaGlance {
+        if self.0.check_here().is_err() {
+            return ArenaGlance::default();
+        }
+        let books = lock(&self.0.books);
+        ArenaGlance {
+            live: ByteSize::new(books.live()),
+            committed: ByteSize::new(books.backed()),
+            idle: ByteSize::new(books.idle()),
+        }
     }
 
     /// What the driver can do.

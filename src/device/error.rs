@@ -95,3 +95,16 @@ pub enum DeviceError {
     #[error(transparent)]
     Driver(#[from] DriverError),
 }
+
+impl DeviceError {
+    /// Whether there was no room: waiting, or giving something back, may help.
+    #[must_use]
+    pub const fn is_out_of_memory(&self) -> bool {
+        matches!(
+            self,
+            Self::OutOfMemory { .. }
+                | Self::OutOfAddresses { .. }
+                | Self::Driver(DriverError::OutOfMemory { .. })
+        )
+    }
+}

@@ -23,11 +23,12 @@ mod snapshot;
 pub use arena::DeviceArena;
 pub use buffer::Buffer;
 pub use config::ArenaConfig;
+pub use driver::host::HostDriver;
 pub use error::DeviceError;
 pub use lease::Lease;
 pub use reclaim::Decayed;
 pub use region::Region;
-pub use snapshot::{AllocFailures, ArenaSnapshot, RegionSnapshot};
+pub use snapshot::{AllocFailures, ArenaGlance, ArenaSnapshot, RegionSnapshot};
 
 #[cfg(test)]
 mod tests;

@@ -61,6 +61,17 @@ pub struct ArenaSnapshot {
     pub regions: [RegionSnapshot; 2],
 }
 
+/// The few figures of an arena that a sampler reads at every tick.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ArenaGlance {
+    /// Blocks held by callers, after rounding.
+    pub live: ByteSize,
+    /// Granules with memory behind them.
+    pub committed: ByteSize,
+    /// Granules with memory behind them that no block touches.
+    pub idle: ByteSize,
+}
+
 impl ArenaSnapshot {
     /// An arena of which nothing is known but its name, in a forked child.
     pub(super) fn unknown(name: &str, rung: Rung) -> Self {

@@ -5,3 +5,6 @@
 //! the application's recorder, or outlived by an idle timeout, would be lost silently.
 
 pub mod names;
+#[cfg(feature = "prometheus")]
+pub mod prometheus;
+pub mod record;

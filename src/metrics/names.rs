@@ -124,7 +124,7 @@ table! {
         "Blocks freed.";
     DEVICE_ALLOC_FAILURES: Counter "lowtide_device_alloc_failures_total" Count
         ["device", "arena", "reason"]
-        "Allocations refused, by reason (limit, driver, addresses or size).";
+        "Allocations refused, by reason (limit, device, addresses or driver).";
     DEVICE_COMMITS: Counter "lowtide_device_commits_total" Count ["device", "arena"]
         "Driver calls that committed memory.";
     DEVICE_DECOMMITS: Counter "lowtide_device_decommits_total" Count ["device", "arena"]
@@ -144,11 +144,13 @@ table! {
         "The part of physical that a purge of ours gives back.";
     PRESSURE_REQUIRED: Gauge "lowtide_pressure_required_bytes" Bytes []
         "Physical minus purgeable.";
+    PRESSURE_CHARGED: Gauge "lowtide_pressure_charged_bytes" Bytes []
+        "Anonymous and shared memory that the cgroup is charged with; absent without one.";
     PRESSURE_BOOKED: Gauge "lowtide_pressure_booked_bytes" Bytes ["budget"]
         "Bytes of admitted requests and loaded resources, as they were estimated.";
     PRESSURE_ALLOWANCE: Gauge "lowtide_pressure_allowance_bytes" Bytes ["budget"]
         "Up to which amount bytes are booked now.";
-    PRESSURE_MULTIPLIER: Gauge "lowtide_pressure_multiplier_ratio" Count []
+    PRESSURE_MULTIPLIER: Gauge "lowtide_pressure_multiplier_ratio" Count ["budget"]
         "What a booked byte was found to need, in bytes: K of the ledger.";
     PRESSURE_ADMITTED: Counter "lowtide_pressure_admitted_total" Count []
         "Requests admitted.";
@@ -165,15 +167,13 @@ table! {
     RESOURCE_LOADS: Counter "lowtide_resource_loads_total" Count ["resource", "outcome"]
         "Loads, by outcome (ok or failed).";
     RESOURCE_UNLOADS: Counter "lowtide_resource_unloads_total" Count ["resource", "reason"]
-        "Unloads, by reason (idle, pressure, asked, shutdown).";
+        "Unloads, by reason (idle, pressure, manual, shutdown).";
     RESOURCE_LOAD_SECONDS: Gauge "lowtide_resource_last_load_seconds" Seconds ["resource"]
         "How long the last load took.";
     SAMPLER_LAST_RUN: Gauge "lowtide_sampler_last_run_timestamp_seconds" Seconds []
         "When the figures were last taken, in seconds since the Unix epoch.";
     SAMPLER_SECONDS: Histogram "lowtide_sampler_duration_seconds" Seconds []
         "How long taking and publishing the figures took.";
-    SAMPLER_ERRORS: Counter "lowtide_sampler_errors_total" Count ["source"]
-        "Figures that could not be read, by source.";
     BUILD_INFO: Gauge "lowtide_build_info" Count ["version", "profile", "allocator"]
         "Always 1; the labels say what runs.";
 }

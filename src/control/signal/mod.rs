@@ -42,6 +42,20 @@ pub enum LimitSource {
     Unknown,
 }
 
+impl LimitSource {
+    /// Its label in metrics.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Cgroup => "cgroup",
+            Self::High => "high",
+            Self::Machine => "machine",
+            Self::Override => "override",
+            Self::Unknown => "unknown",
+        }
+    }
+}
+
 /// What must not be passed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limit {

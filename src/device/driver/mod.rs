@@ -7,6 +7,8 @@
 //! Invariant: `committed ranges <= reserved ranges`; a byte is accessible iff its granule is
 //! committed.
 
+#[cfg(feature = "cuda")]
+pub mod cuda;
 pub mod host;
 #[cfg(test)]
 pub(crate) mod trial;

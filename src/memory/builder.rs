@@ -1,0 +1,362 @@
+//! Starting a `Memory`: from settings to two running threads, or back to where it was.
+//!
+//! Invariant: a failed start leaves no thread, no claim and no changed setting but jemalloc's decay
+//! times behind.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+
+use crate::bytes::ByteSize;
+use crate::clock::{Bell, Clock, Moment, SystemClock};
+use crate::config::{Config, DeviceChoice, Profile, Settings, env};
+use crate::control::{
+    self, Admission, Budget, Ladder, Maintenance, Resources, Signals, run_control, run_worker,
+};
+use crate::device::driver::Driver;
+use crate::device::driver::host::HostDriver;
+use crate::fork::Birth;
+use crate::host::{self, HeapProbe, HeapSettings};
+use crate::sync::{Mutex, lock};
+
+use super::error::{Note, StartError};
+use super::hands::{Hook, IdleGranules, WorkerHands};
+use super::sensor::MemorySensor;
+use super::shared::{Arenas, Purges, Shared};
+use super::{Inner, Memory, STARTED, Threads};
+
+/// Stack of a thread of ours. Both call little; what they touch of it is a few KiB.
+const STACK: ByteSize = ByteSize::kib(256);
+
+/// How a [`Memory`] is to be.
+///
+/// What the environment says wins over what is set here, and that over the profile.
+#[derive(Default)]
+pub struct Builder {
+    code: Settings,
+    environment: Settings,
+    clock: Option<Arc<dyn Clock>>,
+    hook: Option<Hook>,
+    stack: Option<ByteSize>,
+    signals: Option<Signals>,
+}
+
+macro_rules! setting {
+    ($($(#[$doc:meta])* $name:ident: $kind:ty;)*) => {
+        $($(#[$doc])*
+        #[must_use]
+        pub fn $name(mut self, value: $kind) -> Self {
+            self.code.$name = Some(value);
+            self
+        })*
+    };
+}
+
+impl Builder {
+    setting! {
+        /// What the other settings start from; balanced by default.
+        profile: Profile;
+        /// Host memory that must not be passed; by default the cgroup's limit, or the machine's
+        /// memory. It lowers that limit and never raises it.
+        memory_limit: ByteSize;
+        /// Part of the limit up to which requests are admitted, in (0, 1]; 0.80 by default.
+        ceiling: f64;
+        /// Where device arenas live; the best that works by default.
+        device: DeviceChoice;
+        /// Device memory that each arena must not pass; none by default.
+        device_limit: ByteSize;
+        /// How long idle device memory may stay; as the profile says by default.
+        device_decay: crate::decay::DecayTime;
+        /// How long jemalloc keeps dirty pages; as the profile says by default.
+        heap_decay: crate::decay::DecayTime;
+        /// jemalloc's background threads at most, 0 for none; as the profile says by default.
+        background_threads: u32;
+        /// How often a busy service purges its heap, `None` for only under pressure; as the
+        /// profile says by default.
+        purge_interval: Option<std::time::Duration>;
+        /// Idle time of resources without their own; as the profile says by default.
+        idle_unload: std::time::Duration;
+        /// How often metrics are published; each second by default.
+        metrics_interval: std::time::Duration;
+    }
+
+    /// Takes the `LOWTIDE_*` variables as well; without this call the environment is not read.
+    ///
+    /// # Errors
+    /// [`StartError::Config`] with every unknown variable and every bad value.
+    pub fn with_environment(mut self) -> Result<Self, StartError> {
+        self.environment = env::read()?;
+        Ok(self)
+    }
+
+    /// The clock that everything goes by; the machine's by default.
+    #[must_use]
+    pub fn clock(mut self, clock: Arc<dyn Clock>) -> Self {
+        self.clock = Some(clock);
+        self
+    }
+
+    /// Called on the worker after metrics were published, every five seconds at most: the place
+    /// for the upkeep that an exporter needs.
+    #[must_use]
+    pub fn after_publish(mut self, hook: impl FnMut() + Send + 'static) -> Self {
+        self.hook = Some(Box::new(hook));
+        self
+    }
+
+    /// Other signals than those of this process, for tests.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn signals(mut self, signals: Signals) -> Self {
+        self.signals = Some(signals);
+        self
+    }
+
+    /// Another size of the threads' stacks, for tests.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn stack(mut self, size: ByteSize) -> Self {
+        self.stack = Some(size);
+        self
+    }
+
+    /// Starts it: a few milliseconds at most.
+    ///
+    /// # Errors
+    /// [`StartError`]: one runs already, settings that cannot be used, `cuda` that is not to be
+    /// had, a thread that cannot be started.
+    pub fn start(self) -> Result<Memory, StartError> {
+        let config = Config::resolve(&self.code, &self.environment)?;
+        let taken = STARTED.compare_exchange(false, true, Ordering::AcqRel, Ordering::Acquire);
+        if taken.is_err() {
+            return Err(StartError::AlreadyStarted);
+        }
+        let started = self.start_claimed(config);
+        if started.is_err() {
+            STARTED.store(false, Ordering::Release);
+        }
+        started
+    }
+
+    fn start_claimed(self, config: Config) -> Result<Memory, StartError> {
+        let mut notes = Vec::new();
+        let driver = open_driver(&config, &mut notes)?;
+        let heap = settle_heap(&config, &mut notes);
+        let mut signals = self.signals.unwrap_or_else(Signals::open);
+        if let Some(limit) = config.memory_limit.value {
+            signals = signals.with_limit(limit);
+        }
+        notes.extend(
+            signals
+                .missing()
+                .iter()
+                .map(|missing| Note { about: "signals", text: missing.to_string() }),
+        );
+        let clock = self.clock.unwrap_or_else(|| Arc::new(SystemClock::new()));
+        let (signals, arenas) = (Arc::new(signals), Arenas::default());
+        let host_backed = driver.as_ref().is_none_or(|driver| driver.capabilities().host_backed);
+        let sensor = MemorySensor {
+            clock: Arc::clone(&clock),
+            signals: Arc::clone(&signals),
+            heap,
+            arenas: arenas.clone(),
+            host_backed,
+            device_limit: config.device_limit.value,
+            last: None,
+            refresh_at: Moment::ORIGIN,
+        };
+        let (admission, resources) = (Admission::new(), Resources::new());
+        let joined = Arc::default();
+        let ladder = ladder(&joined, &resources, host_backed);
+        let mut maintenance = Maintenance::new(
+            settings(&config),
+            Box::new(sensor),
+            admission.clone(),
+            resources.clone(),
+            ladder,
+        )?;
+        let shared = Arc::new(Shared {
+            config,
+            clock,
+            birth: Birth::now(),
+            admission,
+            resources,
+            state: maintenance.state(),
+            queue: maintenance.queue(),
+            driver,
+            heap,
+            signals,
+            notes: Mutex::new(Vec::new()),
+            purges: Purges::default(),
+            claimed: AtomicBool::new(true),
+            arenas,
+        });
+        notes.into_iter().for_each(|note| shared.note(note));
+        *lock(&joined) = Some(Arc::clone(&shared));
+        let hands = WorkerHands {
+            shared: Arc::clone(&shared),
+            hook: self.hook,
+            hook_at: Moment::ORIGIN,
+            drives_decay: !host::background_threads_supported(),
+        };
+        let mut worker = maintenance.worker(Box::new(hands));
+        // The first sample is taken here, so that the first request meets a true allowance.
+        let first = maintenance.tick(shared.clock.now());
+        shared.queue.push(first.jobs);
+        let threads = Threads {
+            stop: Arc::default(),
+            bell: Bell::new(),
+            handles: Mutex::new(Vec::with_capacity(2)),
+        };
+        let (stop, bell) = (Arc::clone(&threads.stop), Arc::clone(&threads.bell));
+        let inner = Arc::new(Inner { shared: Arc::clone(&shared), threads });
+        let stack = self.stack.unwrap_or(STACK);
+        let worker_clock = Arc::clone(&shared.clock);
+        inner
+            .threads
+            .spawn("lowtide-worker", stack, move || run_worker(&mut worker, &*worker_clock))?;
+        inner.threads.spawn("lowtide-control", stack, move || {
+            run_control(&mut maintenance, &*shared.clock, &bell, &stop);
+            // Nobody decides any more: the worker ends after what waits.
+            shared.queue.close();
+        })?;
+        let memory = Memory(inner);
+        report(&memory);
+        Ok(memory)
+    }
+}
+
+impl Threads {
+    /// Starts one thread. On failure the caller drops `Inner`, which ends those that run.
+    fn spawn(
+        &self,
+        name: &'static str,
+        stack: ByteSize,
+        run: impl FnOnce() + Send + 'static,
+    ) -> Result<(), StartError> {
+        let stack = stack.as_usize().unwrap_or(usize::MAX);
+        let handle = thread::Builder::new()
+            .name(name.to_owned())
+            .stack_size(stack)
+            .spawn(run)
+            .map_err(|error| StartError::Thread { name, error })?;
+        lock(&self.handles).push(handle);
+        Ok(())
+    }
+}
+
+/// The driver that the configuration asks for; a fallback is noted.
+fn open_driver(
+    config: &Config,
+    notes: &mut Vec<Note>,
+) -> Result<Option<Arc<dyn Driver>>, StartError> {
+    let host = || Some(Arc::new(HostDriver::new()) as Arc<dyn Driver>);
+    match config.device.value {
+        DeviceChoice::None => Ok(None),
+        DeviceChoice::Host => Ok(host()),
+        DeviceChoice::Cuda => Err(StartError::NoCuda { cause: cuda_cause() }),
+        DeviceChoice::Auto => {
+            let text = format!("device arenas lie in host memory: {}", cuda_cause());
+            notes.push(Note { about: "device", text });
+            Ok(host())
+        }
+    }
+}
+
+/// Why there is no CUDA rung.
+#[cfg(feature = "cuda")]
+fn cuda_cause() -> String {
+    let probe = crate::device::driver::cuda::probe();
+    if probe.is_usable() {
+        format!("{probe}, but this version has no CUDA driver of its own yet")
+    } else {
+        probe.to_string()
+    }
+}
+
+/// Why there is no CUDA rung.
+#[cfg(not(feature = "cuda"))]
+fn cuda_cause() -> String {
+    "this build has no CUDA (feature `cuda` is off)".to_owned()
+}
+
+/// Moves the heap's settings, and notes what was not taken over.
+fn settle_heap(config: &Config, notes: &mut Vec<Note>) -> Option<HeapProbe> {
+    let mut note = |text| notes.push(Note { about: "heap", text });
+    if !host::is_global() {
+        note(
+            "jemalloc is not the global allocator, so what Rust allocates is neither measured nor \
+             purged: add `#[global_allocator] static HEAP: lowtide::host::Heap = \
+             lowtide::host::Heap;` to the binary"
+                .to_owned(),
+        );
+    }
+    let threads = config.background_threads.value;
+    let settings = HeapSettings {
+        dirty_decay: config.heap_decay.value,
+        // Muzzy pages stay in the resident set until the kernel wants them: given back at once.
+        muzzy_decay: crate::decay::DecayTime::AtOnce,
+        background_threads: threads > 0,
+        max_background_threads: (threads > 0).then_some(threads),
+    };
+    match host::apply(&settings) {
+        Ok(applied) => {
+            applied.differences.iter().for_each(|difference| note(difference.to_string()));
+        }
+        Err(error) => note(error.to_string()),
+    }
+    HeapProbe::new().map_err(|error| note(error.to_string())).ok()
+}
+
+fn settings(config: &Config) -> control::Settings {
+    let defaults = control::Settings::default();
+    control::Settings {
+        ceiling: config.ceiling.value,
+        quiet: config.purge_when_idle_for.unwrap_or(std::time::Duration::MAX),
+        purge_interval: config.purge_interval.value,
+        publish_interval: Some(config.metrics_interval.value),
+        ..defaults
+    }
+}
+
+/// Idle device memory first, then idle resources: each on the budget that it relieves.
+fn ladder(
+    joined: &Arc<Mutex<Option<Arc<Shared>>>>,
+    resources: &Resources,
+    host_backed: bool,
+) -> Ladder {
+    let relieves = if host_backed { Budget::Host } else { Budget::Device };
+    let granules = IdleGranules { shared: Arc::clone(joined), relieves };
+    let rungs: Vec<Arc<dyn control::Reclaim>> = vec![
+        Arc::new(granules),
+        resources.reclaimer(Budget::Host),
+        resources.reclaimer(Budget::Device),
+    ];
+    // Three rungs are fewer than any ladder's limit.
+    Ladder::new(rungs).unwrap_or_default()
+}
+
+/// Says once what runs.
+fn report(memory: &Memory) {
+    let config = memory.config();
+    let limit = memory.0.shared.state.limit();
+    let limit = if limit == ByteSize::MAX { "none".to_owned() } else { limit.to_string() };
+    tracing::info!(
+        target: "lowtide",
+        profile = %config.profile.value,
+        limit,
+        device = %config.device.value,
+        heap = host::effective().map_or_else(|error| error.to_string(), |conf| conf.to_string()),
+        "memory is managed"
+    );
+}
+
+impl fmt::Debug for Builder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Builder")
+            .field("code", &self.code)
+            .field("environment", &self.environment)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,112 @@
+//! What the worker's jobs do to heap, arenas and metrics.
+//!
+//! Runs on `lowtide-worker` alone. An error of a mechanism is a note, never a panic.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::clock::Moment;
+use crate::control::{Ask, Budget, Hands, Reclaim, Recovered, Trigger};
+use crate::host;
+use crate::metrics::record;
+use crate::sync::{Mutex, lock};
+
+use super::error::Note;
+use super::shared::Shared;
+
+/// How often the application's hook runs at most.
+const HOOK_EVERY: Duration = Duration::from_secs(5);
+
+/// Called on the worker after metrics were published.
+pub(super) type Hook = Box<dyn FnMut() + Send>;
+
+pub(super) struct WorkerHands {
+    pub(super) shared: Arc<Shared>,
+    pub(super) hook: Option<Hook>,
+    pub(super) hook_at: Moment,
+    /// Heap decay is ours to drive: jemalloc has no background threads here.
+    pub(super) drives_decay: bool,
+}
+
+impl Hands for WorkerHands {
+    fn purge(&mut self, trigger: Trigger) -> Recovered {
+        Recovered::of(self.shared.purge(trigger).released())
+    }
+
+    fn decay_device(&mut self, now: Moment) {
+        for arena in self.shared.arenas() {
+            if arena.next_decay() > now {
+                continue;
+            }
+            if let Err(error) = arena.decay(now) {
+                let text = format!("arena {}: {error}", arena.name());
+                self.shared.note(Note { about: "device", text });
+            }
+        }
+    }
+
+    fn publish(&mut self, now: Moment) {
+        if self.drives_decay
+            && let Err(error) = host::decay_tick()
+        {
+            self.shared.note(Note { about: "heap", text: error.to_string() });
+        }
+        let start = self.shared.clock.now();
+        let snapshot = self.shared.snapshot();
+        record::describe();
+        record::build_info(snapshot.profile.name());
+        if let Some(heap) = &snapshot.heap {
+            record::heap(heap);
+        }
+        for trigger in Trigger::ALL {
+            record::purges(trigger.name(), self.shared.purges.total(trigger));
+        }
+        for (heap, bytes) in self.shared.purges.bytes() {
+            record::purged(heap, bytes);
+        }
+        for arena in &snapshot.arenas {
+            record::arena(arena);
+        }
+        record::pressure(&snapshot.signal, &self.shared.state);
+        for budget in [Budget::Host, Budget::Device] {
+            record::ledger(self.shared.admission.ledger(budget), budget);
+        }
+        record::admission(&snapshot.admission);
+        for resource in &snapshot.resources {
+            record::resource(resource, resource.last_used.map(|moment| snapshot.on_wall(moment)));
+        }
+        record::sampler(snapshot.since_epoch, self.shared.clock.now() - start);
+        if let Some(hook) = &mut self.hook
+            && now >= self.hook_at
+        {
+            self.hook_at = now + HOOK_EVERY;
+            hook();
+        }
+    }
+}
+
+/// Gives back what the arenas hold idle: a rung of the ladder.
+pub(super) struct IdleGranules {
+    /// Set once the parts are joined.
+    pub(super) shared: Arc<Mutex<Option<Arc<Shared>>>>,
+    pub(super) relieves: Budget,
+}
+
+impl Reclaim for IdleGranules {
+    fn name(&self) -> &'static str {
+        "idle device memory"
+    }
+
+    fn relieves(&self) -> Budget {
+        self.relieves
+    }
+
+    fn cost_rank(&self) -> u8 {
+        0
+    }
+
+    fn reclaim(&self, _ask: Ask) -> Recovered {
+        let shared = lock(&self.shared).clone();
+        shared.map_or(Recovered::NOTHING, |shared| shared.purge_arenas())
+    }
+}

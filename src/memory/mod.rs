@@ -1,0 +1,292 @@
+//! `Memory`: the parts of the crate joined into one that runs.
+//!
+//! It builds heap settings, device arenas, admission and resources from one [`Config`], joins
+//! policy to mechanism, owns the two threads (`lowtide-control` decides, `lowtide-worker` does),
+//! and stops them. It holds no policy and no mechanism of its own. Without it heap and arenas work
+//! all the same; nothing is timed, admitted or published then.
+//!
+//! Invariants: at most one `Memory` runs in a process; `threads = 2` while it does, 0 after
+//! [`Memory::shutdown`]; dropping it never blocks.
+
+mod builder;
+mod error;
+mod hands;
+mod sensor;
+mod shared;
+mod snapshot;
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use crate::bytes::ByteSize;
+use crate::clock::Bell;
+use crate::config::Config;
+use crate::control::{
+    Admission, Budget, Cost, Job, LoadError, Managed, ManagedBuilder, Resource, Trigger,
+};
+use crate::control::{Level, ResourceStats};
+use crate::device::{ArenaConfig, DeviceArena};
+use crate::sync::{Mutex, lock};
+
+pub use builder::Builder;
+pub use error::{MemoryError, Note, StartError};
+pub use shared::Purged;
+pub use snapshot::{BudgetSnapshot, MemorySnapshot};
+
+use shared::Shared;
+
+/// Whether a `Memory` runs in this process.
+static STARTED: AtomicBool = AtomicBool::new(false);
+
+/// The memory of a service, managed. A cheap handle; every clone is the same.
+///
+/// ```
+/// use lowtide::{ByteSize, Memory};
+/// use lowtide::control::Cost;
+///
+/// let memory = Memory::builder().memory_limit(ByteSize::gib(1)).start()?;
+/// let permit = memory.admission().try_admit(Cost::host(ByteSize::mib(3)))?;
+/// // ... the request's work ...
+/// drop(permit);
+/// println!("{}", memory.shutdown(std::time::Duration::from_secs(5)));
+/// # Ok::<(), lowtide::BoxError>(())
+/// ```
+#[derive(Clone)]
+pub struct Memory(Arc<Inner>);
+
+struct Inner {
+    shared: Arc<Shared>,
+    threads: Threads,
+}
+
+/// The two threads. Dropping it tells them to end and does not wait.
+struct Threads {
+    stop: Arc<AtomicBool>,
+    bell: Arc<Bell>,
+    handles: Mutex<Vec<JoinHandle<()>>>,
+}
+
+impl Memory {
+    /// How to start one.
+    #[must_use]
+    pub fn builder() -> Builder {
+        Builder::default()
+    }
+
+    /// Starts one as the environment says.
+    ///
+    /// # Errors
+    /// As [`Builder::with_environment`] and [`Builder::start`].
+    pub fn start() -> Result<Self, StartError> {
+        Self::builder().with_environment()?.start()
+    }
+
+    /// What is in force, each value with its source.
+    #[must_use]
+    pub fn config(&self) -> &Config {
+        &self.0.shared.config
+    }
+
+    /// What did not go as asked, or cannot be had here: each once, in order of appearance.
+    #[must_use]
+    pub fn notes(&self) -> Vec<Note> {
+        lock(&self.0.shared.notes).clone()
+    }
+
+    /// Admission: what requests book against.
+    #[must_use]
+    pub fn admission(&self) -> &Admission {
+        &self.0.shared.admission
+    }
+
+    /// The pressure on host memory.
+    #[must_use]
+    pub fn level(&self) -> Level {
+        self.0.shared.state.level(Budget::Host)
+    }
+
+    /// A cost in both budgets; device bytes count as host bytes where arenas lie in host memory.
+    #[must_use]
+    pub fn cost(&self, host: ByteSize, device: ByteSize) -> Cost {
+        if self.0.shared.is_host_backed() {
+            Cost::host(host.saturating_add(device))
+        } else {
+            Cost::host(host).and_device(device)
+        }
+    }
+
+    /// Opens a device arena with the configured driver, limit and decay; it is sampled, decays and
+    /// is published until this `Memory` ends.
+    ///
+    /// # Errors
+    /// [`MemoryError::NoDevice`] where the configuration says `none`, [`MemoryError::Arena`] where
+    /// the driver refuses, [`MemoryError::TooManyArenas`], [`MemoryError::DuplicateArena`],
+    /// [`MemoryError::Forked`].
+    pub fn open_arena(&self, name: &str) -> Result<DeviceArena, MemoryError> {
+        let shared = &self.0.shared;
+        let config = ArenaConfig {
+            limit: shared.config.device_limit.value,
+            decay: shared.config.device_decay.value,
+            ..ArenaConfig::new(name)
+        };
+        shared.open_arena(config)
+    }
+
+    /// A resource that is loaded on first use, with the configured idle time; give it to
+    /// [`Memory::register`] when it is complete.
+    pub fn managed<T: Send + Sync + 'static>(
+        &self,
+        name: &str,
+        load: impl Fn() -> Result<T, LoadError> + Send + Sync + 'static,
+    ) -> ManagedBuilder<T> {
+        Managed::builder(name, load).idle(self.0.shared.config.idle_unload.value)
+    }
+
+    /// Builds the resource and has it unloaded when it has been idle, or under pressure.
+    ///
+    /// # Errors
+    /// [`MemoryError::TooManyResources`].
+    pub fn register<T: Send + Sync + 'static>(
+        &self,
+        builder: ManagedBuilder<T>,
+    ) -> Result<Managed<T>, MemoryError> {
+        let shared = &self.0.shared;
+        let managed = builder.build(Arc::clone(&shared.clock), Some(shared.admission.clone()));
+        if shared.resources.add(Arc::new(managed.clone())) {
+            Ok(managed)
+        } else {
+            Err(MemoryError::TooManyResources { max: crate::control::Resources::MAX })
+        }
+    }
+
+    /// Purges heap and arenas now, on this thread: about 0.1 ms for each MiB given back. Not for a
+    /// thread of an async runtime; see [`Memory::request_purge`].
+    ///
+    /// # Errors
+    /// [`MemoryError::Forked`].
+    pub fn purge(&self) -> Result<Purged, MemoryError> {
+        self.0.shared.check_here()?;
+        Ok(self.0.shared.purge(Trigger::Manual))
+    }
+
+    /// Has the worker purge heap and arenas; returns at once.
+    pub fn request_purge(&self) {
+        self.0.shared.queue.push_one(Job::Purge { trigger: Trigger::Manual });
+    }
+
+    /// Every figure at one instant. Costs a refresh of jemalloc's statistics and a few reads of
+    /// `/proc`: some tens of microseconds.
+    #[must_use]
+    pub fn snapshot(&self) -> MemorySnapshot {
+        self.0.shared.snapshot()
+    }
+
+    /// Ends it in order: admits nothing more, waits for resources that are in use, unloads them,
+    /// and joins the threads. Blocks until the deadline at most, and a little for a job under way;
+    /// not for a thread of an async runtime. A second call finds nothing left to do.
+    #[must_use = "the report says what is still outstanding"]
+    pub fn shutdown(&self, deadline: Duration) -> Shutdown {
+        let shared = &self.0.shared;
+        if !shared.birth.is_here() {
+            return Shutdown { forked: true, ..Shutdown::default() };
+        }
+        shared.admission.close();
+        let end = shared.clock.now() + deadline;
+        let mut report = Shutdown::default();
+        for resource in shared.resources.all() {
+            if let Err(error) = resource.close(end - shared.clock.now()) {
+                report.resources.push(format!("{}: {error}", resource.name()));
+            }
+        }
+        self.0.threads.end();
+        for handle in lock(&self.0.threads.handles).drain(..) {
+            let name = handle.thread().name().unwrap_or_default().to_owned();
+            if handle.thread().id() == std::thread::current().id() {
+                continue; // called from a hook on the worker, which cannot wait for itself
+            }
+            if handle.join().is_err() {
+                report.panicked.push(name);
+            }
+        }
+        report.requests = shared.admission.stats().held();
+        report.device_live = shared.arenas().iter().map(|arena| arena.glance().live).sum();
+        shared.release_claim();
+        report
+    }
+}
+
+impl fmt::Debug for Memory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let shared = &self.0.shared;
+        f.debug_struct("Memory")
+            .field("profile", &shared.config.profile.value)
+            .field("level", &self.level())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Threads {
+    /// Tells both threads to end; the worker does first what waits.
+    fn end(&self) {
+        self.stop.store(true, Ordering::Release);
+        self.bell.ring();
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        if self.shared.birth.is_here() {
+            self.shared.queue.close();
+            self.threads.end();
+            self.shared.release_claim();
+        }
+    }
+}
+
+/// What was still outstanding when a [`Memory`] ended.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Shutdown {
+    /// Requests whose permits are held.
+    pub requests: u64,
+    /// Resources that were in use until the deadline, each with the reason.
+    pub resources: Vec<String>,
+    /// Device bytes that are live: buffers that somebody still holds.
+    pub device_live: ByteSize,
+    /// Threads that ended by a panic.
+    pub panicked: Vec<String>,
+    /// Called in a forked child, where there is nothing to end.
+    pub forked: bool,
+}
+
+impl Shutdown {
+    /// Whether nothing is outstanding.
+    #[must_use]
+    pub fn is_clean(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+impl fmt::Display for Shutdown {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.forked {
+            return f.write_str("a forked child: nothing to end");
+        }
+        if self.is_clean() {
+            return f.write_str("nothing outstanding");
+        }
+        write!(f, "{} requests, {} of device memory live", self.requests, self.device_live)?;
+        for part in self.resources.iter().chain(&self.panicked) {
+            write!(f, "; {part}")?;
+        }
+        Ok(())
+    }
+}
+
+/// The stats of every registered resource.
+fn resource_stats(resources: &crate::control::Resources) -> Vec<ResourceStats> {
+    resources.all().iter().map(|resource: &Arc<dyn Resource>| resource.stats()).collect()
+}

@@ -1,0 +1,232 @@
+//! What the handle and the two threads share.
+//!
+//! Holds the parts and joins them; decides nothing. No lock of it is held across a driver call, a
+//! purge or a callback.
+//!
+//! Invariant: `purges[t]` counts each purge of trigger `t` once, when it has ended.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use crate::bytes::ByteSize;
+use crate::clock::Clock;
+use crate::config::Config;
+use crate::control::{
+    Admission, Budget, JobQueue, PressureState, Recovered, Resources, Signals, Trigger,
+};
+use crate::device::driver::Driver;
+use crate::device::{ArenaConfig, DeviceArena};
+use crate::fork::Birth;
+use crate::host::{self, HeapProbe, HostError, Outcome, PurgeReport};
+use crate::sync::{Mutex, lock};
+
+use super::error::{MemoryError, Note};
+use super::snapshot::{BudgetSnapshot, MemorySnapshot};
+use super::{STARTED, resource_stats};
+
+/// Arenas of one `Memory`: the sampler looks at each.
+pub(super) const ARENAS_MAX: usize = 64;
+/// Notes that are kept; more of them would be noise.
+const NOTES_MAX: usize = 64;
+
+pub(super) struct Shared {
+    pub(super) config: Config,
+    pub(super) clock: Arc<dyn Clock>,
+    pub(super) birth: Birth,
+    pub(super) admission: Admission,
+    pub(super) resources: Resources,
+    pub(super) state: Arc<PressureState>,
+    pub(super) queue: Arc<JobQueue>,
+    pub(super) driver: Option<Arc<dyn Driver>>,
+    pub(super) heap: Option<HeapProbe>,
+    pub(super) signals: Arc<Signals>,
+    pub(super) notes: Mutex<Vec<Note>>,
+    pub(super) purges: Purges,
+    pub(super) claimed: AtomicBool,
+    pub(super) arenas: Arenas,
+}
+
+/// Counts of purges, for metrics.
+#[derive(Debug, Default)]
+pub(super) struct Purges {
+    by_trigger: [AtomicU64; Trigger::ALL.len()],
+    jemalloc_bytes: AtomicU64,
+    libc_bytes: AtomicU64,
+}
+
+impl Purges {
+    pub(super) fn total(&self, trigger: Trigger) -> u64 {
+        self.by_trigger[trigger as usize].load(Ordering::Relaxed)
+    }
+
+    /// Bytes given back, by heap.
+    pub(super) fn bytes(&self) -> [(&'static str, u64); 2] {
+        [("jemalloc", &self.jemalloc_bytes), ("libc", &self.libc_bytes)]
+            .map(|(heap, bytes)| (heap, bytes.load(Ordering::Relaxed)))
+    }
+}
+
+/// What a purge gave back.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Purged {
+    /// From the heap: jemalloc's and the C library's, each with bytes and time.
+    pub heap: Result<PurgeReport, HostError>,
+    /// From the device arenas.
+    pub device: ByteSize,
+    /// How long it took in all.
+    pub took: Duration,
+}
+
+impl Purged {
+    /// Bytes given back in all.
+    #[must_use]
+    pub fn released(&self) -> ByteSize {
+        let heap = self.heap.as_ref().map_or(ByteSize::ZERO, PurgeReport::released);
+        heap.saturating_add(self.device)
+    }
+}
+
+/// The arenas of a `Memory`, shared with its sensor.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Arenas(Arc<Mutex<Vec<DeviceArena>>>);
+
+impl Arenas {
+    /// Runs over all arenas, without copying the list, under its lock: for calls that are short.
+    pub(super) fn each(&self, see: impl FnMut(&DeviceArena)) {
+        lock(&self.0).iter().for_each(see);
+    }
+}
+
+impl Shared {
+    pub(super) fn check_here(&self) -> Result<(), MemoryError> {
+        if self.birth.is_here() { Ok(()) } else { Err(MemoryError::Forked) }
+    }
+
+    /// Lets the next `Memory` start, once.
+    pub(super) fn release_claim(&self) {
+        if self.claimed.swap(false, Ordering::AcqRel) {
+            STARTED.store(false, Ordering::Release);
+        }
+    }
+
+    /// Keeps a note unless it is known already, and logs it once.
+    pub(super) fn note(&self, note: Note) {
+        let mut notes = lock(&self.notes);
+        if notes.len() < NOTES_MAX && !notes.contains(&note) {
+            tracing::warn!(target: "lowtide", about = note.about, "{}", note.text);
+            notes.push(note);
+        }
+    }
+
+    pub(super) fn arenas(&self) -> Vec<DeviceArena> {
+        lock(&self.arenas.0).clone()
+    }
+
+    /// Whether device memory is host memory.
+    pub(super) fn is_host_backed(&self) -> bool {
+        self.driver.as_ref().is_none_or(|driver| driver.capabilities().host_backed)
+    }
+
+    pub(super) fn open_arena(&self, config: ArenaConfig) -> Result<DeviceArena, MemoryError> {
+        self.check_here()?;
+        let name = config.name.clone();
+        let Some(driver) = &self.driver else {
+            return Err(MemoryError::NoDevice { arena: name });
+        };
+        let admit = |arenas: &[DeviceArena]| {
+            if arenas.len() >= ARENAS_MAX {
+                return Err(MemoryError::TooManyArenas { max: ARENAS_MAX });
+            }
+            if arenas.iter().any(|arena| arena.name() == name) {
+                return Err(MemoryError::DuplicateArena { arena: name.clone() });
+            }
+            Ok(())
+        };
+        admit(&lock(&self.arenas.0))?;
+        let arena = DeviceArena::open(Arc::clone(driver), Arc::clone(&self.clock), config)
+            .map_err(|error| MemoryError::Arena { arena: name.clone(), error })?;
+        let mut arenas = lock(&self.arenas.0);
+        // Looked at again: another thread may have opened one meanwhile.
+        admit(&arenas)?;
+        arenas.push(arena.clone());
+        Ok(arena)
+    }
+
+    /// Purges heap and arenas on this thread, and counts it.
+    pub(super) fn purge(&self, trigger: Trigger) -> Purged {
+        let start = self.clock.now();
+        let heap = host::purge(&*self.clock);
+        let device = self.arenas().iter().map(|arena| self.purged(arena)).sum();
+        let took = self.clock.now() - start;
+        match &heap {
+            Ok(report) => {
+                Purges::add(&self.purges.jemalloc_bytes, report.jemalloc.outcome);
+                Purges::add(&self.purges.libc_bytes, report.libc.outcome);
+            }
+            Err(error) => self.note(Note { about: "heap", text: error.to_string() }),
+        }
+        self.purges.by_trigger[trigger as usize].fetch_add(1, Ordering::Relaxed);
+        crate::metrics::record::purge_duration(took);
+        let purged = Purged { heap, device, took };
+        tracing::debug!(
+            target: "lowtide",
+            trigger = trigger.name(),
+            released = %purged.released(),
+            took = ?took,
+            "purged"
+        );
+        purged
+    }
+
+    /// What an arena's purge gave back; an error is a note, and costs nothing.
+    fn purged(&self, arena: &DeviceArena) -> ByteSize {
+        arena.purge().unwrap_or_else(|error| {
+            self.note(Note { about: "device", text: format!("{}: {error}", arena.name()) });
+            ByteSize::ZERO
+        })
+    }
+
+    /// Gives back the idle memory of all arenas; for the ladder.
+    pub(super) fn purge_arenas(&self) -> Recovered {
+        Recovered::of(self.arenas().iter().map(|arena| self.purged(arena)).sum())
+    }
+
+    pub(super) fn snapshot(&self) -> MemorySnapshot {
+        let budget = |budget| {
+            let ledger = self.admission.ledger(budget);
+            BudgetSnapshot {
+                booked: ledger.booked(),
+                allowance: ledger.allowance(),
+                ceiling: ledger.ceiling(),
+                multiplier: ledger.k(),
+                level: self.state.level(budget),
+            }
+        };
+        let signal = self.signals.sample();
+        MemorySnapshot {
+            profile: self.config.profile.value,
+            heap: self.heap.as_ref().and_then(|heap| heap.snapshot().ok()),
+            arenas: self.arenas().iter().map(DeviceArena::snapshot).collect(),
+            signal,
+            physical: signal.physical,
+            purgeable: self.state.purgeable(),
+            host: budget(Budget::Host),
+            device: budget(Budget::Device),
+            admission: self.admission.stats(),
+            resources: resource_stats(&self.resources),
+            notes: lock(&self.notes).clone(),
+            now: self.clock.now(),
+            since_epoch: self.clock.since_epoch(),
+        }
+    }
+}
+
+impl Purges {
+    fn add(bytes: &AtomicU64, outcome: Outcome) {
+        if let Outcome::Released(released) = outcome {
+            bytes.fetch_add(released.get(), Ordering::Relaxed);
+        }
+    }
+}

@@ -1,0 +1,214 @@
+//! What operators ask a service: `/metrics`, `/healthz`, `/readyz`, `/memory`.
+//!
+//! Plain answers to paths; the application routes them, outside the memory layer. `/healthz` never
+//! fails for pressure; `/readyz` does while the level is critical or the service is ending.
+
+use std::fmt;
+use std::time::Duration;
+
+use http::header::{CACHE_CONTROL, CONTENT_TYPE};
+use http::{HeaderValue, Response, StatusCode};
+use serde_json::{Value, json};
+
+use crate::bytes::ByteSize;
+use crate::control::{Level, ResourceStats, ShedReason, UnloadReason};
+use crate::device::ArenaSnapshot;
+use crate::memory::{BudgetSnapshot, Memory, MemorySnapshot};
+
+const TEXT: &str = "text/plain; charset=utf-8";
+const METRICS: &str = "text/plain; version=0.0.4; charset=utf-8";
+const JSON: &str = "application/json";
+
+/// The answers.
+pub struct Endpoints {
+    memory: Option<Memory>,
+    metrics: Option<Box<dyn Fn() -> String + Send + Sync>>,
+}
+
+impl Endpoints {
+    /// Answers for this memory; without one they say that it was not started.
+    #[must_use]
+    pub fn new(memory: Option<Memory>) -> Self {
+        Self { memory, metrics: None }
+    }
+
+    /// Has `/metrics` answer what this gives, in the Prometheus text format.
+    #[must_use]
+    pub fn with_metrics(mut self, render: impl Fn() -> String + Send + Sync + 'static) -> Self {
+        self.metrics = Some(Box::new(render));
+        self
+    }
+
+    /// The answer to this path; `None` for a path that is none of these.
+    #[must_use]
+    pub fn answer(&self, path: &str) -> Option<Response<String>> {
+        match path {
+            "/healthz" => Some(answer(StatusCode::OK, TEXT, "ok\n".to_owned())),
+            "/readyz" => Some(self.ready()),
+            "/memory" => Some(self.memory()),
+            "/metrics" => {
+                let render = self.metrics.as_ref()?;
+                Some(answer(StatusCode::OK, METRICS, render()))
+            }
+            _ => None,
+        }
+    }
+
+    fn ready(&self) -> Response<String> {
+        let Some(memory) = &self.memory else {
+            let body = json!({ "ready": true, "managed": false });
+            return answer(StatusCode::OK, JSON, pretty(&body));
+        };
+        let level = memory.level();
+        let ending = memory.admission().is_closed();
+        let ready = level < Level::Critical && !ending;
+        let snapshot = memory.snapshot();
+        let resources = snapshot.resources.iter().map(|resource| {
+            let state = match (resource.loaded, resource.waiting) {
+                (true, _) => "loaded",
+                (false, 0) => "unloaded",
+                (false, _) => "loading",
+            };
+            (resource.name.to_string(), json!(state))
+        });
+        let device =
+            snapshot.arenas.iter().map(|arena| (arena.name.clone(), json!(arena.rung.name())));
+        let body = json!({
+            "ready": ready,
+            "managed": true,
+            "ending": ending,
+            "level": level.name(),
+            "resources": resources.collect::<serde_json::Map<_, _>>(),
+            "device": device.collect::<serde_json::Map<_, _>>(),
+            "notes": notes(&snapshot),
+        });
+        let status = if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+        answer(status, JSON, pretty(&body))
+    }
+
+    fn memory(&self) -> Response<String> {
+        let body = self
+            .memory
+            .as_ref()
+            .map_or_else(|| json!({ "managed": false }), |memory| document(&memory.snapshot()));
+        answer(StatusCode::OK, JSON, pretty(&body))
+    }
+}
+
+impl fmt::Debug for Endpoints {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Endpoints").field("memory", &self.memory).finish_non_exhaustive()
+    }
+}
+
+/// Every figure as JSON; amounts are bytes, and a limit that is none is null.
+fn document(snapshot: &MemorySnapshot) -> Value {
+    json!({
+        "managed": true,
+        "profile": snapshot.profile.name(),
+        "host": {
+            "rss_bytes": snapshot.signal.rss.map(ByteSize::get),
+            "physical_bytes": snapshot.physical.get(),
+            "purgeable_bytes": snapshot.purgeable.get(),
+            "required_bytes": snapshot.required().get(),
+            "charged_bytes": snapshot.signal.charged.map(ByteSize::get),
+            "limit_bytes": limit(snapshot.signal.limit.bytes),
+            "limit_source": snapshot.signal.limit.source.name(),
+            "budget": budget(&snapshot.host),
+        },
+        "heap": snapshot.heap.map(|heap| json!({
+            "live_bytes": heap.live.get(),
+            "active_bytes": heap.active.get(),
+            "resident_bytes": heap.resident.get(),
+            "retained_bytes": heap.retained().get(),
+            "dirty_bytes": heap.dirty.get(),
+            "muzzy_bytes": heap.muzzy.get(),
+            "metadata_bytes": heap.metadata.get(),
+            "mapped_bytes": heap.mapped.get(),
+            "unbacked_bytes": heap.unbacked.get(),
+            "thread_cache_bytes": heap.thread_caches.get(),
+        })),
+        "device": {
+            "budget": budget(&snapshot.device),
+            "arenas": snapshot.arenas.iter().map(arena).collect::<Vec<_>>(),
+        },
+        "requests": {
+            "admitted": snapshot.admission.admitted_total,
+            "held": snapshot.admission.held(),
+            "shed": ShedReason::ALL
+                .map(|reason| (reason.name().to_owned(), json!(snapshot.admission.shed_total(reason))))
+                .into_iter()
+                .collect::<serde_json::Map<_, _>>(),
+        },
+        "resources": snapshot
+            .resources
+            .iter()
+            .map(|stats| resource(stats, stats.last_used.map(|at| snapshot.on_wall(at))))
+            .collect::<Vec<_>>(),
+        "notes": notes(snapshot),
+    })
+}
+
+fn arena(arena: &ArenaSnapshot) -> Value {
+    json!({
+        "name": arena.name,
+        "rung": arena.rung.name(),
+        "live_bytes": arena.live.get(),
+        "requested_bytes": arena.requested.get(),
+        "active_bytes": arena.active.get(),
+        "idle_bytes": arena.idle.get(),
+        "committed_bytes": arena.committed.get(),
+        "retained_bytes": arena.retained().get(),
+        "reserved_bytes": arena.reserved.get(),
+        "limit_bytes": limit(arena.limit),
+        "leases": arena.leases,
+    })
+}
+
+fn budget(budget: &BudgetSnapshot) -> Value {
+    json!({
+        "level": budget.level.name(),
+        "booked_bytes": budget.booked.get(),
+        "allowance_bytes": limit(budget.allowance),
+        "ceiling_bytes": limit(budget.ceiling),
+        "multiplier": budget.multiplier,
+    })
+}
+
+fn resource(stats: &ResourceStats, last_used: Option<Duration>) -> Value {
+    json!({
+        "name": &*stats.name,
+        "loaded": stats.loaded,
+        "guards": stats.guards,
+        "waiting": stats.waiting,
+        "loads": stats.loads_ok_total,
+        "failed_loads": stats.loads_failed_total,
+        "unloads": UnloadReason::ALL
+            .map(|reason| (reason.name().to_owned(), json!(stats.unloads.total(reason))))
+            .into_iter()
+            .collect::<serde_json::Map<_, _>>(),
+        "last_used_seconds": last_used.map(|at| at.as_secs_f64()),
+        "last_load_seconds": stats.load_time.as_secs_f64(),
+    })
+}
+
+fn notes(snapshot: &MemorySnapshot) -> Vec<String> {
+    snapshot.notes.iter().map(ToString::to_string).collect()
+}
+
+/// [`ByteSize::MAX`] stands for no limit.
+fn limit(size: ByteSize) -> Option<u64> {
+    (size != ByteSize::MAX).then_some(size.get())
+}
+
+fn pretty(value: &Value) -> String {
+    format!("{value:#}\n")
+}
+
+fn answer(status: StatusCode, kind: &'static str, body: String) -> Response<String> {
+    let mut response = Response::new(body);
+    *response.status_mut() = status;
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(kind));
+    response.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    response
+}

@@ -1,0 +1,16 @@
+//! What a web service puts around itself: a tower layer that admits by bytes, and endpoints.
+//!
+//! Works under axum, hyper and tonic; knows none of them, starts no server and routes nothing.
+//!
+//! Invariant: a request that is admitted holds its bytes until the last byte of its response has
+//! gone out or the connection has ended.
+
+mod body;
+mod endpoints;
+mod layer;
+mod rejection;
+
+pub use body::ResponseBody;
+pub use endpoints::Endpoints;
+pub use layer::{Estimate, MemoryLayer, MemoryService, ResponseFuture, SharedPermit};
+pub use rejection::rejection;
