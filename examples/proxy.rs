@@ -8,6 +8,7 @@
 #![expect(clippy::print_stderr, reason = "the subcommand's answer and start-up errors")]
 
 #[path = "proxy/app.rs"]
+#[allow(dead_code, reason = "other programs that start it read more of it")]
 mod app;
 #[path = "proxy/embed.rs"]
 mod embed;
@@ -58,7 +59,8 @@ struct Cli {
     #[arg(long, env = "PROXY_IDLE_UNLOAD", value_parser = humantime::parse_duration)]
     idle_unload: Option<Duration>,
     /// How long requests may take to end after SIGTERM.
-    #[arg(long, env = "PROXY_GRACE", default_value = "10s", value_parser = humantime::parse_duration)]
+    #[arg(long, env = "PROXY_GRACE", value_parser = humantime::parse_duration)]
+    #[arg(default_value = "10s")]
     grace: Duration,
     #[command(subcommand)]
     command: Option<Command>,

@@ -198,7 +198,7 @@ pub enum ParseByteSizeError {
     /// A unit that is unknown, or decimal and so ambiguous.
     #[error(
         "{text:?} has the unit {unit:?}: expected B, k, m, g, KiB, MiB, GiB or TiB \
-         (decimal units such as MB are refused because they are read both ways)"
+         (MB and the like are refused because they are read both ways)" // tidy: foreign word
     )]
     Unit {
         /// What was given.

@@ -85,7 +85,7 @@ fn committed_falls_back_to_live_within_a_granule_a_region_after_the_decay_time()
 }
 
 #[test]
-fn memory_that_stays_in_use_by_turns_is_not_given_back() {
+fn memory_that_is_used_by_turns_is_not_given_back() {
     let (arena, clock) = open(ByteSize::MAX);
     let mut commits = 0;
     for turn in 0..400 {

@@ -313,7 +313,7 @@ fn memory_of_c_code_goes_back_or_the_reason_is_told() {
         let held = host::libc_heap();
         let mut blocks = Vec::with_capacity(512);
         for _ in 0..512 {
-            // SAFETY: any size may be asked for; what comes back is checked and then written within.
+            // SAFETY: any size may be asked for; what comes back is checked, and written within.
             let block = unsafe { libc::malloc(64 << 10) };
             assert!(!block.is_null());
             // SAFETY: the block has 64 KiB.

@@ -12,11 +12,12 @@ use std::time::Duration;
 use axum::Router;
 use axum::body::Body;
 use axum::extract::{ConnectInfo, Request};
+use axum::http::request::Parts;
 use axum::http::{StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{any, get, post};
 use lowtide::ByteSize;
-use lowtide::control::{Cost, Managed};
+use lowtide::control::{Cost, LoadError, Managed};
 use lowtide::device::{ArenaConfig, DeviceArena};
 use lowtide::service::{Endpoints, MemoryLayer};
 use lowtide::{BoxError, Memory};
@@ -34,17 +35,17 @@ const FORWARD_COST: ByteSize = ByteSize::kib(128);
 
 /// How the proxy is set up.
 #[derive(Clone, Debug)]
-pub struct Options {
+pub(crate) struct Options {
     /// Where it listens; port 0 for any.
-    pub listen: SocketAddr,
+    pub(crate) listen: SocketAddr,
     /// Where requests go; `None` starts a small upstream in this process.
-    pub upstream: Option<Uri>,
+    pub(crate) upstream: Option<Uri>,
     /// Size of the model's weight table.
-    pub weights: ByteSize,
+    pub(crate) weights: ByteSize,
     /// Seed of the weights.
-    pub seed: u64,
+    pub(crate) seed: u64,
     /// How long the model may be idle before it is unloaded; `None`: as the profile says.
-    pub idle_unload: Option<Duration>,
+    pub(crate) idle_unload: Option<Duration>,
 }
 
 impl Default for Options {
@@ -61,13 +62,13 @@ impl Default for Options {
 
 /// A proxy that runs.
 #[derive(Debug)]
-pub struct Running {
+pub(crate) struct Running {
     /// Where it listens.
-    pub address: SocketAddr,
+    pub(crate) address: SocketAddr,
     /// The arena of the model.
-    pub arena: DeviceArena,
+    pub(crate) arena: DeviceArena,
     /// The model.
-    pub model: Managed<Model>,
+    pub(crate) model: Managed<Model>,
     stop: watch::Sender<bool>,
     servers: Vec<JoinHandle<std::io::Result<()>>>,
 }
@@ -75,7 +76,7 @@ pub struct Running {
 impl Running {
     /// Takes no new connections, lets requests under way end until the deadline, and says whether
     /// all of them did.
-    pub async fn stop(self, deadline: Duration) -> bool {
+    pub(crate) async fn stop(self, deadline: Duration) -> bool {
         let _ = self.stop.send(true);
         let aborts: Vec<_> = self.servers.iter().map(JoinHandle::abort_handle).collect();
         let all = futures_util::future::join_all(self.servers);
@@ -86,7 +87,7 @@ impl Running {
 }
 
 /// Starts the proxy; `render` gives the text of `/metrics`.
-pub async fn start(
+pub(crate) async fn start(
     options: Options,
     memory: Option<Memory>,
     render: impl Fn() -> String + Send + Sync + 'static,
@@ -98,7 +99,7 @@ pub async fn start(
         None => {
             let mut routes = upstream::routes();
             if let Some(memory) = &memory {
-                let estimate = |request: &axum::http::request::Parts| {
+                let estimate = |request: &Parts| {
                     let announced = content_length(request).unwrap_or(0);
                     let words = request.uri.path() == "/words";
                     let bytes = if words { upstream::words_cost(announced) } else { 64 << 10 };
@@ -120,8 +121,9 @@ pub async fn start(
         .await
         .map_err(|error| format!("cannot listen on {}: {error}", options.listen))?;
     let address = listener.local_addr()?;
+    let memory_is_there = memory.is_some();
     servers.push(serve(listener, routes(forward, embedder, endpoints, memory), stopped));
-    tracing::info!(%address, %upstream, managed = model.stats().name, "the proxy listens");
+    tracing::info!(%address, %upstream, managed = memory_is_there, "the proxy listens");
     Ok(Running { address, arena, model, stop, servers })
 }
 
@@ -143,7 +145,7 @@ fn routes(
     let mut guarded = Router::new().route("/embed", embed).fallback(forward);
     if let Some(memory) = memory {
         let admission = memory.admission().clone();
-        let estimate = move |request: &axum::http::request::Parts| {
+        let estimate = move |request: &Parts| {
             if request.uri.path() == "/embed" {
                 let announced = content_length(request).unwrap_or(0);
                 memory.cost(embed::host_cost(announced), embed::DEVICE_COST)
@@ -178,14 +180,14 @@ fn model(
     let arena = match memory {
         Some(memory) => memory.open_arena("embedder")?,
         None => DeviceArena::open(
-            Arc::new(lowtide::device::HostDriver::new()?),
+            Arc::new(lowtide::device::HostDriver::new()),
             Arc::new(lowtide::clock::SystemClock::new()),
             ArenaConfig::new("embedder"),
         )?,
     };
     let load = {
         let arena = arena.clone();
-        move || Model::load(&arena, weights, seed).map_err(BoxError::from)
+        move || Model::load(&arena, weights, seed).map_err(LoadError::new)
     };
     let model = match memory {
         Some(memory) => {
@@ -194,7 +196,7 @@ fn model(
             if let Some(idle) = options.idle_unload {
                 builder = builder.idle(idle);
             }
-            memory.register(builder)
+            memory.register(builder)?
         }
         None => Managed::builder("embedder", load)
             .build(Arc::new(lowtide::clock::SystemClock::new()), None),
@@ -215,6 +217,6 @@ fn serve(
     tokio::spawn(async move { axum::serve(listener, service).with_graceful_shutdown(end).await })
 }
 
-fn content_length(request: &axum::http::request::Parts) -> Option<u64> {
+fn content_length(request: &Parts) -> Option<u64> {
     request.headers.get("content-length")?.to_str().ok()?.parse().ok()
 }

@@ -20,19 +20,20 @@ use tokio::sync::Semaphore;
 use crate::model::{Model, WIDTH};
 
 /// Texts in one request.
-pub const TEXTS_MAX: usize = 64;
+pub(crate) const TEXTS_MAX: usize = 64;
 /// Bytes of a request body.
-pub const BODY_MAX: ByteSize = ByteSize::mib(4);
+pub(crate) const BODY_MAX: ByteSize = ByteSize::mib(4);
 /// Host bytes for each byte of body: the body, and its texts parsed, with room for growth.
 const BODY_FACTOR: u64 = 3;
 
 /// Host bytes that a request with a body of this length needs.
-pub fn host_cost(body_bytes: u64) -> ByteSize {
+pub(crate) fn host_cost(body_bytes: u64) -> ByteSize {
     ByteSize::new(body_bytes.min(BODY_MAX.get()) * BODY_FACTOR + (64 << 10))
 }
 
 /// Device bytes that the activations of one request take at most: one text at a time.
-pub const DEVICE_COST: ByteSize = ByteSize::new((crate::model::NGRAMS_MAX * WIDTH * 4) as u64);
+pub(crate) const DEVICE_COST: ByteSize =
+    ByteSize::new((crate::model::NGRAMS_MAX * WIDTH * 4) as u64);
 
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -48,7 +49,7 @@ struct Answer {
 
 /// The embedding service.
 #[derive(Clone, Debug)]
-pub struct Embedder {
+pub(crate) struct Embedder {
     model: Managed<Model>,
     /// As many computations at once as there are cores.
     turns: Arc<Semaphore>,
@@ -56,13 +57,13 @@ pub struct Embedder {
 
 impl Embedder {
     /// A service over this model.
-    pub fn new(model: Managed<Model>) -> Self {
+    pub(crate) fn new(model: Managed<Model>) -> Self {
         let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         Self { model, turns: Arc::new(Semaphore::new(cores)) }
     }
 
     /// Answers one request.
-    pub async fn answer(&self, request: Request) -> Response {
+    pub(crate) async fn answer(&self, request: Request) -> Response {
         match self.embed(request).await {
             Ok(answer) => Json(answer).into_response(),
             Err(refusal) => refusal,
@@ -133,7 +134,9 @@ fn texts(body: Vec<u8>) -> Result<Vec<String>, Response> {
 fn unavailable(error: &AcquireError) -> Response {
     tracing::warn!(%error, "the model is not to be had");
     match error {
-        AcquireError::Rejected(rejected) => lowtide::service::rejection(rejected).map(Body::from),
+        AcquireError::Rejected { rejected, .. } => {
+            lowtide::service::rejection(rejected).map(Body::from)
+        }
         _ => {
             let text = format!("the model is not to be had: {error}\n");
             (StatusCode::SERVICE_UNAVAILABLE, [("retry-after", "1")], text).into_response()

@@ -14,7 +14,7 @@ use axum::http::header::{
     TRAILER, TRANSFER_ENCODING, UPGRADE,
 };
 use axum::http::uri::{Authority, PathAndQuery, Scheme};
-use axum::http::{HeaderMap, StatusCode, Uri};
+use axum::http::{HeaderMap, StatusCode, Uri, Version};
 use axum::response::{IntoResponse, Response};
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
@@ -30,7 +30,7 @@ static FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 
 /// The way to the upstream.
 #[derive(Clone, Debug)]
-pub struct Forward {
+pub(crate) struct Forward {
     client: Client<HttpConnector, Body>,
     authority: Authority,
     /// What stands before the path of each request; without a slash at its end.
@@ -39,7 +39,7 @@ pub struct Forward {
 
 impl Forward {
     /// The way to `http://host:port[/path]`; says what was expected of any other address.
-    pub fn new(upstream: &Uri) -> Result<Self, String> {
+    pub(crate) fn new(upstream: &Uri) -> Result<Self, String> {
         let expected = || format!("{upstream}: expected an address such as http://host:port/path");
         if upstream.scheme() != Some(&Scheme::HTTP) {
             return Err(expected());
@@ -59,13 +59,13 @@ impl Forward {
     }
 
     /// Sends the request on and gives the answer back.
-    pub async fn forward(&self, mut request: Request, from: Option<SocketAddr>) -> Response {
+    pub(crate) async fn forward(&self, mut request: Request, from: Option<SocketAddr>) -> Response {
         let Some(target) = self.target(request.uri()) else {
             return (StatusCode::BAD_REQUEST, "the path is none that can be forwarded\n")
                 .into_response();
         };
         *request.uri_mut() = target;
-        *request.version_mut() = axum::http::Version::HTTP_11;
+        *request.version_mut() = Version::HTTP_11;
         drop_connection_headers(request.headers_mut());
         request.headers_mut().remove(HOST);
         if let Some(from) = from.and_then(|from| HeaderValue::try_from(from.ip().to_string()).ok())

@@ -12,16 +12,16 @@ use lowtide::ByteSize;
 use lowtide::device::{Buffer, DeviceArena, DeviceError, Lease, Region};
 
 /// Numbers in an embedding.
-pub const WIDTH: usize = 256;
+pub(crate) const WIDTH: usize = 256;
 /// N-grams of a text that are looked at; the rest of a longer text is ignored, as real embedding
 /// models cut their input.
-pub const NGRAMS_MAX: usize = 8192;
+pub(crate) const NGRAMS_MAX: usize = 8192;
 
 const ROW_BYTES: u64 = (WIDTH * size_of::<f32>()) as u64;
 
 /// Weights in device memory.
 #[derive(Debug)]
-pub struct Model {
+pub(crate) struct Model {
     arena: DeviceArena,
     /// `rows x WIDTH`: a row for each hash value.
     table: Buffer<f32>,
@@ -32,12 +32,16 @@ pub struct Model {
 
 impl Model {
     /// Device bytes that a model with a table of this size takes.
-    pub fn weight_bytes(table: ByteSize) -> ByteSize {
+    pub(crate) fn weight_bytes(table: ByteSize) -> ByteSize {
         table.saturating_add(ByteSize::of(WIDTH * WIDTH * size_of::<f32>()))
     }
 
     /// Makes the weights: a table of about `table` bytes, filled from the seed.
-    pub fn load(arena: &DeviceArena, table: ByteSize, seed: u64) -> Result<Self, DeviceError> {
+    pub(crate) fn load(
+        arena: &DeviceArena,
+        table: ByteSize,
+        seed: u64,
+    ) -> Result<Self, DeviceError> {
         let rows = usize::try_from(table.get() / ROW_BYTES).unwrap_or(usize::MAX).max(1);
         let lease = arena.enter()?;
         let mut model = Self {
@@ -57,7 +61,7 @@ impl Model {
 
     /// The embedding of each text: [`WIDTH`] numbers, of length 1 (all zero for a text without a
     /// letter or digit).
-    pub fn embed(&self, texts: &[String]) -> Result<Vec<Vec<f32>>, DeviceError> {
+    pub(crate) fn embed(&self, texts: &[String]) -> Result<Vec<Vec<f32>>, DeviceError> {
         let lease = self.arena.enter()?;
         texts.iter().map(|text| self.embed_one(text, &lease)).collect()
     }
@@ -128,11 +132,11 @@ fn row_of(letters: impl Iterator<Item = char>, rows: usize) -> usize {
 
 /// Seeded random numbers: splitmix64 (Steele, Lea, Flood 2014).
 #[derive(Debug)]
-pub struct Chance(pub u64);
+pub(crate) struct Chance(pub(crate) u64);
 
 impl Chance {
     /// The next 64 random bits.
-    pub fn bits(&mut self) -> u64 {
+    pub(crate) fn bits(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
         let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);

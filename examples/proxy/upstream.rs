@@ -1,8 +1,8 @@
 //! The small upstream that the proxy starts when none is named: a text service.
 //!
-//! `POST /words` takes a text apart into a concordance (each word with every place it stands at) and
-//! answers the most frequent words, a line each; it is what makes the heap rise. `POST /echo` streams the
-//! body back, `GET /bytes/N` streams N bytes. It keeps nothing between requests.
+//! `POST /words` takes a text apart into a concordance (each word with every place it stands at)
+//! and answers the most frequent words, a line each; it is what makes the heap rise. `POST /echo`
+//! streams the body back, `GET /bytes/N` streams N bytes. It keeps nothing between requests.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -17,6 +17,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use futures_util::stream;
 use http_body_util::BodyExt as _;
+use lowtide::ByteSize;
 use lowtide::service::SharedPermit;
 
 /// Words in an answer of `/words`.
@@ -27,7 +28,7 @@ const STRIDE: usize = 64 << 10;
 const PIECE: usize = 16 << 10;
 
 /// The routes of the text service.
-pub fn routes() -> Router {
+pub(crate) fn routes() -> Router {
     Router::new()
         .route("/", get(async || "a small text service: POST /words, POST /echo, GET /bytes/N\n"))
         .route("/words", post(words))
@@ -36,7 +37,7 @@ pub fn routes() -> Router {
 }
 
 /// What `/words` needs for a body of this length: the text, and a string and a place for each word.
-pub fn words_cost(body_bytes: u64) -> u64 {
+pub(crate) fn words_cost(body_bytes: u64) -> u64 {
     body_bytes.saturating_mul(WORDS_FACTOR).saturating_add(128 << 10)
 }
 
@@ -55,7 +56,7 @@ async fn words(request: Request) -> Response {
         let Ok(data) = frame.into_data() else { continue };
         text.extend_from_slice(&data);
         // A body of unknown length is booked as it arrives.
-        let unknown = announced.is_none().then(|| words_cost(data.len() as u64));
+        let unknown = announced.is_none().then(|| ByteSize::new(words_cost(data.len() as u64)));
         if let (Some(permit), Some(more)) = (&permit, unknown) {
             if let Err(rejected) = permit.grow(more) {
                 return lowtide::service::rejection(&rejected).map(Body::from);

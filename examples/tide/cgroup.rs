@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 /// A cgroup that this process moved into; on drop it moves back and removes the folder.
 #[derive(Debug)]
-pub struct OwnCgroup {
+pub(crate) struct OwnCgroup {
     folder: PathBuf,
     home: PathBuf,
 }
@@ -16,7 +16,7 @@ pub struct OwnCgroup {
 impl OwnCgroup {
     /// Makes a memory cgroup below the present one and moves this process into it, under a limit
     /// where one is given.
-    pub fn enter(limit_bytes: Option<u64>) -> Result<Self, String> {
+    pub(crate) fn enter(limit_bytes: Option<u64>) -> Result<Self, String> {
         let (home, v2) = home()?;
         let folder = home.join(format!("lowtide-{}", std::process::id()));
         let fault = |what: &str, error: std::io::Error| format!("{what}: {error}");
@@ -46,7 +46,7 @@ impl OwnCgroup {
     }
 
     /// The folder of the cgroup.
-    pub fn folder(&self) -> &Path {
+    pub(crate) fn folder(&self) -> &Path {
         &self.folder
     }
 }

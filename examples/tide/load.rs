@@ -29,11 +29,11 @@ type Body = BoxBody<Bytes, Infallible>;
 
 /// Text to send.
 #[derive(Clone, Debug)]
-pub struct Corpus(Bytes);
+pub(crate) struct Corpus(Bytes);
 
 impl Corpus {
     /// The text of these files, and of the text files in these folders (not deeper).
-    pub fn read(inputs: &[PathBuf]) -> Result<Self, String> {
+    pub(crate) fn read(inputs: &[PathBuf]) -> Result<Self, String> {
         let mut text = String::new();
         for input in inputs {
             let fault = |error| format!("{}: {error}", input.display());
@@ -92,35 +92,35 @@ fn files_of(input: &Path) -> std::io::Result<Vec<PathBuf>> {
 
 /// What a burst sends.
 #[derive(Clone, Copy, Debug)]
-pub struct Burst {
+pub(crate) struct Burst {
     /// How long it lasts; what is under way then is read to its end.
-    pub lasts: Duration,
+    pub(crate) lasts: Duration,
     /// Connections at once.
-    pub connections: usize,
+    pub(crate) connections: usize,
     /// Bytes of text in a request to the text service.
-    pub text_bytes: usize,
+    pub(crate) text_bytes: usize,
     /// Whether every eighth request asks for embeddings.
-    pub with_model: bool,
+    pub(crate) with_model: bool,
     /// Seed of the places at which texts are cut.
-    pub seed: u64,
+    pub(crate) seed: u64,
 }
 
 /// What came back.
 #[derive(Clone, Debug, Default)]
-pub struct Tally {
+pub(crate) struct Tally {
     /// Answers with a 2xx status.
-    pub ok: u64,
+    pub(crate) ok: u64,
     /// Answers 503 with a Retry-After.
-    pub shed: u64,
+    pub(crate) shed: u64,
     /// Anything else, by what it was.
-    pub other: BTreeMap<String, u64>,
+    pub(crate) other: BTreeMap<String, u64>,
     /// How long each answer took to be read to its end, in milliseconds; sorted.
-    pub millis: Vec<f64>,
+    pub(crate) millis: Vec<f64>,
 }
 
 impl Tally {
     /// The latency below which this part of the answers lies, in milliseconds; 0 without any.
-    pub fn quantile(&self, part: f64) -> f64 {
+    pub(crate) fn quantile(&self, part: f64) -> f64 {
         let last = self.millis.len().saturating_sub(1);
         #[expect(
             clippy::cast_possible_truncation,
@@ -144,7 +144,12 @@ impl Tally {
 }
 
 /// Runs a burst against the proxy; `answered` counts answers as they come.
-pub async fn run(to: SocketAddr, corpus: &Corpus, burst: Burst, answered: Arc<AtomicU64>) -> Tally {
+pub(crate) async fn run(
+    to: SocketAddr,
+    corpus: &Corpus,
+    burst: Burst,
+    answered: Arc<AtomicU64>,
+) -> Tally {
     let client: Client<HttpConnector, Body> = Client::builder(TokioExecutor::new()).build_http();
     let end = Instant::now() + burst.lasts;
     let connections: Vec<_> = (0..burst.connections)

@@ -16,26 +16,26 @@ const PLAIN_EVERY: Duration = Duration::from_secs(2);
 
 /// What is shown at one instant.
 #[derive(Clone, Debug)]
-pub struct Scene<'a> {
+pub(crate) struct Scene<'a> {
     /// The run and the stage in it.
-    pub title: &'a str,
+    pub(crate) title: &'a str,
     /// How far the whole run has come, from 0 to 1.
-    pub progress: f64,
+    pub(crate) progress: f64,
     /// Time since the start of the run.
-    pub elapsed: Duration,
+    pub(crate) elapsed: Duration,
     /// Live and retained bytes of the heap.
-    pub heap: (ByteSize, ByteSize),
+    pub(crate) heap: (ByteSize, ByteSize),
     /// Live and retained bytes of the device.
-    pub device: (ByteSize, ByteSize),
+    pub(crate) device: (ByteSize, ByteSize),
     /// What the process holds, as the kernel says.
-    pub rss: ByteSize,
+    pub(crate) rss: ByteSize,
     /// What stands behind the stage's answers: counts, level.
-    pub note: String,
+    pub(crate) note: String,
 }
 
 /// Where the scenes are shown.
 #[derive(Debug)]
-pub struct Picture {
+pub(crate) struct Picture {
     terminal: bool,
     /// Lines of the last drawing, to be drawn over.
     lines: usize,
@@ -46,13 +46,13 @@ pub struct Picture {
 
 impl Picture {
     /// A picture on the standard output; drawn if that is a terminal, in plain lines otherwise.
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let terminal = std::io::stdout().is_terminal();
         Self { terminal, lines: 0, full: ByteSize::mib(64), last_plain: None }
     }
 
     /// Shows one scene.
-    pub fn show(&mut self, scene: &Scene<'_>) {
+    pub(crate) fn show(&mut self, scene: &Scene<'_>) {
         for (live, retained) in [scene.heap, scene.device] {
             self.full = self.full.max(live.saturating_add(retained));
         }
@@ -63,7 +63,7 @@ impl Picture {
         let _ = out.flush();
     }
 
-    pub fn keep(&mut self) {
+    pub(crate) fn keep(&mut self) {
         self.lines = 0;
         self.last_plain = None;
     }
@@ -75,8 +75,8 @@ impl Picture {
         }
         self.last_plain = Some(scene.elapsed);
         format!(
-            "{:5.1} s  {:<34} heap live {:>10} retained {:>10}  device live {:>10} retained {:>10}  \
-             rss {:>10}  {}\n",
+            "{:5.1} s  {:<34} heap live {:>10} retained {:>10}  \
+             device live {:>10} retained {:>10}  rss {:>10}  {}\n",
             scene.elapsed.as_secs_f64(),
             scene.title,
             scene.heap.0.to_string(),

@@ -16,17 +16,17 @@ const REGIONS: u64 = 2;
 
 /// One bound.
 #[derive(Debug)]
-pub struct Bound {
+pub(crate) struct Bound {
     /// Whether it holds.
-    pub holds: bool,
+    pub(crate) holds: bool,
     /// What must hold.
-    pub what: String,
+    pub(crate) what: String,
     /// What was measured.
-    pub measured: String,
+    pub(crate) measured: String,
 }
 
 /// Every bound, measured.
-pub fn bounds(managed: &Outcome, twin: &Outcome, half: &Outcome) -> Vec<Bound> {
+pub(crate) fn bounds(managed: &Outcome, twin: &Outcome, half: &Outcome) -> Vec<Bound> {
     let mut bounds = Vec::new();
     let mut bound = |holds: Option<bool>, what: String, measured: String| {
         bounds.push(Bound { holds: holds.unwrap_or(false), what, measured });
@@ -93,7 +93,7 @@ pub fn bounds(managed: &Outcome, twin: &Outcome, half: &Outcome) -> Vec<Bound> {
 }
 
 /// The stages of both runs, one above the other.
-pub fn table(managed: &Outcome, twin: &Outcome) -> String {
+pub(crate) fn table(managed: &Outcome, twin: &Outcome) -> String {
     let mut text = format!(
         "{:<32}{:>10}{:>10}{:>10}{:>10} |{:>10}{:>10}{:>10} |{:>9}{:>9}{:>8}\n",
         "stage",

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use lowtide::control::Signals;
+use lowtide::control::{Resource as _, Signal, Signals};
 use lowtide::host::HeapProbe;
 use lowtide::{BoxError, ByteSize, Memory};
 use serde::{Deserialize, Serialize};
@@ -31,7 +31,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// Which run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
-pub enum Kind {
+pub(crate) enum Kind {
     /// lowtide manages the memory, under the limit.
     Managed,
     /// The same program and load with jemalloc's defaults, nothing managed.
@@ -42,7 +42,7 @@ pub enum Kind {
 
 impl Kind {
     /// What the picture calls it.
-    pub fn title(self) -> &'static str {
+    pub(crate) fn title(self) -> &'static str {
         match self {
             Self::Managed => "lowtide",
             Self::Defaults => "jemalloc's defaults",
@@ -51,7 +51,7 @@ impl Kind {
     }
 
     /// About how long it takes.
-    pub fn lasts(self) -> Duration {
+    pub(crate) fn lasts(self) -> Duration {
         match self {
             Self::Managed => WARM_UP + QUIET + BURST + IDLE_UNLOAD + AFTER_UNLOAD,
             Self::Defaults => WARM_UP + QUIET + BURST + Duration::from_secs(10),
@@ -62,124 +62,124 @@ impl Kind {
 
 /// What a run is given.
 #[derive(Clone, Debug)]
-pub struct Plan {
+pub(crate) struct Plan {
     /// Which run.
-    pub kind: Kind,
+    pub(crate) kind: Kind,
     /// The limit of the managed run.
-    pub limit: ByteSize,
+    pub(crate) limit: ByteSize,
     /// Connections at once.
-    pub connections: usize,
+    pub(crate) connections: usize,
     /// Bytes of text in a request.
-    pub text_bytes: usize,
+    pub(crate) text_bytes: usize,
     /// Size of the model's weights.
-    pub weights: ByteSize,
+    pub(crate) weights: ByteSize,
     /// Seed of load and weights.
-    pub seed: u64,
+    pub(crate) seed: u64,
 }
 
 /// Memory at one instant, in bytes.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
-pub struct Water {
+pub(crate) struct Water {
     /// The process's resident set.
-    pub rss: u64,
+    pub(crate) rss: u64,
     /// Anonymous and shared memory, as the kernel charges it.
-    pub charged: u64,
+    pub(crate) charged: u64,
     /// The heap: resident and live.
-    pub resident: u64,
+    pub(crate) resident: u64,
     /// Live bytes of the heap.
-    pub heap_live: u64,
+    pub(crate) heap_live: u64,
     /// Live bytes of the device.
-    pub device_live: u64,
+    pub(crate) device_live: u64,
     /// Committed bytes of the device.
-    pub device_committed: u64,
+    pub(crate) device_committed: u64,
 }
 
 impl Water {
     /// What the heap keeps beyond what is live.
-    pub fn heap_retained(&self) -> u64 {
+    pub(crate) fn heap_retained(&self) -> u64 {
         self.resident.saturating_sub(self.heap_live)
     }
 
     /// What the device arena keeps beyond what is live.
-    pub fn device_retained(&self) -> u64 {
+    pub(crate) fn device_retained(&self) -> u64 {
         self.device_committed.saturating_sub(self.device_live)
     }
 }
 
 /// A stage's row in the table.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Row {
+pub(crate) struct Row {
     /// What the stage is called.
-    pub stage: String,
+    pub(crate) stage: String,
     /// Memory at its end; in a burst, at the heap's peak.
-    pub water: Water,
+    pub(crate) water: Water,
     /// Answers 2xx, 503 with Retry-After, and others.
-    pub answers: Option<[u64; 3]>,
+    pub(crate) answers: Option<[u64; 3]>,
     /// Median and 99th percentile of the latency, in milliseconds.
-    pub latency: Option<[f64; 2]>,
+    pub(crate) latency: Option<[f64; 2]>,
 }
 
 /// What came of a run.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
-pub struct Outcome {
+pub(crate) struct Outcome {
     /// The stages in order.
-    pub rows: Vec<Row>,
+    pub(crate) rows: Vec<Row>,
     /// Answers that were neither 2xx nor 503 with Retry-After, by what they were.
-    pub other: Vec<(String, u64)>,
+    pub(crate) other: Vec<(String, u64)>,
     /// Whose memory `charged` is: the run's own cgroup, or the process's pages and why.
-    pub charged_from: String,
+    pub(crate) charged_from: String,
     /// The device's granule, in bytes.
-    pub granule: u64,
+    pub(crate) granule: u64,
 }
 
 impl Outcome {
     /// The row of this stage.
-    pub fn row(&self, stage: &str) -> Option<&Row> {
+    pub(crate) fn row(&self, stage: &str) -> Option<&Row> {
         self.rows.iter().find(|row| row.stage == stage)
     }
 
     /// All answers of the run: 2xx, 503 with Retry-After, others.
-    pub fn answers(&self) -> [u64; 3] {
+    pub(crate) fn answers(&self) -> [u64; 3] {
         let each = self.rows.iter().filter_map(|row| row.answers);
         each.fold([0; 3], |[a, b, c], [x, y, z]| [a + x, b + y, c + z])
     }
 }
 
 /// Names of the stages.
-pub mod stage {
+pub(crate) mod stage {
     /// Before any load.
-    pub const START: &str = "start";
+    pub(crate) const START: &str = "start";
     /// Load without the model, at the heap's peak.
-    pub const WARM_UP: &str = "burst without the model (peak)";
+    pub(crate) const WARM_UP: &str = "burst without the model (peak)";
     /// Quiet after it.
-    pub const WARM: &str = "quiet after warm-up";
+    pub(crate) const WARM: &str = "quiet after warm-up";
     /// Load with the model, at the heap's peak.
-    pub const BURST: &str = "burst with the model (peak)";
+    pub(crate) const BURST: &str = "burst with the model (peak)";
     /// A second after it.
-    pub const QUIET_1: &str = "quiet, +1 s";
+    pub(crate) const QUIET_1: &str = "quiet, +1 s";
     /// Ten seconds after it.
-    pub const QUIET_10: &str = "quiet, +10 s";
+    pub(crate) const QUIET_10: &str = "quiet, +10 s";
     /// After the model was unloaded.
-    pub const UNLOADED: &str = "idle, model unloaded";
+    pub(crate) const UNLOADED: &str = "idle, model unloaded";
 }
 
 /// Something to be shown while a run goes on.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Glimpse {
+pub(crate) struct Glimpse {
     /// The stage under way.
-    pub stage: String,
+    pub(crate) stage: String,
     /// Seconds since the start of the run.
-    pub seconds: f64,
+    pub(crate) seconds: f64,
     /// Memory now.
-    pub water: Water,
+    pub(crate) water: Water,
     /// Answers so far.
-    pub answered: u64,
+    pub(crate) answered: u64,
     /// The pressure level, where anyone measures it.
-    pub level: String,
+    pub(crate) level: String,
 }
 
 /// Runs the plan; `show` is called ten times a second.
-pub async fn run(
+pub(crate) async fn run(
     plan: &Plan,
     corpus: &Corpus,
     mut show: impl FnMut(&Glimpse) + Send + 'static,
@@ -198,6 +198,7 @@ pub async fn run(
         signals: Signals::open(),
         running,
         memory: memory.clone(),
+        alone: own.is_ok(),
         start: Instant::now(),
         answered: Arc::default(),
         outcome: Outcome {
@@ -218,7 +219,8 @@ pub async fn run(
     let Gauge { running, outcome, .. } = gauge;
     running.stop(Duration::from_secs(2)).await;
     if let Some(memory) = memory {
-        tokio::task::spawn_blocking(move || memory.shutdown(Duration::from_secs(2))).await?;
+        let ended = move || memory.shutdown(Duration::from_secs(2));
+        let _ = tokio::task::spawn_blocking(ended).await?;
     }
     Ok(outcome)
 }
@@ -260,6 +262,8 @@ struct Gauge {
     signals: Signals,
     running: Running,
     memory: Option<Memory>,
+    /// Whether the process is alone in its cgroup.
+    alone: bool,
     start: Instant,
     answered: Arc<AtomicU64>,
     outcome: Outcome,
@@ -273,12 +277,21 @@ impl Gauge {
         let rss = signal.rss.unwrap_or_default();
         Ok(Water {
             rss: rss.get(),
-            charged: signal.charged.or(signal.anon_and_shmem).unwrap_or(rss).get(),
+            charged: self.charged(signal).unwrap_or(rss).get(),
             resident: heap.resident.get(),
             heap_live: heap.live.get(),
             device_live: device.live.get(),
             device_committed: device.committed.get(),
         })
+    }
+
+    /// What the own cgroup is charged with, or without one the process's own pages.
+    fn charged(&self, signal: Signal) -> Option<ByteSize> {
+        if self.alone {
+            return signal.charged;
+        }
+        let pages = self.signals.resident()?;
+        Some(pages.anon.saturating_add(pages.shmem))
     }
 
     /// Waits, showing what happens, until `done` or the time is up; gives the highest water.

@@ -62,7 +62,7 @@ pub struct PurgeReport {
     /// by one refresh before and one after. What other threads allocated in between is subtracted.
     pub jemalloc: Part,
     /// glibc: how much smaller the process's anonymous resident memory became (`/proc/self/statm`,
-    /// resident less shared) while glibc trimmed. glibc itself says only yes or no. The figure is of
+    /// resident less shared) while glibc trimmed. glibc itself says only yes or no. It is of
     /// the whole process, so what other threads touched or gave back meanwhile is in it, and the
     /// kernel may keep it wrong by some hundred KiB.
     pub libc: Part,

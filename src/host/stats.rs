@@ -78,7 +78,8 @@ pub struct HeapProbe {
     page: ByteSize,
 }
 
-/// Readings are begun again when another reader refreshed the statistics half-way, at most so often.
+/// A reading is begun again when another reader refreshed the statistics half-way, at most so
+/// often.
 const READINGS_MAX: usize = 4;
 
 impl HeapProbe {

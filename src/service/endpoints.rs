@@ -136,7 +136,7 @@ fn document(snapshot: &MemorySnapshot) -> Value {
             "admitted": snapshot.admission.admitted_total,
             "held": snapshot.admission.held(),
             "shed": ShedReason::ALL
-                .map(|reason| (reason.name().to_owned(), json!(snapshot.admission.shed_total(reason))))
+                .map(|why| (why.name().to_owned(), json!(snapshot.admission.shed_total(why))))
                 .into_iter()
                 .collect::<serde_json::Map<_, _>>(),
         },

@@ -131,7 +131,8 @@ where
                 State::Admitted { future, permit: Some(permit) }
             }
             Err(rejected) => {
-                tracing::debug!(target: "lowtide", %rejected, path = head.uri.path(), "turned away");
+                let path = head.uri.path();
+                tracing::debug!(target: "lowtide", %rejected, path, "turned away");
                 State::Rejected { response: Some(rejection(&rejected)) }
             }
         };

@@ -26,7 +26,7 @@ const FENCE: &[&str] = &[
 ];
 
 /// Exports a symbol from the program by a macro: its attribute is unsafe, and nothing else there.
-const ATTRIBUTE_ONLY: &str = "src/host/conf.rs";
+const ATTRIBUTE_ONLY: &str = "src/host/profile.rs";
 
 /// The lint's levels that let unsafe code pass.
 const OPENING: &[&str] = &["allow", "expect", "warn"];

@@ -208,13 +208,13 @@ fn the_fence_opens_at_the_head_with_a_reason_and_nowhere_else() {
         ("does not open with", inside, &format!("#![expect(unsafe_code)]\n{block}")),
         ("does not open with", inside, &format!("#![expect(unsafe_code, reason = \"\")]\n{block}")),
         ("does not open with", inside, &format!("#![allow(unsafe_code, reason = \"r\")]\n{block}")),
-        ("outside the fence", "src/host/conf.rs", block),
+        ("outside the fence", "src/host/profile.rs", block),
     ]);
     let wide = "#![expect(dead_code, unsafe_code, reason = \"r\")]\nfn f() { unsafe { g() } }";
     pass_all(&[
         (inside, wide),
         (outside, "#![forbid(unsafe_code)]\n// unsafe { g() }\nconst S: &str = \"unsafe fn\";"),
-        ("src/host/conf.rs", "macro_rules! m { () => { #[unsafe(export_name = \"x\")] s!() } }"),
+        ("src/host/profile.rs", "macro_rules! m { () => { #[unsafe(export_name = \"x\")] s!() } }"),
     ]);
 }
 

@@ -1,11 +1,10 @@
 //! Managed resources: one load, one copy, no unload under a guard, clean-up on every way out.
 
 use std::future::Future;
-use std::pin::pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Barrier, Condvar, Mutex};
-use std::task::{Context, Poll, Wake, Waker};
-use std::thread::{self, Thread};
+use std::sync::{Arc, Barrier, Mutex};
+use std::task::{Context, Waker};
+use std::thread;
 use std::time::Duration;
 
 use lowtide::ByteSize;
@@ -14,76 +13,11 @@ use lowtide::control::{
     AcquireError, Admission, Backoff, Budget, Cost, LoadError, Managed, Rejected, Resource,
     Resources, UnloadError, UnloadReason,
 };
-use lowtide::sync::lock;
 
-const PATIENCE: Duration = Duration::from_secs(20);
+mod support;
+use support::{Gate, Model, PATIENCE, block_on, until};
+
 const SECOND: Duration = Duration::from_secs(1);
-
-/// Drives a future on this thread, without a runtime.
-fn block_on<F: Future>(future: F) -> F::Output {
-    struct Unpark(Thread);
-    impl Wake for Unpark {
-        fn wake(self: Arc<Self>) {
-            self.0.unpark();
-        }
-    }
-    let waker = Waker::from(Arc::new(Unpark(thread::current())));
-    let mut future = pin!(future);
-    loop {
-        match future.as_mut().poll(&mut Context::from_waker(&waker)) {
-            Poll::Ready(output) => return output,
-            Poll::Pending => thread::park_timeout(PATIENCE),
-        }
-    }
-}
-
-/// A door that a loader waits at.
-#[derive(Default)]
-struct Gate {
-    open: Mutex<bool>,
-    changed: Condvar,
-}
-
-impl Gate {
-    fn open(&self) {
-        *lock(&self.open) = true;
-        self.changed.notify_all();
-    }
-
-    fn pass(&self) {
-        let open = lock(&self.open);
-        let waited = self.changed.wait_timeout_while(open, PATIENCE, |open| !*open);
-        let waited = waited.expect("no panic under the lock");
-        assert!(!waited.1.timed_out(), "the gate was never opened");
-    }
-}
-
-/// Counts its copies.
-struct Model {
-    copies: Arc<AtomicU64>,
-}
-
-impl Model {
-    fn load(copies: &Arc<AtomicU64>) -> Self {
-        assert_eq!(copies.fetch_add(1, Ordering::SeqCst), 0, "two copies");
-        Self { copies: Arc::clone(copies) }
-    }
-}
-
-impl Drop for Model {
-    fn drop(&mut self) {
-        self.copies.fetch_sub(1, Ordering::SeqCst);
-    }
-}
-
-fn until(what: &str, condition: impl Fn() -> bool) {
-    let clock = lowtide::clock::SystemClock::new();
-    let deadline = clock.now() + PATIENCE;
-    while !condition() {
-        assert!(clock.now() < deadline, "never: {what}");
-        thread::yield_now();
-    }
-}
 
 #[test]
 fn a_thousand_concurrent_cold_acquires_are_one_load() {
