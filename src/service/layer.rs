@@ -1,7 +1,8 @@
 //! The tower layer: decides in `call`, holds the permit in the response body.
 //!
 //! `poll_ready` is the inner service's alone: a permit taken there would be held by idle
-//! connections. The inner error type stays. A rejected request never reaches the inner service.
+//! connections. The inner error type stays. A rejected request never reaches the inner service; its
+//! body is read away behind the answer (see [`ResponseBody`]).
 //!
 //! Invariant: every admitted request books its estimate exactly once and gives back what it booked
 //! when its response body, and every handle a handler took, are gone.
@@ -110,11 +111,12 @@ impl<S, E, Q, R> Service<Request<Q>> for MemoryService<S, E>
 where
     S: Service<Request<Q>, Response = Response<R>>,
     E: Estimate,
+    Q: Body,
     R: Body<Data = Bytes>,
 {
-    type Response = Response<ResponseBody<R>>;
+    type Response = Response<ResponseBody<R, Q>>;
     type Error = S::Error;
-    type Future = ResponseFuture<S::Future>;
+    type Future = ResponseFuture<S::Future, Q>;
 
     fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
         self.inner.poll_ready(cx)
@@ -133,7 +135,7 @@ where
             Err(rejected) => {
                 let path = head.uri.path();
                 tracing::debug!(target: "lowtide", %rejected, path, "turned away");
-                State::Rejected { response: Some(rejection(&rejected)) }
+                State::Rejected { response: Some((rejection(&rejected), body)) }
             }
         };
         ResponseFuture { state }
@@ -143,26 +145,26 @@ where
 pin_project! {
     /// The response to come.
     #[derive(Debug)]
-    pub struct ResponseFuture<F> {
+    pub struct ResponseFuture<F, Q> {
         #[pin]
-        state: State<F>,
+        state: State<F, Q>,
     }
 }
 
 pin_project! {
     #[project = StateProject]
     #[derive(Debug)]
-    enum State<F> {
+    enum State<F, Q> {
         Admitted { #[pin] future: F, permit: Option<SharedPermit> },
-        Rejected { response: Option<Response<String>> },
+        Rejected { response: Option<(Response<String>, Q)> },
     }
 }
 
-impl<F, R, X> Future for ResponseFuture<F>
+impl<F, R, Q, X> Future for ResponseFuture<F, Q>
 where
     F: Future<Output = Result<Response<R>, X>>,
 {
-    type Output = Result<Response<ResponseBody<R>>, X>;
+    type Output = Result<Response<ResponseBody<R, Q>>, X>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         match self.project().state.project() {
@@ -175,7 +177,9 @@ where
                 }))
             }
             StateProject::Rejected { response } => match response.take() {
-                Some(response) => Poll::Ready(Ok(response.map(ResponseBody::text))),
+                Some((response, body)) => {
+                    Poll::Ready(Ok(response.map(|text| ResponseBody::refused(text, body))))
+                }
                 None => unreachable!("a future is not polled after its end"),
             },
         }

@@ -10,7 +10,7 @@ mod endpoints;
 mod layer;
 mod rejection;
 
-pub use body::ResponseBody;
+pub use body::{DRAIN_MAX, ResponseBody};
 pub use endpoints::Endpoints;
 pub use layer::{Estimate, MemoryLayer, MemoryService, ResponseFuture, SharedPermit};
 pub use rejection::rejection;
