@@ -44,11 +44,6 @@ impl OwnCgroup {
             .map_err(|error| fault("the cgroup cannot be entered", error))?;
         Ok(own)
     }
-
-    /// The folder of the cgroup.
-    pub(crate) fn folder(&self) -> &Path {
-        &self.folder
-    }
 }
 
 impl Drop for OwnCgroup {

@@ -63,11 +63,6 @@ impl Picture {
         let _ = out.flush();
     }
 
-    pub(crate) fn keep(&mut self) {
-        self.lines = 0;
-        self.last_plain = None;
-    }
-
     fn plain(&mut self, scene: &Scene<'_>) -> String {
         let due = self.last_plain.is_none_or(|last| scene.elapsed >= last + PLAIN_EVERY);
         if !due {
