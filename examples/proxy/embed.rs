@@ -66,13 +66,13 @@ impl Embedder {
     pub(crate) async fn answer(&self, request: Request) -> Response {
         match self.embed(request).await {
             Ok(answer) => Json(answer).into_response(),
-            Err(refusal) => refusal,
+            Err(refusal) => *refusal,
         }
     }
 
-    async fn embed(&self, request: Request) -> Result<Answer, Response> {
-        let texts = texts(read(request).await?)?;
-        let model = self.model.acquire().await.map_err(|error| unavailable(&error))?;
+    async fn embed(&self, request: Request) -> Result<Answer, Box<Response>> {
+        let texts = texts(&read(request).await?)?;
+        let model = self.model.acquire().await.map_err(|error| Box::new(unavailable(&error)))?;
         let turn = self.turns.clone().acquire_owned().await;
         let computed = tokio::task::spawn_blocking(move || {
             let _turn = turn;
@@ -80,13 +80,12 @@ impl Embedder {
         });
         let failed = |error: String| {
             tracing::error!(error, "an embedding failed");
-            (StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")).into_response()
+            refusal(StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n"))
         };
         match computed.await {
             Ok(Ok(embeddings)) => Ok(Answer { width: WIDTH, embeddings }),
             Ok(Err(error)) if error.is_out_of_memory() => {
-                let body = format!("{error}\n");
-                Err((StatusCode::SERVICE_UNAVAILABLE, [("retry-after", "1")], body).into_response())
+                Err(Box::new(later(format!("{error}\n"))))
             }
             Ok(Err(error)) => Err(failed(error.to_string())),
             Err(error) => Err(failed(error.to_string())),
@@ -95,23 +94,23 @@ impl Embedder {
 }
 
 /// The whole body, booked as it arrives and cut off at [`BODY_MAX`].
-async fn read(request: Request) -> Result<Vec<u8>, Response> {
+async fn read(request: Request) -> Result<Vec<u8>, Box<Response>> {
     let permit = request.extensions().get::<SharedPermit>().cloned();
     let known = request.headers().contains_key("content-length");
     let mut body = request.into_body();
     let mut whole = Vec::new();
     while let Some(frame) = body.frame().await {
         let frame = frame.map_err(|error| {
-            (StatusCode::BAD_REQUEST, format!("the body broke off: {error}\n")).into_response()
+            refusal(StatusCode::BAD_REQUEST, format!("the body broke off: {error}\n"))
         })?;
         let Ok(data) = frame.into_data() else { continue };
         if ByteSize::of(whole.len() + data.len()) > BODY_MAX {
             let text = format!("the body is longer than {BODY_MAX}\n");
-            return Err((StatusCode::PAYLOAD_TOO_LARGE, text).into_response());
+            return Err(refusal(StatusCode::PAYLOAD_TOO_LARGE, text));
         }
         if let (Some(permit), false) = (&permit, known) {
             let more = ByteSize::new(data.len() as u64 * BODY_FACTOR);
-            let refuse = |rejected| lowtide::service::rejection(&rejected).map(Body::from);
+            let refuse = |no| Box::new(lowtide::service::rejection(&no).map(Body::from));
             permit.grow(more).map_err(refuse)?;
         }
         whole.extend_from_slice(&data);
@@ -119,14 +118,14 @@ async fn read(request: Request) -> Result<Vec<u8>, Response> {
     Ok(whole)
 }
 
-fn texts(body: Vec<u8>) -> Result<Vec<String>, Response> {
-    let asked: Asked = serde_json::from_slice(&body).map_err(|error| {
+fn texts(body: &[u8]) -> Result<Vec<String>, Box<Response>> {
+    let asked: Asked = serde_json::from_slice(body).map_err(|error| {
         let text = format!("expected JSON such as {{\"texts\": [\"a text\"]}}: {error}\n");
-        (StatusCode::BAD_REQUEST, text).into_response()
+        refusal(StatusCode::BAD_REQUEST, text)
     })?;
     if asked.texts.is_empty() || asked.texts.len() > TEXTS_MAX {
         let text = format!("{} texts: expected 1 to {TEXTS_MAX}\n", asked.texts.len());
-        return Err((StatusCode::UNPROCESSABLE_ENTITY, text).into_response());
+        return Err(refusal(StatusCode::UNPROCESSABLE_ENTITY, text));
     }
     Ok(asked.texts)
 }
@@ -137,9 +136,14 @@ fn unavailable(error: &AcquireError) -> Response {
         AcquireError::Rejected { rejected, .. } => {
             lowtide::service::rejection(rejected).map(Body::from)
         }
-        _ => {
-            let text = format!("the model is not to be had: {error}\n");
-            (StatusCode::SERVICE_UNAVAILABLE, [("retry-after", "1")], text).into_response()
-        }
+        _ => later(format!("the model is not to be had: {error}\n")),
     }
+}
+
+fn later(text: String) -> Response {
+    (StatusCode::SERVICE_UNAVAILABLE, [("retry-after", "1")], text).into_response()
+}
+
+fn refusal(status: StatusCode, text: String) -> Box<Response> {
+    Box::new((status, text).into_response())
 }

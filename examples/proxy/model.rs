@@ -126,7 +126,7 @@ fn row_of(letters: impl Iterator<Item = char>, rows: usize) -> usize {
     let hash = letters.fold(0xCBF2_9CE4_8422_2325_u64, |hash, letter| {
         (hash ^ u64::from(letter)).wrapping_mul(0x0100_0000_01B3)
     });
-    let spread = u128::from(hash) * (rows as u128) >> 64;
+    let spread = (u128::from(hash) * rows as u128) >> 64;
     usize::try_from(spread).unwrap_or(0)
 }
 

@@ -57,10 +57,10 @@ async fn words(request: Request) -> Response {
         text.extend_from_slice(&data);
         // A body of unknown length is booked as it arrives.
         let unknown = announced.is_none().then(|| ByteSize::new(words_cost(data.len() as u64)));
-        if let (Some(permit), Some(more)) = (&permit, unknown) {
-            if let Err(rejected) = permit.grow(more) {
-                return lowtide::service::rejection(&rejected).map(Body::from);
-            }
+        if let (Some(permit), Some(more)) = (&permit, unknown)
+            && let Err(rejected) = permit.grow(more)
+        {
+            return lowtide::service::rejection(&rejected).map(Body::from);
         }
     }
     let Ok(text) = String::from_utf8(text) else {

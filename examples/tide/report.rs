@@ -32,7 +32,7 @@ pub(crate) fn bounds(managed: &Outcome, twin: &Outcome, half: &Outcome) -> Vec<B
         bounds.push(Bound { holds: holds.unwrap_or(false), what, measured });
     };
     let water = |outcome: &Outcome, stage: &str| outcome.row(stage).map(|row| row.water);
-    let show = |bytes: Option<u64>| bytes.map_or("no figure".to_owned(), |b| size(b));
+    let show = |bytes: Option<u64>| bytes.map_or_else(|| "no figure".to_owned(), size);
 
     let peak = water(managed, stage::BURST).map(|water| water.heap_live);
     let idle = water(managed, stage::QUIET_10);

@@ -12,7 +12,8 @@ use crate::bytes::ByteSize;
 use crate::clock::{Bell, Clock, Moment, SystemClock};
 use crate::config::{Config, DeviceChoice, Profile, Settings, env};
 use crate::control::{
-    self, Admission, Budget, Ladder, Maintenance, Resources, Signals, run_control, run_worker,
+    self, Admission, Budget, Ladder, Maintenance, Resources, Signals, Worker, run_control,
+    run_worker,
 };
 use crate::device::driver::Driver;
 use crate::device::driver::host::HostDriver;
@@ -200,31 +201,38 @@ impl Builder {
             hook_at: Moment::ORIGIN,
             drives_decay: !host::background_threads_supported(),
         };
-        let mut worker = maintenance.worker(Box::new(hands));
+        let worker = maintenance.worker(Box::new(hands));
         // The first sample is taken here, so that the first request meets a true allowance.
         let first = maintenance.tick(shared.clock.now());
         shared.queue.push(first.jobs);
-        let threads = Threads {
-            stop: Arc::default(),
-            bell: Bell::new(),
-            handles: Mutex::new(Vec::with_capacity(2)),
-        };
-        let (stop, bell) = (Arc::clone(&threads.stop), Arc::clone(&threads.bell));
-        let inner = Arc::new(Inner { shared: Arc::clone(&shared), threads });
-        let stack = self.stack.unwrap_or(STACK);
-        let worker_clock = Arc::clone(&shared.clock);
-        inner
-            .threads
-            .spawn("lowtide-worker", stack, move || run_worker(&mut worker, &*worker_clock))?;
-        inner.threads.spawn("lowtide-control", stack, move || {
-            run_control(&mut maintenance, &*shared.clock, &bell, &stop);
-            // Nobody decides any more: the worker ends after what waits.
-            shared.queue.close();
-        })?;
-        let memory = Memory(inner);
+        let memory = launch(&shared, maintenance, worker, self.stack.unwrap_or(STACK))?;
         report(&memory);
         Ok(memory)
     }
+}
+
+/// Starts the two threads; on failure the one that runs is told to end.
+fn launch(
+    shared: &Arc<Shared>,
+    mut maintenance: Maintenance,
+    mut worker: Worker,
+    stack: ByteSize,
+) -> Result<Memory, StartError> {
+    let threads = Threads {
+        stop: Arc::default(),
+        bell: Bell::new(),
+        handles: Mutex::new(Vec::with_capacity(2)),
+    };
+    let (stop, bell) = (Arc::clone(&threads.stop), Arc::clone(&threads.bell));
+    let inner = Arc::new(Inner { shared: Arc::clone(shared), threads });
+    let (shared, clock) = (Arc::clone(shared), Arc::clone(&shared.clock));
+    inner.threads.spawn("lowtide-worker", stack, move || run_worker(&mut worker, &*clock))?;
+    inner.threads.spawn("lowtide-control", stack, move || {
+        run_control(&mut maintenance, &*shared.clock, &bell, &stop);
+        // Nobody decides any more: the worker ends after what waits.
+        shared.queue.close();
+    })?;
+    Ok(Memory(inner))
 }
 
 impl Threads {
