@@ -5,13 +5,13 @@
 //! this crate keeps its invariants at each point where it can unwind, and a panic of a caller's
 //! closure on one thread must not stop the service on the others.
 
-#[cfg(loom)]
+#[cfg(lowtide_loom)]
 pub use loom::sync::atomic;
-#[cfg(loom)]
+#[cfg(lowtide_loom)]
 pub use loom::sync::{Arc, Condvar, Mutex, MutexGuard};
-#[cfg(not(loom))]
+#[cfg(not(lowtide_loom))]
 pub use std::sync::atomic;
-#[cfg(not(loom))]
+#[cfg(not(lowtide_loom))]
 pub use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
 use std::sync::PoisonError;

@@ -461,7 +461,7 @@ impl Drop for Permit {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(lowtide_loom)))]
 mod tests {
     use super::*;
     use crate::control::ledger::{Correction, Measured};

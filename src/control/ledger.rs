@@ -376,7 +376,7 @@ impl Default for Correction {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(lowtide_loom)))]
 mod tests {
     use super::*;
 
@@ -542,8 +542,8 @@ mod tests {
     }
 }
 
-#[cfg(all(test, loom))]
-mod tests {
+#[cfg(all(test, lowtide_loom))]
+mod models {
     use super::*;
 
     #[test]

@@ -246,7 +246,7 @@ impl Ladder {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(lowtide_loom)))]
 mod tests {
     use std::sync::atomic::{AtomicU64, Ordering};
 

@@ -349,7 +349,10 @@ fn shape_is_checked() {
     pass_all(&[
         ("src/host/stats.rs", &long[10..]),
         ("src/host/stats.rs", &format!("{}{tests}", &long[10..])),
-        ("src/host/stats.rs", &format!("#[cfg(all(test, not(loom)))]\n#[x]\n{}", &tests[13..])),
+        (
+            "src/host/stats.rs",
+            &format!("#[cfg(all(test, not(lowtide_loom)))]\n#[x]\n{}", &tests[13..]),
+        ),
         ("src/host/stats.rs", &format!("// {}", &wide[1..])),
         ("src/host/stats.rs", &format!("// https://{wide}")),
     ]);

@@ -231,7 +231,7 @@ impl Default for JobQueue {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(lowtide_loom)))]
 mod tests {
     use super::*;
     use crate::clock::ManualClock;
