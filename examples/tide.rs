@@ -12,6 +12,8 @@
 mod app;
 #[path = "tide/cgroup.rs"]
 mod cgroup;
+#[path = "tide/chart.rs"]
+mod chart;
 #[path = "proxy/embed.rs"]
 mod embed;
 #[path = "proxy/forward.rs"]
@@ -32,6 +34,7 @@ mod upstream;
 use std::io::{BufRead as _, BufReader};
 use std::path::PathBuf;
 use std::process::{Command, ExitCode, Stdio};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use clap::Parser;
@@ -65,6 +68,9 @@ struct Cli {
     /// Seed of load and weights.
     #[arg(long, default_value_t = 7)]
     seed: u64,
+    /// Also draw what both runs held over time into this SVG file.
+    #[arg(long, value_name = "FILE")]
+    chart: Option<PathBuf>,
     /// Run only this, and print it as lines of JSON.
     #[arg(long, hide = true)]
     only: Option<Kind>,
@@ -113,12 +119,16 @@ fn parent(cli: &Cli) -> Result<bool, BoxError> {
         "a proxy under load: {} connections, {} of text each, a model of {}, limit {}\n",
         cli.connections, cli.text, cli.weights, cli.limit
     );
-    let managed = {
-        let mut show = shower(Kind::Managed);
-        execute(cli, Kind::Managed, move |glimpse| show(glimpse))?
+    let (managed, its_course) = {
+        let course = Course::default();
+        let mut show = shower(Kind::Managed, course.clone());
+        (execute(cli, Kind::Managed, move |glimpse| show(glimpse))?, course.taken())
     };
-    let twin = spawn(cli, Kind::Defaults)?;
-    let half = spawn(cli, Kind::Half)?;
+    let (twin, twin_course) = spawn(cli, Kind::Defaults)?;
+    let (half, _) = spawn(cli, Kind::Half)?;
+    if let Some(file) = &cli.chart {
+        chart::draw(file, &its_course, &twin_course)?;
+    }
     println!("\n{}", report::table(&managed, &twin));
     let bounds = report::bounds(&managed, &twin, &half);
     println!("must hold");
@@ -154,7 +164,7 @@ fn child(cli: &Cli, kind: Kind) -> Result<(), BoxError> {
 }
 
 /// One run in a process of its own, which nothing of this one has warmed.
-fn spawn(cli: &Cli, kind: Kind) -> Result<Outcome, BoxError> {
+fn spawn(cli: &Cli, kind: Kind) -> Result<(Outcome, Vec<Glimpse>), BoxError> {
     let plan = cli.plan(kind);
     let name = match kind {
         Kind::Managed => "managed",
@@ -171,7 +181,8 @@ fn spawn(cli: &Cli, kind: Kind) -> Result<Outcome, BoxError> {
         command.arg("--input").arg(input);
     }
     let mut child = command.spawn()?;
-    let mut show = shower(kind);
+    let course = Course::default();
+    let mut show = shower(kind, course.clone());
     let mut outcome = None;
     for line in BufReader::new(child.stdout.take().ok_or("no pipe to the child")?).lines() {
         let line = line?;
@@ -182,13 +193,30 @@ fn spawn(cli: &Cli, kind: Kind) -> Result<Outcome, BoxError> {
         }
     }
     let status = child.wait()?;
-    outcome.ok_or_else(|| format!("the run with {} ended with {status}", kind.title()).into())
+    let outcome =
+        outcome.ok_or_else(|| format!("the run with {} ended with {status}", kind.title()))?;
+    Ok((outcome, course.taken()))
 }
 
-/// Shows the glimpses of a run.
-fn shower(kind: Kind) -> impl FnMut(&Glimpse) + Send + 'static {
+/// The glimpses of a run in their order: ten a second.
+#[derive(Clone, Default)]
+struct Course(Arc<Mutex<Vec<Glimpse>>>);
+
+impl Course {
+    fn add(&self, glimpse: &Glimpse) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(glimpse.clone());
+    }
+
+    fn taken(&self) -> Vec<Glimpse> {
+        std::mem::take(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+/// Shows the glimpses of a run, and keeps them.
+fn shower(kind: Kind, course: Course) -> impl FnMut(&Glimpse) + Send + 'static {
     let mut picture = Picture::new();
     move |glimpse| {
+        course.add(glimpse);
         let water = &glimpse.water;
         let title = format!("{}: {}", kind.title(), glimpse.stage);
         picture.show(&Scene {

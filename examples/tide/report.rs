@@ -92,23 +92,14 @@ pub(crate) fn bounds(managed: &Outcome, twin: &Outcome, half: &Outcome) -> Vec<B
     bounds
 }
 
-/// The stages of both runs, one above the other.
+/// The stages of both runs, one above the other; amounts in MiB.
 pub(crate) fn table(managed: &Outcome, twin: &Outcome) -> String {
-    let mut text = format!(
-        "{:<32}{:>10}{:>10}{:>10}{:>10} |{:>10}{:>10}{:>10} |{:>9}{:>9}{:>8}\n",
-        "stage",
-        "rss",
-        "resident",
-        "live",
-        "retained",
-        "live",
-        "committed",
-        "retained",
-        "p50 ms",
-        "p99 ms",
-        "answers"
-    );
-    let _ = writeln!(text, "{:<32}{:^40} |{:^30} |", "", "heap", "device");
+    let mut text = String::new();
+    let _ = writeln!(text, "{:<32}{:^34} |{:^27} |{:^19}", "MiB", "heap", "device", "answers");
+    let _ = write!(text, "{:<32}", "stage");
+    let _ = write!(text, "{:>6}{:>10}{:>8}{:>10} |", "rss", "resident", "live", "retained");
+    let _ = write!(text, "{:>7}{:>11}{:>9} |", "live", "committed", "retained");
+    let _ = writeln!(text, "{:>5}{:>7}{:>7}", "n", "p50 ms", "p99 ms");
     for (name, outcome) in [("lowtide", managed), ("jemalloc's defaults", twin)] {
         let _ = writeln!(text, "{name}");
         for row in &outcome.rows {
@@ -120,19 +111,21 @@ pub(crate) fn table(managed: &Outcome, twin: &Outcome) -> String {
 
 fn line(text: &mut String, row: &Row) {
     let water = &row.water;
-    let _ = write!(text, "  {:<30}", row.stage);
-    for bytes in [water.rss, water.resident, water.heap_live, water.heap_retained()] {
-        let _ = write!(text, "{:>10}", size(bytes));
-    }
-    text.push_str(" |");
-    for bytes in [water.device_live, water.device_committed, water.device_retained()] {
-        let _ = write!(text, "{:>10}", size(bytes));
-    }
-    text.push_str(" |");
+    let _ = write!(text, "  {:<30}{:>6.0}", row.stage, mib(water.rss));
+    let [resident, live, retained] =
+        [water.resident, water.heap_live, water.heap_retained()].map(mib);
+    let _ = write!(text, "{resident:>10.0}{live:>8.1}{retained:>10.1} |");
+    let [live, committed, retained] =
+        [water.device_live, water.device_committed, water.device_retained()].map(mib);
+    let _ = write!(text, "{live:>7.1}{committed:>11.1}{retained:>9.1} |");
     if let (Some([p50, p99]), Some(answers)) = (row.latency, row.answers) {
-        let _ = write!(text, "{p50:>9.0}{p99:>9.0}{:>8}", answers.iter().sum::<u64>());
+        let _ = write!(text, "{:>5}{p50:>7.0}{p99:>7.0}", answers.iter().sum::<u64>());
     }
     text.push('\n');
+}
+
+fn mib(bytes: u64) -> f64 {
+    ByteSize::new(bytes).as_f64() / ByteSize::mib(1).as_f64()
 }
 
 fn size(bytes: u64) -> String {

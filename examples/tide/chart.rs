@@ -1,0 +1,103 @@
+//! The chart: what both runs held over time, as an SVG file.
+//!
+//! Four fields on the same scales: heap above, device below; this crate on the left, jemalloc's
+//! defaults on the right. The area is live memory, the area above it is retained. It draws what it
+//! is given and measures nothing.
+
+use std::fmt::Display;
+use std::path::Path;
+
+use plotters::prelude::*;
+
+use crate::run::Glimpse;
+
+/// Pixels of the whole.
+const SIZE: (u32, u32) = (1000, 520);
+const LIVE: RGBColor = RGBColor(0x1f, 0x77, 0xa4);
+const RETAINED: RGBColor = RGBColor(0xf0, 0xa0, 0x30);
+const INK: RGBColor = RGBColor(0x33, 0x33, 0x33);
+
+/// What one field shows: live and retained bytes of a glimpse.
+type Amounts = fn(&Glimpse) -> (u64, u64);
+
+/// Draws both runs into the file.
+pub(crate) fn draw(file: &Path, managed: &[Glimpse], twin: &[Glimpse]) -> Result<(), String> {
+    let heap: Amounts = |glimpse| (glimpse.water.heap_live, glimpse.water.heap_retained());
+    let device: Amounts = |glimpse| (glimpse.water.device_live, glimpse.water.device_retained());
+    let fault = |error: &dyn Display| format!("{}: {error}", file.display());
+
+    let whole = SVGBackend::new(file, SIZE).into_drawing_area();
+    whole.fill(&WHITE).map_err(|error| fault(&error))?;
+    let (head, fields) = whole.split_vertically(34);
+    legend(&head).map_err(|error| fault(&error))?;
+    let seconds = both(managed, twin).map(|one| one.seconds).fold(1.0, f64::max);
+    for ((row, amounts), place) in
+        [("heap", heap), ("device", device)].into_iter().zip(fields.split_evenly((2, 1)))
+    {
+        let top = both(managed, twin).map(|one| mib(sum(amounts(one)))).fold(1.0, f64::max);
+        let columns = [("lowtide", managed), ("jemalloc's defaults", twin)];
+        for ((name, run), place) in columns.into_iter().zip(place.split_evenly((1, 2))) {
+            let title = format!("{row}, {name}");
+            field(&place, &title, (seconds, top * 1.05), run, amounts)
+                .map_err(|error| fault(&error))?;
+        }
+    }
+    whole.present().map_err(|error| fault(&error))
+}
+
+type Area<'a> = DrawingArea<SVGBackend<'a>, plotters::coord::Shift>;
+type Fault = Box<dyn std::error::Error>;
+
+fn legend(area: &Area<'_>) -> Result<(), Fault> {
+    let entries = [(40, LIVE, "live"), (120, RETAINED, "retained: kept, needed by nobody")];
+    for (x, color, text) in entries {
+        area.draw(&Rectangle::new([(x, 10), (x + 18, 24)], color.filled()))?;
+        area.draw(&Text::new(text, (x + 24, 10), ("sans-serif", 15).into_font().color(&INK)))?;
+    }
+    Ok(())
+}
+
+fn field(
+    area: &Area<'_>,
+    title: &str,
+    (seconds, top): (f64, f64),
+    run: &[Glimpse],
+    amounts: Amounts,
+) -> Result<(), Fault> {
+    let mut chart = ChartBuilder::on(area)
+        .caption(title, ("sans-serif", 16).into_font().color(&INK))
+        .margin_right(14)
+        .x_label_area_size(28)
+        .y_label_area_size(58)
+        .build_cartesian_2d(0.0..seconds, 0.0..top)?;
+    chart
+        .configure_mesh()
+        .disable_x_mesh()
+        .light_line_style(WHITE)
+        .x_labels(8)
+        .y_labels(5)
+        .x_label_formatter(&|x| format!("{x:.0} s"))
+        .y_label_formatter(&|y| format!("{y:.0} MiB"))
+        .axis_style(INK)
+        .draw()?;
+    let line = |of: fn((u64, u64)) -> u64| {
+        run.iter().map(move |one| (one.seconds, mib(of(amounts(one))))).collect::<Vec<_>>()
+    };
+    // The sum first, live over it: what stays visible of the first is what is retained.
+    chart.draw_series(AreaSeries::new(line(sum), 0.0, RETAINED.filled()))?;
+    chart.draw_series(AreaSeries::new(line(|(live, _)| live), 0.0, LIVE.filled()))?;
+    Ok(())
+}
+
+fn both<'a>(managed: &'a [Glimpse], twin: &'a [Glimpse]) -> impl Iterator<Item = &'a Glimpse> {
+    managed.iter().chain(twin)
+}
+
+fn sum((live, retained): (u64, u64)) -> u64 {
+    live.saturating_add(retained)
+}
+
+#[expect(clippy::cast_precision_loss, reason = "for a picture")]
+fn mib(bytes: u64) -> f64 {
+    bytes as f64 / f64::from(1 << 20)
+}
