@@ -96,7 +96,7 @@ impl Job {
     }
 
     fn at(place: usize) -> Option<Self> {
-        const REST: [Job; 7] = [
+        const REST: [Job; PLACES - MANUAL] = [
             Job::Purge { trigger: Trigger::Manual },
             Job::UnloadIdle,
             Job::Purge { trigger: Trigger::Unload },
