@@ -25,7 +25,7 @@ use super::error::{Note, StartError};
 use super::hands::{Hook, IdleGranules, WorkerHands};
 use super::sensor::MemorySensor;
 use super::shared::{Arenas, Purges, Shared};
-use super::{Inner, Memory, STARTED, Threads};
+use super::{End, Ends, Inner, Memory, Running, STARTED, Threads};
 
 /// Stack of a thread of ours. Both call little; what they touch of it is a few KiB.
 const STACK: ByteSize = ByteSize::kib(256);
@@ -221,7 +221,7 @@ fn launch(
     let threads = Threads {
         stop: Arc::default(),
         bell: Bell::new(),
-        handles: Mutex::new(Vec::with_capacity(2)),
+        running: Mutex::new(Vec::with_capacity(2)),
     };
     let (stop, bell) = (Arc::clone(&threads.stop), Arc::clone(&threads.bell));
     let inner = Arc::new(Inner { shared: Arc::clone(shared), threads });
@@ -244,12 +244,17 @@ impl Threads {
         run: impl FnOnce() + Send + 'static,
     ) -> Result<(), StartError> {
         let stack = stack.as_usize().unwrap_or(usize::MAX);
+        let end = Arc::<End>::default();
+        let ends = Ends(Arc::clone(&end));
         let handle = thread::Builder::new()
             .name(name.to_owned())
             .stack_size(stack)
-            .spawn(run)
+            .spawn(move || {
+                let _ends = ends;
+                run();
+            })
             .map_err(|error| StartError::Thread { name, error })?;
-        lock(&self.handles).push(handle);
+        lock(&self.running).push(Running { handle, end });
         Ok(())
     }
 }

@@ -22,7 +22,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crate::bytes::ByteSize;
-use crate::clock::Bell;
+use crate::clock::{Bell, Clock, Moment};
 use crate::config::Config;
 use crate::control::{
     Admission, Budget, Cost, Job, LoadError, Managed, ManagedBuilder, Resource, Trigger,
@@ -62,11 +62,28 @@ struct Inner {
     threads: Threads,
 }
 
+/// How long a shutdown waits for its threads at least, whatever its deadline: threads without a job
+/// end at once, and a purge of 10 GiB takes as long.
+const JOIN_MIN: Duration = Duration::from_secs(1);
+
 /// The two threads. Dropping it tells them to end and does not wait.
 struct Threads {
     stop: Arc<AtomicBool>,
     bell: Arc<Bell>,
-    handles: Mutex<Vec<JoinHandle<()>>>,
+    running: Mutex<Vec<Running>>,
+}
+
+/// A thread that was started and not yet joined.
+struct Running {
+    handle: JoinHandle<()>,
+    end: Arc<End>,
+}
+
+/// Says that a thread's work is over, by a panic too.
+#[derive(Default)]
+struct End {
+    over: AtomicBool,
+    bell: Arc<Bell>,
 }
 
 impl Memory {
@@ -185,8 +202,9 @@ impl Memory {
     }
 
     /// Ends it in order: admits nothing more, waits for resources that are in use, unloads them,
-    /// and joins the threads. Blocks until the deadline at most, and a little for a job under way;
-    /// not for a thread of an async runtime. A second call finds nothing left to do.
+    /// and joins the threads. Blocks until the deadline at most, and a second longer where a job is
+    /// under way; not for a thread of an async runtime. A second call finds nothing left to do; one
+    /// that comes while the first still waits leaves the threads to it.
     #[must_use = "the report says what is still outstanding"]
     pub fn shutdown(&self, deadline: Duration) -> Shutdown {
         let shared = &self.0.shared;
@@ -198,22 +216,16 @@ impl Memory {
         let mut report = Shutdown::default();
         for resource in shared.resources.all() {
             if let Err(error) = resource.close(end - shared.clock.now()) {
-                report.resources.push(format!("{}: {error}", resource.name()));
+                report.resources.push(error.to_string());
             }
         }
         self.0.threads.end();
-        for handle in lock(&self.0.threads.handles).drain(..) {
-            let name = handle.thread().name().unwrap_or_default().to_owned();
-            if handle.thread().id() == std::thread::current().id() {
-                continue; // called from a hook on the worker, which cannot wait for itself
-            }
-            if handle.join().is_err() {
-                report.panicked.push(name);
-            }
-        }
+        self.0.threads.join(&*shared.clock, end, &mut report);
         report.requests = shared.admission.stats().held();
         report.device_live = shared.arenas().iter().map(|arena| arena.glance().live).sum();
-        shared.release_claim();
+        if report.busy.is_empty() {
+            shared.release_claim();
+        }
         report
     }
 }
@@ -233,6 +245,47 @@ impl Threads {
     fn end(&self) {
         self.stop.store(true, Ordering::Release);
         self.bell.ring();
+    }
+
+    /// Waits for the threads until `deadline`, or [`JOIN_MIN`] where that is longer, and reports
+    /// those that panicked or are still at work; the latter may be joined later.
+    ///
+    /// No lock is held meanwhile, so that a thread which is waited for may call this as well.
+    fn join(&self, clock: &dyn Clock, deadline: Moment, report: &mut Shutdown) {
+        let deadline = deadline.max(clock.now() + JOIN_MIN);
+        let running = std::mem::take(&mut *lock(&self.running));
+        for running in running {
+            let name = running.handle.thread().name().unwrap_or_default().to_owned();
+            if running.handle.thread().id() == std::thread::current().id() {
+                continue; // called from a hook on the worker, which cannot wait for itself
+            }
+            // Ends at the deadline at the latest: each turn waits until then, or for the end.
+            while !running.end.is_over() && clock.now() < deadline {
+                clock.wait_until(&running.end.bell, deadline);
+            }
+            if !running.end.is_over() {
+                report.busy.push(name);
+                lock(&self.running).push(running);
+            } else if running.handle.join().is_err() {
+                report.panicked.push(name);
+            }
+        }
+    }
+}
+
+impl End {
+    fn is_over(&self) -> bool {
+        self.over.load(Ordering::Acquire)
+    }
+}
+
+/// Rings when the thread that holds it ends.
+struct Ends(Arc<End>);
+
+impl Drop for Ends {
+    fn drop(&mut self) {
+        self.0.over.store(true, Ordering::Release);
+        self.0.bell.ring();
     }
 }
 
@@ -258,6 +311,8 @@ pub struct Shutdown {
     pub device_live: ByteSize,
     /// Threads that ended by a panic.
     pub panicked: Vec<String>,
+    /// Threads that still did a job at the deadline; they end after it.
+    pub busy: Vec<String>,
     /// Called in a forked child, where there is nothing to end.
     pub forked: bool,
 }
@@ -279,8 +334,14 @@ impl fmt::Display for Shutdown {
             return f.write_str("nothing outstanding");
         }
         write!(f, "{} requests, {} of device memory live", self.requests, self.device_live)?;
-        for part in self.resources.iter().chain(&self.panicked) {
-            write!(f, "; {part}")?;
+        for resource in &self.resources {
+            write!(f, "; {resource}")?;
+        }
+        for thread in &self.panicked {
+            write!(f, "; {thread} panicked")?;
+        }
+        for thread in &self.busy {
+            write!(f, "; {thread} is still at work")?;
         }
         Ok(())
     }
