@@ -14,7 +14,9 @@ use lowtide::{ByteSize, Memory};
 
 mod support;
 
-use support::{PATIENCE, Tree, nothing_to_read, threads, turn, until, until_no_threads};
+use support::{
+    PATIENCE, Tree, nothing_to_read, threads, turn, until, until_both_threads, until_no_threads,
+};
 
 #[global_allocator]
 static HEAP: lowtide::host::Heap = lowtide::host::Heap;
@@ -52,7 +54,7 @@ fn two_threads_run_from_start_to_shutdown_and_none_after() {
     let _turn = turn();
     until_no_threads();
     let memory = quiet().start().expect("starts");
-    until("both threads run", || threads() == ["lowtide-control", "lowtide-worker"]);
+    until_both_threads();
     let report = memory.shutdown(SOON);
     assert!(report.is_clean(), "{report}");
     assert_eq!(report.to_string(), "nothing outstanding");
@@ -101,9 +103,7 @@ fn dropping_every_handle_ends_the_threads_without_waiting_for_them() {
     worker_is_in.recv_timeout(PATIENCE).expect("metrics are published at once");
     let clone = memory.clone();
     drop(memory);
-    until("a clone is left, so the control thread stays", || {
-        threads() == ["lowtide-control", "lowtide-worker"]
-    });
+    until_both_threads(); // A clone is left.
     drop(clone);
     // The worker is held by the hook: had the drop waited for it, this line would not be reached.
     assert!(threads().contains(&"lowtide-worker".to_owned()));
@@ -212,6 +212,7 @@ fn two_shutdowns_at_once_one_of_them_on_the_worker_do_not_wait_for_each_other() 
     let memory = quiet().after_publish(hook).start().expect("starts");
     handle.set(memory.clone()).expect("set once");
     worker_is_in.recv_timeout(PATIENCE).expect("metrics are published at once");
+    until_both_threads();
     let ending = {
         let memory = memory.clone();
         thread::spawn(move || memory.shutdown(SOON))
@@ -236,6 +237,7 @@ fn shutdown_does_not_wait_past_its_deadline_for_a_job_that_does_not_end() {
     };
     let memory = quiet().clock(clock.clone()).after_publish(hook).start().expect("starts");
     worker_is_in.recv_timeout(PATIENCE).expect("metrics are published at once");
+    until_both_threads();
     let ending = {
         let memory = memory.clone();
         thread::spawn(move || memory.shutdown(SOON))

@@ -17,7 +17,7 @@ mod snapshot;
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -38,8 +38,11 @@ pub use snapshot::{BudgetSnapshot, MemorySnapshot};
 
 use shared::Shared;
 
-/// Whether a `Memory` runs in this process.
-static STARTED: AtomicBool = AtomicBool::new(false);
+/// The process generation in which a `Memory` runs, or [`NOWHERE`]: what the parent of a fork
+/// claimed is no claim in the child.
+static STARTED: AtomicU64 = AtomicU64::new(NOWHERE);
+/// No `Memory` runs.
+const NOWHERE: u64 = u64::MAX;
 
 /// The memory of a service, managed. A cheap handle; every clone is the same.
 ///
@@ -107,10 +110,11 @@ impl Memory {
         &self.0.shared.config
     }
 
-    /// What did not go as asked, or cannot be had here: each once, in order of appearance.
+    /// What did not go as asked, or cannot be had here: each once, in order of appearance. None in
+    /// a forked child.
     #[must_use]
     pub fn notes(&self) -> Vec<Note> {
-        lock(&self.0.shared.notes).clone()
+        self.0.shared.notes()
     }
 
     /// Admission: what requests book against.
@@ -165,12 +169,13 @@ impl Memory {
     /// Builds the resource and has it unloaded when it has been idle, or under pressure.
     ///
     /// # Errors
-    /// [`MemoryError::TooManyResources`].
+    /// [`MemoryError::TooManyResources`], [`MemoryError::Forked`].
     pub fn register<T: Send + Sync + 'static>(
         &self,
         builder: ManagedBuilder<T>,
     ) -> Result<Managed<T>, MemoryError> {
         let shared = &self.0.shared;
+        shared.check_here()?;
         let managed = builder.build(Arc::clone(&shared.clock), Some(shared.admission.clone()));
         if shared.resources.add(Arc::new(managed.clone())) {
             Ok(managed)
@@ -189,13 +194,18 @@ impl Memory {
         Ok(self.0.shared.purge(Trigger::Manual))
     }
 
-    /// Has the worker purge heap and arenas; returns at once.
+    /// Has the worker purge heap and arenas; returns at once. In a forked child, which has no
+    /// worker, does nothing.
     pub fn request_purge(&self) {
+        if self.0.shared.check_here().is_err() {
+            return;
+        }
         self.0.shared.queue.push_one(Job::Purge { trigger: Trigger::Manual });
     }
 
     /// Every figure at one instant. Costs a refresh of jemalloc's statistics and a few reads of
-    /// `/proc`: some tens of microseconds.
+    /// `/proc`: some tens of microseconds. In a forked child there is no heap, arena, resource or
+    /// note in it.
     #[must_use]
     pub fn snapshot(&self) -> MemorySnapshot {
         self.0.shared.snapshot()

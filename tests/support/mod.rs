@@ -62,6 +62,11 @@ pub(crate) fn threads() -> Vec<String> {
     names
 }
 
+/// Waits until both threads of a `Memory` run under their names.
+pub(crate) fn until_both_threads() {
+    until("both threads run", || threads() == ["lowtide-control", "lowtide-worker"]);
+}
+
 /// Waits until no thread of ours is left.
 pub(crate) fn until_no_threads() {
     until("the threads end", || threads().is_empty());
