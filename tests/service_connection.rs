@@ -138,3 +138,63 @@ async fn a_client_that_goes_away_frees_what_its_request_booked() {
     client.abort();
     until("its booking ends", || booked(&admission).is_zero()).await;
 }
+
+/// Sends until an answer begins, then no more, and reads the answer to its end: as curl and nginx
+/// do. Gives the answer and how much was sent.
+async fn upload_until_answered(address: SocketAddr, more: &str) -> (String, usize) {
+    let mut stream = TcpStream::connect(address).await.expect("connects");
+    let head = format!("POST / HTTP/1.1\r\nhost: x\r\n{more}content-length: {UPLOAD}\r\n\r\n");
+    stream.write_all(head.as_bytes()).await.expect("sent");
+    let (mut read, mut write) = stream.split();
+    let (mut answer, mut sent) = (Vec::new(), 0);
+    let waits = !more.is_empty();
+    let block = vec![b'x'; 64 << 10];
+    while answer.is_empty() && (waits || sent < UPLOAD) {
+        tokio::select! {
+            biased;
+            count = read.read_buf(&mut answer) => {
+                assert_ne!(count.expect("no broken connection"), 0);
+            }
+            count = write.write(&block[..block.len().min(UPLOAD - sent)]), if !waits => {
+                sent += count.expect("no broken connection");
+            }
+        }
+    }
+    loop {
+        let text = String::from_utf8_lossy(&answer);
+        if let Some((head, body)) = text.split_once("\r\n\r\n") {
+            let length = head.lines().find_map(|line| line.strip_prefix("content-length: "));
+            let length: usize = length.expect("a length").parse().expect("a number");
+            if body.len() >= length {
+                return (text.into_owned(), sent);
+            }
+        }
+        assert_ne!(
+            read.read_buf(&mut answer).await.expect("no broken connection"),
+            0,
+            "{answer:?}"
+        );
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_that_sends_no_more_once_it_is_answered_waited_for_the_text_for_ever() {
+    let (admission, gate) = (admission(), Arc::new(Semaphore::new(1)));
+    let address = serve(&admission, &gate).await;
+    admission.close();
+    let answer = tokio::time::timeout(PATIENCE, upload_until_answered(address, "")).await;
+    let (answer, sent) = answer.expect("it hangs");
+    assert!(answer.starts_with("HTTP/1.1 503 ") && answer.ends_with("}\n"), "{answer}");
+    assert_eq!(sent, UPLOAD, "it was not told to stop half-way");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_that_asks_before_it_sends_is_refused_at_once() {
+    let (admission, gate) = (admission(), Arc::new(Semaphore::new(1)));
+    let address = serve(&admission, &gate).await;
+    admission.close();
+    let asks = upload_until_answered(address, "expect: 100-continue\r\n");
+    let (answer, sent) = tokio::time::timeout(PATIENCE, asks).await.expect("it hangs");
+    assert!(answer.starts_with("HTTP/1.1 503 ") && answer.ends_with("}\n"), "{answer}");
+    assert_eq!(sent, 0);
+}

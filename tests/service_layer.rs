@@ -62,8 +62,10 @@ fn now<F: Future>(future: F) -> F::Output {
     }
 }
 
-fn next_frame<B: Body + Unpin>(body: &mut B) -> Poll<Option<Result<Frame<B::Data>, B::Error>>> {
-    Pin::new(body).poll_frame(&mut Context::from_waker(Waker::noop()))
+/// Whether a frame came at once.
+fn next_frame<B: Body + Unpin>(body: &mut B) -> bool {
+    let frame = Pin::new(body).poll_frame(&mut Context::from_waker(Waker::noop()));
+    matches!(frame, Poll::Ready(Some(Ok(_))))
 }
 
 #[test]
@@ -77,8 +79,7 @@ fn an_admitted_request_holds_its_bytes_until_its_response_body_is_gone() {
     let response = now(future).expect("no error");
     assert_eq!(booked(&admission), COST, "the head does not end it");
     let mut body = response.into_body();
-    let frame = next_frame(&mut body);
-    assert!(matches!(frame, Poll::Ready(Some(Ok(_)))), "{frame:?}");
+    assert!(next_frame(&mut body));
     assert!(body.is_end_stream());
     assert_eq!(booked(&admission), COST, "nor does the last frame: it may not have gone out");
     drop(body);
@@ -109,7 +110,7 @@ fn a_response_that_is_dropped_half_way_gives_its_bytes_back() {
     };
     let mut endless = layer(&admission).layer(service_fn(endless));
     let mut body = now(endless.call(asked())).expect("no error").into_body();
-    assert!(next_frame(&mut body).is_ready());
+    assert!(next_frame(&mut body));
     assert_eq!(booked(&admission), COST);
     drop(body);
     assert_eq!(booked(&admission), ByteSize::ZERO, "a body that never ends");
@@ -214,7 +215,7 @@ fn refused(
 }
 
 fn retry_after(response: &Response<()>) -> Option<u64> {
-    response.headers().get("retry-after").map(|value| value.to_str().unwrap().parse().unwrap())
+    response.headers().get("retry-after").and_then(|value| value.to_str().ok()?.parse().ok())
 }
 
 #[test]
@@ -329,27 +330,67 @@ impl Body for Upload {
     }
 }
 
-/// How many bytes of such an upload are read when it is turned away.
-fn read_of_refused(frame: usize, frames: u64) -> u64 {
+/// An upload of so many MiB that is turned away: how many bytes of it are read.
+fn read_of_refused(head: http::request::Builder, mib: u64) -> u64 {
     let admission = admission();
     admission.close();
     let read = Arc::new(AtomicU64::new(0));
-    let upload = Upload { frame: vec![0; frame].into(), left: frames, read: Arc::clone(&read) };
+    let upload = Upload { frame: vec![0; 1 << 20].into(), left: mib, read: Arc::clone(&read) };
+    let request = head.body(upload).expect("a valid head");
     let never = service_fn(|_: Request<Upload>| pending::<Result<Response<Body200>, Infallible>>());
-    let response =
-        now(layer(&admission).layer(never).call(Request::new(upload))).expect("no error");
+    let mut service = layer(&admission).layer(never);
+    let response = now(service.call(request)).expect("no error");
+    let read = read.load(Ordering::SeqCst);
     assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE);
-    assert_eq!(read.load(Ordering::SeqCst), 0, "the head waits for nothing");
     let text = now(response.into_body().collect()).expect("no error").to_bytes();
     assert!(text.starts_with(b"{"), "the answer is whole");
-    read.load(Ordering::SeqCst)
+    read
 }
 
 #[test]
-fn a_refused_upload_is_read_away_behind_the_answer_up_to_a_bound() {
-    let mib = 1 << 20;
-    assert_eq!(read_of_refused(mib, 0), 0);
-    assert_eq!(read_of_refused(mib, 3), 3 << 20, "all of it");
-    assert_eq!(read_of_refused(mib, 1000), DRAIN_MAX.get(), "no more than the bound");
+fn a_refused_upload_is_read_away_before_the_answer_up_to_a_bound() {
     assert_eq!(DRAIN_MAX, ByteSize::mib(64));
+    for mib in [0, 3, 64] {
+        assert_eq!(read_of_refused(Request::post("/"), mib), mib << 20, "all of it");
+    }
+    assert_eq!(read_of_refused(Request::post("/"), 1000), DRAIN_MAX.get(), "no more than that");
+}
+
+#[test]
+fn nothing_is_read_of_a_client_that_waits_for_leave_nor_of_a_stream_of_its_own() {
+    let waits = Request::post("/").header("expect", "100-Continue");
+    assert_eq!(read_of_refused(waits, 3), 0);
+    for version in [http::Version::HTTP_2, http::Version::HTTP_3] {
+        assert_eq!(read_of_refused(Request::post("/").version(version), 3), 0, "{version:?}");
+    }
+}
+
+/// A body of which nothing comes until it fails.
+struct Broken {
+    polls: u32,
+}
+
+impl Body for Broken {
+    type Data = Bytes;
+    type Error = &'static str;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, &'static str>>> {
+        self.polls += 1;
+        if self.polls < 3 { Poll::Pending } else { Poll::Ready(Some(Err("broken"))) }
+    }
+}
+
+#[test]
+fn a_refused_upload_that_breaks_off_is_answered_and_one_that_pauses_is_waited_for() {
+    let admission = admission();
+    admission.close();
+    let never = service_fn(|_: Request<Broken>| pending::<Result<Response<Body200>, Infallible>>());
+    let mut service = layer(&admission).layer(never);
+    let mut answer = pin!(service.call(Request::new(Broken { polls: 0 })));
+    assert!(poll(answer.as_mut()).is_pending());
+    assert!(poll(answer.as_mut()).is_pending());
+    assert!(poll(answer.as_mut()).is_ready());
 }
