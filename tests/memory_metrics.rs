@@ -11,6 +11,7 @@ use std::time::Duration;
 use lowtide::clock::{Clock, ManualClock};
 use lowtide::config::DeviceChoice;
 use lowtide::control::{Cost, LoadError, Priority, Resource, UnloadReason};
+use lowtide::decay::DecayTime;
 use lowtide::device::Region;
 use lowtide::metrics::names::{Kind, Metric, TABLE};
 use lowtide::metrics::prometheus::{PrometheusBuilder, configure};
@@ -128,6 +129,12 @@ fn live(memory: &Memory) {
     drop(buffer);
 }
 
+/// Something idle, so that physical and required differ.
+fn leave_idle(memory: &Memory) {
+    let arena = memory.open_arena("scratch").expect("opens");
+    drop(arena.alloc::<u8>(1 << 20, Region::Dynamic).expect("room"));
+}
+
 #[test]
 fn the_scrape_and_the_table_say_the_same_once_there_is_a_recorder() {
     let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(100)));
@@ -142,6 +149,7 @@ fn the_scrape_and_the_table_say_the_same_once_there_is_a_recorder() {
         .signals(tree.open())
         .device(DeviceChoice::Host)
         .device_limit(ByteSize::mib(4))
+        .device_decay(DecayTime::Never)
         .after_publish(hook)
         .start()
         .expect("starts");
@@ -152,6 +160,7 @@ fn the_scrape_and_the_table_say_the_same_once_there_is_a_recorder() {
     let recorder = builder.install_recorder().expect("the first of this process");
     assert_eq!(recorder.render(), "", "nothing was kept for it");
     memory.purge().expect("not forked");
+    leave_idle(&memory);
     // The recorder may have come in the middle of the first.
     advance_until(&clock, TICK, "published twice", || {
         recorder.render().lines().any(|line| {
@@ -205,6 +214,13 @@ fn figures(scrape: &Scrape) {
         let largest = found.iter().copied().fold(f64::NAN, f64::max);
         assert!((largest - expected).abs() < 0.5, "{name} {label:?}: {found:?}, not {expected}");
     }
+    let one = |name: &str| {
+        let series = scrape.series.iter().find(|(found, ..)| found == name);
+        series.map_or(f64::NAN, |(.., value)| *value)
+    };
+    let [physical, purgeable, required] = ["physical", "purgeable", "required"]
+        .map(|figure| one(&format!("lowtide_pressure_{figure}_bytes")));
+    assert!(purgeable >= mib(1) && (physical - purgeable - required).abs() < 0.5, "{required}");
     let loads = scrape.series.iter().filter(|(name, labels, value)| {
         name == "lowtide_resource_loads_total"
             && labels.get("outcome").is_some_and(|outcome| outcome == "failed")

@@ -15,7 +15,7 @@ use lowtide::control::{AcquireError, Cost, Managed, UnloadError};
 use lowtide::device::{DeviceArena, DeviceError, Region};
 use lowtide::memory::{Builder, MemoryError, StartError};
 use lowtide::{ByteSize, Memory};
-use tikv_jemalloc_ctl::{max_background_threads, raw};
+use tikv_jemalloc_ctl::{background_thread, max_background_threads, raw};
 
 mod support;
 
@@ -194,6 +194,7 @@ fn describe(memory: &Memory) -> String {
     // SAFETY: the decay time of arenas to come has type `ssize_t`.
     let decay: isize = unsafe { raw::read(b"arenas.dirty_decay_ms\0") }.expect("a control");
     let threads = max_background_threads::read().expect("a control");
+    let runs = background_thread::read().expect("a control");
     [
         format!("profile={} ({})", profile.value, profile.source),
         format!("memory_limit={limit} ({})", memory_limit.source),
@@ -204,7 +205,7 @@ fn describe(memory: &Memory) -> String {
         format!("arena={arena}"),
         format!("device_decay={:?} ({})", device_decay.value, device_decay.source),
         format!("heap_decay={:?} ({})", heap_decay.value, heap_decay.source),
-        format!("jemalloc={decay} ms, {threads} threads"),
+        format!("jemalloc={decay} ms, at most {threads} threads, on: {runs}"),
         format!("background_threads={} ({})", background_threads.value, background_threads.source),
         format!("purge_interval={:?} ({})", purge_interval.value, purge_interval.source),
         format!("idle_unload={:?} ({})", idle_unload.value, idle_unload.source),
@@ -260,7 +261,7 @@ fn each_variable_reaches_what_it_sets() {
         "arena=6MiB",
         "device_decay=Within(1.5s) (environment)",
         "heap_decay=Within(2s) (environment)",
-        "jemalloc=2000 ms, 1 threads",
+        "jemalloc=2000 ms, at most 1 threads, on: true",
         "background_threads=1 (environment)",
         "purge_interval=None (environment)",
         "idle_unload=90s (environment)",
@@ -268,6 +269,8 @@ fn each_variable_reaches_what_it_sets() {
     ] {
         assert!(bare.contains(part), "{part:?} is missing in {bare}");
     }
+    let (bare, _) = with_variables(&[("LOWTIDE_BACKGROUND_THREADS", "0")]);
+    assert!(bare.contains(" threads, on: false; background_threads=0 (environment)"), "{bare}");
     assert_eq!(env::VARIABLES.len(), 11, "a variable was added that this test does not name");
 }
 

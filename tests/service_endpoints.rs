@@ -161,6 +161,7 @@ fn the_memory_document_holds_every_figure_in_bytes_and_null_for_no_limit() {
     let model = memory.register(memory.managed("model", || Ok(()))).expect("registered");
     drop(model.acquire_blocking().expect("loads"));
     assert_eq!(model.unload_now(SOON).ok(), Some(true));
+    clock.advance(Duration::from_secs(5));
     let permit = memory.admission().try_admit(Cost::host(ByteSize::mib(2))).expect("fits");
     assert!(memory.admission().try_admit(Cost::host(ByteSize::gib(1))).is_err());
 
