@@ -119,9 +119,9 @@ fn an_arenas_idle_memory_decays_to_nothing_without_a_purge() {
     let freed = clock.now();
     advance_until(&clock, TICK, "some of it goes", || committed(&arena) < full);
     advance_until(&clock, TICK, "all of it goes", || committed(&arena).is_zero());
-    assert!(clock.now() - freed >= SOON, "no sooner than asked for");
-    assert_eq!(arena.glance().idle, ByteSize::ZERO);
-    assert!(arena.snapshot().decommits_total > 1, "step by step: {:?}", arena.snapshot());
+    assert!(clock.now() - freed >= SOON / 2, "along its curve, not at once");
+    let snapshot = arena.snapshot();
+    assert_eq!(snapshot.decommitted_bytes_total, full.get(), "{snapshot:?}");
     assert!(memory.shutdown(SOON).is_clean());
 }
 
