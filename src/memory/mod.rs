@@ -117,7 +117,8 @@ impl Memory {
         self.0.shared.notes()
     }
 
-    /// Admission: what requests book against.
+    /// Admission: what requests book against. It is corrected while a handle of this `Memory`
+    /// lives; a clone that outlives the last one stays as it was then, level and allowance.
     #[must_use]
     pub fn admission(&self) -> &Admission {
         &self.0.shared.admission
