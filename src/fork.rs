@@ -38,6 +38,12 @@ impl Birth {
         Self(GENERATION.load(Ordering::Relaxed))
     }
 
+    /// The number of the process generation; never `u64::MAX`.
+    #[cfg(feature = "memory")]
+    pub(crate) const fn generation(self) -> u64 {
+        self.0
+    }
+
     /// Whether this is still the process of the birth. Costs one relaxed load.
     #[must_use]
     pub fn is_here(self) -> bool {

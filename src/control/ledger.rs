@@ -274,10 +274,14 @@ impl Default for Ledger {
     }
 }
 
-/// The allowance that `bytes` of standing memory take at this `K`, rounded up; all of it for
-/// [`ByteSize::MAX`].
+/// The allowance that `bytes` of standing memory take at this `K`, rounded up; none for no bytes,
+/// which always fit, and all of it for [`ByteSize::MAX`].
 fn units_of(bytes: ByteSize, k: f64) -> u64 {
-    if bytes == ByteSize::MAX { u64::MAX } else { bytes.scaled(1.0 / k).get().saturating_add(1) }
+    match bytes {
+        ByteSize::ZERO => 0,
+        ByteSize::MAX => u64::MAX,
+        _ => bytes.scaled(1.0 / k).get().saturating_add(1),
+    }
 }
 
 /// What a sample says about one budget.

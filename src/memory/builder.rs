@@ -25,7 +25,7 @@ use super::error::{Note, StartError};
 use super::hands::{Hook, IdleGranules, WorkerHands};
 use super::sensor::MemorySensor;
 use super::shared::{Arenas, Purges, Shared};
-use super::{Inner, Memory, STARTED, Threads};
+use super::{End, Ends, Inner, Memory, NOWHERE, Running, STARTED, Threads};
 
 /// Stack of a thread of ours. Both call little; what they touch of it is a few KiB.
 const STACK: ByteSize = ByteSize::kib(256);
@@ -129,13 +129,14 @@ impl Builder {
     /// had, a thread that cannot be started.
     pub fn start(self) -> Result<Memory, StartError> {
         let config = Config::resolve(&self.code, &self.environment)?;
-        let taken = STARTED.compare_exchange(false, true, Ordering::AcqRel, Ordering::Acquire);
-        if taken.is_err() {
+        let here = Birth::now().generation();
+        let claim = |by| (by != here).then_some(here);
+        if STARTED.fetch_update(Ordering::AcqRel, Ordering::Acquire, claim).is_err() {
             return Err(StartError::AlreadyStarted);
         }
         let started = self.start_claimed(config);
         if started.is_err() {
-            STARTED.store(false, Ordering::Release);
+            STARTED.store(NOWHERE, Ordering::Release);
         }
         started
     }
@@ -221,7 +222,7 @@ fn launch(
     let threads = Threads {
         stop: Arc::default(),
         bell: Bell::new(),
-        handles: Mutex::new(Vec::with_capacity(2)),
+        running: Mutex::new(Vec::with_capacity(2)),
     };
     let (stop, bell) = (Arc::clone(&threads.stop), Arc::clone(&threads.bell));
     let inner = Arc::new(Inner { shared: Arc::clone(shared), threads });
@@ -244,12 +245,17 @@ impl Threads {
         run: impl FnOnce() + Send + 'static,
     ) -> Result<(), StartError> {
         let stack = stack.as_usize().unwrap_or(usize::MAX);
+        let end = Arc::<End>::default();
+        let ends = Ends(Arc::clone(&end));
         let handle = thread::Builder::new()
             .name(name.to_owned())
             .stack_size(stack)
-            .spawn(run)
+            .spawn(move || {
+                let _ends = ends;
+                run();
+            })
             .map_err(|error| StartError::Thread { name, error })?;
-        lock(&self.handles).push(handle);
+        lock(&self.running).push(Running { handle, end });
         Ok(())
     }
 }
@@ -350,12 +356,16 @@ fn report(memory: &Memory) {
     let config = memory.config();
     let limit = memory.0.shared.state.limit();
     let limit = if limit == ByteSize::MAX { "none".to_owned() } else { limit.to_string() };
+    let at_start = host::effective();
+    let at_start = at_start.map_or_else(|error| error.to_string(), |conf| conf.to_string());
     tracing::info!(
         target: "lowtide",
         profile = %config.profile.value,
         limit,
         device = %config.device.value,
-        heap = host::effective().map_or_else(|error| error.to_string(), |conf| conf.to_string()),
+        heap_decay = ?config.heap_decay.value,
+        background_threads = config.background_threads.value,
+        heap_at_start = at_start,
         "memory is managed"
     );
 }

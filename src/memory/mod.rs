@@ -17,12 +17,12 @@ mod snapshot;
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crate::bytes::ByteSize;
-use crate::clock::Bell;
+use crate::clock::{Bell, Clock, Moment};
 use crate::config::Config;
 use crate::control::{
     Admission, Budget, Cost, Job, LoadError, Managed, ManagedBuilder, Resource, Trigger,
@@ -38,8 +38,11 @@ pub use snapshot::{BudgetSnapshot, MemorySnapshot};
 
 use shared::Shared;
 
-/// Whether a `Memory` runs in this process.
-static STARTED: AtomicBool = AtomicBool::new(false);
+/// The process generation in which a `Memory` runs, or [`NOWHERE`]: what the parent of a fork
+/// claimed is no claim in the child.
+static STARTED: AtomicU64 = AtomicU64::new(NOWHERE);
+/// No `Memory` runs.
+const NOWHERE: u64 = u64::MAX;
 
 /// The memory of a service, managed. A cheap handle; every clone is the same.
 ///
@@ -62,11 +65,28 @@ struct Inner {
     threads: Threads,
 }
 
+/// How long a shutdown waits for its threads at least, whatever its deadline: threads without a job
+/// end at once, and a purge of 10 GiB takes as long.
+const JOIN_MIN: Duration = Duration::from_secs(1);
+
 /// The two threads. Dropping it tells them to end and does not wait.
 struct Threads {
     stop: Arc<AtomicBool>,
     bell: Arc<Bell>,
-    handles: Mutex<Vec<JoinHandle<()>>>,
+    running: Mutex<Vec<Running>>,
+}
+
+/// A thread that was started and not yet joined.
+struct Running {
+    handle: JoinHandle<()>,
+    end: Arc<End>,
+}
+
+/// Says that a thread's work is over, by a panic too.
+#[derive(Default)]
+struct End {
+    over: AtomicBool,
+    bell: Arc<Bell>,
 }
 
 impl Memory {
@@ -90,13 +110,15 @@ impl Memory {
         &self.0.shared.config
     }
 
-    /// What did not go as asked, or cannot be had here: each once, in order of appearance.
+    /// What did not go as asked, or cannot be had here: each once, in order of appearance. None in
+    /// a forked child.
     #[must_use]
     pub fn notes(&self) -> Vec<Note> {
-        lock(&self.0.shared.notes).clone()
+        self.0.shared.notes()
     }
 
-    /// Admission: what requests book against.
+    /// Admission: what requests book against. It is corrected while a handle of this `Memory`
+    /// lives; a clone that outlives the last one stays as it was then, level and allowance.
     #[must_use]
     pub fn admission(&self) -> &Admission {
         &self.0.shared.admission
@@ -148,12 +170,13 @@ impl Memory {
     /// Builds the resource and has it unloaded when it has been idle, or under pressure.
     ///
     /// # Errors
-    /// [`MemoryError::TooManyResources`].
+    /// [`MemoryError::TooManyResources`], [`MemoryError::Forked`].
     pub fn register<T: Send + Sync + 'static>(
         &self,
         builder: ManagedBuilder<T>,
     ) -> Result<Managed<T>, MemoryError> {
         let shared = &self.0.shared;
+        shared.check_here()?;
         let managed = builder.build(Arc::clone(&shared.clock), Some(shared.admission.clone()));
         if shared.resources.add(Arc::new(managed.clone())) {
             Ok(managed)
@@ -172,21 +195,27 @@ impl Memory {
         Ok(self.0.shared.purge(Trigger::Manual))
     }
 
-    /// Has the worker purge heap and arenas; returns at once.
+    /// Has the worker purge heap and arenas; returns at once. In a forked child, which has no
+    /// worker, does nothing.
     pub fn request_purge(&self) {
+        if self.0.shared.check_here().is_err() {
+            return;
+        }
         self.0.shared.queue.push_one(Job::Purge { trigger: Trigger::Manual });
     }
 
     /// Every figure at one instant. Costs a refresh of jemalloc's statistics and a few reads of
-    /// `/proc`: some tens of microseconds.
+    /// `/proc`: some tens of microseconds. In a forked child there is no heap, arena, resource or
+    /// note in it.
     #[must_use]
     pub fn snapshot(&self) -> MemorySnapshot {
         self.0.shared.snapshot()
     }
 
     /// Ends it in order: admits nothing more, waits for resources that are in use, unloads them,
-    /// and joins the threads. Blocks until the deadline at most, and a little for a job under way;
-    /// not for a thread of an async runtime. A second call finds nothing left to do.
+    /// and joins the threads. Blocks until the deadline at most, and a second longer where a job is
+    /// under way; not for a thread of an async runtime. A second call finds nothing left to do; one
+    /// that comes while the first still waits leaves the threads to it.
     #[must_use = "the report says what is still outstanding"]
     pub fn shutdown(&self, deadline: Duration) -> Shutdown {
         let shared = &self.0.shared;
@@ -198,22 +227,16 @@ impl Memory {
         let mut report = Shutdown::default();
         for resource in shared.resources.all() {
             if let Err(error) = resource.close(end - shared.clock.now()) {
-                report.resources.push(format!("{}: {error}", resource.name()));
+                report.resources.push(error.to_string());
             }
         }
         self.0.threads.end();
-        for handle in lock(&self.0.threads.handles).drain(..) {
-            let name = handle.thread().name().unwrap_or_default().to_owned();
-            if handle.thread().id() == std::thread::current().id() {
-                continue; // called from a hook on the worker, which cannot wait for itself
-            }
-            if handle.join().is_err() {
-                report.panicked.push(name);
-            }
-        }
+        self.0.threads.join(&*shared.clock, end, &mut report);
         report.requests = shared.admission.stats().held();
         report.device_live = shared.arenas().iter().map(|arena| arena.glance().live).sum();
-        shared.release_claim();
+        if report.busy.is_empty() {
+            shared.release_claim();
+        }
         report
     }
 }
@@ -233,6 +256,47 @@ impl Threads {
     fn end(&self) {
         self.stop.store(true, Ordering::Release);
         self.bell.ring();
+    }
+
+    /// Waits for the threads until `deadline`, or [`JOIN_MIN`] where that is longer, and reports
+    /// those that panicked or are still at work; the latter may be joined later.
+    ///
+    /// No lock is held meanwhile, so that a thread which is waited for may call this as well.
+    fn join(&self, clock: &dyn Clock, deadline: Moment, report: &mut Shutdown) {
+        let deadline = deadline.max(clock.now() + JOIN_MIN);
+        let running = std::mem::take(&mut *lock(&self.running));
+        for running in running {
+            let name = running.handle.thread().name().unwrap_or_default().to_owned();
+            if running.handle.thread().id() == std::thread::current().id() {
+                continue; // called from a hook on the worker, which cannot wait for itself
+            }
+            // Ends at the deadline at the latest: each turn waits until then, or for the end.
+            while !running.end.is_over() && clock.now() < deadline {
+                clock.wait_until(&running.end.bell, deadline);
+            }
+            if !running.end.is_over() {
+                report.busy.push(name);
+                lock(&self.running).push(running);
+            } else if running.handle.join().is_err() {
+                report.panicked.push(name);
+            }
+        }
+    }
+}
+
+impl End {
+    fn is_over(&self) -> bool {
+        self.over.load(Ordering::Acquire)
+    }
+}
+
+/// Rings when the thread that holds it ends.
+struct Ends(Arc<End>);
+
+impl Drop for Ends {
+    fn drop(&mut self) {
+        self.0.over.store(true, Ordering::Release);
+        self.0.bell.ring();
     }
 }
 
@@ -258,6 +322,8 @@ pub struct Shutdown {
     pub device_live: ByteSize,
     /// Threads that ended by a panic.
     pub panicked: Vec<String>,
+    /// Threads that still did a job at the deadline; they end after it.
+    pub busy: Vec<String>,
     /// Called in a forked child, where there is nothing to end.
     pub forked: bool,
 }
@@ -279,8 +345,14 @@ impl fmt::Display for Shutdown {
             return f.write_str("nothing outstanding");
         }
         write!(f, "{} requests, {} of device memory live", self.requests, self.device_live)?;
-        for part in self.resources.iter().chain(&self.panicked) {
-            write!(f, "; {part}")?;
+        for resource in &self.resources {
+            write!(f, "; {resource}")?;
+        }
+        for thread in &self.panicked {
+            write!(f, "; {thread} panicked")?;
+        }
+        for thread in &self.busy {
+            write!(f, "; {thread} is still at work")?;
         }
         Ok(())
     }

@@ -23,7 +23,7 @@ use crate::sync::{Mutex, lock};
 
 use super::error::{MemoryError, Note};
 use super::snapshot::{BudgetSnapshot, MemorySnapshot};
-use super::{STARTED, resource_stats};
+use super::{NOWHERE, STARTED, resource_stats};
 
 /// Arenas of one `Memory`: the sampler looks at each.
 pub(super) const ARENAS_MAX: usize = 64;
@@ -107,7 +107,7 @@ impl Shared {
     /// Lets the next `Memory` start, once.
     pub(super) fn release_claim(&self) {
         if self.claimed.swap(false, Ordering::AcqRel) {
-            STARTED.store(false, Ordering::Release);
+            STARTED.store(NOWHERE, Ordering::Release);
         }
     }
 
@@ -120,8 +120,9 @@ impl Shared {
         }
     }
 
+    /// The arenas; none in a forked child, as with [`Shared::notes`].
     pub(super) fn arenas(&self) -> Vec<DeviceArena> {
-        lock(&self.arenas.0).clone()
+        if self.birth.is_here() { lock(&self.arenas.0).clone() } else { Vec::new() }
     }
 
     /// Whether device memory is host memory.
@@ -193,7 +194,14 @@ impl Shared {
         Recovered::of(self.arenas().iter().map(|arena| self.purged(arena)).sum())
     }
 
+    /// The notes; none in a forked child, where the lock may be held by a thread that is not there.
+    pub(super) fn notes(&self) -> Vec<Note> {
+        if self.birth.is_here() { lock(&self.notes).clone() } else { Vec::new() }
+    }
+
+    /// Every figure; in a forked child only those that take no lock.
     pub(super) fn snapshot(&self) -> MemorySnapshot {
+        let here = self.birth.is_here();
         let budget = |budget| {
             let ledger = self.admission.ledger(budget);
             BudgetSnapshot {
@@ -215,8 +223,8 @@ impl Shared {
             host: budget(Budget::Host),
             device: budget(Budget::Device),
             admission: self.admission.stats(),
-            resources: resource_stats(&self.resources),
-            notes: lock(&self.notes).clone(),
+            resources: if here { resource_stats(&self.resources) } else { Vec::new() },
+            notes: self.notes(),
             now: self.clock.now(),
             since_epoch: self.clock.since_epoch(),
         }

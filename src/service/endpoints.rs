@@ -64,10 +64,12 @@ impl Endpoints {
         let ready = level < Level::Critical && !ending;
         let snapshot = memory.snapshot();
         let resources = snapshot.resources.iter().map(|resource| {
-            let state = match (resource.loaded, resource.waiting) {
-                (true, _) => "loaded",
-                (false, 0) => "unloaded",
-                (false, _) => "loading",
+            let state = if resource.loaded {
+                "loaded"
+            } else if resource.loading || resource.waiting > 0 {
+                "loading"
+            } else {
+                "unloaded"
             };
             (resource.name.to_string(), json!(state))
         });

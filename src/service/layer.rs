@@ -2,7 +2,7 @@
 //!
 //! `poll_ready` is the inner service's alone: a permit taken there would be held by idle
 //! connections. The inner error type stays. A rejected request never reaches the inner service; its
-//! body is read away behind the answer (see [`ResponseBody`]).
+//! body is read away before it is answered (see `drain`).
 //!
 //! Invariant: every admitted request books its estimate exactly once and gives back what it booked
 //! when its response body, and every handle a handler took, are gone.
@@ -26,6 +26,7 @@ use crate::control::{Admission, Cost, Permit, Priority, Rejected};
 use crate::sync::{Mutex, lock};
 
 use super::body::ResponseBody;
+use super::drain::Drain;
 use super::rejection::rejection;
 
 /// What a request will need, told from its head.
@@ -114,7 +115,7 @@ where
     Q: Body,
     R: Body<Data = Bytes>,
 {
-    type Response = Response<ResponseBody<R, Q>>;
+    type Response = Response<ResponseBody<R>>;
     type Error = S::Error;
     type Future = ResponseFuture<S::Future, Q>;
 
@@ -135,7 +136,10 @@ where
             Err(rejected) => {
                 let path = head.uri.path();
                 tracing::debug!(target: "lowtide", %rejected, path, "turned away");
-                State::Rejected { response: Some((rejection(&rejected), body)) }
+                State::Rejected {
+                    rest: Drain::new(&head, body),
+                    response: Some(rejection(&rejected)),
+                }
             }
         };
         ResponseFuture { state }
@@ -156,15 +160,16 @@ pin_project! {
     #[derive(Debug)]
     enum State<F, Q> {
         Admitted { #[pin] future: F, permit: Option<SharedPermit> },
-        Rejected { response: Option<(Response<String>, Q)> },
+        Rejected { #[pin] rest: Drain<Q>, response: Option<Response<String>> },
     }
 }
 
 impl<F, R, Q, X> Future for ResponseFuture<F, Q>
 where
     F: Future<Output = Result<Response<R>, X>>,
+    Q: Body,
 {
-    type Output = Result<Response<ResponseBody<R, Q>>, X>;
+    type Output = Result<Response<ResponseBody<R>>, X>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         match self.project().state.project() {
@@ -176,12 +181,13 @@ where
                     None => unreachable!("a future is not polled after its end"),
                 }))
             }
-            StateProject::Rejected { response } => match response.take() {
-                Some((response, body)) => {
-                    Poll::Ready(Ok(response.map(|text| ResponseBody::refused(text, body))))
+            StateProject::Rejected { rest, response } => {
+                ready!(rest.poll(cx));
+                match response.take() {
+                    Some(response) => Poll::Ready(Ok(response.map(ResponseBody::refused))),
+                    None => unreachable!("a future is not polled after its end"),
                 }
-                None => unreachable!("a future is not polled after its end"),
-            },
+            }
         }
     }
 }

@@ -6,11 +6,13 @@
 //! gone out or the connection has ended.
 
 mod body;
+mod drain;
 mod endpoints;
 mod layer;
 mod rejection;
 
-pub use body::{DRAIN_MAX, ResponseBody};
+pub use body::ResponseBody;
+pub use drain::DRAIN_MAX;
 pub use endpoints::Endpoints;
 pub use layer::{Estimate, MemoryLayer, MemoryService, ResponseFuture, SharedPermit};
 pub use rejection::rejection;

@@ -415,6 +415,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         ResourceStats {
             name: Arc::clone(&self.parts.name),
             loaded: matches!(state.phase, Phase::Ready(_)),
+            loading: matches!(state.phase, Phase::Loading(_)),
             guards: state.guards,
             waiting: state.waiting,
             cost: self.parts.cost,

@@ -81,6 +81,8 @@ pub struct ResourceStats {
     pub name: Arc<str>,
     /// Whether it is loaded.
     pub loaded: bool,
+    /// Whether it is being loaded, be it that nobody waits for it.
+    pub loading: bool,
     /// Guards that are held.
     pub guards: usize,
     /// Callers that wait for it.

@@ -1,0 +1,384 @@
+//! A `Memory` starts once, ends whole, and starts again: threads, claims, notes, reports.
+#![cfg(all(feature = "memory", target_os = "linux"))]
+
+use std::sync::{Arc, Mutex, OnceLock, mpsc};
+use std::thread;
+use std::time::Duration;
+
+use lowtide::clock::{Clock, ManualClock, SystemClock};
+use lowtide::config::{DeviceChoice, Source};
+use lowtide::control::{AcquireError, Cost, Rejected, ShedReason};
+use lowtide::device::Region;
+use lowtide::memory::{Builder, MemoryError, StartError};
+use lowtide::{ByteSize, Memory};
+
+mod support;
+
+use support::{
+    PATIENCE, Tree, nothing_to_read, threads, turn, until, until_both_threads, until_no_threads,
+};
+
+#[global_allocator]
+static HEAP: lowtide::host::Heap = lowtide::host::Heap;
+
+const SOON: Duration = Duration::from_secs(5);
+
+fn quiet() -> Builder {
+    Memory::builder().device(DeviceChoice::Host)
+}
+
+fn about(memory: &Memory, about: &str) -> Vec<String> {
+    let notes = memory.notes().into_iter().filter(|note| note.about == about);
+    notes.map(|note| note.text).collect()
+}
+
+#[test]
+fn a_second_start_is_a_typed_error_until_the_first_has_ended() {
+    let _turn = turn();
+    let memory = quiet().start().expect("starts");
+    let second = quiet().start();
+    assert!(matches!(second, Err(StartError::AlreadyStarted)), "{second:?}");
+    assert_eq!(memory.level(), lowtide::control::Level::None, "the first is untouched");
+    assert!(memory.shutdown(SOON).is_clean());
+    // The handle of the first may outlive the second.
+    let third = quiet().start().expect("starts again");
+    drop(memory);
+    let fourth = quiet().start();
+    assert!(matches!(fourth, Err(StartError::AlreadyStarted)), "an old handle freed the claim");
+    assert!(third.shutdown(SOON).is_clean());
+    until_no_threads();
+}
+
+#[test]
+fn two_threads_run_from_start_to_shutdown_and_none_after() {
+    let _turn = turn();
+    until_no_threads();
+    let memory = quiet().start().expect("starts");
+    until_both_threads();
+    let report = memory.shutdown(SOON);
+    assert!(report.is_clean(), "{report}");
+    assert_eq!(report.to_string(), "nothing outstanding");
+    until_no_threads();
+}
+
+#[test]
+fn a_thread_that_cannot_be_started_is_a_typed_error_that_leaves_nothing() {
+    let _turn = turn();
+    until_no_threads();
+    // More than the 128 TiB of addresses that a process has.
+    let failed = quiet().stack(ByteSize::gib(1 << 20)).start();
+    let Err(StartError::Thread { name, error }) = failed else { panic!("{failed:?}") };
+    assert_eq!(name, "lowtide-worker");
+    assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock);
+    until_no_threads();
+    let memory = quiet().start().expect("the claim was given back");
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
+#[test]
+fn a_start_that_fails_for_its_settings_gives_the_claim_back() {
+    let _turn = turn();
+    let failed = quiet().ceiling(1.5).start();
+    let Err(StartError::Config(error)) = &failed else { panic!("{failed:?}") };
+    assert!(error.to_string().contains("ceiling=\"1.5\": expected a number in (0, 1]"), "{error}");
+    let failed = quiet().device(DeviceChoice::Cuda).start();
+    let Err(StartError::NoCuda { cause }) = &failed else { panic!("{failed:?}") };
+    assert!(!cause.is_empty());
+    until_no_threads();
+    assert!(quiet().start().expect("starts").shutdown(SOON).is_clean());
+}
+
+#[test]
+fn dropping_every_handle_ends_the_threads_without_waiting_for_them() {
+    let _turn = turn();
+    let (entered, worker_is_in) = mpsc::channel();
+    let (open, gate) = mpsc::channel::<()>();
+    let memory = quiet()
+        .after_publish(move || {
+            let _ = entered.send(());
+            let _ = gate.recv_timeout(PATIENCE);
+        })
+        .start()
+        .expect("starts");
+    worker_is_in.recv_timeout(PATIENCE).expect("metrics are published at once");
+    let clone = memory.clone();
+    drop(memory);
+    until_both_threads(); // A clone is left.
+    drop(clone);
+    // The worker is held by the hook: had the drop waited for it, this line would not be reached.
+    assert!(threads().contains(&"lowtide-worker".to_owned()));
+    open.send(()).expect("the hook waits");
+    until_no_threads();
+    assert!(quiet().start().expect("the claim was given back").shutdown(SOON).is_clean());
+}
+
+#[test]
+fn a_second_shutdown_finds_nothing_left_to_do() {
+    let _turn = turn();
+    let memory = quiet().start().expect("starts");
+    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown(SOON).is_clean());
+    assert!(memory.shutdown(Duration::ZERO).is_clean());
+    // What is asked of it afterwards answers, and does nothing.
+    memory.request_purge();
+    let refused = memory.admission().try_admit(Cost::ZERO);
+    assert_eq!(refused.map(drop), Err(Rejected::ShuttingDown));
+    assert_eq!(memory.admission().stats().shed_total(ShedReason::ShuttingDown), 1);
+    assert!(memory.purge().is_ok());
+    assert!(threads().is_empty());
+}
+
+#[test]
+fn the_report_names_what_is_outstanding() {
+    let _turn = turn();
+    let memory = quiet().start().expect("starts");
+    let arena = memory.open_arena("weights").expect("opens");
+    let model = memory.register(memory.managed("reranker", || Ok(7))).expect("registered");
+    let guard = model.acquire_blocking().expect("loads");
+    let permit = memory.admission().try_admit(Cost::host(ByteSize::kib(1))).expect("fits");
+    let buffer = arena.alloc::<u8>(1 << 20, Region::Stable).expect("room");
+
+    let report = memory.shutdown(Duration::from_millis(1));
+    assert!(!report.is_clean());
+    assert_eq!((report.requests, report.device_live), (1, ByteSize::mib(1)));
+    let [resource] = &report.resources[..] else { panic!("{report}") };
+    assert!(resource.contains("reranker") && resource.contains("1 guards"), "{resource}");
+    assert!(report.panicked.is_empty() && !report.forked);
+    let text = report.to_string();
+    for part in ["1 requests", "1.0 MiB of device memory live; reranker was not idle"] {
+        assert!(text.contains(part), "{part:?} is missing in {text:?}");
+    }
+    assert!(threads().is_empty(), "the threads ended all the same");
+    let closed = model.acquire_blocking();
+    assert!(matches!(closed, Err(AcquireError::Closed { .. })), "{closed:?}");
+
+    // What was outstanding goes, and the next report is clean.
+    assert_eq!(*guard, 7);
+    drop((guard, permit, buffer));
+    assert!(memory.shutdown(SOON).is_clean());
+    assert_eq!(arena.glance().live, ByteSize::ZERO);
+}
+
+#[test]
+fn shutdown_waits_for_a_guard_until_its_deadline_and_no_longer() {
+    let _turn = turn();
+    let clock = Arc::new(ManualClock::new());
+    let memory = quiet().clock(clock.clone()).start().expect("starts");
+    let model = memory.register(memory.managed("model", || Ok(()))).expect("registered");
+    let guard = model.acquire_blocking().expect("loads");
+    let ending = {
+        let memory = memory.clone();
+        thread::spawn(move || memory.shutdown(Duration::from_secs(60)))
+    };
+    // Worker, control, and the one who shuts down.
+    assert!(clock.wait_for_waiters(3, PATIENCE));
+    clock.advance(Duration::from_secs(59));
+    assert!(!ending.is_finished(), "a second is left");
+    clock.advance(Duration::from_secs(1));
+    let report = ending.join().expect("no panic");
+    assert_eq!(report.resources.len(), 1, "{report}");
+    drop(guard);
+    assert!(memory.shutdown(Duration::ZERO).is_clean());
+
+    let memory = quiet().clock(clock.clone()).start().expect("starts");
+    let model = memory.register(memory.managed("model", || Ok(()))).expect("registered");
+    let guard = model.acquire_blocking().expect("loads");
+    let ending = {
+        let memory = memory.clone();
+        thread::spawn(move || memory.shutdown(Duration::from_secs(60)))
+    };
+    assert!(clock.wait_for_waiters(3, PATIENCE));
+    drop(guard);
+    let report = ending.join().expect("no panic");
+    assert!(report.is_clean(), "released in time: {report}");
+}
+
+#[test]
+fn two_shutdowns_at_once_one_of_them_on_the_worker_do_not_wait_for_each_other() {
+    let _turn = turn();
+    let handle: Arc<OnceLock<Memory>> = Arc::default();
+    let (entered, worker_is_in) = mpsc::channel();
+    let (open, gate) = mpsc::channel::<()>();
+    let hook = {
+        let handle = Arc::clone(&handle);
+        move || {
+            let _ = entered.send(());
+            let _ = gate.recv_timeout(PATIENCE);
+            if let Some(memory) = handle.get() {
+                assert!(memory.shutdown(SOON).is_clean());
+            }
+        }
+    };
+    let memory = quiet().after_publish(hook).start().expect("starts");
+    handle.set(memory.clone()).expect("set once");
+    worker_is_in.recv_timeout(PATIENCE).expect("metrics are published at once");
+    until_both_threads();
+    let ending = {
+        let memory = memory.clone();
+        thread::spawn(move || memory.shutdown(SOON))
+    };
+    // The control thread is gone, so the other one waits for the worker now.
+    until("the control thread ends", || threads() == ["lowtide-worker"]);
+    open.send(()).expect("the hook waits");
+    until("both shutdowns end", || ending.is_finished());
+    assert!(ending.join().expect("no panic").is_clean());
+    until_no_threads();
+}
+
+#[test]
+fn shutdown_does_not_wait_past_its_deadline_for_a_job_that_does_not_end() {
+    let _turn = turn();
+    let clock = Arc::new(ManualClock::new());
+    let (entered, worker_is_in) = mpsc::channel();
+    let (open, gate) = mpsc::channel::<()>();
+    let hook = move || {
+        let _ = entered.send(());
+        let _ = gate.recv_timeout(PATIENCE);
+    };
+    let memory = quiet().clock(clock.clone()).after_publish(hook).start().expect("starts");
+    worker_is_in.recv_timeout(PATIENCE).expect("metrics are published at once");
+    until_both_threads();
+    let ending = {
+        let memory = memory.clone();
+        thread::spawn(move || memory.shutdown(SOON))
+    };
+    until("the control thread ends", || threads() == ["lowtide-worker"]);
+    assert!(clock.wait_for_waiters(1, PATIENCE));
+    clock.advance(SOON - Duration::from_millis(1));
+    assert!(!ending.is_finished(), "a millisecond is left");
+    clock.advance(Duration::from_millis(1));
+    until("the shutdown ends", || ending.is_finished());
+    let report = ending.join().expect("no panic");
+    assert_eq!(report.busy, ["lowtide-worker"]);
+    assert!(!report.is_clean() && report.to_string().ends_with("lowtide-worker is still at work"));
+    let second = quiet().start();
+    assert!(matches!(second, Err(StartError::AlreadyStarted)), "its worker still runs");
+
+    open.send(()).expect("the hook waits");
+    assert!(memory.shutdown(SOON).is_clean(), "joined by the second call");
+    assert!(quiet().start().expect("starts").shutdown(SOON).is_clean());
+}
+
+#[test]
+fn a_hook_that_panics_costs_its_run_and_nothing_else() {
+    let _turn = turn();
+    let clock = Arc::new(ManualClock::new());
+    let runs = Arc::new(Mutex::new(0));
+    let hook = {
+        let runs = Arc::clone(&runs);
+        move || {
+            *lowtide::sync::lock(&runs) += 1;
+            panic!("planted");
+        }
+    };
+    let memory = quiet().clock(clock.clone()).after_publish(hook).start().expect("starts");
+    support::advance_until(&clock, Duration::from_secs(1), "it runs again", || {
+        *lowtide::sync::lock(&runs) >= 2
+    });
+    let report = memory.shutdown(SOON);
+    assert!(report.is_clean(), "the thread lives on: {report}");
+}
+
+#[test]
+fn without_readable_proc_it_starts_says_so_once_and_admits_by_its_books() {
+    let _turn = turn();
+    let memory = quiet().signals(nothing_to_read()).start().expect("starts");
+    let notes = about(&memory, "signals");
+    assert!(notes.iter().any(|note| note.contains("statm")), "{notes:?}");
+    assert!(notes.iter().any(|note| note.contains("meminfo")), "{notes:?}");
+    let mut once = memory.notes();
+    once.dedup();
+    assert_eq!(once, memory.notes());
+    let snapshot = memory.snapshot();
+    assert_eq!((snapshot.signal.rss, snapshot.physical), (None, ByteSize::ZERO));
+    assert!(!snapshot.signal.limit.is_known());
+    // No limit is known: everything is admitted, and booked all the same.
+    let permit =
+        memory.admission().try_admit(Cost::host(ByteSize::gib(1 << 20))).expect("admitted");
+    assert_eq!(memory.snapshot().host.booked, ByteSize::gib(1 << 20));
+    drop(permit);
+    assert!(memory.shutdown(SOON).is_clean());
+
+    // A limit that was given holds all the same: nothing is measured, so the books alone count.
+    let limited = quiet().memory_limit(ByteSize::mib(100)).signals(nothing_to_read());
+    let memory = limited.start().expect("starts");
+    assert_eq!(memory.snapshot().host.ceiling, ByteSize::mib(80));
+    let permit = memory.admission().try_admit(Cost::host(ByteSize::mib(39))).expect("fits");
+    let refused = memory.admission().try_admit(Cost::host(ByteSize::mib(39))).map(drop);
+    assert!(matches!(refused, Err(Rejected::Full { .. })), "{refused:?}");
+    drop(permit);
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
+#[test]
+fn a_plain_program_without_a_runtime_admits_loads_and_ends() {
+    let _turn = turn();
+    let tree = Tree::new(ByteSize::mib(100));
+    let memory = quiet().signals(tree.open()).start().expect("starts");
+    let model =
+        memory.managed("table", || Ok(vec![1_u8; 1 << 10])).cost(Cost::host(ByteSize::kib(1)));
+    let model = memory.register(model).expect("registered");
+    thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                for _ in 0..50 {
+                    let cost = Cost::host(ByteSize::kib(64));
+                    let permit = memory.admission().try_admit(cost).expect("fits");
+                    assert_eq!(model.acquire_blocking().expect("loads").len(), 1 << 10);
+                    drop(permit);
+                }
+            });
+        }
+    });
+    let snapshot = memory.snapshot();
+    assert_eq!(snapshot.admission.admitted_total, 200);
+    assert_eq!(snapshot.resources[0].loads_ok_total, 1, "one load for all threads");
+    let report = memory.shutdown(SOON);
+    assert!(report.is_clean(), "{report}");
+    assert!(model.try_acquire().is_none(), "unloaded at the end");
+    assert_eq!(memory.snapshot().host.booked, ByteSize::ZERO);
+}
+
+#[test]
+fn arenas_are_named_once_and_none_is_opened_where_there_is_no_device() {
+    let _turn = turn();
+    let memory = quiet().device_limit(ByteSize::mib(3)).start().expect("starts");
+    let arena = memory.open_arena("one").expect("opens");
+    assert_eq!(arena.limit(), ByteSize::mib(3));
+    let twice = memory.open_arena("one").map(drop);
+    assert_eq!(twice, Err(MemoryError::DuplicateArena { arena: "one".to_owned() }));
+    assert!(memory.shutdown(SOON).is_clean());
+
+    let memory = Memory::builder().device(DeviceChoice::None).start().expect("starts");
+    let refused = memory.open_arena("one").map(drop);
+    assert_eq!(refused, Err(MemoryError::NoDevice { arena: "one".to_owned() }));
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
+#[test]
+fn automatic_device_memory_in_host_memory_is_said() {
+    let _turn = turn();
+    let memory = Memory::builder().start().expect("starts");
+    assert_eq!(memory.config().device.source, Source::Profile);
+    let arena = memory.open_arena("one").expect("opens");
+    assert_eq!(arena.rung().name(), "host");
+    let notes = about(&memory, "device");
+    assert!(notes.iter().any(|note| note.contains("host memory")), "{notes:?}");
+    assert_eq!(about(&memory, "heap"), Vec::<String>::new(), "the heap is as it was asked for");
+    let cost = memory.cost(ByteSize::mib(1), ByteSize::mib(2));
+    assert_eq!(cost, Cost::host(ByteSize::mib(3)), "device memory is host memory here");
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
+#[test]
+fn a_start_takes_its_first_sample_before_it_returns() {
+    let _turn = turn();
+    let tree = Tree::new(ByteSize::mib(100));
+    tree.hold(95);
+    let clock: Arc<dyn Clock> = Arc::new(SystemClock::new());
+    let memory = quiet().clock(clock).signals(tree.open()).start().expect("starts");
+    assert_eq!(memory.level(), lowtide::control::Level::Critical);
+    let first = memory.admission().try_admit(Cost::host(ByteSize::kib(1))).map(drop);
+    assert!(matches!(first, Err(Rejected::Pressure { .. })), "{first:?}");
+    assert!(memory.shutdown(SOON).is_clean());
+}

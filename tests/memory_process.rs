@@ -1,0 +1,337 @@
+//! What needs a process of its own: a forked child, and an environment with our variables in it.
+//!
+//! The tests run this program again with other variables; the test that then runs says on its
+//! standard output what `Memory` made of them.
+#![cfg(all(feature = "memory", target_os = "linux"))]
+#![expect(unsafe_code, reason = "fork and waitpid are C calls")]
+
+use std::process::Command;
+use std::sync::Arc;
+use std::time::Duration;
+
+use lowtide::clock::ManualClock;
+use lowtide::config::{Config, DeviceChoice, Profile, env};
+use lowtide::control::{AcquireError, Cost, Managed, UnloadError};
+use lowtide::device::{DeviceArena, DeviceError, Region};
+use lowtide::memory::{Builder, MemoryError, StartError};
+use lowtide::{ByteSize, Memory};
+use tikv_jemalloc_ctl::{background_thread, max_background_threads, raw};
+
+mod support;
+
+use support::{PATIENCE, threads, turn, until_no_threads};
+
+#[global_allocator]
+static HEAP: lowtide::host::Heap = lowtide::host::Heap;
+
+const SOON: Duration = Duration::from_secs(5);
+
+/// Runs `act` in a forked child and says with which code the child ended.
+fn forked(act: impl FnOnce() -> i32) -> i32 {
+    // SAFETY: the child runs `act` and ends with `_exit`. Other threads of this process wait on
+    // locks that `act` does not touch, and jemalloc, whose locks it may need, holds them across a
+    // fork.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        // Seconds after which the kernel ends a child that hangs.
+        // SAFETY: sets a timer of this process and touches no memory.
+        unsafe { libc::alarm(20) };
+        let code = act();
+        // SAFETY: ends the child at once, without running the parent's exit handlers.
+        unsafe { libc::_exit(code) };
+    }
+    assert!(child > 0, "fork failed");
+    let mut status = 0;
+    // SAFETY: `status` is a valid place for an int, and `child` is our own child.
+    let waited = unsafe { libc::waitpid(child, &raw mut status, 0) };
+    assert_eq!(waited, child);
+    assert!(libc::WIFEXITED(status), "the child was killed: status {status:#x}");
+    libc::WEXITSTATUS(status)
+}
+
+/// The number of the first that does not hold, counted from 1; 0 where all do.
+fn first_broken(checks: &[bool]) -> i32 {
+    let broken = checks.iter().position(|holds| !holds);
+    broken.map_or(0, |at| i32::try_from(at).unwrap_or(99) + 1)
+}
+
+fn check_child(memory: &Memory, arena: &DeviceArena, model: &Managed<i32>) -> i32 {
+    let unloaded = model.unload_now(Duration::ZERO);
+    let later = memory.register(memory.managed("later", || Ok(1)));
+    memory.request_purge();
+    let snapshot = memory.snapshot();
+    first_broken(&[
+        matches!(memory.purge(), Err(MemoryError::Forked)),
+        matches!(memory.open_arena("other"), Err(MemoryError::Forked)),
+        matches!(later, Err(MemoryError::Forked)),
+        matches!(arena.alloc::<u8>(1, Region::Dynamic), Err(DeviceError::Forked)),
+        matches!(model.acquire_blocking(), Err(AcquireError::Forked { .. })),
+        matches!(unloaded, Err(UnloadError::Forked { .. })),
+        snapshot.heap.is_none() && snapshot.arenas.is_empty() && snapshot.resources.is_empty(),
+        memory.notes().is_empty(),
+        memory.shutdown(SOON).forked,
+    ])
+}
+
+#[test]
+fn a_forked_child_gets_typed_errors_its_drops_do_nothing_and_it_ends() {
+    let _turn = turn();
+    let clock = Arc::new(ManualClock::new());
+    let builder = Memory::builder().clock(clock.clone()).device(DeviceChoice::Host);
+    let memory = builder.start().expect("starts");
+    let arena = memory.open_arena("weights").expect("opens");
+    let buffer = arena.alloc_from(&[3_u8; 4096], Region::Stable).expect("room");
+    let parent = std::process::id();
+    let model = memory.managed("model", || Ok(7)).unload(move |_| {
+        if std::process::id() != parent {
+            // SAFETY: ends the child at once, without running the parent's exit handlers.
+            unsafe { libc::_exit(77) };
+        }
+    });
+    let model = memory.register(model).expect("registered");
+    let guard = model.acquire_blocking().expect("loads");
+    let permit = memory.admission().try_admit(Cost::host(ByteSize::kib(1))).expect("fits");
+    assert!(clock.wait_for_waiters(2, PATIENCE), "both threads rest while the process forks");
+
+    let code = forked(|| {
+        let code = check_child(&memory, &arena, &model);
+        drop((guard, permit, buffer, model, arena, memory));
+        code
+    });
+    assert_eq!(code, 0, "the check of this number failed in the child");
+}
+
+#[test]
+fn a_fork_leaves_the_parent_as_it_was() {
+    let _turn = turn();
+    let memory = Memory::builder().device(DeviceChoice::Host).start().expect("starts");
+    let arena = memory.open_arena("weights").expect("opens");
+    let buffer = arena.alloc_from(&[3_u8; 4096], Region::Stable).expect("room");
+    let model = memory.register(memory.managed("model", || Ok(7))).expect("registered");
+    let guard = model.acquire_blocking().expect("loads");
+    let child = (memory.clone(), arena.clone(), model.clone());
+    assert_eq!(forked(move || i32::from(!child.0.shutdown(SOON).forked)), 0);
+
+    let snapshot = memory.snapshot();
+    assert_eq!((snapshot.resources[0].guards, snapshot.arenas.len()), (1, 1));
+    let lease = arena.enter().expect("awake");
+    assert_eq!(buffer.slice(&lease), Ok(&[3_u8; 4096][..]));
+    assert!(memory.purge().is_ok());
+    drop((lease, buffer, guard));
+    assert!(memory.shutdown(SOON).is_clean());
+    until_no_threads();
+}
+
+#[test]
+fn a_forked_child_may_start_a_memory_of_its_own_though_the_parents_runs() {
+    let _turn = turn();
+    let clock = Arc::new(ManualClock::new());
+    let host = || Memory::builder().device(DeviceChoice::Host);
+    let memory = host().clock(clock.clone()).start().expect("starts");
+    assert!(clock.wait_for_waiters(2, PATIENCE), "both threads rest while the process forks");
+    let code = forked(|| {
+        let own = host().start();
+        let twice = matches!(host().start(), Err(StartError::AlreadyStarted));
+        drop(memory.clone());
+        let still = matches!(host().start(), Err(StartError::AlreadyStarted));
+        let Ok(own) = own else { return 99 };
+        let purged = own.purge().is_ok();
+        let clean = own.shutdown(SOON).is_clean();
+        let again = host().start().is_ok_and(|memory| memory.shutdown(SOON).is_clean());
+        first_broken(&[twice, still, purged, clean, again, threads().is_empty()])
+    });
+    assert_eq!(code, 0, "the check of this number failed in the child");
+    assert!(matches!(host().start(), Err(StartError::AlreadyStarted)), "the parent's runs on");
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
+/// What this program's other tests run it again for: says what came of the environment.
+#[test]
+fn memory_starts_as_the_environment_of_this_process_says() {
+    let _turn = turn();
+    println!("\n{}", outcome(Memory::builder()));
+    // What code says, the environment wins over.
+    let told = Memory::builder()
+        .profile(Profile::Throughput)
+        .ceiling(0.5)
+        .idle_unload(Duration::from_secs(7))
+        .device(DeviceChoice::Host);
+    println!("with code: {}", outcome(told));
+}
+
+fn outcome(builder: Builder) -> String {
+    let started = builder.with_environment().and_then(Builder::start);
+    match started {
+        Ok(memory) => {
+            let text = describe(&memory);
+            assert!(memory.shutdown(SOON).is_clean());
+            format!("started: {text}")
+        }
+        Err(error) => format!("refused: {error}"),
+    }
+}
+
+/// Each setting as `name=value (source)`, and what it did.
+fn describe(memory: &Memory) -> String {
+    let Config {
+        profile,
+        memory_limit,
+        ceiling,
+        device,
+        device_limit,
+        device_decay,
+        heap_decay,
+        background_threads,
+        purge_interval,
+        idle_unload,
+        metrics_interval,
+        ..
+    } = memory.config();
+    let limit = memory_limit.value.map_or_else(|| "none".to_owned(), ByteSize::exact);
+    let held = memory.snapshot().signal.limit;
+    let arena = memory.open_arena("one");
+    let arena = arena.map_or_else(|error| error.to_string(), |arena| arena.limit().exact());
+    // SAFETY: the decay time of arenas to come has type `ssize_t`.
+    let decay: isize = unsafe { raw::read(b"arenas.dirty_decay_ms\0") }.expect("a control");
+    let threads = max_background_threads::read().expect("a control");
+    let runs = background_thread::read().expect("a control");
+    [
+        format!("profile={} ({})", profile.value, profile.source),
+        format!("memory_limit={limit} ({})", memory_limit.source),
+        format!("held={} ({})", held.bytes.exact(), held.source.name()),
+        format!("ceiling={} ({})", ceiling.value, ceiling.source),
+        format!("device={} ({})", device.value, device.source),
+        format!("device_limit={} ({})", device_limit.value.exact(), device_limit.source),
+        format!("arena={arena}"),
+        format!("device_decay={:?} ({})", device_decay.value, device_decay.source),
+        format!("heap_decay={:?} ({})", heap_decay.value, heap_decay.source),
+        format!("jemalloc={decay} ms, at most {threads} threads, on: {runs}"),
+        format!("background_threads={} ({})", background_threads.value, background_threads.source),
+        format!("purge_interval={:?} ({})", purge_interval.value, purge_interval.source),
+        format!("idle_unload={:?} ({})", idle_unload.value, idle_unload.source),
+        format!("metrics_interval={:?} ({})", metrics_interval.value, metrics_interval.source),
+    ]
+    .join("; ")
+}
+
+/// Runs this program again with these variables alone, and gives what it said: first without, then
+/// with settings in code.
+fn with_variables(variables: &[(&str, &str)]) -> (String, String) {
+    let own = std::env::current_exe().expect("this program");
+    let output = Command::new(own)
+        .args(["--exact", "memory_starts_as_the_environment_of_this_process_says", "--nocapture"])
+        .env_clear()
+        .envs(variables.iter().copied())
+        .output()
+        .expect("runs");
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
+    let line = |start: &str| {
+        let found = text.lines().find_map(|line| line.strip_prefix(start));
+        found.unwrap_or_else(|| panic!("no {start:?} in {text}")).to_owned()
+    };
+    let bare =
+        ["started: ", "refused: "].into_iter().find(|start| text.contains(&format!("\n{start}")));
+    let bare = bare.expect("one of them");
+    (format!("{bare}{}", line(bare)), line("with code: "))
+}
+
+#[test]
+fn each_variable_reaches_what_it_sets() {
+    let (bare, _) = with_variables(&[
+        ("LOWTIDE_PROFILE", "low-memory"),
+        ("LOWTIDE_MEMORY_LIMIT", "48m"),
+        ("LOWTIDE_CEILING", "0.25"),
+        ("LOWTIDE_DEVICE", "host"),
+        ("LOWTIDE_DEVICE_LIMIT", "6m"),
+        ("LOWTIDE_DEVICE_DECAY", "1500ms"),
+        ("LOWTIDE_HEAP_DECAY", "2s"),
+        ("LOWTIDE_BACKGROUND_THREADS", "1"),
+        ("LOWTIDE_PURGE_INTERVAL", "never"),
+        ("LOWTIDE_IDLE_UNLOAD", "90s"),
+        ("LOWTIDE_METRICS_INTERVAL", "250ms"),
+    ]);
+    for part in [
+        "started: profile=low-memory (environment)",
+        "memory_limit=48MiB (environment)",
+        "held=48MiB (override)",
+        "ceiling=0.25 (environment)",
+        "device=host (environment)",
+        "device_limit=6MiB (environment)",
+        "arena=6MiB",
+        "device_decay=Within(1.5s) (environment)",
+        "heap_decay=Within(2s) (environment)",
+        "jemalloc=2000 ms, at most 1 threads, on: true",
+        "background_threads=1 (environment)",
+        "purge_interval=None (environment)",
+        "idle_unload=90s (environment)",
+        "metrics_interval=250ms (environment)",
+    ] {
+        assert!(bare.contains(part), "{part:?} is missing in {bare}");
+    }
+    let (bare, _) = with_variables(&[("LOWTIDE_BACKGROUND_THREADS", "0")]);
+    assert!(bare.contains(" threads, on: false; background_threads=0 (environment)"), "{bare}");
+    assert_eq!(env::VARIABLES.len(), 11, "a variable was added that this test does not name");
+}
+
+#[test]
+fn the_environment_wins_over_code_and_code_over_the_profile() {
+    let (bare, with_code) = with_variables(&[("LOWTIDE_CEILING", "0.25")]);
+    for part in [
+        "profile=throughput (code)",
+        "ceiling=0.25 (environment)",
+        "idle_unload=7s (code)",
+        "heap_decay=Within(10s) (profile)",
+        "device=host (code)",
+    ] {
+        assert!(with_code.contains(part), "{part:?} is missing in {with_code}");
+    }
+    for part in ["profile=balanced (profile)", "idle_unload=300s (profile)", "0.25 (environment)"] {
+        assert!(bare.contains(part), "{part:?} is missing in {bare}");
+    }
+}
+
+#[test]
+fn an_unknown_variable_is_an_error_that_names_it_and_lists_what_there_is() {
+    let (bare, with_code) = with_variables(&[("LOWTIDE_MEMORYLIMIT", "1g")]);
+    let expected = "refused: LOWTIDE_MEMORYLIMIT is not a variable of lowtide: expected one of ";
+    assert!(bare.starts_with(expected), "{bare}");
+    assert_eq!(bare, with_code);
+    for variable in env::VARIABLES {
+        assert!(bare.contains(variable.name), "{} is missing in {bare}", variable.name);
+    }
+}
+
+#[test]
+fn a_bad_value_is_an_error_with_variable_value_and_what_was_expected() {
+    let (bare, _) = with_variables(&[("LOWTIDE_CEILING", "80%"), ("LOWTIDE_DEVICE", "gpu")]);
+    let expected = "refused: LOWTIDE_CEILING=\"80%\": expected a number in (0, 1]; \
+                    LOWTIDE_DEVICE=\"gpu\": expected auto, cuda, host or none";
+    assert_eq!(bare, expected);
+}
+
+#[test]
+fn what_kubernetes_injects_for_a_service_of_this_name_is_not_ours() {
+    let (bare, _) = with_variables(&[
+        ("LOWTIDE_SERVICE_HOST", "10.0.0.7"),
+        ("LOWTIDE_SERVICE_PORT", "80"),
+        ("LOWTIDE_SERVICE_PORT_HTTP", "80"),
+        ("LOWTIDE_PORT", "tcp://10.0.0.7:80"),
+        ("LOWTIDE_PORT_8080_TCP", "tcp://10.0.0.7:8080"),
+        ("LOWTIDE_PORT_8080_TCP_PROTO", "tcp"),
+        ("LOWTIDE_PORT_8080_TCP_PORT", "8080"),
+        ("LOWTIDE_PORT_8080_TCP_ADDR", "10.0.0.7"),
+        ("LOWTIDE_CEILING", "0.5"),
+    ]);
+    assert!(bare.starts_with("started: profile=balanced (profile)"), "{bare}");
+    assert!(bare.contains("ceiling=0.5 (environment)"), "{bare}");
+}
+
+#[test]
+fn a_device_that_cannot_be_had_is_an_error_and_none_refuses_arenas() {
+    let (bare, with_code) = with_variables(&[("LOWTIDE_DEVICE", "cuda")]);
+    assert!(bare.starts_with("refused: LOWTIDE_DEVICE=cuda: "), "{bare}");
+    assert!(with_code.starts_with("refused: "), "it wins over the host in code: {with_code}");
+    let (bare, _) = with_variables(&[("LOWTIDE_DEVICE", "none")]);
+    assert!(bare.contains("arena \"one\" cannot be opened: LOWTIDE_DEVICE is none"), "{bare}");
+}

@@ -1,0 +1,200 @@
+//! The tower layer over real connections, with hyper as server and as client.
+#![cfg(feature = "service")]
+
+use std::convert::Infallible;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http_body_util::{BodyExt, Full};
+use hyper::body::Incoming;
+use hyper::{Request, Response};
+use hyper_util::rt::TokioIo;
+use hyper_util::service::TowerToHyperService;
+use lowtide::ByteSize;
+use lowtide::control::ledger::{Correction, Measured};
+use lowtide::control::{Admission, Budget, Cost};
+use lowtide::service::{Estimate, MemoryLayer};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
+use tower::{Layer, service_fn};
+
+const PATIENCE: Duration = Duration::from_secs(20);
+const UPLOAD: usize = 8 << 20;
+
+/// Each request costs 10 MiB, and one fits.
+fn admission() -> Admission {
+    let admission = Admission::new();
+    let measured = Measured { ceiling: ByteSize::mib(38), ..Measured::default() };
+    admission.ledger(Budget::Host).correct(&mut Correction::new(), measured);
+    admission
+}
+
+fn layer(admission: &Admission) -> MemoryLayer<impl Estimate> {
+    MemoryLayer::new(admission.clone(), |_: &http::request::Parts| Cost::host(ByteSize::mib(10)))
+}
+
+/// A server whose handler answers when the gate lets it.
+async fn serve(admission: &Admission, gate: &Arc<Semaphore>) -> SocketAddr {
+    let listener = TcpListener::bind(("127.0.0.1", 0)).await.expect("a port");
+    let address = listener.local_addr().expect("bound");
+    let (admission, gate) = (admission.clone(), Arc::clone(gate));
+    let handler = move |request: Request<Incoming>| {
+        let gate = Arc::clone(&gate);
+        async move {
+            let _turn = gate.acquire().await.expect("never closed");
+            let bytes = request.into_body().collect().await.map_or(0, |body| body.to_bytes().len());
+            Ok::<_, Infallible>(Response::new(Full::new(Bytes::from(bytes.to_string()))))
+        }
+    };
+    let service = layer(&admission).layer(service_fn(handler));
+    tokio::spawn(async move {
+        while let Ok((stream, _)) = listener.accept().await {
+            let service = TowerToHyperService::new(service.clone());
+            let connection = hyper::server::conn::http1::Builder::new();
+            tokio::spawn(connection.serve_connection(TokioIo::new(stream), service));
+        }
+    });
+    address
+}
+
+/// Writes a whole request and then reads what comes: as a client does that does not look for an
+/// answer while it still sends.
+async fn upload(address: SocketAddr, bytes: usize) -> std::io::Result<String> {
+    let mut stream = TcpStream::connect(address).await?;
+    let head = format!(
+        "POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {bytes}\r\n\r\n"
+    );
+    stream.write_all(head.as_bytes()).await?;
+    stream.write_all(&vec![b'x'; bytes]).await?;
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).await?;
+    Ok(answer)
+}
+
+async fn until(what: &str, condition: impl Fn() -> bool) {
+    let waited = tokio::time::timeout(PATIENCE, async {
+        while !condition() {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    });
+    waited.await.unwrap_or_else(|_| panic!("never: {what}"));
+}
+
+fn booked(admission: &Admission) -> ByteSize {
+    admission.ledger(Budget::Host).booked()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn early_rejection_reset_the_connection_and_the_client_saw_an_error_instead_of_503() {
+    let (admission, gate) = (admission(), Arc::new(Semaphore::new(0)));
+    let address = serve(&admission, &gate).await;
+    let first = tokio::spawn(upload(address, 10));
+    until("the first is admitted", || admission.stats().held() == 1).await;
+    for _ in 0..5 {
+        let answer = tokio::time::timeout(PATIENCE, upload(address, UPLOAD)).await;
+        let answer = answer.expect("it hangs").expect("no broken connection");
+        assert!(answer.starts_with("HTTP/1.1 503 "), "{answer}");
+        assert!(answer.contains("retry-after: ") && answer.contains("do not fit now"), "{answer}");
+    }
+    assert_eq!(admission.stats().held(), 1, "the first still waits");
+    gate.add_permits(1);
+    let answer = first.await.expect("no panic").expect("answered");
+    assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
+    until("nothing is booked", || booked(&admission).is_zero()).await;
+    let answer = upload(address, UPLOAD).await.expect("answered");
+    assert!(answer.ends_with(&UPLOAD.to_string()), "it fits again: {answer}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_refused_connection_is_kept_for_the_next_request() {
+    let (admission, gate) = (admission(), Arc::new(Semaphore::new(10)));
+    let address = serve(&admission, &gate).await;
+    let held = admission.try_admit(Cost::host(ByteSize::mib(15))).expect("fits");
+    let stream = TcpStream::connect(address).await.expect("connects");
+    let (mut sender, connection) =
+        hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.expect("no error");
+    tokio::spawn(connection);
+    let request = || Request::post("/").body(Full::new(Bytes::from(vec![0; UPLOAD])));
+    let refused = sender.send_request(request().expect("valid")).await.expect("answered");
+    assert_eq!(refused.status(), 503);
+    let text = refused.into_body().collect().await.expect("whole").to_bytes();
+    assert!(text.starts_with(b"{"));
+    drop(held);
+    sender.ready().await.expect("the connection is kept");
+    let admitted = sender.send_request(request().expect("valid")).await.expect("answered");
+    assert_eq!(admitted.status(), 200);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_that_goes_away_frees_what_its_request_booked() {
+    let (admission, gate) = (admission(), Arc::new(Semaphore::new(0)));
+    let address = serve(&admission, &gate).await;
+    let client = tokio::spawn(upload(address, 10));
+    until("it is admitted", || admission.stats().held() == 1).await;
+    assert_eq!(booked(&admission), ByteSize::mib(10));
+    client.abort();
+    until("its booking ends", || booked(&admission).is_zero()).await;
+}
+
+/// Sends until an answer begins, then no more, and reads the answer to its end: as curl and nginx
+/// do. Gives the answer and how much was sent.
+async fn upload_until_answered(address: SocketAddr, more: &str) -> (String, usize) {
+    let mut stream = TcpStream::connect(address).await.expect("connects");
+    let head = format!("POST / HTTP/1.1\r\nhost: x\r\n{more}content-length: {UPLOAD}\r\n\r\n");
+    stream.write_all(head.as_bytes()).await.expect("sent");
+    let (mut read, mut write) = stream.split();
+    let (mut answer, mut sent) = (Vec::new(), 0);
+    let waits = !more.is_empty();
+    let block = vec![b'x'; 64 << 10];
+    while answer.is_empty() && (waits || sent < UPLOAD) {
+        tokio::select! {
+            biased;
+            count = read.read_buf(&mut answer) => {
+                assert_ne!(count.expect("no broken connection"), 0);
+            }
+            count = write.write(&block[..block.len().min(UPLOAD - sent)]), if !waits => {
+                sent += count.expect("no broken connection");
+            }
+        }
+    }
+    loop {
+        let text = String::from_utf8_lossy(&answer);
+        if let Some((head, body)) = text.split_once("\r\n\r\n") {
+            let length = head.lines().find_map(|line| line.strip_prefix("content-length: "));
+            let length: usize = length.expect("a length").parse().expect("a number");
+            if body.len() >= length {
+                return (text.into_owned(), sent);
+            }
+        }
+        assert_ne!(
+            read.read_buf(&mut answer).await.expect("no broken connection"),
+            0,
+            "{answer:?}"
+        );
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_that_sends_no_more_once_it_is_answered_waited_for_the_text_for_ever() {
+    let (admission, gate) = (admission(), Arc::new(Semaphore::new(1)));
+    let address = serve(&admission, &gate).await;
+    admission.close();
+    let answer = tokio::time::timeout(PATIENCE, upload_until_answered(address, "")).await;
+    let (answer, sent) = answer.expect("it hangs");
+    assert!(answer.starts_with("HTTP/1.1 503 ") && answer.ends_with("}\n"), "{answer}");
+    assert_eq!(sent, UPLOAD, "it was not told to stop half-way");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_that_asks_before_it_sends_is_refused_at_once() {
+    let (admission, gate) = (admission(), Arc::new(Semaphore::new(1)));
+    let address = serve(&admission, &gate).await;
+    admission.close();
+    let asks = upload_until_answered(address, "expect: 100-continue\r\n");
+    let (answer, sent) = tokio::time::timeout(PATIENCE, asks).await.expect("it hangs");
+    assert!(answer.starts_with("HTTP/1.1 503 ") && answer.ends_with("}\n"), "{answer}");
+    assert_eq!(sent, 0);
+}

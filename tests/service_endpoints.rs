@@ -1,0 +1,247 @@
+//! The endpoints: what they answer with a `Memory`, while it ends, and without one.
+#![cfg(all(feature = "service", target_os = "linux"))]
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use http::{Response, StatusCode};
+use lowtide::clock::{Clock, ManualClock};
+use lowtide::config::DeviceChoice;
+use lowtide::control::{Cost, LoadError, UnloadReason};
+use lowtide::device::Region;
+use lowtide::service::Endpoints;
+use lowtide::{ByteSize, Memory};
+use serde_json::{Value, json};
+
+mod support;
+
+use support::{Tree, advance_until, turn};
+
+#[global_allocator]
+static HEAP: lowtide::host::Heap = lowtide::host::Heap;
+
+const SOON: Duration = Duration::from_secs(5);
+const TICK: Duration = Duration::from_millis(250);
+
+fn start(clock: &Arc<ManualClock>, tree: &Tree) -> Memory {
+    let clock: Arc<dyn Clock> = clock.clone();
+    let builder = Memory::builder().clock(clock).signals(tree.open()).device(DeviceChoice::Host);
+    builder.device_limit(ByteSize::mib(16)).start().expect("starts")
+}
+
+fn get(endpoints: &Endpoints, path: &str) -> Response<String> {
+    let response = endpoints.answer(path).unwrap_or_else(|| panic!("{path} is not answered"));
+    assert_eq!(response.headers()["cache-control"], "no-store", "{path}");
+    assert!(response.body().ends_with('\n'), "{path}");
+    response
+}
+
+fn get_json(endpoints: &Endpoints, path: &str) -> (StatusCode, Value) {
+    let response = get(endpoints, path);
+    assert_eq!(response.headers()["content-type"], "application/json");
+    (response.status(), serde_json::from_str(response.body()).expect("JSON"))
+}
+
+fn keys(value: &Value) -> BTreeSet<&str> {
+    value.as_object().expect("an object").keys().map(String::as_str).collect()
+}
+
+#[test]
+fn without_a_memory_everything_answers_and_says_so() {
+    let endpoints = Endpoints::new(None);
+    assert_eq!(get(&endpoints, "/healthz").status(), StatusCode::OK);
+    let ready = json!({ "ready": true, "managed": false });
+    assert_eq!(get_json(&endpoints, "/readyz"), (StatusCode::OK, ready));
+    assert_eq!(get_json(&endpoints, "/memory"), (StatusCode::OK, json!({ "managed": false })));
+}
+
+#[test]
+fn paths_that_are_none_of_these_are_left_to_the_application() {
+    let endpoints = Endpoints::new(None).with_metrics(|| "lowtide_x 1\n".to_owned());
+    for path in ["/", "", "/healthz/", "/Healthz", "/metric", "/memory/heap", "//memory", "healthz"]
+    {
+        assert!(endpoints.answer(path).is_none(), "{path:?}");
+    }
+    assert!(Endpoints::new(None).answer("/metrics").is_none(), "without anything to render");
+}
+
+#[test]
+fn metrics_are_what_the_application_renders_at_each_request() {
+    let count = std::sync::atomic::AtomicU64::new(0);
+    let render =
+        move || format!("x_total {}\n", count.fetch_add(1, std::sync::atomic::Ordering::SeqCst));
+    let endpoints = Endpoints::new(None).with_metrics(render);
+    assert_eq!(get(&endpoints, "/metrics").body(), "x_total 0\n");
+    let response = get(&endpoints, "/metrics");
+    assert_eq!(response.body(), "x_total 1\n");
+    assert_eq!(response.headers()["content-type"], lowtide::metrics::prometheus::CONTENT_TYPE);
+}
+
+#[test]
+fn health_holds_under_pressure_and_readiness_follows_it_and_the_end() {
+    let _turn = turn();
+    let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(100)));
+    let memory = start(&clock, &tree);
+    let endpoints = Endpoints::new(Some(memory.clone()));
+    let model = memory.register(memory.managed("model", || Ok(()))).expect("registered");
+    memory.open_arena("weights").expect("opens");
+    let (status, ready) = get_json(&endpoints, "/readyz");
+    assert_eq!(status, StatusCode::OK);
+    assert_eq!(
+        ready,
+        json!({
+            "ready": true,
+            "managed": true,
+            "ending": false,
+            "level": "none",
+            "resources": { "model": "unloaded" },
+            "device": { "weights": "host" },
+            "notes": [],
+        })
+    );
+    drop(model.acquire_blocking().expect("loads"));
+    assert_eq!(get_json(&endpoints, "/readyz").1["resources"]["model"], "loaded");
+
+    tree.hold(99);
+    let level = || get_json(&endpoints, "/readyz").1["level"].clone();
+    advance_until(&clock, TICK, "critical", || level() == "critical");
+    let (status, ready) = get_json(&endpoints, "/readyz");
+    assert_eq!((status, &ready["ready"]), (StatusCode::SERVICE_UNAVAILABLE, &json!(false)));
+    assert_eq!(get(&endpoints, "/healthz").status(), StatusCode::OK);
+    tree.hold(80);
+    advance_until(&clock, TICK, "high is ready enough", || level() == "high");
+    assert_eq!(get_json(&endpoints, "/readyz").0, StatusCode::OK);
+
+    assert!(memory.shutdown(SOON).is_clean());
+    let (status, ready) = get_json(&endpoints, "/readyz");
+    assert_eq!(status, StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!((&ready["ready"], &ready["ending"]), (&json!(false), &json!(true)));
+    assert_eq!(get(&endpoints, "/healthz").status(), StatusCode::OK);
+    assert_eq!(get_json(&endpoints, "/memory").0, StatusCode::OK, "still told after the end");
+}
+
+#[test]
+fn a_resource_that_is_warmed_was_told_unloaded_since_nobody_waited_for_it() {
+    let _turn = turn();
+    let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(100)));
+    let memory = start(&clock, &tree);
+    let endpoints = Endpoints::new(Some(memory.clone()));
+    let (open, gate) = std::sync::mpsc::channel::<()>();
+    let gate = std::sync::Mutex::new(gate);
+    let load = move || {
+        let gate = gate.lock().map_err(|error| LoadError::new(error.to_string()))?;
+        gate.recv_timeout(support::PATIENCE).map_err(LoadError::new)
+    };
+    let model = memory.register(memory.managed("model", load)).expect("registered");
+    let state = || get_json(&endpoints, "/readyz").1["resources"]["model"].clone();
+    assert_eq!(state(), "unloaded");
+    model.warm().expect("starts to load");
+    assert_eq!(state(), "loading");
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| model.acquire_blocking().map(drop));
+        support::until("somebody waits", || memory.snapshot().resources[0].waiting == 1);
+        assert_eq!(state(), "loading");
+        open.send(()).expect("the loader waits");
+        assert!(waiting.join().expect("no panic").is_ok());
+    });
+    assert_eq!(state(), "loaded");
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
+#[test]
+fn the_memory_document_holds_every_figure_in_bytes_and_null_for_no_limit() {
+    let _turn = turn();
+    let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(100)));
+    clock.advance(Duration::from_secs(1_000));
+    let memory = start(&clock, &tree);
+    let arena = memory.open_arena("weights").expect("opens");
+    let buffer = arena.alloc::<u8>(1 << 20, Region::Stable).expect("room");
+    let lease = arena.enter().expect("awake");
+    let model = memory.register(memory.managed("model", || Ok(()))).expect("registered");
+    drop(model.acquire_blocking().expect("loads"));
+    assert_eq!(model.unload_now(SOON).ok(), Some(true));
+    clock.advance(Duration::from_secs(5));
+    let permit = memory.admission().try_admit(Cost::host(ByteSize::mib(2))).expect("fits");
+    assert!(memory.admission().try_admit(Cost::host(ByteSize::gib(1))).is_err());
+
+    let endpoints = Endpoints::new(Some(memory.clone()));
+    let (status, told) = get_json(&endpoints, "/memory");
+    assert_eq!(status, StatusCode::OK);
+    let whole = ["device", "heap", "host", "managed", "notes", "profile", "requests", "resources"];
+    assert_eq!(keys(&told), BTreeSet::from(whole));
+    assert_eq!((&told["profile"], &told["notes"]), (&json!("balanced"), &json!([])));
+    check_host(&told["host"]);
+    let snapshot = memory.snapshot();
+    let heap = snapshot.heap.expect("jemalloc tells");
+    assert_eq!(keys(&told["heap"]).len(), 10);
+    assert!(told["heap"]["mapped_bytes"].as_u64().is_some_and(|mapped| mapped > 0), "{heap:?}");
+    let retained = told["heap"]["resident_bytes"].as_u64().zip(told["heap"]["live_bytes"].as_u64());
+    let retained = retained.map(|(resident, live)| resident.saturating_sub(live));
+    assert_eq!(told["heap"]["retained_bytes"].as_u64(), retained);
+
+    let device = &told["device"]["arenas"][0];
+    let now = &snapshot.arenas[0];
+    assert_eq!((&device["name"], &device["rung"]), (&json!("weights"), &json!("host")));
+    for (key, size) in [
+        ("live_bytes", ByteSize::mib(1)),
+        ("committed_bytes", now.committed),
+        ("retained_bytes", now.retained()),
+        ("reserved_bytes", now.reserved),
+        ("limit_bytes", ByteSize::mib(16)),
+    ] {
+        assert_eq!(device[key], json!(size.get()), "{key}");
+    }
+    assert_eq!(device["leases"], 1);
+    assert_eq!(told["device"]["budget"]["ceiling_bytes"], Value::Null, "no limit");
+    assert_eq!((&told["requests"]["admitted"], &told["requests"]["held"]), (&json!(1), &json!(1)));
+    let shed = json!({ "too_large": 1, "full": 0, "pressure": 0, "shutting_down": 0 });
+    assert_eq!(told["requests"]["shed"], shed);
+    let resource = &told["resources"][0];
+    assert_eq!((&resource["name"], &resource["loaded"]), (&json!("model"), &json!(false)));
+    assert_eq!((&resource["loads"], &resource["failed_loads"]), (&json!(1), &json!(0)));
+    assert_eq!(resource["unloads"][UnloadReason::Asked.name()], 1);
+    assert_eq!(resource["last_used_seconds"].as_f64(), Some(1_000.0), "on the wall clock");
+    drop((buffer, lease, permit));
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
+/// A process of 10 MiB under a cgroup's limit of 100 MiB.
+fn check_host(host: &Value) {
+    let mib = |count| json!(ByteSize::mib(count).get());
+    for (key, value) in [
+        ("rss_bytes", mib(10)),
+        ("physical_bytes", mib(10)),
+        ("charged_bytes", mib(10)),
+        ("limit_bytes", mib(100)),
+        ("limit_source", json!("cgroup")),
+    ] {
+        assert_eq!(host[key], value, "{key}");
+    }
+    let figure = |key: &str| host[key].as_u64().unwrap_or_else(|| panic!("{key}"));
+    let required = figure("physical_bytes").saturating_sub(figure("purgeable_bytes"));
+    assert_eq!(figure("required_bytes"), required);
+    let budget = &host["budget"];
+    assert_eq!((&budget["level"], &budget["booked_bytes"]), (&json!("none"), &mib(2)));
+    assert_eq!((&budget["ceiling_bytes"], &budget["multiplier"]), (&mib(80), &json!(2.0)));
+}
+
+#[test]
+fn what_did_not_go_as_asked_is_told_in_readiness_and_document() {
+    let _turn = turn();
+    let memory = Memory::builder().signals(support::nothing_to_read()).start().expect("starts");
+    let endpoints = Endpoints::new(Some(memory.clone()));
+    for path in ["/readyz", "/memory"] {
+        let (status, told) = get_json(&endpoints, path);
+        assert_eq!(status, StatusCode::OK, "{path}");
+        let notes: Vec<_> = told["notes"].as_array().expect("a list").iter().collect();
+        let says = |what: &str| notes.iter().any(|note| note.as_str().unwrap().contains(what));
+        assert!(says("device: device arenas lie in host memory"), "{path}: {notes:?}");
+        assert!(says("signals: ") && says("statm cannot be read"), "{path}: {notes:?}");
+    }
+    let (_, told) = get_json(&endpoints, "/memory");
+    assert_eq!(told["host"]["rss_bytes"], Value::Null);
+    assert_eq!(told["host"]["limit_bytes"], Value::Null);
+    assert_eq!(told["host"]["limit_source"], "unknown");
+    assert!(memory.shutdown(SOON).is_clean());
+}

@@ -1,0 +1,120 @@
+//! What the tests of a running `Memory` share: turns, waiting with an end, names of threads, a
+//! file tree that says how full the cgroup is.
+//!
+//! A process has one `Memory`, so the tests of one program take turns.
+#![allow(dead_code, reason = "each test program takes its part of this")]
+
+use std::fs;
+use std::path::Path;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use lowtide::ByteSize;
+use lowtide::clock::{Bell, Clock, ManualClock, SystemClock};
+use lowtide::control::Signals;
+use tempfile::TempDir;
+
+/// How long a test waits for what must come; a busy machine needs a part of it.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+const MIB: u64 = 1 << 20;
+
+/// The right to start a `Memory` in this process.
+pub(crate) fn turn() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::new(());
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Waits for a condition.
+pub(crate) fn until(what: &str, mut condition: impl FnMut() -> bool) {
+    let clock = SystemClock::new();
+    let deadline = clock.now() + PATIENCE;
+    let bell = Bell::new();
+    while !condition() {
+        assert!(clock.now() < deadline, "never: {what}");
+        clock.wait_until(&bell, clock.now() + Duration::from_micros(500));
+    }
+}
+
+/// Moves the time on, step by step, until a condition holds.
+pub(crate) fn advance_until(
+    clock: &ManualClock,
+    step: Duration,
+    what: &str,
+    mut condition: impl FnMut() -> bool,
+) {
+    until(what, || {
+        if condition() {
+            return true;
+        }
+        clock.advance(step);
+        false
+    });
+}
+
+/// Names of this process's threads that begin with `lowtide-`, sorted.
+pub(crate) fn threads() -> Vec<String> {
+    let tasks = fs::read_dir("/proc/self/task").expect("own threads");
+    // A thread may end between the listing and the reading.
+    let names = tasks.filter_map(|task| fs::read_to_string(task.ok()?.path().join("comm")).ok());
+    let mut names: Vec<_> = names.map(|name| name.trim().to_owned()).collect();
+    names.retain(|name| name.starts_with("lowtide-"));
+    names.sort();
+    names
+}
+
+/// Waits until both threads of a `Memory` run under their names.
+pub(crate) fn until_both_threads() {
+    until("both threads run", || threads() == ["lowtide-control", "lowtide-worker"]);
+}
+
+/// Waits until no thread of ours is left.
+pub(crate) fn until_no_threads() {
+    until("the threads end", || threads().is_empty());
+}
+
+/// A process in a version 2 cgroup with a limit.
+pub(crate) struct Tree(TempDir);
+
+impl Tree {
+    /// A process of 10 MiB in a cgroup with this limit.
+    pub(crate) fn new(limit: ByteSize) -> Self {
+        let tree = Self(tempfile::tempdir().expect("a folder"));
+        tree.write("proc/self/statm", "20000 2560 0 5 0 123 0\n");
+        tree.write("proc/self/status", "RssAnon:\t10240 kB\nRssFile:\t0 kB\nRssShmem:\t0 kB\n");
+        tree.write("proc/meminfo", "MemTotal:       33554432 kB\n");
+        tree.write("proc/self/cgroup", "0::/app\n");
+        let mount = "41 31 0:38 / /sys/fs/cgroup rw shared:4 - cgroup2 cgroup2 rw\n";
+        tree.write("proc/self/mountinfo", mount);
+        tree.cgroup("memory.max", &limit.get().to_string());
+        tree.cgroup("memory.high", "max");
+        tree.cgroup("memory.events", "low 0\nhigh 0\nmax 0\noom 0\noom_kill 0");
+        tree.hold(10);
+        tree
+    }
+
+    /// The cgroup holds this much anonymous memory, and a little page cache that does not count.
+    pub(crate) fn hold(&self, mib: u64) {
+        let anon = mib * MIB;
+        self.cgroup("memory.stat", &format!("anon {anon}\nshmem 0\ninactive_file 1048576"));
+        self.cgroup("memory.current", &(anon + MIB).to_string());
+    }
+
+    pub(crate) fn open(&self) -> Signals {
+        Signals::open_at(self.0.path())
+    }
+
+    fn cgroup(&self, file: &str, text: &str) {
+        self.write(&format!("sys/fs/cgroup/app/{file}"), &format!("{text}\n"));
+    }
+
+    fn write(&self, path: &str, text: &str) {
+        let path: &Path = &self.0.path().join(path);
+        fs::create_dir_all(path.parent().expect("a folder")).expect("created");
+        fs::write(path, text).expect("written");
+    }
+}
+
+/// Signals of a system that shows nothing of itself.
+pub(crate) fn nothing_to_read() -> Signals {
+    Signals::open_at(tempfile::tempdir().expect("a folder").path())
+}
