@@ -1,0 +1,105 @@
+//! The documents beside the rules: the list of metrics, the runbook, the example configuration.
+//!
+//! It holds names against names; whether the sentences are true is for their readers.
+//!
+//! Invariant: `docs/METRICS.md = HEAD + names::markdown()`.
+
+use lowtide::metrics::names::{self, TABLE};
+use serde_json::Value;
+
+use crate::rules::{RUNBOOK, Rules, items, yaml};
+
+/// What stands over the table.
+const HEAD: &str = "\
+# Metrics
+
+Every metric that lowtide publishes, out of the one table in `src/metrics/names.rs`; a test,
+`tests/dashboards`, compares this page with it. The worker publishes them through the
+[`metrics`](https://docs.rs/metrics) facade, once a second by default, to the recorder that the
+application installed. A counter starts at 0 with the process. A histogram has the series `_bucket`,
+`_sum` and `_count`. Prometheus adds the labels `job` and `instance`. What the amounts mean:
+[GLOSSARY.md](GLOSSARY.md); what to do about them: [OPERATING.md](OPERATING.md).
+
+";
+
+/// What `docs/METRICS.md` is to hold.
+pub(crate) fn metrics() -> String {
+    format!("{HEAD}{}", names::markdown())
+}
+
+/// Alerts without a section, and sections, metrics and panels (*in italics*) that do not exist.
+pub(crate) fn runbook(text: &str, rules: &Rules, dashboard: &Value) -> Vec<String> {
+    let mut faults = Vec::new();
+    let alerts = rules.alerts();
+    let headings: Vec<_> =
+        text.lines().filter_map(|line| Some(line.strip_prefix("### ")?.trim())).collect();
+    for alert in &alerts {
+        if headings.iter().filter(|heading| *heading == alert).count() != 1 {
+            faults.push(format!("{alert}: expected one section of this name in {RUNBOOK}"));
+        }
+    }
+    for heading in headings.iter().filter(|heading| heading.starts_with("Lowtide")) {
+        if !alerts.contains(heading) {
+            faults.push(format!("{heading}: a section for an alert that does not exist"));
+        }
+    }
+    for word in text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_') {
+        let ours = word.starts_with("lowtide_") && !word.ends_with('_');
+        if ours && TABLE.iter().all(|metric| metric.name != word) {
+            faults.push(format!("{word}: {RUNBOOK} names a metric that does not exist"));
+        }
+    }
+    let panels = dashboard["panels"].as_array().map_or(&[][..], Vec::as_slice);
+    for title in italics(text) {
+        if !panels.iter().any(|panel| panel["title"] == *title) {
+            faults.push(format!("{title}: {RUNBOOK} names a panel that does not exist"));
+        }
+    }
+    faults
+}
+
+/// What stands between single stars, its lines joined.
+fn italics(text: &str) -> Vec<String> {
+    let lines = text.replace("**", "").replace("\n* ", "\n");
+    let parts = lines.split('*').skip(1).step_by(2);
+    parts.map(|part| part.split_whitespace().collect::<Vec<_>>().join(" ")).collect()
+}
+
+/// Where the example configuration of Prometheus and Grafana does not fit together.
+pub(crate) fn configuration(prometheus: &str, source: &str, provider: &str) -> Vec<String> {
+    let mut faults = Vec::new();
+    let mut expect = |holds: bool, what: &str| {
+        if !holds {
+            faults.push(what.to_owned());
+        }
+    };
+    let prometheus = yaml(prometheus);
+    expect(
+        items(&prometheus["rule_files"]).iter().any(|f| f.as_str() == Some("lowtide.rules.yml")),
+        "Prometheus does not load the rules",
+    );
+    expect(!items(&prometheus["scrape_configs"]).is_empty(), "Prometheus scrapes nothing");
+    let interval = prometheus["global"]["scrape_interval"].as_str();
+    let source = yaml(source);
+    let sources = items(&source["datasources"]);
+    expect(source["apiVersion"].as_i64() == Some(1), "data sources: expected apiVersion 1");
+    expect(sources.len() == 1, "expected one data source");
+    for source in sources {
+        expect(source["type"].as_str() == Some("prometheus"), "a data source of another type");
+        expect(
+            interval.is_some() && source["jsonData"]["timeInterval"].as_str() == interval,
+            "timeInterval is not the scrape interval: $__rate_interval would be wrong",
+        );
+    }
+    let provider = yaml(provider);
+    let providers = items(&provider["providers"]);
+    expect(provider["apiVersion"].as_i64() == Some(1), "dashboards: expected apiVersion 1");
+    expect(
+        providers.iter().any(|provider| {
+            provider["type"].as_str() == Some("file")
+                && provider["options"]["path"].as_str().is_some()
+        }),
+        "no provider of dashboards reads files",
+    );
+    faults
+}
