@@ -183,7 +183,7 @@ fn figures(scrape: &Scrape) {
         ("lowtide_pressure_physical_bytes", None, mib(10)),
         ("lowtide_pressure_charged_bytes", None, mib(10)),
         ("lowtide_process_resident_bytes", None, mib(10)),
-        ("lowtide_pressure_limit_bytes", Some(("source", "cgroup")), mib(100)),
+        ("lowtide_pressure_limit_bytes", None, mib(100)),
         ("lowtide_pressure_level", None, 0.0),
         ("lowtide_pressure_admitted_total", None, 2.0),
         ("lowtide_pressure_shed_total", Some(("reason", "too_large")), 1.0),

@@ -136,8 +136,8 @@ table! {
         "Bytes given back to the driver, in all.";
     PRESSURE_LEVEL: Gauge "lowtide_pressure_level" Count []
         "Pressure on host memory: 0 none, 1 elevated, 2 high, 3 critical.";
-    PRESSURE_LIMIT: Gauge "lowtide_pressure_limit_bytes" Bytes ["source"]
-        "What host memory must not pass, and who says so.";
+    PRESSURE_LIMIT: Gauge "lowtide_pressure_limit_bytes" Bytes []
+        "What host memory must not pass; /memory says who says so.";
     PRESSURE_PHYSICAL: Gauge "lowtide_pressure_physical_bytes" Bytes []
         "What counts against the limit: the working set, never raw page cache.";
     PRESSURE_PURGEABLE: Gauge "lowtide_pressure_purgeable_bytes" Bytes []

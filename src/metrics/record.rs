@@ -120,8 +120,7 @@ pub fn pressure(signal: &crate::control::Signal, state: &crate::control::Pressur
     use crate::control::{Budget, Level};
     gauge!(name::PRESSURE_LEVEL.name).set(f64::from(state.level(Budget::Host).as_u8()));
     if signal.limit.is_known() {
-        let source = signal.limit.source.name();
-        gauge!(name::PRESSURE_LIMIT.name, "source" => source).set(signal.limit.bytes.as_f64());
+        gauge!(name::PRESSURE_LIMIT.name).set(signal.limit.bytes.as_f64());
     }
     gauge!(name::PRESSURE_PHYSICAL.name).set(state.physical().as_f64());
     gauge!(name::PRESSURE_PURGEABLE.name).set(state.purgeable().as_f64());
