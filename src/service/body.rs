@@ -3,7 +3,8 @@
 //! The head of a rejection goes out at once. Its text follows when the rest of the request's body
 //! has been read and thrown away, frame by frame: a server that closes a connection on which the
 //! client still sends makes the client see a broken connection in place of the answer (RFC 9112,
-//! 9.6). What is read that way is bounded by [`DRAIN_MAX`].
+//! 9.6). What is read that way is bounded by [`DRAIN_MAX`]. A client that asked first whether to
+//! send (`Expect`) has been told no and sends nothing: nothing is waited for.
 //!
 //! Invariant: a rejected request holds at most one frame of its body at a time.
 
@@ -45,8 +46,10 @@ impl<R, Q> ResponseBody<R, Q> {
         Self { kind: Kind::Held { body, permit } }
     }
 
-    pub(super) fn refused(text: String, rest: Q) -> Self {
-        Self { kind: Kind::Refused { text: Some(text.into()), rest, drained: 0 } }
+    /// A refusal; `rest` is what the client still sends, if it does.
+    pub(super) fn refused(text: String, rest: Q, sends: bool) -> Self {
+        let drained = if sends { 0 } else { DRAIN_MAX.get() };
+        Self { kind: Kind::Refused { text: Some(text.into()), rest, drained } }
     }
 }
 

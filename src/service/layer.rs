@@ -14,6 +14,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
+use http::header::EXPECT;
 use http::request::Parts;
 use http::{Request, Response};
 use http_body::Body;
@@ -135,7 +136,8 @@ where
             Err(rejected) => {
                 let path = head.uri.path();
                 tracing::debug!(target: "lowtide", %rejected, path, "turned away");
-                State::Rejected { response: Some((rejection(&rejected), body)) }
+                let sends = !head.headers.contains_key(EXPECT);
+                State::Rejected { response: Some((rejection(&rejected), body, sends)) }
             }
         };
         ResponseFuture { state }
@@ -156,7 +158,7 @@ pin_project! {
     #[derive(Debug)]
     enum State<F, Q> {
         Admitted { #[pin] future: F, permit: Option<SharedPermit> },
-        Rejected { response: Option<(Response<String>, Q)> },
+        Rejected { response: Option<(Response<String>, Q, bool)> },
     }
 }
 
@@ -177,8 +179,8 @@ where
                 }))
             }
             StateProject::Rejected { response } => match response.take() {
-                Some((response, body)) => {
-                    Poll::Ready(Ok(response.map(|text| ResponseBody::refused(text, body))))
+                Some((response, body, sends)) => {
+                    Poll::Ready(Ok(response.map(|text| ResponseBody::refused(text, body, sends))))
                 }
                 None => unreachable!("a future is not polled after its end"),
             },
