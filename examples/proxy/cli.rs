@@ -4,6 +4,7 @@
 //! SIGTERM ends the program in order, within the grace and what the memory's end takes.
 
 use std::ffi::OsString;
+use std::io::IsTerminal as _;
 use std::net::SocketAddr;
 use std::time::Duration;
 
@@ -17,6 +18,7 @@ use lowtide::{BoxError, ByteSize, Memory};
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::app;
+use crate::forward::{Forward, whole};
 
 /// How long a health check may take.
 const HEALTH_PATIENCE: Duration = Duration::from_secs(3);
@@ -28,7 +30,7 @@ struct Cli {
     #[arg(long, env = "PROXY_LISTEN", default_value = "127.0.0.1:8080", global = true)]
     listen: SocketAddr,
     /// Where requests go, e.g. <http://10.0.0.7:9000>; without it a small text service is started.
-    #[arg(long, env = "PROXY_UPSTREAM")]
+    #[arg(long, env = "PROXY_UPSTREAM", value_parser = upstream)]
     upstream: Option<Uri>,
     /// Size of the embedding model's weights, at least 64 MiB.
     #[arg(long, env = "PROXY_WEIGHTS", default_value = "64m", value_parser = weights)]
@@ -53,6 +55,11 @@ enum Command {
     Healthcheck,
 }
 
+fn upstream(text: &str) -> Result<Uri, String> {
+    let upstream = text.parse().map_err(|error| format!("{error}"))?;
+    Forward::new(&upstream).map(|_| upstream)
+}
+
 fn weights(text: &str) -> Result<ByteSize, String> {
     let size: ByteSize = text.parse().map_err(|error| format!("{error}"))?;
     if size < ByteSize::mib(64) {
@@ -66,6 +73,7 @@ fn weights(text: &str) -> Result<ByteSize, String> {
 pub(crate) fn main(arguments: impl Iterator<Item = OsString>) -> Result<(), BoxError> {
     let cli = Cli::parse_from(arguments);
     tracing_subscriber::fmt()
+        .with_ansi(std::io::stdout().is_terminal())
         .with_env_filter(
             tracing_subscriber::EnvFilter::builder()
                 .with_default_directive(tracing::Level::INFO.into())
@@ -92,9 +100,10 @@ async fn run(cli: Cli) -> Result<(), BoxError> {
         seed: cli.seed,
         idle_unload: cli.idle_unload,
     };
-    let running = app::start(options, Some(memory.clone()), move || recorder.render()).await?;
+    // Before it listens: whoever sees it listen may send a signal.
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
+    let running = app::start(options, Some(memory.clone()), move || recorder.render()).await?;
     tokio::select! {
         _ = terminate.recv() => {}
         _ = interrupt.recv() => {}
@@ -114,11 +123,15 @@ async fn healthcheck(at: SocketAddr) -> Result<(), BoxError> {
     let client: Client<_, Empty<hyper::body::Bytes>> =
         Client::builder(TokioExecutor::new()).build_http();
     let asked = client.get(format!("http://{at}/healthz").parse()?);
-    let answer = tokio::time::timeout(HEALTH_PATIENCE, asked)
+    let ask = async {
+        let answer = asked.await.map_err(|error| format!("{at} is not well: {}", whole(&error)))?;
+        let status = answer.status();
+        let text = answer.into_body().collect().await?.to_bytes();
+        Ok::<_, BoxError>((status, text))
+    };
+    let (status, text) = tokio::time::timeout(HEALTH_PATIENCE, ask)
         .await
         .map_err(|_| format!("{at} did not answer within {HEALTH_PATIENCE:?}"))??;
-    let status = answer.status();
-    let text = answer.into_body().collect().await?.to_bytes();
     if status.is_success() {
         return Ok(());
     }
