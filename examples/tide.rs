@@ -31,7 +31,7 @@ mod upstream;
 
 use std::io::{BufRead as _, BufReader};
 use std::path::PathBuf;
-use std::process::{Command, ExitCode, Stdio};
+use std::process::{Child, Command, ExitCode, Stdio};
 use std::time::Duration;
 
 use clap::Parser;
@@ -136,8 +136,15 @@ fn execute(
     show: impl FnMut(&Glimpse) + Send + 'static,
 ) -> Result<Outcome, BoxError> {
     let corpus = Corpus::read(&cli.inputs())?;
+    let plan = cli.plan(kind);
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    runtime.block_on(run::run(&cli.plan(kind), &corpus, show))
+    runtime.block_on(async {
+        tokio::select! {
+            outcome = run::run(&plan, &corpus, show) => outcome,
+            // An end in order: the run's cgroup is left and removed.
+            _ = tokio::signal::ctrl_c() => Err("interrupted".into()),
+        }
+    })
 }
 
 /// One run in this process, for a parent that reads lines of JSON.
@@ -171,7 +178,17 @@ fn spawn(cli: &Cli, kind: Kind) -> Result<Outcome, BoxError> {
         command.arg("--input").arg(input);
     }
     let mut child = command.spawn()?;
-    let mut show = shower(kind);
+    let outcome = follow(&mut child, shower(kind));
+    if outcome.is_err() {
+        // It would go on for a while, and nobody reads what it says.
+        let _ = child.kill();
+    }
+    let status = child.wait()?;
+    outcome?.ok_or_else(|| format!("the run with {} ended with {status}", kind.title()).into())
+}
+
+/// Shows what a run in a child says, and gives what came of it.
+fn follow(child: &mut Child, mut show: impl FnMut(&Glimpse)) -> Result<Option<Outcome>, BoxError> {
     let mut outcome = None;
     for line in BufReader::new(child.stdout.take().ok_or("no pipe to the child")?).lines() {
         let line = line?;
@@ -181,8 +198,7 @@ fn spawn(cli: &Cli, kind: Kind) -> Result<Outcome, BoxError> {
             outcome = Some(serde_json::from_str(found)?);
         }
     }
-    let status = child.wait()?;
-    outcome.ok_or_else(|| format!("the run with {} ended with {status}", kind.title()).into())
+    Ok(outcome)
 }
 
 /// Shows the glimpses of a run.
