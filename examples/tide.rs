@@ -33,7 +33,7 @@ mod upstream;
 
 use std::io::{BufRead as _, BufReader};
 use std::path::PathBuf;
-use std::process::{Command, ExitCode, Stdio};
+use std::process::{Child, Command, ExitCode, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -146,8 +146,15 @@ fn execute(
     show: impl FnMut(&Glimpse) + Send + 'static,
 ) -> Result<Outcome, BoxError> {
     let corpus = Corpus::read(&cli.inputs())?;
+    let plan = cli.plan(kind);
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    runtime.block_on(run::run(&cli.plan(kind), &corpus, show))
+    runtime.block_on(async {
+        tokio::select! {
+            outcome = run::run(&plan, &corpus, show) => outcome,
+            // An end in order: the run's cgroup is left and removed.
+            _ = tokio::signal::ctrl_c() => Err("interrupted".into()),
+        }
+    })
 }
 
 /// One run in this process, for a parent that reads lines of JSON.
@@ -182,7 +189,19 @@ fn spawn(cli: &Cli, kind: Kind) -> Result<(Outcome, Vec<Glimpse>), BoxError> {
     }
     let mut child = command.spawn()?;
     let course = Course::default();
-    let mut show = shower(kind, course.clone());
+    let outcome = follow(&mut child, shower(kind, course.clone()));
+    if outcome.is_err() {
+        // It would go on for a while, and nobody reads what it says.
+        let _ = child.kill();
+    }
+    let status = child.wait()?;
+    let outcome =
+        outcome?.ok_or_else(|| format!("the run with {} ended with {status}", kind.title()))?;
+    Ok((outcome, course.taken()))
+}
+
+/// Shows what a run in a child says, and gives what came of it.
+fn follow(child: &mut Child, mut show: impl FnMut(&Glimpse)) -> Result<Option<Outcome>, BoxError> {
     let mut outcome = None;
     for line in BufReader::new(child.stdout.take().ok_or("no pipe to the child")?).lines() {
         let line = line?;
@@ -192,10 +211,7 @@ fn spawn(cli: &Cli, kind: Kind) -> Result<(Outcome, Vec<Glimpse>), BoxError> {
             outcome = Some(serde_json::from_str(found)?);
         }
     }
-    let status = child.wait()?;
-    let outcome =
-        outcome.ok_or_else(|| format!("the run with {} ended with {status}", kind.title()))?;
-    Ok((outcome, course.taken()))
+    Ok(outcome)
 }
 
 /// The glimpses of a run in their order: ten a second.

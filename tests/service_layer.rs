@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http::{Request, Response, StatusCode};
-use http_body::{Body, Frame};
+use http_body::{Body, Frame, SizeHint};
 use http_body_util::{BodyExt, Empty, Full, StreamBody};
 use lowtide::ByteSize;
 use lowtide::control::ledger::{Correction, Measured};
@@ -310,6 +310,8 @@ fn a_permit_that_a_handler_keeps_for_work_behind_the_answer_keeps_its_bytes() {
 struct Upload {
     frame: Bytes,
     left: u64,
+    /// Whether its length is known from the head.
+    announced: bool,
     read: Arc<AtomicU64>,
 }
 
@@ -328,14 +330,20 @@ impl Body for Upload {
         self.read.fetch_add(self.frame.len() as u64, Ordering::SeqCst);
         Poll::Ready(Some(Ok(Frame::data(self.frame.clone()))))
     }
+
+    fn size_hint(&self) -> SizeHint {
+        let whole = self.left * self.frame.len() as u64;
+        if self.announced { SizeHint::with_exact(whole) } else { SizeHint::default() }
+    }
 }
 
 /// An upload of so many MiB that is turned away: how many bytes of it are read.
-fn read_of_refused(head: http::request::Builder, mib: u64) -> u64 {
+fn read_of_refused(head: http::request::Builder, mib: u64, announced: bool) -> u64 {
     let admission = admission();
     admission.close();
     let read = Arc::new(AtomicU64::new(0));
-    let upload = Upload { frame: vec![0; 1 << 20].into(), left: mib, read: Arc::clone(&read) };
+    let frame = vec![0; 1 << 20].into();
+    let upload = Upload { frame, left: mib, announced, read: Arc::clone(&read) };
     let request = head.body(upload).expect("a valid head");
     let never = service_fn(|_: Request<Upload>| pending::<Result<Response<Body200>, Infallible>>());
     let mut service = layer(&admission).layer(never);
@@ -350,18 +358,20 @@ fn read_of_refused(head: http::request::Builder, mib: u64) -> u64 {
 #[test]
 fn a_refused_upload_is_read_away_before_the_answer_up_to_a_bound() {
     assert_eq!(DRAIN_MAX, ByteSize::mib(64));
-    for mib in [0, 3, 64] {
-        assert_eq!(read_of_refused(Request::post("/"), mib), mib << 20, "all of it");
+    for (mib, announced) in [(0, true), (3, false), (64, false), (64, true)] {
+        assert_eq!(read_of_refused(Request::post("/"), mib, announced), mib << 20, "all of it");
     }
-    assert_eq!(read_of_refused(Request::post("/"), 1000), DRAIN_MAX.get(), "no more than that");
+    let read = read_of_refused(Request::post("/"), 1000, false);
+    assert_eq!(read, DRAIN_MAX.get(), "no more than that");
+    assert_eq!(read_of_refused(Request::post("/"), 65, true), 0, "it would not be enough");
 }
 
 #[test]
 fn nothing_is_read_of_a_client_that_waits_for_leave_nor_of_a_stream_of_its_own() {
     let waits = Request::post("/").header("expect", "100-Continue");
-    assert_eq!(read_of_refused(waits, 3), 0);
+    assert_eq!(read_of_refused(waits, 3, true), 0);
     for version in [http::Version::HTTP_2, http::Version::HTTP_3] {
-        assert_eq!(read_of_refused(Request::post("/").version(version), 3), 0, "{version:?}");
+        assert_eq!(read_of_refused(Request::post("/").version(version), 3, true), 0, "{version:?}");
     }
 }
 

@@ -15,7 +15,7 @@ use axum::extract::{ConnectInfo, Request};
 use axum::http::request::Parts;
 use axum::http::{StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
-use axum::routing::{any, get, post};
+use axum::routing::{get, post};
 use lowtide::ByteSize;
 use lowtide::control::{Cost, LoadError, Managed};
 use lowtide::device::{ArenaConfig, DeviceArena};
@@ -92,6 +92,11 @@ pub(crate) async fn start(
     memory: Option<Memory>,
     render: impl Fn() -> String + Send + Sync + 'static,
 ) -> Result<Running, BoxError> {
+    // First what may well fail, so that nothing is left of a start that did.
+    let front = TcpListener::bind(options.listen)
+        .await
+        .map_err(|error| format!("cannot listen on {}: {error}", options.listen))?;
+    let address = front.local_addr()?;
     let (stop, stopped) = watch::channel(false);
     let mut servers = Vec::new();
     let upstream = match &options.upstream {
@@ -117,12 +122,8 @@ pub(crate) async fn start(
     let (arena, model) = model(&options, memory.as_ref())?;
     let embedder = Embedder::new(model.clone());
     let endpoints = Arc::new(Endpoints::new(memory.clone()).with_metrics(render));
-    let listener = TcpListener::bind(options.listen)
-        .await
-        .map_err(|error| format!("cannot listen on {}: {error}", options.listen))?;
-    let address = listener.local_addr()?;
     let memory_is_there = memory.is_some();
-    servers.push(serve(listener, routes(forward, embedder, endpoints, memory), stopped));
+    servers.push(serve(front, routes(forward, embedder, endpoints, memory), stopped));
     tracing::info!(%address, %upstream, managed = memory_is_there, "the proxy listens");
     Ok(Running { address, arena, model, stop, servers })
 }
@@ -136,12 +137,14 @@ fn routes(
     let embed = post(move |request| {
         let embedder = embedder.clone();
         async move { embedder.answer(request).await }
-    });
-    let forward = any(move |request: Request| {
+    })
+    .fallback(Embedder::wrong_method);
+    // A plain handler: the router's own wrappers would give answers to HEAD a length of 0.
+    let forward = move |request: Request| {
         let forward = forward.clone();
         let from = request.extensions().get::<ConnectInfo<SocketAddr>>().map(|from| from.0);
         async move { forward.forward(request, from).await }
-    });
+    };
     let mut guarded = Router::new().route("/embed", embed).fallback(forward);
     if let Some(memory) = memory {
         let admission = memory.admission().clone();

@@ -6,21 +6,26 @@
 use std::sync::Arc;
 
 use axum::Json;
-use axum::body::Body;
+use axum::body::{Body, HttpBody as _};
 use axum::extract::Request;
-use axum::http::StatusCode;
+use axum::http::header::{CONTENT_LENGTH, CONTENT_TYPE, EXPECT, RETRY_AFTER};
+use axum::http::{HeaderMap, HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
 use http_body_util::BodyExt as _;
 use lowtide::ByteSize;
 use lowtide::control::{AcquireError, Managed};
 use lowtide::service::SharedPermit;
 use serde::{Deserialize, Serialize};
+use serde_json::error::Category;
 use tokio::sync::Semaphore;
 
 use crate::model::{Model, WIDTH};
+use crate::upstream::read_away;
 
 /// Texts in one request.
 pub(crate) const TEXTS_MAX: usize = 64;
+/// Bytes of one text.
+pub(crate) const TEXT_MAX: ByteSize = ByteSize::kib(64);
 /// Bytes of a request body.
 pub(crate) const BODY_MAX: ByteSize = ByteSize::mib(4);
 /// Host bytes for each byte of body: the body, and its texts parsed, with room for growth.
@@ -70,7 +75,14 @@ impl Embedder {
         }
     }
 
+    /// Answers a request of any method but POST.
+    pub(crate) async fn wrong_method() -> Response {
+        let reason = "expected POST with a JSON body".to_owned();
+        *refusal(StatusCode::METHOD_NOT_ALLOWED, reason)
+    }
+
     async fn embed(&self, request: Request) -> Result<Answer, Box<Response>> {
+        check_kind(request.headers())?;
         let texts = texts(&read(request).await?)?;
         let model = self.model.acquire().await.map_err(|error| Box::new(unavailable(&error)))?;
         let turn = self.turns.clone().acquire_owned().await;
@@ -80,13 +92,11 @@ impl Embedder {
         });
         let failed = |error: String| {
             tracing::error!(error, "an embedding failed");
-            refusal(StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n"))
+            refusal(StatusCode::INTERNAL_SERVER_ERROR, error)
         };
         match computed.await {
             Ok(Ok(embeddings)) => Ok(Answer { width: WIDTH, embeddings }),
-            Ok(Err(error)) if error.is_out_of_memory() => {
-                Err(Box::new(later(format!("{error}\n"))))
-            }
+            Ok(Err(error)) if error.is_out_of_memory() => Err(Box::new(later(error.to_string()))),
             Ok(Err(error)) => Err(failed(error.to_string())),
             Err(error) => Err(failed(error.to_string())),
         }
@@ -96,36 +106,74 @@ impl Embedder {
 /// The whole body, booked as it arrives and cut off at [`BODY_MAX`].
 async fn read(request: Request) -> Result<Vec<u8>, Box<Response>> {
     let permit = request.extensions().get::<SharedPermit>().cloned();
-    let known = request.headers().contains_key("content-length");
+    let known = request.headers().contains_key(CONTENT_LENGTH);
+    let asks_first = request.headers().contains_key(EXPECT);
+    let too_long = || {
+        let text = format!("the body is longer than {BODY_MAX}");
+        Err(refusal(StatusCode::PAYLOAD_TOO_LARGE, text))
+    };
+    let announced = request.body().size_hint().lower();
     let mut body = request.into_body();
+    if announced > BODY_MAX.get() && asks_first {
+        return too_long();
+    }
     let mut whole = Vec::new();
     while let Some(frame) = body.frame().await {
         let frame = frame.map_err(|error| {
-            refusal(StatusCode::BAD_REQUEST, format!("the body broke off: {error}\n"))
+            refusal(StatusCode::BAD_REQUEST, format!("the body broke off: {error}"))
         })?;
         let Ok(data) = frame.into_data() else { continue };
-        if ByteSize::of(whole.len() + data.len()) > BODY_MAX {
-            let text = format!("the body is longer than {BODY_MAX}\n");
-            return Err(refusal(StatusCode::PAYLOAD_TOO_LARGE, text));
+        if announced.max((whole.len() + data.len()) as u64) > BODY_MAX.get() {
+            drop(whole);
+            read_away(&mut body).await;
+            return too_long();
         }
         if let (Some(permit), false) = (&permit, known) {
             let more = ByteSize::new(data.len() as u64 * BODY_FACTOR);
-            let refuse = |no| Box::new(lowtide::service::rejection(&no).map(Body::from));
-            permit.grow(more).map_err(refuse)?;
+            if let Err(rejected) = permit.grow(more) {
+                drop(whole);
+                read_away(&mut body).await;
+                return Err(Box::new(lowtide::service::rejection(&rejected).map(Body::from)));
+            }
         }
         whole.extend_from_slice(&data);
     }
     Ok(whole)
 }
 
+/// Refuses what says that it is something other than JSON.
+fn check_kind(headers: &HeaderMap) -> Result<(), Box<Response>> {
+    let Some(kind) = headers.get(CONTENT_TYPE) else { return Ok(()) };
+    let kind = kind.to_str().unwrap_or_default();
+    let essence = kind.split(';').next().unwrap_or_default().trim();
+    if essence.eq_ignore_ascii_case("application/json") {
+        return Ok(());
+    }
+    let text = format!("content-type {kind:?}: expected application/json");
+    Err(refusal(StatusCode::UNSUPPORTED_MEDIA_TYPE, text))
+}
+
 fn texts(body: &[u8]) -> Result<Vec<String>, Box<Response>> {
     let asked: Asked = serde_json::from_slice(body).map_err(|error| {
-        let text = format!("expected JSON such as {{\"texts\": [\"a text\"]}}: {error}\n");
-        refusal(StatusCode::BAD_REQUEST, text)
+        // JSON of another shape is understood and of no use; all else is not understood.
+        let status = match error.classify() {
+            Category::Data => StatusCode::UNPROCESSABLE_ENTITY,
+            _ => StatusCode::BAD_REQUEST,
+        };
+        let text = format!("expected JSON such as {{\"texts\": [\"a text\"]}}: {error}");
+        refusal(status, text)
     })?;
+    let unfit = |text| Err(refusal(StatusCode::UNPROCESSABLE_ENTITY, text));
     if asked.texts.is_empty() || asked.texts.len() > TEXTS_MAX {
-        let text = format!("{} texts: expected 1 to {TEXTS_MAX}\n", asked.texts.len());
-        return Err(refusal(StatusCode::UNPROCESSABLE_ENTITY, text));
+        return unfit(format!("{} texts: expected 1 to {TEXTS_MAX}", asked.texts.len()));
+    }
+    for (at, text) in asked.texts.iter().enumerate() {
+        if ByteSize::of(text.len()) > TEXT_MAX {
+            return unfit(format!("text {at} is longer than {TEXT_MAX}"));
+        }
+        if !text.contains(char::is_alphanumeric) {
+            return unfit(format!("text {at} has no word"));
+        }
     }
     Ok(asked.texts)
 }
@@ -136,14 +184,23 @@ fn unavailable(error: &AcquireError) -> Response {
         AcquireError::Rejected { rejected, .. } => {
             lowtide::service::rejection(rejected).map(Body::from)
         }
-        _ => later(format!("the model is not to be had: {error}\n")),
+        _ => later(format!("the model is not to be had: {error}")),
     }
 }
 
-fn later(text: String) -> Response {
-    (StatusCode::SERVICE_UNAVAILABLE, [("retry-after", "1")], text).into_response()
+fn later(reason: String) -> Response {
+    let mut answer = *refusal(StatusCode::SERVICE_UNAVAILABLE, reason);
+    answer.headers_mut().insert(RETRY_AFTER, HeaderValue::from_static("1"));
+    answer
 }
 
-fn refusal(status: StatusCode, text: String) -> Box<Response> {
-    Box::new((status, text).into_response())
+/// A refusal with its reason, as problem+json (RFC 9457).
+fn refusal(status: StatusCode, reason: String) -> Box<Response> {
+    let problem = serde_json::json!({
+        "title": status.canonical_reason(),
+        "status": status.as_u16(),
+        "detail": reason,
+    });
+    let kind = [(CONTENT_TYPE, "application/problem+json")];
+    Box::new((status, kind, format!("{problem}\n")).into_response())
 }

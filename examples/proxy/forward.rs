@@ -1,20 +1,22 @@
 //! Forwarding: a request goes to the upstream and its answer comes back, both as they stream.
 //!
 //! It buffers nothing but what the connection needs, follows no redirect and retries nothing.
-//! Headers that belong to one connection (RFC 9110, 7.6.1) are dropped, the client's address is
-//! added. A dead upstream is answered 502 with the reason.
+//! Headers that belong to one connection (RFC 9110, 7.6.1) are dropped, the client's address and
+//! the host it asked for are added. A dead upstream is answered 502 with the reason. It is no
+//! tunnel: CONNECT is refused, and a request to upgrade goes on as a plain one.
 
+use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use axum::body::Body;
+use axum::body::{Body, Bytes, HttpBody as _};
 use axum::extract::Request;
 use axum::http::header::{
-    CONNECTION, HOST, HeaderName, HeaderValue, PROXY_AUTHENTICATE, PROXY_AUTHORIZATION, TE,
-    TRAILER, TRANSFER_ENCODING, UPGRADE,
+    CONNECTION, CONTENT_LENGTH, EXPECT, HOST, HeaderName, HeaderValue, PROXY_AUTHENTICATE,
+    PROXY_AUTHORIZATION, TE, TRANSFER_ENCODING, UPGRADE,
 };
 use axum::http::uri::{Authority, PathAndQuery, Scheme};
-use axum::http::{HeaderMap, StatusCode, Uri, Version};
+use axum::http::{HeaderMap, Method, StatusCode, Uri, Version};
 use axum::response::{IntoResponse, Response};
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
@@ -26,7 +28,9 @@ const CONNECT_PATIENCE: Duration = Duration::from_secs(5);
 const KEEP_IDLE: Duration = Duration::from_secs(15);
 
 static KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
+static PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
 static FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
+static FORWARDED_HOST: HeaderName = HeaderName::from_static("x-forwarded-host");
 
 /// The way to the upstream.
 #[derive(Clone, Debug)]
@@ -41,7 +45,9 @@ impl Forward {
     /// The way to `http://host:port[/path]`; says what was expected of any other address.
     pub(crate) fn new(upstream: &Uri) -> Result<Self, String> {
         let expected = || format!("{upstream}: expected an address such as http://host:port/path");
-        if upstream.scheme() != Some(&Scheme::HTTP) {
+        let authority = upstream.authority().cloned().ok_or_else(expected)?;
+        let strange = upstream.query().is_some() || authority.as_str().contains('@');
+        if upstream.scheme() != Some(&Scheme::HTTP) || strange {
             return Err(expected());
         }
         let mut connector = HttpConnector::new();
@@ -51,41 +57,35 @@ impl Forward {
             .pool_timer(TokioTimer::new())
             .pool_idle_timeout(KEEP_IDLE)
             .build(connector);
-        Ok(Self {
-            client,
-            authority: upstream.authority().cloned().ok_or_else(expected)?,
-            base_path: upstream.path().trim_end_matches('/').to_owned(),
-        })
+        Ok(Self { client, authority, base_path: upstream.path().trim_end_matches('/').to_owned() })
     }
 
     /// Sends the request on and gives the answer back.
     pub(crate) async fn forward(&self, mut request: Request, from: Option<SocketAddr>) -> Response {
+        if request.method() == Method::CONNECT {
+            return (StatusCode::NOT_IMPLEMENTED, "this is no tunnel: CONNECT is not supported\n")
+                .into_response();
+        }
         let Some(target) = self.target(request.uri()) else {
             return (StatusCode::BAD_REQUEST, "the path is none that can be forwarded\n")
                 .into_response();
         };
         *request.uri_mut() = target;
         *request.version_mut() = Version::HTTP_11;
-        drop_connection_headers(request.headers_mut());
-        request.headers_mut().remove(HOST);
-        if let Some(from) = from.and_then(|from| HeaderValue::try_from(from.ip().to_string()).ok())
-        {
-            request.headers_mut().append(&FORWARDED_FOR, from);
-        }
+        prepare(request.headers_mut(), from);
         match self.client.request(request).await {
-            Ok(answer) => {
-                let mut answer = answer.map(Body::new);
-                drop_connection_headers(answer.headers_mut());
-                answer
+            Ok(answer) if answer.status() == StatusCode::SWITCHING_PROTOCOLS => {
+                self.failed("it switched protocols, and nobody asked it to")
             }
-            Err(error) => {
-                let cause = std::error::Error::source(&error).map(ToString::to_string);
-                let cause = cause.unwrap_or_default();
-                tracing::warn!(%error, cause, upstream = %self.authority, "the upstream failed");
-                let text = format!("the upstream {} failed: {error}: {cause}\n", self.authority);
-                (StatusCode::BAD_GATEWAY, text).into_response()
-            }
+            Ok(answer) => answer_back(answer.map(Body::new)),
+            Err(error) => self.failed(&whole(&error)),
         }
+    }
+
+    fn failed(&self, cause: &str) -> Response {
+        tracing::warn!(cause, upstream = %self.authority, "the upstream failed");
+        let text = format!("the upstream {} failed: {cause}\n", self.authority);
+        (StatusCode::BAD_GATEWAY, text).into_response()
     }
 
     fn target(&self, asked: &Uri) -> Option<Uri> {
@@ -99,7 +99,50 @@ impl Forward {
     }
 }
 
-/// Drops what belongs to one connection, and what `Connection` names.
+/// What an error says, and all that caused it.
+pub(crate) fn whole(error: &dyn std::error::Error) -> String {
+    let causes = std::iter::successors(error.source(), |cause| cause.source());
+    causes.fold(error.to_string(), |text, cause| format!("{text}: {cause}"))
+}
+
+/// The headers as the upstream is to see them; it is told its own host by the client library.
+fn prepare(headers: &mut HeaderMap, from: Option<SocketAddr>) {
+    let trailers = headers.get_all(TE).iter().any(|value| value == "trailers");
+    drop_connection_headers(headers);
+    if trailers {
+        // Ours now, and so is the word that it is for this connection alone.
+        headers.insert(TE, HeaderValue::from_static("trailers"));
+        headers.insert(CONNECTION, HeaderValue::from_static("te"));
+    }
+    // Answered here: the client library sends the body whatever the upstream says.
+    headers.remove(EXPECT);
+    if let Some(host) = headers.remove(HOST) {
+        headers.entry(&FORWARDED_HOST).or_insert(host);
+    }
+    let Some(from) = from else { return };
+    // One line: some read the first alone, which would be the client's own.
+    let before = headers.get_all(&FORWARDED_FOR).iter().filter_map(|value| value.to_str().ok());
+    let chain: String = before.map(|value| format!("{value}, ")).collect();
+    if let Ok(chain) = HeaderValue::try_from(format!("{chain}{}", from.ip())) {
+        headers.insert(&FORWARDED_FOR, chain);
+    }
+}
+
+/// The answer as the client is to see it.
+fn answer_back(mut answer: Response) -> Response {
+    drop_connection_headers(answer.headers_mut());
+    // Each connection speaks its own version.
+    *answer.version_mut() = Version::HTTP_11;
+    if answer.body().is_end_stream() && !answer.headers().contains_key(CONTENT_LENGTH) {
+        // Of no stated length: to HEAD, or 304, or 204. None is made up here.
+        let empty = futures_util::stream::empty::<Result<Bytes, Infallible>>();
+        *answer.body_mut() = Body::from_stream(empty);
+    }
+    answer
+}
+
+/// Drops what belongs to one connection, and what `Connection` names. Where both framings stand
+/// the length counts for nothing, and must not go on (RFC 9112, 6.3).
 fn drop_connection_headers(headers: &mut HeaderMap) {
     let named: Vec<HeaderName> = headers
         .get_all(CONNECTION)
@@ -108,13 +151,16 @@ fn drop_connection_headers(headers: &mut HeaderMap) {
         .flat_map(|names| names.split(','))
         .filter_map(|name| name.trim().parse().ok())
         .collect();
+    if headers.contains_key(TRANSFER_ENCODING) {
+        headers.remove(CONTENT_LENGTH);
+    }
     let fixed = [
         &CONNECTION,
         &KEEP_ALIVE,
         &PROXY_AUTHENTICATE,
         &PROXY_AUTHORIZATION,
+        &PROXY_CONNECTION,
         &TE,
-        &TRAILER,
         &TRANSFER_ENCODING,
         &UPGRADE,
     ];

@@ -18,7 +18,7 @@ use axum::routing::{get, post};
 use futures_util::stream;
 use http_body_util::BodyExt as _;
 use lowtide::ByteSize;
-use lowtide::service::SharedPermit;
+use lowtide::service::{DRAIN_MAX, SharedPermit};
 
 /// Words in an answer of `/words`.
 const TOP: usize = 100;
@@ -60,6 +60,8 @@ async fn words(request: Request) -> Response {
         if let (Some(permit), Some(more)) = (&permit, unknown)
             && let Err(rejected) = permit.grow(more)
         {
+            drop(text);
+            read_away(&mut body).await;
             return lowtide::service::rejection(&rejected).map(Body::from);
         }
     }
@@ -76,6 +78,19 @@ async fn words(request: Request) -> Response {
         Ok::<_, Infallible>(Bytes::from(answer))
     });
     Body::from_stream(rest).into_response()
+}
+
+/// Reads the rest of a body that is not wanted, and keeps none of it: the answer to a client that
+/// still sends would not reach it (RFC 9112, 9.6). Bounded, as a longer one is to break off.
+pub(crate) async fn read_away(body: &mut Body) {
+    let mut read = 0;
+    while let Some(Ok(frame)) = body.frame().await {
+        // An empty frame counts too, so that they cannot go on for ever.
+        read += frame.data_ref().map_or(0, Bytes::len).max(1) as u64;
+        if read > DRAIN_MAX.get() {
+            return;
+        }
+    }
 }
 
 /// How long a concordance is held for its reader.

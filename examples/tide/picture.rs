@@ -1,7 +1,7 @@
 //! The live picture: bars of live against retained memory, redrawn in place on a terminal.
 //!
-//! Where the output is no terminal it prints a plain line every two seconds instead. It only
-//! shows; it measures nothing.
+//! Where the output is no terminal it prints a plain line every two seconds instead. A narrow
+//! terminal cuts the lines off, and `NO_COLOR` is respected. It only shows; it measures nothing.
 
 use std::fmt::Write as _;
 use std::io::{IsTerminal as _, Write as _};
@@ -37,6 +37,7 @@ pub(crate) struct Scene<'a> {
 #[derive(Debug)]
 pub(crate) struct Picture {
     terminal: bool,
+    colour: bool,
     /// Lines of the last drawing, to be drawn over.
     lines: usize,
     /// The amount that fills a bar; only grows.
@@ -47,8 +48,10 @@ pub(crate) struct Picture {
 impl Picture {
     /// A picture on the standard output; drawn if that is a terminal, in plain lines otherwise.
     pub(crate) fn new() -> Self {
-        let terminal = std::io::stdout().is_terminal();
-        Self { terminal, lines: 0, full: ByteSize::mib(64), last_plain: None }
+        let named = |name: &str| std::env::var_os(name).unwrap_or_default();
+        let terminal = std::io::stdout().is_terminal() && named("TERM") != "dumb";
+        let colour = named("NO_COLOR").is_empty();
+        Self { terminal, colour, lines: 0, full: ByteSize::mib(64), last_plain: None }
     }
 
     /// Shows one scene.
@@ -84,7 +87,8 @@ impl Picture {
     }
 
     fn drawn(&mut self, scene: &Scene<'_>) -> String {
-        let mut text = String::new();
+        // Lines are not wrapped while it draws: it counts them to get back to the first.
+        let mut text = "\x1b[?7l".to_owned();
         if self.lines > 0 {
             let _ = write!(text, "\x1b[{}A", self.lines);
         }
@@ -92,24 +96,34 @@ impl Picture {
         let mut line = |content: &str| {
             let _ = writeln!(text, "\r\x1b[2K{content}");
         };
-        line(&format!("\x1b[1m{}\x1b[0m  {:.0} s", scene.title, scene.elapsed.as_secs_f64()));
+        let [bold, live, kept, plain] = self.colours();
+        line(&format!("{bold}{}{plain}  {:.0} s", scene.title, scene.elapsed.as_secs_f64()));
         line(&format!("  run    {}{}", "━".repeat(done), "╌".repeat(BAR - done)));
         for (name, (live, retained)) in [("heap  ", scene.heap), ("device", scene.device)] {
             let bar = self.bar(live, retained);
             line(&format!("  {name} {bar}  live {live:>10}  retained {retained:>10}"));
         }
         line(&format!("  rss {}   {}", scene.rss, scene.note));
-        line("         \x1b[36m█\x1b[0m live  \x1b[33m▒\x1b[0m retained (kept, needed by nobody)");
+        line(&format!(
+            "         {live}█{plain} live  {kept}▒{plain} retained (kept, needed by nobody)"
+        ));
+        text.push_str("\x1b[?7h");
         self.lines = 6;
         text
+    }
+
+    /// What makes the title bold, live and retained coloured, and the rest plain.
+    fn colours(&self) -> [&'static str; 4] {
+        if self.colour { ["\x1b[1m", "\x1b[36m", "\x1b[33m", "\x1b[0m"] } else { [""; 4] }
     }
 
     fn bar(&self, live: ByteSize, retained: ByteSize) -> String {
         let part = |size: ByteSize| size.as_f64() / self.full.as_f64();
         let lives = cells(part(live), BAR);
         let both = cells(part(live.saturating_add(retained)), BAR).max(lives);
+        let [_, live, kept, plain] = self.colours();
         format!(
-            "\x1b[36m{}\x1b[33m{}\x1b[0m{}",
+            "{live}{}{kept}{}{plain}{}",
             "█".repeat(lives),
             "▒".repeat(both - lives),
             "·".repeat(BAR - both)

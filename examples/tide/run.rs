@@ -366,7 +366,10 @@ impl Gauge {
             })
         };
         let peak = self.wait(stage, lasts * 4, &done, show).await?;
-        let tally: Tally = load.await?;
+        // Requests under way are read to their end, unless that does not come.
+        let tally: Tally = tokio::time::timeout(lasts, load)
+            .await
+            .map_err(|_| format!("{stage}: requests did not end within {:?}", lasts * 5))??;
         self.outcome.other.extend(tally.other.clone());
         self.outcome.rows.push(Row {
             stage: stage.to_owned(),

@@ -9,7 +9,7 @@
 //!
 //! Nothing is read where the client waits for leave to send (`Expect: 100-continue`, RFC 9110,
 //! 10.1.1), nor on HTTP/2 and later, where ending a stream disturbs no other and a client may keep
-//! its side open until it is answered.
+//! its side open until it is answered; nor of a body that announces more than would be read.
 //!
 //! Invariant: a rejected request holds at most one frame of its body at a time.
 
@@ -40,14 +40,15 @@ pin_project! {
     }
 }
 
-impl<Q> Drain<Q> {
+impl<Q: Body> Drain<Q> {
     /// For the body of a request with this head.
     pub(super) fn new(head: &Parts, body: Q) -> Self {
         let waits = head
             .headers
             .get(EXPECT)
             .is_some_and(|value| value.as_bytes().eq_ignore_ascii_case(b"100-continue"));
-        let reads = head.version <= Version::HTTP_11 && !waits;
+        let ends = body.size_hint().lower() <= DRAIN_MAX.get();
+        let reads = head.version <= Version::HTTP_11 && !waits && ends;
         Self { body, left: if reads { DRAIN_MAX.get() } else { 0 } }
     }
 }

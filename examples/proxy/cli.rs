@@ -1,0 +1,139 @@
+//! The proxy as a program: options, start, end on a signal, and the `healthcheck` subcommand.
+//!
+//! It forwards nothing itself; `app` does. Invariant: from the first request that is taken on,
+//! SIGTERM ends the program in order, within the grace and what the memory's end takes.
+
+use std::ffi::OsString;
+use std::io::IsTerminal as _;
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use axum::http::Uri;
+use clap::{Parser, Subcommand};
+use http_body_util::{BodyExt as _, Empty};
+use hyper_util::client::legacy::Client;
+use hyper_util::rt::TokioExecutor;
+use lowtide::metrics::prometheus;
+use lowtide::{BoxError, ByteSize, Memory};
+use tokio::signal::unix::{SignalKind, signal};
+
+use crate::app;
+use crate::forward::{Forward, whole};
+
+/// How long a health check may take.
+const HEALTH_PATIENCE: Duration = Duration::from_secs(3);
+
+#[derive(Debug, Parser)]
+#[command(about = "A reverse proxy that gives its memory back", version)]
+struct Cli {
+    /// Where to listen.
+    #[arg(long, env = "PROXY_LISTEN", default_value = "127.0.0.1:8080", global = true)]
+    listen: SocketAddr,
+    /// Where requests go, e.g. <http://10.0.0.7:9000>; without it a small text service is started.
+    #[arg(long, env = "PROXY_UPSTREAM", value_parser = upstream)]
+    upstream: Option<Uri>,
+    /// Size of the embedding model's weights, at least 64 MiB.
+    #[arg(long, env = "PROXY_WEIGHTS", default_value = "64m", value_parser = weights)]
+    weights: ByteSize,
+    /// Seed of the weights.
+    #[arg(long, env = "PROXY_SEED", default_value_t = 1)]
+    seed: u64,
+    /// How long the model may be idle before it is unloaded; default: as the profile says.
+    #[arg(long, env = "PROXY_IDLE_UNLOAD", value_parser = humantime::parse_duration)]
+    idle_unload: Option<Duration>,
+    /// How long requests may take to end after SIGTERM.
+    #[arg(long, env = "PROXY_GRACE", value_parser = humantime::parse_duration)]
+    #[arg(default_value = "10s")]
+    grace: Duration,
+    #[command(subcommand)]
+    command: Option<Command>,
+}
+
+#[derive(Clone, Copy, Debug, Subcommand)]
+enum Command {
+    /// Asks the proxy at --listen for /healthz and exits 0 when it is well.
+    Healthcheck,
+}
+
+fn upstream(text: &str) -> Result<Uri, String> {
+    let upstream = text.parse().map_err(|error| format!("{error}"))?;
+    Forward::new(&upstream).map(|_| upstream)
+}
+
+fn weights(text: &str) -> Result<ByteSize, String> {
+    let size: ByteSize = text.parse().map_err(|error| format!("{error}"))?;
+    if size < ByteSize::mib(64) {
+        return Err(format!("{size} of weights: expected 64 MiB or more"));
+    }
+    Ok(size)
+}
+
+/// Runs the program with these arguments, the first of which is its name. Ends the process itself
+/// where they are wrong or ask for help.
+pub(crate) fn main(arguments: impl Iterator<Item = OsString>) -> Result<(), BoxError> {
+    let cli = Cli::parse_from(arguments);
+    tracing_subscriber::fmt()
+        .with_ansi(std::io::stdout().is_terminal())
+        .with_env_filter(
+            tracing_subscriber::EnvFilter::builder()
+                .with_default_directive(tracing::Level::INFO.into())
+                .from_env_lossy(),
+        )
+        .init();
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    match cli.command {
+        None => runtime.block_on(run(cli)),
+        Some(Command::Healthcheck) => runtime.block_on(healthcheck(cli.listen)),
+    }
+}
+
+async fn run(cli: Cli) -> Result<(), BoxError> {
+    let recorder =
+        prometheus::configure(prometheus::PrometheusBuilder::new())?.install_recorder()?;
+    let upkeep = recorder.clone();
+    let memory =
+        Memory::builder().with_environment()?.after_publish(move || upkeep.run_upkeep()).start()?;
+    let options = app::Options {
+        listen: cli.listen,
+        upstream: cli.upstream,
+        weights: cli.weights,
+        seed: cli.seed,
+        idle_unload: cli.idle_unload,
+    };
+    // Before it listens: whoever sees it listen may send a signal.
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    let running = app::start(options, Some(memory.clone()), move || recorder.render()).await?;
+    tokio::select! {
+        _ = terminate.recv() => {}
+        _ = interrupt.recv() => {}
+    }
+    tracing::info!(grace = ?cli.grace, "stopping");
+    let ended = running.stop(cli.grace).await;
+    // It waits for threads, which an asynchronous thread must not.
+    let report =
+        tokio::task::spawn_blocking(move || memory.shutdown(Duration::from_secs(5))).await?;
+    tracing::info!(all_requests_ended = ended, %report, "stopped");
+    Ok(())
+}
+
+async fn healthcheck(at: SocketAddr) -> Result<(), BoxError> {
+    let at =
+        if at.ip().is_unspecified() { SocketAddr::from(([127, 0, 0, 1], at.port())) } else { at };
+    let client: Client<_, Empty<hyper::body::Bytes>> =
+        Client::builder(TokioExecutor::new()).build_http();
+    let asked = client.get(format!("http://{at}/healthz").parse()?);
+    let ask = async {
+        let answer = asked.await.map_err(|error| format!("{at} is not well: {}", whole(&error)))?;
+        let status = answer.status();
+        let text = answer.into_body().collect().await?.to_bytes();
+        Ok::<_, BoxError>((status, text))
+    };
+    let (status, text) = tokio::time::timeout(HEALTH_PATIENCE, ask)
+        .await
+        .map_err(|_| format!("{at} did not answer within {HEALTH_PATIENCE:?}"))??;
+    if status.is_success() {
+        return Ok(());
+    }
+    Err(format!("{at} answered {status}: {}", String::from_utf8_lossy(&text)).into())
+}

@@ -1,0 +1,284 @@
+//! The program itself, in processes of its own: start, end on a signal, health check, and what it
+//! says to bad options.
+//!
+//! This binary runs itself again with the arguments in a variable of the environment; in that
+//! process `the_program` is the only test, and is the program. So nothing else needs to be built.
+
+use std::io::{BufRead as _, BufReader, Read as _};
+use std::net::SocketAddr;
+use std::process::{Child, Command, Stdio};
+
+use tokio::net::TcpStream;
+
+use crate::support::{ask, get, post};
+use crate::wire::{Upstream, Wire, until, within};
+
+const ARGUMENTS: &str = "PROXY_TEST_ARGUMENTS";
+const BETWEEN: char = '\u{1f}';
+
+#[test]
+#[expect(clippy::disallowed_methods, reason = "how this process is told that it is the program")]
+#[expect(clippy::exit, reason = "it ends as the program does")]
+fn the_program() {
+    let Ok(arguments) = std::env::var(ARGUMENTS) else { return };
+    let arguments = arguments.split(BETWEEN).map(Into::into);
+    let done = crate::cli::main(arguments);
+    if let Err(error) = &done {
+        eprintln!("proxy: {error}");
+    }
+    std::process::exit(done.is_err().into());
+}
+
+fn command(arguments: &[&str]) -> Command {
+    let mut command = Command::new(std::env::current_exe().expect("this binary"));
+    let joined = ["proxy"].iter().chain(arguments).copied().collect::<Vec<_>>();
+    command
+        .args(["--exact", "process::the_program", "--nocapture"])
+        .env(ARGUMENTS, joined.join(&BETWEEN.to_string()))
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    command
+}
+
+/// A program that ends by itself: its exit code, and what it wrote.
+async fn run(mut command: Command) -> (Option<i32>, String) {
+    let mut program = Program { child: command.spawn().expect("it starts"), at: None };
+    let code = program.code().await;
+    let mut text = String::new();
+    program.child.stdout.take().expect("piped").read_to_string(&mut text).expect("text");
+    program.child.stderr.take().expect("piped").read_to_string(&mut text).expect("text");
+    (code, text)
+}
+
+/// A program that runs; it is killed when the test ends.
+struct Program {
+    child: Child,
+    at: Option<SocketAddr>,
+}
+
+impl Program {
+    /// Starts it on any port, and waits until it listens.
+    async fn start(arguments: &[&str]) -> Self {
+        let listen = ["--listen", "127.0.0.1:0"];
+        Self::of(command(&[&listen, arguments].concat())).await
+    }
+
+    async fn of(mut command: Command) -> Self {
+        let mut child = command.spawn().expect("it starts");
+        let stdout = child.stdout.take().expect("piped");
+        let find = tokio::task::spawn_blocking(move || {
+            let mut stdout = BufReader::new(stdout);
+            let mut line = String::new();
+            while stdout.read_line(&mut line).expect("text") > 0 {
+                if let Some((_, after)) = line.split_once("the proxy listens address=") {
+                    let at = after.split(' ').next().and_then(|at| at.parse().ok());
+                    return (at, Some(stdout));
+                }
+                line.clear();
+            }
+            (None, None)
+        });
+        // Made first: a program that does not come to listen is killed as well.
+        let mut program = Self { child, at: None };
+        let (at, stdout) = within("it listens", find).await.expect("no panic");
+        program.child.stdout = stdout.map(BufReader::into_inner);
+        program.at = at;
+        assert!(program.at.is_some(), "it ended before it listened, or wrote no plain address");
+        program
+    }
+
+    fn address(&self) -> SocketAddr {
+        self.at.expect("it listens")
+    }
+
+    /// What it logged after it listened; it has ended.
+    fn rest_of_log(&mut self) -> String {
+        let mut log = String::new();
+        self.child.stdout.take().expect("piped").read_to_string(&mut log).expect("text");
+        log
+    }
+
+    fn signal(&self, name: &str) {
+        let kill = format!("kill -{name} {}", self.child.id());
+        assert!(Command::new("sh").args(["-c", &kill]).status().expect("a shell").success());
+    }
+
+    async fn code(&mut self) -> Option<i32> {
+        let mut status = None;
+        until("it ends", || {
+            status = self.child.try_wait().expect("its status");
+            status.is_some()
+        })
+        .await;
+        status.and_then(|status| status.code())
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+async fn until_refused(at: SocketAddr) {
+    let mut look = tokio::time::interval(std::time::Duration::from_millis(5));
+    let refused = async {
+        while TcpStream::connect(at).await.is_ok() {
+            look.tick().await;
+        }
+    };
+    within("new connections are refused", refused).await;
+}
+
+#[tokio::test]
+async fn a_signal_lets_what_is_under_way_end_and_takes_nothing_new() {
+    for name in ["TERM", "INT"] {
+        let upstream = Upstream::new().await;
+        let mut program = Program::start(&["--upstream", &upstream.uri("").to_string()]).await;
+        let mut client = Wire::connect(program.address()).await;
+        client.send("GET / HTTP/1.1\r\nhost: here\r\n\r\n").await;
+        let mut at = upstream.accept().await;
+        at.request().await;
+        program.signal(name);
+        until_refused(program.address()).await;
+        at.send("HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nstill ").await;
+        at.send("yes").await;
+        let answer = client.answer().await;
+        assert_eq!((answer.text().as_str(), answer.whole), ("still yes", true), "{name}");
+        assert_eq!(program.code().await, Some(0), "{name}");
+        let log = program.rest_of_log();
+        assert!(log.contains("all_requests_ended=true"), "{name}: {log}");
+    }
+}
+
+#[tokio::test]
+async fn a_request_that_never_ends_does_not_hold_up_the_end() {
+    let upstream = Upstream::new().await;
+    let to = upstream.uri("").to_string();
+    let mut program = Program::start(&["--upstream", &to, "--grace", "100ms"]).await;
+    let mut client = Wire::connect(program.address()).await;
+    client.send("GET / HTTP/1.1\r\nhost: here\r\n\r\n").await;
+    let mut at = upstream.accept().await;
+    at.request().await;
+    program.signal("TERM");
+    assert_eq!(program.code().await, Some(0));
+    assert!(client.is_closed().await);
+    let log = program.rest_of_log();
+    assert!(log.contains("all_requests_ended=false"), "{log}");
+}
+
+#[tokio::test]
+async fn a_taken_port_is_a_clear_error() {
+    let program = Program::start(&[]).await;
+    let taken = program.address().to_string();
+    let (code, text) = run(command(&["--listen", &taken])).await;
+    assert_eq!(code, Some(1));
+    assert!(text.contains(&format!("proxy: cannot listen on {taken}")), "{text}");
+    assert_eq!(get(program.address(), "/healthz").await.status(), 200, "the first goes on");
+}
+
+#[tokio::test]
+async fn a_health_check_says_whether_it_is_well_and_if_not_why() {
+    let program = Program::start(&[]).await;
+    let at = program.address().to_string();
+    assert_eq!(run(command(&["--listen", &at, "healthcheck"])).await.0, Some(0));
+    let anywhere = format!("0.0.0.0:{}", program.address().port());
+    assert_eq!(run(command(&["healthcheck", "--listen", &anywhere])).await.0, Some(0));
+    drop(program);
+    let (code, text) = run(command(&["healthcheck", "--listen", &at])).await;
+    assert_eq!(code, Some(1));
+    assert!(text.contains(&at) && text.contains("refused"), "{text}");
+}
+
+#[tokio::test]
+async fn a_health_check_does_not_wait_for_ever() {
+    for start in ["", "HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\n", "HTTP/1.1 503 Not\r\n\r\n"] {
+        let mute = Upstream::new().await;
+        let at = mute.address.to_string();
+        let check = tokio::spawn(run(command(&["healthcheck", "--listen", &at])));
+        let mut wire = mute.accept().await;
+        wire.request().await;
+        wire.send(start).await;
+        if start.contains("503") {
+            drop(wire);
+        }
+        let (code, text) = check.await.expect("no panic");
+        assert_eq!(code, Some(1), "{start:?}: {text}");
+        let reason = if start.contains("503") { "answered 503" } else { "did not answer within" };
+        assert!(text.contains(reason), "{start:?}: {text}");
+    }
+}
+
+#[tokio::test]
+async fn bad_options_end_it_at_once_and_say_what_was_expected() {
+    for (arguments, said) in [
+        (&["--nonsense"] as &[&str], "--nonsense"),
+        (&["--listen", "here"], "--listen"),
+        (&["--weights", "1m"], "expected 64 MiB or more"),
+        (&["--weights", "much"], "--weights"),
+        (&["--grace", "soon"], "--grace"),
+        (&["--idle-unload", "1 fortnight"], "--idle-unload"),
+        (&["--seed", "x"], "--seed"),
+        (&["--upstream", "https://h"], "http://host:port"),
+        (&["--upstream", "h:1"], "http://host:port"),
+        (&["--upstream", "http://h/?q=1"], "http://host:port"),
+        (&["--upstream", "http://u:p@h/"], "http://host:port"),
+        (&["rubbish"], "rubbish"),
+    ] {
+        let (code, text) = run(command(arguments)).await;
+        assert_eq!(code, Some(2), "{arguments:?}: {text}");
+        assert!(text.contains(said), "{arguments:?}: {text}");
+    }
+    let (code, text) = run(command(&["--help"])).await;
+    assert_eq!(code, Some(0));
+    assert!(text.contains("PROXY_LISTEN") && text.contains("PROXY_UPSTREAM"), "{text}");
+}
+
+#[tokio::test]
+async fn bad_variables_end_it_at_once_and_each_is_named() {
+    for (name, value, code_expected) in
+        [("LOWTIDE_TYPO", "1", 1), ("LOWTIDE_MEMORY_LIMIT", "lots", 1), ("PROXY_GRACE", "soon", 2)]
+    {
+        let mut command = command(&["--listen", "127.0.0.1:0"]);
+        command.env(name, value);
+        let (code, text) = run(command).await;
+        assert_eq!(code, Some(code_expected), "{text}");
+        let said = if name.starts_with("PROXY") { "--grace" } else { name };
+        assert!(text.contains(said), "{text}");
+    }
+}
+
+#[tokio::test]
+async fn options_can_be_set_in_the_environment() {
+    let upstream = Upstream::new().await;
+    let mut command = command(&[]);
+    command.env("PROXY_LISTEN", "127.0.0.1:0").env("PROXY_UPSTREAM", upstream.uri("").to_string());
+    let program = Program::of(command).await;
+    let serve = async {
+        let mut wire = upstream.accept().await;
+        wire.request().await;
+        wire.send("HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nmine").await;
+    };
+    assert_eq!(tokio::join!(serve, get(program.address(), "/")).1.text(), "mine");
+}
+
+#[tokio::test]
+async fn metrics_tell_of_heap_device_and_requests() {
+    let program = Program::start(&[]).await;
+    let body = r#"{"texts": ["ebb"]}"#;
+    let answer = ask(program.address(), post("/embed", "application/json", body)).await;
+    assert_eq!(answer.status(), 200, "{}", answer.text());
+    let mut text = String::new();
+    let mut look = tokio::time::interval(std::time::Duration::from_millis(50));
+    let published = async {
+        while !text.contains("lowtide_device_committed_bytes") {
+            look.tick().await;
+            text = get(program.address(), "/metrics").await.text();
+        }
+    };
+    within("metrics are published", published).await;
+    let memory = get(program.address(), "/memory").await.json();
+    assert_eq!(memory["resources"][0]["loaded"], true);
+}

@@ -1,0 +1,149 @@
+//! A proxy inside this process: without memory for what only passes through, with it for what is
+//! admitted, and the ways to fill its budget.
+//!
+//! Invariant: at most one managed proxy at a time, since a process has one `Memory`.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::http::Uri;
+use lowtide::clock::ManualClock;
+use lowtide::control::{Budget, Cost, Permit};
+use lowtide::memory::{Builder, StartError};
+use lowtide::{ByteSize, Memory};
+use tokio::sync::{Mutex, MutexGuard};
+
+use crate::app::{self, Options, Running};
+use crate::wire::{Message, PATIENCE, Upstream, Wire, until, within};
+
+/// Weights that are made in no time; large enough that few n-grams share a row.
+pub(crate) const WEIGHTS: ByteSize = ByteSize::mib(2);
+
+/// Held by whoever runs a managed proxy, or measures the heap.
+static STAGE: Mutex<()> = Mutex::const_new(());
+
+/// Waits for one's turn with the process's memory.
+pub(crate) async fn stage() -> MutexGuard<'static, ()> {
+    STAGE.lock().await
+}
+
+/// A proxy that passes everything on to this upstream and manages nothing.
+pub(crate) async fn plain(upstream: &Upstream) -> Running {
+    to(upstream.uri("")).await
+}
+
+/// A proxy that passes everything on to this address and manages nothing.
+pub(crate) async fn to(upstream: Uri) -> Running {
+    let options = Options { upstream: Some(upstream), weights: WEIGHTS, ..Options::default() };
+    app::start(options, None, String::new).await.expect("the proxy starts")
+}
+
+/// A proxy whose memory is managed and whose time the test owns.
+#[derive(Debug)]
+pub(crate) struct Managed {
+    pub(crate) running: Option<Running>,
+    pub(crate) at: SocketAddr,
+    pub(crate) memory: Memory,
+    pub(crate) clock: Arc<ManualClock>,
+    _stage: MutexGuard<'static, ()>,
+}
+
+impl Managed {
+    /// With a limit of 1 GiB and an upstream of its own.
+    pub(crate) async fn new() -> Self {
+        Self::with(Options::default(), |builder| builder).await
+    }
+
+    pub(crate) async fn with(options: Options, set: impl Fn(Builder) -> Builder) -> Self {
+        let stage = stage().await;
+        let clock = Arc::new(ManualClock::new());
+        let builder = || Memory::builder().memory_limit(ByteSize::gib(1)).clock(clock.clone());
+        let mut started = None;
+        // That of a test that failed is dropped a little after its turn has ended.
+        until("no other memory runs", || match set(builder()).start() {
+            Err(StartError::AlreadyStarted) => false,
+            memory => {
+                started = Some(memory.expect("memory starts"));
+                true
+            }
+        })
+        .await;
+        let memory = started.expect("it started");
+        // The first samples are taken; no other comes while the clock stands still.
+        assert!(clock.wait_for_waiters(2, PATIENCE), "both threads are idle");
+        let options = Options { weights: WEIGHTS, ..options };
+        let running = app::start(options, Some(memory.clone()), || "metrics 1\n".to_owned())
+            .await
+            .expect("the proxy starts");
+        Self { at: running.address, running: Some(running), memory, clock, _stage: stage }
+    }
+
+    pub(crate) fn running(&self) -> &Running {
+        self.running.as_ref().expect("not ended yet")
+    }
+
+    /// What requests have booked; none where they are all done.
+    pub(crate) fn booked(&self) -> ByteSize {
+        self.memory.admission().ledger(Budget::Host).booked()
+    }
+
+    pub(crate) fn held(&self) -> u64 {
+        self.memory.admission().stats().held()
+    }
+
+    /// Books all but `spare` and a little; requests fit again when what it gives is dropped.
+    pub(crate) fn fill(&self, spare: ByteSize) -> Vec<Permit> {
+        let admission = self.memory.admission();
+        let _spare = admission.try_admit(Cost::host(spare)).expect("it is empty");
+        let mut permits = Vec::new();
+        let mut size = ByteSize::gib(1);
+        while size >= ByteSize::kib(1) {
+            match admission.try_admit(Cost::host(size)) {
+                Ok(permit) => permits.push(permit),
+                Err(_) => size = ByteSize::new(size.get() / 2),
+            }
+        }
+        permits
+    }
+
+    /// Ends it in order, and says that nothing is left.
+    pub(crate) async fn end(mut self) {
+        until("no request is held", || self.held() == 0).await;
+        let running = self.running.take().expect("not ended yet");
+        assert!(running.stop(PATIENCE).await, "all connections end");
+        let memory = self.memory.clone();
+        // The clock stands still, so what is to be waited for is given no time.
+        let ended = tokio::task::spawn_blocking(move || memory.shutdown(Duration::ZERO));
+        let report = within("the memory ends", ended).await.expect("no panic");
+        assert!(report.is_clean(), "{report}");
+    }
+}
+
+/// Sends one request on a connection of its own, and reads the answer.
+pub(crate) async fn ask(to: SocketAddr, request: impl AsRef<[u8]>) -> Message {
+    let mut wire = Wire::connect(to).await;
+    wire.send(request.as_ref()).await;
+    let method = String::from_utf8_lossy(request.as_ref());
+    wire.answer_to(method.split(' ').next().unwrap_or_default()).await
+}
+
+pub(crate) async fn get(to: SocketAddr, path: &str) -> Message {
+    ask(to, format!("GET {path} HTTP/1.1\r\nhost: here\r\n\r\n")).await
+}
+
+/// A POST with its length announced.
+pub(crate) fn post(path: &str, kind: &str, body: impl AsRef<[u8]>) -> Vec<u8> {
+    let body = body.as_ref();
+    let head = format!(
+        "POST {path} HTTP/1.1\r\nhost: here\r\ncontent-type: {kind}\r\ncontent-length: {}\r\n\r\n",
+        body.len()
+    );
+    [head.as_bytes(), body].concat()
+}
+
+/// Asks for embeddings of these texts.
+pub(crate) async fn embed(to: SocketAddr, texts: &[&str]) -> Message {
+    let body = serde_json::json!({ "texts": texts }).to_string();
+    ask(to, post("/embed", "application/json", body)).await
+}
