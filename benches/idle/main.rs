@@ -1,0 +1,2 @@
+//! Idle.
+fn main() {}
