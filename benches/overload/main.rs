@@ -155,7 +155,7 @@ fn all(cli: &Cli) -> Result<bool, BoxError> {
         outcomes.push((plan, outcome));
     }
     println!("\nmedians\n{}", table::table(&outcomes));
-    print!("{}", table::figures(&outcomes));
+    print!("{}{}", table::figures(&outcomes), table::sender(&outcomes));
     println!("took {:.0} s", start.elapsed().as_secs_f64());
     let killed = |(plan, outcome): &(Plan, Outcome)| plan.policy == Policy::Lowtide && outcome.died;
     let survived = !outcomes.iter().any(killed);

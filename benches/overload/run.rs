@@ -68,8 +68,9 @@ pub(crate) struct Outcome {
 /// Whether a cgroup with a limit can be made here.
 pub(crate) fn check() -> Result<(), String> {
     let group = Group::make(&name("check"), Some(ByteSize::mib(64).get()))?;
-    let seen = charge::working_set(&group.folder).and(charge::oom_kills(&group.folder));
-    seen.map(|_| ()).ok_or_else(|| "its memory.stat and events cannot be read".to_owned())
+    let charge = charge::working_set(&group.folder);
+    let seen = charge.is_some() && charge::oom_kills(&group.folder).is_some();
+    seen.then_some(()).ok_or_else(|| "its charge and its events cannot be read".to_owned())
 }
 
 fn name(what: &str) -> String {

@@ -11,6 +11,10 @@ use crate::service::Policy;
 /// Bytes of a MiB.
 const MIB: f64 = 1_048_576.0;
 
+/// A sender that begins later than this has fallen behind: a guess, below the 150 ms that an answer
+/// takes at least.
+const LATE_MAX_MS: f64 = 100.0;
+
 /// The figures of one run, or their medians.
 #[derive(Clone, Copy, Debug, Default)]
 struct Figures {
@@ -127,34 +131,43 @@ pub(crate) fn table(outcomes: &[(Plan, Outcome)]) -> String {
         "% served S/M/L",
         "late"
     );
-    for (rate, policy, runs) in groups(outcomes) {
-        let figures = Figures::median(&runs.iter().map(|run| run.0).collect::<Vec<_>>());
-        let died = runs.iter().filter(|run| run.1).count();
+    for Cell { rate, policy, runs, died, medians } in cells(outcomes) {
+        let died = format!("{died} of {runs}");
+        let columns = medians.columns();
+        let _ = writeln!(text, "{rate:>7}/s  {:<8}{died:>8}{columns}", policy.name());
+    }
+    text
+}
+
+/// How late the sender itself began, at worst, and in which runs that was too late to be believed.
+pub(crate) fn sender(outcomes: &[(Plan, Outcome)]) -> String {
+    let late = |(plan, outcome): &(Plan, Outcome)| Figures::of(plan, outcome).late_p99_ms;
+    let worst = outcomes.iter().map(late).fold(0.0, f64::max);
+    let behind = outcomes.iter().filter(|run| late(run) > LATE_MAX_MS).count();
+    let mut text = format!("the sender began p99 {worst:.0} ms late in its worst run\n");
+    if behind > 0 {
         let _ = writeln!(
             text,
-            "{:>7}/s  {:<8}{:>8}{}",
-            rate,
-            policy.name(),
-            format!("{died} of {}", runs.len()),
-            figures.columns()
+            "IT FELL BEHIND ITS SCHEDULE by more than {LATE_MAX_MS} ms in {behind} of {} runs: \
+             latencies of those are partly its own",
+            outcomes.len()
         );
     }
+    let _ = writeln!(text, "figure overload_sender_behind {:.1} runs", count(behind as u64));
     text
 }
 
 /// Every median once, as `figure NAME VALUE UNIT`.
 pub(crate) fn figures(outcomes: &[(Plan, Outcome)]) -> String {
     let mut text = String::new();
-    for (rate, policy, runs) in groups(outcomes) {
-        let of = Figures::median(&runs.iter().map(|run| run.0).collect::<Vec<_>>());
-        let died = runs.iter().filter(|run| run.1).count();
+    for Cell { rate, policy, runs, died, medians: of } in cells(outcomes) {
         let [small, middle, large] = of.served_percent;
         let name = policy.name();
         let mut figure = |what: &str, value: f64, unit: &str| {
             let _ = writeln!(text, "figure overload_{name}_{rate}_{what} {value:.1} {unit}");
         };
-        figure("runs", count(runs.len() as u64), "runs");
-        figure("died", count(died as u64), "runs");
+        figure("runs", count(runs), "runs");
+        figure("died", count(died), "runs");
         figure("goodput", of.goodput, "1/s");
         figure("goodput_bytes", of.goodput_mib, "MiB/s");
         figure("shed", of.shed_percent, "%");
@@ -171,17 +184,34 @@ pub(crate) fn figures(outcomes: &[(Plan, Outcome)]) -> String {
     text
 }
 
-/// The runs by rate and policy, in that order: figures, and whether the service died.
-fn groups(outcomes: &[(Plan, Outcome)]) -> Vec<(u32, Policy, Vec<(Figures, bool)>)> {
+/// The runs of one policy at one rate.
+struct Cell {
+    rate: u32,
+    policy: Policy,
+    runs: u64,
+    died: u64,
+    medians: Figures,
+}
+
+/// The runs by rate and policy, in that order.
+fn cells(outcomes: &[(Plan, Outcome)]) -> Vec<Cell> {
     let mut keys: Vec<_> = outcomes.iter().map(|(plan, _)| (plan.rate, plan.policy)).collect();
     keys.sort_unstable();
     keys.dedup();
-    let runs = |(rate, policy)| {
-        let of_group = |one: &&(Plan, Outcome)| (one.0.rate, one.0.policy) == (rate, policy);
-        let run = |one: &(Plan, Outcome)| (Figures::of(&one.0, &one.1), one.1.died);
-        (rate, policy, outcomes.iter().filter(of_group).map(run).collect())
+    let cell = |(rate, policy)| {
+        let here = |plan: &Plan| (plan.rate, plan.policy) == (rate, policy);
+        let of_cell: Vec<_> = outcomes.iter().filter(|(plan, _)| here(plan)).collect();
+        let each: Vec<_> =
+            of_cell.iter().map(|(plan, outcome)| Figures::of(plan, outcome)).collect();
+        Cell {
+            rate,
+            policy,
+            runs: of_cell.len() as u64,
+            died: of_cell.iter().filter(|(_, outcome)| outcome.died).count() as u64,
+            medians: Figures::median(&each),
+        }
     };
-    keys.into_iter().map(runs).collect()
+    keys.into_iter().map(cell).collect()
 }
 
 #[expect(clippy::cast_precision_loss, reason = "counts of one run are far below 2^52")]
