@@ -2,10 +2,10 @@
 //!
 //! Runs on the control thread: no allocation, no driver call, some ten to thirty microseconds.
 //! jemalloc's statistics are refreshed no oftener than their measured cost allows (0.3 % of a
-//! core): about every 20 ms in a busy process with few threads, and every quarter of a second in a
-//! large one, and never while nothing moves. Between two refreshes what is purgeable follows from figures that cost next to
-//! nothing, because a fresh physical size less a stale purgeable one is wrong by all that was
-//! freed or given back since.
+//! core): about every 20 ms in a busy process with few threads, every quarter of a second in a
+//! large one, and never while nothing moves. Between two refreshes what is purgeable follows from
+//! figures that cost next to nothing, because a fresh physical size less a stale purgeable one is
+//! wrong by all that was freed or given back since.
 //!
 //! Invariant: `purgeable = dirty + muzzy + idle of host-backed arenas`; between two refreshes the
 //! heap's part is no more than at the last one and what active pages have become fewer by.
