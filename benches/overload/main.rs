@@ -54,7 +54,7 @@ struct Cli {
     #[arg(long)]
     quick: bool,
     /// Requests a second that are offered, in turn.
-    #[arg(long, value_delimiter = ',', default_values_t = [15, 45, 180])]
+    #[arg(long, value_delimiter = ',', default_values_t = [15, 60, 180])]
     rates: Vec<u32>,
     /// How often each pair of policy and rate is run.
     #[arg(long, default_value_t = 3)]
