@@ -6,6 +6,7 @@
 //! service runs unmanaged: nothing is timed, refused or given back.
 
 use std::net::SocketAddr;
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -16,22 +17,26 @@ use axum::http::request::Parts;
 use axum::http::{StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
+use hyper::service::service_fn;
+use hyper_util::rt::TokioIo;
 use lowtide::ByteSize;
 use lowtide::control::{Cost, LoadError, Managed};
 use lowtide::device::{ArenaConfig, DeviceArena};
 use lowtide::service::{Endpoints, MemoryLayer};
 use lowtide::{BoxError, Memory};
-use tokio::net::TcpListener;
+use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
-use tokio::task::JoinHandle;
+use tokio::task::{JoinHandle, JoinSet};
+use tower::ServiceExt as _;
 
 use crate::embed::{self, Embedder};
-use crate::forward::Forward;
+use crate::forward::{self, Forward};
 use crate::model::Model;
 use crate::upstream;
 
-/// Host bytes that a forwarded request takes on its way through: buffers of two connections.
-const FORWARD_COST: ByteSize = ByteSize::kib(128);
+/// Host bytes that a forwarded request takes on its way through: two connections, each with a
+/// buffer to read into and one to write from.
+const FORWARD_COST: ByteSize = ByteSize::of(4 * forward::BUFFER_MAX);
 
 /// How the proxy is set up.
 #[derive(Clone, Debug)]
@@ -207,17 +212,61 @@ fn model(
     Ok((arena, model))
 }
 
+/// Accepts connections until it is told to stop, then waits for those that are open.
 fn serve(
     listener: TcpListener,
     routes: Router,
     mut stopped: watch::Receiver<bool>,
 ) -> JoinHandle<std::io::Result<()>> {
-    let service = routes.into_make_service_with_connect_info::<SocketAddr>();
-    let end = async move {
-        // An error means that the sender is gone, which ends the server as well.
-        let _ = stopped.wait_for(|stopped| *stopped).await;
-    };
-    tokio::spawn(async move { axum::serve(listener, service).with_graceful_shutdown(end).await })
+    tokio::spawn(async move {
+        let mut open = JoinSet::new();
+        loop {
+            let accepted = tokio::select! {
+                // An error means that the sender is gone, which ends the server as well.
+                _ = stopped.wait_for(|stopped| *stopped) => break,
+                accepted = listener.accept() => accepted,
+            };
+            // Those that have ended are forgotten, so that the set is no larger than what is open.
+            while open.try_join_next().is_some() {}
+            match accepted {
+                Ok((stream, from)) => {
+                    open.spawn(connection(stream, from, routes.clone(), stopped.clone()));
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "a connection was not accepted");
+                    // Mostly a shortage of descriptors: some may close meanwhile.
+                    tokio::time::sleep(Duration::from_millis(50)).await;
+                }
+            }
+        }
+        drop(listener);
+        while open.join_next().await.is_some() {}
+        Ok(())
+    })
+}
+
+/// Serves one connection; once told to stop, it ends after the request under way.
+async fn connection(
+    stream: TcpStream,
+    from: SocketAddr,
+    routes: Router,
+    mut stopped: watch::Receiver<bool>,
+) {
+    let service = service_fn(move |mut request: hyper::Request<hyper::body::Incoming>| {
+        request.extensions_mut().insert(ConnectInfo(from));
+        routes.clone().oneshot(request.map(Body::new))
+    });
+    let connection = hyper::server::conn::http1::Builder::new()
+        .max_buf_size(forward::BUFFER_MAX)
+        .serve_connection(TokioIo::new(stream), service);
+    let mut connection = pin!(connection);
+    // A broken connection is the client's affair.
+    tokio::select! {
+        _ = connection.as_mut() => return,
+        _ = stopped.wait_for(|stopped| *stopped) => {}
+    }
+    connection.as_mut().graceful_shutdown();
+    let _ = connection.await;
 }
 
 fn content_length(request: &Parts) -> Option<u64> {

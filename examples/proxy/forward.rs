@@ -27,6 +27,10 @@ const CONNECT_PATIENCE: Duration = Duration::from_secs(5);
 /// How long an idle connection to the upstream is kept.
 const KEEP_IDLE: Duration = Duration::from_secs(15);
 
+/// The buffer of a connection at most. hyper's own bound is 408 KiB, which a connection that has
+/// once carried a large body keeps while it is idle: memory that no request books.
+pub(crate) const BUFFER_MAX: usize = 32 << 10;
+
 static KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
 static PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
 static FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
@@ -56,6 +60,7 @@ impl Forward {
         let client = Client::builder(TokioExecutor::new())
             .pool_timer(TokioTimer::new())
             .pool_idle_timeout(KEEP_IDLE)
+            .http1_max_buf_size(BUFFER_MAX)
             .build(connector);
         Ok(Self { client, authority, base_path: upstream.path().trim_end_matches('/').to_owned() })
     }

@@ -1,4 +1,4 @@
-//! A memory cgroup of one's own, so that what the kernel charges is this process's alone.
+//! A memory cgroup of one's own, so that what the kernel charges is one process's alone.
 //!
 //! Works where the process may make folders in its cgroup (root, or a delegated cgroup), for
 //! cgroup v1 and v2. Elsewhere it says why not, and the run measures its own pages instead.
@@ -6,52 +6,78 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+/// A memory cgroup below the present one; on drop it is removed, as far as nobody is in it.
+#[derive(Debug)]
+pub(crate) struct Group {
+    /// Its folder.
+    pub(crate) folder: PathBuf,
+}
+
+impl Group {
+    /// Makes one, under a limit where one is given.
+    pub(crate) fn make(name: &str, limit_bytes: Option<u64>) -> Result<Self, String> {
+        let (home, v2) = home()?;
+        let folder = home.join(name);
+        let fault = |what: &str, error: std::io::Error| format!("{what}: {error}");
+        fs::create_dir(&folder).map_err(|error| fault("a cgroup cannot be made", error))?;
+        let group = Self { folder };
+        if v2 && !group.folder.join("memory.stat").exists() {
+            return Err("the memory controller is not delegated to this cgroup".to_owned());
+        }
+        let Some(bytes) = limit_bytes else { return Ok(group) };
+        let (file, limit) = if v2 {
+            // Without swap, as version 1's second limit says.
+            let _ = fs::write(group.folder.join("memory.swap.max"), "0");
+            ("memory.max", bytes.to_string())
+        } else {
+            ("memory.limit_in_bytes", bytes.to_string())
+        };
+        fs::write(group.folder.join(file), &limit)
+            .map_err(|error| fault("a limit cannot be set", error))?;
+        if !v2 {
+            // There only where swap is accounted.
+            let _ = fs::write(group.folder.join("memory.memsw.limit_in_bytes"), limit);
+        }
+        Ok(group)
+    }
+
+    /// The file into which a process writes its id to enter.
+    pub(crate) fn entrance(&self) -> PathBuf {
+        self.folder.join("cgroup.procs")
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        // Best effort: a folder that stays behind is empty and harmless.
+        let _ = fs::remove_dir(&self.folder);
+    }
+}
+
 /// A cgroup that this process moved into; on drop it moves back and removes the folder.
 #[derive(Debug)]
 pub(crate) struct OwnCgroup {
-    folder: PathBuf,
-    home: PathBuf,
+    group: Group,
 }
 
 impl OwnCgroup {
     /// Makes a memory cgroup below the present one and moves this process into it, under a limit
     /// where one is given.
     pub(crate) fn enter(limit_bytes: Option<u64>) -> Result<Self, String> {
-        let (home, v2) = home()?;
-        let folder = home.join(format!("lowtide-{}", std::process::id()));
-        let fault = |what: &str, error: std::io::Error| format!("{what}: {error}");
-        fs::create_dir(&folder).map_err(|error| fault("a cgroup cannot be made", error))?;
-        let own = Self { folder, home };
-        if v2 && !own.folder.join("memory.stat").exists() {
-            return Err("the memory controller is not delegated to this cgroup".to_owned());
-        }
-        if let Some(bytes) = limit_bytes {
-            let files: &[&str] = if v2 {
-                &["memory.max"]
-            } else {
-                &["memory.limit_in_bytes", "memory.memsw.limit_in_bytes"]
-            };
-            for file in files {
-                let set = fs::write(own.folder.join(file), bytes.to_string());
-                // The second is there only where swap is accounted.
-                if let (Err(error), "memory.max" | "memory.limit_in_bytes") = (set, *file) {
-                    return Err(fault("a limit cannot be set", error));
-                }
-            }
-        }
         let pid = std::process::id().to_string();
-        fs::write(own.folder.join("cgroup.procs"), pid)
-            .map_err(|error| fault("the cgroup cannot be entered", error))?;
-        Ok(own)
+        let group = Group::make(&format!("lowtide-{pid}"), limit_bytes)?;
+        fs::write(group.entrance(), pid)
+            .map_err(|error| format!("the cgroup cannot be entered: {error}"))?;
+        Ok(Self { group })
     }
 }
 
 impl Drop for OwnCgroup {
     fn drop(&mut self) {
-        let pid = std::process::id().to_string();
-        // Best effort: a folder that stays behind is empty and harmless.
-        let _ = fs::write(self.home.join("cgroup.procs"), pid);
-        let _ = fs::remove_dir(&self.folder);
+        // The group itself goes after this.
+        if let Some(home) = self.group.folder.parent() {
+            let _ = fs::write(home.join("cgroup.procs"), std::process::id().to_string());
+        }
     }
 }
 

@@ -14,7 +14,8 @@ use crate::sync::{Mutex, lock};
 use super::error::Note;
 use super::shared::Shared;
 
-/// How often the application's hook runs at most.
+/// How often at most the application's hook runs, and the recorder is told what the metrics are: it
+/// may have been installed meanwhile, and telling is a sixth of what publishing costs.
 const HOOK_EVERY: Duration = Duration::from_secs(5);
 
 /// Called on the worker after metrics were published.
@@ -51,9 +52,13 @@ impl Hands for WorkerHands {
         {
             self.shared.note(Note { about: "heap", text: error.to_string() });
         }
+        let upkeep = now >= self.hook_at;
+        if upkeep {
+            self.hook_at = now + HOOK_EVERY;
+            record::describe();
+        }
         let start = self.shared.clock.now();
         let snapshot = self.shared.snapshot();
-        record::describe();
         record::build_info(snapshot.profile.name());
         if let Some(heap) = &snapshot.heap {
             record::heap(heap);
@@ -76,10 +81,7 @@ impl Hands for WorkerHands {
             record::resource(resource, resource.last_used.map(|moment| snapshot.on_wall(moment)));
         }
         record::sampler(snapshot.since_epoch, self.shared.clock.now() - start);
-        if let Some(hook) = &mut self.hook
-            && now >= self.hook_at
-        {
-            self.hook_at = now + HOOK_EVERY;
+        if upkeep && let Some(hook) = &mut self.hook {
             hook();
         }
     }

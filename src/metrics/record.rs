@@ -9,8 +9,8 @@ use metrics::{counter, describe_counter, describe_gauge, describe_histogram, gau
 
 use super::names::{self as name, Kind, TABLE};
 
-/// Tells the recorder type, unit and help of every metric. Called at each publication, because a
-/// recorder may be installed at any time.
+/// Tells the recorder type, unit and help of every metric. Called again every few seconds, because
+/// a recorder may be installed at any time.
 pub fn describe() {
     for metric in TABLE {
         match metric.kind {

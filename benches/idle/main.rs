@@ -1,0 +1,111 @@
+//! Idle: what the crate costs a service that does nothing.
+//!
+//! Child processes of this program stand idle side by side: without a `Memory`, with one that has
+//! its default settings, and with one that wants no jemalloc threads. From outside they are read
+//! for CPU time by thread, threads by name and resident memory, so that reading costs them
+//! nothing. The time that starting takes is measured in processes of their own.
+//!
+//! Exit codes: 0 every goal held; 1 one was missed, or something could not be measured.
+#![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
+#![expect(clippy::disallowed_methods, reason = "it measures real time")]
+
+mod child;
+mod look;
+mod report;
+
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use clap::Parser;
+use lowtide::BoxError;
+
+use crate::child::{Idler, Kind};
+use crate::look::Look;
+use crate::report::Standing;
+
+#[global_allocator]
+static HEAP: lowtide::host::Heap = lowtide::host::Heap;
+
+lowtide::heap_profile!(balanced);
+
+/// Processes of each kind that stand idle.
+const OF_EACH: usize = 3;
+/// After the start, before CPU time is counted: what starting left to do is done then.
+const SETTLE: Duration = Duration::from_secs(2);
+/// Processes that are started for the time it takes.
+const STARTS: usize = 30;
+
+#[derive(Clone, Copy, Debug, Parser)]
+#[command(about = "What the crate costs a service that does nothing")]
+struct Cli {
+    /// Watch for 6 seconds in place of 32.
+    #[arg(long)]
+    quick: bool,
+    /// Be an idle process of this kind.
+    #[arg(long, hide = true)]
+    be: Option<Kind>,
+    /// Start, say how long that took, and end.
+    #[arg(long, hide = true)]
+    start: bool,
+    /// Cargo says this when benches are asked for.
+    #[arg(long, hide = true)]
+    bench: bool,
+}
+
+fn main() -> ExitCode {
+    // Cargo's tests start benches too, without that word and with arguments of their own.
+    if !std::env::args().any(|argument| argument == "--bench" || argument == "--be") {
+        println!("idle: a bench of half a minute, not a test: run `cargo bench --bench idle`");
+        return ExitCode::SUCCESS;
+    }
+    let cli = Cli::parse();
+    let done = match cli.be {
+        Some(kind) => child::be(kind, cli.start).map(|()| true),
+        None => measure(cli.quick),
+    };
+    match done {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("idle: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Measures everything and prints it; whether every goal held.
+fn measure(quick: bool) -> Result<bool, BoxError> {
+    let watched = Duration::from_secs(if quick { 6 } else { 32 });
+    let mut starts = Vec::new();
+    for kind in [Kind::Managed, Kind::NoThreads] {
+        let times: Result<Vec<f64>, BoxError> =
+            (0..STARTS).map(|_| child::start_millis(kind)).collect();
+        starts.push((kind, times?));
+    }
+    let mut idlers = Vec::new();
+    for _ in 0..OF_EACH {
+        for kind in Kind::ALL {
+            idlers.push(Idler::spawn(kind)?);
+        }
+    }
+    println!(
+        "{OF_EACH} idle processes of each kind, watched for {} s; {STARTS} starts of each\n",
+        watched.as_secs()
+    );
+    std::thread::sleep(SETTLE);
+    let before = looks(&idlers)?;
+    let start = Instant::now();
+    std::thread::sleep(watched);
+    let after = looks(&idlers)?;
+    let seconds = start.elapsed().as_secs_f64();
+    let standings: Vec<Standing> = idlers
+        .iter()
+        .zip(before.into_iter().zip(after))
+        .map(|(idler, (before, after))| Standing::between(idler.kind, &before, after, seconds))
+        .collect();
+    Ok(report::print(&standings, &starts))
+}
+
+fn looks(idlers: &[Idler]) -> Result<Vec<Look>, BoxError> {
+    idlers.iter().map(|idler| Look::at(idler.id())).collect()
+}
