@@ -10,7 +10,7 @@ use std::thread;
 
 use crate::bytes::ByteSize;
 use crate::clock::{Bell, Clock, Moment, SystemClock};
-use crate::config::{Config, DeviceChoice, Profile, Settings, env};
+use crate::config::{Config, DeviceChoice, Profile, Settings, Source, env};
 use crate::control::{
     self, Admission, Budget, Ladder, Maintenance, Resources, Signals, Worker, run_control,
     run_worker,
@@ -18,7 +18,7 @@ use crate::control::{
 use crate::device::driver::Driver;
 use crate::device::driver::host::HostDriver;
 use crate::fork::Birth;
-use crate::host::{self, HeapProbe, HeapSettings};
+use crate::host::{self, Difference, HeapProbe, HeapProfile, HeapSettings};
 use crate::sync::{Mutex, lock};
 
 use super::error::{Note, StartError};
@@ -320,7 +320,39 @@ fn settle_heap(config: &Config, notes: &mut Vec<Note>) -> Option<HeapProbe> {
         }
         Err(error) => note(error.to_string()),
     }
+    if let Some(text) = fixed_otherwise(config) {
+        note(text);
+    }
     HeapProbe::new().map_err(|error| note(error.to_string())).ok()
+}
+
+/// What the profile that somebody asked for needs at start and this process was started without.
+/// A profile that nobody asked for says nothing: the binary may well carry another one on purpose.
+fn fixed_otherwise(config: &Config) -> Option<String> {
+    if config.profile.source == Source::Profile || !host::is_global() {
+        return None;
+    }
+    let asked = match config.profile.value {
+        Profile::LowMemory => HeapProfile::LowMemory,
+        Profile::Balanced => HeapProfile::Balanced,
+        Profile::Throughput => HeapProfile::Throughput,
+    };
+    let found = host::effective().ok()?;
+    let differences = found.differences_from(asked);
+    let list = differences.iter().map(|difference| {
+        let Difference { setting, asked, found, .. } = difference;
+        format!("{setting} is {found} instead of {asked}")
+    });
+    (!differences.is_empty()).then(|| {
+        format!(
+            "profile {} is in force in part; fixed at start otherwise: {}; start the process with \
+             {}={}",
+            config.profile.value,
+            list.collect::<Vec<_>>().join(", "),
+            found.variable(),
+            asked.conf().to_string_lossy(),
+        )
+    })
 }
 
 fn settings(config: &Config) -> control::Settings {

@@ -1,0 +1,123 @@
+//! What is written for operators agrees with the code: variables, their defaults, the image.
+//!
+//! It reads text; that the image builds and runs is for `.ci/docker` to try.
+#![cfg(feature = "memory")]
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::Path;
+use std::time::Duration;
+
+use lowtide::config::env::VARIABLES;
+use lowtide::config::{Config, Profile, Settings};
+use lowtide::decay::DecayTime;
+use lowtide::host::HeapProfile;
+
+const GUIDE: &str = "docs/DEPLOYING.md";
+
+fn text(name: &str) -> String {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(name);
+    fs::read_to_string(&path).unwrap_or_else(|error| panic!("{name}: {error}"))
+}
+
+/// The cells of the table row that begins with this variable.
+fn row(name: &str) -> Option<Vec<String>> {
+    let guide = text(GUIDE);
+    let found = guide.lines().find(|line| line.starts_with(&format!("| `{name}` |")))?;
+    Some(found.trim_matches('|').split('|').map(|cell| cell.trim().to_owned()).collect())
+}
+
+/// Every name in a text that starts so.
+fn names(text: &str, start: &str) -> BTreeSet<String> {
+    let is_part = |c: char| c.is_ascii_uppercase() || c.is_ascii_digit() || c == '_';
+    text.split(|c: char| !is_part(c))
+        .filter(|word| word.starts_with(start) && word.len() > start.len())
+        .map(str::to_owned)
+        .collect()
+}
+
+#[test]
+fn every_variable_of_the_crate_has_its_row() {
+    for variable in VARIABLES {
+        assert!(row(variable.name).is_some(), "{} has no row in {GUIDE}", variable.name);
+    }
+}
+
+#[test]
+fn the_defaults_in_the_rows_are_those_of_the_profiles() {
+    for (at, profile) in Profile::ALL.into_iter().enumerate() {
+        let code = Settings { profile: Some(profile), ..Settings::default() };
+        let config = Config::resolve(&code, &Settings::default()).expect("a profile is valid");
+        let decay = |time| match time {
+            DecayTime::Within(time) => short(time),
+            other => panic!("{other:?}: no profile has that"),
+        };
+        for (name, default) in [
+            ("LOWTIDE_CEILING", format!("{:.2}", config.ceiling.value)),
+            ("LOWTIDE_DEVICE", config.device.value.to_string()),
+            ("LOWTIDE_DEVICE_DECAY", decay(config.device_decay.value)),
+            ("LOWTIDE_HEAP_DECAY", decay(config.heap_decay.value)),
+            ("LOWTIDE_BACKGROUND_THREADS", config.background_threads.value.to_string()),
+            (
+                "LOWTIDE_PURGE_INTERVAL",
+                config.purge_interval.value.map_or_else(|| "never".to_owned(), short),
+            ),
+            ("LOWTIDE_IDLE_UNLOAD", short(config.idle_unload.value)),
+            ("LOWTIDE_METRICS_INTERVAL", short(config.metrics_interval.value)),
+        ] {
+            let cells = row(name).unwrap_or_default();
+            assert_eq!(cells.get(2 + at), Some(&default), "{name}, {profile}: {cells:?}");
+        }
+    }
+}
+
+fn short(time: Duration) -> String {
+    humantime::format_duration(time).to_string()
+}
+
+#[test]
+fn every_variable_of_the_proxy_has_its_row() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/proxy");
+    let parts = fs::read_dir(folder).expect("the proxy's modules").map(|entry| {
+        let name = entry.expect("an entry").file_name();
+        text(&format!("examples/proxy/{}", name.to_string_lossy()))
+    });
+    let source: String = parts.chain([text("examples/proxy.rs")]).collect();
+    let own: BTreeSet<_> = source
+        .split("env = \"")
+        .skip(1)
+        .filter_map(|after| after.split_once('"').map(|(name, _)| name.to_owned()))
+        .collect();
+    assert!(own.len() >= 6, "the proxy's variables are not found any more: {own:?}");
+    for name in own {
+        assert!(row(&name).is_some(), "{name} has no row in {GUIDE}");
+    }
+}
+
+#[test]
+fn what_is_set_for_operators_are_variables_that_exist() {
+    let known: BTreeSet<_> = VARIABLES.iter().map(|variable| variable.name.to_owned()).collect();
+    for file in ["Dockerfile", "compose.yaml"] {
+        let set = names(&text(file), "LOWTIDE_");
+        assert!(!set.is_empty(), "{file} sets none");
+        assert!(set.is_subset(&known), "{file}: {:?}", set.difference(&known));
+    }
+}
+
+/// The profile's string stands in the image by hand: an image cannot ask the crate for it.
+#[test]
+fn the_image_starts_jemalloc_with_the_low_memory_profile_to_the_letter() {
+    let conf = HeapProfile::LowMemory.conf().to_str().expect("ASCII");
+    let image = text("Dockerfile");
+    assert!(image.contains("LOWTIDE_PROFILE=low-memory"), "the run-time half of the profile");
+    for (file, text) in [("Dockerfile", image), (GUIDE, text(GUIDE))] {
+        let set: Vec<_> = text
+            .split("_RJEM_MALLOC_CONF=")
+            .skip(1)
+            .map(|after| after.split(['`', ' ', '\n', '"']).next().unwrap_or_default())
+            .filter(|value| !value.is_empty()) // how to take it back
+            .collect();
+        assert!(!set.is_empty(), "{file} sets it nowhere");
+        assert!(set.iter().all(|found| *found == conf), "{file}: {set:?}, expected {conf}");
+    }
+}
