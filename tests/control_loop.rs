@@ -404,9 +404,10 @@ fn without_a_limit_everything_is_admitted_and_with_a_device_limit_the_device_is_
     rig.run(Duration::from_millis(600));
     assert_eq!(rig.admission.level(), Level::None);
     let _huge = rig.admission.try_admit(Cost::host(ByteSize::gib(9000))).expect("no limit known");
-    // (.80 x 10 GiB - 2 GiB) / 2 = 3 GiB.
-    assert!(rig.admission.try_admit(Cost::device(ByteSize::mib(3071))).is_ok());
-    let error = rig.admission.try_admit(Cost::device(ByteSize::mib(3073))).expect_err("full");
+    // (.80 x 10 GiB - 2 GiB) / 2 = 3 GiB; 1 GiB is held.
+    let _held = rig.admission.try_admit(Cost::device(ByteSize::gib(1))).expect("fits");
+    assert!(rig.admission.try_admit(Cost::device(ByteSize::mib(2047))).is_ok());
+    let error = rig.admission.try_admit(Cost::device(ByteSize::mib(2049))).expect_err("full");
     assert_eq!(error.reason(), ShedReason::Full);
     assert_eq!(rig.triggers(), []);
 }

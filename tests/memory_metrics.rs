@@ -161,12 +161,14 @@ fn the_scrape_and_the_table_say_the_same_once_there_is_a_recorder() {
     assert_eq!(recorder.render(), "", "nothing was kept for it");
     memory.purge().expect("not forked");
     leave_idle(&memory);
-    // The recorder may have come in the middle of the first.
-    advance_until(&clock, TICK, "published twice", || {
-        recorder.render().lines().any(|line| {
+    // The recorder may have come in the middle of the first; descriptions follow within seconds.
+    advance_until(&clock, TICK, "published twice, and described", || {
+        let text = recorder.render();
+        let twice = text.lines().any(|line| {
             let count = line.strip_prefix("lowtide_sampler_duration_seconds_count ");
             count.is_some_and(|count| count.parse::<u64>().is_ok_and(|count| count >= 2))
-        })
+        });
+        twice && text.contains("# HELP lowtide_build_info")
     });
     assert!(memory.shutdown(SOON).is_clean());
     let scrape = Scrape::parse(&recorder.render());

@@ -466,7 +466,8 @@ mod tests {
     use super::*;
     use crate::control::ledger::{Correction, Measured};
 
-    /// A door whose ceilings are these; the allowances are half of them at K = 2.
+    /// A door whose ceilings are these; the allowances are half of them at K = 2, but for a request
+    /// that is nearly alone.
     fn door(host: u64, device: u64) -> Admission {
         let admission = Admission::new();
         for (budget, mib) in [(Budget::Host, host), (Budget::Device, device)] {
@@ -499,9 +500,11 @@ mod tests {
     #[test]
     fn a_cost_that_fails_in_one_budget_is_booked_in_none() {
         let admission = door(100, 10);
-        let cost = Cost::host(ByteSize::mib(1)).and_device(ByteSize::mib(6));
+        let cost = Cost::host(ByteSize::mib(1)).and_device(ByteSize::mib(4));
+        let held = admission.try_admit(cost).expect("fits");
         let error = admission.try_admit(cost).expect_err("the device is full");
         assert!(matches!(error, Rejected::Full { budget: Budget::Device, .. }), "{error:?}");
+        drop(held);
         assert_eq!(booked(&admission), NOTHING);
         let error = admission.try_stand(Cost { device: ByteSize::mib(11), ..cost });
         assert!(matches!(error, Err(Rejected::TooLarge { budget: Budget::Device, .. })));
@@ -512,7 +515,8 @@ mod tests {
     #[test]
     fn what_can_never_fit_is_told_from_what_does_not_fit_now() {
         let admission = door(100, 100);
-        let full = admission.try_admit(Cost::host(ByteSize::mib(51))).expect_err("full");
+        let _held = admission.try_admit(Cost::host(ByteSize::mib(10))).expect("fits");
+        let full = admission.try_admit(Cost::host(ByteSize::mib(41))).expect_err("full");
         assert!(matches!(full, Rejected::Full { .. }));
         assert!(full.retry_after().expect("later") >= Duration::from_secs(1));
         let large = admission.try_admit(Cost::host(ByteSize::mib(101))).expect_err("too large");

@@ -10,10 +10,16 @@
 //! takes `units = F / K` of the allowance when it is booked, and the allowance is raised by those
 //! units from the next correction on, when `F` has become part of `other`.
 //!
-//! Invariants: at every booking `booked + asked <= allowance`; with `requests = booked - units`,
-//! `required = physical - purgeable` and `pending` the standing bytes not yet loaded,
-//! `other = max(base + standing, required - K x requests + pending)` and
-//! `allowance = (ceiling - other) / K + units`;
+//! `K` is measured on requests that were admitted, so a `K` that refuses all of them would stay
+//! for ever. Therefore, where nothing has been measured for a while, a request that is nearly
+//! alone counts once: it is the measurement. Its estimate is taken at its word, once.
+//!
+//! Invariants: at every booking `booked + asked <= allowance`, or `requests <= ceiling / 32` and
+//! `asked <= alone`; with `requests = booked - units`, `required = physical - purgeable` and
+//! `pending` the standing bytes not yet loaded,
+//! `other = max(base + standing, required - K x requests + pending)`,
+//! `allowance = (ceiling - other) / K + units` and
+//! `alone = ceiling - other - K x ceiling / 32`, or 0 while `K` is being measured;
 //! `K = max(1.05 x measured, .995 x K)` held within 1 to 5.
 
 use std::fmt;
@@ -34,9 +40,12 @@ pub const K_MAX: f64 = 5.0;
 const K_MARGIN: f64 = 1.05;
 /// What is left of `K` after a tick in which less was measured.
 const K_DECAY: f64 = 0.995;
-/// `K` is measured only where requests have booked at least this part of the ceiling: below it
+/// `K` is measured only where requests have booked at least the ceiling divided by this: below it
 /// the noise of the sample is larger than what it measures.
-const MEASURED_FROM: f64 = 1.0 / 32.0;
+const MEASURED_PART: u64 = 32;
+/// After so many corrections without a measurement a request that is nearly alone counts once: two
+/// seconds of an idle service. A guess.
+const UNMEASURED: u32 = 8;
 
 /// Whose bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -101,6 +110,8 @@ pub struct Ledger {
     allowance: AtomicU64,
     /// Written by the control loop only.
     ceiling: AtomicU64,
+    /// What a request may book that is nearly alone. Written by the control loop only.
+    alone: AtomicU64,
     /// Bits of an `f64`. Written by the control loop only.
     k: AtomicU64,
     /// What standing bookings hold of `booked`.
@@ -118,6 +129,7 @@ impl Ledger {
             booked: AtomicU64::new(0),
             allowance: AtomicU64::new(u64::MAX),
             ceiling: AtomicU64::new(u64::MAX),
+            alone: AtomicU64::new(0),
             k: AtomicU64::new(K_START.to_bits()),
             units: AtomicU64::new(0),
             standing: AtomicU64::new(0),
@@ -125,12 +137,22 @@ impl Ledger {
         }
     }
 
-    /// Books bytes if they fit; no bytes always fit. One compare-and-exchange, tried again only
-    /// when another thread's booking came in between.
+    /// Books bytes of a request if they fit; no bytes always fit. One compare-and-exchange, tried
+    /// again only when another thread's booking came in between.
     ///
     /// # Errors
-    /// Where `booked + bytes > allowance`, or the sum does not fit 64 bits; nothing is booked then.
+    /// Where the bytes fit neither beside what is booked nor alone (see the module), or the sum
+    /// does not fit 64 bits; nothing is booked then.
     pub fn try_book(&self, bytes: ByteSize) -> Result<(), Shortfall> {
+        let alone = self.alone.load(Ordering::Relaxed);
+        let few = few(self.ceiling()).get();
+        self.book_where(bytes, |booked| {
+            bytes.get() <= alone && booked.saturating_sub(self.units.load(Ordering::Relaxed)) <= few
+        })
+    }
+
+    /// Books bytes where the allowance has room, or what is booked before them does no harm.
+    fn book_where(&self, bytes: ByteSize, harmless: impl Fn(u64) -> bool) -> Result<(), Shortfall> {
         if bytes.is_zero() {
             return Ok(());
         }
@@ -138,8 +160,8 @@ impl Ledger {
         let mut booked = self.booked.load(Ordering::Relaxed);
         // Ends: a failed exchange means that another one succeeded (or, rarely, a spurious one).
         loop {
-            let sum = booked.checked_add(bytes.get()).filter(|&sum| sum <= allowance);
-            let Some(sum) = sum else {
+            let fits = |sum: &u64| *sum <= allowance || harmless(booked);
+            let Some(sum) = booked.checked_add(bytes.get()).filter(fits) else {
                 return Err(Shortfall {
                     asked: bytes,
                     booked: ByteSize::new(booked),
@@ -190,7 +212,8 @@ impl Ledger {
     /// As for [`Ledger::try_book`].
     pub fn try_book_standing(&self, bytes: ByteSize) -> Result<Standing, Shortfall> {
         let units = units_of(bytes, self.k());
-        self.try_book(ByteSize::new(units)).map_err(|short| Shortfall { asked: bytes, ..short })?;
+        self.book_where(ByteSize::new(units), |_| false)
+            .map_err(|short| Shortfall { asked: bytes, ..short })?;
         // After the booking: a correction in between takes the units for a request's, which is
         // the same room.
         self.standing.fetch_add(bytes.get(), Ordering::Relaxed);
@@ -265,6 +288,7 @@ impl Ledger {
         self.k.store(correction.k.to_bits(), Ordering::Relaxed);
         self.ceiling.store(measured.ceiling.get(), Ordering::Relaxed);
         self.allowance.store(allowance.get(), Ordering::Relaxed);
+        self.alone.store(correction.alone.get(), Ordering::Relaxed);
     }
 }
 
@@ -282,6 +306,11 @@ fn units_of(bytes: ByteSize, k: f64) -> u64 {
         ByteSize::MAX => u64::MAX,
         _ => bytes.scaled(1.0 / k).get().saturating_add(1),
     }
+}
+
+/// What requests may have booked for one more to be nearly alone.
+fn few(ceiling: ByteSize) -> ByteSize {
+    ByteSize::new(ceiling.get() / MEASURED_PART)
 }
 
 /// What a sample says about one budget.
@@ -316,13 +345,22 @@ pub struct Correction {
     base: ByteSize,
     /// Whether nothing was booked at the last sample either.
     quiet: bool,
+    /// Updates since `K` was last measured.
+    unmeasured: u32,
+    alone: ByteSize,
 }
 
 impl Correction {
     /// Nothing learned yet.
     #[must_use]
     pub const fn new() -> Self {
-        Self { k: K_START, base: ByteSize::ZERO, quiet: true }
+        Self {
+            k: K_START,
+            base: ByteSize::ZERO,
+            quiet: true,
+            unmeasured: UNMEASURED,
+            alone: ByteSize::ZERO,
+        }
     }
 
     /// By how much estimates are multiplied.
@@ -349,8 +387,12 @@ impl Correction {
         let pending = books.standing.saturating_sub(books.settled);
         let unbooked = required.saturating_sub(books.requests.scaled(self.k));
         let other = unbooked.saturating_add(pending).max(self.base.saturating_add(books.standing));
-        let room = measured.ceiling.saturating_sub(other).scaled(1.0 / self.k);
-        room.saturating_add(books.units)
+        let room = measured.ceiling.saturating_sub(other);
+        self.alone = match self.unmeasured {
+            UNMEASURED.. => room.saturating_sub(few(measured.ceiling).scaled(self.k)),
+            _ => ByteSize::ZERO,
+        };
+        room.scaled(1.0 / self.k).saturating_add(books.units)
     }
 
     /// The base is what is held while nothing is booked: taken after two quiet samples, because
@@ -363,9 +405,11 @@ impl Correction {
     }
 
     fn learn_k(&mut self, books: Books, required: ByteSize, ceiling: ByteSize) {
-        if books.requests.is_zero() || books.requests < ceiling.scaled(MEASURED_FROM) {
+        if books.requests.is_zero() || books.requests < few(ceiling) {
+            self.unmeasured = self.unmeasured.saturating_add(1);
             return;
         }
+        self.unmeasured = 0;
         // All standing bytes are taken off, loaded or not: a load must not look like a wrong
         // estimate.
         let held = required.saturating_sub(self.base).saturating_sub(books.standing);
@@ -478,6 +522,50 @@ mod tests {
         assert_eq!(correction.update(huge, extreme), ByteSize::MAX);
         let zero = Measured { ceiling: ByteSize::ZERO, ..sample(10, 0) };
         assert_eq!(correction.update(requests(10), zero), ByteSize::ZERO);
+    }
+
+    /// The bug: `K` starts at 2 and is learned from admitted requests only, so that one which fits
+    /// once but not twice was refused each time for ever, with nothing else to do.
+    #[test]
+    fn a_large_request_was_refused_for_ever_by_a_k_that_nothing_measured() {
+        let ledger = Ledger::new();
+        let mut correction = Correction::new();
+        let large = ByteSize::mib(600);
+        ledger.correct(&mut correction, sample(100, 0));
+        assert!(ledger.allowance() < large, "it does not fit at K = 2");
+        ledger.try_book(ByteSize::mib(20)).expect("a small one leaves it nearly alone");
+        ledger.try_book(large).expect("alone");
+        assert!(ledger.try_book(ByteSize::mib(5)).is_err(), "and no second one");
+        // It is measured now, and turns out to need what it said: so do those after it.
+        ledger.correct(&mut correction, sample(720, 0));
+        assert!(correction.k() < K_START);
+        ledger.release(ByteSize::mib(620));
+        ledger.correct(&mut correction, sample(100, 0));
+        assert!(ledger.try_book(large).is_err(), "K was measured a moment ago, and it is high");
+        let mut waits = 0;
+        while ledger.try_book(large).is_err() {
+            ledger.correct(&mut correction, sample(100, 0));
+            waits += 1;
+        }
+        assert_eq!(waits, UNMEASURED - 1);
+        ledger.release(large);
+    }
+
+    #[test]
+    fn a_resource_and_what_passes_the_ceiling_do_not_count_as_alone() {
+        let ledger = Ledger::new();
+        let mut correction = Correction::new();
+        ledger.correct(&mut correction, sample(100, 0));
+        assert!(ledger.try_book(ByteSize::mib(701)).is_err());
+        assert!(ledger.try_book_standing(ByteSize::mib(701)).is_err());
+        let model = ledger.try_book_standing(ByteSize::mib(300)).expect("fits");
+        ledger.correct(&mut correction, sample(100, 0));
+        ledger.try_book(ByteSize::mib(340)).expect("alone beside the resource");
+        ledger.release(ByteSize::mib(340));
+        assert!(ledger.try_book(ByteSize::mib(401)).is_err(), "the resource counts");
+        ledger.release_standing(model);
+        ledger.correct(&mut correction, sample(850, 0));
+        assert!(ledger.try_book(ByteSize::mib(1)).is_err(), "over the ceiling nothing fits");
     }
 
     #[test]
