@@ -664,6 +664,21 @@ mod models {
     }
 
     #[test]
+    fn of_two_that_are_alone_one_is() {
+        loom::model(|| {
+            let ledger = loom::sync::Arc::new(Ledger::new());
+            ledger.allowance.store(0, Ordering::Relaxed);
+            ledger.ceiling.store(MEASURED_PART, Ordering::Relaxed);
+            ledger.alone.store(6, Ordering::Relaxed);
+            let other = loom::sync::Arc::clone(&ledger);
+            let thread = loom::thread::spawn(move || other.try_book(ByteSize::new(6)).is_ok());
+            let mine = ledger.try_book(ByteSize::new(5)).is_ok();
+            let theirs = thread.join().expect("no panic");
+            assert!(mine != theirs);
+        });
+    }
+
+    #[test]
     fn units_of_standing_bookings_are_never_more_than_what_is_booked() {
         loom::model(|| {
             let ledger = loom::sync::Arc::new(Ledger::new());

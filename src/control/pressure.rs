@@ -4,7 +4,7 @@
 //! about what it finds.
 //!
 //! A level is entered at once when its `up` mark is reached, or when memory grows so fast that the
-//! limit would be reached within [`TICKS_TO_FULL`] samples (one level more, then). It is left one
+//! limit would be reached within [`TICKS_TO_FULL`] samples of a busy service (one level more, then). It is left one
 //! step at a time, after usage has stayed under its `down` mark for the dwell time.
 //!
 //! Invariants: `level >= the highest level whose up mark <= usage / limit`;
@@ -21,6 +21,10 @@ use crate::clock::Moment;
 
 /// Growth that fills the limit within this many samples raises the level by one.
 pub const TICKS_TO_FULL: f64 = 5.0;
+
+/// A longer step than this is one of an idle service, and the next ones will be shorter: growth
+/// is not drawn out over five idle steps. Twice the step of an active one.
+const STEP_MAX: Duration = Duration::from_millis(20);
 
 /// Weight of the newest growth in its average; a guess: two samples make three quarters of it.
 const GROWTH_WEIGHT: f64 = 0.5;
@@ -284,7 +288,7 @@ impl Pressure {
 
     /// Whether the limit is reached within [`TICKS_TO_FULL`] steps at the present growth.
     fn fills_soon(&self, usage: ByteSize, limit: ByteSize, step: Duration) -> bool {
-        let grown = self.growth * step.as_secs_f64() * TICKS_TO_FULL;
+        let grown = self.growth * step.min(STEP_MAX).as_secs_f64() * TICKS_TO_FULL;
         limit != ByteSize::MAX && grown > 0.0 && usage.as_f64() + grown >= limit.as_f64()
     }
 }
@@ -367,6 +371,19 @@ mod tests {
         let first = first.expect("raised");
         assert!(first < 75, "raised only at {first} %");
         assert!(first >= 100 - 8 * 5, "raised at {first} % already");
+    }
+
+    /// The bug: the growth of one idle step of 250 ms was drawn out over five more, so that the
+    /// first burst after a quiet time was pressure at a tenth of the limit.
+    #[test]
+    fn a_burst_after_an_idle_step_was_pressure_far_from_the_limit() {
+        let mut pressure = Pressure::new(Thresholds::default());
+        pressure.update(at(0), part(2), LIMIT);
+        assert_eq!(pressure.update(at(250), part(42), LIMIT), Level::None);
+        for step in 1..=10 {
+            let level = pressure.update(at(250 + 10 * step), part(42), LIMIT);
+            assert_eq!(level, Level::None, "the burst stays where it is");
+        }
     }
 
     #[test]
