@@ -4,8 +4,9 @@
 //! about what it finds.
 //!
 //! A level is entered at once when its `up` mark is reached, or when memory grows so fast that the
-//! limit would be reached within [`TICKS_TO_FULL`] samples of a busy service (one level more, then).
-//! It is left one step at a time, after usage has stayed under its `down` mark for the dwell time.
+//! limit would be reached within [`TICKS_TO_FULL`] samples of a busy service (one level more,
+//! then). It is left one step at a time, after usage has stayed under its `down` mark for the dwell
+//! time.
 //!
 //! Invariants: `level >= the highest level whose up mark <= usage / limit`;
 //! `falls <= elapsed / dwell + 1` and `rises <= falls + 3`, so that flips are bounded however

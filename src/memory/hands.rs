@@ -73,6 +73,9 @@ impl Hands for WorkerHands {
             record::arena(arena);
         }
         record::pressure(&snapshot.signal, &self.shared.state);
+        if let Some(total) = snapshot.oom_kills {
+            record::oom_kills(total);
+        }
         for budget in [Budget::Host, Budget::Device] {
             record::ledger(self.shared.admission.ledger(budget), budget);
         }

@@ -218,6 +218,7 @@ impl Shared {
             heap: self.heap.as_ref().and_then(|heap| heap.snapshot().ok()),
             arenas: self.arenas().iter().map(DeviceArena::snapshot).collect(),
             signal,
+            oom_kills: self.signals.oom_kills(),
             physical: signal.physical,
             purgeable: self.state.purgeable(),
             host: budget(Budget::Host),

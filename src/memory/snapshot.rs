@@ -23,6 +23,8 @@ pub struct MemorySnapshot {
     pub arenas: Vec<ArenaSnapshot>,
     /// What the kernel says, read now.
     pub signal: Signal,
+    /// Processes of the cgroup that the kernel has killed for memory, where it says so.
+    pub oom_kills: Option<u64>,
     /// What counts against the host's limit.
     pub physical: ByteSize,
     /// The part of it that a purge gives back, as of the last sample.

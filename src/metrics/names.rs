@@ -158,6 +158,8 @@ table! {
         "Requests turned away, by reason.";
     PRESSURE_TRANSITIONS: Counter "lowtide_pressure_transitions_total" Count ["to"]
         "Changes of the pressure level, by the level reached.";
+    PRESSURE_OOM_KILLS: Counter "lowtide_pressure_oom_kills_total" Count []
+        "Processes of the cgroup that the kernel has killed for memory; absent without one.";
     RESOURCE_LOADED: Gauge "lowtide_resource_loaded" Count ["resource"]
         "Whether the resource is loaded: 1 or 0.";
     RESOURCE_GUARDS: Gauge "lowtide_resource_guards" Count ["resource"]

@@ -137,6 +137,12 @@ pub fn pressure(signal: &crate::control::Signal, state: &crate::control::Pressur
     }
 }
 
+/// Processes of the cgroup that the kernel has killed.
+#[cfg(feature = "control")]
+pub fn oom_kills(total: u64) {
+    counter!(name::PRESSURE_OOM_KILLS.name).absolute(total);
+}
+
 /// One budget's ledger.
 #[cfg(feature = "control")]
 pub fn ledger(ledger: &crate::control::Ledger, budget: crate::control::Budget) {

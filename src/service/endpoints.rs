@@ -114,6 +114,7 @@ fn document(snapshot: &MemorySnapshot) -> Value {
             "purgeable_bytes": snapshot.purgeable.get(),
             "required_bytes": snapshot.required().get(),
             "charged_bytes": snapshot.signal.charged.map(ByteSize::get),
+            "oom_kills": snapshot.oom_kills,
             "limit_bytes": limit(snapshot.signal.limit.bytes),
             "limit_source": snapshot.signal.limit.source.name(),
             "budget": budget(&snapshot.host),

@@ -81,7 +81,6 @@ pub(super) struct Reading {
     pub(super) working_set: Option<ByteSize>,
     pub(super) charged: Option<ByteSize>,
     pub(super) limit: Option<Limit>,
-    pub(super) oom_kills: Option<u64>,
 }
 
 /// What `memory.stat` says of one level.
@@ -182,16 +181,16 @@ impl Cgroup {
                 limit = Some((bound, source));
             }
         }
-        let oom_kills = self
-            .events
-            .as_ref()
-            .and_then(|file| file.read(|text| keyed(text, b"oom_kill")).flatten());
         Reading {
             working_set: working_set.map(ByteSize::new),
             charged: stat.charged.map(ByteSize::new),
             limit: limit.map(|(bytes, source)| Limit { bytes: ByteSize::new(bytes), source }),
-            oom_kills,
         }
+    }
+
+    /// Processes of the leaf that were killed for memory.
+    pub(super) fn oom_kills(&self) -> Option<u64> {
+        self.events.as_ref()?.read(|text| keyed(text, b"oom_kill")).flatten()
     }
 }
 

@@ -100,8 +100,6 @@ pub struct Signal {
     /// Anonymous and shared memory that the cgroup is charged with: what no reclaim of the kernel
     /// gives back without swap.
     pub charged: Option<ByteSize>,
-    /// Processes of the cgroup that the kernel has killed for memory.
-    pub oom_kills: Option<u64>,
 }
 
 /// The resident set by kind.
@@ -261,7 +259,14 @@ impl Signals {
             }
             _ => rss.unwrap_or(ByteSize::ZERO),
         };
-        Signal { rss, physical, limit, charged: group.charged, oom_kills: group.oom_kills }
+        Signal { rss, physical, limit, charged: group.charged }
+    }
+
+    /// Processes of the cgroup that the kernel has killed for memory, since it was made. One more
+    /// read, so it is no part of a sample.
+    #[must_use]
+    pub fn oom_kills(&self) -> Option<u64> {
+        self.cgroup.as_ref()?.oom_kills()
     }
 
     /// The resident set by kind. Dearer than a sample (25 us measured): for metrics.
