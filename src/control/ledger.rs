@@ -20,7 +20,9 @@
 //! `other = max(base + standing, required - K x requests + pending)`,
 //! `allowance = (ceiling - other) / K + units` and
 //! `alone = ceiling - other - K x ceiling / 32`, or 0 while `K` is being measured;
-//! `K = max(1.05 x measured, .995 x K)` held within 1 to 5.
+//! `K = max(1.05 x measured, (1 - .005 x min(measured, 1)) x K)` held within 1 to 5: bytes that are
+//! booked and not used yet are no evidence that they will not be. What is not measured goes back to
+//! where it started, slowly.
 
 use std::fmt;
 
@@ -38,8 +40,12 @@ pub const K_MAX: f64 = 5.0;
 
 /// What is added to a measured `K`.
 const K_MARGIN: f64 = 1.05;
-/// What is left of `K` after a tick in which less was measured.
-const K_DECAY: f64 = 0.995;
+/// The part of `K` that goes with a tick in which all that was booked is held, and no more: half
+/// of it in 1.4 s of ticks of 10 ms.
+const K_DECAY: f64 = 0.005;
+/// The part of the way back to [`K_START`] that `K` goes with a tick without a measurement: half of
+/// it in three minutes of an idle service. A guess.
+const K_FORGETTING: f64 = 0.001;
 /// `K` is measured only where requests have booked at least the ceiling divided by this: below it
 /// the noise of the sample is larger than what it measures.
 const MEASURED_PART: u64 = 32;
@@ -343,7 +349,7 @@ pub struct Correction {
     k: f64,
     /// What is held when nothing is booked.
     base: ByteSize,
-    /// Whether nothing was booked at the last sample either.
+    /// Whether next to nothing was booked at the last sample either.
     quiet: bool,
     /// Updates since `K` was last measured.
     unmeasured: u32,
@@ -378,7 +384,7 @@ impl Correction {
     /// Learns from a sample and says what may be booked.
     pub fn update(&mut self, books: Books, measured: Measured) -> ByteSize {
         let required = measured.physical.saturating_sub(measured.purgeable);
-        self.learn_base(books, required);
+        self.learn_base(books, required, measured.ceiling);
         self.learn_k(books, required, measured.ceiling);
         debug_assert!((K_MIN..=K_MAX).contains(&self.k), "K is {}", self.k);
         if measured.ceiling == ByteSize::MAX {
@@ -395,11 +401,13 @@ impl Correction {
         room.scaled(1.0 / self.k).saturating_add(books.units)
     }
 
-    /// The base is what is held while nothing is booked: taken after two quiet samples, because
-    /// memory goes a little later than its booking. It is never more than what is held now.
-    fn learn_base(&mut self, books: Books, required: ByteSize) {
+    /// The base is what is held while next to nothing is booked: taken after two quiet samples,
+    /// because memory goes a little later than its booking. It is never more than what is held
+    /// beside requests now.
+    fn learn_base(&mut self, books: Books, required: ByteSize, ceiling: ByteSize) {
+        let quiet = books.requests <= few(ceiling);
         let held = required.saturating_sub(books.settled);
-        let quiet = books.requests.is_zero();
+        let held = if quiet { held.saturating_sub(books.requests.scaled(self.k)) } else { held };
         self.base = if quiet && self.quiet { held } else { self.base.min(held) };
         self.quiet = quiet;
     }
@@ -407,6 +415,7 @@ impl Correction {
     fn learn_k(&mut self, books: Books, required: ByteSize, ceiling: ByteSize) {
         if books.requests.is_zero() || books.requests < few(ceiling) {
             self.unmeasured = self.unmeasured.saturating_add(1);
+            self.k += K_FORGETTING * (K_START - self.k);
             return;
         }
         self.unmeasured = 0;
@@ -414,7 +423,8 @@ impl Correction {
         // estimate.
         let held = required.saturating_sub(self.base).saturating_sub(books.standing);
         let measured = held.as_f64() / books.requests.as_f64();
-        self.k = (K_MARGIN * measured).max(K_DECAY * self.k).clamp(K_MIN, K_MAX);
+        let decayed = self.k * (1.0 - K_DECAY * measured.min(1.0));
+        self.k = (K_MARGIN * measured).max(decayed).clamp(K_MIN, K_MAX);
     }
 }
 
@@ -482,13 +492,56 @@ mod tests {
         assert!((correction.k() - 0.995 * 1.05 * 3.0).abs() < 1e-9);
         let _ = correction.update(requests(100), sample(100_000, 0));
         assert!((correction.k() - K_MAX).abs() < 1e-9);
-        for _ in 0..2000 {
-            let _ = correction.update(requests(100), sample(10, 0));
+        for _ in 0..400 {
+            let _ = correction.update(requests(100), sample(90, 0));
         }
         assert!((correction.k() - K_MIN).abs() < 1e-9);
         // Too little is booked to measure against.
         let _ = correction.update(requests(1), sample(500, 0));
-        assert!((correction.k() - K_MIN).abs() < 1e-9);
+        assert!((correction.k() - K_MIN - K_FORGETTING).abs() < 1e-9);
+    }
+
+    /// The bug: bytes that a client had announced and did not send were taken for an estimate that
+    /// was too high, `K` fell to 1 within seconds, and the burst after that did not fit.
+    #[test]
+    fn announced_bytes_that_did_not_come_taught_that_estimates_are_too_high() {
+        let mut correction = Correction::new();
+        for _ in 0..1000 {
+            let _ = correction.update(requests(60), sample(1, 0));
+        }
+        assert!(correction.k() > 0.9 * K_START, "{}", correction.k());
+    }
+
+    /// The bug: what a burst had taught stayed for as long as nothing large came.
+    #[test]
+    fn what_was_learned_stayed_for_ever_in_an_idle_service() {
+        for measured in [400, 50] {
+            let mut correction = Correction::new();
+            for _ in 0..2000 {
+                let _ = correction.update(requests(80), sample(measured, 0));
+            }
+            assert!((correction.k() - K_START).abs() > 0.9, "{}", correction.k());
+            for _ in 0..4 * 60 * 30 {
+                let _ = correction.update(requests(0), sample(10, 0));
+            }
+            assert!((correction.k() - K_START).abs() < 0.01, "{}", correction.k());
+        }
+    }
+
+    /// The bug: one small request at any time was enough for the base never to be learned, so that
+    /// the service's own growth was taken for a wrong estimate.
+    #[test]
+    fn one_small_request_kept_the_base_from_being_learned() {
+        let mut correction = Correction::new();
+        for held in (10..=310).step_by(10) {
+            let _ = correction.update(requests(1), sample(held, 0));
+        }
+        assert_eq!(
+            correction.base(),
+            ByteSize::mib(310).saturating_sub(ByteSize::mib(1).scaled(correction.k()))
+        );
+        let _ = correction.update(requests(50), sample(350, 0));
+        assert!(correction.k() < 1.1 * K_START, "{}", correction.k());
     }
 
     #[test]
@@ -503,7 +556,7 @@ mod tests {
         let _ = correction.update(requests(0), sample(120, 0));
         assert_eq!(correction.base(), ByteSize::mib(120));
         // Held is less than the base while busy: the base was too high.
-        let _ = correction.update(requests(10), sample(90, 0));
+        let _ = correction.update(requests(30), sample(90, 0));
         assert_eq!(correction.base(), ByteSize::mib(90));
     }
 
