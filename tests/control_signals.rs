@@ -39,14 +39,14 @@ impl Tree {
     }
 
     fn v2(&self, folder: &str, group: Group) {
-        let Group { usage, inactive_file, anon, shmem, limit } = group;
+        let Group { usage, inactive_file, active_file, anon, shmem, limit } = group;
         let at = |file| format!("sys/fs/cgroup/{folder}/{file}");
         self.write(&at("memory.current"), &format!("{usage}\n"));
         self.write(
             &at("memory.stat"),
             &format!(
                 "anon {anon}\nfile 1\nkernel 100\nshmem {shmem}\nfile_mapped 5\ninactive_anon 9\n\
-                 active_anon 8\ninactive_file {inactive_file}\nactive_file 7\nunevictable 0\n"
+                 active_anon 8\ninactive_file {inactive_file}\nactive_file {active_file}\nunevictable 0\n"
             ),
         );
         let limit = limit.map_or_else(|| "max".to_owned(), |limit| limit.to_string());
@@ -56,7 +56,7 @@ impl Tree {
     }
 
     fn v1(&self, folder: &str, group: Group, hierarchical: u64) {
-        let Group { usage, inactive_file, anon, shmem, limit } = group;
+        let Group { usage, inactive_file, active_file, anon, shmem, limit } = group;
         let at = |file| format!("sys/fs/cgroup/memory/{folder}/{file}");
         self.write(&at("memory.usage_in_bytes"), &format!("{usage}\n"));
         self.write(
@@ -65,7 +65,8 @@ impl Tree {
                 "cache 1\nrss 2\nshmem 3\ninactive_file 4\n\
                  hierarchical_memory_limit {hierarchical}\n\
                  hierarchical_memsw_limit {V1_NO_LIMIT}\ntotal_cache 9\ntotal_rss {anon}\n\
-                 total_shmem {shmem}\ntotal_inactive_file {inactive_file}\n"
+                 total_shmem {shmem}\ntotal_inactive_file {inactive_file}\n\
+                 total_active_file {active_file}\n"
             ),
         );
         let limit = limit.unwrap_or(V1_NO_LIMIT);
@@ -86,6 +87,7 @@ impl Tree {
 struct Group {
     usage: u64,
     inactive_file: u64,
+    active_file: u64,
     anon: u64,
     shmem: u64,
     limit: Option<u64>,
@@ -94,7 +96,8 @@ struct Group {
 /// 300 MiB charged, 200 of them page cache that goes by itself.
 const GROUP: Group = Group {
     usage: 300 * MIB,
-    inactive_file: 200 * MIB,
+    inactive_file: 150 * MIB,
+    active_file: 50 * MIB,
     anon: 80 * MIB,
     shmem: 10 * MIB,
     limit: Some(512 * MIB),
@@ -105,7 +108,7 @@ fn limit(mib: u64, source: LimitSource) -> Limit {
 }
 
 #[test]
-fn version_2_counts_the_working_set_against_the_hard_limit() {
+fn version_2_counts_what_is_held_against_the_hard_limit() {
     let tree = Tree::new("0::/app\n", V2_MOUNT);
     tree.v2("app", GROUP);
     let signals = tree.open();
@@ -137,6 +140,25 @@ fn page_cache_at_the_limit_is_no_pressure_but_shared_memory_is() {
     assert_eq!(signals.sample().physical, ByteSize::mib(30));
     tree.v2("app", Group { shmem: 450 * MIB, ..cache });
     assert_eq!(signals.sample().physical, ByteSize::mib(451));
+}
+
+/// The bug: files that were read again and again counted as held, the level was critical, every
+/// request was turned away, and since nothing charged memory any more the kernel never took them.
+#[test]
+fn page_cache_in_use_shed_every_request_for_ever() {
+    for mounts in [("0::/app\n", V2_MOUNT), ("4:memory:/app\n1:cpu:/\n", V1_MOUNTS)] {
+        let tree = Tree::new(mounts.0, mounts.1);
+        let busy =
+            Group { usage: 256 * MIB, inactive_file: 3 * MIB, active_file: 225 * MIB, ..GROUP };
+        let busy = Group { anon: 26 * MIB, shmem: 0, limit: Some(256 * MIB), ..busy };
+        if mounts.1 == V2_MOUNT {
+            tree.v2("app", busy);
+        } else {
+            tree.v1("app", busy, 256 * MIB);
+        }
+        let sample = tree.open().sample();
+        assert_eq!(sample.physical, ByteSize::mib(30), "{sample:?}");
+    }
 }
 
 #[test]

@@ -16,6 +16,7 @@ use bytemuck::Pod;
 use super::books::Books;
 use super::buffer::Buffer;
 use super::config::ArenaConfig;
+use super::driver::sealed::Key;
 use super::driver::{Capabilities, Driver, DriverError, Rung};
 use super::error::DeviceError;
 use super::index::{ALIGN, Request};
@@ -93,7 +94,8 @@ impl DeviceArena {
             Ok(dynamic) => dynamic,
             Err(error) => {
                 // Where this fails too, address space is lost and nothing else.
-                let _ = driver.unreserve(stable.base(), ByteSize::new(stable.reserved()));
+                let _ =
+                    driver.unreserve(stable.base(), ByteSize::new(stable.reserved()), Key::new());
                 return Err(error.into());
             }
         };
@@ -299,10 +301,14 @@ impl Drop for Shared {
             let segment = &books.region(region).segment;
             let bare = segment.backed_runs().into_iter().all(|run| {
                 let (at, size) = segment.place_of(run);
-                self.driver.decommit(at, size).is_ok()
+                self.driver.decommit(at, size, Key::new()).is_ok()
             });
             if bare {
-                let _ = self.driver.unreserve(segment.base(), ByteSize::new(segment.reserved()));
+                let _ = self.driver.unreserve(
+                    segment.base(),
+                    ByteSize::new(segment.reserved()),
+                    Key::new(),
+                );
             }
         }
     }

@@ -10,6 +10,7 @@
 use super::arena::Shared;
 use super::books::Books;
 use super::driver::DriverError;
+use super::driver::sealed::Key;
 use super::error::DeviceError;
 use super::index::{Request, Span};
 use super::region::{Placed, Region};
@@ -141,7 +142,7 @@ impl Shared {
         let mut outcome = Ok(());
         let mut done = 0;
         for &(at, size) in &places {
-            outcome = self.driver.commit(at, size);
+            outcome = self.driver.commit(at, size, Key::new());
             if outcome.is_err() {
                 break;
             }

@@ -12,6 +12,7 @@
 use super::arena::{DeviceArena, Shared};
 use super::books::{Books, Look};
 use super::driver::DriverError;
+use super::driver::sealed::Key;
 use super::error::DeviceError;
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
@@ -152,7 +153,7 @@ impl Shared {
         let mut done = 0;
         let mut error = None;
         for place in &leaving {
-            match self.driver.decommit(place.at, place.size) {
+            match self.driver.decommit(place.at, place.size, Key::new()) {
                 Ok(()) => done += 1,
                 Err(failed) => {
                     error = Some(failed);

@@ -139,7 +139,7 @@ table! {
     PRESSURE_LIMIT: Gauge "lowtide_pressure_limit_bytes" Bytes []
         "What host memory must not pass; /memory says who says so.";
     PRESSURE_PHYSICAL: Gauge "lowtide_pressure_physical_bytes" Bytes []
-        "What counts against the limit: the working set, never raw page cache.";
+        "What counts against the limit: the cgroup's usage less page cache, or the resident set.";
     PRESSURE_PURGEABLE: Gauge "lowtide_pressure_purgeable_bytes" Bytes []
         "The part of physical that a purge of ours gives back.";
     PRESSURE_REQUIRED: Gauge "lowtide_pressure_required_bytes" Bytes []

@@ -95,7 +95,10 @@ impl Tree {
     /// The cgroup holds this much anonymous memory, and a little page cache that does not count.
     pub(crate) fn hold(&self, mib: u64) {
         let anon = mib * MIB;
-        self.cgroup("memory.stat", &format!("anon {anon}\nshmem 0\ninactive_file 1048576"));
+        self.cgroup(
+            "memory.stat",
+            &format!("anon {anon}\nshmem 0\ninactive_file 524288\nactive_file 524288"),
+        );
         self.cgroup("memory.current", &(anon + MIB).to_string());
     }
 

@@ -2,13 +2,14 @@
 //!
 //! It is found once through `/proc/self/cgroup`, less the root of the mount in `mountinfo`, and
 //! then read through kept descriptors. Page cache that the kernel reclaims by itself
-//! (`inactive_file`) never counts. It writes nothing and moves no process.
+//! never counts, be it `inactive_file` or `active_file`: files that are read again and again are
+//! active, and still give way to whoever needs memory. It writes nothing and moves no process.
 //!
 //! A limit of an ancestor is shared with that ancestor's other members, so it binds us at
 //! `limit - what they hold`.
 //!
-//! Invariant: `limit = min over levels of (own limit of the level - (working set of the level -
-//! working set of the leaf))`, and on version 1 also `limit <= hierarchical_memory_limit`.
+//! Invariant: `limit = min over levels of (own limit of the level - (held by the level -
+//! held by the leaf))`, with `held = max(usage - inactive_file - active_file, anon + shmem)`, and on version 1 also `limit <= hierarchical_memory_limit`.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -33,6 +34,7 @@ struct Names {
     high: Option<&'static str>,
     events: &'static str,
     inactive_file: &'static [u8],
+    active_file: &'static [u8],
     anon: &'static [u8],
     shmem: &'static [u8],
 }
@@ -43,6 +45,7 @@ const V1: Names = Names {
     high: None,
     events: "memory.oom_control",
     inactive_file: b"total_inactive_file",
+    active_file: b"total_active_file",
     anon: b"total_rss",
     shmem: b"total_shmem",
 };
@@ -53,6 +56,7 @@ const V2: Names = Names {
     high: Some("memory.high"),
     events: "memory.events",
     inactive_file: b"inactive_file",
+    active_file: b"active_file",
     anon: b"anon",
     shmem: b"shmem",
 };
@@ -78,7 +82,8 @@ struct Group {
 /// One reading of it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Reading {
-    pub(super) working_set: Option<ByteSize>,
+    /// Usage less page cache.
+    pub(super) held: Option<ByteSize>,
     pub(super) charged: Option<ByteSize>,
     pub(super) limit: Option<Limit>,
 }
@@ -86,7 +91,8 @@ pub(super) struct Reading {
 /// What `memory.stat` says of one level.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Stat {
-    inactive_file: Option<u64>,
+    /// Page cache of files.
+    cache: Option<u64>,
     charged: Option<u64>,
     hierarchical_limit: Option<u64>,
 }
@@ -166,7 +172,7 @@ impl Cgroup {
     pub(super) fn sample(&self) -> Reading {
         let Some(leaf) = self.levels.first() else { return Reading::default() };
         let stat = leaf.stat(self.names);
-        let working_set = leaf.working_set(stat);
+        let held = leaf.held(stat);
         let hierarchical = stat.hierarchical_limit.filter(|&limit| limit < UNLIMITED_FROM);
         let mut limit = hierarchical.map(|limit| (limit, LimitSource::Cgroup));
         for (depth, group) in self.levels.iter().enumerate() {
@@ -175,14 +181,14 @@ impl Cgroup {
             if depth > 0 && hierarchical.is_some_and(|bound| own < bound) {
                 continue;
             }
-            let others = if depth == 0 { 0 } else { group.held_by_others(self.names, working_set) };
+            let others = if depth == 0 { 0 } else { group.held_by_others(self.names, held) };
             let bound = own.saturating_sub(others);
             if limit.is_none_or(|(least, _)| bound < least) {
                 limit = Some((bound, source));
             }
         }
         Reading {
-            working_set: working_set.map(ByteSize::new),
+            held: held.map(ByteSize::new),
             charged: stat.charged.map(ByteSize::new),
             limit: limit.map(|(bytes, source)| Limit { bytes: ByteSize::new(bytes), source }),
         }
@@ -202,14 +208,14 @@ impl Group {
 
     /// Usage without the cache that the kernel drops by itself; `None` rather than a figure with
     /// cache in it, because cache must never shed a request.
-    fn working_set(&self, stat: Stat) -> Option<u64> {
+    fn held(&self, stat: Stat) -> Option<u64> {
         let usage = self.usage.as_ref().and_then(|file| file.read(number)).flatten()?;
-        Some(usage.saturating_sub(stat.inactive_file?).max(stat.charged.unwrap_or(0)))
+        Some(usage.saturating_sub(stat.cache?).max(stat.charged.unwrap_or(0)))
     }
 
     /// What the other members of this ancestor hold.
     fn held_by_others(&self, names: &Names, leaf: Option<u64>) -> u64 {
-        let all = self.working_set(self.stat(names));
+        let all = self.held(self.stat(names));
         all.zip(leaf).map_or(0, |(all, ours)| all.saturating_sub(ours))
     }
 
@@ -242,7 +248,9 @@ fn limit_of(text: &[u8]) -> Option<u64> {
 fn stat_of(text: &[u8], names: &Names) -> Stat {
     let anon = keyed(text, names.anon);
     Stat {
-        inactive_file: keyed(text, names.inactive_file),
+        cache: keyed(text, names.inactive_file)
+            .zip(keyed(text, names.active_file))
+            .map(|(inactive, active)| inactive.saturating_add(active)),
         charged: anon.map(|anon| anon.saturating_add(keyed(text, names.shmem).unwrap_or(0))),
         hierarchical_limit: keyed(text, b"hierarchical_memory_limit"),
     }
@@ -389,13 +397,13 @@ mod tests {
     #[test]
     fn the_keys_of_each_version_are_read() {
         let v1 = b"cache 1\nrss 2\nshmem 3\ninactive_file 4\nhierarchical_memory_limit 500\n\
-            total_cache 9\ntotal_rss 20\ntotal_shmem 30\ntotal_inactive_file 40\n";
-        let expected =
-            Stat { inactive_file: Some(40), charged: Some(50), hierarchical_limit: Some(500) };
+            total_cache 9\ntotal_rss 20\ntotal_shmem 30\ntotal_inactive_file 40\n\
+            total_active_file 2\n";
+        let expected = Stat { cache: Some(42), charged: Some(50), hierarchical_limit: Some(500) };
         assert_eq!(stat_of(v1, &V1), expected);
-        let v2 = b"anon 20\nfile 90\nkernel 5\nshmem 30\nfile_mapped 2\ninactive_file 40\n";
+        let v2 = b"anon 20\nfile 90\nkernel 5\nshmem 30\nfile_mapped 2\ninactive_file 40\nactive_file 2\n";
         assert_eq!(stat_of(v2, &V2), Stat { hierarchical_limit: None, ..expected });
         // Cut short by whatever: what is missing is missing, nothing is guessed.
-        assert_eq!(stat_of(b"anon 20\ninact", &V2).inactive_file, None);
+        assert_eq!(stat_of(b"anon 20\ninactive_file 3\nact", &V2).cache, None);
     }
 }

@@ -9,8 +9,8 @@
 //! hold, because a kill does not ask whose bytes they were. Without a limit it is the machine's
 //! memory. On other systems than Linux nothing is there to read, and [`Signals::missing`] says so.
 //!
-//! Invariant: `physical = max(working set, anonymous resident)` in a cgroup with a limit, `rss`
-//! elsewhere; `working set = max(usage - inactive_file, anon + shmem)`.
+//! Invariant: `physical = max(held, anonymous resident)` in a cgroup with a limit, `rss` elsewhere;
+//! `held = max(usage - inactive_file - active_file, anon + shmem)`.
 
 mod cgroup;
 mod file;
@@ -253,9 +253,9 @@ impl Signals {
             (None, None) => Limit::UNKNOWN,
         };
         // A machine's limit is compared with this process, a cgroup's with all that it holds.
-        let physical = match group.working_set {
-            Some(working_set) if group.limit.is_some() || rss.is_none() => {
-                working_set.max(resident.map_or(ByteSize::ZERO, |resident| resident.anon))
+        let physical = match group.held {
+            Some(held) if group.limit.is_some() || rss.is_none() => {
+                held.max(resident.map_or(ByteSize::ZERO, |resident| resident.anon))
             }
             _ => rss.unwrap_or(ByteSize::ZERO),
         };

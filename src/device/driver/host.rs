@@ -10,7 +10,8 @@
 use std::io;
 use std::ptr::{self, NonNull};
 
-use super::{Capabilities, DeviceAddress, Driver, DriverError, Rung, sealed};
+use super::sealed::{self, Key};
+use super::{Capabilities, DeviceAddress, Driver, DriverError, Rung};
 use crate::bytes::ByteSize;
 
 /// The granule. 2 MiB: a huge page of `x86_64` and of aarch64 with 4 KiB pages, what data-centre
@@ -65,16 +66,16 @@ impl Driver for HostDriver {
         Ok(DeviceAddress::new(base.addr() as u64))
     }
 
-    fn unreserve(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError> {
+    fn unreserve(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Result<(), DriverError> {
         let range = Range::of(at, size)?;
         unmap(range.start, range.length)
     }
 
-    fn commit(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError> {
+    fn commit(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Result<(), DriverError> {
         Range::of(at, size)?.protect(libc::PROT_READ | libc::PROT_WRITE)
     }
 
-    fn decommit(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError> {
+    fn decommit(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Result<(), DriverError> {
         let range = Range::of(at, size)?;
         range.discard()?;
         range.protect(libc::PROT_NONE)
@@ -194,15 +195,15 @@ mod tests {
         assert!(base.is_multiple_of(GRANULARITY));
         let at = base.checked_add(GRANULARITY).expect("inside");
         for round in 0..2_u8 {
-            driver.commit(at, GRANULARITY).expect("memory");
+            driver.commit(at, GRANULARITY, Key::new()).expect("memory");
             let bytes = driver.host_pointer(at).expect("host access").as_ptr();
             // SAFETY: the granule at `at` is committed, ours, and initialised by the kernel.
             let granule = unsafe { std::slice::from_raw_parts_mut(bytes, GRANULE) };
             assert!(granule.iter().all(|&byte| byte == 0), "round {round}");
             granule.fill(0xA5);
-            driver.decommit(at, GRANULARITY).expect("decommit");
+            driver.decommit(at, GRANULARITY, Key::new()).expect("decommit");
         }
-        driver.unreserve(base, size).expect("unreserve");
+        driver.unreserve(base, size, Key::new()).expect("unreserve");
     }
 
     #[test]
@@ -213,7 +214,7 @@ mod tests {
             assert!(matches!(refused, Err(DriverError::Misaligned { .. })), "{size}: {refused:?}");
         }
         let odd = DeviceAddress::new(4096);
-        let refused = driver.commit(odd, GRANULARITY);
+        let refused = driver.commit(odd, GRANULARITY, Key::new());
         assert!(matches!(refused, Err(DriverError::Misaligned { .. })), "{refused:?}");
     }
 

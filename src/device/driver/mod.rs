@@ -131,18 +131,41 @@ impl fmt::Display for Rung {
     }
 }
 
-/// Keeps [`Driver`] to this crate.
+/// Keeps [`Driver`] to this crate: to implement, and to take memory away with.
 pub(crate) mod sealed {
     /// Implemented by the drivers of this crate and by nothing else.
     #[expect(unnameable_types, reason = "that is what seals the other")]
     pub trait Sealed {}
+
+    /// Shows that an arena calls: it knows which granules nobody uses.
+    #[expect(unnameable_types, reason = "nobody else is to have one")]
+    #[derive(Clone, Copy, Debug)]
+    pub struct Key(());
+
+    impl Key {
+        /// For the arena that made the reservation, and for the drivers' own tests.
+        pub(crate) const fn new() -> Self {
+            Self(())
+        }
+    }
 }
+
+use sealed::Key;
 
 /// The backend that gives device memory.
 ///
 /// Sealed: buffers hand out references into what [`Driver::host_pointer`] names, so a driver that
-/// broke the contract from safe code of another crate would break memory safety. Calls may come
-/// from several threads at once, for ranges that do not overlap.
+/// broke the contract from safe code of another crate would break memory safety. For the same
+/// reason what changes the memory behind an address takes a key that only this crate can make:
+///
+/// ```compile_fail,E0061
+/// use lowtide::device::{HostDriver, driver::{DeviceAddress, Driver as _}};
+/// let mine = [7_u8; 64];
+/// let at = DeviceAddress::new(mine.as_ptr() as u64);
+/// let _ = HostDriver::new().decommit(at, lowtide::ByteSize::mib(2)); // would unmap it
+/// ```
+///
+/// Calls may come from several threads at once, for ranges that do not overlap.
 ///
 /// Every `at` and `size` is a multiple of [`Capabilities::granularity`], `size` is not zero, and
 /// the range lies in one reservation.
@@ -163,20 +186,20 @@ pub trait Driver: sealed::Sealed + fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// As the driver says; the range then stays reserved.
-    fn unreserve(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError>;
+    fn unreserve(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Result<(), DriverError>;
 
     /// Puts memory behind a bare part of a reservation. Its contents are unspecified (host: zero).
     ///
     /// # Errors
     /// [`DriverError::OutOfMemory`] where the device has no more; the range then stays bare.
-    fn commit(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError>;
+    fn commit(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Result<(), DriverError>;
 
     /// Takes the memory behind a committed part away. The caller has proved that every use of it
     /// is complete. The range need not be one that was committed by one call.
     ///
     /// # Errors
     /// As the driver says; the range then stays committed, its contents lost.
-    fn decommit(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError>;
+    fn decommit(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Result<(), DriverError>;
 
     /// How much more the device could give to anybody now; `None` where the host's budget rules.
     ///

@@ -10,7 +10,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ptr::NonNull;
 
 use super::host::HostDriver;
-use super::{Capabilities, DeviceAddress, Driver, DriverError, Rung, sealed};
+use super::sealed::{self, Key};
+use super::{Capabilities, DeviceAddress, Driver, DriverError, Rung};
 use crate::bytes::ByteSize;
 use crate::sync::{Condvar, Mutex, lock, wait};
 
@@ -150,7 +151,7 @@ impl Driver for TrialDriver {
         Ok(at)
     }
 
-    fn unreserve(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError> {
+    fn unreserve(&self, at: DeviceAddress, size: ByteSize, key: Key) -> Result<(), DriverError> {
         self.call("unreserve", size)?;
         let mut seen = lock(&self.seen);
         let whole = seen.reserved.remove(&at.get()) == Some(size.get());
@@ -159,10 +160,10 @@ impl Driver for TrialDriver {
             seen.faults.push(format!("unreserve of {size} at {at}, whole {whole}"));
         }
         drop(seen);
-        self.host.unreserve(at, size)
+        self.host.unreserve(at, size, key)
     }
 
-    fn commit(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError> {
+    fn commit(&self, at: DeviceAddress, size: ByteSize, key: Key) -> Result<(), DriverError> {
         self.wait_while_held();
         self.call("commit", size)?;
         let mut seen = lock(&self.seen);
@@ -180,14 +181,14 @@ impl Driver for TrialDriver {
         }
         seen.committed_peak = seen.committed_peak.max(seen.committed.len());
         drop(seen);
-        self.host.commit(at, size)
+        self.host.commit(at, size, key)
     }
 
-    fn decommit(&self, at: DeviceAddress, size: ByteSize) -> Result<(), DriverError> {
+    fn decommit(&self, at: DeviceAddress, size: ByteSize, key: Key) -> Result<(), DriverError> {
         self.wait_while_held();
         self.call("decommit", size)?;
         // The memory goes before the books say so: a commit that came too early is seen.
-        self.host.decommit(at, size)?;
+        self.host.decommit(at, size, key)?;
         let mut seen = lock(&self.seen);
         for granule in granules(at, size) {
             if !seen.committed.remove(&granule) {
