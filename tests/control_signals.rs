@@ -46,7 +46,8 @@ impl Tree {
             &at("memory.stat"),
             &format!(
                 "anon {anon}\nfile 1\nkernel 100\nshmem {shmem}\nfile_mapped 5\ninactive_anon 9\n\
-                 active_anon 8\ninactive_file {inactive_file}\nactive_file {active_file}\nunevictable 0\n"
+                 active_anon 8\ninactive_file {inactive_file}\nactive_file {active_file}\n\
+                 unevictable 0\n"
             ),
         );
         let limit = limit.map_or_else(|| "max".to_owned(), |limit| limit.to_string());
@@ -145,7 +146,7 @@ fn page_cache_at_the_limit_is_no_pressure_but_shared_memory_is() {
 /// The bug: files that were read again and again counted as held, the level was critical, every
 /// request was turned away, and since nothing charged memory any more the kernel never took them.
 #[test]
-fn page_cache_in_use_shed_every_request_for_ever() {
+fn page_cache_that_is_read_often_shed_every_request_for_ever() {
     for mounts in [("0::/app\n", V2_MOUNT), ("4:memory:/app\n1:cpu:/\n", V1_MOUNTS)] {
         let tree = Tree::new(mounts.0, mounts.1);
         let busy =

@@ -8,8 +8,9 @@
 //! A limit of an ancestor is shared with that ancestor's other members, so it binds us at
 //! `limit - what they hold`.
 //!
-//! Invariant: `limit = min over levels of (own limit of the level - (held by the level -
-//! held by the leaf))`, with `held = max(usage - inactive_file - active_file, anon + shmem)`, and on version 1 also `limit <= hierarchical_memory_limit`.
+//! Invariant: `limit = min over levels of (own limit of the level - (held by the level - held by
+//! the leaf))`, with `held = max(usage - inactive_file - active_file, anon + shmem)`, and on
+//! version 1 also `limit <= hierarchical_memory_limit`.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -401,7 +402,8 @@ mod tests {
             total_active_file 2\n";
         let expected = Stat { cache: Some(42), charged: Some(50), hierarchical_limit: Some(500) };
         assert_eq!(stat_of(v1, &V1), expected);
-        let v2 = b"anon 20\nfile 90\nkernel 5\nshmem 30\nfile_mapped 2\ninactive_file 40\nactive_file 2\n";
+        let v2 = b"anon 20\nfile 90\nkernel 5\nshmem 30\nfile_mapped 2\ninactive_file 40\n\
+            active_file 2\n";
         assert_eq!(stat_of(v2, &V2), Stat { hierarchical_limit: None, ..expected });
         // Cut short by whatever: what is missing is missing, nothing is guessed.
         assert_eq!(stat_of(b"anon 20\ninactive_file 3\nact", &V2).cache, None);
