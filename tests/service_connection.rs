@@ -75,9 +75,10 @@ async fn upload(address: SocketAddr, bytes: usize) -> std::io::Result<String> {
 }
 
 async fn until(what: &str, condition: impl Fn() -> bool) {
+    let mut look = tokio::time::interval(Duration::from_millis(1));
     let waited = tokio::time::timeout(PATIENCE, async {
         while !condition() {
-            tokio::time::sleep(Duration::from_millis(1)).await;
+            look.tick().await;
         }
     });
     waited.await.unwrap_or_else(|_| panic!("never: {what}"));
