@@ -190,16 +190,13 @@ impl Sum for ByteSize {
 #[non_exhaustive]
 pub enum ParseByteSizeError {
     /// No digits at the start.
-    #[error("{text:?} is not an amount of memory: expected digits, then B, KiB, MiB, GiB or TiB")]
+    #[error("{text:?} is not an amount of memory: expected {}", self.expected())]
     NoNumber {
         /// What was given.
         text: String,
     },
     /// A unit that is unknown, or decimal and so ambiguous.
-    #[error(
-        "{text:?} has the unit {unit:?}: expected B, k, m, g, KiB, MiB, GiB or TiB \
-         (MB and the like are refused because they are read both ways)" // tidy: foreign word
-    )]
+    #[error("{text:?} is not an amount of memory: expected {}", self.expected())]
     Unit {
         /// What was given.
         text: String,
@@ -207,11 +204,26 @@ pub enum ParseByteSizeError {
         unit: String,
     },
     /// More than 64 bits of bytes, or a fraction of a byte.
-    #[error("{text:?} is not a whole number of bytes below 2^64")]
+    #[error("{text:?} is not an amount of memory: expected {}", self.expected())]
     Range {
         /// What was given.
         text: String,
     },
+}
+
+impl ParseByteSizeError {
+    /// What was expected, to stand after that word.
+    #[must_use]
+    pub const fn expected(&self) -> &'static str {
+        match self {
+            Self::NoNumber { .. } => "digits, then B, k, m, g, t, KiB, MiB, GiB or TiB",
+            Self::Unit { .. } => {
+                "digits, then B, k, m, g, t, KiB, MiB, GiB or TiB \
+                 (MB and the like are refused because they are read both ways)" // tidy: foreign word
+            }
+            Self::Range { .. } => "a whole number of bytes below 2^64",
+        }
+    }
 }
 
 impl FromStr for ByteSize {
@@ -309,6 +321,17 @@ mod tests {
         ] {
             let error = text.parse::<ByteSize>().expect_err(text);
             assert!(error.to_string().contains(&format!("{text:?}")), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn every_unit_that_an_error_names_is_one_and_both_errors_name_the_same() {
+        let (none, unit) = ("m".parse::<ByteSize>(), "5x".parse::<ByteSize>());
+        let none = none.expect_err("no number").expected();
+        assert!(unit.expect_err("no unit").expected().starts_with(none));
+        let units = none.strip_prefix("digits, then ").expect("units after the digits");
+        for unit in units.split(", ").flat_map(|part| part.split(" or ")) {
+            assert!(format!("1{unit}").parse::<ByteSize>().is_ok(), "{unit}");
         }
     }
 

@@ -161,7 +161,7 @@ fn positive(text: &str) -> Result<ByteSize, String> {
     match text.parse::<ByteSize>() {
         Ok(ByteSize::ZERO) => Err("an amount of memory above zero".to_owned()),
         Ok(size) => Ok(size),
-        Err(error) => Err(error.to_string()),
+        Err(error) => Err(error.expected().to_owned()),
     }
 }
 
@@ -269,11 +269,16 @@ mod tests {
             "(0, 1]",
             "auto, cuda, host or none",
             "\"soon\"",
-            "LOWTIDE_PROFIL ",
+            "LOWTIDE_PROFIL is not a variable of lowtide: did you mean LOWTIDE_PROFILE?",
             "above zero",
         ] {
             assert!(text.contains(part), "{part:?} is missing in: {text}");
         }
+        let sentence = "LOWTIDE_MEMORY_LIMIT=\"512MB\": expected digits, then B, k, m, "; // tidy: foreign word
+        assert!(text.contains(sentence), "{text}");
+        // What a `main` prints that returns it.
+        assert_eq!(format!("{error:?}"), text);
+        assert_eq!(format!("{error:#?}"), text);
     }
 
     #[test]

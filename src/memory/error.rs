@@ -9,7 +9,9 @@ use crate::control::SettingsError;
 use crate::device::DeviceError;
 
 /// Why a [`Memory`](super::Memory) did not start. Nothing is left running.
-#[derive(Debug, Error)]
+///
+/// Its `Debug` is its text, so that a `main` that returns it says what is wrong.
+#[derive(Error)]
 #[non_exhaustive]
 pub enum StartError {
     /// One runs in this process already.
@@ -35,6 +37,12 @@ pub enum StartError {
         /// What the operating system said.
         error: std::io::Error,
     },
+}
+
+impl fmt::Debug for StartError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }
 
 /// Why something could not be done with a running [`Memory`](super::Memory).
