@@ -218,8 +218,9 @@ impl ParseByteSizeError {
         match self {
             Self::NoNumber { .. } => "digits, then B, k, m, g, t, KiB, MiB, GiB or TiB",
             Self::Unit { .. } => {
+                // tidy: foreign word
                 "digits, then B, k, m, g, t, KiB, MiB, GiB or TiB \
-                 (MB and the like are refused because they are read both ways)" // tidy: foreign word
+                 (MB and the like are refused because they are read both ways)"
             }
             Self::Range { .. } => "a whole number of bytes below 2^64",
         }

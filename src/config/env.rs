@@ -274,7 +274,7 @@ mod tests {
         ] {
             assert!(text.contains(part), "{part:?} is missing in: {text}");
         }
-        let sentence = "LOWTIDE_MEMORY_LIMIT=\"512MB\": expected digits, then B, k, m, "; // tidy: foreign word
+        let sentence = r#"LOWTIDE_MEMORY_LIMIT="512MB": expected digits, then B, k, m, g, "#;
         assert!(text.contains(sentence), "{text}");
         // What a `main` prints that returns it.
         assert_eq!(format!("{error:?}"), text);

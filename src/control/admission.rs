@@ -94,9 +94,9 @@ pub enum Rejected {
         budget: Budget,
         /// What was asked for.
         asked: ByteSize,
-        /// What is booked.
+        /// What is booked, a resource by its whole bytes.
         booked: ByteSize,
-        /// What may be booked.
+        /// What may be booked, counted alike.
         allowance: ByteSize,
         /// When to try again: whole seconds, spread so that clients do not come back together.
         retry_after: Duration,
@@ -352,6 +352,7 @@ impl Shared {
         if asked > ceiling {
             return Rejected::TooLarge { budget, asked, ceiling };
         }
+        let (booked, allowance) = (ledger.in_bytes(booked), ledger.in_bytes(allowance));
         Rejected::Full { budget, asked, booked, allowance, retry_after: self.retry_after() }
     }
 

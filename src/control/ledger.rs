@@ -258,7 +258,31 @@ impl Ledger {
         ByteSize::new(self.standing.load(Ordering::Relaxed))
     }
 
-    /// What may be booked; [`ByteSize::MAX`] where no limit is known.
+    /// What requests and resources have booked, in the bytes that they gave: `requests + standing`.
+    #[must_use]
+    pub fn booked_bytes(&self) -> ByteSize {
+        self.in_bytes(self.booked())
+    }
+
+    /// Up to which [`Ledger::booked_bytes`] a request fits; [`ByteSize::MAX`] where no limit is
+    /// known.
+    #[must_use]
+    pub fn allowance_bytes(&self) -> ByteSize {
+        self.in_bytes(self.allowance())
+    }
+
+    /// An amount of the allowance with standing bookings by their bytes in place of their units.
+    #[must_use]
+    pub fn in_bytes(&self, amount: ByteSize) -> ByteSize {
+        if amount == ByteSize::MAX {
+            return amount;
+        }
+        let units = ByteSize::new(self.units.load(Ordering::Relaxed));
+        amount.saturating_sub(units).saturating_add(self.standing())
+    }
+
+    /// What may be booked, standing bookings by their units; [`ByteSize::MAX`] where no limit is
+    /// known.
     #[must_use]
     pub fn allowance(&self) -> ByteSize {
         ByteSize::new(self.allowance.load(Ordering::Relaxed))

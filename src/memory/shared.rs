@@ -205,8 +205,8 @@ impl Shared {
         let budget = |budget| {
             let ledger = self.admission.ledger(budget);
             BudgetSnapshot {
-                booked: ledger.booked(),
-                allowance: ledger.allowance(),
+                booked: ledger.booked_bytes(),
+                allowance: ledger.allowance_bytes(),
                 ceiling: ledger.ceiling(),
                 multiplier: ledger.k(),
                 level: self.state.level(budget),

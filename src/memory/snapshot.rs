@@ -65,7 +65,7 @@ impl MemorySnapshot {
 pub struct BudgetSnapshot {
     /// Bytes of admitted requests and loaded resources, as they were estimated.
     pub booked: ByteSize,
-    /// Up to which amount is booked now.
+    /// Up to which amount of `booked` requests are admitted now.
     pub allowance: ByteSize,
     /// Up to which amount memory is filled by admission; [`ByteSize::MAX`] without a limit.
     pub ceiling: ByteSize,

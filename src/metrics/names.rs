@@ -149,7 +149,7 @@ table! {
     PRESSURE_BOOKED: Gauge "lowtide_pressure_booked_bytes" Bytes ["budget"]
         "Bytes of admitted requests and loaded resources, as they were estimated.";
     PRESSURE_ALLOWANCE: Gauge "lowtide_pressure_allowance_bytes" Bytes ["budget"]
-        "Up to which amount bytes are booked now.";
+        "Up to which amount of booked bytes requests are admitted now.";
     PRESSURE_MULTIPLIER: Gauge "lowtide_pressure_multiplier_ratio" Count ["budget"]
         "What a booked byte was found to need, in bytes: K of the ledger.";
     PRESSURE_ADMITTED: Counter "lowtide_pressure_admitted_total" Count []
