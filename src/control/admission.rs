@@ -74,7 +74,7 @@ pub enum Priority {
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Rejected {
-    /// It can never fit: 413.
+    /// It can never fit: 413 for a request; a resource of that cost is its operator's error.
     #[error("{asked} of {budget} memory can never fit under the ceiling of {ceiling}")]
     TooLarge {
         /// The budget that it does not fit.
@@ -236,8 +236,8 @@ impl Admission {
                 device: self.shared.device.book_exempt(cost.device),
             }
         } else {
-            self.pass_level(priority)?;
-            self.book(cost)?;
+            let booked = self.pass_level(priority).and_then(|()| self.book(cost));
+            booked.map_err(|rejected| self.shared.count(rejected))?;
             cost
         };
         self.shared.admitted.fetch_add(1, Ordering::Relaxed);
@@ -248,11 +248,11 @@ impl Admission {
     /// the requests. Say [`Permit::settle`] when it is loaded.
     ///
     /// # Errors
-    /// [`Rejected`]; it is counted.
+    /// [`Rejected`]; it is not counted among the requests shed.
     pub fn try_stand(&self, cost: Cost) -> Result<Permit, Rejected> {
         self.pass_level(Priority::High)?;
         let host = self.shared.host.try_book_standing(cost.host);
-        let host = host.map_err(|short| self.rejected(Budget::Host, short))?;
+        let host = host.map_err(|short| self.shared.full(Budget::Host, short))?;
         match self.shared.device.try_book_standing(cost.device) {
             Ok(device) => {
                 let held = Held::Standing(Some((host, device)));
@@ -260,7 +260,7 @@ impl Admission {
             }
             Err(short) => {
                 self.shared.host.release_standing(host);
-                Err(self.rejected(Budget::Device, short))
+                Err(self.shared.full(Budget::Device, short))
             }
         }
     }
@@ -312,7 +312,7 @@ impl Admission {
 
     fn pass_level(&self, priority: Priority) -> Result<(), Rejected> {
         if self.is_closed() {
-            return Err(self.shared.count(Rejected::ShuttingDown));
+            return Err(Rejected::ShuttingDown);
         }
         let level = self.level();
         let sheds = match level {
@@ -323,21 +323,16 @@ impl Admission {
         if !sheds {
             return Ok(());
         }
-        let retry_after = self.shared.retry_after();
-        Err(self.shared.count(Rejected::Pressure { level, retry_after }))
+        Err(Rejected::Pressure { level, retry_after: self.shared.retry_after() })
     }
 
     fn book(&self, cost: Cost) -> Result<(), Rejected> {
         let host = self.shared.host.try_book(cost.host);
-        host.map_err(|short| self.rejected(Budget::Host, short))?;
+        host.map_err(|short| self.shared.full(Budget::Host, short))?;
         self.shared.device.try_book(cost.device).map_err(|short| {
             self.shared.host.release(cost.host);
-            self.rejected(Budget::Device, short)
+            self.shared.full(Budget::Device, short)
         })
-    }
-
-    fn rejected(&self, budget: Budget, short: Shortfall) -> Rejected {
-        self.shared.count(self.shared.full(budget, short))
     }
 }
 
@@ -510,7 +505,7 @@ mod tests {
         let error = admission.try_stand(Cost { device: ByteSize::mib(11), ..cost });
         assert!(matches!(error, Err(Rejected::TooLarge { budget: Budget::Device, .. })));
         assert_eq!(booked(&admission), NOTHING);
-        assert_eq!(admission.stats().shed, [1, 1, 0, 0]);
+        assert_eq!(admission.stats().shed, [0, 1, 0, 0], "a resource is no request");
     }
 
     #[test]

@@ -167,7 +167,8 @@ impl Memory {
         Managed::builder(name, load).idle(self.0.shared.config.idle_unload.value)
     }
 
-    /// Builds the resource and has it unloaded when it has been idle, or under pressure.
+    /// Builds the resource and has it unloaded when it has been idle, or under pressure. A cost
+    /// that is above the ceiling is noted, once; each attempt to load it is refused.
     ///
     /// # Errors
     /// [`MemoryError::TooManyResources`], [`MemoryError::Forked`].
@@ -179,6 +180,7 @@ impl Memory {
         shared.check_here()?;
         let managed = builder.build(Arc::clone(&shared.clock), Some(shared.admission.clone()));
         if shared.resources.add(Arc::new(managed.clone())) {
+            shared.note_misfit(&managed.stats());
             Ok(managed)
         } else {
             Err(MemoryError::TooManyResources { max: crate::control::Resources::MAX })

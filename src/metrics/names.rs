@@ -167,7 +167,7 @@ table! {
     RESOURCE_LAST_USED: Gauge "lowtide_resource_last_used_timestamp_seconds" Seconds ["resource"]
         "When the resource was last released, in seconds since the Unix epoch.";
     RESOURCE_LOADS: Counter "lowtide_resource_loads_total" Count ["resource", "outcome"]
-        "Loads, by outcome (ok or failed).";
+        "Loads, by outcome: ok, failed, or refused for want of memory.";
     RESOURCE_UNLOADS: Counter "lowtide_resource_unloads_total" Count ["resource", "reason"]
         "Unloads, by reason (idle, pressure, manual, shutdown).";
     RESOURCE_LOAD_SECONDS: Gauge "lowtide_resource_last_load_seconds" Seconds ["resource"]

@@ -181,7 +181,11 @@ pub fn resource(stats: &crate::control::ResourceStats, last_used: Option<Duratio
         let at = last_used.as_secs_f64();
         gauge!(name::RESOURCE_LAST_USED.name, "resource" => label()).set(at);
     }
-    for (outcome, total) in [("ok", stats.loads_ok_total), ("failed", stats.loads_failed_total)] {
+    for (outcome, total) in [
+        ("ok", stats.loads_ok_total),
+        ("failed", stats.loads_failed_total),
+        ("refused", stats.loads_refused_total),
+    ] {
         counter!(name::RESOURCE_LOADS.name, "resource" => label(), "outcome" => outcome)
             .absolute(total);
     }

@@ -186,6 +186,7 @@ fn resource(stats: &ResourceStats, last_used: Option<Duration>) -> Value {
         "waiting": stats.waiting,
         "loads": stats.loads_ok_total,
         "failed_loads": stats.loads_failed_total,
+        "refused_loads": stats.loads_refused_total,
         "unloads": UnloadReason::ALL
             .map(|reason| (reason.name().to_owned(), json!(stats.unloads.total(reason))))
             .into_iter()

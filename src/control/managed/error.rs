@@ -99,6 +99,31 @@ pub enum AcquireError {
     },
 }
 
+impl AcquireError {
+    /// When it may be had, where that is known. A cost that can never fit and a resource that has
+    /// been closed have none: somebody has to act first.
+    #[must_use]
+    pub const fn retry_after(&self) -> Option<Duration> {
+        match self {
+            Self::Load { retry_in, .. } => Some(*retry_in),
+            Self::Rejected { rejected, .. } => rejected.retry_after(),
+            Self::Closed { .. } | Self::Recursive { .. } | Self::Forked { .. } => None,
+        }
+    }
+
+    /// Which of them it is, in a word.
+    #[must_use]
+    pub const fn reason(&self) -> &'static str {
+        match self {
+            Self::Load { .. } => "load_failed",
+            Self::Rejected { .. } => "does_not_fit",
+            Self::Closed { .. } => "closed",
+            Self::Recursive { .. } => "recursive",
+            Self::Forked { .. } => "forked",
+        }
+    }
+}
+
 /// A resource that could not be unloaded.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]

@@ -93,6 +93,8 @@ pub struct ResourceStats {
     pub loads_ok_total: u64,
     /// Loads that failed.
     pub loads_failed_total: u64,
+    /// Loads that were not begun because the cost did not fit, or was shed by level.
+    pub loads_refused_total: u64,
     /// Unloads, by reason.
     pub unloads: Unloads,
     /// Clean-ups that panicked.
