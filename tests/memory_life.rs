@@ -355,6 +355,19 @@ fn arenas_are_named_once_and_none_is_opened_where_there_is_no_device() {
     assert!(memory.shutdown(SOON).is_clean());
 }
 
+/// The bug: two resources of one name were one in metrics and in `/memory`.
+#[test]
+fn two_resources_of_one_name_were_registered() {
+    let _turn = turn();
+    let memory = quiet().start().expect("starts");
+    let register = |name| memory.register(memory.managed(name, || Ok(()))).map(drop);
+    assert_eq!(register("model"), Ok(()));
+    assert_eq!(register("model"), Err(MemoryError::DuplicateResource { name: "model".to_owned() }));
+    assert_eq!(register("other"), Ok(()));
+    assert_eq!(memory.snapshot().resources.len(), 2);
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
 #[test]
 fn automatic_device_memory_in_host_memory_is_said() {
     let _turn = turn();

@@ -5,7 +5,7 @@ use std::fmt;
 use thiserror::Error;
 
 use crate::config::ConfigError;
-use crate::control::SettingsError;
+use crate::control::{AddError, SettingsError};
 use crate::device::DeviceError;
 
 /// Why a [`Memory`](super::Memory) did not start. Nothing is left running.
@@ -81,9 +81,24 @@ pub enum MemoryError {
         /// How many there may be.
         max: usize,
     },
+    /// The name is taken: the two would be one in metrics.
+    #[error("a resource called {name:?} is registered already: expected another name")]
+    DuplicateResource {
+        /// The name.
+        name: String,
+    },
     /// This is a forked child: the threads and the device context are the parent's.
     #[error("this process is a fork of the one that started Memory: start one here")]
     Forked,
+}
+
+impl From<AddError> for MemoryError {
+    fn from(error: AddError) -> Self {
+        match error {
+            AddError::Full { max } => Self::TooManyResources { max },
+            AddError::Duplicate { name } => Self::DuplicateResource { name },
+        }
+    }
 }
 
 /// Something that did not go as asked, or that this system does not have; said once.

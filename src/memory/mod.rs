@@ -171,7 +171,8 @@ impl Memory {
     /// that is above the ceiling is noted, once; each attempt to load it is refused.
     ///
     /// # Errors
-    /// [`MemoryError::TooManyResources`], [`MemoryError::Forked`].
+    /// [`MemoryError::TooManyResources`], [`MemoryError::DuplicateResource`],
+    /// [`MemoryError::Forked`].
     pub fn register<T: Send + Sync + 'static>(
         &self,
         builder: ManagedBuilder<T>,
@@ -179,12 +180,9 @@ impl Memory {
         let shared = &self.0.shared;
         shared.check_here()?;
         let managed = builder.build(Arc::clone(&shared.clock), Some(shared.admission.clone()));
-        if shared.resources.add(Arc::new(managed.clone())) {
-            shared.note_misfit(&managed.stats());
-            Ok(managed)
-        } else {
-            Err(MemoryError::TooManyResources { max: crate::control::Resources::MAX })
-        }
+        shared.resources.add(Arc::new(managed.clone()))?;
+        shared.note_misfit(&managed.stats());
+        Ok(managed)
     }
 
     /// Purges heap and arenas now, on this thread: about 0.1 ms for each MiB given back. Not for a

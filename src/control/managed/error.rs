@@ -124,6 +124,24 @@ impl AcquireError {
     }
 }
 
+/// A resource that could not be added to a registry.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum AddError {
+    /// Every place is taken.
+    #[error("{max} resources are registered: expected fewer")]
+    Full {
+        /// How many there may be.
+        max: usize,
+    },
+    /// The name is taken: the two would be one in metrics.
+    #[error("a resource called {name:?} is registered already: expected another name")]
+    Duplicate {
+        /// The name.
+        name: String,
+    },
+}
+
 /// A resource that could not be unloaded.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
