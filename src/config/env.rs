@@ -44,7 +44,7 @@ pub const VARIABLES: &[Variable] = &[
     },
     Variable {
         name: "LOWTIDE_CEILING",
-        help: "part of the limit up to which requests are admitted, above 0 and at most 1",
+        help: "part of the limit up to which requests are admitted: 0.8 or 80%; above 0, at most 1",
         put: |settings, text| put(&mut settings.ceiling, ratio(text)),
     },
     Variable {
@@ -79,8 +79,12 @@ pub const VARIABLES: &[Variable] = &[
     },
     Variable {
         name: "LOWTIDE_IDLE_UNLOAD",
-        help: "idle time after which resources without their own are unloaded, e.g. 5m",
-        put: |settings, text| put(&mut settings.idle_unload, time(text)),
+        help: "idle time after which resources without their own are unloaded: a time such as 5m, \
+               or never",
+        put: |settings, text| {
+            let time = time_or_never(text).map(|time| time.unwrap_or(Duration::MAX));
+            put(&mut settings.idle_unload, time)
+        },
     },
     Variable {
         name: "LOWTIDE_METRICS_INTERVAL",
@@ -166,7 +170,12 @@ fn positive(text: &str) -> Result<ByteSize, String> {
 }
 
 fn ratio(text: &str) -> Result<f64, &'static str> {
-    text.parse().ok().filter(|ratio| *ratio > 0.0 && *ratio <= 1.0).ok_or("a number in (0, 1]")
+    let ratio = match text.strip_suffix('%') {
+        Some(percent) => percent.trim_end().parse::<f64>().map(|percent| percent / 100.0),
+        None => text.parse(),
+    };
+    let valid = ratio.ok().filter(|ratio| *ratio > 0.0 && *ratio <= 1.0);
+    valid.ok_or("a number in (0, 1], or a percentage up to 100%")
 }
 
 fn whole(text: &str) -> Result<u32, &'static str> {
@@ -245,6 +254,19 @@ mod tests {
         };
         assert_eq!(found, Ok(expected));
         assert_eq!(VARIABLES.len(), 11, "a variable was added that this test does not name");
+    }
+
+    #[test]
+    fn a_ceiling_is_a_number_or_a_percentage_and_an_idle_time_may_be_never() {
+        for (text, ratio) in [("80%", Some(0.8)), ("100 %", Some(1.0)), ("0.8", Some(0.8))] {
+            let found = given(&[("LOWTIDE_CEILING", text)]);
+            assert_eq!(found.map(|settings| settings.ceiling), Ok(ratio), "{text}");
+        }
+        for text in ["0%", "101%", "80", "%", "-5%", "NaN%", "80%%"] {
+            assert!(given(&[("LOWTIDE_CEILING", text)]).is_err(), "{text}");
+        }
+        let never = given(&[("LOWTIDE_IDLE_UNLOAD", "never")]);
+        assert_eq!(never.map(|settings| settings.idle_unload), Ok(Some(Duration::MAX)));
     }
 
     #[test]

@@ -31,7 +31,8 @@ pub struct Settings {
     pub background_threads: Option<u32>,
     /// How often a busy service purges its heap; `Some(None)`: only under pressure.
     pub purge_interval: Option<Option<Duration>>,
-    /// Idle time after which resources without their own are unloaded. Never zero.
+    /// Idle time after which resources without their own are unloaded. Never zero;
+    /// [`Duration::MAX`] for never.
     pub idle_unload: Option<Duration>,
     /// How often metrics are published. Never zero.
     pub metrics_interval: Option<Duration>,

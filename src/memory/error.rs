@@ -104,7 +104,7 @@ impl From<AddError> for MemoryError {
 /// Something that did not go as asked, or that this system does not have; said once.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Note {
-    /// What it is about: `heap`, `signals`, `device`, `resources`.
+    /// What it is about: `heap`, `limit`, `signals`, `device`, `resources`.
     pub about: &'static str,
     /// What is so, and what to do about it.
     pub text: String,
