@@ -216,6 +216,17 @@ impl Admission {
         Self::default()
     }
 
+    /// An open door with a fixed ceiling on the host's memory, and none on the device's.
+    ///
+    /// Nothing is measured: estimates are taken at their word, and the costs of all that is held
+    /// never pass the ceiling. Where a control loop measures, use [`Admission::new`] and have it
+    /// correct the ledgers.
+    #[must_use]
+    pub fn with_limit(ceiling: ByteSize) -> Self {
+        let host = Ledger::with_ceiling(ceiling);
+        Self { shared: Arc::new(Shared { host, ..Shared::default() }) }
+    }
+
     /// Admits a request of normal priority.
     ///
     /// # Errors
@@ -577,6 +588,22 @@ mod tests {
         permit.shrink(ByteSize::MAX);
         assert_eq!(booked(&admission), NOTHING);
         drop(permit);
+        assert_eq!(booked(&admission), NOTHING);
+    }
+
+    #[test]
+    fn a_fixed_limit_holds_to_the_byte_and_each_byte_counts_once() {
+        let admission = Admission::with_limit(ByteSize::mib(100));
+        let cost = |mib| Cost::host(ByteSize::mib(mib)).and_device(ByteSize::gib(9));
+        let model = admission.try_stand(cost(30)).expect("fits");
+        let first = admission.try_admit(cost(60)).expect("fits");
+        let full = admission.try_admit(cost(11)).expect_err("full");
+        assert_eq!(full.reason(), ShedReason::Full);
+        let large = admission.try_admit(cost(101)).expect_err("never");
+        assert_eq!(large.reason(), ShedReason::TooLarge);
+        assert_eq!(admission.ledger(Budget::Host).booked_bytes(), ByteSize::mib(90));
+        drop((model, first));
+        drop(admission.try_admit(cost(100)).expect("fits to the byte"));
         assert_eq!(booked(&admission), NOTHING);
     }
 

@@ -137,6 +137,19 @@ impl Ledger {
         }
     }
 
+    /// An empty account with a ceiling that stays, for use without measurement: each byte counts
+    /// once (`K = 1`), and what is booked never passes the ceiling. A [`Ledger::correct`] by a
+    /// control loop ends that.
+    #[must_use]
+    pub fn with_ceiling(ceiling: ByteSize) -> Self {
+        Self {
+            allowance: AtomicU64::new(ceiling.get()),
+            ceiling: AtomicU64::new(ceiling.get()),
+            k: AtomicU64::new(K_MIN.to_bits()),
+            ..Self::new()
+        }
+    }
+
     /// Books bytes of a request if they fit; no bytes always fit. One compare-and-exchange, tried
     /// again only when another thread's booking came in between.
     ///
