@@ -70,6 +70,13 @@ pub enum Priority {
     Exempt,
 }
 
+/// A cost of normal priority.
+impl From<Cost> for (Cost, Priority) {
+    fn from(cost: Cost) -> Self {
+        (cost, Priority::Normal)
+    }
+}
+
 /// Why a request was not admitted.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]

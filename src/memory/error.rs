@@ -5,7 +5,7 @@ use std::fmt;
 use thiserror::Error;
 
 use crate::config::ConfigError;
-use crate::control::{AddError, SettingsError};
+use crate::control::{AddError, LoadError, SettingsError};
 use crate::device::DeviceError;
 
 /// Why a [`Memory`](super::Memory) did not start. Nothing is left running.
@@ -101,6 +101,14 @@ impl From<AddError> for MemoryError {
     }
 }
 
+/// For `?` in the loaders of resources that live in an arena. It stands here because policy and
+/// devices do not know each other.
+impl From<DeviceError> for LoadError {
+    fn from(error: DeviceError) -> Self {
+        Self::new(error)
+    }
+}
+
 /// Something that did not go as asked, or that this system does not have; said once.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Note {
@@ -113,5 +121,17 @@ pub struct Note {
 impl fmt::Display for Note {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: {}", self.about, self.text)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_error_in_a_loader_keeps_its_numbers() {
+        let load = || -> Result<(), LoadError> { Err(DeviceError::Forked)? };
+        let Err(LoadError::Failed { source }) = load() else { panic!("it fails") };
+        assert_eq!(source.downcast_ref::<DeviceError>(), Some(&DeviceError::Forked));
     }
 }

@@ -159,6 +159,24 @@ impl Memory {
 
     /// A resource that is loaded on first use, with the configured idle time; give it to
     /// [`Memory::register`] when it is complete.
+    ///
+    /// ```
+    /// use lowtide::control::LoadError;
+    /// use lowtide::device::Region;
+    /// use lowtide::{ByteSize, Memory};
+    ///
+    /// let memory = Memory::builder().start()?;
+    /// let arena = memory.open_arena("embedder")?;
+    /// let size = ByteSize::mib(4);
+    /// let load = move || -> Result<_, LoadError> {
+    ///     Ok(arena.alloc_from(&vec![1.0_f32; 1 << 20], Region::Stable)?)
+    /// };
+    /// let cost = memory.cost(ByteSize::ZERO, size);
+    /// let weights = memory.register(memory.managed("weights", load).cost(cost))?;
+    /// println!("{:?}", weights.acquire_blocking()?); // loads; stays while it is used
+    /// # drop(weights);
+    /// # Ok::<(), lowtide::BoxError>(())
+    /// ```
     pub fn managed<T: Send + Sync + 'static>(
         &self,
         name: &str,

@@ -20,6 +20,17 @@ const METRICS: &str = "text/plain; version=0.0.4; charset=utf-8";
 const JSON: &str = "application/json";
 
 /// The answers.
+///
+/// ```
+/// use lowtide::Memory;
+/// use lowtide::service::Endpoints;
+///
+/// let memory = Memory::builder().start()?;
+/// let endpoints = Endpoints::new(Some(memory)).with_metrics(|| String::from("# no recorder\n"));
+/// assert_eq!(endpoints.answer("/healthz").map(|answer| answer.status().as_u16()), Some(200));
+/// assert!(endpoints.answer("/elsewhere").is_none()); // the application's
+/// # Ok::<(), lowtide::memory::StartError>(())
+/// ```
 pub struct Endpoints {
     memory: Option<Memory>,
     metrics: Option<Box<dyn Fn() -> String + Send + Sync>>,
