@@ -26,7 +26,7 @@ const TIB: u64 = 1 << 40;
 /// assert_eq!(ByteSize::mib(1536).to_string(), "1.5 GiB");
 /// assert!("512MB".parse::<ByteSize>().is_err());
 /// ```
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ByteSize(u64);
 
 impl ByteSize {
@@ -166,8 +166,12 @@ impl ByteSize {
 }
 
 impl fmt::Display for ByteSize {
-    /// With one decimal in the largest unit that leaves at least 1: for people, not for parsing.
+    /// With one decimal in the largest unit that leaves at least 1, and `MAX` for
+    /// [`ByteSize::MAX`]: for people, not for parsing.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if *self == Self::MAX {
+            return f.pad("MAX");
+        }
         let text = [(TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")]
             .into_iter()
             .find(|(unit, _)| self.0 >= *unit)
@@ -176,6 +180,19 @@ impl fmt::Display for ByteSize {
                 |(unit, name)| format!("{:.1} {name}", self.as_f64() / Self(unit).as_f64()),
             );
         f.pad(&text)
+    }
+}
+
+impl fmt::Debug for ByteSize {
+    /// As `Display`; where that is rounded, the bytes as well, so that unequal sizes never look
+    /// alike.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let text = self.to_string();
+        if *self == Self::MAX || text.parse() == Ok(*self) {
+            f.write_str(&text)
+        } else {
+            write!(f, "{text} ({} B)", self.0)
+        }
     }
 }
 
@@ -342,6 +359,19 @@ mod tests {
             let size = ByteSize::new(bytes);
             assert_eq!(size.exact().parse(), Ok(size));
         }
+    }
+
+    #[test]
+    fn printed_for_people_and_told_apart_in_debug() {
+        for (size, display, debug) in [
+            (ByteSize::ZERO, "0 B", "0 B"),
+            (ByteSize::mib(1536), "1.5 GiB", "1.5 GiB"),
+            (ByteSize::new((1 << 20) + 1), "1.0 MiB", "1.0 MiB (1048577 B)"),
+            (ByteSize::MAX, "MAX", "MAX"),
+        ] {
+            assert_eq!((size.to_string(), format!("{size:?}")), (display.into(), debug.into()));
+        }
+        assert_eq!(format!("{:>8}|", ByteSize::MAX), "     MAX|");
     }
 
     #[test]

@@ -142,10 +142,10 @@ fn the_report_names_what_is_outstanding() {
     assert!(!report.is_clean());
     assert_eq!((report.requests, report.device_live), (1, ByteSize::mib(1)));
     let [resource] = &report.resources[..] else { panic!("{report}") };
-    assert!(resource.contains("reranker") && resource.contains("1 guards"), "{resource}");
+    assert!(resource.contains("reranker") && resource.contains("1 guard, "), "{resource}");
     assert!(report.panicked.is_empty() && !report.forked);
     let text = report.to_string();
-    for part in ["1 requests", "1.0 MiB of device memory live; reranker was not idle"] {
+    for part in ["1 request,", "1.0 MiB of device memory live; reranker was not idle"] {
         assert!(text.contains(part), "{part:?} is missing in {text:?}");
     }
     assert!(threads().is_empty(), "the threads ended all the same");

@@ -29,7 +29,25 @@ pub struct Variable {
     put: Put,
 }
 
-/// Every variable that this crate reads.
+/// Every variable that this crate reads:
+///
+/// * `LOWTIDE_PROFILE`: low-memory, balanced or throughput: what the other settings start from
+/// * `LOWTIDE_MEMORY_LIMIT`: host memory that must not be passed, e.g. 512m (as Docker reads
+///   it) or 1.5GiB; unset: the cgroup's or the machine's
+/// * `LOWTIDE_CEILING`: part of the limit up to which requests are admitted: 0.8 or 80%; above
+///   0, at most 1
+/// * `LOWTIDE_DEVICE`: auto, cuda, host or none: where device arenas live
+/// * `LOWTIDE_DEVICE_LIMIT`: device memory that an arena must not pass, e.g. 8g; unset: no
+///   limit of its own
+/// * `LOWTIDE_DEVICE_DECAY`: how long idle device memory may stay: a time such as 5s, 0 or
+///   never
+/// * `LOWTIDE_HEAP_DECAY`: how long jemalloc keeps dirty pages: a time such as 1s, 0 or never
+/// * `LOWTIDE_BACKGROUND_THREADS`: jemalloc's background threads at most; 0 for none
+/// * `LOWTIDE_PURGE_INTERVAL`: how often a busy service purges its heap: a time such as 30s, or
+///   never
+/// * `LOWTIDE_IDLE_UNLOAD`: idle time after which resources without their own are unloaded: a
+///   time such as 5m, or never
+/// * `LOWTIDE_METRICS_INTERVAL`: how often metrics are published, e.g. 1s
 pub const VARIABLES: &[Variable] = &[
     Variable {
         name: "LOWTIDE_PROFILE",
@@ -301,6 +319,17 @@ mod tests {
         // What a `main` prints that returns it.
         assert_eq!(format!("{error:?}"), text);
         assert_eq!(format!("{error:#?}"), text);
+    }
+
+    #[test]
+    fn the_documentation_lists_every_variable_with_its_help() {
+        let source = include_str!("env.rs").replace("\n///   ", " ");
+        for Variable { name, help, .. } in VARIABLES {
+            let row = format!("/// * `{name}`: {help}\n");
+            assert!(source.contains(&row), "the documentation has no {row}");
+        }
+        let rows = source.lines().filter(|line| line.starts_with("/// * `"));
+        assert_eq!(rows.count(), VARIABLES.len());
     }
 
     #[test]

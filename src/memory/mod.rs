@@ -362,7 +362,8 @@ impl fmt::Display for Shutdown {
         if self.is_clean() {
             return f.write_str("nothing outstanding");
         }
-        write!(f, "{} requests, {} of device memory live", self.requests, self.device_live)?;
+        let plural = if self.requests == 1 { "" } else { "s" };
+        write!(f, "{} request{plural}, {} of device memory live", self.requests, self.device_live)?;
         for resource in &self.resources {
             write!(f, "; {resource}")?;
         }
