@@ -315,6 +315,31 @@ fn a_quiet_service_gives_its_heap_back_where_the_profile_says_so() {
 }
 
 #[test]
+fn a_resource_that_fits_no_longer_is_noted_once_when_its_load_is_refused() {
+    let _turn = turn();
+    let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(512)));
+    let memory = still(&clock, &tree).start().expect("starts");
+    let model = memory.managed("model", || Ok(())).cost(Cost::host(ByteSize::mib(90)));
+    let model = memory.register(model).expect("registered");
+    let notes = || memory.notes().into_iter().filter(|note| note.about == "resources").count();
+    assert_eq!(notes(), 0, "it fits");
+    tree.limit(ByteSize::mib(100));
+    advance_until(&clock, TICK, "the ceiling sinks", || {
+        memory.snapshot().host.ceiling == ByteSize::mib(80)
+    });
+    assert_eq!(notes(), 0, "nobody asked for it");
+    for _ in 0..2 {
+        let refused = model.acquire_blocking().expect_err("90 MiB under 80 MiB");
+        assert_eq!((refused.reason(), refused.retry_after()), ("does_not_fit", None));
+    }
+    advance_until(&clock, TICK, "it is noted", || notes() > 0);
+    clock.advance(10 * SECOND);
+    assert_eq!((notes(), model.stats().loads_refused_total), (1, 2));
+    assert_eq!(memory.admission().stats().shed, [0; 4]);
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
+#[test]
 fn a_snapshot_adds_up_and_a_loaded_resource_is_booked_with_all_its_bytes() {
     let _turn = turn();
     let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(512)));

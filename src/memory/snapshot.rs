@@ -69,7 +69,7 @@ pub struct BudgetSnapshot {
     pub allowance: ByteSize,
     /// Up to which amount memory is filled by admission; [`ByteSize::MAX`] without a limit.
     pub ceiling: ByteSize,
-    /// What a booked byte was found to need.
+    /// What a byte booked by a request was found to need.
     pub multiplier: f64,
     /// The pressure on it.
     pub level: Level,

@@ -151,7 +151,7 @@ table! {
     PRESSURE_ALLOWANCE: Gauge "lowtide_pressure_allowance_bytes" Bytes ["budget"]
         "Up to which amount of booked bytes requests are admitted now.";
     PRESSURE_MULTIPLIER: Gauge "lowtide_pressure_multiplier_ratio" Count ["budget"]
-        "What a booked byte was found to need, in bytes: K of the ledger.";
+        "What a byte booked by a request was found to need, in bytes: K of the ledger.";
     PRESSURE_ADMITTED: Counter "lowtide_pressure_admitted_total" Count []
         "Requests admitted.";
     PRESSURE_SHED: Counter "lowtide_pressure_shed_total" Count ["reason"]
