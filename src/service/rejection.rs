@@ -33,6 +33,21 @@ pub fn rejection(rejected: &Rejected) -> Response<String> {
 /// The answer to a request whose resource cannot be had, as problem+json: always 503 with
 /// Retry-After, since it is not the request that is too large. Where the resource can never fit,
 /// its operator has to act first; the answer says 30 s then.
+///
+/// ```
+/// use std::sync::Arc;
+/// use lowtide::ByteSize;
+/// use lowtide::clock::SystemClock;
+/// use lowtide::control::{Admission, Cost, Managed};
+/// use lowtide::service::unavailable;
+///
+/// let door = Admission::with_limit(ByteSize::mib(100));
+/// let model = Managed::builder("model", || Ok(()))
+///     .cost(Cost::host(ByteSize::gib(1)))
+///     .build(Arc::new(SystemClock::new()), Some(door));
+/// let answer = model.acquire_blocking().map(drop).map_err(|error| unavailable(&error));
+/// assert_eq!(answer.map_err(|answer| answer.status().as_u16()), Err(503));
+/// ```
 #[must_use]
 pub fn unavailable(error: &AcquireError) -> Response<String> {
     let (status, title) = (StatusCode::SERVICE_UNAVAILABLE, "a resource is not to be had");
