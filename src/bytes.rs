@@ -26,7 +26,7 @@ const TIB: u64 = 1 << 40;
 /// assert_eq!(ByteSize::mib(1536).to_string(), "1.5 GiB");
 /// assert!("512MB".parse::<ByteSize>().is_err());
 /// ```
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ByteSize(u64);
 
 impl ByteSize {
@@ -166,8 +166,12 @@ impl ByteSize {
 }
 
 impl fmt::Display for ByteSize {
-    /// With one decimal in the largest unit that leaves at least 1: for people, not for parsing.
+    /// With one decimal in the largest unit that leaves at least 1, and `MAX` for
+    /// [`ByteSize::MAX`]: for people, not for parsing.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if *self == Self::MAX {
+            return f.pad("MAX");
+        }
         let text = [(TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")]
             .into_iter()
             .find(|(unit, _)| self.0 >= *unit)
@@ -176,6 +180,19 @@ impl fmt::Display for ByteSize {
                 |(unit, name)| format!("{:.1} {name}", self.as_f64() / Self(unit).as_f64()),
             );
         f.pad(&text)
+    }
+}
+
+impl fmt::Debug for ByteSize {
+    /// As `Display`; where that is rounded, the bytes as well, so that unequal sizes never look
+    /// alike.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let text = self.to_string();
+        if *self == Self::MAX || text.parse() == Ok(*self) {
+            f.write_str(&text)
+        } else {
+            write!(f, "{text} ({} B)", self.0)
+        }
     }
 }
 
@@ -190,16 +207,13 @@ impl Sum for ByteSize {
 #[non_exhaustive]
 pub enum ParseByteSizeError {
     /// No digits at the start.
-    #[error("{text:?} is not an amount of memory: expected digits, then B, KiB, MiB, GiB or TiB")]
+    #[error("{text:?} is not an amount of memory: expected {}", self.expected())]
     NoNumber {
         /// What was given.
         text: String,
     },
     /// A unit that is unknown, or decimal and so ambiguous.
-    #[error(
-        "{text:?} has the unit {unit:?}: expected B, k, m, g, KiB, MiB, GiB or TiB \
-         (MB and the like are refused because they are read both ways)" // tidy: foreign word
-    )]
+    #[error("{text:?} is not an amount of memory: expected {}", self.expected())]
     Unit {
         /// What was given.
         text: String,
@@ -207,11 +221,27 @@ pub enum ParseByteSizeError {
         unit: String,
     },
     /// More than 64 bits of bytes, or a fraction of a byte.
-    #[error("{text:?} is not a whole number of bytes below 2^64")]
+    #[error("{text:?} is not an amount of memory: expected {}", self.expected())]
     Range {
         /// What was given.
         text: String,
     },
+}
+
+impl ParseByteSizeError {
+    /// What was expected, to stand after that word.
+    #[must_use]
+    pub const fn expected(&self) -> &'static str {
+        match self {
+            Self::NoNumber { .. } => "digits, then B, k, m, g, t, KiB, MiB, GiB or TiB",
+            Self::Unit { .. } => {
+                // tidy: foreign word
+                "digits, then B, k, m, g, t, KiB, MiB, GiB or TiB \
+                 (MB and the like are refused because they are read both ways)"
+            }
+            Self::Range { .. } => "a whole number of bytes below 2^64",
+        }
+    }
 }
 
 impl FromStr for ByteSize {
@@ -313,11 +343,35 @@ mod tests {
     }
 
     #[test]
+    fn every_unit_that_an_error_names_is_one_and_both_errors_name_the_same() {
+        let (none, unit) = ("m".parse::<ByteSize>(), "5x".parse::<ByteSize>());
+        let none = none.expect_err("no number").expected();
+        assert!(unit.expect_err("no unit").expected().starts_with(none));
+        let units = none.strip_prefix("digits, then ").expect("units after the digits");
+        for unit in units.split(", ").flat_map(|part| part.split(" or ")) {
+            assert!(format!("1{unit}").parse::<ByteSize>().is_ok(), "{unit}");
+        }
+    }
+
+    #[test]
     fn exact_text_parses_back() {
         for bytes in [0, 1, 1023, 1024, 1025, 3 << 20, 5 << 30, 7 << 40, u64::MAX] {
             let size = ByteSize::new(bytes);
             assert_eq!(size.exact().parse(), Ok(size));
         }
+    }
+
+    #[test]
+    fn printed_for_people_and_told_apart_in_debug() {
+        for (size, display, debug) in [
+            (ByteSize::ZERO, "0 B", "0 B"),
+            (ByteSize::mib(1536), "1.5 GiB", "1.5 GiB"),
+            (ByteSize::new((1 << 20) + 1), "1.0 MiB", "1.0 MiB (1048577 B)"),
+            (ByteSize::MAX, "MAX", "MAX"),
+        ] {
+            assert_eq!((size.to_string(), format!("{size:?}")), (display.into(), debug.into()));
+        }
+        assert_eq!(format!("{:>8}|", ByteSize::MAX), "     MAX|");
     }
 
     #[test]

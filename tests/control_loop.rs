@@ -324,7 +324,7 @@ fn a_resource_is_unloaded_within_a_tick_of_its_time_and_the_heap_is_purged_after
         .idle(Duration::from_secs(5))
         .cost(Cost::host(ByteSize::mib(300)))
         .build(rig.clock.clone(), Some(rig.admission.clone()));
-    assert!(rig.resources.add(Arc::new(managed.clone())));
+    assert_eq!(rig.resources.add(Arc::new(managed.clone())), Ok(()));
     rig.run(Duration::from_millis(7));
     drop(managed.acquire_blocking().expect("fits"));
     rig.run(Duration::from_millis(4999));
@@ -343,7 +343,7 @@ fn an_idle_resource_is_unloaded_under_pressure_after_a_purge_was_tried() {
         .cost(Cost::host(ByteSize::mib(600)))
         .build(rig.clock.clone(), None);
     drop(managed.acquire_blocking().expect("loads"));
-    assert!(rig.resources.add(Arc::new(managed.clone())));
+    assert_eq!(rig.resources.add(Arc::new(managed.clone())), Ok(()));
     rig.run(Duration::from_millis(300));
     rig.memory.with(|memory| memory.allocate(580 * MIB));
     rig.run(Duration::from_millis(300));

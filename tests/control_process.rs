@@ -72,7 +72,7 @@ fn a_sample_a_tick_and_an_admission_allocate_nothing() {
         .idle(Duration::from_millis(1))
         .build(clock.clone(), None);
     drop(managed.acquire_blocking().expect("loads"));
-    assert!(resources.add(Arc::new(managed.clone())));
+    assert_eq!(resources.add(Arc::new(managed.clone())), Ok(()));
     let ladder = Ladder::new(vec![resources.reclaimer(Budget::Host)]).expect("one rung");
     let sensor = Box::new(Machine { signals: Signals::open(), turn: 0 });
     let mut maintenance =

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use lowtide::clock::{Clock, ManualClock, SystemClock};
 use lowtide::config::{DeviceChoice, Source};
-use lowtide::control::{AcquireError, Cost, Rejected, ShedReason};
+use lowtide::control::{AcquireError, Cost, Rejected, Resource, ShedReason};
 use lowtide::device::Region;
 use lowtide::memory::{Builder, MemoryError, StartError};
 use lowtide::{ByteSize, Memory};
@@ -142,10 +142,10 @@ fn the_report_names_what_is_outstanding() {
     assert!(!report.is_clean());
     assert_eq!((report.requests, report.device_live), (1, ByteSize::mib(1)));
     let [resource] = &report.resources[..] else { panic!("{report}") };
-    assert!(resource.contains("reranker") && resource.contains("1 guards"), "{resource}");
+    assert!(resource.contains("reranker") && resource.contains("1 guard, "), "{resource}");
     assert!(report.panicked.is_empty() && !report.forked);
     let text = report.to_string();
-    for part in ["1 requests", "1.0 MiB of device memory live; reranker was not idle"] {
+    for part in ["1 request,", "1.0 MiB of device memory live; reranker was not idle"] {
         assert!(text.contains(part), "{part:?} is missing in {text:?}");
     }
     assert!(threads().is_empty(), "the threads ended all the same");
@@ -355,11 +355,60 @@ fn arenas_are_named_once_and_none_is_opened_where_there_is_no_device() {
     assert!(memory.shutdown(SOON).is_clean());
 }
 
+/// The bug: a limit that raises nothing, and one that is passed at start, went by in silence.
+#[test]
+fn a_limit_that_can_never_work_is_said_once_with_both_numbers() {
+    let _turn = turn();
+    let tree = Tree::new(ByteSize::mib(100));
+    tree.hold(20);
+    for (given, parts) in [
+        (ByteSize::mib(300), ["300.0 MiB (code)", "100.0 MiB, the limit of the cgroup"]),
+        (ByteSize::mib(15), ["20.0 MiB are held", "the limit is 15.0 MiB (override)"]),
+    ] {
+        let memory = quiet().signals(tree.open()).memory_limit(given).start().expect("starts");
+        let notes = about(&memory, "limit");
+        let [note] = &notes[..] else { panic!("one note: {notes:?}") };
+        assert!(parts.iter().all(|part| note.contains(part)), "{note}");
+        assert!(memory.shutdown(SOON).is_clean());
+    }
+    let memory = quiet().signals(tree.open()).memory_limit(ByteSize::mib(50)).start();
+    let memory = memory.expect("starts");
+    assert_eq!(about(&memory, "limit"), Vec::<String>::new(), "it lowers the limit, and fits");
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
+#[test]
+fn resources_whose_idle_time_is_never_stay() {
+    let _turn = turn();
+    let clock = Arc::new(ManualClock::new());
+    let builder = quiet().clock(Arc::clone(&clock) as Arc<dyn Clock>).idle_unload(Duration::MAX);
+    let memory = builder.start().expect("starts");
+    let model = memory.register(memory.managed("model", || Ok(()))).expect("registered");
+    drop(model.acquire_blocking().expect("loads"));
+    clock.advance(Duration::from_secs(365 * 24 * 3600));
+    assert_eq!(model.next_due(), lowtide::clock::Moment::NEVER);
+    assert!(!model.unload_if_due(clock.now()) && model.stats().loaded);
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
+/// The bug: two resources of one name were one in metrics and in `/memory`.
+#[test]
+fn two_resources_of_one_name_were_registered() {
+    let _turn = turn();
+    let memory = quiet().start().expect("starts");
+    let register = |name| memory.register(memory.managed(name, || Ok(()))).map(drop);
+    assert_eq!(register("model"), Ok(()));
+    assert_eq!(register("model"), Err(MemoryError::DuplicateResource { name: "model".to_owned() }));
+    assert_eq!(register("other"), Ok(()));
+    assert_eq!(memory.snapshot().resources.len(), 2);
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
 #[test]
 fn automatic_device_memory_in_host_memory_is_said() {
     let _turn = turn();
     let memory = Memory::builder().start().expect("starts");
-    assert_eq!(memory.config().device.source, Source::Profile);
+    assert_eq!(memory.config().device.source, Source::Default);
     let arena = memory.open_arena("one").expect("opens");
     assert_eq!(arena.rung().name(), "host");
     let notes = about(&memory, "device");

@@ -315,7 +315,32 @@ fn a_quiet_service_gives_its_heap_back_where_the_profile_says_so() {
 }
 
 #[test]
-fn a_snapshot_adds_up() {
+fn a_resource_that_fits_no_longer_is_noted_once_when_its_load_is_refused() {
+    let _turn = turn();
+    let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(512)));
+    let memory = still(&clock, &tree).start().expect("starts");
+    let model = memory.managed("model", || Ok(())).cost(Cost::host(ByteSize::mib(90)));
+    let model = memory.register(model).expect("registered");
+    let notes = || memory.notes().into_iter().filter(|note| note.about == "resources").count();
+    assert_eq!(notes(), 0, "it fits");
+    tree.limit(ByteSize::mib(100));
+    advance_until(&clock, TICK, "the ceiling sinks", || {
+        memory.snapshot().host.ceiling == ByteSize::mib(80)
+    });
+    assert_eq!(notes(), 0, "nobody asked for it");
+    for _ in 0..2 {
+        let refused = model.acquire_blocking().expect_err("90 MiB under 80 MiB");
+        assert_eq!((refused.reason(), refused.retry_after()), ("does_not_fit", None));
+    }
+    advance_until(&clock, TICK, "it is noted", || notes() > 0);
+    clock.advance(10 * SECOND);
+    assert_eq!((notes(), model.stats().loads_refused_total), (1, 2));
+    assert_eq!(memory.admission().stats().shed, [0; 4]);
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
+#[test]
+fn a_snapshot_adds_up_and_a_loaded_resource_is_booked_with_all_its_bytes() {
     let _turn = turn();
     let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(512)));
     tree.hold(100);
@@ -344,7 +369,17 @@ fn a_snapshot_adds_up() {
     assert_eq!((snapshot.admission.held(), snapshot.resources[0].guards), (1, 1));
     let ledger = memory.admission().ledger(Budget::Host);
     assert_eq!(ledger.requests(), ByteSize::mib(3));
-    assert_eq!((snapshot.host.booked, ledger.standing()), (ledger.booked(), MODEL));
+    // Not the half of it, which is what a resource takes of the allowance at K = 2.
+    let all = MODEL.saturating_add(ByteSize::mib(3));
+    assert_eq!((snapshot.host.booked, ledger.standing()), (all, MODEL));
+    let admit = |bytes| memory.admission().try_admit(Cost::host(bytes));
+    let more = admit(ByteSize::mib(20)).expect("fits, and now one more is not nearly alone");
+    let snapshot = memory.snapshot();
+    let left = snapshot.host.allowance.checked_sub(snapshot.host.booked).expect("within it");
+    let full = admit(left.saturating_add(ByteSize::new(1))).expect_err("a byte too many");
+    let Rejected::Full { booked, allowance, .. } = full else { panic!("{full:?}") };
+    assert_eq!((booked, allowance), (snapshot.host.booked, snapshot.host.allowance));
+    drop((admit(left).expect("fits to the byte"), more));
     assert_eq!(snapshot.device.booked, ByteSize::ZERO);
     assert_eq!(snapshot.device.ceiling, ByteSize::MAX, "no device of its own");
     assert_eq!(snapshot.on_wall(snapshot.now), snapshot.since_epoch);

@@ -1,6 +1,6 @@
 //! A live scrape against the table of metrics, both ways, and a recorder that comes late.
 //!
-//! One test: a recorder is installed once in a process and stays.
+//! One test installs a recorder, which stays in its process; the other has one of its own.
 #![cfg(all(feature = "memory", feature = "prometheus", target_os = "linux"))]
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -10,11 +10,13 @@ use std::time::Duration;
 
 use lowtide::clock::{Clock, ManualClock};
 use lowtide::config::DeviceChoice;
-use lowtide::control::{Cost, LoadError, Priority, Resource, UnloadReason};
+use lowtide::control::ledger::{Correction, Measured};
+use lowtide::control::{Admission, Budget, Cost, LoadError, Priority, Resource, UnloadReason};
 use lowtide::decay::DecayTime;
 use lowtide::device::Region;
 use lowtide::metrics::names::{Kind, Metric, TABLE};
 use lowtide::metrics::prometheus::{PrometheusBuilder, configure};
+use lowtide::metrics::record;
 use lowtide::{ByteSize, Memory};
 
 mod support;
@@ -176,6 +178,26 @@ fn the_scrape_and_the_table_say_the_same_once_there_is_a_recorder() {
     every_metric_of_the_table_is_published(&scrape);
     figures(&scrape);
     assert!(hooks() >= 3);
+}
+
+#[test]
+fn a_resource_is_published_as_booked_with_all_its_bytes() {
+    let admission = Admission::new();
+    let measured = Measured { ceiling: ByteSize::mib(100), ..Measured::default() };
+    let ledger = admission.ledger(Budget::Host);
+    ledger.correct(&mut Correction::new(), measured);
+    let model = admission.try_stand(Cost::host(ByteSize::mib(64))).expect("fits");
+    let permit = admission.try_admit(Cost::host(ByteSize::mib(1))).expect("fits");
+    let recorder = PrometheusBuilder::new().build_recorder();
+    metrics::with_local_recorder(&recorder, || record::ledger(ledger, Budget::Host));
+    let scrape = Scrape::parse(&recorder.handle().render());
+    let one = |name: &str| scrape.series.iter().find(|(found, ..)| found == name).map(|s| s.2);
+    assert_eq!(one("lowtide_pressure_booked_bytes"), Some(ByteSize::mib(65).as_f64()));
+    let left = one("lowtide_pressure_allowance_bytes").map(|all| all - ByteSize::mib(65).as_f64());
+    let left = left.expect("a limit is known");
+    let fits = ByteSize::mib(17);
+    assert!((left - fits.as_f64()).abs() < 2.0, "{left}: (100 MiB / K) less 32 MiB less 1 MiB");
+    drop((model, permit));
 }
 
 /// Figures of which the test knows what they must be, among them totals from before the recorder.

@@ -286,15 +286,19 @@ fn the_environment_wins_over_code_and_code_over_the_profile() {
     ] {
         assert!(with_code.contains(part), "{part:?} is missing in {with_code}");
     }
-    for part in ["profile=balanced (profile)", "idle_unload=300s (profile)", "0.25 (environment)"] {
+    for part in ["profile=balanced (default)", "idle_unload=300s (profile)", "0.25 (environment)"] {
         assert!(bare.contains(part), "{part:?} is missing in {bare}");
     }
 }
 
 #[test]
-fn an_unknown_variable_is_an_error_that_names_it_and_lists_what_there_is() {
+fn an_unknown_variable_is_an_error_that_names_what_was_meant_or_lists_what_there_is() {
     let (bare, with_code) = with_variables(&[("LOWTIDE_MEMORYLIMIT", "1g")]);
-    let expected = "refused: LOWTIDE_MEMORYLIMIT is not a variable of lowtide: expected one of ";
+    let expected = "refused: LOWTIDE_MEMORYLIMIT is not a variable of lowtide: \
+                    did you mean LOWTIDE_MEMORY_LIMIT?";
+    assert_eq!((bare.as_str(), with_code.as_str()), (expected, expected));
+    let (bare, with_code) = with_variables(&[("LOWTIDE_RAM", "1g")]);
+    let expected = "refused: LOWTIDE_RAM is not a variable of lowtide: expected one of ";
     assert!(bare.starts_with(expected), "{bare}");
     assert_eq!(bare, with_code);
     for variable in env::VARIABLES {
@@ -304,8 +308,9 @@ fn an_unknown_variable_is_an_error_that_names_it_and_lists_what_there_is() {
 
 #[test]
 fn a_bad_value_is_an_error_with_variable_value_and_what_was_expected() {
-    let (bare, _) = with_variables(&[("LOWTIDE_CEILING", "80%"), ("LOWTIDE_DEVICE", "gpu")]);
-    let expected = "refused: LOWTIDE_CEILING=\"80%\": expected a number in (0, 1]; \
+    let (bare, _) = with_variables(&[("LOWTIDE_CEILING", "180%"), ("LOWTIDE_DEVICE", "gpu")]);
+    let expected = "refused: LOWTIDE_CEILING=\"180%\": expected a number in (0, 1], or a \
+                    percentage up to 100%; \
                     LOWTIDE_DEVICE=\"gpu\": expected auto, cuda, host or none";
     assert_eq!(bare, expected);
 }
@@ -323,7 +328,7 @@ fn what_kubernetes_injects_for_a_service_of_this_name_is_not_ours() {
         ("LOWTIDE_PORT_8080_TCP_ADDR", "10.0.0.7"),
         ("LOWTIDE_CEILING", "0.5"),
     ]);
-    assert!(bare.starts_with("started: profile=balanced (profile)"), "{bare}");
+    assert!(bare.starts_with("started: profile=balanced (default)"), "{bare}");
     assert!(bare.contains("ceiling=0.5 (environment)"), "{bare}");
 }
 

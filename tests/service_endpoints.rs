@@ -161,6 +161,8 @@ fn the_memory_document_holds_every_figure_in_bytes_and_null_for_no_limit() {
     let model = memory.register(memory.managed("model", || Ok(()))).expect("registered");
     drop(model.acquire_blocking().expect("loads"));
     assert_eq!(model.unload_now(SOON).ok(), Some(true));
+    let table = memory.managed("table", || Ok(())).cost(Cost::host(ByteSize::mib(6)));
+    let table = memory.register(table).expect("registered").acquire_blocking().expect("loads");
     clock.advance(Duration::from_secs(5));
     let permit = memory.admission().try_admit(Cost::host(ByteSize::mib(2))).expect("fits");
     assert!(memory.admission().try_admit(Cost::host(ByteSize::gib(1))).is_err());
@@ -200,9 +202,10 @@ fn the_memory_document_holds_every_figure_in_bytes_and_null_for_no_limit() {
     let resource = &told["resources"][0];
     assert_eq!((&resource["name"], &resource["loaded"]), (&json!("model"), &json!(false)));
     assert_eq!((&resource["loads"], &resource["failed_loads"]), (&json!(1), &json!(0)));
+    assert_eq!(resource["refused_loads"], 0);
     assert_eq!(resource["unloads"][UnloadReason::Asked.name()], 1);
     assert_eq!(resource["last_used_seconds"].as_f64(), Some(1_000.0), "on the wall clock");
-    drop((buffer, lease, permit));
+    drop((buffer, lease, permit, table));
     assert!(memory.shutdown(SOON).is_clean());
 }
 
@@ -222,7 +225,7 @@ fn check_host(host: &Value) {
     let required = figure("physical_bytes").saturating_sub(figure("purgeable_bytes"));
     assert_eq!(figure("required_bytes"), required);
     let budget = &host["budget"];
-    assert_eq!((&budget["level"], &budget["booked_bytes"]), (&json!("none"), &mib(2)));
+    assert_eq!((&budget["level"], &budget["booked_bytes"]), (&json!("none"), &mib(8)));
     assert_eq!((&budget["ceiling_bytes"], &budget["multiplier"]), (&mib(80), &json!(2.0)));
 }
 

@@ -88,6 +88,20 @@ fn an_admitted_request_holds_its_bytes_until_its_response_body_is_gone() {
 }
 
 #[test]
+fn a_closure_gives_a_cost_alone_or_with_its_priority() {
+    let head = |path| Request::builder().uri(path).body(()).expect("valid").into_parts().0;
+    let cost = Cost::host(COST);
+    let alone = move |_: &http::request::Parts| cost;
+    let both = move |head: &http::request::Parts| match head.uri.path() {
+        "/report" => (cost, Priority::Low),
+        _ => (Cost::ZERO, Priority::Exempt),
+    };
+    assert_eq!(alone.estimate(&head("/report")), (cost, Priority::Normal));
+    assert_eq!(both.estimate(&head("/report")), (cost, Priority::Low));
+    assert_eq!(both.estimate(&head("/")), (Cost::ZERO, Priority::Exempt));
+}
+
+#[test]
 fn a_response_that_is_dropped_half_way_gives_its_bytes_back() {
     let admission = admission();
     let mut stuck = layer(&admission)

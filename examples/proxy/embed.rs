@@ -180,12 +180,7 @@ fn texts(body: &[u8]) -> Result<Vec<String>, Box<Response>> {
 
 fn unavailable(error: &AcquireError) -> Response {
     tracing::warn!(%error, "the model is not to be had");
-    match error {
-        AcquireError::Rejected { rejected, .. } => {
-            lowtide::service::rejection(rejected).map(Body::from)
-        }
-        _ => later(format!("the model is not to be had: {error}")),
-    }
+    lowtide::service::unavailable(error).map(Body::from)
 }
 
 fn later(reason: String) -> Response {

@@ -29,7 +29,25 @@ pub struct Variable {
     put: Put,
 }
 
-/// Every variable that this crate reads.
+/// Every variable that this crate reads:
+///
+/// * `LOWTIDE_PROFILE`: low-memory, balanced or throughput: what the other settings start from
+/// * `LOWTIDE_MEMORY_LIMIT`: host memory that must not be passed, e.g. 512m (as Docker reads
+///   it) or 1.5GiB; unset: the cgroup's or the machine's
+/// * `LOWTIDE_CEILING`: part of the limit up to which requests are admitted: 0.8 or 80%; above
+///   0, at most 1
+/// * `LOWTIDE_DEVICE`: auto, cuda, host or none: where device arenas live
+/// * `LOWTIDE_DEVICE_LIMIT`: device memory that an arena must not pass, e.g. 8g; unset: no
+///   limit of its own
+/// * `LOWTIDE_DEVICE_DECAY`: how long idle device memory may stay: a time such as 5s, 0 or
+///   never
+/// * `LOWTIDE_HEAP_DECAY`: how long jemalloc keeps dirty pages: a time such as 1s, 0 or never
+/// * `LOWTIDE_BACKGROUND_THREADS`: jemalloc's background threads at most; 0 for none
+/// * `LOWTIDE_PURGE_INTERVAL`: how often a busy service purges its heap: a time such as 30s, or
+///   never
+/// * `LOWTIDE_IDLE_UNLOAD`: idle time after which resources without their own are unloaded: a
+///   time such as 5m, or never
+/// * `LOWTIDE_METRICS_INTERVAL`: how often metrics are published, e.g. 1s
 pub const VARIABLES: &[Variable] = &[
     Variable {
         name: "LOWTIDE_PROFILE",
@@ -44,7 +62,7 @@ pub const VARIABLES: &[Variable] = &[
     },
     Variable {
         name: "LOWTIDE_CEILING",
-        help: "part of the limit up to which requests are admitted, above 0 and at most 1",
+        help: "part of the limit up to which requests are admitted: 0.8 or 80%; above 0, at most 1",
         put: |settings, text| put(&mut settings.ceiling, ratio(text)),
     },
     Variable {
@@ -79,8 +97,12 @@ pub const VARIABLES: &[Variable] = &[
     },
     Variable {
         name: "LOWTIDE_IDLE_UNLOAD",
-        help: "idle time after which resources without their own are unloaded, e.g. 5m",
-        put: |settings, text| put(&mut settings.idle_unload, time(text)),
+        help: "idle time after which resources without their own are unloaded: a time such as 5m, \
+               or never",
+        put: |settings, text| {
+            let time = time_or_never(text).map(|time| time.unwrap_or(Duration::MAX));
+            put(&mut settings.idle_unload, time)
+        },
     },
     Variable {
         name: "LOWTIDE_METRICS_INTERVAL",
@@ -161,12 +183,17 @@ fn positive(text: &str) -> Result<ByteSize, String> {
     match text.parse::<ByteSize>() {
         Ok(ByteSize::ZERO) => Err("an amount of memory above zero".to_owned()),
         Ok(size) => Ok(size),
-        Err(error) => Err(error.to_string()),
+        Err(error) => Err(error.expected().to_owned()),
     }
 }
 
 fn ratio(text: &str) -> Result<f64, &'static str> {
-    text.parse().ok().filter(|ratio| *ratio > 0.0 && *ratio <= 1.0).ok_or("a number in (0, 1]")
+    let ratio = match text.strip_suffix('%') {
+        Some(percent) => percent.trim_end().parse::<f64>().map(|percent| percent / 100.0),
+        None => text.parse(),
+    };
+    let valid = ratio.ok().filter(|ratio| *ratio > 0.0 && *ratio <= 1.0);
+    valid.ok_or("a number in (0, 1], or a percentage up to 100%")
 }
 
 fn whole(text: &str) -> Result<u32, &'static str> {
@@ -248,6 +275,19 @@ mod tests {
     }
 
     #[test]
+    fn a_ceiling_is_a_number_or_a_percentage_and_an_idle_time_may_be_never() {
+        for (text, ratio) in [("80%", Some(0.8)), ("100 %", Some(1.0)), ("0.8", Some(0.8))] {
+            let found = given(&[("LOWTIDE_CEILING", text)]);
+            assert_eq!(found.map(|settings| settings.ceiling), Ok(ratio), "{text}");
+        }
+        for text in ["0%", "101%", "80", "%", "-5%", "NaN%", "80%%"] {
+            assert!(given(&[("LOWTIDE_CEILING", text)]).is_err(), "{text}");
+        }
+        let never = given(&[("LOWTIDE_IDLE_UNLOAD", "never")]);
+        assert_eq!(never.map(|settings| settings.idle_unload), Ok(Some(Duration::MAX)));
+    }
+
+    #[test]
     fn faults_name_the_variable_the_value_and_what_was_expected() {
         let error = given(&[
             ("LOWTIDE_MEMORY_LIMIT", "512MB"),
@@ -269,11 +309,27 @@ mod tests {
             "(0, 1]",
             "auto, cuda, host or none",
             "\"soon\"",
-            "LOWTIDE_PROFIL ",
+            "LOWTIDE_PROFIL is not a variable of lowtide: did you mean LOWTIDE_PROFILE?",
             "above zero",
         ] {
             assert!(text.contains(part), "{part:?} is missing in: {text}");
         }
+        let sentence = r#"LOWTIDE_MEMORY_LIMIT="512MB": expected digits, then B, k, m, g, "#;
+        assert!(text.contains(sentence), "{text}");
+        // What a `main` prints that returns it.
+        assert_eq!(format!("{error:?}"), text);
+        assert_eq!(format!("{error:#?}"), text);
+    }
+
+    #[test]
+    fn the_documentation_lists_every_variable_with_its_help() {
+        let source = include_str!("env.rs").replace("\n///   ", " ");
+        for Variable { name, help, .. } in VARIABLES {
+            let row = format!("/// * `{name}`: {help}\n");
+            assert!(source.contains(&row), "the documentation has no {row}");
+        }
+        let rows = source.lines().filter(|line| line.starts_with("/// * `"));
+        assert_eq!(rows.count(), VARIABLES.len());
     }
 
     #[test]

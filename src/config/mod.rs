@@ -6,7 +6,7 @@
 //!
 //! It starts nothing and applies nothing.
 //!
-//! Invariant: for every setting, `effective = environment, else code, else profile`.
+//! Invariant: for every setting, `effective = environment, else code, else profile or default`.
 
 pub mod env;
 mod profile;

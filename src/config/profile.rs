@@ -10,6 +10,18 @@ use std::time::Duration;
 use crate::decay::DecayTime;
 
 /// A named set of resolved settings.
+///
+/// | setting | low-memory | balanced | throughput |
+/// |---|---|---|---|
+/// | heap decay | 1s | 1s | 10s |
+/// | device decay | 1s | 5s | 30s |
+/// | jemalloc's background threads | 1 | 2 | 4 |
+/// | heap is purged when quiet for | 1s | 2s | never |
+/// | heap of a busy service is purged each | 10s | 30s | never |
+/// | idle resources are unloaded after | 60s | 300s | 900s |
+///
+/// The same under every profile: the ceiling, 0.80 of the limit, and metrics each second
+/// ([`Config`](super::Config)).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Profile {
     /// Smallest idle size: short decay, early unload. Costs some CPU after each quiet spell.
@@ -104,5 +116,36 @@ impl FromStr for Profile {
             .into_iter()
             .find(|profile| profile.name() == text)
             .ok_or("low-memory, balanced or throughput")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_documented_table_is_what_the_code_says() {
+        let time = |time: Option<Duration>| match time {
+            Some(time) => format!("{time:?}"),
+            None => "never".to_owned(),
+        };
+        let decay = |decay| match decay {
+            DecayTime::Within(within) => time(Some(within)),
+            other => format!("{other:?}"),
+        };
+        let of = |value: &dyn Fn(Profile) -> String| Profile::ALL.map(value).join(" | ");
+        for (name, values) in [
+            ("heap decay", of(&|profile| decay(profile.heap_decay()))),
+            ("device decay", of(&|profile| decay(profile.device_decay()))),
+            ("background threads", of(&|profile| profile.background_threads().to_string())),
+            ("purged when quiet for", of(&|profile| time(profile.purge_when_idle_for()))),
+            ("busy service is purged each", of(&|profile| time(profile.purge_interval()))),
+            ("resources are unloaded after", of(&|profile| time(Some(profile.idle_unload())))),
+        ] {
+            let row = format!("{name} | {values} |\n");
+            assert!(include_str!("profile.rs").contains(&row), "the table has no {row}");
+        }
+        assert!((super::super::Config::CEILING - 0.80).abs() < f64::EPSILON);
+        assert_eq!(super::super::Config::METRICS_INTERVAL, Duration::from_secs(1));
     }
 }

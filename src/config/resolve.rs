@@ -19,6 +19,8 @@ pub enum Source {
     Code,
     /// The profile.
     Profile,
+    /// Nobody: what it is under every profile.
+    Default,
 }
 
 impl fmt::Display for Source {
@@ -27,6 +29,7 @@ impl fmt::Display for Source {
             Self::Environment => "environment",
             Self::Code => "code",
             Self::Profile => "profile",
+            Self::Default => "default",
         })
     }
 }
@@ -63,7 +66,7 @@ pub struct Config {
     pub purge_when_idle_for: Option<Duration>,
     /// How often a busy service purges its heap; `None`: only under pressure.
     pub purge_interval: Resolved<Option<Duration>>,
-    /// Idle time of resources without their own.
+    /// Idle time of resources without their own; [`Duration::MAX`] for never.
     pub idle_unload: Resolved<Duration>,
     /// How often metrics are published.
     pub metrics_interval: Resolved<Duration>,
@@ -76,25 +79,26 @@ impl Config {
     /// How often metrics are published, unless somebody says otherwise.
     pub const METRICS_INTERVAL: Duration = Duration::from_secs(1);
 
-    /// Fills the gaps: the environment wins over code, code over the profile.
+    /// Fills the gaps: the environment wins over code, code over the profile, and the profile over
+    /// what holds under every one.
     ///
     /// # Errors
     /// [`ConfigError`] where code gave a value that its setting cannot have.
     pub fn resolve(code: &Settings, environment: &Settings) -> Result<Self, ConfigError> {
         check(code)?;
         check(environment)?;
-        let profile = pick(environment.profile, code.profile, Profile::default());
+        let profile = pick_or(environment.profile, code.profile, Profile::default());
         let base = profile.value;
         Ok(Self {
             profile,
-            memory_limit: pick(
+            memory_limit: pick_or(
                 environment.memory_limit.map(Some),
                 code.memory_limit.map(Some),
                 None,
             ),
-            ceiling: pick(environment.ceiling, code.ceiling, Self::CEILING),
-            device: pick(environment.device, code.device, DeviceChoice::Auto),
-            device_limit: pick(environment.device_limit, code.device_limit, ByteSize::MAX),
+            ceiling: pick_or(environment.ceiling, code.ceiling, Self::CEILING),
+            device: pick_or(environment.device, code.device, DeviceChoice::Auto),
+            device_limit: pick_or(environment.device_limit, code.device_limit, ByteSize::MAX),
             device_decay: pick(environment.device_decay, code.device_decay, base.device_decay()),
             heap_decay: pick(environment.heap_decay, code.heap_decay, base.heap_decay()),
             background_threads: pick(
@@ -109,7 +113,7 @@ impl Config {
                 base.purge_interval(),
             ),
             idle_unload: pick(environment.idle_unload, code.idle_unload, base.idle_unload()),
-            metrics_interval: pick(
+            metrics_interval: pick_or(
                 environment.metrics_interval,
                 code.metrics_interval,
                 Self::METRICS_INTERVAL,
@@ -118,11 +122,19 @@ impl Config {
     }
 }
 
+/// For a setting that the profile has.
 fn pick<T>(environment: Option<T>, code: Option<T>, profile: T) -> Resolved<T> {
+    let said = environment.is_some() || code.is_some();
+    let picked = pick_or(environment, code, profile);
+    if said { picked } else { Resolved { source: Source::Profile, ..picked } }
+}
+
+/// For a setting that no profile has.
+fn pick_or<T>(environment: Option<T>, code: Option<T>, default: T) -> Resolved<T> {
     match (environment, code) {
         (Some(value), _) => Resolved { value, source: Source::Environment },
         (None, Some(value)) => Resolved { value, source: Source::Code },
-        (None, None) => Resolved { value: profile, source: Source::Profile },
+        (None, None) => Resolved { value: default, source: Source::Default },
     }
 }
 
@@ -177,6 +189,16 @@ mod tests {
         let decay = Resolved { value: DecayTime::from_millis(10_000), source: Source::Profile };
         assert_eq!(config.heap_decay, decay);
         assert_eq!(config.profile.source, Source::Code);
+        let nobody = Config::resolve(&Settings::default(), &Settings::default()).expect("valid");
+        let sources = [nobody.profile.source, nobody.ceiling.source, nobody.memory_limit.source];
+        assert_eq!(sources, [Source::Default; 3], "no profile sets them");
+        let sources = [nobody.device.source, nobody.device_limit.source];
+        assert_eq!(sources, [Source::Default; 2], "nor these");
+        assert_eq!(nobody.metrics_interval.source, Source::Default);
+        assert_eq!(
+            (nobody.heap_decay.source, nobody.idle_unload.source.to_string()),
+            (Source::Profile, "profile".to_owned())
+        );
     }
 
     #[test]

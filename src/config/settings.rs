@@ -31,7 +31,8 @@ pub struct Settings {
     pub background_threads: Option<u32>,
     /// How often a busy service purges its heap; `Some(None)`: only under pressure.
     pub purge_interval: Option<Option<Duration>>,
-    /// Idle time after which resources without their own are unloaded. Never zero.
+    /// Idle time after which resources without their own are unloaded. Never zero;
+    /// [`Duration::MAX`] for never.
     pub idle_unload: Option<Duration>,
     /// How often metrics are published. Never zero.
     pub metrics_interval: Option<Duration>,
@@ -73,7 +74,9 @@ impl FromStr for DeviceChoice {
 }
 
 /// Settings that cannot be used, all of them at once.
-#[derive(Clone, Debug, Error, PartialEq, Eq)]
+///
+/// Its `Debug` is its text, so that a `main` that returns it says what is wrong.
+#[derive(Clone, Error, PartialEq, Eq)]
 pub struct ConfigError {
     /// Each fault, in order of the names. Never empty.
     pub faults: Vec<Fault>,
@@ -86,6 +89,12 @@ impl fmt::Display for ConfigError {
             write!(f, "{separator}{fault}")?;
         }
         Ok(())
+    }
+}
+
+impl fmt::Debug for ConfigError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
     }
 }
 
@@ -104,14 +113,69 @@ pub enum Fault {
         expected: String,
     },
     /// A `LOWTIDE_*` variable that nothing reads.
-    #[error("{name} is not a variable of lowtide: expected one of {}", known())]
+    #[error("{name} is not a variable of lowtide: {}", meant(name))]
     UnknownVariable {
         /// The variable.
         name: String,
     },
 }
 
-fn known() -> String {
-    let names = super::env::VARIABLES.iter().map(|variable| variable.name);
-    names.collect::<Vec<_>>().join(", ")
+/// The variable that was meant, or all there are.
+fn meant(name: &str) -> String {
+    let names = || super::env::VARIABLES.iter().map(|variable| variable.name);
+    let tail = name.len().saturating_sub(super::env::PREFIX.len());
+    let most = EDITS_MAX.min(tail / 2);
+    names()
+        .filter(|known| known.len().abs_diff(name.len()) <= most)
+        .map(|known| (edits(name, known), known))
+        .min()
+        .filter(|(edits, _)| *edits <= most)
+        .map_or_else(
+            || format!("expected one of {}", names().collect::<Vec<_>>().join(", ")),
+            |(_, known)| format!("did you mean {known}?"),
+        )
+}
+
+/// A name is near another up to so many edits, and up to one for every two letters of its own.
+const EDITS_MAX: usize = 4;
+
+/// The least number of letters to put in, leave out or change that makes one of the other.
+fn edits(one: &str, other: &str) -> usize {
+    let mut row: Vec<usize> = (0..=other.len()).collect();
+    for (at, letter) in one.bytes().enumerate() {
+        let mut before = std::mem::replace(&mut row[0], at + 1);
+        for (to, wanted) in other.bytes().enumerate() {
+            let changed = before + usize::from(letter != wanted);
+            before = row[to + 1];
+            row[to + 1] = changed.min(before + 1).min(row[to] + 1);
+        }
+    }
+    row[other.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn edits_are_counted() {
+        for (one, other, count) in
+            [("", "", 0), ("ebb", "ebb", 0), ("", "ebb", 3), ("ebb", "eb", 1), ("tide", "dive", 2)]
+        {
+            assert_eq!((edits(one, other), edits(other, one)), (count, count), "{one} {other}");
+        }
+    }
+
+    #[test]
+    fn a_misspelt_variable_is_told_from_one_that_is_like_none() {
+        let text = |name: &str| Fault::UnknownVariable { name: name.to_owned() }.to_string();
+        for name in ["LOWTIDE_MEM_LIMIT", "LOWTIDE_MEMORY_LIMTI", "LOWTIDE_MEMORYLIMIT"] {
+            let text = text(name);
+            assert!(text.ends_with("did you mean LOWTIDE_MEMORY_LIMIT?"), "{text}");
+        }
+        for name in ["LOWTIDE_", "LOWTIDE_X", "LOWTIDE_COLOUR_OF_THE_SEA", "LOWTIDE_\u{e4}"] {
+            let text = text(name);
+            assert!(text.contains("expected one of LOWTIDE_PROFILE, "), "{text}");
+        }
+    }
 }

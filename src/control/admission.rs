@@ -70,11 +70,18 @@ pub enum Priority {
     Exempt,
 }
 
+/// A cost of normal priority.
+impl From<Cost> for (Cost, Priority) {
+    fn from(cost: Cost) -> Self {
+        (cost, Priority::Normal)
+    }
+}
+
 /// Why a request was not admitted.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Rejected {
-    /// It can never fit: 413.
+    /// It can never fit: 413 for a request; a resource of that cost is its operator's error.
     #[error("{asked} of {budget} memory can never fit under the ceiling of {ceiling}")]
     TooLarge {
         /// The budget that it does not fit.
@@ -94,9 +101,9 @@ pub enum Rejected {
         budget: Budget,
         /// What was asked for.
         asked: ByteSize,
-        /// What is booked.
+        /// What is booked, a resource by its whole bytes.
         booked: ByteSize,
-        /// What may be booked.
+        /// What may be booked, counted alike.
         allowance: ByteSize,
         /// When to try again: whole seconds, spread so that clients do not come back together.
         retry_after: Duration,
@@ -216,6 +223,17 @@ impl Admission {
         Self::default()
     }
 
+    /// An open door with a fixed ceiling on the host's memory, and none on the device's.
+    ///
+    /// Nothing is measured: estimates are taken at their word, and the costs of all that is held
+    /// never pass the ceiling. Where a control loop measures, use [`Admission::new`] and have it
+    /// correct the ledgers.
+    #[must_use]
+    pub fn with_limit(ceiling: ByteSize) -> Self {
+        let host = Ledger::with_ceiling(ceiling);
+        Self { shared: Arc::new(Shared { host, ..Shared::default() }) }
+    }
+
     /// Admits a request of normal priority.
     ///
     /// # Errors
@@ -236,8 +254,8 @@ impl Admission {
                 device: self.shared.device.book_exempt(cost.device),
             }
         } else {
-            self.pass_level(priority)?;
-            self.book(cost)?;
+            let booked = self.pass_level(priority).and_then(|()| self.book(cost));
+            booked.map_err(|rejected| self.shared.count(rejected))?;
             cost
         };
         self.shared.admitted.fetch_add(1, Ordering::Relaxed);
@@ -248,11 +266,11 @@ impl Admission {
     /// the requests. Say [`Permit::settle`] when it is loaded.
     ///
     /// # Errors
-    /// [`Rejected`]; it is counted.
+    /// [`Rejected`]; it is not counted among the requests shed.
     pub fn try_stand(&self, cost: Cost) -> Result<Permit, Rejected> {
         self.pass_level(Priority::High)?;
         let host = self.shared.host.try_book_standing(cost.host);
-        let host = host.map_err(|short| self.rejected(Budget::Host, short))?;
+        let host = host.map_err(|short| self.shared.full(Budget::Host, short))?;
         match self.shared.device.try_book_standing(cost.device) {
             Ok(device) => {
                 let held = Held::Standing(Some((host, device)));
@@ -260,7 +278,7 @@ impl Admission {
             }
             Err(short) => {
                 self.shared.host.release_standing(host);
-                Err(self.rejected(Budget::Device, short))
+                Err(self.shared.full(Budget::Device, short))
             }
         }
     }
@@ -312,7 +330,7 @@ impl Admission {
 
     fn pass_level(&self, priority: Priority) -> Result<(), Rejected> {
         if self.is_closed() {
-            return Err(self.shared.count(Rejected::ShuttingDown));
+            return Err(Rejected::ShuttingDown);
         }
         let level = self.level();
         let sheds = match level {
@@ -323,21 +341,16 @@ impl Admission {
         if !sheds {
             return Ok(());
         }
-        let retry_after = self.shared.retry_after();
-        Err(self.shared.count(Rejected::Pressure { level, retry_after }))
+        Err(Rejected::Pressure { level, retry_after: self.shared.retry_after() })
     }
 
     fn book(&self, cost: Cost) -> Result<(), Rejected> {
         let host = self.shared.host.try_book(cost.host);
-        host.map_err(|short| self.rejected(Budget::Host, short))?;
+        host.map_err(|short| self.shared.full(Budget::Host, short))?;
         self.shared.device.try_book(cost.device).map_err(|short| {
             self.shared.host.release(cost.host);
-            self.rejected(Budget::Device, short)
+            self.shared.full(Budget::Device, short)
         })
-    }
-
-    fn rejected(&self, budget: Budget, short: Shortfall) -> Rejected {
-        self.shared.count(self.shared.full(budget, short))
     }
 }
 
@@ -352,6 +365,7 @@ impl Shared {
         if asked > ceiling {
             return Rejected::TooLarge { budget, asked, ceiling };
         }
+        let (booked, allowance) = (ledger.in_bytes(booked), ledger.in_bytes(allowance));
         Rejected::Full { budget, asked, booked, allowance, retry_after: self.retry_after() }
     }
 
@@ -509,7 +523,7 @@ mod tests {
         let error = admission.try_stand(Cost { device: ByteSize::mib(11), ..cost });
         assert!(matches!(error, Err(Rejected::TooLarge { budget: Budget::Device, .. })));
         assert_eq!(booked(&admission), NOTHING);
-        assert_eq!(admission.stats().shed, [1, 1, 0, 0]);
+        assert_eq!(admission.stats().shed, [0, 1, 0, 0], "a resource is no request");
     }
 
     #[test]
@@ -581,6 +595,22 @@ mod tests {
         permit.shrink(ByteSize::MAX);
         assert_eq!(booked(&admission), NOTHING);
         drop(permit);
+        assert_eq!(booked(&admission), NOTHING);
+    }
+
+    #[test]
+    fn a_fixed_limit_holds_to_the_byte_and_each_byte_counts_once() {
+        let admission = Admission::with_limit(ByteSize::mib(100));
+        let cost = |mib| Cost::host(ByteSize::mib(mib)).and_device(ByteSize::gib(9));
+        let model = admission.try_stand(cost(30)).expect("fits");
+        let first = admission.try_admit(cost(60)).expect("fits");
+        let full = admission.try_admit(cost(11)).expect_err("full");
+        assert_eq!(full.reason(), ShedReason::Full);
+        let large = admission.try_admit(cost(101)).expect_err("never");
+        assert_eq!(large.reason(), ShedReason::TooLarge);
+        assert_eq!(admission.ledger(Budget::Host).booked_bytes(), ByteSize::mib(90));
+        drop((model, first));
+        drop(admission.try_admit(cost(100)).expect("fits to the byte"));
         assert_eq!(booked(&admission), NOTHING);
     }
 

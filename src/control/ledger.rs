@@ -143,6 +143,19 @@ impl Ledger {
         }
     }
 
+    /// An empty account with a ceiling that stays, for use without measurement: each byte counts
+    /// once (`K = 1`), and what is booked never passes the ceiling. A [`Ledger::correct`] by a
+    /// control loop ends that.
+    #[must_use]
+    pub fn with_ceiling(ceiling: ByteSize) -> Self {
+        Self {
+            allowance: AtomicU64::new(ceiling.get()),
+            ceiling: AtomicU64::new(ceiling.get()),
+            k: AtomicU64::new(K_MIN.to_bits()),
+            ..Self::new()
+        }
+    }
+
     /// Books bytes of a request if they fit; no bytes always fit. One compare-and-exchange, tried
     /// again only when another thread's booking came in between.
     ///
@@ -264,7 +277,31 @@ impl Ledger {
         ByteSize::new(self.standing.load(Ordering::Relaxed))
     }
 
-    /// What may be booked; [`ByteSize::MAX`] where no limit is known.
+    /// What requests and resources have booked, in the bytes that they gave: `requests + standing`.
+    #[must_use]
+    pub fn booked_bytes(&self) -> ByteSize {
+        self.in_bytes(self.booked())
+    }
+
+    /// Up to which [`Ledger::booked_bytes`] a request fits; [`ByteSize::MAX`] where no limit is
+    /// known.
+    #[must_use]
+    pub fn allowance_bytes(&self) -> ByteSize {
+        self.in_bytes(self.allowance())
+    }
+
+    /// An amount of the allowance with standing bookings by their bytes in place of their units.
+    #[must_use]
+    pub fn in_bytes(&self, amount: ByteSize) -> ByteSize {
+        if amount == ByteSize::MAX {
+            return amount;
+        }
+        let units = ByteSize::new(self.units.load(Ordering::Relaxed));
+        amount.saturating_sub(units).saturating_add(self.standing())
+    }
+
+    /// What may be booked, standing bookings by their units; [`ByteSize::MAX`] where no limit is
+    /// known.
     #[must_use]
     pub fn allowance(&self) -> ByteSize {
         ByteSize::new(self.allowance.load(Ordering::Relaxed))

@@ -6,6 +6,28 @@
 //! ([`reclaim`]) and carried out by whoever implements its traits. Nothing here purges, allocates
 //! device memory, starts a thread that stays, or needs an async runtime.
 //!
+//! Alone it admits by bytes against a fixed ceiling; no thread runs and nothing is measured:
+//!
+//! ```
+//! use lowtide::ByteSize;
+//! use lowtide::control::{Admission, Cost, Rejected};
+//!
+//! let admission = Admission::with_limit(ByteSize::mib(100));
+//! let mut permit = admission.try_admit(Cost::host(ByteSize::mib(60)))?;
+//! let second = admission.try_admit(Cost::host(ByteSize::mib(50)));
+//! assert!(matches!(second, Err(Rejected::Full { .. }))); // to be answered 503: come again
+//! permit.shrink(ByteSize::mib(20)); // the body turned out smaller
+//! let second = admission.try_admit(Cost::host(ByteSize::mib(50)))?;
+//! drop((permit, second)); // gives back what they hold
+//! # Ok::<(), Rejected>(())
+//! ```
+//!
+//! To have it measure: a [`Maintenance`] is made of settings, a [`Sensor`] that takes samples, the
+//! [`Admission`] that it corrects, the [`Resources`] and the [`Ladder`]; its
+//! [`Worker`](Maintenance::worker) is made of [`Hands`] that carry jobs out; [`run_control`] and
+//! [`run_worker`] run the two on threads of the caller's. `src/memory/builder.rs` does just that
+//! for [`Memory`](https://docs.rs/lowtide/latest/lowtide/memory/struct.Memory.html).
+//!
 //! Invariant: `booked + asked <= allowance` at every admission that is not exempt.
 
 pub mod admission;
@@ -17,14 +39,14 @@ pub mod reclaim;
 pub mod signal;
 
 pub use admission::{Admission, AdmissionStats, Cost, Permit, Priority, Rejected, ShedReason};
-pub use ledger::{Budget, Ledger, Shortfall};
+pub use ledger::{Books, Budget, Correction, Ledger, Measured, Shortfall, Standing};
 pub use maintenance::{
     Hands, Job, JobQueue, Jobs, Maintenance, PressureState, Sample, Sensor, Settings,
     SettingsError, Tick, Trigger, Worker, run_control, run_worker,
 };
 pub use managed::{
-    Acquire, AcquireError, Backoff, LoadError, Managed, ManagedBuilder, Resource, ResourceStats,
-    Resources, UnloadError, UnloadReason, Unloads, Use,
+    Acquire, AcquireError, AddError, Backoff, LoadError, Managed, ManagedBuilder, Resource,
+    ResourceStats, Resources, UnloadError, UnloadReason, Unloads, Use,
 };
 pub use pressure::{Band, Level, Pressure, Thresholds, ThresholdsError};
 pub use reclaim::{Ask, Ladder, LadderError, Pace, Reclaim, Recovered};

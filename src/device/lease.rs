@@ -12,6 +12,27 @@ use super::arena::Shared;
 use crate::sync::lock;
 
 /// Keeps an arena awake; had from [`DeviceArena::enter`](super::DeviceArena::enter).
+///
+/// One lease serves all buffers of its arena, and no buffer of another:
+/// ```
+/// use std::sync::Arc;
+/// use lowtide::clock::SystemClock;
+/// use lowtide::device::{ArenaConfig, DeviceArena, DeviceError, HostDriver, Region};
+///
+/// let driver = Arc::new(HostDriver::new());
+/// let open = |name: &str| {
+///     let clock = Arc::new(SystemClock::new());
+///     DeviceArena::open(driver.clone(), clock, ArenaConfig::new(name))
+/// };
+/// let (arena, other) = (open("one")?, open("other")?);
+/// let ones = arena.alloc_from(&[1_u8; 16], Region::Stable)?;
+/// let twos = arena.alloc_from(&[2_u8; 16], Region::Stable)?;
+/// let lease = arena.enter()?;
+/// assert_eq!((ones.slice(&lease)?[0], twos.slice(&lease)?[0]), (1, 2));
+/// let foreign = other.enter()?;
+/// assert!(matches!(ones.slice(&foreign), Err(DeviceError::ForeignLease { .. })));
+/// # Ok::<(), DeviceError>(())
+/// ```
 #[derive(Debug)]
 #[must_use = "an arena is awake only while the lease is held"]
 pub struct Lease {

@@ -4,6 +4,34 @@
 //! gives granules that no block touches back along a curve of time. When to ask for that, and
 //! under what pressure, is decided elsewhere.
 //!
+//! Without a `Memory` nothing is given back by itself: the owner calls [`DeviceArena::decay`], and
+//! again when it says.
+//!
+//! ```
+//! use std::sync::Arc;
+//! use lowtide::ByteSize;
+//! use lowtide::clock::{Clock, ManualClock};
+//! use lowtide::device::{ArenaConfig, DeviceArena, HostDriver, Region};
+//!
+//! let clock = Arc::new(ManualClock::new()); // a service takes a `SystemClock`
+//! let config = ArenaConfig { limit: ByteSize::mib(64), ..ArenaConfig::new("embedder") };
+//! let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock.clone(), config)?;
+//!
+//! let mut buffer = arena.alloc::<f32>(1 << 20, Region::Dynamic)?;
+//! let lease = arena.enter()?; // slices are had through a lease only
+//! buffer.slice_mut(&lease)?.fill(1.0);
+//! drop((buffer, lease));
+//! assert!(arena.glance().idle >= ByteSize::mib(4)); // free, and still committed
+//!
+//! // The owner's loop, on a thread of its own; here it ends when nothing is idle.
+//! while !arena.glance().idle.is_zero() {
+//!     let due = arena.decay(clock.now())?.next;
+//!     clock.advance(due - clock.now()); // a service: `clock.wait_until(&bell, due)`
+//! }
+//! assert!(arena.glance().committed.is_zero());
+//! # Ok::<(), lowtide::device::DeviceError>(())
+//! ```
+//!
 //! Invariant: `active + idle = committed <= reserved`, for every arena at every instant.
 
 mod arena;

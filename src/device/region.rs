@@ -13,6 +13,24 @@ use super::snapshot::RegionSnapshot;
 use crate::bytes::ByteSize;
 
 /// The part of an arena for one kind of lifetime. Neither has a fixed share of the memory.
+///
+/// Blocks that stay, among those that come and go, would pin granules that could be given back.
+/// ```
+/// use std::sync::Arc;
+/// use lowtide::clock::SystemClock;
+/// use lowtide::device::{ArenaConfig, DeviceArena, HostDriver, Region};
+///
+/// let clock = Arc::new(SystemClock::new());
+/// let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock, ArenaConfig::new("a"))?;
+/// let weights = arena.alloc::<f32>(1 << 20, Region::Stable)?; // while the model is loaded
+/// let activations = arena.alloc::<f32>(1 << 16, Region::Dynamic)?; // while a request runs
+/// drop(activations);
+/// arena.purge()?; // all that is left is committed for the weights
+/// let snapshot = arena.snapshot();
+/// assert!(snapshot.idle.is_zero() && snapshot.active == snapshot.committed);
+/// # drop(weights);
+/// # Ok::<(), lowtide::device::DeviceError>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Region {
     /// For what stays: weights, tables.

@@ -4,6 +4,23 @@
 //! ([`apply`]) when it is told to. When to do so is decided elsewhere; it owns no thread and reads
 //! no environment.
 //!
+//! ```
+//! use lowtide::host::{self, HeapProbe};
+//!
+//! #[global_allocator]
+//! static HEAP: host::Heap = host::Heap;
+//!
+//! let applied = host::apply(&host::HeapProfile::Balanced.settings())?;
+//! for difference in &applied.differences {
+//!     println!("not taken over: {difference}");
+//! }
+//! let probe = HeapProbe::new()?;
+//! drop(vec![1_u8; 8 << 20]);
+//! println!("kept beyond what is live: {}", probe.snapshot()?.retained());
+//! println!("given back: {}", host::purge_now()?.released());
+//! # Ok::<(), host::HostError>(())
+//! ```
+//!
 //! Invariant: `live <= active <= mapped`, `retained = resident - live` (see [`HeapSnapshot`]).
 
 mod allocator;
@@ -22,7 +39,7 @@ pub use effective::{EffectiveConf, effective};
 pub use error::{Act, HostError, Refusal, Unsupported};
 pub use libc_heap::{LibcHeap, libc_heap};
 pub use profile::HeapProfile;
-pub use purge::{Outcome, Part, PurgeReport, decay_tick, flush_thread_cache, purge};
+pub use purge::{Outcome, Part, PurgeReport, decay_tick, flush_thread_cache, purge, purge_now};
 pub use stats::{HeapGlance, HeapProbe, HeapSnapshot};
 
 /// What the expansion of [`heap_profile!`](crate::heap_profile) needs; not for use by hand.

@@ -110,15 +110,26 @@ impl fmt::Display for HeapProfile {
 #[macro_export]
 macro_rules! heap_profile {
     (low_memory) => {
-        $crate::heap_profile!(@export LowMemory);
+        $crate::__heap_profile_export!(LowMemory);
     };
     (balanced) => {
-        $crate::heap_profile!(@export Balanced);
+        $crate::__heap_profile_export!(Balanced);
     };
     (throughput) => {
-        $crate::heap_profile!(@export Throughput);
+        $crate::__heap_profile_export!(Throughput);
     };
-    (@export $profile:ident) => {
+    ($($other:tt)*) => {
+        ::core::compile_error!(
+            "heap_profile! takes one of these names: low_memory, balanced, throughput"
+        );
+    };
+}
+
+/// What [`heap_profile!`](crate::heap_profile) expands to; not for use by hand.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! __heap_profile_export {
+    ($profile:ident) => {
         const _: () = {
             #[used]
             #[unsafe(export_name = "_rjem_malloc_conf")]
@@ -129,11 +140,6 @@ macro_rules! heap_profile {
             static PLAIN: $crate::host::ConfSymbol =
                 $crate::host::ConfSymbol::new($crate::host::HeapProfile::$profile.conf());
         };
-    };
-    ($($other:tt)*) => {
-        ::core::compile_error!(
-            "heap_profile! takes one of these names: low_memory, balanced, throughput"
-        );
     };
 }
 

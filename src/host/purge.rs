@@ -9,7 +9,7 @@
 use std::time::Duration;
 
 use crate::bytes::ByteSize;
-use crate::clock::Clock;
+use crate::clock::{Clock, SystemClock};
 
 use super::error::{HostError, Unsupported};
 use super::{allocator, libc_heap, mallctl, stats};
@@ -89,6 +89,14 @@ impl PurgeReport {
 /// [`HostError::Mallctl`] where jemalloc refuses; then glibc has not been asked.
 pub fn purge(clock: &dyn Clock) -> Result<PurgeReport, HostError> {
     Ok(PurgeReport { jemalloc: purge_jemalloc(clock)?, libc: trim_libc(clock) })
+}
+
+/// As [`purge`], with times by the machine's clock.
+///
+/// # Errors
+/// As [`purge`].
+pub fn purge_now() -> Result<PurgeReport, HostError> {
+    purge(&SystemClock::new())
 }
 
 /// Empties the calling thread's cache of freed blocks, so that the pages under them can go.

@@ -32,7 +32,9 @@ const STACK: ByteSize = ByteSize::kib(256);
 
 /// How a [`Memory`] is to be.
 ///
-/// What the environment says wins over what is set here, and that over the profile.
+/// What the environment says wins over what is set here, and that over the profile. Defaults that
+/// differ by profile are given for low-memory, balanced and throughput, in this order; see
+/// [`Profile`].
 #[derive(Default)]
 pub struct Builder {
     code: Settings,
@@ -67,16 +69,17 @@ impl Builder {
         device: DeviceChoice;
         /// Device memory that each arena must not pass; none by default.
         device_limit: ByteSize;
-        /// How long idle device memory may stay; as the profile says by default.
+        /// How long idle device memory may stay: by default 1 s, 5 s or 30 s, by profile.
         device_decay: crate::decay::DecayTime;
-        /// How long jemalloc keeps dirty pages; as the profile says by default.
+        /// How long jemalloc keeps dirty pages: by default 1 s, 1 s or 10 s, by profile.
         heap_decay: crate::decay::DecayTime;
-        /// jemalloc's background threads at most, 0 for none; as the profile says by default.
+        /// jemalloc's background threads at most, 0 for none: by default 1, 2 or 4, by profile.
         background_threads: u32;
-        /// How often a busy service purges its heap, `None` for only under pressure; as the
-        /// profile says by default.
+        /// How often a busy service purges its heap, `None` for only under pressure: by default
+        /// each 10 s, each 30 s or never, by profile.
         purge_interval: Option<std::time::Duration>;
-        /// Idle time of resources without their own; as the profile says by default.
+        /// Idle time of resources without their own; [`Duration::MAX`](std::time::Duration::MAX)
+        /// for never. By default 60 s, 300 s or 900 s, by profile.
         idle_unload: std::time::Duration;
         /// How often metrics are published; each second by default.
         metrics_interval: std::time::Duration;
@@ -145,10 +148,8 @@ impl Builder {
         let mut notes = Vec::new();
         let driver = open_driver(&config, &mut notes)?;
         let heap = settle_heap(&config, &mut notes);
-        let mut signals = self.signals.unwrap_or_else(Signals::open);
-        if let Some(limit) = config.memory_limit.value {
-            signals = signals.with_limit(limit);
-        }
+        let signals = self.signals.unwrap_or_else(Signals::open);
+        let signals = settle_limit(&config, signals, &mut notes);
         notes.extend(
             signals
                 .missing()
@@ -260,6 +261,36 @@ impl Threads {
     }
 }
 
+/// The limit of the configuration; one that raises nothing, or that is passed already, is noted.
+fn settle_limit(config: &Config, mut signals: Signals, notes: &mut Vec<Note>) -> Signals {
+    let mut note = |text| notes.push(Note { about: "limit", text });
+    if let Some(given) = config.memory_limit.value {
+        let found = signals.sample().limit;
+        if found.is_known() && given > found.bytes {
+            note(format!(
+                "the memory limit of {given} ({}) is above {}, the limit of the {}, and raises \
+                 nothing: {} is in force",
+                config.memory_limit.source,
+                found.bytes,
+                found.source.name(),
+                found.bytes
+            ));
+        }
+        signals = signals.with_limit(given);
+    }
+    let signal = signals.sample();
+    if signal.limit.is_known() && signal.physical >= signal.limit.bytes {
+        note(format!(
+            "{} are held at start, and the limit is {} ({}): requests are turned away until less \
+             is held; expected a larger limit",
+            signal.physical,
+            signal.limit.bytes,
+            signal.limit.source.name()
+        ));
+    }
+    signals
+}
+
 /// The driver that the configuration asks for; a fallback is noted.
 fn open_driver(
     config: &Config,
@@ -329,7 +360,7 @@ fn settle_heap(config: &Config, notes: &mut Vec<Note>) -> Option<HeapProbe> {
 /// What the profile that somebody asked for needs at start and this process was started without.
 /// A profile that nobody asked for says nothing: the binary may well carry another one on purpose.
 fn fixed_otherwise(config: &Config) -> Option<String> {
-    if config.profile.source == Source::Profile || !host::is_global() {
+    if config.profile.source == Source::Default || !host::is_global() {
         return None;
     }
     let asked = match config.profile.value {

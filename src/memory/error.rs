@@ -5,11 +5,13 @@ use std::fmt;
 use thiserror::Error;
 
 use crate::config::ConfigError;
-use crate::control::SettingsError;
+use crate::control::{AddError, LoadError, SettingsError};
 use crate::device::DeviceError;
 
 /// Why a [`Memory`](super::Memory) did not start. Nothing is left running.
-#[derive(Debug, Error)]
+///
+/// Its `Debug` is its text, so that a `main` that returns it says what is wrong.
+#[derive(Error)]
 #[non_exhaustive]
 pub enum StartError {
     /// One runs in this process already.
@@ -35,6 +37,12 @@ pub enum StartError {
         /// What the operating system said.
         error: std::io::Error,
     },
+}
+
+impl fmt::Debug for StartError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }
 
 /// Why something could not be done with a running [`Memory`](super::Memory).
@@ -73,15 +81,38 @@ pub enum MemoryError {
         /// How many there may be.
         max: usize,
     },
+    /// The name is taken: the two would be one in metrics.
+    #[error("a resource called {name:?} is registered already: expected another name")]
+    DuplicateResource {
+        /// The name.
+        name: String,
+    },
     /// This is a forked child: the threads and the device context are the parent's.
     #[error("this process is a fork of the one that started Memory: start one here")]
     Forked,
 }
 
+impl From<AddError> for MemoryError {
+    fn from(error: AddError) -> Self {
+        match error {
+            AddError::Full { max } => Self::TooManyResources { max },
+            AddError::Duplicate { name } => Self::DuplicateResource { name },
+        }
+    }
+}
+
+/// For `?` in the loaders of resources that live in an arena. It stands here because policy and
+/// devices do not know each other.
+impl From<DeviceError> for LoadError {
+    fn from(error: DeviceError) -> Self {
+        Self::new(error)
+    }
+}
+
 /// Something that did not go as asked, or that this system does not have; said once.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Note {
-    /// What it is about: `heap`, `signals`, `device`, `metrics`.
+    /// What it is about: `heap`, `limit`, `signals`, `device`, `resources`.
     pub about: &'static str,
     /// What is so, and what to do about it.
     pub text: String,
@@ -90,5 +121,17 @@ pub struct Note {
 impl fmt::Display for Note {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: {}", self.about, self.text)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_error_in_a_loader_keeps_its_numbers() {
+        let load = || -> Result<(), LoadError> { Err(DeviceError::Forked)? };
+        let Err(LoadError::Failed { source }) = load() else { panic!("it fails") };
+        assert_eq!(source.downcast_ref::<DeviceError>(), Some(&DeviceError::Forked));
     }
 }

@@ -81,6 +81,9 @@ impl Hands for WorkerHands {
         }
         record::admission(&snapshot.admission);
         for resource in &snapshot.resources {
+            if resource.loads_refused_total > 0 {
+                self.shared.note_misfit(resource);
+            }
             record::resource(resource, resource.last_used.map(|moment| snapshot.on_wall(moment)));
         }
         record::sampler(snapshot.since_epoch, self.shared.clock.now() - start);

@@ -159,6 +159,24 @@ impl Memory {
 
     /// A resource that is loaded on first use, with the configured idle time; give it to
     /// [`Memory::register`] when it is complete.
+    ///
+    /// ```
+    /// use lowtide::control::LoadError;
+    /// use lowtide::device::Region;
+    /// use lowtide::{ByteSize, Memory};
+    ///
+    /// let memory = Memory::builder().start()?;
+    /// let arena = memory.open_arena("embedder")?;
+    /// let size = ByteSize::mib(4);
+    /// let load = move || -> Result<_, LoadError> {
+    ///     Ok(arena.alloc_from(&vec![1.0_f32; 1 << 20], Region::Stable)?)
+    /// };
+    /// let cost = memory.cost(ByteSize::ZERO, size);
+    /// let weights = memory.register(memory.managed("weights", load).cost(cost))?;
+    /// println!("{:?}", weights.acquire_blocking()?); // loads; stays while it is used
+    /// # drop(weights);
+    /// # Ok::<(), lowtide::BoxError>(())
+    /// ```
     pub fn managed<T: Send + Sync + 'static>(
         &self,
         name: &str,
@@ -167,10 +185,12 @@ impl Memory {
         Managed::builder(name, load).idle(self.0.shared.config.idle_unload.value)
     }
 
-    /// Builds the resource and has it unloaded when it has been idle, or under pressure.
+    /// Builds the resource and has it unloaded when it has been idle, or under pressure. A cost
+    /// that is above the ceiling is noted, once; each attempt to load it is refused.
     ///
     /// # Errors
-    /// [`MemoryError::TooManyResources`], [`MemoryError::Forked`].
+    /// [`MemoryError::TooManyResources`], [`MemoryError::DuplicateResource`],
+    /// [`MemoryError::Forked`].
     pub fn register<T: Send + Sync + 'static>(
         &self,
         builder: ManagedBuilder<T>,
@@ -178,11 +198,9 @@ impl Memory {
         let shared = &self.0.shared;
         shared.check_here()?;
         let managed = builder.build(Arc::clone(&shared.clock), Some(shared.admission.clone()));
-        if shared.resources.add(Arc::new(managed.clone())) {
-            Ok(managed)
-        } else {
-            Err(MemoryError::TooManyResources { max: crate::control::Resources::MAX })
-        }
+        shared.resources.add(Arc::new(managed.clone()))?;
+        shared.note_misfit(&managed.stats());
+        Ok(managed)
     }
 
     /// Purges heap and arenas now, on this thread: about 0.1 ms for each MiB given back. Not for a
@@ -344,7 +362,8 @@ impl fmt::Display for Shutdown {
         if self.is_clean() {
             return f.write_str("nothing outstanding");
         }
-        write!(f, "{} requests, {} of device memory live", self.requests, self.device_live)?;
+        let plural = if self.requests == 1 { "" } else { "s" };
+        write!(f, "{} request{plural}, {} of device memory live", self.requests, self.device_live)?;
         for resource in &self.resources {
             write!(f, "; {resource}")?;
         }

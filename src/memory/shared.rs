@@ -13,7 +13,8 @@ use crate::bytes::ByteSize;
 use crate::clock::Clock;
 use crate::config::Config;
 use crate::control::{
-    Admission, Budget, JobQueue, PressureState, Recovered, Resources, Signals, Trigger,
+    Admission, Budget, JobQueue, PressureState, Recovered, ResourceStats, Resources, Signals,
+    Trigger,
 };
 use crate::device::driver::Driver;
 use crate::device::{ArenaConfig, DeviceArena};
@@ -194,6 +195,26 @@ impl Shared {
         Recovered::of(self.arenas().iter().map(|arena| self.purged(arena)).sum())
     }
 
+    /// Says once of a resource that it can never be loaded: what it books is above a ceiling. A
+    /// ceiling may sink later, so this is asked again where a load was refused.
+    pub(super) fn note_misfit(&self, resource: &ResourceStats) {
+        for (budget, cost) in
+            [(Budget::Host, resource.cost.host), (Budget::Device, resource.cost.device)]
+        {
+            let ceiling = self.admission.ledger(budget).ceiling();
+            let start = format!("{:?} needs ", resource.name);
+            let said = |note: &Note| note.about == "resources" && note.text.starts_with(&start);
+            if cost <= ceiling || lock(&self.notes).iter().any(said) {
+                continue;
+            }
+            let text = format!(
+                "{start}{cost} of {budget} memory, above the ceiling of {ceiling}: it cannot be \
+                 loaded; expected a larger limit or a smaller cost"
+            );
+            self.note(Note { about: "resources", text });
+        }
+    }
+
     /// The notes; none in a forked child, where the lock may be held by a thread that is not there.
     pub(super) fn notes(&self) -> Vec<Note> {
         if self.birth.is_here() { lock(&self.notes).clone() } else { Vec::new() }
@@ -205,8 +226,8 @@ impl Shared {
         let budget = |budget| {
             let ledger = self.admission.ledger(budget);
             BudgetSnapshot {
-                booked: ledger.booked(),
-                allowance: ledger.allowance(),
+                booked: ledger.booked_bytes(),
+                allowance: ledger.allowance_bytes(),
                 ceiling: ledger.ceiling(),
                 multiplier: ledger.k(),
                 level: self.state.level(budget),

@@ -65,11 +65,11 @@ impl MemorySnapshot {
 pub struct BudgetSnapshot {
     /// Bytes of admitted requests and loaded resources, as they were estimated.
     pub booked: ByteSize,
-    /// Up to which amount is booked now.
+    /// Up to which amount of `booked` requests are admitted now.
     pub allowance: ByteSize,
     /// Up to which amount memory is filled by admission; [`ByteSize::MAX`] without a limit.
     pub ceiling: ByteSize,
-    /// What a booked byte was found to need.
+    /// What a byte booked by a request was found to need.
     pub multiplier: f64,
     /// The pressure on it.
     pub level: Level,

@@ -149,9 +149,9 @@ table! {
     PRESSURE_BOOKED: Gauge "lowtide_pressure_booked_bytes" Bytes ["budget"]
         "Bytes of admitted requests and loaded resources, as they were estimated.";
     PRESSURE_ALLOWANCE: Gauge "lowtide_pressure_allowance_bytes" Bytes ["budget"]
-        "Up to which amount bytes are booked now.";
+        "Up to which amount of booked bytes requests are admitted now.";
     PRESSURE_MULTIPLIER: Gauge "lowtide_pressure_multiplier_ratio" Count ["budget"]
-        "What a booked byte was found to need, in bytes: K of the ledger.";
+        "What a byte booked by a request was found to need, in bytes: K of the ledger.";
     PRESSURE_ADMITTED: Counter "lowtide_pressure_admitted_total" Count []
         "Requests admitted.";
     PRESSURE_SHED: Counter "lowtide_pressure_shed_total" Count ["reason"]
@@ -167,7 +167,7 @@ table! {
     RESOURCE_LAST_USED: Gauge "lowtide_resource_last_used_timestamp_seconds" Seconds ["resource"]
         "When the resource was last released, in seconds since the Unix epoch.";
     RESOURCE_LOADS: Counter "lowtide_resource_loads_total" Count ["resource", "outcome"]
-        "Loads, by outcome (ok or failed).";
+        "Loads, by outcome: ok, failed, or refused for want of memory.";
     RESOURCE_UNLOADS: Counter "lowtide_resource_unloads_total" Count ["resource", "reason"]
         "Unloads, by reason (idle, pressure, manual, shutdown).";
     RESOURCE_LOAD_SECONDS: Gauge "lowtide_resource_last_load_seconds" Seconds ["resource"]

@@ -2,6 +2,26 @@
 //!
 //! It sets buckets and installs nothing. The application installs the recorder, renders it, and
 //! calls its upkeep every few seconds (`Memory::builder().after_publish(..)` is a place for that).
+//!
+//! With the features `service` and `prometheus`:
+//!
+//! ```
+//! # #[cfg(feature = "service")] {
+//! use lowtide::Memory;
+//! use lowtide::metrics::prometheus::{PrometheusBuilder, configure};
+//! use lowtide::service::Endpoints;
+//!
+//! let recorder = configure(PrometheusBuilder::new())?.install_recorder()?;
+//! let upkeep = recorder.clone();
+//! let memory = Memory::builder()
+//!     .after_publish(move || upkeep.run_upkeep()) // or histograms grow until they are scraped
+//!     .start()?;
+//! let endpoints = Endpoints::new(Some(memory)).with_metrics(move || recorder.render());
+//! let answer = endpoints.answer("/metrics"); // the application routes it
+//! assert!(answer.is_some());
+//! # }
+//! # Ok::<(), lowtide::BoxError>(())
+//! ```
 
 pub use metrics_exporter_prometheus::{BuildError, PrometheusBuilder, PrometheusHandle};
 

@@ -148,10 +148,10 @@ pub fn oom_kills(total: u64) {
 pub fn ledger(ledger: &crate::control::Ledger, budget: crate::control::Budget) {
     use crate::bytes::ByteSize;
     let label = budget.name();
-    gauge!(name::PRESSURE_BOOKED.name, "budget" => label).set(ledger.booked().as_f64());
+    gauge!(name::PRESSURE_BOOKED.name, "budget" => label).set(ledger.booked_bytes().as_f64());
     // Without a limit there is no allowance to show.
     if ledger.ceiling() != ByteSize::MAX {
-        let allowance = ledger.allowance().as_f64();
+        let allowance = ledger.allowance_bytes().as_f64();
         gauge!(name::PRESSURE_ALLOWANCE.name, "budget" => label).set(allowance);
         gauge!(name::PRESSURE_MULTIPLIER.name, "budget" => label).set(ledger.k());
     }
@@ -181,7 +181,11 @@ pub fn resource(stats: &crate::control::ResourceStats, last_used: Option<Duratio
         let at = last_used.as_secs_f64();
         gauge!(name::RESOURCE_LAST_USED.name, "resource" => label()).set(at);
     }
-    for (outcome, total) in [("ok", stats.loads_ok_total), ("failed", stats.loads_failed_total)] {
+    for (outcome, total) in [
+        ("ok", stats.loads_ok_total),
+        ("failed", stats.loads_failed_total),
+        ("refused", stats.loads_refused_total),
+    ] {
         counter!(name::RESOURCE_LOADS.name, "resource" => label(), "outcome" => outcome)
             .absolute(total);
     }

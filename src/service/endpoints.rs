@@ -20,6 +20,17 @@ const METRICS: &str = "text/plain; version=0.0.4; charset=utf-8";
 const JSON: &str = "application/json";
 
 /// The answers.
+///
+/// ```
+/// use lowtide::Memory;
+/// use lowtide::service::Endpoints;
+///
+/// let memory = Memory::builder().start()?;
+/// let endpoints = Endpoints::new(Some(memory)).with_metrics(|| String::from("# no recorder\n"));
+/// assert_eq!(endpoints.answer("/healthz").map(|answer| answer.status().as_u16()), Some(200));
+/// assert!(endpoints.answer("/elsewhere").is_none()); // the application's
+/// # Ok::<(), lowtide::memory::StartError>(())
+/// ```
 pub struct Endpoints {
     memory: Option<Memory>,
     metrics: Option<Box<dyn Fn() -> String + Send + Sync>>,
@@ -186,6 +197,7 @@ fn resource(stats: &ResourceStats, last_used: Option<Duration>) -> Value {
         "waiting": stats.waiting,
         "loads": stats.loads_ok_total,
         "failed_loads": stats.loads_failed_total,
+        "refused_loads": stats.loads_refused_total,
         "unloads": UnloadReason::ALL
             .map(|reason| (reason.name().to_owned(), json!(stats.unloads.total(reason))))
             .into_iter()

@@ -29,20 +29,55 @@ use super::body::ResponseBody;
 use super::drain::Drain;
 use super::rejection::rejection;
 
-/// What a request will need, told from its head.
+/// What a request will need, told from its head: a closure that gives its [`Cost`], or its cost and
+/// [`Priority`], is one.
+///
+/// ```
+/// use http::request::Parts;
+/// use lowtide::ByteSize;
+/// use lowtide::control::{Admission, Cost, Priority};
+/// use lowtide::service::MemoryLayer;
+///
+/// let flat = |_: &Parts| Cost::host(ByteSize::mib(1));
+/// let by_path = |head: &Parts| match head.uri.path() {
+///     "/report" => (Cost::host(ByteSize::mib(64)), Priority::Low), // shed first
+///     _ => (Cost::host(ByteSize::mib(1)), Priority::Normal),
+/// };
+/// let admission = Admission::with_limit(ByteSize::gib(1));
+/// let _layer = MemoryLayer::new(admission.clone(), flat);
+/// let _layer = MemoryLayer::new(admission, by_path);
+/// ```
 pub trait Estimate: Send + Sync + 'static {
     /// The bytes it will need at its peak, and how it fares under pressure.
     fn estimate(&self, head: &Parts) -> (Cost, Priority);
 }
 
-impl<F: Fn(&Parts) -> Cost + Send + Sync + 'static> Estimate for F {
+impl<F, R> Estimate for F
+where
+    F: Fn(&Parts) -> R + Send + Sync + 'static,
+    R: Into<(Cost, Priority)>,
+{
     fn estimate(&self, head: &Parts) -> (Cost, Priority) {
-        (self(head), Priority::Normal)
+        self(head).into()
     }
 }
 
 /// The permit of a request, in the request's extensions: a handler takes it from there to book
 /// more while a body of unknown length arrives.
+///
+/// ```
+/// use http::{Request, Response};
+/// use lowtide::ByteSize;
+/// use lowtide::service::{SharedPermit, rejection};
+///
+/// /// What a handler does as pieces arrive.
+/// fn take<B>(request: &Request<B>, piece: &[u8]) -> Result<(), Response<String>> {
+///     let permit = request.extensions().get::<SharedPermit>(); // none without the layer
+///     let booked = permit.map(|permit| permit.grow(ByteSize::of(piece.len())));
+///     booked.transpose().map(drop).map_err(|rejected| rejection(&rejected))
+/// }
+/// # assert!(take(&Request::new(()), b"ebb").is_ok());
+/// ```
 #[derive(Clone, Debug)]
 pub struct SharedPermit(Arc<Mutex<Permit>>);
 

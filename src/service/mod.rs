@@ -15,4 +15,4 @@ pub use body::ResponseBody;
 pub use drain::DRAIN_MAX;
 pub use endpoints::Endpoints;
 pub use layer::{Estimate, MemoryLayer, MemoryService, ResponseFuture, SharedPermit};
-pub use rejection::rejection;
+pub use rejection::{rejection, unavailable};

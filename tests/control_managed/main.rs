@@ -430,7 +430,7 @@ fn the_registry_names_the_next_and_gives_up_the_cheapest_to_bring_back() {
         .cost(Cost::host(ByteSize::mib(mib)))
         .build(clock.clone(), None);
         drop(managed.acquire_blocking().expect("loads"));
-        assert!(resources.add(Arc::new(managed.clone())));
+        assert_eq!(resources.add(Arc::new(managed.clone())), Ok(()));
         managed
     };
     let slow = load("slow", 100, 50, 10 * SECOND);

@@ -152,6 +152,25 @@ async fn a_model_that_does_not_fit_the_device_is_503_with_the_reason_and_the_res
     proxy.end().await;
 }
 
+/// The bug: it was answered 413, as if the request were too large, and counted among those shed.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_model_above_the_ceiling_was_told_the_client_as_its_own_fault() {
+    let options = Options { weights: ByteSize::gib(64), ..Options::default() };
+    let proxy = Managed::with(options, |builder| builder).await;
+    for _ in 0..2 {
+        let answer = embed(proxy.at, &["a"]).await;
+        assert_refused(&answer, 503, "64.0 GiB of host memory can never fit");
+        assert_eq!(answer.header("retry-after").as_deref(), Some("30"));
+    }
+    assert_eq!(proxy.memory.admission().stats().shed, [0; 4]);
+    assert_eq!(proxy.running().model.stats().loads_refused_total, 2);
+    let notes = proxy.memory.notes().into_iter().filter(|note| note.about == "resources");
+    let notes: Vec<_> = notes.map(|note| note.text).collect();
+    let [note] = &notes[..] else { panic!("once: {notes:?}") };
+    assert!(note.contains("64.0 GiB") && note.contains("819.2 MiB"), "both numbers: {note}");
+    proxy.end().await;
+}
+
 fn likeness(one: &[f64], other: &[f64]) -> f64 {
     one.iter().zip(other).map(|(one, other)| one * other).sum()
 }

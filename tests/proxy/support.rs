@@ -72,7 +72,9 @@ impl Managed {
         let memory = started.expect("it started");
         // The first samples are taken; no other comes while the clock stands still.
         assert!(clock.wait_for_waiters(2, PATIENCE), "both threads are idle");
-        let options = Options { weights: WEIGHTS, ..options };
+        let chosen = options.weights != Options::default().weights;
+        let weights = if chosen { options.weights } else { WEIGHTS };
+        let options = Options { weights, ..options };
         let running = app::start(options, Some(memory.clone()), || "metrics 1\n".to_owned())
             .await
             .expect("the proxy starts");

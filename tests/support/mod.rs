@@ -85,7 +85,7 @@ impl Tree {
         tree.write("proc/self/cgroup", "0::/app\n");
         let mount = "41 31 0:38 / /sys/fs/cgroup rw shared:4 - cgroup2 cgroup2 rw\n";
         tree.write("proc/self/mountinfo", mount);
-        tree.cgroup("memory.max", &limit.get().to_string());
+        tree.limit(limit);
         tree.cgroup("memory.high", "max");
         tree.cgroup("memory.events", "low 0\nhigh 0\nmax 0\noom 0\noom_kill 0");
         tree.hold(10);
@@ -100,6 +100,11 @@ impl Tree {
             &format!("anon {anon}\nshmem 0\ninactive_file 524288\nactive_file 524288"),
         );
         self.cgroup("memory.current", &(anon + MIB).to_string());
+    }
+
+    /// The cgroup's limit is this from now on.
+    pub(crate) fn limit(&self, limit: ByteSize) {
+        self.cgroup("memory.max", &limit.get().to_string());
     }
 
     pub(crate) fn open(&self) -> Signals {

@@ -87,6 +87,7 @@ pub(super) struct State<T> {
     failures_in_a_row: u32,
     loads_ok: u64,
     pub(super) loads_failed: u64,
+    loads_refused: u64,
     unloads: Unloads,
     unload_panics: u64,
     load_time: Duration,
@@ -130,6 +131,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
             failures_in_a_row: 0,
             loads_ok: 0,
             loads_failed: 0,
+            loads_refused: 0,
             unloads: Unloads::default(),
             unload_panics: 0,
             load_time: Duration::ZERO,
@@ -231,9 +233,10 @@ impl<T: Send + Sync + 'static> Cell<T> {
             Phase::Empty | Phase::Ready(_) => {}
         }
         let booked = self.admission.as_ref().map(|door| door.try_stand(self.parts.cost));
-        let permit = booked
-            .transpose()
-            .map_err(|rejected| AcquireError::Rejected { name: name(), rejected })?;
+        let permit = booked.transpose().map_err(|rejected| {
+            state.loads_refused += 1;
+            AcquireError::Rejected { name: name(), rejected }
+        })?;
         state.phase = Phase::Loading(None);
         Ok(Step::Load(permit))
     }
@@ -421,6 +424,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
             cost: self.parts.cost,
             loads_ok_total: state.loads_ok,
             loads_failed_total: state.loads_failed,
+            loads_refused_total: state.loads_refused,
             unloads: state.unloads,
             unload_panics_total: state.unload_panics,
             last_used: state.last_used,

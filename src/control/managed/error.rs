@@ -62,7 +62,7 @@ impl From<io::Error> for LoadError {
 #[non_exhaustive]
 pub enum AcquireError {
     /// Its load failed; it is tried again by whoever asks after the pause.
-    #[error("{name} could not be loaded ({error}); tried again in {retry_in:?} at the earliest")]
+    #[error("{name} could not be loaded ({error}); tried again in {retry_in:.1?} at the earliest")]
     Load {
         /// The resource.
         name: Arc<str>,
@@ -99,12 +99,58 @@ pub enum AcquireError {
     },
 }
 
+impl AcquireError {
+    /// When it may be had, where that is known. A cost that can never fit and a resource that has
+    /// been closed have none: somebody has to act first.
+    #[must_use]
+    pub const fn retry_after(&self) -> Option<Duration> {
+        match self {
+            Self::Load { retry_in, .. } => Some(*retry_in),
+            Self::Rejected { rejected, .. } => rejected.retry_after(),
+            Self::Closed { .. } | Self::Recursive { .. } | Self::Forked { .. } => None,
+        }
+    }
+
+    /// Which of them it is, in a word.
+    #[must_use]
+    pub const fn reason(&self) -> &'static str {
+        match self {
+            Self::Load { .. } => "load_failed",
+            Self::Rejected { .. } => "does_not_fit",
+            Self::Closed { .. } => "closed",
+            Self::Recursive { .. } => "recursive",
+            Self::Forked { .. } => "forked",
+        }
+    }
+}
+
+/// A resource that could not be added to a registry.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum AddError {
+    /// Every place is taken.
+    #[error("{max} resources are registered: expected fewer")]
+    Full {
+        /// How many there may be.
+        max: usize,
+    },
+    /// The name is taken: the two would be one in metrics.
+    #[error("a resource called {name:?} is registered already: expected another name")]
+    Duplicate {
+        /// The name.
+        name: String,
+    },
+}
+
 /// A resource that could not be unloaded.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum UnloadError {
     /// It was still used, or still loading, when the time was up; it stays loaded.
-    #[error("{name} was not idle within {waited:?}: {guards} guards, {waiting} waiting")]
+    #[error(
+        "{name} was not idle within {waited:.1?}: {guards} guard{}, {waiting} waiting",
+        if *guards == 1 { "" } else { "s" }
+    )]
     Busy {
         /// The resource.
         name: Arc<str>,
@@ -121,4 +167,29 @@ pub enum UnloadError {
         /// The resource.
         name: Arc<str>,
     },
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn texts_round_times_and_count_in_words() {
+        let busy = |guards| UnloadError::Busy {
+            name: "model".into(),
+            guards,
+            waiting: 0,
+            waited: Duration::from_nanos(249_915_449),
+        };
+        let text = "model was not idle within 249.9ms: 1 guard, 0 waiting";
+        assert_eq!(busy(1).to_string(), text);
+        assert!(busy(2).to_string().contains(": 2 guards,"));
+        let failed = AcquireError::Load {
+            name: "model".into(),
+            error: LoadError::new("planted"),
+            retry_in: Duration::from_nanos(249_915_449),
+        };
+        assert!(failed.to_string().contains("again in 249.9ms at"), "{failed}");
+        assert_eq!(failed.retry_after(), Some(Duration::from_nanos(249_915_449)));
+    }
 }

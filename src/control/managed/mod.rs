@@ -35,7 +35,7 @@ use super::admission::{Admission, Cost};
 use cell::{Cell, Parts};
 use ticket::Ticket;
 
-pub use error::{AcquireError, LoadError, UnloadError};
+pub use error::{AcquireError, AddError, LoadError, UnloadError};
 pub use resource::{Resource, ResourceStats, Resources, UnloadReason, Unloads};
 
 /// How long to wait after a failed load: doubled with each failure in a row.

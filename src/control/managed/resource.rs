@@ -17,7 +17,7 @@ use crate::control::pressure::Level;
 use crate::control::reclaim::{Ask, Reclaim, Recovered};
 use crate::sync::{Mutex, lock};
 
-use super::error::UnloadError;
+use super::error::{AddError, UnloadError};
 
 /// Why a resource was unloaded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -93,6 +93,8 @@ pub struct ResourceStats {
     pub loads_ok_total: u64,
     /// Loads that failed.
     pub loads_failed_total: u64,
+    /// Loads that were not begun because the cost did not fit, or was shed by level.
+    pub loads_refused_total: u64,
     /// Unloads, by reason.
     pub unloads: Unloads,
     /// Clean-ups that panicked.
@@ -147,15 +149,21 @@ impl Resources {
         Self::default()
     }
 
-    /// Adds one; `false`, and nothing happens, where there are [`Resources::MAX`] already.
-    #[must_use]
-    pub fn add(&self, resource: Arc<dyn Resource>) -> bool {
+    /// Adds one. It stays, and so its name is taken, as long as this registry.
+    ///
+    /// # Errors
+    /// [`AddError`] where there are [`Resources::MAX`] already, or one of that name; nothing
+    /// happens then.
+    pub fn add(&self, resource: Arc<dyn Resource>) -> Result<(), AddError> {
         let mut list = lock(&self.list);
-        let fits = list.len() < Self::MAX;
-        if fits {
-            list.push(resource);
+        if list.len() >= Self::MAX {
+            return Err(AddError::Full { max: Self::MAX });
         }
-        fits
+        if list.iter().any(|other| other.name() == resource.name()) {
+            return Err(AddError::Duplicate { name: resource.name().to_owned() });
+        }
+        list.push(resource);
+        Ok(())
     }
 
     /// All of them, in the order in which they were added.
