@@ -87,7 +87,8 @@ table! {
     HEAP_BACKGROUND_THREADS: Gauge "lowtide_heap_background_threads" Count []
         "jemalloc background threads that run.";
     HEAP_PURGES: Counter "lowtide_heap_purges_total" Count ["trigger"]
-        "Purges of the heap that this crate ran.";
+        "Purges of the heap that this crate ran, by trigger (pressure, manual, unload, idle, \
+         periodic).";
     HEAP_PURGED: Counter "lowtide_heap_purged_bytes_total" Bytes ["heap"]
         "Physical bytes given back by those purges, by heap (jemalloc or libc).";
     HEAP_PURGE_SECONDS: Histogram "lowtide_heap_purge_duration_seconds" Seconds []
@@ -139,27 +140,30 @@ table! {
     PRESSURE_LIMIT: Gauge "lowtide_pressure_limit_bytes" Bytes []
         "What host memory must not pass; /memory says who says so.";
     PRESSURE_PHYSICAL: Gauge "lowtide_pressure_physical_bytes" Bytes []
-        "What counts against the limit: the working set, never raw page cache.";
+        "What counts against the limit: the cgroup's working set, else the process's resident \
+         set; never raw page cache.";
     PRESSURE_PURGEABLE: Gauge "lowtide_pressure_purgeable_bytes" Bytes []
         "The part of physical that a purge of ours gives back.";
     PRESSURE_REQUIRED: Gauge "lowtide_pressure_required_bytes" Bytes []
         "Physical minus purgeable.";
     PRESSURE_CHARGED: Gauge "lowtide_pressure_charged_bytes" Bytes []
-        "Anonymous and shared memory that the cgroup is charged with; absent without one.";
+        "Anonymous and shared memory of the whole cgroup, other processes included; absent \
+         where no memory cgroup can be read.";
     PRESSURE_BOOKED: Gauge "lowtide_pressure_booked_bytes" Bytes ["budget"]
-        "Bytes of admitted requests and loaded resources, as they were estimated.";
+        "Bytes of admitted requests and loaded resources, as they were estimated; a resource's \
+         divided by the multiplier.";
     PRESSURE_ALLOWANCE: Gauge "lowtide_pressure_allowance_bytes" Bytes ["budget"]
         "Up to which amount bytes are booked now.";
     PRESSURE_MULTIPLIER: Gauge "lowtide_pressure_multiplier_ratio" Count ["budget"]
-        "What a booked byte was found to need, in bytes: K of the ledger.";
+        "What a booked byte was found to need, in bytes (K of the ledger): 1 to 5, 2 at first.";
     PRESSURE_ADMITTED: Counter "lowtide_pressure_admitted_total" Count []
         "Requests admitted.";
     PRESSURE_SHED: Counter "lowtide_pressure_shed_total" Count ["reason"]
-        "Requests turned away, by reason.";
+        "Requests turned away, by reason (too_large, full, pressure, shutting_down).";
     PRESSURE_TRANSITIONS: Counter "lowtide_pressure_transitions_total" Count ["to"]
-        "Changes of the pressure level, by the level reached.";
+        "Changes of the pressure level, by the level reached (none, elevated, high, critical).";
     PRESSURE_OOM_KILLS: Counter "lowtide_pressure_oom_kills_total" Count []
-        "Processes of the cgroup that the kernel has killed for memory; absent without one.";
+        "Processes of the cgroup that the kernel has killed for memory; absent without a cgroup.";
     RESOURCE_LOADED: Gauge "lowtide_resource_loaded" Count ["resource"]
         "Whether the resource is loaded: 1 or 0.";
     RESOURCE_GUARDS: Gauge "lowtide_resource_guards" Count ["resource"]
