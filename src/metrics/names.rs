@@ -48,6 +48,7 @@ macro_rules! table {
     ($($id:ident: $kind:ident $name:literal $unit:ident [$($label:literal),*] $help:literal;)*) => {
         $(
             #[doc = $help]
+            #[allow(clippy::doc_markdown, reason = "help texts name label values as they are")]
             pub const $id: Metric = Metric {
                 name: $name,
                 kind: Kind::$kind,
