@@ -56,7 +56,7 @@ impl Door {
         self.last = Some(account);
     }
 
-    /// Why requests were turned away, in lines of at most 80 columns.
+    /// Why requests were turned away, in lines that leave room for an indent in 80 columns.
     pub(crate) fn lines(&self) -> Vec<String> {
         let reasons = ShedReason::ALL.into_iter().zip(self.shed).filter(|(_, count)| *count > 0);
         let reasons: Vec<_> =
@@ -69,19 +69,16 @@ impl Door {
             let Some(account) = account else { continue };
             let size = |bytes| ByteSize::new(bytes).to_string();
             lines.push(format!(
-                "{name:<5} at {:.1} s: K {:.2}, booked {} of allowance {}",
+                "{name:<5} at {:.1} s: K {:.2}, pressure {}, ceiling {}",
                 account.seconds,
                 account.k,
-                size(account.booked),
-                size(account.allowance),
-            ));
-            lines.push(format!(
-                "      ceiling {}, physical {}, purgeable {}, {}",
-                size(account.ceiling),
-                size(account.physical),
-                size(account.purgeable),
                 account.level,
+                size(account.ceiling),
             ));
+            let (booked, allowance) = (size(account.booked), size(account.allowance));
+            lines.push(format!("      booked {booked} of an allowance of {allowance}"));
+            let (physical, purgeable) = (size(account.physical), size(account.purgeable));
+            lines.push(format!("      physical {physical}, {purgeable} of it purgeable"));
         }
         lines
     }
