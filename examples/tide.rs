@@ -14,6 +14,8 @@ mod app;
 mod cgroup;
 #[path = "tide/chart.rs"]
 mod chart;
+#[path = "tide/door.rs"]
+mod door;
 #[path = "proxy/embed.rs"]
 mod embed;
 #[path = "proxy/forward.rs"]
@@ -116,7 +118,7 @@ fn main() -> ExitCode {
 /// Runs everything; whether all bounds hold.
 fn parent(cli: &Cli) -> Result<bool, BoxError> {
     println!(
-        "a proxy under load: {} connections, {} of text each, a model of {}, limit {}\n",
+        "a proxy under load: {} connections, {} of text each, a model of {},\nlimit {}\n",
         cli.connections, cli.text, cli.weights, cli.limit
     );
     let (managed, its_course) = {
@@ -134,7 +136,10 @@ fn parent(cli: &Cli) -> Result<bool, BoxError> {
     println!("must hold");
     for bound in &bounds {
         let word = if bound.holds { "ok    " } else { "FAILED" };
-        println!("  {word}  {}: {}", bound.what, bound.measured);
+        println!("  {word}  {}:\n          {}", bound.what, bound.measured);
+        for line in bound.why.iter().filter(|_| !bound.holds) {
+            println!("          {line}");
+        }
     }
     Ok(bounds.iter().all(|bound| bound.holds))
 }
@@ -234,7 +239,9 @@ fn shower(kind: Kind, course: Course) -> impl FnMut(&Glimpse) + Send + 'static {
     move |glimpse| {
         course.add(glimpse);
         let water = &glimpse.water;
-        let title = format!("{}: {}", kind.title(), glimpse.stage);
+        let title = format!("{}: {}", kind.title(), glimpse.doing);
+        let [ok, shed, other] = glimpse.answered;
+        let other = if other > 0 { format!("  others {other}") } else { String::new() };
         picture.show(&Scene {
             title: &title,
             progress: glimpse.seconds / kind.lasts().as_secs_f64(),
@@ -242,7 +249,7 @@ fn shower(kind: Kind, course: Course) -> impl FnMut(&Glimpse) + Send + 'static {
             heap: (ByteSize::new(water.heap_live), ByteSize::new(water.heap_retained())),
             device: (ByteSize::new(water.device_live), ByteSize::new(water.device_retained())),
             rss: ByteSize::new(water.rss),
-            note: format!("answers {}  pressure {}", glimpse.answered, glimpse.level),
+            note: format!("2xx {ok}  503 {shed}{other}  pressure {}", glimpse.level),
         });
     }
 }

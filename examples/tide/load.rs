@@ -143,12 +143,36 @@ impl Tally {
     }
 }
 
+/// Answers as they come, while the tallies are not yet in.
+#[derive(Debug, Default)]
+pub(crate) struct Answered {
+    ok: AtomicU64,
+    shed: AtomicU64,
+    all: AtomicU64,
+}
+
+impl Answered {
+    /// Answers so far: 2xx, 503 with Retry-After, others.
+    pub(crate) fn so_far(&self) -> [u64; 3] {
+        let [ok, shed, all] =
+            [&self.ok, &self.shed, &self.all].map(|count| count.load(Ordering::Relaxed));
+        [ok, shed, all.saturating_sub(ok + shed)]
+    }
+
+    fn add(&self, ok: u64, shed: u64) {
+        // The sum first: what is counted one by one is never more.
+        self.all.fetch_add(1, Ordering::Relaxed);
+        self.ok.fetch_add(ok, Ordering::Relaxed);
+        self.shed.fetch_add(shed, Ordering::Relaxed);
+    }
+}
+
 /// Runs a burst against the proxy; `answered` counts answers as they come.
 pub(crate) async fn run(
     to: SocketAddr,
     corpus: &Corpus,
     burst: Burst,
-    answered: Arc<AtomicU64>,
+    answered: Arc<Answered>,
 ) -> Tally {
     let client: Client<HttpConnector, Body> = Client::builder(TokioExecutor::new()).build_http();
     let end = Instant::now() + burst.lasts;
@@ -168,8 +192,9 @@ pub(crate) async fn run(
                     } else {
                         words_request(to, &corpus, burst.text_bytes, &mut chance)
                     };
+                    let (ok, shed) = (tally.ok, tally.shed);
                     one(&client, request, &mut tally).await;
-                    answered.fetch_add(1, Ordering::Relaxed);
+                    answered.add(tally.ok - ok, tally.shed - shed);
                 }
                 tally
             })

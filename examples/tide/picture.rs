@@ -1,7 +1,8 @@
 //! The live picture: bars of live against retained memory, redrawn in place on a terminal.
 //!
-//! Where the output is no terminal it prints a plain line every two seconds instead. A narrow
-//! terminal cuts the lines off, and `NO_COLOR` is respected. It only shows; it measures nothing.
+//! Where the output is no terminal it prints a plain line every two seconds instead. It needs 80
+//! columns; a narrower terminal cuts the lines off. `NO_COLOR` is respected. It only shows; it
+//! measures nothing.
 
 use std::fmt::Write as _;
 use std::io::{IsTerminal as _, Write as _};
@@ -9,8 +10,8 @@ use std::time::Duration;
 
 use lowtide::ByteSize;
 
-/// Characters in a full bar.
-const BAR: usize = 48;
+/// Characters in a full bar: with the amounts after it a line of 79 columns.
+const BAR: usize = 32;
 /// Between two plain lines.
 const PLAIN_EVERY: Duration = Duration::from_secs(2);
 

@@ -23,13 +23,15 @@ pub(crate) struct Bound {
     pub(crate) what: String,
     /// What was measured.
     pub(crate) measured: String,
+    /// What one needs to understand it where it fails; in lines.
+    pub(crate) why: Vec<String>,
 }
 
 /// Every bound, measured.
 pub(crate) fn bounds(managed: &Outcome, twin: &Outcome, half: &Outcome) -> Vec<Bound> {
     let mut bounds = Vec::new();
     let mut bound = |holds: Option<bool>, what: String, measured: String| {
-        bounds.push(Bound { holds: holds.unwrap_or(false), what, measured });
+        bounds.push(Bound { holds: holds.unwrap_or(false), what, measured, why: Vec::new() });
     };
     let water = |outcome: &Outcome, stage: &str| outcome.row(stage).map(|row| row.water);
     let show = |bytes: Option<u64>| bytes.map_or_else(|| "no figure".to_owned(), size);
@@ -78,50 +80,72 @@ pub(crate) fn bounds(managed: &Outcome, twin: &Outcome, half: &Outcome) -> Vec<B
         format!("{} against {} ({})", show(end), show(warm), managed.charged_from),
     );
     let [ok, shed, other] = managed.answers();
-    bound(
-        Some(ok > 0 && shed == 0 && other == 0),
-        "only 2xx at the limit".to_owned(),
-        format!("{ok} of 2xx, {shed} of 503, {other} others {:?}", managed.other),
-    );
+    bounds.push(answers(managed, "only 2xx at the limit", ok > 0 && shed == 0 && other == 0));
     let [ok, shed, other] = half.answers();
-    bound(
-        Some(ok > 0 && shed > 0 && other == 0),
-        "at half of it: 503 with Retry-After, and nothing else beside 2xx".to_owned(),
-        format!("{ok} of 2xx, {shed} of 503, {other} others {:?}", half.other),
-    );
+    bounds.push(answers(
+        half,
+        "at half of it: 503 with Retry-After, and nothing else beside 2xx",
+        ok > 0 && shed > 0 && other == 0,
+    ));
     bounds
 }
 
-/// The stages of both runs, one above the other; amounts in MiB.
+/// A bound on the answers of a run.
+fn answers(outcome: &Outcome, what: &str, holds: bool) -> Bound {
+    let [ok, shed, other] = outcome.answers();
+    let mut why: Vec<_> =
+        outcome.other.iter().map(|(what, count)| format!("others: {count} of {what}")).collect();
+    why.extend(outcome.door.lines());
+    let measured = format!("{ok} of 2xx, {shed} of 503, {other} others");
+    Bound { holds, what: what.to_owned(), measured, why }
+}
+
+/// The stages of both runs, one above the other, in 80 columns: memory in MiB, then answers.
 pub(crate) fn table(managed: &Outcome, twin: &Outcome) -> String {
+    let runs = [("lowtide", managed), ("jemalloc's defaults", twin)];
     let mut text = String::new();
-    let _ = writeln!(text, "{:<32}{:^34} |{:^27} |{:^19}", "MiB", "heap", "device", "answers");
-    let _ = write!(text, "{:<32}", "stage");
-    let _ = write!(text, "{:>6}{:>10}{:>8}{:>10} |", "rss", "resident", "live", "retained");
-    let _ = write!(text, "{:>7}{:>11}{:>9} |", "live", "committed", "retained");
-    let _ = writeln!(text, "{:>5}{:>7}{:>7}", "n", "p50 ms", "p99 ms");
-    for (name, outcome) in [("lowtide", managed), ("jemalloc's defaults", twin)] {
+    let _ = writeln!(text, "{:<22}{:^32}|{:^25}", "MiB", "process and heap", "device");
+    let _ = write!(text, "{:<22}{:>6}{:>9}{:>7}", "stage", "rss", "resident", "live");
+    let _ = writeln!(text, "{:>9} |{:>6}{:>10}{:>9}", "retained", "live", "committed", "retained");
+    for (name, outcome) in runs {
         let _ = writeln!(text, "{name}");
         for row in &outcome.rows {
-            line(&mut text, row);
+            memory_line(&mut text, row);
+        }
+    }
+    text.push_str(
+        "\nA burst's row is the instant at which most of the heap was live. resident is\n\
+         jemalloc's own count of pages and includes pages never touched, so it can be\n\
+         more than rss, the kernel's count for the process. retained is resident - live,\n\
+         and committed - live.\n\n",
+    );
+    let _ = write!(text, "{:<22}{:>6}{:>9}{:>7}", "answers", "2xx", "503", "others");
+    let _ = writeln!(text, "{:>9}{:>9}", "p50 ms", "p99 ms");
+    for (name, outcome) in runs {
+        let _ = writeln!(text, "{name}");
+        for row in &outcome.rows {
+            answers_line(&mut text, row);
         }
     }
     text
 }
 
-fn line(text: &mut String, row: &Row) {
+fn memory_line(text: &mut String, row: &Row) {
     let water = &row.water;
-    let _ = write!(text, "  {:<30}{:>6.0}", row.stage, mib(water.rss));
+    let _ = write!(text, "  {:<20}{:>6.0}", row.stage, mib(water.rss));
     let [resident, live, retained] =
         [water.resident, water.heap_live, water.heap_retained()].map(mib);
-    let _ = write!(text, "{resident:>10.0}{live:>8.1}{retained:>10.1} |");
+    let _ = write!(text, "{resident:>9.0}{live:>7.1}{retained:>9.1} |");
     let [live, committed, retained] =
         [water.device_live, water.device_committed, water.device_retained()].map(mib);
-    let _ = write!(text, "{live:>7.1}{committed:>11.1}{retained:>9.1} |");
-    if let (Some([p50, p99]), Some(answers)) = (row.latency, row.answers) {
-        let _ = write!(text, "{:>5}{p50:>7.0}{p99:>7.0}", answers.iter().sum::<u64>());
+    let _ = writeln!(text, "{live:>6.1}{committed:>10.1}{retained:>9.1}");
+}
+
+fn answers_line(text: &mut String, row: &Row) {
+    if let (Some([p50, p99]), Some([ok, shed, other])) = (row.latency, row.answers) {
+        let _ = write!(text, "  {:<20}{ok:>6}{shed:>9}{other:>7}", row.stage);
+        let _ = writeln!(text, "{p50:>9.0}{p99:>9.0}");
     }
-    text.push('\n');
 }
 
 fn mib(bytes: u64) -> f64 {

@@ -4,7 +4,7 @@
 //! seed; only what manages the memory differs. It judges nothing: that is the report's.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use lowtide::control::{Resource as _, Signal, Signals};
@@ -14,7 +14,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::app::{self, Running};
 use crate::cgroup::OwnCgroup;
-use crate::load::{self, Burst, Corpus, Tally};
+use crate::door::Door;
+use crate::load::{self, Answered, Burst, Corpus, Tally};
 
 const WARM_UP: Duration = Duration::from_secs(4);
 const QUIET: Duration = Duration::from_secs(4);
@@ -130,6 +131,8 @@ pub(crate) struct Outcome {
     pub(crate) charged_from: String,
     /// The device's granule, in bytes.
     pub(crate) granule: u64,
+    /// What admission turned away.
+    pub(crate) door: Door,
 }
 
 impl Outcome {
@@ -150,11 +153,11 @@ pub(crate) mod stage {
     /// Before any load.
     pub(crate) const START: &str = "start";
     /// Load without the model, at the heap's peak.
-    pub(crate) const WARM_UP: &str = "burst without the model (peak)";
+    pub(crate) const WARM_UP: &str = "burst without model";
     /// Quiet after it.
-    pub(crate) const WARM: &str = "quiet after warm-up";
+    pub(crate) const WARM: &str = "quiet, +4 s";
     /// Load with the model, at the heap's peak.
-    pub(crate) const BURST: &str = "burst with the model (peak)";
+    pub(crate) const BURST: &str = "burst with model";
     /// A second after it.
     pub(crate) const QUIET_1: &str = "quiet, +1 s";
     /// Ten seconds after it.
@@ -166,16 +169,44 @@ pub(crate) mod stage {
 /// Something to be shown while a run goes on.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Glimpse {
-    /// The stage under way.
-    pub(crate) stage: String,
+    /// What goes on, and how far it has come.
+    pub(crate) doing: String,
     /// Seconds since the start of the run.
     pub(crate) seconds: f64,
     /// Memory now.
     pub(crate) water: Water,
-    /// Answers so far.
-    pub(crate) answered: u64,
+    /// Answers so far: 2xx, 503 with Retry-After, others.
+    pub(crate) answered: [u64; 3],
     /// The pressure level, where anyone measures it.
     pub(crate) level: String,
+}
+
+/// What goes on, for the picture: the rows' names are what is measured at its end.
+#[derive(Clone, Copy, Debug)]
+struct Doing {
+    what: &'static str,
+    /// What is said where the time is up and it goes on.
+    then: Option<&'static str>,
+    since: Instant,
+    lasts: Duration,
+}
+
+impl Doing {
+    fn now(what: &'static str, lasts: Duration) -> Self {
+        Self { what, then: None, since: Instant::now(), lasts }
+    }
+
+    fn text(&self) -> String {
+        let (past, all) = (self.since.elapsed(), self.lasts.as_secs());
+        match past.as_secs() {
+            _ if all == 0 => self.what.to_owned(),
+            past if past < all => format!("{}, {past} of {all} s", self.what),
+            _ => match self.then {
+                Some(then) => format!("{}, {then}", self.what),
+                None => format!("{}, {all} of {all} s", self.what),
+            },
+        }
+    }
 }
 
 /// Runs the plan; `show` is called ten times a second.
@@ -216,6 +247,7 @@ pub(crate) async fn run(
         }
         Kind::Managed | Kind::Defaults => tide(&mut gauge, plan, corpus, &mut show).await?,
     }
+    gauge.look_at_door();
     let Gauge { running, outcome, .. } = gauge;
     running.stop(Duration::from_secs(2)).await;
     if let Some(memory) = memory {
@@ -241,18 +273,24 @@ async fn tide(
     corpus: &Corpus,
     show: &mut (impl FnMut(&Glimpse) + Send),
 ) -> Result<(), BoxError> {
-    gauge.quiet(stage::START, Duration::from_millis(500), show).await?;
+    let quiet = |lasts| Doing::now("quiet", lasts);
+    let start = Duration::from_millis(500);
+    gauge.quiet(stage::START, Doing::now("start", start), start, show).await?;
     gauge.burst(stage::WARM_UP, plan, corpus, WARM_UP, false, show).await?;
-    gauge.quiet(stage::WARM, QUIET, show).await?;
+    gauge.quiet(stage::WARM, quiet(QUIET), QUIET, show).await?;
     gauge.burst(stage::BURST, plan, corpus, BURST, true, show).await?;
-    gauge.quiet(stage::QUIET_1, Duration::from_secs(1), show).await?;
-    gauge.quiet(stage::QUIET_10, Duration::from_secs(9), show).await?;
+    let doing = quiet(Duration::from_secs(10));
+    gauge.quiet(stage::QUIET_1, doing, Duration::from_secs(1), show).await?;
+    gauge.quiet(stage::QUIET_10, doing, Duration::from_secs(9), show).await?;
     if plan.kind == Kind::Managed {
+        let what = "idle until the unload";
+        let doing = Doing { what, then: Some("due"), since: doing.since, lasts: IDLE_UNLOAD };
         let patience = Instant::now() + UNLOAD_PATIENCE;
         while gauge.running.model.stats().loaded && Instant::now() < patience {
-            gauge.wait(stage::UNLOADED, LOOK_EVERY, &AtomicBool::new(false), show).await?;
+            gauge.wait(doing, LOOK_EVERY, &AtomicBool::new(false), show).await?;
         }
-        gauge.quiet(stage::UNLOADED, AFTER_UNLOAD, show).await?;
+        let doing = Doing::now(stage::UNLOADED, AFTER_UNLOAD);
+        gauge.quiet(stage::UNLOADED, doing, AFTER_UNLOAD, show).await?;
     }
     Ok(())
 }
@@ -265,7 +303,7 @@ struct Gauge {
     /// Whether the process is alone in its cgroup.
     alone: bool,
     start: Instant,
-    answered: Arc<AtomicU64>,
+    answered: Arc<Answered>,
     outcome: Outcome,
 }
 
@@ -294,10 +332,16 @@ impl Gauge {
         Some(pages.anon.saturating_add(pages.shmem))
     }
 
+    fn look_at_door(&mut self) {
+        if let Some(memory) = &self.memory {
+            self.outcome.door.look(memory, self.start.elapsed().as_secs_f64());
+        }
+    }
+
     /// Waits, showing what happens, until `done` or the time is up; gives the highest water.
     async fn wait(
-        &self,
-        stage: &str,
+        &mut self,
+        doing: Doing,
         time: Duration,
         done: &AtomicBool,
         show: &mut impl FnMut(&Glimpse),
@@ -310,12 +354,13 @@ impl Gauge {
             if water.heap_live >= peak.heap_live {
                 peak = water;
             }
+            self.look_at_door();
             let level = self.memory.as_ref().map(|memory| memory.level().to_string());
             show(&Glimpse {
-                stage: stage.to_owned(),
+                doing: doing.text(),
                 seconds: self.start.elapsed().as_secs_f64(),
                 water,
-                answered: self.answered.load(Ordering::Relaxed),
+                answered: self.answered.so_far(),
                 level: level.unwrap_or_else(|| "not watched".to_owned()),
             });
         }
@@ -325,10 +370,11 @@ impl Gauge {
     async fn quiet(
         &mut self,
         stage: &str,
+        doing: Doing,
         time: Duration,
         show: &mut impl FnMut(&Glimpse),
     ) -> Result<(), BoxError> {
-        self.wait(stage, time, &AtomicBool::new(false), show).await?;
+        self.wait(doing, time, &AtomicBool::new(false), show).await?;
         let water = self.water()?;
         self.outcome.rows.push(Row {
             stage: stage.to_owned(),
@@ -341,7 +387,7 @@ impl Gauge {
 
     async fn burst(
         &mut self,
-        stage: &str,
+        stage: &'static str,
         plan: &Plan,
         corpus: &Corpus,
         lasts: Duration,
@@ -365,7 +411,8 @@ impl Gauge {
                 tally
             })
         };
-        let peak = self.wait(stage, lasts * 4, &done, show).await?;
+        let doing = Doing { then: Some("until all are answered"), ..Doing::now(stage, lasts) };
+        let peak = self.wait(doing, lasts * 4, &done, show).await?;
         // Requests under way are read to their end, unless that does not come.
         let tally: Tally = tokio::time::timeout(lasts, load)
             .await

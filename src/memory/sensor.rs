@@ -1,7 +1,7 @@
 //! The sensor: kernel signals, heap and arenas joined into one sample.
 //!
 //! Runs on the control thread: no allocation, no driver call, some ten to thirty microseconds.
-//! jemalloc's statistics are refreshed no oftener than their measured cost allows (0.3 % of a
+//! jemalloc's statistics are refreshed no more often than their measured cost allows (0.3 % of a
 //! core): about every 20 ms in a busy process with few threads, every quarter of a second in a
 //! large one, and never while nothing moves. Between two refreshes what is purgeable follows from
 //! figures that cost next to nothing, because a fresh physical size less a stale purgeable one is

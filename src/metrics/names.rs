@@ -48,6 +48,7 @@ macro_rules! table {
     ($($id:ident: $kind:ident $name:literal $unit:ident [$($label:literal),*] $help:literal;)*) => {
         $(
             #[doc = $help]
+            #[allow(clippy::doc_markdown, reason = "help texts name label values as they are")]
             pub const $id: Metric = Metric {
                 name: $name,
                 kind: Kind::$kind,
@@ -87,7 +88,8 @@ table! {
     HEAP_BACKGROUND_THREADS: Gauge "lowtide_heap_background_threads" Count []
         "jemalloc background threads that run.";
     HEAP_PURGES: Counter "lowtide_heap_purges_total" Count ["trigger"]
-        "Purges of the heap that this crate ran.";
+        "Purges of the heap that this crate ran, by trigger (pressure, manual, unload, idle, \
+         periodic).";
     HEAP_PURGED: Counter "lowtide_heap_purged_bytes_total" Bytes ["heap"]
         "Physical bytes given back by those purges, by heap (jemalloc or libc).";
     HEAP_PURGE_SECONDS: Histogram "lowtide_heap_purge_duration_seconds" Seconds []
@@ -145,21 +147,23 @@ table! {
     PRESSURE_REQUIRED: Gauge "lowtide_pressure_required_bytes" Bytes []
         "Physical minus purgeable.";
     PRESSURE_CHARGED: Gauge "lowtide_pressure_charged_bytes" Bytes []
-        "Anonymous and shared memory that the cgroup is charged with; absent without one.";
+        "Anonymous and shared memory of the whole cgroup, other processes included; absent \
+         where no memory cgroup can be read.";
     PRESSURE_BOOKED: Gauge "lowtide_pressure_booked_bytes" Bytes ["budget"]
         "Bytes of admitted requests and loaded resources, as they were estimated.";
     PRESSURE_ALLOWANCE: Gauge "lowtide_pressure_allowance_bytes" Bytes ["budget"]
         "Up to which amount of booked bytes requests are admitted now.";
     PRESSURE_MULTIPLIER: Gauge "lowtide_pressure_multiplier_ratio" Count ["budget"]
-        "What a byte booked by a request was found to need, in bytes: K of the ledger.";
+        "What a byte booked by a request was found to need, in bytes (K of the ledger): 1 to 5, \
+         2 at first.";
     PRESSURE_ADMITTED: Counter "lowtide_pressure_admitted_total" Count []
         "Requests admitted.";
     PRESSURE_SHED: Counter "lowtide_pressure_shed_total" Count ["reason"]
-        "Requests turned away, by reason.";
+        "Requests turned away, by reason (too_large, full, pressure, shutting_down).";
     PRESSURE_TRANSITIONS: Counter "lowtide_pressure_transitions_total" Count ["to"]
-        "Changes of the pressure level, by the level reached.";
+        "Changes of the pressure level, by the level reached (none, elevated, high, critical).";
     PRESSURE_OOM_KILLS: Counter "lowtide_pressure_oom_kills_total" Count []
-        "Processes of the cgroup that the kernel has killed for memory; absent without one.";
+        "Processes of the cgroup that the kernel has killed for memory; absent without a cgroup.";
     RESOURCE_LOADED: Gauge "lowtide_resource_loaded" Count ["resource"]
         "Whether the resource is loaded: 1 or 0.";
     RESOURCE_GUARDS: Gauge "lowtide_resource_guards" Count ["resource"]

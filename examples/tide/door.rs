@@ -1,0 +1,85 @@
+//! What admission turned away in a run: how many, why, and how its account stood at that moment.
+//!
+//! It is looked at ten times a second, so an account is up to a tenth of a second younger than the
+//! refusal it stands beside. It explains and judges nothing: that is the report's.
+//!
+//! Invariant: `first` and `last` are both there or neither, and `first` is not after `last`.
+
+use lowtide::control::ShedReason;
+use lowtide::{ByteSize, Memory};
+use serde::{Deserialize, Serialize};
+
+/// What was turned away so far.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub(crate) struct Door {
+    /// Requests turned away, in the order of [`ShedReason::ALL`].
+    shed: [u64; 4],
+    /// The account when it was first seen that one had been turned away, and when last.
+    first: Option<Account>,
+    last: Option<Account>,
+}
+
+/// The host's account at one instant.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Account {
+    /// Seconds since the start of the run.
+    seconds: f64,
+    k: f64,
+    booked: u64,
+    allowance: u64,
+    ceiling: u64,
+    physical: u64,
+    purgeable: u64,
+    level: String,
+}
+
+impl Door {
+    /// Looks whether more was turned away, and if so, how the account stands.
+    pub(crate) fn look(&mut self, memory: &Memory, seconds: f64) {
+        let shed = memory.admission().stats().shed;
+        if shed == self.shed {
+            return;
+        }
+        self.shed = shed;
+        let all = memory.snapshot();
+        let account = Account {
+            seconds,
+            k: all.host.multiplier,
+            booked: all.host.booked.get(),
+            allowance: all.host.allowance.get(),
+            ceiling: all.host.ceiling.get(),
+            physical: all.physical.get(),
+            purgeable: all.purgeable.get(),
+            level: all.host.level.to_string(),
+        };
+        self.first.get_or_insert_with(|| account.clone());
+        self.last = Some(account);
+    }
+
+    /// Why requests were turned away, in lines that leave room for an indent in 80 columns.
+    pub(crate) fn lines(&self) -> Vec<String> {
+        let reasons = ShedReason::ALL.into_iter().zip(self.shed).filter(|(_, count)| *count > 0);
+        let reasons: Vec<_> =
+            reasons.map(|(reason, count)| format!("{} {count}", reason.name())).collect();
+        if reasons.is_empty() {
+            return vec!["admission turned nothing away".to_owned()];
+        }
+        let mut lines = vec![format!("turned away by admission: {}", reasons.join(", "))];
+        for (name, account) in [("first", &self.first), ("last", &self.last)] {
+            let Some(account) = account else { continue };
+            let size = |bytes| ByteSize::new(bytes).to_string();
+            lines.push(format!(
+                "{name:<5} at {:.1} s: K {:.2}, pressure {}, ceiling {}",
+                account.seconds,
+                account.k,
+                account.level,
+                size(account.ceiling),
+            ));
+            let (booked, allowance) = (size(account.booked), size(account.allowance));
+            lines.push(format!("      booked {booked} of an allowance of {allowance}"));
+            let (physical, purgeable) = (size(account.physical), size(account.purgeable));
+            lines.push(format!("      physical {physical}, {purgeable} of it purgeable"));
+        }
+        lines
+    }
+}
