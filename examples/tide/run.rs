@@ -22,7 +22,7 @@ const QUIET: Duration = Duration::from_secs(4);
 const BURST: Duration = Duration::from_secs(6);
 const HALF_BURST: Duration = Duration::from_secs(4);
 /// Idle time of the model: after the last figure of the quiet stage.
-const IDLE_UNLOAD: Duration = Duration::from_secs(12);
+const IDLE_UNLOAD: Duration = Duration::from_secs(15);
 /// The unload is waited for until this long after the model was last used.
 const UNLOAD_PATIENCE: Duration = Duration::from_secs(20);
 /// What follows an unload: decay of its granules, purge of its traces in the heap.

@@ -9,7 +9,7 @@ use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 use pin_project_lite::pin_project;
 
-use super::layer::SharedPermit;
+use super::permit::SharedPermit;
 
 pin_project! {
     /// The body of a response that went through the layer.

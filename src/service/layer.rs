@@ -21,12 +21,11 @@ use pin_project_lite::pin_project;
 use tower_layer::Layer;
 use tower_service::Service;
 
-use crate::bytes::ByteSize;
-use crate::control::{Admission, Cost, Permit, Priority, Rejected};
-use crate::sync::{Mutex, lock};
+use crate::control::{Admission, Cost, Priority};
 
 use super::body::ResponseBody;
 use super::drain::Drain;
+use super::permit::SharedPermit;
 use super::rejection::rejection;
 
 /// What a request will need, told from its head: a closure that gives its [`Cost`], or its cost and
@@ -59,40 +58,6 @@ where
 {
     fn estimate(&self, head: &Parts) -> (Cost, Priority) {
         self(head).into()
-    }
-}
-
-/// The permit of a request, in the request's extensions: a handler takes it from there to book
-/// more while a body of unknown length arrives.
-///
-/// ```
-/// use http::{Request, Response};
-/// use lowtide::ByteSize;
-/// use lowtide::service::{SharedPermit, rejection};
-///
-/// /// What a handler does as pieces arrive.
-/// fn take<B>(request: &Request<B>, piece: &[u8]) -> Result<(), Response<String>> {
-///     let permit = request.extensions().get::<SharedPermit>(); // none without the layer
-///     let booked = permit.map(|permit| permit.grow(ByteSize::of(piece.len())));
-///     booked.transpose().map(drop).map_err(|rejected| rejection(&rejected))
-/// }
-/// # assert!(take(&Request::new(()), b"ebb").is_ok());
-/// ```
-#[derive(Clone, Debug)]
-pub struct SharedPermit(Arc<Mutex<Permit>>);
-
-impl SharedPermit {
-    /// Books more.
-    ///
-    /// # Errors
-    /// Where it does not fit; what was booked before stays booked.
-    pub fn grow(&self, bytes: ByteSize) -> Result<(), Rejected> {
-        lock(&self.0).grow(bytes)
-    }
-
-    /// Gives back a part of what was booked.
-    pub fn shrink(&self, bytes: ByteSize) {
-        lock(&self.0).shrink(bytes);
     }
 }
 
@@ -163,7 +128,7 @@ where
         let (cost, priority) = self.layer.estimate.estimate(&head);
         let state = match self.layer.admission.try_admit_with(cost, priority) {
             Ok(permit) => {
-                let permit = SharedPermit(Arc::new(Mutex::new(permit)));
+                let permit = SharedPermit::new(permit);
                 head.extensions.insert(permit.clone());
                 let future = self.inner.call(Request::from_parts(head, body));
                 State::Admitted { future, permit: Some(permit) }

@@ -9,10 +9,12 @@ mod body;
 mod drain;
 mod endpoints;
 mod layer;
+mod permit;
 mod rejection;
 
 pub use body::ResponseBody;
 pub use drain::DRAIN_MAX;
 pub use endpoints::Endpoints;
-pub use layer::{Estimate, MemoryLayer, MemoryService, ResponseFuture, SharedPermit};
+pub use layer::{Estimate, MemoryLayer, MemoryService, ResponseFuture};
+pub use permit::SharedPermit;
 pub use rejection::{rejection, unavailable};
