@@ -3,8 +3,8 @@
 //! A request is booked whole when its head is there, so a client that announces a body and sends
 //! none would hold memory that others could have. Waiting spends a credit, and what arrives earns
 //! it back: a body of a known length at [`RATE_MIN`], one of unknown length, which is booked only
-//! as it arrives, wholly with each piece. Only waiting for the client counts, not waiting for whoever
-//! reads the body. Invariant: credit <= patience, and a body without credit has ended in [`Late`].
+//! as it arrives, wholly with each piece. Only waiting for the client counts, not for whoever reads
+//! the body. Invariant: credit <= patience, and a body without credit has ended in [`Late`].
 
 use std::error::Error;
 use std::pin::Pin;

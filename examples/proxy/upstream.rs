@@ -2,7 +2,8 @@
 //!
 //! `POST /words` takes a text apart into a concordance (every place of each word, letters of ASCII
 //! in lower case) and answers the most frequent words, a line each; it is what makes the heap rise.
-//! A text of more words than are booked for is refused. `POST /echo` streams the body back, `GET /bytes/N` streams N bytes. It keeps nothing between requests.
+//! A text of more words than are booked for is refused. `POST /echo` streams the body back,
+//! `GET /bytes/N` streams N bytes. It keeps nothing between requests.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;
