@@ -5,8 +5,10 @@
 //! and everything else, which is forwarded, pass the memory layer. With `memory: None` the same
 //! service runs unmanaged: nothing is timed, refused or given back.
 
+pub(crate) mod patience;
+pub(crate) mod serve;
+
 use std::net::SocketAddr;
-use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -17,18 +19,16 @@ use axum::http::request::Parts;
 use axum::http::{StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use hyper::service::service_fn;
-use hyper_util::rt::TokioIo;
 use lowtide::ByteSize;
 use lowtide::control::{Cost, LoadError, Managed};
 use lowtide::device::{ArenaConfig, DeviceArena};
 use lowtide::service::{Endpoints, MemoryLayer};
 use lowtide::{BoxError, Memory};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::TcpListener;
 use tokio::sync::watch;
-use tokio::task::{JoinHandle, JoinSet};
-use tower::ServiceExt as _;
+use tokio::task::JoinHandle;
 
+use self::serve::{Limits, serve};
 use crate::embed::{self, Embedder};
 use crate::forward::{self, Forward};
 use crate::model::Model;
@@ -36,7 +36,7 @@ use crate::upstream;
 
 /// Host bytes that a forwarded request takes on its way through: two connections, each with a
 /// buffer to read into and one to write from.
-const FORWARD_COST: ByteSize = ByteSize::of(4 * forward::BUFFER_MAX);
+pub(crate) const FORWARD_COST: ByteSize = ByteSize::of(4 * forward::BUFFER_MAX);
 
 /// How the proxy is set up.
 #[derive(Clone, Debug)]
@@ -51,6 +51,8 @@ pub(crate) struct Options {
     pub(crate) seed: u64,
     /// How long the model may be idle before it is unloaded; `None`: as the profile says.
     pub(crate) idle_unload: Option<Duration>,
+    /// What clients may take.
+    pub(crate) limits: Limits,
 }
 
 impl Default for Options {
@@ -61,6 +63,7 @@ impl Default for Options {
             weights: ByteSize::mib(64),
             seed: 1,
             idle_unload: None,
+            limits: Limits::default(),
         }
     }
 }
@@ -119,7 +122,7 @@ pub(crate) async fn start(
             }
             let listener = TcpListener::bind((std::net::Ipv4Addr::LOCALHOST, 0)).await?;
             let address = listener.local_addr()?;
-            servers.push(serve(listener, routes, stopped.clone()));
+            servers.push(serve(listener, routes, None, stopped.clone()));
             format!("http://{address}/").parse()?
         }
     };
@@ -128,7 +131,8 @@ pub(crate) async fn start(
     let embedder = Embedder::new(model.clone());
     let endpoints = Arc::new(Endpoints::new(memory.clone()).with_metrics(render));
     let memory_is_there = memory.is_some();
-    servers.push(serve(front, routes(forward, embedder, endpoints, memory), stopped));
+    let routes = routes(forward, embedder, endpoints, memory);
+    servers.push(serve(front, routes, Some(options.limits.within_descriptors()), stopped));
     tracing::info!(%address, %upstream, managed = memory_is_there, "the proxy listens");
     Ok(Running { address, arena, model, stop, servers })
 }
@@ -210,63 +214,6 @@ fn model(
             .build(Arc::new(lowtide::clock::SystemClock::new()), None),
     };
     Ok((arena, model))
-}
-
-/// Accepts connections until it is told to stop, then waits for those that are open.
-fn serve(
-    listener: TcpListener,
-    routes: Router,
-    mut stopped: watch::Receiver<bool>,
-) -> JoinHandle<std::io::Result<()>> {
-    tokio::spawn(async move {
-        let mut open = JoinSet::new();
-        loop {
-            let accepted = tokio::select! {
-                // An error means that the sender is gone, which ends the server as well.
-                _ = stopped.wait_for(|stopped| *stopped) => break,
-                accepted = listener.accept() => accepted,
-            };
-            // Those that have ended are forgotten, so that the set is no larger than what is open.
-            while open.try_join_next().is_some() {}
-            match accepted {
-                Ok((stream, from)) => {
-                    open.spawn(connection(stream, from, routes.clone(), stopped.clone()));
-                }
-                Err(error) => {
-                    tracing::warn!(%error, "a connection was not accepted");
-                    // Mostly a shortage of descriptors: some may close meanwhile.
-                    tokio::time::sleep(Duration::from_millis(50)).await;
-                }
-            }
-        }
-        drop(listener);
-        while open.join_next().await.is_some() {}
-        Ok(())
-    })
-}
-
-/// Serves one connection; once told to stop, it ends after the request under way.
-async fn connection(
-    stream: TcpStream,
-    from: SocketAddr,
-    routes: Router,
-    mut stopped: watch::Receiver<bool>,
-) {
-    let service = service_fn(move |mut request: hyper::Request<hyper::body::Incoming>| {
-        request.extensions_mut().insert(ConnectInfo(from));
-        routes.clone().oneshot(request.map(Body::new))
-    });
-    let connection = hyper::server::conn::http1::Builder::new()
-        .max_buf_size(forward::BUFFER_MAX)
-        .serve_connection(TokioIo::new(stream), service);
-    let mut connection = pin!(connection);
-    // A broken connection is the client's affair.
-    tokio::select! {
-        _ = connection.as_mut() => return,
-        _ = stopped.wait_for(|stopped| *stopped) => {}
-    }
-    connection.as_mut().graceful_shutdown();
-    let _ = connection.await;
 }
 
 fn content_length(request: &Parts) -> Option<u64> {

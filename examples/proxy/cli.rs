@@ -18,6 +18,7 @@ use lowtide::{BoxError, ByteSize, Memory};
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::app;
+use crate::app::serve::Limits;
 use crate::forward::{Forward, whole};
 
 /// How long a health check may take.
@@ -45,6 +46,18 @@ struct Cli {
     #[arg(long, env = "PROXY_GRACE", value_parser = humantime::parse_duration)]
     #[arg(default_value = "10s")]
     grace: Duration,
+    /// How long a request's body that does not go on is waited for, before 408.
+    #[arg(long, env = "PROXY_BODY_PATIENCE", value_parser = humantime::parse_duration)]
+    #[arg(default_value = "10s")]
+    body_patience: Duration,
+    /// How long the head of a request is waited for, and so how long a connection may be idle.
+    #[arg(long, env = "PROXY_HEAD_PATIENCE", value_parser = humantime::parse_duration)]
+    #[arg(default_value = "10s")]
+    head_patience: Duration,
+    /// Connections at once; others wait. Each takes up to 3 descriptors: no more are taken than
+    /// (`ulimit -n` - 32) / 3.
+    #[arg(long, env = "PROXY_CONNECTIONS", default_value = "512", value_parser = connections)]
+    connections: usize,
     #[command(subcommand)]
     command: Option<Command>,
 }
@@ -66,6 +79,13 @@ fn weights(text: &str) -> Result<ByteSize, String> {
         return Err(format!("{size} of weights: expected 64 MiB or more"));
     }
     Ok(size)
+}
+
+fn connections(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(count) if count > 0 => Ok(count),
+        _ => Err("expected a number above 0".to_owned()),
+    }
 }
 
 /// Runs the program with these arguments, the first of which is its name. Ends the process itself
@@ -99,6 +119,11 @@ async fn run(cli: Cli) -> Result<(), BoxError> {
         weights: cli.weights,
         seed: cli.seed,
         idle_unload: cli.idle_unload,
+        limits: Limits {
+            body_patience: cli.body_patience,
+            head_patience: cli.head_patience,
+            connections: cli.connections,
+        },
     };
     // Before it listens: whoever sees it listen may send a signal.
     let mut terminate = signal(SignalKind::terminate())?;

@@ -19,21 +19,26 @@ use serde::{Deserialize, Serialize};
 use serde_json::error::Category;
 use tokio::sync::Semaphore;
 
+use crate::app::patience::{Late, is_late};
 use crate::model::{Model, WIDTH};
 use crate::upstream::read_away;
 
 /// Texts in one request.
 pub(crate) const TEXTS_MAX: usize = 64;
-/// Bytes of one text.
+/// Bytes of one text as it stands in the body, quotes aside.
 pub(crate) const TEXT_MAX: ByteSize = ByteSize::kib(64);
-/// Bytes of a request body.
-pub(crate) const BODY_MAX: ByteSize = ByteSize::mib(4);
-/// Host bytes for each byte of body: the body, and its texts parsed, with room for growth.
+/// Bytes of a request body: as many of the longest texts, with their commas and quotes.
+pub(crate) const BODY_MAX: ByteSize = ByteSize::new(TEXTS_MAX as u64 * TEXT_MAX.get() + (1 << 10));
+/// Host bytes for each byte of body: the body in a buffer that grows, or with its texts parsed.
 const BODY_FACTOR: u64 = 3;
+/// Letters of the reason of a refusal.
+const REASON_MAX: usize = 400;
+/// Host bytes of any request: one text's n-grams, all embeddings, and these as JSON.
+const REST: u64 = 1 << 20;
 
 /// Host bytes that a request with a body of this length needs.
 pub(crate) fn host_cost(body_bytes: u64) -> ByteSize {
-    ByteSize::new(body_bytes.min(BODY_MAX.get()) * BODY_FACTOR + (64 << 10))
+    ByteSize::new(body_bytes.min(BODY_MAX.get()) * BODY_FACTOR + REST)
 }
 
 /// Device bytes that the activations of one request take at most: one text at a time.
@@ -119,8 +124,9 @@ async fn read(request: Request) -> Result<Vec<u8>, Box<Response>> {
     }
     let mut whole = Vec::new();
     while let Some(frame) = body.frame().await {
-        let frame = frame.map_err(|error| {
-            refusal(StatusCode::BAD_REQUEST, format!("the body broke off: {error}"))
+        let frame = frame.map_err(|error| match is_late(&error) {
+            true => refusal(StatusCode::REQUEST_TIMEOUT, Late.to_string()),
+            false => refusal(StatusCode::BAD_REQUEST, format!("the body broke off: {error}")),
         })?;
         let Ok(data) = frame.into_data() else { continue };
         if announced.max((whole.len() + data.len()) as u64) > BODY_MAX.get() {
@@ -153,7 +159,37 @@ fn check_kind(headers: &HeaderMap) -> Result<(), Box<Response>> {
     Err(refusal(StatusCode::UNSUPPORTED_MEDIA_TYPE, text))
 }
 
+/// Counts the strings of a JSON document and their bytes, before anything is made of them: a parser
+/// would hold 24 bytes for each 3 of `"",`, and name a long one in its error, letter by letter.
+fn strings_fit(body: &[u8]) -> Result<(), String> {
+    let (mut strings, mut start, mut is_escaped) = (0, None, false);
+    for (at, byte) in body.iter().enumerate() {
+        match (start, byte) {
+            (Some(_), _) if is_escaped => is_escaped = false,
+            (Some(_), b'\\') => is_escaped = true,
+            (Some(_), b'"') => start = None,
+            (None, b'"') => {
+                start = Some(at + 1);
+                strings += 1;
+                // One is the name of the field.
+                if strings > TEXTS_MAX + 1 {
+                    return Err(format!("more than {TEXTS_MAX} texts"));
+                }
+            }
+            _ => {}
+        }
+        if start.is_some_and(|start| ByteSize::of((at + 1).saturating_sub(start)) > TEXT_MAX) {
+            return Err(format!("a text is longer than {TEXT_MAX}"));
+        }
+    }
+    Ok(())
+}
+
 fn texts(body: &[u8]) -> Result<Vec<String>, Box<Response>> {
+    let unfit = |text| Err(refusal(StatusCode::UNPROCESSABLE_ENTITY, text));
+    if let Err(reason) = strings_fit(body) {
+        return unfit(reason);
+    }
     let asked: Asked = serde_json::from_slice(body).map_err(|error| {
         // JSON of another shape is understood and of no use; all else is not understood.
         let status = match error.classify() {
@@ -161,16 +197,13 @@ fn texts(body: &[u8]) -> Result<Vec<String>, Box<Response>> {
             _ => StatusCode::BAD_REQUEST,
         };
         let text = format!("expected JSON such as {{\"texts\": [\"a text\"]}}: {error}");
-        refusal(status, text)
+        // The parser repeats what it cannot use.
+        refusal(status, text.chars().take(REASON_MAX).collect())
     })?;
-    let unfit = |text| Err(refusal(StatusCode::UNPROCESSABLE_ENTITY, text));
-    if asked.texts.is_empty() || asked.texts.len() > TEXTS_MAX {
-        return unfit(format!("{} texts: expected 1 to {TEXTS_MAX}", asked.texts.len()));
+    if asked.texts.is_empty() {
+        return unfit(format!("0 texts: expected 1 to {TEXTS_MAX}"));
     }
     for (at, text) in asked.texts.iter().enumerate() {
-        if ByteSize::of(text.len()) > TEXT_MAX {
-            return unfit(format!("text {at} is longer than {TEXT_MAX}"));
-        }
         if !text.contains(char::is_alphanumeric) {
             return unfit(format!("text {at} has no word"));
         }

@@ -2,8 +2,9 @@
 //!
 //! It buffers nothing but what the connection needs, follows no redirect and retries nothing.
 //! Headers that belong to one connection (RFC 9110, 7.6.1) are dropped, the client's address and
-//! the host it asked for are added. A dead upstream is answered 502 with the reason. It is no
-//! tunnel: CONNECT is refused, and a request to upgrade goes on as a plain one.
+//! the host it asked for are added. A dead upstream is answered 502 with the reason, a body that
+//! does not come 408. It is no tunnel: CONNECT is refused, and a request to upgrade goes on as a
+//! plain one.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -21,6 +22,8 @@ use axum::response::{IntoResponse, Response};
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
+
+use crate::app::patience::{is_late, late};
 
 /// How long a connection to the upstream may take to stand.
 const CONNECT_PATIENCE: Duration = Duration::from_secs(5);
@@ -83,6 +86,7 @@ impl Forward {
                 self.failed("it switched protocols, and nobody asked it to")
             }
             Ok(answer) => answer_back(answer.map(Body::new)),
+            Err(error) if is_late(&error) => late(),
             Err(error) => self.failed(&whole(&error)),
         }
     }

@@ -109,7 +109,7 @@ fn ngram_rows(text: &str, rows: usize) -> Vec<usize> {
     for word in words {
         found.push(row_of(word.chars(), rows));
         let marked: Vec<char> =
-            std::iter::once('^').chain(word.chars()).chain(std::iter::once('$')).collect();
+            std::iter::once('^').chain(word.chars().take(NGRAMS_MAX)).chain(['$']).collect();
         for trigram in marked.windows(3) {
             found.push(row_of(trigram.iter().copied(), rows));
         }

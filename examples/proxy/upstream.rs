@@ -1,10 +1,11 @@
 //! The small upstream that the proxy starts when none is named: a text service.
 //!
-//! `POST /words` takes a text apart into a concordance (each word with every place it stands at)
-//! and answers the most frequent words, a line each; it is what makes the heap rise. `POST /echo`
-//! streams the body back, `GET /bytes/N` streams N bytes. It keeps nothing between requests.
+//! `POST /words` takes a text apart into a concordance (every place of each word, letters of ASCII
+//! in lower case) and answers the most frequent words, a line each; it is what makes the heap rise.
+//! A text of more words than are booked for is refused. `POST /echo` streams the body back,
+//! `GET /bytes/N` streams N bytes. It keeps nothing between requests.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;
 use std::fmt::Write as _;
 use std::time::Duration;
@@ -36,13 +37,20 @@ pub(crate) fn routes() -> Router {
         .route("/bytes/{count}", get(bytes))
 }
 
-/// What `/words` needs for a body of this length: the text, and a string and a place for each word.
+/// What `/words` needs for a body of this length: the text and its concordance.
 pub(crate) fn words_cost(body_bytes: u64) -> u64 {
-    body_bytes.saturating_mul(WORDS_FACTOR).saturating_add(128 << 10)
+    body_bytes.saturating_mul(WORDS_FACTOR).saturating_add(256 << 10)
 }
 
-/// Bytes of text and concordance for each byte of text, measured on this project's documents.
+/// Bytes of text and concordance for each byte of text: the text itself, 24 / 4 for the words, at
+/// worst 64 / 24 for the different ones (a map fills at least half of each node), and some room.
 const WORDS_FACTOR: u64 = 10;
+
+/// What `/words` takes apart of a text: so many words and so many different ones, for the memory
+/// that it books is for its length. Prose has a word for 6 bytes, and a new one for 50.
+const fn words_max(text_bytes: usize) -> (usize, usize) {
+    (1024 + text_bytes / 4, 1024 + text_bytes / 24)
+}
 
 async fn words(request: Request) -> Response {
     let permit = request.extensions().get::<SharedPermit>().cloned();
@@ -54,9 +62,8 @@ async fn words(request: Request) -> Response {
             return (StatusCode::BAD_REQUEST, "the body ended early\n").into_response();
         };
         let Ok(data) = frame.into_data() else { continue };
-        text.extend_from_slice(&data);
         // A body of unknown length is booked as it arrives.
-        let unknown = announced.is_none().then(|| ByteSize::new(words_cost(data.len() as u64)));
+        let unknown = announced.is_none().then(|| ByteSize::new(data.len() as u64 * WORDS_FACTOR));
         if let (Some(permit), Some(more)) = (&permit, unknown)
             && let Err(rejected) = permit.grow(more)
         {
@@ -64,17 +71,22 @@ async fn words(request: Request) -> Response {
             read_away(&mut body).await;
             return lowtide::service::rejection(&rejected).map(Body::from);
         }
+        text.extend_from_slice(&data);
     }
-    let Ok(text) = String::from_utf8(text) else {
-        return (StatusCode::UNPROCESSABLE_ENTITY, "the body is not text in UTF-8\n")
-            .into_response();
+    let unfit = |reason| (StatusCode::UNPROCESSABLE_ENTITY, reason).into_response();
+    let Ok(mut text) = String::from_utf8(text) else {
+        return unfit("the body is not text in UTF-8\n".to_owned());
     };
-    let found = concordance(&text).await;
-    let answer = top_words(&found);
+    text.shrink_to_fit();
+    text.make_ascii_lowercase();
+    let (words, answer) = match concordance(&text).await {
+        Ok(found) => found,
+        Err(reason) => return unfit(reason),
+    };
     // The concordance is there for as long as the answer is read, as a cursor's result would be.
     let rest = stream::once(async move {
         tokio::time::sleep(READING).await;
-        drop((found, text));
+        drop((words, text));
         Ok::<_, Infallible>(Bytes::from(answer))
     });
     Body::from_stream(rest).into_response()
@@ -96,39 +108,71 @@ pub(crate) async fn read_away(body: &mut Body) {
 /// How long a concordance is held for its reader.
 const READING: Duration = Duration::from_millis(150);
 
-/// A text taken apart: its words in order, and for each the places at which it stands.
-#[derive(Debug, Default)]
-struct Concordance {
-    words: Vec<String>,
-    places: BTreeMap<String, Vec<u32>>,
+/// A place at which a word stands.
+#[derive(Clone, Copy, Debug)]
+#[allow(dead_code, reason = "a concordance is made of these, whether they are asked for or not")]
+struct Place {
+    start: usize,
+    length: u32,
+    /// How often the word has stood by now.
+    count: u32,
+    /// The number of the place where it stood before; its own where it did not.
+    before: u32,
 }
 
-async fn concordance(text: &str) -> Concordance {
-    let mut found = Concordance::default();
+/// Takes a text apart: every place of every word, and an answer that names the most frequent; the
+/// reason where it has more words than are booked for. Room for all that may come is taken at
+/// once: a list that grows holds what it has twice.
+async fn concordance(text: &str) -> Result<(Vec<Place>, String), String> {
+    let (places_max, different_max) = words_max(text.len());
+    let mut places: Vec<Place> = Vec::with_capacity(places_max);
+    // Of each word the number of its last place.
+    let mut last_places = BTreeMap::new();
     let mut since_turn = 0;
-    for (at, word) in text.split_whitespace().enumerate() {
-        let word = word.trim_matches(|c: char| !c.is_alphanumeric()).to_lowercase();
-        since_turn += word.len() + 1;
-        let at = u32::try_from(at).unwrap_or(u32::MAX);
-        match found.places.get_mut(&word) {
-            Some(places) => places.push(at),
-            None => drop(found.places.insert(word.clone(), vec![at])),
+    for word in text.split_whitespace() {
+        let word = word.trim_matches(|c: char| !c.is_alphanumeric());
+        let own = small(places.len());
+        let last = last_places.insert(word, own);
+        if places.len() == places_max || last_places.len() > different_max {
+            let bounds = format!("{places_max} words, {different_max} of them different");
+            return Err(format!(
+                "too many words for a text of its length: expected {bounds}
+"
+            ));
         }
-        found.words.push(word);
+        let count = last.map_or(1, |last| places[last as usize].count + 1);
+        let start = word.as_ptr().addr() - text.as_ptr().addr();
+        let before = last.unwrap_or(own);
+        places.push(Place { start, length: small(word.len()), count, before });
+        since_turn += word.len() + 1;
         if since_turn >= STRIDE {
             since_turn = 0;
             tokio::task::yield_now().await;
         }
     }
-    found
+    let answer = top_words(&places, &last_places);
+    Ok((places, answer))
 }
 
-fn top_words(found: &Concordance) -> String {
-    let mut counts: Vec<(usize, &str)> =
-        found.places.iter().map(|(word, places)| (places.len(), word.as_str())).collect();
-    counts.sort_unstable_by(|one, other| other.cmp(one));
-    let mut text = format!("{} words\n", found.words.len());
-    for (count, word) in counts.iter().take(TOP) {
+/// As a number of four bytes: texts of more than 4 GiB are none that this service is for.
+fn small(number: usize) -> u32 {
+    u32::try_from(number).unwrap_or(u32::MAX)
+}
+
+fn top_words(places: &[Place], last_places: &BTreeMap<&str, u32>) -> String {
+    let mut top = BTreeSet::new();
+    for (word, last) in last_places {
+        top.insert((places[*last as usize].count, *word));
+        if top.len() > TOP {
+            top.pop_first();
+        }
+    }
+    let mut text = format!(
+        "{} words
+",
+        places.len()
+    );
+    for (count, word) in top.iter().rev() {
         let _ = writeln!(text, "{count} {word}");
     }
     text

@@ -49,7 +49,7 @@ async fn bad_input_is_refused_with_the_reason_and_harms_nobody() {
         (b"{\"text\": [\"a\"]}", 422, "unknown field"),
         (b"{}", 422, "missing field"),
         (b"{\"texts\": []}", 422, "0 texts"),
-        (many.as_bytes(), 422, "65 texts"),
+        (many.as_bytes(), 422, "more than 64 texts"),
         (b"{\"texts\": [\"good\", \"\"]}", 422, "text 1 has no word"),
         (b"{\"texts\": [\" ?! \"]}", 422, "text 0 has no word"),
     ];

@@ -19,7 +19,9 @@ mod model;
 #[path = "../../examples/proxy/upstream.rs"]
 mod upstream;
 
+mod booked;
 mod embedding;
+mod hostile;
 mod lies;
 mod limits;
 mod passing;

@@ -1,0 +1,176 @@
+//! Clients that take and do not give: announced bodies that never come, unfinished heads, idle
+//! connections. Each is ended, and what it held is there for others again.
+//!
+//! The patience of these proxies is short, so that it ends within the test; no time is asserted.
+
+use std::time::Duration;
+
+use lowtide::ByteSize;
+
+use crate::app::Options;
+use crate::app::serve::{Limits, connections_within};
+use crate::support::{Managed, get, post};
+use crate::wire::{PATIENCE, Wire, until};
+
+const SHORT: Duration = Duration::from_millis(100);
+
+async fn proxy(limits: Limits) -> Managed {
+    Managed::with(Options { limits, ..Options::default() }, |builder| builder).await
+}
+
+fn short_of_bodies() -> Limits {
+    Limits { body_patience: SHORT, ..Limits::default() }
+}
+
+fn announce(path: &str, bytes: u64) -> String {
+    format!("POST {path} HTTP/1.1\r\nhost: here\r\ncontent-length: {bytes}\r\n\r\n")
+}
+
+/// The bug: who announced bodies and sent none held the whole allowance for ever.
+#[tokio::test(flavor = "multi_thread")]
+async fn announced_bodies_that_never_came_held_the_allowance_for_ever() {
+    let proxy = proxy(short_of_bodies()).await;
+    for (path, start) in [("/words", ""), ("/words", "a word"), ("/embed", ""), ("/embed", "{")] {
+        let mut clients = Vec::new();
+        for _ in 0..4 {
+            let mut client = Wire::connect(proxy.at).await;
+            client.send(announce(path, 4_000_000) + start).await;
+            clients.push(client);
+        }
+        for mut client in clients {
+            let answer = client.answer().await;
+            assert_eq!(answer.status(), 408, "{path}: {}", answer.text());
+            assert!(answer.text().contains("did not come"), "{path}: {}", answer.text());
+            assert!(client.is_closed().await, "{path}: what would come is no request");
+        }
+        until("nothing is held", || proxy.held() == 0).await;
+    }
+    assert_eq!(
+        crate::support::ask(proxy.at, post("/words", "text/plain", "a")).await.status(),
+        200
+    );
+    proxy.end().await;
+}
+
+/// The bug: the body of a refused request was waited for as long as that of an admitted one.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_refusal_waited_for_ever_for_a_body_that_never_came() {
+    let proxy = proxy(short_of_bodies()).await;
+    // At the door, and behind it by the text service.
+    for spare in [ByteSize::ZERO, ByteSize::mib(4)] {
+        let permits = proxy.fill(spare);
+        for path in ["/words", "/words?again"] {
+            let mut client = Wire::connect(proxy.at).await;
+            client.send(announce(path, 4_000_000)).await;
+            let status = client.answer().await.status();
+            assert!([408, 503].contains(&status), "{path}: {status}");
+            assert!(client.is_closed().await);
+        }
+        until("nothing is held", || proxy.held() == permits.len() as u64).await;
+    }
+    proxy.end().await;
+}
+
+/// A timeout between two pieces alone would be paid with a byte at a time.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_body_that_comes_byte_by_byte_runs_out_of_credit() {
+    let proxy = proxy(short_of_bodies()).await;
+    let mut client = Wire::connect(proxy.at).await;
+    client.send(announce("/words", 4_000_000)).await;
+    let (mut reader, mut writer) = client.0.into_inner().into_split();
+    let drip = tokio::spawn(async move {
+        let mut drop = tokio::time::interval(SHORT / 10);
+        while tokio::io::AsyncWriteExt::write_all(&mut writer, b"x").await.is_ok() {
+            drop.tick().await;
+        }
+    });
+    let mut answer = [0; 12];
+    let read = tokio::io::AsyncReadExt::read_exact(&mut reader, &mut answer);
+    crate::wire::within("an answer", read).await.expect("an answer");
+    assert_eq!(&answer, b"HTTP/1.1 408");
+    drop(reader);
+    crate::wire::within("it is told", drip).await.expect("no panic");
+    until("nothing is held", || proxy.held() == 0).await;
+    proxy.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stream_that_stops_is_cut_off_and_frees_what_it_booked() {
+    let proxy = proxy(short_of_bodies()).await;
+    let mut client = Wire::connect(proxy.at).await;
+    client
+        .send("POST /echo HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n")
+        .await;
+    let answer = client.answer().await;
+    assert!(!answer.whole, "{answer:?}");
+    until("nothing is held", || proxy.held() == 0).await;
+    proxy.end().await;
+}
+
+/// The bug: heads that were never finished, and idle connections, stayed for ever.
+#[tokio::test(flavor = "multi_thread")]
+async fn unfinished_heads_and_idle_connections_stayed_for_ever() {
+    let proxy = proxy(Limits { head_patience: SHORT, ..Limits::default() }).await;
+    for start in ["", "GET", "GET / HTTP/1.1\r\nhost: here\r\nx-long: "] {
+        let mut client = Wire::connect(proxy.at).await;
+        client.send(start).await;
+        assert!(client.is_closed().await, "{start:?}");
+    }
+    let mut kept = Wire::connect(proxy.at).await;
+    kept.send("GET /healthz HTTP/1.1\r\nhost: here\r\n\r\n").await;
+    assert_eq!(kept.answer().await.status(), 200);
+    assert!(kept.is_closed().await, "idle after a request");
+    proxy.end().await;
+}
+
+/// The bug: connections that did nothing took all descriptors, and nobody was well any more.
+#[tokio::test(flavor = "multi_thread")]
+async fn idle_connections_without_number_kept_operators_out() {
+    let limits = Limits { head_patience: SHORT, connections: 4, ..Limits::default() };
+    let proxy = proxy(limits).await;
+    let mut idle = Vec::new();
+    for _ in 0..16 {
+        let mut client = Wire::connect(proxy.at).await;
+        client.send("GET / HTTP/1.1\r\n").await;
+        idle.push(client);
+    }
+    assert_eq!(get(proxy.at, "/healthz").await.text(), "ok\n");
+    drop(idle);
+    proxy.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn no_more_connections_are_served_than_there_are_places() {
+    let limits = Limits { head_patience: 4 * PATIENCE, connections: 2, ..Limits::default() };
+    let proxy = proxy(limits).await;
+    let ask = "GET /healthz HTTP/1.1\r\nhost: here\r\n\r\n";
+    let mut open = Vec::new();
+    for _ in 0..2 {
+        let mut client = Wire::connect(proxy.at).await;
+        client.send(ask).await;
+        assert_eq!(client.answer().await.status(), 200);
+        open.push(client);
+    }
+    let mut waits = Wire::connect(proxy.at).await;
+    waits.send(ask).await;
+    let early = tokio::time::timeout(SHORT, waits.0.get_mut().readable()).await;
+    assert!(early.is_err(), "answered, and both places were taken");
+    open.pop();
+    assert_eq!(waits.answer().await.status(), 200);
+    drop((open, waits));
+    proxy.end().await;
+}
+
+#[test]
+fn connections_are_no_more_than_there_are_descriptors_for() {
+    let limits = |files: &str| {
+        format!("Limit  Soft Limit  Hard Limit  Units\nMax open files  {files}  9  files\n")
+    };
+    assert_eq!(connections_within(&limits("128")), Some(32));
+    assert_eq!(connections_within(&limits("1024")), Some(330));
+    assert_eq!(connections_within(&limits("8")), Some(1), "one, however few");
+    assert_eq!(connections_within(&limits("unlimited")), None);
+    assert_eq!(connections_within(""), None);
+    let here = std::fs::read_to_string("/proc/self/limits").expect("a kernel that tells");
+    assert!(here.contains("Max open files"), "{here}");
+}
