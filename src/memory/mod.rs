@@ -17,8 +17,8 @@ mod snapshot;
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::thread::JoinHandle;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::thread::{JoinHandle, ThreadId};
 use std::time::Duration;
 
 use crate::bytes::ByteSize;
@@ -29,6 +29,7 @@ use crate::control::{
 };
 use crate::control::{Level, ResourceStats};
 use crate::device::{ArenaConfig, DeviceArena};
+use crate::fork::Birth;
 use crate::sync::{Mutex, lock};
 
 pub use builder::Builder;
@@ -73,20 +74,33 @@ const JOIN_MIN: Duration = Duration::from_secs(1);
 struct Threads {
     stop: Arc<AtomicBool>,
     bell: Arc<Bell>,
-    running: Mutex<Vec<Running>>,
+    started: Mutex<Vec<Started>>,
 }
 
-/// A thread that was started and not yet joined.
-struct Running {
-    handle: JoinHandle<()>,
+/// A thread that was started. Its end stays known after it has been joined.
+struct Started {
+    name: &'static str,
+    id: ThreadId,
     end: Arc<End>,
+    /// Until somebody joins it.
+    handle: Option<JoinHandle<()>>,
 }
 
 /// Says that a thread's work is over, by a panic too.
 #[derive(Default)]
 struct End {
     over: AtomicBool,
-    bell: Arc<Bell>,
+    /// One for each shutdown that waits: a ring wakes one.
+    waiting: Mutex<Vec<Arc<Bell>>>,
+}
+
+/// The right to be the one `Memory` of this process. Given back once: by the last of the two
+/// threads when it ends, or when every handle is gone.
+struct Claim {
+    held: AtomicBool,
+    /// Threads that have not ended.
+    threads: AtomicUsize,
+    birth: Birth,
 }
 
 impl Memory {
@@ -215,7 +229,8 @@ impl Memory {
     /// Ends it in order: admits nothing more, waits for resources that are in use, unloads them,
     /// and joins the threads. Blocks until the deadline at most, and a second longer where a job is
     /// under way; not for a thread of an async runtime. A second call finds nothing left to do; one
-    /// that comes while the first still waits leaves the threads to it.
+    /// that comes while the first still waits does so as well. The next `Memory` may start when
+    /// both threads have ended; called on one of them (from a hook), it waits for the other only.
     #[must_use = "the report says what is still outstanding"]
     pub fn shutdown(&self, deadline: Duration) -> Shutdown {
         let shared = &self.0.shared;
@@ -234,9 +249,6 @@ impl Memory {
         self.0.threads.join(&*shared.clock, end, &mut report);
         report.requests = shared.admission.stats().held();
         report.device_live = shared.arenas().iter().map(|arena| arena.glance().live).sum();
-        if report.busy.is_empty() {
-            shared.release_claim();
-        }
         report
     }
 }
@@ -261,24 +273,27 @@ impl Threads {
     /// Waits for the threads until `deadline`, or [`JOIN_MIN`] where that is longer, and reports
     /// those that panicked or are still at work; the latter may be joined later.
     ///
-    /// No lock is held meanwhile, so that a thread which is waited for may call this as well.
+    /// No lock is held meanwhile, so that a thread which is waited for, or another one, may call
+    /// this as well.
     fn join(&self, clock: &dyn Clock, deadline: Moment, report: &mut Shutdown) {
         let deadline = deadline.max(clock.now() + JOIN_MIN);
-        let running = std::mem::take(&mut *lock(&self.running));
-        for running in running {
-            let name = running.handle.thread().name().unwrap_or_default().to_owned();
-            if running.handle.thread().id() == std::thread::current().id() {
+        let seen = |thread: &Started| (thread.name, thread.id, Arc::clone(&thread.end));
+        let started: Vec<_> = lock(&self.started).iter().map(seen).collect();
+        for (name, id, end) in started {
+            if id == std::thread::current().id() {
                 continue; // called from a hook on the worker, which cannot wait for itself
             }
-            // Ends at the deadline at the latest: each turn waits until then, or for the end.
-            while !running.end.is_over() && clock.now() < deadline {
-                clock.wait_until(&running.end.bell, deadline);
+            if !end.wait(clock, deadline) {
+                report.busy.push(name.to_owned());
+                continue;
             }
-            if !running.end.is_over() {
-                report.busy.push(name);
-                lock(&self.running).push(running);
-            } else if running.handle.join().is_err() {
-                report.panicked.push(name);
+            let handle = {
+                let mut started = lock(&self.started);
+                let thread = started.iter_mut().find(|thread| thread.id == id);
+                thread.and_then(|thread| thread.handle.take())
+            };
+            if handle.is_some_and(|handle| handle.join().is_err()) {
+                report.panicked.push(name.to_owned());
             }
         }
     }
@@ -288,15 +303,60 @@ impl End {
     fn is_over(&self) -> bool {
         self.over.load(Ordering::Acquire)
     }
+
+    /// Waits for it until the deadline; says whether it has come.
+    fn wait(&self, clock: &dyn Clock, deadline: Moment) -> bool {
+        let bell = Bell::new();
+        lock(&self.waiting).push(Arc::clone(&bell));
+        // Ends at the deadline at the latest: each turn waits until then, or for the end.
+        while !self.is_over() && clock.now() < deadline {
+            clock.wait_until(&bell, deadline);
+        }
+        lock(&self.waiting).retain(|other| !Arc::ptr_eq(other, &bell));
+        self.is_over()
+    }
 }
 
-/// Rings when the thread that holds it ends.
-struct Ends(Arc<End>);
+/// Ends the thread that holds it: the last one gives the claim back, and who waits is told.
+struct Ends {
+    end: Arc<End>,
+    claim: Arc<Claim>,
+}
 
 impl Drop for Ends {
     fn drop(&mut self) {
-        self.0.over.store(true, Ordering::Release);
-        self.0.bell.ring();
+        if self.claim.threads.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.claim.release();
+        }
+        self.end.over.store(true, Ordering::Release);
+        for bell in &*lock(&self.end.waiting) {
+            bell.ring();
+        }
+    }
+}
+
+impl Claim {
+    /// Takes it; `None` where another `Memory` has it.
+    fn take() -> Option<Arc<Self>> {
+        let birth = Birth::now();
+        let here = birth.generation();
+        let claim = |by| (by != here).then_some(here);
+        STARTED.fetch_update(Ordering::AcqRel, Ordering::Acquire, claim).ok()?;
+        let (held, threads) = (AtomicBool::new(true), AtomicUsize::new(2));
+        Some(Arc::new(Self { held, threads, birth }))
+    }
+
+    /// Lets the next `Memory` start, once. In a forked child, whose claim is another, does nothing.
+    fn release(&self) {
+        if self.birth.is_here() && self.held.swap(false, Ordering::AcqRel) {
+            STARTED.store(NOWHERE, Ordering::Release);
+        }
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        self.release();
     }
 }
 
@@ -305,7 +365,7 @@ impl Drop for Inner {
         if self.shared.birth.is_here() {
             self.shared.queue.close();
             self.threads.end();
-            self.shared.release_claim();
+            self.shared.claim.release();
         }
     }
 }
