@@ -42,13 +42,6 @@ impl LoadError {
     pub fn new(source: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
         Self::Failed { source: Arc::from(source.into()) }
     }
-
-    /// What a caught panic said.
-    pub(super) fn panicked(payload: &(dyn std::any::Any + Send)) -> Self {
-        let text = payload.downcast_ref::<&str>().map(|text| (*text).to_owned());
-        let text = text.or_else(|| payload.downcast_ref::<String>().cloned());
-        Self::Panicked { message: text.unwrap_or_else(|| "no message".to_owned()) }
-    }
 }
 
 impl From<io::Error> for LoadError {

@@ -17,6 +17,7 @@
 
 mod cell;
 mod error;
+mod parts;
 mod resource;
 mod ticket;
 
@@ -32,7 +33,8 @@ use crate::clock::{Clock, Moment};
 
 use super::admission::{Admission, Cost};
 
-use cell::{Cell, Parts};
+use cell::Cell;
+use parts::Parts;
 use ticket::Ticket;
 
 pub use error::{AcquireError, LoadError, UnloadError};
