@@ -16,7 +16,7 @@ use bytemuck::Pod;
 use super::books::Books;
 use super::buffer::Buffer;
 use super::config::ArenaConfig;
-use super::driver::{Capabilities, Driver, DriverError, Rung};
+use super::driver::{Capabilities, DeviceAddress, Driver, DriverError, Rung};
 use super::error::DeviceError;
 use super::index::{ALIGN, Request};
 use super::lease::Lease;
@@ -318,18 +318,36 @@ impl fmt::Debug for Shared {
     }
 }
 
-/// Reserves address space for a region: what is wanted, halved until the driver accepts it.
+/// Reserves address space for a region: what is wanted or, where the driver refuses that, a quarter
+/// of what it accepts. Addresses are short then, and the process's heap and stacks need some too.
 fn reserve_region(
     driver: &dyn Driver,
     granularity: ByteSize,
     wanted: ByteSize,
 ) -> Result<Segment, DriverError> {
     let whole = wanted.min(RESERVE_MAX).max(granularity).next_multiple_of(granularity);
-    let mut size = whole.unwrap_or(RESERVE_MAX);
+    let whole = whole.unwrap_or(RESERVE_MAX);
+    let (base, size) = reserve_or_halve(driver, granularity, whole)?;
+    let quarter = ByteSize::new(size.get() / 4).next_multiple_of(granularity);
+    let quarter = quarter.unwrap_or(granularity).max(granularity);
+    // Where it cannot be given back it is kept.
+    if size == whole || size <= quarter || driver.unreserve(base, size).is_err() {
+        return Ok(Segment::new(base, size, granularity));
+    }
+    let (base, size) = reserve_or_halve(driver, granularity, quarter)?;
+    Ok(Segment::new(base, size, granularity))
+}
+
+/// Reserves this much, halved until the driver accepts it; says how much.
+fn reserve_or_halve(
+    driver: &dyn Driver,
+    granularity: ByteSize,
+    mut size: ByteSize,
+) -> Result<(DeviceAddress, ByteSize), DriverError> {
     // At most 62 halvings, from 2^62 bytes down to one granule.
     loop {
         match driver.reserve(size) {
-            Ok(base) => return Ok(Segment::new(base, size, granularity)),
+            Ok(base) => return Ok((base, size)),
             Err(error) if size <= granularity => return Err(error),
             Err(_) => {
                 let half = ByteSize::new(size.get() / 2).next_multiple_of(granularity);
