@@ -206,8 +206,9 @@ fn stats_in_a_forked_child_waited_for_a_thread_of_the_parent() {
                 !resources.add(resource),
             ]);
         }
-        assert_child_is_content(child);
+        // The child's copy of the lock stays held.
         clock.met.wait();
+        assert_child_is_content(child);
     });
     assert_eq!(managed.stats().loads_failed_total, 1);
     assert_eq!(resources.all().len(), 1);
