@@ -5,14 +5,15 @@ use std::sync::{Arc, OnceLock, mpsc};
 use std::thread;
 use std::time::Duration;
 
-use lowtide::Memory;
 use lowtide::clock::ManualClock;
 use lowtide::config::DeviceChoice;
+use lowtide::control::{Budget, Cost, Level, LoadError, Priority, Rejected};
 use lowtide::memory::{Builder, StartError};
+use lowtide::{ByteSize, Memory};
 
 mod support;
 
-use support::{PATIENCE, threads, turn, until, until_no_threads};
+use support::{PATIENCE, Tree, advance_until, threads, turn, until, until_no_threads};
 
 #[global_allocator]
 static HEAP: lowtide::host::Heap = lowtide::host::Heap;
@@ -90,4 +91,56 @@ fn a_shutdown_on_the_worker_gave_the_claim_back_before_the_worker_ended() {
     // The old handle lives on; nobody had to call again.
     assert!(quiet().start().expect("the claim was given back").shutdown(SOON).is_clean());
     until_no_threads();
+}
+
+/// The bug: whoever kept only the door was refused for ever, where the last handle went at a
+/// critical moment.
+#[test]
+fn a_door_that_outlived_its_memory_stayed_at_the_last_level() {
+    let _turn = turn();
+    let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(100)));
+    let memory = quiet().clock(clock.clone()).signals(tree.open()).start().expect("starts");
+    let door = memory.admission().clone();
+    tree.hold(99);
+    advance_until(&clock, Duration::from_millis(250), "critical", || {
+        door.level() == Level::Critical
+    });
+    let cost = Cost::host(ByteSize::mib(5));
+    assert!(matches!(door.try_admit(cost), Err(Rejected::Pressure { .. })));
+    let kept = door.try_admit_with(cost, Priority::Exempt).expect("exempt");
+    drop(memory);
+    until_no_threads();
+    assert_eq!(door.level(), Level::None);
+    let ledger = door.ledger(Budget::Host);
+    assert_eq!(ledger.ceiling(), ByteSize::mib(80));
+    let expected = ByteSize::mib(80).scaled(1.0 / ledger.k());
+    assert!(ledger.allowance().get().abs_diff(expected.get()) <= 1, "{}", ledger.allowance());
+    door.try_admit_with(cost, Priority::Low).map(drop).expect("it fits beside what is booked");
+    drop(kept);
+
+    let memory = quiet().start().expect("starts");
+    let door = memory.admission().clone();
+    let _ = memory.shutdown(SOON);
+    drop(memory);
+    assert_eq!(door.try_admit(cost).map(drop), Err(Rejected::ShuttingDown));
+    until_no_threads();
+}
+
+/// The bug: a loader that held the `Memory` kept its threads running when every other handle had
+/// gone. A weak handle does not.
+#[test]
+fn a_loader_with_a_weak_handle_does_not_keep_the_memory() {
+    let _turn = turn();
+    let memory = quiet().start().expect("starts");
+    let weak = memory.downgrade();
+    let own = weak.clone();
+    let level = memory.managed("level", move || {
+        let memory = own.upgrade().ok_or_else(|| LoadError::new("it has ended"))?;
+        Ok(memory.level())
+    });
+    let level = memory.register(level).expect("registered");
+    assert_eq!(*level.acquire_blocking().expect("loads"), Level::None);
+    drop(memory);
+    until_no_threads();
+    assert!(weak.upgrade().is_none());
 }

@@ -226,6 +226,9 @@ fn launch(
     })?;
     inner.threads.spawn("lowtide-control", stack, ends_control, move || {
         run_control(&mut maintenance, &*shared.clock, &bell, &stop);
+        if !shared.admission.is_closed() {
+            maintenance.leave(); // dropped, not shut down: requests may still come
+        }
         // Nobody decides any more: the worker ends after what waits.
         shared.queue.close();
     })?;

@@ -16,8 +16,8 @@ mod shared;
 mod snapshot;
 
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
 use std::thread::{JoinHandle, ThreadId};
 use std::time::Duration;
 
@@ -60,6 +60,24 @@ const NOWHERE: u64 = u64::MAX;
 /// ```
 #[derive(Clone)]
 pub struct Memory(Arc<Inner>);
+
+/// A handle of a [`Memory`] that does not keep it running.
+#[derive(Clone)]
+pub struct WeakMemory(Weak<Inner>);
+
+impl WeakMemory {
+    /// The `Memory`, while another handle of it lives.
+    #[must_use]
+    pub fn upgrade(&self) -> Option<Memory> {
+        self.0.upgrade().map(Memory)
+    }
+}
+
+impl fmt::Debug for WeakMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("WeakMemory").finish_non_exhaustive()
+    }
+}
 
 struct Inner {
     shared: Arc<Shared>,
@@ -118,6 +136,12 @@ impl Memory {
         Self::builder().with_environment()?.start()
     }
 
+    /// A handle that does not keep it running: for loaders, clean-ups and hooks.
+    #[must_use]
+    pub fn downgrade(&self) -> WeakMemory {
+        WeakMemory(Arc::downgrade(&self.0))
+    }
+
     /// What is in force, each value with its source.
     #[must_use]
     pub fn config(&self) -> &Config {
@@ -132,7 +156,8 @@ impl Memory {
     }
 
     /// Admission: what requests book against. It is corrected while a handle of this `Memory`
-    /// lives; a clone that outlives the last one stays as it was then, level and allowance.
+    /// lives. A clone that outlives the last one is left to its books: no level sheds, and of each
+    /// ceiling `1 / K` may be booked. After [`Memory::shutdown`] it is closed.
     #[must_use]
     pub fn admission(&self) -> &Admission {
         &self.0.shared.admission
@@ -173,6 +198,11 @@ impl Memory {
 
     /// A resource that is loaded on first use, with the configured idle time; give it to
     /// [`Memory::register`] when it is complete.
+    ///
+    /// The loader must not hold this `Memory`: the registry holds the loader, so that the two would
+    /// keep each other, and the threads, for ever, unless [`Memory::shutdown`] is called. Let it
+    /// hold what it needs, mostly a [`DeviceArena`], or a [`WeakMemory`]. The same holds for
+    /// the clean-up.
     pub fn managed<T: Send + Sync + 'static>(
         &self,
         name: &str,
@@ -181,7 +211,9 @@ impl Memory {
         Managed::builder(name, load).idle(self.0.shared.config.idle_unload.value)
     }
 
-    /// Builds the resource and has it unloaded when it has been idle, or under pressure.
+    /// Builds the resource and has it unloaded when it has been idle, or under pressure. It stays
+    /// registered, and its loader with it, as long as this `Memory` lives; a loader that holds a
+    /// `Memory` keeps it alive (see [`Memory::managed`]).
     ///
     /// # Errors
     /// [`MemoryError::TooManyResources`], [`MemoryError::Forked`].
