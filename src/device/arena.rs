@@ -318,8 +318,9 @@ impl fmt::Debug for Shared {
     }
 }
 
-/// Reserves address space for a region: what is wanted or, where the driver refuses that, a quarter
-/// of what it accepts. Addresses are short then, and the process's heap and stacks need some too.
+/// Reserves address space for a region: what is wanted or, where the driver refuses that, an eighth
+/// of what it accepts, a quarter for both regions. Addresses are short then (`ulimit -v`), and the
+/// heap, stacks and other arenas need some too.
 fn reserve_region(
     driver: &dyn Driver,
     granularity: ByteSize,
@@ -328,13 +329,13 @@ fn reserve_region(
     let whole = wanted.min(RESERVE_MAX).max(granularity).next_multiple_of(granularity);
     let whole = whole.unwrap_or(RESERVE_MAX);
     let (base, size) = reserve_or_halve(driver, granularity, whole)?;
-    let quarter = ByteSize::new(size.get() / 4).next_multiple_of(granularity);
-    let quarter = quarter.unwrap_or(granularity).max(granularity);
+    let part = ByteSize::new(size.get() / 8).next_multiple_of(granularity);
+    let part = part.unwrap_or(granularity).max(granularity);
     // Where it cannot be given back it is kept.
-    if size == whole || size <= quarter || driver.unreserve(base, size).is_err() {
+    if size == whole || size <= part || driver.unreserve(base, size).is_err() {
         return Ok(Segment::new(base, size, granularity));
     }
-    let (base, size) = reserve_or_halve(driver, granularity, quarter)?;
+    let (base, size) = reserve_or_halve(driver, granularity, part)?;
     Ok(Segment::new(base, size, granularity))
 }
 

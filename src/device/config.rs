@@ -25,7 +25,7 @@ pub struct ArenaConfig {
     /// committed; [`ByteSize::MAX`] for no limit, zero for none at all.
     pub limit: ByteSize,
     /// Address space for each of the two regions, rounded up to whole granules. Where the driver
-    /// refuses that, a quarter of the largest half, quarter, ... of it that it accepts.
+    /// refuses that, an eighth of the largest half, quarter, ... of it that it accepts.
     pub reserve: ByteSize,
     /// How long idle memory stays.
     pub decay: DecayTime,

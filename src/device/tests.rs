@@ -105,7 +105,7 @@ fn an_arena_that_did_not_get_its_addresses_took_nearly_all_that_were_left() {
     let arena = arena.expect("opens");
     // 1 GiB was refused, 512 MiB accepted and given back; the other region got what it wanted.
     let regions = arena.snapshot().regions.map(|region| region.reserved);
-    assert_eq!(regions, [ByteSize::mib(128), ByteSize::gib(1)]);
+    assert_eq!(regions, [ByteSize::mib(64), ByteSize::gib(1)]);
     drop(arena);
     driver.assert_no_faults();
     assert_eq!(driver.reservations(), 0);
