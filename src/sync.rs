@@ -3,7 +3,7 @@
 //! Code that is model-checked imports from here and from nowhere else, so that one source runs
 //! under both. Locks are taken through [`lock`], which ignores poison: every critical section in
 //! this crate keeps its invariants at each point where it can unwind, and a panic of a caller's
-//! closure on one thread must not stop the service on the others.
+//! closure on one thread must not stop the service on the others. Such closures run in [`caught`].
 
 #[cfg(lowtide_loom)]
 pub use loom::sync::atomic;
@@ -14,6 +14,9 @@ pub use std::sync::atomic;
 #[cfg(not(lowtide_loom))]
 pub use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
+use std::any::Any;
+use std::mem::ManuallyDrop;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::PoisonError;
 
 /// Takes the lock, poisoned or not.
@@ -25,4 +28,48 @@ pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// return without a notification.
 pub fn wait<'a, T>(condvar: &Condvar, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
     condvar.wait(guard).unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Runs what is not ours. Nothing unwinds out of it, not even from the drop of what a panic threw.
+///
+/// # Errors
+/// What the panic said, or "no message".
+pub fn caught<T>(act: impl FnOnce() -> T) -> Result<T, String> {
+    catch_unwind(AssertUnwindSafe(act)).map_err(|thrown| {
+        let said = message(&*thrown);
+        if let Err(second) = catch_unwind(AssertUnwindSafe(|| drop(thrown))) {
+            // Its drop may panic as well, and so on: it is leaked.
+            let _ = ManuallyDrop::new(second);
+        }
+        said
+    })
+}
+
+fn message(thrown: &(dyn Any + Send)) -> String {
+    let text = thrown.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    let text = text.or_else(|| thrown.downcast_ref::<String>().cloned());
+    text.unwrap_or_else(|| "no message".to_owned())
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use std::panic::panic_any;
+
+    use super::*;
+
+    struct Bomb;
+
+    impl Drop for Bomb {
+        fn drop(&mut self) {
+            panic_any(Self);
+        }
+    }
+
+    #[test]
+    fn nothing_unwinds_out_of_what_was_caught() {
+        assert_eq!(caught(|| 7), Ok(7));
+        assert_eq!(caught(|| panic!("text")), Err::<(), _>("text".to_owned()));
+        assert_eq!(caught(|| panic!("text {}", 1)), Err::<(), _>("text 1".to_owned()));
+        assert_eq!(caught(|| panic_any(Bomb)), Err::<(), _>("no message".to_owned()));
+    }
 }

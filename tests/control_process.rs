@@ -3,14 +3,15 @@
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
 use lowtide::ByteSize;
-use lowtide::clock::{Clock, ManualClock, Moment};
+use lowtide::clock::{Bell, Clock, ManualClock, Moment, Wake};
 use lowtide::control::{
-    AcquireError, Admission, Budget, Cost, Ladder, Limit, Maintenance, Managed, Resource,
-    Resources, Sample, Sensor, Settings, Signals, UnloadError,
+    AcquireError, Admission, Budget, Cost, Ladder, Limit, LoadError, Maintenance, Managed,
+    Resource, Resources, Sample, Sensor, Settings, Signals, UnloadError, UnloadReason,
 };
 
 thread_local! {
@@ -117,18 +118,126 @@ fn a_forked_child_gets_typed_errors_and_its_drops_do_nothing() {
             managed.next_due() == Moment::NEVER,
         ];
         drop((guard, managed, idle));
-        let failed = refused.iter().position(|refused| !refused);
-        let code = failed.map_or(0, |at| i32::try_from(at).unwrap_or(99) + 1);
-        // SAFETY: ends the child at once, without running the parent's exit handlers.
-        unsafe { libc::_exit(code) };
+        end_child(&refused);
     }
+    assert_child_is_content(child);
+    assert_eq!(managed.stats().guards, 1, "the parent's are untouched");
+    drop(guard);
+}
+
+/// Ends the child with the number of the first check that failed, from 1.
+fn end_child(checks: &[bool]) -> ! {
+    let failed = checks.iter().position(|held| !held);
+    let code = failed.map_or(0, |at| i32::try_from(at).unwrap_or(99) + 1);
+    // SAFETY: ends the child at once, without running the parent's exit handlers.
+    unsafe { libc::_exit(code) }
+}
+
+fn assert_child_is_content(child: libc::pid_t) {
     assert!(child > 0, "fork failed");
     let mut status = 0;
     // SAFETY: `status` is a valid place for an int, and `child` is our own child.
     let waited = unsafe { libc::waitpid(child, &raw mut status, 0) };
     assert_eq!(waited, child);
-    assert!(libc::WIFEXITED(status), "status {status:#x}");
+    assert!(libc::WIFEXITED(status), "status {status:#x}: it hung, where that is 0xe");
     assert_eq!(libc::WEXITSTATUS(status), 0, "the check of this number failed");
-    assert_eq!(managed.stats().guards, 1, "the parent's are untouched");
-    drop(guard);
+}
+
+/// A clock that stands still where it is asked to hold whoever asks for the time.
+#[derive(Debug)]
+struct Holding {
+    clock: ManualClock,
+    holds: AtomicBool,
+    met: Barrier,
+}
+
+impl Clock for Holding {
+    fn now(&self) -> Moment {
+        if self.holds.swap(false, Ordering::SeqCst) {
+            self.met.wait(); // It holds,
+            self.met.wait(); // and goes on.
+        }
+        self.clock.now()
+    }
+
+    fn since_epoch(&self) -> Duration {
+        self.clock.since_epoch()
+    }
+
+    fn wait_until(&self, bell: &Arc<Bell>, deadline: Moment) -> Wake {
+        self.clock.wait_until(bell, deadline)
+    }
+}
+
+/// The bug: `stats` took the lock, which another thread may hold at the fork.
+#[test]
+fn stats_in_a_forked_child_waited_for_a_thread_of_the_parent() {
+    let clock = Arc::new(Holding {
+        clock: ManualClock::new(),
+        holds: AtomicBool::new(false),
+        met: Barrier::new(2),
+    });
+    let cost = Cost::host(ByteSize::mib(3));
+    let managed = Managed::<u8>::builder("model", || Err(LoadError::new("no such file")))
+        .cost(cost)
+        .build(clock.clone(), Some(Admission::new()));
+    let resources = Resources::new();
+    let resource: Arc<dyn Resource> = Arc::new(managed.clone());
+    assert_eq!(resources.add(Arc::clone(&resource)), Ok(()));
+    assert!(managed.acquire_blocking().is_err());
+    std::thread::scope(|scope| {
+        clock.holds.store(true, Ordering::SeqCst);
+        // Within the pause after a failure the time is read under the lock.
+        scope.spawn(|| assert!(managed.acquire_blocking().is_err()));
+        clock.met.wait();
+        // SAFETY: the child takes no lock that the other thread holds, and ends with `_exit`.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            // SAFETY: a system call without preconditions; it ends a child that hangs.
+            unsafe { libc::alarm(20) };
+            let stats = managed.stats();
+            end_child(&[
+                (&*stats.name, stats.cost, stats.loads_failed_total) == ("model", cost, 0),
+                managed.peek().is_none(),
+                !managed.unload(UnloadReason::Pressure),
+                matches!(managed.close(Duration::ZERO), Err(UnloadError::Forked { .. })),
+                resources.all().is_empty(),
+                resources.next_due() == Moment::NEVER,
+                resources.add(resource).is_err(),
+            ]);
+        }
+        // The child's copy of the lock stays held.
+        clock.met.wait();
+        assert_child_is_content(child);
+    });
+    assert_eq!(managed.stats().loads_failed_total, 1);
+    assert_eq!(resources.all().len(), 1);
+}
+
+#[test]
+fn a_loader_or_a_clean_up_that_forks_ends_in_the_child_with_a_typed_error() {
+    let parent = std::process::id();
+    let fork = || {
+        // SAFETY: the child runs on in the code under test, which takes no lock there.
+        let child = unsafe { libc::fork() };
+        if child > 0 {
+            assert_child_is_content(child);
+        }
+    };
+    let managed = Managed::builder("model", move || {
+        fork();
+        Ok(())
+    })
+    .unload(move |()| fork())
+    .build(Arc::new(ManualClock::new()), Some(Admission::new()));
+    let loaded = managed.acquire_blocking();
+    if std::process::id() != parent {
+        end_child(&[matches!(loaded, Err(AcquireError::Forked { .. }))]);
+    }
+    drop(loaded.expect("the parent has it"));
+    let unloaded = managed.unload_now(Duration::ZERO);
+    if std::process::id() != parent {
+        end_child(&[matches!(unloaded, Err(UnloadError::Forked { .. }))]);
+    }
+    assert_eq!(unloaded, Ok(true));
 }

@@ -11,12 +11,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::time::Duration;
 
-use thiserror::Error;
-
 use crate::bytes::ByteSize;
 
 use super::ledger::{Budget, Ledger, Shortfall, Standing};
 use super::pressure::Level;
+use super::rejected::{Rejected, ShedReason};
 
 /// What a request or resource will hold at its peak, by budget.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -74,103 +73,6 @@ pub enum Priority {
 impl From<Cost> for (Cost, Priority) {
     fn from(cost: Cost) -> Self {
         (cost, Priority::Normal)
-    }
-}
-
-/// Why a request was not admitted.
-#[derive(Clone, Debug, Error, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Rejected {
-    /// It can never fit: 413 for a request; a resource of that cost is its operator's error.
-    #[error("{asked} of {budget} memory can never fit under the ceiling of {ceiling}")]
-    TooLarge {
-        /// The budget that it does not fit.
-        budget: Budget,
-        /// What was asked for.
-        asked: ByteSize,
-        /// What may be held altogether.
-        ceiling: ByteSize,
-    },
-    /// It does not fit now: 503.
-    #[error(
-        "{asked} of {budget} memory do not fit now: {booked} of an allowance of {allowance} are \
-         booked; try again in {} s", retry_after.as_secs()
-    )]
-    Full {
-        /// The budget that it does not fit.
-        budget: Budget,
-        /// What was asked for.
-        asked: ByteSize,
-        /// What is booked, a resource by its whole bytes.
-        booked: ByteSize,
-        /// What may be booked, counted alike.
-        allowance: ByteSize,
-        /// When to try again: whole seconds, spread so that clients do not come back together.
-        retry_after: Duration,
-    },
-    /// The level sheds this priority: 503.
-    #[error("memory pressure is {level}: try again in {} s", retry_after.as_secs())]
-    Pressure {
-        /// The level.
-        level: Level,
-        /// When to try again, as for [`Rejected::Full`].
-        retry_after: Duration,
-    },
-    /// Admission has been closed: 503.
-    #[error("the service is shutting down")]
-    ShuttingDown,
-}
-
-impl Rejected {
-    /// Which counter it is under.
-    #[must_use]
-    pub const fn reason(&self) -> ShedReason {
-        match self {
-            Self::TooLarge { .. } => ShedReason::TooLarge,
-            Self::Full { .. } => ShedReason::Full,
-            Self::Pressure { .. } => ShedReason::Pressure,
-            Self::ShuttingDown => ShedReason::ShuttingDown,
-        }
-    }
-
-    /// When to try again; `None` where it would not help.
-    #[must_use]
-    pub const fn retry_after(&self) -> Option<Duration> {
-        match self {
-            Self::Full { retry_after, .. } | Self::Pressure { retry_after, .. } => {
-                Some(*retry_after)
-            }
-            Self::TooLarge { .. } | Self::ShuttingDown => None,
-        }
-    }
-}
-
-/// Why requests were shed, for counting.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum ShedReason {
-    /// It can never fit.
-    TooLarge,
-    /// It did not fit then.
-    Full,
-    /// By level.
-    Pressure,
-    /// Admission was closed.
-    ShuttingDown,
-}
-
-impl ShedReason {
-    /// All reasons.
-    pub const ALL: [Self; 4] = [Self::TooLarge, Self::Full, Self::Pressure, Self::ShuttingDown];
-
-    /// Its label in metrics.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::TooLarge => "too_large",
-            Self::Full => "full",
-            Self::Pressure => "pressure",
-            Self::ShuttingDown => "shutting_down",
-        }
     }
 }
 
@@ -255,11 +157,11 @@ impl Admission {
             }
         } else {
             let booked = self.pass_level(priority).and_then(|()| self.book(cost));
-            booked.map_err(|rejected| self.shared.count(rejected))?;
-            cost
+            booked.map_err(|rejected| self.shared.count(rejected))?
         };
         self.shared.admitted.fetch_add(1, Ordering::Relaxed);
-        Ok(Permit { shared: Arc::clone(&self.shared), held: Held::Request(booked) })
+        let exempt = priority == Priority::Exempt;
+        Ok(Permit { shared: Arc::clone(&self.shared), held: Held::Request(booked), exempt })
     }
 
     /// Books what a resource holds while it is loaded: counted once, not multiplied, and not among
@@ -269,12 +171,12 @@ impl Admission {
     /// [`Rejected`]; it is not counted among the requests shed.
     pub fn try_stand(&self, cost: Cost) -> Result<Permit, Rejected> {
         self.pass_level(Priority::High)?;
-        let host = self.shared.host.try_book_standing(cost.host);
+        let host = stand(&self.shared.host, cost.host);
         let host = host.map_err(|short| self.shared.full(Budget::Host, short))?;
-        match self.shared.device.try_book_standing(cost.device) {
+        match stand(&self.shared.device, cost.device) {
             Ok(device) => {
                 let held = Held::Standing(Some((host, device)));
-                Ok(Permit { shared: Arc::clone(&self.shared), held })
+                Ok(Permit { shared: Arc::clone(&self.shared), held, exempt: false })
             }
             Err(short) => {
                 self.shared.host.release_standing(host);
@@ -344,14 +246,34 @@ impl Admission {
         Err(Rejected::Pressure { level, retry_after: self.shared.retry_after() })
     }
 
-    fn book(&self, cost: Cost) -> Result<(), Rejected> {
-        let host = self.shared.host.try_book(cost.host);
-        host.map_err(|short| self.shared.full(Budget::Host, short))?;
-        self.shared.device.try_book(cost.device).map_err(|short| {
-            self.shared.host.release(cost.host);
+    fn book(&self, cost: Cost) -> Result<Cost, Rejected> {
+        let host = book(&self.shared.host, cost.host);
+        let host = host.map_err(|short| self.shared.full(Budget::Host, short))?;
+        let device = book(&self.shared.device, cost.device).map_err(|short| {
+            self.shared.host.release(host);
             self.shared.full(Budget::Device, short)
-        })
+        })?;
+        Ok(Cost { host, device })
     }
+}
+
+/// Books for a request and says what was booked, which is what has to be released. Where no limit
+/// is known nothing is refused: it is as much as 64 bits hold.
+fn book(ledger: &Ledger, bytes: ByteSize) -> Result<ByteSize, Shortfall> {
+    if ledger.ceiling() == ByteSize::MAX {
+        return Ok(ledger.book_exempt(bytes));
+    }
+    ledger.try_book(bytes).map(|()| bytes)
+}
+
+/// Books what stays. Where no limit is known nothing is refused: nothing is booked where 64 bits
+/// are full.
+fn stand(ledger: &Ledger, bytes: ByteSize) -> Result<Standing, Shortfall> {
+    let booked = ledger.try_book_standing(bytes);
+    if booked.is_err() && ledger.ceiling() == ByteSize::MAX {
+        return ledger.try_book_standing(ByteSize::ZERO);
+    }
+    booked
 }
 
 impl Shared {
@@ -399,6 +321,8 @@ enum Held {
 pub struct Permit {
     shared: Arc<Shared>,
     held: Held,
+    /// Grows as it was booked: beyond the allowance.
+    exempt: bool,
 }
 
 impl Permit {
@@ -415,7 +339,8 @@ impl Permit {
     }
 
     /// Books more of the host's memory: a body turned out larger than it said. What is admitted is
-    /// not shed by level, since ending it is what frees memory.
+    /// not shed by level, since ending it is what frees memory. The permit of a request that was
+    /// exempt always grows.
     ///
     /// # Errors
     /// [`Rejected`], which is counted; the permit keeps what it has. A standing permit does not
@@ -428,13 +353,15 @@ impl Permit {
             return Err(self.shared.count(Rejected::TooLarge { budget, asked, ceiling }));
         };
         let total = cost.host.saturating_add(bytes);
-        self.shared.host.try_book(bytes).map_err(|short| {
+        let host = &self.shared.host;
+        let booked = if self.exempt { Ok(host.book_exempt(bytes)) } else { book(host, bytes) };
+        let booked = booked.map_err(|short| {
             // What it holds already and what it asks for must fit together, ever.
             let never = total > self.shared.host.ceiling();
             let short = Shortfall { asked: if never { total } else { bytes }, ..short };
             self.shared.count(self.shared.full(budget, short))
         })?;
-        cost.host = total;
+        cost.host = cost.host.saturating_add(booked);
         Ok(())
     }
 
@@ -595,6 +522,45 @@ mod tests {
         permit.shrink(ByteSize::MAX);
         assert_eq!(booked(&admission), NOTHING);
         drop(permit);
+        assert_eq!(booked(&admission), NOTHING);
+    }
+
+    /// The bug: it was admitted beyond the allowance, and refused when it grew by a byte.
+    #[test]
+    fn an_exempt_permit_did_not_grow() {
+        let admission = door(100, 100);
+        let cost = Cost::host(ByteSize::mib(90));
+        let mut permit = admission.try_admit_with(cost, Priority::Exempt).expect("exempt");
+        permit.grow(ByteSize::mib(20)).expect("beyond the ceiling as well");
+        assert_eq!(permit.cost(), Cost::host(ByteSize::mib(110)));
+        permit.grow(ByteSize::MAX).expect("as much as 64 bits hold");
+        assert_eq!(booked(&admission).0, ByteSize::MAX);
+        permit.shrink(ByteSize::MAX);
+        assert_eq!(booked(&admission), NOTHING);
+        drop(permit);
+        assert_eq!((booked(&admission), admission.stats().shed), (NOTHING, [0; 4]));
+    }
+
+    /// The bug: one estimate of 64 bits refused everybody else, where nothing is to be refused.
+    #[test]
+    fn without_a_limit_one_boundless_request_shut_out_all_others() {
+        let admission = Admission::new();
+        let most = Cost::host(ByteSize::MAX).and_device(ByteSize::MAX);
+        let some = Cost::host(ByteSize::mib(2)).and_device(ByteSize::mib(1));
+        let before = admission.try_admit(some).expect("no limit");
+        let boundless = admission.try_admit(most).expect("no limit");
+        let mut after = admission.try_admit(some).expect("no limit");
+        after.grow(ByteSize::mib(1)).expect("no limit");
+        let model = admission.try_stand(some).expect("no limit");
+        assert_eq!((after.cost(), model.cost()), (Cost::ZERO, Cost::ZERO), "64 bits are full");
+        assert_eq!(booked(&admission), (ByteSize::MAX, ByteSize::MAX));
+        drop(boundless);
+        assert_eq!(booked(&admission), (some.host, some.device), "each gives back what it booked");
+        drop((before, after, model));
+        assert_eq!(booked(&admission), NOTHING);
+        let model = admission.try_stand(most).expect("no limit");
+        let request = admission.try_admit(some).expect("no limit");
+        drop((model, request));
         assert_eq!(booked(&admission), NOTHING);
     }
 

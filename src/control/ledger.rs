@@ -94,7 +94,7 @@ pub struct Shortfall {
 /// What a standing booking holds; given back to [`Ledger::release_standing`].
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "what is not released stays booked"]
-pub struct Standing {
+pub(crate) struct Standing {
     bytes: ByteSize,
     units: u64,
     settled: bool,
@@ -103,12 +103,14 @@ pub struct Standing {
 impl Standing {
     /// Its bytes.
     #[must_use]
-    pub const fn bytes(&self) -> ByteSize {
+    pub(crate) const fn bytes(&self) -> ByteSize {
         self.bytes
     }
 }
 
-/// The account: shared by all who book. Starts without a limit, until the first correction.
+/// The account: shared by all who book. Starts without a limit, until the first correction. It is
+/// booked on through [`Admission`](super::admission::Admission) only, whose permits give back
+/// exactly what they took.
 #[derive(Debug)]
 pub struct Ledger {
     booked: AtomicU64,
@@ -162,7 +164,7 @@ impl Ledger {
     /// # Errors
     /// Where the bytes fit neither beside what is booked nor alone (see the module), or the sum
     /// does not fit 64 bits; nothing is booked then.
-    pub fn try_book(&self, bytes: ByteSize) -> Result<(), Shortfall> {
+    pub(crate) fn try_book(&self, bytes: ByteSize) -> Result<(), Shortfall> {
         let alone = self.alone.load(Ordering::Relaxed);
         let few = few(self.ceiling()).get();
         self.book_where(bytes, |booked| {
@@ -202,7 +204,7 @@ impl Ledger {
 
     /// Books as much of the bytes as 64 bits hold, whatever the allowance says: for what is exempt.
     /// Says what was booked, which is what has to be released.
-    pub fn book_exempt(&self, bytes: ByteSize) -> ByteSize {
+    pub(crate) fn book_exempt(&self, bytes: ByteSize) -> ByteSize {
         let mut booked = self.booked.load(Ordering::Relaxed);
         loop {
             let sum = booked.saturating_add(bytes.get());
@@ -220,7 +222,7 @@ impl Ledger {
     }
 
     /// Gives back bytes that were booked, no more than were.
-    pub fn release(&self, bytes: ByteSize) {
+    pub(crate) fn release(&self, bytes: ByteSize) {
         let before = self.booked.fetch_sub(bytes.get(), Ordering::Relaxed);
         debug_assert!(before >= bytes.get(), "released {bytes}, booked were {before} bytes");
     }
@@ -229,7 +231,7 @@ impl Ledger {
     ///
     /// # Errors
     /// As for [`Ledger::try_book`].
-    pub fn try_book_standing(&self, bytes: ByteSize) -> Result<Standing, Shortfall> {
+    pub(crate) fn try_book_standing(&self, bytes: ByteSize) -> Result<Standing, Shortfall> {
         let units = units_of(bytes, self.k());
         self.book_where(ByteSize::new(units), |_| false)
             .map_err(|short| Shortfall { asked: bytes, ..short })?;
@@ -241,14 +243,14 @@ impl Ledger {
     }
 
     /// Says that what was booked is loaded now, and so part of what is measured.
-    pub fn settle(&self, standing: &mut Standing) {
+    pub(crate) fn settle(&self, standing: &mut Standing) {
         if !std::mem::replace(&mut standing.settled, true) {
             self.settled.fetch_add(standing.bytes.get(), Ordering::Relaxed);
         }
     }
 
     /// Gives a standing booking back, after its memory has been given back.
-    pub fn release_standing(&self, standing: Standing) {
+    pub(crate) fn release_standing(&self, standing: Standing) {
         if standing.settled {
             self.settled.fetch_sub(standing.bytes.get(), Ordering::Relaxed);
         }

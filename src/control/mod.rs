@@ -36,10 +36,11 @@ pub mod maintenance;
 pub mod managed;
 pub mod pressure;
 pub mod reclaim;
+mod rejected;
 pub mod signal;
 
-pub use admission::{Admission, AdmissionStats, Cost, Permit, Priority, Rejected, ShedReason};
-pub use ledger::{Books, Budget, Correction, Ledger, Measured, Shortfall, Standing};
+pub use admission::{Admission, AdmissionStats, Cost, Permit, Priority};
+pub use ledger::{Books, Budget, Correction, Ledger, Measured, Shortfall};
 pub use maintenance::{
     Hands, Job, JobQueue, Jobs, Maintenance, PressureState, Sample, Sensor, Settings,
     SettingsError, Tick, Trigger, Worker, run_control, run_worker,
@@ -50,4 +51,5 @@ pub use managed::{
 };
 pub use pressure::{Band, Level, Pressure, Thresholds, ThresholdsError};
 pub use reclaim::{Ask, Ladder, LadderError, Pace, Reclaim, Recovered};
+pub use rejected::{Rejected, ShedReason};
 pub use signal::{Limit, LimitSource, Resident, Signal, SignalError, Signals};

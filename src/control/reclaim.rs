@@ -9,7 +9,6 @@
 //! twentieth of what was asked; a rung never runs twice at once.
 
 use std::fmt;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -17,7 +16,7 @@ use thiserror::Error;
 
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
-use crate::sync::{Mutex, lock};
+use crate::sync::{Mutex, caught, lock};
 
 use super::ledger::Budget;
 use super::pressure::Level;
@@ -239,7 +238,7 @@ impl Ladder {
     /// `finished` reads the time afterwards.
     pub fn run(&self, rung: usize, ask: Ask, finished: impl FnOnce() -> Moment) -> Recovered {
         let Some(rung) = self.rungs.get(rung) else { return Recovered::NOTHING };
-        let ran = catch_unwind(AssertUnwindSafe(|| rung.reclaimer.reclaim(ask)));
+        let ran = caught(|| rung.reclaimer.reclaim(ask));
         let recovered = ran.unwrap_or(Recovered::NOTHING);
         rung.pace.finish(ask.bytes, recovered, finished());
         recovered

@@ -95,6 +95,22 @@ fn scenario(driver: &Arc<TrialDriver>) {
     check(&arena);
 }
 
+/// The bug: under a limit on addresses each arena took half or more of those that were left, and
+/// the heap of the process had none.
+#[test]
+fn an_arena_that_did_not_get_its_addresses_took_nearly_all_that_were_left() {
+    let (driver, clock) = (Arc::new(TrialDriver::new()), ManualClock::new());
+    driver.fail(Failure { nth: 0, out_of_memory: true });
+    let arena = DeviceArena::open(driver.clone(), Arc::new(clock), config(ByteSize::MAX));
+    let arena = arena.expect("opens");
+    // 1 GiB was refused, 512 MiB accepted and given back; the other region got what it wanted.
+    let regions = arena.snapshot().regions.map(|region| region.reserved);
+    assert_eq!(regions, [ByteSize::mib(64), ByteSize::gib(1)]);
+    drop(arena);
+    driver.assert_no_faults();
+    assert_eq!(driver.reservations(), 0);
+}
+
 #[test]
 fn a_failure_at_any_driver_call_leaves_the_books_right() {
     let whole = Arc::new(TrialDriver::new());

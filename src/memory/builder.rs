@@ -5,7 +5,6 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
 use crate::bytes::ByteSize;
@@ -25,7 +24,7 @@ use super::error::{Note, StartError};
 use super::hands::{Hook, IdleGranules, WorkerHands};
 use super::sensor::MemorySensor;
 use super::shared::{Arenas, Purges, Shared};
-use super::{End, Ends, Inner, Memory, NOWHERE, Running, STARTED, Threads};
+use super::{Claim, Ends, Inner, Memory, Started, Threads};
 
 /// Stack of a thread of ours. Both call little; what they touch of it is a few KiB.
 const STACK: ByteSize = ByteSize::kib(256);
@@ -132,19 +131,12 @@ impl Builder {
     /// had, a thread that cannot be started.
     pub fn start(self) -> Result<Memory, StartError> {
         let config = Config::resolve(&self.code, &self.environment)?;
-        let here = Birth::now().generation();
-        let claim = |by| (by != here).then_some(here);
-        if STARTED.fetch_update(Ordering::AcqRel, Ordering::Acquire, claim).is_err() {
-            return Err(StartError::AlreadyStarted);
-        }
-        let started = self.start_claimed(config);
-        if started.is_err() {
-            STARTED.store(NOWHERE, Ordering::Release);
-        }
-        started
+        let claim = Claim::take().ok_or(StartError::AlreadyStarted)?;
+        self.start_claimed(config, claim)
     }
 
-    fn start_claimed(self, config: Config) -> Result<Memory, StartError> {
+    /// The claim is given back where it fails.
+    fn start_claimed(self, config: Config, claim: Arc<Claim>) -> Result<Memory, StartError> {
         let mut notes = Vec::new();
         let driver = open_driver(&config, &mut notes)?;
         let heap = settle_heap(&config, &mut notes);
@@ -192,7 +184,7 @@ impl Builder {
             signals,
             notes: Mutex::new(Vec::new()),
             purges: Purges::default(),
-            claimed: AtomicBool::new(true),
+            claim,
             arenas,
         });
         notes.into_iter().for_each(|note| shared.note(note));
@@ -223,14 +215,21 @@ fn launch(
     let threads = Threads {
         stop: Arc::default(),
         bell: Bell::new(),
-        running: Mutex::new(Vec::with_capacity(2)),
+        started: Mutex::new(Vec::with_capacity(2)),
     };
     let (stop, bell) = (Arc::clone(&threads.stop), Arc::clone(&threads.bell));
     let inner = Arc::new(Inner { shared: Arc::clone(shared), threads });
     let (shared, clock) = (Arc::clone(shared), Arc::clone(&shared.clock));
-    inner.threads.spawn("lowtide-worker", stack, move || run_worker(&mut worker, &*clock))?;
-    inner.threads.spawn("lowtide-control", stack, move || {
+    let ends = || Ends { end: Arc::default(), claim: Arc::clone(&shared.claim) };
+    let (ends_worker, ends_control) = (ends(), ends());
+    inner.threads.spawn("lowtide-worker", stack, ends_worker, move || {
+        run_worker(&mut worker, &*clock);
+    })?;
+    inner.threads.spawn("lowtide-control", stack, ends_control, move || {
         run_control(&mut maintenance, &*shared.clock, &bell, &stop);
+        if !shared.admission.is_closed() {
+            maintenance.leave(); // dropped, not shut down: requests may still come
+        }
         // Nobody decides any more: the worker ends after what waits.
         shared.queue.close();
     })?;
@@ -243,11 +242,11 @@ impl Threads {
         &self,
         name: &'static str,
         stack: ByteSize,
+        ends: Ends,
         run: impl FnOnce() + Send + 'static,
     ) -> Result<(), StartError> {
         let stack = stack.as_usize().unwrap_or(usize::MAX);
-        let end = Arc::<End>::default();
-        let ends = Ends(Arc::clone(&end));
+        let end = Arc::clone(&ends.end);
         let handle = thread::Builder::new()
             .name(name.to_owned())
             .stack_size(stack)
@@ -256,7 +255,8 @@ impl Threads {
                 run();
             })
             .map_err(|error| StartError::Thread { name, error })?;
-        lock(&self.running).push(Running { handle, end });
+        let (id, handle) = (handle.thread().id(), Some(handle));
+        lock(&self.started).push(Started { name, id, end, handle });
         Ok(())
     }
 }

@@ -97,6 +97,7 @@ impl From<AddError> for MemoryError {
         match error {
             AddError::Full { max } => Self::TooManyResources { max },
             AddError::Duplicate { name } => Self::DuplicateResource { name },
+            AddError::Forked => Self::Forked,
         }
     }
 }

@@ -16,9 +16,9 @@ mod shared;
 mod snapshot;
 
 use std::fmt;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::thread::JoinHandle;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
+use std::thread::{JoinHandle, ThreadId};
 use std::time::Duration;
 
 use crate::bytes::ByteSize;
@@ -29,6 +29,7 @@ use crate::control::{
 };
 use crate::control::{Level, ResourceStats};
 use crate::device::{ArenaConfig, DeviceArena};
+use crate::fork::Birth;
 use crate::sync::{Mutex, lock};
 
 pub use builder::Builder;
@@ -60,6 +61,24 @@ const NOWHERE: u64 = u64::MAX;
 #[derive(Clone)]
 pub struct Memory(Arc<Inner>);
 
+/// A handle of a [`Memory`] that does not keep it running.
+#[derive(Clone)]
+pub struct WeakMemory(Weak<Inner>);
+
+impl WeakMemory {
+    /// The `Memory`, while another handle of it lives.
+    #[must_use]
+    pub fn upgrade(&self) -> Option<Memory> {
+        self.0.upgrade().map(Memory)
+    }
+}
+
+impl fmt::Debug for WeakMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("WeakMemory").finish_non_exhaustive()
+    }
+}
+
 struct Inner {
     shared: Arc<Shared>,
     threads: Threads,
@@ -73,20 +92,33 @@ const JOIN_MIN: Duration = Duration::from_secs(1);
 struct Threads {
     stop: Arc<AtomicBool>,
     bell: Arc<Bell>,
-    running: Mutex<Vec<Running>>,
+    started: Mutex<Vec<Started>>,
 }
 
-/// A thread that was started and not yet joined.
-struct Running {
-    handle: JoinHandle<()>,
+/// A thread that was started. Its end stays known after it has been joined.
+struct Started {
+    name: &'static str,
+    id: ThreadId,
     end: Arc<End>,
+    /// Until somebody joins it.
+    handle: Option<JoinHandle<()>>,
 }
 
 /// Says that a thread's work is over, by a panic too.
 #[derive(Default)]
 struct End {
     over: AtomicBool,
-    bell: Arc<Bell>,
+    /// One for each shutdown that waits: a ring wakes one.
+    waiting: Mutex<Vec<Arc<Bell>>>,
+}
+
+/// The right to be the one `Memory` of this process. Given back once: by the last of the two
+/// threads when it ends, or when every handle is gone.
+struct Claim {
+    held: AtomicBool,
+    /// Threads that have not ended.
+    threads: AtomicUsize,
+    birth: Birth,
 }
 
 impl Memory {
@@ -104,6 +136,12 @@ impl Memory {
         Self::builder().with_environment()?.start()
     }
 
+    /// A handle that does not keep it running: for loaders, clean-ups and hooks.
+    #[must_use]
+    pub fn downgrade(&self) -> WeakMemory {
+        WeakMemory(Arc::downgrade(&self.0))
+    }
+
     /// What is in force, each value with its source.
     #[must_use]
     pub fn config(&self) -> &Config {
@@ -118,7 +156,8 @@ impl Memory {
     }
 
     /// Admission: what requests book against. It is corrected while a handle of this `Memory`
-    /// lives; a clone that outlives the last one stays as it was then, level and allowance.
+    /// lives. A clone that outlives the last one is left to its books: no level sheds, and of each
+    /// ceiling `1 / K` may be booked. After [`Memory::shutdown`] it is closed.
     #[must_use]
     pub fn admission(&self) -> &Admission {
         &self.0.shared.admission
@@ -160,6 +199,11 @@ impl Memory {
     /// A resource that is loaded on first use, with the configured idle time; give it to
     /// [`Memory::register`] when it is complete.
     ///
+    /// The loader must not hold this `Memory`: the registry holds the loader, so that the two would
+    /// keep each other, and the threads, for ever, unless [`Memory::shutdown`] is called. Let it
+    /// hold what it needs, mostly a [`DeviceArena`], or a [`WeakMemory`]. The same holds for
+    /// the clean-up.
+    ///
     /// ```
     /// use lowtide::control::LoadError;
     /// use lowtide::device::Region;
@@ -185,8 +229,10 @@ impl Memory {
         Managed::builder(name, load).idle(self.0.shared.config.idle_unload.value)
     }
 
-    /// Builds the resource and has it unloaded when it has been idle, or under pressure. A cost
-    /// that is above the ceiling is noted, once; each attempt to load it is refused.
+    /// Builds the resource and has it unloaded when it has been idle, or under pressure. It stays
+    /// registered, and its loader with it, as long as this `Memory` lives; a loader that holds a
+    /// `Memory` keeps it alive (see [`Memory::managed`]). A cost that is above the ceiling is
+    /// noted, once; each attempt to load it is refused.
     ///
     /// # Errors
     /// [`MemoryError::TooManyResources`], [`MemoryError::DuplicateResource`],
@@ -233,7 +279,8 @@ impl Memory {
     /// Ends it in order: admits nothing more, waits for resources that are in use, unloads them,
     /// and joins the threads. Blocks until the deadline at most, and a second longer where a job is
     /// under way; not for a thread of an async runtime. A second call finds nothing left to do; one
-    /// that comes while the first still waits leaves the threads to it.
+    /// that comes while the first still waits does so as well. The next `Memory` may start when
+    /// both threads have ended; called on one of them (from a hook), it waits for the other only.
     #[must_use = "the report says what is still outstanding"]
     pub fn shutdown(&self, deadline: Duration) -> Shutdown {
         let shared = &self.0.shared;
@@ -252,9 +299,6 @@ impl Memory {
         self.0.threads.join(&*shared.clock, end, &mut report);
         report.requests = shared.admission.stats().held();
         report.device_live = shared.arenas().iter().map(|arena| arena.glance().live).sum();
-        if report.busy.is_empty() {
-            shared.release_claim();
-        }
         report
     }
 }
@@ -279,24 +323,27 @@ impl Threads {
     /// Waits for the threads until `deadline`, or [`JOIN_MIN`] where that is longer, and reports
     /// those that panicked or are still at work; the latter may be joined later.
     ///
-    /// No lock is held meanwhile, so that a thread which is waited for may call this as well.
+    /// No lock is held meanwhile, so that a thread which is waited for, or another one, may call
+    /// this as well.
     fn join(&self, clock: &dyn Clock, deadline: Moment, report: &mut Shutdown) {
         let deadline = deadline.max(clock.now() + JOIN_MIN);
-        let running = std::mem::take(&mut *lock(&self.running));
-        for running in running {
-            let name = running.handle.thread().name().unwrap_or_default().to_owned();
-            if running.handle.thread().id() == std::thread::current().id() {
+        let seen = |thread: &Started| (thread.name, thread.id, Arc::clone(&thread.end));
+        let started: Vec<_> = lock(&self.started).iter().map(seen).collect();
+        for (name, id, end) in started {
+            if id == std::thread::current().id() {
                 continue; // called from a hook on the worker, which cannot wait for itself
             }
-            // Ends at the deadline at the latest: each turn waits until then, or for the end.
-            while !running.end.is_over() && clock.now() < deadline {
-                clock.wait_until(&running.end.bell, deadline);
+            if !end.wait(clock, deadline) {
+                report.busy.push(name.to_owned());
+                continue;
             }
-            if !running.end.is_over() {
-                report.busy.push(name);
-                lock(&self.running).push(running);
-            } else if running.handle.join().is_err() {
-                report.panicked.push(name);
+            let handle = {
+                let mut started = lock(&self.started);
+                let thread = started.iter_mut().find(|thread| thread.id == id);
+                thread.and_then(|thread| thread.handle.take())
+            };
+            if handle.is_some_and(|handle| handle.join().is_err()) {
+                report.panicked.push(name.to_owned());
             }
         }
     }
@@ -306,15 +353,60 @@ impl End {
     fn is_over(&self) -> bool {
         self.over.load(Ordering::Acquire)
     }
+
+    /// Waits for it until the deadline; says whether it has come.
+    fn wait(&self, clock: &dyn Clock, deadline: Moment) -> bool {
+        let bell = Bell::new();
+        lock(&self.waiting).push(Arc::clone(&bell));
+        // Ends at the deadline at the latest: each turn waits until then, or for the end.
+        while !self.is_over() && clock.now() < deadline {
+            clock.wait_until(&bell, deadline);
+        }
+        lock(&self.waiting).retain(|other| !Arc::ptr_eq(other, &bell));
+        self.is_over()
+    }
 }
 
-/// Rings when the thread that holds it ends.
-struct Ends(Arc<End>);
+/// Ends the thread that holds it: the last one gives the claim back, and who waits is told.
+struct Ends {
+    end: Arc<End>,
+    claim: Arc<Claim>,
+}
 
 impl Drop for Ends {
     fn drop(&mut self) {
-        self.0.over.store(true, Ordering::Release);
-        self.0.bell.ring();
+        if self.claim.threads.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.claim.release();
+        }
+        self.end.over.store(true, Ordering::Release);
+        for bell in &*lock(&self.end.waiting) {
+            bell.ring();
+        }
+    }
+}
+
+impl Claim {
+    /// Takes it; `None` where another `Memory` has it.
+    fn take() -> Option<Arc<Self>> {
+        let birth = Birth::now();
+        let here = birth.generation();
+        let claim = |by| (by != here).then_some(here);
+        STARTED.fetch_update(Ordering::AcqRel, Ordering::Acquire, claim).ok()?;
+        let (held, threads) = (AtomicBool::new(true), AtomicUsize::new(2));
+        Some(Arc::new(Self { held, threads, birth }))
+    }
+
+    /// Lets the next `Memory` start, once. In a forked child, whose claim is another, does nothing.
+    fn release(&self) {
+        if self.birth.is_here() && self.held.swap(false, Ordering::AcqRel) {
+            STARTED.store(NOWHERE, Ordering::Release);
+        }
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        self.release();
     }
 }
 
@@ -323,7 +415,7 @@ impl Drop for Inner {
         if self.shared.birth.is_here() {
             self.shared.queue.close();
             self.threads.end();
-            self.shared.release_claim();
+            self.shared.claim.release();
         }
     }
 }

@@ -6,7 +6,7 @@
 //! Invariant: `purges[t]` counts each purge of trigger `t` once, when it has ended.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use crate::bytes::ByteSize;
@@ -24,7 +24,7 @@ use crate::sync::{Mutex, lock};
 
 use super::error::{MemoryError, Note};
 use super::snapshot::{BudgetSnapshot, MemorySnapshot};
-use super::{NOWHERE, STARTED, resource_stats};
+use super::{Claim, resource_stats};
 
 /// Arenas of one `Memory`: the sampler looks at each.
 pub(super) const ARENAS_MAX: usize = 64;
@@ -44,7 +44,7 @@ pub(super) struct Shared {
     pub(super) signals: Arc<Signals>,
     pub(super) notes: Mutex<Vec<Note>>,
     pub(super) purges: Purges,
-    pub(super) claimed: AtomicBool,
+    pub(super) claim: Arc<Claim>,
     pub(super) arenas: Arenas,
 }
 
@@ -103,13 +103,6 @@ impl Arenas {
 impl Shared {
     pub(super) fn check_here(&self) -> Result<(), MemoryError> {
         if self.birth.is_here() { Ok(()) } else { Err(MemoryError::Forked) }
-    }
-
-    /// Lets the next `Memory` start, once.
-    pub(super) fn release_claim(&self) {
-        if self.claimed.swap(false, Ordering::AcqRel) {
-            STARTED.store(NOWHERE, Ordering::Release);
-        }
     }
 
     /// Keeps a note unless it is known already, and logs it once.

@@ -14,6 +14,7 @@ use lowtide::control::{
     Resources, UnloadError, UnloadReason,
 };
 
+mod panics;
 mod support;
 use support::{Gate, Model, PATIENCE, block_on, until};
 

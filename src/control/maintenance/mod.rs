@@ -314,6 +314,18 @@ impl Maintenance {
         Tick { next, jobs }
     }
 
+    /// Leaves admission to itself, when this loop ends and the service does not: no level, and what
+    /// may be booked is `ceiling / K` as if nothing were held but what is booked. Otherwise a
+    /// critical moment would refuse for ever. A closed door stays closed.
+    pub fn leave(&mut self) {
+        for account in [&mut self.host, &mut self.device] {
+            let ledger = self.admission.ledger(account.budget);
+            let measured = Measured { ceiling: ledger.ceiling(), ..Measured::default() };
+            ledger.correct(&mut account.correction, measured);
+        }
+        self.admission.set_level(Level::None);
+    }
+
     /// Levels and allowances.
     fn account(&mut self, sample: &Sample, now: Moment) {
         let limit = if sample.limit.is_known() { sample.limit.bytes } else { ByteSize::MAX };

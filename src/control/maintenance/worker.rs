@@ -7,7 +7,6 @@
 //! Invariant: `jobs done + jobs panicked = jobs taken`.
 
 use std::fmt;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -15,6 +14,7 @@ use crate::clock::{Bell, Clock, Moment};
 use crate::control::ledger::Budget;
 use crate::control::managed::Resources;
 use crate::control::reclaim::{Ask, Ladder, Pace, Recovered};
+use crate::sync::caught;
 
 use super::jobs::{Job, JobQueue, Trigger};
 use super::{Maintenance, PressureState};
@@ -47,7 +47,7 @@ pub struct Worker {
 impl Worker {
     /// Does one job on this thread.
     pub fn run(&mut self, job: Job, clock: &dyn Clock) {
-        let done = catch_unwind(AssertUnwindSafe(|| self.work(job, clock)));
+        let done = caught(|| self.work(job, clock));
         if done.is_err() {
             self.panics += 1;
             if let Job::Purge { trigger } = job
@@ -133,7 +133,7 @@ pub fn run_control(
     while !stop.load(Ordering::Acquire) {
         let now = clock.now();
         // A sensor that panics costs its tick, not the thread: the allowances stay as they were.
-        let ticked = catch_unwind(AssertUnwindSafe(|| maintenance.tick(now)));
+        let ticked = caught(|| maintenance.tick(now));
         let next = match ticked {
             Ok(tick) => {
                 queue.push(tick.jobs);

@@ -9,48 +9,19 @@
 
 use std::collections::BTreeMap;
 use std::mem::{self, ManuallyDrop};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, PoisonError};
 use std::task::Waker;
 use std::thread::{self, ThreadId};
 use std::time::Duration;
 
 use crate::clock::{Bell, Clock, Moment};
-use crate::control::admission::{Admission, Cost, Permit};
+use crate::control::admission::{Admission, Permit};
 use crate::fork::Birth;
-use crate::sync::{Condvar, Mutex, MutexGuard, lock, wait};
+use crate::sync::{Condvar, Mutex, MutexGuard, caught, lock, wait};
 
-use super::Backoff;
 use super::error::{AcquireError, LoadError, UnloadError};
+use super::parts::Parts;
 use super::resource::{ResourceStats, UnloadReason, Unloads};
-
-type Loader<T> = Box<dyn Fn() -> Result<T, LoadError> + Send + Sync>;
-type Unloader<T> = Box<dyn Fn(T) + Send + Sync>;
-
-/// What a builder collects.
-pub(super) struct Parts<T> {
-    pub(super) name: Arc<str>,
-    pub(super) loader: Loader<T>,
-    pub(super) unload: Unloader<T>,
-    pub(super) idle: Option<Duration>,
-    pub(super) min_residency: Duration,
-    pub(super) cost: Cost,
-    pub(super) backoff: Backoff,
-}
-
-impl<T: 'static> Parts<T> {
-    pub(super) fn new(name: Arc<str>, loader: Loader<T>) -> Self {
-        Self {
-            name,
-            loader,
-            unload: Box::new(drop),
-            idle: None,
-            min_residency: Duration::ZERO,
-            cost: Cost::ZERO,
-            backoff: Backoff::default(),
-        }
-    }
-}
 
 enum Phase<T> {
     Empty,
@@ -159,6 +130,8 @@ impl<T: Send + Sync + 'static> Cell<T> {
                 Ok(Step::Load(permit)) => {
                     drop(state);
                     self.load(permit);
+                    // The loader may have forked, and this be the child.
+                    self.check_here()?;
                     state = lock(&self.state);
                 }
                 Err(error) => break Err(error),
@@ -253,12 +226,16 @@ impl<T: Send + Sync + 'static> Cell<T> {
     fn load(&self, permit: Option<Permit>) {
         lock(&self.state).phase = Phase::Loading(Some(thread::current().id()));
         let start = self.clock.now();
-        let loaded = catch_unwind(AssertUnwindSafe(|| (self.parts.loader)()));
-        let loaded = loaded.unwrap_or_else(|payload| Err(LoadError::panicked(&*payload)));
+        let loaded = caught(|| (self.parts.loader)());
+        let loaded = loaded.unwrap_or_else(|message| Err(LoadError::Panicked { message }));
         self.end_load(loaded, permit, self.clock.now() - start);
     }
 
     fn end_load(&self, loaded: Result<T, LoadError>, mut permit: Option<Permit>, took: Duration) {
+        if !self.birth.is_here() {
+            let _ = ManuallyDrop::new((loaded, permit));
+            return;
+        }
         let now = self.clock.now();
         let mut state = lock(&self.state);
         debug_assert!(matches!(state.phase, Phase::Loading(_)), "a load ended that never began");
@@ -284,14 +261,15 @@ impl<T: Send + Sync + 'static> Cell<T> {
         self.wake_all(state);
     }
 
-    /// Wakes whoever waits for the phase to change, after giving the lock up.
+    /// Wakes whoever waits for the phase to change, after giving the lock up. A waker that panics
+    /// costs nobody else the wake-up.
     fn wake_all(&self, mut state: MutexGuard<'_, State<T>>) {
         let wakers = mem::take(&mut state.wakers);
         state.ring_drainers();
         drop(state);
         self.changed.notify_all();
         for waker in wakers.into_values() {
-            waker.wake();
+            let _ = caught(|| waker.wake());
         }
     }
 
@@ -348,9 +326,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         reason: UnloadReason,
         patience: Duration,
     ) -> Result<bool, UnloadError> {
-        if !self.birth.is_here() {
-            return Err(UnloadError::Forked { name: Arc::clone(&self.parts.name) });
-        }
+        self.check_unload_here()?;
         let deadline = self.clock.now() + patience;
         let bell = Bell::new();
         lock(&self.state).drainers.push(Arc::clone(&bell));
@@ -359,6 +335,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
             if self.unload_if(reason, None) {
                 break Ok(true);
             }
+            self.check_unload_here()?;
             let now = self.clock.now();
             {
                 let state = lock(&self.state);
@@ -376,6 +353,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
             }
             self.clock.wait_until(&bell, deadline);
         };
+        self.check_unload_here()?;
         lock(&self.state).drainers.retain(|other| !Arc::ptr_eq(other, &bell));
         found
     }
@@ -384,6 +362,9 @@ impl<T: Send + Sync + 'static> Cell<T> {
     fn take_apart(&self, loaded: Loaded<T>, reason: UnloadReason) {
         let start = self.clock.now();
         let panicked = !self.clean_up(loaded);
+        if !self.birth.is_here() {
+            return; // the clean-up forked, and this is the child
+        }
         let took = self.clock.now() - start;
         let mut state = lock(&self.state);
         debug_assert!(matches!(state.phase, Phase::Unloading(_)) && state.guards == 0);
@@ -399,7 +380,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         let Loaded { value, permit } = loaded;
         let value = Arc::into_inner(value);
         debug_assert!(value.is_some(), "a value is taken apart while it is held");
-        let ended = catch_unwind(AssertUnwindSafe(|| value.map(&self.parts.unload)));
+        let ended = caught(|| value.map(&self.parts.unload));
         // Only now: what it held is booked until it is gone.
         drop(permit);
         ended.is_ok()
@@ -413,7 +394,11 @@ impl<T: Send + Sync + 'static> Cell<T> {
         }
     }
 
+    /// In a forked child, where another thread may have held the lock: its name and cost alone.
     pub(super) fn stats(&self) -> ResourceStats {
+        if !self.birth.is_here() {
+            return ResourceStats::unknown(Arc::clone(&self.parts.name), self.parts.cost);
+        }
         let state = lock(&self.state);
         ResourceStats {
             name: Arc::clone(&self.parts.name),
@@ -438,6 +423,13 @@ impl<T: Send + Sync + 'static> Cell<T> {
             return Ok(());
         }
         Err(AcquireError::Forked { name: Arc::clone(&self.parts.name) })
+    }
+
+    fn check_unload_here(&self) -> Result<(), UnloadError> {
+        if self.birth.is_here() {
+            return Ok(());
+        }
+        Err(UnloadError::Forked { name: Arc::clone(&self.parts.name) })
     }
 }
 
@@ -485,7 +477,7 @@ impl<T> Drop for Cell<T> {
         }
         // No guard is left, since each holds the cell: this is the last reference.
         let value = Arc::into_inner(value);
-        let _ = catch_unwind(AssertUnwindSafe(|| value.map(&self.parts.unload)));
+        let _ = caught(|| value.map(&self.parts.unload));
         drop(permit);
     }
 }

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use thiserror::Error;
 
-use crate::control::admission::Rejected;
+use crate::control::rejected::Rejected;
 
 /// A load that failed.
 #[derive(Clone, Debug, Error)]
@@ -41,13 +41,6 @@ impl LoadError {
     /// The loader failed because of this: an error, or a text.
     pub fn new(source: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
         Self::Failed { source: Arc::from(source.into()) }
-    }
-
-    /// What a caught panic said.
-    pub(super) fn panicked(payload: &(dyn std::any::Any + Send)) -> Self {
-        let text = payload.downcast_ref::<&str>().map(|text| (*text).to_owned());
-        let text = text.or_else(|| payload.downcast_ref::<String>().cloned());
-        Self::Panicked { message: text.unwrap_or_else(|| "no message".to_owned()) }
     }
 }
 
@@ -140,6 +133,9 @@ pub enum AddError {
         /// The name.
         name: String,
     },
+    /// Called in a forked child, where nobody would unload it.
+    #[error("a forked child cannot register resources: start a Memory of its own")]
+    Forked,
 }
 
 /// A resource that could not be unloaded.

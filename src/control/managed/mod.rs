@@ -17,6 +17,7 @@
 
 mod cell;
 mod error;
+mod parts;
 mod resource;
 mod ticket;
 
@@ -32,7 +33,8 @@ use crate::clock::{Clock, Moment};
 
 use super::admission::{Admission, Cost};
 
-use cell::{Cell, Parts};
+use cell::Cell;
+use parts::Parts;
 use ticket::Ticket;
 
 pub use error::{AcquireError, AddError, LoadError, UnloadError};
@@ -100,6 +102,10 @@ impl<T: Send + Sync + 'static> ManagedBuilder<T> {
     }
 
     /// How to take it apart; by default it is dropped. Every way out runs it, once for each load.
+    ///
+    /// For idleness and pressure it runs on the one worker: until it ends nothing else is purged,
+    /// unloaded or published, and who asks for the resource waits. Let it be short, and bound what
+    /// it waits for.
     #[must_use]
     pub fn unload(mut self, unload: impl Fn(T) + Send + Sync + 'static) -> Self {
         self.parts.unload = Box::new(unload);
@@ -144,7 +150,9 @@ pub struct Managed<T: Send + Sync + 'static> {
 
 impl<T: Send + Sync + 'static> Managed<T> {
     /// A resource of this name, loaded by `loader`, which may be called again after an unload or a
-    /// failure and must not ask for the resource itself.
+    /// failure and must not ask for the resource itself: that is [`AcquireError::Recursive`]. Nor
+    /// may it ask for one whose loader asks for this one: where two threads begin with one each,
+    /// both wait for ever. Only the former is noticed.
     pub fn builder(
         name: impl Into<Arc<str>>,
         loader: impl Fn() -> Result<T, LoadError> + Send + Sync + 'static,

@@ -15,6 +15,7 @@ use crate::control::admission::Cost;
 use crate::control::ledger::Budget;
 use crate::control::pressure::Level;
 use crate::control::reclaim::{Ask, Reclaim, Recovered};
+use crate::fork::Birth;
 use crate::sync::{Mutex, lock};
 
 use super::error::{AddError, UnloadError};
@@ -107,6 +108,28 @@ pub struct ResourceStats {
     pub unload_time: Duration,
 }
 
+impl ResourceStats {
+    /// What is known without a look at it.
+    pub(super) fn unknown(name: Arc<str>, cost: Cost) -> Self {
+        Self {
+            name,
+            loaded: false,
+            loading: false,
+            guards: 0,
+            waiting: 0,
+            cost,
+            loads_ok_total: 0,
+            loads_failed_total: 0,
+            loads_refused_total: 0,
+            unloads: Unloads::default(),
+            unload_panics_total: 0,
+            last_used: None,
+            load_time: Duration::ZERO,
+            unload_time: Duration::ZERO,
+        }
+    }
+}
+
 /// A resource of any type.
 pub trait Resource: Send + Sync {
     /// Its name.
@@ -129,14 +152,16 @@ pub trait Resource: Send + Sync {
     /// [`UnloadError::Busy`] where it is still held when `wait` is over.
     fn close(&self, wait: Duration) -> Result<(), UnloadError>;
 
-    /// What there is to know about it.
+    /// What there is to know about it; in a forked child its name and cost alone.
     fn stats(&self) -> ResourceStats;
 }
 
-/// The resources of a service. Cheap to clone; all clones are one.
-#[derive(Clone, Default)]
+/// The resources of a service. Cheap to clone; all clones are one. In a forked child there are
+/// none, and none can be added.
+#[derive(Clone)]
 pub struct Resources {
     list: Arc<Mutex<Vec<Arc<dyn Resource>>>>,
+    birth: Birth,
 }
 
 impl Resources {
@@ -146,15 +171,18 @@ impl Resources {
     /// None yet.
     #[must_use]
     pub fn new() -> Self {
-        Self::default()
+        Self { list: Arc::default(), birth: Birth::now() }
     }
 
     /// Adds one. It stays, and so its name is taken, as long as this registry.
     ///
     /// # Errors
-    /// [`AddError`] where there are [`Resources::MAX`] already, or one of that name; nothing
-    /// happens then.
+    /// [`AddError`] where there are [`Resources::MAX`] already, or one of that name, or in a forked
+    /// child; nothing happens then.
     pub fn add(&self, resource: Arc<dyn Resource>) -> Result<(), AddError> {
+        if !self.birth.is_here() {
+            return Err(AddError::Forked);
+        }
         let mut list = lock(&self.list);
         if list.len() >= Self::MAX {
             return Err(AddError::Full { max: Self::MAX });
@@ -169,12 +197,15 @@ impl Resources {
     /// All of them, in the order in which they were added.
     #[must_use]
     pub fn all(&self) -> Vec<Arc<dyn Resource>> {
-        lock(&self.list).clone()
+        if self.birth.is_here() { lock(&self.list).clone() } else { Vec::new() }
     }
 
     /// When the next one is due. Does not allocate; costs a look at each.
     #[must_use]
     pub fn next_due(&self) -> Moment {
+        if !self.birth.is_here() {
+            return Moment::NEVER;
+        }
         let list = lock(&self.list);
         list.iter().map(|resource| resource.next_due()).min().unwrap_or(Moment::NEVER)
     }
@@ -189,6 +220,12 @@ impl Resources {
     #[must_use]
     pub fn reclaimer(&self, budget: Budget) -> Arc<dyn Reclaim> {
         Arc::new(IdleResources { resources: self.clone(), budget })
+    }
+}
+
+impl Default for Resources {
+    fn default() -> Self {
+        Self::new()
     }
 }
 

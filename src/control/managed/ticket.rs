@@ -10,7 +10,7 @@
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
-use crate::sync::lock;
+use crate::sync::{caught, lock};
 
 use super::cell::{Cell, State, Step};
 use super::error::AcquireError;
@@ -44,17 +44,20 @@ impl<T: Send + Sync + 'static> Ticket<T> {
             Err(error) => Some(Err(error)),
             Ok(Step::Wait) => None,
             Ok(Step::Load(permit)) => {
-                let _replaced = self.wait_for_change(&mut state, seen, cx);
+                let replaced = self.wait_for_change(&mut state, seen, cx);
                 drop(state);
+                let _ = caught(|| drop(replaced));
                 Cell::load_elsewhere(&cell, permit);
                 return Poll::Pending;
             }
         };
-        let (_replaced, poll) = match step {
+        let (replaced, poll) = match step {
             Some(found) => (self.leave(&mut state), Poll::Ready(found)),
             None => (self.wait_for_change(&mut state, seen, cx), Poll::Pending),
         };
         drop(state);
+        // A panic in it must not cost the guard that is counted already.
+        let _ = caught(|| drop(replaced));
         poll
     }
 

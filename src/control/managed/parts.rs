@@ -1,0 +1,41 @@
+//! What a resource is made of: collected by its builder, kept by its cell.
+//!
+//! Plain values and two closures; it loads and unloads nothing.
+//!
+//! Invariant: nothing in it changes once the cell has it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::control::admission::Cost;
+
+use super::Backoff;
+use super::error::LoadError;
+
+type Loader<T> = Box<dyn Fn() -> Result<T, LoadError> + Send + Sync>;
+type Unloader<T> = Box<dyn Fn(T) + Send + Sync>;
+
+/// What a builder collects.
+pub(super) struct Parts<T> {
+    pub(super) name: Arc<str>,
+    pub(super) loader: Loader<T>,
+    pub(super) unload: Unloader<T>,
+    pub(super) idle: Option<Duration>,
+    pub(super) min_residency: Duration,
+    pub(super) cost: Cost,
+    pub(super) backoff: Backoff,
+}
+
+impl<T: 'static> Parts<T> {
+    pub(super) fn new(name: Arc<str>, loader: Loader<T>) -> Self {
+        Self {
+            name,
+            loader,
+            unload: Box::new(drop),
+            idle: None,
+            min_residency: Duration::ZERO,
+            cost: Cost::ZERO,
+            backoff: Backoff::default(),
+        }
+    }
+}

@@ -1,0 +1,109 @@
+//! Why a request was turned away, and when to come again.
+//!
+//! Invariant: only what may fit later has a time to come again.
+
+use std::time::Duration;
+
+use thiserror::Error;
+
+use crate::bytes::ByteSize;
+
+use super::ledger::Budget;
+use super::pressure::Level;
+
+/// Why a request was not admitted.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Rejected {
+    /// It can never fit: 413 for a request; a resource of that cost is its operator's error.
+    #[error("{asked} of {budget} memory can never fit under the ceiling of {ceiling}")]
+    TooLarge {
+        /// The budget that it does not fit.
+        budget: Budget,
+        /// What was asked for.
+        asked: ByteSize,
+        /// What may be held altogether.
+        ceiling: ByteSize,
+    },
+    /// It does not fit now: 503.
+    #[error(
+        "{asked} of {budget} memory do not fit now: {booked} of an allowance of {allowance} are \
+         booked; try again in {} s", retry_after.as_secs()
+    )]
+    Full {
+        /// The budget that it does not fit.
+        budget: Budget,
+        /// What was asked for.
+        asked: ByteSize,
+        /// What is booked, a resource by its whole bytes.
+        booked: ByteSize,
+        /// What may be booked, counted alike.
+        allowance: ByteSize,
+        /// When to try again: whole seconds, spread so that clients do not come back together.
+        retry_after: Duration,
+    },
+    /// The level sheds this priority: 503.
+    #[error("memory pressure is {level}: try again in {} s", retry_after.as_secs())]
+    Pressure {
+        /// The level.
+        level: Level,
+        /// When to try again, as for [`Rejected::Full`].
+        retry_after: Duration,
+    },
+    /// Admission has been closed: 503.
+    #[error("the service is shutting down")]
+    ShuttingDown,
+}
+
+impl Rejected {
+    /// Which counter it is under.
+    #[must_use]
+    pub const fn reason(&self) -> ShedReason {
+        match self {
+            Self::TooLarge { .. } => ShedReason::TooLarge,
+            Self::Full { .. } => ShedReason::Full,
+            Self::Pressure { .. } => ShedReason::Pressure,
+            Self::ShuttingDown => ShedReason::ShuttingDown,
+        }
+    }
+
+    /// When to try again; `None` where it would not help.
+    #[must_use]
+    pub const fn retry_after(&self) -> Option<Duration> {
+        match self {
+            Self::Full { retry_after, .. } | Self::Pressure { retry_after, .. } => {
+                Some(*retry_after)
+            }
+            Self::TooLarge { .. } | Self::ShuttingDown => None,
+        }
+    }
+}
+
+/// Why requests were shed, for counting.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum ShedReason {
+    /// It can never fit.
+    TooLarge,
+    /// It did not fit then.
+    Full,
+    /// By level.
+    Pressure,
+    /// Admission was closed.
+    ShuttingDown,
+}
+
+impl ShedReason {
+    /// All reasons.
+    pub const ALL: [Self; 4] = [Self::TooLarge, Self::Full, Self::Pressure, Self::ShuttingDown];
+
+    /// Its label in metrics.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::TooLarge => "too_large",
+            Self::Full => "full",
+            Self::Pressure => "pressure",
+            Self::ShuttingDown => "shutting_down",
+        }
+    }
+}

@@ -1,0 +1,146 @@
+//! What several threads, or callbacks, do to one `Memory` at a time, each after a bug of that kind.
+#![cfg(all(feature = "memory", target_os = "linux"))]
+
+use std::sync::{Arc, OnceLock, mpsc};
+use std::thread;
+use std::time::Duration;
+
+use lowtide::clock::ManualClock;
+use lowtide::config::DeviceChoice;
+use lowtide::control::{Budget, Cost, Level, LoadError, Priority, Rejected};
+use lowtide::memory::{Builder, StartError};
+use lowtide::{ByteSize, Memory};
+
+mod support;
+
+use support::{PATIENCE, Tree, advance_until, threads, turn, until, until_no_threads};
+
+#[global_allocator]
+static HEAP: lowtide::host::Heap = lowtide::host::Heap;
+
+const SECOND: Duration = Duration::from_secs(1);
+const SOON: Duration = Duration::from_secs(5);
+
+fn quiet() -> Builder {
+    Memory::builder().device(DeviceChoice::Host)
+}
+
+fn is_refused() -> bool {
+    matches!(quiet().start(), Err(StartError::AlreadyStarted))
+}
+
+/// The bug: a second shutdown found no thread to join, because the first had taken them, reported
+/// nothing outstanding, and let another `Memory` start beside the worker that still ran.
+#[test]
+fn a_shutdown_beside_one_that_waits_did_not_see_the_threads() {
+    let _turn = turn();
+    let clock = Arc::new(ManualClock::new());
+    let (entered, worker_is_in) = mpsc::channel();
+    let (open, gate) = mpsc::channel::<()>();
+    let hook = move || {
+        let _ = entered.send(());
+        let _ = gate.recv_timeout(PATIENCE);
+    };
+    let memory = quiet().clock(clock.clone()).after_publish(hook).start().expect("starts");
+    worker_is_in.recv_timeout(PATIENCE).expect("metrics are published at once");
+    let ending = |deadline| {
+        let memory = memory.clone();
+        thread::spawn(move || memory.shutdown(deadline))
+    };
+    let first = ending(60 * SECOND);
+    until("the control thread ends", || threads() == ["lowtide-worker"]);
+    let (second, third) = (ending(SECOND), ending(60 * SECOND));
+    assert!(clock.wait_for_waiters(3, PATIENCE));
+    clock.advance(SECOND);
+    let report = second.join().expect("no panic");
+    assert_eq!(report.busy, ["lowtide-worker"], "{report}");
+    assert!(!first.is_finished() && !third.is_finished());
+    assert!(is_refused(), "its worker still runs");
+
+    open.send(()).expect("the hook waits");
+    for ending in [first, third] {
+        let report = ending.join().expect("no panic");
+        assert!(report.is_clean(), "each is woken by the end: {report}");
+    }
+    assert!(quiet().start().expect("starts").shutdown(SOON).is_clean());
+    until_no_threads();
+}
+
+/// The bug: a shutdown from a hook let another `Memory` start beside the worker that ran the hook.
+#[test]
+fn a_shutdown_on_the_worker_gave_the_claim_back_before_the_worker_ended() {
+    let _turn = turn();
+    let handle: Arc<OnceLock<Memory>> = Arc::default();
+    let (tell, told) = mpsc::channel();
+    let (open, gate) = mpsc::channel::<()>();
+    let hook = {
+        let handle = Arc::clone(&handle);
+        move || {
+            let _ = gate.recv_timeout(PATIENCE);
+            if let Some(memory) = handle.get() {
+                let clean = memory.shutdown(SOON).is_clean();
+                let _ = tell.send((clean, is_refused()));
+            }
+        }
+    };
+    let memory = quiet().after_publish(hook).start().expect("starts");
+    handle.set(memory).expect("set once");
+    open.send(()).expect("the hook waits");
+    assert_eq!(told.recv_timeout(PATIENCE), Ok((true, true)), "clean, and refused");
+    until_no_threads();
+    // The old handle lives on; nobody had to call again.
+    assert!(quiet().start().expect("the claim was given back").shutdown(SOON).is_clean());
+    until_no_threads();
+}
+
+/// The bug: whoever kept only the door was refused for ever, where the last handle went at a
+/// critical moment.
+#[test]
+fn a_door_that_outlived_its_memory_stayed_at_the_last_level() {
+    let _turn = turn();
+    let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(100)));
+    let memory = quiet().clock(clock.clone()).signals(tree.open()).start().expect("starts");
+    let door = memory.admission().clone();
+    tree.hold(99);
+    advance_until(&clock, Duration::from_millis(250), "critical", || {
+        door.level() == Level::Critical
+    });
+    let cost = Cost::host(ByteSize::mib(5));
+    assert!(matches!(door.try_admit(cost), Err(Rejected::Pressure { .. })));
+    let kept = door.try_admit_with(cost, Priority::Exempt).expect("exempt");
+    drop(memory);
+    until_no_threads();
+    assert_eq!(door.level(), Level::None);
+    let ledger = door.ledger(Budget::Host);
+    assert_eq!(ledger.ceiling(), ByteSize::mib(80));
+    let expected = ByteSize::mib(80).scaled(1.0 / ledger.k());
+    assert!(ledger.allowance().get().abs_diff(expected.get()) <= 1, "{}", ledger.allowance());
+    door.try_admit_with(cost, Priority::Low).map(drop).expect("it fits beside what is booked");
+    drop(kept);
+
+    let memory = quiet().start().expect("starts");
+    let door = memory.admission().clone();
+    let _ = memory.shutdown(SOON);
+    drop(memory);
+    assert_eq!(door.try_admit(cost).map(drop), Err(Rejected::ShuttingDown));
+    until_no_threads();
+}
+
+/// The bug: a loader that held the `Memory` kept its threads running when every other handle had
+/// gone. A weak handle does not.
+#[test]
+fn a_loader_with_a_weak_handle_does_not_keep_the_memory() {
+    let _turn = turn();
+    let memory = quiet().start().expect("starts");
+    let weak = memory.downgrade();
+    let own = weak.clone();
+    let level = memory.managed("level", move || {
+        let memory = own.upgrade().ok_or_else(|| LoadError::new("it has ended"))?;
+        Ok(memory.level())
+    });
+    let level = memory.register(level).expect("registered");
+    assert_eq!(*level.acquire_blocking().expect("loads"), Level::None);
+    drop(memory);
+    until_no_threads();
+    assert!(weak.upgrade().is_none());
+}
