@@ -174,6 +174,19 @@ fn pressure_gives_back_what_is_idle_and_sheds_and_ends_when_memory_falls() {
     assert!(memory.shutdown(SOON).is_clean());
 }
 
+/// Between full readings the sensor goes by a glance, in which a limit does not show.
+#[test]
+fn a_limit_that_falls_while_nothing_moves_is_seen() {
+    let _turn = turn();
+    let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(512)));
+    let memory = still(&clock, &tree).start().expect("starts");
+    let ceiling = || memory.admission().ledger(Budget::Host).ceiling();
+    assert_eq!(ceiling(), ByteSize::mib(512).scaled(0.8));
+    tree.limit(ByteSize::mib(100));
+    advance_until(&clock, TICK, "the limit is read again", || ceiling() == ByteSize::mib(80));
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
 #[test]
 fn admission_follows_what_is_measured_and_names_the_numbers() {
     let _turn = turn();

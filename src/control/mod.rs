@@ -52,4 +52,4 @@ pub use managed::{
 pub use pressure::{Band, Level, Pressure, Thresholds, ThresholdsError};
 pub use reclaim::{Ask, Ladder, LadderError, Pace, Reclaim, Recovered};
 pub use rejected::{Rejected, ShedReason};
-pub use signal::{Limit, LimitSource, Resident, Signal, SignalError, Signals};
+pub use signal::{Glance, Limit, LimitSource, Resident, Signal, SignalError, Signals};

@@ -160,6 +160,7 @@ impl Builder {
             device_limit: config.device_limit.value,
             last: None,
             refresh_at: Moment::ORIGIN,
+            read: None,
         };
         let (admission, resources) = (Admission::new(), Resources::new());
         let joined = Arc::default();

@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use crate::bytes::ByteSize;
 use crate::clock::{Clock, Moment};
-use crate::control::{Sample, Sensor, Signals};
+use crate::control::{Glance, Sample, Sensor, Signal, Signals};
 use crate::host::{HeapProbe, HeapSnapshot};
 
 use super::shared::Arenas;
@@ -24,6 +24,9 @@ use super::shared::Arenas;
 const EPOCH_SHARE: u32 = 333;
 /// Refreshed at least this often, whatever it costs.
 const EPOCH_MAX: Duration = Duration::from_millis(250);
+/// The kernel's signals are read at least this often while nothing of ours moves: two of three
+/// idle ticks then cost two reads.
+const SIGNAL_MAX: Duration = Duration::from_millis(750);
 
 pub(super) struct MemorySensor {
     pub(super) clock: Arc<dyn Clock>,
@@ -36,6 +39,8 @@ pub(super) struct MemorySensor {
     /// The last refresh, and when the next one may be.
     pub(super) last: Option<Refresh>,
     pub(super) refresh_at: Moment,
+    /// The last reading of the kernel's signals, and the glance before it.
+    pub(super) read: Option<(Moment, Glance, Signal)>,
 }
 
 /// A refresh of jemalloc's statistics, and what was measured beside it.
@@ -83,9 +88,25 @@ impl MemorySensor {
     }
 }
 
+impl MemorySensor {
+    /// The kernel's signals; those before where a glance finds that nothing has moved, for
+    /// [`SIGNAL_MAX`] at most, because limits and neighbours show in no glance.
+    fn signal(&mut self, now: Moment) -> Signal {
+        let glance = self.signals.glance();
+        match self.read {
+            Some((then, before, signal)) if before == glance && now - then < SIGNAL_MAX => signal,
+            _ => {
+                let signal = self.signals.sample();
+                self.read = Some((now, glance, signal));
+                signal
+            }
+        }
+    }
+}
+
 impl Sensor for MemorySensor {
     fn sample(&mut self, now: Moment) -> Sample {
-        let signal = self.signals.sample();
+        let signal = self.signal(now);
         let heap = self.heap(now, signal.physical);
         let mut sample =
             Sample { physical: signal.physical, limit: signal.limit, ..Sample::default() };

@@ -195,6 +195,12 @@ impl Cgroup {
         }
     }
 
+    /// What the leaf is charged with, page cache included.
+    pub(super) fn usage(&self) -> Option<ByteSize> {
+        let usage = self.levels.first()?.usage.as_ref()?;
+        usage.read(number).flatten().map(ByteSize::new)
+    }
+
     /// Processes of the leaf that were killed for memory.
     pub(super) fn oom_kills(&self) -> Option<u64> {
         self.events.as_ref()?.read(|text| keyed(text, b"oom_kill")).flatten()

@@ -102,6 +102,13 @@ pub struct Signal {
     pub charged: Option<ByteSize>,
 }
 
+/// What shows that something moved; see [`Signals::glance`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Glance {
+    rss: Option<ByteSize>,
+    usage: Option<ByteSize>,
+}
+
 /// The resident set by kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Resident {
@@ -260,6 +267,20 @@ impl Signals {
             _ => rss.unwrap_or(ByteSize::ZERO),
         };
         Signal { rss, physical, limit, charged: group.charged }
+    }
+
+    /// Whether anything may have moved since the reading before: two reads in place of a sample's
+    /// four and more. Equal glances mean that this process and its cgroup hold what they held; a
+    /// limit, or what others hold beside them, may have changed.
+    #[must_use]
+    pub fn glance(&self) -> Glance {
+        let resident = |file: &KeptFile| {
+            file.read(|text| statm::resident_of(text, self.page)).flatten().map(|now| now.rss)
+        };
+        Glance {
+            rss: self.statm.as_ref().and_then(resident),
+            usage: self.cgroup.as_ref().and_then(Cgroup::usage),
+        }
     }
 
     /// Processes of the cgroup that the kernel has killed for memory, since it was made. One more
