@@ -13,7 +13,9 @@ use lowtide::{ByteSize, Memory};
 
 mod support;
 
-use support::{PATIENCE, Tree, advance_until, threads, turn, until, until_no_threads};
+use support::{
+    PATIENCE, Tree, advance_until, threads, turn, until, until_both_threads, until_no_threads,
+};
 
 #[global_allocator]
 static HEAP: lowtide::host::Heap = lowtide::host::Heap;
@@ -47,6 +49,7 @@ fn a_shutdown_beside_one_that_waits_did_not_see_the_threads() {
         let memory = memory.clone();
         thread::spawn(move || memory.shutdown(deadline))
     };
+    until_both_threads();
     let first = ending(60 * SECOND);
     until("the control thread ends", || threads() == ["lowtide-worker"]);
     let (second, third) = (ending(SECOND), ending(60 * SECOND));
