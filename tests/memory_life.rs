@@ -15,7 +15,8 @@ use lowtide::{ByteSize, Memory};
 mod support;
 
 use support::{
-    PATIENCE, Tree, nothing_to_read, threads, turn, until, until_both_threads, until_no_threads,
+    PATIENCE, Tree, nothing_to_read, shutdown_apart, threads, turn, until, until_both_threads,
+    until_no_threads,
 };
 
 #[global_allocator]
@@ -166,10 +167,7 @@ fn shutdown_waits_for_a_guard_until_its_deadline_and_no_longer() {
     let memory = quiet().clock(clock.clone()).start().expect("starts");
     let model = memory.register(memory.managed("model", || Ok(()))).expect("registered");
     let guard = model.acquire_blocking().expect("loads");
-    let ending = {
-        let memory = memory.clone();
-        thread::spawn(move || memory.shutdown(Duration::from_secs(60)))
-    };
+    let ending = shutdown_apart(&memory, Duration::from_secs(60));
     // Worker, control, and the one who shuts down.
     assert!(clock.wait_for_waiters(3, PATIENCE));
     clock.advance(Duration::from_secs(59));
@@ -183,10 +181,7 @@ fn shutdown_waits_for_a_guard_until_its_deadline_and_no_longer() {
     let memory = quiet().clock(clock.clone()).start().expect("starts");
     let model = memory.register(memory.managed("model", || Ok(()))).expect("registered");
     let guard = model.acquire_blocking().expect("loads");
-    let ending = {
-        let memory = memory.clone();
-        thread::spawn(move || memory.shutdown(Duration::from_secs(60)))
-    };
+    let ending = shutdown_apart(&memory, Duration::from_secs(60));
     assert!(clock.wait_for_waiters(3, PATIENCE));
     drop(guard);
     let report = ending.join().expect("no panic");
@@ -213,10 +208,7 @@ fn two_shutdowns_at_once_one_of_them_on_the_worker_do_not_wait_for_each_other() 
     handle.set(memory.clone()).expect("set once");
     worker_is_in.recv_timeout(PATIENCE).expect("metrics are published at once");
     until_both_threads();
-    let ending = {
-        let memory = memory.clone();
-        thread::spawn(move || memory.shutdown(SOON))
-    };
+    let ending = shutdown_apart(&memory, SOON);
     // The control thread is gone, so the other one waits for the worker now.
     until("the control thread ends", || threads() == ["lowtide-worker"]);
     open.send(()).expect("the hook waits");
@@ -238,10 +230,7 @@ fn shutdown_does_not_wait_past_its_deadline_for_a_job_that_does_not_end() {
     let memory = quiet().clock(clock.clone()).after_publish(hook).start().expect("starts");
     worker_is_in.recv_timeout(PATIENCE).expect("metrics are published at once");
     until_both_threads();
-    let ending = {
-        let memory = memory.clone();
-        thread::spawn(move || memory.shutdown(SOON))
-    };
+    let ending = shutdown_apart(&memory, SOON);
     until("the control thread ends", || threads() == ["lowtide-worker"]);
     assert!(clock.wait_for_waiters(1, PATIENCE));
     clock.advance(SOON - Duration::from_millis(1));

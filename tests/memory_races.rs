@@ -2,7 +2,6 @@
 #![cfg(all(feature = "memory", target_os = "linux"))]
 
 use std::sync::{Arc, OnceLock, mpsc};
-use std::thread;
 use std::time::Duration;
 
 use lowtide::clock::ManualClock;
@@ -14,7 +13,8 @@ use lowtide::{ByteSize, Memory};
 mod support;
 
 use support::{
-    PATIENCE, Tree, advance_until, threads, turn, until, until_both_threads, until_no_threads,
+    PATIENCE, Tree, advance_until, shutdown_apart, threads, turn, until, until_both_threads,
+    until_no_threads,
 };
 
 #[global_allocator]
@@ -45,14 +45,10 @@ fn a_shutdown_beside_one_that_waits_did_not_see_the_threads() {
     };
     let memory = quiet().clock(clock.clone()).after_publish(hook).start().expect("starts");
     worker_is_in.recv_timeout(PATIENCE).expect("metrics are published at once");
-    let ending = |deadline| {
-        let memory = memory.clone();
-        thread::spawn(move || memory.shutdown(deadline))
-    };
     until_both_threads();
-    let first = ending(60 * SECOND);
+    let first = shutdown_apart(&memory, 60 * SECOND);
     until("the control thread ends", || threads() == ["lowtide-worker"]);
-    let (second, third) = (ending(SECOND), ending(60 * SECOND));
+    let (second, third) = (shutdown_apart(&memory, SECOND), shutdown_apart(&memory, 60 * SECOND));
     assert!(clock.wait_for_waiters(3, PATIENCE));
     clock.advance(SECOND);
     let report = second.join().expect("no panic");

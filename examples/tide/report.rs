@@ -104,7 +104,7 @@ fn answers(outcome: &Outcome, what: &str, holds: bool) -> Bound {
 pub(crate) fn table(managed: &Outcome, twin: &Outcome) -> String {
     let runs = [("lowtide", managed), ("jemalloc's defaults", twin)];
     let mut text = String::new();
-    let _ = writeln!(text, "{:<22}{:^32}|{:^25}", "MiB", "process and heap", "device");
+    let _ = writeln!(text, "{:<22}{:^32}|{:>16}", "MiB", "process and heap", "device");
     let _ = write!(text, "{:<22}{:>6}{:>9}{:>7}", "stage", "rss", "resident", "live");
     let _ = writeln!(text, "{:>9} |{:>6}{:>10}{:>9}", "retained", "live", "committed", "retained");
     for (name, outcome) in runs {

@@ -7,11 +7,13 @@
 use std::fs;
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use lowtide::ByteSize;
 use lowtide::clock::{Bell, Clock, ManualClock, SystemClock};
 use lowtide::control::Signals;
+use lowtide::memory::Shutdown;
+use lowtide::{ByteSize, Memory};
 use tempfile::TempDir;
 
 /// How long a test waits for what must come; a busy machine needs a part of it.
@@ -49,6 +51,12 @@ pub(crate) fn advance_until(
         clock.advance(step);
         false
     });
+}
+
+/// A shutdown on a thread of its own.
+pub(crate) fn shutdown_apart(memory: &Memory, deadline: Duration) -> JoinHandle<Shutdown> {
+    let memory = memory.clone();
+    thread::spawn(move || memory.shutdown(deadline))
 }
 
 /// Names of this process's threads that begin with `lowtide-`, sorted.
