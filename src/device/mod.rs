@@ -41,6 +41,7 @@ mod commit;
 mod config;
 pub mod driver;
 mod error;
+mod granules;
 mod index;
 mod lease;
 mod reclaim;
