@@ -42,7 +42,7 @@ mod config;
 pub mod driver;
 mod error;
 mod granules;
-mod index;
+pub mod index;
 mod lease;
 mod reclaim;
 mod region;
