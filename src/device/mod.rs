@@ -39,6 +39,7 @@ mod books;
 mod buffer;
 mod commit;
 mod config;
+mod curve;
 pub mod driver;
 mod error;
 mod granules;
