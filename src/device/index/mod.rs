@@ -346,6 +346,3 @@ impl BlockIndex {
         })
     }
 }
-
-#[cfg(test)]
-mod tests;
