@@ -97,8 +97,8 @@ impl Pair {
             if self.small {
                 assert!(!free.iter().any(fits), "{request:?} fits, and failed");
             }
-            // What the index promises: with 33/32 of size and alignment free in one it succeeds.
-            let sure = size.and_then(|size| size.checked_add(align)?.div_ceil(32).checked_mul(33));
+            // What the index promises: with 17/16 of size and alignment free in one it succeeds.
+            let sure = size.and_then(|size| size.checked_add(align)?.div_ceil(16).checked_mul(17));
             let largest = free.iter().map(|hole| hole.size).max().unwrap_or(0);
             assert!(sure.is_none_or(|sure| largest < sure), "{request:?} beside {largest}");
             return false;
