@@ -50,7 +50,7 @@ mod snapshot;
 
 pub use arena::DeviceArena;
 pub use buffer::Buffer;
-pub use config::ArenaConfig;
+pub use config::{ArenaConfig, Growth};
 pub use driver::host::HostDriver;
 pub use error::DeviceError;
 pub use lease::Lease;

@@ -106,6 +106,15 @@ impl DeviceArena {
         self.trim(ByteSize::ZERO)
     }
 
+    /// Gives all idle memory back and lets growth start anew, as ONNX Runtime's `Shrink`; returns
+    /// how many bytes that was. Here one live block keeps its granules, and not a whole region.
+    ///
+    /// # Errors
+    /// As [`DeviceArena::purge`].
+    pub fn shrink(&self) -> Result<ByteSize, DeviceError> {
+        self.trim(ByteSize::ZERO)
+    }
+
     /// Gives idle memory back until at most `keep` bytes are committed, or nothing is idle;
     /// returns how many bytes that was.
     ///
