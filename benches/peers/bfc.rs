@@ -26,10 +26,6 @@ const LEFT_OVER_MAX: u64 = 128 * MIB;
 /// Segments double up to this size by themselves.
 const POWER_OF_TWO_MAX: u64 = 1024 * MIB;
 
-/// Addresses of one segment begin so far after those of the one before, in segments: they never
-/// adjoin.
-const SEGMENT_STRIDE: u64 = 1 << 44;
-
 /// How the arena grows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Extend {
@@ -56,7 +52,8 @@ pub(crate) struct Bfc {
     next: u64,
     /// Size of each segment, by its first address. The first one ever taken begins at 0.
     segments: BTreeMap<u64, u64>,
-    segments_ever: u64,
+    /// The next segment begins here: not where another ends, so that no blocks adjoin.
+    next_at: u64,
     blocks: BTreeMap<u64, Block>,
     /// Size and address of free blocks, by the power of two of their size.
     bins: [BTreeSet<(u64, u64)>; BINS],
@@ -72,7 +69,7 @@ impl Bfc {
             live: 0,
             next: INITIAL.min(limit).next_multiple_of(ALIGN),
             segments: BTreeMap::new(),
-            segments_ever: 0,
+            next_at: 0,
             blocks: BTreeMap::new(),
             bins: std::array::from_fn(|_| BTreeSet::new()),
         }
@@ -122,8 +119,8 @@ impl Bfc {
                 segment
             }
         };
-        let at = self.segments_ever * SEGMENT_STRIDE;
-        self.segments_ever += 1;
+        let at = self.next_at;
+        self.next_at += segment + ALIGN;
         self.taken += segment;
         self.segments.insert(at, segment);
         self.file(at, segment);
