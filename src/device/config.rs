@@ -16,6 +16,25 @@ const RESERVE: ByteSize = ByteSize::gib(512);
 /// How long idle memory stays unless told otherwise: jemalloc's `dirty_decay_ms`, 10 s.
 const DECAY: DecayTime = DecayTime::Within(Duration::from_secs(10));
 
+/// By how much an arena commits at a time, when it needs memory for a block.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Growth {
+    /// The granules that the block needs and no more.
+    #[default]
+    SameAsRequested,
+    /// Steps that double, as ONNX Runtime's `kNextPowerOfTwo`: fewer driver calls, more memory that
+    /// nothing needs. What is committed beyond the block is idle and decays.
+    NextPowerOfTwo {
+        /// The first step.
+        initial: ByteSize,
+        /// The first step after a shrink.
+        after_shrink: ByteSize,
+        /// No step is larger; a block larger than this gets what it needs and no more.
+        cap: ByteSize,
+    },
+}
+
 /// How to open a device arena.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ArenaConfig {
@@ -29,12 +48,20 @@ pub struct ArenaConfig {
     pub reserve: ByteSize,
     /// How long idle memory stays.
     pub decay: DecayTime,
+    /// By how much it commits at a time.
+    pub growth: Growth,
 }
 
 impl ArenaConfig {
     /// No limit, 512 GiB of addresses a region, idle memory given back within 10 s.
     #[must_use]
     pub fn new(name: impl Into<String>) -> Self {
-        Self { name: name.into(), limit: ByteSize::MAX, reserve: RESERVE, decay: DECAY }
+        Self {
+            name: name.into(),
+            limit: ByteSize::MAX,
+            reserve: RESERVE,
+            decay: DECAY,
+            growth: Growth::SameAsRequested,
+        }
     }
 }

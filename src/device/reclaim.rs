@@ -10,7 +10,8 @@
 //! the bound on each asks for.
 
 use super::arena::{DeviceArena, Shared};
-use super::books::{Books, Look};
+use super::books::Books;
+use super::curve::Look;
 use super::driver::DriverError;
 use super::driver::sealed::Key;
 use super::error::DeviceError;
@@ -65,7 +66,7 @@ impl DeviceArena {
             None if given.granules > 0 && given.granules < excess => Look::Unfinished,
             None => Look::Finished,
         };
-        books.set_due(now, look);
+        books.curve.set_due(now, look);
         let next = books.due();
         let released = ByteSize::new(books.bytes_of(given.granules));
         drop(books);
@@ -103,6 +104,15 @@ impl DeviceArena {
     /// [`DeviceError::Driver`], after what was given back before is booked;
     /// [`DeviceError::Forked`].
     pub fn purge(&self) -> Result<ByteSize, DeviceError> {
+        self.trim(ByteSize::ZERO)
+    }
+
+    /// Gives all idle memory back and lets growth start anew, as ONNX Runtime's `Shrink`; returns
+    /// how many bytes that was. Here one live block keeps its granules, and not a whole region.
+    ///
+    /// # Errors
+    /// As [`DeviceArena::purge`].
+    pub fn shrink(&self) -> Result<ByteSize, DeviceError> {
         self.trim(ByteSize::ZERO)
     }
 

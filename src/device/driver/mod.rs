@@ -201,6 +201,19 @@ pub trait Driver: sealed::Sealed + fmt::Debug + Send + Sync {
     /// As the driver says; the range then stays committed, its contents lost.
     fn decommit(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Result<(), DriverError>;
 
+    /// Copies bytes between two committed parts that do not overlap, and waits until they are
+    /// copied. Any address and any size is allowed; nobody uses either part meanwhile.
+    ///
+    /// # Errors
+    /// As the driver says; the contents of `to` are unspecified then.
+    fn copy(
+        &self,
+        from: DeviceAddress,
+        to: DeviceAddress,
+        size: ByteSize,
+        _: Key,
+    ) -> Result<(), DriverError>;
+
     /// How much more the device could give to anybody now; `None` where the host's budget rules.
     ///
     /// # Errors
@@ -237,6 +250,16 @@ pub enum DriverError {
         code: i64,
         /// What that number means.
         message: String,
+    },
+    /// A copy between parts that overlap, or of no memory of this driver.
+    #[error("a copy of {size} from {from} to {to}: the parts must be apart")]
+    Overlap {
+        /// Where the bytes are.
+        from: DeviceAddress,
+        /// Where they were to go.
+        to: DeviceAddress,
+        /// How many.
+        size: ByteSize,
     },
     /// A range that is empty, or not made of whole granules.
     #[error("{size} at {at} is not a number of whole granules of {granularity}")]

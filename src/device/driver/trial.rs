@@ -198,6 +198,30 @@ impl Driver for TrialDriver {
         Ok(())
     }
 
+    fn copy(
+        &self,
+        from: DeviceAddress,
+        to: DeviceAddress,
+        size: ByteSize,
+        key: Key,
+    ) -> Result<(), DriverError> {
+        self.wait_while_held();
+        self.call("copy", size)?;
+        let mut seen = lock(&self.seen);
+        for part in [from, to] {
+            let first = part.get() & !((2 << 20) - 1);
+            let bare = (first..part.get() + size.get())
+                .step_by(2 << 20)
+                .any(|granule| !seen.committed.contains(&granule));
+            if bare {
+                seen.faults.push(format!("a copy touched bare memory: {size} at {part}"));
+                return Ok(());
+            }
+        }
+        drop(seen);
+        self.host.copy(from, to, size, key)
+    }
+
     fn headroom(&self) -> Result<Option<ByteSize>, DriverError> {
         self.host.headroom()
     }
