@@ -293,6 +293,11 @@ impl DeviceArena {
         &self.shared
     }
 
+    #[cfg(all(test, lowtide_loom))]
+    pub(super) fn shared_arc(&self) -> &Arc<Shared> {
+        &self.shared
+    }
+
     fn home(&self) -> &Arc<Home> {
         // As many homes as `front::homes` says: a power of two, at least two.
         &self.homes[front::thread_number() & (self.homes.len() - 1)]
