@@ -20,6 +20,7 @@ use super::curve::Curve;
 use super::driver::sealed::Key;
 use super::driver::{Capabilities, DeviceAddress, Driver, DriverError, Rung};
 use super::error::DeviceError;
+use super::history::History;
 use super::index::{ALIGN, End, Request};
 use super::lease::Lease;
 use super::region::{Placed, Region, RegionBooks};
@@ -102,7 +103,8 @@ impl DeviceArena {
         let reserved = [&stable, &dynamic].map(|segment| ByteSize::new(segment.reserved()));
         let regions = [stable, dynamic].map(RegionBooks::new);
         let curve = Curve::new(config.decay, clock.now());
-        let books = Books::new(regions, granularity, config.limit, curve);
+        let mut books = Books::new(regions, granularity, config.limit, curve);
+        books.history = History::new(config.history);
         Ok(Self(Arc::new(Shared {
             name: config.name,
             driver,

@@ -9,7 +9,9 @@
 use super::curve::Curve;
 use super::driver::{DeviceAddress, Rung};
 use super::error::DeviceError;
+use super::history::History;
 use super::index::Request;
+use super::picture::Act;
 use super::region::{Placed, Region, RegionBooks};
 use super::segment::Run;
 use super::snapshot::{AllocFailures, ArenaSnapshot};
@@ -52,6 +54,8 @@ pub(super) struct Books {
     pub(super) totals: Totals,
     live_peak: u64,
     pub(super) curve: Curve,
+    /// The last events, where they are kept.
+    pub(super) history: History,
 }
 
 impl Books {
@@ -69,6 +73,7 @@ impl Books {
             totals: Totals::default(),
             live_peak: 0,
             curve,
+            history: History::new(0),
         }
     }
 
@@ -160,9 +165,20 @@ impl Books {
         debug_assert!(gone.is_ok(), "only its buffer frees a block, once");
         if let Ok(went_idle) = gone {
             self.totals.frees += 1;
+            self.history.record(clock, Act::Free, placed.at.get(), ByteSize::new(placed.requested));
             if went_idle {
                 self.note_idle(clock.now());
             }
+        }
+    }
+
+    /// Books in the history that there was no memory for a block.
+    pub(super) fn note_refused(&mut self, error: &DeviceError, clock: &dyn Clock) {
+        if let DeviceError::OutOfMemory { requested, .. } = *error {
+            let limited = self.limit != ByteSize::MAX;
+            let headroom = self.limit.get().saturating_sub(self.backed()) * u64::from(limited);
+            let act = Act::OutOfMemory { headroom: ByteSize::new(headroom) };
+            self.history.record(clock, act, 0, requested);
         }
     }
 

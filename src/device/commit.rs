@@ -13,8 +13,10 @@ use super::driver::DriverError;
 use super::driver::sealed::Key;
 use super::error::DeviceError;
 use super::index::{Request, Span};
+use super::picture::Act;
 use super::region::{Placed, Region};
 use super::segment::Run;
+use crate::bytes::ByteSize;
 use crate::sync::{MutexGuard, lock, wait};
 
 /// Attempts that an allocation makes beside one for every idle granule: each attempt gives at
@@ -50,8 +52,15 @@ impl Shared {
         let placed = books.place(region, request)?;
         let (mut books, outcome) = self.back(books, region, placed.span);
         match outcome {
-            Ok(()) => books.arrive(region, placed),
-            Err(_) => books.withdraw(region, placed, &*self.clock),
+            Ok(()) => {
+                books.arrive(region, placed);
+                let (at, requested) = (placed.at.get(), ByteSize::new(placed.requested));
+                books.history.record(&*self.clock, Act::Alloc, at, requested);
+            }
+            Err(ref error) => {
+                books.note_refused(error, &*self.clock);
+                books.withdraw(region, placed, &*self.clock);
+            }
         }
         outcome.map(|()| placed)
     }
@@ -149,11 +158,12 @@ impl Shared {
             done += 1;
         }
         let mut books = lock(&self.books);
-        for (nth, (&run, (_, size))) in runs.iter().zip(&places).enumerate() {
+        for (nth, (&run, &(at, size))) in runs.iter().zip(&places).enumerate() {
             books.region_mut(region).segment.end_commit(run, nth < done);
             if nth < done {
                 books.totals.commits += 1;
                 books.totals.committed_bytes += size.get();
+                books.history.record(&*self.clock, Act::Commit, at.get(), size);
             }
         }
         self.settled.notify_all();

@@ -50,6 +50,9 @@ pub struct ArenaConfig {
     pub decay: DecayTime,
     /// By how much it commits at a time.
     pub growth: Growth,
+    /// How many of its last events it keeps for a [map](super::DeviceArena::map); none by default,
+    /// 262,144 at most, 40 bytes each.
+    pub history: usize,
 }
 
 impl ArenaConfig {
@@ -62,6 +65,7 @@ impl ArenaConfig {
             reserve: RESERVE,
             decay: DECAY,
             growth: Growth::SameAsRequested,
+            history: 0,
         }
     }
 }
