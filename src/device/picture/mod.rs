@@ -1,4 +1,4 @@
-//! A map of an arena, and pictures of it: an SVG file, PyTorch's memory_viz format.
+//! A map of an arena, and pictures of it: an SVG file, PyTorch's `memory_viz` format.
 //!
 //! Plain values and text: no driver, no lock, no clock. A map says where everything lay at one
 //! instant, and what happened shortly before; it is taken by

@@ -224,10 +224,10 @@ fn the_size_of_a_picture_is_bounded_whatever_the_map() {
 fn what_lies_far_apart_is_drawn_on_a_scale_that_shows_both() {
     let granules = [(0, 2, GranuleState::Idle), (65_534, 2, GranuleState::Idle)];
     let svg = map("far", vec![segment(&granules, &[])]).to_svg();
-    assert!(svg.contains("a row 16MiB, a granule 2MiB"), "two rows of the least size\n{svg}");
+    assert!(svg.contains("A row shows 16.0 MiB of addresses"), "two rows of the least size\n{svg}");
     let everywhere: Vec<_> = (0..64).map(|nth| (nth * 1024, 2, GranuleState::Idle)).collect();
     let svg = map("everywhere", vec![segment(&everywhere, &[])]).to_svg();
-    assert!(svg.contains("a row 4GiB"), "{svg}");
+    assert!(svg.contains("A row shows 4.0 GiB of addresses"), "{svg}");
 }
 
 #[cfg(feature = "memory-viz")]

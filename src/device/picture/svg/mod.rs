@@ -31,8 +31,8 @@ text{font-family:system-ui,-apple-system,'Segoe UI',Roboto,sans-serif;font-size:
 .hole{fill:#f7c9b4}.idle{fill:#bfe5cc}.active{fill:#7d889b}.resting{fill:#45a873}\
 .line{stroke:#cfd5de;stroke-dasharray:2 4}\
 @media(prefers-color-scheme:dark){text{fill:#e7eaf0}.muted{fill:#98a2b3}.page{fill:#12151c}\
-.bare{fill:#171b23;stroke:#2a303b}.live{fill:#5b95ff}.pending{fill:#f0b03c}.hole{fill:#6b3f31}\
-.idle{fill:#1f4a36}.active{fill:#8792a5}.resting{fill:#4cb883}.line{stroke:#3a4250}}";
+.bare{fill:#171b23;stroke:#2a303b}.live{fill:#5b95ff}.pending{fill:#f0b03c}.hole{fill:#a0553e}\
+.idle{fill:#2b6a4c}.active{fill:#8792a5}.resting{fill:#4cb883}.line{stroke:#3a4250}}";
 
 /// What the colours of blocks mean, beside what is drawn for it.
 const LEGEND: [(&str, &str, f64); 6] = [
@@ -141,7 +141,10 @@ fn head(page: &mut Page, map: &ArenaMap, sums: &Sums) {
         ("idle", sums.idle),
         ("committed", sums.committed),
     ];
-    for (nth, (name, size)) in figures.into_iter().enumerate() {
+    // Where nothing is known of what was asked for, it is not shown.
+    let known = |name: &str| name != "requested" || sums.requested != sums.live;
+    let figures: Vec<_> = figures.into_iter().filter(|(name, _)| known(name)).collect();
+    for (nth, &(name, size)) in figures.iter().enumerate() {
         page.text(36 + nth * COLUMN, page.y, "muted", name);
         page.text(36 + nth * COLUMN, page.y + 21, "figure", &mib(size));
     }
@@ -171,10 +174,13 @@ fn legend(page: &mut Page, map: &ArenaMap, row: u64) {
         page.push(&format!("<text x=\"{text_x}\" y=\"{}\">{meaning}</text>", page.y));
         x += width + 12.0;
     }
-    let (row, granule) = (ByteSize::new(row).exact(), map.granularity.exact());
-    let scale = format!("a row {row}, a granule {granule}");
-    page.text(WIDTH - 36, page.y, "muted right", &scale);
-    page.y += 12;
+    let (row, granule) = (ByteSize::new(row), map.granularity);
+    let scale = format!(
+        "A row shows {row} of addresses: blocks above, granules of {granule} beneath. Rows without \
+         committed memory are left out."
+    );
+    page.y += 24;
+    page.text(36, page.y, "muted", &scale);
 }
 
 /// A size for comparing: always in MiB, with thousands apart.

@@ -12,9 +12,9 @@ const BLOCKS_HEIGHT: usize = 24;
 const GRANULES_HEIGHT: usize = 5;
 const ROW_HEIGHT: usize = 44;
 
-/// From this width on a bar is set off from the next by a gap.
-const GAP_FROM: f64 = 3.0;
-const GAP: f64 = 0.75;
+/// From this width on a granule is set off from the next by a gap, and a block by a line.
+const APART_FROM: f64 = 3.0;
+const APART: f64 = 1.0;
 /// From this width on a block says what it is when a pointer rests on it.
 const SPEAKS_FROM: f64 = 6.0;
 
@@ -95,7 +95,7 @@ fn draw_row(page: &mut Page, segment: &SegmentMap, part: Row, row: u64, granule:
             }
         }
         paths(page, behind, &whole.finish(), (top, BLOCKS_HEIGHT), 0.0);
-        paths(page, class, &each.finish(), (beneath, GRANULES_HEIGHT), 1.0);
+        paths(page, class, &each.finish(), (beneath, GRANULES_HEIGHT), APART);
     }
     for (state, class) in [(BlockState::Live, "live"), (BlockState::Pending, "pending")] {
         blocks(page, segment, (part, row), (state, class));
@@ -120,7 +120,15 @@ fn blocks(
     }
     let (speaking, others): (Vec<_>, Vec<_>) =
         strip.finish().into_iter().partition(|bar| bar.span.is_some() && bar.width >= SPEAKS_FROM);
-    paths(page, class, &others, (page.y, BLOCKS_HEIGHT), GAP);
+    paths(page, class, &others, (page.y, BLOCKS_HEIGHT), 0.0);
+    let mut ends = String::new();
+    for bar in speaking.iter().chain(&others).filter(|bar| bar.width >= APART_FROM) {
+        let block = bar.span.and_then(|nth| here.get(nth));
+        if block.is_some_and(|block| bounds(block.offset, block.size).1 < part.end) {
+            let right = short(f64_of(LEFT) + bar.left + bar.width - APART);
+            ends.push_str(&format!("M{right} {}h{APART}v{BLOCKS_HEIGHT}h-{APART}z", page.y));
+        }
+    }
     for bar in speaking {
         let Some(block) = bar.span.and_then(|nth| here.get(nth)) else { continue };
         let says = format!(
@@ -130,11 +138,14 @@ fn blocks(
             block.offset.exact(),
             segment.base.saturating_add(block.offset.get())
         );
-        let (x, width) = (short(f64_of(LEFT) + bar.left), short(bar.width - GAP));
+        let (x, width) = (short(f64_of(LEFT) + bar.left), short(bar.width));
         let size = format!("y=\"{}\" width=\"{width}\" height=\"{BLOCKS_HEIGHT}\"", page.y);
         page.push(&format!(
             "<rect class=\"{class}\" x=\"{x}\" {size}><title>{says}</title></rect>"
         ));
+    }
+    if !ends.is_empty() {
+        page.push(&format!("<path class=\"page\" opacity=\"0.7\" d=\"{ends}\"/>"));
     }
 }
 
@@ -147,7 +158,7 @@ fn paths(page: &mut Page, class: &str, bars: &[Bar], (y, height): (usize, usize)
         let mut path = String::new();
         // Shades are eighths, and compared as they are made.
         for bar in bars.iter().filter(|bar| bar.shade.total_cmp(&shade).is_eq()) {
-            let apart = if bar.width >= GAP_FROM { gap } else { 0.0 };
+            let apart = if bar.width >= APART_FROM { gap } else { 0.0 };
             let (x, width) = (short(f64_of(LEFT) + bar.left), short(bar.width - apart));
             path.push_str(&format!("M{x} {y}h{width}v{height}h-{width}z"));
         }
