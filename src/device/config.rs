@@ -16,6 +16,9 @@ const RESERVE: ByteSize = ByteSize::gib(512);
 /// How long idle memory stays unless told otherwise: jemalloc's `dirty_decay_ms`, 10 s.
 const DECAY: DecayTime = DecayTime::Within(Duration::from_secs(10));
 
+/// What a thread's front keeps unless told otherwise: two blocks of 8 MiB. A guess.
+const FRONT: ByteSize = ByteSize::mib(16);
+
 /// By how much an arena commits at a time, when it needs memory for a block.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
@@ -50,8 +53,12 @@ pub struct ArenaConfig {
     pub decay: DecayTime,
     /// By how much it commits at a time.
     pub growth: Growth,
-    /// How many of its last events it keeps for a [map](super::DeviceArena::map); none by default,
-    /// 262,144 at most, 40 bytes each.
+    /// Free blocks of hot sizes that each thread may keep for its next request, out of reach of
+    /// other threads until memory is short or they cool; zero for none. Nothing is kept where idle
+    /// memory is given back at once.
+    pub front: ByteSize,
+    /// How many of its last events the arena keeps for a [map](super::DeviceArena::map); none by
+    /// default, 262,144 at most, 40 bytes each. Where some are kept, no front is.
     pub history: usize,
 }
 
@@ -65,6 +72,7 @@ impl ArenaConfig {
             reserve: RESERVE,
             decay: DECAY,
             growth: Growth::SameAsRequested,
+            front: FRONT,
             history: 0,
         }
     }

@@ -43,6 +43,11 @@ impl History {
         }
     }
 
+    /// What a thread's front may keep: nothing where events are kept, which it would hide.
+    pub(super) const fn front_kept(&self, front: ByteSize) -> ByteSize {
+        if self.capacity > 0 { ByteSize::ZERO } else { front }
+    }
+
     /// What is kept, oldest first.
     pub(super) fn events(&self) -> Vec<Event> {
         let (newer, older) = self.ring.split_at(self.next);

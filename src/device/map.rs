@@ -10,14 +10,14 @@ use super::books::Books;
 use super::picture::{ArenaMap, BlockSpan, BlockState, GranuleRun, GranuleState, SegmentMap};
 use super::region::Region;
 use crate::bytes::ByteSize;
-use crate::sync::lock;
 
 impl DeviceArena {
     /// Where everything lies now, and the events that are kept; nothing in a forked child.
     ///
     /// Holds the lock while it copies the books: time and memory go with the number of blocks and
     /// granules. What was asked for is known of each region and not of each block: a block shows
-    /// its rounded size there.
+    /// its rounded size there. What threads keep for their next request is given back first; what
+    /// other threads put aside meanwhile shows as live.
     #[must_use]
     pub fn map(&self) -> ArenaMap {
         let shared = self.shared();
@@ -25,7 +25,8 @@ impl DeviceArena {
         if shared.check_here().is_err() {
             return empty;
         }
-        let books = lock(&shared.books);
+        shared.empty_fronts();
+        let books = shared.books();
         let taken = shared.clock.now();
         let segments = Region::ALL.iter().map(|&region| segment(&books, region)).collect();
         let events = books.history.events();

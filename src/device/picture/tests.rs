@@ -122,6 +122,25 @@ fn events_lead_from_nothing_to_what_the_map_shows() {
     drop(kept);
 }
 
+#[test]
+fn events_tell_of_blocks_resized_and_of_every_block_though_fronts_are_asked_for() {
+    let (arena, _) = arena(1000, ByteSize::MAX);
+    arena.set_front(ByteSize::mib(64));
+    (0..50).for_each(|_| drop(bytes(&arena, 1000)));
+    let mut buffer = bytes(&arena, 1000);
+    buffer.resize(100_000).expect("moved");
+    buffer.resize(5_000).expect("where it stands");
+    let map = arena.map();
+    map.validate();
+    let count = |act| map.events.iter().filter(|event| event.act == act).count();
+    assert_eq!((count(Act::Alloc), count(Act::Free)), (53, 52));
+    let last = map.events.last().expect("some");
+    assert_eq!((last.act, last.size), (Act::Alloc, ByteSize::new(5_000)));
+    let block = map.segments[1].blocks[0];
+    assert_eq!(last.address, map.segments[1].base + block.offset.get());
+    drop(buffer);
+}
+
 /// What is committed after these events.
 fn arena_committed(events: &[Event]) -> ByteSize {
     let sum = |act| events.iter().filter(|event| event.act == act).map(|event| event.size).sum();
