@@ -15,6 +15,7 @@ use super::curve::Look;
 use super::driver::DriverError;
 use super::driver::sealed::Key;
 use super::error::DeviceError;
+use super::picture::Act;
 use super::shared::Shared;
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
@@ -204,6 +205,9 @@ impl Shared {
         let mut books = lock(&self.books);
         for (nth, &place) in leaving.iter().enumerate() {
             books.end_leave(place, nth < done);
+            if nth < done {
+                books.history.record(&*self.clock, Act::Decommit, place.at.get(), place.size);
+            }
         }
         self.settled.notify_all();
         let granules = leaving[..done].iter().map(|place| place.run.granules()).sum();
