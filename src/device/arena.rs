@@ -106,6 +106,8 @@ impl DeviceArena {
         let homes: Arc<[_]> =
             (0..front::homes()).map(|_| Arc::new(Home::new(Arc::clone(&shared)))).collect();
         shared.fronts.know(homes.iter().map(Arc::downgrade).collect());
+        let (arena, rung) = (&shared.name, shared.driver.rung());
+        tracing::info!(arena, %rung, limit = %config.limit, "an arena was opened");
         Ok(Self { shared, homes })
     }
 
