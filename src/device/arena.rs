@@ -251,6 +251,11 @@ impl DeviceArena {
     pub(super) fn shared(&self) -> &Shared {
         &self.0
     }
+
+    /// A handle, for who holds what the handles share.
+    pub(super) const fn of(shared: Arc<Shared>) -> Self {
+        Self(shared)
+    }
 }
 
 impl Shared {

@@ -17,7 +17,7 @@ use std::sync::Arc;
 
 use bytemuck::Pod;
 
-use super::arena::Shared;
+use super::arena::{DeviceArena, Shared};
 use super::error::DeviceError;
 use super::lease::Lease;
 use super::region::{Placed, Region};
@@ -68,6 +68,14 @@ impl<T: Pod> Buffer<T> {
     #[must_use]
     pub const fn region(&self) -> Region {
         self.region
+    }
+
+    /// The right to use the arena that the buffer is in: for who has the buffer and not the arena.
+    ///
+    /// # Errors
+    /// As [`DeviceArena::enter`].
+    pub fn enter(&self) -> Result<Lease, DeviceError> {
+        DeviceArena::of(Arc::clone(&self.arena)).enter()
     }
 
     /// The elements, for as long as the lease is held.

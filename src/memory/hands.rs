@@ -44,6 +44,8 @@ impl Hands for WorkerHands {
                 self.shared.note(Note { about: "device", text });
             }
         }
+        self.shared.shrink_asked();
+        self.shared.sweep();
     }
 
     fn publish(&mut self, now: Moment) {
@@ -57,6 +59,7 @@ impl Hands for WorkerHands {
             self.hook_at = now + HOOK_EVERY;
             record::describe();
         }
+        self.shared.sweep();
         let start = self.shared.clock.now();
         let snapshot = self.shared.snapshot();
         record::build_info(snapshot.profile.name());

@@ -76,7 +76,7 @@ pub enum OptionFault {
         /// How it is spelled here.
         expected: String,
     },
-    /// The shrink at the end of a run among the options of a session, where ONNX Runtime ignores it.
+    /// The shrink at the end of a run among a session's options, where ONNX Runtime ignores it.
     #[error("{SHRINK_OPTION} is an option of a run: expected it in RunOptions, not in a session")]
     RunOption,
     /// Valid, and not to be had here.

@@ -43,7 +43,7 @@ pub struct Written {
 /// let written = options.get(ArenaKey::Limit).map(|written| written.value);
 /// assert_eq!(written, Some(ArenaValue::Bytes(ByteSize::MAX))); // 0: no limit
 ///
-/// let error = ArenaOptions::from_keys([("arena.max_memory", "1"), ("arena.use_cuda_mempool", "")]);
+/// let error = ArenaOptions::from_keys([("arena.max_memory", "1"), ("arena.max_mem", "1g")]);
 /// assert_eq!(error.unwrap_err().faults.len(), 2); // all of them at once
 /// # Ok::<(), lowtide::config::arena::ArenaOptionsError>(())
 /// ```

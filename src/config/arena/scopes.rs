@@ -3,7 +3,7 @@
 //!
 //! A factory's name stands verbatim, a provider's in lower case, as in ONNX Runtime. Keys of other
 //! providers and other software are passed over. A key that ONNX Runtime would pass over although
-//! it is meant for this arena (the prefix in another case, the scope of the other place, no scope at
+//! it is meant for this arena (the prefix in another case, the other place's scope, no scope at
 //! all, the shrink of a run) is a fault.
 //!
 //! Invariant: every key that ends in an option of this arena is read or is a fault.
