@@ -1,5 +1,5 @@
-//! Arenas configured as ONNX Runtime's: shared, used by sessions, replaced at run time, shrunk by
-//! selector. Each of its rules and faults that concerns configuration is a claim here.
+//! Arenas configured as ONNX Runtime's: shared, used by sessions, replaced at run time. Each of its
+//! rules and faults that concerns configuration is a claim here.
 #![cfg(all(feature = "memory", target_os = "linux"))]
 
 use std::sync::Barrier;
@@ -9,14 +9,11 @@ use std::time::Duration;
 
 use lowtide::config::DeviceChoice;
 use lowtide::config::arena::{
-    ArenaKey, ArenaOptions, ArenaSource, ArenaValue, OptionFault, Reason, RunOptions,
-    SHRINK_OPTION, SelectorError,
+    ArenaKey, ArenaOptions, ArenaSource, ArenaValue, OptionFault, Reason,
 };
 use lowtide::decay::DecayTime;
 use lowtide::device::{Buffer, DeviceError, Region};
-use lowtide::memory::{
-    ArenaUse, MemoryError, ScopeError, ShrinkError, ShrinkOutcome, Slot, SlotSnapshot,
-};
+use lowtide::memory::{ArenaUse, MemoryError, ScopeError, Slot, SlotSnapshot};
 use lowtide::{ByteSize, Memory};
 
 mod support;
@@ -27,7 +24,6 @@ use support::{PATIENCE, turn, until};
 static HEAP: lowtide::host::Heap = lowtide::host::Heap;
 
 const SOON: Duration = Duration::from_secs(5);
-const GRANULE: ByteSize = ByteSize::mib(2);
 const NAME: &str = "CudaEp";
 
 /// Idle memory stays unless somebody takes it.
@@ -445,105 +441,4 @@ fn replacements_at_the_same_time_each_take_effect_or_say_that_they_did_not() {
     until("the others go", || memory.snapshot().draining.is_empty());
     assert_eq!(memory.snapshot().arenas.len(), 1);
     assert!(memory.shutdown(SOON).is_clean());
-}
-
-#[test]
-fn a_shrink_gives_each_targets_bytes() {
-    let _turn = turn();
-    let memory = start();
-    let arena = memory.open_arena("embedder").expect("opens");
-    drop(arena.alloc::<u8>(6 << 20, Region::Dynamic).expect("room"));
-    let kept = arena.alloc::<u8>(256, Region::Dynamic).expect("room");
-    let shrunk = memory.shrink("gpu:0;cpu:0").expect("both are here");
-    let [gpu, cpu] = &shrunk.targets[..] else { panic!("{shrunk:?}") };
-    assert_eq!((gpu.target.to_string(), cpu.target.to_string()), ("gpu:0".into(), "cpu:0".into()));
-    // One small block pins its granule, and not a whole region.
-    let released = ByteSize::mib(6).saturating_sub(GRANULE);
-    assert!(gpu.outcome.released() >= released, "{gpu:?}");
-    assert_eq!(arena.glance().committed, GRANULE);
-    assert!(matches!(cpu.outcome, ShrinkOutcome::Released(_)), "{cpu:?}");
-    assert!(shrunk.released() >= gpu.outcome.released());
-    drop(kept);
-    assert!(memory.shutdown(SOON).is_clean());
-}
-
-#[test]
-fn a_shrink_without_an_arena_is_zero_bytes_and_no_error() {
-    let _turn = turn();
-    let memory = start();
-    let shrunk = memory.shrink("gpu:0").expect("no error");
-    assert_eq!(shrunk.targets[0].outcome, ShrinkOutcome::Released(ByteSize::ZERO));
-    assert!(memory.shutdown(SOON).is_clean());
-    drop(memory);
-    let memory = Memory::builder().device(DeviceChoice::None).start().expect("starts");
-    let shrunk = memory.shrink("gpu:0").expect("no error");
-    let outcome = &shrunk.targets[0].outcome;
-    assert!(matches!(outcome, ShrinkOutcome::Unsupported { reason } if reason.contains("none")));
-    assert_eq!(shrunk.released(), ByteSize::ZERO);
-    assert!(memory.shutdown(SOON).is_clean());
-}
-
-#[test]
-fn a_wrong_selector_shrinks_nothing() {
-    let _turn = turn();
-    let memory = start();
-    let arena = memory.open_arena("embedder").expect("opens");
-    drop(arena.alloc::<u8>(4 << 20, Region::Dynamic).expect("room"));
-    for selector in ["gpu:0;gpu:1", "gpu:0;cpu:1", "gpu:0;gpu:4294967295"] {
-        let error = memory.shrink(selector).expect_err("no such device");
-        assert!(matches!(error, ShrinkError::UnknownTarget { .. }), "{error}");
-        assert!(error.to_string().ends_with("expected cpu:0 or gpu:0"), "{error}");
-    }
-    for selector in ["", "gpu:0;", "gpu:0;npu:0", "gpu:x", "gpu:0;gpu:0"] {
-        let error = memory.shrink(selector).expect_err("no selector");
-        assert!(matches!(error, ShrinkError::Selector(_)), "{error}");
-    }
-    assert_eq!(arena.glance().idle, ByteSize::mib(4), "nothing was given back");
-    assert!(memory.shutdown(SOON).is_clean());
-}
-
-#[test]
-fn a_run_shrinks_when_it_ends_and_a_wrong_selector_does_not_begin_it() {
-    let _turn = turn();
-    let memory = start();
-    let arena = memory.open_arena("embedder").expect("opens");
-    let options = |selector| RunOptions::from_entries([(SHRINK_OPTION, selector)]).expect("valid");
-    let refused = memory.run(options("gpu:3")).expect_err("no such device");
-    assert!(matches!(refused, ShrinkError::UnknownTarget { .. }));
-    let idle = || drop(arena.alloc::<u8>(4 << 20, Region::Dynamic).expect("room"));
-    let run = memory.run(options("gpu:0")).expect("begins");
-    idle();
-    assert_eq!(arena.glance().idle, ByteSize::mib(4), "not before the end");
-    assert_eq!(run.end().released(), ByteSize::mib(4));
-    // Without an option nothing is shrunk.
-    let run = memory.run(RunOptions::new()).expect("begins");
-    idle();
-    assert!(run.end().targets.is_empty());
-    assert_eq!(arena.glance().idle, ByteSize::mib(4));
-    // A run that is dropped, as by an error, leaves it to the worker.
-    drop(memory.run(options("gpu:0;cpu:0")).expect("begins"));
-    until("the worker shrinks", || arena.glance().idle.is_zero());
-    assert!(memory.shutdown(SOON).is_clean());
-}
-
-#[test]
-fn a_shrink_reaches_arenas_that_drain() {
-    let _turn = turn();
-    let memory = start();
-    let session = memory.use_arena(&slot(), &limit(64)).expect("opened");
-    let held = mib(&session, 2).expect("room");
-    memory.replace_arena(&slot(), &limit(32)).expect("replaced");
-    drop(mib(&session, 8).expect("room"));
-    let shrunk = memory.shrink("gpu:0").expect("here");
-    assert_eq!(shrunk.released(), ByteSize::mib(8));
-    assert_eq!(memory.snapshot().draining[0].committed, ByteSize::mib(2));
-    drop((held, session));
-    assert!(memory.shutdown(SOON).is_clean());
-}
-
-#[test]
-fn selector_errors_are_values() {
-    let error: ShrinkError = "cpu".parse::<lowtide::config::arena::Targets>().unwrap_err().into();
-    let entry = "cpu".to_owned();
-    assert_eq!(error, ShrinkError::Selector(SelectorError::NoId { entry }));
 }

@@ -4,24 +4,44 @@
 //! calls, `commit` and `reclaim`, which do so with the lock given up.
 //!
 //! Invariants: those of [`ArenaSnapshot`]; `backed <= limit` but for a limit that was lowered
-//! below it; whenever something is idle and the curve is finite, `due` is at most one step of the
-//! curve away or in the past.
+//! below it; those of [`Curve`].
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
+use super::config::ArenaConfig;
+use super::curve::Curve;
 use super::driver::{DeviceAddress, Rung};
 use super::error::DeviceError;
-use super::index::Request;
-use super::region::{Placed, Region, RegionBooks};
+use super::front::{Kept, Tally};
+use super::growth::Steps;
+use super::index::Span;
+use super::region::{Placed, Region, RegionBooks, Wanted};
 use super::segment::Run;
 use super::snapshot::{AllocFailures, ArenaSnapshot};
 use crate::bytes::ByteSize;
 use crate::clock::{Clock, Moment};
-use crate::decay::{Decay, DecayTime, STEPS};
+use crate::decay::DecayTime;
 
 /// Granules in one decommit at most: 1 GiB of 2 MiB granules, so that no single call of the
 /// driver is unbounded. A guess; a figure for each driver is to be measured.
 const RUN_GRANULES_MAX: u64 = 512;
+
+/// Why an allocation failed, as the failures are counted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Cause {
+    Limit,
+    Device,
+    Addresses,
+    Driver,
+}
+
+/// An allocation that failed.
+#[derive(Debug)]
+pub(super) struct Refusal {
+    pub(super) cause: Cause,
+    pub(super) error: DeviceError,
+}
 
 /// A run on its way out, and where it is.
 #[derive(Clone, Copy, Debug)]
@@ -42,6 +62,17 @@ pub(super) struct Totals {
     pub(super) decommits: u64,
     pub(super) committed_bytes: u64,
     pub(super) decommitted_bytes: u64,
+    pub(super) reserves: u64,
+    pub(super) resizes: u64,
+    pub(super) trims: u64,
+    pub(super) trimmed_bytes: u64,
+    pub(super) shrinks: u64,
+    pub(super) shrunk_bytes: u64,
+    /// The largest block handed out.
+    pub(super) alloc_size_max: u64,
+    /// Times that a thread found the lock taken, and how long they waited for it.
+    pub(super) contended: u64,
+    pub(super) waited: Duration,
 }
 
 /// An arena's books.
@@ -53,39 +84,31 @@ pub(super) struct Books {
     pub(super) limit: ByteSize,
     pub(super) totals: Totals,
     live_peak: u64,
-    decay: Decay,
-    /// What was idle when the curve was last told, less what was given back since.
-    told: u64,
-    /// The least of it since then: what was used in between is fresh when it is idle again.
-    idle_low: u64,
-    /// Given back already, of what the curve still counts: the curve says how much may stay of all
-    /// that went idle, so it must not be told that what it took away is gone.
-    owed: u64,
-    /// The curve is told of new idle memory by frees from here on; before, a look is due.
-    note_at: Moment,
-    due: Moment,
+    committed_peak: u64,
+    pub(super) curve: Curve,
+    pub(super) steps: Steps,
+    /// Blocks given out by address, by that address.
+    pub(super) raw: BTreeMap<DeviceAddress, Kept>,
 }
 
 impl Books {
     pub(super) fn new(
         regions: [RegionBooks; 2],
         granularity: ByteSize,
-        limit: ByteSize,
-        decay: Decay,
+        config: &ArenaConfig,
+        now: Moment,
     ) -> Self {
         Self {
             regions,
             granularity: granularity.get(),
             leases: 0,
-            limit,
+            limit: config.limit,
             totals: Totals::default(),
             live_peak: 0,
-            decay,
-            told: 0,
-            idle_low: 0,
-            owed: 0,
-            note_at: Moment::ORIGIN,
-            due: Moment::NEVER,
+            committed_peak: 0,
+            curve: Curve::new(config.decay, now),
+            steps: Steps::new(config.growth),
+            raw: BTreeMap::new(),
         }
     }
 
@@ -136,22 +159,18 @@ impl Books {
     }
 
     /// Finds addresses for a block.
-    pub(super) fn place(
-        &mut self,
-        region: Region,
-        request: Request,
-    ) -> Result<Placed, DeviceError> {
-        let placed = self.region_mut(region).place(request);
-        self.idle_low = self.idle_low.min(self.idle());
+    pub(super) fn place(&mut self, region: Region, wanted: Wanted) -> Result<Placed, Refusal> {
+        let placed = self.region_mut(region).place(wanted);
+        self.curve.note_used(self.idle());
         placed.ok_or_else(|| {
-            self.totals.failures.addresses += 1;
             let books = self.region(region);
-            DeviceError::OutOfAddresses {
-                requested: ByteSize::new(request.size),
+            let error = DeviceError::OutOfAddresses {
+                requested: ByteSize::new(wanted.requested),
                 reserved: ByteSize::new(books.segment.reserved()),
                 live: ByteSize::new(books.live()),
                 largest_span: ByteSize::new(books.largest_span()),
-            }
+            };
+            Refusal { cause: Cause::Addresses, error }
         })
     }
 
@@ -159,7 +178,63 @@ impl Books {
     pub(super) fn arrive(&mut self, region: Region, placed: Placed) {
         self.region_mut(region).arrive(placed);
         self.totals.allocs += 1;
+        self.totals.alloc_size_max = self.totals.alloc_size_max.max(placed.span.size);
         self.live_peak = self.live_peak.max(self.live());
+    }
+
+    /// Lets a live block be of another size where it stands; `None` where there is no room.
+    pub(super) fn begin_resize(
+        &mut self,
+        region: Region,
+        placed: Placed,
+        requested: u64,
+        clock: &dyn Clock,
+    ) -> Option<Placed> {
+        let idle = self.idle();
+        let resized = self.region_mut(region).begin_resize(placed, requested);
+        debug_assert!(resized.is_ok(), "only its buffer resizes a block");
+        self.curve.note_used(self.idle());
+        if self.idle() > idle {
+            self.note_idle(clock.now());
+        }
+        resized.ok().flatten()
+    }
+
+    /// Books what came of the memory that a resized block grew by.
+    pub(super) fn end_resize(&mut self, region: Region, change: [Placed; 2], done: bool) {
+        let [before, after] = change;
+        self.region_mut(region).end_resize(before, after, done);
+        if done {
+            self.totals.resizes += 1;
+            self.totals.alloc_size_max = self.totals.alloc_size_max.max(after.span.size);
+            self.live_peak = self.live_peak.max(self.live());
+        }
+    }
+
+    /// Marks what a placed span needs as committing, and what the growth adds to it.
+    pub(super) fn begin_commit(&mut self, region: Region, span: Span, grow: bool) -> Vec<Run> {
+        let needed = self.bytes_of(self.region(region).segment.wanting(span));
+        let room = self.limit.get().saturating_sub(self.backed());
+        let whole = if grow { self.steps.commit(needed, room) } else { needed };
+        let ahead = (whole - needed) / self.granularity;
+        let runs = self.region_mut(region).segment.begin_commit(span, ahead);
+        self.committed_peak = self.committed_peak.max(self.backed());
+        runs
+    }
+
+    /// Books what came of a commit.
+    pub(super) fn end_commit(&mut self, region: Region, run: Run, done: bool, now: Moment) {
+        let idle = self.idle();
+        let segment = &mut self.region_mut(region).segment;
+        let (_, size) = segment.place_of(run);
+        segment.end_commit(run, done);
+        if done {
+            self.totals.commits += 1;
+            self.totals.committed_bytes += size.get();
+        }
+        if idle > 0 {
+            self.note_idle(now); // some of it was committed ahead
+        }
     }
 
     /// Takes back a placed block that got no memory.
@@ -191,6 +266,7 @@ impl Books {
             live: ByteSize::new(self.live()),
             committed: ByteSize::new(self.backed()),
             limit: self.limit,
+            holes: ByteSize::new(self.active().saturating_sub(self.live())),
             largest_free: ByteSize::new(largest_free.unwrap_or(0)),
         }
     }
@@ -218,100 +294,72 @@ impl Books {
         if done {
             self.totals.decommits += 1;
             self.totals.decommitted_bytes += leaving.size.get();
-            self.owed += leaving.size.get().min(self.told);
-            self.told = self.told.saturating_sub(leaving.size.get());
-            self.idle_low = self.idle_low.saturating_sub(leaving.size.get());
+            self.curve.note_given_back(leaving.size.get());
         }
     }
 
     /// Tells the curve what is idle at `now`; returns how much of it may stay.
     pub(super) fn tell_decay(&mut self, now: Moment) -> u64 {
-        let idle = self.idle();
-        let low = self.idle_low.min(self.told);
-        // What was used since the last time is taken out as the oldest, with its share of what was
-        // given back, and comes back as new.
-        let owed = u128::from(self.owed) * u128::from(low) / u128::from(self.told.max(1));
-        self.owed = u64::try_from(owed).unwrap_or(self.owed);
-        let counted = |idle: u64| ByteSize::new(idle.saturating_add(self.owed));
-        let _ = self.decay.allowed(counted(low), now);
-        let allowed = self.decay.allowed(counted(idle), now);
-        (self.told, self.idle_low) = (idle, idle);
-        self.note_at = now + self.step();
-        allowed.get().min(idle)
+        self.curve.tell(self.idle(), now)
     }
 
     /// When the next look is due.
     pub(super) fn due(&self) -> Moment {
-        if self.idle() == 0 { Moment::NEVER } else { self.due }
-    }
-
-    /// Sets when the next look is due, after one at `now`.
-    pub(super) fn set_due(&mut self, now: Moment, outcome: Look) {
-        self.due = match (outcome, self.decay.time()) {
-            (_, DecayTime::Never) => Moment::NEVER,
-            (Look::Unfinished, _) => now,
-            (Look::Failed, _) => now + self.step().max(RETRY_AFTER),
-            (Look::Finished, DecayTime::AtOnce) => now,
-            (Look::Finished, DecayTime::Within(_)) => self.decay.next(),
-        };
+        if self.idle() == 0 { Moment::NEVER } else { self.curve.due() }
     }
 
     pub(super) fn set_decay(&mut self, time: DecayTime, now: Moment) {
-        self.decay.set_time(time, now);
-        (self.told, self.idle_low, self.owed) = (0, 0, 0);
-        let _ = self.tell_decay(now);
-        self.set_due(now, Look::Unfinished);
+        self.curve.set_time(time, self.idle(), now);
     }
 
-    /// Sees to it that memory which just went idle is looked at. Costs a comparison, and the
-    /// curve's sum once a step.
     fn note_idle(&mut self, now: Moment) {
-        let look = match self.decay.time() {
-            DecayTime::Never => return,
-            DecayTime::AtOnce => now,
-            DecayTime::Within(_) if now < self.note_at => self.note_at,
-            DecayTime::Within(_) => {
-                let _ = self.tell_decay(now);
-                self.decay.next()
-            }
-        };
-        self.due = self.due.min(look);
+        self.curve.note_idle(self.idle(), now);
     }
 
-    /// One step of the curve.
-    fn step(&self) -> Duration {
-        match self.decay.time() {
-            DecayTime::Within(time) => time / u32::try_from(STEPS).unwrap_or(u32::MAX),
-            DecayTime::AtOnce | DecayTime::Never => Duration::ZERO,
-        }
-    }
-
-    /// All figures at this instant.
-    pub(super) fn snapshot(&self, name: &str, rung: Rung) -> ArenaSnapshot {
+    /// All figures at this instant, with what the fronts did.
+    pub(super) fn snapshot(&self, name: &str, rung: Rung, fronts: &Tally) -> ArenaSnapshot {
         let size = ByteSize::new;
-        let regions = Region::ALL.map(|region| self.region(region).snapshot(region));
+        let regions = Region::ALL.map(|region| self.region(region).snapshot(region, fronts));
+        let totals = &self.totals;
         ArenaSnapshot {
             requested: regions.iter().map(|region| region.requested).sum(),
+            cached: size(fronts.cached()),
             holes: regions.iter().map(|region| region.holes).sum(),
             largest_free: regions.iter().map(|r| r.largest_free).max().unwrap_or_default(),
-            live: size(self.live()),
+            live: size(self.live() - fronts.cached()),
             live_peak: size(self.live_peak),
             active: size(self.active()),
             idle: size(self.idle()),
             committed: size(self.backed()),
+            committed_peak: size(self.committed_peak),
             reserved: size(self.total(|region| region.segment.reserved())),
             limit: self.limit,
             leases: self.leases,
-            allocs_total: self.totals.allocs,
-            frees_total: self.totals.frees,
-            alloc_failures_total: self.totals.failures,
-            commits_total: self.totals.commits,
-            decommits_total: self.totals.decommits,
-            committed_bytes_total: self.totals.committed_bytes,
-            decommitted_bytes_total: self.totals.decommitted_bytes,
+            metadata: ByteSize::of(self.total_metadata()),
+            allocs_total: totals.allocs + fronts.allocs,
+            frees_total: totals.frees + fronts.frees,
+            front_allocs_total: fronts.allocs,
+            reserves_total: totals.reserves,
+            resizes_total: totals.resizes,
+            alloc_size_max: size(totals.alloc_size_max),
+            alloc_failures_total: totals.failures,
+            commits_total: totals.commits,
+            decommits_total: totals.decommits,
+            committed_bytes_total: totals.committed_bytes,
+            decommitted_bytes_total: totals.decommitted_bytes,
+            trims_total: totals.trims,
+            trimmed_bytes_total: totals.trimmed_bytes,
+            shrinks_total: totals.shrinks,
+            shrunk_bytes_total: totals.shrunk_bytes,
+            lock_contended_total: totals.contended,
+            lock_wait_total: totals.waited,
             regions,
             ..ArenaSnapshot::unknown(name, rung)
         }
+    }
+
+    fn total_metadata(&self) -> usize {
+        self.regions.iter().map(RegionBooks::metadata).sum()
     }
 
     /// Walks everything and checks the invariants.
@@ -320,23 +368,9 @@ impl Books {
     /// Where one is broken.
     pub(super) fn validate(&self) {
         self.regions.iter().for_each(RegionBooks::validate);
-        assert!(self.idle_low <= self.idle(), "the least idle is at most what is idle");
+        self.curve.validate(self.idle());
         let totals = &self.totals;
         let settled = totals.committed_bytes - totals.decommitted_bytes;
         assert!(self.backed() >= settled, "every byte committed is on the books");
     }
-}
-
-/// How long a failed look waits before the next: a driver that is out of order is not hammered.
-const RETRY_AFTER: Duration = Duration::from_millis(100);
-
-/// How a look at idle memory ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Look {
-    /// All that was to be given back was, or is on its way.
-    Finished,
-    /// There was more than one look does.
-    Unfinished,
-    /// The driver failed.
-    Failed,
 }

@@ -8,8 +8,8 @@
 
 use std::sync::Arc;
 
-use super::arena::Shared;
-use crate::sync::lock;
+use super::error::DeviceError;
+use super::shared::Shared;
 
 /// Keeps an arena awake; had from [`DeviceArena::enter`](super::DeviceArena::enter).
 ///
@@ -39,11 +39,23 @@ pub struct Lease {
     pub(super) arena: Arc<Shared>,
 }
 
+impl Lease {
+    /// One more lease of an arena.
+    pub(super) fn of(arena: &Arc<Shared>) -> Result<Self, DeviceError> {
+        arena.check_open()?;
+        let mut books = arena.books();
+        let leases = books.leases.checked_add(1);
+        books.leases = leases.ok_or(DeviceError::TooManyLeases { limit: u32::MAX })?;
+        drop(books);
+        Ok(Self { arena: Arc::clone(arena) })
+    }
+}
+
 impl Drop for Lease {
     /// Takes the arena's lock for one subtraction; in a forked child does nothing.
     fn drop(&mut self) {
         if self.arena.check_here().is_ok() {
-            lock(&self.arena.books).leases -= 1;
+            self.arena.books().leases -= 1;
         }
     }
 }
