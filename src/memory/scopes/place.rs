@@ -122,7 +122,11 @@ impl Place {
                 (state.changes, self.layers(&state, act, options), replaced)
             };
             let resolution = Arc::new(layers.resolve()?);
-            let arena = self.open(shared, &resolution, replaced)?;
+            let arena = match self.open(shared, &resolution, replaced) {
+                // The name, or the place, may be taken by what another thread put here meanwhile.
+                Err(_) if lock(&self.state).changes != changes => continue,
+                opened => opened?,
+            };
             let mut state = lock(&self.state);
             if state.changes != changes {
                 drop(state); // before the arena, which calls the driver
