@@ -62,6 +62,21 @@ fn mib(arena: &ArenaUse, count: usize) -> Result<Buffer<u8>, DeviceError> {
 }
 
 #[test]
+fn the_page_of_options_gives_each_keys_default() {
+    let page = include_str!("../docs/ARENA_OPTIONS.md");
+    for key in ArenaKey::ALL {
+        let default = match key.default_value() {
+            ArenaValue::Bytes(ByteSize::MAX) => "0".to_owned(),
+            ArenaValue::Bytes(bytes) => bytes.get().to_string(),
+            ArenaValue::Strategy(strategy) => u8::from(strategy != Default::default()).to_string(),
+            ArenaValue::Flag(flag) => u8::from(flag).to_string(),
+        };
+        let row = format!("\n| `{key}` | {default} | ");
+        assert!(page.contains(&row), "{row}");
+    }
+}
+
+#[test]
 fn without_options_a_shared_arena_has_onnx_runtimes_defaults() {
     let _turn = turn();
     let memory = start();
