@@ -23,6 +23,7 @@ use crate::sync::{Mutex, lock};
 use super::arenas::Arenas;
 use super::error::{Note, StartError};
 use super::hands::{Hook, IdleGranules, WorkerHands};
+use super::published::Gone;
 use super::scopes::Scopes;
 use super::sensor::MemorySensor;
 use super::shared::{Purges, Shared};
@@ -191,6 +192,7 @@ impl Builder {
             claim,
             arenas,
             scopes: Scopes::default(),
+            gone: Gone::default(),
             shrinks: ShrinksAsked::default(),
         });
         notes.into_iter().for_each(|note| shared.note(note));

@@ -72,7 +72,7 @@ impl Hands for WorkerHands {
         for (heap, bytes) in self.shared.purges.bytes() {
             record::purged(heap, bytes);
         }
-        for arena in &snapshot.arenas {
+        for arena in &self.shared.gone.published(&snapshot.arenas, &snapshot.draining) {
             record::arena(arena);
         }
         record::pressure(&snapshot.signal, &self.shared.state);

@@ -12,6 +12,7 @@ mod arenas;
 mod builder;
 mod error;
 mod hands;
+mod published;
 mod scopes;
 mod sensor;
 mod shared;

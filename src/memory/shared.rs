@@ -24,6 +24,7 @@ use crate::sync::{Mutex, lock};
 
 use super::arenas::Arenas;
 use super::error::{MemoryError, Note};
+use super::published::Gone;
 use super::scopes::Scopes;
 use super::shrink::ShrinksAsked;
 use super::snapshot::{BudgetSnapshot, MemorySnapshot};
@@ -48,6 +49,7 @@ pub(super) struct Shared {
     pub(super) claim: Arc<Claim>,
     pub(super) arenas: Arenas,
     pub(super) scopes: Scopes,
+    pub(super) gone: Gone,
     pub(super) shrinks: ShrinksAsked,
 }
 

@@ -301,6 +301,7 @@ impl Shared {
             if let Err(error) = drained.purge() {
                 self.note(Note { about: "device", text: format!("{name}: {error}") });
             }
+            self.gone.add(drained.snapshot());
             drop(drained);
             tracing::debug!(target: "lowtide", arena = name, "a replaced arena has drained");
         }
