@@ -402,6 +402,11 @@ fn what_the_device_could_not_give_is_a_conflict() {
     assert_eq!(conflict.reason, Reason::DeviceFull);
     assert_eq!(conflict.wanted, ArenaValue::Bytes(ByteSize::gib(8)));
     assert_eq!(resolution.limit(), ByteSize::mib(4096 - 256));
+    // Where a replacement overrules it, that is the one conflict.
+    let replacement = Some(keys(&[("arena.max_mem", "7")]));
+    let resolution = Layers { replacement, ..layers }.resolve().expect("resolved");
+    let [conflict] = resolution.conflicts() else { panic!("{:?}", resolution.conflicts()) };
+    assert_eq!(conflict.reason, Reason::Replaced);
 }
 
 #[test]

@@ -122,6 +122,7 @@ impl Place {
                 (state.changes, self.layers(&state, act, options), replaced)
             };
             let resolution = Arc::new(layers.resolve()?);
+            shared.sweep(); // so that what has drained takes no place
             let arena = match self.open(shared, &resolution, replaced) {
                 // The name, or the place, may be taken by what another thread put here meanwhile.
                 Err(_) if lock(&self.state).changes != changes => continue,
