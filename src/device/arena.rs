@@ -170,12 +170,7 @@ impl DeviceArena {
     /// # Errors
     /// [`DeviceError::TooManyLeases`], [`DeviceError::Forked`].
     pub fn enter(&self) -> Result<Lease, DeviceError> {
-        self.shared.check_open()?;
-        let mut books = self.shared.books();
-        let leases = books.leases.checked_add(1);
-        books.leases = leases.ok_or(DeviceError::TooManyLeases { limit: u32::MAX })?;
-        drop(books);
-        Ok(Lease { arena: Arc::clone(&self.shared) })
+        Lease::of(&self.shared)
     }
 
     /// Sets the most that may be committed. What is above it stays until it is freed or given

@@ -145,6 +145,7 @@ fn document(snapshot: &MemorySnapshot) -> Value {
         "device": {
             "budget": budget(&snapshot.device),
             "arenas": snapshot.arenas.iter().map(arena).collect::<Vec<_>>(),
+            "draining": snapshot.draining.iter().map(arena).collect::<Vec<_>>(),
         },
         "requests": {
             "admitted": snapshot.admission.admitted_total,
