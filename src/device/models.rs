@@ -199,7 +199,9 @@ fn a_front_that_is_emptied_hands_nothing_out_twice() {
         both(arena, &driver, trim, |arena| {
             let held = arena.alloc::<u8>(256, Region::Dynamic).expect("room");
             let other = arena.alloc::<u8>(256, Region::Dynamic).expect("room");
-            assert_eq!(arena.glance().live, ByteSize::new(512));
+            // What is on its way from the front to the books counts as live meanwhile. A block
+            // that was handed out twice would be freed twice, which the books refuse.
+            assert!(arena.glance().live >= ByteSize::new(512));
             drop((held, other));
         });
     });
