@@ -10,7 +10,7 @@
 #[cfg(feature = "cuda")]
 pub mod cuda;
 pub mod host;
-#[cfg(test)]
+#[cfg(all(test, not(lowtide_loom)))]
 pub(crate) mod trial;
 
 use std::fmt;
