@@ -1,4 +1,4 @@
-//! What can go wrong in a device arena, with the numbers that explain it.
+//! What can go wrong in a device arena or a pool, with the numbers that explain it.
 //!
 //! Raised only when certain: an `OutOfMemory` comes after the arena's own idle memory was given
 //! back. It retries nothing and logs nothing.
@@ -11,7 +11,7 @@ use thiserror::Error;
 use super::driver::{DriverError, Rung};
 use crate::bytes::ByteSize;
 
-/// Why an operation on a device arena failed.
+/// Why an operation on a device arena or on a pinned pool failed.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DeviceError {
@@ -48,14 +48,14 @@ pub enum DeviceError {
         /// The longest free span of addresses, backed or not.
         largest_span: ByteSize,
     },
-    /// A length that no region of this arena could ever hold.
-    #[error("{len} elements of {element} can never fit: a region has {largest}")]
+    /// A length that no region of this arena, or no memory at all, could ever hold.
+    #[error("{len} elements of {element} can never fit: the most is {largest}")]
     TooLarge {
         /// The number of elements asked for.
         len: usize,
         /// The size of one.
         element: ByteSize,
-        /// The address space of a region.
+        /// The address space of a region, or of a process.
         largest: ByteSize,
     },
     /// An alignment beyond the granule, to which alone addresses are known to be aligned.
@@ -88,8 +88,35 @@ pub enum DeviceError {
         /// The most that are counted.
         limit: u32,
     },
+    /// A pool's low watermark is above its high one.
+    #[error("a low watermark of {low} above a high one of {high}")]
+    Watermarks {
+        /// What is to stay idle at most, once memory is given back.
+        low: ByteSize,
+        /// What may be idle before any is given back.
+        high: ByteSize,
+    },
+    /// More segments in one pool than are kept.
+    #[error("no room for {requested}: the pool has {limit} segments; make them larger")]
+    TooManySegments {
+        /// The size of the block asked for.
+        requested: ByteSize,
+        /// The most that are kept.
+        limit: usize,
+    },
+    /// The pool was to be closed, and somebody still holds, or is just getting, blocks of it.
+    #[error("{blocks} blocks with {live} are live")]
+    LiveBlocks {
+        /// How many blocks.
+        blocks: u64,
+        /// Their bytes, after rounding.
+        live: ByteSize,
+    },
+    /// The pool is closed.
+    #[error("the pool is closed")]
+    Closed,
     /// The process is a fork of the one that opened the arena.
-    #[error("the arena was opened before a fork; device memory does not outlive it")]
+    #[error("it was opened before a fork; device memory and pools do not outlive one")]
     Forked,
     /// The driver failed.
     #[error(transparent)]
@@ -104,7 +131,8 @@ impl DeviceError {
             self,
             Self::OutOfMemory { .. }
                 | Self::OutOfAddresses { .. }
-                | Self::Driver(DriverError::OutOfMemory { .. })
+                | Self::TooManySegments { .. }
+                | Self::Driver(DriverError::OutOfMemory { .. } | DriverError::LockLimit { .. })
         )
     }
 }

@@ -43,6 +43,7 @@ pub mod driver;
 mod error;
 mod index;
 mod lease;
+mod pinned;
 mod reclaim;
 mod region;
 mod segment;
@@ -54,6 +55,10 @@ pub use config::{ArenaConfig, Growth};
 pub use driver::host::HostDriver;
 pub use error::DeviceError;
 pub use lease::Lease;
+pub use pinned::{
+    PinnedBuffer, PinnedConfig, PinnedFailures, PinnedGlance, PinnedKind, PinnedPool,
+    PinnedSnapshot,
+};
 pub use reclaim::Decayed;
 pub use region::Region;
 pub use snapshot::{AllocFailures, ArenaGlance, ArenaSnapshot, RegionSnapshot};
