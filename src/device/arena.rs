@@ -16,17 +16,17 @@ use bytemuck::Pod;
 use super::books::Books;
 use super::buffer::Buffer;
 use super::config::ArenaConfig;
+use super::curve::Curve;
 use super::driver::sealed::Key;
 use super::driver::{Capabilities, DeviceAddress, Driver, DriverError, Rung};
 use super::error::DeviceError;
-use super::index::{ALIGN, Request};
+use super::index::{ALIGN, End, Request};
 use super::lease::Lease;
 use super::region::{Placed, Region, RegionBooks};
 use super::segment::Segment;
 use super::snapshot::{ArenaGlance, ArenaSnapshot};
 use crate::bytes::ByteSize;
 use crate::clock::Clock;
-use crate::decay::Decay;
 use crate::fork::Birth;
 use crate::sync::{Condvar, Mutex, lock};
 
@@ -101,8 +101,8 @@ impl DeviceArena {
         };
         let reserved = [&stable, &dynamic].map(|segment| ByteSize::new(segment.reserved()));
         let regions = [stable, dynamic].map(RegionBooks::new);
-        let decay = Decay::new(config.decay, clock.now());
-        let books = Books::new(regions, granularity, config.limit, decay);
+        let curve = Curve::new(config.decay, clock.now());
+        let books = Books::new(regions, granularity, config.limit, curve);
         Ok(Self(Arc::new(Shared {
             name: config.name,
             driver,
@@ -145,7 +145,7 @@ impl DeviceArena {
         if bytes.is_zero() {
             return Ok(Buffer::empty(Arc::clone(shared), region, len));
         }
-        let request = Request { size: bytes.get(), align: align.get() };
+        let request = Request { size: bytes.get(), align: align.get(), end: End::Low };
         let placed = shared.obtain(region, request)?;
         Ok(Buffer::new(Arc::clone(shared), region, placed, len))
     }
