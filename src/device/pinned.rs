@@ -152,22 +152,21 @@ impl<T: Pod> PinnedBuffer<T> {
     }
 
     /// Makes it `len` elements. What was there stays, up to the new length; what is new has
-    /// unspecified contents. Addresses change where the block has no room for it, and the elements
-    /// are copied then.
-    ///
-    /// A smaller length keeps the block; length 0 gives it up.
+    /// unspecified contents. Where the block cannot grow where it stands, the elements are copied
+    /// to another, and both are live for as long as that takes. What a smaller length leaves is
+    /// free for others; it never copies.
     ///
     /// # Errors
     /// As [`PinnedPool::alloc`]; the buffer then is as it was.
     pub fn resize(&mut self, len: usize) -> Result<(), DeviceError> {
         self.pool.check_here()?;
         let bytes = self.pool.bytes_of::<T>(len)?;
-        if let Some(block) = self.block.as_mut().filter(|_| bytes > 0) {
-            if self.pool.resize_in_place(block, bytes) {
-                self.start = Self::start_of(block, len);
-                self.len = len;
-                return Ok(());
-            }
+        if let Some(block) = self.block.as_mut().filter(|_| bytes > 0)
+            && self.pool.resize_in_place(block, bytes)
+        {
+            self.start = Self::start_of(block, len);
+            self.len = len;
+            return Ok(());
         }
         let mut other = self.pool.buffer::<T>(len)?;
         let kept = len.min(self.len);
@@ -192,23 +191,24 @@ impl<T: Pod> Deref for PinnedBuffer<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        // SAFETY: `start` is aligned for T (asserted in `start_of`; else dangling and aligned, where
-        // there are no bytes). Where there are, it has the provenance of the driver's whole piece,
-        // and `len` elements lie in the block and the block in that piece (asserted in `start_of`),
-        // which is below `isize::MAX` bytes (`Shared::bytes_of` holds a block at 2^62). The block is
-        // live while `self` is, and a segment with a live block is not given back, so the bytes are
-        // readable and initialised (`Driver::host_alloc`; drivers are sealed to this crate), in a
-        // forked child as well. T is Pod: any bytes are a value. Nobody writes: blocks do not
-        // overlap (invariant of the index) and writing takes `&mut self`.
+        // SAFETY: `start` is aligned for T (asserted in `start_of`; else dangling and aligned,
+        // where there are no bytes). Where there are, it has the provenance of the driver's whole
+        // piece, and `len` elements lie in the block and the block in that piece (asserted in
+        // `start_of`), which is below `isize::MAX` bytes (`Shared::bytes_of` holds a block at
+        // 2^62). The block is live while `self` is, and a segment with a live block is not given
+        // back, so the bytes are readable and initialised (`Driver::host_alloc`; drivers are sealed
+        // to this crate), in a forked child as well. T is Pod: any bytes are a value. Nobody
+        // writes: blocks do not overlap (invariant of the index), writing takes `&mut self`, and a
+        // device's copy into it is over when its call returned, or its caller's to wait for.
         unsafe { slice::from_raw_parts(self.start.as_ptr(), self.len) }
     }
 }
 
 impl<T: Pod> DerefMut for PinnedBuffer<T> {
     fn deref_mut(&mut self) -> &mut [T] {
-        // SAFETY: as in `deref`; `&mut self` is borrowed for as long as the slice lives, so that no
-        // other slice of this block exists. The memory may be written (`Driver::host_alloc`). Any T
-        // leaves initialised bytes behind, because a Pod has no padding.
+        // SAFETY: as in `deref`; `&mut self` is borrowed for as long as the slice lives, so that
+        // no other slice of this block exists. The memory may be written (`Driver::host_alloc`).
+        // Any T leaves initialised bytes behind, because a Pod has no padding.
         unsafe { slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
     }
 }
@@ -236,3 +236,43 @@ impl<T: Pod> fmt::Debug for PinnedBuffer<T> {
 
 #[cfg(test)]
 mod tests;
+
+#[cfg(test)]
+mod wide {
+    use super::*;
+    use crate::device::driver::host::HostDriver;
+
+    /// Aligned to more than a page of most systems.
+    #[derive(Clone, Copy)]
+    #[repr(C, align(8192))]
+    struct Wide([u8; 8192]);
+    // SAFETY: all bytes zero are a value of a byte array, and there is no padding.
+    unsafe impl bytemuck::Zeroable for Wide {}
+    // SAFETY: as above; any bytes are a value, size and alignment are equal, no pointer is inside.
+    unsafe impl Pod for Wide {}
+
+    /// Aligned to a page.
+    #[derive(Clone, Copy)]
+    #[repr(C, align(4096))]
+    struct Page([u8; 4096]);
+    // SAFETY: as for `Wide`.
+    unsafe impl bytemuck::Zeroable for Page {}
+    // SAFETY: as for `Wide`.
+    unsafe impl Pod for Page {}
+
+    #[test]
+    fn an_alignment_up_to_a_page_is_kept_and_one_beyond_is_a_typed_error() {
+        let config = PinnedConfig { kind: PinnedKind::Pageable, ..PinnedConfig::new("wide") };
+        let pool = PinnedPool::open(Arc::new(HostDriver::new()), config).expect("open");
+        let byte = pool.alloc::<u8>(1).expect("room");
+        let pages = pool.alloc_from(&[Page([7; 4096]); 2]).expect("room");
+        assert!(pages.as_ptr().addr().is_multiple_of(4096) && pages[1].0[4095] == 7);
+        let refused = pool.alloc::<Wide>(1).expect_err("beyond a page");
+        let (requested, largest) = (ByteSize::kib(8), HOST_ALIGNMENT);
+        assert_eq!(refused, DeviceError::Alignment { requested, largest });
+        assert_eq!(pool.snapshot().alloc_failures_total.size, 1);
+        assert_eq!(Wide([0; 8192]).0.len(), 8192);
+        drop((byte, pages));
+        pool.validate();
+    }
+}

@@ -5,9 +5,9 @@
 //! left to the system's own setting.
 //!
 //! Memory of the host is mapped apart from it, and page-locked by mlock. It is not marked
-//! `MADV_DONTFORK`: no device of this driver reads its physical pages, so that a copy on write after
-//! a fork harms nothing, while a hole in the child would turn a slice that lives across the fork
-//! into a crash. The child's copy is not locked: locks are not inherited (mlock(2)).
+//! `MADV_DONTFORK`: no device of this driver reads its physical pages, so that a copy on write
+//! after a fork harms nothing, while a hole in the child would turn a slice that lives across the
+//! fork into a crash. The child's copy is not locked: locks are not inherited (mlock(2)).
 //!
 //! Invariant: `accessible = committed`; a bare granule is `PROT_NONE` and has no page behind it.
 #![expect(unsafe_code, reason = "address space is had from mmap, mprotect and madvise")]

@@ -122,6 +122,7 @@ pub(super) struct Counted {
     pub(super) pageable: u64,
     pub(super) arriving: u64,
     pub(super) largest_free: u64,
+    pub(super) metadata: u64,
     pub(super) segments: u64,
     pub(super) totals: Totals,
 }
@@ -212,10 +213,22 @@ impl Books {
         self.live -= span.size;
     }
 
-    /// Books that the buffer of a block asks for another number of bytes of it.
-    pub(super) const fn ask_again(&mut self, placed: &mut Placed, requested: u64) {
+    /// Makes a block hold this many bytes where it stands; says whether it does. What a smaller
+    /// size leaves is free.
+    pub(super) fn resize(&mut self, placed: &mut Placed, requested: u64) -> bool {
+        let Some(Slot::Ready(segment)) = self.slots.get_mut(placed.slot) else {
+            debug_assert!(false, "a segment with a live block is ready");
+            return false;
+        };
+        let Ok(Some(span)) = segment.index.resize(placed.id, requested) else { return false };
+        if span.size < placed.span.size {
+            segment.refused_from = u64::MAX;
+        }
+        self.live = self.live - placed.span.size + span.size;
+        self.live_peak = self.live_peak.max(self.live);
         self.requested = self.requested - placed.requested + requested;
-        placed.requested = requested;
+        (placed.span, placed.requested) = (span, requested);
+        true
     }
 
     /// The arrival in which there is room for the request; what it needs there is spoken for.
@@ -424,6 +437,9 @@ impl Books {
             totals: self.totals,
             ..Counted::default()
         };
+        for (_, segment) in self.segments() {
+            counted.metadata += ByteSize::of(segment.index.metadata()).get();
+        }
         for slot in &self.slots {
             match slot {
                 Slot::Vacant => continue,
@@ -458,7 +474,7 @@ impl Books {
                     let is_leaving = matches!(slot, Slot::Leaving(_));
                     assert!(!is_leaving || segment.is_idle(), "a block is live in what leaves");
                     let all = segment.index.blocks();
-                    blocks += all.filter(|(_, is_live)| *is_live).count() as u64;
+                    blocks += all.filter(|(_, name)| name.is_some()).count() as u64;
                 }
             }
         }

@@ -19,7 +19,7 @@ use crate::bytes::ByteSize;
 use crate::device::driver::sealed::Key;
 use crate::device::driver::{Driver, HOST_ALIGNMENT, Rung};
 use crate::device::error::DeviceError;
-use crate::device::index::Request;
+use crate::device::index::{End, Request};
 use crate::fork::Birth;
 use crate::sync::{Condvar, Mutex, lock};
 
@@ -242,20 +242,17 @@ impl Shared {
     ) -> Result<PinnedBuffer<T>, DeviceError> {
         self.check_here()?;
         let size = self.bytes_of::<T>(len)?;
+        let align = ByteSize::of(align_of::<T>()).get();
         let placed = match size {
             0 => None,
-            _ => Some(self.obtain(Request { size, align: ByteSize::of(align_of::<T>()).get() })?),
+            _ => Some(self.obtain(Request { size, align, end: End::Low })?),
         };
         Ok(PinnedBuffer::new(Arc::clone(self), placed, len))
     }
 
     /// Makes a block hold this many bytes where it stands; says whether it does.
     pub(super) fn resize_in_place(&self, placed: &mut Placed, bytes: u64) -> bool {
-        let fits = bytes <= placed.span.size;
-        if fits {
-            lock(&self.books).ask_again(placed, bytes);
-        }
-        fits
+        lock(&self.books).resize(placed, bytes)
     }
 
     /// Frees a block: bookkeeping only. In a forked child does nothing.

@@ -4,8 +4,8 @@
 //! may wait for the device. So a free that passes the high watermark leaves the rest to
 //! [`PinnedPool::maintain`], which the pool's owner calls, or to [`PinnedBuffer::free`].
 //!
-//! The law of decommit: a segment leaves only when no buffer has a block in it. A device's copy that
-//! is not complete keeps its buffer (contract of the pool), and so its segment.
+//! The law of decommit: a segment leaves only when no buffer has a block in it. A device's copy
+//! that is not complete keeps its buffer (contract of the pool), and so its segment.
 //!
 //! Invariant: `idle after maintain <= high watermark`, and `<= low watermark` if it gave anything
 //! back, but for what other threads free meanwhile.

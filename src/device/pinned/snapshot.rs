@@ -44,6 +44,8 @@ pub struct PinnedSnapshot {
     pub arriving: ByteSize,
     /// What of the active segments is not live.
     pub holes: ByteSize,
+    /// What the block indices take of the heap: some 14 KiB a segment and 40 bytes a block.
+    pub metadata: ByteSize,
     /// The longest free span in one segment.
     pub largest_free: ByteSize,
     /// The most that may be committed.
@@ -153,6 +155,7 @@ impl PinnedSnapshot {
             pageable: ByteSize::new(counted.pageable),
             arriving: ByteSize::new(counted.arriving),
             holes: ByteSize::new(active - live),
+            metadata: ByteSize::new(counted.metadata),
             largest_free: ByteSize::new(counted.largest_free),
             limit: ByteSize::new(counted.limit),
             high_watermark: label.high_watermark,
