@@ -17,6 +17,7 @@ mod config;
 mod obtain;
 mod pool;
 mod reclaim;
+mod segment;
 mod snapshot;
 
 use std::fmt;
@@ -238,7 +239,9 @@ impl<T: Pod> fmt::Debug for PinnedBuffer<T> {
 mod tests;
 
 #[cfg(test)]
-mod wide {
+mod fenced_tests {
+    use std::mem::ManuallyDrop;
+
     use super::*;
     use crate::device::driver::host::HostDriver;
 
@@ -273,6 +276,38 @@ mod wide {
         assert_eq!(pool.snapshot().alloc_failures_total.size, 1);
         assert_eq!(Wide([0; 8192]).0.len(), 8192);
         drop((byte, pages));
+        pool.validate();
+    }
+
+    #[test]
+    fn in_a_forked_child_a_drop_touches_neither_lock_nor_memory() {
+        let config = PinnedConfig { kind: PinnedKind::Pageable, ..PinnedConfig::new("forked") };
+        let pool = PinnedPool::open(Arc::new(HostDriver::new()), config).expect("open");
+        let buffer = pool.alloc_from(&[7_u8; 100]).expect("room");
+        let start = buffer.start.as_ptr();
+        let held = Arc::clone(&buffer.pool);
+        // As if another thread, which the child does not have, had it at the fork.
+        let books = ManuallyDrop::new(crate::sync::lock(&held.books));
+        // SAFETY: the child drops a buffer and handles, reads a byte, and ends with `_exit`.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            // SAFETY: sets a timer of this process, which ends it where it waits for the lock.
+            unsafe { libc::alarm(20) };
+            drop((buffer, pool));
+            drop(held); // the last holder
+            // SAFETY: the memory is the child's copy, which nobody gave back.
+            let byte = unsafe { start.read() };
+            // SAFETY: ends the child at once, without running the parent's exit handlers.
+            unsafe { libc::_exit(i32::from(byte)) };
+        }
+        drop(ManuallyDrop::into_inner(books));
+        assert!(child > 0, "fork failed");
+        let mut status = 0;
+        // SAFETY: `status` is a valid place for an int, and `child` is our own child.
+        let waited = unsafe { libc::waitpid(child, &raw mut status, 0) };
+        assert_eq!((waited, libc::WIFEXITED(status)), (child, true), "status {status:#x}");
+        assert_eq!(libc::WEXITSTATUS(status), 7);
+        drop(buffer);
         pool.validate();
     }
 }

@@ -9,11 +9,12 @@
 
 use super::Range;
 use super::config::segment_for;
+use super::segment::{Segment, with_slack};
 use super::snapshot::PinnedFailures;
 use crate::bytes::ByteSize;
 use crate::device::driver::HostMemory;
 use crate::device::error::DeviceError;
-use crate::device::index::{ALIGN, BlockId, BlockIndex, Request, Span};
+use crate::device::index::{BlockId, Request, Span};
 
 /// The most segments of one pool. An allocation looks at each of them at worst: some microseconds.
 pub(super) const SEGMENTS_MAX: usize = 4096;
@@ -27,43 +28,6 @@ pub(super) struct Placed {
     /// What the caller asked for.
     pub(super) requested: u64,
     pub(super) range: Range,
-}
-
-/// One piece of host memory.
-#[derive(Debug)]
-pub(super) struct Segment {
-    pub(super) range: Range,
-    pub(super) index: BlockIndex,
-    /// No block of this size was to be had here since the last release.
-    refused_from: u64,
-}
-
-impl Segment {
-    fn new(range: Range) -> Self {
-        let index = BlockIndex::new(range.size().get());
-        Self { range, index, refused_from: u64::MAX }
-    }
-
-    pub(super) fn size(&self) -> u64 {
-        self.range.size().get()
-    }
-
-    pub(super) const fn is_idle(&self) -> bool {
-        self.index.live() == 0
-    }
-
-    fn may_hold(&self, size: u64) -> bool {
-        size < self.refused_from && size <= self.size() - self.index.live()
-    }
-
-    fn take(&mut self, request: Request) -> Option<(BlockId, Span)> {
-        let taken = self.index.take(request, |_| 0);
-        // Where only the alignment did not fit, another request of this size may.
-        if taken.is_none() && request.align <= ALIGN {
-            self.refused_from = self.refused_from.min(request.size);
-        }
-        taken
-    }
 }
 
 #[derive(Debug)]
@@ -133,7 +97,12 @@ pub(super) struct Books {
     pub(super) closed: bool,
     pub(super) totals: Totals,
     segment: u64,
+    /// What is asked of the driver first.
+    first: HostMemory,
     slots: Vec<Slot>,
+    /// For each slot what [`Segment::room`] says, 0 where it is not ready: side by side, because
+    /// each allocation looks through them.
+    rooms: Vec<u64>,
     requested: u64,
     live: u64,
     live_peak: u64,
@@ -143,13 +112,15 @@ pub(super) struct Books {
 }
 
 impl Books {
-    pub(super) fn new(limit: u64, segment: u64) -> Self {
+    pub(super) fn new(limit: u64, segment: u64, first: HostMemory) -> Self {
         Self {
             limit,
             closed: false,
             totals: Totals::default(),
             segment,
+            first,
             slots: Vec::new(),
+            rooms: Vec::new(),
             requested: 0,
             live: 0,
             live_peak: 0,
@@ -159,37 +130,47 @@ impl Books {
         }
     }
 
-    /// A block in a segment that is there: page-locked before pageable, active before idle, then
-    /// the lowest active one or the smallest idle one. So the other segments empty, and go back.
+    /// A block in a segment that is there: of the kind that is asked for first, active before idle,
+    /// then the lowest active one or the smallest idle one. So the other segments empty, and go
+    /// back.
     pub(super) fn place(&mut self, request: Request) -> Option<Placed> {
-        for memory in [HostMemory::PageLocked, HostMemory::Pageable] {
-            for slot in 0..self.slots.len() {
-                let fits = self.ready(slot).is_some_and(|segment| {
-                    segment.range.memory() == memory
-                        && !segment.is_idle()
-                        && segment.may_hold(request.size)
-                });
-                if let Some(placed) = fits.then(|| self.place_in(slot, request)).flatten() {
-                    return Some(placed);
-                }
-            }
-            let idle = self.segments().filter(|(_, segment)| {
-                segment.range.memory() == memory
-                    && segment.is_idle()
-                    && segment.may_hold(request.size)
-            });
-            let smallest = idle.min_by_key(|(_, segment)| segment.size()).map(|(slot, _)| slot);
-            if let Some(placed) = smallest.and_then(|slot| self.place_in(slot, request)) {
+        // A segment that refuses has no such room from then on: as many turns as segments at most.
+        for _ in 0..=self.slots.len() {
+            let slot = self.best_for(request)?;
+            if let Some(placed) = self.place_in(slot, request) {
                 return Some(placed);
             }
         }
         None
     }
 
+    fn best_for(&self, request: Request) -> Option<usize> {
+        let mut best: Option<(bool, bool, u64, usize)> = None;
+        let mut candidate = |key| best = Some(best.map_or(key, |best| best.min(key)));
+        let wanted = with_slack(request);
+        let roomy = self.rooms.iter().enumerate().filter(|(_, room)| **room >= request.size);
+        for (slot, room) in roomy {
+            let Some(segment) = self.ready(slot) else { continue };
+            let is_other = segment.range.memory() != self.first;
+            if segment.is_idle() {
+                // Its one free block begins at offset 0, which has every alignment.
+                candidate((is_other, true, segment.size(), slot));
+            } else if *room >= wanted {
+                if !is_other {
+                    return Some(slot);
+                }
+                candidate((is_other, false, 0, slot));
+            }
+        }
+        best.map(|(.., slot)| slot)
+    }
+
     fn place_in(&mut self, slot: usize, request: Request) -> Option<Placed> {
         let Some(Slot::Ready(segment)) = self.slots.get_mut(slot) else { return None };
-        let (id, span) = segment.take(request)?;
+        let taken = segment.take(request);
         let range = segment.range;
+        self.rooms[slot] = segment.room();
+        let (id, span) = taken?;
         self.totals.allocs += 1;
         self.requested += request.size;
         self.live += span.size;
@@ -203,11 +184,11 @@ impl Books {
             debug_assert!(false, "a segment with a live block is ready");
             return;
         };
-        let Ok(span) = segment.index.release(placed.id) else {
+        let Ok(span) = segment.release(placed.id) else {
             debug_assert!(false, "a buffer frees its block once");
             return;
         };
-        segment.refused_from = u64::MAX;
+        self.rooms[placed.slot] = segment.room();
         self.totals.frees += 1;
         self.requested -= placed.requested;
         self.live -= span.size;
@@ -220,10 +201,8 @@ impl Books {
             debug_assert!(false, "a segment with a live block is ready");
             return false;
         };
-        let Ok(Some(span)) = segment.index.resize(placed.id, requested) else { return false };
-        if span.size < placed.span.size {
-            segment.refused_from = u64::MAX;
-        }
+        let Some(span) = segment.resize(placed.id, requested) else { return false };
+        self.rooms[placed.slot] = segment.room();
         self.live = self.live - placed.span.size + span.size;
         self.live_peak = self.live_peak.max(self.live);
         self.requested = self.requested - placed.requested + requested;
@@ -279,6 +258,7 @@ impl Books {
             Some(slot) => slot,
             None if self.slots.len() < SEGMENTS_MAX => {
                 self.slots.push(Slot::Vacant);
+                self.rooms.push(0);
                 self.slots.len() - 1
             }
             None => {
@@ -333,6 +313,7 @@ impl Books {
                 *slot = Slot::Ready(segment);
             } else {
                 leaving.push((number, segment.range));
+                self.rooms[number] = 0;
                 *slot = Slot::Leaving(segment);
             }
         }
@@ -352,6 +333,7 @@ impl Books {
             self.totals.segments_given_back += 1;
             self.totals.given_back_bytes += segment.size();
         } else {
+            self.rooms[slot] = segment.room();
             self.slots[slot] = Slot::Ready(segment);
         }
     }
@@ -460,7 +442,10 @@ impl Books {
     /// Where one is broken.
     pub(super) fn validate(&self) {
         let (mut committed, mut live, mut blocks) = (0, 0, 0);
-        for slot in &self.slots {
+        assert_eq!(self.rooms.len(), self.slots.len());
+        for (slot, room) in self.slots.iter().zip(&self.rooms) {
+            let ready = if let Slot::Ready(segment) = slot { segment.room() } else { 0 };
+            assert_eq!(*room, ready, "room");
             match slot {
                 Slot::Vacant => {}
                 Slot::Arriving { size, spare, .. } => {

@@ -75,7 +75,8 @@ impl PinnedPool {
         if config.kind == PinnedKind::PageLocked && !driver.capabilities().page_locked {
             return Err(DeviceError::Unsupported { what: "page-locked memory", rung });
         }
-        let books = Books::new(config.limit.get(), config.segment_size());
+        let first = config.kind.first();
+        let books = Books::new(config.limit.get(), config.segment_size(), first);
         let label = Label {
             name: config.name,
             rung,

@@ -4,14 +4,16 @@
 //! to page-locking is tested in a process of its own.
 
 use std::sync::Arc;
-use std::thread;
 
+use super::books::Room;
 use super::*;
 use crate::device::driver::trial::{Failure, TrialDriver};
 use crate::device::driver::{Driver as _, DriverError};
+use crate::sync::lock;
 
 mod cu_arena;
 mod random;
+mod threads;
 
 const GRANULE: ByteSize = ByteSize::kib(64);
 
@@ -376,48 +378,53 @@ fn a_failure_at_any_driver_call_leaves_the_books_right() {
 }
 
 #[test]
-fn no_call_is_made_under_the_lock_and_who_needs_no_memory_goes_on() {
-    let (pool, driver) = open(ByteSize::MAX);
-    let held = bytes(&pool, GRANULE).expect("room");
-    let idle = mib(&pool, 4);
-    drop(idle);
-    driver.hold();
-    thread::scope(|scope| {
-        let obtaining = scope.spawn(|| mib(&pool, 16));
-        driver.wait_until_held(1);
-        let giving = scope.spawn(|| pool.maintain());
-        driver.wait_until_held(2);
-        // Both calls are under way; the books are open, and what is on its way is counted.
-        let snapshot = pool.snapshot();
-        assert_eq!(snapshot.arriving, ByteSize::mib(16));
-        assert_eq!(snapshot.idle, ByteSize::mib(4), "it is still there");
-        pool.validate();
-        drop(bytes(&pool, GRANULE).expect("beside the one held"));
-        let (_, error) = pool.clone().close().expect_err("a block is on its way");
-        assert!(matches!(error, DeviceError::LiveBlocks { blocks: 2, .. }), "{error}");
-        driver.let_go();
-        assert_eq!(giving.join().expect("ends"), Ok(ByteSize::mib(4)));
-        drop(obtaining.join().expect("ends"));
-    });
-    drop(held);
+fn under_the_limit_there_is_room_once_a_leaving_segment_is_gone() {
+    let (pool, driver) = open(ByteSize::mib(8));
+    drop(mib(&pool, 6));
+    let mut books = lock(&pool.shared().books);
+    let need = ByteSize::mib(5).get();
+    assert_eq!(books.room(need), Room::After(ByteSize::mib(3).get()));
+    let leaving = books.begin_leave(0);
+    assert_eq!(books.room(need), Room::Coming);
+    assert_eq!(books.room(ByteSize::mib(2).get()), Room::For(ByteSize::mib(2).get()));
+    assert_eq!(books.room(ByteSize::mib(9).get()), Room::None);
+    leaving.iter().for_each(|(slot, _)| books.end_leave(*slot, false));
+    drop(books);
     check(&pool, &driver);
 }
 
 #[test]
-fn threads_that_start_at_once_wait_for_one_segment_and_share_it() {
+fn a_size_that_was_refused_is_found_again_after_a_free_and_after_a_resize() {
+    for by_resize in [false, true] {
+        let (pool, driver) = open(ByteSize::MAX);
+        drop(mib(&pool, 1));
+        let mut low = bytes(&pool, ByteSize::kib(512)).expect("room");
+        let middle = bytes(&pool, ByteSize::kib(256)).expect("room");
+        let mut high = bytes(&pool, ByteSize::kib(256)).expect("room");
+        pool.set_limit(ByteSize::mib(1));
+        drop(middle);
+        high.resize(100 << 10).expect("smaller");
+        // 256 and 156 KiB are free, apart.
+        assert!(bytes(&pool, ByteSize::kib(300)).is_err());
+        if by_resize {
+            low.resize(400 << 10).expect("smaller");
+        } else {
+            drop(low);
+        }
+        drop(bytes(&pool, ByteSize::kib(300)).expect("free now"));
+        check(&pool, &driver);
+    }
+}
+
+#[test]
+fn a_block_is_placed_in_the_smallest_idle_segment_so_that_larger_ones_can_go() {
     let (pool, driver) = open(ByteSize::MAX);
-    driver.hold();
-    thread::scope(|scope| {
-        let first = scope.spawn(|| bytes(&pool, ByteSize::kib(100)).expect("room"));
-        driver.wait_until_held(1);
-        let others: Vec<_> = (0..3)
-            .map(|_| scope.spawn(|| bytes(&pool, ByteSize::kib(100)).expect("room")))
-            .collect();
-        // However the threads run: none of them makes a call of its own.
-        driver.let_go();
-        let all: Vec<_> =
-            others.into_iter().chain([first]).map(|thread| thread.join().expect("ends")).collect();
-        assert_eq!((driver.calls(), all.len()), (1, 4));
-    });
+    drop([mib(&pool, 8), mib(&pool, 2), mib(&pool, 5)]);
+    let small = bytes(&pool, ByteSize::mib(1)).expect("room");
+    assert_eq!(pool.purge(), Ok(ByteSize::mib(13)));
+    // A second one goes where the first is.
+    drop(bytes(&pool, ByteSize::mib(1)).expect("room"));
+    assert_eq!(pool.snapshot().segments, 1);
+    drop(small);
     check(&pool, &driver);
 }

@@ -3,9 +3,9 @@
 //! The model knows what each buffer holds and what is live; it knows nothing of segments.
 
 use std::sync::Mutex;
+use std::thread;
 
 use super::*;
-use crate::sync::lock;
 
 struct Chance(u64);
 
