@@ -74,6 +74,9 @@ impl Range {
 /// It is a slice of host memory, and holds its pool. In a forked child it is the child's own copy,
 /// no longer page-locked, whose drop does nothing.
 ///
+/// Nothing here knows of a device's copies. Where one goes on after the call that started it
+/// returned, keep the buffer, and leave its elements alone, until that copy is complete.
+///
 /// ```
 /// use std::sync::Arc;
 /// use lowtide::ByteSize;

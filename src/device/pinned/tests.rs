@@ -318,6 +318,23 @@ fn elements_without_bytes_take_no_block() {
     check(&pool, &driver);
 }
 
+#[test]
+fn the_number_of_segments_has_an_end_and_the_pool_works_on() {
+    let (pool, driver) = open_with(PinnedConfig { segment: GRANULE, ..config(ByteSize::MAX) });
+    let mut all: Vec<_> =
+        (0..books::SEGMENTS_MAX).map(|_| bytes(&pool, GRANULE).expect("room")).collect();
+    let refused = bytes(&pool, GRANULE).expect_err("one too many");
+    let (requested, limit) = (GRANULE, books::SEGMENTS_MAX);
+    assert_eq!(refused, DeviceError::TooManySegments { requested, limit });
+    assert_eq!(pool.snapshot().alloc_failures_total.segments, 1);
+    // An idle segment makes way for one that is large enough.
+    all.truncate(books::SEGMENTS_MAX - 1);
+    let larger = bytes(&pool, ByteSize::mib(1)).expect("in the place of the idle one");
+    assert_eq!(pool.snapshot().segments, books::SEGMENTS_MAX as u64);
+    drop((larger, all));
+    check(&pool, &driver);
+}
+
 /// Every kind of act once, going on after each failure; validates after each.
 fn scenario(driver: &Arc<TrialDriver>) {
     let pool = PinnedPool::open(driver.clone(), config(ByteSize::mib(8))).expect("open");
