@@ -17,15 +17,15 @@ use std::sync::Arc;
 
 use bytemuck::Pod;
 
-use super::arena::Shared;
 use super::error::DeviceError;
+use super::front::Home;
 use super::lease::Lease;
-use super::region::{Placed, Region};
+use super::region::{Placed, Region, Wanted};
 use crate::bytes::ByteSize;
 
 /// Elements in device memory.
 pub struct Buffer<T: Pod> {
-    arena: Arc<Shared>,
+    home: Arc<Home>,
     region: Region,
     /// Nothing, where the elements have no bytes.
     block: Option<Placed>,
@@ -35,15 +35,15 @@ pub struct Buffer<T: Pod> {
 
 impl<T: Pod> Buffer<T> {
     /// Elements without bytes, and so without a block.
-    pub(super) const fn empty(arena: Arc<Shared>, region: Region, len: usize) -> Self {
-        Self { arena, region, block: None, len, elements: PhantomData }
+    pub(super) const fn empty(home: Arc<Home>, region: Region, len: usize) -> Self {
+        Self { home, region, block: None, len, elements: PhantomData }
     }
 
     /// The owner of a live block, which holds `len` elements at their alignment.
-    pub(super) fn new(arena: Arc<Shared>, region: Region, block: Placed, len: usize) -> Self {
+    pub(super) fn new(home: Arc<Home>, region: Region, block: Placed, len: usize) -> Self {
         assert!(block.span.size >= ByteSize::of(len * size_of::<T>()).get(), "block too small");
         assert!(block.at.is_multiple_of(ByteSize::of(align_of::<T>())), "block not aligned");
-        Self { arena, region, block: Some(block), len, elements: PhantomData }
+        Self { home, region, block: Some(block), len, elements: PhantomData }
     }
 
     /// The number of elements.
@@ -102,19 +102,49 @@ impl<T: Pod> Buffer<T> {
         Ok(unsafe { slice::from_raw_parts_mut(start.as_ptr(), self.len) })
     }
 
+    /// Lets the buffer have `len` elements, of which the first, as many as it had and has, are
+    /// kept; the contents of others are unspecified.
+    ///
+    /// Where it stands, if it shrinks or there is room after it: O(1), and what is cut off is free.
+    /// Else it is copied to a new place, and both are held meanwhile. Nobody has a slice of it now.
+    ///
+    /// # Errors
+    /// As [`DeviceArena::alloc`](super::DeviceArena::alloc), and [`DeviceError::Driver`] where the
+    /// copy fails; the buffer is as it was.
+    pub fn resize(&mut self, len: usize) -> Result<(), DeviceError> {
+        let shared = &self.home.shared;
+        let (bytes, align) = shared.layout::<T>(len, self.region)?;
+        let Some(wanted) = Wanted::new(bytes, align) else {
+            if let Some(block) = self.block.take() {
+                self.home.release(self.region, block);
+            }
+            self.len = len;
+            return Ok(());
+        };
+        let block = match self.block {
+            None => shared.obtain(self.region, wanted)?,
+            Some(old) => match shared.resize_in_place(self.region, old, bytes.get())? {
+                Some(resized) => resized,
+                None => shared.moved(self.region, old, wanted)?,
+            },
+        };
+        (self.block, self.len) = (Some(block), len);
+        Ok(())
+    }
+
     /// Where the elements begin, for a holder of this arena's lease.
     fn start(&self, lease: &Lease) -> Result<NonNull<T>, DeviceError> {
-        self.arena.check_here()?;
-        if !Arc::ptr_eq(&self.arena, &lease.arena) {
+        self.home.shared.check_here()?;
+        if !Arc::ptr_eq(&self.home.shared, &lease.arena) {
             return Err(DeviceError::ForeignLease {
-                buffer_of: self.arena.name.clone(),
+                buffer_of: self.home.shared.name.clone(),
                 lease_of: lease.arena.name.clone(),
             });
         }
-        self.arena.check_host_access()?;
+        self.home.shared.check_host_access()?;
         let Some(block) = self.block else { return Ok(NonNull::dangling()) };
-        let start = self.arena.driver.host_pointer(block.at);
-        start.map(NonNull::cast).ok_or_else(|| self.arena.no_host_access())
+        let start = self.home.shared.driver.host_pointer(block.at);
+        start.map(NonNull::cast).ok_or_else(|| self.home.shared.no_host_access())
     }
 }
 
@@ -123,7 +153,7 @@ impl<T: Pod> Drop for Buffer<T> {
     /// last holder of the arena. In a forked child does nothing.
     fn drop(&mut self) {
         if let Some(block) = self.block.take() {
-            self.arena.release(self.region, block);
+            self.home.release(self.region, block);
         }
     }
 }
@@ -131,7 +161,7 @@ impl<T: Pod> Drop for Buffer<T> {
 impl<T: Pod> fmt::Debug for Buffer<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Buffer")
-            .field("arena", &self.arena.name)
+            .field("arena", &self.home.shared.name)
             .field("region", &self.region)
             .field("len", &self.len)
             .field("bytes", &self.bytes())

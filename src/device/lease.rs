@@ -8,8 +8,7 @@
 
 use std::sync::Arc;
 
-use super::arena::Shared;
-use crate::sync::lock;
+use super::shared::Shared;
 
 /// Keeps an arena awake; had from [`DeviceArena::enter`](super::DeviceArena::enter).
 ///
@@ -43,7 +42,7 @@ impl Drop for Lease {
     /// Takes the arena's lock for one subtraction; in a forked child does nothing.
     fn drop(&mut self) {
         if self.arena.check_here().is_ok() {
-            lock(&self.arena.books).leases -= 1;
+            self.arena.books().leases -= 1;
         }
     }
 }

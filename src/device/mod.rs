@@ -42,13 +42,18 @@ mod config;
 mod curve;
 pub mod driver;
 mod error;
+mod front;
 mod granules;
+mod growth;
 pub mod index;
 mod lease;
 mod pinned;
+mod raw;
 mod reclaim;
 mod region;
+mod reserve;
 mod segment;
+mod shared;
 mod snapshot;
 
 pub use arena::DeviceArena;
@@ -61,6 +66,7 @@ pub use pinned::{
     PinnedBuffer, PinnedConfig, PinnedFailures, PinnedGlance, PinnedKind, PinnedPool,
     PinnedSnapshot,
 };
+pub use raw::RawBlock;
 pub use reclaim::Decayed;
 pub use region::Region;
 pub use snapshot::{AllocFailures, ArenaGlance, ArenaSnapshot, RegionSnapshot};

@@ -4,10 +4,11 @@
 //! and calls neither driver nor clock. A block is arriving from when it is placed until the memory
 //! behind it is there; only then is it live.
 //!
-//! Invariants: `requested <= live`; `live + arriving = index.live`; `live <= active`.
+//! Invariants: `requested + fronts' <= live`; `live + arriving = index.live`; `live <= active`.
 
 use super::driver::DeviceAddress;
-use super::index::{BlockId, BlockIndex, Request, Span, StaleBlock};
+use super::front::Tally;
+use super::index::{ALIGN, BlockId, BlockIndex, End, Request, Span, StaleBlock};
 use super::segment::Segment;
 use super::snapshot::RegionSnapshot;
 use crate::bytes::ByteSize;
@@ -62,6 +63,33 @@ impl Region {
     }
 }
 
+/// Blocks below this size are placed at the high end of their region, larger ones at the low end,
+/// so that a small block that stays does not stand between large ones. 1 MiB: `kSmallSize` of
+/// the caching allocator of `PyTorch`.
+const SMALL_BELOW: u64 = 1 << 20;
+
+/// A block that is asked for.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Wanted {
+    /// Bytes of the block.
+    pub(super) size: u64,
+    /// Its alignment, a power of two.
+    pub(super) align: u64,
+    /// What of it the caller asked for.
+    pub(super) requested: u64,
+}
+
+impl Wanted {
+    /// A block of so many bytes, rounded up to what every size is a multiple of; `None` for none.
+    pub(super) fn new(bytes: ByteSize, align: ByteSize) -> Option<Self> {
+        if bytes.is_zero() {
+            return None;
+        }
+        let size = bytes.next_multiple_of(ByteSize::new(ALIGN)).unwrap_or(bytes).get();
+        Some(Self { size, align: align.get(), requested: bytes.get() })
+    }
+}
+
 /// A block that has been placed.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Placed {
@@ -77,6 +105,8 @@ pub(super) struct Placed {
 pub(super) struct RegionBooks {
     pub(super) segment: Segment,
     index: BlockIndex,
+    /// Wraps: a block that a front took in and handed out again was asked for with one size, and is
+    /// freed with another; with what the fronts say of that the sum is right.
     requested: u64,
     live: u64,
     arriving: u64,
@@ -92,20 +122,27 @@ impl RegionBooks {
         self.live
     }
 
+    /// Bytes of the books themselves.
+    pub(super) const fn metadata(&self) -> usize {
+        self.index.metadata() + self.segment.metadata()
+    }
+
     /// Bytes of blocks that have a place and no memory yet.
     #[cfg(test)]
     pub(super) const fn arriving(&self) -> u64 {
         self.arriving
     }
 
-    /// Finds a place, preferring those with the fewest granules to commit, and marks it arriving.
-    pub(super) fn place(&mut self, request: Request) -> Option<Placed> {
+    /// Finds a place, preferring those that cost the fewest granules, and marks it arriving.
+    pub(super) fn place(&mut self, wanted: Wanted) -> Option<Placed> {
+        let end = if wanted.size < SMALL_BELOW { End::High } else { End::Low };
+        let request = Request { size: wanted.size, align: wanted.align, end };
         let segment = &self.segment;
         let (id, span) = self.index.take(request, |place| segment.cost(place))?;
         self.segment.touch(span);
         self.arriving += span.size;
         let at = self.segment.address_of(ByteSize::new(span.offset));
-        Some(Placed { id, span, at, requested: request.size })
+        Some(Placed { id, span, at, requested: wanted.requested })
     }
 
     /// Books that the memory behind an arriving block is there.
@@ -113,7 +150,7 @@ impl RegionBooks {
         debug_assert_eq!(self.segment.wanting(placed.span), 0, "a live block has memory");
         self.arriving -= placed.span.size;
         self.live += placed.span.size;
-        self.requested += placed.requested;
+        self.requested = self.requested.wrapping_add(placed.requested);
     }
 
     /// Takes an arriving block back; says whether granules went idle by it.
@@ -127,8 +164,47 @@ impl RegionBooks {
     pub(super) fn release(&mut self, placed: Placed) -> Result<bool, StaleBlock> {
         let span = self.index.release(placed.id)?;
         self.live -= span.size;
-        self.requested -= placed.requested;
+        self.requested = self.requested.wrapping_sub(placed.requested);
         Ok(self.segment.untouch(span))
+    }
+
+    /// Lets a live block be of another size where it stands. What it grows by is arriving until
+    /// [`RegionBooks::end_resize`]; `None` where there is no room after it.
+    pub(super) fn begin_resize(
+        &mut self,
+        placed: Placed,
+        requested: u64,
+    ) -> Result<Option<Placed>, StaleBlock> {
+        let Some(span) = self.index.resize(placed.id, requested)? else { return Ok(None) };
+        self.segment.untouch(placed.span);
+        self.segment.touch(span);
+        self.live -= placed.span.size.saturating_sub(span.size);
+        self.arriving += span.size.saturating_sub(placed.span.size);
+        let less = placed.requested.saturating_sub(requested);
+        self.requested = self.requested.wrapping_sub(less);
+        Ok(Some(Placed { span, requested, ..placed }))
+    }
+
+    /// Books that the memory which a block grew by is there, or takes the growth back.
+    pub(super) fn end_resize(&mut self, before: Placed, after: Placed, done: bool) {
+        let grown = after.span.size.saturating_sub(before.span.size);
+        self.arriving -= grown;
+        if done {
+            self.live += grown;
+            let more = after.requested.saturating_sub(before.requested);
+            self.requested = self.requested.wrapping_add(more);
+            return;
+        }
+        let undone = self.index.resize(before.id, before.span.size);
+        debug_assert_eq!(undone, Ok(Some(before.span)), "a block can always be cut back");
+        self.segment.untouch(after.span);
+        self.segment.touch(before.span);
+    }
+
+    /// The live block that covers an offset. It walks the blocks: for reports of errors.
+    pub(super) fn block_around(&self, offset: u64) -> Option<Span> {
+        let mut live = self.index.blocks().filter(|(_, name)| name.is_some());
+        live.find(|(span, _)| span.offset <= offset && offset < span.end()).map(|(span, _)| span)
     }
 
     /// The longest free span of addresses.
@@ -142,18 +218,23 @@ impl RegionBooks {
         self.index.largest(|span| self.segment.committed_run_max(span))
     }
 
-    pub(super) fn snapshot(&self, region: Region) -> RegionSnapshot {
+    /// All figures, with what the fronts hold and did.
+    pub(super) fn snapshot(&self, region: Region, fronts: &Tally) -> RegionSnapshot {
         let size = ByteSize::new;
+        let cached = fronts.cached[region.number()];
+        let live = self.live - cached;
+        let requested = self.requested.wrapping_add(fronts.requested[region.number()]);
         RegionSnapshot {
             region,
-            requested: size(self.requested),
-            live: size(self.live),
+            requested: size(requested),
+            live: size(live),
+            cached: size(cached),
             active: size(self.segment.active()),
             idle: size(self.segment.idle()),
             committed: size(self.segment.backed()),
             reserved: size(self.segment.reserved()),
             pending: ByteSize::ZERO,
-            holes: size(self.segment.active() - self.live),
+            holes: size(self.segment.active() - live),
             largest_free: size(self.largest_free()),
         }
     }
@@ -166,7 +247,6 @@ impl RegionBooks {
         self.index.validate();
         let live = self.index.blocks().filter(|(_, name)| name.is_some()).map(|(span, _)| span);
         self.segment.validate(live);
-        assert!(self.requested <= self.live, "requested <= live");
         assert_eq!(self.live + self.arriving, self.index.live());
         assert!(self.live <= self.segment.active(), "live blocks lie on active granules");
     }

@@ -401,6 +401,7 @@ impl Books {
             live: ByteSize::new(self.live),
             committed: ByteSize::new(self.committed),
             limit: ByteSize::new(limit),
+            holes: ByteSize::new(self.committed - self.idle() - self.leaving() - self.live),
             largest_free: ByteSize::new(self.largest_free()),
         }
     }

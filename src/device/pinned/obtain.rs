@@ -33,7 +33,7 @@ impl Shared {
         };
         for _ in 0..ATTEMPTS {
             if books.closed {
-                return Err(DeviceError::Closed);
+                return Err(DeviceError::Closed { arena: self.label.name.clone() });
             }
             if let Some(placed) = books.place(request) {
                 return Ok(placed);
@@ -105,6 +105,10 @@ impl Shared {
         };
         drop(books);
         let outcome = self.fetch(size, need);
+        if let Ok(range) = &outcome {
+            let (size, memory) = (range.size(), range.memory());
+            tracing::debug!(pool = self.name(), %size, %memory, "a segment was obtained");
+        }
         let mut books = lock(&self.books);
         let placed = books.end_arrive(slot, outcome.as_ref().ok().copied(), request);
         let wanted = self.label.kind.first();

@@ -84,6 +84,8 @@ impl PinnedPool {
             high_watermark: config.high_watermark,
             low_watermark: config.low_watermark,
         };
+        let PinnedConfig { limit, .. } = config;
+        tracing::info!(pool = label.name, %rung, kind = label.kind.name(), %limit, "a pool was opened");
         Ok(Self(Arc::new(Shared {
             driver,
             books: Mutex::new(books),
@@ -127,6 +129,7 @@ impl PinnedPool {
     pub fn set_limit(&self, limit: ByteSize) {
         if self.0.check_here().is_ok() {
             lock(&self.0.books).limit = limit.get();
+            tracing::info!(pool = self.name(), %limit, "the pool's limit was set");
         }
     }
 

@@ -114,6 +114,7 @@ impl Shared {
             }
         }
         given.bytes = leaving[..done].iter().map(|(_, range)| range.size()).sum();
+        tracing::debug!(pool = self.name(), bytes = %given.bytes, "idle segments were given back");
         let mut books = lock(&self.books);
         for (nth, (slot, _)) in leaving.iter().enumerate() {
             books.end_leave(*slot, nth < done);
@@ -126,10 +127,10 @@ impl Shared {
     pub(super) fn close(&self) -> Result<(), DeviceError> {
         self.check_here()?;
         let mut books = lock(&self.books);
-        let blocks = books.blocks();
-        if blocks > 0 {
-            let live = ByteSize::new(books.live());
-            return Err(DeviceError::LiveBlocks { blocks, live });
+        let count = books.blocks();
+        if count > 0 {
+            let (arena, bytes) = (self.label.name.clone(), ByteSize::new(books.live()));
+            return Err(DeviceError::LiveBlocks { arena, count, bytes });
         }
         books.closed = true;
         while books.leaving() > 0 {
@@ -137,6 +138,10 @@ impl Shared {
         }
         let (mut books, given) = self.give_back(books, 0);
         books.closed = given.error.is_none();
+        drop(books);
+        if given.error.is_none() {
+            tracing::info!(pool = self.name(), "the pool was closed");
+        }
         given.error.map_or(Ok(()), Err)
     }
 }

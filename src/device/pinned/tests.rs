@@ -138,8 +138,9 @@ fn idle_segments_make_room_under_the_limit_before_an_allocation_fails() {
     assert_eq!(pool.snapshot().committed, ByteSize::mib(8));
     let refused = bytes(&pool, ByteSize::mib(1)).expect_err("full");
     let (requested, live) = (ByteSize::mib(1), ByteSize::mib(8));
-    let (committed, limit, largest_free) = (live, live, ByteSize::ZERO);
-    let expected = DeviceError::OutOfMemory { requested, live, committed, limit, largest_free };
+    let (committed, limit, holes, largest_free) = (live, live, ByteSize::ZERO, ByteSize::ZERO);
+    let expected =
+        DeviceError::OutOfMemory { requested, live, committed, limit, holes, largest_free };
     assert_eq!(refused, expected);
     assert_eq!(pool.snapshot().alloc_failures_total.limit, 1);
     drop((held, six));
@@ -237,7 +238,9 @@ fn a_pool_closes_only_without_live_blocks_and_then_allocates_no_more() {
     let (pool, driver) = open(ByteSize::MAX);
     let (held, other) = (mib(&pool, 1), pool.clone());
     let (pool, error) = pool.close().expect_err("a block is live");
-    assert_eq!(error, DeviceError::LiveBlocks { blocks: 1, live: ByteSize::mib(1) });
+    let arena = || "trial".to_owned();
+    let (count, bytes_live) = (1, ByteSize::mib(1));
+    assert_eq!(error, DeviceError::LiveBlocks { arena: arena(), count, bytes: bytes_live });
     drop(mib(&pool, 1));
     drop(held);
     driver.fail(Failure { nth: driver.calls(), out_of_memory: false });
@@ -246,7 +249,7 @@ fn a_pool_closes_only_without_live_blocks_and_then_allocates_no_more() {
     drop(mib(&pool, 1)); // usable as before
     assert!(pool.close().is_ok());
     assert_eq!(driver.host_memory(), (ByteSize::ZERO, 0));
-    assert_eq!(bytes(&other, GRANULE).expect_err("closed"), DeviceError::Closed);
+    assert_eq!(bytes(&other, GRANULE).expect_err("closed"), DeviceError::Closed { arena: arena() });
     check(&other, &driver);
 }
 

@@ -33,7 +33,7 @@ fn no_call_is_made_under_the_lock_and_who_needs_no_memory_goes_on() {
         pool.validate();
         drop(bytes(&pool, GRANULE).expect("beside the one held"));
         let (_, error) = pool.clone().close().expect_err("a block is on its way");
-        assert!(matches!(error, DeviceError::LiveBlocks { blocks: 2, .. }), "{error}");
+        assert!(matches!(error, DeviceError::LiveBlocks { count: 2, .. }), "{error}");
         driver.let_go();
         assert_eq!(giving.join().expect("ends"), Ok(ByteSize::mib(4)));
         drop(obtaining.join().expect("ends"));
