@@ -85,7 +85,8 @@ impl PinnedPool {
             low_watermark: config.low_watermark,
         };
         let PinnedConfig { limit, .. } = config;
-        tracing::info!(pool = label.name, %rung, kind = label.kind.name(), %limit, "a pool was opened");
+        let (pool, kind) = (&label.name, label.kind.name());
+        tracing::info!(pool, %rung, kind, %limit, "a pool was opened");
         Ok(Self(Arc::new(Shared {
             driver,
             books: Mutex::new(books),

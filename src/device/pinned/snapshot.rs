@@ -44,7 +44,7 @@ pub struct PinnedSnapshot {
     pub arriving: ByteSize,
     /// What of the active segments is not live.
     pub holes: ByteSize,
-    /// What the block indices take of the heap: some 14 KiB a segment and 40 bytes a block.
+    /// What the block indices take of the heap: some 8 KiB a segment, and 40 bytes a block.
     pub metadata: ByteSize,
     /// The longest free span in one segment.
     pub largest_free: ByteSize,
