@@ -45,8 +45,11 @@ mod error;
 mod front;
 mod granules;
 mod growth;
+mod history;
 pub mod index;
 mod lease;
+mod map;
+pub mod picture;
 mod pinned;
 mod raw;
 mod reclaim;
@@ -62,6 +65,7 @@ pub use config::{ArenaConfig, Growth};
 pub use driver::host::HostDriver;
 pub use error::DeviceError;
 pub use lease::Lease;
+pub use picture::ArenaMap;
 pub use pinned::{
     PinnedBuffer, PinnedConfig, PinnedFailures, PinnedGlance, PinnedKind, PinnedPool,
     PinnedSnapshot,
@@ -71,5 +75,7 @@ pub use reclaim::Decayed;
 pub use region::Region;
 pub use snapshot::{AllocFailures, ArenaGlance, ArenaSnapshot, RegionSnapshot};
 
-#[cfg(test)]
+#[cfg(all(test, lowtide_loom))]
+mod models;
+#[cfg(all(test, not(lowtide_loom)))]
 mod tests;
