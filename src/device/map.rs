@@ -18,6 +18,21 @@ impl DeviceArena {
     /// granules. What was asked for is known of each region and not of each block: a block shows
     /// its rounded size there. What threads keep for their next request is given back first; what
     /// other threads put aside meanwhile shows as live.
+    ///
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use lowtide::clock::SystemClock;
+    /// # use lowtide::device::{ArenaConfig, DeviceArena, HostDriver, Region};
+    /// let config = ArenaConfig { history: 1000, ..ArenaConfig::new("embedder") };
+    /// let clock = Arc::new(SystemClock::new());
+    /// let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock, config)?;
+    /// let activations = arena.alloc::<f32>(1 << 20, Region::Dynamic)?;
+    /// let map = arena.map();
+    /// assert!(map.to_svg().starts_with("<svg"));
+    /// assert_eq!(map.events.len(), 2); // committed, handed out
+    /// # drop(activations);
+    /// # Ok::<(), lowtide::device::DeviceError>(())
+    /// ```
     #[must_use]
     pub fn map(&self) -> ArenaMap {
         let shared = self.shared();

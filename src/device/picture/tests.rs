@@ -190,7 +190,9 @@ fn the_picture_shows_every_kind_of_span_and_a_legend() {
         let least = if class == "bare" { 4 } else { 2 };
         assert!(drawn.count() >= least, "{class}: in the legend and in a row\n{svg}");
     }
-    for text in ["embedder", "live block", "14.0 MiB committed of 64.0 GiB", "+39.1 GiB", "bare"] {
+    for text in
+        ["embedder", "live block", "14.0 MiB committed of 64.0 GiB", "end -24.9 GiB", "bare"]
+    {
         assert!(svg.contains(text), "{text}\n{svg}");
     }
     assert!(
