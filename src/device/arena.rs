@@ -106,6 +106,8 @@ impl DeviceArena {
         let homes: Arc<[_]> =
             (0..front::homes()).map(|_| Arc::new(Home::new(Arc::clone(&shared)))).collect();
         shared.fronts.know(homes.iter().map(Arc::downgrade).collect());
+        let (arena, rung) = (&shared.name, shared.driver.rung());
+        tracing::info!(arena, %rung, limit = %config.limit, "an arena was opened");
         Ok(Self { shared, homes })
     }
 
@@ -168,12 +170,7 @@ impl DeviceArena {
     /// # Errors
     /// [`DeviceError::TooManyLeases`], [`DeviceError::Forked`].
     pub fn enter(&self) -> Result<Lease, DeviceError> {
-        self.shared.check_open()?;
-        let mut books = self.shared.books();
-        let leases = books.leases.checked_add(1);
-        books.leases = leases.ok_or(DeviceError::TooManyLeases { limit: u32::MAX })?;
-        drop(books);
-        Ok(Lease { arena: Arc::clone(&self.shared) })
+        Lease::of(&self.shared)
     }
 
     /// Sets the most that may be committed. What is above it stays until it is freed or given
@@ -294,6 +291,11 @@ impl DeviceArena {
     }
 
     pub(super) fn shared(&self) -> &Shared {
+        &self.shared
+    }
+
+    #[cfg(all(test, lowtide_loom))]
+    pub(super) fn shared_arc(&self) -> &Arc<Shared> {
         &self.shared
     }
 

@@ -123,6 +123,9 @@ impl Shared {
         region: Region,
         span: Span,
     ) -> (MutexGuard<'a, Books>, Result<(), Refusal>) {
+        if books.region(region).segment.is_committed(span) {
+            return (books, Ok(()));
+        }
         let mut attempts = ATTEMPTS_BESIDE + books.granules_for(books.idle());
         let mut grow = books.steps.grow();
         loop {
@@ -224,6 +227,7 @@ impl Shared {
 
     /// Counts a refusal.
     fn note_refusal(&self, refusal: Refusal) -> DeviceError {
+        tracing::debug!(arena = self.name, error = %refusal.error, "an allocation was refused");
         let mut books = lock(&self.books);
         books.record_refusal(&refusal.error, &*self.clock);
         let failures = &mut books.totals.failures;

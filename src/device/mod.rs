@@ -70,5 +70,7 @@ pub use reclaim::Decayed;
 pub use region::Region;
 pub use snapshot::{AllocFailures, ArenaGlance, ArenaSnapshot, RegionSnapshot};
 
-#[cfg(test)]
+#[cfg(all(test, lowtide_loom))]
+mod models;
+#[cfg(all(test, not(lowtide_loom)))]
 mod tests;

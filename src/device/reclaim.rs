@@ -76,7 +76,11 @@ impl DeviceArena {
         shared.debug_validate();
         match given.error {
             Some(error) => Err(error.into()),
-            None => Ok(Decayed { released, next }),
+            None if released.is_zero() => Ok(Decayed { released, next }),
+            None => {
+                tracing::debug!(arena = self.name(), %released, "idle memory decayed");
+                Ok(Decayed { released, next })
+            }
         }
     }
 
