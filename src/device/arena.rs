@@ -90,6 +90,7 @@ impl DeviceArena {
         let reserved = [&stable, &dynamic].map(|segment| ByteSize::new(segment.reserved()));
         let regions = [stable, dynamic].map(RegionBooks::new);
         let books = Books::new(regions, granularity, &config, clock.now());
+        let front = books.history.front_kept(config.front);
         let shared = Arc::new(Shared {
             driver,
             clock,
@@ -97,7 +98,7 @@ impl DeviceArena {
             settled: Condvar::new(),
             capabilities,
             reserved,
-            fronts: Fronts::new(config.front, config.decay),
+            fronts: Fronts::new(front, config.decay),
             closed: AtomicBool::new(false),
             birth: Birth::now(),
             name: config.name,
@@ -105,6 +106,8 @@ impl DeviceArena {
         let homes: Arc<[_]> =
             (0..front::homes()).map(|_| Arc::new(Home::new(Arc::clone(&shared)))).collect();
         shared.fronts.know(homes.iter().map(Arc::downgrade).collect());
+        let (arena, rung) = (&shared.name, shared.driver.rung());
+        tracing::info!(arena, %rung, limit = %config.limit, "an arena was opened");
         Ok(Self { shared, homes })
     }
 
@@ -188,10 +191,13 @@ impl DeviceArena {
         lock(&self.shared.books).limit
     }
 
-    /// Sets how many bytes each thread's front may keep; zero for none.
+    /// Sets how many bytes each thread's front may keep; zero for none. Where events are kept, no
+    /// front is.
     pub fn set_front(&self, front: ByteSize) {
         if self.shared.check_here().is_ok() {
-            let decay = lock(&self.shared.books).curve.time();
+            let books = lock(&self.shared.books);
+            let (decay, front) = (books.curve.time(), books.history.front_kept(front));
+            drop(books);
             self.shared.fronts.set(front, decay);
             self.shared.empty_fronts();
         }
@@ -285,6 +291,11 @@ impl DeviceArena {
     }
 
     pub(super) fn shared(&self) -> &Shared {
+        &self.shared
+    }
+
+    #[cfg(all(test, lowtide_loom))]
+    pub(super) fn shared_arc(&self) -> &Arc<Shared> {
         &self.shared
     }
 

@@ -15,7 +15,9 @@ use super::driver::{DeviceAddress, Rung};
 use super::error::DeviceError;
 use super::front::{Kept, Tally};
 use super::growth::Steps;
+use super::history::History;
 use super::index::Span;
+use super::picture::Act;
 use super::region::{Placed, Region, RegionBooks, Wanted};
 use super::segment::Run;
 use super::snapshot::{AllocFailures, ArenaSnapshot};
@@ -89,6 +91,8 @@ pub(super) struct Books {
     pub(super) steps: Steps,
     /// Blocks given out by address, by that address.
     pub(super) raw: BTreeMap<DeviceAddress, Kept>,
+    /// The last events, where they are kept.
+    pub(super) history: History,
 }
 
 impl Books {
@@ -109,6 +113,7 @@ impl Books {
             curve: Curve::new(config.decay, now),
             steps: Steps::new(config.growth),
             raw: BTreeMap::new(),
+            history: History::new(config.history),
         }
     }
 
@@ -226,9 +231,10 @@ impl Books {
     pub(super) fn end_commit(&mut self, region: Region, run: Run, done: bool, clock: &dyn Clock) {
         let idle = self.idle();
         let segment = &mut self.region_mut(region).segment;
-        let (_, size) = segment.place_of(run);
+        let (at, size) = segment.place_of(run);
         segment.end_commit(run, done);
         if done {
+            self.history.record(clock, Act::Commit, at.get(), size);
             self.totals.commits += 1;
             self.totals.committed_bytes += size.get();
         }
@@ -252,9 +258,25 @@ impl Books {
         debug_assert!(gone.is_ok(), "only its buffer frees a block, once");
         if let Ok(went_idle) = gone {
             self.totals.frees += 1;
+            self.record(clock, Act::Free, placed);
             if went_idle {
                 self.note_idle(clock);
             }
+        }
+    }
+
+    /// Records what became of a block.
+    pub(super) fn record(&mut self, clock: &dyn Clock, act: Act, placed: Placed) {
+        self.history.record(clock, act, placed.at.get(), ByteSize::new(placed.requested));
+    }
+
+    /// Records that there was no memory for a block.
+    pub(super) fn record_refusal(&mut self, error: &DeviceError, clock: &dyn Clock) {
+        if let DeviceError::OutOfMemory { requested, .. } = *error {
+            let limited = self.limit != ByteSize::MAX;
+            let headroom = self.limit.get().saturating_sub(self.backed()) * u64::from(limited);
+            let act = Act::OutOfMemory { headroom: ByteSize::new(headroom) };
+            self.history.record(clock, act, 0, requested);
         }
     }
 
