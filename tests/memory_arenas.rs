@@ -195,8 +195,23 @@ fn device_and_pinned_arenas_are_configured_apart() {
     memory.replace_arena(&pinned, &limit(2)).expect("replaced");
     assert_eq!(session.resolution().limit(), ByteSize::mib(2));
     assert_eq!(limit_of(&memory), (ByteSize::mib(8), ArenaSource::Shared), "untouched");
-    let refused = mib(&session, 1).expect_err("no pool yet");
-    assert!(matches!(refused, DeviceError::Unsupported { what: "a pinned pool", .. }));
+    // A pool of its own serves it, and drains when it is replaced.
+    let strategy = session.resolution().get(ArenaKey::ExtendStrategy).clone();
+    assert!(strategy.without_effect.is_some(), "{strategy}");
+    assert!(session.alloc_pinned::<u8>(3 << 20).expect_err("the limit").is_out_of_memory());
+    let mut buffer = session.alloc_pinned::<u8>(1 << 20).expect("room");
+    buffer.fill(7);
+    let replaced = memory.replace_arena(&pinned, &limit(4)).expect("replaced");
+    assert_eq!(replaced.draining, Some(ByteSize::mib(1)));
+    let found = figures(&memory, &pinned);
+    assert_eq!(found.pool.expect("serves").live, ByteSize::ZERO);
+    assert_eq!(found.draining_pools[0].live, ByteSize::mib(1));
+    assert!(buffer.iter().all(|byte| *byte == 7));
+    drop(buffer);
+    until("the old pool goes", || figures(&memory, &pinned).draining_pools.is_empty());
+    assert_eq!(limit_of(&memory), (ByteSize::mib(8), ArenaSource::Shared), "untouched");
+    let refused = mib(&session, 1).expect_err("another kind of memory");
+    assert!(matches!(refused, DeviceError::Unsupported { .. }), "{refused}");
     drop(session);
     assert!(memory.shutdown(SOON).is_clean());
 }

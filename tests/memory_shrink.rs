@@ -126,6 +126,23 @@ fn a_shrink_reaches_arenas_that_drain() {
 }
 
 #[test]
+fn pinned_pools_belong_to_the_host() {
+    let _turn = turn();
+    let memory = start();
+    let slot = Slot::pinned("CudaEp", 0);
+    let session = memory.use_arena(&slot, &ArenaOptions::new()).expect("opened");
+    drop(session.alloc_pinned::<u8>(1 << 20).expect("room"));
+    let committed = || memory.arena_slots()[0].pool.as_ref().map(|pool| pool.committed);
+    assert!(committed() > Some(ByteSize::ZERO), "idle, below the watermark");
+    memory.shrink("gpu:0").expect("here");
+    assert!(committed() > Some(ByteSize::ZERO), "not the device's");
+    assert!(memory.shrink("cpu:0").expect("here").released() >= ByteSize::mib(1));
+    assert_eq!(committed(), Some(ByteSize::ZERO));
+    drop(session);
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
+#[test]
 fn selector_errors_are_values() {
     let error: ShrinkError = "cpu".parse::<Targets>().unwrap_err().into();
     let entry = "cpu".to_owned();
