@@ -298,7 +298,8 @@ impl BlockIndex {
         }
     }
 
-    /// Makes a span of a free block of that bin live, under a new name; what is left on each side stays free.
+    /// Makes a span of a free block of that bin live, under a new name; what is left on each side
+    /// stays free.
     #[inline(always)]
     fn carve(&mut self, slot: u32, bin: Bin, span: Span) -> BlockId {
         self.generation += 1;
