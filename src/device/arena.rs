@@ -19,7 +19,7 @@ use super::config::ArenaConfig;
 use super::driver::sealed::Key;
 use super::driver::{Capabilities, DeviceAddress, Driver, DriverError, Rung};
 use super::error::DeviceError;
-use super::index::{ALIGN, Request};
+use super::index::{ALIGN, End, Request};
 use super::lease::Lease;
 use super::region::{Placed, Region, RegionBooks};
 use super::segment::Segment;
@@ -145,7 +145,7 @@ impl DeviceArena {
         if bytes.is_zero() {
             return Ok(Buffer::empty(Arc::clone(shared), region, len));
         }
-        let request = Request { size: bytes.get(), align: align.get() };
+        let request = Request { size: bytes.get(), align: align.get(), end: End::Low };
         let placed = shared.obtain(region, request)?;
         Ok(Buffer::new(Arc::clone(shared), region, placed, len))
     }

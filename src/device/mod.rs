@@ -41,7 +41,7 @@ mod commit;
 mod config;
 pub mod driver;
 mod error;
-mod index;
+pub mod index;
 mod lease;
 mod reclaim;
 mod region;

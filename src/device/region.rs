@@ -164,7 +164,7 @@ impl RegionBooks {
     /// Where one is broken.
     pub(super) fn validate(&self) {
         self.index.validate();
-        let live = self.index.blocks().filter(|&(_, live)| live).map(|(span, _)| span);
+        let live = self.index.blocks().filter(|(_, name)| name.is_some()).map(|(span, _)| span);
         self.segment.validate(live);
         assert!(self.requested <= self.live, "requested <= live");
         assert_eq!(self.live + self.arriving, self.index.live());

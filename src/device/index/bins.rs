@@ -7,7 +7,8 @@
 //! Invariants: `bin.size_min() <= size <= bin.size_max()` for `bin = Bin::of(size)`; bins in order
 //! hold sizes in order; `bit set <=> list not empty`.
 
-use super::{ALIGN, NONE};
+use super::ALIGN;
+use super::records::NONE;
 
 /// log2 of the bins that a power of two is cut into.
 const COLUMN_BITS: u32 = 5;
@@ -78,6 +79,11 @@ pub(super) struct Bins {
 impl Bins {
     pub(super) fn new() -> Self {
         Self { heads: vec![NONE; BINS].into_boxed_slice(), columns: [0; ROWS], rows: 0 }
+    }
+
+    /// Bytes that the heads take.
+    pub(super) const fn metadata(&self) -> usize {
+        size_of_val(&*self.heads)
     }
 
     /// The first of the bin's list.

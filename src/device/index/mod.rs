@@ -6,100 +6,113 @@
 //! bins by size, two bitmaps find the next bin that is not empty. Where plain TLSF rounds the
 //! request up and so skips its own bin, this looks at a few blocks of it first.
 //!
-//! A block is given back by its [`BlockId`], which no other block ever has: a second or stale
-//! release is an error.
+//! The arena stands on it; it serves as well for any fixed range that is not to be written to
+//! while it is managed: a buffer on another device, a file, a range of numbers.
+//!
+//! ```
+//! use lowtide::device::index::{BlockIndex, End, Request, StaleBlock};
+//!
+//! let mut pool = BlockIndex::new(64 << 20); // offsets from 0 to 64 MiB, all free
+//! let request = Request { size: 1000, align: 256, end: End::Low };
+//! let (id, span) = pool.take(request, |_| 0).ok_or("full")?;
+//! assert_eq!((span.offset, span.size), (0, 1024)); // rounded up to 256 bytes
+//! assert_eq!(pool.resize(id, 4096), Ok(Some(pool.span_of(id).map_err(|_| "stale")?)));
+//! assert_eq!(pool.release(id).map(|span| span.size), Ok(4096));
+//! assert_eq!(pool.release(id), Err(StaleBlock)); // a name is good once
+//! # Ok::<(), &str>(())
+//! ```
 //!
 //! Invariants: the blocks in address order tile `[0, span)`; no two free blocks touch;
-//! `live + free = span`; every free block is in the bin of its size and in no other.
+//! `live + free = span`; every free block is in the bin of its size and in no other; no two live
+//! blocks ever had the same name.
 
 mod bins;
+mod change;
+mod find;
+mod records;
 
 use bins::{Bin, Bins};
+use records::{FREE, NONE, Record, Records};
 
 /// What every offset and every size is a multiple of, in bytes. 256: what `cuMemAlloc` aligns to.
-pub(super) const ALIGN: u64 = 256;
-
-/// How many blocks of one bin are looked at. A guess, to be measured against traces.
-const LOOKS_PER_BIN: usize = 8;
-
-/// How many bins are looked through for a block that costs nothing. A guess, to be measured.
-const BINS_LOOKED: usize = 4;
-
-/// "No record" in a link.
-const NONE: u32 = u32::MAX;
+pub const ALIGN: u64 = 256;
 
 /// A contiguous span of offsets, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Span {
-    pub(super) offset: u64,
-    pub(super) size: u64,
+pub struct Span {
+    /// Where it begins.
+    pub offset: u64,
+    /// How long it is.
+    pub size: u64,
 }
 
 impl Span {
-    pub(super) const fn end(self) -> u64 {
+    /// The first offset after it.
+    #[must_use]
+    pub const fn end(self) -> u64 {
         self.offset + self.size
     }
 }
 
-/// What is asked for: so many bytes, at a multiple of `align` (a power of two).
+/// An end of the range of offsets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum End {
+    /// Offset 0.
+    Low,
+    /// The highest offset.
+    High,
+}
+
+/// What is asked for.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Request {
-    pub(super) size: u64,
-    pub(super) align: u64,
+pub struct Request {
+    /// How many bytes; rounded up to a multiple of [`ALIGN`], 0 counts as 1.
+    pub size: u64,
+    /// What the block's offset is to be a multiple of: a power of two.
+    pub align: u64,
+    /// Where to: the block is cut from this end of its free block, and among places that are as
+    /// good the one nearest to this end of the range is taken. Small blocks at one end and large
+    /// ones at the other stand apart without a fixed share.
+    pub end: End,
 }
 
 /// The name of one live block; never given twice by one index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct BlockId {
+pub struct BlockId {
     slot: u32,
     generation: u64,
 }
 
-/// A release of what is no live block: it was released before.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct StaleBlock;
+/// The name is of no live block: it was released before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the block is not live: it was released before")]
+pub struct StaleBlock;
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
-    /// The record describes nothing; `next` links the vacant records.
-    Vacant,
-    Free,
-    Live,
+/// Two blocks cannot change places.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ExchangeError {
+    /// One of them is not live.
+    #[error(transparent)]
+    Stale(#[from] StaleBlock),
+    /// They are of different sizes and do not adjoin.
+    #[error("{left:?} and {right:?} are neither of one size nor neighbours")]
+    Unlike {
+        /// What the first spans.
+        left: Span,
+        /// What the second spans.
+        right: Span,
+    },
 }
 
-#[derive(Clone, Copy, Debug)]
-struct Record {
-    offset: u64,
-    size: u64,
-    /// Of the last time this record became live.
-    generation: u64,
-    /// Neighbours in address order.
-    prev: u32,
-    next: u32,
-    /// Neighbours in the bin, of a free block.
-    bin_prev: u32,
-    bin_next: u32,
-    state: State,
-}
-
-const _: () = assert!(size_of::<Record>() == 48, "what BlockIndex says of its metadata");
-
-/// A place for a request, in one free block.
-#[derive(Clone, Copy)]
-struct Place {
-    slot: u32,
-    start: u64,
-    cost: u64,
-}
-
-/// The blocks of one range of offsets. Metadata: 48 bytes a block, whatever its size.
+/// The blocks of one range of offsets.
+///
+/// Metadata: 40 bytes a block, live or free, whatever its size, and 14 KiB for each index.
 #[derive(Debug)]
-pub(super) struct BlockIndex {
+pub struct BlockIndex {
     span: u64,
     live: u64,
-    records: Vec<Record>,
-    vacant: u32,
-    first: u32,
+    records: Records,
     bins: Bins,
     generation: u64,
 }
@@ -109,21 +122,14 @@ impl BlockIndex {
     ///
     /// # Panics
     /// If `span` is not a multiple of [`ALIGN`].
-    pub(super) fn new(span: u64) -> Self {
+    #[must_use]
+    pub fn new(span: u64) -> Self {
         assert!(span.is_multiple_of(ALIGN), "{span} is not a multiple of {ALIGN}");
-        let mut index = Self {
-            span,
-            live: 0,
-            records: Vec::new(),
-            vacant: NONE,
-            first: NONE,
-            bins: Bins::new(),
-            generation: 0,
-        };
+        let (records, bins) = (Records::new(), Bins::new());
+        let mut index = Self { span, live: 0, records, bins, generation: FREE };
         if span > 0 {
-            let all = Span { offset: 0, size: span };
-            index.first = index.record(all, NONE, NONE);
-            index.file(index.first);
+            let slot = index.records.insert(Span { offset: 0, size: span }, NONE, NONE);
+            index.file(slot);
         }
         index
     }
@@ -132,72 +138,94 @@ impl BlockIndex {
     /// where one of at least `33/32 x (size + align)` is free.
     ///
     /// `cost` says what a place would cost beyond the bookkeeping; the cheapest place looked at is
-    /// taken, and among equals the one of the smallest bin, then the lowest. It is asked at most
-    /// `(BINS_LOOKED + 1) x LOOKS_PER_BIN` times; the rest is O(1).
-    pub(super) fn take(
+    /// taken, and among equals the one of the smallest bin, then the one nearest to the request's
+    /// end. It is asked a bounded number of times; the rest is O(1).
+    ///
+    /// # Panics
+    /// If the alignment is no power of two.
+    pub fn take(
         &mut self,
         request: Request,
         cost: impl Fn(Span) -> u64,
     ) -> Option<(BlockId, Span)> {
         assert!(request.align.is_power_of_two(), "{} is no power of two", request.align);
         let size = request.size.max(1).checked_next_multiple_of(ALIGN)?;
-        let wanted = Request { size, align: request.align.max(ALIGN) };
-        // Two splits make two records at most; releases make none.
-        if self.records.len() >= NONE as usize - 2 {
+        let wanted = Request { size, align: request.align.max(ALIGN), ..request };
+        if !self.records.have_room() {
             return None;
         }
         let place = self.find(wanted, &cost)?;
-        let slot = self.carve(place, size);
-        self.live += size;
-        self.generation += 1;
-        let record = &mut self.records[slot as usize];
-        record.state = State::Live;
-        record.generation = self.generation;
-        let span = Span { offset: record.offset, size: record.size };
-        debug_assert_eq!((span.size, span.offset % wanted.align), (size, 0));
-        Some((BlockId { slot, generation: self.generation }, span))
+        let span = Span { offset: place.start, size };
+        debug_assert!(span.offset.is_multiple_of(wanted.align));
+        let slot = self.carve(place.slot, span);
+        Some((self.enliven(slot), span))
     }
 
     /// Makes a live block free and joins it with its free neighbours; says what it spanned. O(1).
-    pub(super) fn release(&mut self, id: BlockId) -> Result<Span, StaleBlock> {
+    ///
+    /// # Errors
+    /// [`StaleBlock`].
+    pub fn release(&mut self, id: BlockId) -> Result<Span, StaleBlock> {
         let span = self.span_of(id)?;
         self.live -= span.size;
-        let mut slot = id.slot;
-        self.records[slot as usize].state = State::Free;
-        let next = self.records[slot as usize].next;
-        if self.is_free(next) {
+        let Record { prev, next, .. } = self.records[id.slot];
+        let mut free = span;
+        let after = self.records[next];
+        if after.is_free() {
+            free.size += after.size;
             self.unfile(next);
-            self.absorb_next(slot);
+            self.records.remove(next);
         }
-        let prev = self.records[slot as usize].prev;
-        if self.is_free(prev) {
+        let before = self.records[prev];
+        let slot = if before.is_free() {
+            free = Span { offset: before.offset, size: before.size + free.size };
             self.unfile(prev);
-            self.absorb_next(prev);
-            slot = prev;
-        }
+            self.records.remove(id.slot);
+            prev
+        } else {
+            id.slot
+        };
+        let record = &mut self.records[slot];
+        record.generation = FREE;
+        (record.offset, record.size) = (free.offset, free.size);
         self.file(slot);
         Ok(span)
     }
 
     /// What a live block spans. O(1).
-    pub(super) fn span_of(&self, id: BlockId) -> Result<Span, StaleBlock> {
-        match self.records.get(id.slot as usize) {
-            Some(record) if record.state == State::Live && record.generation == id.generation => {
-                Ok(Span { offset: record.offset, size: record.size })
-            }
+    ///
+    /// # Errors
+    /// [`StaleBlock`].
+    pub fn span_of(&self, id: BlockId) -> Result<Span, StaleBlock> {
+        match self.records.find(id.slot) {
+            Some(record) if record.generation == id.generation => Ok(record.span()),
             _ => Err(StaleBlock),
         }
     }
 
     /// Bytes of all live blocks.
-    pub(super) const fn live(&self) -> u64 {
+    #[must_use]
+    pub const fn live(&self) -> u64 {
         self.live
+    }
+
+    /// How many bytes the index manages.
+    #[must_use]
+    pub const fn span(&self) -> u64 {
+        self.span
+    }
+
+    /// Bytes that the index itself takes, beside its own fields. It grows with the largest number
+    /// of blocks, free and live, that there were.
+    #[must_use]
+    pub const fn metadata(&self) -> usize {
+        self.records.metadata() + self.bins.metadata()
     }
 
     /// The largest figure that `measure` finds for a free block, where it never says more than
     /// the block's size: bins that cannot beat what is found are not looked at. At worst every
     /// free block is measured.
-    pub(super) fn largest(&self, measure: impl Fn(Span) -> u64) -> u64 {
+    pub fn largest(&self, measure: impl Fn(Span) -> u64) -> u64 {
         let mut best = 0;
         let mut bin = self.bins.last();
         while let Some(at) = bin {
@@ -205,47 +233,53 @@ impl BlockIndex {
                 break;
             }
             for slot in self.filed(at) {
-                let record = &self.records[slot as usize];
-                best = best.max(measure(Span { offset: record.offset, size: record.size }));
+                best = best.max(measure(self.records[slot].span()));
             }
             bin = self.bins.below(at);
         }
         best
     }
 
-    /// Every block in address order, and whether it is live.
-    pub(super) fn blocks(&self) -> impl Iterator<Item = (Span, bool)> {
-        let mut at = self.first;
+    /// Every block in address order, and the name of each that is live.
+    pub fn blocks(&self) -> impl Iterator<Item = (Span, Option<BlockId>)> {
+        let mut at = NONE;
         std::iter::from_fn(move || {
-            let record = self.records.get(at as usize)?;
-            at = record.next;
-            let span = Span { offset: record.offset, size: record.size };
-            Some((span, record.state == State::Live))
+            let slot = self.records[at].next;
+            at = slot;
+            let record = self.records[slot];
+            let name = BlockId { slot, generation: record.generation };
+            (slot != NONE).then(|| (record.span(), (!record.is_free()).then_some(name)))
         })
     }
 
-    /// Walks everything and checks the invariants.
+    /// Walks everything and checks the invariants; for tests.
     ///
     /// # Panics
     /// Where one is broken.
-    pub(super) fn validate(&self) {
+    #[doc(hidden)]
+    pub fn validate(&self) {
         let (mut end, mut live, mut free_blocks, mut after_free) = (0, 0, 0, false);
-        for (span, is_live) in self.blocks() {
+        let mut at = NONE;
+        for (span, name) in self.blocks() {
             assert_eq!(span.offset, end, "blocks tile the range");
             assert!(span.size > 0 && span.size.is_multiple_of(ALIGN));
-            assert!(is_live || !after_free, "two free blocks touch at {end}");
+            assert!(name.is_some() || !after_free, "two free blocks touch at {end}");
+            let slot = self.records[at].next;
+            assert_eq!(self.records[slot].prev, at, "the list reads the same backwards");
+            at = slot;
             end = span.end();
-            live += if is_live { span.size } else { 0 };
-            free_blocks += usize::from(!is_live);
-            after_free = !is_live;
+            live += if name.is_some() { span.size } else { 0 };
+            free_blocks += usize::from(name.is_none());
+            after_free = name.is_none();
         }
+        assert_eq!(self.records[NONE].prev, at);
         assert_eq!((end, live), (self.span, self.live));
         let mut filed = 0;
         let mut bin = self.bins.last();
         while let Some(at) = bin {
             for slot in self.filed(at) {
-                let record = &self.records[slot as usize];
-                assert_eq!(record.state, State::Free);
+                let record = &self.records[slot];
+                assert!(slot != NONE && record.is_free());
                 assert_eq!(Bin::of(record.size), at, "{} is in a wrong bin", record.size);
                 filed += 1;
             }
@@ -254,145 +288,51 @@ impl BlockIndex {
         assert_eq!(filed, free_blocks, "every free block is filed once");
     }
 
-    fn find(&self, wanted: Request, cost: &impl Fn(Span) -> u64) -> Option<Place> {
-        let mut best = None;
-        let mut bin = self.bins.at_or_above(Bin::of(wanted.size));
-        for _ in 0..BINS_LOOKED {
-            let Some(at) = bin else { break };
-            self.look(at, wanted, cost, &mut best);
-            if best.is_some_and(|place: Place| place.cost == 0) {
-                return best;
-            }
-            bin = self.bins.above(at);
-        }
-        if best.is_none() {
-            // Every block of this bin holds the request, wherever it begins.
-            let sure = Bin::holding(wanted.size.checked_add(wanted.align - ALIGN)?)?;
-            self.look(self.bins.at_or_above(sure)?, wanted, cost, &mut best);
-        }
-        best
-    }
-
-    /// Looks at the first blocks of a bin for a place that is better than the best so far.
-    fn look(
-        &self,
-        bin: Bin,
-        wanted: Request,
-        cost: &impl Fn(Span) -> u64,
-        best: &mut Option<Place>,
-    ) {
-        let before = best.map_or(u64::MAX, |place| place.cost);
-        for slot in self.filed(bin).take(LOOKS_PER_BIN) {
-            let record = &self.records[slot as usize];
-            let end = record.offset + record.size;
-            let Some(start) = record.offset.checked_next_multiple_of(wanted.align) else {
-                continue;
-            };
-            if start > end || end - start < wanted.size {
-                continue;
-            }
-            let cost = cost(Span { offset: start, size: wanted.size });
-            let better = match *best {
-                None => true,
-                Some(place) if place.cost == cost => cost < before && start < place.start,
-                Some(place) => cost < place.cost,
-            };
-            if better {
-                *best = Some(Place { slot, start, cost });
-            }
-        }
-    }
-
-    /// Cuts `size` bytes at the place out of its free block; what is left on each side stays free.
-    fn carve(&mut self, place: Place, size: u64) -> u32 {
-        self.unfile(place.slot);
-        let mut slot = place.slot;
-        let front = place.start - self.records[slot as usize].offset;
+    /// Cuts a span out of the free block that holds it; what is left on each side stays free, and
+    /// what is cut is free and not filed.
+    fn carve(&mut self, slot: u32, span: Span) -> u32 {
+        self.unfile(slot);
+        let Record { offset, size, prev, next, .. } = self.records[slot];
+        let (front, back) = (span.offset - offset, offset + size - span.end());
+        (self.records[slot].offset, self.records[slot].size) = (span.offset, span.size);
         if front > 0 {
-            let rest = self.split(slot, front);
-            self.file(slot);
-            slot = rest;
+            let before = self.records.insert(Span { offset, size: front }, prev, slot);
+            self.file(before);
         }
-        if self.records[slot as usize].size > size {
-            let rest = self.split(slot, size);
-            self.file(rest);
+        if back > 0 {
+            let rest = Span { offset: span.end(), size: back };
+            let after = self.records.insert(rest, slot, next);
+            self.file(after);
         }
         slot
     }
 
-    /// Cuts a block in two; the first keeps the record and `size` bytes, the second is returned.
-    fn split(&mut self, slot: u32, size: u64) -> u32 {
-        let Record { offset, size: whole, next, .. } = self.records[slot as usize];
-        debug_assert!(0 < size && size < whole);
-        let rest = Span { offset: offset + size, size: whole - size };
-        let second = self.record(rest, slot, next);
-        self.records[slot as usize].size = size;
-        self.records[slot as usize].next = second;
-        if let Some(after) = self.records.get_mut(next as usize) {
-            after.prev = second;
-        }
-        second
-    }
-
-    /// Joins a block with the one after it, whose record becomes vacant.
-    fn absorb_next(&mut self, slot: u32) {
-        let gone = self.records[slot as usize].next;
-        let Record { size, next, .. } = self.records[gone as usize];
-        self.records[slot as usize].size += size;
-        self.records[slot as usize].next = next;
-        if let Some(after) = self.records.get_mut(next as usize) {
-            after.prev = slot;
-        }
-        self.records[gone as usize].state = State::Vacant;
-        self.records[gone as usize].next = self.vacant;
-        self.vacant = gone;
-    }
-
-    /// A record for a free block, not filed yet.
-    fn record(&mut self, span: Span, prev: u32, next: u32) -> u32 {
-        let record = Record {
-            offset: span.offset,
-            size: span.size,
-            generation: 0,
-            prev,
-            next,
-            bin_prev: NONE,
-            bin_next: NONE,
-            state: State::Free,
-        };
-        if let Some(vacant) = self.records.get_mut(self.vacant as usize) {
-            let slot = std::mem::replace(&mut self.vacant, vacant.next);
-            *vacant = record;
-            return slot;
-        }
-        self.records.push(record);
-        u32::try_from(self.records.len() - 1).unwrap_or(NONE)
-    }
-
-    fn is_free(&self, slot: u32) -> bool {
-        self.records.get(slot as usize).is_some_and(|record| record.state == State::Free)
+    /// Makes a free block that is not filed live, under a new name.
+    fn enliven(&mut self, slot: u32) -> BlockId {
+        self.generation += 1;
+        let record = &mut self.records[slot];
+        record.generation = self.generation;
+        self.live += record.size;
+        BlockId { slot, generation: self.generation }
     }
 
     /// Puts a free block at the head of its bin.
     fn file(&mut self, slot: u32) {
-        let bin = Bin::of(self.records[slot as usize].size);
+        let bin = Bin::of(self.records[slot].size);
         let head = self.bins.push(bin, slot);
-        self.records[slot as usize].bin_prev = NONE;
-        self.records[slot as usize].bin_next = head;
-        if let Some(second) = self.records.get_mut(head as usize) {
-            second.bin_prev = slot;
-        }
+        self.records[head].bin_prev = slot; // of nobody where the bin was empty
+        let record = &mut self.records[slot];
+        (record.bin_prev, record.bin_next) = (NONE, head);
     }
 
     /// Takes a free block out of its bin.
     fn unfile(&mut self, slot: u32) {
-        let Record { size, bin_prev, bin_next, .. } = self.records[slot as usize];
-        if let Some(after) = self.records.get_mut(bin_next as usize) {
-            after.bin_prev = bin_prev;
-        }
-        match self.records.get_mut(bin_prev as usize) {
-            Some(before) => before.bin_next = bin_next,
-            None => self.bins.set_head(Bin::of(size), bin_next),
+        let Record { size, bin_prev, bin_next, .. } = self.records[slot];
+        self.records[bin_next].bin_prev = bin_prev;
+        if bin_prev == NONE {
+            self.bins.set_head(Bin::of(size), bin_next);
+        } else {
+            self.records[bin_prev].bin_next = bin_next;
         }
     }
 
@@ -401,8 +341,8 @@ impl BlockIndex {
         let mut at = self.bins.head(bin);
         std::iter::from_fn(move || {
             let slot = at;
-            at = self.records.get(slot as usize)?.bin_next;
-            Some(slot)
+            at = self.records[slot].bin_next;
+            (slot != NONE).then_some(slot)
         })
     }
 }

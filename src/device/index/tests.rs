@@ -8,7 +8,7 @@ use super::*;
 const PLAIN: fn(Span) -> u64 = |_| 0;
 
 fn units(count: u64) -> Request {
-    Request { size: count * ALIGN, align: ALIGN }
+    Request { size: count * ALIGN, align: ALIGN, end: End::Low }
 }
 
 /// Live spans by offset: end and name.
@@ -34,7 +34,7 @@ impl BlockId {
 fn compare(index: &BlockIndex, model: &Model) {
     index.validate();
     let of = |wanted: bool| {
-        index.blocks().filter(move |&(_, live)| live == wanted).map(|(span, _)| span)
+        index.blocks().filter(move |&(_, name)| name.is_some() == wanted).map(|(span, _)| span)
     };
     assert!(of(false).eq(free_spans(model, index.span)));
     let live = model.iter().map(|(&offset, &(end, _))| Span { offset, size: end - offset });
@@ -119,7 +119,8 @@ fn random_histories_agree_with_the_model_and_fail_only_when_nothing_much_larger_
             if chance.below(100) < 55 {
                 let size = (256 << chance.below(17)) + chance.below(4096);
                 let align = 1 << chance.below(18);
-                let request = Request { size, align };
+                let end = if chance.below(2) == 0 { End::Low } else { End::High };
+                let request = Request { size, align, end };
                 if !take(&mut index, &mut model, request) {
                     failures += 1;
                     let sure = (size + ALIGN + align).div_ceil(32) * 33;
@@ -160,8 +161,8 @@ fn an_aligned_block_in_its_own_bin_is_found_without_rounding_up() {
     let mut index = BlockIndex::new(64 * ALIGN);
     let (_, head) = index.take(units(1), PLAIN).expect("room");
     assert_eq!(head.offset, 0);
-    let (_, span) =
-        index.take(Request { size: 32 * ALIGN, align: 32 * ALIGN }, PLAIN).expect("room");
+    let request = Request { align: 32 * ALIGN, ..units(32) };
+    let (_, span) = index.take(request, PLAIN).expect("room");
     assert_eq!(span.offset, 32 * ALIGN);
     index.validate();
 }
@@ -185,7 +186,7 @@ fn sizes_at_the_end_of_the_number_range_are_refused() {
     let mut index = BlockIndex::new(1 << 20);
     for size in [u64::MAX, u64::MAX - ALIGN, 1 << 63, (1 << 20) + 1] {
         for align in [1, ALIGN, 1 << 63] {
-            assert!(index.take(Request { size, align }, PLAIN).is_none());
+            assert!(index.take(Request { size, align, end: End::Low }, PLAIN).is_none());
         }
     }
     assert!(BlockIndex::new(0).take(units(1), PLAIN).is_none());

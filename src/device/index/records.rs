@@ -1,0 +1,173 @@
+//! Block records: where they are kept, and the list that joins them in address order.
+//!
+//! The table grows by one segment of records at a time and never moves one, so that a growing index
+//! copies nothing and holds no second copy. It knows nothing of bins and of names.
+//!
+//! Invariants: record 0 is the sentinel, before the first block and after the last, and never free;
+//! following `next` from it passes every block once in address order, and `prev` is its reverse;
+//! a record is free, live or vacant, and the vacant ones are linked.
+
+use std::ops::{Index, IndexMut};
+
+use super::Span;
+
+/// The sentinel's place, and "no record" in a link.
+pub(super) const NONE: u32 = 0;
+
+/// log2 of the records in a segment: 5 KiB, which a growing index takes for every 128th record.
+const SEGMENT_BITS: u32 = 7;
+const SEGMENT: usize = 1 << SEGMENT_BITS;
+
+/// The generation of a free block, and of a record that describes nothing.
+pub(super) const FREE: u64 = 0;
+
+/// The sentinel's generation: it reads as live, and no block ever has this name.
+const SENTINEL: u64 = u64::MAX;
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Record {
+    pub(super) offset: u64,
+    pub(super) size: u64,
+    /// [`FREE`], or the generation of the live block's name.
+    pub(super) generation: u64,
+    /// Neighbours in address order; of a vacant record, `next` is the next vacant one.
+    pub(super) prev: u32,
+    pub(super) next: u32,
+    /// Neighbours in the bin, of a free block.
+    pub(super) bin_prev: u32,
+    pub(super) bin_next: u32,
+}
+
+const _: () = assert!(size_of::<Record>() == 40, "what BlockIndex says of its metadata");
+
+impl Record {
+    const VACANT: Self = Self {
+        offset: 0,
+        size: 0,
+        generation: FREE,
+        prev: NONE,
+        next: NONE,
+        bin_prev: NONE,
+        bin_next: NONE,
+    };
+
+    pub(super) const fn span(&self) -> Span {
+        Span { offset: self.offset, size: self.size }
+    }
+
+    pub(super) const fn is_free(&self) -> bool {
+        self.generation == FREE
+    }
+}
+
+/// All records of one index.
+#[derive(Debug)]
+pub(super) struct Records {
+    segments: Vec<Box<[Record; SEGMENT]>>,
+    /// Records that were ever made, the sentinel among them.
+    count: u32,
+    vacant: u32,
+}
+
+impl Records {
+    pub(super) fn new() -> Self {
+        let mut records = Self { segments: Vec::new(), count: 0, vacant: NONE };
+        let sentinel = records.add(Record { generation: SENTINEL, ..Record::VACANT });
+        debug_assert_eq!(sentinel, NONE);
+        records
+    }
+
+    /// Whether two more records can be made: what the largest act needs.
+    pub(super) const fn have_room(&self) -> bool {
+        self.count < u32::MAX - 2
+    }
+
+    /// Bytes that the table takes.
+    pub(super) const fn metadata(&self) -> usize {
+        self.segments.len() * size_of::<[Record; SEGMENT]>()
+            + self.segments.capacity() * size_of::<Box<[Record; SEGMENT]>>()
+    }
+
+    /// The record of that number, where there is one.
+    pub(super) fn find(&self, slot: u32) -> Option<&Record> {
+        let segment = self.segments.get((slot >> SEGMENT_BITS) as usize)?;
+        Some(&segment[slot as usize % SEGMENT])
+    }
+
+    /// A record for a free block between two neighbours, which are linked to it.
+    pub(super) fn insert(&mut self, span: Span, prev: u32, next: u32) -> u32 {
+        debug_assert!(span.size > 0 && self[prev].next == next && self[next].prev == prev);
+        let record = Record { offset: span.offset, size: span.size, prev, next, ..Record::VACANT };
+        let slot = if self.vacant == NONE {
+            self.add(record)
+        } else {
+            let slot = self.vacant;
+            self.vacant = self[slot].next;
+            self[slot] = record;
+            slot
+        };
+        self[prev].next = slot;
+        self[next].prev = slot;
+        slot
+    }
+
+    /// Takes a record out of the list of neighbours; it is vacant then.
+    pub(super) fn remove(&mut self, slot: u32) {
+        debug_assert_ne!(slot, NONE);
+        let Record { prev, next, .. } = self[slot];
+        self[prev].next = next;
+        self[next].prev = prev;
+        self[slot] = Record { next: self.vacant, ..Record::VACANT };
+        self.vacant = slot;
+    }
+
+    /// Two neighbours, the first before the second, change places.
+    pub(super) fn swap_neighbours(&mut self, first: u32, second: u32) {
+        debug_assert_eq!(self[first].next, second);
+        let (before, after) = (self[first].prev, self[second].next);
+        self[second].offset = self[first].offset;
+        self[first].offset = self[second].offset + self[second].size;
+        (self[second].prev, self[second].next) = (before, first);
+        (self[first].prev, self[first].next) = (second, after);
+        self[before].next = second;
+        self[after].prev = first;
+    }
+
+    /// Two blocks of one size that are no neighbours change places.
+    pub(super) fn swap_equals(&mut self, one: u32, other: u32) {
+        let (mut left, mut right) = (self[one], self[other]);
+        debug_assert!(left.size == right.size && left.next != other && right.next != one);
+        std::mem::swap(&mut left.offset, &mut right.offset);
+        std::mem::swap(&mut left.prev, &mut right.prev);
+        std::mem::swap(&mut left.next, &mut right.next);
+        for (slot, record) in [(one, left), (other, right)] {
+            self[slot] = record;
+            self[record.prev].next = slot;
+            self[record.next].prev = slot;
+        }
+    }
+
+    fn add(&mut self, record: Record) -> u32 {
+        let slot = self.count;
+        if (slot as usize).is_multiple_of(SEGMENT) {
+            self.segments.push(Box::new([Record::VACANT; SEGMENT]));
+        }
+        self[slot] = record;
+        self.count += 1;
+        slot
+    }
+}
+
+impl Index<u32> for Records {
+    type Output = Record;
+
+    fn index(&self, slot: u32) -> &Record {
+        &self.segments[(slot >> SEGMENT_BITS) as usize][slot as usize % SEGMENT]
+    }
+}
+
+impl IndexMut<u32> for Records {
+    fn index_mut(&mut self, slot: u32) -> &mut Record {
+        &mut self.segments[(slot >> SEGMENT_BITS) as usize][slot as usize % SEGMENT]
+    }
+}
