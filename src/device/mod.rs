@@ -38,6 +38,7 @@ mod arena;
 mod books;
 mod buffer;
 mod commit;
+mod compact;
 mod config;
 pub mod driver;
 mod error;
