@@ -3,8 +3,8 @@
 //! A window is a stretch of the wanted size without a block that stays; the blocks in it go into
 //! holes outside, all to places apart from their own. Where no window can be cleared, or sliding
 //! moves fewer bytes, the blocks between some neighbouring gaps slide together, low ones down and
-//! high ones up, which joins these gaps into one. Nothing slides past a block that stays: where that
-//! is the end of it, blocks beside the largest free span go into holes elsewhere, one by one.
+//! high ones up, which joins these gaps into one. Nothing slides past a block that stays: where
+//! that is the end of it, blocks beside the largest free span go into holes elsewhere.
 //!
 //! Under a budget the first moves of this are made. What is left of it then costs less than
 //! before, so that further calls go on with it or with what is cheaper still, and come to an end.
