@@ -16,6 +16,7 @@ use bytemuck::Pod;
 use super::books::Books;
 use super::buffer::Buffer;
 use super::config::ArenaConfig;
+use super::curve::Curve;
 use super::driver::sealed::Key;
 use super::driver::{Capabilities, DeviceAddress, Driver, DriverError, Rung};
 use super::error::DeviceError;
@@ -26,7 +27,6 @@ use super::segment::Segment;
 use super::snapshot::{ArenaGlance, ArenaSnapshot};
 use crate::bytes::ByteSize;
 use crate::clock::Clock;
-use crate::decay::Decay;
 use crate::fork::Birth;
 use crate::sync::{Condvar, Mutex, lock};
 
@@ -101,8 +101,8 @@ impl DeviceArena {
         };
         let reserved = [&stable, &dynamic].map(|segment| ByteSize::new(segment.reserved()));
         let regions = [stable, dynamic].map(RegionBooks::new);
-        let decay = Decay::new(config.decay, clock.now());
-        let books = Books::new(regions, granularity, config.limit, decay);
+        let curve = Curve::new(config.decay, clock.now());
+        let books = Books::new(regions, granularity, config.limit, curve);
         Ok(Self(Arc::new(Shared {
             name: config.name,
             driver,

@@ -4,11 +4,9 @@
 //! calls, `commit` and `reclaim`, which do so with the lock given up.
 //!
 //! Invariants: those of [`ArenaSnapshot`]; `backed <= limit` but for a limit that was lowered
-//! below it; whenever something is idle and the curve is finite, `due` is at most one step of the
-//! curve away or in the past.
+//! below it; those of [`Curve`].
 
-use std::time::Duration;
-
+use super::curve::Curve;
 use super::driver::{DeviceAddress, Rung};
 use super::error::DeviceError;
 use super::index::Request;
@@ -17,7 +15,7 @@ use super::segment::Run;
 use super::snapshot::{AllocFailures, ArenaSnapshot};
 use crate::bytes::ByteSize;
 use crate::clock::{Clock, Moment};
-use crate::decay::{Decay, DecayTime, STEPS};
+use crate::decay::DecayTime;
 
 /// Granules in one decommit at most: 1 GiB of 2 MiB granules, so that no single call of the
 /// driver is unbounded. A guess; a figure for each driver is to be measured.
@@ -53,17 +51,7 @@ pub(super) struct Books {
     pub(super) limit: ByteSize,
     pub(super) totals: Totals,
     live_peak: u64,
-    decay: Decay,
-    /// What was idle when the curve was last told, less what was given back since.
-    told: u64,
-    /// The least of it since then: what was used in between is fresh when it is idle again.
-    idle_low: u64,
-    /// Given back already, of what the curve still counts: the curve says how much may stay of all
-    /// that went idle, so it must not be told that what it took away is gone.
-    owed: u64,
-    /// The curve is told of new idle memory by frees from here on; before, a look is due.
-    note_at: Moment,
-    due: Moment,
+    pub(super) curve: Curve,
 }
 
 impl Books {
@@ -71,7 +59,7 @@ impl Books {
         regions: [RegionBooks; 2],
         granularity: ByteSize,
         limit: ByteSize,
-        decay: Decay,
+        curve: Curve,
     ) -> Self {
         Self {
             regions,
@@ -80,12 +68,7 @@ impl Books {
             limit,
             totals: Totals::default(),
             live_peak: 0,
-            decay,
-            told: 0,
-            idle_low: 0,
-            owed: 0,
-            note_at: Moment::ORIGIN,
-            due: Moment::NEVER,
+            curve,
         }
     }
 
@@ -142,7 +125,7 @@ impl Books {
         request: Request,
     ) -> Result<Placed, DeviceError> {
         let placed = self.region_mut(region).place(request);
-        self.idle_low = self.idle_low.min(self.idle());
+        self.curve.note_used(self.idle());
         placed.ok_or_else(|| {
             self.totals.failures.addresses += 1;
             let books = self.region(region);
@@ -218,72 +201,26 @@ impl Books {
         if done {
             self.totals.decommits += 1;
             self.totals.decommitted_bytes += leaving.size.get();
-            self.owed += leaving.size.get().min(self.told);
-            self.told = self.told.saturating_sub(leaving.size.get());
-            self.idle_low = self.idle_low.saturating_sub(leaving.size.get());
+            self.curve.note_given_back(leaving.size.get());
         }
     }
 
     /// Tells the curve what is idle at `now`; returns how much of it may stay.
     pub(super) fn tell_decay(&mut self, now: Moment) -> u64 {
-        let idle = self.idle();
-        let low = self.idle_low.min(self.told);
-        // What was used since the last time is taken out as the oldest, with its share of what was
-        // given back, and comes back as new.
-        let owed = u128::from(self.owed) * u128::from(low) / u128::from(self.told.max(1));
-        self.owed = u64::try_from(owed).unwrap_or(self.owed);
-        let counted = |idle: u64| ByteSize::new(idle.saturating_add(self.owed));
-        let _ = self.decay.allowed(counted(low), now);
-        let allowed = self.decay.allowed(counted(idle), now);
-        (self.told, self.idle_low) = (idle, idle);
-        self.note_at = now + self.step();
-        allowed.get().min(idle)
+        self.curve.tell(self.idle(), now)
     }
 
     /// When the next look is due.
     pub(super) fn due(&self) -> Moment {
-        if self.idle() == 0 { Moment::NEVER } else { self.due }
-    }
-
-    /// Sets when the next look is due, after one at `now`.
-    pub(super) fn set_due(&mut self, now: Moment, outcome: Look) {
-        self.due = match (outcome, self.decay.time()) {
-            (_, DecayTime::Never) => Moment::NEVER,
-            (Look::Unfinished, _) => now,
-            (Look::Failed, _) => now + self.step().max(RETRY_AFTER),
-            (Look::Finished, DecayTime::AtOnce) => now,
-            (Look::Finished, DecayTime::Within(_)) => self.decay.next(),
-        };
+        if self.idle() == 0 { Moment::NEVER } else { self.curve.due() }
     }
 
     pub(super) fn set_decay(&mut self, time: DecayTime, now: Moment) {
-        self.decay.set_time(time, now);
-        (self.told, self.idle_low, self.owed) = (0, 0, 0);
-        let _ = self.tell_decay(now);
-        self.set_due(now, Look::Unfinished);
+        self.curve.set_time(time, self.idle(), now);
     }
 
-    /// Sees to it that memory which just went idle is looked at. Costs a comparison, and the
-    /// curve's sum once a step.
     fn note_idle(&mut self, now: Moment) {
-        let look = match self.decay.time() {
-            DecayTime::Never => return,
-            DecayTime::AtOnce => now,
-            DecayTime::Within(_) if now < self.note_at => self.note_at,
-            DecayTime::Within(_) => {
-                let _ = self.tell_decay(now);
-                self.decay.next()
-            }
-        };
-        self.due = self.due.min(look);
-    }
-
-    /// One step of the curve.
-    fn step(&self) -> Duration {
-        match self.decay.time() {
-            DecayTime::Within(time) => time / u32::try_from(STEPS).unwrap_or(u32::MAX),
-            DecayTime::AtOnce | DecayTime::Never => Duration::ZERO,
-        }
+        self.curve.note_idle(self.idle(), now);
     }
 
     /// All figures at this instant.
@@ -320,23 +257,9 @@ impl Books {
     /// Where one is broken.
     pub(super) fn validate(&self) {
         self.regions.iter().for_each(RegionBooks::validate);
-        assert!(self.idle_low <= self.idle(), "the least idle is at most what is idle");
+        self.curve.validate(self.idle());
         let totals = &self.totals;
         let settled = totals.committed_bytes - totals.decommitted_bytes;
         assert!(self.backed() >= settled, "every byte committed is on the books");
     }
-}
-
-/// How long a failed look waits before the next: a driver that is out of order is not hammered.
-const RETRY_AFTER: Duration = Duration::from_millis(100);
-
-/// How a look at idle memory ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Look {
-    /// All that was to be given back was, or is on its way.
-    Finished,
-    /// There was more than one look does.
-    Unfinished,
-    /// The driver failed.
-    Failed,
 }

@@ -76,7 +76,7 @@ impl Shared {
             }
             let mut shortage = Shortage::Limit(books.bytes_of(wanting));
             if books.over_limit(books.bytes_of(wanting)) == 0 {
-                let runs = books.region_mut(region).segment.begin_commit(span);
+                let runs = books.region_mut(region).segment.begin_commit(span, 0);
                 let outcome;
                 (books, outcome) = self.commit(books, region, &runs);
                 shortage = match outcome {

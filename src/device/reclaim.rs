@@ -10,7 +10,8 @@
 //! the bound on each asks for.
 
 use super::arena::{DeviceArena, Shared};
-use super::books::{Books, Look};
+use super::books::Books;
+use super::curve::Look;
 use super::driver::DriverError;
 use super::driver::sealed::Key;
 use super::error::DeviceError;
@@ -65,7 +66,7 @@ impl DeviceArena {
             None if given.granules > 0 && given.granules < excess => Look::Unfinished,
             None => Look::Finished,
         };
-        books.set_due(now, look);
+        books.curve.set_due(now, look);
         let next = books.due();
         let released = ByteSize::new(books.bytes_of(given.granules));
         drop(books);

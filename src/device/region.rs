@@ -101,7 +101,7 @@ impl RegionBooks {
     /// Finds a place, preferring those with the fewest granules to commit, and marks it arriving.
     pub(super) fn place(&mut self, request: Request) -> Option<Placed> {
         let segment = &self.segment;
-        let (id, span) = self.index.take(request, |place| segment.wanting(place))?;
+        let (id, span) = self.index.take(request, |place| segment.cost(place))?;
         self.segment.touch(span);
         self.arriving += span.size;
         let at = self.segment.address_of(ByteSize::new(span.offset));

@@ -2,53 +2,23 @@
 //!
 //! A granule is bare, committing, committed or leaving. The in-between states mark a driver call
 //! that is under way outside the arena's lock: whoever needs such a granule waits until the call's
-//! result is booked here. A granule also counts the blocks that touch it; a committed one that no
-//! block touches is idle, and only idle ones may leave.
+//! result is booked here. A granule is active while a block covers any of it, else idle where it
+//! is backed, and only idle ones may leave.
 //!
-//! Eight bytes a granule, for granules up to the highest one ever touched: 1/262,144 of 2 MiB.
+//! Blocks come from both ends (large from the low one, small from the high one), so the granules
+//! are kept in two halves, each counted from its own end: books grow with what is used.
 //!
 //! Invariants: `backed = committing + committed + leaving`; `active = backed and touched`;
-//! `idle = backed - active`; every granule that may leave lies below `idle_end`.
+//! `idle = backed - active`.
 
 use std::ops::Range;
 
 use super::driver::DeviceAddress;
+use super::granules::Granules;
 use super::index::Span;
 use crate::bytes::ByteSize;
 
-/// What is behind a granule.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Backing {
-    /// Nothing.
-    Bare,
-    /// Nothing yet: a commit is under way.
-    Committing,
-    /// Memory.
-    Committed,
-    /// Memory still: a decommit is under way.
-    Leaving,
-}
-
-#[derive(Clone, Copy, Debug)]
-struct Granule {
-    /// Blocks that touch it.
-    blocks: u32,
-    backing: Backing,
-}
-
-impl Granule {
-    const UNTOUCHED: Self = Self { blocks: 0, backing: Backing::Bare };
-
-    const fn is_backed(self) -> bool {
-        !matches!(self.backing, Backing::Bare)
-    }
-
-    const fn may_leave(self) -> bool {
-        matches!(self.backing, Backing::Committed) && self.blocks == 0
-    }
-}
-
-/// Adjoining granules, for one driver call.
+/// Adjoining granules, for one driver call; all in one half.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Run {
     first: usize,
@@ -61,9 +31,21 @@ impl Run {
         self.count as u64
     }
 
+    const fn of(range: &Range<usize>) -> Self {
+        Self { first: range.start, count: range.end - range.start }
+    }
+
     const fn range(self) -> Range<usize> {
         self.first..self.first + self.count
     }
+}
+
+/// What a block covers.
+struct Cover {
+    /// Granules that it covers in part, and may share.
+    partly: [Option<usize>; 2],
+    /// Granules that it covers wholly.
+    wholly: Range<usize>,
 }
 
 /// A reserved range and its granules.
@@ -72,29 +54,28 @@ pub(super) struct Segment {
     base: DeviceAddress,
     reserved: u64,
     granularity: u64,
-    /// Beyond the end: bare and untouched.
-    granules: Vec<Granule>,
-    backed: u64,
-    active: u64,
-    leaving: u64,
-    idle_end: usize,
+    /// How many granules there are.
+    count: usize,
+    /// The first granule of the high half.
+    middle: usize,
+    low: Granules,
+    /// Counted from the high end downward.
+    high: Granules,
 }
 
 impl Segment {
-    pub(super) const fn new(
-        base: DeviceAddress,
-        reserved: ByteSize,
-        granularity: ByteSize,
-    ) -> Self {
+    /// A segment of bare granules; `granularity` is a power of two.
+    pub(super) fn new(base: DeviceAddress, reserved: ByteSize, granularity: ByteSize) -> Self {
+        assert!(granularity.get().is_power_of_two(), "{granularity} is no power of two");
+        let count = usize::try_from(reserved.get() / granularity.get()).unwrap_or(usize::MAX);
         Self {
             base,
             reserved: reserved.get(),
             granularity: granularity.get(),
-            granules: Vec::new(),
-            backed: 0,
-            active: 0,
-            leaving: 0,
-            idle_end: 0,
+            count,
+            middle: count.div_ceil(2),
+            low: Granules::default(),
+            high: Granules::default(),
         }
     }
 
@@ -108,22 +89,22 @@ impl Segment {
 
     /// Bytes with memory behind them, or on the way there or away.
     pub(super) const fn backed(&self) -> u64 {
-        self.backed * self.granularity
+        (self.low.backed() + self.high.backed()) * self.granularity
     }
 
     /// Bytes of backed granules that a block touches.
     pub(super) const fn active(&self) -> u64 {
-        self.active * self.granularity
+        (self.low.active() + self.high.active()) * self.granularity
     }
 
     /// Bytes of backed granules that no block touches.
     pub(super) const fn idle(&self) -> u64 {
-        (self.backed - self.active) * self.granularity
+        self.backed() - self.active()
     }
 
     /// Bytes of granules that are leaving.
     pub(super) const fn leaving(&self) -> u64 {
-        self.leaving * self.granularity
+        (self.low.leaving() + self.high.leaving()) * self.granularity
     }
 
     /// The address and the size of a run.
@@ -142,114 +123,114 @@ impl Segment {
 
     /// Books that a block is there.
     pub(super) fn touch(&mut self, span: Span) {
-        let touched = self.granules_of(span);
-        if self.granules.len() < touched.end {
-            self.granules.resize(touched.end, Granule::UNTOUCHED);
-        }
-        for at in touched {
-            self.change(at, |granule| granule.blocks += 1);
+        let cover = self.cover_of(span);
+        self.each_part(cover.wholly, Granules::touch);
+        for granule in cover.partly.into_iter().flatten() {
+            let (half, at) = self.half_mut(granule);
+            half.touch_part(at);
         }
     }
 
     /// Books that a block is gone; says whether a granule went idle by it.
     pub(super) fn untouch(&mut self, span: Span) -> bool {
         let idle_before = self.idle();
-        for at in self.granules_of(span) {
-            self.change(at, |granule| granule.blocks -= 1);
+        let cover = self.cover_of(span);
+        self.each_part(cover.wholly, Granules::untouch);
+        for granule in cover.partly.into_iter().flatten() {
+            let (half, at) = self.half_mut(granule);
+            half.untouch_part(at);
         }
         self.idle() > idle_before
     }
 
     /// Whether a driver call is under way for a granule of the span.
     pub(super) fn is_moving(&self, span: Span) -> bool {
-        let moving =
-            |granule: &Granule| matches!(granule.backing, Backing::Committing | Backing::Leaving);
-        self.known(span).iter().any(moving)
+        let [low, high] = self.parts(self.granules_of(span));
+        self.low.is_moving(low) || self.high.is_moving(high)
     }
 
     /// Granules of the span that have no memory behind them to stay.
     pub(super) fn wanting(&self, span: Span) -> u64 {
-        let unknown = self.granules_of(span).len() - self.known(span).len();
-        let wants =
-            |granule: &&Granule| matches!(granule.backing, Backing::Bare | Backing::Leaving);
-        (unknown + self.known(span).iter().filter(wants).count()) as u64
+        let [low, high] = self.parts(self.granules_of(span));
+        self.low.wanting(low) + self.high.wanting(high)
     }
 
-    /// Marks the bare granules of a touched span as committing; returns them in runs.
-    pub(super) fn begin_commit(&mut self, span: Span) -> Vec<Run> {
-        let mut runs: Vec<Run> = Vec::new();
-        for at in self.granules_of(span) {
-            if self.granules[at].backing != Backing::Bare {
-                continue;
-            }
-            self.change(at, |granule| granule.backing = Backing::Committing);
-            match runs.last_mut() {
-                Some(run) if run.range().end == at => run.count += 1,
-                _ => runs.push(Run { first: at, count: 1 }),
-            }
-        }
+    /// What a block there costs beyond its size: granules to commit first, then those of its edges
+    /// that nobody else touches and it would keep from going idle. O(1) and a word for each 64
+    /// granules.
+    pub(super) fn cost(&self, span: Span) -> u64 {
+        let cover = self.cover_of(span);
+        let opened = cover.partly.into_iter().flatten().filter(|&granule| {
+            let (half, at) = self.half(granule);
+            !half.is_touched(at)
+        });
+        self.wanting(span) * 4 + opened.count() as u64
+    }
+
+    /// Marks the bare granules of a touched span as committing, and up to `ahead` of those that
+    /// follow it away from its end; returns them in runs.
+    pub(super) fn begin_commit(&mut self, span: Span, ahead: u64) -> Vec<Run> {
+        let Range { start, end } = self.granules_of(span);
+        let ahead = usize::try_from(ahead).unwrap_or(usize::MAX);
+        let range = if start < self.middle {
+            start..end.saturating_add(ahead).min(self.middle.max(end))
+        } else {
+            start.saturating_sub(ahead).max(self.middle)..end
+        };
+        let mut runs = Vec::new();
+        let count = self.count;
+        let [low, high] = self.parts(range);
+        self.low.begin_commit(low, |range| runs.push(Run::of(&range)));
+        self.high.begin_commit(high, |range| runs.push(Run::of(&mirrored(count, range))));
         runs
     }
 
     /// Books what came of a commit.
     pub(super) fn end_commit(&mut self, run: Run, done: bool) {
-        let backing = if done { Backing::Committed } else { Backing::Bare };
-        self.settle(run, Backing::Committing, backing);
+        self.each_part(run.range(), |half, range| half.end_commit(range, done));
     }
 
-    /// Marks the highest run of idle granules, at most `granules_max` of them, as leaving.
-    ///
-    /// The highest, because blocks are placed low: what is high is missed least. Amortised, each
-    /// granule is passed over once for each time that it went idle.
+    /// Marks the innermost run of idle granules, at most `granules_max` of them, as leaving.
     pub(super) fn begin_leave(&mut self, granules_max: u64) -> Option<Run> {
         let granules_max = usize::try_from(granules_max).unwrap_or(usize::MAX);
-        if granules_max == 0 {
-            return None;
+        if let Some(range) = self.low.begin_leave(granules_max) {
+            return Some(Run::of(&range));
         }
-        let idle = self.granules[..self.idle_end].iter().rposition(|granule| granule.may_leave());
-        let Some(last) = idle else {
-            self.idle_end = 0;
-            return None;
-        };
-        let below = self.granules[..=last].iter().rev();
-        let count = below.take(granules_max).take_while(|granule| granule.may_leave()).count();
-        let run = Run { first: last + 1 - count, count };
-        for at in run.range() {
-            self.change(at, |granule| granule.backing = Backing::Leaving);
-        }
-        self.idle_end = run.first;
-        Some(run)
+        let range = self.high.begin_leave(granules_max)?;
+        Some(Run::of(&mirrored(self.count, range)))
     }
 
     /// Books what came of a decommit.
     pub(super) fn end_leave(&mut self, run: Run, done: bool) {
-        let backing = if done { Backing::Bare } else { Backing::Committed };
-        self.settle(run, Backing::Leaving, backing);
+        self.each_part(run.range(), |half, range| half.end_leave(range, done));
     }
 
     /// The longest part of a span that is committed throughout, in bytes.
     pub(super) fn committed_run_max(&self, span: Span) -> u64 {
-        let first = self.granules_of(span).start;
         let (mut best, mut run) = (0, 0);
-        for (nth, granule) in self.known(span).iter().enumerate() {
-            let start = (first + nth) as u64 * self.granularity;
+        let [low, high] = self.parts(self.granules_of(span));
+        let known = |range: Range<usize>, half: &Granules| {
+            range.start.min(half.known())..range.end.min(half.known())
+        };
+        let low = known(low, &self.low);
+        let high = mirrored(self.count, known(high, &self.high));
+        // Where the books of the halves do not meet, what lies between is bare.
+        let bare = (low.end < high.start && !high.is_empty()).then_some(high.start - 1);
+        for granule in low.chain(bare).chain(high) {
+            let (half, at) = self.half(granule);
+            let start = granule as u64 * self.granularity;
             let part = span.end().min(start + self.granularity) - span.offset.max(start);
-            run = if granule.backing == Backing::Committed { run + part } else { 0 };
+            run = if half.is_committed(at) { run + part } else { 0 };
             best = best.max(run);
         }
         best
     }
 
-    /// Every run of backed granules, for the end of the segment.
+    /// Every run of backed granules, for the end of the segment and for its picture.
     pub(super) fn backed_runs(&self) -> Vec<Run> {
-        let mut runs: Vec<Run> = Vec::new();
-        for (at, _) in self.granules.iter().enumerate().filter(|(_, granule)| granule.is_backed()) {
-            match runs.last_mut() {
-                Some(run) if run.range().end == at => run.count += 1,
-                _ => runs.push(Run { first: at, count: 1 }),
-            }
-        }
-        runs
+        let high = self.high.backed_runs().into_iter().rev();
+        let high = high.map(|range| mirrored(self.count, range));
+        self.low.backed_runs().into_iter().chain(high).map(|range| Run::of(&range)).collect()
     }
 
     /// Counts everything again; `blocks` are the live blocks in address order.
@@ -257,62 +238,94 @@ impl Segment {
     /// # Panics
     /// Where a figure is wrong.
     pub(super) fn validate(&self, blocks: impl Iterator<Item = Span>) {
-        let mut touching = vec![0; self.granules.len()];
+        let mut partly = std::collections::BTreeMap::<usize, u32>::new();
+        let mut wholly = Vec::new();
         for span in blocks {
-            for at in self.granules_of(span) {
-                touching[at] += 1;
+            let cover = self.cover_of(span);
+            for granule in cover.partly.into_iter().flatten() {
+                *partly.entry(granule).or_default() += 1;
+            }
+            if !cover.wholly.is_empty() {
+                wholly.push(cover.wholly);
             }
         }
-        assert!(touching.iter().eq(self.granules.iter().map(|granule| &granule.blocks)));
-        let count = |wanted: &dyn Fn(&Granule) -> bool| {
-            self.granules.iter().filter(|granule| wanted(granule)).count() as u64
+        let expected = |granule: usize| {
+            let parts = partly.get(&granule).copied().unwrap_or(0);
+            let nth = wholly.partition_point(|range| range.end <= granule);
+            let whole = wholly.get(nth).is_some_and(|range| range.contains(&granule));
+            (parts, whole || parts > 0)
         };
-        assert_eq!(self.backed, count(&|granule| granule.is_backed()));
-        assert_eq!(self.active, count(&|granule| granule.is_backed() && granule.blocks > 0));
-        assert_eq!(self.leaving, count(&|granule| granule.backing == Backing::Leaving));
-        assert!(self.granules[self.idle_end..].iter().all(|granule| !granule.may_leave()));
+        let none = (0, false);
+        self.low.validate(|at| if at < self.middle { expected(at) } else { none });
+        self.high.validate(|at| {
+            let granule = self.count.checked_sub(at + 1).filter(|&granule| granule >= self.middle);
+            granule.map_or(none, expected)
+        });
         assert!(self.backed() <= self.reserved, "committed <= reserved");
     }
 
     /// The granules that a span touches.
     fn granules_of(&self, span: Span) -> Range<usize> {
-        let granule = |offset: u64| usize::try_from(offset).unwrap_or(usize::MAX);
-        granule(span.offset / self.granularity)..granule(span.end().div_ceil(self.granularity))
+        let shift = self.granularity.trailing_zeros();
+        let granule = |at: u64| usize::try_from(at >> shift).unwrap_or(usize::MAX);
+        granule(span.offset)..granule(span.end() + (self.granularity - 1))
     }
 
-    /// The granules of the span that have an entry.
-    fn known(&self, span: Span) -> &[Granule] {
-        let Range { start, end } = self.granules_of(span);
-        let length = self.granules.len();
-        &self.granules[start.min(length)..end.min(length)]
+    fn cover_of(&self, span: Span) -> Cover {
+        let Range { mut start, mut end } = self.granules_of(span);
+        let mask = self.granularity - 1;
+        let (cut_low, cut_high) = (span.offset & mask != 0, span.end() & mask != 0);
+        if end - start == 1 && (cut_low || cut_high) {
+            return Cover { partly: [Some(start), None], wholly: 0..0 };
+        }
+        let mut partly = [None; 2];
+        if cut_low {
+            partly[0] = Some(start);
+            start += 1;
+        }
+        if cut_high {
+            end -= 1;
+            partly[1] = Some(end);
+        }
+        Cover { partly, wholly: start..end }
     }
 
-    fn settle(&mut self, run: Run, from: Backing, to: Backing) {
-        for at in run.range() {
-            assert_eq!(self.granules[at].backing, from, "granule {at} was not on its way");
-            self.change(at, |granule| granule.backing = to);
+    /// The parts of a range in the two halves, counted as each half counts.
+    fn parts(&self, range: Range<usize>) -> [Range<usize>; 2] {
+        let low = range.start.min(self.middle)..range.end.min(self.middle);
+        let high = range.start.max(self.middle)..range.end.max(self.middle);
+        [low, mirrored(self.count, high)]
+    }
+
+    fn each_part(&mut self, range: Range<usize>, act: impl Fn(&mut Granules, Range<usize>)) {
+        let [low, high] = self.parts(range);
+        for (half, part) in [(&mut self.low, low), (&mut self.high, high)] {
+            if !part.is_empty() {
+                act(half, part);
+            }
         }
     }
 
-    /// Changes one granule and keeps the counts.
-    fn change(&mut self, at: usize, act: impl FnOnce(&mut Granule)) {
-        let granule = &mut self.granules[at];
-        let before = *granule;
-        act(granule);
-        let after = *granule;
-        let counts = |granule: Granule| {
-            let backed = u64::from(granule.is_backed());
-            let active = u64::from(granule.is_backed() && granule.blocks > 0);
-            (backed, active, u64::from(granule.backing == Backing::Leaving))
-        };
-        let (was, is) = (counts(before), counts(after));
-        self.backed = self.backed + is.0 - was.0;
-        self.active = self.active + is.1 - was.1;
-        self.leaving = self.leaving + is.2 - was.2;
-        if after.may_leave() {
-            self.idle_end = self.idle_end.max(at + 1);
+    fn half(&self, granule: usize) -> (&Granules, usize) {
+        if granule < self.middle {
+            (&self.low, granule)
+        } else {
+            (&self.high, self.count - 1 - granule)
         }
     }
+
+    fn half_mut(&mut self, granule: usize) -> (&mut Granules, usize) {
+        if granule < self.middle {
+            (&mut self.low, granule)
+        } else {
+            (&mut self.high, self.count - 1 - granule)
+        }
+    }
+}
+
+/// A range counted from the other end.
+const fn mirrored(count: usize, range: Range<usize>) -> Range<usize> {
+    count - range.end..count - range.start
 }
 
 #[cfg(test)]
@@ -332,7 +345,7 @@ mod tests {
 
     fn committed(segment: &mut Segment, of: Span) {
         segment.touch(of);
-        for run in segment.begin_commit(of) {
+        for run in segment.begin_commit(of, 0) {
             segment.end_commit(run, true);
         }
     }
@@ -343,15 +356,17 @@ mod tests {
         let middle = span(2 * GRANULE, 3 * GRANULE);
         committed(&mut segment, middle);
         let all = span(GRANULE / 2, 6 * GRANULE);
-        segment.touch(all);
+        let (head, tail) = (span(all.offset, middle.offset), span(middle.end(), all.end()));
+        segment.touch(head);
+        segment.touch(tail);
         assert_eq!(segment.wanting(all), 5);
-        let runs = segment.begin_commit(all);
+        let runs = segment.begin_commit(all, 0);
         assert_eq!(runs, [Run { first: 0, count: 2 }, Run { first: 3, count: 3 }]);
         assert!(segment.is_moving(all) && !segment.is_moving(middle));
         segment.end_commit(runs[0], true);
         segment.end_commit(runs[1], false);
         assert_eq!((segment.backed(), segment.active()), (3 * GRANULE, 3 * GRANULE));
-        segment.validate([middle, all].into_iter());
+        segment.validate([head, middle, tail].into_iter());
     }
 
     #[test]

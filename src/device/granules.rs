@@ -1,0 +1,297 @@
+//! The granules of one end of a segment, as bitmaps: pure books, counted from that end.
+//!
+//! A granule is bare, committing, committed or leaving; and touched while a live block covers any
+//! byte of it. Whole granules of a block are bits; only the two at its edges, which it may share
+//! with other blocks, are counted. So a block of any size costs a word for every 64 granules.
+//!
+//! Memory: 36 bytes for 8 granules, up to the farthest one ever touched: 1/466,000 of 2 MiB.
+//!
+//! Invariants: `backed = committing + committed + leaving`; `active = backed and touched`;
+//! `idle = backed - active`; every granule that may leave lies before `idle_end`.
+
+use std::ops::Range;
+
+/// 64 granules: bit `i` is granule `64 x word + i`.
+#[derive(Clone, Copy, Debug, Default)]
+struct Word {
+    /// A live block covers some of it.
+    touched: u64,
+    /// There is memory behind it, or on the way there or away.
+    backed: u64,
+    /// A commit is under way: backed, no memory yet.
+    committing: u64,
+    /// A decommit is under way: backed still.
+    leaving: u64,
+}
+
+impl Word {
+    const fn may_leave(self) -> u64 {
+        self.backed & !(self.touched | self.committing | self.leaving)
+    }
+}
+
+/// The granules, from the end of the segment inward.
+#[derive(Debug, Default)]
+pub(super) struct Granules {
+    words: Vec<Word>,
+    /// Blocks that cover a part of the granule, and not all of it.
+    partly: Vec<u32>,
+    backed: u64,
+    active: u64,
+    leaving: u64,
+    idle_end: usize,
+}
+
+impl Granules {
+    pub(super) const fn backed(&self) -> u64 {
+        self.backed
+    }
+
+    pub(super) const fn active(&self) -> u64 {
+        self.active
+    }
+
+    pub(super) const fn leaving(&self) -> u64 {
+        self.leaving
+    }
+
+    /// How many granules have entries; those beyond are bare and untouched.
+    pub(super) const fn known(&self) -> usize {
+        self.partly.len()
+    }
+
+    /// Books a block that covers all of these granules.
+    pub(super) fn touch(&mut self, range: Range<usize>) {
+        self.reach(range.end);
+        for (at, mask) in masks(range) {
+            let word = &mut self.words[at];
+            debug_assert_eq!(word.touched & mask, 0, "a granule wholly covered is nobody else's");
+            word.touched |= mask;
+            self.active += count(word.backed & mask);
+        }
+    }
+
+    /// Books that a block which covered all of these granules is gone.
+    pub(super) fn untouch(&mut self, range: Range<usize>) {
+        for (at, mask) in masks(range.clone()) {
+            let word = &mut self.words[at];
+            debug_assert_eq!(word.touched & mask, mask, "it was touched");
+            word.touched &= !mask;
+            self.active -= count(word.backed & mask);
+        }
+        self.idle_end = self.idle_end.max(range.end);
+    }
+
+    /// Books a block that covers a part of this granule.
+    pub(super) fn touch_part(&mut self, granule: usize) {
+        self.reach(granule + 1);
+        if self.partly[granule] == 0 {
+            self.touch(granule..granule + 1);
+        }
+        self.partly[granule] += 1;
+    }
+
+    /// Books that a block which covered a part of this granule is gone.
+    pub(super) fn untouch_part(&mut self, granule: usize) {
+        self.partly[granule] -= 1;
+        if self.partly[granule] == 0 {
+            self.untouch(granule..granule + 1);
+        }
+    }
+
+    /// Whether a block covers any of it.
+    pub(super) fn is_touched(&self, granule: usize) -> bool {
+        self.words.get(granule / 64).is_some_and(|word| word.touched >> (granule % 64) & 1 == 1)
+    }
+
+    /// How many of them have no memory to stay: bare or leaving.
+    pub(super) fn wanting(&self, range: Range<usize>) -> u64 {
+        let known = |(at, mask): (usize, u64)| {
+            let word = self.words.get(at).copied().unwrap_or_default();
+            count(mask & !(word.backed & !word.leaving))
+        };
+        masks(range).map(known).sum()
+    }
+
+    /// Whether a driver call is under way for one of them.
+    pub(super) fn is_moving(&self, range: Range<usize>) -> bool {
+        masks(range).any(|(at, mask)| {
+            self.words.get(at).is_some_and(|word| (word.committing | word.leaving) & mask != 0)
+        })
+    }
+
+    /// Marks the bare ones as committing; calls `each` with every run of them.
+    pub(super) fn begin_commit(&mut self, range: Range<usize>, mut each: impl FnMut(Range<usize>)) {
+        self.reach(range.end);
+        let mut run: Option<Range<usize>> = None;
+        for (at, mask) in masks(range) {
+            let word = &mut self.words[at];
+            let mut bare = mask & !word.backed;
+            word.backed |= bare;
+            word.committing |= bare;
+            self.backed += count(bare);
+            self.active += count(bare & word.touched);
+            while bare != 0 {
+                let first = bare.trailing_zeros();
+                let length = (bare >> first).trailing_ones();
+                bare &= !(low(length) << first);
+                let (start, length) = (at * 64 + first as usize, length as usize);
+                match &mut run {
+                    Some(run) if run.end == start => run.end += length,
+                    _ => run.replace(start..start + length).into_iter().for_each(&mut each),
+                }
+            }
+        }
+        run.into_iter().for_each(each);
+    }
+
+    /// Books what came of a commit.
+    pub(super) fn end_commit(&mut self, range: Range<usize>, done: bool) {
+        for (at, mask) in masks(range.clone()) {
+            let word = &mut self.words[at];
+            assert_eq!(word.committing & mask, mask, "not all of {range:?} was committing");
+            word.committing &= !mask;
+            if !done {
+                word.backed &= !mask;
+                self.backed -= count(mask);
+                self.active -= count(mask & word.touched);
+            }
+        }
+        self.idle_end = self.idle_end.max(range.end);
+    }
+
+    /// Marks the innermost run of idle granules, at most `granules_max` of them, as leaving.
+    ///
+    /// The innermost, because blocks are placed towards the end: what is far from it is missed
+    /// least. Amortised, each word is passed over once for each time that one of it went idle.
+    pub(super) fn begin_leave(&mut self, granules_max: usize) -> Option<Range<usize>> {
+        let may_leave = |at: usize| {
+            self.words.get(at / 64).is_some_and(|word| word.may_leave() >> (at % 64) & 1 == 1)
+        };
+        if granules_max == 0 {
+            return None;
+        }
+        let Some(last) = self.idle_before(self.idle_end) else {
+            self.idle_end = 0;
+            return None;
+        };
+        let mut first = last;
+        while first > 0 && last + 1 - first < granules_max && may_leave(first - 1) {
+            first -= 1;
+        }
+        let range = first..last + 1;
+        for (at, mask) in masks(range.clone()) {
+            self.words[at].leaving |= mask;
+        }
+        self.leaving += range.len() as u64;
+        self.idle_end = first;
+        Some(range)
+    }
+
+    /// Books what came of a decommit.
+    pub(super) fn end_leave(&mut self, range: Range<usize>, done: bool) {
+        for (at, mask) in masks(range.clone()) {
+            let word = &mut self.words[at];
+            assert_eq!(word.leaving & mask, mask, "not all of {range:?} was leaving");
+            word.leaving &= !mask;
+            if done {
+                word.backed &= !mask;
+                self.backed -= count(mask);
+                self.active -= count(mask & word.touched);
+            }
+        }
+        self.leaving -= range.len() as u64;
+        if !done {
+            self.idle_end = self.idle_end.max(range.end);
+        }
+    }
+
+    /// Whether there is memory behind it, to stay.
+    pub(super) fn is_committed(&self, granule: usize) -> bool {
+        let committed = |word: &Word| word.backed & !(word.committing | word.leaving);
+        self.words.get(granule / 64).is_some_and(|word| committed(word) >> (granule % 64) & 1 == 1)
+    }
+
+    /// Every run of backed granules, from the end inward.
+    pub(super) fn backed_runs(&self) -> Vec<Range<usize>> {
+        let mut runs: Vec<Range<usize>> = Vec::new();
+        for (at, word) in self.words.iter().enumerate() {
+            for bit in (0..64).filter(|bit| word.backed >> bit & 1 == 1) {
+                let granule = at * 64 + bit;
+                match runs.last_mut() {
+                    Some(run) if run.end == granule => run.end += 1,
+                    _ => runs.push(granule..granule + 1),
+                }
+            }
+        }
+        runs
+    }
+
+    /// Counts everything again; `partly` and `touched` say what the live blocks make of a granule.
+    ///
+    /// # Panics
+    /// Where a figure is wrong.
+    pub(super) fn validate(&self, expected: impl Fn(usize) -> (u32, bool)) {
+        let total =
+            |part: fn(&Word) -> u64| self.words.iter().map(|word| count(part(word))).sum::<u64>();
+        assert_eq!(self.backed, total(|word| word.backed));
+        assert_eq!(self.active, total(|word| word.backed & word.touched));
+        assert_eq!(self.leaving, total(|word| word.leaving));
+        for (at, word) in self.words.iter().enumerate() {
+            assert_eq!(word.committing & word.leaving, 0, "both ways at once in word {at}");
+            assert_eq!((word.committing | word.leaving) & !word.backed, 0, "moving and bare");
+            for bit in 0..64 {
+                let granule = at * 64 + bit;
+                let partly = self.partly.get(granule).copied().unwrap_or(0);
+                let touched = word.touched >> bit & 1 == 1;
+                assert_eq!((partly, touched), expected(granule), "granule {granule}");
+                let leaves = word.may_leave() >> bit & 1 == 1;
+                assert!(!leaves || granule < self.idle_end, "idle and never looked at: {granule}");
+            }
+        }
+    }
+
+    /// The last granule before `end` that may leave.
+    fn idle_before(&self, end: usize) -> Option<usize> {
+        let words = self.words.iter().enumerate().take(end.div_ceil(64)).rev();
+        words
+            .map(|(at, word)| {
+                let known = if end >= (at + 1) * 64 { u64::MAX } else { low64(end - at * 64) };
+                (at, word.may_leave() & known)
+            })
+            .find(|(_, idle)| *idle != 0)
+            .map(|(at, idle)| at * 64 + idle.ilog2() as usize)
+    }
+
+    /// Makes entries for all granules before `end`.
+    fn reach(&mut self, end: usize) {
+        if self.partly.len() < end {
+            self.partly.resize(end, 0);
+            self.words.resize(end.div_ceil(64), Word::default());
+        }
+    }
+}
+
+fn count(bits: u64) -> u64 {
+    u64::from(bits.count_ones())
+}
+
+/// The lowest bits, at most 64 of them.
+const fn low(bits: u32) -> u64 {
+    if bits >= u64::BITS { u64::MAX } else { (1 << bits) - 1 }
+}
+
+const fn low64(bits: usize) -> u64 {
+    if bits >= 64 { u64::MAX } else { (1 << bits) - 1 }
+}
+
+/// The words that hold these granules, and which bits of each.
+fn masks(range: Range<usize>) -> impl Iterator<Item = (usize, u64)> {
+    let Range { start, end } = range;
+    let words = if start < end { start / 64..end.div_ceil(64) } else { 0..0 };
+    words.map(move |word| {
+        let first = word * 64;
+        let mask = low64(end - first) & !low64(start.saturating_sub(first));
+        (word, mask)
+    })
+}
