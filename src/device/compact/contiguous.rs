@@ -11,7 +11,7 @@
 //!
 //! Invariant: the largest free span is never made smaller, not even on the way.
 
-use super::plan::{Draft, Hold, Part};
+use super::plan::{Draft, Hold, PIECES_MAX, Part};
 use super::sketch::Block;
 use crate::device::index::{ALIGN, End, Span};
 
@@ -31,6 +31,8 @@ struct Window {
 struct Run {
     blocks: Vec<Block>,
     bytes: u64,
+    /// Whether all of the blocks may slide down, and up, without too many copies.
+    ways: [bool; 2],
 }
 
 pub(super) fn plan(draft: &mut Draft, size: u64) {
@@ -58,9 +60,9 @@ fn pass(draft: &mut Draft, size: u64) {
         return grow(draft);
     }
     let size = size.min(reach);
-    let Some(run) = cheapest_run(draft, &parts, size) else { return };
+    let Some(run) = cheapest_run(draft, &parts, size) else { return grow(draft) };
     if !clear_a_window(draft, &parts, size, run.bytes) {
-        slide(draft, &run.blocks);
+        slide(draft, &run);
     }
 }
 
@@ -172,7 +174,8 @@ fn cheapest_run(draft: &Draft, parts: &[Part], size: u64) -> Option<Run> {
             while free >= size {
                 let run = &section[first..=last];
                 let starts_with_gap = run[0].hold.is_none();
-                if starts_with_gap && best.is_none_or(|(bytes, _)| moved <= bytes) {
+                let cheapest = best.as_ref().is_none_or(|(bytes, ..)| moved <= *bytes);
+                if starts_with_gap && cheapest && ways(run) != [false; 2] {
                     best = Some((moved, run));
                 }
                 if starts_with_gap {
@@ -186,12 +189,27 @@ fn cheapest_run(draft: &Draft, parts: &[Part], size: u64) -> Option<Run> {
     }
     let (bytes, run) = best?;
     let blocks = run.iter().filter_map(|part| Some(Block { span: part.span, hold: part.hold? }));
-    Some(Run { blocks: blocks.collect(), bytes })
+    Some(Run { blocks: blocks.collect(), bytes, ways: ways(run) })
+}
+
+/// Whether the first gap of a run lets all of its blocks slide down, and the last one up: the gap
+/// grows on the way.
+fn ways(run: &[Part]) -> [bool; 2] {
+    let blocks = run.iter().filter(|part| part.hold.is_some());
+    let largest = blocks.map(|part| part.span.size).max().unwrap_or(0);
+    let suffices = |gap: Option<&Part>| {
+        gap.is_some_and(|gap| gap.span.size.saturating_mul(PIECES_MAX) >= largest)
+    };
+    [suffices(run.first()), suffices(run.last())]
 }
 
 /// Slides the blocks of a run apart at one point, towards both sides.
-fn slide(draft: &mut Draft, blocks: &[Block]) {
-    let (down, up) = blocks.split_at(parting(blocks));
+fn slide(draft: &mut Draft, run: &Run) {
+    let (down, up) = run.blocks.split_at(match run.ways {
+        [true, true] => parting(&run.blocks),
+        [true, false] => run.blocks.len(),
+        [false, _] => 0,
+    });
     for &block in down {
         let Some(gap) = draft.sketch.gap_below(block.span.offset) else { return };
         if block.span.size > draft.left() {

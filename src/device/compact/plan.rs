@@ -73,6 +73,11 @@ impl Move {
         self.from.abs_diff(self.to)
     }
 
+    /// Whether it takes more than [`PIECES_MAX`] copies.
+    pub(in crate::device) const fn is_tedious(self) -> bool {
+        self.distance().saturating_mul(PIECES_MAX) < self.size
+    }
+
     /// Whether old and new place have bytes in common.
     pub(in crate::device) const fn overlaps(self) -> bool {
         self.distance() < self.size
@@ -155,6 +160,10 @@ pub(super) struct Draft {
     pub(super) budget: u64,
 }
 
+/// Copies for one block at most. A slide by a tiny part of the block takes a driver call for each
+/// such part, and gains no more than that. A guess: a thousand calls of a few microseconds each.
+pub(super) const PIECES_MAX: u64 = 1024;
+
 /// How many free spans are looked at for one block, the smallest that hold it first.
 const LOOKS: usize = 16;
 
@@ -215,10 +224,11 @@ impl Draft {
             for at in places(span, cleared, size, align.max(ALIGN)) {
                 let to = Span { offset: at, size };
                 let spares = spared.is_none_or(|s| to.end() <= s.offset || s.end() <= to.offset);
-                if at == block.span.offset || !spares || !self.is_among_kin(to, block.hold) {
+                let made = Move { from: block.span.offset, to: at, size };
+                if made.is_tedious() || !spares || !self.is_among_kin(to, block.hold) {
                     continue;
                 }
-                let overlaps = u64::from(at.abs_diff(block.span.offset) < size);
+                let overlaps = u64::from(made.overlaps());
                 let far = if end == End::Low { at } else { u64::MAX - at };
                 let rank = [self.sketch.alone(to), overlaps, span.size, far];
                 best = Some(best.map_or(rank, |best| best.min(rank)));

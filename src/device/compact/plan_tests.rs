@@ -385,3 +385,14 @@ fn an_empty_region_and_a_full_one_need_no_moves() {
         }
     }
 }
+
+#[test]
+fn a_slide_that_would_take_thousands_of_copies_is_not_planned() {
+    let region = |gap| Cells::new(&[(gap, None), (4096, Some(LOW)), (gap, None)], 8);
+    for target in [Target::Granules, Target::Contiguous(u64::MAX)] {
+        assert_eq!(region(3).plan(target, u64::MAX).moves, []);
+    }
+    let plan = region(4).plan(Target::Contiguous(u64::MAX), u64::MAX);
+    assert_eq!((plan.moves.len(), plan.largest[1]), (1, 8 * ALIGN));
+    assert_eq!(plan.moves[0].pieces().count(), 1024);
+}
