@@ -28,6 +28,7 @@ use super::snapshot::{ArenaGlance, ArenaSnapshot};
 use crate::bytes::ByteSize;
 use crate::clock::Clock;
 use crate::fork::Birth;
+use crate::sync::atomic::AtomicU64;
 use crate::sync::{Condvar, Mutex, lock};
 
 /// The most address space that is asked for: below `isize::MAX`, so that every block can be a
@@ -63,6 +64,8 @@ pub(super) struct Shared {
     capabilities: Capabilities,
     /// Address space of each region.
     reserved: [ByteSize; 2],
+    /// How often blocks of each region have moved: a copy of the books' figures.
+    pub(super) moves: [AtomicU64; 2],
     birth: Birth,
 }
 
@@ -111,6 +114,7 @@ impl DeviceArena {
             settled: Condvar::new(),
             capabilities,
             reserved,
+            moves: [AtomicU64::new(0), AtomicU64::new(0)],
             birth: Birth::now(),
         })))
     }
@@ -169,7 +173,7 @@ impl DeviceArena {
     /// [`DeviceError::TooManyLeases`], [`DeviceError::Forked`].
     pub fn enter(&self) -> Result<Lease, DeviceError> {
         self.0.check_here()?;
-        let mut books = lock(&self.0.books);
+        let mut books = self.0.wait_for_move(lock(&self.0.books));
         let leases = books.leases.checked_add(1);
         books.leases = leases.ok_or(DeviceError::TooManyLeases { limit: u32::MAX })?;
         drop(books);
@@ -248,7 +252,7 @@ impl DeviceArena {
         self.0.validate();
     }
 
-    pub(super) fn shared(&self) -> &Shared {
+    pub(super) fn shared(&self) -> &Arc<Shared> {
         &self.0
     }
 }
@@ -261,6 +265,10 @@ impl Shared {
 
     pub(super) fn check_host_access(&self) -> Result<(), DeviceError> {
         if self.capabilities.host_access { Ok(()) } else { Err(self.no_host_access()) }
+    }
+
+    pub(super) const fn capabilities(&self) -> Capabilities {
+        self.capabilities
     }
 
     pub(super) fn no_host_access(&self) -> DeviceError {

@@ -6,6 +6,7 @@
 //! Invariants: those of [`ArenaSnapshot`]; `backed <= limit` but for a limit that was lowered
 //! below it; those of [`Curve`].
 
+use super::compact::step::Moving;
 use super::curve::Curve;
 use super::driver::{DeviceAddress, Rung};
 use super::error::DeviceError;
@@ -52,6 +53,12 @@ pub(super) struct Books {
     pub(super) totals: Totals,
     live_peak: u64,
     pub(super) curve: Curve,
+    /// The block that a compaction moves now.
+    pub(super) moving: Option<Moving>,
+    /// Who waits for a lease until that is done.
+    pub(super) entering: u32,
+    /// A compaction is under way.
+    pub(super) compacting: bool,
 }
 
 impl Books {
@@ -69,6 +76,9 @@ impl Books {
             totals: Totals::default(),
             live_peak: 0,
             curve,
+            moving: None,
+            entering: 0,
+            compacting: false,
         }
     }
 
@@ -125,7 +135,7 @@ impl Books {
         request: Request,
     ) -> Result<Placed, DeviceError> {
         let placed = self.region_mut(region).place(request);
-        self.curve.note_used(self.idle());
+        self.note_used();
         placed.ok_or_else(|| {
             self.totals.failures.addresses += 1;
             let books = self.region(region);
@@ -156,6 +166,9 @@ impl Books {
 
     /// Frees a live block.
     pub(super) fn release(&mut self, region: Region, placed: Placed, clock: &dyn Clock) {
+        if self.defer_release(region, placed) {
+            return;
+        }
         let gone = self.region_mut(region).release(placed);
         debug_assert!(gone.is_ok(), "only its buffer frees a block, once");
         if let Ok(went_idle) = gone {
@@ -219,7 +232,12 @@ impl Books {
         self.curve.set_time(time, self.idle(), now);
     }
 
-    fn note_idle(&mut self, now: Moment) {
+    /// Tells the curve that idle memory may be active again.
+    pub(super) fn note_used(&mut self) {
+        self.curve.note_used(self.idle());
+    }
+
+    pub(super) fn note_idle(&mut self, now: Moment) {
         self.curve.note_idle(self.idle(), now);
     }
 

@@ -18,10 +18,13 @@ use std::sync::Arc;
 use bytemuck::Pod;
 
 use super::arena::Shared;
+use super::compact::BlockPin;
+use super::driver::DeviceAddress;
 use super::error::DeviceError;
 use super::lease::Lease;
 use super::region::{Placed, Region};
 use crate::bytes::ByteSize;
+use crate::sync::atomic::{AtomicU64, Ordering};
 
 /// Elements in device memory.
 pub struct Buffer<T: Pod> {
@@ -29,21 +32,24 @@ pub struct Buffer<T: Pod> {
     region: Region,
     /// Nothing, where the elements have no bytes.
     block: Option<Placed>,
+    /// Where the block was last known to be.
+    place: Place,
     len: usize,
     elements: PhantomData<T>,
 }
 
 impl<T: Pod> Buffer<T> {
     /// Elements without bytes, and so without a block.
-    pub(super) const fn empty(arena: Arc<Shared>, region: Region, len: usize) -> Self {
-        Self { arena, region, block: None, len, elements: PhantomData }
+    pub(super) fn empty(arena: Arc<Shared>, region: Region, len: usize) -> Self {
+        Self { arena, region, block: None, place: Place::none(), len, elements: PhantomData }
     }
 
     /// The owner of a live block, which holds `len` elements at their alignment.
     pub(super) fn new(arena: Arc<Shared>, region: Region, block: Placed, len: usize) -> Self {
         assert!(block.span.size >= ByteSize::of(len * size_of::<T>()).get(), "block too small");
         assert!(block.at.is_multiple_of(ByteSize::of(align_of::<T>())), "block not aligned");
-        Self { arena, region, block: Some(block), len, elements: PhantomData }
+        let place = Place::of(block);
+        Self { arena, region, block: Some(block), place, len, elements: PhantomData }
     }
 
     /// The number of elements.
@@ -80,7 +86,7 @@ impl<T: Pod> Buffer<T> {
         // SAFETY: `start` is aligned for T (asserted in `new`, or dangling and aligned where there
         // are no bytes) and has the provenance of the driver's whole reservation
         // (`Driver::host_pointer`; drivers are sealed to this crate). `len` elements lie in the
-        // block (asserted in `new`), within a reservation and so below `isize::MAX` bytes
+        // block (asserted in `new`), wherever it is now, within a reservation and so below `isize::MAX` bytes
         // (`reserve_region` holds it at that). The block is live while `self` is borrowed; a live
         // block's granules are committed, since only granules that no block touches leave, so the
         // bytes are readable, and they are initialised (`Driver::host_pointer`). T is Pod: any
@@ -102,6 +108,20 @@ impl<T: Pod> Buffer<T> {
         Ok(unsafe { slice::from_raw_parts_mut(start.as_ptr(), self.len) })
     }
 
+    /// Keeps the block where it is, through every compaction, until the pin is dropped.
+    ///
+    /// # Errors
+    /// [`DeviceError::Forked`].
+    pub fn pin(&self) -> Result<BlockPin, DeviceError> {
+        self.arena.check_here()?;
+        Ok(BlockPin::new(&self.arena, self.region, self.block.map(|block| block.id)))
+    }
+
+    #[cfg(test)]
+    pub(super) fn block_id(&self) -> Option<super::index::BlockId> {
+        self.block.map(|block| block.id)
+    }
+
     /// Where the elements begin, for a holder of this arena's lease.
     fn start(&self, lease: &Lease) -> Result<NonNull<T>, DeviceError> {
         self.arena.check_here()?;
@@ -113,8 +133,45 @@ impl<T: Pod> Buffer<T> {
         }
         self.arena.check_host_access()?;
         let Some(block) = self.block else { return Ok(NonNull::dangling()) };
-        let start = self.arena.driver.host_pointer(block.at);
+        let at = self.place.get(&self.arena, self.region, block)?;
+        let start = self.arena.driver.host_pointer(at);
         start.map(NonNull::cast).ok_or_else(|| self.arena.no_host_access())
+    }
+}
+
+/// Where a block was when its region had seen so many moves.
+struct Place {
+    at: AtomicU64,
+    moves: AtomicU64,
+}
+
+impl Place {
+    fn none() -> Self {
+        Self { at: AtomicU64::new(0), moves: AtomicU64::new(0) }
+    }
+
+    fn of(block: Placed) -> Self {
+        Self { at: AtomicU64::new(block.at.get()), moves: AtomicU64::new(block.moves) }
+    }
+
+    /// Where the block is, for a holder of a lease: nothing moves while it is held, and it was
+    /// entered under the lock under which the last move was counted. So all who are here at once
+    /// read the same count and store the same address; whoever reads that count from `moves`
+    /// reads the address that was stored before it.
+    fn get(
+        &self,
+        arena: &Shared,
+        region: Region,
+        block: Placed,
+    ) -> Result<DeviceAddress, DeviceError> {
+        let moves = arena.moves[region.number()].load(Ordering::Relaxed);
+        if self.moves.load(Ordering::Acquire) == moves {
+            return Ok(DeviceAddress::new(self.at.load(Ordering::Relaxed)));
+        }
+        let block = arena.resolve(region, block)?;
+        self.at.store(block.at.get(), Ordering::Relaxed);
+        self.moves.store(block.moves, Ordering::Release);
+        Ok(block.at)
     }
 }
 

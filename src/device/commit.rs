@@ -48,7 +48,15 @@ impl Shared {
     pub(super) fn obtain(&self, region: Region, request: Request) -> Result<Placed, DeviceError> {
         let mut books = lock(&self.books);
         let placed = books.place(region, request)?;
+        // Stays while its memory is on the way: the lock is given up for that.
+        let still = books.region(region).segment.is_settled(placed.span);
+        if !still {
+            books.region_mut(region).pins.pin(placed.id);
+        }
         let (mut books, outcome) = self.back(books, region, placed.span);
+        if !still {
+            books.region_mut(region).pins.unpin(placed.id);
+        }
         match outcome {
             Ok(()) => books.arrive(region, placed),
             Err(_) => books.withdraw(region, placed, &*self.clock),
@@ -57,7 +65,7 @@ impl Shared {
     }
 
     /// Sees to it that every granule of a placed span is committed.
-    fn back<'a>(
+    pub(super) fn back<'a>(
         &'a self,
         mut books: MutexGuard<'a, Books>,
         region: Region,

@@ -9,6 +9,7 @@
 use thiserror::Error;
 
 use super::driver::{DriverError, Rung};
+use super::region::Region;
 use crate::bytes::ByteSize;
 
 /// Why an operation on a device arena failed.
@@ -87,6 +88,20 @@ pub enum DeviceError {
     TooManyLeases {
         /// The most that are counted.
         limit: u32,
+    },
+    /// The contents of a block were lost when it was moved: the copy failed, and so did its undoing.
+    #[error("the contents of a block of {size} in the {} region were lost in a move", region.name())]
+    ContentsLost {
+        /// The region that it is in.
+        region: Region,
+        /// The size of the block.
+        size: ByteSize,
+    },
+    /// A callback panicked.
+    #[error("a callback panicked: {message}")]
+    Callback {
+        /// What it said.
+        message: String,
     },
     /// The process is a fork of the one that opened the arena.
     #[error("the arena was opened before a fork; device memory does not outlive it")]

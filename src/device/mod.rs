@@ -53,6 +53,7 @@ mod snapshot;
 
 pub use arena::DeviceArena;
 pub use buffer::Buffer;
+pub use compact::{BlockPin, CompactError, CompactOptions, Compacted, Goal, Moved, Stopped};
 pub use config::{ArenaConfig, Growth};
 pub use driver::host::HostDriver;
 pub use error::DeviceError;

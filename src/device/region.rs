@@ -6,8 +6,9 @@
 //!
 //! Invariants: `requested <= live`; `live + arriving = index.live`; `live <= active`.
 
+use super::compact::pins::Pins;
 use super::driver::DeviceAddress;
-use super::index::{BlockId, BlockIndex, Request, Span, StaleBlock};
+use super::index::{ALIGN, BlockId, BlockIndex, End, Request, Span, StaleBlock};
 use super::segment::Segment;
 use super::snapshot::RegionSnapshot;
 use crate::bytes::ByteSize;
@@ -70,22 +71,32 @@ pub(super) struct Placed {
     pub(super) at: DeviceAddress,
     /// What the caller asked for, in bytes.
     pub(super) requested: u64,
+    /// How often blocks of the region had moved when `span` and `at` were true.
+    pub(super) moves: u64,
+}
+
+/// Where blocks of a size are placed.
+pub(super) const fn end_of(_size: u64) -> End {
+    End::Low
 }
 
 /// The books of one region.
 #[derive(Debug)]
 pub(super) struct RegionBooks {
     pub(super) segment: Segment,
-    index: BlockIndex,
+    pub(super) index: BlockIndex,
     requested: u64,
     live: u64,
-    arriving: u64,
+    pub(super) arriving: u64,
+    pub(super) pins: Pins,
+    pub(super) moves: u64,
 }
 
 impl RegionBooks {
     pub(super) fn new(segment: Segment) -> Self {
         let index = BlockIndex::new(segment.reserved());
-        Self { segment, index, requested: 0, live: 0, arriving: 0 }
+        let pins = Pins::default();
+        Self { segment, index, requested: 0, live: 0, arriving: 0, pins, moves: 0 }
     }
 
     pub(super) const fn live(&self) -> u64 {
@@ -105,7 +116,10 @@ impl RegionBooks {
         self.segment.touch(span);
         self.arriving += span.size;
         let at = self.segment.address_of(ByteSize::new(span.offset));
-        Some(Placed { id, span, at, requested: request.size })
+        if request.align > ALIGN {
+            self.pins.align(id, request.align);
+        }
+        Some(Placed { id, span, at, requested: request.size, moves: self.moves })
     }
 
     /// Books that the memory behind an arriving block is there.
@@ -119,6 +133,7 @@ impl RegionBooks {
     /// Takes an arriving block back; says whether granules went idle by it.
     pub(super) fn withdraw(&mut self, placed: Placed) -> Result<bool, StaleBlock> {
         let span = self.index.release(placed.id)?;
+        self.pins.forget(placed.id);
         self.arriving -= span.size;
         Ok(self.segment.untouch(span))
     }
@@ -126,6 +141,7 @@ impl RegionBooks {
     /// Frees a live block; says whether granules went idle by it.
     pub(super) fn release(&mut self, placed: Placed) -> Result<bool, StaleBlock> {
         let span = self.index.release(placed.id)?;
+        self.pins.forget(placed.id);
         self.live -= span.size;
         self.requested -= placed.requested;
         Ok(self.segment.untouch(span))
@@ -164,6 +180,7 @@ impl RegionBooks {
     /// Where one is broken.
     pub(super) fn validate(&self) {
         self.index.validate();
+        self.pins.validate(|id| self.index.span_of(id).is_ok());
         let live = self.index.blocks().filter(|(_, name)| name.is_some()).map(|(span, _)| span);
         self.segment.validate(live);
         assert!(self.requested <= self.live, "requested <= live");

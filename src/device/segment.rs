@@ -155,6 +155,11 @@ impl Segment {
         self.low.wanting(low) + self.high.wanting(high)
     }
 
+    /// Whether all of its memory is there, and none of it on the way.
+    pub(super) fn is_settled(&self, span: Span) -> bool {
+        self.wanting(span) == 0 && !self.is_moving(span)
+    }
+
     /// What a block there costs beyond its size: granules to commit first, then those of its edges
     /// that nobody else touches and it would keep from going idle. O(1) and a word for each 64
     /// granules.

@@ -1,0 +1,126 @@
+//! What the books write down about moves; all of it under the arena's lock.
+//!
+//! A place that is taken for a block to move to is arriving until the block has it; then what the
+//! block left is free.
+//!
+//! Invariants: those of the region; `moves` grows whenever a block of the region is elsewhere than
+//! before, so that who knows the number knows whether an address is stale.
+
+use super::plan::{Hold, Part};
+use super::step::Moving;
+use crate::bytes::ByteSize;
+use crate::clock::Clock;
+use crate::device::books::Books;
+use crate::device::index::{BlockId, Span, StaleBlock};
+use crate::device::region::{Placed, Region, RegionBooks, end_of};
+
+impl RegionBooks {
+    /// How often a block of the region was moved, or lost.
+    pub(in crate::device) const fn moves(&self) -> u64 {
+        self.moves
+    }
+
+    pub(super) fn span_of(&self, id: BlockId) -> Result<Span, StaleBlock> {
+        self.index.span_of(id)
+    }
+
+    /// What holds a block of this size.
+    pub(super) fn hold(&self, id: BlockId, size: u64) -> Hold {
+        self.pins.hold(id, end_of(size))
+    }
+
+    /// Blocks and free spans in address order, and the name of each block.
+    pub(super) fn parts(&self) -> impl Iterator<Item = (Part, Option<BlockId>)> {
+        self.index.blocks().map(|(span, id)| {
+            let hold = id.map(|id| self.hold(id, span.size));
+            (Part { span, hold }, id)
+        })
+    }
+
+    /// Where a live block is now.
+    pub(in crate::device) fn refreshed(&self, placed: Placed) -> Placed {
+        let Ok(span) = self.index.span_of(placed.id) else {
+            debug_assert!(false, "only its owner asks, and it is live");
+            return placed;
+        };
+        let at = self.segment.address_of(ByteSize::new(span.offset));
+        Placed { span, at, moves: self.moves, ..placed }
+    }
+
+    pub(super) fn is_lost(&self, id: BlockId) -> bool {
+        self.pins.is_lost(id)
+    }
+
+    /// Books that the contents of a block are lost; its owner is told when it next asks.
+    pub(super) fn lose(&mut self, id: BlockId) {
+        self.pins.lose(id);
+        self.moves += 1;
+    }
+
+    /// Takes a free span for a block to move to, arriving.
+    fn take_room(&mut self, span: Span) -> Option<Placed> {
+        let id = self.index.take_at(span)?;
+        self.segment.touch(span);
+        self.arriving += span.size;
+        let at = self.segment.address_of(ByteSize::new(span.offset));
+        Some(Placed { id, span, at, requested: 0, moves: self.moves })
+    }
+
+    /// A block goes to the room that was taken for it, and what it leaves is free; says whether
+    /// granules went idle by it.
+    fn trade(&mut self, id: BlockId, room: Placed) -> bool {
+        let old = self.index.span_of(id);
+        let traded = self.index.exchange(id, room.id);
+        debug_assert!(traded.is_ok(), "of one size, or neighbours: {traded:?}");
+        let (Ok(old), Ok(new)) = (old, self.index.span_of(id)) else { return false };
+        let left = self.index.release(room.id);
+        debug_assert_eq!(left.map(|left| left.size), Ok(room.span.size));
+        let idle = self.segment.idle();
+        self.arriving -= room.span.size;
+        self.segment.untouch(room.span);
+        self.segment.untouch(old);
+        self.segment.touch(new);
+        self.moves += 1;
+        self.segment.idle() > idle
+    }
+}
+
+impl Books {
+    /// Takes a free span for a block to move to, arriving; with it, the bytes of granules that are
+    /// active by it.
+    pub(super) fn take_room(&mut self, region: Region, span: Span) -> Option<(Placed, u64)> {
+        let active = self.active();
+        let room = self.region_mut(region).take_room(span)?;
+        let wanting = self.region(region).segment.wanting(span);
+        let made_active = self.active() - active + self.bytes_of(wanting);
+        self.note_used();
+        Some((room, made_active))
+    }
+
+    /// A block goes to its room; says how many bytes of granules are no longer active by it.
+    pub(super) fn trade(
+        &mut self,
+        region: Region,
+        id: BlockId,
+        room: Placed,
+        clock: &dyn Clock,
+    ) -> u64 {
+        let active = self.active();
+        if self.region_mut(region).trade(id, room) {
+            self.note_idle(clock.now());
+        }
+        active.saturating_sub(self.active())
+    }
+
+    /// Leaves the freeing of a block that moves to its mover; says whether it does move.
+    pub(in crate::device) fn defer_release(&mut self, region: Region, placed: Placed) -> bool {
+        match &mut self.moving {
+            Some(Moving { region: its, id, freed }) if (*its, *id) == (region, placed.id) => {
+                debug_assert!(freed.is_none(), "only its owner frees a block, once");
+                *freed = Some(placed);
+                true
+            }
+            _ => false,
+        }
+    }
+}

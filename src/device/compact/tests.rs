@@ -1,0 +1,564 @@
+//! Compaction of an arena over a watched driver: contents, addresses, failures, threads.
+//!
+//! Invariant: a block that moves keeps its contents and its owner, whatever happens beside it.
+
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use crate::bytes::ByteSize;
+use crate::clock::{Clock, ManualClock, SystemClock};
+use crate::device::driver::trial::{Failure, TrialDriver};
+use crate::device::index::{End, Request};
+use crate::device::{
+    ArenaConfig, Buffer, CompactOptions, DeviceArena, DeviceError, Goal, Moved, Region, Stopped,
+};
+use crate::sync::lock;
+
+const DYNAMIC: CompactOptions = CompactOptions::new(Region::Dynamic);
+const ALL: CompactOptions = CompactOptions {
+    goal: Goal::Contiguous(ByteSize::MAX),
+    ..CompactOptions::new(Region::Dynamic)
+};
+
+/// An arena whose addresses are as short as its memory.
+fn fixed(size: ByteSize) -> (DeviceArena, Arc<TrialDriver>) {
+    open(ArenaConfig { limit: size, reserve: size, ..ArenaConfig::new("fixed") })
+}
+
+/// An arena with more addresses than memory.
+fn virtual_memory(limit: ByteSize) -> (DeviceArena, Arc<TrialDriver>) {
+    open(ArenaConfig { limit, reserve: ByteSize::gib(1), ..ArenaConfig::new("virtual") })
+}
+
+fn open(config: ArenaConfig) -> (DeviceArena, Arc<TrialDriver>) {
+    let driver = Arc::new(TrialDriver::new());
+    let arena = DeviceArena::open(driver.clone(), Arc::new(ManualClock::new()), config);
+    (arena.expect("open"), driver)
+}
+
+/// A block with a mark in every element.
+fn marked(arena: &DeviceArena, size: ByteSize, mark: u64) -> Result<Buffer<u64>, DeviceError> {
+    let mut buffer = arena.alloc(size.as_usize().expect("fits") / 8, Region::Dynamic)?;
+    let lease = arena.enter()?;
+    let marks = buffer.slice_mut(&lease)?;
+    marks.fill(mark);
+    for (nth, place) in marks.iter_mut().enumerate() {
+        *place ^= (nth as u64) << 32;
+    }
+    Ok(buffer)
+}
+
+fn assert_marked(arena: &DeviceArena, buffer: &Buffer<u64>, mark: u64) {
+    let lease = arena.enter().expect("awake");
+    let marks = buffer.slice(&lease).expect("own lease");
+    let is_right = |(nth, &place): (usize, &u64)| place == mark ^ ((nth as u64) << 32);
+    assert!(marks.iter().enumerate().all(is_right), "the contents of {mark} changed");
+}
+
+fn address(arena: &DeviceArena, buffer: &Buffer<u64>) -> u64 {
+    let lease = arena.enter().expect("awake");
+    buffer.slice(&lease).expect("own lease").as_ptr().addr() as u64
+}
+
+/// Blocks with their marks, of which every other one is freed.
+fn alternating(arena: &DeviceArena, count: u64, size: ByteSize) -> Vec<(u64, Buffer<u64>)> {
+    let block = |mark| (mark, marked(arena, size, mark).expect("room"));
+    let mut blocks: Vec<_> = (0..count).map(block).collect();
+    blocks.retain(|(mark, _)| mark % 2 == 1);
+    blocks
+}
+
+fn assert_all_marked(arena: &DeviceArena, blocks: &[(u64, Buffer<u64>)]) {
+    for (mark, buffer) in blocks {
+        assert_marked(arena, buffer, *mark);
+    }
+}
+
+/// Waits for what another thread does soon.
+fn wait_until(condition: impl Fn() -> bool) {
+    let clock = SystemClock::new();
+    let deadline = clock.now() + Duration::from_secs(20);
+    while !condition() {
+        assert!(clock.now() < deadline, "it did not come to pass");
+        thread::yield_now();
+    }
+}
+
+struct Chance(u64);
+
+impl Chance {
+    fn below(&mut self, bound: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % bound
+    }
+}
+
+#[test]
+fn without_blocks_nothing_moves_and_all_stays_free() {
+    let (arena, driver) = fixed(ByteSize::mib(64));
+    let before = arena.snapshot();
+    for options in [ALL, DYNAMIC] {
+        let done = arena.compact(options, |_| panic!("nothing is there")).expect("no error");
+        assert_eq!((done.moves, done.largest_span), (0, ByteSize::mib(64)));
+    }
+    assert_eq!(arena.snapshot(), before);
+    driver.assert_no_faults();
+}
+
+#[test]
+fn what_no_gap_holds_is_held_after_a_compaction() {
+    let (arena, driver) = fixed(ByteSize::mib(64));
+    let mut blocks = alternating(&arena, 8, ByteSize::mib(8));
+    let refused = marked(&arena, ByteSize::mib(16), 99).expect_err("gaps of 8 MiB");
+    assert!(matches!(refused, DeviceError::OutOfAddresses { .. }), "{refused}");
+    let mut moves = Vec::new();
+    let options = CompactOptions { goal: Goal::Contiguous(ByteSize::mib(16)), ..DYNAMIC };
+    let done = arena.compact(options, |moved| moves.push(moved)).expect("no error");
+    assert_eq!((done.moves, moves.len()), (1, 1));
+    assert!(done.largest_span >= ByteSize::mib(16));
+    blocks.push((99, marked(&arena, ByteSize::mib(16), 99).expect("room now")));
+    assert_all_marked(&arena, &blocks);
+    blocks.clear();
+    assert_eq!(arena.snapshot().live, ByteSize::ZERO);
+    arena.validate();
+    driver.assert_no_faults();
+}
+
+#[test]
+fn all_free_space_becomes_one_span_and_each_move_is_told() {
+    let (arena, driver) = fixed(ByteSize::mib(64));
+    let blocks = alternating(&arena, 8, ByteSize::mib(8));
+    let before: Vec<_> = blocks.iter().map(|(_, block)| address(&arena, block)).collect();
+    let mut moves: Vec<Moved> = Vec::new();
+    let done = arena.compact(ALL, |moved| moves.push(moved)).expect("no error");
+    assert_eq!(done.largest_span, ByteSize::mib(32));
+    assert_eq!(done.moved, moves.iter().map(|moved| moved.size).sum());
+    let mut unmoved = 0;
+    for ((_, block), before) in blocks.iter().zip(before) {
+        let now = address(&arena, block);
+        let told = moves.iter().rfind(|moved| moved.to.get() == now);
+        unmoved += usize::from(now == before);
+        assert_eq!(told.map_or(before, |moved| moved.to.get()), now);
+    }
+    assert!(unmoved > 0, "a block that need not move keeps its address");
+    assert_all_marked(&arena, &blocks);
+    driver.assert_no_faults();
+}
+
+#[test]
+fn the_other_region_stays() {
+    let (arena, _) = fixed(ByteSize::mib(64));
+    let stable = arena.alloc_from(&[333_u64; 1 << 18], Region::Stable).expect("room");
+    let gone = arena.alloc::<u64>(1 << 19, Region::Stable).expect("room");
+    let after = arena.alloc_from(&[111_u64; 1 << 18], Region::Stable).expect("room");
+    drop(gone);
+    let places = [address(&arena, &stable), address(&arena, &after)];
+    let blocks = alternating(&arena, 6, ByteSize::mib(8));
+    let snapshot = arena.snapshot();
+    assert_eq!(snapshot.live, ByteSize::mib(28));
+    let told = |moved: Moved| assert_eq!(moved.region, Region::Dynamic);
+    assert!(arena.compact(ALL, told).expect("no error").moves > 0);
+    assert_eq!([address(&arena, &stable), address(&arena, &after)], places);
+    assert_eq!(arena.snapshot().live, snapshot.live);
+    assert_all_marked(&arena, &blocks);
+}
+
+/// The bug: a block that moves by less than its size was copied in one piece onto itself.
+#[test]
+fn a_block_that_slides_by_less_than_its_size_is_not_copied_onto_itself() {
+    let (arena, driver) = fixed(ByteSize::mib(12));
+    let gone = marked(&arena, ByteSize::mib(1), 0).expect("room");
+    let slides = marked(&arena, ByteSize::mib(8), 1).expect("room");
+    drop(gone);
+    let calls = driver.calls();
+    let done = arena.compact(ALL, |_| {}).expect("no overlap is refused");
+    assert_eq!((done.moves, driver.calls() - calls), (1, 8));
+    assert_eq!(done.largest_span, ByteSize::mib(4));
+    assert_marked(&arena, &slides, 1);
+    driver.assert_no_faults();
+}
+
+#[test]
+fn granules_that_little_pins_go_idle_and_can_be_given_back() {
+    let (arena, driver) = virtual_memory(ByteSize::mib(64));
+    let block = |mark| (mark, marked(&arena, ByteSize::kib(256), mark).expect("room"));
+    let mut blocks: Vec<_> = (0..128).map(block).collect();
+    blocks.retain(|(mark, _)| mark % 8 == 3);
+    arena.purge().expect("purge");
+    let before = arena.snapshot();
+    assert_eq!(before.committed, ByteSize::mib(32));
+    let done = arena.compact(DYNAMIC, |_| {}).expect("no error");
+    let after = arena.snapshot();
+    assert_eq!(done.recovered, after.idle);
+    assert_eq!(after.active, ByteSize::mib(4), "{done:?}");
+    assert_eq!(after.commits_total, before.commits_total, "into holes that have memory");
+    arena.purge().expect("purge");
+    assert_all_marked(&arena, &blocks);
+    assert_eq!(driver.committed().0, ByteSize::mib(4));
+    driver.assert_no_faults();
+}
+
+#[test]
+fn many_small_calls_come_to_the_same_as_one_large_call() {
+    for options in [ALL, DYNAMIC] {
+        let run = |budget| {
+            let (arena, _) = fixed(ByteSize::mib(64));
+            let mut chance = Chance(7);
+            let mut blocks: Vec<_> = (0..60)
+                .map(|mark| {
+                    let size = ByteSize::kib(256 + 64 * chance.below(8));
+                    (mark, marked(&arena, size, mark).expect("room"))
+                })
+                .collect();
+            blocks.retain(|_| chance.below(2) == 0);
+            let mut calls = 0;
+            loop {
+                let options = CompactOptions { budget, ..options };
+                let done = arena.compact(options, |_| {}).expect("no error");
+                assert!(done.moved <= budget, "over budget");
+                if done.moves == 0 {
+                    assert_all_marked(&arena, &blocks);
+                    return (calls, done.largest_span, arena.snapshot().active);
+                }
+                calls += 1;
+                assert!(calls < 200, "it goes on for ever");
+            }
+        };
+        let (large, small) = (run(ByteSize::MAX), run(ByteSize::mib(5)));
+        println!("{options:?}: {large:?} {small:?}");
+        assert!(small.0 > large.0);
+        match options.goal {
+            Goal::Granules => assert!(small.2.get() <= large.2.get() + (2 << 20)),
+            Goal::Contiguous(_) => assert_eq!(small.1, large.1),
+        }
+    }
+}
+
+#[test]
+fn pinned_blocks_stay_until_the_last_pin_is_gone() {
+    let (arena, _) = fixed(ByteSize::mib(64));
+    let blocks = alternating(&arena, 8, ByteSize::mib(8));
+    let pins: Vec<_> = blocks.iter().map(|(_, block)| block.pin().expect("here")).collect();
+    let twice = blocks[0].1.pin().expect("here");
+    assert_eq!(arena.compact(ALL, |_| {}).map(|done| done.moves), Ok(0));
+    drop(pins);
+    let place = address(&arena, &blocks[0].1);
+    assert!(arena.compact(ALL, |_| {}).expect("no error").moves > 0);
+    assert_eq!(address(&arena, &blocks[0].1), place);
+    assert_all_marked(&arena, &blocks);
+    drop(blocks);
+    drop(twice);
+    arena.validate();
+    let none: Buffer<u64> = arena.alloc(0, Region::Dynamic).expect("nothing");
+    drop(none.pin().expect("nothing to keep"));
+}
+
+#[test]
+fn nothing_moves_while_a_lease_is_held() {
+    let (arena, _) = fixed(ByteSize::mib(64));
+    let blocks = alternating(&arena, 8, ByteSize::mib(8));
+    let lease = arena.enter().expect("awake");
+    let seen = blocks[1].1.slice(&lease).expect("own lease");
+    let done = arena.compact(ALL, |_| panic!("moved")).expect("no error");
+    assert_eq!((done.moves, done.stopped), (0, Stopped::Busy));
+    assert_eq!(seen[0], 3);
+    drop(lease);
+    let done = arena.compact(ALL, |_| {}).expect("no error");
+    assert_eq!(done.stopped, Stopped::Finished);
+    assert!(done.moves > 0);
+}
+
+#[test]
+fn who_wants_a_lease_waits_for_one_move_and_no_other_follows() {
+    let (arena, driver) = fixed(ByteSize::mib(64));
+    let blocks = alternating(&arena, 8, ByteSize::mib(8));
+    driver.hold();
+    let compacting = {
+        let arena = arena.clone();
+        thread::spawn(move || arena.compact(ALL, |_| {}))
+    };
+    driver.wait_until_held(1);
+    let entering = {
+        let arena = arena.clone();
+        thread::spawn(move || arena.enter().map(drop))
+    };
+    wait_until(|| lock(&arena.shared().books).entering == 1);
+    assert!(!entering.is_finished(), "a lease was given while a block moves");
+    arena.validate();
+    driver.let_go();
+    let done = compacting.join().expect("no panic").expect("no error");
+    assert_eq!(entering.join().expect("no panic"), Ok(()));
+    // The one that it was at, or more where the lease was dropped before it looked again.
+    assert!(done.stopped == Stopped::Busy || done.moves > 1, "{done:?}");
+    assert_all_marked(&arena, &blocks);
+    arena.validate();
+    driver.assert_no_faults();
+}
+
+/// The bug: an old pointer freed during a compaction was not known, and a new block could lie
+/// where contents were still copied from.
+#[test]
+fn beside_a_move_others_allocate_and_free_the_moving_block_among_them() {
+    let (arena, driver) = fixed(ByteSize::mib(64));
+    let mut blocks = alternating(&arena, 8, ByteSize::mib(8));
+    driver.hold();
+    let compacting = {
+        let arena = arena.clone();
+        thread::spawn(move || {
+            let mut told = 0;
+            arena.compact(ALL, |_| told += 1).map(|done| (done, told))
+        })
+    };
+    driver.wait_until_held(1);
+    let moving = lock(&arena.shared().books).moving.expect("one is moving");
+    let live = arena.snapshot().live;
+    // Neither waits for the copy that is held.
+    drop(arena.alloc::<u64>(1 << 19, Region::Dynamic).expect("room"));
+    arena.validate();
+    let (freed, kept): (Vec<_>, Vec<_>) =
+        blocks.drain(..).partition(|(_, block)| block.block_id() == Some(moving.id));
+    assert_eq!((freed.len(), kept.len()), (1, 3));
+    drop(freed);
+    assert_eq!(arena.snapshot().live, live, "freed when the move ends");
+    driver.let_go();
+    let (done, told) = compacting.join().expect("no panic").expect("no error");
+    assert_eq!(done.moves, told + 1, "nobody is told of a block that is gone");
+    assert_eq!(arena.snapshot().live, ByteSize::mib(24));
+    assert_all_marked(&arena, &kept);
+    arena.validate();
+    driver.assert_no_faults();
+}
+
+#[test]
+fn a_block_whose_memory_is_on_its_way_stays() {
+    let (arena, driver) = fixed(ByteSize::mib(64));
+    let gone = marked(&arena, ByteSize::mib(8), 0).expect("room");
+    driver.hold();
+    let arriving = {
+        let arena = arena.clone();
+        thread::spawn(move || marked(&arena, ByteSize::mib(8), 1).expect("room"))
+    };
+    driver.wait_until_held(1);
+    drop(gone);
+    let done = arena.compact(ALL, |_| panic!("moved")).expect("no error");
+    assert_eq!(done.moves, 0);
+    driver.let_go();
+    let arrived = arriving.join().expect("no panic");
+    assert_eq!(arena.compact(ALL, |_| {}).map(|done| done.moves), Ok(1));
+    assert_marked(&arena, &arrived, 1);
+    arena.validate();
+    driver.assert_no_faults();
+}
+
+#[test]
+fn a_callback_may_allocate_free_and_enter_and_no_other_compaction_begins() {
+    let (arena, _) = fixed(ByteSize::mib(64));
+    let blocks = alternating(&arena, 8, ByteSize::mib(8));
+    let done = arena.compact(ALL, |_| {
+        let lease = arena.enter().expect("awake");
+        assert!(blocks.iter().all(|(_, block)| block.slice(&lease).is_ok()));
+        drop(lease);
+        drop(arena.alloc::<u64>(1 << 10, Region::Dynamic).expect("room"));
+        let inner = arena.compact(ALL, |_| panic!("moved")).expect("no error");
+        assert_eq!((inner.moves, inner.stopped), (0, Stopped::Busy));
+    });
+    assert_eq!(done.expect("no error").largest_span, ByteSize::mib(32));
+    assert_all_marked(&arena, &blocks);
+}
+
+/// The bug: an exception on the way left the books moved and the contents not.
+#[test]
+fn a_callback_that_panics_ends_the_compaction_after_a_whole_move() {
+    let (arena, driver) = fixed(ByteSize::mib(64));
+    let blocks = alternating(&arena, 8, ByteSize::mib(8));
+    let failed = arena.compact(ALL, |_| panic!("enough")).expect_err("it panics");
+    assert_eq!(failed.error, DeviceError::Callback { message: "enough".to_owned() });
+    assert_eq!(failed.done.moves, 1);
+    assert_all_marked(&arena, &blocks);
+    arena.validate();
+    let done = arena.compact(ALL, |_| {}).expect("no error");
+    assert_eq!(done.largest_span, ByteSize::mib(32));
+    assert_all_marked(&arena, &blocks);
+    driver.assert_no_faults();
+}
+
+/// Jumps, slides in pieces, and places that have no memory yet.
+fn scenario(driver: &Arc<TrialDriver>, nth: Option<u64>) -> u64 {
+    let size = ByteSize::mib(32);
+    let config = ArenaConfig { limit: size, reserve: size, ..ArenaConfig::new("trial") };
+    let arena = DeviceArena::open(driver.clone(), Arc::new(ManualClock::new()), config);
+    let arena = arena.expect("open");
+    let sizes = [1, 5, 2, 4, 3, 4, 2, 2, 4].map(ByteSize::mib);
+    let mut blocks: Vec<_> = (0..)
+        .zip(sizes)
+        .map(|(mark, size)| (mark, marked(&arena, size, mark).expect("room")))
+        .collect();
+    blocks.retain(|(mark, _)| ![0, 3, 6].contains(mark));
+    arena.purge().expect("purge");
+    let first = driver.calls();
+    driver.fail_from(None);
+    if let Some(nth) = nth {
+        driver.fail(Failure { nth: first + nth, out_of_memory: nth % 2 == 0 });
+    }
+    let mut failures = 0;
+    for options in [ALL, DYNAMIC, ALL] {
+        match arena.compact(options, |_| {}) {
+            Ok(_) => {}
+            Err(failed) => {
+                failures += 1;
+                assert!(matches!(failed.error, DeviceError::Driver(_)), "{failed}");
+            }
+        }
+        arena.validate();
+        driver.assert_no_faults();
+        assert_all_marked(&arena, &blocks);
+        assert_eq!(arena.snapshot().live, ByteSize::mib(20));
+        assert_eq!(driver.committed().0, arena.snapshot().committed);
+    }
+    assert!(failures <= 1);
+    assert!(arena.compact(ALL, |_| {}).expect("no error").largest_span == ByteSize::mib(12));
+    driver.calls() - first
+}
+
+#[test]
+fn a_call_that_fails_at_any_turn_leaves_every_block_whole() {
+    let calls = scenario(&Arc::new(TrialDriver::new()), None);
+    assert!(calls > 8, "only {calls} calls: the scenario is too tame");
+    for nth in 0..calls {
+        println!("call {nth} fails");
+        scenario(&Arc::new(TrialDriver::new()), Some(nth));
+    }
+}
+
+#[test]
+fn contents_that_a_slide_lost_are_never_shown_again() {
+    let (arena, driver) = fixed(ByteSize::mib(12));
+    let gone = marked(&arena, ByteSize::mib(1), 0).expect("room");
+    let mut lost = marked(&arena, ByteSize::mib(8), 1).expect("room");
+    drop(gone);
+    // The fourth piece and all that would undo the others.
+    driver.fail_from(Some(driver.calls() + 3));
+    let failed = arena.compact(ALL, |_| {}).expect_err("a trial");
+    let expected = DeviceError::ContentsLost { region: Region::Dynamic, size: ByteSize::mib(8) };
+    assert_eq!((failed.error, failed.done.moves), (expected.clone(), 0));
+    driver.fail_from(None);
+    let lease = arena.enter().expect("awake");
+    assert_eq!(lost.slice(&lease).map(<[u64]>::len), Err(expected.clone()));
+    assert_eq!(lost.slice_mut(&lease).map(|_| ()), Err(expected));
+    drop(lease);
+    assert_eq!(arena.compact(ALL, |_| {}).map(|done| done.moves), Ok(0), "nothing to keep");
+    drop(lost);
+    assert_eq!(arena.snapshot().live, ByteSize::ZERO);
+    drop(marked(&arena, ByteSize::mib(12), 2).expect("room"));
+    arena.validate();
+    driver.assert_no_faults();
+}
+
+#[test]
+fn what_the_limit_does_not_allow_is_left_out() {
+    // Blocks of three halves of a granule: joined they need fewer granules, but more on the way.
+    let (arena, driver) = virtual_memory(ByteSize::mib(8));
+    let half = |mark| marked(&arena, ByteSize::mib(3), mark);
+    let (first, gone) = (half(1).expect("room"), half(2).expect("room"));
+    drop(gone);
+    let limit = arena.snapshot().active;
+    arena.set_limit(limit);
+    arena.purge().expect("purge");
+    let done = arena.compact(DYNAMIC, |_| {}).expect("no error");
+    assert!(driver.committed().1 <= ByteSize::mib(8), "{done:?}");
+    assert_marked(&arena, &first, 1);
+    driver.assert_no_faults();
+}
+
+#[test]
+fn aligned_blocks_stay_aligned() {
+    let (arena, _) = fixed(ByteSize::mib(8));
+    let shared = arena.shared();
+    let request = |size, align| {
+        let request = Request { size, align, end: End::Low };
+        shared.obtain(Region::Dynamic, request).expect("room")
+    };
+    let (gone, block) = (request(512, 256), request(1 << 20, 4096));
+    shared.release(Region::Dynamic, gone);
+    assert!(block.at.is_multiple_of(ByteSize::kib(4)));
+    for options in [ALL, DYNAMIC] {
+        arena
+            .compact(options, |moved| {
+                assert!(moved.to.is_multiple_of(ByteSize::kib(4)), "{moved:?}");
+            })
+            .expect("no error");
+    }
+    shared.release(Region::Dynamic, block);
+    arena.validate();
+}
+
+#[test]
+fn threads_keep_their_contents_while_everything_moves() {
+    const THREADS: u64 = 3;
+    const MIB: u64 = 1 << 20;
+    let (arena, driver) = virtual_memory(ByteSize::mib(48));
+    let mut moves = 0;
+    let worker = |number: u64| {
+        let arena = arena.clone();
+        move || {
+            let seed = 0x9E37_79B9_7F4A_7C15 ^ (number << 32);
+            println!("thread {number} seed {seed:#x}");
+            let mut chance = Chance(seed);
+            let mut kept: Vec<(u64, Buffer<u64>)> = Vec::new();
+            for step in 0..250 {
+                let mark = (number << 20) | step;
+                match chance.below(8) {
+                    0..4 => {
+                        let size = ByteSize::new(256 * (1 + chance.below(MIB / 256)));
+                        match marked(&arena, size, mark) {
+                            Ok(buffer) => kept.push((mark, buffer)),
+                            Err(error) => assert!(error.is_out_of_memory(), "{error}"),
+                        }
+                    }
+                    4..6 if !kept.is_empty() => {
+                        let nth = usize::try_from(chance.below(kept.len() as u64)).expect("small");
+                        let (mark, buffer) = kept.swap_remove(nth);
+                        assert_marked(&arena, &buffer, mark);
+                    }
+                    6 if !kept.is_empty() => {
+                        let nth = usize::try_from(chance.below(kept.len() as u64)).expect("small");
+                        let pin = kept[nth].1.pin().expect("here");
+                        let place = address(&arena, &kept[nth].1);
+                        thread::yield_now();
+                        assert_eq!(address(&arena, &kept[nth].1), place, "a pinned block moved");
+                        drop(pin);
+                    }
+                    7 => drop(arena.purge().expect("purge")),
+                    _ => {}
+                }
+                if kept.len() > 16 {
+                    kept.drain(..12);
+                }
+            }
+            assert_all_marked(&arena, &kept);
+        }
+    };
+    let threads: Vec<_> = (1..=THREADS).map(|number| thread::spawn(worker(number))).collect();
+    let mut chance = Chance(99);
+    while !threads.iter().all(thread::JoinHandle::is_finished) {
+        let budget = ByteSize::mib(1 + chance.below(16));
+        let all = Goal::Contiguous(ByteSize::MAX);
+        let goal = if chance.below(2) == 0 { Goal::Granules } else { all };
+        let options = CompactOptions { goal, budget, ..DYNAMIC };
+        moves += arena.compact(options, |_| {}).expect("no error").moves;
+    }
+    for thread in threads {
+        thread.join().expect("no panic");
+    }
+    arena.validate();
+    driver.assert_no_faults();
+    let snapshot = arena.snapshot();
+    println!("{moves} moves, {snapshot:?}");
+    assert!(moves > 0, "nothing moved: the test is too tame");
+    assert_eq!((snapshot.live, snapshot.leases), (ByteSize::ZERO, 0));
+    assert_eq!(snapshot.allocs_total, snapshot.frees_total);
+    assert!(driver.committed().1 <= ByteSize::mib(48), "the limit was passed");
+}
