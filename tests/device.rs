@@ -57,6 +57,7 @@ fn a_new_arena_holds_addresses_and_no_memory() {
 #[test]
 fn committed_falls_back_to_live_within_a_granule_a_region_after_the_decay_time() {
     let (arena, clock) = open(ByteSize::MAX);
+    arena.set_front(ByteSize::ZERO);
     let mut kept = Vec::new();
     for nth in 0..64 {
         let region = Region::ALL[nth % 2];
@@ -177,6 +178,7 @@ fn beyond_the_limit_is_a_typed_error_with_the_numbers_and_the_arena_works_on() {
             live: ByteSize::mib(3),
             committed: ByteSize::mib(4),
             limit: ByteSize::mib(8),
+            holes: ByteSize::mib(1),
             largest_free: ByteSize::mib(1),
         }
     );
@@ -286,4 +288,43 @@ fn a_buffer_outlives_every_handle_of_its_arena() {
     drop(arena.clone());
     drop(arena);
     assert_eq!(buffer.slice(&lease), Ok(&[9_u64; 1000][..]));
+}
+
+#[test]
+fn blocks_of_hot_sizes_wait_in_the_front_and_decay_once_they_are_cold() {
+    let (arena, clock) = open(ByteSize::MAX);
+    for _ in 0..16 {
+        drop(mebibytes(&arena, 3, Region::Dynamic));
+    }
+    let warm = arena.snapshot();
+    assert_eq!((warm.live, warm.cached), (ByteSize::ZERO, ByteSize::mib(3)));
+    assert!(warm.front_allocs_total > 8, "{warm:?}");
+    assert_eq!((warm.allocs_total, warm.frees_total), (16, 16));
+    // Two looks, a step of the curve apart, and it is cold; then it decays as all that is idle.
+    let freed = clock.now();
+    run_decay(&arena, &clock, freed + DECAY + 4 * DECAY / 200);
+    let cold = arena.snapshot();
+    assert_eq!((cold.cached, cold.committed), (ByteSize::ZERO, ByteSize::ZERO));
+    assert_eq!((cold.allocs_total, cold.frees_total), (16, 16));
+    arena.validate();
+}
+
+#[test]
+fn a_front_gives_way_to_whoever_needs_the_memory() {
+    let (arena, _) = open(ByteSize::mib(16));
+    for _ in 0..16 {
+        drop(mebibytes(&arena, 5, Region::Dynamic));
+    }
+    assert_eq!(arena.snapshot().cached, ByteSize::mib(5));
+    drop(mebibytes(&arena, 16, Region::Stable)); // all of the limit
+    assert_eq!(arena.snapshot().alloc_failures_total.total(), 0);
+    for give_back in [DeviceArena::purge, DeviceArena::shrink] {
+        for _ in 0..16 {
+            drop(mebibytes(&arena, 5, Region::Dynamic));
+        }
+        assert_eq!(arena.snapshot().cached, ByteSize::mib(5));
+        give_back(&arena).expect("the driver takes it");
+        assert_eq!(arena.snapshot().committed, ByteSize::ZERO);
+    }
+    arena.validate();
 }

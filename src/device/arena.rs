@@ -16,24 +16,21 @@ use bytemuck::Pod;
 use super::books::Books;
 use super::buffer::Buffer;
 use super::config::ArenaConfig;
-use super::curve::Curve;
 use super::driver::sealed::Key;
-use super::driver::{Capabilities, DeviceAddress, Driver, DriverError, Rung};
+use super::driver::{Capabilities, Driver, Rung};
 use super::error::DeviceError;
-use super::index::{ALIGN, End, Request};
+use super::front::{self, Home};
+use super::index::ALIGN;
 use super::lease::Lease;
-use super::region::{Placed, Region, RegionBooks};
-use super::segment::Segment;
+use super::region::{Placed, Region, RegionBooks, Wanted};
+use super::reserve::reserve_region;
+use super::shared::{Fronts, Shared};
 use super::snapshot::{ArenaGlance, ArenaSnapshot};
 use crate::bytes::ByteSize;
 use crate::clock::Clock;
 use crate::fork::Birth;
-use crate::sync::atomic::AtomicU64;
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Condvar, Mutex, lock};
-
-/// The most address space that is asked for: below `isize::MAX`, so that every block can be a
-/// slice, and a multiple of every granule.
-const RESERVE_MAX: ByteSize = ByteSize::new(1 << 62);
 
 /// A device arena: a cheap handle, the same arena for every clone.
 ///
@@ -50,23 +47,11 @@ const RESERVE_MAX: ByteSize = ByteSize::new(1 << 62);
 /// assert_eq!(weights.slice(&lease)?.iter().sum::<f32>(), 6.0);
 /// # Ok::<(), lowtide::device::DeviceError>(())
 /// ```
-#[derive(Clone, Debug)]
-pub struct DeviceArena(Arc<Shared>);
-
-/// What the handles, buffers and leases of one arena share.
-pub(super) struct Shared {
-    pub(super) name: String,
-    pub(super) driver: Arc<dyn Driver>,
-    pub(super) clock: Arc<dyn Clock>,
-    pub(super) books: Mutex<Books>,
-    /// Notified whenever a driver call's result has been booked.
-    pub(super) settled: Condvar,
-    capabilities: Capabilities,
-    /// Address space of each region.
-    reserved: [ByteSize; 2],
-    /// How often blocks of each region have moved: a copy of the books' figures.
-    pub(super) moves: [AtomicU64; 2],
-    birth: Birth,
+#[derive(Clone)]
+pub struct DeviceArena {
+    shared: Arc<Shared>,
+    /// Where each thread's blocks come from and go back to.
+    homes: Arc<[Arc<Home>]>,
 }
 
 impl DeviceArena {
@@ -104,10 +89,8 @@ impl DeviceArena {
         };
         let reserved = [&stable, &dynamic].map(|segment| ByteSize::new(segment.reserved()));
         let regions = [stable, dynamic].map(RegionBooks::new);
-        let curve = Curve::new(config.decay, clock.now());
-        let books = Books::new(regions, granularity, config.limit, curve);
-        Ok(Self(Arc::new(Shared {
-            name: config.name,
+        let books = Books::new(regions, granularity, &config, clock.now());
+        let shared = Arc::new(Shared {
             driver,
             clock,
             books: Mutex::new(books),
@@ -115,8 +98,15 @@ impl DeviceArena {
             capabilities,
             reserved,
             moves: [AtomicU64::new(0), AtomicU64::new(0)],
+            fronts: Fronts::new(config.front, config.decay),
+            closed: AtomicBool::new(false),
             birth: Birth::now(),
-        })))
+            name: config.name,
+        });
+        let homes: Arc<[_]> =
+            (0..front::homes()).map(|_| Arc::new(Home::new(Arc::clone(&shared)))).collect();
+        shared.fronts.know(homes.iter().map(Arc::downgrade).collect());
+        Ok(Self { shared, homes })
     }
 
     /// Room for `len` elements, whose contents are unspecified: zero, or what an earlier buffer of
@@ -131,27 +121,33 @@ impl DeviceArena {
     /// [`DeviceError::Alignment`], [`DeviceError::Driver`], [`DeviceError::Forked`]. The arena
     /// works on after each.
     pub fn alloc<T: Pod>(&self, len: usize, region: Region) -> Result<Buffer<T>, DeviceError> {
-        let shared = &self.0;
-        shared.check_here()?;
-        let (element, align) = (ByteSize::of(size_of::<T>()), ByteSize::of(align_of::<T>()));
-        let largest_align = shared.capabilities.granularity;
-        if align > largest_align {
-            return Err(DeviceError::Alignment { requested: align, largest: largest_align });
-        }
-        let largest = shared.reserved[region.number()];
-        let bytes = match element.checked_mul(ByteSize::of(len).get()) {
-            Some(bytes) if bytes <= largest => bytes,
-            _ => {
-                lock(&shared.books).totals.failures.addresses += 1;
-                return Err(DeviceError::TooLarge { len, element, largest });
-            }
+        let (bytes, align) = self.shared.layout::<T>(len, region)?;
+        let home = self.home();
+        let Some(wanted) = Wanted::new(bytes, align) else {
+            return Ok(Buffer::empty(Arc::clone(home), region, len));
         };
-        if bytes.is_zero() {
-            return Ok(Buffer::empty(Arc::clone(shared), region, len));
-        }
-        let request = Request { size: bytes.get(), align: align.get(), end: End::Low };
-        let placed = shared.obtain(region, request)?;
-        Ok(Buffer::new(Arc::clone(shared), region, placed, len))
+        let placed = self.place(home, region, wanted)?;
+        Ok(Buffer::new(Arc::clone(home), region, placed, len))
+    }
+
+    /// As [`DeviceArena::alloc`], on granules that no other block shares: what is freed can be
+    /// given back whole. For a few large blocks that stay; each is rounded up to whole granules,
+    /// and all of it is live. ONNX Runtime's `Reserve`, except that the limit counts it.
+    ///
+    /// # Errors
+    /// As [`DeviceArena::alloc`].
+    pub fn reserve<T: Pod>(&self, len: usize, region: Region) -> Result<Buffer<T>, DeviceError> {
+        let (bytes, _) = self.shared.layout::<T>(len, region)?;
+        let home = self.home();
+        let granule = self.shared.capabilities.granularity;
+        let whole = bytes.next_multiple_of(granule).unwrap_or(bytes);
+        let Some(wanted) = Wanted::new(whole, granule) else {
+            return Ok(Buffer::empty(Arc::clone(home), region, len));
+        };
+        let wanted = Wanted { requested: bytes.get(), ..wanted };
+        let placed = self.shared.obtain(region, wanted)?;
+        lock(&self.shared.books).totals.reserves += 1;
+        Ok(Buffer::new(Arc::clone(home), region, placed, len))
     }
 
     /// A buffer with a copy of `data`.
@@ -160,7 +156,7 @@ impl DeviceArena {
     /// As [`DeviceArena::alloc`]; [`DeviceError::Unsupported`] on a driver without host access,
     /// [`DeviceError::TooManyLeases`].
     pub fn alloc_from<T: Pod>(&self, data: &[T], region: Region) -> Result<Buffer<T>, DeviceError> {
-        self.0.check_host_access()?;
+        self.shared.check_host_access()?;
         let lease = self.enter()?;
         let mut buffer = self.alloc(data.len(), region)?;
         buffer.slice_mut(&lease)?.copy_from_slice(data);
@@ -172,75 +168,113 @@ impl DeviceArena {
     /// # Errors
     /// [`DeviceError::TooManyLeases`], [`DeviceError::Forked`].
     pub fn enter(&self) -> Result<Lease, DeviceError> {
-        self.0.check_here()?;
-        let mut books = self.0.wait_for_move(lock(&self.0.books));
-        let leases = books.leases.checked_add(1);
-        books.leases = leases.ok_or(DeviceError::TooManyLeases { limit: u32::MAX })?;
-        drop(books);
-        Ok(Lease { arena: Arc::clone(&self.0) })
+        self.shared.check_open()?;
+        Lease::enter(&self.shared)
     }
 
     /// Sets the most that may be committed. What is above it stays until it is freed or given
     /// back; nothing more is committed until then.
     pub fn set_limit(&self, limit: ByteSize) {
-        if self.0.check_here().is_ok() {
-            lock(&self.0.books).limit = limit;
+        if self.shared.check_here().is_ok() {
+            lock(&self.shared.books).limit = limit;
+            tracing::info!(arena = self.name(), %limit, "the arena's limit was set");
         }
     }
 
     /// The most that may be committed; zero in a forked child.
     #[must_use]
     pub fn limit(&self) -> ByteSize {
-        if self.0.check_here().is_err() {
+        if self.shared.check_here().is_err() {
             return ByteSize::ZERO;
         }
-        lock(&self.0.books).limit
+        lock(&self.shared.books).limit
+    }
+
+    /// Sets how many bytes each thread's front may keep; zero for none.
+    pub fn set_front(&self, front: ByteSize) {
+        if self.shared.check_here().is_ok() {
+            let decay = lock(&self.shared.books).curve.time();
+            self.shared.fronts.set(front, decay);
+            self.shared.empty_fronts();
+        }
+    }
+
+    /// Closes the arena: gives all its memory back, and hands out nothing more.
+    ///
+    /// Every handle of it is closed with this one. Its address space is given back when the last
+    /// handle is dropped. While this looks, other threads may be refused as if it were closed.
+    ///
+    /// # Errors
+    /// [`DeviceError::LiveBlocks`], and the arena works on; [`DeviceError::Driver`] where the
+    /// driver did not take everything back, and the arena is closed; [`DeviceError::Forked`].
+    pub fn close(&self) -> Result<(), DeviceError> {
+        let shared = &self.shared;
+        shared.check_here()?;
+        if shared.closed.swap(true, Ordering::Relaxed) {
+            return Ok(());
+        }
+        let snapshot = shared.settled_snapshot();
+        let count = snapshot.allocs_total - snapshot.frees_total;
+        if count > 0 {
+            shared.closed.store(false, Ordering::Relaxed);
+            let arena = shared.name.clone();
+            return Err(DeviceError::LiveBlocks { arena, count, bytes: snapshot.live });
+        }
+        tracing::info!(arena = self.name(), "the arena was closed");
+        self.purge().map(drop)
+    }
+
+    /// Frees every block that was had by address; buffers keep theirs. Returns the bytes of those
+    /// blocks. No driver call: what went idle decays.
+    ///
+    /// # Errors
+    /// [`DeviceError::Forked`].
+    pub fn reset(&self) -> Result<ByteSize, DeviceError> {
+        self.shared.check_here()?;
+        let blocks: Vec<_> = std::mem::take(&mut self.shared.books().raw).into_values().collect();
+        let bytes = blocks.iter().map(|(_, placed)| ByteSize::new(placed.span.size)).sum();
+        self.shared.release_all(blocks);
+        Ok(bytes)
     }
 
     /// All figures at one instant, without a driver call; all zero in a forked child.
     ///
-    /// Holds the lock while it looks for the largest free span: at worst at every free block and
+    /// Holds the locks while it looks for the largest free span: at worst at every free block and
     /// granule, mostly at a few.
     #[must_use]
     pub fn snapshot(&self) -> ArenaSnapshot {
-        let shared = &self.0;
-        if shared.check_here().is_err() {
-            return ArenaSnapshot::unknown(&shared.name, shared.driver.rung());
+        if self.shared.check_here().is_err() {
+            return ArenaSnapshot::unknown(self.name(), self.rung());
         }
-        lock(&shared.books).snapshot(&shared.name, shared.driver.rung())
+        self.shared.snapshot()
     }
 
     /// Committed and idle memory at one instant, for a sampler: no allocation, no driver call, and
     /// the lock is held for a few additions. Zero in a forked child.
     #[must_use]
     pub fn glance(&self) -> ArenaGlance {
-        if self.0.check_here().is_err() {
+        if self.shared.check_here().is_err() {
             return ArenaGlance::default();
         }
-        let books = lock(&self.0.books);
-        ArenaGlance {
-            live: ByteSize::new(books.live()),
-            committed: ByteSize::new(books.backed()),
-            idle: ByteSize::new(books.idle()),
-        }
+        self.shared.glance()
     }
 
     /// What the driver can do.
     #[must_use]
     pub fn capabilities(&self) -> Capabilities {
-        self.0.capabilities
+        self.shared.capabilities
     }
 
     /// The driver in use.
     #[must_use]
     pub fn rung(&self) -> Rung {
-        self.0.driver.rung()
+        self.shared.driver.rung()
     }
 
     /// The arena's name.
     #[must_use]
     pub fn name(&self) -> &str {
-        &self.0.name
+        &self.shared.name
     }
 
     /// Walks all books and checks every invariant; for tests, at the cost of the whole arena.
@@ -249,124 +283,58 @@ impl DeviceArena {
     /// Where one is broken.
     #[doc(hidden)]
     pub fn validate(&self) {
-        self.0.validate();
+        self.shared.validate();
     }
 
-    pub(super) fn shared(&self) -> &Arc<Shared> {
-        &self.0
+    pub(super) fn shared(&self) -> &Shared {
+        &self.shared
+    }
+
+    fn home(&self) -> &Arc<Home> {
+        // As many homes as `front::homes` says: a power of two, at least two.
+        &self.homes[front::thread_number() & (self.homes.len() - 1)]
+    }
+
+    /// A block out of this thread's front or, where that has none, out of the books.
+    fn place(&self, home: &Home, region: Region, wanted: Wanted) -> Result<Placed, DeviceError> {
+        if wanted.size <= self.shared.front_room() {
+            let key = front::Key::new(region, wanted.size);
+            match home.take(key, wanted.align, wanted.requested) {
+                Some(placed) if self.shared.is_fresh(region, placed) => return Ok(placed),
+                // It was moved while it was in the front: the books know where it is.
+                Some(placed) => self.shared.release(region, placed),
+                None => {}
+            }
+        }
+        self.shared.obtain(region, wanted)
+    }
+}
+
+impl fmt::Debug for DeviceArena {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("DeviceArena").field(&self.shared).finish()
     }
 }
 
 impl Shared {
-    /// Refuses in a forked child, where the lock may be held by a thread that is not there.
-    pub(super) fn check_here(&self) -> Result<(), DeviceError> {
-        if self.birth.is_here() { Ok(()) } else { Err(DeviceError::Forked) }
-    }
-
-    pub(super) fn check_host_access(&self) -> Result<(), DeviceError> {
-        if self.capabilities.host_access { Ok(()) } else { Err(self.no_host_access()) }
-    }
-
-    pub(super) const fn capabilities(&self) -> Capabilities {
-        self.capabilities
-    }
-
-    pub(super) fn no_host_access(&self) -> DeviceError {
-        DeviceError::Unsupported { what: "access from the host", rung: self.driver.rung() }
-    }
-
-    /// Frees a block: bookkeeping only. In a forked child does nothing.
-    pub(super) fn release(&self, region: Region, placed: Placed) {
-        if self.check_here().is_ok() {
-            lock(&self.books).release(region, placed, &*self.clock);
+    /// Bytes and alignment of `len` elements.
+    pub(super) fn layout<T: Pod>(
+        &self,
+        len: usize,
+        region: Region,
+    ) -> Result<(ByteSize, ByteSize), DeviceError> {
+        self.check_open()?;
+        let (element, align) = (ByteSize::of(size_of::<T>()), ByteSize::of(align_of::<T>()));
+        let largest_align = self.capabilities.granularity;
+        if align > largest_align {
+            return Err(DeviceError::Alignment { requested: align, largest: largest_align });
         }
-    }
-
-    fn validate(&self) {
-        let books = lock(&self.books);
-        books.validate();
-        books.snapshot(&self.name, self.driver.rung()).validate();
-    }
-
-    /// Validates in debug builds.
-    pub(super) fn debug_validate(&self) {
-        if cfg!(debug_assertions) {
-            self.validate();
-        }
-    }
-}
-
-impl Drop for Shared {
-    /// Gives everything back to the driver: nobody holds a block, and nobody waits for the lock.
-    /// Where the driver
-    /// refuses, the range stays reserved. In a forked child does nothing.
-    fn drop(&mut self) {
-        if self.check_here().is_err() {
-            return;
-        }
-        let books = lock(&self.books);
-        for region in Region::ALL {
-            let segment = &books.region(region).segment;
-            let bare = segment.backed_runs().into_iter().all(|run| {
-                let (at, size) = segment.place_of(run);
-                self.driver.decommit(at, size, Key::new()).is_ok()
-            });
-            if bare {
-                let _ = self.driver.unreserve(
-                    segment.base(),
-                    ByteSize::new(segment.reserved()),
-                    Key::new(),
-                );
-            }
-        }
-    }
-}
-
-impl fmt::Debug for Shared {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Shared")
-            .field("name", &self.name)
-            .field("driver", &self.driver)
-            .field("reserved", &self.reserved)
-            .finish_non_exhaustive()
-    }
-}
-
-/// Reserves address space for a region: what is wanted or, where the driver refuses that, an eighth
-/// of what it accepts, a quarter for both regions. Addresses are short then (`ulimit -v`), and the
-/// heap, stacks and other arenas need some too.
-fn reserve_region(
-    driver: &dyn Driver,
-    granularity: ByteSize,
-    wanted: ByteSize,
-) -> Result<Segment, DriverError> {
-    let whole = wanted.min(RESERVE_MAX).max(granularity).next_multiple_of(granularity);
-    let whole = whole.unwrap_or(RESERVE_MAX);
-    let (base, size) = reserve_or_halve(driver, granularity, whole)?;
-    let part = ByteSize::new(size.get() / 8).next_multiple_of(granularity);
-    let part = part.unwrap_or(granularity).max(granularity);
-    // Where it cannot be given back it is kept.
-    if size == whole || size <= part || driver.unreserve(base, size, Key::new()).is_err() {
-        return Ok(Segment::new(base, size, granularity));
-    }
-    let (base, size) = reserve_or_halve(driver, granularity, part)?;
-    Ok(Segment::new(base, size, granularity))
-}
-
-/// Reserves this much, halved until the driver accepts it; says how much.
-fn reserve_or_halve(
-    driver: &dyn Driver,
-    granularity: ByteSize,
-    mut size: ByteSize,
-) -> Result<(DeviceAddress, ByteSize), DriverError> {
-    // At most 62 halvings, from 2^62 bytes down to one granule.
-    loop {
-        match driver.reserve(size) {
-            Ok(base) => return Ok((base, size)),
-            Err(error) if size <= granularity => return Err(error),
-            Err(_) => {
-                let half = ByteSize::new(size.get() / 2).next_multiple_of(granularity);
-                size = half.unwrap_or(granularity);
+        let largest = self.reserved[region.number()];
+        match element.checked_mul(ByteSize::of(len).get()) {
+            Some(bytes) if bytes <= largest => Ok((bytes, align)),
+            _ => {
+                self.books().totals.failures.addresses += 1;
+                Err(DeviceError::TooLarge { len, element, largest })
             }
         }
     }

@@ -6,12 +6,18 @@
 //! Invariants: those of [`ArenaSnapshot`]; `backed <= limit` but for a limit that was lowered
 //! below it; those of [`Curve`].
 
+use std::collections::BTreeMap;
+use std::time::Duration;
+
 use super::compact::step::Moving;
+use super::config::ArenaConfig;
 use super::curve::Curve;
 use super::driver::{DeviceAddress, Rung};
 use super::error::DeviceError;
-use super::index::Request;
-use super::region::{Placed, Region, RegionBooks};
+use super::front::{Kept, Tally};
+use super::growth::Steps;
+use super::index::Span;
+use super::region::{Placed, Region, RegionBooks, Wanted};
 use super::segment::Run;
 use super::snapshot::{AllocFailures, ArenaSnapshot};
 use crate::bytes::ByteSize;
@@ -21,6 +27,22 @@ use crate::decay::DecayTime;
 /// Granules in one decommit at most: 1 GiB of 2 MiB granules, so that no single call of the
 /// driver is unbounded. A guess; a figure for each driver is to be measured.
 const RUN_GRANULES_MAX: u64 = 512;
+
+/// Why an allocation failed, as the failures are counted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Cause {
+    Limit,
+    Device,
+    Addresses,
+    Driver,
+}
+
+/// An allocation that failed.
+#[derive(Debug)]
+pub(super) struct Refusal {
+    pub(super) cause: Cause,
+    pub(super) error: DeviceError,
+}
 
 /// A run on its way out, and where it is.
 #[derive(Clone, Copy, Debug)]
@@ -41,6 +63,17 @@ pub(super) struct Totals {
     pub(super) decommits: u64,
     pub(super) committed_bytes: u64,
     pub(super) decommitted_bytes: u64,
+    pub(super) reserves: u64,
+    pub(super) resizes: u64,
+    pub(super) trims: u64,
+    pub(super) trimmed_bytes: u64,
+    pub(super) shrinks: u64,
+    pub(super) shrunk_bytes: u64,
+    /// The largest block handed out.
+    pub(super) alloc_size_max: u64,
+    /// Times that a thread found the lock taken, and how long they waited for it.
+    pub(super) contended: u64,
+    pub(super) waited: Duration,
 }
 
 /// An arena's books.
@@ -52,7 +85,11 @@ pub(super) struct Books {
     pub(super) limit: ByteSize,
     pub(super) totals: Totals,
     live_peak: u64,
+    committed_peak: u64,
     pub(super) curve: Curve,
+    pub(super) steps: Steps,
+    /// Blocks given out by address, by that address.
+    pub(super) raw: BTreeMap<DeviceAddress, Kept>,
     /// The block that a compaction moves now.
     pub(super) moving: Option<Moving>,
     /// Who waits for a lease until that is done.
@@ -65,17 +102,20 @@ impl Books {
     pub(super) fn new(
         regions: [RegionBooks; 2],
         granularity: ByteSize,
-        limit: ByteSize,
-        curve: Curve,
+        config: &ArenaConfig,
+        now: Moment,
     ) -> Self {
         Self {
             regions,
             granularity: granularity.get(),
             leases: 0,
-            limit,
+            limit: config.limit,
             totals: Totals::default(),
             live_peak: 0,
-            curve,
+            committed_peak: 0,
+            curve: Curve::new(config.decay, now),
+            steps: Steps::new(config.growth),
+            raw: BTreeMap::new(),
             moving: None,
             entering: 0,
             compacting: false,
@@ -129,22 +169,18 @@ impl Books {
     }
 
     /// Finds addresses for a block.
-    pub(super) fn place(
-        &mut self,
-        region: Region,
-        request: Request,
-    ) -> Result<Placed, DeviceError> {
-        let placed = self.region_mut(region).place(request);
+    pub(super) fn place(&mut self, region: Region, wanted: Wanted) -> Result<Placed, Refusal> {
+        let placed = self.region_mut(region).place(wanted);
         self.note_used();
         placed.ok_or_else(|| {
-            self.totals.failures.addresses += 1;
             let books = self.region(region);
-            DeviceError::OutOfAddresses {
-                requested: ByteSize::new(request.size),
+            let error = DeviceError::OutOfAddresses {
+                requested: ByteSize::new(wanted.requested),
                 reserved: ByteSize::new(books.segment.reserved()),
                 live: ByteSize::new(books.live()),
                 largest_span: ByteSize::new(books.largest_span()),
-            }
+            };
+            Refusal { cause: Cause::Addresses, error }
         })
     }
 
@@ -152,7 +188,63 @@ impl Books {
     pub(super) fn arrive(&mut self, region: Region, placed: Placed) {
         self.region_mut(region).arrive(placed);
         self.totals.allocs += 1;
+        self.totals.alloc_size_max = self.totals.alloc_size_max.max(placed.span.size);
         self.live_peak = self.live_peak.max(self.live());
+    }
+
+    /// Lets a live block be of another size where it stands; `None` where there is no room.
+    pub(super) fn begin_resize(
+        &mut self,
+        region: Region,
+        placed: Placed,
+        requested: u64,
+        clock: &dyn Clock,
+    ) -> Option<Placed> {
+        let idle = self.idle();
+        let resized = self.region_mut(region).begin_resize(placed, requested);
+        debug_assert!(resized.is_ok(), "only its buffer resizes a block");
+        self.curve.note_used(self.idle());
+        if self.idle() > idle {
+            self.note_idle(clock.now());
+        }
+        resized.ok().flatten()
+    }
+
+    /// Books what came of the memory that a resized block grew by.
+    pub(super) fn end_resize(&mut self, region: Region, change: [Placed; 2], done: bool) {
+        let [before, after] = change;
+        self.region_mut(region).end_resize(before, after, done);
+        if done {
+            self.totals.resizes += 1;
+            self.totals.alloc_size_max = self.totals.alloc_size_max.max(after.span.size);
+            self.live_peak = self.live_peak.max(self.live());
+        }
+    }
+
+    /// Marks what a placed span needs as committing, and what the growth adds to it.
+    pub(super) fn begin_commit(&mut self, region: Region, span: Span, grow: bool) -> Vec<Run> {
+        let needed = self.bytes_of(self.region(region).segment.wanting(span));
+        let room = self.limit.get().saturating_sub(self.backed());
+        let whole = if grow { self.steps.commit(needed, room) } else { needed };
+        let ahead = (whole - needed) / self.granularity;
+        let runs = self.region_mut(region).segment.begin_commit(span, ahead);
+        self.committed_peak = self.committed_peak.max(self.backed());
+        runs
+    }
+
+    /// Books what came of a commit.
+    pub(super) fn end_commit(&mut self, region: Region, run: Run, done: bool, now: Moment) {
+        let idle = self.idle();
+        let segment = &mut self.region_mut(region).segment;
+        let (_, size) = segment.place_of(run);
+        segment.end_commit(run, done);
+        if done {
+            self.totals.commits += 1;
+            self.totals.committed_bytes += size.get();
+        }
+        if idle > 0 {
+            self.note_idle(now); // some of it was committed ahead
+        }
     }
 
     /// Takes back a placed block that got no memory.
@@ -187,6 +279,7 @@ impl Books {
             live: ByteSize::new(self.live()),
             committed: ByteSize::new(self.backed()),
             limit: self.limit,
+            holes: ByteSize::new(self.active().saturating_sub(self.live())),
             largest_free: ByteSize::new(largest_free.unwrap_or(0)),
         }
     }
@@ -241,32 +334,50 @@ impl Books {
         self.curve.note_idle(self.idle(), now);
     }
 
-    /// All figures at this instant.
-    pub(super) fn snapshot(&self, name: &str, rung: Rung) -> ArenaSnapshot {
+    /// All figures at this instant, with what the fronts did.
+    pub(super) fn snapshot(&self, name: &str, rung: Rung, fronts: &Tally) -> ArenaSnapshot {
         let size = ByteSize::new;
-        let regions = Region::ALL.map(|region| self.region(region).snapshot(region));
+        let regions = Region::ALL.map(|region| self.region(region).snapshot(region, fronts));
+        let totals = &self.totals;
         ArenaSnapshot {
             requested: regions.iter().map(|region| region.requested).sum(),
+            cached: size(fronts.cached()),
             holes: regions.iter().map(|region| region.holes).sum(),
             largest_free: regions.iter().map(|r| r.largest_free).max().unwrap_or_default(),
-            live: size(self.live()),
+            live: size(self.live() - fronts.cached()),
             live_peak: size(self.live_peak),
             active: size(self.active()),
             idle: size(self.idle()),
             committed: size(self.backed()),
+            committed_peak: size(self.committed_peak),
             reserved: size(self.total(|region| region.segment.reserved())),
             limit: self.limit,
             leases: self.leases,
-            allocs_total: self.totals.allocs,
-            frees_total: self.totals.frees,
-            alloc_failures_total: self.totals.failures,
-            commits_total: self.totals.commits,
-            decommits_total: self.totals.decommits,
-            committed_bytes_total: self.totals.committed_bytes,
-            decommitted_bytes_total: self.totals.decommitted_bytes,
+            metadata: ByteSize::of(self.total_metadata()),
+            allocs_total: totals.allocs + fronts.allocs,
+            frees_total: totals.frees + fronts.frees,
+            front_allocs_total: fronts.allocs,
+            reserves_total: totals.reserves,
+            resizes_total: totals.resizes,
+            alloc_size_max: size(totals.alloc_size_max),
+            alloc_failures_total: totals.failures,
+            commits_total: totals.commits,
+            decommits_total: totals.decommits,
+            committed_bytes_total: totals.committed_bytes,
+            decommitted_bytes_total: totals.decommitted_bytes,
+            trims_total: totals.trims,
+            trimmed_bytes_total: totals.trimmed_bytes,
+            shrinks_total: totals.shrinks,
+            shrunk_bytes_total: totals.shrunk_bytes,
+            lock_contended_total: totals.contended,
+            lock_wait_total: totals.waited,
             regions,
             ..ArenaSnapshot::unknown(name, rung)
         }
+    }
+
+    fn total_metadata(&self) -> usize {
+        self.regions.iter().map(RegionBooks::metadata).sum()
     }
 
     /// Walks everything and checks the invariants.

@@ -17,18 +17,19 @@ use std::sync::Arc;
 
 use bytemuck::Pod;
 
-use super::arena::Shared;
 use super::compact::BlockPin;
 use super::driver::DeviceAddress;
 use super::error::DeviceError;
+use super::front::Home;
 use super::lease::Lease;
-use super::region::{Placed, Region};
+use super::region::{Placed, Region, Wanted};
+use super::shared::Shared;
 use crate::bytes::ByteSize;
 use crate::sync::atomic::{AtomicU64, Ordering};
 
 /// Elements in device memory.
 pub struct Buffer<T: Pod> {
-    arena: Arc<Shared>,
+    home: Arc<Home>,
     region: Region,
     /// Nothing, where the elements have no bytes.
     block: Option<Placed>,
@@ -40,16 +41,16 @@ pub struct Buffer<T: Pod> {
 
 impl<T: Pod> Buffer<T> {
     /// Elements without bytes, and so without a block.
-    pub(super) fn empty(arena: Arc<Shared>, region: Region, len: usize) -> Self {
-        Self { arena, region, block: None, place: Place::none(), len, elements: PhantomData }
+    pub(super) fn empty(home: Arc<Home>, region: Region, len: usize) -> Self {
+        Self { home, region, block: None, place: Place::none(), len, elements: PhantomData }
     }
 
     /// The owner of a live block, which holds `len` elements at their alignment.
-    pub(super) fn new(arena: Arc<Shared>, region: Region, block: Placed, len: usize) -> Self {
+    pub(super) fn new(home: Arc<Home>, region: Region, block: Placed, len: usize) -> Self {
         assert!(block.span.size >= ByteSize::of(len * size_of::<T>()).get(), "block too small");
         assert!(block.at.is_multiple_of(ByteSize::of(align_of::<T>())), "block not aligned");
         let place = Place::of(block);
-        Self { arena, region, block: Some(block), place, len, elements: PhantomData }
+        Self { home, region, block: Some(block), place, len, elements: PhantomData }
     }
 
     /// The number of elements.
@@ -108,13 +109,48 @@ impl<T: Pod> Buffer<T> {
         Ok(unsafe { slice::from_raw_parts_mut(start.as_ptr(), self.len) })
     }
 
-    /// Keeps the block where it is, through every compaction, until the pin is dropped.
+    /// Lets the buffer have `len` elements, of which the first, as many as it had and has, are
+    /// kept; the contents of others are unspecified.
+    ///
+    /// Where it stands, if it shrinks or there is room after it: O(1), and what is cut off is free.
+    /// Else it is copied to a new place, and both are held meanwhile. Nobody has a slice of it now.
+    ///
+    /// # Errors
+    /// As [`DeviceArena::alloc`](super::DeviceArena::alloc), and [`DeviceError::Driver`] where the
+    /// copy fails; the buffer is as it was.
+    pub fn resize(&mut self, len: usize) -> Result<(), DeviceError> {
+        let shared = &self.home.shared;
+        let (bytes, align) = shared.layout::<T>(len, self.region)?;
+        let Some(wanted) = Wanted::new(bytes, align) else {
+            if let Some(block) = self.block.take() {
+                self.home.release(self.region, block);
+            }
+            self.len = len;
+            return Ok(());
+        };
+        let block = match self.block {
+            None => shared.obtain(self.region, wanted)?,
+            Some(old) => match shared.resize_in_place(self.region, old, bytes.get())? {
+                Some(resized) => resized,
+                None => {
+                    let _lease = Lease::enter(shared)?;
+                    let old = shared.resolve(self.region, old)?;
+                    shared.moved(self.region, old, wanted)?
+                }
+            },
+        };
+        (self.block, self.place, self.len) = (Some(block), Place::of(block), len);
+        Ok(())
+    }
+
+    /// Keeps the block where it is, through every compaction, until the pin is dropped. A resize
+    /// may still take another block.
     ///
     /// # Errors
     /// [`DeviceError::Forked`].
     pub fn pin(&self) -> Result<BlockPin, DeviceError> {
-        self.arena.check_here()?;
-        Ok(BlockPin::new(&self.arena, self.region, self.block.map(|block| block.id)))
+        self.home.shared.check_here()?;
+        Ok(BlockPin::new(&self.home.shared, self.region, self.block.map(|block| block.id)))
     }
 
     #[cfg(test)]
@@ -124,18 +160,18 @@ impl<T: Pod> Buffer<T> {
 
     /// Where the elements begin, for a holder of this arena's lease.
     fn start(&self, lease: &Lease) -> Result<NonNull<T>, DeviceError> {
-        self.arena.check_here()?;
-        if !Arc::ptr_eq(&self.arena, &lease.arena) {
+        self.home.shared.check_here()?;
+        if !Arc::ptr_eq(&self.home.shared, &lease.arena) {
             return Err(DeviceError::ForeignLease {
-                buffer_of: self.arena.name.clone(),
+                buffer_of: self.home.shared.name.clone(),
                 lease_of: lease.arena.name.clone(),
             });
         }
-        self.arena.check_host_access()?;
+        self.home.shared.check_host_access()?;
         let Some(block) = self.block else { return Ok(NonNull::dangling()) };
-        let at = self.place.get(&self.arena, self.region, block)?;
-        let start = self.arena.driver.host_pointer(at);
-        start.map(NonNull::cast).ok_or_else(|| self.arena.no_host_access())
+        let at = self.place.get(&self.home.shared, self.region, block)?;
+        let start = self.home.shared.driver.host_pointer(at);
+        start.map(NonNull::cast).ok_or_else(|| self.home.shared.no_host_access())
     }
 }
 
@@ -160,15 +196,15 @@ impl Place {
     /// reads the address that was stored before it.
     fn get(
         &self,
-        arena: &Shared,
+        shared: &Shared,
         region: Region,
         block: Placed,
     ) -> Result<DeviceAddress, DeviceError> {
-        let moves = arena.moves[region.number()].load(Ordering::Relaxed);
+        let moves = shared.moves[region.number()].load(Ordering::Relaxed);
         if self.moves.load(Ordering::Acquire) == moves {
             return Ok(DeviceAddress::new(self.at.load(Ordering::Relaxed)));
         }
-        let block = arena.resolve(region, block)?;
+        let block = shared.resolve(region, block)?;
         self.at.store(block.at.get(), Ordering::Relaxed);
         self.moves.store(block.moves, Ordering::Release);
         Ok(block.at)
@@ -180,7 +216,7 @@ impl<T: Pod> Drop for Buffer<T> {
     /// last holder of the arena. In a forked child does nothing.
     fn drop(&mut self) {
         if let Some(block) = self.block.take() {
-            self.arena.release(self.region, block);
+            self.home.release(self.region, block);
         }
     }
 }
@@ -188,7 +224,7 @@ impl<T: Pod> Drop for Buffer<T> {
 impl<T: Pod> fmt::Debug for Buffer<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Buffer")
-            .field("arena", &self.arena.name)
+            .field("arena", &self.home.shared.name)
             .field("region", &self.region)
             .field("len", &self.len)
             .field("bytes", &self.bytes())

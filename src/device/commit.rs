@@ -2,19 +2,20 @@
 //!
 //! Driver calls run with the arena's lock given up; the granules they are for are marked, and
 //! whoever needs such a granule waits for that granule's result and for nothing else. On shortage
-//! the arena's own idle memory goes first; then the error is raised.
+//! the threads' fronts and the arena's own idle memory go first; then the error is raised.
 //!
 //! Invariants: `backed + being committed <= limit` at every commit; after an error the block is
 //! free again, and what was committed for it is idle.
 
-use super::arena::Shared;
-use super::books::Books;
+use super::books::{Books, Cause, Refusal};
 use super::driver::DriverError;
 use super::driver::sealed::Key;
 use super::error::DeviceError;
-use super::index::{Request, Span};
-use super::region::{Placed, Region};
+use super::index::Span;
+use super::region::{Placed, Region, Wanted};
 use super::segment::Run;
+use super::shared::Shared;
+use crate::bytes::ByteSize;
 use crate::sync::{MutexGuard, lock, wait};
 
 /// Attempts that an allocation makes beside one for every idle granule: each attempt gives at
@@ -45,23 +46,83 @@ impl Shared {
     ///
     /// # Errors
     /// `OutOfAddresses`, `OutOfMemory`, or `Driver`.
-    pub(super) fn obtain(&self, region: Region, request: Request) -> Result<Placed, DeviceError> {
-        let mut books = lock(&self.books);
-        let placed = books.place(region, request)?;
-        // Stays while its memory is on the way: the lock is given up for that.
-        let still = books.region(region).segment.is_settled(placed.span);
-        if !still {
-            books.region_mut(region).pins.pin(placed.id);
+    pub(super) fn obtain(&self, region: Region, wanted: Wanted) -> Result<Placed, DeviceError> {
+        match self.try_obtain(region, wanted) {
+            Ok(placed) => Ok(placed),
+            Err(refusal) if refusal.error.is_out_of_memory() && self.empty_fronts() => {
+                self.try_obtain(region, wanted).map_err(|refusal| self.note_refusal(refusal))
+            }
+            Err(refusal) => Err(self.note_refusal(refusal)),
         }
-        let (mut books, outcome) = self.back(books, region, placed.span);
-        if !still {
-            books.region_mut(region).pins.unpin(placed.id);
-        }
+    }
+
+    fn try_obtain(&self, region: Region, wanted: Wanted) -> Result<Placed, Refusal> {
+        let mut books = self.books();
+        let placed = books.place(region, wanted)?;
+        let (mut books, outcome) = self.back_still(books, region, placed);
         match outcome {
             Ok(()) => books.arrive(region, placed),
             Err(_) => books.withdraw(region, placed, &*self.clock),
         }
         outcome.map(|()| placed)
+    }
+
+    /// Lets a live block be of another size where it stands; `None` where it cannot grow there.
+    ///
+    /// # Errors
+    /// As [`Shared::obtain`]; the block is as it was.
+    pub(super) fn resize_in_place(
+        &self,
+        region: Region,
+        placed: Placed,
+        requested: u64,
+    ) -> Result<Option<Placed>, DeviceError> {
+        let mut books = self.wait_until_still(self.books(), region, placed.id);
+        let Some(resized) = books.begin_resize(region, placed, requested, &*self.clock) else {
+            return Ok(None);
+        };
+        let (mut books, outcome) = self.back_still(books, region, resized);
+        books.end_resize(region, [placed, resized], outcome.is_ok());
+        drop(books);
+        match outcome {
+            Ok(()) => Ok(Some(resized)),
+            Err(refusal) => Err(self.note_refusal(refusal)),
+        }
+    }
+
+    /// A larger block with the contents of a live one, which is freed; a lease is held meanwhile, so
+    /// that neither moves.
+    ///
+    /// # Errors
+    /// As [`Shared::obtain`], or the driver's where it does not copy; the old block is as it was.
+    pub(super) fn moved(
+        &self,
+        region: Region,
+        old: Placed,
+        wanted: Wanted,
+    ) -> Result<Placed, DeviceError> {
+        let new = self.obtain(region, wanted)?;
+        let size = ByteSize::new(old.requested.min(wanted.requested));
+        let copied = self.driver.copy(old.at, new.at, size, Key::new());
+        self.release(region, if copied.is_ok() { old } else { new });
+        copied.map(|()| new).map_err(Into::into)
+    }
+
+    /// Sees to it that every granule of a block is committed; where the lock is given up for that,
+    /// the block stays where it is.
+    fn back_still<'a>(
+        &'a self,
+        mut books: MutexGuard<'a, Books>,
+        region: Region,
+        placed: Placed,
+    ) -> (MutexGuard<'a, Books>, Result<(), Refusal>) {
+        if books.region(region).segment.is_settled(placed.span) {
+            return (books, Ok(()));
+        }
+        books.region_mut(region).pins.pin(placed.id);
+        let (mut books, outcome) = self.back(books, region, placed.span);
+        books.region_mut(region).pins.unpin(placed.id);
+        (books, outcome)
     }
 
     /// Sees to it that every granule of a placed span is committed.
@@ -70,8 +131,9 @@ impl Shared {
         mut books: MutexGuard<'a, Books>,
         region: Region,
         span: Span,
-    ) -> (MutexGuard<'a, Books>, Result<(), DeviceError>) {
+    ) -> (MutexGuard<'a, Books>, Result<(), Refusal>) {
         let mut attempts = ATTEMPTS_BESIDE + books.granules_for(books.idle());
+        let mut grow = books.steps.grow();
         loop {
             // Ends with the calls under way: no granule of a placed span starts to leave, and a
             // commit under way by a neighbour ends as committed or as bare.
@@ -84,11 +146,16 @@ impl Shared {
             }
             let mut shortage = Shortage::Limit(books.bytes_of(wanting));
             if books.over_limit(books.bytes_of(wanting)) == 0 {
-                let runs = books.region_mut(region).segment.begin_commit(span, 0);
+                let runs = books.begin_commit(region, span, grow);
                 let outcome;
                 (books, outcome) = self.commit(books, region, &runs);
                 shortage = match outcome {
                     Ok(()) => continue,
+                    // Without what the growth adds, it may do.
+                    Err(DriverError::OutOfMemory { .. }) if grow => {
+                        grow = false;
+                        continue;
+                    }
                     Err(DriverError::OutOfMemory { .. }) => Shortage::Device(wanting),
                     Err(error) => return failed(books, error),
                 };
@@ -156,38 +223,46 @@ impl Shared {
             }
             done += 1;
         }
+        let now = self.clock.now();
         let mut books = lock(&self.books);
-        for (nth, (&run, (_, size))) in runs.iter().zip(&places).enumerate() {
-            books.region_mut(region).segment.end_commit(run, nth < done);
-            if nth < done {
-                books.totals.commits += 1;
-                books.totals.committed_bytes += size.get();
-            }
+        for (nth, &run) in runs.iter().enumerate() {
+            books.end_commit(region, run, nth < done, now);
         }
         self.settled.notify_all();
         (books, outcome)
+    }
+
+    /// Counts a refusal.
+    fn note_refusal(&self, refusal: Refusal) -> DeviceError {
+        let failures = &mut lock(&self.books).totals.failures;
+        *match refusal.cause {
+            Cause::Limit => &mut failures.limit,
+            Cause::Device => &mut failures.device,
+            Cause::Addresses => &mut failures.addresses,
+            Cause::Driver => &mut failures.driver,
+        } += 1;
+        refusal.error
     }
 }
 
 /// The end of an allocation for which there is no memory.
 fn refused<T>(
-    mut books: MutexGuard<'_, Books>,
+    books: MutexGuard<'_, Books>,
     shortage: Shortage,
     span: Span,
-) -> (MutexGuard<'_, Books>, Result<T, DeviceError>) {
-    match shortage {
-        Shortage::Limit(_) => books.totals.failures.limit += 1,
-        Shortage::Device(_) => books.totals.failures.device += 1,
-    }
+) -> (MutexGuard<'_, Books>, Result<T, Refusal>) {
+    let cause = match shortage {
+        Shortage::Limit(_) => Cause::Limit,
+        Shortage::Device(_) => Cause::Device,
+    };
     let error = books.out_of_memory(span.size);
-    (books, Err(error))
+    (books, Err(Refusal { cause, error }))
 }
 
 /// The end of an allocation on which the driver failed.
 fn failed<T>(
-    mut books: MutexGuard<'_, Books>,
+    books: MutexGuard<'_, Books>,
     error: DriverError,
-) -> (MutexGuard<'_, Books>, Result<T, DeviceError>) {
-    books.totals.failures.driver += 1;
-    (books, Err(error.into()))
+) -> (MutexGuard<'_, Books>, Result<T, Refusal>) {
+    (books, Err(Refusal { cause: Cause::Driver, error: error.into() }))
 }

@@ -16,6 +16,9 @@ const RESERVE: ByteSize = ByteSize::gib(512);
 /// How long idle memory stays unless told otherwise: jemalloc's `dirty_decay_ms`, 10 s.
 const DECAY: DecayTime = DecayTime::Within(Duration::from_secs(10));
 
+/// What a thread's front keeps unless told otherwise: two blocks of 8 MiB. A guess.
+const FRONT: ByteSize = ByteSize::mib(16);
+
 /// By how much an arena commits at a time, when it needs memory for a block.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
@@ -50,6 +53,10 @@ pub struct ArenaConfig {
     pub decay: DecayTime,
     /// By how much it commits at a time.
     pub growth: Growth,
+    /// Free blocks of hot sizes that each thread may keep for its next request, out of reach of
+    /// other threads until memory is short or they cool; zero for none. Nothing is kept where idle
+    /// memory is given back at once.
+    pub front: ByteSize,
 }
 
 impl ArenaConfig {
@@ -62,6 +69,7 @@ impl ArenaConfig {
             reserve: RESERVE,
             decay: DECAY,
             growth: Growth::SameAsRequested,
+            front: FRONT,
         }
     }
 }

@@ -101,6 +101,14 @@ impl Curve {
         self.due
     }
 
+    /// When a look at what the fronts keep is due: a step after the last one.
+    pub(super) const fn front_due(&self) -> Moment {
+        match self.decay.time() {
+            DecayTime::Never => Moment::NEVER,
+            DecayTime::Within(_) | DecayTime::AtOnce => self.note_at,
+        }
+    }
+
     /// Sets when the next look is due, after one at `now`.
     pub(super) fn set_due(&mut self, now: Moment, outcome: Look) {
         self.due = match (outcome, self.decay.time()) {

@@ -8,7 +8,7 @@
 
 use thiserror::Error;
 
-use super::driver::{DriverError, Rung};
+use super::driver::{DeviceAddress, DriverError, Rung};
 use super::region::Region;
 use crate::bytes::ByteSize;
 
@@ -20,7 +20,7 @@ pub enum DeviceError {
     /// idle memory did not help.
     #[error(
         "no room for {requested}: {committed} committed under a limit of {limit}, {live} live; \
-         the largest free span that is committed has {largest_free}"
+         {holes} lie in holes that a compaction could join, the largest of them with {largest_free}"
     )]
     OutOfMemory {
         /// The size of the block asked for.
@@ -31,6 +31,8 @@ pub enum DeviceError {
         committed: ByteSize,
         /// The most that may be committed; [`ByteSize::MAX`] where only the device said no.
         limit: ByteSize,
+        /// Free bytes between live blocks, on granules that those keep.
+        holes: ByteSize,
         /// The longest free span with memory behind it.
         largest_free: ByteSize,
     },
@@ -88,6 +90,49 @@ pub enum DeviceError {
     TooManyLeases {
         /// The most that are counted.
         limit: u32,
+    },
+    /// The arena was closed.
+    #[error("arena {arena:?} was closed")]
+    Closed {
+        /// The arena.
+        arena: String,
+    },
+    /// Blocks are live that the call would have taken away.
+    #[error("{count} blocks of {bytes} are live in arena {arena:?}")]
+    LiveBlocks {
+        /// The arena.
+        arena: String,
+        /// How many blocks.
+        count: u64,
+        /// Their bytes.
+        bytes: ByteSize,
+    },
+    /// No bytes were asked for, where a block must have some.
+    #[error("a block of 0 B was asked for: at least 1 B is needed")]
+    ZeroSize,
+    /// An address that is of no arena, or of another one.
+    #[error("address {at} is none of arena {arena:?}")]
+    ForeignAddress {
+        /// The address.
+        at: DeviceAddress,
+        /// The arena that was asked.
+        arena: String,
+    },
+    /// An address in a block, where that of its beginning is needed.
+    #[error("address {at} lies in the block of {size} at {block}, not at its beginning")]
+    InteriorAddress {
+        /// The address.
+        at: DeviceAddress,
+        /// Where the block begins.
+        block: DeviceAddress,
+        /// How large it is.
+        size: ByteSize,
+    },
+    /// No block that was had by address begins there: it was freed before, or is a buffer's.
+    #[error("no block that was had by address is live at {at}: it was freed before, or never was")]
+    NotLive {
+        /// The address.
+        at: DeviceAddress,
     },
     /// The contents of a block were lost when it was moved: the copy failed, and so did its undoing.
     #[error("the contents of a block of {size} in the {} region were lost in a move", region.name())]

@@ -55,6 +55,11 @@ impl Granules {
         self.leaving
     }
 
+    /// Bytes of the books themselves.
+    pub(super) const fn metadata(&self) -> usize {
+        self.words.capacity() * size_of::<Word>() + self.partly.capacity() * size_of::<u32>()
+    }
+
     /// How many granules have entries; those beyond are bare and untouched.
     pub(super) const fn known(&self) -> usize {
         self.partly.len()

@@ -8,8 +8,8 @@
 
 use std::sync::Arc;
 
-use super::arena::Shared;
-use crate::sync::lock;
+use super::error::DeviceError;
+use super::shared::Shared;
 
 /// Keeps an arena awake; had from [`DeviceArena::enter`](super::DeviceArena::enter).
 ///
@@ -39,11 +39,22 @@ pub struct Lease {
     pub(super) arena: Arc<Shared>,
 }
 
+impl Lease {
+    /// Waits for the end of a move that is under way; none follows while the lease is held.
+    pub(super) fn enter(shared: &Arc<Shared>) -> Result<Self, DeviceError> {
+        let mut books = shared.wait_for_move(shared.books());
+        let leases = books.leases.checked_add(1);
+        books.leases = leases.ok_or(DeviceError::TooManyLeases { limit: u32::MAX })?;
+        drop(books);
+        Ok(Self { arena: Arc::clone(shared) })
+    }
+}
+
 impl Drop for Lease {
     /// Takes the arena's lock for one subtraction; in a forked child does nothing.
     fn drop(&mut self) {
         if self.arena.check_here().is_ok() {
-            lock(&self.arena.books).leases -= 1;
+            self.arena.books().leases -= 1;
         }
     }
 }

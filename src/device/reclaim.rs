@@ -9,12 +9,13 @@
 //! Invariant: `idle after decay(now) <= allowed(now) + less than one granule`, in as many calls as
 //! the bound on each asks for.
 
-use super::arena::{DeviceArena, Shared};
+use super::arena::DeviceArena;
 use super::books::Books;
 use super::curve::Look;
 use super::driver::DriverError;
 use super::driver::sealed::Key;
 use super::error::DeviceError;
+use super::shared::Shared;
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
 use crate::decay::DecayTime;
@@ -54,7 +55,8 @@ impl DeviceArena {
     pub fn decay(&self, now: Moment) -> Result<Decayed, DeviceError> {
         let shared = self.shared();
         shared.check_here()?;
-        let mut books = lock(&shared.books);
+        shared.cool_fronts();
+        let mut books = shared.books();
         let allowed = books.tell_decay(now);
         // Rounded down to whole granules: the curve may be late by one, never early.
         let excess = books.idle().saturating_sub(books.leaving()).saturating_sub(allowed);
@@ -67,7 +69,7 @@ impl DeviceArena {
             None => Look::Finished,
         };
         books.curve.set_due(now, look);
-        let next = books.due();
+        let next = shared.next_look(&books);
         let released = ByteSize::new(books.bytes_of(given.granules));
         drop(books);
         shared.debug_validate();
@@ -85,7 +87,7 @@ impl DeviceArena {
         if shared.check_here().is_err() {
             return Moment::NEVER;
         }
-        lock(&shared.books).due()
+        shared.next_look(&shared.books())
     }
 
     /// Sets how long idle memory may stay; what is idle now counts as having gone idle now.
@@ -93,7 +95,11 @@ impl DeviceArena {
         let shared = self.shared();
         if shared.check_here().is_ok() {
             let now = shared.clock.now();
-            lock(&shared.books).set_decay(time, now);
+            shared.fronts.set_decay(time);
+            if time == DecayTime::AtOnce {
+                shared.empty_fronts();
+            }
+            shared.books().set_decay(time, now);
         }
     }
 
@@ -113,7 +119,11 @@ impl DeviceArena {
     /// # Errors
     /// As [`DeviceArena::purge`].
     pub fn shrink(&self) -> Result<ByteSize, DeviceError> {
-        self.trim(ByteSize::ZERO)
+        self.down_to(ByteSize::ZERO, |books, bytes| {
+            books.totals.shrinks += 1;
+            books.totals.shrunk_bytes += bytes;
+            books.steps.shrunk();
+        })
     }
 
     /// Gives idle memory back until at most `keep` bytes are committed, or nothing is idle;
@@ -123,9 +133,21 @@ impl DeviceArena {
     /// [`DeviceError::Driver`], after what was given back before is booked;
     /// [`DeviceError::Forked`].
     pub fn trim(&self, keep: ByteSize) -> Result<ByteSize, DeviceError> {
+        self.down_to(keep, |books, bytes| {
+            books.totals.trims += 1;
+            books.totals.trimmed_bytes += bytes;
+        })
+    }
+
+    fn down_to(
+        &self,
+        keep: ByteSize,
+        note: impl FnOnce(&mut Books, u64),
+    ) -> Result<ByteSize, DeviceError> {
         let shared = self.shared();
         shared.check_here()?;
-        let mut books = lock(&shared.books);
+        shared.empty_fronts();
+        let mut books = shared.books();
         let excess = books.backed().saturating_sub(books.leaving()).saturating_sub(keep.get());
         let granules = books.granules_for(excess.min(books.idle()));
         let mut released = 0;
@@ -140,14 +162,22 @@ impl DeviceArena {
             released += given.granules;
             error = given.error;
         }
-        let bytes = ByteSize::new(books.bytes_of(released));
+        let bytes = books.bytes_of(released);
+        note(&mut books, bytes);
         drop(books);
         shared.debug_validate();
-        error.map_or(Ok(bytes), |error| Err(error.into()))
+        let released = ByteSize::new(bytes);
+        tracing::debug!(arena = self.name(), %keep, %released, "idle memory was given back");
+        error.map_or(Ok(released), |error| Err(error.into()))
     }
 }
 
 impl Shared {
+    /// When idle memory, or what the fronts keep, is to be looked at.
+    fn next_look(&self, books: &Books) -> Moment {
+        if self.fronts_hold() { books.due().min(books.curve.front_due()) } else { books.due() }
+    }
+
     /// Gives back up to `granules` idle granules, in at most [`CALLS_MAX`] calls, with the lock
     /// given up around them.
     pub(super) fn give_back<'a>(

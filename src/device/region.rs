@@ -4,10 +4,11 @@
 //! and calls neither driver nor clock. A block is arriving from when it is placed until the memory
 //! behind it is there; only then is it live.
 //!
-//! Invariants: `requested <= live`; `live + arriving = index.live`; `live <= active`.
+//! Invariants: `requested + fronts' <= live`; `live + arriving = index.live`; `live <= active`.
 
 use super::compact::pins::Pins;
 use super::driver::DeviceAddress;
+use super::front::Tally;
 use super::index::{ALIGN, BlockId, BlockIndex, End, Request, Span, StaleBlock};
 use super::segment::Segment;
 use super::snapshot::RegionSnapshot;
@@ -63,6 +64,38 @@ impl Region {
     }
 }
 
+/// Blocks below this size are placed at the high end of their region, larger ones at the low end,
+/// so that a small block that stays does not stand between large ones. 1 MiB: `kSmallSize` of
+/// the caching allocator of `PyTorch`.
+const SMALL_BELOW: u64 = 1 << 20;
+
+/// The end of a region to which blocks of a size belong.
+pub(super) const fn end_of(size: u64) -> End {
+    if size < SMALL_BELOW { End::High } else { End::Low }
+}
+
+/// A block that is asked for.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Wanted {
+    /// Bytes of the block.
+    pub(super) size: u64,
+    /// Its alignment, a power of two.
+    pub(super) align: u64,
+    /// What of it the caller asked for.
+    pub(super) requested: u64,
+}
+
+impl Wanted {
+    /// A block of so many bytes, rounded up to what every size is a multiple of; `None` for none.
+    pub(super) fn new(bytes: ByteSize, align: ByteSize) -> Option<Self> {
+        if bytes.is_zero() {
+            return None;
+        }
+        let size = bytes.next_multiple_of(ByteSize::new(ALIGN)).unwrap_or(bytes).get();
+        Some(Self { size, align: align.get(), requested: bytes.get() })
+    }
+}
+
 /// A block that has been placed.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Placed {
@@ -75,16 +108,13 @@ pub(super) struct Placed {
     pub(super) moves: u64,
 }
 
-/// Where blocks of a size are placed.
-pub(super) const fn end_of(_size: u64) -> End {
-    End::Low
-}
-
 /// The books of one region.
 #[derive(Debug)]
 pub(super) struct RegionBooks {
     pub(super) segment: Segment,
     pub(super) index: BlockIndex,
+    /// Wraps: a block that a front took in and handed out again was asked for with one size, and is
+    /// freed with another; with what the fronts say of that the sum is right.
     requested: u64,
     live: u64,
     pub(super) arriving: u64,
@@ -103,23 +133,29 @@ impl RegionBooks {
         self.live
     }
 
+    /// Bytes of the books themselves.
+    pub(super) const fn metadata(&self) -> usize {
+        self.index.metadata() + self.segment.metadata()
+    }
+
     /// Bytes of blocks that have a place and no memory yet.
     #[cfg(test)]
     pub(super) const fn arriving(&self) -> u64 {
         self.arriving
     }
 
-    /// Finds a place, preferring those with the fewest granules to commit, and marks it arriving.
-    pub(super) fn place(&mut self, request: Request) -> Option<Placed> {
+    /// Finds a place, preferring those that cost the fewest granules, and marks it arriving.
+    pub(super) fn place(&mut self, wanted: Wanted) -> Option<Placed> {
+        let request = Request { size: wanted.size, align: wanted.align, end: end_of(wanted.size) };
         let segment = &self.segment;
         let (id, span) = self.index.take(request, |place| segment.cost(place))?;
         self.segment.touch(span);
         self.arriving += span.size;
         let at = self.segment.address_of(ByteSize::new(span.offset));
-        if request.align > ALIGN {
-            self.pins.align(id, request.align);
+        if wanted.align > ALIGN {
+            self.pins.align(id, wanted.align);
         }
-        Some(Placed { id, span, at, requested: request.size, moves: self.moves })
+        Some(Placed { id, span, at, requested: wanted.requested, moves: self.moves })
     }
 
     /// Books that the memory behind an arriving block is there.
@@ -127,7 +163,7 @@ impl RegionBooks {
         debug_assert_eq!(self.segment.wanting(placed.span), 0, "a live block has memory");
         self.arriving -= placed.span.size;
         self.live += placed.span.size;
-        self.requested += placed.requested;
+        self.requested = self.requested.wrapping_add(placed.requested);
     }
 
     /// Takes an arriving block back; says whether granules went idle by it.
@@ -143,8 +179,49 @@ impl RegionBooks {
         let span = self.index.release(placed.id)?;
         self.pins.forget(placed.id);
         self.live -= span.size;
-        self.requested -= placed.requested;
+        self.requested = self.requested.wrapping_sub(placed.requested);
         Ok(self.segment.untouch(span))
+    }
+
+    /// Lets a live block be of another size where it stands. What it grows by is arriving until
+    /// [`RegionBooks::end_resize`]; `None` where there is no room after it.
+    pub(super) fn begin_resize(
+        &mut self,
+        placed: Placed,
+        requested: u64,
+    ) -> Result<Option<Placed>, StaleBlock> {
+        let placed = self.refreshed(placed);
+        let Some(span) = self.index.resize(placed.id, requested)? else { return Ok(None) };
+        self.segment.untouch(placed.span);
+        self.segment.touch(span);
+        self.live -= placed.span.size.saturating_sub(span.size);
+        self.arriving += span.size.saturating_sub(placed.span.size);
+        let less = placed.requested.saturating_sub(requested);
+        self.requested = self.requested.wrapping_sub(less);
+        Ok(Some(Placed { span, requested, ..placed }))
+    }
+
+    /// Books that the memory which a block grew by is there, or takes the growth back.
+    pub(super) fn end_resize(&mut self, before: Placed, after: Placed, done: bool) {
+        let grown = after.span.size.saturating_sub(before.span.size);
+        self.arriving -= grown;
+        if done {
+            self.live += grown;
+            let more = after.requested.saturating_sub(before.requested);
+            self.requested = self.requested.wrapping_add(more);
+            return;
+        }
+        let before = Span { size: before.span.size, ..after.span };
+        let undone = self.index.resize(after.id, before.size);
+        debug_assert_eq!(undone, Ok(Some(before)), "a block can always be cut back");
+        self.segment.untouch(after.span);
+        self.segment.touch(before);
+    }
+
+    /// The live block that covers an offset. It walks the blocks: for reports of errors.
+    pub(super) fn block_around(&self, offset: u64) -> Option<Span> {
+        let mut live = self.index.blocks().filter(|(_, name)| name.is_some());
+        live.find(|(span, _)| span.offset <= offset && offset < span.end()).map(|(span, _)| span)
     }
 
     /// The longest free span of addresses.
@@ -158,18 +235,23 @@ impl RegionBooks {
         self.index.largest(|span| self.segment.committed_run_max(span))
     }
 
-    pub(super) fn snapshot(&self, region: Region) -> RegionSnapshot {
+    /// All figures, with what the fronts hold and did.
+    pub(super) fn snapshot(&self, region: Region, fronts: &Tally) -> RegionSnapshot {
         let size = ByteSize::new;
+        let cached = fronts.cached[region.number()];
+        let live = self.live - cached;
+        let requested = self.requested.wrapping_add(fronts.requested[region.number()]);
         RegionSnapshot {
             region,
-            requested: size(self.requested),
-            live: size(self.live),
+            requested: size(requested),
+            live: size(live),
+            cached: size(cached),
             active: size(self.segment.active()),
             idle: size(self.segment.idle()),
             committed: size(self.segment.backed()),
             reserved: size(self.segment.reserved()),
             pending: ByteSize::ZERO,
-            holes: size(self.segment.active() - self.live),
+            holes: size(self.segment.active() - live),
             largest_free: size(self.largest_free()),
         }
     }
@@ -183,7 +265,6 @@ impl RegionBooks {
         self.pins.validate(|id| self.index.span_of(id).is_ok());
         let live = self.index.blocks().filter(|(_, name)| name.is_some()).map(|(span, _)| span);
         self.segment.validate(live);
-        assert!(self.requested <= self.live, "requested <= live");
         assert_eq!(self.live + self.arriving, self.index.live());
         assert!(self.live <= self.segment.active(), "live blocks lie on active granules");
     }

@@ -107,6 +107,11 @@ impl Segment {
         (self.low.leaving() + self.high.leaving()) * self.granularity
     }
 
+    /// Bytes of the books themselves.
+    pub(super) const fn metadata(&self) -> usize {
+        self.low.metadata() + self.high.metadata()
+    }
+
     /// The address and the size of a run.
     pub(super) fn place_of(&self, run: Run) -> (DeviceAddress, ByteSize) {
         let offset = ByteSize::new(run.first as u64 * self.granularity);
@@ -219,14 +224,17 @@ impl Segment {
         };
         let low = known(low, &self.low);
         let high = mirrored(self.count, known(high, &self.high));
-        // Where the books of the halves do not meet, what lies between is bare.
-        let bare = (low.end < high.start && !high.is_empty()).then_some(high.start - 1);
-        for granule in low.chain(bare).chain(high) {
-            let (half, at) = self.half(granule);
-            let start = granule as u64 * self.granularity;
-            let part = span.end().min(start + self.granularity) - span.offset.max(start);
-            run = if half.is_committed(at) { run + part } else { 0 };
-            best = best.max(run);
+        let apart = low.end != high.start;
+        for (range, gap) in [(low, false), (high, apart)] {
+            // Where the books of the halves do not meet, what lies between is bare.
+            run = if gap { 0 } else { run };
+            for granule in range {
+                let (half, at) = self.half(granule);
+                let start = granule as u64 * self.granularity;
+                let part = span.end().min(start + self.granularity) - span.offset.max(start);
+                run = if half.is_committed(at) { run + part } else { 0 };
+                best = best.max(run);
+            }
         }
         best
     }

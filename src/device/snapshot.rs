@@ -7,6 +7,8 @@
 //! Invariants, for the arena and for each region: `requested <= live`;
 //! `live + pending + holes = active`; `active + idle = committed <= reserved`.
 
+use std::time::Duration;
+
 use super::driver::Rung;
 use super::region::Region;
 use crate::bytes::ByteSize;
@@ -23,16 +25,24 @@ pub struct ArenaSnapshot {
     pub requested: ByteSize,
     /// Blocks held by callers, after rounding.
     pub live: ByteSize,
-    /// The most that was live since the arena was opened.
+    /// The most that was live since the arena was opened. Errs upward by at most what the threads'
+    /// fronts hold.
     pub live_peak: ByteSize,
+    /// Free blocks of hot sizes that the threads' fronts keep for the next request. They lie in the
+    /// holes.
+    pub cached: ByteSize,
     /// Granules that a block touches.
     pub active: ByteSize,
     /// Granules with memory behind them that no block touches.
     pub idle: ByteSize,
     /// Granules with memory behind them.
     pub committed: ByteSize,
+    /// The most that was committed since the arena was opened.
+    pub committed_peak: ByteSize,
     /// Address space held.
     pub reserved: ByteSize,
+    /// The arena's own books.
+    pub metadata: ByteSize,
     /// Freed by the caller, and perhaps still in use by the device. Zero on the host rung.
     pub pending: ByteSize,
     /// What of the active granules is neither live nor pending.
@@ -47,6 +57,14 @@ pub struct ArenaSnapshot {
     pub allocs_total: u64,
     /// Blocks freed since then.
     pub frees_total: u64,
+    /// Those of the blocks handed out that came from a thread's front, without the arena's lock.
+    pub front_allocs_total: u64,
+    /// Blocks handed out that share their granules with no other.
+    pub reserves_total: u64,
+    /// Blocks that changed their size where they stood.
+    pub resizes_total: u64,
+    /// The largest block handed out.
+    pub alloc_size_max: ByteSize,
     /// Allocations that failed since then, by reason.
     pub alloc_failures_total: AllocFailures,
     /// Driver calls that committed memory.
@@ -57,6 +75,18 @@ pub struct ArenaSnapshot {
     pub committed_bytes_total: u64,
     /// Bytes decommitted by those calls.
     pub decommitted_bytes_total: u64,
+    /// Trims and purges that were asked for.
+    pub trims_total: u64,
+    /// Bytes that those gave back.
+    pub trimmed_bytes_total: u64,
+    /// Shrinks that were asked for.
+    pub shrinks_total: u64,
+    /// Bytes that those gave back.
+    pub shrunk_bytes_total: u64,
+    /// Times that a thread found a lock of the arena taken.
+    pub lock_contended_total: u64,
+    /// How long threads have waited for the arena's lock.
+    pub lock_wait_total: Duration,
     /// The same for each region, in the order of [`Region::ALL`].
     pub regions: [RegionSnapshot; 2],
 }
@@ -82,10 +112,13 @@ impl ArenaSnapshot {
             requested: NONE,
             live: NONE,
             live_peak: NONE,
+            cached: NONE,
             active: NONE,
             idle: NONE,
             committed: NONE,
+            committed_peak: NONE,
             reserved: NONE,
+            metadata: NONE,
             pending: NONE,
             holes: NONE,
             largest_free: NONE,
@@ -93,11 +126,21 @@ impl ArenaSnapshot {
             leases: 0,
             allocs_total: 0,
             frees_total: 0,
+            front_allocs_total: 0,
+            reserves_total: 0,
+            resizes_total: 0,
+            alloc_size_max: NONE,
             alloc_failures_total: AllocFailures::default(),
             commits_total: 0,
             decommits_total: 0,
             committed_bytes_total: 0,
             decommitted_bytes_total: 0,
+            trims_total: 0,
+            trimmed_bytes_total: 0,
+            shrinks_total: 0,
+            shrunk_bytes_total: 0,
+            lock_contended_total: 0,
+            lock_wait_total: Duration::ZERO,
             regions: Region::ALL.map(RegionSnapshot::unknown),
         }
     }
@@ -119,12 +162,14 @@ impl ArenaSnapshot {
         let total = |part: fn(&RegionSnapshot) -> ByteSize| self.regions.iter().map(part).sum();
         assert_eq!(self.requested, total(|region| region.requested));
         assert_eq!(self.live, total(|region| region.live));
+        assert_eq!(self.cached, total(|region| region.cached));
         assert_eq!(self.active, total(|region| region.active));
         assert_eq!(self.idle, total(|region| region.idle));
         assert_eq!(self.committed, total(|region| region.committed));
         assert_eq!(self.reserved, total(|region| region.reserved));
         assert_eq!(self.holes, total(|region| region.holes));
         assert!(self.live <= self.live_peak, "live <= live_peak");
+        assert!(self.committed <= self.committed_peak, "committed <= committed_peak");
         assert!(self.frees_total <= self.allocs_total, "frees_total <= allocs_total");
     }
 }
@@ -139,6 +184,8 @@ pub struct RegionSnapshot {
     pub requested: ByteSize,
     /// Blocks held by callers, after rounding.
     pub live: ByteSize,
+    /// Free blocks that the threads' fronts keep.
+    pub cached: ByteSize,
     /// Granules that a block touches.
     pub active: ByteSize,
     /// Granules with memory behind them that no block touches.
@@ -166,6 +213,7 @@ impl RegionSnapshot {
         assert_eq!(active, self.active, "live + pending + holes = active: {self:?}");
         let committed = self.active.saturating_add(self.idle);
         assert_eq!(committed, self.committed, "active + idle = committed: {self:?}");
+        assert!(self.cached <= self.holes, "cached <= holes: {self:?}");
         assert!(self.committed <= self.reserved, "committed <= reserved: {self:?}");
         assert!(self.largest_free <= self.committed, "largest_free <= committed: {self:?}");
     }
@@ -177,6 +225,7 @@ impl RegionSnapshot {
             region,
             requested: NONE,
             live: NONE,
+            cached: NONE,
             active: NONE,
             idle: NONE,
             committed: NONE,

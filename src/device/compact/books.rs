@@ -6,11 +6,14 @@
 //! Invariants: those of the region; `moves` grows whenever a block of the region is elsewhere than
 //! before, so that who knows the number knows whether an address is stale.
 
+use super::CompactOptions;
 use super::plan::{Hold, Part};
 use super::step::Moving;
 use crate::bytes::ByteSize;
 use crate::clock::Clock;
 use crate::device::books::Books;
+use crate::device::driver::DeviceAddress;
+use crate::device::front::Kept;
 use crate::device::index::{BlockId, Span, StaleBlock};
 use crate::device::region::{Placed, Region, RegionBooks, end_of};
 
@@ -22,19 +25,6 @@ impl RegionBooks {
 
     pub(super) fn span_of(&self, id: BlockId) -> Result<Span, StaleBlock> {
         self.index.span_of(id)
-    }
-
-    /// What holds a block of this size.
-    pub(super) fn hold(&self, id: BlockId, size: u64) -> Hold {
-        self.pins.hold(id, end_of(size))
-    }
-
-    /// Blocks and free spans in address order, and the name of each block.
-    pub(super) fn parts(&self) -> impl Iterator<Item = (Part, Option<BlockId>)> {
-        self.index.blocks().map(|(span, id)| {
-            let hold = id.map(|id| self.hold(id, span.size));
-            (Part { span, hold }, id)
-        })
     }
 
     /// Where a live block is now.
@@ -86,6 +76,37 @@ impl RegionBooks {
 }
 
 impl Books {
+    /// Blocks and free spans in address order, and the name of each block.
+    pub(super) fn parts(&self, options: CompactOptions) -> Vec<(Part, Option<BlockId>)> {
+        let blocks = self.region(options.region).index.blocks();
+        let part = |(span, id): (Span, Option<BlockId>)| {
+            (Part { span, hold: id.map(|id| self.hold(options, id, span)) }, id)
+        };
+        blocks.map(part).collect()
+    }
+
+    /// What holds a block.
+    pub(super) fn hold(&self, options: CompactOptions, id: BlockId, span: Span) -> Hold {
+        let region = self.region(options.region);
+        if !self.raw.is_empty() && !options.moves_raw {
+            let at = region.segment.address_of(ByteSize::new(span.offset));
+            if self.raw.contains_key(&at) {
+                return Hold::Stays;
+            }
+        }
+        region.pins.hold(id, end_of(span.size))
+    }
+
+    /// Writes down the new address of a block that was had by its old one.
+    pub(super) fn readdress(&mut self, region: Region, from: DeviceAddress, id: BlockId) {
+        let is_it = |kept: &Kept| kept.0 == region && kept.1.id == id;
+        if let Some((_, placed)) = self.raw.get(&from).copied().filter(is_it) {
+            self.raw.remove(&from);
+            let placed = self.region(region).refreshed(placed);
+            self.raw.insert(placed.at, (region, placed));
+        }
+    }
+
     /// Takes a free span for a block to move to, arriving; with it, the bytes of granules that are
     /// active by it.
     pub(super) fn take_room(&mut self, region: Region, span: Span) -> Option<(Placed, u64)> {

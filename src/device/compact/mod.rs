@@ -22,11 +22,12 @@ use std::sync::Arc;
 
 use thiserror::Error;
 
-use super::arena::{DeviceArena, Shared};
+use super::arena::DeviceArena;
 use super::driver::DeviceAddress;
 use super::error::DeviceError;
 use super::index::BlockId;
 use super::region::Region;
+use super::shared::Shared;
 use crate::bytes::ByteSize;
 use crate::sync::{caught, lock};
 use plan::{Part, Target};
@@ -54,13 +55,16 @@ pub struct CompactOptions {
     /// The most bytes that are moved in this call; a block larger than it stays. Below about two
     /// granules it may be too little to clear any one of them.
     pub budget: ByteSize,
+    /// Whether blocks that were had by address move as well; their owner takes the new addresses
+    /// from the callback, and uses none of them meanwhile. Unless told otherwise they stay.
+    pub moves_raw: bool,
 }
 
 impl CompactOptions {
     /// Idle granules in this region, with no bound on the bytes moved.
     #[must_use]
     pub const fn new(region: Region) -> Self {
-        Self { region, goal: Goal::Granules, budget: ByteSize::MAX }
+        Self { region, goal: Goal::Granules, budget: ByteSize::MAX, moves_raw: false }
     }
 }
 
@@ -221,6 +225,8 @@ impl DeviceArena {
             done.stopped = Stopped::Busy;
             return Ok(done);
         };
+        // What the fronts hold is free.
+        shared.empty_fronts();
         let outcome = shared.compact(options, &mut done, &mut moved);
         done.largest_span =
             ByteSize::new(lock(&shared.books).region(options.region).largest_span());
@@ -240,8 +246,8 @@ impl Shared {
         moved: &mut impl FnMut(Moved),
     ) -> Result<Stopped, DeviceError> {
         let region = options.region;
-        let (parts, mut names) = self.layout_of(region);
-        let granule = self.capabilities().granularity.get();
+        let (parts, mut names) = self.layout_of(options);
+        let granule = self.capabilities.granularity.get();
         let target = match options.goal {
             Goal::Granules => Target::Granules,
             Goal::Contiguous(size) => Target::Contiguous(size.get()),
@@ -251,7 +257,7 @@ impl Shared {
         let (mut made_idle, mut made_active) = (0, 0);
         for made in plan.moves {
             let step = match names.get(&made.from) {
-                Some(&id) => self.move_block(region, id, made)?,
+                Some(&id) => self.move_block(options, id, made)?,
                 None => Step::Skipped,
             };
             let (from, to, is_freed) = match step {
@@ -279,11 +285,8 @@ impl Shared {
     }
 
     /// The parts of a region for the plan, and the names of its blocks by offset.
-    fn layout_of(&self, region: Region) -> (Vec<Part>, BTreeMap<u64, BlockId>) {
-        let books = lock(&self.books);
-        let region = books.region(region);
-        let parts: Vec<_> = region.parts().collect();
-        drop(books);
+    fn layout_of(&self, options: CompactOptions) -> (Vec<Part>, BTreeMap<u64, BlockId>) {
+        let parts = lock(&self.books).parts(options);
         let names = parts.iter().filter_map(|&(part, id)| Some((part.span.offset, id?))).collect();
         (parts.into_iter().map(|(part, _)| part).collect(), names)
     }

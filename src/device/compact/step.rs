@@ -10,15 +10,16 @@
 //!
 //! Invariant: a block is whole at the place that the books say, or known to be lost.
 
+use super::CompactOptions;
 use super::plan::{Hold, Move};
 use crate::bytes::ByteSize;
-use crate::device::arena::Shared;
 use crate::device::books::Books;
 use crate::device::driver::sealed::Key;
 use crate::device::driver::{DeviceAddress, DriverError};
 use crate::device::error::DeviceError;
 use crate::device::index::BlockId;
 use crate::device::region::{Placed, Region};
+use crate::device::shared::Shared;
 use crate::sync::atomic::Ordering;
 use crate::sync::{MutexGuard, lock, wait};
 
@@ -60,12 +61,13 @@ impl Shared {
     /// Moves a block, if it may still move and is still where it was when this was planned.
     pub(super) fn move_block(
         &self,
-        region: Region,
+        options: CompactOptions,
         id: BlockId,
         made: Move,
     ) -> Result<Step, DeviceError> {
+        let region = options.region;
         let mut books = lock(&self.books);
-        if let Some(refused) = refuses(&books, region, id, made) {
+        if let Some(refused) = refuses(&books, options, id, made) {
             return Ok(refused);
         }
         let Some((room, active)) = books.take_room(region, made.room()) else {
@@ -75,9 +77,9 @@ impl Shared {
         (books, outcome) = self.back(books, region, room.span);
         // The lock was given up where there was something to commit or to wait for.
         let refused = match outcome {
-            Ok(()) => refuses(&books, region, id, made).map(Ok),
-            Err(error) if error.is_out_of_memory() => Some(Ok(Step::Skipped)),
-            Err(error) => Some(Err(error)),
+            Ok(()) => refuses(&books, options, id, made).map(Ok),
+            Err(refusal) if refusal.error.is_out_of_memory() => Some(Ok(Step::Skipped)),
+            Err(refusal) => Some(Err(refusal.error)),
         };
         if let Some(refused) = refused {
             books.withdraw(region, room, &*self.clock);
@@ -96,6 +98,7 @@ impl Shared {
         let mut idle = 0;
         if outcome.is_ok() {
             idle = books.trade(region, id, room, &*self.clock);
+            books.readdress(region, from, id);
         } else {
             books.withdraw(region, room, &*self.clock);
         }
@@ -172,6 +175,11 @@ impl Shared {
         books
     }
 
+    /// Whether a block is known to be where this says.
+    pub(in crate::device) fn is_fresh(&self, region: Region, placed: Placed) -> bool {
+        placed.moves == self.moves[region.number()].load(Ordering::Relaxed)
+    }
+
     /// Where a live block is now.
     ///
     /// # Errors
@@ -192,13 +200,12 @@ impl Shared {
 }
 
 /// Why a move cannot be made now, if so.
-fn refuses(books: &Books, region: Region, id: BlockId, made: Move) -> Option<Step> {
+fn refuses(books: &Books, options: CompactOptions, id: BlockId, made: Move) -> Option<Step> {
     if books.leases > 0 || books.entering > 0 {
         return Some(Step::Busy);
     }
-    let region = books.region(region);
-    let is_there = region.span_of(id) == Ok(made.source());
-    let fits = match region.hold(id, made.size) {
+    let is_there = books.region(options.region).span_of(id) == Ok(made.source());
+    let fits = match books.hold(options, id, made.source()) {
         Hold::Moves { align, .. } => made.to.is_multiple_of(align),
         Hold::Stays => false,
     };

@@ -9,7 +9,7 @@ use std::time::Duration;
 use crate::bytes::ByteSize;
 use crate::clock::{Clock, ManualClock, SystemClock};
 use crate::device::driver::trial::{Failure, TrialDriver};
-use crate::device::index::{End, Request};
+use crate::device::region::Wanted;
 use crate::device::{
     ArenaConfig, Buffer, CompactOptions, DeviceArena, DeviceError, Goal, Moved, Region, Stopped,
 };
@@ -37,14 +37,16 @@ fn open(config: ArenaConfig) -> (DeviceArena, Arc<TrialDriver>) {
     (arena.expect("open"), driver)
 }
 
-/// A block with a mark in every element.
+/// Elements between marks: every 256 bytes have one.
+const STRIDE: usize = 32;
+
+/// A block with marks all over.
 fn marked(arena: &DeviceArena, size: ByteSize, mark: u64) -> Result<Buffer<u64>, DeviceError> {
     let mut buffer = arena.alloc(size.as_usize().expect("fits") / 8, Region::Dynamic)?;
     let lease = arena.enter()?;
     let marks = buffer.slice_mut(&lease)?;
-    marks.fill(mark);
-    for (nth, place) in marks.iter_mut().enumerate() {
-        *place ^= (nth as u64) << 32;
+    for (nth, place) in marks.iter_mut().step_by(STRIDE).enumerate() {
+        *place = mark ^ ((nth as u64) << 32);
     }
     Ok(buffer)
 }
@@ -53,7 +55,10 @@ fn assert_marked(arena: &DeviceArena, buffer: &Buffer<u64>, mark: u64) {
     let lease = arena.enter().expect("awake");
     let marks = buffer.slice(&lease).expect("own lease");
     let is_right = |(nth, &place): (usize, &u64)| place == mark ^ ((nth as u64) << 32);
-    assert!(marks.iter().enumerate().all(is_right), "the contents of {mark} changed");
+    assert!(
+        marks.iter().step_by(STRIDE).enumerate().all(is_right),
+        "the contents of {mark} changed"
+    );
 }
 
 fn address(arena: &DeviceArena, buffer: &Buffer<u64>) -> u64 {
@@ -302,34 +307,39 @@ fn who_wants_a_lease_waits_for_one_move_and_no_other_follows() {
 /// where contents were still copied from.
 #[test]
 fn beside_a_move_others_allocate_and_free_the_moving_block_among_them() {
-    let (arena, driver) = fixed(ByteSize::mib(64));
-    let mut blocks = alternating(&arena, 8, ByteSize::mib(8));
-    driver.hold();
-    let compacting = {
-        let arena = arena.clone();
-        thread::spawn(move || {
-            let mut told = 0;
-            arena.compact(ALL, |_| told += 1).map(|done| (done, told))
-        })
-    };
-    driver.wait_until_held(1);
-    let moving = lock(&arena.shared().books).moving.expect("one is moving");
-    let live = arena.snapshot().live;
-    // Neither waits for the copy that is held.
-    drop(arena.alloc::<u64>(1 << 19, Region::Dynamic).expect("room"));
-    arena.validate();
-    let (freed, kept): (Vec<_>, Vec<_>) =
-        blocks.drain(..).partition(|(_, block)| block.block_id() == Some(moving.id));
-    assert_eq!((freed.len(), kept.len()), (1, 3));
-    drop(freed);
-    assert_eq!(arena.snapshot().live, live, "freed when the move ends");
-    driver.let_go();
-    let (done, told) = compacting.join().expect("no panic").expect("no error");
-    assert_eq!(done.moves, told + 1, "nobody is told of a block that is gone");
-    assert_eq!(arena.snapshot().live, ByteSize::mib(24));
-    assert_all_marked(&arena, &kept);
-    arena.validate();
-    driver.assert_no_faults();
+    for front in [ByteSize::ZERO, ByteSize::mib(8)] {
+        let (arena, driver) = fixed(ByteSize::mib(64));
+        arena.set_front(front);
+        let mut blocks = alternating(&arena, 8, ByteSize::mib(8));
+        driver.hold();
+        let compacting = {
+            let arena = arena.clone();
+            thread::spawn(move || {
+                let mut told = 0;
+                arena.compact(ALL, |_| told += 1).map(|done| (done.moves, told))
+            })
+        };
+        driver.wait_until_held(1);
+        let moving = lock(&arena.shared().books).moving.expect("one is moving");
+        // Neither waits for the copy that is held.
+        drop(arena.alloc::<u64>(1 << 19, Region::Dynamic).expect("room"));
+        arena.validate();
+        let is_it = |block: &Buffer<u64>| block.block_id() == Some(moving.id);
+        let freed = blocks.iter().position(|(_, block)| is_it(block)).expect("it is ours");
+        drop(blocks.swap_remove(freed));
+        arena.validate();
+        driver.let_go();
+        let (moves, told) = compacting.join().expect("no panic").expect("no error");
+        if front.is_zero() {
+            assert_eq!(moves, told + 1, "nobody is told of a block that is gone");
+        } // else it waits in the front for its next owner
+        assert_eq!(arena.snapshot().live, ByteSize::mib(24));
+        let next = marked(&arena, ByteSize::mib(8), 77).expect("room");
+        assert_marked(&arena, &next, 77);
+        assert_all_marked(&arena, &blocks);
+        arena.validate();
+        driver.assert_no_faults();
+    }
 }
 
 #[test]
@@ -478,8 +488,8 @@ fn aligned_blocks_stay_aligned() {
     let (arena, _) = fixed(ByteSize::mib(8));
     let shared = arena.shared();
     let request = |size, align| {
-        let request = Request { size, align, end: End::Low };
-        shared.obtain(Region::Dynamic, request).expect("room")
+        let wanted = Wanted { size, align, requested: size };
+        shared.obtain(Region::Dynamic, wanted).expect("room")
     };
     let (gone, block) = (request(512, 256), request(1 << 20, 4096));
     shared.release(Region::Dynamic, gone);
@@ -561,4 +571,79 @@ fn threads_keep_their_contents_while_everything_moves() {
     assert_eq!((snapshot.live, snapshot.leases), (ByteSize::ZERO, 0));
     assert_eq!(snapshot.allocs_total, snapshot.frees_total);
     assert!(driver.committed().1 <= ByteSize::mib(48), "the limit was passed");
+}
+
+#[test]
+fn blocks_had_by_address_stay_or_have_a_new_address_that_is_told() {
+    let (arena, driver) = fixed(ByteSize::mib(64));
+    let raw = || arena.alloc_raw(ByteSize::mib(8), ByteSize::kib(4), Region::Dynamic);
+    let mut blocks: Vec<_> = (0..8).map(|_| raw().expect("room").at).collect();
+    for nth in [6, 4, 2, 0] {
+        arena.free(blocks.swap_remove(nth)).expect("live");
+    }
+    blocks.sort();
+    assert_eq!(arena.compact(ALL, |_| {}).map(|done| done.moves), Ok(0));
+    for &at in &blocks {
+        arena.raw_block(at).expect("where it was");
+    }
+    let options = CompactOptions { moves_raw: true, ..ALL };
+    let done = arena.compact(options, |moved| {
+        let at = blocks.iter_mut().find(|at| **at == moved.from).expect("one of ours");
+        *at = moved.to;
+        assert_eq!(arena.raw_block(moved.to).expect("there").size, moved.size);
+        assert!(arena.raw_block(moved.from).is_err() && moved.to.is_multiple_of(ByteSize::kib(4)));
+    });
+    assert!(done.expect("no error").moves > 0);
+    drop(raw().expect("room"));
+    for at in blocks {
+        arena.free(at).expect("by the new address");
+    }
+    arena.validate();
+    driver.assert_no_faults();
+}
+
+#[test]
+fn a_resize_waits_for_the_blocks_move_and_goes_on_from_there() {
+    // It shrinks, grows where it is then, or is copied to where it was.
+    for mib in [1, 4, 7] {
+        let (arena, driver) = fixed(ByteSize::mib(16));
+        let gone = marked(&arena, ByteSize::mib(6), 0).expect("room");
+        let mut moving = marked(&arena, ByteSize::mib(2), 1).expect("room");
+        let after = marked(&arena, ByteSize::mib(2), 2).expect("room");
+        let pin = after.pin().expect("here");
+        drop(gone);
+        drop(arena.alloc::<u8>(6 << 20, Region::Dynamic).expect("room")); // has its memory
+        driver.hold();
+        let compacting = {
+            let arena = arena.clone();
+            thread::spawn(move || arena.compact(ALL, |_| {}))
+        };
+        wait_until(|| lock(&arena.shared().books).moving.is_some());
+        let resizing = thread::spawn(move || moving.resize(mib << 17).map(|()| moving));
+        driver.let_go();
+        assert_eq!(compacting.join().expect("no panic").map(|done| done.moves), Ok(1));
+        let resized = resizing.join().expect("no panic").expect("room");
+        assert_marked(&arena, &after, 2);
+        let lease = arena.enter().expect("awake");
+        let seen = resized.slice(&lease).expect("own lease");
+        assert_eq!((seen.len(), seen[0], seen[STRIDE]), (mib << 17, 1, 1 ^ (1 << 32)));
+        drop((lease, pin));
+        arena.validate();
+        driver.assert_no_faults();
+    }
+}
+
+#[test]
+fn a_block_in_a_front_is_not_handed_out_by_an_address_that_it_left() {
+    let (arena, driver) = fixed(ByteSize::mib(64));
+    let blocks = alternating(&arena, 8, ByteSize::mib(8));
+    // In the middle of a compaction one is freed into the front and moved there.
+    let mut given = Some(blocks);
+    let done = arena.compact(ALL, |_| drop(given.take())).expect("no error");
+    assert!(done.moves >= 1, "{done:?}");
+    let again: Vec<_> =
+        (0..8).map(|mark| (mark, marked(&arena, ByteSize::mib(8), mark).expect("room"))).collect();
+    assert_all_marked(&arena, &again);
+    arena.validate();
+    driver.assert_no_faults();
 }

@@ -2,7 +2,7 @@
 //!
 //! Sizes count in units of [`ALIGN`] bytes. Below [`COLUMNS`] units each size has a bin of its
 //! own; above, each power of two is cut into [`COLUMNS`] bins, so that a bin's sizes differ by
-//! less than 1/32. It holds the heads of the lists and knows nothing of blocks.
+//! less than 1/16. It holds the heads of the lists and knows nothing of blocks.
 //!
 //! Invariants: `bin.size_min() <= size <= bin.size_max()` for `bin = Bin::of(size)`; bins in order
 //! hold sizes in order; `bit set <=> list not empty`.
@@ -10,8 +10,9 @@
 use super::ALIGN;
 use super::records::NONE;
 
-/// log2 of the bins that a power of two is cut into.
-const COLUMN_BITS: u32 = 5;
+/// log2 of the bins that a power of two is cut into. 16 bins: of 4, 8, 16, 32 and 64 the fewest
+/// failures at 90 % load, with 8 close (docs/BENCHMARKING.md, measured by `benches/index`).
+const COLUMN_BITS: u32 = 4;
 /// Bins that a power of two is cut into.
 const COLUMNS: usize = 1 << COLUMN_BITS;
 /// One row for the small sizes, and one for each power of two up to 2^64 bytes.
@@ -20,7 +21,7 @@ const ROWS: usize = (u64::BITS - ALIGN.trailing_zeros() - COLUMN_BITS + 1) as us
 const BINS: usize = ROWS * COLUMNS;
 
 const _: () = assert!(ALIGN.is_power_of_two());
-const _: () = assert!(ROWS <= u64::BITS as usize && COLUMNS == u32::BITS as usize);
+const _: () = assert!(WORDS < u32::BITS as usize, "a bit of the summary for each word");
 
 /// One size class.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -68,22 +69,28 @@ impl Bin {
     }
 }
 
-/// The heads of the lists, and two levels of bitmaps over them. 6.7 KiB.
+/// Bins in one word of the bitmap.
+const WORD: usize = u64::BITS as usize;
+const WORDS: usize = BINS.div_ceil(WORD);
+
+/// The heads of the lists, and two levels of bitmaps over them. 3.4 KiB.
 #[derive(Debug)]
 pub(super) struct Bins {
-    heads: Box<[u32]>,
-    columns: [u32; ROWS],
-    rows: u64,
+    heads: Box<[u32; BINS]>,
+    /// A bit for each bin: not empty.
+    words: [u64; WORDS],
+    /// A bit for each word: not 0.
+    summary: u32,
 }
 
 impl Bins {
     pub(super) fn new() -> Self {
-        Self { heads: vec![NONE; BINS].into_boxed_slice(), columns: [0; ROWS], rows: 0 }
+        Self { heads: Box::new([NONE; BINS]), words: [0; WORDS], summary: 0 }
     }
 
     /// Bytes that the heads take.
     pub(super) const fn metadata(&self) -> usize {
-        size_of_val(&*self.heads)
+        size_of::<[u32; BINS]>()
     }
 
     /// The first of the bin's list.
@@ -91,42 +98,34 @@ impl Bins {
         self.heads[bin.0]
     }
 
-    /// Makes `slot` the first of the bin's list; returns what was.
-    pub(super) fn push(&mut self, bin: Bin, slot: u32) -> u32 {
-        let head = self.head(bin);
-        self.set_head(bin, slot);
-        head
-    }
-
     /// Makes `slot`, or nothing, the first of the bin's list.
     pub(super) fn set_head(&mut self, bin: Bin, slot: u32) {
         self.heads[bin.0] = slot;
-        let (row, column) = (bin.0 / COLUMNS, bin.0 % COLUMNS);
-        if slot == NONE {
-            self.columns[row] &= !(1 << column);
+        let (word, bit) = (bin.0 / WORD, bin.0 % WORD);
+        if slot != NONE {
+            self.words[word] |= 1 << bit;
+            self.summary |= 1 << word;
         } else {
-            self.columns[row] |= 1 << column;
-        }
-        if self.columns[row] == 0 {
-            self.rows &= !(1 << row);
-        } else {
-            self.rows |= 1 << row;
+            self.words[word] &= !(1 << bit);
+            if self.words[word] == 0 {
+                self.summary &= !(1 << word);
+            }
         }
     }
 
     /// The first bin from `bin` upward that is not empty.
     pub(super) fn at_or_above(&self, bin: Bin) -> Option<Bin> {
-        let (row, column) = (bin.0 / COLUMNS, bin.0 % COLUMNS);
-        let here = self.columns[row] & (u32::MAX << column);
+        let (word, bit) = (bin.0 / WORD, bin.0 % WORD);
+        let here = self.words[word] & (u64::MAX << bit);
         if here != 0 {
-            return Some(Bin(row * COLUMNS + here.trailing_zeros() as usize));
+            return Some(Bin(word * WORD + here.trailing_zeros() as usize));
         }
-        let above = self.rows & u64::MAX.checked_shl(u32::try_from(row + 1).ok()?)?;
+        let above = self.summary & (u32::MAX << (word + 1));
         if above == 0 {
             return None;
         }
-        let row = above.trailing_zeros() as usize;
-        Some(Bin(row * COLUMNS + self.columns[row].trailing_zeros() as usize))
+        let word = above.trailing_zeros() as usize;
+        Some(Bin(word * WORD + self.words[word].trailing_zeros() as usize))
     }
 
     /// The first bin above `bin` that is not empty.
@@ -136,23 +135,22 @@ impl Bins {
 
     /// The first bin below `bin` that is not empty.
     pub(super) fn below(&self, bin: Bin) -> Option<Bin> {
-        let (row, column) = (bin.0 / COLUMNS, bin.0 % COLUMNS);
-        let here = self.columns[row] & ((1 << column) - 1);
+        let (word, bit) = (bin.0 / WORD, bin.0 % WORD);
+        let here = self.words[word] & ((1 << bit) - 1);
         if here != 0 {
-            return Some(Bin(row * COLUMNS + here.ilog2() as usize));
+            return Some(Bin(word * WORD + here.ilog2() as usize));
         }
-        let rows = self.rows & ((1 << row) - 1);
-        self.highest(rows)
+        self.highest(self.summary & ((1 << word) - 1))
     }
 
     /// The bin of the largest blocks that is not empty.
     pub(super) fn last(&self) -> Option<Bin> {
-        self.highest(self.rows)
+        self.highest(self.summary)
     }
 
-    fn highest(&self, rows: u64) -> Option<Bin> {
-        let row = rows.checked_ilog2()? as usize;
-        Some(Bin(row * COLUMNS + self.columns[row].ilog2() as usize))
+    fn highest(&self, words: u32) -> Option<Bin> {
+        let word = words.checked_ilog2()? as usize;
+        Some(Bin(word * WORD + self.words[word].ilog2() as usize))
     }
 }
 
@@ -181,9 +179,10 @@ mod tests {
     #[test]
     fn the_bitmaps_find_what_a_walk_over_the_heads_finds() {
         let mut bins = Bins::new();
-        let full = [0, 1, 31, 32, 33, 700, BINS - 1];
+        let full = [0, 1, 15, 16, 17, 31, 32, 700, BINS - 1];
         for &bin in &full {
-            assert_eq!(bins.push(Bin(bin), 7), NONE);
+            assert_eq!(bins.head(Bin(bin)), NONE);
+            bins.set_head(Bin(bin), 7);
         }
         for bin in 0..BINS {
             let above = full.iter().copied().find(|&at| at >= bin).map(Bin);

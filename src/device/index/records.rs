@@ -21,7 +21,8 @@ const SEGMENT: usize = 1 << SEGMENT_BITS;
 /// The generation of a free block, and of a record that describes nothing.
 pub(super) const FREE: u64 = 0;
 
-/// The sentinel's generation: it reads as live, and no block ever has this name.
+/// The sentinel's generation: it reads as live, and no block ever has this name. Its offset is
+/// above all.
 const SENTINEL: u64 = u64::MAX;
 
 #[derive(Clone, Copy, Debug)]
@@ -72,7 +73,8 @@ pub(super) struct Records {
 impl Records {
     pub(super) fn new() -> Self {
         let mut records = Self { segments: Vec::new(), count: 0, vacant: NONE };
-        let sentinel = records.add(Record { generation: SENTINEL, ..Record::VACANT });
+        let sentinel =
+            records.add(Record { offset: u64::MAX, generation: SENTINEL, ..Record::VACANT });
         debug_assert_eq!(sentinel, NONE);
         records
     }

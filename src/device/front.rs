@@ -1,0 +1,335 @@
+//! The per-thread front: freed blocks of hot sizes, kept where the next request finds them without
+//! the arena's lock.
+//!
+//! Each thread has a home (threads share one where there are more of them than homes), and each
+//! home a front behind a lock of its own, which only a reclaim or another thread of that home ever
+//! contends for. A block goes back to the home that it was taken from; a size is hot that was asked
+//! for [`HOT`] times lately. To the books a block in a front is live; the front says how much is
+//! not. It calls no driver. Whoever gives memory back empties the fronts first, so that a front
+//! never keeps what the arena needs.
+//!
+//! Invariants: `cached = sum of the blocks in the front <= room`; what a front holds is handed out
+//! at most once; no front's lock is taken under the arena's.
+
+use std::cell::Cell;
+use std::fmt;
+use std::mem;
+use std::sync::Arc;
+use std::sync::atomic::AtomicUsize as Number;
+use std::thread;
+
+use super::region::{Placed, Region};
+use super::shared::Shared;
+use crate::sync::atomic::{AtomicU64, Ordering};
+use crate::sync::{Mutex, MutexGuard, lock, try_lock};
+
+/// Requests for a size since it was last cooled, from which on it is hot. A guess: twice for a
+/// coincidence, and as often again.
+const HOT: u8 = 4;
+
+/// The most that a size's heat comes to: it is cold at the second look after its last use.
+const HEAT_MAX: u8 = 4 * HOT - 1;
+
+/// Blocks of one size that a front keeps: a request seldom frees more of one size than it asks
+/// for again at once. A guess.
+const BLOCKS_MAX: usize = 4;
+
+/// Sizes that a front knows, in sets of [`WAYS`]. A guess: what a layer of a model asks for.
+const SETS: usize = 8;
+const WAYS: usize = 2;
+
+/// Homes of an arena at most.
+const HOMES_MAX: usize = 64;
+
+/// What a block in a front, or one on its way there, is asked by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Key(u64);
+
+impl Key {
+    /// No block has it.
+    const NONE: Self = Self(0);
+
+    /// For blocks of this size, a positive multiple of 256 bytes, in this region.
+    pub(super) const fn new(region: Region, size: u64) -> Self {
+        Self(size | region.number() as u64)
+    }
+
+    /// Where the ways of its set begin.
+    fn ways(self) -> usize {
+        // Fibonacci hashing: the top bits of the product.
+        let hash =
+            self.0.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> (u64::BITS - SETS.trailing_zeros());
+        usize::try_from(hash).unwrap_or(0) * WAYS
+    }
+}
+
+/// A block in a front.
+pub(super) type Kept = (Region, Placed);
+
+/// The blocks of one size.
+#[derive(Debug)]
+struct Class {
+    key: Key,
+    heat: u8,
+    kept: usize,
+    blocks: [Option<Kept>; BLOCKS_MAX],
+}
+
+impl Class {
+    const VACANT: Self = Self { key: Key::NONE, heat: 0, kept: 0, blocks: [None; BLOCKS_MAX] };
+}
+
+/// What a front has done since the arena was opened.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Tally {
+    /// Blocks handed out of it, and taken in; those that the books were given later do not count.
+    pub(super) allocs: u64,
+    pub(super) frees: u64,
+    /// Bytes in it now, by region.
+    pub(super) cached: [u64; 2],
+    /// Requested bytes of what it handed out less those of what it took in, by region; wraps.
+    pub(super) requested: [u64; 2],
+}
+
+impl Tally {
+    pub(super) fn add(&mut self, other: Self) {
+        self.allocs += other.allocs;
+        self.frees += other.frees;
+        for region in Region::ALL.map(Region::number) {
+            self.cached[region] += other.cached[region];
+            let requested = &mut self.requested[region];
+            *requested = requested.wrapping_add(other.requested[region]);
+        }
+    }
+
+    /// Bytes in the front now.
+    pub(super) fn cached(&self) -> u64 {
+        self.cached.iter().sum()
+    }
+
+    /// Books a block that went out.
+    fn went(&mut self, region: Region, size: u64, requested: u64) {
+        self.cached[region.number()] -= size;
+        let sum = &mut self.requested[region.number()];
+        *sum = sum.wrapping_add(requested);
+    }
+
+    /// Books a block that came in.
+    fn came(&mut self, region: Region, placed: &Placed) {
+        self.cached[region.number()] += placed.span.size;
+        let sum = &mut self.requested[region.number()];
+        *sum = sum.wrapping_sub(placed.requested);
+    }
+}
+
+/// The blocks kept for one home.
+#[derive(Debug, Default)]
+struct Front {
+    /// Empty until the first request, then `SETS x WAYS`.
+    classes: Vec<Class>,
+    tally: Tally,
+}
+
+impl Front {
+    /// The place of a size; claims that of a cold one without blocks, where it has none.
+    fn claim(&mut self, key: Key) -> Option<&mut Class> {
+        if self.classes.is_empty() {
+            self.classes.extend((0..SETS * WAYS).map(|_| Class::VACANT));
+        }
+        let set = key.ways();
+        let ways = &mut self.classes[set..set + WAYS];
+        if let Some(way) = ways.iter().position(|class| class.key == key) {
+            return Some(&mut ways[way]);
+        }
+        // Each miss cools the set, so that a size which came once does not stay in the way.
+        for class in &mut *ways {
+            class.heat = class.heat.saturating_sub(1);
+        }
+        let cold = ways.iter_mut().find(|class| class.heat == 0 && class.kept == 0)?;
+        *cold = Class { key, ..Class::VACANT };
+        Some(cold)
+    }
+
+    fn take(&mut self, key: Key, align: u64, requested: u64) -> Option<Placed> {
+        let class = self.claim(key)?;
+        class.heat = HEAT_MAX.min(class.heat + 1);
+        let last = class.kept.checked_sub(1)?;
+        let fits = |kept: &Kept| kept.1.at.get().is_multiple_of(align);
+        let (region, placed) = class.blocks[last].take_if(|kept| fits(kept))?;
+        class.kept = last;
+        self.tally.allocs += 1;
+        self.tally.went(region, placed.span.size, requested);
+        Some(Placed { requested, ..placed })
+    }
+
+    /// Whether the block was taken in.
+    fn give(&mut self, key: Key, kept: Kept, room: u64) -> bool {
+        let (region, placed) = kept;
+        if self.classes.is_empty() || self.tally.cached() + placed.span.size > room {
+            return false;
+        }
+        let set = key.ways();
+        let mut ways = self.classes[set..set + WAYS].iter_mut();
+        let Some(class) = ways.find(|class| class.key == key && class.heat >= HOT) else {
+            return false;
+        };
+        let Some(vacant) = class.blocks.get_mut(class.kept) else { return false };
+        *vacant = Some(kept);
+        class.kept += 1;
+        self.tally.frees += 1;
+        self.tally.came(region, &placed);
+        true
+    }
+
+    /// Takes out the blocks of the sizes that `gone` names.
+    fn empty(&mut self, out: &mut Vec<Kept>, gone: impl Fn(&Class) -> bool) {
+        for class in self.classes.iter_mut().filter(|class| gone(class)) {
+            class.kept = 0;
+            for (region, placed) in mem::take(&mut class.blocks).into_iter().flatten() {
+                // The books count its release: the front has not freed it any more.
+                self.tally.frees -= 1;
+                self.tally.went(region, placed.span.size, placed.requested);
+                out.push((region, placed));
+            }
+        }
+    }
+}
+
+/// Where the blocks of some threads come from and go back to. Buffers hold it, so that neither
+/// taking nor giving back touches a count that other threads use.
+#[repr(align(128))]
+pub(super) struct Home {
+    pub(super) shared: Arc<Shared>,
+    front: Mutex<Front>,
+    /// A copy of the front's figure, for who must not take its lock.
+    cached: AtomicU64,
+}
+
+impl Home {
+    pub(super) fn new(shared: Arc<Shared>) -> Self {
+        Self { shared, front: Mutex::default(), cached: AtomicU64::new(0) }
+    }
+
+    /// Frees a block: into the front where it is of a hot size, else in the books. In a forked
+    /// child does nothing.
+    pub(super) fn release(&self, region: Region, placed: Placed) {
+        let shared = &self.shared;
+        if shared.check_here().is_err() {
+            return;
+        }
+        let room = shared.front_room();
+        let key = Key::new(region, placed.span.size);
+        let fresh = shared.is_fresh(region, placed);
+        if fresh && placed.span.size <= room && self.give(key, (region, placed), room) {
+            shared.note_kept();
+        } else {
+            shared.release(region, placed);
+        }
+    }
+
+    /// A block of this size out of the front; `None` where it has none, or is busy.
+    pub(super) fn take(&self, key: Key, align: u64, requested: u64) -> Option<Placed> {
+        let Some(mut front) = try_lock(&self.front) else {
+            self.shared.note_contended();
+            return None;
+        };
+        let placed = front.take(key, align, requested)?;
+        self.cached.store(front.tally.cached(), Ordering::Relaxed);
+        Some(placed)
+    }
+
+    /// Puts a freed block into the front; `false` where it belongs to the books: its size is not
+    /// hot, there is no room, or the front is busy.
+    fn give(&self, key: Key, kept: Kept, room: u64) -> bool {
+        let Some(mut front) = try_lock(&self.front) else {
+            self.shared.note_contended();
+            return false;
+        };
+        let taken = front.give(key, kept, room);
+        self.cached.store(front.tally.cached(), Ordering::Relaxed);
+        taken
+    }
+
+    /// Takes all blocks out.
+    pub(super) fn empty(&self, out: &mut Vec<Kept>) {
+        self.sweep(out, |_| true);
+    }
+
+    /// Halves the heat of every size and takes out the blocks of those that are no longer hot;
+    /// says whether any stay.
+    pub(super) fn cool(&self, out: &mut Vec<Kept>) -> bool {
+        let mut front = lock(&self.front);
+        for class in &mut front.classes {
+            class.heat /= 2;
+        }
+        drop(front);
+        self.sweep(out, |class| class.heat < HOT)
+    }
+
+    /// Bytes in the front, read without its lock.
+    pub(super) fn cached(&self) -> u64 {
+        self.cached.load(Ordering::Relaxed)
+    }
+
+    /// Holds the front still: what it says is true until the guard goes.
+    pub(super) fn still(&self) -> Still<'_> {
+        Still(lock(&self.front))
+    }
+
+    fn sweep(&self, out: &mut Vec<Kept>, gone: impl Fn(&Class) -> bool) -> bool {
+        let mut front = lock(&self.front);
+        front.empty(out, gone);
+        self.cached.store(front.tally.cached(), Ordering::Relaxed);
+        front.tally.cached() > 0
+    }
+}
+
+impl Drop for Home {
+    /// Gives what is in the front back to the books: no handle of the arena and no buffer of this
+    /// home is left.
+    fn drop(&mut self) {
+        let mut left = Vec::new();
+        self.empty(&mut left);
+        if self.shared.check_here().is_ok() {
+            self.shared.release_all(left);
+        }
+    }
+}
+
+/// A front that is held still.
+pub(super) struct Still<'a>(MutexGuard<'a, Front>);
+
+impl Still<'_> {
+    pub(super) fn tally(&self) -> Tally {
+        self.0.tally
+    }
+}
+
+impl fmt::Debug for Home {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Home").field("cached", &self.cached()).finish_non_exhaustive()
+    }
+}
+
+/// How many homes an arena has: as many as threads can run at once.
+pub(super) fn homes() -> usize {
+    let threads = thread::available_parallelism().map_or(1, usize::from);
+    threads.next_power_of_two().clamp(2, HOMES_MAX)
+}
+
+/// The number of this thread, counted up from 0 as threads first ask.
+pub(super) fn thread_number() -> usize {
+    static NEXT: Number = Number::new(0);
+    thread_local! {
+        static NUMBER: Cell<usize> = const { Cell::new(usize::MAX) };
+    }
+    // A thread that is ending has no number any more: any home will do.
+    NUMBER
+        .try_with(|number| {
+            if number.get() == usize::MAX {
+                number.set(NEXT.fetch_add(1, Ordering::Relaxed));
+            }
+            number.get()
+        })
+        .unwrap_or(0)
+}

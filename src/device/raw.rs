@@ -1,0 +1,154 @@
+//! Blocks that are had and freed by their address, for code that keeps addresses and not buffers.
+//!
+//! What ONNX Runtime's allocator callbacks and C code need: an address out, an address back. The
+//! owner answers for all use of it; nothing here reads or writes memory. Such a block is freed by
+//! [`DeviceArena::free`] or [`DeviceArena::reset`], or with the arena, and never by itself.
+//!
+//! Invariant: an address is known from the call that returned it until it is freed, and only the
+//! beginning of a block that was had here is known.
+
+use std::fmt;
+
+use super::arena::DeviceArena;
+use super::books::Books;
+use super::driver::DeviceAddress;
+use super::error::DeviceError;
+use super::front::Kept;
+use super::region::{Region, Wanted};
+use super::shared::Shared;
+use crate::bytes::ByteSize;
+
+/// A block that was had by address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct RawBlock {
+    /// Where it begins.
+    pub at: DeviceAddress,
+    /// What was asked for.
+    pub requested: ByteSize,
+    /// What was given: rounded up to 256 bytes.
+    pub size: ByteSize,
+    /// The region that it is in.
+    pub region: Region,
+}
+
+impl RawBlock {
+    const fn of(kept: &Kept) -> Self {
+        let (region, placed) = *kept;
+        Self {
+            at: placed.at,
+            requested: ByteSize::new(placed.requested),
+            size: ByteSize::new(placed.span.size),
+            region,
+        }
+    }
+}
+
+impl fmt::Display for RawBlock {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} at {}", self.size, self.at)
+    }
+}
+
+impl DeviceArena {
+    /// A block at a multiple of `align` bytes, by its address. Its contents are unspecified.
+    ///
+    /// O(log n) in the blocks that are had by address.
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use lowtide::{ByteSize, clock::SystemClock};
+    /// use lowtide::device::{ArenaConfig, DeviceArena, DeviceError, HostDriver, Region};
+    /// # let clock = Arc::new(SystemClock::new());
+    /// # let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock, ArenaConfig::new("a"))?;
+    ///
+    /// let size = ByteSize::kib(10);
+    /// let block = arena.alloc_raw(size, ByteSize::new(512), Region::Dynamic)?;
+    /// assert!(block.at.is_multiple_of(ByteSize::new(512)) && block.size >= size);
+    /// arena.free(block.at)?;
+    /// assert!(matches!(arena.free(block.at), Err(DeviceError::NotLive { .. })));
+    /// # Ok::<(), DeviceError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`DeviceError::ZeroSize`]; [`DeviceError::Alignment`] for one that is no power of two, or
+    /// beyond the granule; else as [`DeviceArena::alloc`].
+    pub fn alloc_raw(
+        &self,
+        size: ByteSize,
+        align: ByteSize,
+        region: Region,
+    ) -> Result<RawBlock, DeviceError> {
+        let shared = self.shared();
+        shared.check_open()?;
+        let largest_align = shared.capabilities.granularity;
+        if !align.get().is_power_of_two() || align > largest_align {
+            return Err(DeviceError::Alignment { requested: align, largest: largest_align });
+        }
+        let wanted = Wanted::new(size, align).ok_or(DeviceError::ZeroSize)?;
+        let largest = shared.reserved[region.number()];
+        if size > largest {
+            shared.books().totals.failures.addresses += 1;
+            let len = size.as_usize().unwrap_or(usize::MAX);
+            return Err(DeviceError::TooLarge { len, element: ByteSize::new(1), largest });
+        }
+        let placed = shared.obtain(region, wanted)?;
+        // It may have been moved since it was had; from here on it stays.
+        let mut books = shared.wait_until_still(shared.books(), region, placed.id);
+        let kept = (region, books.region(region).refreshed(placed));
+        let before = books.raw.insert(kept.1.at, kept);
+        drop(books);
+        debug_assert!(before.is_none(), "two live blocks begin at one address");
+        Ok(RawBlock::of(&kept))
+    }
+
+    /// Frees a block that was had by address; returns what it was. No driver call.
+    ///
+    /// # Errors
+    /// [`DeviceError::NotLive`] for one that was freed before, or is a buffer's;
+    /// [`DeviceError::InteriorAddress`], [`DeviceError::ForeignAddress`], [`DeviceError::Forked`].
+    /// The arena is as before after each.
+    pub fn free(&self, at: DeviceAddress) -> Result<RawBlock, DeviceError> {
+        let shared = self.shared();
+        shared.check_here()?;
+        let mut books = shared.books();
+        let Some(kept) = books.raw.remove(&at) else {
+            return Err(shared.unknown(&books, at));
+        };
+        books.release(kept.0, kept.1, &*shared.clock);
+        Ok(RawBlock::of(&kept))
+    }
+
+    /// The block that was had by this address. O(log n) in such blocks.
+    ///
+    /// # Errors
+    /// As [`DeviceArena::free`].
+    pub fn raw_block(&self, at: DeviceAddress) -> Result<RawBlock, DeviceError> {
+        self.shared().check_here()?;
+        let books = self.shared().books();
+        let found = books.raw.get(&at).map(RawBlock::of);
+        found.ok_or_else(|| self.shared().unknown(&books, at))
+    }
+}
+
+impl Shared {
+    /// Why an address is not known. Walks the blocks of a region.
+    fn unknown(&self, books: &Books, at: DeviceAddress) -> DeviceError {
+        for region in Region::ALL {
+            let books = books.region(region);
+            let Some(offset) = at.offset_from(books.segment.base()) else { continue };
+            if offset.get() >= books.segment.reserved() {
+                continue;
+            }
+            let around = books.block_around(offset.get());
+            return match around.filter(|span| span.offset < offset.get()) {
+                Some(span) => DeviceError::InteriorAddress {
+                    at,
+                    block: books.segment.address_of(ByteSize::new(span.offset)),
+                    size: ByteSize::new(span.size),
+                },
+                None => DeviceError::NotLive { at },
+            };
+        }
+        DeviceError::ForeignAddress { at, arena: self.name.clone() }
+    }
+}

@@ -1,0 +1,265 @@
+//! What the handles, buffers and leases of one arena share: its driver, its books, its fronts.
+//!
+//! The lock of the books is taken here and nowhere else but around driver calls; a thread that has
+//! to wait for it is counted. It decides nothing.
+//!
+//! Invariants: no driver call under the lock; no front's lock is taken under the books' lock; the
+//! arena's memory lives as long as a handle, a buffer or a lease of it.
+
+use std::fmt;
+use std::sync::{Arc, OnceLock, Weak};
+
+use super::books::Books;
+use super::driver::sealed::Key;
+use super::driver::{Capabilities, Driver};
+use super::error::DeviceError;
+use super::front::{Home, Kept, Tally};
+use super::region::{Placed, Region};
+use super::snapshot::{ArenaGlance, ArenaSnapshot};
+use crate::bytes::ByteSize;
+use crate::clock::Clock;
+use crate::decay::DecayTime;
+use crate::fork::Birth;
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use crate::sync::{Condvar, Mutex, MutexGuard, lock, try_lock};
+
+/// What is shared.
+pub(super) struct Shared {
+    pub(super) name: String,
+    pub(super) driver: Arc<dyn Driver>,
+    pub(super) clock: Arc<dyn Clock>,
+    pub(super) books: Mutex<Books>,
+    /// Notified whenever a driver call's result has been booked.
+    pub(super) settled: Condvar,
+    pub(super) capabilities: Capabilities,
+    /// Address space of each region.
+    pub(super) reserved: [ByteSize; 2],
+    /// How often blocks of each region have moved: a copy of the books' figures.
+    pub(super) moves: [AtomicU64; 2],
+    pub(super) fronts: Fronts,
+    /// Nothing more is handed out.
+    pub(super) closed: AtomicBool,
+    pub(super) birth: Birth,
+}
+
+/// What an arena knows of its threads' fronts.
+#[derive(Debug, Default)]
+pub(super) struct Fronts {
+    /// Where they are; set once, when the arena is opened.
+    homes: OnceLock<Box<[Weak<Home>]>>,
+    /// The most bytes that each may keep: now, and unless idle memory is given back at once.
+    room: AtomicU64,
+    room_max: AtomicU64,
+    /// Some front may hold something.
+    hold: AtomicBool,
+    /// Times that a front was found busy.
+    contended: AtomicU64,
+}
+
+impl Fronts {
+    /// Fronts that may keep so much each.
+    pub(super) fn new(room_max: ByteSize, decay: DecayTime) -> Self {
+        let fronts = Self::default();
+        fronts.set(room_max, decay);
+        fronts
+    }
+
+    /// Makes the homes known, once.
+    pub(super) fn know(&self, homes: Box<[Weak<Home>]>) {
+        let known = self.homes.set(homes);
+        debug_assert!(known.is_ok(), "the homes are made once");
+    }
+
+    /// Sets how much each may keep: nothing where idle memory is given back at once.
+    pub(super) fn set(&self, room_max: ByteSize, decay: DecayTime) {
+        self.room_max.store(room_max.get(), Ordering::Relaxed);
+        self.set_decay(decay);
+    }
+
+    /// Sets how long idle memory may stay.
+    pub(super) fn set_decay(&self, decay: DecayTime) {
+        let room_max = self.room_max.load(Ordering::Relaxed);
+        let room = if decay == DecayTime::AtOnce { 0 } else { room_max };
+        self.room.store(room, Ordering::Relaxed);
+    }
+}
+
+impl Shared {
+    /// Takes the lock of the books, and counts it where that had to be waited for.
+    pub(super) fn books(&self) -> MutexGuard<'_, Books> {
+        if let Some(books) = try_lock(&self.books) {
+            return books;
+        }
+        let from = self.clock.now();
+        let mut books = lock(&self.books);
+        books.totals.contended += 1;
+        books.totals.waited += self.clock.now() - from;
+        books
+    }
+
+    /// Refuses in a forked child, where the lock may be held by a thread that is not there.
+    pub(super) fn check_here(&self) -> Result<(), DeviceError> {
+        if self.birth.is_here() { Ok(()) } else { Err(DeviceError::Forked) }
+    }
+
+    /// Refuses in a forked child, and once the arena is closed.
+    pub(super) fn check_open(&self) -> Result<(), DeviceError> {
+        self.check_here()?;
+        if self.closed.load(Ordering::Relaxed) {
+            return Err(DeviceError::Closed { arena: self.name.clone() });
+        }
+        Ok(())
+    }
+
+    pub(super) fn check_host_access(&self) -> Result<(), DeviceError> {
+        if self.capabilities.host_access { Ok(()) } else { Err(self.no_host_access()) }
+    }
+
+    pub(super) fn no_host_access(&self) -> DeviceError {
+        DeviceError::Unsupported { what: "access from the host", rung: self.driver.rung() }
+    }
+
+    /// Frees a block in the books: bookkeeping only.
+    pub(super) fn release(&self, region: Region, placed: Placed) {
+        self.books().release(region, placed, &*self.clock);
+    }
+
+    /// Frees blocks in the books.
+    pub(super) fn release_all(&self, blocks: Vec<Kept>) {
+        if blocks.is_empty() {
+            return;
+        }
+        let mut books = self.books();
+        for (region, placed) in blocks {
+            books.release(region, placed, &*self.clock);
+        }
+    }
+
+    /// The most bytes that a front may keep now.
+    pub(super) fn front_room(&self) -> u64 {
+        self.fronts.room.load(Ordering::Relaxed)
+    }
+
+    /// Notes that a front holds something.
+    pub(super) fn note_kept(&self) {
+        // Read first: a line that all threads write would be what the fronts are to avoid.
+        if !self.fronts.hold.load(Ordering::Relaxed) {
+            self.fronts.hold.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Notes that a front was busy.
+    pub(super) fn note_contended(&self) {
+        self.fronts.contended.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Whether a front may hold something.
+    pub(super) fn fronts_hold(&self) -> bool {
+        self.fronts.hold.load(Ordering::Relaxed)
+    }
+
+    /// Gives all that the fronts hold back to the books; says whether that was anything.
+    pub(super) fn empty_fronts(&self) -> bool {
+        // What is put into a front from here on says so again.
+        if !self.fronts.hold.swap(false, Ordering::Relaxed) {
+            return false;
+        }
+        let mut blocks = Vec::new();
+        self.homes().for_each(|home| home.empty(&mut blocks));
+        let any = !blocks.is_empty();
+        self.release_all(blocks);
+        any
+    }
+
+    /// Gives back to the books what the fronts hold of sizes that are no longer hot.
+    pub(super) fn cool_fronts(&self) {
+        if !self.fronts.hold.swap(false, Ordering::Relaxed) {
+            return;
+        }
+        let mut blocks = Vec::new();
+        for home in self.homes() {
+            if home.cool(&mut blocks) {
+                self.note_kept();
+            }
+        }
+        self.release_all(blocks);
+    }
+
+    fn homes(&self) -> impl Iterator<Item = Arc<Home>> {
+        self.fronts.homes.get().into_iter().flatten().filter_map(Weak::upgrade)
+    }
+
+    /// All figures at one instant: the fronts are held still meanwhile, and then the books.
+    pub(super) fn snapshot(&self) -> ArenaSnapshot {
+        // Dropped last: the last holder of a home takes the lock of the books.
+        let homes: Vec<_> = self.homes().collect();
+        let still: Vec<_> = homes.iter().map(|home| home.still()).collect();
+        let mut fronts = Tally::default();
+        still.iter().for_each(|front| fronts.add(front.tally()));
+        let books = self.books();
+        let mut snapshot = books.snapshot(&self.name, self.driver.rung(), &fronts);
+        snapshot.lock_contended_total += self.fronts.contended.load(Ordering::Relaxed);
+        snapshot
+    }
+
+    /// All figures, with the fronts empty.
+    pub(super) fn settled_snapshot(&self) -> ArenaSnapshot {
+        self.empty_fronts();
+        self.snapshot()
+    }
+
+    /// A few figures, without the fronts' locks.
+    pub(super) fn glance(&self) -> ArenaGlance {
+        let cached = self.homes().map(|home| home.cached()).sum();
+        let books = self.books();
+        ArenaGlance {
+            live: ByteSize::new(books.live().saturating_sub(cached)),
+            committed: ByteSize::new(books.backed()),
+            idle: ByteSize::new(books.idle()),
+        }
+    }
+
+    pub(super) fn validate(&self) {
+        lock(&self.books).validate();
+        self.snapshot().validate();
+    }
+
+    /// Validates in debug builds.
+    pub(super) fn debug_validate(&self) {
+        if cfg!(debug_assertions) {
+            self.validate();
+        }
+    }
+}
+
+impl Drop for Shared {
+    /// Gives everything back to the driver: nobody holds a block, and nobody waits for the lock.
+    /// Where the driver refuses, the range stays reserved. In a forked child does nothing.
+    fn drop(&mut self) {
+        if self.check_here().is_err() {
+            return;
+        }
+        let books = lock(&self.books);
+        for region in Region::ALL {
+            let segment = &books.region(region).segment;
+            let bare = segment.backed_runs().into_iter().all(|run| {
+                let (at, size) = segment.place_of(run);
+                self.driver.decommit(at, size, Key::new()).is_ok()
+            });
+            if bare {
+                let size = ByteSize::new(segment.reserved());
+                let _ = self.driver.unreserve(segment.base(), size, Key::new());
+            }
+        }
+    }
+}
+
+impl fmt::Debug for Shared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Shared")
+            .field("name", &self.name)
+            .field("driver", &self.driver)
+            .field("reserved", &self.reserved)
+            .finish_non_exhaustive()
+    }
+}
