@@ -297,7 +297,8 @@ impl DeviceArena {
 
     /// A block out of this thread's front or, where that has none, out of the books.
     fn place(&self, home: &Home, region: Region, wanted: Wanted) -> Result<Placed, DeviceError> {
-        if wanted.size <= self.shared.front_room() {
+        // What is aligned further has a note of it in the books.
+        if wanted.size <= self.shared.front_room() && wanted.align <= ALIGN {
             let key = front::Key::new(region, wanted.size);
             match home.take(key, wanted.align, wanted.requested) {
                 Some(placed) if self.shared.is_fresh(region, placed) => return Ok(placed),

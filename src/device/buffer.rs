@@ -84,16 +84,18 @@ impl<T: Pod> Buffer<T> {
     /// [`DeviceError::ForeignLease`] for a lease of another arena, [`DeviceError::Forked`].
     pub fn slice<'a>(&'a self, lease: &'a Lease) -> Result<&'a [T], DeviceError> {
         let start = self.start(lease)?;
-        // SAFETY: `start` is aligned for T (asserted in `new`, or dangling and aligned where there
+        // SAFETY: `start` is aligned for T (asserted in `start`, or dangling and aligned where there
         // are no bytes) and has the provenance of the driver's whole reservation
         // (`Driver::host_pointer`; drivers are sealed to this crate). `len` elements lie in the
-        // block (asserted in `new`), wherever it is now, within a reservation and so below `isize::MAX` bytes
-        // (`reserve_region` holds it at that). The block is live while `self` is borrowed; a live
-        // block's granules are committed, since only granules that no block touches leave, so the
-        // bytes are readable, and they are initialised (`Driver::host_pointer`). T is Pod: any
-        // bytes are a value. Nobody writes: blocks do not overlap (invariant of the index), the
-        // buffer owns its block alone, writing takes `&mut self`, and no device works on it after
-        // its call returned (asynchronous drivers are refused at open).
+        // block (asserted in `new`), within a reservation and so below `isize::MAX` bytes
+        // (`reserve_region` holds it at that). The block is live while `self` is borrowed, and it
+        // stays where `Place::get` found it while the lease is (`Shared::move_block` moves nothing
+        // while one is held, `Lease::enter` waits for a move under way). A live block's granules
+        // are committed, since only granules that no block touches leave, so the bytes are
+        // readable, and they are initialised (`Driver::host_pointer`). T is Pod: any bytes are a
+        // value. Nobody writes: blocks do not overlap (invariant of the index), the buffer owns
+        // its block alone, writing takes `&mut self`, and no device works on it after its call
+        // returned (asynchronous drivers are refused at open).
         Ok(unsafe { slice::from_raw_parts(start.as_ptr(), self.len) })
     }
 
@@ -170,6 +172,7 @@ impl<T: Pod> Buffer<T> {
         self.home.shared.check_host_access()?;
         let Some(block) = self.block else { return Ok(NonNull::dangling()) };
         let at = self.place.get(&self.home.shared, self.region, block)?;
+        assert!(at.is_multiple_of(ByteSize::of(align_of::<T>())), "block not aligned");
         let start = self.home.shared.driver.host_pointer(at);
         start.map(NonNull::cast).ok_or_else(|| self.home.shared.no_host_access())
     }

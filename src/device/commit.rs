@@ -90,7 +90,7 @@ impl Shared {
         }
     }
 
-    /// A larger block with the contents of a live one, which is freed; a lease is held meanwhile, so
+    /// A larger block with the contents of a live one, which is freed. The caller holds a lease, so
     /// that neither moves.
     ///
     /// # Errors

@@ -134,8 +134,8 @@ pub enum DeviceError {
         /// The address.
         at: DeviceAddress,
     },
-    /// The contents of a block were lost when it was moved: the copy failed, and so did its undoing.
-    #[error("the contents of a block of {size} in the {} region were lost in a move", region.name())]
+    /// The contents of a block were lost in a move: the copy failed, and so did its undoing.
+    #[error("the contents of a block of {size} were lost in a move; region: {}", region.name())]
     ContentsLost {
         /// The region that it is in.
         region: Region,

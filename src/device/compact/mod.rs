@@ -7,7 +7,8 @@
 //!
 //! It decides what moves where, never when: a control thread, or whoever wants to, asks.
 //!
-//! Invariants: `moved <= budget`; nothing moves while a lease is held; a block that is pinned stays.
+//! Invariants: `moved <= budget`; nothing moves while a lease is held; a block that is pinned
+//! stays.
 
 mod books;
 mod contiguous;
@@ -197,7 +198,8 @@ impl DeviceArena {
     /// let before = arena.snapshot().committed;
     ///
     /// // A bit at a time, until there is nothing left to gain.
-    /// let options = CompactOptions { budget: ByteSize::mib(4), ..CompactOptions::new(Region::Dynamic) };
+    /// let all = CompactOptions::new(Region::Dynamic);
+    /// let options = CompactOptions { budget: ByteSize::mib(4), ..all };
     /// while arena.compact(options, |_| {})?.moves > 0 {}
     /// arena.purge()?;
     /// assert!(arena.snapshot().committed.get() * 2 <= before.get());
@@ -313,3 +315,5 @@ impl Drop for Turn<'_> {
 mod plan_tests;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod tests_beside;

@@ -34,7 +34,7 @@ impl Cells {
         for (at, cell) in self.cells.iter().enumerate() {
             let span = Span { offset: at as u64 * ALIGN, size: ALIGN };
             let hold = cell.map(|(name, _)| self.blocks[name].2);
-            let joins = cell.map_or(true, |(_, nth)| nth > 0);
+            let joins = cell.is_none_or(|(_, nth)| nth > 0);
             match parts.last_mut() {
                 Some(part) if joins && part.hold == hold => part.span.size += ALIGN,
                 _ => parts.push(Part { span, hold }),
