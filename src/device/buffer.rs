@@ -84,7 +84,7 @@ impl<T: Pod> Buffer<T> {
     /// [`DeviceError::ForeignLease`] for a lease of another arena, [`DeviceError::Forked`].
     pub fn slice<'a>(&'a self, lease: &'a Lease) -> Result<&'a [T], DeviceError> {
         let start = self.start(lease)?;
-        // SAFETY: `start` is aligned for T (asserted in `start`, or dangling and aligned where there
+        // SAFETY: `start` is aligned for T (asserted there, or dangling and aligned where there
         // are no bytes) and has the provenance of the driver's whole reservation
         // (`Driver::host_pointer`; drivers are sealed to this crate). `len` elements lie in the
         // block (asserted in `new`), within a reservation and so below `isize::MAX` bytes
