@@ -205,7 +205,7 @@ impl Books {
         debug_assert!(resized.is_ok(), "only its buffer resizes a block");
         self.curve.note_used(self.idle());
         if self.idle() > idle {
-            self.note_idle(clock.now());
+            self.note_idle(clock);
         }
         resized.ok().flatten()
     }
@@ -233,7 +233,7 @@ impl Books {
     }
 
     /// Books what came of a commit.
-    pub(super) fn end_commit(&mut self, region: Region, run: Run, done: bool, now: Moment) {
+    pub(super) fn end_commit(&mut self, region: Region, run: Run, done: bool, clock: &dyn Clock) {
         let idle = self.idle();
         let segment = &mut self.region_mut(region).segment;
         let (_, size) = segment.place_of(run);
@@ -243,7 +243,7 @@ impl Books {
             self.totals.committed_bytes += size.get();
         }
         if idle > 0 {
-            self.note_idle(now); // some of it was committed ahead
+            self.note_idle(clock); // some of it was committed ahead
         }
     }
 
@@ -252,7 +252,7 @@ impl Books {
         let gone = self.region_mut(region).withdraw(placed);
         debug_assert!(gone.is_ok(), "a placed block is known to the index");
         if gone == Ok(true) {
-            self.note_idle(clock.now());
+            self.note_idle(clock);
         }
     }
 
@@ -266,7 +266,7 @@ impl Books {
         if let Ok(went_idle) = gone {
             self.totals.frees += 1;
             if went_idle {
-                self.note_idle(clock.now());
+                self.note_idle(clock);
             }
         }
     }
@@ -330,8 +330,8 @@ impl Books {
         self.curve.note_used(self.idle());
     }
 
-    pub(super) fn note_idle(&mut self, now: Moment) {
-        self.curve.note_idle(self.idle(), now);
+    pub(super) fn note_idle(&mut self, clock: &dyn Clock) {
+        self.curve.note_idle(self.idle(), clock);
     }
 
     /// All figures at this instant, with what the fronts did.

@@ -61,7 +61,10 @@ impl Shared {
         let placed = books.place(region, wanted)?;
         let (mut books, outcome) = self.back_still(books, region, placed);
         match outcome {
-            Ok(()) => books.arrive(region, placed),
+            Ok(()) => {
+                books.arrive(region, placed);
+                self.fronts.note_live(books.live(), books.limit.get());
+            }
             Err(_) => books.withdraw(region, placed, &*self.clock),
         }
         outcome.map(|()| placed)
@@ -223,10 +226,9 @@ impl Shared {
             }
             done += 1;
         }
-        let now = self.clock.now();
         let mut books = lock(&self.books);
         for (nth, &run) in runs.iter().enumerate() {
-            books.end_commit(region, run, nth < done, now);
+            books.end_commit(region, run, nth < done, &*self.clock);
         }
         self.settled.notify_all();
         (books, outcome)

@@ -174,7 +174,7 @@ impl Segment {
             let (half, at) = self.half(granule);
             !half.is_touched(at)
         });
-        self.wanting(span) * 4 + opened.count() as u64
+        opened.count() as u64 * (1 << 32) + self.wanting(span)
     }
 
     /// Marks the bare granules of a touched span as committing, and up to `ahead` of those that

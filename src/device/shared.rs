@@ -50,6 +50,8 @@ pub(super) struct Fronts {
     /// The most bytes that each may keep: now, and unless idle memory is given back at once.
     room: AtomicU64,
     room_max: AtomicU64,
+    /// Little is left under the limit: what a front keeps would be missed elsewhere.
+    tight: AtomicBool,
     /// Some front may hold something.
     hold: AtomicBool,
     /// Times that a front was found busy.
@@ -74,6 +76,15 @@ impl Fronts {
     pub(super) fn set(&self, room_max: ByteSize, decay: DecayTime) {
         self.room_max.store(room_max.get(), Ordering::Relaxed);
         self.set_decay(decay);
+    }
+
+    /// Notes how much of the limit is live: from seven eighths on, fronts keep nothing.
+    pub(super) fn note_live(&self, live: u64, limit: u64) {
+        let tight = live > limit - limit / 8;
+        // Read first, as in `Shared::note_kept`.
+        if self.tight.load(Ordering::Relaxed) != tight {
+            self.tight.store(tight, Ordering::Relaxed);
+        }
     }
 
     /// Sets how long idle memory may stay.
@@ -137,7 +148,8 @@ impl Shared {
 
     /// The most bytes that a front may keep now.
     pub(super) fn front_room(&self) -> u64 {
-        self.fronts.room.load(Ordering::Relaxed)
+        let tight = self.fronts.tight.load(Ordering::Relaxed);
+        if tight { 0 } else { self.fronts.room.load(Ordering::Relaxed) }
     }
 
     /// Notes that a front holds something.

@@ -128,7 +128,7 @@ impl Books {
     ) -> u64 {
         let active = self.active();
         if self.region_mut(region).trade(id, room) {
-            self.note_idle(clock.now());
+            self.note_idle(clock);
         }
         active.saturating_sub(self.active())
     }
