@@ -84,8 +84,8 @@ impl<T: Pod> Buffer<T> {
     /// [`DeviceError::ForeignLease`] for a lease of another arena, [`DeviceError::Forked`].
     pub fn slice<'a>(&'a self, lease: &'a Lease) -> Result<&'a [T], DeviceError> {
         let start = self.start(lease)?;
-        // SAFETY: `start` is aligned for T (asserted there, or dangling and aligned where there
-        // are no bytes) and has the provenance of the driver's whole reservation
+        // SAFETY: `start` is aligned for T (asserted in `pointer`, or dangling and aligned where
+        // there are no bytes) and has the provenance of the driver's whole reservation
         // (`Driver::host_pointer`; drivers are sealed to this crate). `len` elements lie in the
         // block (asserted in `new`), within a reservation and so below `isize::MAX` bytes
         // (`reserve_region` holds it at that). The block is live while `self` is borrowed, and it
@@ -172,9 +172,13 @@ impl<T: Pod> Buffer<T> {
         self.home.shared.check_host_access()?;
         let Some(block) = self.block else { return Ok(NonNull::dangling()) };
         let at = self.place.get(&self.home.shared, self.region, block)?;
+        self.pointer(at).ok_or_else(|| self.home.shared.no_host_access())
+    }
+
+    /// The pointer to where the block is; `None` without host access.
+    fn pointer(&self, at: DeviceAddress) -> Option<NonNull<T>> {
         assert!(at.is_multiple_of(ByteSize::of(align_of::<T>())), "block not aligned");
-        let start = self.home.shared.driver.host_pointer(at);
-        start.map(NonNull::cast).ok_or_else(|| self.home.shared.no_host_access())
+        self.home.shared.driver.host_pointer(at).map(NonNull::cast)
     }
 }
 

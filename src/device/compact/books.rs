@@ -118,15 +118,18 @@ impl Books {
         Some((room, made_active))
     }
 
-    /// A block goes to its room; says how many bytes of granules are no longer active by it.
+    /// A block of this size goes to its room; says how many bytes of granules are no longer active
+    /// by it.
     pub(super) fn trade(
         &mut self,
         region: Region,
-        id: BlockId,
+        (id, size): (BlockId, u64),
         room: Placed,
         clock: &dyn Clock,
     ) -> u64 {
         let active = self.active();
+        self.totals.moves += 1;
+        self.totals.moved_bytes += size;
         if self.region_mut(region).trade(id, room) {
             self.note_idle(clock);
         }

@@ -230,8 +230,19 @@ impl DeviceArena {
         // What the fronts hold is free.
         shared.empty_fronts();
         let outcome = shared.compact(options, &mut done, &mut moved);
+        if let Err(error) = shared.check_here() {
+            return Err(CompactError { error, done });
+        }
         done.largest_span =
             ByteSize::new(lock(&shared.books).region(options.region).largest_span());
+        tracing::debug!(
+            arena = self.name(),
+            region = options.region.name(),
+            moves = done.moves,
+            moved = %done.moved,
+            recovered = %done.recovered,
+            "the arena was compacted"
+        );
         shared.debug_validate();
         match outcome {
             Ok(stopped) => Ok(Compacted { stopped, ..done }),
@@ -281,6 +292,8 @@ impl Shared {
             if !is_freed {
                 caught(|| moved(Moved { region, from, to, size }))
                     .map_err(|message| DeviceError::Callback { message })?;
+                // It may have forked.
+                self.check_here()?;
             }
         }
         Ok(Stopped::Finished)
@@ -307,7 +320,9 @@ impl<'a> Turn<'a> {
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
-        lock(&self.0.books).compacting = false;
+        if self.0.check_here().is_ok() {
+            lock(&self.0.books).compacting = false;
+        }
     }
 }
 

@@ -97,7 +97,7 @@ impl Shared {
         let freed = books.moving.take().and_then(|moving| moving.freed);
         let mut idle = 0;
         if outcome.is_ok() {
-            idle = books.trade(region, id, room, &*self.clock);
+            idle = books.trade(region, (id, made.size), room, &*self.clock);
             books.readdress(region, from, id);
         } else {
             books.withdraw(region, room, &*self.clock);

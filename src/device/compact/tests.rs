@@ -145,6 +145,9 @@ fn all_free_space_becomes_one_span_and_each_move_is_told() {
     }
     assert!(unmoved > 0, "a block that need not move keeps its address");
     assert_all_marked(&arena, &blocks);
+    let snapshot = arena.snapshot();
+    assert_eq!(snapshot.moves_total, done.moves);
+    assert_eq!(snapshot.moved_bytes_total, done.moved.get());
     driver.assert_no_faults();
 }
 
