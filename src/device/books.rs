@@ -16,7 +16,9 @@ use super::driver::{DeviceAddress, Rung};
 use super::error::DeviceError;
 use super::front::{Kept, Tally};
 use super::growth::Steps;
+use super::history::History;
 use super::index::Span;
+use super::picture::Act;
 use super::region::{Placed, Region, RegionBooks, Wanted};
 use super::segment::Run;
 use super::snapshot::{AllocFailures, ArenaSnapshot};
@@ -98,6 +100,8 @@ pub(super) struct Books {
     pub(super) entering: u32,
     /// A compaction is under way.
     pub(super) compacting: bool,
+    /// The last events, where they are kept.
+    pub(super) history: History,
 }
 
 impl Books {
@@ -121,6 +125,7 @@ impl Books {
             moving: None,
             entering: 0,
             compacting: false,
+            history: History::new(config.history),
         }
     }
 
@@ -238,9 +243,10 @@ impl Books {
     pub(super) fn end_commit(&mut self, region: Region, run: Run, done: bool, clock: &dyn Clock) {
         let idle = self.idle();
         let segment = &mut self.region_mut(region).segment;
-        let (_, size) = segment.place_of(run);
+        let (at, size) = segment.place_of(run);
         segment.end_commit(run, done);
         if done {
+            self.history.record(clock, Act::Commit, at.get(), size);
             self.totals.commits += 1;
             self.totals.committed_bytes += size.get();
         }
@@ -263,13 +269,30 @@ impl Books {
         if self.defer_release(region, placed) {
             return;
         }
+        let placed = self.region(region).refreshed(placed);
         let gone = self.region_mut(region).release(placed);
         debug_assert!(gone.is_ok(), "only its buffer frees a block, once");
         if let Ok(went_idle) = gone {
             self.totals.frees += 1;
+            self.record(clock, Act::Free, placed);
             if went_idle {
                 self.note_idle(clock);
             }
+        }
+    }
+
+    /// Records what became of a block.
+    pub(super) fn record(&mut self, clock: &dyn Clock, act: Act, placed: Placed) {
+        self.history.record(clock, act, placed.at.get(), ByteSize::new(placed.requested));
+    }
+
+    /// Records that there was no memory for a block.
+    pub(super) fn record_refusal(&mut self, error: &DeviceError, clock: &dyn Clock) {
+        if let DeviceError::OutOfMemory { requested, .. } = *error {
+            let limited = self.limit != ByteSize::MAX;
+            let headroom = self.limit.get().saturating_sub(self.backed()) * u64::from(limited);
+            let act = Act::OutOfMemory { headroom: ByteSize::new(headroom) };
+            self.history.record(clock, act, 0, requested);
         }
     }
 

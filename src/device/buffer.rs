@@ -77,6 +77,14 @@ impl<T: Pod> Buffer<T> {
         self.region
     }
 
+    /// The right to use the arena that the buffer is in: for who has the buffer and not the arena.
+    ///
+    /// # Errors
+    /// As [`DeviceArena::enter`](super::DeviceArena::enter).
+    pub fn enter(&self) -> Result<Lease, DeviceError> {
+        Lease::of(&self.home.shared)
+    }
+
     /// The elements, for as long as the lease is held.
     ///
     /// # Errors
@@ -90,7 +98,7 @@ impl<T: Pod> Buffer<T> {
         // block (asserted in `new`), within a reservation and so below `isize::MAX` bytes
         // (`reserve_region` holds it at that). The block is live while `self` is borrowed, and it
         // stays where `Place::get` found it while the lease is (`Shared::move_block` moves nothing
-        // while one is held, `Lease::enter` waits for a move under way). A live block's granules
+        // while one is held, `Lease::of` waits for a move under way). A live block's granules
         // are committed, since only granules that no block touches leave, so the bytes are
         // readable, and they are initialised (`Driver::host_pointer`). T is Pod: any bytes are a
         // value. Nobody writes: blocks do not overlap (invariant of the index), the buffer owns
@@ -135,7 +143,7 @@ impl<T: Pod> Buffer<T> {
             Some(old) => match shared.resize_in_place(self.region, old, bytes.get())? {
                 Some(resized) => resized,
                 None => {
-                    let _lease = Lease::enter(shared)?;
+                    let _lease = Lease::of(shared)?;
                     let old = shared.resolve(self.region, old)?;
                     shared.moved(self.region, old, wanted)?
                 }

@@ -12,6 +12,7 @@ use super::driver::DriverError;
 use super::driver::sealed::Key;
 use super::error::DeviceError;
 use super::index::Span;
+use super::picture::Act;
 use super::region::{Placed, Region, Wanted};
 use super::segment::Run;
 use super::shared::Shared;
@@ -63,6 +64,7 @@ impl Shared {
         match outcome {
             Ok(()) => {
                 books.arrive(region, placed);
+                books.record(&*self.clock, Act::Alloc, placed);
                 self.fronts.note_live(books.live(), books.limit.get());
             }
             Err(_) => books.withdraw(region, placed, &*self.clock),
@@ -86,6 +88,10 @@ impl Shared {
         };
         let (mut books, outcome) = self.back_still(books, region, resized);
         books.end_resize(region, [placed, resized], outcome.is_ok());
+        if outcome.is_ok() {
+            books.record(&*self.clock, Act::Free, Placed { at: resized.at, ..placed });
+            books.record(&*self.clock, Act::Alloc, resized);
+        }
         drop(books);
         match outcome {
             Ok(()) => Ok(Some(resized)),
@@ -119,7 +125,7 @@ impl Shared {
         region: Region,
         placed: Placed,
     ) -> (MutexGuard<'a, Books>, Result<(), Refusal>) {
-        if books.region(region).segment.is_settled(placed.span) {
+        if books.region(region).segment.is_committed(placed.span) {
             return (books, Ok(()));
         }
         books.region_mut(region).pins.pin(placed.id);
@@ -135,6 +141,9 @@ impl Shared {
         region: Region,
         span: Span,
     ) -> (MutexGuard<'a, Books>, Result<(), Refusal>) {
+        if books.region(region).segment.is_committed(span) {
+            return (books, Ok(()));
+        }
         let mut attempts = ATTEMPTS_BESIDE + books.granules_for(books.idle());
         let mut grow = books.steps.grow();
         loop {
@@ -236,7 +245,10 @@ impl Shared {
 
     /// Counts a refusal.
     fn note_refusal(&self, refusal: Refusal) -> DeviceError {
-        let failures = &mut lock(&self.books).totals.failures;
+        tracing::debug!(arena = self.name, error = %refusal.error, "an allocation was refused");
+        let mut books = lock(&self.books);
+        books.record_refusal(&refusal.error, &*self.clock);
+        let failures = &mut books.totals.failures;
         *match refusal.cause {
             Cause::Limit => &mut failures.limit,
             Cause::Device => &mut failures.device,

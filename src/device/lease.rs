@@ -40,13 +40,15 @@ pub struct Lease {
 }
 
 impl Lease {
-    /// Waits for the end of a move that is under way; none follows while the lease is held.
-    pub(super) fn enter(shared: &Arc<Shared>) -> Result<Self, DeviceError> {
-        let mut books = shared.wait_for_move(shared.books());
+    /// One more lease of an arena. Waits for the end of a move that is under way; none follows while
+    /// the lease is held.
+    pub(super) fn of(arena: &Arc<Shared>) -> Result<Self, DeviceError> {
+        arena.check_open()?;
+        let mut books = arena.wait_for_move(arena.books());
         let leases = books.leases.checked_add(1);
         books.leases = leases.ok_or(DeviceError::TooManyLeases { limit: u32::MAX })?;
         drop(books);
-        Ok(Self { arena: Arc::clone(shared) })
+        Ok(Self { arena: Arc::clone(arena) })
     }
 }
 

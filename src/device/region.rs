@@ -139,7 +139,7 @@ impl RegionBooks {
     }
 
     /// Bytes of blocks that have a place and no memory yet.
-    #[cfg(test)]
+    #[cfg(all(test, not(lowtide_loom)))]
     pub(super) const fn arriving(&self) -> u64 {
         self.arriving
     }
@@ -256,6 +256,11 @@ impl RegionBooks {
         }
     }
 
+    /// Every block that is live or arriving, in address order.
+    pub(super) fn live_spans(&self) -> impl Iterator<Item = Span> {
+        self.index.blocks().filter(|(_, name)| name.is_some()).map(|(span, _)| span)
+    }
+
     /// Walks everything and checks the invariants.
     ///
     /// # Panics
@@ -263,8 +268,7 @@ impl RegionBooks {
     pub(super) fn validate(&self) {
         self.index.validate();
         self.pins.validate(|id| self.index.span_of(id).is_ok());
-        let live = self.index.blocks().filter(|(_, name)| name.is_some()).map(|(span, _)| span);
-        self.segment.validate(live);
+        self.segment.validate(self.live_spans());
         assert_eq!(self.live + self.arriving, self.index.live());
         assert!(self.live <= self.segment.active(), "live blocks lie on active granules");
     }

@@ -21,7 +21,7 @@ use crate::clock::Clock;
 use crate::decay::DecayTime;
 use crate::fork::Birth;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use crate::sync::{Condvar, Mutex, MutexGuard, lock, try_lock};
+use crate::sync::{Condvar, Mutex, MutexGuard, caught, lock, try_lock};
 
 /// What is shared.
 pub(super) struct Shared {
@@ -251,6 +251,8 @@ impl Drop for Shared {
         if self.check_here().is_err() {
             return;
         }
+        // Whoever listens is not ours, and nothing unwinds out of a drop.
+        let _ = caught(|| tracing::info!(arena = self.name, "an arena is gone"));
         let books = lock(&self.books);
         for region in Region::ALL {
             let segment = &books.region(region).segment;

@@ -15,6 +15,7 @@ use crate::device::books::Books;
 use crate::device::driver::DeviceAddress;
 use crate::device::front::Kept;
 use crate::device::index::{BlockId, Span, StaleBlock};
+use crate::device::picture::Act;
 use crate::device::region::{Placed, Region, RegionBooks, end_of};
 
 impl RegionBooks {
@@ -29,6 +30,9 @@ impl RegionBooks {
 
     /// Where a live block is now.
     pub(in crate::device) fn refreshed(&self, placed: Placed) -> Placed {
+        if placed.moves == self.moves {
+            return placed;
+        }
         let Ok(span) = self.index.span_of(placed.id) else {
             debug_assert!(false, "only its owner asks, and it is live");
             return placed;
@@ -130,10 +134,21 @@ impl Books {
         let active = self.active();
         self.totals.moves += 1;
         self.totals.moved_bytes += size;
+        let from = self.address_of(region, id);
         if self.region_mut(region).trade(id, room) {
             self.note_idle(clock);
         }
+        let to = self.address_of(region, id);
+        // What was asked for is not known here: the events show what was given.
+        self.history.record(clock, Act::Free, from.get(), ByteSize::new(size));
+        self.history.record(clock, Act::Alloc, to.get(), ByteSize::new(size));
         active.saturating_sub(self.active())
+    }
+
+    fn address_of(&self, region: Region, id: BlockId) -> DeviceAddress {
+        let region = self.region(region);
+        let offset = region.span_of(id).map_or(0, |span| span.offset);
+        region.segment.address_of(ByteSize::new(offset))
     }
 
     /// Leaves the freeing of a block that moves to its mover; says whether it does move.
