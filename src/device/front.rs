@@ -219,7 +219,8 @@ impl Home {
         }
         let room = shared.front_room();
         let key = Key::new(region, placed.span.size);
-        if placed.span.size <= room && self.give(key, (region, placed), room) {
+        let fresh = shared.is_fresh(region, placed);
+        if fresh && placed.span.size <= room && self.give(key, (region, placed), room) {
             shared.note_kept();
         } else {
             shared.release(region, placed);
