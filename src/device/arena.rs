@@ -29,7 +29,7 @@ use super::snapshot::{ArenaGlance, ArenaSnapshot};
 use crate::bytes::ByteSize;
 use crate::clock::Clock;
 use crate::fork::Birth;
-use crate::sync::atomic::{AtomicBool, Ordering};
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Condvar, Mutex, lock};
 
 /// A device arena: a cheap handle, the same arena for every clone.
@@ -90,6 +90,7 @@ impl DeviceArena {
         let reserved = [&stable, &dynamic].map(|segment| ByteSize::new(segment.reserved()));
         let regions = [stable, dynamic].map(RegionBooks::new);
         let books = Books::new(regions, granularity, &config, clock.now());
+        let front = books.history.front_kept(config.front);
         let shared = Arc::new(Shared {
             driver,
             clock,
@@ -97,7 +98,8 @@ impl DeviceArena {
             settled: Condvar::new(),
             capabilities,
             reserved,
-            fronts: Fronts::new(config.front, config.decay),
+            moves: [AtomicU64::new(0), AtomicU64::new(0)],
+            fronts: Fronts::new(front, config.decay),
             closed: AtomicBool::new(false),
             birth: Birth::now(),
             name: config.name,
@@ -105,6 +107,8 @@ impl DeviceArena {
         let homes: Arc<[_]> =
             (0..front::homes()).map(|_| Arc::new(Home::new(Arc::clone(&shared)))).collect();
         shared.fronts.know(homes.iter().map(Arc::downgrade).collect());
+        let (arena, rung) = (&shared.name, shared.driver.rung());
+        tracing::info!(arena, %rung, limit = %config.limit, "an arena was opened");
         Ok(Self { shared, homes })
     }
 
@@ -167,12 +171,7 @@ impl DeviceArena {
     /// # Errors
     /// [`DeviceError::TooManyLeases`], [`DeviceError::Forked`].
     pub fn enter(&self) -> Result<Lease, DeviceError> {
-        self.shared.check_open()?;
-        let mut books = self.shared.books();
-        let leases = books.leases.checked_add(1);
-        books.leases = leases.ok_or(DeviceError::TooManyLeases { limit: u32::MAX })?;
-        drop(books);
-        Ok(Lease { arena: Arc::clone(&self.shared) })
+        Lease::of(&self.shared)
     }
 
     /// Sets the most that may be committed. What is above it stays until it is freed or given
@@ -193,10 +192,13 @@ impl DeviceArena {
         lock(&self.shared.books).limit
     }
 
-    /// Sets how many bytes each thread's front may keep; zero for none.
+    /// Sets how many bytes each thread's front may keep; zero for none. Where events are kept, no
+    /// front is.
     pub fn set_front(&self, front: ByteSize) {
         if self.shared.check_here().is_ok() {
-            let decay = lock(&self.shared.books).curve.time();
+            let books = lock(&self.shared.books);
+            let (decay, front) = (books.curve.time(), books.history.front_kept(front));
+            drop(books);
             self.shared.fronts.set(front, decay);
             self.shared.empty_fronts();
         }
@@ -293,6 +295,11 @@ impl DeviceArena {
         &self.shared
     }
 
+    #[cfg(all(test, lowtide_loom))]
+    pub(super) fn shared_arc(&self) -> &Arc<Shared> {
+        &self.shared
+    }
+
     fn home(&self) -> &Arc<Home> {
         // As many homes as `front::homes` says: a power of two, at least two.
         &self.homes[front::thread_number() & (self.homes.len() - 1)]
@@ -300,10 +307,14 @@ impl DeviceArena {
 
     /// A block out of this thread's front or, where that has none, out of the books.
     fn place(&self, home: &Home, region: Region, wanted: Wanted) -> Result<Placed, DeviceError> {
-        if wanted.size <= self.shared.front_room() {
+        // What is aligned further has a note of it in the books.
+        if wanted.size <= self.shared.front_room() && wanted.align <= ALIGN {
             let key = front::Key::new(region, wanted.size);
-            if let Some(placed) = home.take(key, wanted.align, wanted.requested) {
-                return Ok(placed);
+            match home.take(key, wanted.align, wanted.requested) {
+                Some(placed) if self.shared.is_fresh(region, placed) => return Ok(placed),
+                // It was moved while it was in the front: the books know where it is.
+                Some(placed) => self.shared.release(region, placed),
+                None => {}
             }
         }
         self.shared.obtain(region, wanted)

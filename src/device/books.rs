@@ -9,13 +9,16 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use super::compact::step::Moving;
 use super::config::ArenaConfig;
 use super::curve::Curve;
 use super::driver::{DeviceAddress, Rung};
 use super::error::DeviceError;
 use super::front::{Kept, Tally};
 use super::growth::Steps;
+use super::history::History;
 use super::index::Span;
+use super::picture::Act;
 use super::region::{Placed, Region, RegionBooks, Wanted};
 use super::segment::Run;
 use super::snapshot::{AllocFailures, ArenaSnapshot};
@@ -64,6 +67,8 @@ pub(super) struct Totals {
     pub(super) decommitted_bytes: u64,
     pub(super) reserves: u64,
     pub(super) resizes: u64,
+    pub(super) moves: u64,
+    pub(super) moved_bytes: u64,
     pub(super) trims: u64,
     pub(super) trimmed_bytes: u64,
     pub(super) shrinks: u64,
@@ -89,6 +94,14 @@ pub(super) struct Books {
     pub(super) steps: Steps,
     /// Blocks given out by address, by that address.
     pub(super) raw: BTreeMap<DeviceAddress, Kept>,
+    /// The block that a compaction moves now.
+    pub(super) moving: Option<Moving>,
+    /// Who waits for a lease until that is done.
+    pub(super) entering: u32,
+    /// A compaction is under way.
+    pub(super) compacting: bool,
+    /// The last events, where they are kept.
+    pub(super) history: History,
 }
 
 impl Books {
@@ -109,6 +122,10 @@ impl Books {
             curve: Curve::new(config.decay, now),
             steps: Steps::new(config.growth),
             raw: BTreeMap::new(),
+            moving: None,
+            entering: 0,
+            compacting: false,
+            history: History::new(config.history),
         }
     }
 
@@ -161,7 +178,7 @@ impl Books {
     /// Finds addresses for a block.
     pub(super) fn place(&mut self, region: Region, wanted: Wanted) -> Result<Placed, Refusal> {
         let placed = self.region_mut(region).place(wanted);
-        self.curve.note_used(self.idle());
+        self.note_used();
         placed.ok_or_else(|| {
             let books = self.region(region);
             let error = DeviceError::OutOfAddresses {
@@ -195,7 +212,7 @@ impl Books {
         debug_assert!(resized.is_ok(), "only its buffer resizes a block");
         self.curve.note_used(self.idle());
         if self.idle() > idle {
-            self.note_idle(clock.now());
+            self.note_idle(clock);
         }
         resized.ok().flatten()
     }
@@ -223,17 +240,18 @@ impl Books {
     }
 
     /// Books what came of a commit.
-    pub(super) fn end_commit(&mut self, region: Region, run: Run, done: bool, now: Moment) {
+    pub(super) fn end_commit(&mut self, region: Region, run: Run, done: bool, clock: &dyn Clock) {
         let idle = self.idle();
         let segment = &mut self.region_mut(region).segment;
-        let (_, size) = segment.place_of(run);
+        let (at, size) = segment.place_of(run);
         segment.end_commit(run, done);
         if done {
+            self.history.record(clock, Act::Commit, at.get(), size);
             self.totals.commits += 1;
             self.totals.committed_bytes += size.get();
         }
         if idle > 0 {
-            self.note_idle(now); // some of it was committed ahead
+            self.note_idle(clock); // some of it was committed ahead
         }
     }
 
@@ -242,19 +260,39 @@ impl Books {
         let gone = self.region_mut(region).withdraw(placed);
         debug_assert!(gone.is_ok(), "a placed block is known to the index");
         if gone == Ok(true) {
-            self.note_idle(clock.now());
+            self.note_idle(clock);
         }
     }
 
     /// Frees a live block.
     pub(super) fn release(&mut self, region: Region, placed: Placed, clock: &dyn Clock) {
+        if self.defer_release(region, placed) {
+            return;
+        }
+        let placed = self.region(region).refreshed(placed);
         let gone = self.region_mut(region).release(placed);
         debug_assert!(gone.is_ok(), "only its buffer frees a block, once");
         if let Ok(went_idle) = gone {
             self.totals.frees += 1;
+            self.record(clock, Act::Free, placed);
             if went_idle {
-                self.note_idle(clock.now());
+                self.note_idle(clock);
             }
+        }
+    }
+
+    /// Records what became of a block.
+    pub(super) fn record(&mut self, clock: &dyn Clock, act: Act, placed: Placed) {
+        self.history.record(clock, act, placed.at.get(), ByteSize::new(placed.requested));
+    }
+
+    /// Records that there was no memory for a block.
+    pub(super) fn record_refusal(&mut self, error: &DeviceError, clock: &dyn Clock) {
+        if let DeviceError::OutOfMemory { requested, .. } = *error {
+            let limited = self.limit != ByteSize::MAX;
+            let headroom = self.limit.get().saturating_sub(self.backed()) * u64::from(limited);
+            let act = Act::OutOfMemory { headroom: ByteSize::new(headroom) };
+            self.history.record(clock, act, 0, requested);
         }
     }
 
@@ -312,8 +350,13 @@ impl Books {
         self.curve.set_time(time, self.idle(), now);
     }
 
-    fn note_idle(&mut self, now: Moment) {
-        self.curve.note_idle(self.idle(), now);
+    /// Tells the curve that idle memory may be active again.
+    pub(super) fn note_used(&mut self) {
+        self.curve.note_used(self.idle());
+    }
+
+    pub(super) fn note_idle(&mut self, clock: &dyn Clock) {
+        self.curve.note_idle(self.idle(), clock);
     }
 
     /// All figures at this instant, with what the fronts did.
@@ -341,6 +384,8 @@ impl Books {
             front_allocs_total: fronts.allocs,
             reserves_total: totals.reserves,
             resizes_total: totals.resizes,
+            moves_total: totals.moves,
+            moved_bytes_total: totals.moved_bytes,
             alloc_size_max: size(totals.alloc_size_max),
             alloc_failures_total: totals.failures,
             commits_total: totals.commits,

@@ -12,6 +12,7 @@ use super::driver::DriverError;
 use super::driver::sealed::Key;
 use super::error::DeviceError;
 use super::index::Span;
+use super::picture::Act;
 use super::region::{Placed, Region, Wanted};
 use super::segment::Run;
 use super::shared::Shared;
@@ -59,9 +60,13 @@ impl Shared {
     fn try_obtain(&self, region: Region, wanted: Wanted) -> Result<Placed, Refusal> {
         let mut books = self.books();
         let placed = books.place(region, wanted)?;
-        let (mut books, outcome) = self.back(books, region, placed.span);
+        let (mut books, outcome) = self.back_still(books, region, placed);
         match outcome {
-            Ok(()) => books.arrive(region, placed),
+            Ok(()) => {
+                books.arrive(region, placed);
+                books.record(&*self.clock, Act::Alloc, placed);
+                self.fronts.note_live(books.live(), books.limit.get());
+            }
             Err(_) => books.withdraw(region, placed, &*self.clock),
         }
         outcome.map(|()| placed)
@@ -77,12 +82,16 @@ impl Shared {
         placed: Placed,
         requested: u64,
     ) -> Result<Option<Placed>, DeviceError> {
-        let mut books = self.books();
+        let mut books = self.wait_until_still(self.books(), region, placed.id);
         let Some(resized) = books.begin_resize(region, placed, requested, &*self.clock) else {
             return Ok(None);
         };
-        let (mut books, outcome) = self.back(books, region, resized.span);
+        let (mut books, outcome) = self.back_still(books, region, resized);
         books.end_resize(region, [placed, resized], outcome.is_ok());
+        if outcome.is_ok() {
+            books.record(&*self.clock, Act::Free, Placed { at: resized.at, ..placed });
+            books.record(&*self.clock, Act::Alloc, resized);
+        }
         drop(books);
         match outcome {
             Ok(()) => Ok(Some(resized)),
@@ -90,7 +99,8 @@ impl Shared {
         }
     }
 
-    /// A larger block with the contents of a live one, which is freed.
+    /// A larger block with the contents of a live one, which is freed. The caller holds a lease, so
+    /// that neither moves.
     ///
     /// # Errors
     /// As [`Shared::obtain`], or the driver's where it does not copy; the old block is as it was.
@@ -107,13 +117,33 @@ impl Shared {
         copied.map(|()| new).map_err(Into::into)
     }
 
+    /// Sees to it that every granule of a block is committed; where the lock is given up for that,
+    /// the block stays where it is.
+    fn back_still<'a>(
+        &'a self,
+        mut books: MutexGuard<'a, Books>,
+        region: Region,
+        placed: Placed,
+    ) -> (MutexGuard<'a, Books>, Result<(), Refusal>) {
+        if books.region(region).segment.is_committed(placed.span) {
+            return (books, Ok(()));
+        }
+        books.region_mut(region).pins.pin(placed.id);
+        let (mut books, outcome) = self.back(books, region, placed.span);
+        books.region_mut(region).pins.unpin(placed.id);
+        (books, outcome)
+    }
+
     /// Sees to it that every granule of a placed span is committed.
-    fn back<'a>(
+    pub(super) fn back<'a>(
         &'a self,
         mut books: MutexGuard<'a, Books>,
         region: Region,
         span: Span,
     ) -> (MutexGuard<'a, Books>, Result<(), Refusal>) {
+        if books.region(region).segment.is_committed(span) {
+            return (books, Ok(()));
+        }
         let mut attempts = ATTEMPTS_BESIDE + books.granules_for(books.idle());
         let mut grow = books.steps.grow();
         loop {
@@ -205,10 +235,9 @@ impl Shared {
             }
             done += 1;
         }
-        let now = self.clock.now();
         let mut books = lock(&self.books);
         for (nth, &run) in runs.iter().enumerate() {
-            books.end_commit(region, run, nth < done, now);
+            books.end_commit(region, run, nth < done, &*self.clock);
         }
         self.settled.notify_all();
         (books, outcome)
@@ -216,7 +245,10 @@ impl Shared {
 
     /// Counts a refusal.
     fn note_refusal(&self, refusal: Refusal) -> DeviceError {
-        let failures = &mut lock(&self.books).totals.failures;
+        tracing::debug!(arena = self.name, error = %refusal.error, "an allocation was refused");
+        let mut books = lock(&self.books);
+        books.record_refusal(&refusal.error, &*self.clock);
+        let failures = &mut books.totals.failures;
         *match refusal.cause {
             Cause::Limit => &mut failures.limit,
             Cause::Device => &mut failures.device,

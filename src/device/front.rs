@@ -182,14 +182,14 @@ impl Front {
     }
 
     /// Takes out the blocks of the sizes that `gone` names.
-    fn empty(&mut self, out: &mut Vec<Kept>, gone: impl Fn(&Class) -> bool) {
+    fn empty(&mut self, gone: impl Fn(&Class) -> bool, mut out: impl FnMut(Kept)) {
         for class in self.classes.iter_mut().filter(|class| gone(class)) {
             class.kept = 0;
             for (region, placed) in mem::take(&mut class.blocks).into_iter().flatten() {
                 // The books count its release: the front has not freed it any more.
                 self.tally.frees -= 1;
                 self.tally.went(region, placed.span.size, placed.requested);
-                out.push((region, placed));
+                out((region, placed));
             }
         }
     }
@@ -219,7 +219,8 @@ impl Home {
         }
         let room = shared.front_room();
         let key = Key::new(region, placed.span.size);
-        if placed.span.size <= room && self.give(key, (region, placed), room) {
+        let fresh = shared.is_fresh(region, placed);
+        if fresh && placed.span.size <= room && self.give(key, (region, placed), room) {
             shared.note_kept();
         } else {
             shared.release(region, placed);
@@ -227,14 +228,26 @@ impl Home {
     }
 
     /// A block of this size out of the front; `None` where it has none, or is busy.
+    ///
+    /// Where it has none, what it keeps goes back to the books unless those are busy: the books
+    /// then place the request with all free space before them, as close as without fronts.
     pub(super) fn take(&self, key: Key, align: u64, requested: u64) -> Option<Placed> {
         let Some(mut front) = try_lock(&self.front) else {
             self.shared.note_contended();
+            move_thread();
             return None;
         };
-        let placed = front.take(key, align, requested)?;
+        let placed = front.take(key, align, requested);
+        if placed.is_none() {
+            if front.tally.cached() == 0 {
+                return None;
+            }
+            let mut books = try_lock(&self.shared.books)?;
+            let clock = &*self.shared.clock;
+            front.empty(|_| true, |(region, placed)| books.release(region, placed, clock));
+        }
         self.cached.store(front.tally.cached(), Ordering::Relaxed);
-        Some(placed)
+        placed
     }
 
     /// Puts a freed block into the front; `false` where it belongs to the books: its size is not
@@ -277,7 +290,7 @@ impl Home {
 
     fn sweep(&self, out: &mut Vec<Kept>, gone: impl Fn(&Class) -> bool) -> bool {
         let mut front = lock(&self.front);
-        front.empty(out, gone);
+        front.empty(gone, |kept| out.push(kept));
         self.cached.store(front.tally.cached(), Ordering::Relaxed);
         front.tally.cached() > 0
     }
@@ -310,25 +323,30 @@ impl fmt::Debug for Home {
     }
 }
 
-/// How many homes an arena has: as many as threads can run at once.
+/// How many homes an arena has: four for each thread that can run at once, so that threads which
+/// move from a busy home find one of their own.
 pub(super) fn homes() -> usize {
     let threads = thread::available_parallelism().map_or(1, usize::from);
-    threads.next_power_of_two().clamp(2, HOMES_MAX)
+    threads.saturating_mul(4).next_power_of_two().clamp(8, HOMES_MAX)
 }
 
-/// The number of this thread, counted up from 0 as threads first ask.
+/// Numbers of threads, counted up.
+static NEXT: Number = Number::new(0);
+
+thread_local! {
+    static NUMBER: Cell<usize> = const { Cell::new(usize::MAX) };
+}
+
+/// The number of this thread, which says where its home is.
 pub(super) fn thread_number() -> usize {
-    static NEXT: Number = Number::new(0);
-    thread_local! {
-        static NUMBER: Cell<usize> = const { Cell::new(usize::MAX) };
-    }
     // A thread that is ending has no number any more: any home will do.
-    NUMBER
-        .try_with(|number| {
-            if number.get() == usize::MAX {
-                number.set(NEXT.fetch_add(1, Ordering::Relaxed));
-            }
-            number.get()
-        })
-        .unwrap_or(0)
+    let number = NUMBER.try_with(Cell::get).unwrap_or(0);
+    if number == usize::MAX { move_thread() } else { number }
+}
+
+/// Gives this thread a new number, and so a new home: another thread uses the one it had.
+fn move_thread() -> usize {
+    let number = NEXT.fetch_add(1, Ordering::Relaxed);
+    let _ = NUMBER.try_with(|current| current.set(number));
+    number
 }

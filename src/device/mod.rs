@@ -38,6 +38,7 @@ mod arena;
 mod books;
 mod buffer;
 mod commit;
+mod compact;
 mod config;
 mod curve;
 pub mod driver;
@@ -45,8 +46,12 @@ mod error;
 mod front;
 mod granules;
 mod growth;
+mod history;
 pub mod index;
 mod lease;
+mod map;
+pub mod picture;
+mod pinned;
 mod raw;
 mod reclaim;
 mod region;
@@ -57,14 +62,22 @@ mod snapshot;
 
 pub use arena::DeviceArena;
 pub use buffer::Buffer;
+pub use compact::{BlockPin, CompactError, CompactOptions, Compacted, Goal, Moved, Stopped};
 pub use config::{ArenaConfig, Growth};
 pub use driver::host::HostDriver;
 pub use error::DeviceError;
 pub use lease::Lease;
+pub use picture::ArenaMap;
+pub use pinned::{
+    PinnedBuffer, PinnedConfig, PinnedFailures, PinnedGlance, PinnedKind, PinnedPool,
+    PinnedSnapshot,
+};
 pub use raw::RawBlock;
 pub use reclaim::Decayed;
 pub use region::Region;
 pub use snapshot::{AllocFailures, ArenaGlance, ArenaSnapshot, RegionSnapshot};
 
-#[cfg(test)]
+#[cfg(all(test, lowtide_loom))]
+mod models;
+#[cfg(all(test, not(lowtide_loom)))]
 mod tests;

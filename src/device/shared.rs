@@ -21,7 +21,7 @@ use crate::clock::Clock;
 use crate::decay::DecayTime;
 use crate::fork::Birth;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use crate::sync::{Condvar, Mutex, MutexGuard, lock, try_lock};
+use crate::sync::{Condvar, Mutex, MutexGuard, caught, lock, try_lock};
 
 /// What is shared.
 pub(super) struct Shared {
@@ -34,6 +34,8 @@ pub(super) struct Shared {
     pub(super) capabilities: Capabilities,
     /// Address space of each region.
     pub(super) reserved: [ByteSize; 2],
+    /// How often blocks of each region have moved: a copy of the books' figures.
+    pub(super) moves: [AtomicU64; 2],
     pub(super) fronts: Fronts,
     /// Nothing more is handed out.
     pub(super) closed: AtomicBool,
@@ -48,6 +50,8 @@ pub(super) struct Fronts {
     /// The most bytes that each may keep: now, and unless idle memory is given back at once.
     room: AtomicU64,
     room_max: AtomicU64,
+    /// Little is left under the limit: what a front keeps would be missed elsewhere.
+    tight: AtomicBool,
     /// Some front may hold something.
     hold: AtomicBool,
     /// Times that a front was found busy.
@@ -72,6 +76,15 @@ impl Fronts {
     pub(super) fn set(&self, room_max: ByteSize, decay: DecayTime) {
         self.room_max.store(room_max.get(), Ordering::Relaxed);
         self.set_decay(decay);
+    }
+
+    /// Notes how much of the limit is live: from seven eighths on, fronts keep nothing.
+    pub(super) fn note_live(&self, live: u64, limit: u64) {
+        let tight = live > limit - limit / 8;
+        // Read first, as in `Shared::note_kept`.
+        if self.tight.load(Ordering::Relaxed) != tight {
+            self.tight.store(tight, Ordering::Relaxed);
+        }
     }
 
     /// Sets how long idle memory may stay.
@@ -135,7 +148,8 @@ impl Shared {
 
     /// The most bytes that a front may keep now.
     pub(super) fn front_room(&self) -> u64 {
-        self.fronts.room.load(Ordering::Relaxed)
+        let tight = self.fronts.tight.load(Ordering::Relaxed);
+        if tight { 0 } else { self.fronts.room.load(Ordering::Relaxed) }
     }
 
     /// Notes that a front holds something.
@@ -237,6 +251,8 @@ impl Drop for Shared {
         if self.check_here().is_err() {
             return;
         }
+        // Whoever listens is not ours, and nothing unwinds out of a drop.
+        let _ = caught(|| tracing::info!(arena = self.name, "an arena is gone"));
         let books = lock(&self.books);
         for region in Region::ALL {
             let segment = &books.region(region).segment;

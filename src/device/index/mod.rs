@@ -82,7 +82,7 @@ pub struct Request {
 }
 
 /// The name of one live block; never given twice by one index.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct BlockId {
     slot: u32,
     generation: u64,

@@ -1,0 +1,128 @@
+//! Takes a map of an arena: what its books say, under their lock.
+//!
+//! A granule on its way in or out counts as committed, and a block whose memory is still on its
+//! way as free, as in a snapshot; so does, until it has its memory, a block that grows in place.
+//!
+//! Invariant: the map shows one instant; its events lead up to that instant.
+
+use super::arena::DeviceArena;
+use super::books::Books;
+use super::index::Span;
+use super::picture::{ArenaMap, BlockSpan, BlockState, GranuleRun, GranuleState, SegmentMap};
+use super::region::Region;
+use crate::bytes::ByteSize;
+
+impl DeviceArena {
+    /// Where everything lies now, and the events that are kept; nothing in a forked child.
+    ///
+    /// Holds the lock while it copies the books: time and memory go with the number of blocks and
+    /// granules. What was asked for is known of each region and not of each block: a block shows
+    /// its rounded size there. What threads keep for their next request is given back first; what
+    /// other threads put aside meanwhile shows as live.
+    ///
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use lowtide::clock::SystemClock;
+    /// # use lowtide::device::{ArenaConfig, DeviceArena, HostDriver, Region};
+    /// let config = ArenaConfig { history: 1000, ..ArenaConfig::new("embedder") };
+    /// let clock = Arc::new(SystemClock::new());
+    /// let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock, config)?;
+    /// let activations = arena.alloc::<f32>(1 << 20, Region::Dynamic)?;
+    /// let map = arena.map();
+    /// assert!(map.to_svg().starts_with("<svg"));
+    /// assert_eq!(map.events.len(), 2); // committed, handed out
+    /// # drop(activations);
+    /// # Ok::<(), lowtide::device::DeviceError>(())
+    /// ```
+    #[must_use]
+    pub fn map(&self) -> ArenaMap {
+        let shared = self.shared();
+        let empty = ArenaMap::empty(shared.name.clone());
+        if shared.check_here().is_err() {
+            return empty;
+        }
+        shared.empty_fronts();
+        let books = shared.books();
+        let taken = shared.clock.now();
+        let segments = Region::ALL.iter().map(|&region| segment(&books, region)).collect();
+        let events = books.history.events();
+        let granularity = ByteSize::new(books.bytes_of(1));
+        drop(books);
+        let since_epoch = shared.clock.since_epoch();
+        ArenaMap { taken, since_epoch, granularity, segments, events, ..empty }
+    }
+}
+
+fn segment(books: &Books, region: Region) -> SegmentMap {
+    let region_books = books.region(region);
+    let segment = &region_books.segment;
+    let spans: Vec<_> = region_books.live_spans().collect();
+    let arrived = |span: &&Span| segment.wanting(**span) == 0 && !segment.is_moving(**span);
+    let blocks = spans.iter().filter(arrived).map(|span| {
+        let (offset, size) = (ByteSize::new(span.offset), ByteSize::new(span.size));
+        BlockSpan { offset, size, requested: size, state: BlockState::Live }
+    });
+    let blocks = blocks.collect();
+    let mut granules = Vec::new();
+    let mut touched = Touched::new(&spans);
+    for run in segment.backed_runs() {
+        let (at, size) = segment.place_of(run);
+        let offset = at.offset_from(segment.base()).unwrap_or_default();
+        let end = offset.saturating_add(size);
+        touched.cut(offset.get(), end.get(), books.bytes_of(1), &mut granules);
+    }
+    SegmentMap {
+        region: region.name().to_owned(),
+        base: segment.base().get(),
+        size: ByteSize::new(segment.reserved()),
+        granules,
+        blocks,
+    }
+}
+
+/// Tells active granules from idle ones by the blocks that touch them, arriving ones as well, in
+/// one pass.
+struct Touched<'a> {
+    spans: &'a [Span],
+    next: usize,
+}
+
+impl<'a> Touched<'a> {
+    const fn new(spans: &'a [Span]) -> Self {
+        Self { spans, next: 0 }
+    }
+
+    /// Cuts backed granules into runs of one state.
+    fn cut(&mut self, start: u64, end: u64, granule: u64, runs: &mut Vec<GranuleRun>) {
+        let mut at = start;
+        while at < end {
+            let run_start = at;
+            let (idle_to, active_to) = self.next_after(at, end, granule);
+            at = if idle_to > at { idle_to } else { active_to };
+            let state = if idle_to > run_start { GranuleState::Idle } else { GranuleState::Active };
+            let (offset, size) = (ByteSize::new(run_start), ByteSize::new(at - run_start));
+            match runs.last_mut().filter(|last| last.state == state) {
+                Some(last) if last.offset.saturating_add(last.size) == offset => {
+                    last.size = last.size.saturating_add(size);
+                }
+                _ => runs.push(GranuleRun { offset, size, state }),
+            }
+        }
+    }
+
+    /// Up to where granules from `at` on are idle, and to where the first block after that keeps
+    /// them active.
+    fn next_after(&mut self, at: u64, end: u64, granule: u64) -> (u64, u64) {
+        while self.spans.get(self.next).is_some_and(|span| span.end() <= at) {
+            self.next += 1;
+        }
+        match self.spans.get(self.next) {
+            Some(span) if span.offset < end => {
+                let first = span.offset / granule * granule;
+                let last = span.end().next_multiple_of(granule);
+                (first.max(at), last.min(end))
+            }
+            _ => (end, end),
+        }
+    }
+}
