@@ -87,8 +87,8 @@ impl DeviceArena {
                 return Err(error.into());
             }
         };
-        let reserved = [&stable, &dynamic].map(|segment| ByteSize::new(segment.reserved()));
-        let regions = [stable, dynamic].map(RegionBooks::new);
+        let regions = [stable, dynamic].map(|segment| RegionBooks::new(segment, granularity));
+        let largest = regions.each_ref().map(RegionBooks::largest_ever);
         let books = Books::new(regions, granularity, &config, clock.now());
         let front = books.history.front_kept(config.front);
         let shared = Arc::new(Shared {
@@ -97,7 +97,7 @@ impl DeviceArena {
             books: Mutex::new(books),
             settled: Condvar::new(),
             capabilities,
-            reserved,
+            largest,
             moves: [AtomicU64::new(0), AtomicU64::new(0)],
             fronts: Fronts::new(front, config.decay),
             closed: AtomicBool::new(false),
@@ -340,7 +340,7 @@ impl Shared {
         if align > largest_align {
             return Err(DeviceError::Alignment { requested: align, largest: largest_align });
         }
-        let largest = self.reserved[region.number()];
+        let largest = self.largest[region.number()];
         match element.checked_mul(ByteSize::of(len).get()) {
             Some(bytes) if bytes <= largest => Ok((bytes, align)),
             _ => {

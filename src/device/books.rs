@@ -55,6 +55,10 @@ pub(super) struct Leaving {
     pub(super) size: ByteSize,
 }
 
+/// Granules of limit from which on small blocks stand apart from large ones: they then keep one
+/// granule in 32 for themselves at most where there are few. A guess.
+const APART_FROM: u64 = 32;
+
 /// Counts since the arena was opened.
 #[derive(Debug, Default)]
 pub(super) struct Totals {
@@ -176,8 +180,15 @@ impl Books {
     }
 
     /// Finds addresses for a block.
-    pub(super) fn place(&mut self, region: Region, wanted: Wanted) -> Result<Placed, Refusal> {
-        let placed = self.region_mut(region).place(wanted);
+    pub(super) fn place(
+        &mut self,
+        region: Region,
+        wanted: Wanted,
+        among_large: bool,
+    ) -> Result<Placed, Refusal> {
+        // Under a small limit every granule counts, and all blocks share them.
+        let among_large = among_large || self.limit.get() / self.granularity < APART_FROM;
+        let placed = self.region_mut(region).place(wanted, among_large);
         self.note_used();
         placed.ok_or_else(|| {
             let books = self.region(region);

@@ -164,7 +164,7 @@ impl<T: Pod> Buffer<T> {
     }
 
     #[cfg(test)]
-    pub(super) fn block_id(&self) -> Option<super::index::BlockId> {
+    pub(super) fn block_id(&self) -> Option<super::ranges::BlockName> {
         self.block.map(|block| block.id)
     }
 

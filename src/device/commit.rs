@@ -48,18 +48,29 @@ impl Shared {
     /// # Errors
     /// `OutOfAddresses`, `OutOfMemory`, or `Driver`.
     pub(super) fn obtain(&self, region: Region, wanted: Wanted) -> Result<Placed, DeviceError> {
-        match self.try_obtain(region, wanted) {
-            Ok(placed) => Ok(placed),
-            Err(refusal) if refusal.error.is_out_of_memory() && self.empty_fronts() => {
-                self.try_obtain(region, wanted).map_err(|refusal| self.note_refusal(refusal))
+        let refusal = match self.try_obtain(region, wanted, false) {
+            Ok(placed) => return Ok(placed),
+            Err(refusal) if !refusal.error.is_out_of_memory() => refusal,
+            // What the fronts keep may do, and a small block fits between large ones.
+            Err(refusal) if self.empty_fronts() || wanted.is_small() => {
+                match self.try_obtain(region, wanted, true) {
+                    Ok(placed) => return Ok(placed),
+                    Err(_) => refusal,
+                }
             }
-            Err(refusal) => Err(self.note_refusal(refusal)),
-        }
+            Err(refusal) => refusal,
+        };
+        Err(self.note_refusal(refusal))
     }
 
-    fn try_obtain(&self, region: Region, wanted: Wanted) -> Result<Placed, Refusal> {
+    fn try_obtain(
+        &self,
+        region: Region,
+        wanted: Wanted,
+        among_large: bool,
+    ) -> Result<Placed, Refusal> {
         let mut books = self.books();
-        let placed = books.place(region, wanted)?;
+        let placed = books.place(region, wanted, among_large)?;
         let (mut books, outcome) = self.back_still(books, region, placed);
         match outcome {
             Ok(()) => {

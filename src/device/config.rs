@@ -46,7 +46,8 @@ pub struct ArenaConfig {
     /// The most that may be committed at any time, both regions together, including what is being
     /// committed; [`ByteSize::MAX`] for no limit, zero for none at all.
     pub limit: ByteSize,
-    /// Address space for each of the two regions, rounded up to whole granules. Where the driver
+    /// Address space for each of the two regions, rounded up to whole granules; an eighth of it and
+    /// a granule more for small blocks. Where the driver
     /// refuses that, an eighth of the largest half, quarter, ... of it that it accepts.
     pub reserve: ByteSize,
     /// How long idle memory stays.

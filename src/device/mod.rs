@@ -52,6 +52,7 @@ mod lease;
 mod map;
 pub mod picture;
 mod pinned;
+mod ranges;
 mod raw;
 mod reclaim;
 mod region;

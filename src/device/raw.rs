@@ -85,7 +85,7 @@ impl DeviceArena {
             return Err(DeviceError::Alignment { requested: align, largest: largest_align });
         }
         let wanted = Wanted::new(size, align).ok_or(DeviceError::ZeroSize)?;
-        let largest = shared.reserved[region.number()];
+        let largest = shared.largest[region.number()];
         if size > largest {
             shared.books().totals.failures.addresses += 1;
             let len = size.as_usize().unwrap_or(usize::MAX);

@@ -7,6 +7,7 @@
 
 use super::driver::sealed::Key;
 use super::driver::{DeviceAddress, Driver, DriverError};
+use super::ranges;
 use super::segment::Segment;
 use crate::bytes::ByteSize;
 
@@ -23,7 +24,9 @@ pub(super) fn reserve_region(
     wanted: ByteSize,
 ) -> Result<Segment, DriverError> {
     let whole = wanted.min(RESERVE_MAX).max(granularity).next_multiple_of(granularity);
-    let whole = whole.unwrap_or(RESERVE_MAX);
+    // And what small blocks get beside it.
+    let whole = ranges::span_for(whole.unwrap_or(RESERVE_MAX).get(), granularity.get());
+    let whole = ByteSize::new(whole).min(RESERVE_MAX);
     let (base, size) = reserve_or_halve(driver, granularity, whole)?;
     let part = ByteSize::new(size.get() / 8).next_multiple_of(granularity);
     let part = part.unwrap_or(granularity).max(granularity);

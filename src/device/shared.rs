@@ -32,8 +32,8 @@ pub(super) struct Shared {
     /// Notified whenever a driver call's result has been booked.
     pub(super) settled: Condvar,
     pub(super) capabilities: Capabilities,
-    /// Address space of each region.
-    pub(super) reserved: [ByteSize; 2],
+    /// The largest block that each region could ever have.
+    pub(super) largest: [ByteSize; 2],
     /// How often blocks of each region have moved: a copy of the books' figures.
     pub(super) moves: [AtomicU64; 2],
     pub(super) fronts: Fronts,
@@ -273,7 +273,7 @@ impl fmt::Debug for Shared {
         f.debug_struct("Shared")
             .field("name", &self.name)
             .field("driver", &self.driver)
-            .field("reserved", &self.reserved)
+            .field("largest", &self.largest)
             .finish_non_exhaustive()
     }
 }

@@ -14,9 +14,10 @@ use crate::clock::Clock;
 use crate::device::books::Books;
 use crate::device::driver::DeviceAddress;
 use crate::device::front::Kept;
-use crate::device::index::{BlockId, Span, StaleBlock};
+use crate::device::index::{Span, StaleBlock};
 use crate::device::picture::Act;
-use crate::device::region::{Placed, Region, RegionBooks, end_of};
+use crate::device::ranges::BlockName;
+use crate::device::region::{Placed, Region, RegionBooks};
 
 impl RegionBooks {
     /// How often a block of the region was moved, or lost.
@@ -24,7 +25,7 @@ impl RegionBooks {
         self.moves
     }
 
-    pub(super) fn span_of(&self, id: BlockId) -> Result<Span, StaleBlock> {
+    pub(super) fn span_of(&self, id: BlockName) -> Result<Span, StaleBlock> {
         self.index.span_of(id)
     }
 
@@ -41,12 +42,12 @@ impl RegionBooks {
         Placed { span, at, moves: self.moves, ..placed }
     }
 
-    pub(super) fn is_lost(&self, id: BlockId) -> bool {
+    pub(super) fn is_lost(&self, id: BlockName) -> bool {
         self.pins.is_lost(id)
     }
 
     /// Books that the contents of a block are lost; its owner is told when it next asks.
-    pub(super) fn lose(&mut self, id: BlockId) {
+    pub(super) fn lose(&mut self, id: BlockName) {
         self.pins.lose(id);
         self.moves += 1;
     }
@@ -62,7 +63,7 @@ impl RegionBooks {
 
     /// A block goes to the room that was taken for it, and what it leaves is free; says whether
     /// granules went idle by it.
-    fn trade(&mut self, id: BlockId, room: Placed) -> bool {
+    fn trade(&mut self, id: BlockName, room: Placed) -> bool {
         let old = self.index.span_of(id);
         let traded = self.index.exchange(id, room.id);
         debug_assert!(traded.is_ok(), "of one size, or neighbours: {traded:?}");
@@ -80,17 +81,23 @@ impl RegionBooks {
 }
 
 impl Books {
-    /// Blocks and free spans in address order, and the name of each block.
-    pub(super) fn parts(&self, options: CompactOptions) -> Vec<(Part, Option<BlockId>)> {
-        let blocks = self.region(options.region).index.blocks();
-        let part = |(span, id): (Span, Option<BlockId>)| {
+    /// Blocks and free spans in address order, and the name of each block; the wall between the
+    /// ranges as a block that stays.
+    pub(super) fn parts(&self, options: CompactOptions) -> Vec<(Part, Option<BlockName>)> {
+        let index = &self.region(options.region).index;
+        let part = |(span, id): (Span, Option<BlockName>)| {
             (Part { span, hold: id.map(|id| self.hold(options, id, span)) }, id)
         };
-        blocks.map(part).collect()
+        let mut parts: Vec<_> = index.blocks().map(part).collect();
+        if let Some(wall) = index.wall() {
+            let nth = parts.partition_point(|(part, _)| part.span.offset < wall.offset);
+            parts.insert(nth, (Part { span: wall, hold: Some(Hold::Stays) }, None));
+        }
+        parts
     }
 
     /// What holds a block.
-    pub(super) fn hold(&self, options: CompactOptions, id: BlockId, span: Span) -> Hold {
+    pub(super) fn hold(&self, options: CompactOptions, id: BlockName, span: Span) -> Hold {
         let region = self.region(options.region);
         if !self.raw.is_empty() && !options.moves_raw {
             let at = region.segment.address_of(ByteSize::new(span.offset));
@@ -98,11 +105,11 @@ impl Books {
                 return Hold::Stays;
             }
         }
-        region.pins.hold(id, end_of(span.size))
+        region.pins.hold(id, id.end())
     }
 
     /// Writes down the new address of a block that was had by its old one.
-    pub(super) fn readdress(&mut self, region: Region, from: DeviceAddress, id: BlockId) {
+    pub(super) fn readdress(&mut self, region: Region, from: DeviceAddress, id: BlockName) {
         let is_it = |kept: &Kept| kept.0 == region && kept.1.id == id;
         if let Some((_, placed)) = self.raw.get(&from).copied().filter(is_it) {
             self.raw.remove(&from);
@@ -127,7 +134,7 @@ impl Books {
     pub(super) fn trade(
         &mut self,
         region: Region,
-        (id, size): (BlockId, u64),
+        (id, size): (BlockName, u64),
         room: Placed,
         clock: &dyn Clock,
     ) -> u64 {
@@ -145,7 +152,7 @@ impl Books {
         active.saturating_sub(self.active())
     }
 
-    fn address_of(&self, region: Region, id: BlockId) -> DeviceAddress {
+    fn address_of(&self, region: Region, id: BlockName) -> DeviceAddress {
         let region = self.region(region);
         let offset = region.span_of(id).map_or(0, |span| span.offset);
         region.segment.address_of(ByteSize::new(offset))

@@ -26,7 +26,7 @@ use thiserror::Error;
 use super::arena::DeviceArena;
 use super::driver::DeviceAddress;
 use super::error::DeviceError;
-use super::index::BlockId;
+use super::ranges::BlockName;
 use super::region::Region;
 use super::shared::Shared;
 use crate::bytes::ByteSize;
@@ -142,12 +142,12 @@ pub struct BlockPin {
     shared: Arc<Shared>,
     region: Region,
     /// None: there is no block, and nothing to keep.
-    id: Option<BlockId>,
+    id: Option<BlockName>,
 }
 
 impl BlockPin {
     /// Waits for the end of the block's move, if it moves.
-    pub(super) fn new(shared: &Arc<Shared>, region: Region, id: Option<BlockId>) -> Self {
+    pub(super) fn new(shared: &Arc<Shared>, region: Region, id: Option<BlockName>) -> Self {
         if let Some(id) = id {
             let mut books = shared.wait_until_still(lock(&shared.books), region, id);
             books.region_mut(region).pins.pin(id);
@@ -300,7 +300,7 @@ impl Shared {
     }
 
     /// The parts of a region for the plan, and the names of its blocks by offset.
-    fn layout_of(&self, options: CompactOptions) -> (Vec<Part>, BTreeMap<u64, BlockId>) {
+    fn layout_of(&self, options: CompactOptions) -> (Vec<Part>, BTreeMap<u64, BlockName>) {
         let parts = lock(&self.books).parts(options);
         let names = parts.iter().filter_map(|&(part, id)| Some((part.span.offset, id?))).collect();
         (parts.into_iter().map(|(part, _)| part).collect(), names)

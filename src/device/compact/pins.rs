@@ -8,7 +8,8 @@
 use std::collections::BTreeMap;
 
 use super::plan::Hold;
-use crate::device::index::{ALIGN, BlockId, End};
+use crate::device::index::{ALIGN, End};
+use crate::device::ranges::BlockName;
 
 /// A block that is not like the others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,45 +29,45 @@ impl Entry {
 /// The blocks of a region that are not like the others.
 #[derive(Debug, Default)]
 pub(in crate::device) struct Pins {
-    entries: BTreeMap<BlockId, Entry>,
+    entries: BTreeMap<BlockName, Entry>,
 }
 
 impl Pins {
     /// A block stays until it is unpinned as often.
-    pub(in crate::device) fn pin(&mut self, id: BlockId) {
+    pub(in crate::device) fn pin(&mut self, id: BlockName) {
         self.change(id, |entry| entry.pins = entry.pins.saturating_add(1));
     }
 
     /// Nothing where the block is gone.
-    pub(in crate::device) fn unpin(&mut self, id: BlockId) {
+    pub(in crate::device) fn unpin(&mut self, id: BlockName) {
         if self.entries.contains_key(&id) {
             self.change(id, |entry| entry.pins = entry.pins.saturating_sub(1));
         }
     }
 
     /// A block may move to multiples of `align` only.
-    pub(in crate::device) fn align(&mut self, id: BlockId, align: u64) {
+    pub(in crate::device) fn align(&mut self, id: BlockName, align: u64) {
         self.change(id, |entry| entry.align = align.max(ALIGN));
     }
 
     /// The contents of a block were lost.
-    pub(in crate::device) fn lose(&mut self, id: BlockId) {
+    pub(in crate::device) fn lose(&mut self, id: BlockName) {
         self.change(id, |entry| entry.is_lost = true);
     }
 
-    pub(in crate::device) fn is_lost(&self, id: BlockId) -> bool {
+    pub(in crate::device) fn is_lost(&self, id: BlockName) -> bool {
         self.entries.get(&id).is_some_and(|entry| entry.is_lost)
     }
 
     /// The block is gone. A comparison where no block has an entry.
-    pub(in crate::device) fn forget(&mut self, id: BlockId) {
+    pub(in crate::device) fn forget(&mut self, id: BlockName) {
         if !self.entries.is_empty() {
             self.entries.remove(&id);
         }
     }
 
     /// What holds a block that belongs to this end.
-    pub(in crate::device) fn hold(&self, id: BlockId, end: End) -> Hold {
+    pub(in crate::device) fn hold(&self, id: BlockName, end: End) -> Hold {
         let entry = self.entries.get(&id).copied().unwrap_or(Entry::NONE);
         if entry.pins > 0 || entry.is_lost {
             return Hold::Stays;
@@ -78,11 +79,11 @@ impl Pins {
     ///
     /// # Panics
     /// Where it is broken.
-    pub(in crate::device) fn validate(&self, is_live: impl Fn(BlockId) -> bool) {
+    pub(in crate::device) fn validate(&self, is_live: impl Fn(BlockName) -> bool) {
         assert!(self.entries.iter().all(|(&id, &entry)| is_live(id) && entry != Entry::NONE));
     }
 
-    fn change(&mut self, id: BlockId, act: impl FnOnce(&mut Entry)) {
+    fn change(&mut self, id: BlockName, act: impl FnOnce(&mut Entry)) {
         let entry = self.entries.entry(id).or_insert(Entry::NONE);
         act(entry);
         if *entry == Entry::NONE {

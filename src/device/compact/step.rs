@@ -17,7 +17,7 @@ use crate::device::books::Books;
 use crate::device::driver::sealed::Key;
 use crate::device::driver::{DeviceAddress, DriverError};
 use crate::device::error::DeviceError;
-use crate::device::index::BlockId;
+use crate::device::ranges::BlockName;
 use crate::device::region::{Placed, Region};
 use crate::device::shared::Shared;
 use crate::sync::atomic::Ordering;
@@ -27,7 +27,7 @@ use crate::sync::{MutexGuard, lock, wait};
 #[derive(Clone, Copy, Debug)]
 pub(in crate::device) struct Moving {
     pub(in crate::device) region: Region,
-    pub(in crate::device) id: BlockId,
+    pub(in crate::device) id: BlockName,
     /// Its owner has freed it.
     pub(in crate::device) freed: Option<Placed>,
 }
@@ -62,7 +62,7 @@ impl Shared {
     pub(super) fn move_block(
         &self,
         options: CompactOptions,
-        id: BlockId,
+        id: BlockName,
         made: Move,
     ) -> Result<Step, DeviceError> {
         let region = options.region;
@@ -167,7 +167,7 @@ impl Shared {
         &'a self,
         mut books: MutexGuard<'a, Books>,
         region: Region,
-        id: BlockId,
+        id: BlockName,
     ) -> MutexGuard<'a, Books> {
         while books.moving.is_some_and(|moving| (moving.region, moving.id) == (region, id)) {
             books = wait(&self.settled, books);
@@ -200,7 +200,7 @@ impl Shared {
 }
 
 /// Why a move cannot be made now, if so.
-fn refuses(books: &Books, options: CompactOptions, id: BlockId, made: Move) -> Option<Step> {
+fn refuses(books: &Books, options: CompactOptions, id: BlockName, made: Move) -> Option<Step> {
     if books.leases > 0 || books.entering > 0 {
         return Some(Step::Busy);
     }
@@ -209,5 +209,7 @@ fn refuses(books: &Books, options: CompactOptions, id: BlockId, made: Move) -> O
         Hold::Moves { align, .. } => made.to.is_multiple_of(align),
         Hold::Stays => false,
     };
-    (!is_there || !fits).then_some(Step::Skipped)
+    // Blocks keep to their range.
+    let is_beside = books.region(options.region).is_of_one_range(made.source(), made.destination());
+    (!is_there || !fits || !is_beside).then_some(Step::Skipped)
 }

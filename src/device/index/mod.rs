@@ -60,7 +60,7 @@ impl Span {
 }
 
 /// An end of the range of offsets.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum End {
     /// Offset 0.
     Low,

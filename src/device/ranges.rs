@@ -1,0 +1,229 @@
+//! The addresses of a region in two ranges: large blocks from its low end, small ones in a range of
+//! their own at its high end.
+//!
+//! A small block that stays would pin a granule among large ones; here small blocks share granules
+//! with small blocks. The small range is a ninth of the addresses, which cost nothing; where it is
+//! full, or memory is short, a small block is placed among the large. Between the ranges stands a
+//! wall, a granule that is nobody's, so that no free span crosses the border.
+//!
+//! It joins two indexes under one set of names and decides nothing about memory.
+//!
+//! Invariants: large range, wall and small range tile `[0, span)`; a name is of one range for ever.
+
+use super::index::{BlockId, BlockIndex, End, ExchangeError, Request, Span, StaleBlock};
+
+/// The part of the addresses that the small range gets: one in so many.
+const SMALL_PART: u64 = 9;
+
+/// The name of one live block of a region; never given twice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct BlockName {
+    end: End,
+    id: BlockId,
+}
+
+impl BlockName {
+    /// The end of the region that its range is at.
+    pub(super) const fn end(self) -> End {
+        self.end
+    }
+}
+
+/// The blocks of a region.
+#[derive(Debug)]
+pub(super) struct Ranges {
+    low: BlockIndex,
+    high: BlockIndex,
+    /// Where the high range begins.
+    high_at: u64,
+}
+
+/// How many bytes of addresses a region needs so that its large range has `large` of them: a
+/// multiple of the granule, which `large` is one of.
+pub(super) fn span_for(large: u64, granule: u64) -> u64 {
+    let small = (large / (SMALL_PART - 1)).next_multiple_of(granule);
+    large.saturating_add(small).saturating_add(granule)
+}
+
+impl Ranges {
+    /// All of it free. With fewer than [`SMALL_PART`] granules there is no small range.
+    pub(super) fn new(span: u64, granule: u64) -> Self {
+        let small = span / SMALL_PART / granule * granule;
+        let wall = if small > 0 { granule } else { 0 };
+        let high_at = span - small;
+        Self { low: BlockIndex::new(high_at - wall), high: BlockIndex::new(small), high_at }
+    }
+
+    /// The addresses that large blocks can have.
+    pub(super) const fn large(&self) -> u64 {
+        self.low.span()
+    }
+
+    /// The wall between the ranges, where there are two.
+    pub(super) const fn wall(&self) -> Option<Span> {
+        let span = Span { offset: self.low.span(), size: self.high_at - self.low.span() };
+        if span.size > 0 { Some(span) } else { None }
+    }
+
+    /// As [`BlockIndex::take`], in the range at the request's end; where a small block finds no
+    /// address there, among the large.
+    pub(super) fn take(
+        &mut self,
+        request: Request,
+        cost: impl Fn(Span) -> u64,
+    ) -> Option<(BlockName, Span)> {
+        if request.end == End::High && self.high.span() > 0 {
+            let at = self.high_at;
+            let found = self.high.take(request, |span| cost(up(span, at)));
+            if let Some((id, span)) = found {
+                return Some((BlockName { end: End::High, id }, up(span, at)));
+            }
+        }
+        let (id, span) = self.low.take(Request { end: End::Low, ..request }, cost)?;
+        Some((BlockName { end: End::Low, id }, span))
+    }
+
+    /// As [`BlockIndex::take_at`].
+    pub(super) fn take_at(&mut self, span: Span) -> Option<BlockName> {
+        let (index, end, at) = if span.offset >= self.high_at {
+            (&mut self.high, End::High, self.high_at)
+        } else {
+            (&mut self.low, End::Low, 0)
+        };
+        let id = index.take_at(Span { offset: span.offset - at, ..span })?;
+        Some(BlockName { end, id })
+    }
+
+    /// As [`BlockIndex::release`].
+    pub(super) fn release(&mut self, name: BlockName) -> Result<Span, StaleBlock> {
+        let (index, at) = self.of_mut(name);
+        Ok(up(index.release(name.id)?, at))
+    }
+
+    /// As [`BlockIndex::span_of`].
+    pub(super) fn span_of(&self, name: BlockName) -> Result<Span, StaleBlock> {
+        let (index, at) = self.of(name);
+        Ok(up(index.span_of(name.id)?, at))
+    }
+
+    /// As [`BlockIndex::resize`]; a block stays in its range.
+    pub(super) fn resize(
+        &mut self,
+        name: BlockName,
+        size: u64,
+    ) -> Result<Option<Span>, StaleBlock> {
+        let (index, at) = self.of_mut(name);
+        Ok(index.resize(name.id, size)?.map(|span| up(span, at)))
+    }
+
+    /// As [`BlockIndex::exchange`], of two blocks of one range.
+    pub(super) fn exchange(
+        &mut self,
+        name: BlockName,
+        other: BlockName,
+    ) -> Result<(), ExchangeError> {
+        if name.end != other.end {
+            let (left, right) = (self.span_of(name)?, self.span_of(other)?);
+            return Err(ExchangeError::Unlike { left, right });
+        }
+        self.of_mut(name).0.exchange(name.id, other.id)
+    }
+
+    /// Bytes of all live blocks.
+    pub(super) const fn live(&self) -> u64 {
+        self.low.live() + self.high.live()
+    }
+
+    /// Bytes that the indexes themselves take.
+    pub(super) const fn metadata(&self) -> usize {
+        self.low.metadata() + self.high.metadata()
+    }
+
+    /// As [`BlockIndex::largest`].
+    pub(super) fn largest(&self, measure: impl Fn(Span) -> u64) -> u64 {
+        let high = self.high.largest(|span| measure(up(span, self.high_at)));
+        high.max(self.low.largest(measure))
+    }
+
+    /// As [`BlockIndex::blocks`]: those of the low range, then those of the high one. The wall is
+    /// not among them.
+    pub(super) fn blocks(&self) -> impl Iterator<Item = (Span, Option<BlockName>)> {
+        let named = |end: End| move |id: BlockId| BlockName { end, id };
+        let low = self.low.blocks().map(move |(span, id)| (span, id.map(named(End::Low))));
+        let high = self.high.blocks();
+        let high = high.map(move |(span, id)| (up(span, self.high_at), id.map(named(End::High))));
+        low.chain(high)
+    }
+
+    /// # Panics
+    /// Where an invariant is broken.
+    pub(super) fn validate(&self) {
+        self.low.validate();
+        self.high.validate();
+    }
+
+    fn of(&self, name: BlockName) -> (&BlockIndex, u64) {
+        match name.end {
+            End::Low => (&self.low, 0),
+            End::High => (&self.high, self.high_at),
+        }
+    }
+
+    fn of_mut(&mut self, name: BlockName) -> (&mut BlockIndex, u64) {
+        match name.end {
+            End::Low => (&mut self.low, 0),
+            End::High => (&mut self.high, self.high_at),
+        }
+    }
+}
+
+/// A span of a range that begins at `at`.
+const fn up(span: Span, at: u64) -> Span {
+    Span { offset: span.offset + at, size: span.size }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GRANULE: u64 = 1 << 20;
+
+    fn request(size: u64, end: End) -> Request {
+        Request { size, align: 256, end }
+    }
+
+    #[test]
+    fn small_blocks_have_a_range_of_their_own_and_go_among_the_large_when_it_is_full() {
+        let mut ranges = Ranges::new(span_for(16 * GRANULE, GRANULE), GRANULE);
+        assert_eq!(ranges.large(), 16 * GRANULE);
+        let wall = ranges.wall().expect("two ranges");
+        let (mut above, mut below) = (0, 0);
+        while let Some((name, span)) = ranges.take(request(GRANULE / 2, End::High), |_| 0) {
+            assert_eq!(ranges.span_of(name), Ok(span));
+            assert_eq!(name.end() == End::High, span.offset >= wall.end());
+            *(if span.offset >= wall.end() { &mut above } else { &mut below }) += 1;
+            assert!(span.end() <= wall.offset || span.offset >= wall.end());
+        }
+        assert_eq!((above, below), (4, 32), "all addresses but the wall's");
+        ranges.validate();
+    }
+
+    #[test]
+    fn blocks_of_two_ranges_do_not_change_places() {
+        let mut ranges = Ranges::new(span_for(16 * GRANULE, GRANULE), GRANULE);
+        let (small, _) = ranges.take(request(512, End::High), |_| 0).expect("room");
+        let (large, _) = ranges.take(request(512, End::Low), |_| 0).expect("room");
+        assert!(matches!(ranges.exchange(small, large), Err(ExchangeError::Unlike { .. })));
+        let small = ranges.release(small).expect("live");
+        assert!(small.offset > 16 * GRANULE && ranges.take_at(small).is_some());
+        ranges.validate();
+    }
+
+    #[test]
+    fn a_few_granules_are_one_range() {
+        let mut ranges = Ranges::new(4 * GRANULE, GRANULE);
+        assert_eq!((ranges.large(), ranges.wall()), (4 * GRANULE, None));
+        let (_, span) = ranges.take(request(512, End::High), |_| 0).expect("room");
+        assert_eq!(span.offset, 0);
+    }
+}
