@@ -10,6 +10,7 @@
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 #![expect(clippy::cast_precision_loss, reason = "figures of a bench are far below 2^52")]
 
+mod arena;
 mod chance;
 mod count;
 mod granules;
@@ -73,6 +74,7 @@ fn main() -> ExitCode {
     failures(&mut figures, cli.more_seeds);
     virtual_memory(&mut figures);
     metadata(&mut figures);
+    arena::measure(&mut figures);
     if figures.print() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
