@@ -63,6 +63,7 @@ impl Driver for Model {
             host_backed: false,
             same_address_wake: false,
             asynchronous: false,
+            page_locked: false,
             granularity: ByteSize::new(GRANULE),
         }
     }
