@@ -163,7 +163,7 @@ impl<T: Pod> Buffer<T> {
         Ok(BlockPin::new(&self.home.shared, self.region, self.block.map(|block| block.id)))
     }
 
-    #[cfg(test)]
+    #[cfg(all(test, not(lowtide_loom)))]
     pub(super) fn block_id(&self) -> Option<super::ranges::BlockName> {
         self.block.map(|block| block.id)
     }

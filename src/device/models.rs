@@ -63,6 +63,7 @@ impl Driver for Model {
             host_backed: false,
             same_address_wake: false,
             asynchronous: false,
+            page_locked: false,
             granularity: ByteSize::new(GRANULE),
         }
     }
@@ -95,6 +96,9 @@ impl Driver for Model {
         _: ByteSize,
         _: Key,
     ) -> Result<(), DriverError> {
+        if let Some(arena) = self.arena.get().and_then(Weak::upgrade) {
+            assert_eq!(lock(&arena.books).leases, 0, "a block moves under a lease");
+        }
         Ok(())
     }
 
@@ -204,5 +208,42 @@ fn a_front_that_is_emptied_hands_nothing_out_twice() {
             assert!(arena.glance().live >= ByteSize::new(512));
             drop((held, other));
         });
+    });
+}
+
+/// Two blocks of a region, apart from each other: a compaction moves one.
+fn fragmented(arena: &DeviceArena) -> [Buffer<u8>; 2] {
+    let block = || arena.alloc::<u8>(512, Region::Dynamic).expect("room");
+    let (first, gone, second) = (block(), block(), block());
+    drop(gone);
+    [first, second]
+}
+
+fn compact(arena: &DeviceArena) {
+    let goal = Goal::Contiguous(ByteSize::MAX);
+    let options = CompactOptions { goal, ..CompactOptions::new(Region::Dynamic) };
+    arena.compact(options, |_| {}).expect("nothing fails");
+}
+
+#[test]
+fn a_lease_and_a_move_exclude_each_other() {
+    loom::model(|| {
+        let (arena, driver) = open(4);
+        let blocks = fragmented(&arena);
+        both(arena.clone(), &driver, compact, |arena| {
+            let lease = arena.enter().expect("after one move at most");
+            assert!(lock(&arena.shared_arc().books).moving.is_none());
+            drop(lease);
+            drop(blocks);
+        });
+    });
+}
+
+#[test]
+fn a_block_is_freed_once_before_while_or_after_it_moves() {
+    loom::model(|| {
+        let (arena, driver) = open(4);
+        let blocks = fragmented(&arena);
+        both(arena, &driver, compact, |_| drop(blocks));
     });
 }
