@@ -29,7 +29,7 @@ use super::snapshot::{ArenaGlance, ArenaSnapshot};
 use crate::bytes::ByteSize;
 use crate::clock::Clock;
 use crate::fork::Birth;
-use crate::sync::atomic::{AtomicBool, Ordering};
+use crate::sync::atomic::AtomicBool;
 use crate::sync::{Condvar, Mutex, lock};
 
 /// A device arena: a cheap handle, the same arena for every clone.
@@ -196,8 +196,7 @@ impl DeviceArena {
     /// Sets how many bytes each thread's front may keep; zero for none.
     pub fn set_front(&self, front: ByteSize) {
         if self.shared.check_here().is_ok() {
-            let decay = lock(&self.shared.books).curve.time();
-            self.shared.fronts.set(front, decay);
+            self.shared.fronts.set_room(front);
             self.shared.empty_fronts();
         }
     }
@@ -213,15 +212,8 @@ impl DeviceArena {
     pub fn close(&self) -> Result<(), DeviceError> {
         let shared = &self.shared;
         shared.check_here()?;
-        if shared.closed.swap(true, Ordering::Relaxed) {
+        if !shared.close()? {
             return Ok(());
-        }
-        let snapshot = shared.settled_snapshot();
-        let count = snapshot.allocs_total - snapshot.frees_total;
-        if count > 0 {
-            shared.closed.store(false, Ordering::Relaxed);
-            let arena = shared.name.clone();
-            return Err(DeviceError::LiveBlocks { arena, count, bytes: snapshot.live });
         }
         tracing::info!(arena = self.name(), "the arena was closed");
         self.purge().map(drop)

@@ -34,6 +34,8 @@ pub(super) enum Cause {
     Device,
     Addresses,
     Driver,
+    /// Nobody's failure, and not counted.
+    Closed,
 }
 
 /// An allocation that failed.
@@ -201,9 +203,19 @@ impl Books {
     }
 
     /// Books what came of the memory that a resized block grew by.
-    pub(super) fn end_resize(&mut self, region: Region, change: [Placed; 2], done: bool) {
+    pub(super) fn end_resize(
+        &mut self,
+        region: Region,
+        change: [Placed; 2],
+        done: bool,
+        clock: &dyn Clock,
+    ) {
         let [before, after] = change;
+        let idle = self.idle();
         self.region_mut(region).end_resize(before, after, done);
+        if self.idle() > idle {
+            self.note_idle(clock.now());
+        }
         if done {
             self.totals.resizes += 1;
             self.totals.alloc_size_max = self.totals.alloc_size_max.max(after.span.size);
@@ -232,6 +244,8 @@ impl Books {
             self.totals.commits += 1;
             self.totals.committed_bytes += size.get();
         }
+        // What was to be committed ahead was counted as idle.
+        self.curve.note_used(self.idle());
         if idle > 0 {
             self.note_idle(now); // some of it was committed ahead
         }

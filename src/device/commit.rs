@@ -35,7 +35,7 @@ enum Shortage {
 enum Room {
     /// Idle granules were given back.
     Made,
-    /// Idle granules are being given back by another thread.
+    /// Idle granules are being given back, or committed ahead, by another thread.
     Coming,
     /// All idle granules together would not do.
     None,
@@ -47,19 +47,29 @@ impl Shared {
     /// # Errors
     /// `OutOfAddresses`, `OutOfMemory`, or `Driver`.
     pub(super) fn obtain(&self, region: Region, wanted: Wanted) -> Result<Placed, DeviceError> {
-        match self.try_obtain(region, wanted) {
-            Ok(placed) => Ok(placed),
-            Err(refusal) if refusal.error.is_out_of_memory() && self.empty_fronts() => {
-                self.try_obtain(region, wanted).map_err(|refusal| self.note_refusal(refusal))
+        self.insist(|| self.try_obtain(region, wanted))
+    }
+
+    /// Tries; where there is no room, once more with the fronts empty and kept so. A refusal is
+    /// counted.
+    fn insist<T>(&self, attempt: impl Fn() -> Result<T, Refusal>) -> Result<T, DeviceError> {
+        let swept = self.fronts.swept();
+        let mut outcome = attempt();
+        if outcome.as_ref().is_err_and(|refusal| refusal.error.is_out_of_memory()) {
+            let _shut = self.fronts.shut();
+            // Another thread may have emptied them since: that is room as well.
+            if self.empty_fronts() || self.fronts.swept() != swept {
+                outcome = attempt();
             }
-            Err(refusal) => Err(self.note_refusal(refusal)),
         }
+        outcome.map_err(|refusal| self.note_refusal(refusal))
     }
 
     fn try_obtain(&self, region: Region, wanted: Wanted) -> Result<Placed, Refusal> {
         let mut books = self.books();
         let placed = books.place(region, wanted)?;
         let (mut books, outcome) = self.back(books, region, placed.span);
+        let outcome = outcome.and_then(|()| self.check_arrival());
         match outcome {
             Ok(()) => books.arrive(region, placed),
             Err(_) => books.withdraw(region, placed, &*self.clock),
@@ -77,17 +87,30 @@ impl Shared {
         placed: Placed,
         requested: u64,
     ) -> Result<Option<Placed>, DeviceError> {
+        self.insist(|| self.try_resize_in_place(region, placed, requested))
+    }
+
+    fn try_resize_in_place(
+        &self,
+        region: Region,
+        placed: Placed,
+        requested: u64,
+    ) -> Result<Option<Placed>, Refusal> {
         let mut books = self.books();
         let Some(resized) = books.begin_resize(region, placed, requested, &*self.clock) else {
             return Ok(None);
         };
         let (mut books, outcome) = self.back(books, region, resized.span);
-        books.end_resize(region, [placed, resized], outcome.is_ok());
-        drop(books);
-        match outcome {
-            Ok(()) => Ok(Some(resized)),
-            Err(refusal) => Err(self.note_refusal(refusal)),
+        books.end_resize(region, [placed, resized], outcome.is_ok(), &*self.clock);
+        outcome.map(|()| Some(resized))
+    }
+
+    /// Refuses a block whose memory came when the arena was closed already: under the lock.
+    fn check_arrival(&self) -> Result<(), Refusal> {
+        if self.is_closed() {
+            return Err(Refusal { cause: Cause::Closed, error: self.was_closed() });
         }
+        Ok(())
     }
 
     /// A larger block with the contents of a live one, which is freed.
@@ -179,9 +202,8 @@ impl Shared {
             Some(error) => Err(error),
             None if given.granules > 0 => Ok(Room::Made),
             // Nothing could be marked, so the lock was never given up, and the idle granules
-            // counted above are on their way out.
-            None if books.leaving() > 0 => Ok(Room::Coming),
-            None => Ok(Room::None),
+            // counted above are on their way: out, or here ahead of another thread's block.
+            None => Ok(Room::Coming),
         };
         (books, room)
     }
@@ -222,6 +244,7 @@ impl Shared {
             Cause::Device => &mut failures.device,
             Cause::Addresses => &mut failures.addresses,
             Cause::Driver => &mut failures.driver,
+            Cause::Closed => return refusal.error,
         } += 1;
         refusal.error
     }

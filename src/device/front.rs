@@ -217,11 +217,9 @@ impl Home {
         if shared.check_here().is_err() {
             return;
         }
-        let room = shared.front_room();
         let key = Key::new(region, placed.span.size);
-        if placed.span.size <= room && self.give(key, (region, placed), room) {
-            shared.note_kept();
-        } else {
+        let small = placed.span.size <= shared.front_room();
+        if !(small && self.give(key, (region, placed))) {
             shared.release(region, placed);
         }
     }
@@ -239,12 +237,17 @@ impl Home {
 
     /// Puts a freed block into the front; `false` where it belongs to the books: its size is not
     /// hot, there is no room, or the front is busy.
-    fn give(&self, key: Key, kept: Kept, room: u64) -> bool {
+    fn give(&self, key: Key, kept: Kept) -> bool {
         let Some(mut front) = try_lock(&self.front) else {
             self.shared.note_contended();
             return false;
         };
-        let taken = front.give(key, kept, room);
+        // Both under the front's lock: whoever empties it after shutting the fronts finds this
+        // block, or this finds no room.
+        let taken = front.give(key, kept, self.shared.front_room());
+        if taken {
+            self.shared.note_kept();
+        }
         self.cached.store(front.tally.cached(), Ordering::Relaxed);
         taken
     }
