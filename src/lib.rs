@@ -41,6 +41,7 @@
 //! | [`config`] | `memory` | settings, profiles, `LOWTIDE_*` variables |
 //! | `service` | `service` | a tower layer and HTTP endpoints |
 //! | `metrics::prometheus` | `prometheus` | set-up of metrics-exporter-prometheus |
+//! | - | `memory-viz` | [`device::ArenaMap`] as a snapshot for PyTorch's `memory_viz` |
 //! | - | `interpose` | C and C++ libraries in the process use jemalloc as well |
 //! | - | `profiling` | jemalloc's heap profiler |
 //! | - | `cuda` | probes for a CUDA driver, re-exports cudarc; no arena in CUDA memory yet |

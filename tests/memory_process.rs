@@ -10,10 +10,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use lowtide::clock::ManualClock;
+use lowtide::config::arena::{ArenaOptions, RunOptions};
 use lowtide::config::{Config, DeviceChoice, Profile, env};
 use lowtide::control::{AcquireError, Cost, Managed, UnloadError};
 use lowtide::device::{DeviceArena, DeviceError, Region};
-use lowtide::memory::{Builder, MemoryError, StartError};
+use lowtide::memory::{ArenaUse, Builder, MemoryError, ScopeError, ShrinkError, Slot, StartError};
 use lowtide::{ByteSize, Memory};
 use tikv_jemalloc_ctl::{background_thread, max_background_threads, raw};
 
@@ -55,7 +56,14 @@ fn first_broken(checks: &[bool]) -> i32 {
     broken.map_or(0, |at| i32::try_from(at).unwrap_or(99) + 1)
 }
 
-fn check_child(memory: &Memory, arena: &DeviceArena, model: &Managed<i32>) -> i32 {
+fn check_child(
+    memory: &Memory,
+    arena: &DeviceArena,
+    model: &Managed<i32>,
+    session: &ArenaUse,
+) -> i32 {
+    let (slot, none) = (session.slot().clone(), ArenaOptions::new());
+    let forked = ScopeError::Memory(MemoryError::Forked);
     let unloaded = model.unload_now(Duration::ZERO);
     let later = memory.register(memory.managed("later", || Ok(1)));
     memory.request_purge();
@@ -69,6 +77,12 @@ fn check_child(memory: &Memory, arena: &DeviceArena, model: &Managed<i32>) -> i3
         matches!(unloaded, Err(UnloadError::Forked { .. })),
         snapshot.heap.is_none() && snapshot.arenas.is_empty() && snapshot.resources.is_empty(),
         memory.notes().is_empty(),
+        session.alloc::<u8>(1, Region::Dynamic).err() == Some(DeviceError::Forked),
+        memory.use_arena(&slot, &none).err() == Some(forked.clone()),
+        memory.replace_arena(&slot, &none).err() == Some(forked.clone()),
+        memory.unshare_arena(&slot) == Err(forked),
+        memory.arena_slots().is_empty() && memory.arena_options(&slot).is_none(),
+        memory.shrink("gpu:0") == Err(ShrinkError::Memory(MemoryError::Forked)),
         memory.shutdown(SOON).forked,
     ])
 }
@@ -91,11 +105,15 @@ fn a_forked_child_gets_typed_errors_its_drops_do_nothing_and_it_ends() {
     let model = memory.register(model).expect("registered");
     let guard = model.acquire_blocking().expect("loads");
     let permit = memory.admission().try_admit(Cost::host(ByteSize::kib(1))).expect("fits");
+    let slot = Slot::device("session", 0);
+    let session = memory.use_arena(&slot, &ArenaOptions::new()).expect("opened");
+    let targets = RunOptions::shrinking("gpu:0".parse().expect("valid"));
+    let run = memory.run(targets).expect("begins");
     assert!(clock.wait_for_waiters(2, PATIENCE), "both threads rest while the process forks");
 
     let code = forked(|| {
-        let code = check_child(&memory, &arena, &model);
-        drop((guard, permit, buffer, model, arena, memory));
+        let code = check_child(&memory, &arena, &model, &session);
+        drop((guard, permit, buffer, model, arena, session, run, memory));
         code
     });
     assert_eq!(code, 0, "the check of this number failed in the child");

@@ -7,19 +7,27 @@
 //!
 //! Invariant: `live_peak <= committed_peak` for every replay.
 
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::Path;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use lowtide::ByteSize;
 use lowtide::clock::{Clock, ManualClock};
 use lowtide::decay::DecayTime;
 use lowtide::device::{ArenaConfig, Buffer, DeviceArena, DeviceError, HostDriver, Region};
+use lowtide::{BoxError, ByteSize};
 
 use crate::rivals::smallest;
 use crate::trace::{Event, Trace};
 
 /// How often a replay is timed.
 const TIMED: usize = 5;
+
+/// Events that a picture's arena keeps.
+const HISTORY: usize = 20_000;
+/// How far apart events are on a picture's time line: traces have no times.
+const EVENT_APART: Duration = Duration::from_micros(10);
 
 /// What a replay came to.
 #[derive(Clone, Copy, Debug)]
@@ -85,6 +93,28 @@ fn replay(trace: &Trace, decay: DecayTime) -> Result<Replay, DeviceError> {
     })
 }
 
+/// Writes pictures of the first instant at which most was committed: as `measure` with memory given
+/// back at once.
+pub(crate) fn draw(trace: &Trace, folder: &Path) -> Result<(), BoxError> {
+    let committed_peak = replay(trace, DecayTime::AtOnce)?.committed_peak;
+    let mut player = Player::with_history(trace, ByteSize::MAX, DecayTime::AtOnce, HISTORY)?;
+    for &event in &trace.events {
+        player.clock.advance(EVENT_APART);
+        player.play(event)?;
+        if player.arena.glance().committed.get() == committed_peak {
+            break;
+        }
+        player.give_back()?;
+    }
+    let map = player.arena.map();
+    std::fs::create_dir_all(folder)?;
+    std::fs::write(folder.join(format!("{}.svg", trace.name)), map.to_svg())?;
+    let pickle = File::create(folder.join(format!("{}.pickle", trace.name)))?;
+    let mut pickle = BufWriter::new(pickle);
+    map.write_memory_viz(&mut pickle)?;
+    Ok(pickle.flush()?)
+}
+
 fn smallest_limit(trace: &Trace) -> Result<Option<u64>, DeviceError> {
     let default = ArenaConfig::new("").decay;
     let granule = Player::new(trace, ByteSize::MAX, default)?.arena.capabilities().granularity;
@@ -119,8 +149,17 @@ struct Player {
 
 impl Player {
     fn new(trace: &Trace, limit: ByteSize, decay: DecayTime) -> Result<Self, DeviceError> {
+        Self::with_history(trace, limit, decay, 0)
+    }
+
+    fn with_history(
+        trace: &Trace,
+        limit: ByteSize,
+        decay: DecayTime,
+        history: usize,
+    ) -> Result<Self, DeviceError> {
         let clock = Arc::new(ManualClock::new());
-        let config = ArenaConfig { limit, decay, ..ArenaConfig::new("replay") };
+        let config = ArenaConfig { limit, decay, history, ..ArenaConfig::new(&trace.name) };
         let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock.clone(), config)?;
         let buffers = (0..trace.blocks).map(|_| None).collect();
         Ok(Self { arena, clock, decay, buffers })

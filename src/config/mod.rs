@@ -8,6 +8,7 @@
 //!
 //! Invariant: for every setting, `effective = environment, else code, else profile or default`.
 
+pub mod arena;
 pub mod env;
 mod profile;
 mod resolve;

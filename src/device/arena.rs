@@ -90,6 +90,7 @@ impl DeviceArena {
         let reserved = [&stable, &dynamic].map(|segment| ByteSize::new(segment.reserved()));
         let regions = [stable, dynamic].map(RegionBooks::new);
         let books = Books::new(regions, granularity, &config, clock.now());
+        let front = books.history.front_kept(config.front);
         let shared = Arc::new(Shared {
             driver,
             clock,
@@ -97,7 +98,7 @@ impl DeviceArena {
             settled: Condvar::new(),
             capabilities,
             reserved,
-            fronts: Fronts::new(config.front, config.decay),
+            fronts: Fronts::new(front, config.decay),
             closed: AtomicBool::new(false),
             birth: Birth::now(),
             name: config.name,
@@ -105,6 +106,8 @@ impl DeviceArena {
         let homes: Arc<[_]> =
             (0..front::homes()).map(|_| Arc::new(Home::new(Arc::clone(&shared)))).collect();
         shared.fronts.know(homes.iter().map(Arc::downgrade).collect());
+        let (arena, rung) = (&shared.name, shared.driver.rung());
+        tracing::info!(arena, %rung, limit = %config.limit, "an arena was opened");
         Ok(Self { shared, homes })
     }
 
@@ -167,12 +170,7 @@ impl DeviceArena {
     /// # Errors
     /// [`DeviceError::TooManyLeases`], [`DeviceError::Forked`].
     pub fn enter(&self) -> Result<Lease, DeviceError> {
-        self.shared.check_open()?;
-        let mut books = self.shared.books();
-        let leases = books.leases.checked_add(1);
-        books.leases = leases.ok_or(DeviceError::TooManyLeases { limit: u32::MAX })?;
-        drop(books);
-        Ok(Lease { arena: Arc::clone(&self.shared) })
+        Lease::of(&self.shared)
     }
 
     /// Sets the most that may be committed. What is above it stays until it is freed or given
@@ -193,9 +191,11 @@ impl DeviceArena {
         lock(&self.shared.books).limit
     }
 
-    /// Sets how many bytes each thread's front may keep; zero for none.
+    /// Sets how many bytes each thread's front may keep; zero for none. Where events are kept, no
+    /// front is.
     pub fn set_front(&self, front: ByteSize) {
         if self.shared.check_here().is_ok() {
+            let front = lock(&self.shared.books).history.front_kept(front);
             self.shared.fronts.set_room(front);
             self.shared.empty_fronts();
         }
@@ -282,6 +282,11 @@ impl DeviceArena {
     }
 
     pub(super) fn shared(&self) -> &Shared {
+        &self.shared
+    }
+
+    #[cfg(all(test, lowtide_loom))]
+    pub(super) fn shared_arc(&self) -> &Arc<Shared> {
         &self.shared
     }
 

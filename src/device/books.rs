@@ -15,7 +15,9 @@ use super::driver::{DeviceAddress, Rung};
 use super::error::DeviceError;
 use super::front::{Kept, Tally};
 use super::growth::Steps;
+use super::history::History;
 use super::index::Span;
+use super::picture::Act;
 use super::region::{Placed, Region, RegionBooks, Wanted};
 use super::segment::Run;
 use super::snapshot::{AllocFailures, ArenaSnapshot};
@@ -91,6 +93,8 @@ pub(super) struct Books {
     pub(super) steps: Steps,
     /// Blocks given out by address, by that address.
     pub(super) raw: BTreeMap<DeviceAddress, Kept>,
+    /// The last events, where they are kept.
+    pub(super) history: History,
 }
 
 impl Books {
@@ -111,6 +115,7 @@ impl Books {
             curve: Curve::new(config.decay, now),
             steps: Steps::new(config.growth),
             raw: BTreeMap::new(),
+            history: History::new(config.history),
         }
     }
 
@@ -197,7 +202,7 @@ impl Books {
         debug_assert!(resized.is_ok(), "only its buffer resizes a block");
         self.curve.note_used(self.idle());
         if self.idle() > idle {
-            self.note_idle(clock.now());
+            self.note_idle(clock);
         }
         resized.ok().flatten()
     }
@@ -214,7 +219,7 @@ impl Books {
         let idle = self.idle();
         self.region_mut(region).end_resize(before, after, done);
         if self.idle() > idle {
-            self.note_idle(clock.now());
+            self.note_idle(clock);
         }
         if done {
             self.totals.resizes += 1;
@@ -235,19 +240,20 @@ impl Books {
     }
 
     /// Books what came of a commit.
-    pub(super) fn end_commit(&mut self, region: Region, run: Run, done: bool, now: Moment) {
+    pub(super) fn end_commit(&mut self, region: Region, run: Run, done: bool, clock: &dyn Clock) {
         let idle = self.idle();
         let segment = &mut self.region_mut(region).segment;
-        let (_, size) = segment.place_of(run);
+        let (at, size) = segment.place_of(run);
         segment.end_commit(run, done);
         if done {
+            self.history.record(clock, Act::Commit, at.get(), size);
             self.totals.commits += 1;
             self.totals.committed_bytes += size.get();
         }
         // What was to be committed ahead was counted as idle.
         self.curve.note_used(self.idle());
         if idle > 0 {
-            self.note_idle(now); // some of it was committed ahead
+            self.note_idle(clock); // some of it was committed ahead
         }
     }
 
@@ -256,7 +262,7 @@ impl Books {
         let gone = self.region_mut(region).withdraw(placed);
         debug_assert!(gone.is_ok(), "a placed block is known to the index");
         if gone == Ok(true) {
-            self.note_idle(clock.now());
+            self.note_idle(clock);
         }
     }
 
@@ -266,9 +272,25 @@ impl Books {
         debug_assert!(gone.is_ok(), "only its buffer frees a block, once");
         if let Ok(went_idle) = gone {
             self.totals.frees += 1;
+            self.record(clock, Act::Free, placed);
             if went_idle {
-                self.note_idle(clock.now());
+                self.note_idle(clock);
             }
+        }
+    }
+
+    /// Records what became of a block.
+    pub(super) fn record(&mut self, clock: &dyn Clock, act: Act, placed: Placed) {
+        self.history.record(clock, act, placed.at.get(), ByteSize::new(placed.requested));
+    }
+
+    /// Records that there was no memory for a block.
+    pub(super) fn record_refusal(&mut self, error: &DeviceError, clock: &dyn Clock) {
+        if let DeviceError::OutOfMemory { requested, .. } = *error {
+            let limited = self.limit != ByteSize::MAX;
+            let headroom = self.limit.get().saturating_sub(self.backed()) * u64::from(limited);
+            let act = Act::OutOfMemory { headroom: ByteSize::new(headroom) };
+            self.history.record(clock, act, 0, requested);
         }
     }
 
@@ -326,8 +348,8 @@ impl Books {
         self.curve.set_time(time, self.idle(), now);
     }
 
-    fn note_idle(&mut self, now: Moment) {
-        self.curve.note_idle(self.idle(), now);
+    fn note_idle(&mut self, clock: &dyn Clock) {
+        self.curve.note_idle(self.idle(), clock);
     }
 
     /// All figures at this instant, with what the fronts did.

@@ -70,6 +70,14 @@ impl<T: Pod> Buffer<T> {
         self.region
     }
 
+    /// The right to use the arena that the buffer is in: for who has the buffer and not the arena.
+    ///
+    /// # Errors
+    /// As [`DeviceArena::enter`](super::DeviceArena::enter).
+    pub fn enter(&self) -> Result<Lease, DeviceError> {
+        Lease::of(&self.home.shared)
+    }
+
     /// The elements, for as long as the lease is held.
     ///
     /// # Errors

@@ -12,6 +12,7 @@ use super::driver::DriverError;
 use super::driver::sealed::Key;
 use super::error::DeviceError;
 use super::index::Span;
+use super::picture::Act;
 use super::region::{Placed, Region, Wanted};
 use super::segment::Run;
 use super::shared::Shared;
@@ -71,7 +72,11 @@ impl Shared {
         let (mut books, outcome) = self.back(books, region, placed.span);
         let outcome = outcome.and_then(|()| self.check_arrival());
         match outcome {
-            Ok(()) => books.arrive(region, placed),
+            Ok(()) => {
+                books.arrive(region, placed);
+                books.record(&*self.clock, Act::Alloc, placed);
+                self.fronts.note_live(books.live(), books.limit.get());
+            }
             Err(_) => books.withdraw(region, placed, &*self.clock),
         }
         outcome.map(|()| placed)
@@ -102,6 +107,10 @@ impl Shared {
         };
         let (mut books, outcome) = self.back(books, region, resized.span);
         books.end_resize(region, [placed, resized], outcome.is_ok(), &*self.clock);
+        if outcome.is_ok() {
+            books.record(&*self.clock, Act::Free, placed);
+            books.record(&*self.clock, Act::Alloc, resized);
+        }
         outcome.map(|()| Some(resized))
     }
 
@@ -137,6 +146,9 @@ impl Shared {
         region: Region,
         span: Span,
     ) -> (MutexGuard<'a, Books>, Result<(), Refusal>) {
+        if books.region(region).segment.is_committed(span) {
+            return (books, Ok(()));
+        }
         let mut attempts = ATTEMPTS_BESIDE + books.granules_for(books.idle());
         let mut grow = books.steps.grow();
         loop {
@@ -227,10 +239,9 @@ impl Shared {
             }
             done += 1;
         }
-        let now = self.clock.now();
         let mut books = lock(&self.books);
         for (nth, &run) in runs.iter().enumerate() {
-            books.end_commit(region, run, nth < done, now);
+            books.end_commit(region, run, nth < done, &*self.clock);
         }
         self.settled.notify_all();
         (books, outcome)
@@ -238,7 +249,10 @@ impl Shared {
 
     /// Counts a refusal.
     fn note_refusal(&self, refusal: Refusal) -> DeviceError {
-        let failures = &mut lock(&self.books).totals.failures;
+        tracing::debug!(arena = self.name, error = %refusal.error, "an allocation was refused");
+        let mut books = lock(&self.books);
+        books.record_refusal(&refusal.error, &*self.clock);
+        let failures = &mut books.totals.failures;
         *match refusal.cause {
             Cause::Limit => &mut failures.limit,
             Cause::Device => &mut failures.device,

@@ -57,6 +57,9 @@ pub struct ArenaConfig {
     /// other threads until memory is short or they cool; zero for none. Nothing is kept where idle
     /// memory is given back at once.
     pub front: ByteSize,
+    /// How many of its last events the arena keeps for a [map](super::DeviceArena::map); none by
+    /// default, 262,144 at most, 40 bytes each. Where some are kept, no front is.
+    pub history: usize,
 }
 
 impl ArenaConfig {
@@ -70,6 +73,7 @@ impl ArenaConfig {
             decay: DECAY,
             growth: Growth::SameAsRequested,
             front: FRONT,
+            history: 0,
         }
     }
 }

@@ -9,7 +9,7 @@
 use std::time::Duration;
 
 use crate::bytes::ByteSize;
-use crate::clock::Moment;
+use crate::clock::{Clock, Moment};
 use crate::decay::{Decay, DecayTime, STEPS};
 
 /// How long a failed look waits before the next: a driver that is out of order is not hammered.
@@ -81,12 +81,15 @@ impl Curve {
         self.idle_low = self.idle_low.saturating_sub(bytes);
     }
 
-    /// Sees to it that memory which just went idle is looked at. Costs a comparison, and the
-    /// curve's sum once a step.
-    pub(super) fn note_idle(&mut self, idle: u64, now: Moment) {
+    /// Sees to it that memory which just went idle is looked at. Costs a comparison while a look is
+    /// due anyway, else a look at the clock, and the curve's sum once a step.
+    pub(super) fn note_idle(&mut self, idle: u64, clock: &dyn Clock) {
+        if self.due <= self.note_at || self.decay.time() == DecayTime::Never {
+            return; // that look will see it, or nobody ever looks
+        }
+        let now = clock.now();
         let look = match self.decay.time() {
-            DecayTime::Never => return,
-            DecayTime::AtOnce => now,
+            DecayTime::Never | DecayTime::AtOnce => now,
             DecayTime::Within(_) if now < self.note_at => self.note_at,
             DecayTime::Within(_) => {
                 let _ = self.tell(idle, now);

@@ -182,14 +182,14 @@ impl Front {
     }
 
     /// Takes out the blocks of the sizes that `gone` names.
-    fn empty(&mut self, out: &mut Vec<Kept>, gone: impl Fn(&Class) -> bool) {
+    fn empty(&mut self, gone: impl Fn(&Class) -> bool, mut out: impl FnMut(Kept)) {
         for class in self.classes.iter_mut().filter(|class| gone(class)) {
             class.kept = 0;
             for (region, placed) in mem::take(&mut class.blocks).into_iter().flatten() {
                 // The books count its release: the front has not freed it any more.
                 self.tally.frees -= 1;
                 self.tally.went(region, placed.span.size, placed.requested);
-                out.push((region, placed));
+                out((region, placed));
             }
         }
     }
@@ -225,14 +225,27 @@ impl Home {
     }
 
     /// A block of this size out of the front; `None` where it has none, or is busy.
+    ///
+    /// Where it has none, what it keeps goes back to the books unless those are busy: the books
+    /// then place the request with all free space before them, as close as without fronts.
     pub(super) fn take(&self, key: Key, align: u64, requested: u64) -> Option<Placed> {
         let Some(mut front) = try_lock(&self.front) else {
             self.shared.note_contended();
             return None;
         };
-        let placed = front.take(key, align, requested)?;
+        let placed = front.take(key, align, requested);
+        if placed.is_none() {
+            if front.tally.cached() == 0 {
+                return None;
+            }
+            let mut books = try_lock(&self.shared.books)?;
+            let clock = &*self.shared.clock;
+            front.empty(|_| true, |(region, placed)| books.release(region, placed, clock));
+            drop(books);
+            self.shared.note_swept();
+        }
         self.cached.store(front.tally.cached(), Ordering::Relaxed);
-        Some(placed)
+        placed
     }
 
     /// Puts a freed block into the front; `false` where it belongs to the books: its size is not
@@ -280,7 +293,7 @@ impl Home {
 
     fn sweep(&self, out: &mut Vec<Kept>, gone: impl Fn(&Class) -> bool) -> bool {
         let mut front = lock(&self.front);
-        front.empty(out, gone);
+        front.empty(gone, |kept| out.push(kept));
         self.cached.store(front.tally.cached(), Ordering::Relaxed);
         front.tally.cached() > 0
     }

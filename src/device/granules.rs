@@ -25,8 +25,12 @@ struct Word {
 }
 
 impl Word {
+    const fn committed(self) -> u64 {
+        self.backed & !(self.committing | self.leaving)
+    }
+
     const fn may_leave(self) -> u64 {
-        self.backed & !(self.touched | self.committing | self.leaving)
+        self.committed() & !self.touched
     }
 }
 
@@ -116,6 +120,13 @@ impl Granules {
             count(mask & !(word.backed & !word.leaving))
         };
         masks(range).map(known).sum()
+    }
+
+    /// Whether all of them are committed, and stay so.
+    pub(super) fn are_committed(&self, range: Range<usize>) -> bool {
+        masks(range).all(|(at, mask)| {
+            self.words.get(at).is_some_and(|word| word.committed() & mask == mask)
+        })
     }
 
     /// Whether a driver call is under way for one of them.
@@ -213,8 +224,7 @@ impl Granules {
 
     /// Whether there is memory behind it, to stay.
     pub(super) fn is_committed(&self, granule: usize) -> bool {
-        let committed = |word: &Word| word.backed & !(word.committing | word.leaving);
-        self.words.get(granule / 64).is_some_and(|word| committed(word) >> (granule % 64) & 1 == 1)
+        self.are_committed(granule..granule + 1)
     }
 
     /// Every run of backed granules, from the end inward.

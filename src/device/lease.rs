@@ -8,6 +8,7 @@
 
 use std::sync::Arc;
 
+use super::error::DeviceError;
 use super::shared::Shared;
 
 /// Keeps an arena awake; had from [`DeviceArena::enter`](super::DeviceArena::enter).
@@ -36,6 +37,18 @@ use super::shared::Shared;
 #[must_use = "an arena is awake only while the lease is held"]
 pub struct Lease {
     pub(super) arena: Arc<Shared>,
+}
+
+impl Lease {
+    /// One more lease of an arena.
+    pub(super) fn of(arena: &Arc<Shared>) -> Result<Self, DeviceError> {
+        arena.check_open()?;
+        let mut books = arena.books();
+        let leases = books.leases.checked_add(1);
+        books.leases = leases.ok_or(DeviceError::TooManyLeases { limit: u32::MAX })?;
+        drop(books);
+        Ok(Self { arena: Arc::clone(arena) })
+    }
 }
 
 impl Drop for Lease {

@@ -45,8 +45,11 @@ mod error;
 mod front;
 mod granules;
 mod growth;
+mod history;
 pub mod index;
 mod lease;
+mod map;
+pub mod picture;
 mod raw;
 mod reclaim;
 mod region;
@@ -61,10 +64,13 @@ pub use config::{ArenaConfig, Growth};
 pub use driver::host::HostDriver;
 pub use error::DeviceError;
 pub use lease::Lease;
+pub use picture::ArenaMap;
 pub use raw::RawBlock;
 pub use reclaim::Decayed;
 pub use region::Region;
 pub use snapshot::{AllocFailures, ArenaGlance, ArenaSnapshot, RegionSnapshot};
 
-#[cfg(test)]
+#[cfg(all(test, lowtide_loom))]
+mod models;
+#[cfg(all(test, not(lowtide_loom)))]
 mod tests;

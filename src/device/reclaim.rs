@@ -15,6 +15,7 @@ use super::curve::Look;
 use super::driver::DriverError;
 use super::driver::sealed::Key;
 use super::error::DeviceError;
+use super::picture::Act;
 use super::shared::Shared;
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
@@ -75,7 +76,11 @@ impl DeviceArena {
         shared.debug_validate();
         match given.error {
             Some(error) => Err(error.into()),
-            None => Ok(Decayed { released, next }),
+            None if released.is_zero() => Ok(Decayed { released, next }),
+            None => {
+                tracing::debug!(arena = self.name(), %released, "idle memory decayed");
+                Ok(Decayed { released, next })
+            }
         }
     }
 
@@ -204,6 +209,9 @@ impl Shared {
         let mut books = lock(&self.books);
         for (nth, &place) in leaving.iter().enumerate() {
             books.end_leave(place, nth < done);
+            if nth < done {
+                books.history.record(&*self.clock, Act::Decommit, place.at.get(), place.size);
+            }
         }
         self.settled.notify_all();
         let granules = leaving[..done].iter().map(|place| place.run.granules()).sum();

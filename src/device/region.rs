@@ -239,14 +239,18 @@ impl RegionBooks {
         }
     }
 
+    /// Every block that is live or arriving, in address order.
+    pub(super) fn live_spans(&self) -> impl Iterator<Item = Span> {
+        self.index.blocks().filter(|(_, name)| name.is_some()).map(|(span, _)| span)
+    }
+
     /// Walks everything and checks the invariants.
     ///
     /// # Panics
     /// Where one is broken.
     pub(super) fn validate(&self) {
         self.index.validate();
-        let live = self.index.blocks().filter(|(_, name)| name.is_some()).map(|(span, _)| span);
-        self.segment.validate(live);
+        self.segment.validate(self.live_spans());
         assert_eq!(self.live + self.arriving, self.index.live());
         assert!(self.live <= self.segment.active(), "live blocks lie on active granules");
     }

@@ -148,16 +148,23 @@ impl Segment {
         self.idle() > idle_before
     }
 
+    /// Whether every granule of the span is committed, and no driver call under way for it.
+    pub(super) fn is_committed(&self, span: Span) -> bool {
+        self.in_halves(self.granules_of(span), true, |half, range, so_far| {
+            so_far && half.are_committed(range)
+        })
+    }
+
     /// Whether a driver call is under way for a granule of the span.
     pub(super) fn is_moving(&self, span: Span) -> bool {
-        let [low, high] = self.parts(self.granules_of(span));
-        self.low.is_moving(low) || self.high.is_moving(high)
+        self.in_halves(self.granules_of(span), false, |half, range, so_far| {
+            so_far || half.is_moving(range)
+        })
     }
 
     /// Granules of the span that have no memory behind them to stay.
     pub(super) fn wanting(&self, span: Span) -> u64 {
-        let [low, high] = self.parts(self.granules_of(span));
-        self.low.wanting(low) + self.high.wanting(high)
+        self.in_halves(self.granules_of(span), 0, |half, range, sum| sum + half.wanting(range))
     }
 
     /// What a block there costs beyond its size: granules to commit first, then those of its edges
@@ -169,7 +176,7 @@ impl Segment {
             let (half, at) = self.half(granule);
             !half.is_touched(at)
         });
-        self.wanting(span) * 4 + opened.count() as u64
+        opened.count() as u64 * (1 << 32) + self.wanting(span)
     }
 
     /// Marks the bare granules of a touched span as committing, and up to `ahead` of those that
@@ -305,7 +312,28 @@ impl Segment {
         [low, mirrored(self.count, high)]
     }
 
+    /// Folds over the parts of a range in the two halves; most lie in one.
+    fn in_halves<R>(
+        &self,
+        range: Range<usize>,
+        start: R,
+        of: impl Fn(&Granules, Range<usize>, R) -> R,
+    ) -> R {
+        if range.end <= self.middle {
+            return of(&self.low, range, start);
+        }
+        let [low, high] = self.parts(range);
+        let start = if low.is_empty() { start } else { of(&self.low, low, start) };
+        of(&self.high, high, start)
+    }
+
     fn each_part(&mut self, range: Range<usize>, act: impl Fn(&mut Granules, Range<usize>)) {
+        if range.end <= self.middle {
+            if !range.is_empty() {
+                act(&mut self.low, range);
+            }
+            return;
+        }
         let [low, high] = self.parts(range);
         for (half, part) in [(&mut self.low, low), (&mut self.high, high)] {
             if !part.is_empty() {

@@ -21,7 +21,7 @@ use crate::clock::Clock;
 use crate::decay::DecayTime;
 use crate::fork::Birth;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use crate::sync::{Condvar, Mutex, MutexGuard, lock, try_lock};
+use crate::sync::{Condvar, Mutex, MutexGuard, caught, lock, try_lock};
 
 /// What is shared.
 pub(super) struct Shared {
@@ -49,16 +49,23 @@ pub(super) struct Fronts {
     /// so that a front which was emptied after this became zero stays empty.
     room: AtomicU64,
     rules: Mutex<Rules>,
+    /// Little is left under the limit: what a front keeps would be missed elsewhere.
+    tight: AtomicBool,
     /// Some front may hold something; set under that front's lock.
     hold: AtomicBool,
     /// Held from when blocks are taken out of the fronts until they are in the books: meanwhile
     /// neither counts them as free.
     sweep: Mutex<()>,
-    /// Times that blocks came to the books that way.
-    swept: AtomicU64,
+    /// Times that blocks came from a front to the books.
+    swept: Apart,
     /// Times that a front was found busy.
     contended: AtomicU64,
 }
+
+/// A count on lines of its own: it is written where the rest is read by every thread.
+#[derive(Debug, Default)]
+#[repr(align(128))]
+struct Apart(AtomicU64);
 
 /// How much a front may keep, and why nothing.
 #[derive(Debug, Default)]
@@ -99,6 +106,15 @@ impl Fronts {
         self.set(|rules| rules.room_max = room_max);
     }
 
+    /// Notes how much of the limit is live: from seven eighths on, fronts keep nothing.
+    pub(super) fn note_live(&self, live: u64, limit: u64) {
+        let tight = live > limit - limit / 8;
+        // Read first, as in `Shared::note_kept`.
+        if self.tight.load(Ordering::Relaxed) != tight {
+            self.tight.store(tight, Ordering::Relaxed);
+        }
+    }
+
     /// Sets how long idle memory may stay: where that is not at all, fronts keep nothing.
     pub(super) fn set_decay(&self, decay: DecayTime) {
         self.set(|rules| rules.at_once = decay == DecayTime::AtOnce);
@@ -112,7 +128,7 @@ impl Fronts {
 
     /// How often blocks came from the fronts to the books.
     pub(super) fn swept(&self) -> u64 {
-        self.swept.load(Ordering::Acquire)
+        self.swept.0.load(Ordering::Acquire)
     }
 
     fn set(&self, change: impl FnOnce(&mut Rules)) {
@@ -183,7 +199,8 @@ impl Shared {
 
     /// The most bytes that a front may keep now.
     pub(super) fn front_room(&self) -> u64 {
-        self.fronts.room.load(Ordering::Relaxed)
+        let tight = self.fronts.tight.load(Ordering::Relaxed);
+        if tight { 0 } else { self.fronts.room.load(Ordering::Relaxed) }
     }
 
     /// Notes that a front holds something.
@@ -241,8 +258,13 @@ impl Shared {
             return false;
         }
         self.release_all(blocks);
-        self.fronts.swept.fetch_add(1, Ordering::Release);
+        self.note_swept();
         true
+    }
+
+    /// Notes that blocks came from a front to the books.
+    pub(super) fn note_swept(&self) {
+        self.fronts.swept.0.fetch_add(1, Ordering::Release);
     }
 
     fn homes(&self) -> impl Iterator<Item = Arc<Home>> {
@@ -318,6 +340,8 @@ impl Drop for Shared {
         if self.check_here().is_err() {
             return;
         }
+        // Whoever listens is not ours, and nothing unwinds out of a drop.
+        let _ = caught(|| tracing::info!(arena = self.name, "an arena is gone"));
         let books = lock(&self.books);
         for region in Region::ALL {
             let segment = &books.region(region).segment;

@@ -20,10 +20,14 @@ use crate::fork::Birth;
 use crate::host::{self, Difference, HeapProbe, HeapProfile, HeapSettings};
 use crate::sync::{Mutex, lock};
 
+use super::arenas::Arenas;
 use super::error::{Note, StartError};
 use super::hands::{Hook, IdleGranules, WorkerHands};
+use super::published::Gone;
+use super::scopes::Scopes;
 use super::sensor::MemorySensor;
-use super::shared::{Arenas, Purges, Shared};
+use super::shared::{Purges, Shared};
+use super::shrink::ShrinksAsked;
 use super::{Claim, Ends, Inner, Memory, Started, Threads};
 
 /// Stack of a thread of ours. Both call little; what they touch of it is a few KiB.
@@ -187,6 +191,9 @@ impl Builder {
             purges: Purges::default(),
             claim,
             arenas,
+            scopes: Scopes::default(),
+            gone: Gone::default(),
+            shrinks: ShrinksAsked::default(),
         });
         notes.into_iter().for_each(|note| shared.note(note));
         *lock(&joined) = Some(Arc::clone(&shared));

@@ -44,6 +44,8 @@ impl Hands for WorkerHands {
                 self.shared.note(Note { about: "device", text });
             }
         }
+        self.shared.shrink_asked();
+        self.shared.sweep();
     }
 
     fn publish(&mut self, now: Moment) {
@@ -57,6 +59,7 @@ impl Hands for WorkerHands {
             self.hook_at = now + HOOK_EVERY;
             record::describe();
         }
+        self.shared.sweep();
         let start = self.shared.clock.now();
         let snapshot = self.shared.snapshot();
         record::build_info(snapshot.profile.name());
@@ -69,7 +72,7 @@ impl Hands for WorkerHands {
         for (heap, bytes) in self.shared.purges.bytes() {
             record::purged(heap, bytes);
         }
-        for arena in &snapshot.arenas {
+        for arena in &self.shared.gone.published(&snapshot.arenas, &snapshot.draining) {
             record::arena(arena);
         }
         record::pressure(&snapshot.signal, &self.shared.state);

@@ -8,11 +8,15 @@
 //! Invariants: at most one `Memory` runs in a process; `threads = 2` while it does, 0 after
 //! [`Memory::shutdown`]; dropping it never blocks.
 
+mod arenas;
 mod builder;
 mod error;
 mod hands;
+mod published;
+mod scopes;
 mod sensor;
 mod shared;
+mod shrink;
 mod snapshot;
 
 use std::fmt;
@@ -34,7 +38,9 @@ use crate::sync::{Mutex, lock};
 
 pub use builder::Builder;
 pub use error::{MemoryError, Note, StartError};
+pub use scopes::{ArenaReport, ArenaUse, Replaced, ScopeError, Slot, SlotKind, SlotSnapshot};
 pub use shared::Purged;
+pub use shrink::{Run, ShrinkError, ShrinkFailure, ShrinkOutcome, Shrunk, ShrunkTarget};
 pub use snapshot::{BudgetSnapshot, MemorySnapshot};
 
 use shared::Shared;

@@ -18,7 +18,7 @@ use crate::clock::{Clock, Moment};
 use crate::control::{Glance, Sample, Sensor, Signal, Signals};
 use crate::host::{HeapProbe, HeapSnapshot};
 
-use super::shared::Arenas;
+use super::arenas::Arenas;
 
 /// The part of a core that refreshing jemalloc's statistics may take: one in so many.
 const EPOCH_SHARE: u32 = 333;

@@ -22,12 +22,14 @@ use crate::fork::Birth;
 use crate::host::{self, HeapProbe, HostError, Outcome, PurgeReport};
 use crate::sync::{Mutex, lock};
 
+use super::arenas::Arenas;
 use super::error::{MemoryError, Note};
+use super::published::Gone;
+use super::scopes::Scopes;
+use super::shrink::ShrinksAsked;
 use super::snapshot::{BudgetSnapshot, MemorySnapshot};
 use super::{Claim, resource_stats};
 
-/// Arenas of one `Memory`: the sampler looks at each.
-pub(super) const ARENAS_MAX: usize = 64;
 /// Notes that are kept; more of them would be noise.
 const NOTES_MAX: usize = 64;
 
@@ -46,6 +48,9 @@ pub(super) struct Shared {
     pub(super) purges: Purges,
     pub(super) claim: Arc<Claim>,
     pub(super) arenas: Arenas,
+    pub(super) scopes: Scopes,
+    pub(super) gone: Gone,
+    pub(super) shrinks: ShrinksAsked,
 }
 
 /// Counts of purges, for metrics.
@@ -89,17 +94,6 @@ impl Purged {
     }
 }
 
-/// The arenas of a `Memory`, shared with its sensor.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Arenas(Arc<Mutex<Vec<DeviceArena>>>);
-
-impl Arenas {
-    /// Runs over all arenas, without copying the list, under its lock: for calls that are short.
-    pub(super) fn each(&self, see: impl FnMut(&DeviceArena)) {
-        lock(&self.0).iter().for_each(see);
-    }
-}
-
 impl Shared {
     pub(super) fn check_here(&self) -> Result<(), MemoryError> {
         if self.birth.is_here() { Ok(()) } else { Err(MemoryError::Forked) }
@@ -116,7 +110,7 @@ impl Shared {
 
     /// The arenas; none in a forked child, as with [`Shared::notes`].
     pub(super) fn arenas(&self) -> Vec<DeviceArena> {
-        if self.birth.is_here() { lock(&self.arenas.0).clone() } else { Vec::new() }
+        if self.birth.is_here() { self.arenas.all() } else { Vec::new() }
     }
 
     /// Whether device memory is host memory.
@@ -126,42 +120,29 @@ impl Shared {
 
     pub(super) fn open_arena(&self, config: ArenaConfig) -> Result<DeviceArena, MemoryError> {
         self.check_here()?;
+        self.arenas.admit(&config.name, None)?;
+        let arena = self.open_apart(config)?;
+        // Looked at again: another thread may have opened one meanwhile.
+        self.arenas.add(&arena, None)?;
+        Ok(arena)
+    }
+
+    /// Opens an arena that is not among ours yet.
+    pub(super) fn open_apart(&self, config: ArenaConfig) -> Result<DeviceArena, MemoryError> {
         let name = config.name.clone();
         let Some(driver) = &self.driver else {
             return Err(MemoryError::NoDevice { arena: name });
         };
-        let admit = |arenas: &[DeviceArena]| {
-            if arenas.len() >= ARENAS_MAX {
-                return Err(MemoryError::TooManyArenas { max: ARENAS_MAX });
-            }
-            if arenas.iter().any(|arena| arena.name() == name) {
-                return Err(MemoryError::DuplicateArena { arena: name.clone() });
-            }
-            Ok(())
-        };
-        admit(&lock(&self.arenas.0))?;
-        let arena = DeviceArena::open(Arc::clone(driver), Arc::clone(&self.clock), config)
-            .map_err(|error| MemoryError::Arena { arena: name.clone(), error })?;
-        let mut arenas = lock(&self.arenas.0);
-        // Looked at again: another thread may have opened one meanwhile.
-        admit(&arenas)?;
-        arenas.push(arena.clone());
-        Ok(arena)
+        DeviceArena::open(Arc::clone(driver), Arc::clone(&self.clock), config)
+            .map_err(|error| MemoryError::Arena { arena: name, error })
     }
 
     /// Purges heap and arenas on this thread, and counts it.
     pub(super) fn purge(&self, trigger: Trigger) -> Purged {
         let start = self.clock.now();
-        let heap = host::purge(&*self.clock);
+        let heap = self.purge_heap();
         let device = self.arenas().iter().map(|arena| self.purged(arena)).sum();
         let took = self.clock.now() - start;
-        match &heap {
-            Ok(report) => {
-                Purges::add(&self.purges.jemalloc_bytes, report.jemalloc.outcome);
-                Purges::add(&self.purges.libc_bytes, report.libc.outcome);
-            }
-            Err(error) => self.note(Note { about: "heap", text: error.to_string() }),
-        }
         self.purges.by_trigger[trigger as usize].fetch_add(1, Ordering::Relaxed);
         crate::metrics::record::purge_duration(took);
         let purged = Purged { heap, device, took };
@@ -175,8 +156,21 @@ impl Shared {
         purged
     }
 
+    /// Purges the heap and counts the bytes; an error is also a note.
+    pub(super) fn purge_heap(&self) -> Result<PurgeReport, HostError> {
+        let heap = host::purge(&*self.clock);
+        match &heap {
+            Ok(report) => {
+                Purges::add(&self.purges.jemalloc_bytes, report.jemalloc.outcome);
+                Purges::add(&self.purges.libc_bytes, report.libc.outcome);
+            }
+            Err(error) => self.note(Note { about: "heap", text: error.to_string() }),
+        }
+        heap
+    }
+
     /// What an arena's purge gave back; an error is a note, and costs nothing.
-    fn purged(&self, arena: &DeviceArena) -> ByteSize {
+    pub(super) fn purged(&self, arena: &DeviceArena) -> ByteSize {
         arena.purge().unwrap_or_else(|error| {
             self.note(Note { about: "device", text: format!("{}: {error}", arena.name()) });
             ByteSize::ZERO
@@ -227,10 +221,12 @@ impl Shared {
             }
         };
         let signal = self.signals.sample();
+        let (arenas, draining) = if here { self.arenas.parted() } else { Default::default() };
         MemorySnapshot {
             profile: self.config.profile.value,
             heap: self.heap.as_ref().and_then(|heap| heap.snapshot().ok()),
-            arenas: self.arenas().iter().map(DeviceArena::snapshot).collect(),
+            arenas: arenas.iter().map(DeviceArena::snapshot).collect(),
+            draining: draining.iter().map(DeviceArena::snapshot).collect(),
             signal,
             oom_kills: self.signals.oom_kills(),
             physical: signal.physical,

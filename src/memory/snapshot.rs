@@ -21,6 +21,8 @@ pub struct MemorySnapshot {
     pub heap: Option<HeapSnapshot>,
     /// The device arenas that were opened here.
     pub arenas: Vec<ArenaSnapshot>,
+    /// Arenas that were replaced or left by their last user, and still have live blocks.
+    pub draining: Vec<ArenaSnapshot>,
     /// What the kernel says, read now.
     pub signal: Signal,
     /// Processes of the cgroup that the kernel has killed for memory, where it says so.

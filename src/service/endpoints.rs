@@ -145,6 +145,7 @@ fn document(snapshot: &MemorySnapshot) -> Value {
         "device": {
             "budget": budget(&snapshot.device),
             "arenas": snapshot.arenas.iter().map(arena).collect::<Vec<_>>(),
+            "draining": snapshot.draining.iter().map(arena).collect::<Vec<_>>(),
         },
         "requests": {
             "admitted": snapshot.admission.admitted_total,
@@ -168,14 +169,32 @@ fn arena(arena: &ArenaSnapshot) -> Value {
         "name": arena.name,
         "rung": arena.rung.name(),
         "live_bytes": arena.live.get(),
+        "live_peak_bytes": arena.live_peak.get(),
+        "cached_bytes": arena.cached.get(),
         "requested_bytes": arena.requested.get(),
         "active_bytes": arena.active.get(),
         "idle_bytes": arena.idle.get(),
         "committed_bytes": arena.committed.get(),
+        "committed_peak_bytes": arena.committed_peak.get(),
         "retained_bytes": arena.retained().get(),
+        "holes_bytes": arena.holes.get(),
+        "largest_free_bytes": arena.largest_free.get(),
         "reserved_bytes": arena.reserved.get(),
+        "metadata_bytes": arena.metadata.get(),
         "limit_bytes": limit(arena.limit),
         "leases": arena.leases,
+        "allocs": arena.allocs_total,
+        "front_allocs": arena.front_allocs_total,
+        "failures": arena
+            .alloc_failures_total
+            .by_reason()
+            .map(|(reason, total)| (reason.to_owned(), json!(total)))
+            .into_iter()
+            .collect::<serde_json::Map<_, _>>(),
+        "trimmed_bytes": arena.trimmed_bytes_total,
+        "shrunk_bytes": arena.shrunk_bytes_total,
+        "lock_contended": arena.lock_contended_total,
+        "lock_wait_seconds": arena.lock_wait_total.as_secs_f64(),
     })
 }
 

@@ -1,0 +1,254 @@
+//! The nine keys: their spellings, defaults and the values that each can have.
+//!
+//! The spellings, defaults and bounds are ONNX Runtime's (its CUDA plugin's, where its arenas
+//! differ: that one refuses what the older ones pass over). A value is read strictly: digits and
+//! nothing else, where ONNX Runtime's `stoi` takes `12abc` for 12.
+//!
+//! Invariant: every key has one name in each dialect that knows it, and a default that it can have.
+
+use std::fmt;
+
+use crate::bytes::ByteSize;
+
+/// ONNX Runtime keeps these in an `int`.
+const INT_MAX: u64 = i32::MAX as u64;
+/// And this in an `int64_t`.
+const INT64_MAX: u64 = i64::MAX as u64;
+
+/// An option of an arena.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum ArenaKey {
+    /// `arena.extend_strategy`: by how much the arena grows.
+    ExtendStrategy,
+    /// `arena.initial_chunk_size_bytes`: the first step of growth.
+    InitialBytes,
+    /// `arena.max_dead_bytes_per_chunk`: from which remainder a block is split.
+    DeadBytes,
+    /// `arena.initial_growth_chunk_size_bytes`: the first step after a shrink.
+    RegrowthBytes,
+    /// `arena.max_power_of_two_extend_bytes`: the largest step.
+    StepMaxBytes,
+    /// `arena.max_mem`: the most that may be committed; 0 for no limit.
+    Limit,
+    /// `arena.use_cuda_mempool`: CUDA's own pool instead of an arena.
+    UsePool,
+    /// `arena.cuda_mempool_release_threshold`: what that pool keeps.
+    PoolThreshold,
+    /// `arena.cuda_mempool_bytes_to_keep_on_shrink`: what a shrink leaves that pool.
+    PoolKeep,
+}
+
+/// By how much an arena grows.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ExtendStrategy {
+    /// `0`, `kNextPowerOfTwo`: in steps that double.
+    #[default]
+    NextPowerOfTwo,
+    /// `1`, `kSameAsRequested`: by what is asked for.
+    SameAsRequested,
+}
+
+/// The value of an option.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ArenaValue {
+    /// Of [`ArenaKey::ExtendStrategy`].
+    Strategy(ExtendStrategy),
+    /// Of [`ArenaKey::UsePool`].
+    Flag(bool),
+    /// Of all others; [`ByteSize::MAX`] for a limit that is none.
+    Bytes(ByteSize),
+}
+
+/// Where a text stands: the same names have other rules there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Dialect {
+    /// `arena.*`, bare or behind a scope.
+    Keys,
+    /// `OrtArenaCfg`, by the names of its V2 function: -1 means that nobody said.
+    ArenaCfg,
+    /// Options of ONNX Runtime's own CUDA provider: the strategies have names.
+    Provider,
+}
+
+impl ArenaKey {
+    /// All of them, in ONNX Runtime's order.
+    pub const ALL: [Self; 9] = [
+        Self::ExtendStrategy,
+        Self::InitialBytes,
+        Self::DeadBytes,
+        Self::RegrowthBytes,
+        Self::StepMaxBytes,
+        Self::Limit,
+        Self::UsePool,
+        Self::PoolThreshold,
+        Self::PoolKeep,
+    ];
+
+    /// ONNX Runtime's name.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::ExtendStrategy => "arena.extend_strategy",
+            Self::InitialBytes => "arena.initial_chunk_size_bytes",
+            Self::DeadBytes => "arena.max_dead_bytes_per_chunk",
+            Self::RegrowthBytes => "arena.initial_growth_chunk_size_bytes",
+            Self::StepMaxBytes => "arena.max_power_of_two_extend_bytes",
+            Self::Limit => "arena.max_mem",
+            Self::UsePool => "arena.use_cuda_mempool",
+            Self::PoolThreshold => "arena.cuda_mempool_release_threshold",
+            Self::PoolKeep => "arena.cuda_mempool_bytes_to_keep_on_shrink",
+        }
+    }
+
+    /// The name in `OrtArenaCfg` (`CreateArenaCfgV2`), which knows six of them.
+    #[must_use]
+    pub const fn arena_cfg_name(self) -> Option<&'static str> {
+        match self {
+            Self::ExtendStrategy => Some("arena_extend_strategy"),
+            Self::InitialBytes => Some("initial_chunk_size_bytes"),
+            Self::DeadBytes => Some("max_dead_bytes_per_chunk"),
+            Self::RegrowthBytes => Some("initial_growth_chunk_size_bytes"),
+            Self::StepMaxBytes => Some("max_power_of_two_extend_bytes"),
+            Self::Limit => Some("max_mem"),
+            Self::UsePool | Self::PoolThreshold | Self::PoolKeep => None,
+        }
+    }
+
+    /// The name among the options of ONNX Runtime's own CUDA provider, which knows two of them.
+    #[must_use]
+    pub const fn provider_name(self) -> Option<&'static str> {
+        match self {
+            Self::ExtendStrategy => Some("arena_extend_strategy"),
+            Self::Limit => Some("gpu_mem_limit"),
+            _ => None,
+        }
+    }
+
+    /// ONNX Runtime's default.
+    #[must_use]
+    pub const fn default_value(self) -> ArenaValue {
+        ArenaValue::Bytes(match self {
+            Self::ExtendStrategy => return ArenaValue::Strategy(ExtendStrategy::NextPowerOfTwo),
+            Self::UsePool => return ArenaValue::Flag(false),
+            Self::InitialBytes => ByteSize::mib(1),
+            Self::DeadBytes => ByteSize::mib(128),
+            Self::RegrowthBytes => ByteSize::mib(2),
+            Self::StepMaxBytes => ByteSize::gib(1),
+            Self::Limit => ByteSize::MAX,
+            Self::PoolThreshold | Self::PoolKeep => ByteSize::ZERO,
+        })
+    }
+
+    /// The key with this name; `None` where the dialect has no such name.
+    pub(super) fn named(name: &str, dialect: Dialect) -> Option<Self> {
+        Self::ALL.into_iter().find(|key| key.name_in(dialect) == Some(name))
+    }
+
+    pub(super) const fn name_in(self, dialect: Dialect) -> Option<&'static str> {
+        match dialect {
+            Dialect::Keys => Some(self.name()),
+            Dialect::ArenaCfg => self.arena_cfg_name(),
+            Dialect::Provider => self.provider_name(),
+        }
+    }
+
+    /// Reads a value; `None` where the text says that nobody said.
+    ///
+    /// # Errors
+    /// What was expected.
+    pub(super) fn read(self, text: &str, dialect: Dialect) -> Result<Option<ArenaValue>, String> {
+        let may_be_unsaid = !matches!(self, Self::Limit) && dialect == Dialect::ArenaCfg;
+        if may_be_unsaid && text == "-1" {
+            return Ok(None);
+        }
+        let value = match self {
+            Self::ExtendStrategy => match text {
+                "0" => Some(ArenaValue::Strategy(ExtendStrategy::NextPowerOfTwo)),
+                "1" => Some(ArenaValue::Strategy(ExtendStrategy::SameAsRequested)),
+                _ if dialect == Dialect::Provider => {
+                    let named = |strategy: &ExtendStrategy| strategy.name() == text;
+                    ExtendStrategy::ALL.into_iter().find(named).map(ArenaValue::Strategy)
+                }
+                _ => None,
+            },
+            Self::UsePool => match text {
+                "0" => Some(ArenaValue::Flag(false)),
+                "1" => Some(ArenaValue::Flag(true)),
+                _ => None,
+            },
+            _ => {
+                let (least, most) = self.bounds();
+                let bytes = whole(text).filter(|bytes| (least..=most).contains(bytes));
+                bytes.map(|bytes| match (self, bytes) {
+                    (Self::Limit, 0) => ArenaValue::Bytes(ByteSize::MAX),
+                    _ => ArenaValue::Bytes(ByteSize::new(bytes)),
+                })
+            }
+        };
+        value.map(Some).ok_or_else(|| self.expected(dialect))
+    }
+
+    /// The least and the most number of bytes.
+    const fn bounds(self) -> (u64, u64) {
+        match self {
+            Self::InitialBytes | Self::DeadBytes | Self::RegrowthBytes => (1, INT_MAX),
+            Self::StepMaxBytes => (1, INT64_MAX),
+            _ => (0, u64::MAX),
+        }
+    }
+
+    /// What a value looks like, to stand after "expected".
+    fn expected(self, dialect: Dialect) -> String {
+        let unsaid = if dialect == Dialect::ArenaCfg { ", or -1 for the default" } else { "" };
+        match self {
+            Self::ExtendStrategy if dialect == Dialect::Provider => {
+                "0 or kNextPowerOfTwo, 1 or kSameAsRequested".to_owned()
+            }
+            Self::ExtendStrategy => {
+                format!("0 (next power of two) or 1 (same as requested){unsaid}")
+            }
+            Self::UsePool => "0 or 1".to_owned(),
+            Self::Limit => "a whole number of bytes below 2^64, 0 for no limit".to_owned(),
+            _ => {
+                let (least, most) = self.bounds();
+                format!("a whole number of bytes from {least} to {most}{unsaid}")
+            }
+        }
+    }
+}
+
+impl fmt::Display for ArenaKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl ExtendStrategy {
+    const ALL: [Self; 2] = [Self::NextPowerOfTwo, Self::SameAsRequested];
+
+    /// ONNX Runtime's name for it.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::NextPowerOfTwo => "kNextPowerOfTwo",
+            Self::SameAsRequested => "kSameAsRequested",
+        }
+    }
+}
+
+impl fmt::Display for ArenaValue {
+    /// For people: `no limit`, `128MiB`, `kSameAsRequested`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Strategy(strategy) => f.pad(strategy.name()),
+            Self::Flag(flag) => f.pad(if *flag { "1" } else { "0" }),
+            Self::Bytes(ByteSize::MAX) => f.pad("no limit"),
+            Self::Bytes(bytes) => f.pad(&bytes.exact()),
+        }
+    }
+}
+
+/// Digits and nothing else.
+pub(super) fn whole(text: &str) -> Option<u64> {
+    text.bytes().all(|byte| byte.is_ascii_digit()).then(|| text.parse().ok()).flatten()
+}

@@ -1,0 +1,193 @@
+//! Which arenas a shrink is for: ONNX Runtime's selector, `cpu:0;gpu:0`, and the option of a run
+//! that carries it.
+//!
+//! It knows no arena: whether a target exists is found by who shrinks. Stricter than ONNX Runtime's
+//! in two ways: an empty entry (`cpu:0;`) and a target named twice are errors.
+//!
+//! Invariant: `parse(targets.to_string()) = targets`, and no target is in it twice.
+
+use std::fmt;
+use std::str::FromStr;
+
+use thiserror::Error;
+
+use super::error::{ArenaOptionsError, OptionFault};
+use super::keys::whole;
+
+/// ONNX Runtime's key of a run's shrink.
+pub const SHRINK_OPTION: &str = "memory.enable_memory_arena_shrinkage";
+
+/// A kind of memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum TargetKind {
+    /// `cpu`: host memory. Here that is the process heap and pinned pools.
+    Cpu,
+    /// `gpu`: device arenas, also where the host driver stands for the device.
+    Gpu,
+}
+
+impl TargetKind {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Cpu => "cpu",
+            Self::Gpu => "gpu",
+        }
+    }
+}
+
+/// What a shrink is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Target {
+    /// Which kind of memory.
+    pub kind: TargetKind,
+    /// Which of that kind.
+    pub id: u32,
+}
+
+impl fmt::Display for Target {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.kind.name(), self.id)
+    }
+}
+
+/// Targets in the order in which they were named; never empty, none of them twice.
+///
+/// ```
+/// use lowtide::config::arena::{SelectorError, Targets};
+/// let targets: Targets = "cpu:0;gpu:0".parse()?;
+/// assert_eq!(targets.iter().count(), 2);
+/// assert!(matches!("tpu:0".parse::<Targets>(), Err(SelectorError::Kind { .. })));
+/// # Ok::<(), SelectorError>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Targets(Vec<Target>);
+
+impl Targets {
+    /// Each, in order.
+    pub fn iter(&self) -> impl Iterator<Item = Target> {
+        self.0.iter().copied()
+    }
+}
+
+impl fmt::Display for Targets {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (at, target) in self.0.iter().enumerate() {
+            let separator = if at == 0 { "" } else { ";" };
+            write!(f, "{separator}{target}")?;
+        }
+        Ok(())
+    }
+}
+
+impl FromStr for Targets {
+    type Err = SelectorError;
+
+    fn from_str(text: &str) -> Result<Self, SelectorError> {
+        let mut targets = Vec::new();
+        for entry in text.split(';') {
+            let owned = || entry.to_owned();
+            if entry.is_empty() {
+                return Err(SelectorError::Empty { selector: text.to_owned() });
+            }
+            let Some((kind, id)) = entry.split_once(':') else {
+                return Err(SelectorError::NoId { entry: owned() });
+            };
+            let known = [TargetKind::Cpu, TargetKind::Gpu];
+            let Some(kind) = known.into_iter().find(|known| known.name() == kind) else {
+                return Err(SelectorError::Kind { entry: owned() });
+            };
+            let id = whole(id).and_then(|id| u32::try_from(id).ok());
+            let id = id.ok_or_else(|| SelectorError::Id { entry: owned() })?;
+            let target = Target { kind, id };
+            // At most as many as were written; a repetition ends it.
+            if targets.contains(&target) {
+                return Err(SelectorError::Twice { target });
+            }
+            targets.push(target);
+        }
+        Ok(Self(targets))
+    }
+}
+
+/// A text that names no targets.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum SelectorError {
+    /// Nothing, or nothing between two semicolons.
+    #[error("the selector {selector:?} has an empty entry: expected such as cpu:0;gpu:0")]
+    Empty {
+        /// The whole text.
+        selector: String,
+    },
+    /// No colon.
+    #[error("{entry:?} names no device: expected such as cpu:0 or gpu:0")]
+    NoId {
+        /// The entry.
+        entry: String,
+    },
+    /// A kind of device that is unknown; `cpu` and `gpu` are, in lower case.
+    #[error("{entry:?} is of an unknown kind of device: expected cpu or gpu")]
+    Kind {
+        /// The entry.
+        entry: String,
+    },
+    /// What stands after the colon is no number of a device.
+    #[error("{entry:?} has no number of a device: expected such as cpu:0 or gpu:0")]
+    Id {
+        /// The entry.
+        entry: String,
+    },
+    /// The same target twice.
+    #[error("{target} is named twice: expected each target once")]
+    Twice {
+        /// Which.
+        target: Target,
+    },
+}
+
+/// The options of one run that concern memory.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct RunOptions {
+    /// What is shrunk when the run ends.
+    pub shrink: Option<Targets>,
+}
+
+impl RunOptions {
+    /// No shrink.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self { shrink: None }
+    }
+
+    /// With a shrink of these targets at the end.
+    #[must_use]
+    pub fn shrinking(targets: Targets) -> Self {
+        Self { shrink: Some(targets) }
+    }
+
+    /// Reads `memory.enable_memory_arena_shrinkage` among the options of a run; the others are not
+    /// about memory and are passed over. An empty value is no shrink, as in ONNX Runtime.
+    ///
+    /// # Errors
+    /// [`OptionFault::BadValue`] with what is wrong with the selector.
+    pub fn from_entries<K: AsRef<str>, V: AsRef<str>>(
+        entries: impl IntoIterator<Item = (K, V)>,
+    ) -> Result<Self, ArenaOptionsError> {
+        let mut options = Self::new();
+        for (key, value) in entries {
+            let (key, value) = (key.as_ref(), value.as_ref());
+            if key != SHRINK_OPTION || value.is_empty() {
+                continue;
+            }
+            let targets = value.parse().map_err(|error: SelectorError| {
+                let (key, value) = (key.to_owned(), value.to_owned());
+                let expected = format!("targets such as cpu:0;gpu:0 ({error})");
+                let faults = vec![OptionFault::BadValue { key, value, expected }];
+                ArenaOptionsError { faults }
+            })?;
+            options.shrink = Some(targets);
+        }
+        Ok(options)
+    }
+}

@@ -1,0 +1,43 @@
+//! Which parts of an arena's address space are drawn, and on what scale.
+//!
+//! Every row shows the same number of bytes, a power of two. Rows without anything committed are
+//! left out, so that a few hundred MiB in a range of 512 GiB fill the picture.
+//!
+//! Invariant: at most `ROWS_MAX` rows, at most `SEGMENTS_MAX` segments.
+
+use super::super::SegmentMap;
+
+/// Rows of all segments together.
+pub(super) const ROWS_MAX: usize = 24;
+/// Segments that are drawn.
+pub(super) const SEGMENTS_MAX: usize = 8;
+/// The least that a row shows: 16 MiB.
+const ROW_MIN: u64 = 16 << 20;
+
+const _: () = assert!(SEGMENTS_MAX <= ROWS_MAX, "on the largest scale each segment is one row");
+
+/// How many bytes a row shows: the least power of two with which all rows fit.
+pub(super) fn row_bytes(segments: &[SegmentMap]) -> u64 {
+    let mut row = ROW_MIN;
+    // At 2^63 bytes a row, each segment has two rows at most; no arena has so many addresses.
+    while row < 1 << 62 {
+        let count: usize = segments.iter().map(|segment| rows(segment, row).len()).sum();
+        if count <= ROWS_MAX {
+            break;
+        }
+        row *= 2;
+    }
+    row
+}
+
+/// The rows of a segment that have something committed, by number; not more than are ever drawn.
+pub(super) fn rows(segment: &SegmentMap, row: u64) -> Vec<u64> {
+    let mut rows: Vec<u64> = Vec::new();
+    for (start, end) in segment.stretches() {
+        let after = rows.last().map_or(0, |last| last + 1);
+        let (first, last) = ((start / row).max(after), (end - 1) / row);
+        let room = (ROWS_MAX + 1).saturating_sub(rows.len());
+        rows.extend((first..=last).take(room));
+    }
+    rows
+}

@@ -1,0 +1,143 @@
+//! The figures of arenas as metrics show them: one for each name, whatever arenas had it.
+//!
+//! A replaced arena drains beside the one that has its name now, and then it is gone. A series by
+//! name must neither lose the bytes of the one that drains, nor see its counters fall, nor keep the
+//! last figures of an arena that is gone: so sizes are added up, totals go on, and the sizes of
+//! what is gone are zero. It knows what metrics publish and no more.
+//!
+//! Invariant: `sum of published committed = sum of committed`, of all arenas at one instant.
+
+use std::collections::BTreeMap;
+
+use crate::bytes::ByteSize;
+use crate::device::ArenaSnapshot;
+use crate::sync::{Mutex, lock};
+
+/// Names of arenas that are gone: at most as many as arenas can be open at a time.
+const NAMES_MAX: usize = 64;
+
+/// What arenas that are gone have counted, by name.
+#[derive(Debug, Default)]
+pub(super) struct Gone(Mutex<BTreeMap<String, ArenaSnapshot>>);
+
+impl Gone {
+    /// Keeps what an arena has counted; where there are too many names, it is lost.
+    pub(super) fn add(&self, mut last: ArenaSnapshot) {
+        const NONE: ByteSize = ByteSize::ZERO;
+        (last.live, last.requested, last.active, last.idle) = (NONE, NONE, NONE, NONE);
+        (last.committed, last.reserved, last.holes) = (NONE, NONE, NONE);
+        (last.largest_free, last.leases) = (NONE, 0);
+        let mut gone = lock(&self.0);
+        if let Some(sum) = gone.get_mut(&last.name) {
+            add(sum, &last);
+        } else if gone.len() < NAMES_MAX {
+            gone.insert(last.name.clone(), last);
+        }
+    }
+
+    /// One for each name, of those that serve, that drain, and that are gone.
+    pub(super) fn published(
+        &self,
+        serving: &[ArenaSnapshot],
+        draining: &[ArenaSnapshot],
+    ) -> Vec<ArenaSnapshot> {
+        let mut sums = lock(&self.0).clone();
+        // Those that serve come last: the limit is theirs.
+        for arena in draining.iter().chain(serving) {
+            match sums.get_mut(&arena.name) {
+                Some(sum) => add(sum, arena),
+                None => {
+                    sums.insert(arena.name.clone(), arena.clone());
+                }
+            }
+        }
+        sums.into_values().collect()
+    }
+}
+
+fn add(sum: &mut ArenaSnapshot, other: &ArenaSnapshot) {
+    let sizes = [
+        (&mut sum.live, other.live),
+        (&mut sum.requested, other.requested),
+        (&mut sum.active, other.active),
+        (&mut sum.idle, other.idle),
+        (&mut sum.committed, other.committed),
+        (&mut sum.reserved, other.reserved),
+        (&mut sum.holes, other.holes),
+    ];
+    for (size, more) in sizes {
+        *size = size.saturating_add(more);
+    }
+    sum.live_peak = sum.live_peak.max(other.live_peak).max(sum.live);
+    sum.largest_free = sum.largest_free.max(other.largest_free);
+    sum.limit = other.limit;
+    sum.leases = sum.leases.saturating_add(other.leases);
+    let failures = &mut sum.alloc_failures_total;
+    let totals = [
+        (&mut sum.allocs_total, other.allocs_total),
+        (&mut sum.frees_total, other.frees_total),
+        (&mut sum.commits_total, other.commits_total),
+        (&mut sum.decommits_total, other.decommits_total),
+        (&mut sum.committed_bytes_total, other.committed_bytes_total),
+        (&mut sum.decommitted_bytes_total, other.decommitted_bytes_total),
+        (&mut failures.limit, other.alloc_failures_total.limit),
+        (&mut failures.device, other.alloc_failures_total.device),
+        (&mut failures.addresses, other.alloc_failures_total.addresses),
+        (&mut failures.driver, other.alloc_failures_total.driver),
+    ];
+    for (total, more) in totals {
+        *total = total.saturating_add(more);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::clock::ManualClock;
+    use crate::device::{ArenaConfig, DeviceArena, HostDriver, Region};
+
+    fn arena(name: &str, limit: ByteSize) -> DeviceArena {
+        let (driver, clock) = (Arc::new(HostDriver::new()), Arc::new(ManualClock::new()));
+        let config = ArenaConfig { limit, reserve: ByteSize::mib(64), ..ArenaConfig::new(name) };
+        DeviceArena::open(driver, clock, config).expect("opens")
+    }
+
+    #[test]
+    fn a_name_keeps_the_bytes_of_what_drains_and_the_counts_of_what_is_gone() {
+        let gone = Gone::default();
+        let (old, new) = (arena("a", ByteSize::mib(8)), arena("a", ByteSize::mib(4)));
+        let other = arena("b", ByteSize::MAX);
+        let held = old.alloc::<u8>(3 << 20, Region::Dynamic).expect("room");
+        let fresh = new.alloc::<u8>(1 << 20, Region::Dynamic).expect("room");
+        assert!(new.alloc::<u8>(5 << 20, Region::Dynamic).is_err());
+        let serving = || [new.snapshot(), other.snapshot()];
+        let [a, b] = &gone.published(&serving(), &[old.snapshot()])[..] else { panic!("two") };
+        assert_eq!((a.name.as_str(), b.name.as_str()), ("a", "b"));
+        assert_eq!((a.live, a.committed), (ByteSize::mib(4), ByteSize::mib(6)));
+        assert_eq!((a.limit, b.limit), (ByteSize::mib(4), ByteSize::MAX));
+        assert_eq!((a.allocs_total, a.alloc_failures_total.total()), (2, 1));
+        drop(held);
+        gone.add(old.snapshot());
+        let [a, _] = &gone.published(&serving(), &[])[..] else { panic!("two") };
+        assert_eq!((a.live, a.committed), (ByteSize::mib(1), ByteSize::mib(2)));
+        assert_eq!((a.allocs_total, a.frees_total), (2, 1));
+        drop(fresh);
+        gone.add(new.snapshot());
+        let [a, _] = &gone.published(&[other.snapshot()], &[])[..] else { panic!("two") };
+        assert!(a.live.is_zero() && a.committed.is_zero() && a.reserved.is_zero(), "{a:?}");
+        assert_eq!((a.allocs_total, a.frees_total), (2, 2));
+    }
+
+    #[test]
+    fn names_that_are_gone_are_bounded() {
+        let gone = Gone::default();
+        let mut last = arena("a", ByteSize::MAX).snapshot();
+        for nth in 0..NAMES_MAX + 9 {
+            last.name = nth.to_string();
+            gone.add(last.clone());
+        }
+        assert_eq!(gone.published(&[], &[]).len(), NAMES_MAX);
+    }
+}

@@ -1,0 +1,307 @@
+//! One slot: the arena that serves, those that drain, who said what, and who uses it.
+//!
+//! An arena is opened with no lock held, then put in its place if nothing has changed meanwhile;
+//! else the attempt starts anew, a bounded number of times. Each failed attempt means that another
+//! thread's has succeeded.
+//!
+//! Invariant: a generation is cloned out of `serving` only, so that one which drains and has a
+//! single handle has no allocation under way, and will have none.
+
+use std::sync::Arc;
+
+use crate::bytes::ByteSize;
+use crate::config::arena::{ArenaOptions, ArenaResolution, ArenaSource, Layers, Reason};
+use crate::decay::DecayTime;
+use crate::device::driver::Rung;
+use crate::device::{ArenaConfig, DeviceArena};
+use crate::fork::Birth;
+use crate::memory::arenas::{ArenaId, Arenas};
+use crate::memory::shared::Shared;
+use crate::sync::{Mutex, lock};
+
+use super::{ArenaReport, ScopeError, Slot, SlotKind, SlotSnapshot};
+
+/// How often an opened arena may come too late. A guess: each time another thread has changed the
+/// same slot.
+const ATTEMPTS_MAX: u32 = 8;
+
+/// What is to be done with a slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Act {
+    Use,
+    Share,
+    Replace,
+}
+
+/// An arena that serves or has served a slot, with the options that it was opened with.
+#[derive(Debug)]
+pub(super) struct Generation {
+    resolution: Arc<ArenaResolution>,
+    /// `None` for pinned memory: here the pool is opened, once there is one.
+    opened: Option<(ArenaId, DeviceArena)>,
+}
+
+impl Generation {
+    pub(super) fn arena(&self) -> Option<&DeviceArena> {
+        self.opened.as_ref().map(|(_, arena)| arena)
+    }
+
+    fn id(&self) -> Option<ArenaId> {
+        self.opened.as_ref().map(|(id, _)| *id)
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct Place {
+    slot: Slot,
+    birth: Birth,
+    /// lowtide's own limit, where it bounds this kind of memory.
+    device_limit: ByteSize,
+    pub(super) rung: Rung,
+    arenas: Arenas,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// Changes of `serving` so far.
+    changes: u64,
+    serving: Option<Arc<Generation>>,
+    /// The oldest first; at most as many as there are arenas.
+    draining: Vec<Arc<Generation>>,
+    layers: Layers,
+    shared: bool,
+    users: u32,
+}
+
+/// What an act came to.
+#[derive(Debug)]
+pub(super) struct Done {
+    pub(super) report: ArenaReport,
+    /// The generation that drains since; the caller lets [`begin_draining`] follow.
+    pub(super) old: Option<Arc<Generation>>,
+}
+
+impl Place {
+    pub(super) fn new(slot: Slot, shared: &Shared) -> Self {
+        let device_limit = match slot.kind {
+            SlotKind::Device => shared.config.device_limit.value,
+            SlotKind::Pinned => ByteSize::MAX,
+        };
+        let rung = shared.driver.as_ref().map_or(Rung::Host, |driver| driver.rung());
+        let (birth, arenas, state) = (shared.birth, shared.arenas.clone(), Mutex::default());
+        Self { slot, birth, device_limit, rung, arenas, state }
+    }
+
+    pub(super) fn slot(&self) -> &Slot {
+        &self.slot
+    }
+
+    /// Whether this is the process in which the lock can be taken.
+    pub(super) fn is_here(&self) -> bool {
+        self.birth.is_here()
+    }
+
+    /// Joins the arena that is there, or opens one.
+    pub(super) fn act(
+        &self,
+        shared: &Shared,
+        act: Act,
+        options: &ArenaOptions,
+    ) -> Result<Done, ScopeError> {
+        options.check_supported()?;
+        for _ in 0..ATTEMPTS_MAX {
+            let (changes, layers, replaced) = {
+                let mut state = lock(&self.state);
+                if act != Act::Replace
+                    && let Some(report) = self.join(&mut state, act, options)?
+                {
+                    return Ok(Done { report, old: None });
+                }
+                let replaced = state.serving.as_ref().and_then(|serving| serving.id());
+                (state.changes, self.layers(&state, act, options), replaced)
+            };
+            let resolution = Arc::new(layers.resolve()?);
+            shared.sweep(); // so that what has drained takes no place
+            let arena = match self.open(shared, &resolution, replaced) {
+                // The name, or the place, may be taken by what another thread put here meanwhile.
+                Err(_) if lock(&self.state).changes != changes => continue,
+                opened => opened?,
+            };
+            let mut state = lock(&self.state);
+            if state.changes != changes {
+                drop(state); // before the arena, which calls the driver
+                drop(arena);
+                continue;
+            }
+            let opened = match &arena {
+                Some(arena) => Some((self.arenas.add(arena, replaced)?, arena.clone())),
+                None => None,
+            };
+            let conflicts = resolution.conflicts().to_vec();
+            let report = ArenaReport { resolution, conflicts, opened: true };
+            let resolution = Arc::clone(&report.resolution);
+            let old = state.serving.replace(Arc::new(Generation { resolution, opened }));
+            state.changes += 1;
+            state.layers = layers;
+            state.draining.extend(old.clone());
+            match act {
+                Act::Use => state.users = 1, // there was no arena, and so no user
+                Act::Share => state.shared = true,
+                Act::Replace => state.shared |= old.is_none(),
+            }
+            return Ok(Done { report, old });
+        }
+        Err(ScopeError::Contended { slot: self.slot.clone(), attempts: ATTEMPTS_MAX })
+    }
+
+    /// Counts one more for the arena that serves; `None` where there is none.
+    fn join(
+        &self,
+        state: &mut State,
+        act: Act,
+        options: &ArenaOptions,
+    ) -> Result<Option<ArenaReport>, ScopeError> {
+        let Some(serving) = state.serving.clone() else { return Ok(None) };
+        let (source, reason) = match act {
+            Act::Use if state.shared => (ArenaSource::Session, Reason::SharedArena),
+            Act::Use => (ArenaSource::Session, Reason::ArenaIsOpen),
+            Act::Share | Act::Replace => (ArenaSource::Shared, Reason::ArenaIsOpen),
+        };
+        if act == Act::Use {
+            let (users, max) = (state.users.checked_add(1), u32::MAX);
+            let slot = || self.slot.clone();
+            state.users = users.ok_or_else(|| ScopeError::TooManyUsers { slot: slot(), max })?;
+        } else {
+            state.shared = true;
+            // Counts when the arena is next replaced, over what the first session said.
+            state.layers.shared.get_or_insert_with(|| options.clone());
+        }
+        let resolution = Arc::clone(&serving.resolution);
+        let conflicts = resolution.conflicts_with(options, source, reason);
+        Ok(Some(ArenaReport { resolution, conflicts, opened: false }))
+    }
+
+    /// What was said before, and these options.
+    fn layers(&self, state: &State, act: Act, options: &ArenaOptions) -> Layers {
+        let mut layers = Layers { device_limit: self.device_limit, ..state.layers.clone() };
+        match act {
+            Act::Use => layers.session = Some(options.clone()),
+            Act::Share => layers.shared = Some(options.clone()),
+            Act::Replace => {
+                let before = layers.replacement.unwrap_or_default();
+                layers.replacement = Some(options.over(&before));
+            }
+        }
+        layers
+    }
+
+    /// Opens an arena that nobody knows yet.
+    fn open(
+        &self,
+        shared: &Shared,
+        resolution: &ArenaResolution,
+        replaced: Option<ArenaId>,
+    ) -> Result<Option<DeviceArena>, ScopeError> {
+        if self.slot.kind == SlotKind::Pinned {
+            return Ok(None);
+        }
+        let name = self.slot.to_string();
+        self.arenas.admit(&name, replaced)?;
+        let decay = shared.config.device_decay.value;
+        let base = ArenaConfig { decay, ..ArenaConfig::new(name) };
+        Ok(Some(shared.open_apart(resolution.config(base))?))
+    }
+
+    /// The arena that serves now.
+    pub(super) fn serving(&self) -> Option<Arc<Generation>> {
+        lock(&self.state).serving.clone()
+    }
+
+    pub(super) fn resolution(&self) -> Option<Arc<ArenaResolution>> {
+        let state = lock(&self.state);
+        state.serving.as_ref().map(|serving| Arc::clone(&serving.resolution))
+    }
+
+    /// Ends the sharing; says whether there was any.
+    pub(super) fn unshare(&self) -> bool {
+        let mut state = lock(&self.state);
+        let shared = std::mem::take(&mut state.shared);
+        let old = self.retire(&mut state);
+        drop(state);
+        begin_draining(old.as_deref());
+        shared
+    }
+
+    /// Counts one user less.
+    pub(super) fn leave(&self) {
+        let mut state = lock(&self.state);
+        state.users -= 1;
+        let old = self.retire(&mut state);
+        drop(state);
+        begin_draining(old.as_deref());
+    }
+
+    /// Lets the arena drain where nobody holds it any more; what was said of it is forgotten.
+    fn retire(&self, state: &mut State) -> Option<Arc<Generation>> {
+        if state.shared || state.users > 0 {
+            return None;
+        }
+        let old = state.serving.take()?;
+        state.changes += 1;
+        state.layers = Layers::default();
+        if let Some(id) = old.id() {
+            self.arenas.drain(id);
+        }
+        state.draining.push(Arc::clone(&old));
+        Some(old)
+    }
+
+    /// Takes out the arenas that have no block and will have none; the caller drops them.
+    pub(super) fn take_drained(&self) -> Vec<DeviceArena> {
+        let mut state = lock(&self.state);
+        let mut drained = Vec::new();
+        state.draining.retain_mut(|generation| {
+            // The last handle: see the invariant above. It is also the order in which blocks of
+            // other threads are seen.
+            let live = |arena: &DeviceArena| !arena.glance().live.is_zero();
+            if Arc::get_mut(generation).is_none() || generation.arena().is_some_and(live) {
+                return true;
+            }
+            drained.extend(generation.opened.clone());
+            false
+        });
+        drop(state);
+        let removed = drained.into_iter().map(|(id, arena)| {
+            let _ = self.arenas.remove(id);
+            arena
+        });
+        removed.collect()
+    }
+
+    /// Whether there is nothing to see.
+    pub(super) fn is_empty(&self) -> bool {
+        let state = lock(&self.state);
+        state.serving.is_none() && state.draining.is_empty()
+    }
+
+    pub(super) fn snapshot(&self) -> SlotSnapshot {
+        let state = lock(&self.state);
+        let figures = |generation: &Arc<Generation>| generation.arena().map(DeviceArena::snapshot);
+        SlotSnapshot {
+            slot: self.slot.clone(),
+            shared: state.shared,
+            users: state.users,
+            resolution: state.serving.as_ref().map(|serving| Arc::clone(&serving.resolution)),
+            arena: state.serving.as_ref().and_then(figures),
+            draining: state.draining.iter().filter_map(figures).collect(),
+        }
+    }
+}
+
+/// What an arena that drains holds idle goes back at the worker's next turn. No driver call.
+pub(super) fn begin_draining(old: Option<&Generation>) {
+    if let Some(arena) = old.and_then(Generation::arena) {
+        arena.set_decay(DecayTime::AtOnce);
+    }
+}
