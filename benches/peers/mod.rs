@@ -17,7 +17,7 @@ pub(crate) use offset::Offset;
 /// A block allocator over offsets.
 pub(crate) trait Peer {
     /// What a live block is given back by.
-    type Handle: Copy;
+    type Handle;
 
     /// A block of at least so many bytes, or `None` where it finds no room. `bytes > 0`.
     fn alloc(&mut self, bytes: u64) -> Option<Self::Handle>;

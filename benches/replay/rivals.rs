@@ -88,7 +88,8 @@ pub(crate) fn smallest(at_least: u64, mut fits: impl FnMut(u64) -> bool) -> Opti
 
 /// Plays a whole trace; the most that was taken, or `None` where a block found no room.
 fn play<P: Peer>(trace: &Trace, peer: &mut P) -> Option<u64> {
-    let mut blocks: Vec<Option<P::Handle>> = vec![None; trace.blocks];
+    let mut blocks: Vec<Option<P::Handle>> = Vec::new();
+    blocks.resize_with(trace.blocks, || None);
     let mut taken_peak = 0;
     for &event in &trace.events {
         match event {

@@ -48,7 +48,7 @@ pub(crate) fn print(rows: &[Row], own: bool) -> bool {
 fn against_peers(rows: &[Row], mean: f64) {
     println!("most taken from the device / most live; (as measured with the peer itself)");
     println!();
-    print!("{:<18}{:>9}{:>11}{:>9}", "trace", "events", "live, MiB", "lowtide");
+    print!("{:<18}{:>9}{:>11}{:>10}", "trace", "events", "live, MiB", "lowtide");
     for need in rows.first().map_or(&[][..], |row| &row.peers) {
         print!("{:>24}", need.peer);
     }
@@ -56,7 +56,7 @@ fn against_peers(rows: &[Row], mean: f64) {
     for row in rows {
         let live = mib(row.trace.live_peak);
         print!("{:<18}{:>9}{live:>11.1}", row.trace.name, row.trace.events.len());
-        print!("{:>9.3}", row.committed());
+        print!(" {:>9.3}", row.committed());
         let measured = rivals::measured(&row.trace);
         for (nth, need) in row.peers.iter().enumerate() {
             let ratio = need.taken_peak.map(|taken| format!("{:.3}", row.ratio(taken)));
@@ -66,12 +66,12 @@ fn against_peers(rows: &[Row], mean: f64) {
         }
         println!();
     }
-    println!("{:<38}{mean:>9.3}", "mean");
+    println!("{:<38} {mean:>9.3}", "mean");
     println!();
     println!("kept when all is freed and given back, MiB");
     println!();
     for row in rows {
-        print!("{:<38}{:>9.1}", row.trace.name, mib(row.ours.at_once.after_unload));
+        print!("{:<38} {:>9.1}", row.trace.name, mib(row.ours.at_once.after_unload));
         for need in &row.peers {
             print!(
                 "{:>24}",

@@ -1,4 +1,4 @@
-//! What can go wrong in a device arena, with the numbers that explain it.
+//! What can go wrong in a device arena or a pool, with the numbers that explain it.
 //!
 //! Raised only when certain: an `OutOfMemory` comes after the arena's own idle memory was given
 //! back. It retries nothing and logs nothing.
@@ -11,7 +11,7 @@ use thiserror::Error;
 use super::driver::{DeviceAddress, DriverError, Rung};
 use crate::bytes::ByteSize;
 
-/// Why an operation on a device arena failed.
+/// Why an operation on a device arena or on a pinned pool failed.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DeviceError {
@@ -50,14 +50,14 @@ pub enum DeviceError {
         /// The longest free span of addresses, backed or not.
         largest_span: ByteSize,
     },
-    /// A length that no region of this arena could ever hold.
-    #[error("{len} elements of {element} can never fit: a region has {largest}")]
+    /// A length that no region of this arena, or no memory at all, could ever hold.
+    #[error("{len} elements of {element} can never fit: the most is {largest}")]
     TooLarge {
         /// The number of elements asked for.
         len: usize,
         /// The size of one.
         element: ByteSize,
-        /// The address space of a region.
+        /// The address space of a region, or of a process.
         largest: ByteSize,
     },
     /// An alignment beyond the granule, to which alone addresses are known to be aligned.
@@ -90,16 +90,32 @@ pub enum DeviceError {
         /// The most that are counted.
         limit: u32,
     },
-    /// The arena was closed.
-    #[error("arena {arena:?} was closed")]
+    /// A pool's low watermark is above its high one.
+    #[error("a low watermark of {low} above a high one of {high}")]
+    Watermarks {
+        /// What is to stay idle at most, once memory is given back.
+        low: ByteSize,
+        /// What may be idle before any is given back.
+        high: ByteSize,
+    },
+    /// More segments in one pool than are kept.
+    #[error("no room for {requested}: the pool has {limit} segments; make them larger")]
+    TooManySegments {
+        /// The size of the block asked for.
+        requested: ByteSize,
+        /// The most that are kept.
+        limit: usize,
+    },
+    /// The arena or the pool was closed.
+    #[error("{arena:?} was closed")]
     Closed {
-        /// The arena.
+        /// The arena, or the pool.
         arena: String,
     },
     /// Blocks are live that the call would have taken away.
-    #[error("{count} blocks of {bytes} are live in arena {arena:?}")]
+    #[error("{count} blocks of {bytes} are live in {arena:?}")]
     LiveBlocks {
-        /// The arena.
+        /// The arena, or the pool.
         arena: String,
         /// How many blocks.
         count: u64,
@@ -134,7 +150,7 @@ pub enum DeviceError {
         at: DeviceAddress,
     },
     /// The process is a fork of the one that opened the arena.
-    #[error("the arena was opened before a fork; device memory does not outlive it")]
+    #[error("it was opened before a fork; device memory and pools do not outlive one")]
     Forked,
     /// The driver failed.
     #[error(transparent)]
@@ -149,7 +165,8 @@ impl DeviceError {
             self,
             Self::OutOfMemory { .. }
                 | Self::OutOfAddresses { .. }
-                | Self::Driver(DriverError::OutOfMemory { .. })
+                | Self::TooManySegments { .. }
+                | Self::Driver(DriverError::OutOfMemory { .. } | DriverError::LockLimit { .. })
         )
     }
 }

@@ -1,12 +1,13 @@
 //! Takes a map of an arena: what its books say, under their lock.
 //!
 //! A granule on its way in or out counts as committed, and a block whose memory is still on its
-//! way as free, as in a snapshot.
+//! way as free, as in a snapshot; so does, until it has its memory, a block that grows in place.
 //!
 //! Invariant: the map shows one instant; its events lead up to that instant.
 
 use super::arena::DeviceArena;
 use super::books::Books;
+use super::index::Span;
 use super::picture::{ArenaMap, BlockSpan, BlockState, GranuleRun, GranuleState, SegmentMap};
 use super::region::Region;
 use crate::bytes::ByteSize;
@@ -18,6 +19,21 @@ impl DeviceArena {
     /// granules. What was asked for is known of each region and not of each block: a block shows
     /// its rounded size there. What threads keep for their next request is given back first; what
     /// other threads put aside meanwhile shows as live.
+    ///
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use lowtide::clock::SystemClock;
+    /// # use lowtide::device::{ArenaConfig, DeviceArena, HostDriver, Region};
+    /// let config = ArenaConfig { history: 1000, ..ArenaConfig::new("embedder") };
+    /// let clock = Arc::new(SystemClock::new());
+    /// let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock, config)?;
+    /// let activations = arena.alloc::<f32>(1 << 20, Region::Dynamic)?;
+    /// let map = arena.map();
+    /// assert!(map.to_svg().starts_with("<svg"));
+    /// assert_eq!(map.events.len(), 2); // committed, handed out
+    /// # drop(activations);
+    /// # Ok::<(), lowtide::device::DeviceError>(())
+    /// ```
     #[must_use]
     pub fn map(&self) -> ArenaMap {
         let shared = self.shared();
@@ -40,16 +56,15 @@ impl DeviceArena {
 fn segment(books: &Books, region: Region) -> SegmentMap {
     let region_books = books.region(region);
     let segment = &region_books.segment;
-    let blocks: Vec<_> = region_books
-        .live_spans()
-        .filter(|&span| segment.wanting(span) == 0)
-        .map(|span| {
-            let (offset, size) = (ByteSize::new(span.offset), ByteSize::new(span.size));
-            BlockSpan { offset, size, requested: size, state: BlockState::Live }
-        })
-        .collect();
+    let spans: Vec<_> = region_books.live_spans().collect();
+    let arrived = |span: &&Span| segment.wanting(**span) == 0 && !segment.is_moving(**span);
+    let blocks = spans.iter().filter(arrived).map(|span| {
+        let (offset, size) = (ByteSize::new(span.offset), ByteSize::new(span.size));
+        BlockSpan { offset, size, requested: size, state: BlockState::Live }
+    });
+    let blocks = blocks.collect();
     let mut granules = Vec::new();
-    let mut touched = Touched::new(&blocks);
+    let mut touched = Touched::new(&spans);
     for run in segment.backed_runs() {
         let (at, size) = segment.place_of(run);
         let offset = at.offset_from(segment.base()).unwrap_or_default();
@@ -65,15 +80,16 @@ fn segment(books: &Books, region: Region) -> SegmentMap {
     }
 }
 
-/// Tells active granules from idle ones by the blocks that touch them, in one pass.
+/// Tells active granules from idle ones by the blocks that touch them, arriving ones as well, in
+/// one pass.
 struct Touched<'a> {
-    blocks: &'a [BlockSpan],
+    spans: &'a [Span],
     next: usize,
 }
 
 impl<'a> Touched<'a> {
-    const fn new(blocks: &'a [BlockSpan]) -> Self {
-        Self { blocks, next: 0 }
+    const fn new(spans: &'a [Span]) -> Self {
+        Self { spans, next: 0 }
     }
 
     /// Cuts backed granules into runs of one state.
@@ -97,14 +113,13 @@ impl<'a> Touched<'a> {
     /// Up to where granules from `at` on are idle, and to where the first block after that keeps
     /// them active.
     fn next_after(&mut self, at: u64, end: u64, granule: u64) -> (u64, u64) {
-        let block_end = |block: &BlockSpan| block.offset.get() + block.size.get();
-        while self.blocks.get(self.next).is_some_and(|block| block_end(block) <= at) {
+        while self.spans.get(self.next).is_some_and(|span| span.end() <= at) {
             self.next += 1;
         }
-        match self.blocks.get(self.next) {
-            Some(block) if block.offset.get() < end => {
-                let first = block.offset.get() / granule * granule;
-                let last = block_end(block).next_multiple_of(granule);
+        match self.spans.get(self.next) {
+            Some(span) if span.offset < end => {
+                let first = span.offset / granule * granule;
+                let last = span.end().next_multiple_of(granule);
                 (first.max(at), last.min(end))
             }
             _ => (end, end),

@@ -50,6 +50,7 @@ pub mod index;
 mod lease;
 mod map;
 pub mod picture;
+mod pinned;
 mod raw;
 mod reclaim;
 mod region;
@@ -65,6 +66,10 @@ pub use driver::host::HostDriver;
 pub use error::DeviceError;
 pub use lease::Lease;
 pub use picture::ArenaMap;
+pub use pinned::{
+    PinnedBuffer, PinnedConfig, PinnedFailures, PinnedGlance, PinnedKind, PinnedPool,
+    PinnedSnapshot,
+};
 pub use raw::RawBlock;
 pub use reclaim::Decayed;
 pub use region::Region;

@@ -4,6 +4,11 @@
 //! decay. Work completes at once. It keeps no books: the kernel does. Transparent huge pages are
 //! left to the system's own setting.
 //!
+//! Memory of the host is mapped apart from it, and page-locked by mlock. It is not marked
+//! `MADV_DONTFORK`: no device of this driver reads its physical pages, so that a copy on write
+//! after a fork harms nothing, while a hole in the child would turn a slice that lives across the
+//! fork into a crash. The child's copy is not locked: locks are not inherited (mlock(2)).
+//!
 //! Invariant: `accessible = committed`; a bare granule is `PROT_NONE` and has no page behind it.
 #![expect(unsafe_code, reason = "address space is had from mmap, mprotect and madvise")]
 
@@ -11,7 +16,7 @@ use std::io;
 use std::ptr::{self, NonNull};
 
 use super::sealed::{self, Key};
-use super::{Capabilities, DeviceAddress, Driver, DriverError, Rung};
+use super::{Capabilities, DeviceAddress, Driver, DriverError, HOST_GRANULARITY, HostMemory, Rung};
 use crate::bytes::ByteSize;
 
 /// The granule. 2 MiB: a huge page of `x86_64` and of aarch64 with 4 KiB pages, what data-centre
@@ -45,6 +50,7 @@ impl Driver for HostDriver {
             host_backed: true,
             same_address_wake: true,
             asynchronous: false,
+            page_locked: true,
             granularity: GRANULARITY,
         }
     }
@@ -104,6 +110,43 @@ impl Driver for HostDriver {
 
     fn headroom(&self) -> Result<Option<ByteSize>, DriverError> {
         Ok(None)
+    }
+
+    fn host_alloc(&self, size: ByteSize, memory: HostMemory) -> Result<NonNull<u8>, DriverError> {
+        let length = host_length(DeviceAddress::new(0), size)?;
+        let access = libc::PROT_READ | libc::PROT_WRITE;
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        // SAFETY: without MAP_FIXED the kernel picks a range that nothing occupies. No file is
+        // involved: descriptor -1 and offset 0 as mmap(2) asks of MAP_ANONYMOUS.
+        let start = unsafe { libc::mmap(ptr::null_mut(), length, access, flags, -1, 0) };
+        if start == libc::MAP_FAILED {
+            return Err(last_error("mmap", length));
+        }
+        if memory == HostMemory::PageLocked {
+            // Not MAP_LOCKED: mmap does not fail where it cannot lock ("Notes" of mmap(2)).
+            // SAFETY: the whole of the mapping just made; locking changes no contents.
+            let result = unsafe { libc::mlock(start, length) };
+            if result != 0 {
+                let error = lock_error(size);
+                let _ = unmap(start, length);
+                return Err(error);
+            }
+        }
+        // No mapping of the kernel's choice begins at address 0.
+        NonNull::new(start.cast()).ok_or(DriverError::OutOfMemory { call: "mmap", requested: size })
+    }
+
+    fn host_free(
+        &self,
+        at: NonNull<u8>,
+        size: ByteSize,
+        _: HostMemory,
+        _: Key,
+    ) -> Result<(), DriverError> {
+        let address = DeviceAddress::new(at.addr().get() as u64);
+        // The pages are unlocked with it: "Memory locks are ... automatically removed if the
+        // address range is unmapped" (mlock(2)).
+        unmap(at.as_ptr().cast(), host_length(address, size)?)
     }
 
     fn host_pointer(&self, at: DeviceAddress) -> Option<NonNull<u8>> {
@@ -178,13 +221,42 @@ fn map_bare(
     if start == libc::MAP_FAILED { Err(last_error("mmap", length)) } else { Ok(start) }
 }
 
-/// Unmaps a range of a reservation of ours; no length is no work.
+/// The length of host memory, of which a driver gives whole parts only.
+fn host_length(at: DeviceAddress, size: ByteSize) -> Result<usize, DriverError> {
+    if size.is_zero() || !size.get().is_multiple_of(HOST_GRANULARITY.get()) {
+        return Err(DriverError::Misaligned { at, size, granularity: HOST_GRANULARITY });
+    }
+    length_of(size)
+}
+
+/// Why mlock failed just now. A limit is blamed where there is one: on a fresh mapping ENOMEM means
+/// that, or (rarely) too many mappings; memory that has run out is EAGAIN (mlock(2)).
+fn lock_error(size: ByteSize) -> DriverError {
+    let error = io::Error::last_os_error();
+    let code = error.raw_os_error().unwrap_or_default();
+    let mut limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: 0 };
+    // SAFETY: `limit` is a valid place for the result.
+    let known = unsafe { libc::getrlimit(libc::RLIMIT_MEMLOCK, &raw mut limit) } == 0;
+    if (code == libc::ENOMEM || code == libc::EPERM)
+        && known
+        && limit.rlim_cur != libc::RLIM_INFINITY
+    {
+        return DriverError::LockLimit { requested: size, limit: ByteSize::new(limit.rlim_cur) };
+    }
+    if code == libc::ENOMEM || code == libc::EAGAIN {
+        return DriverError::OutOfMemory { call: "mlock", requested: size };
+    }
+    DriverError::Refused { call: "mlock", code: i64::from(code), message: error.to_string() }
+}
+
+/// Unmaps a range of a mapping of ours; no length is no work.
 fn unmap(start: *mut libc::c_void, length: usize) -> Result<(), DriverError> {
     if length == 0 {
         return Ok(());
     }
-    // SAFETY: the range lies in a mapping that `reserve` made, and its caller gives it up: nothing
-    // refers into it (contract of `unreserve`; `reserve` has handed out nothing yet).
+    // SAFETY: the range lies in a mapping that `reserve` or `host_alloc` made, and its caller gives
+    // it up: nothing refers into it (contracts of `unreserve` and `host_free`; `reserve` and
+    // `host_alloc` have handed out nothing yet).
     let result = unsafe { libc::munmap(start, length) };
     if result == 0 { Ok(()) } else { Err(last_error("munmap", length)) }
 }
@@ -225,6 +297,33 @@ mod tests {
             driver.decommit(at, GRANULARITY, Key::new()).expect("decommit");
         }
         driver.unreserve(base, size, Key::new()).expect("unreserve");
+    }
+
+    #[test]
+    fn host_memory_is_zero_writable_and_given_back_whole() {
+        let driver = HostDriver::new();
+        let size = HOST_GRANULARITY;
+        for memory in [HostMemory::Pageable, HostMemory::PageLocked] {
+            let at = match driver.host_alloc(size, memory) {
+                Ok(at) => at,
+                Err(error @ DriverError::LockLimit { .. }) => {
+                    println!("skipped: {error}");
+                    continue;
+                }
+                Err(error) => panic!("{error}"),
+            };
+            // SAFETY: `size` bytes at `at` are ours and initialised (contract of `host_alloc`).
+            let bytes = unsafe { std::slice::from_raw_parts_mut(at.as_ptr(), 64 << 10) };
+            assert!(bytes.iter().all(|&byte| byte == 0));
+            bytes.fill(0xA5);
+            driver.host_free(at, size, memory, Key::new()).expect("given back");
+        }
+        for size in [ByteSize::ZERO, ByteSize::new(1), ByteSize::kib(4), ByteSize::MAX] {
+            let refused = driver.host_alloc(size, HostMemory::Pageable);
+            assert!(matches!(refused, Err(DriverError::Misaligned { .. })), "{size}: {refused:?}");
+        }
+        let refused = driver.host_alloc(ByteSize::new(1 << 62), HostMemory::Pageable);
+        assert!(matches!(refused, Err(DriverError::OutOfMemory { .. })), "{refused:?}");
     }
 
     #[test]

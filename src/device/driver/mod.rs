@@ -10,7 +10,7 @@
 #[cfg(feature = "cuda")]
 pub mod cuda;
 pub mod host;
-#[cfg(test)]
+#[cfg(all(test, not(lowtide_loom)))]
 pub(crate) mod trial;
 
 use std::fmt;
@@ -79,9 +79,43 @@ impl fmt::Display for DeviceAddress {
     }
 }
 
+/// What every size of [`Driver::host_alloc`] is a multiple of. 64 KiB: the largest page in use, and
+/// so a multiple of every page.
+pub const HOST_GRANULARITY: ByteSize = ByteSize::kib(64);
+
+/// What every address from [`Driver::host_alloc`] is a multiple of: the smallest page in use.
+pub const HOST_ALIGNMENT: ByteSize = ByteSize::kib(4);
+
+/// A kind of memory of the host, for data on its way to a device or back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum HostMemory {
+    /// Its pages stay where they are: never swapped, and a device copies from them directly.
+    PageLocked,
+    /// Plain memory: the kernel may swap it, and a device copies from it by way of a buffer of
+    /// the driver's own.
+    Pageable,
+}
+
+impl HostMemory {
+    /// The name under which metrics and endpoints show it.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::PageLocked => "page_locked",
+            Self::Pageable => "pageable",
+        }
+    }
+}
+
+impl fmt::Display for HostMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
 /// What a driver can do; asked for before use, because what is missing is a typed error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[expect(clippy::struct_excessive_bools, reason = "five independent facts, each with its name")]
+#[expect(clippy::struct_excessive_bools, reason = "six independent facts, each with its name")]
 pub struct Capabilities {
     /// Address space can be reserved apart from memory.
     pub virtual_memory: bool,
@@ -94,6 +128,8 @@ pub struct Capabilities {
     /// Work goes on after the call that started it returned, so that a freed block may still be
     /// used by the device.
     pub asynchronous: bool,
+    /// Host memory can be page-locked. A limit of the system may still refuse it.
+    pub page_locked: bool,
     /// The smallest unit that is committed; a power of two. Every address and size given to the
     /// driver is a multiple of it.
     pub granularity: ByteSize,
@@ -168,7 +204,7 @@ use sealed::Key;
 /// Calls may come from several threads at once, for ranges that do not overlap.
 ///
 /// Every `at` and `size` is a multiple of [`Capabilities::granularity`], `size` is not zero, and
-/// the range lies in one reservation.
+/// the range lies in one reservation. Host memory has its own measure, [`HOST_GRANULARITY`].
 pub trait Driver: sealed::Sealed + fmt::Debug + Send + Sync {
     /// Which driver this is.
     fn rung(&self) -> Rung;
@@ -220,6 +256,35 @@ pub trait Driver: sealed::Sealed + fmt::Debug + Send + Sync {
     /// As the driver says.
     fn headroom(&self) -> Result<Option<ByteSize>, DriverError>;
 
+    /// Host memory that the device can copy from and to; page-locked or an error, never something
+    /// else in its place. It begins at a multiple of [`HOST_ALIGNMENT`]; `size` is a multiple of
+    /// [`HOST_GRANULARITY`] and not zero. Every byte of it is initialised, and may be read and
+    /// written until [`Driver::host_free`]. In a forked child it is readable still, as a copy.
+    ///
+    /// # Errors
+    /// [`DriverError::LockLimit`] where the process may not lock so much,
+    /// [`DriverError::OutOfMemory`], [`DriverError::Unsupported`] where there is no such memory.
+    fn host_alloc(&self, size: ByteSize, memory: HostMemory) -> Result<NonNull<u8>, DriverError> {
+        let _ = (size, memory);
+        Err(DriverError::Unsupported { what: "memory of the host" })
+    }
+
+    /// Gives back, whole, what [`Driver::host_alloc`] gave. The caller has proved that every use of
+    /// it is complete, copies of a device among them.
+    ///
+    /// # Errors
+    /// As the driver says; the memory then stays, as it was.
+    fn host_free(
+        &self,
+        at: NonNull<u8>,
+        size: ByteSize,
+        memory: HostMemory,
+        _: Key,
+    ) -> Result<(), DriverError> {
+        let _ = (at, size, memory);
+        Err(DriverError::Unsupported { what: "memory of the host" })
+    }
+
     /// The pointer for an address in a reservation of this driver, with the provenance of that
     /// reservation; `None` without [`Capabilities::host_access`]. While the range is committed it
     /// may be read and written, and every byte of it is initialised.
@@ -240,6 +305,21 @@ pub enum DriverError {
         call: &'static str,
         /// What was asked for.
         requested: ByteSize,
+    },
+    /// The process may not lock that much memory. The limit counts all that it has locked, whoever
+    /// locked it.
+    #[error("{requested} cannot be page-locked: the process may lock {limit} in all (ulimit -l)")]
+    LockLimit {
+        /// What was asked for.
+        requested: ByteSize,
+        /// `RLIMIT_MEMLOCK`.
+        limit: ByteSize,
+    },
+    /// This driver does not offer it.
+    #[error("the driver does not offer {what}")]
+    Unsupported {
+        /// What is missing.
+        what: &'static str,
     },
     /// The system or the device refused the call.
     #[error("{call} failed: {message} (code {code})")]

@@ -2,7 +2,8 @@
 //!
 //! It passes every call on to the host driver, and notes each breach of the contract of
 //! [`Driver`] by its caller: committing what is not bare, decommitting what is not committed,
-//! giving back what is not all bare. It is no model of a device.
+//! giving back what is not all bare. It is no model of a device. It locks no page: what it calls
+//! page-locked is counted against a limit of its own.
 //!
 //! Invariant: `faults` is empty as long as the arena above keeps the contract.
 
@@ -11,7 +12,7 @@ use std::ptr::NonNull;
 
 use super::host::HostDriver;
 use super::sealed::{self, Key};
-use super::{Capabilities, DeviceAddress, Driver, DriverError, Rung};
+use super::{Capabilities, DeviceAddress, Driver, DriverError, HostMemory, Rung};
 use crate::bytes::ByteSize;
 use crate::sync::{Condvar, Mutex, lock, wait};
 
@@ -32,9 +33,21 @@ struct Seen {
     calls: u64,
     failure: Option<Failure>,
     device_granules: Option<usize>,
+    /// Host memory given out: where, how long, and whether page-locked.
+    host: BTreeMap<usize, (u64, HostMemory)>,
+    lock_limit: Option<u64>,
+    host_limit: Option<u64>,
     holding: bool,
     held: usize,
     faults: Vec<String>,
+}
+
+impl Seen {
+    /// Host memory of a kind, or of both.
+    fn host_bytes(&self, memory: Option<HostMemory>) -> u64 {
+        let counts = |of: HostMemory| memory.is_none_or(|memory| memory == of);
+        self.host.values().filter(|(_, of)| counts(*of)).map(|(size, _)| size).sum()
+    }
 }
 
 /// The watched driver.
@@ -63,7 +76,23 @@ impl TrialDriver {
         lock(&self.seen).device_granules = Some(granules);
     }
 
-    /// Holds every commit and decommit from now on until [`TrialDriver::let_go`].
+    /// Says how much may be page-locked.
+    pub(crate) fn set_lock_limit(&self, limit: ByteSize) {
+        lock(&self.seen).lock_limit = Some(limit.get());
+    }
+
+    /// Says how much memory the host has.
+    pub(crate) fn set_host_limit(&self, limit: ByteSize) {
+        lock(&self.seen).host_limit = Some(limit.get());
+    }
+
+    /// Bytes of host memory given out, and in how many pieces.
+    pub(crate) fn host_memory(&self) -> (ByteSize, usize) {
+        let seen = lock(&self.seen);
+        (ByteSize::new(seen.host_bytes(None)), seen.host.len())
+    }
+
+    /// Holds every call that moves memory from now on until [`TrialDriver::let_go`].
     pub(crate) fn hold(&self) {
         lock(&self.seen).holding = true;
     }
@@ -224,6 +253,46 @@ impl Driver for TrialDriver {
 
     fn headroom(&self) -> Result<Option<ByteSize>, DriverError> {
         self.host.headroom()
+    }
+
+    fn host_alloc(&self, size: ByteSize, memory: HostMemory) -> Result<NonNull<u8>, DriverError> {
+        self.wait_while_held();
+        self.call("host_alloc", size)?;
+        let mut seen = lock(&self.seen);
+        let locked = seen.host_bytes(Some(HostMemory::PageLocked));
+        if memory == HostMemory::PageLocked {
+            if !self.capabilities.page_locked {
+                return Err(DriverError::Unsupported { what: "page-locked memory" });
+            }
+            if let Some(limit) = seen.lock_limit.filter(|limit| locked + size.get() > *limit) {
+                let limit = ByteSize::new(limit);
+                return Err(DriverError::LockLimit { requested: size, limit });
+            }
+        }
+        if seen.host_limit.is_some_and(|limit| seen.host_bytes(None) + size.get() > limit) {
+            return Err(DriverError::OutOfMemory { call: "host_alloc", requested: size });
+        }
+        let at = self.host.host_alloc(size, HostMemory::Pageable)?;
+        seen.host.insert(at.addr().get(), (size.get(), memory));
+        Ok(at)
+    }
+
+    fn host_free(
+        &self,
+        at: NonNull<u8>,
+        size: ByteSize,
+        memory: HostMemory,
+        key: Key,
+    ) -> Result<(), DriverError> {
+        self.wait_while_held();
+        self.call("host_free", size)?;
+        let mut seen = lock(&self.seen);
+        if seen.host.remove(&at.addr().get()) != Some((size.get(), memory)) {
+            seen.faults.push(format!("host_free of {size} at {at:?}, {memory}"));
+            return Ok(());
+        }
+        drop(seen);
+        self.host.host_free(at, size, HostMemory::Pageable, key)
     }
 
     fn host_pointer(&self, at: DeviceAddress) -> Option<NonNull<u8>> {

@@ -149,8 +149,8 @@ impl ArenaMap {
     /// A picture of the address space, as a file of its own: what is live, pending, free, idle,
     /// active, bare. Sizes stand beside it; a pointer that rests on a block shows its own.
     ///
-    /// At most 4 MiB whatever the map, and mostly under 100 KiB: what is narrower than two pixels is
-    /// drawn as a shade, and long bare stretches as a line.
+    /// At most 4 MiB whatever the map, and mostly under 100 KiB: what is narrower than two pixels
+    /// is drawn as a shade, and long bare stretches as a line.
     #[must_use]
     pub fn to_svg(&self) -> String {
         svg::draw(self)

@@ -91,6 +91,29 @@ fn a_map_and_a_snapshot_of_one_arena_agree() {
 }
 
 #[test]
+fn a_block_whose_memory_is_on_its_way_is_free_and_its_granules_are_active() {
+    let driver = Arc::new(TrialDriver::new());
+    let clock = Arc::new(ManualClock::new());
+    let config = ArenaConfig { history: 10, ..ArenaConfig::new("trial") };
+    let arena = DeviceArena::open(driver.clone(), clock, config).expect("open");
+    let kept = bytes(&arena, 3 * MIB);
+    driver.hold();
+    std::thread::scope(|scope| {
+        let other = scope.spawn(|| bytes(&arena, 6 * MIB));
+        driver.wait_until_held(1);
+        let (map, snapshot) = (arena.map(), arena.snapshot());
+        driver.let_go();
+        map.validate();
+        let segment = &map.segments[1];
+        assert_eq!((segment.blocks.len(), map.events.len()), (1, 2));
+        assert_eq!(segment.backed(GranuleState::Active), snapshot.active);
+        assert_eq!(segment.backed(GranuleState::Idle), ByteSize::ZERO);
+        other.join().expect("room");
+    });
+    drop(kept);
+}
+
+#[test]
 fn events_lead_from_nothing_to_what_the_map_shows() {
     let (arena, clock) = arena(1000, ByteSize::mib(16));
     let kept = bytes(&arena, 100);
@@ -190,7 +213,9 @@ fn the_picture_shows_every_kind_of_span_and_a_legend() {
         let least = if class == "bare" { 4 } else { 2 };
         assert!(drawn.count() >= least, "{class}: in the legend and in a row\n{svg}");
     }
-    for text in ["embedder", "live block", "14.0 MiB committed of 64.0 GiB", "+39.1 GiB", "bare"] {
+    for text in
+        ["embedder", "live block", "14.0 MiB committed of 64.0 GiB", "end -24.9 GiB", "bare"]
+    {
         assert!(svg.contains(text), "{text}\n{svg}");
     }
     assert!(

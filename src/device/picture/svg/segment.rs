@@ -68,8 +68,7 @@ fn bare(page: &mut Page, from: u64, to: u64) {
 
 fn draw_row(page: &mut Page, segment: &SegmentMap, part: Row, row: u64, granule: u64) {
     let (top, beneath) = (page.y, page.y + BLOCKS_HEIGHT + 2);
-    let offset = format!("+{}", ByteSize::new(part.start));
-    page.text(LEFT - 10, top + 16, "muted right", &offset);
+    page.text(LEFT - 10, top + 16, "muted right", &offset(segment, part.start));
     let width = Strip::new(part.start, part.start + row, ROW_WIDTH).pixel(part.end);
     page.rect("bare", (f64_of(LEFT), top), width, BLOCKS_HEIGHT);
     page.rect("bare", (f64_of(LEFT), beneath), width, GRANULES_HEIGHT);
@@ -101,6 +100,16 @@ fn draw_row(page: &mut Page, segment: &SegmentMap, part: Row, row: u64, granule:
         blocks(page, segment, (part, row), (state, class));
     }
     page.y += ROW_HEIGHT;
+}
+
+/// Where a row begins, from the nearer end of its segment: blocks come from both.
+fn offset(segment: &SegmentMap, start: u64) -> String {
+    let from_end = segment.size.get().saturating_sub(start);
+    if start <= from_end {
+        format!("+{}", ByteSize::new(start))
+    } else {
+        format!("end -{}", ByteSize::new(from_end))
+    }
 }
 
 /// The blocks of one state in a row.

@@ -1,0 +1,316 @@
+//! The pinned pool: host memory for data on its way to a device or back, page-locked by choice.
+//!
+//! Page-locking is slow, so a pool keeps what it obtained: segments from the driver, cut into
+//! blocks by a block index each, given back by watermarks. This file has the typed buffer, and the
+//! pool's one kind of pointer; the mechanisms stand in the folder beside it. It starts no copy, and
+//! knows no stream: who starts one that goes on after its call returned keeps the buffer, and
+//! leaves its elements alone, until that copy is complete.
+//!
+//! Contents: a new buffer has unspecified contents: zero, or what an earlier buffer of the same
+//! pool left there. Every byte is initialised.
+//!
+//! Invariant: `buffer has bytes <=> it owns one live block of at least len x size_of::<T>() bytes`.
+#![expect(unsafe_code, reason = "host memory of the driver is seen as a slice")]
+
+mod books;
+mod config;
+mod obtain;
+mod pool;
+mod reclaim;
+mod segment;
+mod snapshot;
+
+use std::fmt;
+use std::ops::{Deref, DerefMut};
+use std::ptr::NonNull;
+use std::slice;
+use std::sync::Arc;
+
+use bytemuck::Pod;
+
+use self::books::Placed;
+use self::pool::Shared;
+use super::driver::{HOST_ALIGNMENT, HostMemory};
+use super::error::DeviceError;
+use crate::bytes::ByteSize;
+
+pub use self::config::{PinnedConfig, PinnedKind};
+pub use self::pool::PinnedPool;
+pub use self::snapshot::{PinnedFailures, PinnedGlance, PinnedSnapshot};
+
+/// One piece of host memory from the driver: where it is, and nothing that reads or writes it.
+#[derive(Clone, Copy, Debug)]
+struct Range {
+    start: NonNull<u8>,
+    size: ByteSize,
+    memory: HostMemory,
+}
+
+// SAFETY: a range is an address and two plain values; reading and writing there is the business of
+// buffers, each of which owns its part alone.
+unsafe impl Send for Range {}
+// SAFETY: as above; a shared range lets nobody write anything.
+unsafe impl Sync for Range {}
+
+impl Range {
+    /// What the driver just gave.
+    fn new(start: NonNull<u8>, size: ByteSize, memory: HostMemory) -> Self {
+        let aligned = ByteSize::of(start.addr().get()).get().is_multiple_of(HOST_ALIGNMENT.get());
+        assert!(aligned, "the driver gave {start:?}");
+        Self { start, size, memory }
+    }
+
+    const fn size(&self) -> ByteSize {
+        self.size
+    }
+
+    const fn memory(&self) -> HostMemory {
+        self.memory
+    }
+}
+
+/// Elements in memory of a pinned pool, freed when they are dropped.
+///
+/// It is a slice of host memory, and holds its pool. In a forked child it is the child's own copy,
+/// no longer page-locked, whose drop does nothing.
+///
+/// Nothing here knows of a device's copies. Where one goes on after the call that started it
+/// returned, keep the buffer, and leave its elements alone, until that copy is complete.
+///
+/// ```
+/// use std::sync::Arc;
+/// use lowtide::ByteSize;
+/// use lowtide::device::{HostDriver, PinnedConfig, PinnedKind, PinnedPool};
+///
+/// // Page-locked where this process may lock memory; the buffer says whether it is.
+/// let kind = PinnedKind::PageLockedOrPageable;
+/// let config = PinnedConfig { kind, limit: ByteSize::mib(4), ..PinnedConfig::new("staging") };
+/// let pool = PinnedPool::open(Arc::new(HostDriver::new()), config)?;
+///
+/// let mut inputs = pool.alloc_from(&[1.0_f32, 2.0, 3.0])?;
+/// inputs[0] = 10.0;
+/// inputs.resize(1024)?; // keeps what was there
+/// assert_eq!((inputs[0], inputs[2], inputs.len()), (10.0, 3.0, 1024));
+/// assert!(inputs.memory().is_some());
+///
+/// drop(inputs); // free for the next, and still committed
+/// assert!(!pool.snapshot().idle.is_zero());
+/// assert!(pool.maintain()?.is_zero()); // below the high watermark: nothing goes back
+/// pool.close().map_err(|(_, error)| error)?;
+/// # Ok::<(), lowtide::device::DeviceError>(())
+/// ```
+pub struct PinnedBuffer<T: Pod> {
+    pool: Arc<Shared>,
+    /// Nothing, where the elements have no bytes.
+    block: Option<Placed>,
+    start: NonNull<T>,
+    len: usize,
+}
+
+// SAFETY: a buffer owns its block alone (blocks do not overlap: invariant of the index), so that it
+// gives the access to its elements that a `Box<[T]>` gives, under the same bounds. The pool that it
+// holds is Send and Sync, asserted below.
+unsafe impl<T: Pod + Send> Send for PinnedBuffer<T> {}
+// SAFETY: as above: `&PinnedBuffer<T>` gives `&[T]`, and nothing that writes.
+unsafe impl<T: Pod + Sync> Sync for PinnedBuffer<T> {}
+
+const _: fn() = || {
+    fn crosses_threads<T: Send + Sync>() {}
+    crosses_threads::<Shared>();
+};
+
+impl<T: Pod> PinnedBuffer<T> {
+    /// The owner of a live block, or of none where the elements have no bytes.
+    ///
+    /// # Panics
+    /// Where the block is too small, or not aligned.
+    fn new(pool: Arc<Shared>, block: Option<Placed>, len: usize) -> Self {
+        let start = block.map_or(NonNull::dangling(), |block| Self::start_of(&block, len));
+        assert!(block.is_some() || size_of::<T>() == 0 || len == 0, "elements without a block");
+        Self { pool, block, start, len }
+    }
+
+    /// Where `len` elements in the block begin.
+    fn start_of(block: &Placed, len: usize) -> NonNull<T> {
+        let bytes = size_of::<T>().checked_mul(len).map(ByteSize::of);
+        let fits = bytes.is_some_and(|bytes| bytes.get() <= block.span.size);
+        assert!(fits && block.span.end() <= block.range.size.get(), "the block is too small");
+        let offset = ByteSize::new(block.span.offset).as_usize();
+        let at = offset.map(|offset| block.range.start.as_ptr().wrapping_add(offset));
+        let start = at.and_then(NonNull::new).map(NonNull::cast::<T>);
+        let start = start.filter(|start| start.is_aligned());
+        assert!(start.is_some(), "the block is not aligned");
+        start.unwrap_or(NonNull::dangling())
+    }
+
+    /// The bytes of the elements, before rounding.
+    #[must_use]
+    pub const fn bytes(&self) -> ByteSize {
+        ByteSize::of(self.len * size_of::<T>())
+    }
+
+    /// What kind of memory the elements are in; `None` where they have no bytes.
+    #[must_use]
+    pub fn memory(&self) -> Option<HostMemory> {
+        self.block.map(|block| block.range.memory)
+    }
+
+    /// Makes it `len` elements. What was there stays, up to the new length; what is new has
+    /// unspecified contents. Where the block cannot grow where it stands, the elements are copied
+    /// to another, and both are live for as long as that takes. What a smaller length leaves is
+    /// free for others; it never copies.
+    ///
+    /// # Errors
+    /// As [`PinnedPool::alloc`]; the buffer then is as it was.
+    pub fn resize(&mut self, len: usize) -> Result<(), DeviceError> {
+        self.pool.check_here()?;
+        let bytes = self.pool.bytes_of::<T>(len)?;
+        if let Some(block) = self.block.as_mut().filter(|_| bytes > 0)
+            && self.pool.resize_in_place(block, bytes)
+        {
+            self.start = Self::start_of(block, len);
+            self.len = len;
+            return Ok(());
+        }
+        let mut other = self.pool.buffer::<T>(len)?;
+        let kept = len.min(self.len);
+        other[..kept].copy_from_slice(&self[..kept]);
+        *self = other; // drops the old block
+        Ok(())
+    }
+
+    /// Frees it, and gives idle memory back at once where the high watermark is passed; returns how
+    /// many bytes that was. A drop leaves that to [`PinnedPool::maintain`].
+    ///
+    /// # Errors
+    /// As [`PinnedPool::maintain`]; the buffer is freed all the same, but for a forked child.
+    pub fn free(self) -> Result<ByteSize, DeviceError> {
+        let pool = Arc::clone(&self.pool);
+        drop(self);
+        pool.maintain()
+    }
+}
+
+impl<T: Pod> Deref for PinnedBuffer<T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        // SAFETY: `start` is aligned for T (asserted in `start_of`; else dangling and aligned,
+        // where there are no bytes). Where there are, it has the provenance of the driver's whole
+        // piece, and `len` elements lie in the block and the block in that piece (asserted in
+        // `start_of`), which is below `isize::MAX` bytes (`Shared::bytes_of` holds a block at
+        // 2^62). The block is live while `self` is, and a segment with a live block is not given
+        // back, so the bytes are readable and initialised (`Driver::host_alloc`; drivers are sealed
+        // to this crate), in a forked child as well. T is Pod: any bytes are a value. Nobody
+        // writes: blocks do not overlap (invariant of the index), writing takes `&mut self`, and a
+        // device's copy into it is over when its call returned, or its caller's to wait for.
+        unsafe { slice::from_raw_parts(self.start.as_ptr(), self.len) }
+    }
+}
+
+impl<T: Pod> DerefMut for PinnedBuffer<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        // SAFETY: as in `deref`; `&mut self` is borrowed for as long as the slice lives, so that
+        // no other slice of this block exists. The memory may be written (`Driver::host_alloc`).
+        // Any T leaves initialised bytes behind, because a Pod has no padding.
+        unsafe { slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
+    }
+}
+
+impl<T: Pod> Drop for PinnedBuffer<T> {
+    /// Frees the block: bookkeeping under the pool's lock, no driver call, unless this was the last
+    /// holder of the pool. In a forked child does nothing.
+    fn drop(&mut self) {
+        if let Some(block) = self.block.take() {
+            self.pool.release(block);
+        }
+    }
+}
+
+impl<T: Pod> fmt::Debug for PinnedBuffer<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PinnedBuffer")
+            .field("pool", &self.pool.name())
+            .field("memory", &self.memory())
+            .field("len", &self.len)
+            .field("bytes", &self.bytes())
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests;
+
+#[cfg(test)]
+mod fenced_tests {
+    use std::mem::ManuallyDrop;
+
+    use super::*;
+    use crate::device::driver::host::HostDriver;
+
+    /// Aligned to more than a page of most systems.
+    #[derive(Clone, Copy)]
+    #[repr(C, align(8192))]
+    struct Wide([u8; 8192]);
+    // SAFETY: all bytes zero are a value of a byte array, and there is no padding.
+    unsafe impl bytemuck::Zeroable for Wide {}
+    // SAFETY: as above; any bytes are a value, size and alignment are equal, no pointer is inside.
+    unsafe impl Pod for Wide {}
+
+    /// Aligned to a page.
+    #[derive(Clone, Copy)]
+    #[repr(C, align(4096))]
+    struct Page([u8; 4096]);
+    // SAFETY: as for `Wide`.
+    unsafe impl bytemuck::Zeroable for Page {}
+    // SAFETY: as for `Wide`.
+    unsafe impl Pod for Page {}
+
+    #[test]
+    fn an_alignment_up_to_a_page_is_kept_and_one_beyond_is_a_typed_error() {
+        let config = PinnedConfig { kind: PinnedKind::Pageable, ..PinnedConfig::new("wide") };
+        let pool = PinnedPool::open(Arc::new(HostDriver::new()), config).expect("open");
+        let byte = pool.alloc::<u8>(1).expect("room");
+        let pages = pool.alloc_from(&[Page([7; 4096]); 2]).expect("room");
+        assert!(pages.as_ptr().addr().is_multiple_of(4096) && pages[1].0[4095] == 7);
+        let refused = pool.alloc::<Wide>(1).expect_err("beyond a page");
+        let (requested, largest) = (ByteSize::kib(8), HOST_ALIGNMENT);
+        assert_eq!(refused, DeviceError::Alignment { requested, largest });
+        assert_eq!(pool.snapshot().alloc_failures_total.size, 1);
+        assert_eq!(Wide([0; 8192]).0.len(), 8192);
+        drop((byte, pages));
+        pool.validate();
+    }
+
+    #[test]
+    fn in_a_forked_child_a_drop_touches_neither_lock_nor_memory() {
+        let config = PinnedConfig { kind: PinnedKind::Pageable, ..PinnedConfig::new("forked") };
+        let pool = PinnedPool::open(Arc::new(HostDriver::new()), config).expect("open");
+        let buffer = pool.alloc_from(&[7_u8; 100]).expect("room");
+        let start = buffer.start.as_ptr();
+        let held = Arc::clone(&buffer.pool);
+        // As if another thread, which the child does not have, had it at the fork.
+        let books = ManuallyDrop::new(crate::sync::lock(&held.books));
+        // SAFETY: the child drops a buffer and handles, reads a byte, and ends with `_exit`.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            // SAFETY: sets a timer of this process, which ends it where it waits for the lock.
+            unsafe { libc::alarm(20) };
+            drop((buffer, pool));
+            drop(held); // the last holder
+            // SAFETY: the memory is the child's copy, which nobody gave back.
+            let byte = unsafe { start.read() };
+            // SAFETY: ends the child at once, without running the parent's exit handlers.
+            unsafe { libc::_exit(i32::from(byte)) };
+        }
+        drop(ManuallyDrop::into_inner(books));
+        assert!(child > 0, "fork failed");
+        let mut status = 0;
+        // SAFETY: `status` is a valid place for an int, and `child` is our own child.
+        let waited = unsafe { libc::waitpid(child, &raw mut status, 0) };
+        assert_eq!((waited, libc::WIFEXITED(status)), (child, true), "status {status:#x}");
+        assert_eq!(libc::WEXITSTATUS(status), 7);
+        drop(buffer);
+        pool.validate();
+    }
+}

@@ -1,0 +1,84 @@
+//! Driver calls that are held: what goes on meanwhile, and who waits for what.
+
+use std::thread;
+
+use super::*;
+
+/// Lets the driver's calls go where a test ends early, so that it fails and does not hang.
+struct LetGo<'a>(&'a TrialDriver);
+
+impl Drop for LetGo<'_> {
+    fn drop(&mut self) {
+        self.0.let_go();
+    }
+}
+
+#[test]
+fn no_call_is_made_under_the_lock_and_who_needs_no_memory_goes_on() {
+    let (pool, driver) = open(ByteSize::MAX);
+    let held = bytes(&pool, GRANULE).expect("room");
+    let idle = mib(&pool, 4);
+    drop(idle);
+    driver.hold();
+    thread::scope(|scope| {
+        let _let_go = LetGo(&driver);
+        let obtaining = scope.spawn(|| mib(&pool, 16));
+        driver.wait_until_held(1);
+        let giving = scope.spawn(|| pool.maintain());
+        driver.wait_until_held(2);
+        // Both calls are under way; the books are open, and what is on its way is counted.
+        let snapshot = pool.snapshot();
+        assert_eq!(snapshot.arriving, ByteSize::mib(16));
+        assert_eq!(snapshot.idle, ByteSize::mib(4), "it is still there");
+        pool.validate();
+        drop(bytes(&pool, GRANULE).expect("beside the one held"));
+        let (_, error) = pool.clone().close().expect_err("a block is on its way");
+        assert!(matches!(error, DeviceError::LiveBlocks { count: 2, .. }), "{error}");
+        driver.let_go();
+        assert_eq!(giving.join().expect("ends"), Ok(ByteSize::mib(4)));
+        drop(obtaining.join().expect("ends"));
+    });
+    drop(held);
+    check(&pool, &driver);
+}
+
+#[test]
+fn threads_that_start_at_once_wait_for_as_many_segments_as_they_need_and_share_them() {
+    let (pool, driver) = open(ByteSize::MAX);
+    let quarter = || bytes(&pool, ByteSize::kib(250)).expect("room");
+    driver.hold();
+    thread::scope(|scope| {
+        let _let_go = LetGo(&driver);
+        let first = scope.spawn(quarter);
+        driver.wait_until_held(1);
+        let others: Vec<_> = (0..5).map(|_| scope.spawn(quarter)).collect();
+        // Three wait for the first segment; of the two others one asks for a second.
+        driver.wait_until_held(2);
+        driver.let_go();
+        let all = others.into_iter().chain([first]).map(|thread| thread.join().expect("ends"));
+        assert_eq!((all.collect::<Vec<_>>().len(), driver.calls()), (6, 2));
+    });
+    check(&pool, &driver);
+}
+
+#[test]
+fn an_allocation_waits_for_what_another_thread_gives_back() {
+    for _ in 0..20 {
+        let (pool, driver) = open(ByteSize::mib(8));
+        driver.set_host_limit(ByteSize::mib(6));
+        drop(mib(&pool, 4));
+        driver.hold();
+        thread::scope(|scope| {
+            let _let_go = LetGo(&driver);
+            let giving = scope.spawn(|| pool.purge());
+            driver.wait_until_held(1);
+            // The limit allows it, and the host has no room until the purge has ended.
+            let obtaining = scope.spawn(|| mib(&pool, 3));
+            driver.wait_until_held(2);
+            driver.let_go();
+            assert_eq!(giving.join().expect("ends"), Ok(ByteSize::mib(4)));
+            drop(obtaining.join().expect("ends"));
+        });
+        check(&pool, &driver);
+    }
+}
