@@ -4,9 +4,9 @@
 //! |---|--:|---|
 //! | GPU Device | 10 | here, `device_*` |
 //! | GPU Managed | 7 | here, `managed_*`: on the host driver, whose memory the host can read |
-//! | CPU Pinned | 8 | with the pinned host pool |
-//! | CPU Pageable | 7 | with the pinned host pool |
-//! | Constructor combinations | 4 | here, `combination_*`: arenas side by side, of 2 kinds x 2 |
+//! | CPU Pinned | 8 | `src/device/pinned/tests/cu_arena.rs`, for page-locked memory |
+//! | CPU Pageable | 7 | the same tests, for pageable memory |
+//! | Constructor combinations | 4 | here, `combination_*` |
 //! | Stable | 6 | `cuarena/regions.rs`, `stable_*` |
 //! | Bins | 4 | `cuarena/regions.rs`, `bins_*` |
 //! | Compact | 4 | with compaction |
@@ -18,9 +18,14 @@
 //!
 //! Invariant: a figure that theirs compare is compared exactly, or more strictly.
 
+use std::sync::Arc;
+
 use lowtide::ByteSize;
 use lowtide::device::driver::{DeviceAddress, Rung};
-use lowtide::device::{ArenaConfig, Buffer, DeviceArena, DeviceError, Region};
+use lowtide::device::{
+    ArenaConfig, Buffer, DeviceArena, DeviceError, HostDriver, PinnedConfig, PinnedKind,
+    PinnedPool, Region,
+};
 
 mod regions;
 
@@ -269,15 +274,19 @@ fn managed_reset_frees_what_was_had_by_address_and_no_buffer() {
     assert_usable(&arena);
 }
 
-/// Two arenas side by side: each with its own limit and its own blocks.
-fn combination(limits: [ByteSize; 2]) {
+/// An arena beside another, and a pool of host memory: each with its own limit and blocks.
+fn combination(limits: [ByteSize; 2], kind: PinnedKind) -> [DeviceArena; 2] {
     let arenas = limits.map(pool);
     for (arena, limit) in arenas.iter().zip(limits) {
         assert_eq!(arena.snapshot().limit, limit);
         assert!(headroom(&arena.snapshot()) > ByteSize::ZERO);
     }
+    let config = PinnedConfig { limit: GRANULE, kind, ..PinnedConfig::new("beside") };
+    let host = PinnedPool::open(Arc::new(HostDriver::new()), config).expect("every machine");
+    assert_eq!((host.kind(), host.limit()), (kind, GRANULE));
     let blocks = arenas.each_ref().map(|arena| raw(arena, GRANULE, Region::Dynamic).expect("room"));
     assert_apart(blocks);
+    assert_eq!(host.snapshot().live, ByteSize::ZERO, "device blocks are none of the pool's");
     for (arena, block) in arenas.iter().zip(blocks.iter().rev()) {
         let foreign = DeviceError::ForeignAddress { at: block.at, arena: "peers".to_owned() };
         assert_eq!(arena.free(block.at), Err(foreign), "a block of the other arena");
@@ -287,30 +296,32 @@ fn combination(limits: [ByteSize; 2]) {
         arena.free(block.at).expect("its own");
         assert_usable(arena);
     }
+    host.close().expect("nothing is live");
+    arenas
 }
 
 /// Constructor 1: device and pinned.
 #[test]
-fn combination_of_two_equal_arenas_shares_nothing() {
-    combination([MIB_64; 2]);
+fn combination_of_two_equal_arenas_and_a_page_locked_pool_shares_nothing() {
+    combination([MIB_64; 2], PinnedKind::PageLocked);
 }
 
 /// Constructor 2: device and pageable.
 #[test]
-fn combination_of_a_large_and_a_small_arena_keeps_both_limits() {
-    combination([ByteSize::mib(256), ByteSize::mib(4)]);
+fn combination_of_a_large_and_a_small_arena_and_a_pageable_pool_keeps_all_limits() {
+    combination([ByteSize::mib(256), ByteSize::mib(4)], PinnedKind::Pageable);
 }
 
 /// Constructor 3: managed and pinned.
 #[test]
-fn combination_of_a_small_and_a_large_arena_keeps_both_limits() {
-    combination([ByteSize::mib(4), ByteSize::mib(256)]);
+fn combination_of_a_small_and_a_large_arena_and_a_page_locked_pool_keeps_all_limits() {
+    combination([ByteSize::mib(4), ByteSize::mib(256)], PinnedKind::PageLocked);
 }
 
 /// Constructor 4: managed and pageable.
 #[test]
 fn combination_in_which_one_arena_is_full_leaves_the_other_its_memory() {
-    let arenas = [ByteSize::mib(4), MIB_64].map(pool);
+    let arenas = combination([ByteSize::mib(4), MIB_64], PinnedKind::Pageable);
     let full = bytes(&arenas[0], ByteSize::mib(4));
     assert!(arenas[0].alloc::<u8>(1, Region::Dynamic).is_err());
     drop(bytes(&arenas[1], MIB_64));
