@@ -134,7 +134,8 @@ impl DeviceArena {
 
     /// As [`DeviceArena::alloc`], on granules that no other block shares: what is freed can be
     /// given back whole. For a few large blocks that stay; each is rounded up to whole granules,
-    /// and all of it is live. ONNX Runtime's `Reserve`, except that the limit counts it.
+    /// and all of it is live. ONNX Runtime's `Reserve`, except that the limit counts it. Once it is
+    /// resized it is a buffer as any other.
     ///
     /// # Errors
     /// As [`DeviceArena::alloc`].

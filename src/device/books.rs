@@ -395,7 +395,10 @@ impl Books {
     }
 
     fn total_metadata(&self) -> usize {
-        self.regions.iter().map(RegionBooks::metadata).sum()
+        let regions: usize = self.regions.iter().map(RegionBooks::metadata).sum();
+        // A tree's nodes are at least half full, and mostly two thirds.
+        let raw = self.raw.len() * size_of::<(DeviceAddress, Kept)>() * 3 / 2;
+        regions + raw + self.history.metadata()
     }
 
     /// Walks everything and checks the invariants.

@@ -175,13 +175,31 @@ fn the_books_grow_with_blocks_and_not_with_bytes() {
     arena.free(large.at).expect("live");
     arena.purge().expect("the driver takes it");
     let before = arena.snapshot().metadata;
-    let blocks: Vec<_> = (0..10_000)
-        .map(|_| raw(&arena, ByteSize::new(1), Region::Dynamic).expect("room"))
-        .collect();
+    let held: Vec<Buffer<u8>> =
+        (0..10_000).map(|_| arena.alloc(1, Region::Dynamic).expect("room")).collect();
     let many = arena.snapshot().metadata.saturating_sub(before);
     assert!(many.get() <= 64 * 10_000, "{many} for 10,000 blocks");
-    drop(blocks);
+    drop(held);
+    assert_usable(&arena);
+}
+
+/// The bug: what an arena keeps of blocks that are had by address, and of events, was not counted.
+#[test]
+fn the_table_of_addresses_and_the_ring_of_events_were_no_metadata() {
+    let arena = open(ByteSize::MAX);
+    drop(arena.alloc::<u8>(2 << 20, Region::Dynamic).expect("room"));
+    let before = arena.snapshot().metadata;
+    for _ in 0..10_000 {
+        raw(&arena, ByteSize::new(1), Region::Dynamic).expect("room");
+    }
+    let many = arena.snapshot().metadata.saturating_sub(before).get() / 10_000;
+    // 40 of the index, and an address, a region, a name, a span, an address and a size in a tree.
+    assert!((100..=192).contains(&many), "{many} B for each block");
     arena.reset().expect("here");
+    assert_usable(&arena);
+    let (arena, _) = open_with(ArenaConfig { history: 100_000, ..config() });
+    let metadata = arena.snapshot().metadata;
+    assert!(metadata >= ByteSize::mib(2), "{metadata} for 100,000 events");
     assert_usable(&arena);
 }
 
