@@ -172,7 +172,7 @@ impl Books {
         placed.ok_or_else(|| {
             let books = self.region(region);
             let error = DeviceError::OutOfAddresses {
-                requested: ByteSize::new(wanted.requested),
+                requested: ByteSize::new(wanted.size),
                 reserved: ByteSize::new(books.segment.reserved()),
                 live: ByteSize::new(books.live()),
                 largest_span: ByteSize::new(books.largest_span()),
