@@ -195,8 +195,23 @@ fn device_and_pinned_arenas_are_configured_apart() {
     memory.replace_arena(&pinned, &limit(2)).expect("replaced");
     assert_eq!(session.resolution().limit(), ByteSize::mib(2));
     assert_eq!(limit_of(&memory), (ByteSize::mib(8), ArenaSource::Shared), "untouched");
-    let refused = mib(&session, 1).expect_err("no pool yet");
-    assert!(matches!(refused, DeviceError::Unsupported { what: "a pinned pool", .. }));
+    // A pool of its own serves it, and drains when it is replaced.
+    let strategy = session.resolution().get(ArenaKey::ExtendStrategy).clone();
+    assert!(strategy.without_effect.is_some(), "{strategy}");
+    assert!(session.alloc_pinned::<u8>(3 << 20).expect_err("the limit").is_out_of_memory());
+    let mut buffer = session.alloc_pinned::<u8>(1 << 20).expect("room");
+    buffer.fill(7);
+    let replaced = memory.replace_arena(&pinned, &limit(4)).expect("replaced");
+    assert_eq!(replaced.draining, Some(ByteSize::mib(1)));
+    let found = figures(&memory, &pinned);
+    assert_eq!(found.pool.expect("serves").live, ByteSize::ZERO);
+    assert_eq!(found.draining_pools[0].live, ByteSize::mib(1));
+    assert!(buffer.iter().all(|byte| *byte == 7));
+    drop(buffer);
+    until("the old pool goes", || figures(&memory, &pinned).draining_pools.is_empty());
+    assert_eq!(limit_of(&memory), (ByteSize::mib(8), ArenaSource::Shared), "untouched");
+    let refused = mib(&session, 1).expect_err("another kind of memory");
+    assert!(matches!(refused, DeviceError::Unsupported { .. }), "{refused}");
     drop(session);
     assert!(memory.shutdown(SOON).is_clean());
 }
@@ -244,17 +259,19 @@ fn a_replaced_arena_keeps_its_blocks_and_goes_with_the_last() {
     let memory = start();
     memory.share_arena(&slot(), &limit(64)).expect("shared");
     let session = memory.use_arena(&slot(), &ArenaOptions::new()).expect("joined");
-    let mut old = [mib(&session, 2).expect("room"), mib(&session, 2).expect("room")];
-    drop(mib(&session, 6).expect("room")); // idle from now on
+    let mut old = [mib(&session, 8).expect("room"), mib(&session, 8).expect("room")];
+    drop(mib(&session, 8).expect("room")); // idle from now on
     old[0].slice_mut(&old[0].enter().expect("awake")).expect("host").fill(7);
+    let idle = memory.snapshot().arenas[0].idle;
     let replaced = memory.replace_arena(&slot(), &limit(32)).expect("replaced");
-    assert_eq!(replaced.draining, Some(ByteSize::mib(4)));
-    assert_eq!(replaced.released, ByteSize::mib(6), "what was idle went at once");
+    assert_eq!(replaced.draining, Some(ByteSize::mib(16)));
+    assert!(!idle.is_zero());
+    assert_eq!(replaced.released, idle, "what was idle went at once");
     let new = mib(&session, 1).expect("room");
     let found = figures(&memory, &slot());
     assert_eq!(found.arena.expect("serves").live, ByteSize::mib(1));
     let [draining] = &found.draining[..] else { panic!("{:?}", found.draining) };
-    assert_eq!((draining.live, draining.committed), (ByteSize::mib(4), ByteSize::mib(4)));
+    assert_eq!((draining.live, draining.idle), (ByteSize::mib(16), ByteSize::ZERO));
     let snapshot = memory.snapshot();
     assert_eq!((snapshot.arenas.len(), snapshot.draining.len()), (1, 1));
     // Still readable and writable, through leases of its own.
@@ -266,7 +283,7 @@ fn a_replaced_arena_keeps_its_blocks_and_goes_with_the_last() {
     let [first, second] = old;
     drop(first);
     until("a freed part goes back", || {
-        memory.snapshot().draining.iter().all(|arena| arena.committed == ByteSize::mib(2))
+        memory.snapshot().draining.iter().all(|arena| arena.committed < ByteSize::mib(16))
     });
     assert_eq!(memory.snapshot().draining.len(), 1, "one block is left");
     drop(second);

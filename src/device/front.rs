@@ -231,6 +231,7 @@ impl Home {
     pub(super) fn take(&self, key: Key, align: u64, requested: u64) -> Option<Placed> {
         let Some(mut front) = try_lock(&self.front) else {
             self.shared.note_contended();
+            move_thread();
             return None;
         };
         let placed = front.take(key, align, requested);
@@ -326,25 +327,30 @@ impl fmt::Debug for Home {
     }
 }
 
-/// How many homes an arena has: as many as threads can run at once.
+/// How many homes an arena has: four for each thread that can run at once, so that threads which
+/// move from a busy home find one of their own.
 pub(super) fn homes() -> usize {
     let threads = thread::available_parallelism().map_or(1, usize::from);
-    threads.next_power_of_two().clamp(2, HOMES_MAX)
+    threads.saturating_mul(4).next_power_of_two().clamp(8, HOMES_MAX)
 }
 
-/// The number of this thread, counted up from 0 as threads first ask.
+/// Numbers of threads, counted up.
+static NEXT: Number = Number::new(0);
+
+thread_local! {
+    static NUMBER: Cell<usize> = const { Cell::new(usize::MAX) };
+}
+
+/// The number of this thread, which says where its home is.
 pub(super) fn thread_number() -> usize {
-    static NEXT: Number = Number::new(0);
-    thread_local! {
-        static NUMBER: Cell<usize> = const { Cell::new(usize::MAX) };
-    }
     // A thread that is ending has no number any more: any home will do.
-    NUMBER
-        .try_with(|number| {
-            if number.get() == usize::MAX {
-                number.set(NEXT.fetch_add(1, Ordering::Relaxed));
-            }
-            number.get()
-        })
-        .unwrap_or(0)
+    let number = NUMBER.try_with(Cell::get).unwrap_or(0);
+    if number == usize::MAX { move_thread() } else { number }
+}
+
+/// Gives this thread a new number, and so a new home: another thread uses the one it had.
+fn move_thread() -> usize {
+    let number = NEXT.fetch_add(1, Ordering::Relaxed);
+    let _ = NUMBER.try_with(|current| current.set(number));
+    number
 }

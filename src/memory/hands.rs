@@ -59,6 +59,7 @@ impl Hands for WorkerHands {
             self.hook_at = now + HOOK_EVERY;
             record::describe();
         }
+        self.shared.maintain_pools();
         self.shared.sweep();
         let start = self.shared.clock.now();
         let snapshot = self.shared.snapshot();

@@ -3,8 +3,8 @@
 //! `gpu:0` is every device arena of this `Memory`, those that drain included, whatever their rung:
 //! where the host driver stands for a device, the selector of that device still names its arenas.
 //! `cpu:0` is the process heap, jemalloc and the C library's, which is what stands here for ONNX
-//! Runtime's arena in host memory; pinned pools will belong to it. A selector thus means the same
-//! on a machine without a GPU.
+//! Runtime's arena in host memory, and the pinned pools of slots. A selector thus means the same on
+//! a machine without a GPU.
 //!
 //! Every target is looked up before any is shrunk. A target without an arena is zero bytes, and no
 //! error. What a run's guard is dropped with, without its end, is left to the worker.
@@ -256,12 +256,38 @@ impl Shared {
         let one = |target: Target| {
             let start = self.clock.now();
             let outcome = match target.kind {
-                TargetKind::Cpu => self.shrink_heap(),
+                TargetKind::Cpu => self.shrink_host(),
                 TargetKind::Gpu => self.shrink_arenas(),
             };
             ShrunkTarget { target, outcome, took: self.clock.now() - start }
         };
         Shrunk { targets: targets.map(one).collect() }
+    }
+
+    /// The heap, and the pinned pools.
+    fn shrink_host(&self) -> ShrinkOutcome {
+        let (mut released, mut failed) = (ByteSize::ZERO, None);
+        let pools = self.pools();
+        for (pool, _) in &pools {
+            match pool.shrink() {
+                Ok(bytes) => released = released.saturating_add(bytes),
+                Err(error) => {
+                    let arena = pool.name().to_owned();
+                    failed = failed.or(Some(ShrinkFailure::Arena { arena, error }));
+                }
+            }
+        }
+        let heap = self.shrink_heap();
+        released = released.saturating_add(heap.released());
+        match (failed, heap) {
+            (Some(cause), _) | (None, ShrinkOutcome::Failed { cause, .. }) => {
+                ShrinkOutcome::Failed { released, cause }
+            }
+            (None, unsupported @ ShrinkOutcome::Unsupported { .. }) if pools.is_empty() => {
+                unsupported
+            }
+            (None, _) => ShrinkOutcome::Released(released),
+        }
     }
 
     fn shrink_heap(&self) -> ShrinkOutcome {

@@ -133,11 +133,14 @@ pub struct Layers {
     pub replacement: Option<ArenaOptions>,
     /// lowtide's own limit; [`ByteSize::MAX`] for none.
     pub device_limit: ByteSize,
+    /// Whether it is a pool of pinned memory, of which only the limit can be set.
+    pub pinned: bool,
 }
 
 impl Default for Layers {
     fn default() -> Self {
-        Self { session: None, shared: None, replacement: None, device_limit: ByteSize::MAX }
+        let device_limit = ByteSize::MAX;
+        Self { session: None, shared: None, replacement: None, device_limit, pinned: false }
     }
 }
 
@@ -201,7 +204,7 @@ impl Layers {
         for (options, source) in layers {
             report_capped(options, source, &values, &mut conflicts);
         }
-        explain(&mut values);
+        explain(&mut values, self.pinned);
         let mut resolution = ArenaResolution { values, conflicts: Vec::new() };
         for (options, source, reason) in [
             (session.filter(|_| self.shared.is_some()), ArenaSource::Session, Reason::SharedArena),
@@ -269,13 +272,21 @@ fn report_capped(
 }
 
 /// Says of each value that somebody wrote and that does nothing why it does nothing.
-fn explain(values: &mut [Effective]) {
+fn explain(values: &mut [Effective], pinned: bool) {
     let same = ArenaValue::Strategy(ExtendStrategy::SameAsRequested);
     let as_requested = values.iter().any(|value| value.value == same);
     for value in values.iter_mut().filter(|value| value.source != ArenaSource::Default) {
         value.without_effect = match value.key {
             ArenaKey::DeadBytes => {
                 Some("a block is always split, whatever remains, which keeps less memory")
+            }
+            ArenaKey::ExtendStrategy
+            | ArenaKey::InitialBytes
+            | ArenaKey::RegrowthBytes
+            | ArenaKey::StepMaxBytes
+                if pinned =>
+            {
+                Some("a pinned pool obtains segments of a size of its own")
             }
             ArenaKey::InitialBytes | ArenaKey::RegrowthBytes | ArenaKey::StepMaxBytes
                 if as_requested =>

@@ -431,7 +431,7 @@ fn every_layer_is_in_force_or_in_one_conflict() {
     for case in 0..4096_usize {
         let [session, shared, replacement] = [case, case >> 4, case >> 8].map(|b| layer(b & 15));
         let device_limit = if case % 3 == 0 { ByteSize::new(2) } else { ByteSize::MAX };
-        let layers = Layers { session, shared, replacement, device_limit };
+        let layers = Layers { session, shared, replacement, device_limit, pinned: false };
         let resolution = layers.resolve().expect("resolved");
         for (options, source) in [
             (&layers.session, ArenaSource::Session),

@@ -29,6 +29,7 @@ pub(super) struct Bin(usize);
 
 impl Bin {
     /// The bin of a block of this size, a positive multiple of [`ALIGN`].
+    #[inline]
     pub(super) const fn of(size: u64) -> Self {
         let units = size / ALIGN;
         if units < COLUMNS as u64 {
@@ -64,7 +65,7 @@ impl Bin {
 
     #[expect(clippy::cast_possible_truncation, reason = "the number of a bin is below BINS")]
     const fn from_units(bin: u64) -> Self {
-        assert!(bin < BINS as u64, "a bin number out of range");
+        debug_assert!(bin < BINS as u64, "a bin number out of range");
         Self(bin as usize)
     }
 }

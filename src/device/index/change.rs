@@ -6,7 +6,7 @@
 //! Invariants: those of the index; a call that is refused changes nothing.
 
 use super::bins::Bin;
-use super::records::NONE;
+use super::records::{FREE, NONE};
 use super::{ALIGN, BlockId, BlockIndex, ExchangeError, Span, StaleBlock};
 
 impl BlockIndex {
@@ -33,8 +33,8 @@ impl BlockIndex {
             return None;
         }
         let slot = self.free_around(span)?;
-        let slot = self.carve(slot, span);
-        Some(self.enliven(slot))
+        let bin = Bin::of(self.records[slot].size);
+        Some(self.carve(slot, bin, span))
     }
 
     /// Makes a live block this large (0 counts as 1) where it stands, and says what it spans now;
@@ -62,13 +62,13 @@ impl BlockIndex {
         self.live = self.live - span.size + size;
         let left = Span { offset: span.offset + size, size: rest };
         if beside == 0 {
-            let slot = self.records.insert(left, id.slot, next);
-            self.file(slot);
+            let slot = self.records.insert(left, FREE, id.slot, next);
+            self.file(slot, left);
         } else if rest == 0 {
             self.unfile(next);
             self.records.remove(next);
         } else {
-            self.reshape(next, left);
+            self.reshape(next, Bin::of(beside), left);
         }
         Ok(Some(Span { size, ..span }))
     }

@@ -21,6 +21,7 @@ const BINS_LOOKED: u32 = 4;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Place {
     pub(super) slot: u32,
+    pub(super) bin: Bin,
     pub(super) start: u64,
     cost: u64,
 }
@@ -29,57 +30,53 @@ impl BlockIndex {
     /// The best place for a request whose size is a multiple of [`ALIGN`], and whose alignment is
     /// no less.
     pub(super) fn find(&self, wanted: Request, cost: &impl Fn(Span) -> u64) -> Option<Place> {
-        let mut best = None;
-        let mut bin = self.bins.at_or_above(Bin::of(wanted.size));
-        for _ in 0..BINS_LOOKED {
-            let Some(at) = bin else { break };
-            self.look(at, wanted, cost, &mut best);
-            if best.is_some_and(|place: Place| place.cost == 0) {
-                return best;
-            }
-            bin = self.bins.above(at);
-        }
-        if best.is_none() {
-            // Every block of this bin holds the request, wherever it begins.
-            let sure = Bin::holding(wanted.size.checked_add(wanted.align - ALIGN)?)?;
-            self.look(self.bins.at_or_above(sure)?, wanted, cost, &mut best);
-        }
-        best
-    }
-
-    /// Looks at the first blocks of a bin for a place that is better than the best so far.
-    fn look(
-        &self,
-        bin: Bin,
-        wanted: Request,
-        cost: &impl Fn(Span) -> u64,
-        best: &mut Option<Place>,
-    ) {
-        let before = best.map_or(u64::MAX, |place| place.cost);
-        let mut next = self.bins.head(bin);
-        for _ in 0..LOOKS_PER_BIN {
-            if next == NONE {
+        let mut bin = self.bins.at_or_above(Bin::of(wanted.size))?;
+        let mut best = Place { slot: NONE, bin, start: 0, cost: u64::MAX };
+        for looked in 1..=BINS_LOOKED + 1 {
+            self.look(bin, wanted, cost, &mut best);
+            if best.cost == 0 || (looked >= BINS_LOOKED && best.slot != NONE) {
                 break;
             }
-            let slot = next;
-            let record = &self.records[slot];
-            next = record.bin_next;
-            let Some(start) = fit(record.span(), wanted) else { continue };
-            let cost = cost(Span { offset: start, size: wanted.size });
-            let better = match *best {
-                None => true,
-                Some(place) if place.cost == cost => {
-                    cost < before
-                        && match wanted.end {
-                            End::Low => start < place.start,
-                            End::High => start > place.start,
-                        }
+            bin = match self.bins.above(bin) {
+                // Every block of this bin holds the request, wherever it begins.
+                Some(above) if looked == BINS_LOOKED => {
+                    let sure = Bin::holding(wanted.size.checked_add(wanted.align - ALIGN)?)?;
+                    self.bins.at_or_above(sure.max(above))?
                 }
-                Some(place) => cost < place.cost,
+                Some(above) => above,
+                None => break,
             };
-            if better {
-                *best = Some(Place { slot, start, cost });
+        }
+        (best.slot != NONE).then_some(best)
+    }
+
+    /// Looks at the first blocks of a bin for a place that is better than the best so far. What
+    /// costs the same in an earlier bin is a better fit.
+    fn look(&self, bin: Bin, wanted: Request, cost: &impl Fn(Span) -> u64, best: &mut Place) {
+        let mut slot = self.bins.head(bin);
+        for _ in 0..LOOKS_PER_BIN {
+            if slot == NONE {
+                break;
             }
+            let record = &self.records[slot];
+            if let Some(start) = fit(record.span(), wanted) {
+                let cost = cost(Span { offset: start, size: wanted.size });
+                if cost < best.cost || best.slot == NONE {
+                    *best = Place { slot, bin, start, cost };
+                    if cost == 0 && wanted.end == End::Low {
+                        return; // a bin begins with its lowest, as far as filing looked
+                    }
+                } else if cost == best.cost && bin == best.bin {
+                    let nearer = match wanted.end {
+                        End::Low => start < best.start,
+                        End::High => start > best.start,
+                    };
+                    if nearer {
+                        (best.slot, best.start) = (slot, start);
+                    }
+                }
+            }
+            slot = record.bin_next;
         }
     }
 }

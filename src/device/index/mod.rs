@@ -40,7 +40,7 @@ pub const ALIGN: u64 = 256;
 /// How many blocks of its bin a block is compared with to be filed by address. 8: half of the
 /// failures at 90 % load that a bin in order of release has; with 16 no fewer
 /// (docs/BENCHMARKING.md, measured by `benches/index`).
-const STEPS_TO_FILE: u32 = 8;
+const STEPS_TO_FILE: u32 = 4;
 
 /// A contiguous span of offsets, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -133,8 +133,9 @@ impl BlockIndex {
         let (records, bins) = (Records::new(), Bins::new());
         let mut index = Self { span, live: 0, records, bins, generation: FREE };
         if span > 0 {
-            let slot = index.records.insert(Span { offset: 0, size: span }, NONE, NONE);
-            index.file(slot);
+            let all = Span { offset: 0, size: span };
+            let slot = index.records.insert(all, FREE, NONE, NONE);
+            index.file(slot, all);
         }
         index
     }
@@ -162,8 +163,7 @@ impl BlockIndex {
         let place = self.find(wanted, &cost)?;
         let span = Span { offset: place.start, size };
         debug_assert!(span.offset.is_multiple_of(wanted.align));
-        let slot = self.carve(place.slot, span);
-        Some((self.enliven(slot), span))
+        Some((self.carve(place.slot, place.bin, span), span))
     }
 
     /// Makes a live block free and joins it with its free neighbours; says what it spanned. O(1).
@@ -171,30 +171,28 @@ impl BlockIndex {
     /// # Errors
     /// [`StaleBlock`].
     pub fn release(&mut self, id: BlockId) -> Result<Span, StaleBlock> {
-        let span = self.span_of(id)?;
-        self.live -= span.size;
-        let Record { prev, next, .. } = self.records[id.slot];
+        let Record { offset, size, prev, next, .. } = *self.live_record(id)?;
+        let span = Span { offset, size };
+        self.live -= size;
         let (before, after) = (self.records[prev], self.records[next]);
         match (before.is_free(), after.is_free()) {
-            (false, false) => {
-                self.records[id.slot].generation = FREE;
-                self.file(id.slot);
-            }
+            (false, false) => self.file(id.slot, span),
             (true, false) => {
                 self.records.remove(id.slot);
-                self.reshape(prev, Span { size: before.size + span.size, ..before.span() });
+                let size = before.size + span.size;
+                self.reshape(prev, Bin::of(before.size), Span { size, ..before.span() });
             }
             (false, true) => {
                 self.records.remove(id.slot);
                 let size = span.size + after.size;
-                self.reshape(next, Span { offset: span.offset, size });
+                self.reshape(next, Bin::of(after.size), Span { offset: span.offset, size });
             }
             (true, true) => {
                 self.unfile(next);
                 self.records.remove(next);
                 self.records.remove(id.slot);
                 let size = before.size + span.size + after.size;
-                self.reshape(prev, Span { offset: before.offset, size });
+                self.reshape(prev, Bin::of(before.size), Span { size, ..before.span() });
             }
         }
         Ok(span)
@@ -205,10 +203,7 @@ impl BlockIndex {
     /// # Errors
     /// [`StaleBlock`].
     pub fn span_of(&self, id: BlockId) -> Result<Span, StaleBlock> {
-        match self.records.find(id.slot) {
-            Some(record) if record.generation == id.generation => Ok(record.span()),
-            _ => Err(StaleBlock),
-        }
+        self.live_record(id).map(Record::span)
     }
 
     /// Bytes of all live blocks.
@@ -296,86 +291,103 @@ impl BlockIndex {
         assert_eq!(filed, free_blocks, "every free block is filed once");
     }
 
-    /// Cuts a span out of the free block that holds it; what is left on each side stays free, and
-    /// what is cut is free and not filed.
-    fn carve(&mut self, slot: u32, span: Span) -> u32 {
+    fn live_record(&self, id: BlockId) -> Result<&Record, StaleBlock> {
+        match self.records.find(id.slot) {
+            Some(record) if record.generation == id.generation => Ok(record),
+            _ => Err(StaleBlock),
+        }
+    }
+
+    /// Makes a span of a free block of that bin live, under a new name; what is left on each side
+    /// stays free.
+    #[inline(always)]
+    fn carve(&mut self, slot: u32, bin: Bin, span: Span) -> BlockId {
+        self.generation += 1;
+        self.live += span.size;
+        let generation = self.generation;
         let Record { offset, size, prev, next, .. } = self.records[slot];
         let (front, back) = (span.offset - offset, offset + size - span.end());
         if front == 0 && back == 0 {
-            self.unfile(slot);
-            return slot;
+            self.unfile_from(bin, slot);
+            self.records[slot].generation = generation;
+            return BlockId { slot, generation };
         }
         // What is left keeps the record, so that it need not leave a bin that still is its own.
         let rest = Span { offset: span.end(), size: back };
         if front == 0 {
-            self.reshape(slot, rest);
-            return self.records.insert(span, prev, slot);
+            self.reshape(slot, bin, rest);
+            let slot = self.records.insert(span, generation, prev, slot);
+            return BlockId { slot, generation };
         }
-        self.reshape(slot, Span { offset, size: front });
-        let cut = self.records.insert(span, slot, next);
+        self.reshape(slot, bin, Span { offset, size: front });
+        let cut = self.records.insert(span, generation, slot, next);
         if back > 0 {
-            let after = self.records.insert(rest, cut, next);
-            self.file(after);
+            let after = self.records.insert(rest, FREE, cut, next);
+            self.file(after, rest);
         }
-        cut
+        BlockId { slot: cut, generation }
     }
 
-    /// Gives a free block other ends, within what it and its neighbours spanned, and files it
-    /// anew where its bin is another.
-    fn reshape(&mut self, slot: u32, span: Span) {
-        let record = &mut self.records[slot];
-        let (was, is) = (Bin::of(record.size), Bin::of(span.size));
+    /// Gives a free block that is in bin `was` other ends, within what it and its neighbours
+    /// spanned, and files it anew where its bin is another.
+    fn reshape(&mut self, slot: u32, was: Bin, span: Span) {
+        let is = Bin::of(span.size);
         if was == is {
-            // Free blocks lie as they did to each other: the bin's order is right.
-            (record.offset, record.size) = (span.offset, span.size);
-        } else {
-            self.unfile(slot);
+            // Free blocks lie to each other as they did: its place in the bin is right.
             let record = &mut self.records[slot];
             (record.offset, record.size) = (span.offset, span.size);
-            self.file(slot);
+        } else {
+            self.unfile_from(was, slot);
+            self.file_in(is, slot, span);
         }
     }
 
-    /// Makes a free block that is not filed live, under a new name.
-    fn enliven(&mut self, slot: u32) -> BlockId {
-        self.generation += 1;
-        let record = &mut self.records[slot];
-        record.generation = self.generation;
-        self.live += record.size;
-        BlockId { slot, generation: self.generation }
+    /// Puts a block into the bin of its size, as a free one of this span.
+    fn file(&mut self, slot: u32, span: Span) {
+        self.file_in(Bin::of(span.size), slot, span);
     }
 
-    /// Puts a free block into its bin, before those of higher addresses as far as it looks.
-    fn file(&mut self, slot: u32) {
-        let Record { offset, size, .. } = self.records[slot];
-        let bin = Bin::of(size);
+    /// The same where the bin is known. It goes before blocks of higher addresses, as far as it
+    /// looks.
+    #[inline]
+    fn file_in(&mut self, bin: Bin, slot: u32, span: Span) {
+        let mut table = self.records.table();
         let (mut before, mut after) = (NONE, self.bins.head(bin));
         for _ in 0..STEPS_TO_FILE {
+            let other = &table[after];
             // The sentinel's offset is above all.
-            let Record { offset: other, bin_next, .. } = self.records[after];
-            if other > offset {
+            if other.offset > span.offset {
                 break;
             }
-            (before, after) = (after, bin_next);
+            (before, after) = (after, other.bin_next);
         }
-        self.records[after].bin_prev = slot; // of nobody where it is the last
-        let record = &mut self.records[slot];
+        table[after].bin_prev = slot; // of nobody where it is the last
+        let record = &mut table[slot];
+        record.generation = FREE;
+        (record.offset, record.size) = (span.offset, span.size);
         (record.bin_prev, record.bin_next) = (before, after);
         if before == NONE {
             self.bins.set_head(bin, slot);
         } else {
-            self.records[before].bin_next = slot;
+            table[before].bin_next = slot;
         }
     }
 
     /// Takes a free block out of its bin.
     fn unfile(&mut self, slot: u32) {
-        let Record { size, bin_prev, bin_next, .. } = self.records[slot];
-        self.records[bin_next].bin_prev = bin_prev;
+        self.unfile_from(Bin::of(self.records[slot].size), slot);
+    }
+
+    /// Takes a free block out of the bin in which it is.
+    #[inline(always)]
+    fn unfile_from(&mut self, bin: Bin, slot: u32) {
+        let mut table = self.records.table();
+        let Record { bin_prev, bin_next, .. } = table[slot];
+        table[bin_next].bin_prev = bin_prev;
         if bin_prev == NONE {
-            self.bins.set_head(Bin::of(size), bin_next);
+            self.bins.set_head(bin, bin_next);
         } else {
-            self.records[bin_prev].bin_next = bin_next;
+            table[bin_prev].bin_next = bin_next;
         }
     }
 

@@ -96,31 +96,39 @@ impl Records {
         Some(&segment[slot as usize % SEGMENT])
     }
 
-    /// A record for a free block between two neighbours, which are linked to it.
-    pub(super) fn insert(&mut self, span: Span, prev: u32, next: u32) -> u32 {
+    /// The records for a run of changes: where they begin is looked up once.
+    pub(super) fn table(&mut self) -> Table<'_> {
+        Table(&mut self.segments)
+    }
+
+    /// A record for a block between two neighbours, which are linked to it.
+    pub(super) fn insert(&mut self, span: Span, generation: u64, prev: u32, next: u32) -> u32 {
         debug_assert!(span.size > 0 && self[prev].next == next && self[next].prev == prev);
-        let record = Record { offset: span.offset, size: span.size, prev, next, ..Record::VACANT };
-        let slot = if self.vacant == NONE {
-            self.add(record)
-        } else {
-            let slot = self.vacant;
-            self.vacant = self[slot].next;
-            self[slot] = record;
-            slot
-        };
-        self[prev].next = slot;
-        self[next].prev = slot;
+        if self.vacant == NONE {
+            self.vacant = self.add(Record::VACANT);
+        }
+        let slot = self.vacant;
+        let mut table = self.table();
+        table[prev].next = slot;
+        table[next].prev = slot;
+        let Span { offset, size } = span;
+        let record = &mut table[slot];
+        let vacant = record.next;
+        *record = Record { offset, size, generation, prev, next, bin_prev: NONE, bin_next: NONE };
+        self.vacant = vacant;
         slot
     }
 
     /// Takes a record out of the list of neighbours; it is vacant then.
     pub(super) fn remove(&mut self, slot: u32) {
         debug_assert_ne!(slot, NONE);
-        let Record { prev, next, .. } = self[slot];
-        self[prev].next = next;
-        self[next].prev = prev;
-        self[slot] = Record { next: self.vacant, ..Record::VACANT };
-        self.vacant = slot;
+        let vacant = std::mem::replace(&mut self.vacant, slot);
+        let mut table = self.table();
+        let record = &mut table[slot];
+        let (prev, next) = (record.prev, std::mem::replace(&mut record.next, vacant));
+        record.generation = FREE;
+        table[prev].next = next;
+        table[next].prev = prev;
     }
 
     /// Two neighbours, the first before the second, change places.
@@ -171,5 +179,22 @@ impl Index<u32> for Records {
 impl IndexMut<u32> for Records {
     fn index_mut(&mut self, slot: u32) -> &mut Record {
         &mut self.segments[(slot >> SEGMENT_BITS) as usize][slot as usize % SEGMENT]
+    }
+}
+
+/// All records, to be changed.
+pub(super) struct Table<'a>(&'a mut [Box<[Record; SEGMENT]>]);
+
+impl Index<u32> for Table<'_> {
+    type Output = Record;
+
+    fn index(&self, slot: u32) -> &Record {
+        &self.0[(slot >> SEGMENT_BITS) as usize][slot as usize % SEGMENT]
+    }
+}
+
+impl IndexMut<u32> for Table<'_> {
+    fn index_mut(&mut self, slot: u32) -> &mut Record {
+        &mut self.0[(slot >> SEGMENT_BITS) as usize][slot as usize % SEGMENT]
     }
 }

@@ -11,9 +11,9 @@ use std::sync::Arc;
 use bytemuck::Pod;
 
 use crate::config::arena::{ArenaResolution, Conflict};
-use crate::device::{Buffer, DeviceArena, DeviceError, Region};
+use crate::device::{Buffer, DeviceArena, DeviceError, PinnedBuffer, Region};
 
-use super::place::Place;
+use super::place::{Generation, Place};
 use super::{ArenaReport, Slot};
 
 /// A counted use of a slot's arena, from [`Memory::use_arena`](crate::Memory::use_arena).
@@ -46,17 +46,33 @@ impl ArenaUse {
         self.with(|arena| arena.alloc_from(data, region))
     }
 
+    /// As [`PinnedPool::alloc`](crate::device::PinnedPool::alloc), in the pool that serves now: for
+    /// slots of pinned memory.
+    ///
+    /// # Errors
+    /// As there; [`DeviceError::Unsupported`] for device memory.
+    pub fn alloc_pinned<T: Pod>(&self, len: usize) -> Result<PinnedBuffer<T>, DeviceError> {
+        let serving = self.serving()?;
+        let pool = serving.as_ref().and_then(|serving| serving.pool());
+        let what = "pinned memory in a slot of device memory";
+        pool.map_or_else(|| self.refused(what), |pool| pool.alloc(len))
+    }
+
     fn with<R>(
         &self,
         act: impl FnOnce(&DeviceArena) -> Result<R, DeviceError>,
     ) -> Result<R, DeviceError> {
-        if !self.place.is_here() {
-            return Err(DeviceError::Forked);
-        }
-        let rung = self.place.rung;
-        let serving = self.place.serving();
+        let serving = self.serving()?;
         let arena = serving.as_ref().and_then(|serving| serving.arena());
-        arena.map_or(Err(DeviceError::Unsupported { what: "a pinned pool", rung }), act)
+        arena.map_or_else(|| self.refused("device memory in a slot of pinned memory"), act)
+    }
+
+    fn serving(&self) -> Result<Option<Arc<Generation>>, DeviceError> {
+        if self.place.is_here() { Ok(self.place.serving()) } else { Err(DeviceError::Forked) }
+    }
+
+    fn refused<R>(&self, what: &'static str) -> Result<R, DeviceError> {
+        Err(DeviceError::Unsupported { what, rung: self.place.rung })
     }
 
     /// The slot.

@@ -26,7 +26,7 @@ use std::sync::Arc;
 
 use crate::bytes::ByteSize;
 use crate::config::arena::{ArenaOptions, ArenaResolution, Conflict};
-use crate::device::ArenaSnapshot;
+use crate::device::{ArenaSnapshot, PinnedConfig, PinnedKind, PinnedPool, PinnedSnapshot};
 use crate::sync::{Mutex, lock};
 
 use super::error::Note;
@@ -36,7 +36,7 @@ use super::{Memory, MemoryError};
 pub use error::ScopeError;
 pub use handle::ArenaUse;
 
-use place::{Act, Place, begin_draining};
+use place::{Act, Opened, Place, begin_draining};
 
 /// Slots of one `Memory`.
 const SLOTS_MAX: usize = 64;
@@ -46,8 +46,8 @@ const SLOTS_MAX: usize = 64;
 pub enum SlotKind {
     /// The device's own.
     Device,
-    /// Page-locked host memory for copies to and from it. Its options are resolved; this version
-    /// opens no pool for them.
+    /// Host memory for copies to and from it, page-locked as far as the system allows: a pool, of
+    /// which `arena.max_mem` is the limit.
     Pinned,
 }
 
@@ -128,6 +128,10 @@ pub struct SlotSnapshot {
     pub arena: Option<ArenaSnapshot>,
     /// Arenas that were replaced, or left by their last user, the oldest first.
     pub draining: Vec<ArenaSnapshot>,
+    /// The pool that serves, for pinned memory.
+    pub pool: Option<PinnedSnapshot>,
+    /// Pools that were replaced, or left by their last user, the oldest first.
+    pub draining_pools: Vec<PinnedSnapshot>,
 }
 
 /// The slots of a `Memory`.
@@ -219,9 +223,14 @@ impl Memory {
         let shared = &self.0.shared;
         let place = shared.place(slot)?;
         let done = place.act(shared, Act::Replace, options)?;
-        let old = done.old.as_ref().and_then(|old| old.arena());
-        let draining = old.map(|old| old.glance().live);
-        let released = old.map_or(ByteSize::ZERO, |old| shared.purged(old));
+        let (arena, pool) = done.old.as_ref().map_or((None, None), |old| (old.arena(), old.pool()));
+        let live = pool.map(|pool| pool.glance().live);
+        let draining = arena.map(|arena| arena.glance().live).or(live);
+        let released = match (arena, pool) {
+            (Some(arena), _) => shared.purged(arena),
+            (_, Some(pool)) => shared.purged_pool(pool),
+            (None, None) => ByteSize::ZERO,
+        };
         begin_draining(done.old.as_deref());
         drop(done.old);
         tracing::info!(
@@ -296,14 +305,54 @@ impl Shared {
             return;
         }
         for drained in self.places().iter().flat_map(|place| place.take_drained()) {
-            let name = drained.name().to_owned();
             // An error stays with the arena: what it could not give back goes with the driver.
-            if let Err(error) = drained.purge() {
-                self.note(Note { about: "device", text: format!("{name}: {error}") });
-            }
-            self.gone.add(drained.snapshot());
-            drop(drained);
+            let name = match drained {
+                Opened::Device(arena) => {
+                    let _ = self.purged(&arena);
+                    self.gone.add(arena.snapshot());
+                    arena.name().to_owned()
+                }
+                Opened::Pinned(pool) => pool.name().to_owned(), // goes here, its segments with it
+            };
             tracing::debug!(target: "lowtide", arena = name, "a replaced arena has drained");
         }
+    }
+
+    /// Opens a pool for copies to and from the device.
+    fn open_pool(&self, name: String, limit: ByteSize) -> Result<PinnedPool, MemoryError> {
+        let Some(driver) = &self.driver else {
+            return Err(MemoryError::NoDevice { arena: name });
+        };
+        let kind = PinnedKind::PageLockedOrPageable;
+        let config = PinnedConfig { limit, kind, ..PinnedConfig::new(name.clone()) };
+        PinnedPool::open(Arc::clone(driver), config)
+            .map_err(|error| MemoryError::Arena { arena: name, error })
+    }
+
+    /// The pools of all slots, and whether each drains; none in a forked child.
+    pub(super) fn pools(&self) -> Vec<(PinnedPool, bool)> {
+        if self.check_here().is_err() {
+            return Vec::new();
+        }
+        self.places().iter().flat_map(|place| place.pools()).collect()
+    }
+
+    /// Has pools give back what is above their watermarks, and those that drain all that is idle.
+    pub(super) fn maintain_pools(&self) {
+        for (pool, drains) in self.pools() {
+            let given = if drains { pool.purge() } else { pool.maintain() };
+            if let Err(error) = given {
+                let text = format!("{}: {error}", pool.name());
+                self.note(Note { about: "device", text });
+            }
+        }
+    }
+
+    /// What a pool's purge gave back; an error is a note.
+    fn purged_pool(&self, pool: &PinnedPool) -> ByteSize {
+        pool.purge().unwrap_or_else(|error| {
+            self.note(Note { about: "device", text: format!("{}: {error}", pool.name()) });
+            ByteSize::ZERO
+        })
     }
 }

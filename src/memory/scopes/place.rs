@@ -13,7 +13,7 @@ use crate::bytes::ByteSize;
 use crate::config::arena::{ArenaOptions, ArenaResolution, ArenaSource, Layers, Reason};
 use crate::decay::DecayTime;
 use crate::device::driver::Rung;
-use crate::device::{ArenaConfig, DeviceArena};
+use crate::device::{ArenaConfig, DeviceArena, PinnedPool};
 use crate::fork::Birth;
 use crate::memory::arenas::{ArenaId, Arenas};
 use crate::memory::shared::Shared;
@@ -37,17 +37,42 @@ pub(super) enum Act {
 #[derive(Debug)]
 pub(super) struct Generation {
     resolution: Arc<ArenaResolution>,
-    /// `None` for pinned memory: here the pool is opened, once there is one.
-    opened: Option<(ArenaId, DeviceArena)>,
+    /// Its number in the list of arenas; pools have none.
+    id: Option<ArenaId>,
+    opened: Opened,
+}
+
+/// What a slot's kind of memory comes from.
+#[derive(Clone, Debug)]
+pub(super) enum Opened {
+    Device(DeviceArena),
+    Pinned(PinnedPool),
+}
+
+impl Opened {
+    /// Whether somebody holds a block.
+    fn has_live(&self) -> bool {
+        let live = match self {
+            Self::Device(arena) => arena.glance().live,
+            Self::Pinned(pool) => pool.glance().live,
+        };
+        !live.is_zero()
+    }
 }
 
 impl Generation {
     pub(super) fn arena(&self) -> Option<&DeviceArena> {
-        self.opened.as_ref().map(|(_, arena)| arena)
+        match &self.opened {
+            Opened::Device(arena) => Some(arena),
+            Opened::Pinned(_) => None,
+        }
     }
 
-    fn id(&self) -> Option<ArenaId> {
-        self.opened.as_ref().map(|(id, _)| *id)
+    pub(super) fn pool(&self) -> Option<&PinnedPool> {
+        match &self.opened {
+            Opened::Device(_) => None,
+            Opened::Pinned(pool) => Some(pool),
+        }
     }
 }
 
@@ -118,12 +143,12 @@ impl Place {
                 {
                     return Ok(Done { report, old: None });
                 }
-                let replaced = state.serving.as_ref().and_then(|serving| serving.id());
+                let replaced = state.serving.as_ref().and_then(|serving| serving.id);
                 (state.changes, self.layers(&state, act, options), replaced)
             };
             let resolution = Arc::new(layers.resolve()?);
             shared.sweep(); // so that what has drained takes no place
-            let arena = match self.open(shared, &resolution, replaced) {
+            let opened = match self.open(shared, &resolution, replaced) {
                 // The name, or the place, may be taken by what another thread put here meanwhile.
                 Err(_) if lock(&self.state).changes != changes => continue,
                 opened => opened?,
@@ -131,17 +156,17 @@ impl Place {
             let mut state = lock(&self.state);
             if state.changes != changes {
                 drop(state); // before the arena, which calls the driver
-                drop(arena);
+                drop(opened);
                 continue;
             }
-            let opened = match &arena {
-                Some(arena) => Some((self.arenas.add(arena, replaced)?, arena.clone())),
-                None => None,
+            let id = match &opened {
+                Opened::Device(arena) => Some(self.arenas.add(arena, replaced)?),
+                Opened::Pinned(_) => None,
             };
             let conflicts = resolution.conflicts().to_vec();
             let report = ArenaReport { resolution, conflicts, opened: true };
             let resolution = Arc::clone(&report.resolution);
-            let old = state.serving.replace(Arc::new(Generation { resolution, opened }));
+            let old = state.serving.replace(Arc::new(Generation { resolution, id, opened }));
             state.changes += 1;
             state.layers = layers;
             state.draining.extend(old.clone());
@@ -184,7 +209,9 @@ impl Place {
 
     /// What was said before, and these options.
     fn layers(&self, state: &State, act: Act, options: &ArenaOptions) -> Layers {
-        let mut layers = Layers { device_limit: self.device_limit, ..state.layers.clone() };
+        let mut layers = state.layers.clone();
+        layers.device_limit = self.device_limit;
+        layers.pinned = self.slot.kind == SlotKind::Pinned;
         match act {
             Act::Use => layers.session = Some(options.clone()),
             Act::Share => layers.shared = Some(options.clone()),
@@ -202,15 +229,15 @@ impl Place {
         shared: &Shared,
         resolution: &ArenaResolution,
         replaced: Option<ArenaId>,
-    ) -> Result<Option<DeviceArena>, ScopeError> {
-        if self.slot.kind == SlotKind::Pinned {
-            return Ok(None);
-        }
+    ) -> Result<Opened, ScopeError> {
         let name = self.slot.to_string();
+        if self.slot.kind == SlotKind::Pinned {
+            return Ok(Opened::Pinned(shared.open_pool(name, resolution.limit())?));
+        }
         self.arenas.admit(&name, replaced)?;
         let decay = shared.config.device_decay.value;
         let base = ArenaConfig { decay, ..ArenaConfig::new(name) };
-        Ok(Some(shared.open_apart(resolution.config(base))?))
+        Ok(Opened::Device(shared.open_apart(resolution.config(base))?))
     }
 
     /// The arena that serves now.
@@ -250,7 +277,7 @@ impl Place {
         let old = state.serving.take()?;
         state.changes += 1;
         state.layers = Layers::default();
-        if let Some(id) = old.id() {
+        if let Some(id) = old.id {
             self.arenas.drain(id);
         }
         state.draining.push(Arc::clone(&old));
@@ -258,25 +285,32 @@ impl Place {
     }
 
     /// Takes out the arenas that have no block and will have none; the caller drops them.
-    pub(super) fn take_drained(&self) -> Vec<DeviceArena> {
+    pub(super) fn take_drained(&self) -> Vec<Opened> {
         let mut state = lock(&self.state);
         let mut drained = Vec::new();
         state.draining.retain_mut(|generation| {
             // The last handle: see the invariant above. It is also the order in which blocks of
             // other threads are seen.
-            let live = |arena: &DeviceArena| !arena.glance().live.is_zero();
-            if Arc::get_mut(generation).is_none() || generation.arena().is_some_and(live) {
+            if Arc::get_mut(generation).is_none() || generation.opened.has_live() {
                 return true;
             }
-            drained.extend(generation.opened.clone());
+            drained.push((generation.id, generation.opened.clone()));
             false
         });
         drop(state);
-        let removed = drained.into_iter().map(|(id, arena)| {
-            let _ = self.arenas.remove(id);
-            arena
+        let removed = drained.into_iter().map(|(id, opened)| {
+            let _ = id.and_then(|id| self.arenas.remove(id));
+            opened
         });
         removed.collect()
+    }
+
+    /// The pools of this slot, and whether each drains.
+    pub(super) fn pools(&self) -> Vec<(PinnedPool, bool)> {
+        let state = lock(&self.state);
+        let serving = state.serving.iter().map(|serving| (serving, false));
+        let all = serving.chain(state.draining.iter().map(|draining| (draining, true)));
+        all.filter_map(|(one, drains)| Some((one.pool()?.clone(), drains))).collect()
     }
 
     /// Whether there is nothing to see.
@@ -288,6 +322,7 @@ impl Place {
     pub(super) fn snapshot(&self) -> SlotSnapshot {
         let state = lock(&self.state);
         let figures = |generation: &Arc<Generation>| generation.arena().map(DeviceArena::snapshot);
+        let pool = |generation: &Arc<Generation>| generation.pool().map(PinnedPool::snapshot);
         SlotSnapshot {
             slot: self.slot.clone(),
             shared: state.shared,
@@ -295,6 +330,8 @@ impl Place {
             resolution: state.serving.as_ref().map(|serving| Arc::clone(&serving.resolution)),
             arena: state.serving.as_ref().and_then(figures),
             draining: state.draining.iter().filter_map(figures).collect(),
+            pool: state.serving.as_ref().and_then(pool),
+            draining_pools: state.draining.iter().filter_map(pool).collect(),
         }
     }
 }

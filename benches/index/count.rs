@@ -1,0 +1,91 @@
+//! Instructions of an operation of the mix, counted by callgrind in a process of its own.
+//!
+//! A run of three times as many steps, less a run of them once, less the same of a loop without an
+//! allocator: what chance and bookkeeping of the bench cost is not counted.
+//!
+//! Invariant: equal steps and seeds for every peer.
+
+use std::process::Command;
+
+use crate::ours::Ours;
+use crate::peers::{Offset, Peer};
+use crate::tlsf::Tlsf;
+use crate::work::{MIX_LIVE, Mix, POOL, SEEDS};
+
+/// Steps of the shorter run.
+const STEPS: usize = 50_000;
+
+/// Who is counted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum Counted {
+    Ours,
+    OffsetAllocator,
+    Rlsf,
+    Nobody,
+}
+
+/// Takes a number for a block and keeps nothing.
+struct Nobody(u64);
+
+impl Peer for Nobody {
+    type Handle = u64;
+
+    fn alloc(&mut self, bytes: u64) -> Option<u64> {
+        self.0 = std::hint::black_box(bytes);
+        Some(self.0)
+    }
+
+    fn free(&mut self, block: u64) {
+        self.0 = std::hint::black_box(block);
+    }
+
+    fn taken(&self) -> u64 {
+        0
+    }
+
+    fn largest_free(&self) -> u64 {
+        0
+    }
+
+    fn live(&self) -> u64 {
+        self.0
+    }
+}
+
+/// The process that is counted: plays so many steps of the mix.
+pub(crate) fn be(who: Counted, steps: usize) {
+    fn run<P: Peer>(mut peer: P, steps: usize) {
+        Mix::filled(&mut peer, SEEDS[0], MIX_LIVE).play(&mut peer, steps);
+    }
+    match who {
+        Counted::Ours => run(Ours::new(POOL), steps),
+        Counted::OffsetAllocator => run(Offset::new(POOL, 1 << 17), steps),
+        Counted::Rlsf => run(Tlsf::new(POOL), steps),
+        Counted::Nobody => run(Nobody(0), steps),
+    }
+}
+
+/// Instructions for each operation, or why they could not be counted.
+pub(crate) fn count(who: Counted) -> Result<f64, String> {
+    let of = |who: Counted| -> Result<f64, String> {
+        let (once, thrice) = (collected(who, STEPS)?, collected(who, 3 * STEPS)?);
+        Ok((thrice - once) / (2 * STEPS) as f64)
+    };
+    Ok(of(who)? - of(Counted::Nobody)?)
+}
+
+fn collected(who: Counted, steps: usize) -> Result<f64, String> {
+    use clap::ValueEnum as _;
+    let program = std::env::current_exe().map_err(|error| error.to_string())?;
+    let name = who.to_possible_value().map(|value| value.get_name().to_owned());
+    let output = Command::new("valgrind")
+        .args(["--tool=callgrind", "--callgrind-out-file=/dev/null"])
+        .arg(program)
+        .args(["--be", &name.unwrap_or_default(), "--steps", &steps.to_string()])
+        .output()
+        .map_err(|_| "no valgrind".to_owned())?;
+    let text = String::from_utf8_lossy(&output.stderr);
+    let line = text.lines().find_map(|line| line.split_once("Collected : "));
+    line.and_then(|(_, count)| count.trim().parse().ok())
+        .ok_or_else(|| format!("valgrind: {}", text.lines().last().unwrap_or_default()))
+}
