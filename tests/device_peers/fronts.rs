@@ -181,7 +181,8 @@ impl Hammer {
 /// More threads than homes, and figures that are exact whenever all of them stand still.
 #[test]
 fn figures_are_exact_at_every_quiet_point_and_no_block_has_two_holders() {
-    let threads = 3 * thread::available_parallelism().map_or(2, usize::from).min(4) + 1;
+    let homes = 4 * thread::available_parallelism().map_or(1, usize::from);
+    let threads = homes.next_power_of_two().clamp(8, 64) + 3;
     let limit = ByteSize::gib(1);
     let (arena, clock) = open_with(ArenaConfig { limit, ..config() });
     let (held, requested) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
