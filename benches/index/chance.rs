@@ -1,7 +1,8 @@
 //! Chance from a seed: the numbers, sizes and choices that the measured runs of the peers had.
 //!
-//! The generator is `SplitMix64`; a size is 2^(8 + 18u) bytes, 256 B to 64 MiB evenly by logarithm.
-//! With these the crate `offset-allocator` fails exactly as often as it was measured to elsewhere.
+//! The generator is `SplitMix64`; a size is 2^(8 + 18u) bytes, 256 B to 64 MiB evenly by
+//! logarithm. With these the crate `offset-allocator`, and the models of the other peers, fail
+//! exactly as often as the real ones were measured to.
 
 /// The generator.
 #[derive(Clone, Debug)]

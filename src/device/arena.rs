@@ -29,7 +29,7 @@ use super::snapshot::{ArenaGlance, ArenaSnapshot};
 use crate::bytes::ByteSize;
 use crate::clock::Clock;
 use crate::fork::Birth;
-use crate::sync::atomic::AtomicBool;
+use crate::sync::atomic::{AtomicBool, AtomicU64};
 use crate::sync::{Condvar, Mutex, lock};
 
 /// A device arena: a cheap handle, the same arena for every clone.
@@ -98,6 +98,7 @@ impl DeviceArena {
             settled: Condvar::new(),
             capabilities,
             reserved,
+            moves: [AtomicU64::new(0), AtomicU64::new(0)],
             fronts: Fronts::new(front, config.decay),
             closed: AtomicBool::new(false),
             birth: Birth::now(),
@@ -298,10 +299,14 @@ impl DeviceArena {
 
     /// A block out of this thread's front or, where that has none, out of the books.
     fn place(&self, home: &Home, region: Region, wanted: Wanted) -> Result<Placed, DeviceError> {
-        if wanted.size <= self.shared.front_room() {
+        // What is aligned further has a note of it in the books.
+        if wanted.size <= self.shared.front_room() && wanted.align <= ALIGN {
             let key = front::Key::new(region, wanted.size);
-            if let Some(placed) = home.take(key, wanted.align, wanted.requested) {
-                return Ok(placed);
+            match home.take(key, wanted.align, wanted.requested) {
+                Some(placed) if self.shared.is_fresh(region, placed) => return Ok(placed),
+                // It was moved while it was in the front: the books know where it is.
+                Some(placed) => self.shared.release(region, placed),
+                None => {}
             }
         }
         self.shared.obtain(region, wanted)

@@ -9,6 +9,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use super::compact::step::Moving;
 use super::config::ArenaConfig;
 use super::curve::Curve;
 use super::driver::{DeviceAddress, Rung};
@@ -68,6 +69,8 @@ pub(super) struct Totals {
     pub(super) decommitted_bytes: u64,
     pub(super) reserves: u64,
     pub(super) resizes: u64,
+    pub(super) moves: u64,
+    pub(super) moved_bytes: u64,
     pub(super) trims: u64,
     pub(super) trimmed_bytes: u64,
     pub(super) shrinks: u64,
@@ -93,6 +96,12 @@ pub(super) struct Books {
     pub(super) steps: Steps,
     /// Blocks given out by address, by that address.
     pub(super) raw: BTreeMap<DeviceAddress, Kept>,
+    /// The block that a compaction moves now.
+    pub(super) moving: Option<Moving>,
+    /// Who waits for a lease until that is done.
+    pub(super) entering: u32,
+    /// A compaction is under way.
+    pub(super) compacting: bool,
     /// The last events, where they are kept.
     pub(super) history: History,
 }
@@ -115,6 +124,9 @@ impl Books {
             curve: Curve::new(config.decay, now),
             steps: Steps::new(config.growth),
             raw: BTreeMap::new(),
+            moving: None,
+            entering: 0,
+            compacting: false,
             history: History::new(config.history),
         }
     }
@@ -168,7 +180,7 @@ impl Books {
     /// Finds addresses for a block.
     pub(super) fn place(&mut self, region: Region, wanted: Wanted) -> Result<Placed, Refusal> {
         let placed = self.region_mut(region).place(wanted);
-        self.curve.note_used(self.idle());
+        self.note_used();
         placed.ok_or_else(|| {
             let books = self.region(region);
             let error = DeviceError::OutOfAddresses {
@@ -268,6 +280,10 @@ impl Books {
 
     /// Frees a live block.
     pub(super) fn release(&mut self, region: Region, placed: Placed, clock: &dyn Clock) {
+        if self.defer_release(region, placed) {
+            return;
+        }
+        let placed = self.region(region).refreshed(placed);
         let gone = self.region_mut(region).release(placed);
         debug_assert!(gone.is_ok(), "only its buffer frees a block, once");
         if let Ok(went_idle) = gone {
@@ -348,7 +364,12 @@ impl Books {
         self.curve.set_time(time, self.idle(), now);
     }
 
-    fn note_idle(&mut self, clock: &dyn Clock) {
+    /// Tells the curve that idle memory may be active again.
+    pub(super) fn note_used(&mut self) {
+        self.curve.note_used(self.idle());
+    }
+
+    pub(super) fn note_idle(&mut self, clock: &dyn Clock) {
         self.curve.note_idle(self.idle(), clock);
     }
 
@@ -377,6 +398,8 @@ impl Books {
             front_allocs_total: fronts.allocs,
             reserves_total: totals.reserves,
             resizes_total: totals.resizes,
+            moves_total: totals.moves,
+            moved_bytes_total: totals.moved_bytes,
             alloc_size_max: size(totals.alloc_size_max),
             alloc_failures_total: totals.failures,
             commits_total: totals.commits,

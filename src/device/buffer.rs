@@ -17,11 +17,15 @@ use std::sync::Arc;
 
 use bytemuck::Pod;
 
+use super::compact::BlockPin;
+use super::driver::DeviceAddress;
 use super::error::DeviceError;
 use super::front::Home;
 use super::lease::Lease;
 use super::region::{Placed, Region, Wanted};
+use super::shared::Shared;
 use crate::bytes::ByteSize;
+use crate::sync::atomic::{AtomicU64, Ordering};
 
 /// Elements in device memory.
 pub struct Buffer<T: Pod> {
@@ -29,21 +33,24 @@ pub struct Buffer<T: Pod> {
     region: Region,
     /// Nothing, where the elements have no bytes.
     block: Option<Placed>,
+    /// Where the block was last known to be.
+    place: Place,
     len: usize,
     elements: PhantomData<T>,
 }
 
 impl<T: Pod> Buffer<T> {
     /// Elements without bytes, and so without a block.
-    pub(super) const fn empty(home: Arc<Home>, region: Region, len: usize) -> Self {
-        Self { home, region, block: None, len, elements: PhantomData }
+    pub(super) fn empty(home: Arc<Home>, region: Region, len: usize) -> Self {
+        Self { home, region, block: None, place: Place::none(), len, elements: PhantomData }
     }
 
     /// The owner of a live block, which holds `len` elements at their alignment.
     pub(super) fn new(home: Arc<Home>, region: Region, block: Placed, len: usize) -> Self {
         assert!(block.span.size >= ByteSize::of(len * size_of::<T>()).get(), "block too small");
         assert!(block.at.is_multiple_of(ByteSize::of(align_of::<T>())), "block not aligned");
-        Self { home, region, block: Some(block), len, elements: PhantomData }
+        let place = Place::of(block);
+        Self { home, region, block: Some(block), place, len, elements: PhantomData }
     }
 
     /// The number of elements.
@@ -85,16 +92,18 @@ impl<T: Pod> Buffer<T> {
     /// [`DeviceError::ForeignLease`] for a lease of another arena, [`DeviceError::Forked`].
     pub fn slice<'a>(&'a self, lease: &'a Lease) -> Result<&'a [T], DeviceError> {
         let start = self.start(lease)?;
-        // SAFETY: `start` is aligned for T (asserted in `new`, or dangling and aligned where there
-        // are no bytes) and has the provenance of the driver's whole reservation
+        // SAFETY: `start` is aligned for T (asserted in `pointer`, or dangling and aligned where
+        // there are no bytes) and has the provenance of the driver's whole reservation
         // (`Driver::host_pointer`; drivers are sealed to this crate). `len` elements lie in the
         // block (asserted in `new`), within a reservation and so below `isize::MAX` bytes
-        // (`reserve_region` holds it at that). The block is live while `self` is borrowed; a live
-        // block's granules are committed, since only granules that no block touches leave, so the
-        // bytes are readable, and they are initialised (`Driver::host_pointer`). T is Pod: any
-        // bytes are a value. Nobody writes: blocks do not overlap (invariant of the index), the
-        // buffer owns its block alone, writing takes `&mut self`, and no device works on it after
-        // its call returned (asynchronous drivers are refused at open).
+        // (`reserve_region` holds it at that). The block is live while `self` is borrowed, and it
+        // stays where `Place::get` found it while the lease is (`Shared::move_block` moves nothing
+        // while one is held, `Lease::of` waits for a move under way). A live block's granules
+        // are committed, since only granules that no block touches leave, so the bytes are
+        // readable, and they are initialised (`Driver::host_pointer`). T is Pod: any bytes are a
+        // value. Nobody writes: blocks do not overlap (invariant of the index), the buffer owns
+        // its block alone, writing takes `&mut self`, and no device works on it after its call
+        // returned (asynchronous drivers are refused at open).
         Ok(unsafe { slice::from_raw_parts(start.as_ptr(), self.len) })
     }
 
@@ -133,11 +142,30 @@ impl<T: Pod> Buffer<T> {
             None => shared.obtain(self.region, wanted)?,
             Some(old) => match shared.resize_in_place(self.region, old, bytes.get())? {
                 Some(resized) => resized,
-                None => shared.moved(self.region, old, wanted)?,
+                None => {
+                    let _lease = Lease::of(shared)?;
+                    let old = shared.resolve(self.region, old)?;
+                    shared.moved(self.region, old, wanted)?
+                }
             },
         };
-        (self.block, self.len) = (Some(block), len);
+        (self.block, self.place, self.len) = (Some(block), Place::of(block), len);
         Ok(())
+    }
+
+    /// Keeps the block where it is, through every compaction, until the pin is dropped. A resize
+    /// may still take another block.
+    ///
+    /// # Errors
+    /// [`DeviceError::Forked`].
+    pub fn pin(&self) -> Result<BlockPin, DeviceError> {
+        self.home.shared.check_here()?;
+        Ok(BlockPin::new(&self.home.shared, self.region, self.block.map(|block| block.id)))
+    }
+
+    #[cfg(test)]
+    pub(super) fn block_id(&self) -> Option<super::index::BlockId> {
+        self.block.map(|block| block.id)
     }
 
     /// Where the elements begin, for a holder of this arena's lease.
@@ -151,8 +179,50 @@ impl<T: Pod> Buffer<T> {
         }
         self.home.shared.check_host_access()?;
         let Some(block) = self.block else { return Ok(NonNull::dangling()) };
-        let start = self.home.shared.driver.host_pointer(block.at);
-        start.map(NonNull::cast).ok_or_else(|| self.home.shared.no_host_access())
+        let at = self.place.get(&self.home.shared, self.region, block)?;
+        self.pointer(at).ok_or_else(|| self.home.shared.no_host_access())
+    }
+
+    /// The pointer to where the block is; `None` without host access.
+    fn pointer(&self, at: DeviceAddress) -> Option<NonNull<T>> {
+        assert!(at.is_multiple_of(ByteSize::of(align_of::<T>())), "block not aligned");
+        self.home.shared.driver.host_pointer(at).map(NonNull::cast)
+    }
+}
+
+/// Where a block was when its region had seen so many moves.
+struct Place {
+    at: AtomicU64,
+    moves: AtomicU64,
+}
+
+impl Place {
+    fn none() -> Self {
+        Self { at: AtomicU64::new(0), moves: AtomicU64::new(0) }
+    }
+
+    fn of(block: Placed) -> Self {
+        Self { at: AtomicU64::new(block.at.get()), moves: AtomicU64::new(block.moves) }
+    }
+
+    /// Where the block is, for a holder of a lease: nothing moves while it is held, and it was
+    /// entered under the lock under which the last move was counted. So all who are here at once
+    /// read the same count and store the same address; whoever reads that count from `moves`
+    /// reads the address that was stored before it.
+    fn get(
+        &self,
+        shared: &Shared,
+        region: Region,
+        block: Placed,
+    ) -> Result<DeviceAddress, DeviceError> {
+        let moves = shared.moves[region.number()].load(Ordering::Relaxed);
+        if self.moves.load(Ordering::Acquire) == moves {
+            return Ok(DeviceAddress::new(self.at.load(Ordering::Relaxed)));
+        }
+        let block = shared.resolve(region, block)?;
+        self.at.store(block.at.get(), Ordering::Relaxed);
+        self.moves.store(block.moves, Ordering::Release);
+        Ok(block.at)
     }
 }
 

@@ -69,7 +69,7 @@ impl Shared {
     fn try_obtain(&self, region: Region, wanted: Wanted) -> Result<Placed, Refusal> {
         let mut books = self.books();
         let placed = books.place(region, wanted)?;
-        let (mut books, outcome) = self.back(books, region, placed.span);
+        let (mut books, outcome) = self.back_still(books, region, placed);
         let outcome = outcome.and_then(|()| self.check_arrival());
         match outcome {
             Ok(()) => {
@@ -101,14 +101,14 @@ impl Shared {
         placed: Placed,
         requested: u64,
     ) -> Result<Option<Placed>, Refusal> {
-        let mut books = self.books();
+        let mut books = self.wait_until_still(self.books(), region, placed.id);
         let Some(resized) = books.begin_resize(region, placed, requested, &*self.clock) else {
             return Ok(None);
         };
-        let (mut books, outcome) = self.back(books, region, resized.span);
+        let (mut books, outcome) = self.back_still(books, region, resized);
         books.end_resize(region, [placed, resized], outcome.is_ok(), &*self.clock);
         if outcome.is_ok() {
-            books.record(&*self.clock, Act::Free, placed);
+            books.record(&*self.clock, Act::Free, Placed { at: resized.at, ..placed });
             books.record(&*self.clock, Act::Alloc, resized);
         }
         outcome.map(|()| Some(resized))
@@ -122,7 +122,8 @@ impl Shared {
         Ok(())
     }
 
-    /// A larger block with the contents of a live one, which is freed.
+    /// A larger block with the contents of a live one, which is freed. The caller holds a lease, so
+    /// that neither moves.
     ///
     /// # Errors
     /// As [`Shared::obtain`], or the driver's where it does not copy; the old block is as it was.
@@ -139,8 +140,25 @@ impl Shared {
         copied.map(|()| new).map_err(Into::into)
     }
 
+    /// Sees to it that every granule of a block is committed; where the lock is given up for that,
+    /// the block stays where it is.
+    fn back_still<'a>(
+        &'a self,
+        mut books: MutexGuard<'a, Books>,
+        region: Region,
+        placed: Placed,
+    ) -> (MutexGuard<'a, Books>, Result<(), Refusal>) {
+        if books.region(region).segment.is_committed(placed.span) {
+            return (books, Ok(()));
+        }
+        books.region_mut(region).pins.pin(placed.id);
+        let (mut books, outcome) = self.back(books, region, placed.span);
+        books.region_mut(region).pins.unpin(placed.id);
+        (books, outcome)
+    }
+
     /// Sees to it that every granule of a placed span is committed.
-    fn back<'a>(
+    pub(super) fn back<'a>(
         &'a self,
         mut books: MutexGuard<'a, Books>,
         region: Region,

@@ -9,6 +9,7 @@
 use thiserror::Error;
 
 use super::driver::{DeviceAddress, DriverError, Rung};
+use super::region::Region;
 use crate::bytes::ByteSize;
 
 /// Why an operation on a device arena or on a pinned pool failed.
@@ -148,6 +149,20 @@ pub enum DeviceError {
     NotLive {
         /// The address.
         at: DeviceAddress,
+    },
+    /// The contents of a block were lost in a move: the copy failed, and so did its undoing.
+    #[error("the contents of a block of {size} were lost in a move; region: {}", region.name())]
+    ContentsLost {
+        /// The region that it is in.
+        region: Region,
+        /// The size of the block.
+        size: ByteSize,
+    },
+    /// A callback panicked.
+    #[error("a callback panicked: {message}")]
+    Callback {
+        /// What it said.
+        message: String,
     },
     /// The process is a fork of the one that opened the arena.
     #[error("it was opened before a fork; device memory and pools do not outlive one")]

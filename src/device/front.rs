@@ -218,8 +218,8 @@ impl Home {
             return;
         }
         let key = Key::new(region, placed.span.size);
-        let small = placed.span.size <= shared.front_room();
-        if !(small && self.give(key, (region, placed))) {
+        let fits = shared.is_fresh(region, placed) && placed.span.size <= shared.front_room();
+        if !(fits && self.give(key, (region, placed))) {
             shared.release(region, placed);
         }
     }

@@ -40,10 +40,11 @@ pub struct Lease {
 }
 
 impl Lease {
-    /// One more lease of an arena.
+    /// One more lease of an arena. Waits for the end of a move that is under way; none follows while
+    /// the lease is held.
     pub(super) fn of(arena: &Arc<Shared>) -> Result<Self, DeviceError> {
         arena.check_open()?;
-        let mut books = arena.books();
+        let mut books = arena.wait_for_move(arena.books());
         let leases = books.leases.checked_add(1);
         books.leases = leases.ok_or(DeviceError::TooManyLeases { limit: u32::MAX })?;
         drop(books);

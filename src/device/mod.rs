@@ -38,6 +38,7 @@ mod arena;
 mod books;
 mod buffer;
 mod commit;
+mod compact;
 mod config;
 mod curve;
 pub mod driver;
@@ -61,6 +62,7 @@ mod snapshot;
 
 pub use arena::DeviceArena;
 pub use buffer::Buffer;
+pub use compact::{BlockPin, CompactError, CompactOptions, Compacted, Goal, Moved, Stopped};
 pub use config::{ArenaConfig, Growth};
 pub use driver::host::HostDriver;
 pub use error::DeviceError;

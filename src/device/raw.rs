@@ -92,8 +92,11 @@ impl DeviceArena {
             return Err(DeviceError::TooLarge { len, element: ByteSize::new(1), largest });
         }
         let placed = shared.obtain(region, wanted)?;
-        let kept = (region, placed);
-        let before = shared.books().raw.insert(placed.at, kept);
+        // It may have been moved since it was had; from here on it stays.
+        let mut books = shared.wait_until_still(shared.books(), region, placed.id);
+        let kept = (region, books.region(region).refreshed(placed));
+        let before = books.raw.insert(kept.1.at, kept);
+        drop(books);
         debug_assert!(before.is_none(), "two live blocks begin at one address");
         Ok(RawBlock::of(&kept))
     }

@@ -6,6 +6,7 @@
 //!
 //! Invariants: `requested + fronts' <= live`; `live + arriving = index.live`; `live <= active`.
 
+use super::compact::pins::Pins;
 use super::driver::DeviceAddress;
 use super::front::Tally;
 use super::index::{ALIGN, BlockId, BlockIndex, End, Request, Span, StaleBlock};
@@ -68,6 +69,11 @@ impl Region {
 /// the caching allocator of `PyTorch`.
 const SMALL_BELOW: u64 = 1 << 20;
 
+/// The end of a region to which blocks of a size belong.
+pub(super) const fn end_of(size: u64) -> End {
+    if size < SMALL_BELOW { End::High } else { End::Low }
+}
+
 /// A block that is asked for.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Wanted {
@@ -98,24 +104,29 @@ pub(super) struct Placed {
     pub(super) at: DeviceAddress,
     /// What the caller asked for, in bytes.
     pub(super) requested: u64,
+    /// How often blocks of the region had moved when `span` and `at` were true.
+    pub(super) moves: u64,
 }
 
 /// The books of one region.
 #[derive(Debug)]
 pub(super) struct RegionBooks {
     pub(super) segment: Segment,
-    index: BlockIndex,
+    pub(super) index: BlockIndex,
     /// Wraps: a block that a front took in and handed out again was asked for with one size, and is
     /// freed with another; with what the fronts say of that the sum is right.
     requested: u64,
     live: u64,
-    arriving: u64,
+    pub(super) arriving: u64,
+    pub(super) pins: Pins,
+    pub(super) moves: u64,
 }
 
 impl RegionBooks {
     pub(super) fn new(segment: Segment) -> Self {
         let index = BlockIndex::new(segment.reserved());
-        Self { segment, index, requested: 0, live: 0, arriving: 0 }
+        let pins = Pins::default();
+        Self { segment, index, requested: 0, live: 0, arriving: 0, pins, moves: 0 }
     }
 
     pub(super) const fn live(&self) -> u64 {
@@ -135,14 +146,16 @@ impl RegionBooks {
 
     /// Finds a place, preferring those that cost the fewest granules, and marks it arriving.
     pub(super) fn place(&mut self, wanted: Wanted) -> Option<Placed> {
-        let end = if wanted.size < SMALL_BELOW { End::High } else { End::Low };
-        let request = Request { size: wanted.size, align: wanted.align, end };
+        let request = Request { size: wanted.size, align: wanted.align, end: end_of(wanted.size) };
         let segment = &self.segment;
         let (id, span) = self.index.take(request, |place| segment.cost(place))?;
         self.segment.touch(span);
         self.arriving += span.size;
         let at = self.segment.address_of(ByteSize::new(span.offset));
-        Some(Placed { id, span, at, requested: wanted.requested })
+        if wanted.align > ALIGN {
+            self.pins.align(id, wanted.align);
+        }
+        Some(Placed { id, span, at, requested: wanted.requested, moves: self.moves })
     }
 
     /// Books that the memory behind an arriving block is there.
@@ -156,6 +169,7 @@ impl RegionBooks {
     /// Takes an arriving block back; says whether granules went idle by it.
     pub(super) fn withdraw(&mut self, placed: Placed) -> Result<bool, StaleBlock> {
         let span = self.index.release(placed.id)?;
+        self.pins.forget(placed.id);
         self.arriving -= span.size;
         Ok(self.segment.untouch(span))
     }
@@ -163,6 +177,7 @@ impl RegionBooks {
     /// Frees a live block; says whether granules went idle by it.
     pub(super) fn release(&mut self, placed: Placed) -> Result<bool, StaleBlock> {
         let span = self.index.release(placed.id)?;
+        self.pins.forget(placed.id);
         self.live -= span.size;
         self.requested = self.requested.wrapping_sub(placed.requested);
         Ok(self.segment.untouch(span))
@@ -175,6 +190,7 @@ impl RegionBooks {
         placed: Placed,
         requested: u64,
     ) -> Result<Option<Placed>, StaleBlock> {
+        let placed = self.refreshed(placed);
         let Some(span) = self.index.resize(placed.id, requested)? else { return Ok(None) };
         self.segment.untouch(placed.span);
         self.segment.touch(span);
@@ -195,10 +211,11 @@ impl RegionBooks {
             self.requested = self.requested.wrapping_add(more);
             return;
         }
-        let undone = self.index.resize(before.id, before.span.size);
-        debug_assert_eq!(undone, Ok(Some(before.span)), "a block can always be cut back");
+        let before = Span { size: before.span.size, ..after.span };
+        let undone = self.index.resize(after.id, before.size);
+        debug_assert_eq!(undone, Ok(Some(before)), "a block can always be cut back");
         self.segment.untouch(after.span);
-        self.segment.touch(before.span);
+        self.segment.touch(before);
     }
 
     /// The live block that covers an offset. It walks the blocks: for reports of errors.
@@ -250,6 +267,7 @@ impl RegionBooks {
     /// Where one is broken.
     pub(super) fn validate(&self) {
         self.index.validate();
+        self.pins.validate(|id| self.index.span_of(id).is_ok());
         self.segment.validate(self.live_spans());
         assert_eq!(self.live + self.arriving, self.index.live());
         assert!(self.live <= self.segment.active(), "live blocks lie on active granules");

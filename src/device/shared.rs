@@ -34,6 +34,8 @@ pub(super) struct Shared {
     pub(super) capabilities: Capabilities,
     /// Address space of each region.
     pub(super) reserved: [ByteSize; 2],
+    /// How often blocks of each region have moved: a copy of the books' figures.
+    pub(super) moves: [AtomicU64; 2],
     pub(super) fronts: Fronts,
     /// Nothing more is handed out.
     pub(super) closed: AtomicBool,

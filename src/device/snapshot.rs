@@ -63,6 +63,10 @@ pub struct ArenaSnapshot {
     pub reserves_total: u64,
     /// Blocks that changed their size where they stood.
     pub resizes_total: u64,
+    /// Blocks that compactions moved since then.
+    pub moves_total: u64,
+    /// Their bytes.
+    pub moved_bytes_total: u64,
     /// The largest block handed out.
     pub alloc_size_max: ByteSize,
     /// Allocations that failed since then, by reason.
@@ -129,6 +133,8 @@ impl ArenaSnapshot {
             front_allocs_total: 0,
             reserves_total: 0,
             resizes_total: 0,
+            moves_total: 0,
+            moved_bytes_total: 0,
             alloc_size_max: NONE,
             alloc_failures_total: AllocFailures::default(),
             commits_total: 0,

@@ -4,6 +4,8 @@
 //!
 //! Nothing here reads time. Seeds are printed.
 
+#[path = "../../benches/index/chance.rs"]
+mod chance;
 mod model;
 
 use std::collections::BTreeMap;
@@ -262,4 +264,57 @@ fn metadata_is_by_the_block_also_right_after_the_table_grew() {
         let each = (index.metadata() - fixed) / blocks;
         assert!(blocks < 1_000 || each <= 64, "{each} bytes for each of {blocks} blocks");
     }
+}
+
+/// The mix of `benches/index` at 90 % of a pool of 64 GiB, 150,000 allocations: best fit fails 139
+/// to 194 times in it, the crate `offset-allocator` 902 to 1025 times.
+#[test]
+fn a_pool_at_nine_tenths_fails_at_most_a_hundred_times() {
+    const LIVE: usize = 11_600;
+    for seed in [42, 7, 1234] {
+        let mut chance = chance::Chance::new(seed);
+        let mut index = BlockIndex::new(64 << 30);
+        let take = |index: &mut BlockIndex, chance: &mut chance::Chance| {
+            let request = Request { size: chance.size(), align: 1, end: End::Low };
+            index.take(request, PLAIN).map(|(id, _)| id)
+        };
+        let mut slots: Vec<_> = (0..LIVE).map(|_| take(&mut index, &mut chance)).collect();
+        slots.resize(2 * LIVE, None);
+        let mut failures = 0;
+        for _ in 0..300_000 {
+            let slot = chance.below(2 * LIVE);
+            if let Some(id) = slots[slot].take() {
+                index.release(id).expect("live");
+            } else {
+                slots[slot] = take(&mut index, &mut chance);
+                failures += u32::from(slots[slot].is_none());
+            }
+        }
+        index.validate();
+        assert!(failures <= 100, "seed {seed}: {failures} failures");
+    }
+}
+
+#[test]
+fn granules_that_are_touched_are_preferred_whatever_their_bin() {
+    const GRANULE: u64 = 1 << 20;
+    let mut index = BlockIndex::new(64 * GRANULE);
+    let half = Request { size: GRANULE / 2, ..units(1) };
+    let (_, first) = index.take(half, PLAIN).expect("room");
+    // A free block that fits exactly, and opens a granule of its own.
+    let (exact, _) = index.take(half, PLAIN).expect("room");
+    let whole = Span { offset: 4 * GRANULE, size: GRANULE / 2 };
+    let far = index.take_at(whole).expect("free");
+    let fence = Span { offset: whole.end(), size: ALIGN };
+    index.take_at(fence).expect("free");
+    let below = Span { offset: whole.offset - ALIGN, size: ALIGN };
+    index.take_at(below).expect("free");
+    index.release(far).expect("live");
+    index.release(exact).expect("live");
+    let opened = |place: Span| u64::from(place.offset >= GRANULE);
+    let (_, span) = index.take(half, opened).expect("room");
+    assert_eq!(span.offset, first.end(), "beside the block that is there");
+    let (_, span) = index.take(half, PLAIN).expect("room");
+    assert_eq!(span, whole, "where nothing costs, the tightest");
+    index.validate();
 }

@@ -109,6 +109,15 @@ impl Pair {
         let (low, high) = fit(hole, span.size, align).expect("and large enough");
         let cut = if request.end == End::Low { low } else { high };
         assert_eq!(span.offset, cut, "{request:?} is cut from its end of {hole:?}");
+        if self.small && cost.is_multiple_of(4) {
+            // The tightest fit, and of equals the one nearest to the end.
+            let fits = free.iter().filter(|hole| fit(**hole, span.size, align).is_some());
+            let best = fits.min_by_key(|hole| {
+                let far = if request.end == End::Low { hole.offset } else { !hole.offset };
+                (hole.size, far)
+            });
+            assert_eq!(best, Some(&hole), "{request:?} among {free:?}");
+        }
         self.enliven(span, id);
         true
     }

@@ -32,6 +32,8 @@ struct Seen {
     committed_peak: usize,
     calls: u64,
     failure: Option<Failure>,
+    /// From this call on each fails.
+    fails_from: Option<u64>,
     device_granules: Option<usize>,
     /// Host memory given out: where, how long, and whether page-locked.
     host: BTreeMap<usize, (u64, HostMemory)>,
@@ -69,6 +71,11 @@ impl TrialDriver {
     /// Lets one call fail.
     pub(crate) fn fail(&self, failure: Failure) {
         lock(&self.seen).failure = Some(failure);
+    }
+
+    /// Lets all calls from this one on fail, or none.
+    pub(crate) fn fail_from(&self, nth: Option<u64>) {
+        lock(&self.seen).fails_from = nth;
     }
 
     /// Says how many granules the device has.
@@ -147,15 +154,22 @@ impl TrialDriver {
         let mut seen = lock(&self.seen);
         let nth = seen.calls;
         seen.calls += 1;
+        if seen.fails_from.is_some_and(|from| from <= nth) {
+            return Err(refused(name));
+        }
         match seen.failure {
             Some(failure) if failure.nth == nth => Err(if failure.out_of_memory {
                 DriverError::OutOfMemory { call: name, requested: size }
             } else {
-                DriverError::Refused { call: name, code: 1, message: "a trial".to_owned() }
+                refused(name)
             }),
             _ => Ok(()),
         }
     }
+}
+
+fn refused(call: &'static str) -> DriverError {
+    DriverError::Refused { call, code: 1, message: "a trial".to_owned() }
 }
 
 fn granules(at: DeviceAddress, size: ByteSize) -> impl Iterator<Item = u64> + Clone {

@@ -9,12 +9,12 @@ use super::bins::Bin;
 use super::records::NONE;
 use super::{ALIGN, BlockIndex, End, Request, Span};
 
-/// How many blocks of one bin are looked at. 8: with 4 more granules are activated, with 16 no
-/// fewer (docs/BENCHMARKING.md, measured by `benches/index`).
+/// How many blocks of one bin are looked at. 8: with 4 sizes that lie close together activate more
+/// granules, with 16 nothing is gained (docs/BENCHMARKING.md, measured by `benches/index`).
 const LOOKS_PER_BIN: u32 = 8;
 
-/// How many bins are looked through for a block that costs nothing. 4: with 2 and with 8 the same
-/// within the noise (docs/BENCHMARKING.md, measured by `benches/index`).
+/// How many bins are looked through for a block that costs nothing. 4: between 1 and 16 it hardly
+/// matters (docs/BENCHMARKING.md, measured by `benches/index`).
 const BINS_LOOKED: u32 = 4;
 
 /// A place for a request, in one free block.

@@ -37,10 +37,10 @@ use records::{FREE, NONE, Record, Records};
 /// What every offset and every size is a multiple of, in bytes. 256: what `cuMemAlloc` aligns to.
 pub const ALIGN: u64 = 256;
 
-/// How many blocks of its bin a block is compared with to be filed by address. 8: half of the
-/// failures at 90 % load that a bin in order of release has; with 16 no fewer
-/// (docs/BENCHMARKING.md, measured by `benches/index`).
-const STEPS_TO_FILE: u32 = 4;
+/// How many blocks of its bin a block is compared with to be filed by address. 3: each step reads
+/// one more record, and without any there are three times the failures at 90 % load; from 4 on a
+/// tenth fewer at most (docs/BENCHMARKING.md, measured by `benches/index`).
+const STEPS_TO_FILE: u32 = 3;
 
 /// A contiguous span of offsets, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -82,7 +82,7 @@ pub struct Request {
 }
 
 /// The name of one live block; never given twice by one index.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct BlockId {
     slot: u32,
     generation: u64,
@@ -143,9 +143,13 @@ impl BlockIndex {
     /// Makes a block live, or `None` where no free block that is looked at can hold it: never
     /// where one of at least `17/16 x (size + align)` is free.
     ///
-    /// `cost` says what a place would cost beyond the bookkeeping; the cheapest place looked at is
-    /// taken, and among equals the one of the smallest bin, then the one nearest to the request's
-    /// end. It is asked a bounded number of times; the rest is O(1).
+    /// `cost` says what a place would cost beyond the bookkeeping, 0 for nothing. The cheapest
+    /// place looked at is taken; among equals the one of the smallest bin; among those the one
+    /// nearest to the request's end, as far as the bin's order tells. `cost` is asked 40 times at
+    /// most, and no further once a place costs nothing; the rest is O(1).
+    ///
+    /// Where memory is given by the granule, a good cost is the number of granules that the place
+    /// would be the first to touch: only its first and its last can be touched already.
     ///
     /// # Panics
     /// If the alignment is no power of two.

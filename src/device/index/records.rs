@@ -25,18 +25,20 @@ pub(super) const FREE: u64 = 0;
 /// above all.
 const SENTINEL: u64 = u64::MAX;
 
+/// What is read together stands together: a walk over a bin reads the first 24 bytes.
 #[derive(Clone, Copy, Debug)]
+#[repr(C)]
 pub(super) struct Record {
     pub(super) offset: u64,
+    /// Neighbours in the bin, of a free block.
+    pub(super) bin_next: u32,
+    pub(super) bin_prev: u32,
     pub(super) size: u64,
     /// [`FREE`], or the generation of the live block's name.
     pub(super) generation: u64,
     /// Neighbours in address order; of a vacant record, `next` is the next vacant one.
     pub(super) prev: u32,
     pub(super) next: u32,
-    /// Neighbours in the bin, of a free block.
-    pub(super) bin_prev: u32,
-    pub(super) bin_next: u32,
 }
 
 const _: () = assert!(size_of::<Record>() == 40, "what BlockIndex says of its metadata");

@@ -1,0 +1,165 @@
+//! What the books write down about moves; all of it under the arena's lock.
+//!
+//! A place that is taken for a block to move to is arriving until the block has it; then what the
+//! block left is free.
+//!
+//! Invariants: those of the region; `moves` grows whenever a block of the region is elsewhere than
+//! before, so that who knows the number knows whether an address is stale.
+
+use super::CompactOptions;
+use super::plan::{Hold, Part};
+use super::step::Moving;
+use crate::bytes::ByteSize;
+use crate::clock::Clock;
+use crate::device::books::Books;
+use crate::device::driver::DeviceAddress;
+use crate::device::front::Kept;
+use crate::device::index::{BlockId, Span, StaleBlock};
+use crate::device::picture::Act;
+use crate::device::region::{Placed, Region, RegionBooks, end_of};
+
+impl RegionBooks {
+    /// How often a block of the region was moved, or lost.
+    pub(in crate::device) const fn moves(&self) -> u64 {
+        self.moves
+    }
+
+    pub(super) fn span_of(&self, id: BlockId) -> Result<Span, StaleBlock> {
+        self.index.span_of(id)
+    }
+
+    /// Where a live block is now.
+    pub(in crate::device) fn refreshed(&self, placed: Placed) -> Placed {
+        if placed.moves == self.moves {
+            return placed;
+        }
+        let Ok(span) = self.index.span_of(placed.id) else {
+            debug_assert!(false, "only its owner asks, and it is live");
+            return placed;
+        };
+        let at = self.segment.address_of(ByteSize::new(span.offset));
+        Placed { span, at, moves: self.moves, ..placed }
+    }
+
+    pub(super) fn is_lost(&self, id: BlockId) -> bool {
+        self.pins.is_lost(id)
+    }
+
+    /// Books that the contents of a block are lost; its owner is told when it next asks.
+    pub(super) fn lose(&mut self, id: BlockId) {
+        self.pins.lose(id);
+        self.moves += 1;
+    }
+
+    /// Takes a free span for a block to move to, arriving.
+    fn take_room(&mut self, span: Span) -> Option<Placed> {
+        let id = self.index.take_at(span)?;
+        self.segment.touch(span);
+        self.arriving += span.size;
+        let at = self.segment.address_of(ByteSize::new(span.offset));
+        Some(Placed { id, span, at, requested: 0, moves: self.moves })
+    }
+
+    /// A block goes to the room that was taken for it, and what it leaves is free; says whether
+    /// granules went idle by it.
+    fn trade(&mut self, id: BlockId, room: Placed) -> bool {
+        let old = self.index.span_of(id);
+        let traded = self.index.exchange(id, room.id);
+        debug_assert!(traded.is_ok(), "of one size, or neighbours: {traded:?}");
+        let (Ok(old), Ok(new)) = (old, self.index.span_of(id)) else { return false };
+        let left = self.index.release(room.id);
+        debug_assert_eq!(left.map(|left| left.size), Ok(room.span.size));
+        let idle = self.segment.idle();
+        self.arriving -= room.span.size;
+        self.segment.untouch(room.span);
+        self.segment.untouch(old);
+        self.segment.touch(new);
+        self.moves += 1;
+        self.segment.idle() > idle
+    }
+}
+
+impl Books {
+    /// Blocks and free spans in address order, and the name of each block.
+    pub(super) fn parts(&self, options: CompactOptions) -> Vec<(Part, Option<BlockId>)> {
+        let blocks = self.region(options.region).index.blocks();
+        let part = |(span, id): (Span, Option<BlockId>)| {
+            (Part { span, hold: id.map(|id| self.hold(options, id, span)) }, id)
+        };
+        blocks.map(part).collect()
+    }
+
+    /// What holds a block.
+    pub(super) fn hold(&self, options: CompactOptions, id: BlockId, span: Span) -> Hold {
+        let region = self.region(options.region);
+        if !self.raw.is_empty() && !options.moves_raw {
+            let at = region.segment.address_of(ByteSize::new(span.offset));
+            if self.raw.contains_key(&at) {
+                return Hold::Stays;
+            }
+        }
+        region.pins.hold(id, end_of(span.size))
+    }
+
+    /// Writes down the new address of a block that was had by its old one.
+    pub(super) fn readdress(&mut self, region: Region, from: DeviceAddress, id: BlockId) {
+        let is_it = |kept: &Kept| kept.0 == region && kept.1.id == id;
+        if let Some((_, placed)) = self.raw.get(&from).copied().filter(is_it) {
+            self.raw.remove(&from);
+            let placed = self.region(region).refreshed(placed);
+            self.raw.insert(placed.at, (region, placed));
+        }
+    }
+
+    /// Takes a free span for a block to move to, arriving; with it, the bytes of granules that are
+    /// active by it.
+    pub(super) fn take_room(&mut self, region: Region, span: Span) -> Option<(Placed, u64)> {
+        let active = self.active();
+        let room = self.region_mut(region).take_room(span)?;
+        let wanting = self.region(region).segment.wanting(span);
+        let made_active = self.active() - active + self.bytes_of(wanting);
+        self.note_used();
+        Some((room, made_active))
+    }
+
+    /// A block of this size goes to its room; says how many bytes of granules are no longer active
+    /// by it.
+    pub(super) fn trade(
+        &mut self,
+        region: Region,
+        (id, size): (BlockId, u64),
+        room: Placed,
+        clock: &dyn Clock,
+    ) -> u64 {
+        let active = self.active();
+        self.totals.moves += 1;
+        self.totals.moved_bytes += size;
+        let from = self.address_of(region, id);
+        if self.region_mut(region).trade(id, room) {
+            self.note_idle(clock);
+        }
+        let to = self.address_of(region, id);
+        // What was asked for is not known here: the events show what was given.
+        self.history.record(clock, Act::Free, from.get(), ByteSize::new(size));
+        self.history.record(clock, Act::Alloc, to.get(), ByteSize::new(size));
+        active.saturating_sub(self.active())
+    }
+
+    fn address_of(&self, region: Region, id: BlockId) -> DeviceAddress {
+        let region = self.region(region);
+        let offset = region.span_of(id).map_or(0, |span| span.offset);
+        region.segment.address_of(ByteSize::new(offset))
+    }
+
+    /// Leaves the freeing of a block that moves to its mover; says whether it does move.
+    pub(in crate::device) fn defer_release(&mut self, region: Region, placed: Placed) -> bool {
+        match &mut self.moving {
+            Some(Moving { region: its, id, freed }) if (*its, *id) == (region, placed.id) => {
+                debug_assert!(freed.is_none(), "only its owner frees a block, once");
+                *freed = Some(placed);
+                true
+            }
+            _ => false,
+        }
+    }
+}

@@ -1,0 +1,246 @@
+//! Makes free space contiguous: clears a window into holes elsewhere, or slides blocks together.
+//!
+//! A window is a stretch of the wanted size without a block that stays; the blocks in it go into
+//! holes outside, all to places apart from their own. Where no window can be cleared, or sliding
+//! moves fewer bytes, the blocks between some neighbouring gaps slide together, low ones down and
+//! high ones up, which joins these gaps into one. Nothing slides past a block that stays: where
+//! that is the end of it, blocks beside the largest free span go into holes elsewhere.
+//!
+//! Under a budget the first moves of this are made. What is left of it then costs less than
+//! before, so that further calls go on with it or with what is cheaper still, and come to an end.
+//!
+//! Invariant: the largest free span is never made smaller, not even on the way.
+
+use super::plan::{Draft, Hold, PIECES_MAX, Part};
+use super::sketch::Block;
+use crate::device::index::{ALIGN, End, Span};
+
+/// Times that it looks again after the largest free span grew. A guess: mostly once is enough.
+const PASSES_MAX: usize = 64;
+
+/// Windows that it tries to clear in one pass, the cheapest first. A guess.
+const WINDOWS_MAX: usize = 8;
+
+/// A stretch to clear, and the bytes of the blocks that touch it.
+struct Window {
+    span: Span,
+    bytes: u64,
+}
+
+/// Neighbouring gaps to join, and the blocks between them.
+struct Run {
+    blocks: Vec<Block>,
+    bytes: u64,
+    /// Whether all of the blocks may slide down, and up, without too many copies.
+    ways: [bool; 2],
+}
+
+pub(super) fn plan(draft: &mut Draft, size: u64) {
+    for _ in 0..PASSES_MAX {
+        let before = draft.largest();
+        pass(draft, size);
+        if draft.largest() == before {
+            return;
+        }
+    }
+}
+
+fn pass(draft: &mut Draft, size: u64) {
+    let parts = draft.sketch.parts();
+    let free = parts.iter().filter(|part| part.hold.is_none());
+    let size = size.min(free.map(|part| part.span.size).sum());
+    if draft.largest() >= size {
+        return;
+    }
+    let reach = sections(draft, &parts).map(free_bytes).max().unwrap_or(0);
+    if size > reach && clear_a_window(draft, &parts, size, u64::MAX) {
+        return;
+    }
+    if draft.largest() >= reach {
+        return grow(draft);
+    }
+    let size = size.min(reach);
+    let Some(run) = cheapest_run(draft, &parts, size) else { return grow(draft) };
+    if !clear_a_window(draft, &parts, size, run.bytes) {
+        slide(draft, &run);
+    }
+}
+
+/// Clears the cheapest window that can be cleared for at most so many bytes, as far as the budget
+/// goes; says whether there is one.
+fn clear_a_window(draft: &mut Draft, parts: &[Part], size: u64, bytes_max: u64) -> bool {
+    let spared = draft.sketch.largest();
+    for window in windows(draft, parts, size, bytes_max) {
+        let moves = draft.moves.len();
+        let mut touching = draft.sketch.touching(window.span);
+        touching.sort_by_key(|block| std::cmp::Reverse(block.span.size));
+        let done = touching.into_iter().all(|block| {
+            let place = draft.place(block, window.span, spared);
+            place.inspect(|&(to, _)| draft.relocate(block, to)).is_some()
+        });
+        if !done {
+            draft.undo(moves);
+            continue;
+        }
+        while draft.bytes > draft.budget {
+            draft.undo(draft.moves.len() - 1);
+        }
+        return true;
+    }
+    false
+}
+
+/// The cheapest windows, the highest first among equals.
+fn windows(draft: &Draft, parts: &[Part], size: u64, bytes_max: u64) -> Vec<Window> {
+    // Before each part: bytes of blocks, and the number of blocks that stay.
+    let mut sums = Vec::with_capacity(parts.len() + 1);
+    let mut sum = (0, 0);
+    for &part in parts {
+        sums.push(sum);
+        if let Some(hold) = part.hold {
+            let stays = !draft.is_movable(Block { span: part.span, hold });
+            sum = (sum.0 + part.span.size, sum.1 + usize::from(stays));
+        }
+    }
+    sums.push(sum);
+    let end = parts.last().map_or(0, |part| part.span.end());
+    let mut windows: Vec<Window> = Vec::new();
+    for part in parts.iter().filter(|part| part.hold.is_none()) {
+        let starts = [Some(part.span.offset), part.span.end().checked_sub(size)];
+        for offset in starts.into_iter().flatten() {
+            let span = Span { offset, size };
+            if offset.checked_add(size).is_none_or(|window_end| window_end > end) {
+                continue;
+            }
+            let first = parts.partition_point(|part| part.span.end() <= span.offset);
+            let last = parts.partition_point(|part| part.span.offset < span.end());
+            let bytes = sums[last].0 - sums[first].0;
+            if sums[last].1 == sums[first].1 && bytes <= bytes_max {
+                windows.push(Window { span, bytes });
+            }
+        }
+    }
+    windows.sort_by_key(|window| (window.bytes, std::cmp::Reverse(window.span.offset)));
+    windows.dedup_by_key(|window| window.span.offset);
+    windows.truncate(WINDOWS_MAX);
+    windows
+}
+
+/// Moves a block beside the largest free span into a hole elsewhere.
+fn grow(draft: &mut Draft) {
+    let Some(span) = draft.sketch.largest() else { return };
+    let neighbours = [draft.sketch.before(span.offset), draft.sketch.after(span.end())];
+    for block in neighbours.into_iter().flatten() {
+        if !draft.is_movable(block) || block.span.size > draft.left() {
+            continue;
+        }
+        let offset = span.offset.min(block.span.offset);
+        let end = span.end().max(block.span.end());
+        let cleared = Span { offset, size: end - offset };
+        if let Some((to, _)) = draft.place(block, cleared, None) {
+            return draft.relocate(block, to);
+        }
+    }
+}
+
+/// What lies between blocks that do not slide.
+fn sections<'a>(draft: &'a Draft, parts: &'a [Part]) -> impl Iterator<Item = &'a [Part]> {
+    parts.split(move |part| match part.hold {
+        None => false,
+        Some(hold) => {
+            let block = Block { span: part.span, hold };
+            let aligned = matches!(hold, Hold::Moves { align, .. } if align > ALIGN);
+            aligned || !draft.is_movable(block)
+        }
+    })
+}
+
+fn free_bytes(section: &[Part]) -> u64 {
+    section.iter().filter(|part| part.hold.is_none()).map(|part| part.span.size).sum()
+}
+
+/// Neighbouring gaps of at least so many bytes with the fewest bytes between them.
+fn cheapest_run(draft: &Draft, parts: &[Part], size: u64) -> Option<Run> {
+    let mut best: Option<(u64, &[Part])> = None;
+    for section in sections(draft, parts) {
+        // The parts `[first, last]` of the section, from a gap to a gap.
+        let (mut first, mut free, mut moved) = (0, 0, 0);
+        for (last, part) in section.iter().enumerate() {
+            if part.hold.is_some() {
+                moved += part.span.size;
+                continue;
+            }
+            free += part.span.size;
+            while free >= size {
+                let run = &section[first..=last];
+                let starts_with_gap = run[0].hold.is_none();
+                let cheapest = best.as_ref().is_none_or(|(bytes, ..)| moved <= *bytes);
+                if starts_with_gap && cheapest && ways(run) != [false; 2] {
+                    best = Some((moved, run));
+                }
+                if starts_with_gap {
+                    free -= run[0].span.size;
+                } else {
+                    moved -= run[0].span.size;
+                }
+                first += 1;
+            }
+        }
+    }
+    let (bytes, run) = best?;
+    let blocks = run.iter().filter_map(|part| Some(Block { span: part.span, hold: part.hold? }));
+    Some(Run { blocks: blocks.collect(), bytes, ways: ways(run) })
+}
+
+/// Whether the first gap of a run lets all of its blocks slide down, and the last one up: the gap
+/// grows on the way.
+fn ways(run: &[Part]) -> [bool; 2] {
+    let blocks = run.iter().filter(|part| part.hold.is_some());
+    let largest = blocks.map(|part| part.span.size).max().unwrap_or(0);
+    let suffices = |gap: Option<&Part>| {
+        gap.is_some_and(|gap| gap.span.size.saturating_mul(PIECES_MAX) >= largest)
+    };
+    [suffices(run.first()), suffices(run.last())]
+}
+
+/// Slides the blocks of a run apart at one point, towards both sides.
+fn slide(draft: &mut Draft, run: &Run) {
+    let (down, up) = run.blocks.split_at(match run.ways {
+        [true, true] => parting(&run.blocks),
+        [true, false] => run.blocks.len(),
+        [false, _] => 0,
+    });
+    for &block in down {
+        let Some(gap) = draft.sketch.gap_below(block.span.offset) else { return };
+        if block.span.size > draft.left() {
+            return;
+        }
+        draft.relocate(block, gap.offset);
+    }
+    for &block in up.iter().rev() {
+        let Some(gap) = draft.sketch.gap_above(block.span.end()) else { return };
+        if block.span.size > draft.left() {
+            return;
+        }
+        draft.relocate(block, gap.end() - block.span.size);
+    }
+}
+
+/// How many of the blocks slide down, so that the fewest bytes go away from their end.
+fn parting(blocks: &[Block]) -> usize {
+    let is_high = |block: &Block| matches!(block.hold, Hold::Moves { end: End::High, .. });
+    let low = blocks.iter().filter(|block| !is_high(block));
+    let mut astray = low.map(|block| block.span.size).sum::<u64>();
+    let (mut best, mut parting) = (astray, 0);
+    for (nth, block) in blocks.iter().enumerate() {
+        if is_high(block) {
+            astray += block.span.size;
+        } else {
+            astray -= block.span.size;
+        }
+        if astray <= best {
+            (best, parting) = (astray, nth + 1);
+        }
+    }
+    parting
+}

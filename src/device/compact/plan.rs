@@ -1,0 +1,264 @@
+//! Which blocks to move where, so that granules fall free or free space is contiguous.
+//!
+//! Pure: blocks in, moves out. It calls no driver, takes no lock and looks at no contents; that a
+//! block is still there when its turn comes is the executor's to check. The moves are in an order
+//! in which each is possible when those before it have been made.
+//!
+//! * `Granules`: a granule is cleared by moving the blocks that touch it into holes of
+//!   other active granules, those first that free most for the bytes moved.
+//! * `Contiguous`: a window is cleared into holes elsewhere, or blocks slide together,
+//!   whichever moves fewer bytes.
+//!
+//! Blocks that stay are never moved. Small blocks and large ones stay among their kind, towards
+//! the [`End`] that they were placed from. A good plan, not the best one: that is a packing
+//! problem.
+//!
+//! Invariants: `bytes = sum of move sizes <= budget`; no fewer granules are idle after the moves
+//! than before (`Granules`), the largest free span is no smaller (`Contiguous`); where neither
+//! would grow the plan is empty or a part of one that a larger budget completes.
+
+use super::contiguous;
+use super::granules;
+use super::sketch::{Block, Sketch};
+use crate::device::index::{ALIGN, End, Span};
+
+/// What holds a block where it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::device) enum Hold {
+    /// It may move, to a multiple of `align` bytes, and belongs to this end of the region.
+    Moves { end: End, align: u64 },
+    /// It stays.
+    Stays,
+}
+
+impl Hold {
+    /// Whether a block of this kind may stand beside one of the other kind without mixing small
+    /// and large ones.
+    fn is_kin(self, other: Self) -> bool {
+        match (self, other) {
+            (Self::Moves { end, .. }, Self::Moves { end: other, .. }) => end == other,
+            (Self::Stays, _) | (_, Self::Stays) => true,
+        }
+    }
+}
+
+/// A block, or a free span.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::device) struct Part {
+    pub(in crate::device) span: Span,
+    /// `None`: it is free.
+    pub(in crate::device) hold: Option<Hold>,
+}
+
+/// What to move blocks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::device) enum Target {
+    /// As many granules as possible that no block touches.
+    Granules,
+    /// A free span of so many bytes, or the largest that can be had.
+    Contiguous(u64),
+}
+
+/// One block's move. The places may overlap; then they adjoin once the gap between is added.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::device) struct Move {
+    pub(in crate::device) from: u64,
+    pub(in crate::device) to: u64,
+    pub(in crate::device) size: u64,
+}
+
+impl Move {
+    /// By how much the block moves.
+    pub(in crate::device) const fn distance(self) -> u64 {
+        self.from.abs_diff(self.to)
+    }
+
+    /// Whether it takes more than [`PIECES_MAX`] copies.
+    pub(in crate::device) const fn is_tedious(self) -> bool {
+        self.distance().saturating_mul(PIECES_MAX) < self.size
+    }
+
+    /// Whether old and new place have bytes in common.
+    pub(in crate::device) const fn overlaps(self) -> bool {
+        self.distance() < self.size
+    }
+
+    pub(in crate::device) const fn source(self) -> Span {
+        Span { offset: self.from, size: self.size }
+    }
+
+    pub(in crate::device) const fn destination(self) -> Span {
+        Span { offset: self.to, size: self.size }
+    }
+
+    /// What must be free for it: the new place, less what the block itself covers of it.
+    pub(in crate::device) const fn room(self) -> Span {
+        if !self.overlaps() {
+            self.destination()
+        } else if self.to < self.from {
+            Span { offset: self.to, size: self.from - self.to }
+        } else {
+            Span { offset: self.from + self.size, size: self.to - self.from }
+        }
+    }
+
+    /// Copies of which none overlaps itself or what is still to be copied: one where the places
+    /// are apart, else pieces of at most the distance, the foremost first.
+    pub(in crate::device) fn pieces(self) -> impl Iterator<Item = Self> {
+        let longest = if self.overlaps() { self.distance() } else { self.size };
+        let mut done = 0;
+        std::iter::from_fn(move || {
+            let size = longest.min(self.size - done);
+            done += size;
+            let skip = if self.to < self.from { done - size } else { self.size - done };
+            (size > 0).then_some(Self { from: self.from + skip, to: self.to + skip, size })
+        })
+    }
+}
+
+/// Moves, and what they come to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(in crate::device) struct Plan {
+    pub(in crate::device) moves: Vec<Move>,
+    /// Bytes that are moved; a slide counts once.
+    pub(in crate::device) bytes: u64,
+    /// Granules that a block touches, before and after.
+    pub(in crate::device) active: [u64; 2],
+    /// The largest free span, before and after.
+    pub(in crate::device) largest: [u64; 2],
+}
+
+/// Plans for a region: its parts in address order, tiling it.
+///
+/// O(n log n) for each pass over n blocks; a pass after the first is made only where the one
+/// before gained something.
+pub(in crate::device) fn plan(parts: &[Part], granule: u64, target: Target, budget: u64) -> Plan {
+    debug_assert!(granule.is_power_of_two());
+    let mut draft =
+        Draft { sketch: Sketch::new(parts, granule), moves: Vec::new(), bytes: 0, budget };
+    let before = (draft.sketch.active(), draft.largest());
+    match target {
+        Target::Granules => granules::plan(&mut draft),
+        Target::Contiguous(size) => contiguous::plan(&mut draft, size),
+    }
+    let after = (draft.sketch.active(), draft.largest());
+    debug_assert!(draft.bytes <= budget, "a plan keeps its budget");
+    Plan {
+        bytes: draft.bytes,
+        moves: draft.moves,
+        active: [before.0, after.0],
+        largest: [before.1, after.1],
+    }
+}
+
+/// A plan as it grows.
+#[derive(Clone, Debug)]
+pub(super) struct Draft {
+    pub(super) sketch: Sketch,
+    pub(super) moves: Vec<Move>,
+    pub(super) bytes: u64,
+    pub(super) budget: u64,
+}
+
+/// Copies for one block at most. A slide by a tiny part of the block takes a driver call for each
+/// such part, and gains no more than that. A guess: a thousand calls of a few microseconds each.
+pub(super) const PIECES_MAX: u64 = 1024;
+
+/// How many free spans are looked at for one block, the smallest that hold it first.
+const LOOKS: usize = 16;
+
+impl Draft {
+    /// What is left of the budget.
+    pub(super) const fn left(&self) -> u64 {
+        self.budget - self.bytes
+    }
+
+    pub(super) fn largest(&self) -> u64 {
+        self.sketch.largest().map_or(0, |span| span.size)
+    }
+
+    /// Whether a block may move and this budget can ever pay for it.
+    pub(super) const fn is_movable(&self, block: Block) -> bool {
+        matches!(block.hold, Hold::Moves { .. }) && block.span.size <= self.budget
+    }
+
+    /// Moves a block on the sketch and writes the move down.
+    pub(super) fn relocate(&mut self, block: Block, to: u64) {
+        let Span { offset: from, size } = block.span;
+        self.sketch.lift(block);
+        self.sketch.put(Block { span: Span { offset: to, size }, ..block });
+        self.moves.push(Move { from, to, size });
+        self.bytes += size;
+    }
+
+    /// Takes the moves after the first `count` back.
+    pub(super) fn undo(&mut self, count: usize) {
+        while self.moves.len() > count {
+            let Some(Move { from, to, size }) = self.moves.pop() else { break };
+            let moved = self.sketch.after(to);
+            debug_assert!(moved.is_some_and(|block| block.span.offset == to));
+            if let Some(block) = moved {
+                self.sketch.lift(block);
+                self.sketch.put(Block { span: Span { offset: from, size }, ..block });
+            }
+            self.bytes -= size;
+        }
+    }
+
+    /// The best place for a block outside of `cleared` and of `spared`, and the granules that it
+    /// makes active there: the fewest of these, then apart from where it is, then in the smallest
+    /// free span, then nearest to its end. Looks at [`LOOKS`] free spans and the largest.
+    pub(super) fn place(
+        &mut self,
+        block: Block,
+        cleared: Span,
+        spared: Option<Span>,
+    ) -> Option<(u64, u64)> {
+        let Hold::Moves { end, align } = block.hold else { return None };
+        self.sketch.lift(block);
+        let size = block.span.size;
+        let spans = self.sketch.at_least(size).take(LOOKS);
+        let spans = spans.chain(self.sketch.at_least(size).next_back());
+        let mut best: Option<[u64; 4]> = None;
+        for span in spans {
+            for at in places(span, cleared, size, align.max(ALIGN)) {
+                let to = Span { offset: at, size };
+                let spares = spared.is_none_or(|s| to.end() <= s.offset || s.end() <= to.offset);
+                let made = Move { from: block.span.offset, to: at, size };
+                if made.is_tedious() || !spares || !self.is_among_kin(to, block.hold) {
+                    continue;
+                }
+                let overlaps = u64::from(made.overlaps());
+                let far = if end == End::Low { at } else { u64::MAX - at };
+                let rank = [self.sketch.alone(to), overlaps, span.size, far];
+                best = Some(best.map_or(rank, |best| best.min(rank)));
+            }
+        }
+        self.sketch.put(block);
+        best.map(|[active, _, _, far]| (if end == End::Low { far } else { u64::MAX - far }, active))
+    }
+
+    /// Whether the nearest block, on one side or the other, is of the same kind.
+    fn is_among_kin(&self, place: Span, hold: Hold) -> bool {
+        let below = self.sketch.before(place.offset);
+        let below = below.map(|block| (place.offset - block.span.end(), block.hold));
+        let above = self.sketch.after(place.end());
+        let above = above.map(|block| (block.span.offset - place.end(), block.hold));
+        let nearest = below.into_iter().chain(above).map(|(gap, _)| gap).min();
+        let mut sides = below.into_iter().chain(above);
+        nearest.is_none() || sides.any(|(gap, side)| Some(gap) == nearest && side.is_kin(hold))
+    }
+}
+
+/// The places at the ends of a free span, and beside what is to be cleared, where it cuts it.
+fn places(free: Span, cleared: Span, size: u64, align: u64) -> impl Iterator<Item = u64> {
+    let cut = cleared.offset.clamp(free.offset, free.end());
+    let rest = cleared.end().clamp(free.offset, free.end());
+    let sides = [(free.offset, cut), (rest, free.end())];
+    sides.into_iter().flat_map(move |(first, end)| {
+        let low = first.checked_next_multiple_of(align);
+        let high = end.checked_sub(size).map(|high| high / align * align);
+        let fits = move |&at: &u64| at >= first && at.checked_add(size).is_some_and(|e| e <= end);
+        low.into_iter().chain(high).filter(fits)
+    })
+}

@@ -1,0 +1,213 @@
+//! One move: a place is taken, the contents are copied with the lock given up, the block is there.
+//!
+//! While a block moves nobody has a lease, and who wants one waits for the end of this one move.
+//! Its owner may free it meanwhile: the move ends, then the block is freed. Who pins or resizes it
+//! waits.
+//!
+//! A copy that fails is undone: of a slide, each piece goes back to where it was, in the reverse
+//! order. Only where that fails too the contents are lost, and every further use of the block says
+//! so.
+//!
+//! Invariant: a block is whole at the place that the books say, or known to be lost.
+
+use super::CompactOptions;
+use super::plan::{Hold, Move};
+use crate::bytes::ByteSize;
+use crate::device::books::Books;
+use crate::device::driver::sealed::Key;
+use crate::device::driver::{DeviceAddress, DriverError};
+use crate::device::error::DeviceError;
+use crate::device::index::BlockId;
+use crate::device::region::{Placed, Region};
+use crate::device::shared::Shared;
+use crate::sync::atomic::Ordering;
+use crate::sync::{MutexGuard, lock, wait};
+
+/// The block that moves now.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::device) struct Moving {
+    pub(in crate::device) region: Region,
+    pub(in crate::device) id: BlockId,
+    /// Its owner has freed it.
+    pub(in crate::device) freed: Option<Placed>,
+}
+
+/// How one move ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Step {
+    /// The block is at its new place.
+    Moved {
+        from: DeviceAddress,
+        to: DeviceAddress,
+        /// Its owner freed it meanwhile.
+        is_freed: bool,
+        /// Bytes of granules that were active and are idle by this move, and the reverse.
+        idle: u64,
+        active: u64,
+    },
+    /// The block or its new place are not what they were, or there is no memory for it.
+    Skipped,
+    /// Somebody has a lease, or waits for one.
+    Busy,
+}
+
+/// A copy that failed, and whether it could not be undone.
+struct Failed {
+    error: DriverError,
+    is_lost: bool,
+}
+
+impl Shared {
+    /// Moves a block, if it may still move and is still where it was when this was planned.
+    pub(super) fn move_block(
+        &self,
+        options: CompactOptions,
+        id: BlockId,
+        made: Move,
+    ) -> Result<Step, DeviceError> {
+        let region = options.region;
+        let mut books = lock(&self.books);
+        if let Some(refused) = refuses(&books, options, id, made) {
+            return Ok(refused);
+        }
+        let Some((room, active)) = books.take_room(region, made.room()) else {
+            return Ok(Step::Skipped);
+        };
+        let outcome;
+        (books, outcome) = self.back(books, region, room.span);
+        // The lock was given up where there was something to commit or to wait for.
+        let refused = match outcome {
+            Ok(()) => refuses(&books, options, id, made).map(Ok),
+            Err(refusal) if refusal.error.is_out_of_memory() => Some(Ok(Step::Skipped)),
+            Err(refusal) => Some(Err(refusal.error)),
+        };
+        if let Some(refused) = refused {
+            books.withdraw(region, room, &*self.clock);
+            self.settled.notify_all();
+            return refused;
+        }
+        books.moving = Some(Moving { region, id, freed: None });
+        let segment = &books.region(region).segment;
+        let [from, to] =
+            [made.from, made.to].map(|offset| segment.address_of(ByteSize::new(offset)));
+        let base = segment.base();
+        drop(books);
+        let outcome = self.copy_pieces(base, made);
+        let mut books = lock(&self.books);
+        let freed = books.moving.take().and_then(|moving| moving.freed);
+        let mut idle = 0;
+        if outcome.is_ok() {
+            idle = books.trade(region, (id, made.size), room, &*self.clock);
+            books.readdress(region, from, id);
+        } else {
+            books.withdraw(region, room, &*self.clock);
+        }
+        if outcome.as_ref().is_err_and(|failed| failed.is_lost) && freed.is_none() {
+            books.region_mut(region).lose(id);
+        }
+        if let Some(freed) = freed {
+            books.release(region, freed, &*self.clock);
+        }
+        // Before the next lease is given: who has one sees what it was before.
+        self.moves[region.number()].store(books.region(region).moves(), Ordering::Relaxed);
+        self.settled.notify_all();
+        drop(books);
+        match outcome {
+            Ok(()) => Ok(Step::Moved { from, to, is_freed: freed.is_some(), idle, active }),
+            Err(Failed { is_lost: true, .. }) if freed.is_none() => {
+                Err(DeviceError::ContentsLost { region, size: ByteSize::new(made.size) })
+            }
+            Err(failed) => Err(failed.error.into()),
+        }
+    }
+
+    /// Copies a block piece by piece; where that fails, back.
+    fn copy_pieces(&self, base: DeviceAddress, made: Move) -> Result<(), Failed> {
+        let mut done = Vec::new();
+        for piece in made.pieces() {
+            if let Err(error) = self.copy_piece(base, piece) {
+                let undone = done.into_iter().rev().try_for_each(|Move { from, to, size }| {
+                    self.copy_piece(base, Move { from: to, to: from, size })
+                });
+                return Err(Failed { error, is_lost: undone.is_err() });
+            }
+            done.push(piece);
+        }
+        Ok(())
+    }
+
+    fn copy_piece(&self, base: DeviceAddress, piece: Move) -> Result<(), DriverError> {
+        let size = ByteSize::new(piece.size);
+        let address = |offset| base.checked_add(ByteSize::new(offset));
+        // Both lie in the reservation, which does not wrap.
+        let (from, to) = (address(piece.from), address(piece.to));
+        let (from, to) = from.zip(to).unwrap_or((base, base));
+        self.driver.copy(from, to, size, Key::new())
+    }
+
+    /// Waits for the end of the move that is under way: for who wants a lease.
+    pub(in crate::device) fn wait_for_move<'a>(
+        &'a self,
+        mut books: MutexGuard<'a, Books>,
+    ) -> MutexGuard<'a, Books> {
+        if books.moving.is_none() {
+            return books;
+        }
+        // Seen by the mover, which then makes no further move: each waits for one at most.
+        books.entering += 1;
+        while books.moving.is_some() {
+            books = wait(&self.settled, books);
+        }
+        books.entering -= 1;
+        books
+    }
+
+    /// Waits until this block does not move.
+    pub(in crate::device) fn wait_until_still<'a>(
+        &'a self,
+        mut books: MutexGuard<'a, Books>,
+        region: Region,
+        id: BlockId,
+    ) -> MutexGuard<'a, Books> {
+        while books.moving.is_some_and(|moving| (moving.region, moving.id) == (region, id)) {
+            books = wait(&self.settled, books);
+        }
+        books
+    }
+
+    /// Whether a block is known to be where this says.
+    pub(in crate::device) fn is_fresh(&self, region: Region, placed: Placed) -> bool {
+        placed.moves == self.moves[region.number()].load(Ordering::Relaxed)
+    }
+
+    /// Where a live block is now.
+    ///
+    /// # Errors
+    /// `ContentsLost`.
+    pub(in crate::device) fn resolve(
+        &self,
+        region: Region,
+        placed: Placed,
+    ) -> Result<Placed, DeviceError> {
+        let books = self.wait_until_still(lock(&self.books), region, placed.id);
+        let region_books = books.region(region);
+        if region_books.is_lost(placed.id) {
+            let size = ByteSize::new(placed.span.size);
+            return Err(DeviceError::ContentsLost { region, size });
+        }
+        Ok(region_books.refreshed(placed))
+    }
+}
+
+/// Why a move cannot be made now, if so.
+fn refuses(books: &Books, options: CompactOptions, id: BlockId, made: Move) -> Option<Step> {
+    if books.leases > 0 || books.entering > 0 {
+        return Some(Step::Busy);
+    }
+    let is_there = books.region(options.region).span_of(id) == Ok(made.source());
+    let fits = match books.hold(options, id, made.source()) {
+        Hold::Moves { align, .. } => made.to.is_multiple_of(align),
+        Hold::Stays => false,
+    };
+    (!is_there || !fits).then_some(Step::Skipped)
+}
