@@ -238,10 +238,10 @@ impl<T: Pod> fmt::Debug for PinnedBuffer<T> {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(lowtide_loom)))]
 mod tests;
 
-#[cfg(test)]
+#[cfg(all(test, not(lowtide_loom)))]
 mod fenced_tests {
     use std::mem::ManuallyDrop;
 

@@ -9,10 +9,10 @@
 //! | Constructor combinations | 4 | here, `combination_*` |
 //! | Stable | 6 | `cuarena/regions.rs`, `stable_*` |
 //! | Bins | 4 | `cuarena/regions.rs`, `bins_*` |
-//! | Compact | 4 | with compaction |
-//! | Mixed | 3 | `cuarena/regions.rs`, `mixed_*`: 2; with compaction: 1 |
+//! | Compact | 4 | `cuarena/compact.rs`, `compact_*` |
+//! | Mixed | 3 | `mixed_*`: 2 in `cuarena/regions.rs`, 1 in `cuarena/compact.rs` |
 //!
-//! Here are 21 of them, and 12 in `regions`. A pool of theirs is an arena with a limit and as
+//! Here are 21 of them, 12 in `regions`, 5 in `compact`. A pool of theirs is an arena with a limit and as
 //! many addresses a region; "null" is no block at all. Where ours is meant to do otherwise, the
 //! test says so.
 //!
@@ -27,6 +27,7 @@ use lowtide::device::{
     PinnedPool, Region,
 };
 
+mod compact;
 mod regions;
 
 use crate::{GRANULE, assert_apart, assert_usable, config, headroom, open_with, pool, raw};

@@ -326,9 +326,9 @@ impl Drop for Turn<'_> {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(lowtide_loom)))]
 mod plan_tests;
-#[cfg(test)]
+#[cfg(all(test, not(lowtide_loom)))]
 mod tests;
-#[cfg(test)]
+#[cfg(all(test, not(lowtide_loom)))]
 mod tests_beside;

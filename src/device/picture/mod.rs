@@ -10,7 +10,7 @@
 #[cfg(feature = "memory-viz")]
 mod memory_viz;
 mod svg;
-#[cfg(test)]
+#[cfg(all(test, not(lowtide_loom)))]
 mod tests;
 
 use std::time::Duration;
