@@ -12,9 +12,9 @@
 //! | Compact | 4 | `cuarena/compact.rs`, `compact_*` |
 //! | Mixed | 3 | `mixed_*`: 2 in `cuarena/regions.rs`, 1 in `cuarena/compact.rs` |
 //!
-//! Here are 21 of them, 12 in `regions`, 5 in `compact`. A pool of theirs is an arena with a limit and as
-//! many addresses a region; "null" is no block at all. Where ours is meant to do otherwise, the
-//! test says so.
+//! Here are 21 of them, 12 in `regions`, 5 in `compact`. A pool of theirs is an arena with a limit
+//! and as many addresses a region; "null" is no block at all. Where ours is meant to do otherwise,
+//! the test says so.
 //!
 //! Invariant: a figure that theirs compare is compared exactly, or more strictly.
 

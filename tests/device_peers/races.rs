@@ -59,17 +59,17 @@ fn emptying(arena: &DeviceArena) -> impl FnMut() + Send + 'static {
 /// more in while another thread was short; who asked then was refused.
 #[test]
 fn memory_on_its_way_out_of_a_front_was_missing_to_who_was_short() {
-    const THREADS: u64 = 4;
-    let limit = ByteSize::mib(8 * THREADS);
+    const THREADS: u64 = 3;
+    let limit = ByteSize::mib(16 * THREADS);
     let (arena, clock) = open_with(ArenaConfig { limit, ..config() });
     let meanwhile = Meanwhile::new().and(decaying(&arena, &clock)).and(emptying(&arena));
     let worker = |number: u64| {
         let arena = arena.clone();
         move || {
             let mut chance = Chance::new(0xD1B5_4A32_D192_ED03 ^ (number << 36));
-            for _ in 0..2000 {
+            for _ in 0..20_000 {
                 // All of them together stay within the limit, whole granules as they are.
-                let len = (1 + chance.below(4)) * (2 << 20);
+                let len = (5 + chance.below(4)) * (2 << 20);
                 let buffer = arena.alloc::<u8>(len, Region::Dynamic);
                 drop(buffer.unwrap_or_else(|error| panic!("{error}")));
             }
