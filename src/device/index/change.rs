@@ -27,9 +27,9 @@ impl BlockIndex {
     /// # Ok::<(), &str>(())
     /// ```
     pub fn take_at(&mut self, span: Span) -> Option<BlockId> {
-        let end = span.offset.checked_add(span.size)?;
+        span.offset.checked_add(span.size)?;
         let aligned = span.offset.is_multiple_of(ALIGN) && span.size.is_multiple_of(ALIGN);
-        if span.size == 0 || !aligned || end > self.span || !self.records.have_room() {
+        if span.size == 0 || !aligned || !self.records.have_room() {
             return None;
         }
         let slot = self.free_around(span)?;
