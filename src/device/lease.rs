@@ -40,8 +40,8 @@ pub struct Lease {
 }
 
 impl Lease {
-    /// One more lease of an arena. Waits for the end of a move that is under way; none follows while
-    /// the lease is held.
+    /// One more lease of an arena. Waits for the end of a move that is under way; none follows
+    /// while the lease is held.
     pub(super) fn of(arena: &Arc<Shared>) -> Result<Self, DeviceError> {
         arena.check_open()?;
         let mut books = arena.wait_for_move(arena.books());
