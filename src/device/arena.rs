@@ -29,7 +29,7 @@ use super::snapshot::{ArenaGlance, ArenaSnapshot};
 use crate::bytes::ByteSize;
 use crate::clock::Clock;
 use crate::fork::Birth;
-use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use crate::sync::atomic::{AtomicBool, AtomicU64};
 use crate::sync::{Condvar, Mutex, lock};
 
 /// A device arena: a cheap handle, the same arena for every clone.
@@ -135,7 +135,8 @@ impl DeviceArena {
 
     /// As [`DeviceArena::alloc`], on granules that no other block shares: what is freed can be
     /// given back whole. For a few large blocks that stay; each is rounded up to whole granules,
-    /// and all of it is live. ONNX Runtime's `Reserve`, except that the limit counts it.
+    /// and all of it is live. ONNX Runtime's `Reserve`, except that the limit counts it. Once it is
+    /// resized it is a buffer as any other.
     ///
     /// # Errors
     /// As [`DeviceArena::alloc`].
@@ -196,10 +197,8 @@ impl DeviceArena {
     /// front is.
     pub fn set_front(&self, front: ByteSize) {
         if self.shared.check_here().is_ok() {
-            let books = lock(&self.shared.books);
-            let (decay, front) = (books.curve.time(), books.history.front_kept(front));
-            drop(books);
-            self.shared.fronts.set(front, decay);
+            let front = lock(&self.shared.books).history.front_kept(front);
+            self.shared.fronts.set_room(front);
             self.shared.empty_fronts();
         }
     }
@@ -215,15 +214,8 @@ impl DeviceArena {
     pub fn close(&self) -> Result<(), DeviceError> {
         let shared = &self.shared;
         shared.check_here()?;
-        if shared.closed.swap(true, Ordering::Relaxed) {
+        if !shared.close()? {
             return Ok(());
-        }
-        let snapshot = shared.settled_snapshot();
-        let count = snapshot.allocs_total - snapshot.frees_total;
-        if count > 0 {
-            shared.closed.store(false, Ordering::Relaxed);
-            let arena = shared.name.clone();
-            return Err(DeviceError::LiveBlocks { arena, count, bytes: snapshot.live });
         }
         tracing::info!(arena = self.name(), "the arena was closed");
         self.purge().map(drop)

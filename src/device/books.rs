@@ -37,6 +37,8 @@ pub(super) enum Cause {
     Device,
     Addresses,
     Driver,
+    /// Nobody's failure, and not counted.
+    Closed,
 }
 
 /// An allocation that failed.
@@ -193,7 +195,7 @@ impl Books {
         placed.ok_or_else(|| {
             let books = self.region(region);
             let error = DeviceError::OutOfAddresses {
-                requested: ByteSize::new(wanted.requested),
+                requested: ByteSize::new(wanted.size),
                 reserved: ByteSize::new(books.segment.reserved()),
                 live: ByteSize::new(books.live()),
                 largest_span: ByteSize::new(books.largest_span()),
@@ -229,9 +231,19 @@ impl Books {
     }
 
     /// Books what came of the memory that a resized block grew by.
-    pub(super) fn end_resize(&mut self, region: Region, change: [Placed; 2], done: bool) {
+    pub(super) fn end_resize(
+        &mut self,
+        region: Region,
+        change: [Placed; 2],
+        done: bool,
+        clock: &dyn Clock,
+    ) {
         let [before, after] = change;
+        let idle = self.idle();
         self.region_mut(region).end_resize(before, after, done);
+        if self.idle() > idle {
+            self.note_idle(clock);
+        }
         if done {
             self.totals.resizes += 1;
             self.totals.alloc_size_max = self.totals.alloc_size_max.max(after.span.size);
@@ -261,6 +273,8 @@ impl Books {
             self.totals.commits += 1;
             self.totals.committed_bytes += size.get();
         }
+        // What was to be committed ahead was counted as idle.
+        self.curve.note_used(self.idle());
         if idle > 0 {
             self.note_idle(clock); // some of it was committed ahead
         }
@@ -415,7 +429,10 @@ impl Books {
     }
 
     fn total_metadata(&self) -> usize {
-        self.regions.iter().map(RegionBooks::metadata).sum()
+        let regions: usize = self.regions.iter().map(RegionBooks::metadata).sum();
+        // A tree's nodes are at least half full, and mostly two thirds.
+        let raw = self.raw.len() * size_of::<(DeviceAddress, Kept)>() * 3 / 2;
+        regions + raw + self.history.metadata()
     }
 
     /// Walks everything and checks the invariants.

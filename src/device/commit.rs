@@ -36,7 +36,7 @@ enum Shortage {
 enum Room {
     /// Idle granules were given back.
     Made,
-    /// Idle granules are being given back by another thread.
+    /// Idle granules are being given back, or committed ahead, by another thread.
     Coming,
     /// All idle granules together would not do.
     None,
@@ -48,19 +48,28 @@ impl Shared {
     /// # Errors
     /// `OutOfAddresses`, `OutOfMemory`, or `Driver`.
     pub(super) fn obtain(&self, region: Region, wanted: Wanted) -> Result<Placed, DeviceError> {
-        let refusal = match self.try_obtain(region, wanted, false) {
-            Ok(placed) => return Ok(placed),
-            Err(refusal) if !refusal.error.is_out_of_memory() => refusal,
-            // What the fronts keep may do, and a small block fits between large ones.
-            Err(refusal) if self.empty_fronts() || wanted.is_small() => {
-                match self.try_obtain(region, wanted, true) {
-                    Ok(placed) => return Ok(placed),
-                    Err(_) => refusal,
-                }
+        self.insist(|| match self.try_obtain(region, wanted, false) {
+            // There may be a hole for it among the large blocks.
+            Err(refusal) if wanted.is_small() && refusal.error.is_out_of_memory() => {
+                self.try_obtain(region, wanted, true).map_err(|_| refusal)
             }
-            Err(refusal) => refusal,
-        };
-        Err(self.note_refusal(refusal))
+            outcome => outcome,
+        })
+    }
+
+    /// Tries; where there is no room, once more with the fronts empty and kept so. A refusal is
+    /// counted.
+    fn insist<T>(&self, attempt: impl Fn() -> Result<T, Refusal>) -> Result<T, DeviceError> {
+        let swept = self.fronts.swept();
+        let mut outcome = attempt();
+        if outcome.as_ref().is_err_and(|refusal| refusal.error.is_out_of_memory()) {
+            let _shut = self.fronts.shut();
+            // Another thread may have emptied them since: that is room as well.
+            if self.empty_fronts() || self.fronts.swept() != swept {
+                outcome = attempt();
+            }
+        }
+        outcome.map_err(|refusal| self.note_refusal(refusal))
     }
 
     fn try_obtain(
@@ -72,6 +81,7 @@ impl Shared {
         let mut books = self.books();
         let placed = books.place(region, wanted, among_large)?;
         let (mut books, outcome) = self.back_still(books, region, placed);
+        let outcome = outcome.and_then(|()| self.check_arrival());
         match outcome {
             Ok(()) => {
                 books.arrive(region, placed);
@@ -93,21 +103,34 @@ impl Shared {
         placed: Placed,
         requested: u64,
     ) -> Result<Option<Placed>, DeviceError> {
+        self.insist(|| self.try_resize_in_place(region, placed, requested))
+    }
+
+    fn try_resize_in_place(
+        &self,
+        region: Region,
+        placed: Placed,
+        requested: u64,
+    ) -> Result<Option<Placed>, Refusal> {
         let mut books = self.wait_until_still(self.books(), region, placed.id);
         let Some(resized) = books.begin_resize(region, placed, requested, &*self.clock) else {
             return Ok(None);
         };
         let (mut books, outcome) = self.back_still(books, region, resized);
-        books.end_resize(region, [placed, resized], outcome.is_ok());
+        books.end_resize(region, [placed, resized], outcome.is_ok(), &*self.clock);
         if outcome.is_ok() {
             books.record(&*self.clock, Act::Free, Placed { at: resized.at, ..placed });
             books.record(&*self.clock, Act::Alloc, resized);
         }
-        drop(books);
-        match outcome {
-            Ok(()) => Ok(Some(resized)),
-            Err(refusal) => Err(self.note_refusal(refusal)),
+        outcome.map(|()| Some(resized))
+    }
+
+    /// Refuses a block whose memory came when the arena was closed already: under the lock.
+    fn check_arrival(&self) -> Result<(), Refusal> {
+        if self.is_closed() {
+            return Err(Refusal { cause: Cause::Closed, error: self.was_closed() });
         }
+        Ok(())
     }
 
     /// A larger block with the contents of a live one, which is freed. The caller holds a lease, so
@@ -220,9 +243,8 @@ impl Shared {
             Some(error) => Err(error),
             None if given.granules > 0 => Ok(Room::Made),
             // Nothing could be marked, so the lock was never given up, and the idle granules
-            // counted above are on their way out.
-            None if books.leaving() > 0 => Ok(Room::Coming),
-            None => Ok(Room::None),
+            // counted above are on their way: out, or here ahead of another thread's block.
+            None => Ok(Room::Coming),
         };
         (books, room)
     }
@@ -265,6 +287,7 @@ impl Shared {
             Cause::Device => &mut failures.device,
             Cause::Addresses => &mut failures.addresses,
             Cause::Driver => &mut failures.driver,
+            Cause::Closed => return refusal.error,
         } += 1;
         refusal.error
     }

@@ -130,11 +130,6 @@ impl Curve {
         self.set_due(now, Look::Unfinished);
     }
 
-    /// How long idle memory may stay.
-    pub(super) const fn time(&self) -> DecayTime {
-        self.decay.time()
-    }
-
     /// One step of the curve.
     pub(super) fn step(&self) -> Duration {
         match self.decay.time() {

@@ -217,12 +217,9 @@ impl Home {
         if shared.check_here().is_err() {
             return;
         }
-        let room = shared.front_room();
         let key = Key::new(region, placed.span.size);
-        let fresh = shared.is_fresh(region, placed);
-        if fresh && placed.span.size <= room && self.give(key, (region, placed), room) {
-            shared.note_kept();
-        } else {
+        let fits = shared.is_fresh(region, placed) && placed.span.size <= shared.front_room();
+        if !(fits && self.give(key, (region, placed))) {
             shared.release(region, placed);
         }
     }
@@ -248,6 +245,8 @@ impl Home {
             let mut books = try_lock(&self.shared.books)?;
             let clock = &*self.shared.clock;
             front.empty(|_| true, |(region, placed)| books.release(region, placed, clock));
+            drop(books);
+            self.shared.note_swept();
         }
         self.cached.store(front.tally.cached(), Ordering::Relaxed);
         placed
@@ -255,12 +254,17 @@ impl Home {
 
     /// Puts a freed block into the front; `false` where it belongs to the books: its size is not
     /// hot, there is no room, or the front is busy.
-    fn give(&self, key: Key, kept: Kept, room: u64) -> bool {
+    fn give(&self, key: Key, kept: Kept) -> bool {
         let Some(mut front) = try_lock(&self.front) else {
             self.shared.note_contended();
             return false;
         };
-        let taken = front.give(key, kept, room);
+        // Both under the front's lock: whoever empties it after shutting the fronts finds this
+        // block, or this finds no room.
+        let taken = front.give(key, kept, self.shared.front_room());
+        if taken {
+            self.shared.note_kept();
+        }
         self.cached.store(front.tally.cached(), Ordering::Relaxed);
         taken
     }

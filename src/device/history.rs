@@ -48,6 +48,11 @@ impl History {
         if self.capacity > 0 { ByteSize::ZERO } else { front }
     }
 
+    /// Bytes of the ring.
+    pub(super) const fn metadata(&self) -> usize {
+        self.ring.capacity() * size_of::<Event>()
+    }
+
     /// What is kept, oldest first.
     pub(super) fn events(&self) -> Vec<Event> {
         let (newer, older) = self.ring.split_at(self.next);

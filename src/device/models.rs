@@ -61,6 +61,7 @@ impl Driver for Model {
             virtual_memory: true,
             host_access: false,
             host_backed: false,
+            page_locked: false,
             same_address_wake: false,
             asynchronous: false,
             page_locked: false,

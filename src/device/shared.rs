@@ -3,7 +3,7 @@
 //! The lock of the books is taken here and nowhere else but around driver calls; a thread that has
 //! to wait for it is counted. It decides nothing.
 //!
-//! Invariants: no driver call under the lock; no front's lock is taken under the books' lock; the
+//! Invariants: no driver call under a lock; locks are taken in the order sweep, front, books; the
 //! arena's memory lives as long as a handle, a buffer or a lease of it.
 
 use std::fmt;
@@ -47,22 +47,53 @@ pub(super) struct Shared {
 pub(super) struct Fronts {
     /// Where they are; set once, when the arena is opened.
     homes: OnceLock<Box<[Weak<Home>]>>,
-    /// The most bytes that each may keep: now, and unless idle memory is given back at once.
+    /// The most bytes that each may keep now, worked out of the rules; read under a front's lock,
+    /// so that a front which was emptied after this became zero stays empty.
     room: AtomicU64,
-    room_max: AtomicU64,
+    rules: Mutex<Rules>,
     /// Little is left under the limit: what a front keeps would be missed elsewhere.
     tight: AtomicBool,
-    /// Some front may hold something.
+    /// Some front may hold something; set under that front's lock.
     hold: AtomicBool,
+    /// Held from when blocks are taken out of the fronts until they are in the books: meanwhile
+    /// neither counts them as free.
+    sweep: Mutex<()>,
+    /// Times that blocks came from a front to the books.
+    swept: Apart,
     /// Times that a front was found busy.
     contended: AtomicU64,
+}
+
+/// A count on lines of its own: it is written where the rest is read by every thread.
+#[derive(Debug, Default)]
+#[repr(align(128))]
+struct Apart(AtomicU64);
+
+/// How much a front may keep, and why nothing.
+#[derive(Debug, Default)]
+struct Rules {
+    room_max: ByteSize,
+    /// Idle memory is given back at once.
+    at_once: bool,
+    /// Who needs the fronts to be empty now.
+    shut: u32,
+}
+
+/// Keeps all fronts from taking anything in.
+pub(super) struct Shut<'a>(&'a Fronts);
+
+impl Drop for Shut<'_> {
+    fn drop(&mut self) {
+        self.0.set(|rules| rules.shut -= 1);
+    }
 }
 
 impl Fronts {
     /// Fronts that may keep so much each.
     pub(super) fn new(room_max: ByteSize, decay: DecayTime) -> Self {
         let fronts = Self::default();
-        fronts.set(room_max, decay);
+        fronts.set_room(room_max);
+        fronts.set_decay(decay);
         fronts
     }
 
@@ -72,10 +103,9 @@ impl Fronts {
         debug_assert!(known.is_ok(), "the homes are made once");
     }
 
-    /// Sets how much each may keep: nothing where idle memory is given back at once.
-    pub(super) fn set(&self, room_max: ByteSize, decay: DecayTime) {
-        self.room_max.store(room_max.get(), Ordering::Relaxed);
-        self.set_decay(decay);
+    /// Sets how much each may keep.
+    pub(super) fn set_room(&self, room_max: ByteSize) {
+        self.set(|rules| rules.room_max = room_max);
     }
 
     /// Notes how much of the limit is live: from seven eighths on, fronts keep nothing.
@@ -87,10 +117,27 @@ impl Fronts {
         }
     }
 
-    /// Sets how long idle memory may stay.
+    /// Sets how long idle memory may stay: where that is not at all, fronts keep nothing.
     pub(super) fn set_decay(&self, decay: DecayTime) {
-        let room_max = self.room_max.load(Ordering::Relaxed);
-        let room = if decay == DecayTime::AtOnce { 0 } else { room_max };
+        self.set(|rules| rules.at_once = decay == DecayTime::AtOnce);
+    }
+
+    /// Lets fronts take nothing in until what is returned goes.
+    pub(super) fn shut(&self) -> Shut<'_> {
+        self.set(|rules| rules.shut += 1);
+        Shut(self)
+    }
+
+    /// How often blocks came from the fronts to the books.
+    pub(super) fn swept(&self) -> u64 {
+        self.swept.0.load(Ordering::Acquire)
+    }
+
+    fn set(&self, change: impl FnOnce(&mut Rules)) {
+        let mut rules = lock(&self.rules);
+        change(&mut rules);
+        let none = rules.at_once || rules.shut > 0;
+        let room = if none { 0 } else { rules.room_max.get() };
         self.room.store(room, Ordering::Relaxed);
     }
 }
@@ -116,10 +163,16 @@ impl Shared {
     /// Refuses in a forked child, and once the arena is closed.
     pub(super) fn check_open(&self) -> Result<(), DeviceError> {
         self.check_here()?;
-        if self.closed.load(Ordering::Relaxed) {
-            return Err(DeviceError::Closed { arena: self.name.clone() });
-        }
-        Ok(())
+        if self.is_closed() { Err(self.was_closed()) } else { Ok(()) }
+    }
+
+    /// Whether nothing more is handed out; certain under the lock of the books.
+    pub(super) fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn was_closed(&self) -> DeviceError {
+        DeviceError::Closed { arena: self.name.clone() }
     }
 
     pub(super) fn check_host_access(&self) -> Result<(), DeviceError> {
@@ -172,19 +225,23 @@ impl Shared {
 
     /// Gives all that the fronts hold back to the books; says whether that was anything.
     pub(super) fn empty_fronts(&self) -> bool {
+        let sweep = lock(&self.fronts.sweep);
+        self.empty_under(&sweep)
+    }
+
+    fn empty_under(&self, sweep: &MutexGuard<'_, ()>) -> bool {
         // What is put into a front from here on says so again.
         if !self.fronts.hold.swap(false, Ordering::Relaxed) {
             return false;
         }
         let mut blocks = Vec::new();
         self.homes().for_each(|home| home.empty(&mut blocks));
-        let any = !blocks.is_empty();
-        self.release_all(blocks);
-        any
+        self.release_swept(blocks, sweep)
     }
 
     /// Gives back to the books what the fronts hold of sizes that are no longer hot.
     pub(super) fn cool_fronts(&self) {
+        let sweep = lock(&self.fronts.sweep);
         if !self.fronts.hold.swap(false, Ordering::Relaxed) {
             return;
         }
@@ -194,7 +251,22 @@ impl Shared {
                 self.note_kept();
             }
         }
+        self.release_swept(blocks, &sweep);
+    }
+
+    /// Frees in the books what was taken out of the fronts; says whether that was anything.
+    fn release_swept(&self, blocks: Vec<Kept>, _: &MutexGuard<'_, ()>) -> bool {
+        if blocks.is_empty() {
+            return false;
+        }
         self.release_all(blocks);
+        self.note_swept();
+        true
+    }
+
+    /// Notes that blocks came from a front to the books.
+    pub(super) fn note_swept(&self) {
+        self.fronts.swept.0.fetch_add(1, Ordering::Release);
     }
 
     fn homes(&self) -> impl Iterator<Item = Arc<Home>> {
@@ -203,6 +275,11 @@ impl Shared {
 
     /// All figures at one instant: the fronts are held still meanwhile, and then the books.
     pub(super) fn snapshot(&self) -> ArenaSnapshot {
+        let sweep = lock(&self.fronts.sweep);
+        self.snapshot_under(&sweep)
+    }
+
+    fn snapshot_under(&self, _: &MutexGuard<'_, ()>) -> ArenaSnapshot {
         // Dropped last: the last holder of a home takes the lock of the books.
         let homes: Vec<_> = self.homes().collect();
         let still: Vec<_> = homes.iter().map(|home| home.still()).collect();
@@ -214,10 +291,24 @@ impl Shared {
         snapshot
     }
 
-    /// All figures, with the fronts empty.
-    pub(super) fn settled_snapshot(&self) -> ArenaSnapshot {
-        self.empty_fronts();
-        self.snapshot()
+    /// Lets nothing more be handed out, where nothing is live; says whether it was open. Another
+    /// thread that closes it waits for the outcome.
+    pub(super) fn close(&self) -> Result<bool, DeviceError> {
+        let _shut = self.fronts.shut();
+        let sweep = lock(&self.fronts.sweep);
+        if self.closed.swap(true, Ordering::Relaxed) {
+            return Ok(false);
+        }
+        // From here on no front hands anything out, being empty, and the books hand out nothing
+        // without a look at `closed` under their lock.
+        self.empty_under(&sweep);
+        let snapshot = self.snapshot_under(&sweep);
+        let count = snapshot.allocs_total - snapshot.frees_total;
+        if count == 0 {
+            return Ok(true);
+        }
+        self.closed.store(false, Ordering::Relaxed);
+        Err(DeviceError::LiveBlocks { arena: self.name.clone(), count, bytes: snapshot.live })
     }
 
     /// A few figures, without the fronts' locks.

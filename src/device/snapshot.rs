@@ -41,7 +41,7 @@ pub struct ArenaSnapshot {
     pub committed_peak: ByteSize,
     /// Address space held.
     pub reserved: ByteSize,
-    /// The arena's own books.
+    /// The arena's own books; of blocks had by address an estimate, of the fronts nothing.
     pub metadata: ByteSize,
     /// Freed by the caller, and perhaps still in use by the device. Zero on the host rung.
     pub pending: ByteSize,

@@ -12,6 +12,8 @@ use crate::clock::{Clock, ManualClock, SystemClock};
 use crate::decay::DecayTime;
 use crate::sync::lock;
 
+mod peers;
+
 const GRANULE: ByteSize = ByteSize::mib(2);
 const SECOND: Duration = Duration::from_secs(1);
 
