@@ -19,6 +19,7 @@ use super::growth::Steps;
 use super::history::History;
 use super::index::Span;
 use super::picture::Act;
+use super::ranges::APART_FROM;
 use super::region::{Placed, Region, RegionBooks, Wanted};
 use super::segment::Run;
 use super::snapshot::{AllocFailures, ArenaSnapshot};
@@ -56,10 +57,6 @@ pub(super) struct Leaving {
     pub(super) at: DeviceAddress,
     pub(super) size: ByteSize,
 }
-
-/// Granules of limit from which on small blocks stand apart from large ones: they then keep one
-/// granule in 32 for themselves at most where there are few. A guess.
-const APART_FROM: u64 = 32;
 
 /// Counts since the arena was opened.
 #[derive(Debug, Default)]

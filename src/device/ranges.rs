@@ -15,6 +15,9 @@ use super::index::{BlockId, BlockIndex, End, ExchangeError, Request, Span, Stale
 /// The part of the addresses that the small range gets: one in so many.
 const SMALL_PART: u64 = 9;
 
+/// Granules from which on there are two ranges: with fewer, each granule counts. A guess.
+pub(super) const APART_FROM: u64 = 64;
+
 /// The name of one live block of a region; never given twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct BlockName {
@@ -41,14 +44,18 @@ pub(super) struct Ranges {
 /// How many bytes of addresses a region needs so that its large range has `large` of them: a
 /// multiple of the granule, which `large` is one of.
 pub(super) fn span_for(large: u64, granule: u64) -> u64 {
+    if large / granule < APART_FROM {
+        return large;
+    }
     let small = (large / (SMALL_PART - 1)).next_multiple_of(granule);
     large.saturating_add(small).saturating_add(granule)
 }
 
 impl Ranges {
-    /// All of it free. With fewer than [`SMALL_PART`] granules there is no small range.
+    /// All of it free. With fewer than [`APART_FROM`] granules there is no small range.
     pub(super) fn new(span: u64, granule: u64) -> Self {
-        let small = span / SMALL_PART / granule * granule;
+        let part = if span / granule < APART_FROM { 0 } else { span / SMALL_PART };
+        let small = part / granule * granule;
         let wall = if small > 0 { granule } else { 0 };
         let high_at = span - small;
         Self { low: BlockIndex::new(high_at - wall), high: BlockIndex::new(small), high_at }
@@ -194,8 +201,8 @@ mod tests {
 
     #[test]
     fn small_blocks_have_a_range_of_their_own_and_go_among_the_large_when_it_is_full() {
-        let mut ranges = Ranges::new(span_for(16 * GRANULE, GRANULE), GRANULE);
-        assert_eq!(ranges.large(), 16 * GRANULE);
+        let mut ranges = Ranges::new(span_for(64 * GRANULE, GRANULE), GRANULE);
+        assert_eq!(ranges.large(), 64 * GRANULE);
         let wall = ranges.wall().expect("two ranges");
         let (mut above, mut below) = (0, 0);
         while let Some((name, span)) = ranges.take(request(GRANULE / 2, End::High), |_| 0) {
@@ -204,25 +211,26 @@ mod tests {
             *(if span.offset >= wall.end() { &mut above } else { &mut below }) += 1;
             assert!(span.end() <= wall.offset || span.offset >= wall.end());
         }
-        assert_eq!((above, below), (4, 32), "all addresses but the wall's");
+        assert_eq!((above, below), (16, 128), "all addresses but the wall's");
         ranges.validate();
     }
 
     #[test]
     fn blocks_of_two_ranges_do_not_change_places() {
-        let mut ranges = Ranges::new(span_for(16 * GRANULE, GRANULE), GRANULE);
+        let mut ranges = Ranges::new(span_for(64 * GRANULE, GRANULE), GRANULE);
         let (small, _) = ranges.take(request(512, End::High), |_| 0).expect("room");
         let (large, _) = ranges.take(request(512, End::Low), |_| 0).expect("room");
         assert!(matches!(ranges.exchange(small, large), Err(ExchangeError::Unlike { .. })));
         let small = ranges.release(small).expect("live");
-        assert!(small.offset > 16 * GRANULE && ranges.take_at(small).is_some());
+        assert!(small.offset > 64 * GRANULE && ranges.take_at(small).is_some());
         ranges.validate();
     }
 
     #[test]
     fn a_few_granules_are_one_range() {
-        let mut ranges = Ranges::new(4 * GRANULE, GRANULE);
-        assert_eq!((ranges.large(), ranges.wall()), (4 * GRANULE, None));
+        assert_eq!(span_for(63 * GRANULE, GRANULE), 63 * GRANULE);
+        let mut ranges = Ranges::new(63 * GRANULE, GRANULE);
+        assert_eq!((ranges.large(), ranges.wall()), (63 * GRANULE, None));
         let (_, span) = ranges.take(request(512, End::High), |_| 0).expect("room");
         assert_eq!(span.offset, 0);
     }

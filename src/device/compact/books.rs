@@ -6,9 +6,9 @@
 //! Invariants: those of the region; `moves` grows whenever a block of the region is elsewhere than
 //! before, so that who knows the number knows whether an address is stale.
 
-use super::CompactOptions;
 use super::plan::{Hold, Part};
 use super::step::Moving;
+use super::{CompactOptions, Goal};
 use crate::bytes::ByteSize;
 use crate::clock::Clock;
 use crate::device::books::Books;
@@ -91,7 +91,13 @@ impl Books {
         let mut parts: Vec<_> = index.blocks().map(part).collect();
         if let Some(wall) = index.wall() {
             let nth = parts.partition_point(|(part, _)| part.span.offset < wall.offset);
-            parts.insert(nth, (Part { span: wall, hold: Some(Hold::Stays) }, None));
+            match options.goal {
+                Goal::Granules => {
+                    parts.insert(nth, (Part { span: wall, hold: Some(Hold::Stays) }, None));
+                }
+                // The free span that is wanted is for a large block.
+                Goal::Contiguous(_) => parts.truncate(nth),
+            }
         }
         parts
     }

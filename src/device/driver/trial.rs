@@ -9,11 +9,14 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ptr::NonNull;
+use std::thread;
+use std::time::Duration;
 
 use super::host::HostDriver;
 use super::sealed::{self, Key};
 use super::{Capabilities, DeviceAddress, Driver, DriverError, HostMemory, Rung};
 use crate::bytes::ByteSize;
+use crate::clock::{Clock as _, SystemClock};
 use crate::sync::{Condvar, Mutex, lock, wait};
 
 /// Which call fails, and how.
@@ -105,10 +108,15 @@ impl TrialDriver {
     }
 
     /// Waits until so many calls are held.
+    ///
+    /// # Panics
+    /// If they are not within 20 s.
     pub(crate) fn wait_until_held(&self, count: usize) {
-        let mut seen = lock(&self.seen);
-        while seen.held < count {
-            seen = wait(&self.changed, seen);
+        let clock = SystemClock::new();
+        let deadline = clock.now() + Duration::from_secs(20);
+        while lock(&self.seen).held < count {
+            assert!(clock.now() < deadline, "{count} calls were to be held, and were not made");
+            thread::yield_now();
         }
     }
 

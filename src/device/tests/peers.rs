@@ -64,7 +64,8 @@ fn a_device_that_never_has_memory_is_asked_a_few_times_and_refused() {
             assert!(matches!(refused, DeviceError::OutOfMemory { .. }), "{refused}");
         }
         let calls = driver.calls() - before;
-        assert!(calls <= 6, "{calls} calls for three requests");
+        // The small one is tried in both ranges.
+        assert!(calls <= 8, "{calls} calls for three requests");
         assert_eq!(arena.snapshot().alloc_failures_total.device, 3);
         assert_eq!(arena.snapshot().committed, ByteSize::ZERO);
         arena.validate();
