@@ -46,6 +46,7 @@ impl Birth {
 
     /// Whether this is still the process of the birth. Costs one relaxed load.
     #[must_use]
+    #[inline]
     pub fn is_here(self) -> bool {
         self.0 == GENERATION.load(Ordering::Relaxed)
     }

@@ -33,6 +33,35 @@ pub fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
     }
 }
 
+/// A lock for critical sections of a few instructions, that is tried and nearly never waited for:
+/// taking it costs one atomic operation and giving it up none. Who waits for it yields the thread.
+#[cfg(all(feature = "device", not(lowtide_loom)))]
+pub type Brief<T> = spin::mutex::SpinMutex<T, spin::Yield>;
+#[cfg(all(feature = "device", not(lowtide_loom)))]
+pub use spin::mutex::SpinMutexGuard as BriefGuard;
+
+#[cfg(all(feature = "device", lowtide_loom))]
+pub use loom::sync::{Mutex as Brief, MutexGuard as BriefGuard};
+
+/// Takes a brief lock.
+#[cfg(feature = "device")]
+pub fn brief<T>(brief: &Brief<T>) -> BriefGuard<'_, T> {
+    #[cfg(not(lowtide_loom))]
+    return brief.lock();
+    #[cfg(lowtide_loom)]
+    return lock(brief);
+}
+
+/// Takes a brief lock where nobody holds it.
+#[cfg(feature = "device")]
+#[inline]
+pub fn try_brief<T>(brief: &Brief<T>) -> Option<BriefGuard<'_, T>> {
+    #[cfg(not(lowtide_loom))]
+    return brief.try_lock();
+    #[cfg(lowtide_loom)]
+    return try_lock(brief);
+}
+
 /// Gives the lock up until the condition variable is notified, then takes it again; may also
 /// return without a notification.
 pub fn wait<'a, T>(condvar: &Condvar, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {

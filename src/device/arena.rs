@@ -129,7 +129,10 @@ impl DeviceArena {
         let Some(wanted) = Wanted::new(bytes, align) else {
             return Ok(Buffer::empty(Arc::clone(home), region, len));
         };
-        let placed = self.place(home, region, wanted)?;
+        let placed = match self.kept(home, region, wanted) {
+            Some(placed) => placed,
+            None => self.shared.obtain(region, wanted)?,
+        };
         Ok(Buffer::new(Arc::clone(home), region, placed, len))
     }
 
@@ -292,24 +295,26 @@ impl DeviceArena {
         &self.shared
     }
 
+    #[inline]
     fn home(&self) -> &Arc<Home> {
         // As many homes as `front::homes` says: a power of two, at least two.
         &self.homes[front::thread_number() & (self.homes.len() - 1)]
     }
 
-    /// A block out of this thread's front or, where that has none, out of the books.
-    fn place(&self, home: &Home, region: Region, wanted: Wanted) -> Result<Placed, DeviceError> {
+    /// A block out of this thread's front, where that has one.
+    #[inline]
+    fn kept(&self, home: &Home, region: Region, wanted: Wanted) -> Option<Placed> {
         // What is aligned further has a note of it in the books.
-        if wanted.size <= self.shared.front_room() && wanted.align <= ALIGN {
-            let key = front::Key::new(region, wanted.size);
-            match home.take(key, wanted.align, wanted.requested) {
-                Some(placed) if self.shared.is_fresh(region, placed) => return Ok(placed),
-                // It was moved while it was in the front: the books know where it is.
-                Some(placed) => self.shared.release(region, placed),
-                None => {}
-            }
+        if wanted.size > self.shared.front_room() || wanted.align > ALIGN {
+            return None;
         }
-        self.shared.obtain(region, wanted)
+        let placed = home.take(front::Key::new(region, wanted.size), wanted.requested)?;
+        if self.shared.is_fresh(region, placed) {
+            return Some(placed);
+        }
+        // It was moved while it was in the front: the books know where it is.
+        self.shared.release(region, placed);
+        None
     }
 }
 
@@ -321,6 +326,7 @@ impl fmt::Debug for DeviceArena {
 
 impl Shared {
     /// Bytes and alignment of `len` elements.
+    #[inline]
     pub(super) fn layout<T: Pod>(
         &self,
         len: usize,
@@ -335,10 +341,12 @@ impl Shared {
         let largest = self.largest[region.number()];
         match element.checked_mul(ByteSize::of(len).get()) {
             Some(bytes) if bytes <= largest => Ok((bytes, align)),
-            _ => {
-                self.books().totals.failures.addresses += 1;
-                Err(DeviceError::TooLarge { len, element, largest })
-            }
+            _ => Err(self.too_large(len, element, largest)),
         }
+    }
+
+    fn too_large(&self, len: usize, element: ByteSize, largest: ByteSize) -> DeviceError {
+        self.books().totals.failures.addresses += 1;
+        DeviceError::TooLarge { len, element, largest }
     }
 }

@@ -46,6 +46,7 @@ impl<T: Pod> Buffer<T> {
     }
 
     /// The owner of a live block, which holds `len` elements at their alignment.
+    #[inline]
     pub(super) fn new(home: Arc<Home>, region: Region, block: Placed, len: usize) -> Self {
         assert!(block.span.size >= ByteSize::of(len * size_of::<T>()).get(), "block too small");
         assert!(block.at.is_multiple_of(ByteSize::of(align_of::<T>())), "block not aligned");
@@ -229,6 +230,7 @@ impl Place {
 impl<T: Pod> Drop for Buffer<T> {
     /// Frees the block: bookkeeping under the arena's lock, no driver call, unless this was the
     /// last holder of the arena. In a forked child does nothing.
+    #[inline]
     fn drop(&mut self) {
         if let Some(block) = self.block.take() {
             self.home.release(self.region, block);

@@ -21,7 +21,7 @@ use std::thread;
 use super::region::{Placed, Region};
 use super::shared::Shared;
 use crate::sync::atomic::{AtomicU64, Ordering};
-use crate::sync::{Mutex, MutexGuard, lock, try_lock};
+use crate::sync::{Brief, BriefGuard, brief, try_brief, try_lock};
 
 /// Requests for a size since it was last cooled, from which on it is hot. A guess: twice for a
 /// coincidence, and as often again.
@@ -50,11 +50,13 @@ impl Key {
     const NONE: Self = Self(0);
 
     /// For blocks of this size, a positive multiple of 256 bytes, in this region.
+    #[inline]
     pub(super) const fn new(region: Region, size: u64) -> Self {
         Self(size | region.number() as u64)
     }
 
     /// Where the ways of its set begin.
+    #[inline]
     fn ways(self) -> usize {
         // Fibonacci hashing: the top bits of the product.
         let hash =
@@ -103,11 +105,13 @@ impl Tally {
     }
 
     /// Bytes in the front now.
+    #[inline]
     pub(super) fn cached(&self) -> u64 {
         self.cached.iter().sum()
     }
 
     /// Books a block that went out.
+    #[inline]
     fn went(&mut self, region: Region, size: u64, requested: u64) {
         self.cached[region.number()] -= size;
         let sum = &mut self.requested[region.number()];
@@ -115,6 +119,7 @@ impl Tally {
     }
 
     /// Books a block that came in.
+    #[inline]
     fn came(&mut self, region: Region, placed: &Placed) {
         self.cached[region.number()] += placed.span.size;
         let sum = &mut self.requested[region.number()];
@@ -132,6 +137,7 @@ struct Front {
 
 impl Front {
     /// The place of a size; claims that of a cold one without blocks, where it has none.
+    #[inline]
     fn claim(&mut self, key: Key) -> Option<&mut Class> {
         if self.classes.is_empty() {
             self.classes.extend((0..SETS * WAYS).map(|_| Class::VACANT));
@@ -150,12 +156,12 @@ impl Front {
         Some(cold)
     }
 
-    fn take(&mut self, key: Key, align: u64, requested: u64) -> Option<Placed> {
+    #[inline]
+    fn take(&mut self, key: Key, requested: u64) -> Option<Placed> {
         let class = self.claim(key)?;
         class.heat = HEAT_MAX.min(class.heat + 1);
         let last = class.kept.checked_sub(1)?;
-        let fits = |kept: &Kept| kept.1.at.get().is_multiple_of(align);
-        let (region, placed) = class.blocks[last].take_if(|kept| fits(kept))?;
+        let (region, placed) = class.blocks[last].take()?;
         class.kept = last;
         self.tally.allocs += 1;
         self.tally.went(region, placed.span.size, requested);
@@ -163,6 +169,7 @@ impl Front {
     }
 
     /// Whether the block was taken in.
+    #[inline]
     fn give(&mut self, key: Key, kept: Kept, room: u64) -> bool {
         let (region, placed) = kept;
         if self.classes.is_empty() || self.tally.cached() + placed.span.size > room {
@@ -200,18 +207,19 @@ impl Front {
 #[repr(align(128))]
 pub(super) struct Home {
     pub(super) shared: Arc<Shared>,
-    front: Mutex<Front>,
+    front: Brief<Front>,
     /// A copy of the front's figure, for who must not take its lock.
     cached: AtomicU64,
 }
 
 impl Home {
     pub(super) fn new(shared: Arc<Shared>) -> Self {
-        Self { shared, front: Mutex::default(), cached: AtomicU64::new(0) }
+        Self { shared, front: Brief::new(Front::default()), cached: AtomicU64::new(0) }
     }
 
     /// Frees a block: into the front where it is of a hot size, else in the books. In a forked
     /// child does nothing.
+    #[inline]
     pub(super) fn release(&self, region: Region, placed: Placed) {
         let shared = &self.shared;
         if shared.check_here().is_err() {
@@ -228,8 +236,9 @@ impl Home {
     ///
     /// Where it has none, what it keeps goes back to the books unless those are busy: the books
     /// then place the request with all free space before them, as close as without fronts.
-    pub(super) fn take(&self, key: Key, align: u64, requested: u64) -> Option<Placed> {
-        let Some(mut front) = try_lock(&self.front) else {
+    #[inline]
+    pub(super) fn take(&self, key: Key, requested: u64) -> Option<Placed> {
+        let Some(mut front) = try_brief(&self.front) else {
             self.shared.note_contended();
             // Loom runs an execution again and again: nothing may outlive one.
             if !cfg!(lowtide_loom) {
@@ -237,7 +246,7 @@ impl Home {
             }
             return None;
         };
-        let placed = front.take(key, align, requested);
+        let placed = front.take(key, requested);
         if placed.is_none() {
             if front.tally.cached() == 0 {
                 return None;
@@ -254,8 +263,9 @@ impl Home {
 
     /// Puts a freed block into the front; `false` where it belongs to the books: its size is not
     /// hot, there is no room, or the front is busy.
+    #[inline]
     fn give(&self, key: Key, kept: Kept) -> bool {
-        let Some(mut front) = try_lock(&self.front) else {
+        let Some(mut front) = try_brief(&self.front) else {
             self.shared.note_contended();
             return false;
         };
@@ -277,7 +287,7 @@ impl Home {
     /// Halves the heat of every size and takes out the blocks of those that are no longer hot;
     /// says whether any stay.
     pub(super) fn cool(&self, out: &mut Vec<Kept>) -> bool {
-        let mut front = lock(&self.front);
+        let mut front = brief(&self.front);
         for class in &mut front.classes {
             class.heat /= 2;
         }
@@ -286,17 +296,18 @@ impl Home {
     }
 
     /// Bytes in the front, read without its lock.
+    #[inline]
     pub(super) fn cached(&self) -> u64 {
         self.cached.load(Ordering::Relaxed)
     }
 
     /// Holds the front still: what it says is true until the guard goes.
     pub(super) fn still(&self) -> Still<'_> {
-        Still(lock(&self.front))
+        Still(brief(&self.front))
     }
 
     fn sweep(&self, out: &mut Vec<Kept>, gone: impl Fn(&Class) -> bool) -> bool {
-        let mut front = lock(&self.front);
+        let mut front = brief(&self.front);
         front.empty(gone, |kept| out.push(kept));
         self.cached.store(front.tally.cached(), Ordering::Relaxed);
         front.tally.cached() > 0
@@ -316,7 +327,7 @@ impl Drop for Home {
 }
 
 /// A front that is held still.
-pub(super) struct Still<'a>(MutexGuard<'a, Front>);
+pub(super) struct Still<'a>(BriefGuard<'a, Front>);
 
 impl Still<'_> {
     pub(super) fn tally(&self) -> Tally {
@@ -345,6 +356,7 @@ thread_local! {
 }
 
 /// The number of this thread, which says where its home is.
+#[inline]
 pub(super) fn thread_number() -> usize {
     // A thread that is ending has no number any more: any home will do.
     let number = NUMBER.try_with(Cell::get).unwrap_or(0);

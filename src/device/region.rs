@@ -94,6 +94,7 @@ impl Wanted {
     }
 
     /// A block of so many bytes, rounded up to what every size is a multiple of; `None` for none.
+    #[inline]
     pub(super) fn new(bytes: ByteSize, align: ByteSize) -> Option<Self> {
         if bytes.is_zero() {
             return None;

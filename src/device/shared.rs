@@ -156,17 +156,20 @@ impl Shared {
     }
 
     /// Refuses in a forked child, where the lock may be held by a thread that is not there.
+    #[inline]
     pub(super) fn check_here(&self) -> Result<(), DeviceError> {
         if self.birth.is_here() { Ok(()) } else { Err(DeviceError::Forked) }
     }
 
     /// Refuses in a forked child, and once the arena is closed.
+    #[inline]
     pub(super) fn check_open(&self) -> Result<(), DeviceError> {
         self.check_here()?;
         if self.is_closed() { Err(self.was_closed()) } else { Ok(()) }
     }
 
     /// Whether nothing more is handed out; certain under the lock of the books.
+    #[inline]
     pub(super) fn is_closed(&self) -> bool {
         self.closed.load(Ordering::Relaxed)
     }
@@ -200,12 +203,14 @@ impl Shared {
     }
 
     /// The most bytes that a front may keep now.
+    #[inline]
     pub(super) fn front_room(&self) -> u64 {
         let tight = self.fronts.tight.load(Ordering::Relaxed);
         if tight { 0 } else { self.fronts.room.load(Ordering::Relaxed) }
     }
 
     /// Notes that a front holds something.
+    #[inline]
     pub(super) fn note_kept(&self) {
         // Read first: a line that all threads write would be what the fronts are to avoid.
         if !self.fronts.hold.load(Ordering::Relaxed) {
