@@ -32,7 +32,7 @@ mod find;
 mod records;
 
 use bins::{Bin, Bins};
-use records::{FREE, NONE, Record, Records};
+use records::{FREE, LIVE, NONE, Record, Records};
 
 /// What every offset and every size is a multiple of, in bytes. 256: what `cuMemAlloc` aligns to.
 pub const ALIGN: u64 = 256;
@@ -112,7 +112,7 @@ pub enum ExchangeError {
 
 /// The blocks of one range of offsets.
 ///
-/// Metadata: 40 bytes a block, live or free, whatever its size, and 9 KiB for each index.
+/// Metadata: 32 bytes a block, live or free, whatever its size, and 9 KiB for each index.
 #[derive(Debug)]
 pub struct BlockIndex {
     span: u64,
@@ -131,7 +131,7 @@ impl BlockIndex {
     pub fn new(span: u64) -> Self {
         assert!(span.is_multiple_of(ALIGN), "{span} is not a multiple of {ALIGN}");
         let (records, bins) = (Records::new(), Bins::new());
-        let mut index = Self { span, live: 0, records, bins, generation: FREE };
+        let mut index = Self { span, live: 0, records, bins, generation: LIVE };
         if span > 0 {
             let all = Span { offset: 0, size: span };
             let slot = index.records.insert(all, FREE, NONE, NONE);
@@ -254,7 +254,7 @@ impl BlockIndex {
             let slot = self.records[at].next;
             at = slot;
             let record = self.records[slot];
-            let name = BlockId { slot, generation: record.generation };
+            let name = BlockId { slot, generation: record.generation() };
             (slot != NONE).then(|| (record.span(), (!record.is_free()).then_some(name)))
         })
     }
@@ -297,7 +297,7 @@ impl BlockIndex {
 
     fn live_record(&self, id: BlockId) -> Result<&Record, StaleBlock> {
         match self.records.find(id.slot) {
-            Some(record) if record.generation == id.generation => Ok(record),
+            Some(record) if record.generation() == id.generation => Ok(record),
             _ => Err(StaleBlock),
         }
     }
@@ -313,7 +313,7 @@ impl BlockIndex {
         let (front, back) = (span.offset - offset, offset + size - span.end());
         if front == 0 && back == 0 {
             self.unfile_from(bin, slot);
-            self.records[slot].generation = generation;
+            self.records[slot].set_generation(generation);
             return BlockId { slot, generation };
         }
         // What is left keeps the record, so that it need not leave a bin that still is its own.
@@ -367,7 +367,6 @@ impl BlockIndex {
         }
         table[after].bin_prev = slot; // of nobody where it is the last
         let record = &mut table[slot];
-        record.generation = FREE;
         (record.offset, record.size) = (span.offset, span.size);
         (record.bin_prev, record.bin_next) = (before, after);
         if before == NONE {

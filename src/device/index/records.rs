@@ -18,48 +18,54 @@ pub(super) const NONE: u32 = 0;
 const SEGMENT_BITS: u32 = 7;
 const SEGMENT: usize = 1 << SEGMENT_BITS;
 
-/// The generation of a free block, and of a record that describes nothing.
+/// The generation of a free block that is in no bin yet, and of a record that describes nothing.
 pub(super) const FREE: u64 = 0;
 
-/// The sentinel's generation: it reads as live, and no block ever has this name. Its offset is
-/// above all.
-const SENTINEL: u64 = u64::MAX;
+/// Below every generation of a live block, and above whatever the links of a free one read as.
+pub(super) const LIVE: u64 = 1 << 63;
 
-/// What is read together stands together: a walk over a bin reads the first 24 bytes.
+/// Records at most: their numbers leave the bit of [`LIVE`] alone.
+const RECORDS_MAX: u32 = 1 << 31;
+
+/// One block. Two stand in a line of the cache, none across two.
 #[derive(Clone, Copy, Debug)]
-#[repr(C)]
+#[repr(C, align(32))]
 pub(super) struct Record {
     pub(super) offset: u64,
-    /// Neighbours in the bin, of a free block.
-    pub(super) bin_next: u32,
-    pub(super) bin_prev: u32,
     pub(super) size: u64,
-    /// [`FREE`], or the generation of the live block's name.
-    pub(super) generation: u64,
+    /// Neighbours in the bin, of a free block; of a live one both together are the generation of
+    /// its name, `bin_next` its upper half. No block is both, and a line that is not read is won.
+    pub(super) bin_prev: u32,
+    pub(super) bin_next: u32,
     /// Neighbours in address order; of a vacant record, `next` is the next vacant one.
     pub(super) prev: u32,
     pub(super) next: u32,
 }
 
-const _: () = assert!(size_of::<Record>() == 40, "what BlockIndex says of its metadata");
+const _: () = assert!(size_of::<Record>() == 32, "what BlockIndex says of its metadata");
 
 impl Record {
-    const VACANT: Self = Self {
-        offset: 0,
-        size: 0,
-        generation: FREE,
-        prev: NONE,
-        next: NONE,
-        bin_prev: NONE,
-        bin_next: NONE,
-    };
+    const VACANT: Self =
+        Self { offset: 0, size: 0, bin_prev: NONE, bin_next: NONE, prev: NONE, next: NONE };
 
     pub(super) const fn span(&self) -> Span {
         Span { offset: self.offset, size: self.size }
     }
 
     pub(super) const fn is_free(&self) -> bool {
-        self.generation == FREE
+        (self.bin_next as u64) << u32::BITS < LIVE
+    }
+
+    /// The generation of a live block's name; of no live block's for every other record.
+    pub(super) const fn generation(&self) -> u64 {
+        (self.bin_next as u64) << u32::BITS | self.bin_prev as u64
+    }
+
+    /// Makes it a live block's, or with [`FREE`] nobody's.
+    #[expect(clippy::cast_possible_truncation, reason = "each half is what it says")]
+    pub(super) const fn set_generation(&mut self, generation: u64) {
+        self.bin_prev = generation as u32;
+        self.bin_next = (generation >> u32::BITS) as u32;
     }
 }
 
@@ -75,15 +81,16 @@ pub(super) struct Records {
 impl Records {
     pub(super) fn new() -> Self {
         let mut records = Self { segments: Vec::new(), count: 0, vacant: NONE };
+        // It reads as live, whatever its `bin_prev` is, and its offset is above all.
         let sentinel =
-            records.add(Record { offset: u64::MAX, generation: SENTINEL, ..Record::VACANT });
+            records.add(Record { offset: u64::MAX, bin_next: u32::MAX, ..Record::VACANT });
         debug_assert_eq!(sentinel, NONE);
         records
     }
 
     /// Whether two more records can be made: what the largest act needs.
     pub(super) const fn have_room(&self) -> bool {
-        self.count < u32::MAX - 2
+        self.count < RECORDS_MAX - 2
     }
 
     /// Bytes that the table takes.
@@ -116,7 +123,8 @@ impl Records {
         let Span { offset, size } = span;
         let record = &mut table[slot];
         let vacant = record.next;
-        *record = Record { offset, size, generation, prev, next, bin_prev: NONE, bin_next: NONE };
+        *record = Record { offset, size, prev, next, ..Record::VACANT };
+        record.set_generation(generation);
         self.vacant = vacant;
         slot
     }
@@ -128,7 +136,7 @@ impl Records {
         let mut table = self.table();
         let record = &mut table[slot];
         let (prev, next) = (record.prev, std::mem::replace(&mut record.next, vacant));
-        record.generation = FREE;
+        record.set_generation(FREE);
         table[prev].next = next;
         table[next].prev = prev;
     }
