@@ -32,11 +32,9 @@ impl Bin {
     #[inline]
     pub(super) const fn of(size: u64) -> Self {
         let units = size / ALIGN;
-        if units < COLUMNS as u64 {
-            return Self::from_units(units);
-        }
-        let shift = units.ilog2() - COLUMN_BITS;
-        // `units >> shift` has COLUMN_BITS + 1 bits, the highest of which is the row's.
+        // 0 for the first row, without a branch that no predictor knows.
+        let shift = (units | COLUMNS as u64).ilog2() - COLUMN_BITS;
+        // Above it `units >> shift` has COLUMN_BITS + 1 bits, the highest of which is the row's.
         Self::from_units((units >> shift) + (shift as u64) * COLUMNS as u64)
     }
 
@@ -103,15 +101,9 @@ impl Bins {
     pub(super) fn set_head(&mut self, bin: Bin, slot: u32) {
         self.heads[bin.0] = slot;
         let (word, bit) = (bin.0 / WORD, bin.0 % WORD);
-        if slot != NONE {
-            self.words[word] |= 1 << bit;
-            self.summary |= 1 << word;
-        } else {
-            self.words[word] &= !(1 << bit);
-            if self.words[word] == 0 {
-                self.summary &= !(1 << word);
-            }
-        }
+        let bits = self.words[word] & !(1 << bit) | u64::from(slot != NONE) << bit;
+        self.words[word] = bits;
+        self.summary = self.summary & !(1 << word) | u32::from(bits != 0) << word;
     }
 
     /// The first bin from `bin` upward that is not empty.

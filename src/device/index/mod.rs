@@ -31,6 +31,8 @@ mod change;
 mod find;
 mod records;
 
+use std::hint::select_unpredictable;
+
 use bins::{Bin, Bins};
 use records::{FREE, LIVE, NONE, Record, Records};
 
@@ -112,7 +114,10 @@ pub enum ExchangeError {
 
 /// The blocks of one range of offsets.
 ///
-/// Metadata: 32 bytes a block, live or free, whatever its size, and 9 KiB for each index.
+/// Metadata: 32 bytes a block, live or free, whatever its size, 48 right after the table of them
+/// grew, and 8 KiB for each index. The table grows by half when there are more blocks than it has
+/// room for, and is then copied: 32 bytes a block, once. Where no call may take that long, give it
+/// the room at first ([`BlockIndex::with_room`]).
 #[derive(Debug)]
 pub struct BlockIndex {
     span: u64,
@@ -129,8 +134,17 @@ impl BlockIndex {
     /// If `span` is not a multiple of [`ALIGN`].
     #[must_use]
     pub fn new(span: u64) -> Self {
+        Self::with_room(span, 0)
+    }
+
+    /// The same, with room for this many blocks, live and free, before the table of them grows.
+    ///
+    /// # Panics
+    /// If `span` is not a multiple of [`ALIGN`], and as `Vec::with_capacity`.
+    #[must_use]
+    pub fn with_room(span: u64, blocks: usize) -> Self {
         assert!(span.is_multiple_of(ALIGN), "{span} is not a multiple of {ALIGN}");
-        let (records, bins) = (Records::new(), Bins::new());
+        let (records, bins) = (Records::new(blocks), Bins::new());
         let mut index = Self { span, live: 0, records, bins, generation: LIVE };
         if span > 0 {
             let all = Span { offset: 0, size: span };
@@ -359,21 +373,17 @@ impl BlockIndex {
         let (mut before, mut after) = (NONE, self.bins.head(bin));
         for _ in 0..STEPS_TO_FILE {
             let other = &table[after];
-            // The sentinel's offset is above all.
-            if other.offset > span.offset {
-                break;
-            }
-            (before, after) = (after, other.bin_next);
+            // The sentinel's offset is above all. Chosen and not branched upon, here a branch is
+            // taken as often as not; once it is not, the later steps choose the same again.
+            let passes = other.offset < span.offset;
+            before = select_unpredictable(passes, after, before);
+            after = select_unpredictable(passes, other.bin_next, after);
         }
         table[after].bin_prev = slot; // of nobody where it is the last
         let record = &mut table[slot];
         (record.offset, record.size) = (span.offset, span.size);
         (record.bin_prev, record.bin_next) = (before, after);
-        if before == NONE {
-            self.bins.set_head(bin, slot);
-        } else {
-            table[before].bin_next = slot;
-        }
+        self.lead(bin, before, slot);
     }
 
     /// Takes a free block out of its bin.
@@ -386,12 +396,19 @@ impl BlockIndex {
     fn unfile_from(&mut self, bin: Bin, slot: u32) {
         let mut table = self.records.table();
         let Record { bin_prev, bin_next, .. } = table[slot];
-        table[bin_next].bin_prev = bin_prev;
-        if bin_prev == NONE {
-            self.bins.set_head(bin, bin_next);
-        } else {
-            table[bin_prev].bin_next = bin_next;
-        }
+        table[bin_next].bin_prev = bin_prev; // of nobody where it was the last
+        self.lead(bin, bin_prev, bin_next);
+    }
+
+    /// Lets a block of the bin, or where there is none its head, lead to the next one. Chosen and
+    /// not branched upon, as in [`BlockIndex::file_in`].
+    #[inline(always)]
+    fn lead(&mut self, bin: Bin, from: u32, to: u32) {
+        let first = from == NONE;
+        self.bins.set_head(bin, select_unpredictable(first, to, self.bins.head(bin)));
+        let link = &mut self.records[from].bin_next;
+        // The sentinel's stays: it says that it is not free.
+        *link = select_unpredictable(first, *link, to);
     }
 
     /// The blocks of a bin, from its head.

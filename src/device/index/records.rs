@@ -1,7 +1,8 @@
 //! Block records: where they are kept, and the list that joins them in address order.
 //!
-//! The table grows by one segment of records at a time and never moves one, so that a growing index
-//! copies nothing and holds no second copy. It knows nothing of bins and of names.
+//! The table is one piece, so that a link is followed in one load: in segments each operation took
+//! a third longer. It grows by half, with one copy of what there is. It knows nothing of bins and
+//! of names.
 //!
 //! Invariants: record 0 is the sentinel, before the first block and after the last, and never free;
 //! following `next` from it passes every block once in address order, and `prev` is its reverse;
@@ -14,9 +15,8 @@ use super::Span;
 /// The sentinel's place, and "no record" in a link.
 pub(super) const NONE: u32 = 0;
 
-/// log2 of the records in a segment: 5 KiB, which a growing index takes for every 128th record.
-const SEGMENT_BITS: u32 = 7;
-const SEGMENT: usize = 1 << SEGMENT_BITS;
+/// Records that the first table has room for.
+const ROOM_MIN: usize = 128;
 
 /// The generation of a free block that is in no bin yet, and of a record that describes nothing.
 pub(super) const FREE: u64 = 0;
@@ -25,7 +25,7 @@ pub(super) const FREE: u64 = 0;
 pub(super) const LIVE: u64 = 1 << 63;
 
 /// Records at most: their numbers leave the bit of [`LIVE`] alone.
-const RECORDS_MAX: u32 = 1 << 31;
+const RECORDS_MAX: usize = 1 << 31;
 
 /// One block. Two stand in a line of the cache, none across two.
 #[derive(Clone, Copy, Debug)]
@@ -72,49 +72,48 @@ impl Record {
 /// All records of one index.
 #[derive(Debug)]
 pub(super) struct Records {
-    segments: Vec<Box<[Record; SEGMENT]>>,
-    /// Records that were ever made, the sentinel among them.
-    count: u32,
+    records: Vec<Record>,
     vacant: u32,
 }
 
 impl Records {
-    pub(super) fn new() -> Self {
-        let mut records = Self { segments: Vec::new(), count: 0, vacant: NONE };
+    /// With room for this many blocks, and for the sentinel.
+    pub(super) fn new(blocks: usize) -> Self {
         // It reads as live, whatever its `bin_prev` is, and its offset is above all.
-        let sentinel =
-            records.add(Record { offset: u64::MAX, bin_next: u32::MAX, ..Record::VACANT });
-        debug_assert_eq!(sentinel, NONE);
+        let sentinel = Record { offset: u64::MAX, bin_next: u32::MAX, ..Record::VACANT };
+        let mut records = Self {
+            records: Vec::with_capacity(blocks.saturating_add(1).max(ROOM_MIN)),
+            vacant: NONE,
+        };
+        records.records.push(sentinel);
         records
     }
 
     /// Whether two more records can be made: what the largest act needs.
-    pub(super) const fn have_room(&self) -> bool {
-        self.count < RECORDS_MAX - 2
+    pub(super) fn have_room(&self) -> bool {
+        self.records.len() < RECORDS_MAX - 2
     }
 
     /// Bytes that the table takes.
     pub(super) const fn metadata(&self) -> usize {
-        self.segments.len() * size_of::<[Record; SEGMENT]>()
-            + self.segments.capacity() * size_of::<Box<[Record; SEGMENT]>>()
+        self.records.capacity() * size_of::<Record>()
     }
 
     /// The record of that number, where there is one.
     pub(super) fn find(&self, slot: u32) -> Option<&Record> {
-        let segment = self.segments.get((slot >> SEGMENT_BITS) as usize)?;
-        Some(&segment[slot as usize % SEGMENT])
+        self.records.get(slot as usize)
     }
 
     /// The records for a run of changes: where they begin is looked up once.
     pub(super) fn table(&mut self) -> Table<'_> {
-        Table(&mut self.segments)
+        Table(&mut self.records)
     }
 
     /// A record for a block between two neighbours, which are linked to it.
     pub(super) fn insert(&mut self, span: Span, generation: u64, prev: u32, next: u32) -> u32 {
         debug_assert!(span.size > 0 && self[prev].next == next && self[next].prev == prev);
         if self.vacant == NONE {
-            self.vacant = self.add(Record::VACANT);
+            self.vacant = self.add();
         }
         let slot = self.vacant;
         let mut table = self.table();
@@ -167,14 +166,16 @@ impl Records {
         }
     }
 
-    fn add(&mut self, record: Record) -> u32 {
-        let slot = self.count;
-        if (slot as usize).is_multiple_of(SEGMENT) {
-            self.segments.push(Box::new([Record::VACANT; SEGMENT]));
+    /// One more record that describes nothing.
+    #[cold]
+    #[expect(clippy::cast_possible_truncation, reason = "there are RECORDS_MAX at most")]
+    fn add(&mut self) -> u32 {
+        let count = self.records.len();
+        if count == self.records.capacity() {
+            self.records.reserve_exact(count / 2);
         }
-        self[slot] = record;
-        self.count += 1;
-        slot
+        self.records.push(Record::VACANT);
+        count as u32
     }
 }
 
@@ -182,29 +183,29 @@ impl Index<u32> for Records {
     type Output = Record;
 
     fn index(&self, slot: u32) -> &Record {
-        &self.segments[(slot >> SEGMENT_BITS) as usize][slot as usize % SEGMENT]
+        &self.records[slot as usize]
     }
 }
 
 impl IndexMut<u32> for Records {
     fn index_mut(&mut self, slot: u32) -> &mut Record {
-        &mut self.segments[(slot >> SEGMENT_BITS) as usize][slot as usize % SEGMENT]
+        &mut self.records[slot as usize]
     }
 }
 
 /// All records, to be changed.
-pub(super) struct Table<'a>(&'a mut [Box<[Record; SEGMENT]>]);
+pub(super) struct Table<'a>(&'a mut [Record]);
 
 impl Index<u32> for Table<'_> {
     type Output = Record;
 
     fn index(&self, slot: u32) -> &Record {
-        &self.0[(slot >> SEGMENT_BITS) as usize][slot as usize % SEGMENT]
+        &self.0[slot as usize]
     }
 }
 
 impl IndexMut<u32> for Table<'_> {
     fn index_mut(&mut self, slot: u32) -> &mut Record {
-        &mut self.0[(slot >> SEGMENT_BITS) as usize][slot as usize % SEGMENT]
+        &mut self.0[slot as usize]
     }
 }
