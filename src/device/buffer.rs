@@ -232,7 +232,7 @@ impl<T: Pod> Drop for Buffer<T> {
     /// last holder of the arena. In a forked child does nothing.
     #[inline]
     fn drop(&mut self) {
-        if let Some(block) = self.block.take() {
+        if let Some(block) = self.block {
             self.home.release(self.region, block);
         }
     }

@@ -61,6 +61,7 @@ impl DeviceAddress {
     /// # Panics
     /// If `alignment` is zero.
     #[must_use]
+    #[inline]
     pub const fn is_multiple_of(self, alignment: ByteSize) -> bool {
         assert!(!alignment.is_zero(), "an alignment is not zero");
         self.0.is_multiple_of(alignment.get())
