@@ -19,7 +19,7 @@ use super::config::ArenaConfig;
 use super::driver::sealed::Key;
 use super::driver::{Capabilities, Driver, Rung};
 use super::error::DeviceError;
-use super::front::{self, Home};
+use super::front::{self, Home, Homes};
 use super::index::ALIGN;
 use super::lease::Lease;
 use super::region::{Placed, Region, RegionBooks, Wanted};
@@ -51,7 +51,7 @@ use crate::sync::{Condvar, Mutex, lock};
 pub struct DeviceArena {
     shared: Arc<Shared>,
     /// Where each thread's blocks come from and go back to.
-    homes: Arc<[Arc<Home>]>,
+    homes: Arc<Homes>,
 }
 
 impl DeviceArena {
@@ -104,9 +104,7 @@ impl DeviceArena {
             birth: Birth::now(),
             name: config.name,
         });
-        let homes: Arc<[_]> =
-            (0..front::homes()).map(|_| Arc::new(Home::new(Arc::clone(&shared)))).collect();
-        shared.fronts.know(homes.iter().map(Arc::downgrade).collect());
+        let homes = Arc::new(Homes::new(&shared));
         let (arena, rung) = (&shared.name, shared.driver.rung());
         tracing::info!(arena, %rung, limit = %config.limit, "an arena was opened");
         Ok(Self { shared, homes })
@@ -125,15 +123,18 @@ impl DeviceArena {
     /// works on after each.
     pub fn alloc<T: Pod>(&self, len: usize, region: Region) -> Result<Buffer<T>, DeviceError> {
         let (bytes, align) = self.shared.layout::<T>(len, region)?;
-        let home = self.home();
+        let home = self.homes.here();
         let Some(wanted) = Wanted::new(bytes, align) else {
             return Ok(Buffer::empty(Arc::clone(home), region, len));
         };
-        let placed = match self.kept(home, region, wanted) {
-            Some(placed) => placed,
-            None => self.shared.obtain(region, wanted)?,
+        let (home, placed) = match self.kept(home, region, wanted) {
+            Some(kept) => kept,
+            None => {
+                let placed = self.shared.obtain(region, wanted)?;
+                (Arc::clone(home), placed)
+            }
         };
-        Ok(Buffer::new(Arc::clone(home), region, placed, len))
+        Ok(Buffer::new(home, region, placed, len))
     }
 
     /// As [`DeviceArena::alloc`], on granules that no other block shares: what is freed can be
@@ -145,7 +146,7 @@ impl DeviceArena {
     /// As [`DeviceArena::alloc`].
     pub fn reserve<T: Pod>(&self, len: usize, region: Region) -> Result<Buffer<T>, DeviceError> {
         let (bytes, _) = self.shared.layout::<T>(len, region)?;
-        let home = self.home();
+        let home = self.homes.here();
         let granule = self.shared.capabilities.granularity;
         let whole = bytes.next_multiple_of(granule).unwrap_or(bytes);
         let Some(wanted) = Wanted::new(whole, granule) else {
@@ -295,22 +296,17 @@ impl DeviceArena {
         &self.shared
     }
 
+    /// A block out of this thread's front and a hold on its home, where there is one.
     #[inline]
-    fn home(&self) -> &Arc<Home> {
-        // As many homes as `front::homes` says: a power of two, at least two.
-        &self.homes[front::thread_number() & (self.homes.len() - 1)]
-    }
-
-    /// A block out of this thread's front, where that has one.
-    #[inline]
-    fn kept(&self, home: &Home, region: Region, wanted: Wanted) -> Option<Placed> {
+    fn kept(&self, home: &Home, region: Region, wanted: Wanted) -> Option<(Arc<Home>, Placed)> {
         // What is aligned further has a note of it in the books.
         if wanted.size > self.shared.front_room() || wanted.align > ALIGN {
             return None;
         }
-        let placed = home.take(front::Key::new(region, wanted.size), wanted.requested)?;
+        let kept = home.take(front::Key::new(region, wanted.size), wanted.requested)?;
+        let placed = kept.1;
         if self.shared.is_fresh(region, placed) {
-            return Some(placed);
+            return Some(kept);
         }
         // It was moved while it was in the front: the books know where it is.
         self.shared.release(region, placed);

@@ -11,6 +11,7 @@
 
 use std::fmt;
 use std::marker::PhantomData;
+use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
 use std::slice;
 use std::sync::Arc;
@@ -29,7 +30,8 @@ use crate::sync::atomic::{AtomicU64, Ordering};
 
 /// Elements in device memory.
 pub struct Buffer<T: Pod> {
-    home: Arc<Home>,
+    /// Taken out when the buffer is dropped.
+    home: ManuallyDrop<Arc<Home>>,
     region: Region,
     /// Nothing, where the elements have no bytes.
     block: Option<Placed>,
@@ -42,6 +44,7 @@ pub struct Buffer<T: Pod> {
 impl<T: Pod> Buffer<T> {
     /// Elements without bytes, and so without a block.
     pub(super) fn empty(home: Arc<Home>, region: Region, len: usize) -> Self {
+        let home = ManuallyDrop::new(home);
         Self { home, region, block: None, place: Place::none(), len, elements: PhantomData }
     }
 
@@ -51,6 +54,7 @@ impl<T: Pod> Buffer<T> {
         assert!(block.span.size >= ByteSize::of(len * size_of::<T>()).get(), "block too small");
         assert!(block.at.is_multiple_of(ByteSize::of(align_of::<T>())), "block not aligned");
         let place = Place::of(block);
+        let home = ManuallyDrop::new(home);
         Self { home, region, block: Some(block), place, len, elements: PhantomData }
     }
 
@@ -134,7 +138,7 @@ impl<T: Pod> Buffer<T> {
         let (bytes, align) = shared.layout::<T>(len, self.region)?;
         let Some(wanted) = Wanted::new(bytes, align) else {
             if let Some(block) = self.block.take() {
-                self.home.release(self.region, block);
+                Arc::clone(&self.home).release(self.region, block);
             }
             self.len = len;
             return Ok(());
@@ -232,8 +236,10 @@ impl<T: Pod> Drop for Buffer<T> {
     /// last holder of the arena. In a forked child does nothing.
     #[inline]
     fn drop(&mut self) {
+        // SAFETY: dropping is the last use of the buffer, and happens once.
+        let home = unsafe { ManuallyDrop::take(&mut self.home) };
         if let Some(block) = self.block {
-            self.home.release(self.region, block);
+            home.release(self.region, block);
         }
     }
 }

@@ -8,12 +8,17 @@
 //! not. It calls no driver. Whoever gives memory back empties the fronts first, so that a front
 //! never keeps what the arena needs.
 //!
+//! A block in a front keeps the hold on the home that its buffer had, and the next buffer gets it:
+//! a pair of calls takes and gives no count, which would cost as much as its two locks. So a home
+//! whose front holds anything keeps itself; the arena's last handle empties the fronts for good.
+//!
 //! Invariants: `cached = sum of the blocks in the front <= room`; what a front holds is handed out
-//! at most once; no front's lock is taken under the arena's.
+//! at most once; no front's lock is taken under the arena's; without a handle of the arena every
+//! front is empty.
+#![expect(unsafe_code, reason = "a hold on a home is put into what it holds")]
 
 use std::cell::Cell;
 use std::fmt;
-use std::mem;
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize as Number;
 use std::thread;
@@ -65,8 +70,16 @@ impl Key {
     }
 }
 
-/// A block in a front.
+/// A block of a region.
 pub(super) type Kept = (Region, Placed);
+
+/// A block in a front, and the hold of who gets it.
+#[derive(Debug)]
+struct Kin {
+    home: Arc<Home>,
+    region: Region,
+    placed: Placed,
+}
 
 /// The blocks of one size.
 #[derive(Debug)]
@@ -74,11 +87,12 @@ struct Class {
     key: Key,
     heat: u8,
     kept: usize,
-    blocks: [Option<Kept>; BLOCKS_MAX],
+    blocks: [Option<Kin>; BLOCKS_MAX],
 }
 
 impl Class {
-    const VACANT: Self = Self { key: Key::NONE, heat: 0, kept: 0, blocks: [None; BLOCKS_MAX] };
+    const VACANT: Self =
+        Self { key: Key::NONE, heat: 0, kept: 0, blocks: [const { None }; BLOCKS_MAX] };
 }
 
 /// What a front has done since the arena was opened.
@@ -157,42 +171,39 @@ impl Front {
     }
 
     #[inline]
-    fn take(&mut self, key: Key, requested: u64) -> Option<Placed> {
+    fn take(&mut self, key: Key, requested: u64) -> Option<(Arc<Home>, Placed)> {
         let class = self.claim(key)?;
         class.heat = HEAT_MAX.min(class.heat + 1);
         let last = class.kept.checked_sub(1)?;
-        let (region, placed) = class.blocks[last].take()?;
+        let Kin { home, region, placed } = class.blocks[last].take()?;
         class.kept = last;
         self.tally.allocs += 1;
         self.tally.went(region, placed.span.size, requested);
-        Some(Placed { requested, ..placed })
+        Some((home, Placed { requested, ..placed }))
     }
 
-    /// Whether the block was taken in.
+    /// Books a block, and says where it is to be put; nowhere, where it belongs to the books.
     #[inline]
-    fn give(&mut self, key: Key, kept: Kept, room: u64) -> bool {
-        let (region, placed) = kept;
+    fn admit(&mut self, region: Region, placed: &Placed, room: u64) -> Option<&mut Option<Kin>> {
         if self.classes.is_empty() || self.tally.cached() + placed.span.size > room {
-            return false;
+            return None;
         }
+        let key = Key::new(region, placed.span.size);
         let set = key.ways();
         let mut ways = self.classes[set..set + WAYS].iter_mut();
-        let Some(class) = ways.find(|class| class.key == key && class.heat >= HOT) else {
-            return false;
-        };
-        let Some(vacant) = class.blocks.get_mut(class.kept) else { return false };
-        *vacant = Some(kept);
+        let class = ways.find(|class| class.key == key && class.heat >= HOT)?;
+        let vacant = class.blocks.get_mut(class.kept)?;
         class.kept += 1;
         self.tally.frees += 1;
-        self.tally.came(region, &placed);
-        true
+        self.tally.came(region, placed);
+        Some(vacant)
     }
 
     /// Takes out the blocks of the sizes that `gone` names.
     fn empty(&mut self, gone: impl Fn(&Class) -> bool, mut out: impl FnMut(Kept)) {
         for class in self.classes.iter_mut().filter(|class| gone(class)) {
             class.kept = 0;
-            for (region, placed) in mem::take(&mut class.blocks).into_iter().flatten() {
+            for Kin { region, placed, .. } in class.blocks.iter_mut().filter_map(Option::take) {
                 // The books count its release: the front has not freed it any more.
                 self.tally.frees -= 1;
                 self.tally.went(region, placed.span.size, placed.requested);
@@ -213,22 +224,22 @@ pub(super) struct Home {
 }
 
 impl Home {
-    pub(super) fn new(shared: Arc<Shared>) -> Self {
+    fn new(shared: Arc<Shared>) -> Self {
         Self { shared, front: Brief::new(Front::default()), cached: AtomicU64::new(0) }
     }
 
-    /// Frees a block: into the front where it is of a hot size, else in the books. In a forked
-    /// child does nothing.
+    /// Frees a block, for the last time that its buffer holds this home: into the front where it is
+    /// of a hot size, else in the books. In a forked child does nothing.
     #[inline]
-    pub(super) fn release(&self, region: Region, placed: Placed) {
+    pub(super) fn release(self: Arc<Self>, region: Region, placed: Placed) {
         let shared = &self.shared;
         if shared.check_here().is_err() {
             return;
         }
-        let key = Key::new(region, placed.span.size);
         let fits = shared.is_fresh(region, placed) && placed.span.size <= shared.front_room();
-        if !(fits && self.give(key, (region, placed))) {
-            shared.release(region, placed);
+        let home = if fits { self.give(region, placed) } else { Some(self) };
+        if let Some(home) = home {
+            home.shared.release(region, placed);
         }
     }
 
@@ -237,7 +248,7 @@ impl Home {
     /// Where it has none, what it keeps goes back to the books unless those are busy: the books
     /// then place the request with all free space before them, as close as without fronts.
     #[inline]
-    pub(super) fn take(&self, key: Key, requested: u64) -> Option<Placed> {
+    pub(super) fn take(&self, key: Key, requested: u64) -> Option<(Arc<Self>, Placed)> {
         let Some(mut front) = try_brief(&self.front) else {
             self.shared.note_contended();
             // Loom runs an execution again and again: nothing may outlive one.
@@ -246,8 +257,8 @@ impl Home {
             }
             return None;
         };
-        let placed = front.take(key, requested);
-        if placed.is_none() {
+        let taken = front.take(key, requested);
+        if taken.is_none() {
             if front.tally.cached() == 0 {
                 return None;
             }
@@ -258,25 +269,36 @@ impl Home {
             self.shared.note_swept();
         }
         self.cached.store(front.tally.cached(), Ordering::Relaxed);
-        placed
+        taken
     }
 
-    /// Puts a freed block into the front; `false` where it belongs to the books: its size is not
-    /// hot, there is no room, or the front is busy.
+    /// Puts a freed block and the hold on its home into the front; returns the hold where the block
+    /// belongs to the books: its size is not hot, there is no room, or the front is busy.
     #[inline]
-    fn give(&self, key: Key, kept: Kept) -> bool {
-        let Some(mut front) = try_brief(&self.front) else {
-            self.shared.note_contended();
-            return false;
+    fn give(self: Arc<Self>, region: Region, placed: Placed) -> Option<Arc<Self>> {
+        let held = Arc::into_raw(self);
+        // SAFETY: `held` is a hold of ours until it is put into the front below. From when the
+        // front's lock is given up after that, another thread may take the hold and let go of it,
+        // and the home with it: so `home` is used no more, and the guard's last act is a store to
+        // the lock, an atomic, whose reference need not outlive the store.
+        let home = unsafe { &*held };
+        let Some(mut front) = try_brief(&home.front) else {
+            home.shared.note_contended();
+            // SAFETY: out of `Arc::into_raw`, and nobody else has made an `Arc` of it.
+            return Some(unsafe { Arc::from_raw(held) });
         };
         // Both under the front's lock: whoever empties it after shutting the fronts finds this
         // block, or this finds no room.
-        let taken = front.give(key, kept, self.shared.front_room());
-        if taken {
-            self.shared.note_kept();
-        }
-        self.cached.store(front.tally.cached(), Ordering::Relaxed);
-        taken
+        let Some(vacant) = front.admit(region, &placed, home.shared.front_room()) else {
+            drop(front);
+            // SAFETY: as above.
+            return Some(unsafe { Arc::from_raw(held) });
+        };
+        // SAFETY: as above; this one stays in the front.
+        *vacant = Some(Kin { home: unsafe { Arc::from_raw(held) }, region, placed });
+        home.shared.note_kept();
+        home.cached.store(front.tally.cached(), Ordering::Relaxed);
+        None
     }
 
     /// Takes all blocks out.
@@ -314,14 +336,32 @@ impl Home {
     }
 }
 
-impl Drop for Home {
-    /// Gives what is in the front back to the books: no handle of the arena and no buffer of this
-    /// home is left.
+/// All homes of an arena, held by its handles.
+#[derive(Debug)]
+pub(super) struct Homes(Box<[Arc<Home>]>);
+
+impl Homes {
+    /// Makes the homes of an arena, and makes them known to it.
+    pub(super) fn new(shared: &Arc<Shared>) -> Self {
+        let homes: Box<[_]> =
+            (0..homes()).map(|_| Arc::new(Home::new(Arc::clone(shared)))).collect();
+        shared.fronts.know(homes.iter().map(Arc::downgrade).collect());
+        Self(homes)
+    }
+
+    /// The home of this thread.
+    #[inline]
+    pub(super) fn here(&self) -> &Arc<Home> {
+        // As many as `homes` says: a power of two, at least two.
+        &self.0[thread_number() & (self.0.len() - 1)]
+    }
+}
+
+impl Drop for Homes {
+    /// Empties the fronts for good: the last handle of the arena is gone.
     fn drop(&mut self) {
-        let mut left = Vec::new();
-        self.empty(&mut left);
-        if self.shared.check_here().is_ok() {
-            self.shared.release_all(left);
+        if let Some(home) = self.0.first() {
+            home.shared.retire_fronts();
         }
     }
 }
@@ -343,7 +383,7 @@ impl fmt::Debug for Home {
 
 /// How many homes an arena has: four for each thread that can run at once, so that threads which
 /// move from a busy home find one of their own.
-pub(super) fn homes() -> usize {
+fn homes() -> usize {
     let threads = thread::available_parallelism().map_or(1, usize::from);
     threads.saturating_mul(4).next_power_of_two().clamp(8, HOMES_MAX)
 }
@@ -357,7 +397,7 @@ thread_local! {
 
 /// The number of this thread, which says where its home is.
 #[inline]
-pub(super) fn thread_number() -> usize {
+fn thread_number() -> usize {
     // A thread that is ending has no number any more: any home will do.
     let number = NUMBER.try_with(Cell::get).unwrap_or(0);
     if number == usize::MAX { move_thread() } else { number }

@@ -18,17 +18,24 @@ const SMALL_PART: u64 = 9;
 /// Granules from which on there are two ranges: with fewer, each granule counts. A guess.
 pub(super) const APART_FROM: u64 = 64;
 
-/// The name of one live block of a region; never given twice.
+/// The name of one live block of a region; never given twice. That of its index, marked in the
+/// high range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct BlockName {
-    end: End,
-    id: BlockId,
-}
+pub(super) struct BlockName(BlockId);
 
 impl BlockName {
+    const fn new(id: BlockId, end: End) -> Self {
+        Self(id.marked(matches!(end, End::High)))
+    }
+
     /// The end of the region that its range is at.
     pub(super) const fn end(self) -> End {
-        self.end
+        if self.0.mark() { End::High } else { End::Low }
+    }
+
+    /// The name in its index.
+    const fn id(self) -> BlockId {
+        self.0.marked(false)
     }
 }
 
@@ -83,11 +90,11 @@ impl Ranges {
             let at = self.high_at;
             let found = self.high.take(request, |span| cost(up(span, at)));
             if let Some((id, span)) = found {
-                return Some((BlockName { end: End::High, id }, up(span, at)));
+                return Some((BlockName::new(id, End::High), up(span, at)));
             }
         }
         let (id, span) = self.low.take(Request { end: End::Low, ..request }, cost)?;
-        Some((BlockName { end: End::Low, id }, span))
+        Some((BlockName::new(id, End::Low), span))
     }
 
     /// As [`BlockIndex::take_at`].
@@ -98,19 +105,19 @@ impl Ranges {
             (&mut self.low, End::Low, 0)
         };
         let id = index.take_at(Span { offset: span.offset - at, ..span })?;
-        Some(BlockName { end, id })
+        Some(BlockName::new(id, end))
     }
 
     /// As [`BlockIndex::release`].
     pub(super) fn release(&mut self, name: BlockName) -> Result<Span, StaleBlock> {
         let (index, at) = self.of_mut(name);
-        Ok(up(index.release(name.id)?, at))
+        Ok(up(index.release(name.id())?, at))
     }
 
     /// As [`BlockIndex::span_of`].
     pub(super) fn span_of(&self, name: BlockName) -> Result<Span, StaleBlock> {
         let (index, at) = self.of(name);
-        Ok(up(index.span_of(name.id)?, at))
+        Ok(up(index.span_of(name.id())?, at))
     }
 
     /// As [`BlockIndex::resize`]; a block stays in its range.
@@ -120,7 +127,7 @@ impl Ranges {
         size: u64,
     ) -> Result<Option<Span>, StaleBlock> {
         let (index, at) = self.of_mut(name);
-        Ok(index.resize(name.id, size)?.map(|span| up(span, at)))
+        Ok(index.resize(name.id(), size)?.map(|span| up(span, at)))
     }
 
     /// As [`BlockIndex::exchange`], of two blocks of one range.
@@ -129,11 +136,11 @@ impl Ranges {
         name: BlockName,
         other: BlockName,
     ) -> Result<(), ExchangeError> {
-        if name.end != other.end {
+        if name.end() != other.end() {
             let (left, right) = (self.span_of(name)?, self.span_of(other)?);
             return Err(ExchangeError::Unlike { left, right });
         }
-        self.of_mut(name).0.exchange(name.id, other.id)
+        self.of_mut(name).0.exchange(name.id(), other.id())
     }
 
     /// Bytes of all live blocks.
@@ -155,7 +162,7 @@ impl Ranges {
     /// As [`BlockIndex::blocks`]: those of the low range, then those of the high one. The wall is
     /// not among them.
     pub(super) fn blocks(&self) -> impl Iterator<Item = (Span, Option<BlockName>)> {
-        let named = |end: End| move |id: BlockId| BlockName { end, id };
+        let named = |end: End| move |id: BlockId| BlockName::new(id, end);
         let low = self.low.blocks().map(move |(span, id)| (span, id.map(named(End::Low))));
         let high = self.high.blocks();
         let high = high.map(move |(span, id)| (up(span, self.high_at), id.map(named(End::High))));
@@ -170,14 +177,14 @@ impl Ranges {
     }
 
     fn of(&self, name: BlockName) -> (&BlockIndex, u64) {
-        match name.end {
+        match name.end() {
             End::Low => (&self.low, 0),
             End::High => (&self.high, self.high_at),
         }
     }
 
     fn of_mut(&mut self, name: BlockName) -> (&mut BlockIndex, u64) {
-        match name.end {
+        match name.end() {
             End::Low => (&mut self.low, 0),
             End::High => (&mut self.high, self.high_at),
         }

@@ -7,6 +7,7 @@
 //! arena's memory lives as long as a handle, a buffer or a lease of it.
 
 use std::fmt;
+use std::mem;
 use std::sync::{Arc, OnceLock, Weak};
 
 use super::books::Books;
@@ -234,11 +235,22 @@ impl Shared {
         self.empty_under(&sweep)
     }
 
+    /// Lets fronts take nothing in any more, and empties them: no handle of the arena is left. In a
+    /// forked child does nothing.
+    pub(super) fn retire_fronts(&self) {
+        if self.check_here().is_ok() {
+            mem::forget(self.fronts.shut());
+            self.empty_all(&lock(&self.fronts.sweep));
+        }
+    }
+
     fn empty_under(&self, sweep: &MutexGuard<'_, ()>) -> bool {
         // What is put into a front from here on says so again.
-        if !self.fronts.hold.swap(false, Ordering::Relaxed) {
-            return false;
-        }
+        self.fronts.hold.swap(false, Ordering::Relaxed) && self.empty_all(sweep)
+    }
+
+    /// The same, whatever the fronts have said.
+    fn empty_all(&self, sweep: &MutexGuard<'_, ()>) -> bool {
         let mut blocks = Vec::new();
         self.homes().for_each(|home| home.empty(&mut blocks));
         self.release_swept(blocks, sweep)
@@ -306,7 +318,7 @@ impl Shared {
         }
         // From here on no front hands anything out, being empty, and the books hand out nothing
         // without a look at `closed` under their lock.
-        self.empty_under(&sweep);
+        self.empty_all(&sweep);
         let snapshot = self.snapshot_under(&sweep);
         let count = snapshot.allocs_total - snapshot.frees_total;
         if count == 0 {

@@ -32,6 +32,7 @@ mod find;
 mod records;
 
 use std::hint::select_unpredictable;
+use std::num::NonZeroU64;
 
 use bins::{Bin, Bins};
 use records::{FREE, LIVE, NONE, Record, Records};
@@ -86,9 +87,29 @@ pub struct Request {
 /// The name of one live block; never given twice by one index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct BlockId {
+    /// Of the record; below 2^31.
     slot: u32,
-    generation: u64,
+    /// Of a live block, so that an `Option` of a name is no larger than a name.
+    generation: NonZeroU64,
 }
+
+impl BlockId {
+    /// The same name with a bit of the caller's own in it; not one for the index.
+    pub(in crate::device) const fn marked(self, mark: bool) -> Self {
+        Self { slot: self.slot & !MARK | if mark { MARK } else { 0 }, ..self }
+    }
+
+    /// The bit of the caller's own.
+    pub(in crate::device) const fn mark(self) -> bool {
+        self.slot & MARK != 0
+    }
+}
+
+/// The bit that no number of a record has.
+const MARK: u32 = 1 << 31;
+
+/// Before the generation of the first block.
+const ANCESTOR: NonZeroU64 = NonZeroU64::MIN.saturating_add(LIVE);
 
 /// The name is of no live block: it was released before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -124,7 +145,7 @@ pub struct BlockIndex {
     live: u64,
     records: Records,
     bins: Bins,
-    generation: u64,
+    generation: NonZeroU64,
 }
 
 impl BlockIndex {
@@ -145,7 +166,7 @@ impl BlockIndex {
     pub fn with_room(span: u64, blocks: usize) -> Self {
         assert!(span.is_multiple_of(ALIGN), "{span} is not a multiple of {ALIGN}");
         let (records, bins) = (Records::new(blocks), Bins::new());
-        let mut index = Self { span, live: 0, records, bins, generation: LIVE };
+        let mut index = Self { span, live: 0, records, bins, generation: ANCESTOR };
         if span > 0 {
             let all = Span { offset: 0, size: span };
             let slot = index.records.insert(all, FREE, NONE, NONE);
@@ -268,8 +289,9 @@ impl BlockIndex {
             let slot = self.records[at].next;
             at = slot;
             let record = self.records[slot];
-            let name = BlockId { slot, generation: record.generation() };
-            (slot != NONE).then(|| (record.span(), (!record.is_free()).then_some(name)))
+            let generation = NonZeroU64::new(record.generation()).filter(|_| !record.is_free());
+            let name = generation.map(|generation| BlockId { slot, generation });
+            (slot != NONE).then(|| (record.span(), name))
         })
     }
 
@@ -311,7 +333,7 @@ impl BlockIndex {
 
     fn live_record(&self, id: BlockId) -> Result<&Record, StaleBlock> {
         match self.records.find(id.slot) {
-            Some(record) if record.generation() == id.generation => Ok(record),
+            Some(record) if record.generation() == id.generation.get() => Ok(record),
             _ => Err(StaleBlock),
         }
     }
@@ -320,25 +342,25 @@ impl BlockIndex {
     /// stays free.
     #[inline(always)]
     fn carve(&mut self, slot: u32, bin: Bin, span: Span) -> BlockId {
-        self.generation += 1;
+        self.generation = self.generation.saturating_add(1);
         self.live += span.size;
         let generation = self.generation;
         let Record { offset, size, prev, next, .. } = self.records[slot];
         let (front, back) = (span.offset - offset, offset + size - span.end());
         if front == 0 && back == 0 {
             self.unfile_from(bin, slot);
-            self.records[slot].set_generation(generation);
+            self.records[slot].set_generation(generation.get());
             return BlockId { slot, generation };
         }
         // What is left keeps the record, so that it need not leave a bin that still is its own.
         let rest = Span { offset: span.end(), size: back };
         if front == 0 {
             self.reshape(slot, bin, rest);
-            let slot = self.records.insert(span, generation, prev, slot);
+            let slot = self.records.insert(span, generation.get(), prev, slot);
             return BlockId { slot, generation };
         }
         self.reshape(slot, bin, Span { offset, size: front });
-        let cut = self.records.insert(span, generation, slot, next);
+        let cut = self.records.insert(span, generation.get(), slot, next);
         if back > 0 {
             let after = self.records.insert(rest, FREE, cut, next);
             self.file(after, rest);
