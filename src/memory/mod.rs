@@ -186,7 +186,9 @@ impl Memory {
     }
 
     /// Opens a device arena with the configured driver, limit and decay; it is sampled, decays and
-    /// is published until this `Memory` ends.
+    /// is published until this `Memory` ends. Else it is as [`ArenaConfig::new`] has it, and may be
+    /// told otherwise: [`DeviceArena::set_limit`], [`DeviceArena::set_decay`],
+    /// [`DeviceArena::set_front`]. Growth by steps is had through [`Memory::share_arena`].
     ///
     /// # Errors
     /// [`MemoryError::NoDevice`] where the configuration says `none`, [`MemoryError::Arena`] where
