@@ -344,6 +344,30 @@ fn arenas_are_named_once_and_none_is_opened_where_there_is_no_device() {
     assert!(memory.shutdown(SOON).is_clean());
 }
 
+/// The bug: a closed arena kept its name, and one of 64 places, until the service ended.
+#[test]
+fn a_closed_arena_gives_up_its_name_and_its_place() {
+    let _turn = turn();
+    let memory = quiet().start().expect("starts");
+    for _ in 0..70 {
+        let arena = memory.open_arena("one").expect("the name is free");
+        let block = arena.alloc::<u8>(1 << 10, Region::Dynamic).expect("room");
+        arena.close().expect_err("a block is live");
+        assert!(!arena.is_closed());
+        let twice = memory.open_arena("one").map(drop);
+        assert_eq!(twice, Err(MemoryError::DuplicateArena { arena: "one".to_owned() }));
+        drop(block);
+        arena.close().expect("nothing is live");
+        assert!(arena.is_closed());
+    }
+    let last = memory.open_arena("one").expect("opens");
+    assert_eq!(memory.snapshot().arenas.len(), 1);
+    drop(last); // its last handle, and no end: buffers may be there
+    let twice = memory.open_arena("one").map(drop);
+    assert_eq!(twice, Err(MemoryError::DuplicateArena { arena: "one".to_owned() }));
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
 /// The bug: a limit that raises nothing, and one that is passed at start, went by in silence.
 #[test]
 fn a_limit_that_can_never_work_is_said_once_with_both_numbers() {

@@ -250,6 +250,13 @@ impl DeviceArena {
         self.purge().map(drop)
     }
 
+    /// Whether it was closed, by this handle or another. While a close looks for live blocks, it
+    /// says so as well.
+    #[must_use]
+    pub fn is_closed(&self) -> bool {
+        self.shared.is_closed()
+    }
+
     /// Frees every block that was had by address; buffers keep theirs. Returns the bytes of those
     /// blocks. No driver call: what went idle decays.
     ///

@@ -115,7 +115,7 @@ pub enum DeviceError {
         arena: String,
     },
     /// Blocks are live that the call would have taken away.
-    #[error("live blocks in {arena:?}: {count}, of {bytes} together")]
+    #[error("{arena:?} has live blocks: {count} of {bytes} together")]
     LiveBlocks {
         /// The arena, or the pool.
         arena: String,

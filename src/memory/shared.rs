@@ -120,6 +120,7 @@ impl Shared {
 
     pub(super) fn open_arena(&self, config: ArenaConfig) -> Result<DeviceArena, MemoryError> {
         self.check_here()?;
+        self.sweep(); // so that what was closed, or has drained, takes no place
         self.arenas.admit(&config.name, None)?;
         let arena = self.open_apart(config)?;
         // Looked at again: another thread may have opened one meanwhile.
