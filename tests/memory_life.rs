@@ -11,6 +11,7 @@ use lowtide::control::{AcquireError, Cost, Rejected, Resource, ShedReason};
 use lowtide::device::Region;
 use lowtide::memory::{Builder, MemoryError, StartError};
 use lowtide::{ByteSize, Memory};
+use tracing_subscriber::layer::SubscriberExt as _;
 
 mod support;
 
@@ -387,6 +388,44 @@ fn a_limit_that_can_never_work_is_said_once_with_both_numbers() {
     let memory = quiet().signals(tree.open()).memory_limit(ByteSize::mib(50)).start();
     let memory = memory.expect("starts");
     assert_eq!(about(&memory, "limit"), Vec::<String>::new(), "it lowers the limit, and fits");
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
+/// Asks for the notes at each event.
+struct Curious {
+    memory: Memory,
+    seen: mpsc::Sender<usize>,
+}
+
+impl<S: tracing::Subscriber> tracing_subscriber::Layer<S> for Curious {
+    fn on_event(
+        &self,
+        _event: &tracing::Event<'_>,
+        _context: tracing_subscriber::layer::Context<'_, S>,
+    ) {
+        let _ = self.seen.send(self.memory.notes().len());
+    }
+}
+
+/// The bug: a note was logged with the lock of the notes held.
+#[test]
+fn a_subscriber_may_ask_for_the_notes_when_one_is_logged() {
+    let _turn = turn();
+    let builder = quiet().signals(nothing_to_read()).memory_limit(ByteSize::mib(64));
+    let memory = builder.start().expect("starts");
+    let before = memory.notes().len();
+    let (seen, sees) = mpsc::channel();
+    let curious = Curious { memory: memory.clone(), seen };
+    let registering = memory.clone();
+    let apart = thread::spawn(move || {
+        let subscriber = tracing_subscriber::registry().with(curious);
+        tracing::subscriber::with_default(subscriber, || {
+            let large = registering.managed("large", || Ok(()));
+            drop(registering.register(large.cost(Cost::host(ByteSize::gib(1)))));
+        });
+    });
+    assert_eq!(sees.recv_timeout(PATIENCE), Ok(before + 1), "it is there when it is logged");
+    apart.join().expect("registered");
     assert!(memory.shutdown(SOON).is_clean());
 }
 
