@@ -13,8 +13,17 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// A point in time: how long after its clock's origin.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Moment(Duration);
+
+impl fmt::Debug for Moment {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if *self == Self::NEVER {
+            return f.write_str("Moment(never)");
+        }
+        f.debug_tuple("Moment").field(&self.0).finish()
+    }
+}
 
 impl Moment {
     /// The clock's origin.
@@ -282,5 +291,9 @@ mod tests {
     fn moments_hold_at_the_ends() {
         assert_eq!(Moment::NEVER + Duration::from_secs(1), Moment::NEVER);
         assert_eq!(Moment::ORIGIN - Moment::NEVER, Duration::ZERO);
+        assert_eq!(
+            format!("{:?} {:?}", Moment::ORIGIN, Moment::NEVER),
+            "Moment(0ns) Moment(never)"
+        );
     }
 }

@@ -35,7 +35,7 @@
 //! |---|---|---|
 //! | [`memory`] | `memory` (default) | [`Memory`]: the parts below joined; owns two threads |
 //! | [`host`] | `heap` (default) | jemalloc as global allocator; settings, statistics, purge |
-//! | [`device`] | `device` (default) | arenas over a driver; the host driver |
+//! | [`device`] | `device` (default) | arenas over a driver, the pinned pool; the host driver |
 //! | [`control`] | `control` (default) | signals, pressure, ledger, admission, resources |
 //! | [`metrics`] | `metrics` (default) | the table of metric names; publication |
 //! | [`config`] | `memory` | settings, profiles, `LOWTIDE_*` variables |
@@ -91,3 +91,8 @@ compile_error!("lowtide supports Linux (full) and macOS (heap and host driver); 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;
+
+/// The code of the page on arena options, compiled.
+#[cfg(doctest)]
+#[doc = include_str!("../docs/ARENA_OPTIONS.md")]
+struct ArenaOptionsPage;

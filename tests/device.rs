@@ -135,6 +135,42 @@ fn one_call_does_bounded_work_and_says_that_there_is_more() {
 }
 
 #[test]
+fn the_figures_of_a_refusal_leave_out_the_place_that_the_refused_block_had() {
+    let (arena, _) = open(ByteSize::mib(16));
+    let kept = mebibytes(&arena, 3, Region::Dynamic);
+    let mut grows = mebibytes(&arena, 1, Region::Stable);
+    drop(mebibytes(&arena, 4, Region::Dynamic)); // idle: too little, so it stays
+    let before = arena.snapshot();
+    for refused in [
+        arena.alloc::<u8>(400 << 20, Region::Dynamic).expect_err("a new block"),
+        grows.resize(400 << 20).expect_err("one that would grow where it stands"),
+    ] {
+        let DeviceError::OutOfMemory { requested, live, committed, holes, largest_free, .. } =
+            refused
+        else {
+            panic!("{refused}");
+        };
+        assert_eq!((requested, live), (ByteSize::mib(400), before.live), "{refused}");
+        assert_eq!((committed, holes), (before.committed, before.holes), "{refused}");
+        assert_eq!(largest_free, before.largest_free, "{refused}");
+    }
+    assert!(before.holes >= ByteSize::mib(1) && before.largest_free >= ByteSize::mib(1));
+    drop((kept, grows));
+}
+
+#[test]
+fn a_wrong_alignment_is_named_with_what_was_expected() {
+    let (arena, _) = open(ByteSize::MAX);
+    for align in [0, 3, 4 << 20] {
+        let align = ByteSize::new(align);
+        let refused = arena.alloc_raw(ByteSize::kib(1), align, Region::Dynamic).expect_err("none");
+        let expected =
+            format!("an alignment of {align}: expected a power of two of at most {GRANULE}");
+        assert_eq!(refused.to_string(), expected);
+    }
+}
+
+#[test]
 fn purge_gives_all_idle_memory_back_and_trim_down_to_what_is_kept() {
     let (arena, _) = open(ByteSize::MAX);
     let kept = mebibytes(&arena, 2, Region::Stable);

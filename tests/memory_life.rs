@@ -11,6 +11,7 @@ use lowtide::control::{AcquireError, Cost, Rejected, Resource, ShedReason};
 use lowtide::device::Region;
 use lowtide::memory::{Builder, MemoryError, StartError};
 use lowtide::{ByteSize, Memory};
+use tracing_subscriber::layer::SubscriberExt as _;
 
 mod support;
 
@@ -344,6 +345,30 @@ fn arenas_are_named_once_and_none_is_opened_where_there_is_no_device() {
     assert!(memory.shutdown(SOON).is_clean());
 }
 
+/// The bug: a closed arena kept its name, and one of 64 places, until the service ended.
+#[test]
+fn a_closed_arena_gives_up_its_name_and_its_place() {
+    let _turn = turn();
+    let memory = quiet().start().expect("starts");
+    for _ in 0..70 {
+        let arena = memory.open_arena("one").expect("the name is free");
+        let block = arena.alloc::<u8>(1 << 10, Region::Dynamic).expect("room");
+        arena.close().expect_err("a block is live");
+        assert!(!arena.is_closed());
+        let twice = memory.open_arena("one").map(drop);
+        assert_eq!(twice, Err(MemoryError::DuplicateArena { arena: "one".to_owned() }));
+        drop(block);
+        arena.close().expect("nothing is live");
+        assert!(arena.is_closed());
+    }
+    let last = memory.open_arena("one").expect("opens");
+    assert_eq!(memory.snapshot().arenas.len(), 1);
+    drop(last); // its last handle, and no end: buffers may be there
+    let twice = memory.open_arena("one").map(drop);
+    assert_eq!(twice, Err(MemoryError::DuplicateArena { arena: "one".to_owned() }));
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
 /// The bug: a limit that raises nothing, and one that is passed at start, went by in silence.
 #[test]
 fn a_limit_that_can_never_work_is_said_once_with_both_numbers() {
@@ -363,6 +388,44 @@ fn a_limit_that_can_never_work_is_said_once_with_both_numbers() {
     let memory = quiet().signals(tree.open()).memory_limit(ByteSize::mib(50)).start();
     let memory = memory.expect("starts");
     assert_eq!(about(&memory, "limit"), Vec::<String>::new(), "it lowers the limit, and fits");
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
+/// Asks for the notes at each event.
+struct Curious {
+    memory: Memory,
+    seen: mpsc::Sender<usize>,
+}
+
+impl<S: tracing::Subscriber> tracing_subscriber::Layer<S> for Curious {
+    fn on_event(
+        &self,
+        _event: &tracing::Event<'_>,
+        _context: tracing_subscriber::layer::Context<'_, S>,
+    ) {
+        let _ = self.seen.send(self.memory.notes().len());
+    }
+}
+
+/// The bug: a note was logged with the lock of the notes held.
+#[test]
+fn a_subscriber_may_ask_for_the_notes_when_one_is_logged() {
+    let _turn = turn();
+    let builder = quiet().signals(nothing_to_read()).memory_limit(ByteSize::mib(64));
+    let memory = builder.start().expect("starts");
+    let before = memory.notes().len();
+    let (seen, sees) = mpsc::channel();
+    let curious = Curious { memory: memory.clone(), seen };
+    let registering = memory.clone();
+    let apart = thread::spawn(move || {
+        let subscriber = tracing_subscriber::registry().with(curious);
+        tracing::subscriber::with_default(subscriber, || {
+            let large = registering.managed("large", || Ok(()));
+            drop(registering.register(large.cost(Cost::host(ByteSize::gib(1)))));
+        });
+    });
+    assert_eq!(sees.recv_timeout(PATIENCE), Ok(before + 1), "it is there when it is logged");
+    apart.join().expect("registered");
     assert!(memory.shutdown(SOON).is_clean());
 }
 

@@ -116,11 +116,14 @@ impl DeviceArena {
     /// Rounded up to 256 bytes. O(1), beside the granules to commit; without any bytes, no block
     /// is taken. Waits for driver calls of other threads only where it needs their granules.
     ///
+    /// `T` is plain data by bytemuck's `Pod`: numbers, arrays of them, and structs of yours that
+    /// derive it (`bytemuck` 1 with its feature `derive`).
+    ///
     /// # Errors
-    /// [`DeviceError::OutOfMemory`] after the arena's own idle memory was given back and that was
-    /// not enough; [`DeviceError::OutOfAddresses`], [`DeviceError::TooLarge`],
-    /// [`DeviceError::Alignment`], [`DeviceError::Driver`], [`DeviceError::Forked`]. The arena
-    /// works on after each.
+    /// [`DeviceError::OutOfMemory`] where the arena's own idle memory, which goes first, is not
+    /// enough; [`DeviceError::OutOfAddresses`], [`DeviceError::TooLarge`],
+    /// [`DeviceError::Alignment`], [`DeviceError::Driver`], [`DeviceError::Closed`],
+    /// [`DeviceError::Forked`]. The arena works on after each.
     pub fn alloc<T: Pod>(&self, len: usize, region: Region) -> Result<Buffer<T>, DeviceError> {
         let (bytes, align) = self.shared.layout::<T>(len, region)?;
         let home = self.homes.here();
@@ -140,7 +143,8 @@ impl DeviceArena {
     /// As [`DeviceArena::alloc`], on granules that no other block shares: what is freed can be
     /// given back whole. For a few large blocks that stay; each is rounded up to whole granules,
     /// and all of it is live. ONNX Runtime's `Reserve`, except that the limit counts it. Once it is
-    /// resized it is a buffer as any other.
+    /// resized it is a buffer as any other. The memory is committed at once: it is not the address
+    /// space that [`ArenaConfig::reserve`] is about.
     ///
     /// # Errors
     /// As [`DeviceArena::alloc`].
@@ -173,14 +177,34 @@ impl DeviceArena {
 
     /// The right to use the arena's memory; keeps it awake. May be nested and held by many.
     ///
+    /// Hold it for as long as slices are used and no longer: nothing is compacted meanwhile.
+    ///
     /// # Errors
-    /// [`DeviceError::TooManyLeases`], [`DeviceError::Forked`].
+    /// [`DeviceError::TooManyLeases`], [`DeviceError::Closed`], [`DeviceError::Forked`].
     pub fn enter(&self) -> Result<Lease, DeviceError> {
         Lease::of(&self.shared)
     }
 
     /// Sets the most that may be committed. What is above it stays until it is freed or given
-    /// back; nothing more is committed until then.
+    /// back, idle memory too ([`DeviceArena::trim`] gives that back now). Nothing more is committed
+    /// until then; what fits in granules that have memory is still handed out.
+    ///
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use lowtide::{ByteSize, clock::SystemClock};
+    /// # use lowtide::device::{ArenaConfig, DeviceArena, DeviceError, HostDriver, Region};
+    /// # let clock = Arc::new(SystemClock::new());
+    /// # let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock, ArenaConfig::new("a"))?;
+    /// let tables = arena.alloc::<u8>(4 << 20, Region::Stable)?;
+    /// drop(arena.alloc::<u8>(4 << 20, Region::Dynamic)?);
+    /// let limit = ByteSize::mib(2);
+    /// arena.set_limit(limit);
+    /// assert_eq!(arena.trim(limit)?, ByteSize::mib(4)); // what was idle; the tables stay
+    /// let refused = arena.alloc::<u8>(1 << 20, Region::Dynamic).unwrap_err();
+    /// assert!(refused.is_out_of_memory());
+    /// # drop(tables);
+    /// # Ok::<(), DeviceError>(())
+    /// ```
     pub fn set_limit(&self, limit: ByteSize) {
         if self.shared.check_here().is_ok() {
             lock(&self.shared.books).limit = limit;
@@ -207,7 +231,9 @@ impl DeviceArena {
         }
     }
 
-    /// Closes the arena: gives all its memory back, and hands out nothing more.
+    /// Closes the arena: gives all its memory back, and hands out nothing more. Not needed: the
+    /// last handle, buffer or lease of it does the same when it is dropped. Closing again does
+    /// nothing.
     ///
     /// Every handle of it is closed with this one. Its address space is given back when the last
     /// handle is dropped. While this looks, other threads may be refused as if it were closed.
@@ -223,6 +249,13 @@ impl DeviceArena {
         }
         tracing::info!(arena = self.name(), "the arena was closed");
         self.purge().map(drop)
+    }
+
+    /// Whether it was closed, by this handle or another. While a close looks for live blocks, it
+    /// says so as well.
+    #[must_use]
+    pub fn is_closed(&self) -> bool {
+        self.shared.is_closed()
     }
 
     /// Frees every block that was had by address; buffers keep theirs. Returns the bytes of those

@@ -28,7 +28,26 @@ use super::shared::Shared;
 use crate::bytes::ByteSize;
 use crate::sync::atomic::{AtomicU64, Ordering};
 
-/// Elements in device memory.
+/// Elements in device memory, freed when this is dropped: bookkeeping, no driver call.
+///
+/// It keeps its arena, may go to another thread, and may outlive every [`DeviceArena`] handle.
+///
+/// ```
+/// # use std::sync::Arc;
+/// # use lowtide::clock::SystemClock;
+/// use lowtide::device::{ArenaConfig, DeviceArena, HostDriver, Region};
+/// # let clock = Arc::new(SystemClock::new());
+/// # let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock, ArenaConfig::new("a"))?;
+///
+/// let mut tokens = arena.alloc_from(&[1_u32, 2, 3], Region::Dynamic)?;
+/// drop(arena); // the buffer keeps it
+/// tokens.resize(1024)?; // keeps what was there
+/// let lease = tokens.enter()?;
+/// assert_eq!((tokens.len(), tokens.slice(&lease)?[2]), (1024, 3));
+/// # Ok::<(), lowtide::device::DeviceError>(())
+/// ```
+///
+/// [`DeviceArena`]: super::DeviceArena
 pub struct Buffer<T: Pod> {
     /// Taken out when the buffer is dropped.
     home: ManuallyDrop<Arc<Home>>,

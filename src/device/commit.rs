@@ -90,7 +90,7 @@ impl Shared {
             }
             Err(_) => books.withdraw(region, placed, &*self.clock),
         }
-        outcome.map(|()| placed)
+        outcome.map(|()| placed).map_err(|refusal| refusal.told(&books))
     }
 
     /// Lets a live block be of another size where it stands; `None` where it cannot grow there.
@@ -122,7 +122,7 @@ impl Shared {
             books.record(&*self.clock, Act::Free, Placed { at: resized.at, ..placed });
             books.record(&*self.clock, Act::Alloc, resized);
         }
-        outcome.map(|()| Some(resized))
+        outcome.map(|()| Some(resized)).map_err(|refusal| refusal.told(&books))
     }
 
     /// Refuses a block whose memory came when the arena was closed already: under the lock.
@@ -293,7 +293,20 @@ impl Shared {
     }
 }
 
-/// The end of an allocation for which there is no memory.
+impl Refusal {
+    /// With the figures of now: the block that found no memory has no place any more, and so takes
+    /// nothing of what is free.
+    fn told(self, books: &Books) -> Self {
+        match self.error {
+            DeviceError::OutOfMemory { requested, .. } => {
+                Self { error: books.out_of_memory(requested.get()), ..self }
+            }
+            _ => self,
+        }
+    }
+}
+
+/// The end of an allocation for which there is no memory. Its figures come with [`Refusal::told`].
 fn refused<T>(
     books: MutexGuard<'_, Books>,
     shortage: Shortage,
@@ -303,7 +316,14 @@ fn refused<T>(
         Shortage::Limit(_) => Cause::Limit,
         Shortage::Device(_) => Cause::Device,
     };
-    let error = books.out_of_memory(span.size);
+    let error = DeviceError::OutOfMemory {
+        requested: ByteSize::new(span.size),
+        live: ByteSize::ZERO,
+        committed: ByteSize::ZERO,
+        limit: ByteSize::ZERO,
+        holes: ByteSize::ZERO,
+        largest_free: ByteSize::ZERO,
+    };
     (books, Err(Refusal { cause, error }))
 }
 

@@ -33,7 +33,8 @@ pub enum Growth {
         initial: ByteSize,
         /// The first step after a shrink.
         after_shrink: ByteSize,
-        /// No step is larger; a block larger than this gets what it needs and no more.
+        /// No step is larger; a block larger than this gets what it needs and no more. Zero: as
+        /// [`Growth::SameAsRequested`].
         cap: ByteSize,
     },
 }
@@ -47,8 +48,8 @@ pub struct ArenaConfig {
     /// committed; [`ByteSize::MAX`] for no limit, zero for none at all.
     pub limit: ByteSize,
     /// Address space for each of the two regions, rounded up to whole granules; an eighth of it and
-    /// a granule more for small blocks. Where the driver
-    /// refuses that, an eighth of the largest half, quarter, ... of it that it accepts.
+    /// a granule more for small blocks. Where the driver refuses that, an eighth of the largest
+    /// half, quarter, ... of it that it accepts.
     pub reserve: ByteSize,
     /// How long idle memory stays.
     pub decay: DecayTime,
@@ -64,7 +65,8 @@ pub struct ArenaConfig {
 }
 
 impl ArenaConfig {
-    /// No limit, 512 GiB of addresses a region, idle memory given back within 10 s.
+    /// No limit, 512 GiB of addresses a region, idle memory given back within 10 s, no more
+    /// committed than is asked for, 16 MiB kept for each thread, no events.
     #[must_use]
     pub fn new(name: impl Into<String>) -> Self {
         Self {

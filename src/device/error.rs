@@ -20,7 +20,8 @@ pub enum DeviceError {
     /// idle memory did not help.
     #[error(
         "no room for {requested}: {committed} committed under a limit of {limit}, {live} live; \
-         {holes} lie in holes that a compaction could join, the largest of them with {largest_free}"
+         {holes} are free between live blocks, and the longest free span with memory has \
+         {largest_free}"
     )]
     OutOfMemory {
         /// The size of the block asked for.
@@ -61,12 +62,12 @@ pub enum DeviceError {
         /// The address space of a region, or of a process.
         largest: ByteSize,
     },
-    /// An alignment beyond the granule, to which alone addresses are known to be aligned.
-    #[error("elements aligned to {requested}: at most {largest} is possible")]
+    /// An alignment that is no power of two, or beyond what addresses are known to be aligned to.
+    #[error("an alignment of {requested}: expected a power of two of at most {largest}")]
     Alignment {
-        /// The alignment of the element type.
+        /// The alignment that was asked for, or that of the element type.
         requested: ByteSize,
-        /// The granule.
+        /// The granule; in a pinned pool, the smallest page.
         largest: ByteSize,
     },
     /// The driver in use cannot do it.
@@ -114,7 +115,7 @@ pub enum DeviceError {
         arena: String,
     },
     /// Blocks are live that the call would have taken away.
-    #[error("{count} blocks of {bytes} are live in {arena:?}")]
+    #[error("{arena:?} has live blocks: {count} of {bytes} together")]
     LiveBlocks {
         /// The arena, or the pool.
         arena: String,
@@ -123,7 +124,8 @@ pub enum DeviceError {
         /// Their bytes.
         bytes: ByteSize,
     },
-    /// No bytes were asked for, where a block must have some.
+    /// No bytes were asked for, where a block must have some: one had by address. A buffer may be
+    /// empty.
     #[error("a block of 0 B was asked for: at least 1 B is needed")]
     ZeroSize,
     /// An address that is of no arena, or of another one.

@@ -23,14 +23,50 @@
 //! drop((buffer, lease));
 //! assert!(arena.glance().idle >= ByteSize::mib(4)); // free, and still committed
 //!
-//! // The owner's loop, on a thread of its own; here it ends when nothing is idle.
+//! // The owner's loop; here it ends when nothing is idle.
 //! while !arena.glance().idle.is_zero() {
 //!     let due = arena.decay(clock.now())?.next;
-//!     clock.advance(due - clock.now()); // a service: `clock.wait_until(&bell, due)`
+//!     clock.advance(due - clock.now());
 //! }
 //! assert!(arena.glance().committed.is_zero());
 //! # Ok::<(), lowtide::device::DeviceError>(())
 //! ```
+//!
+//! In a service the loop has a thread of its own. It looks again after a while even where nothing
+//! is idle ([`Moment::NEVER`](crate::clock::Moment::NEVER)), since nobody rings when something is:
+//!
+//! ```
+//! use std::sync::Arc;
+//! use std::thread;
+//! use std::time::Duration;
+//! use lowtide::clock::{Bell, Clock, SystemClock, Wake};
+//! use lowtide::device::{ArenaConfig, DeviceArena, DeviceError, HostDriver};
+//!
+//! let (clock, stop) = (Arc::new(SystemClock::new()), Bell::new());
+//! let driver = Arc::new(HostDriver::new());
+//! let arena = DeviceArena::open(driver, clock.clone(), ArenaConfig::new("embedder"))?;
+//! let decay = {
+//!     let (arena, stop) = (arena.clone(), stop.clone());
+//!     thread::spawn(move || -> Result<(), DeviceError> {
+//!         loop {
+//!             let now = clock.now();
+//!             let due = arena.decay(now)?.next.min(now + Duration::from_millis(250));
+//!             if clock.wait_until(&stop, due) == Wake::Rung {
+//!                 return Ok(());
+//!             }
+//!         }
+//!     })
+//! };
+//! // ... the service ...
+//! stop.ring();
+//! decay.join().expect("it does not panic")?;
+//! # Ok::<(), DeviceError>(())
+//! ```
+//!
+//! Beside that: blocks by address ([`DeviceArena::alloc_raw`]), compaction
+//! ([`DeviceArena::compact`]), a picture of what lies where ([`DeviceArena::map`]), host memory for
+//! copies ([`PinnedPool`]), and the [block index](index) by itself. The parts say what they do
+//! through `tracing`: `docs/OPERATING.md` lists the events.
 //!
 //! Invariant: `active + idle = committed <= reserved`, for every arena at every instant.
 

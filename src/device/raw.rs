@@ -18,7 +18,9 @@ use super::region::{Region, Wanted};
 use super::shared::Shared;
 use crate::bytes::ByteSize;
 
-/// A block that was had by address.
+/// A block that was had by address, from [`DeviceArena::alloc_raw`].
+///
+/// A note of where it is and how large, not its owner: dropping this frees nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RawBlock {
@@ -51,9 +53,14 @@ impl fmt::Display for RawBlock {
 }
 
 impl DeviceArena {
-    /// A block at a multiple of `align` bytes, by its address. Its contents are unspecified.
+    /// A block at a multiple of `align` bytes (1 for any), by its address. Its contents are
+    /// unspecified.
     ///
-    /// O(log n) in the blocks that are had by address.
+    /// For code that keeps addresses: a kernel, a library in C. Nothing here reads or writes what
+    /// is there; who wants slices wants [`DeviceArena::alloc`]. It is live until
+    /// [`DeviceArena::free`] or [`DeviceArena::reset`]. O(log n) in the blocks that are had by
+    /// address.
+    ///
     /// ```
     /// # use std::sync::Arc;
     /// # use lowtide::{ByteSize, clock::SystemClock};

@@ -84,7 +84,8 @@ impl DeviceArena {
         }
     }
 
-    /// When [`DeviceArena::decay`] should next be called; [`Moment::NEVER`] where nothing is idle.
+    /// When [`DeviceArena::decay`] should next be called; [`Moment::NEVER`] where nothing is idle
+    /// now, or idle memory stays for ever. Nothing tells when that changes: look again.
     /// Takes the lock for a few additions.
     #[must_use]
     pub fn next_decay(&self) -> Moment {
@@ -172,7 +173,9 @@ impl DeviceArena {
         drop(books);
         shared.debug_validate();
         let released = ByteSize::new(bytes);
-        tracing::debug!(arena = self.name(), %keep, %released, "idle memory was given back");
+        if !released.is_zero() {
+            tracing::debug!(arena = self.name(), %keep, %released, "idle memory was given back");
+        }
         error.map_or(Ok(released), |error| Err(error.into()))
     }
 }

@@ -95,6 +95,20 @@ impl Arenas {
         let at = list.entries.iter().position(|entry| entry.id == id)?;
         Some(list.entries.remove(at).arena)
     }
+
+    /// Takes out those that were closed and have nothing left: their names and places are free. The
+    /// caller drops them, with no lock held.
+    pub(super) fn take_closed(&self) -> Vec<DeviceArena> {
+        // A close that finds live blocks is undone, and one that the driver fails leaves memory.
+        let is_over = |entry: &Entry| {
+            let glance = entry.arena.glance();
+            entry.arena.is_closed() && glance.live.is_zero() && glance.committed.is_zero()
+        };
+        let mut list = lock(&self.0);
+        let (over, kept) = list.entries.drain(..).partition(is_over);
+        list.entries = kept;
+        over.into_iter().map(|entry: Entry| entry.arena).collect()
+    }
 }
 
 impl List {

@@ -186,7 +186,13 @@ impl Memory {
     }
 
     /// Opens a device arena with the configured driver, limit and decay; it is sampled, decays and
-    /// is published until this `Memory` ends.
+    /// is published until this `Memory` ends, or somebody closes it ([`DeviceArena::close`]), which
+    /// frees its name. That all handles are dropped does not end it.
+    ///
+    /// Else it is as [`ArenaConfig::new`] has it, and may be told otherwise:
+    /// [`DeviceArena::set_limit`], [`DeviceArena::set_decay`], [`DeviceArena::set_front`]. Growth
+    /// by steps is had through [`Memory::share_arena`]. One that is opened after
+    /// [`Memory::shutdown`] is left to its caller.
     ///
     /// # Errors
     /// [`MemoryError::NoDevice`] where the configuration says `none`, [`MemoryError::Arena`] where

@@ -99,12 +99,14 @@ impl Shared {
         if self.birth.is_here() { Ok(()) } else { Err(MemoryError::Forked) }
     }
 
-    /// Keeps a note unless it is known already, and logs it once.
+    /// Keeps a note unless it is known already, and logs it once, with the lock given up: a
+    /// subscriber may ask for the notes.
     pub(super) fn note(&self, note: Note) {
         let mut notes = lock(&self.notes);
         if notes.len() < NOTES_MAX && !notes.contains(&note) {
+            notes.push(note.clone());
+            drop(notes);
             tracing::warn!(target: "lowtide", about = note.about, "{}", note.text);
-            notes.push(note);
         }
     }
 
@@ -120,6 +122,7 @@ impl Shared {
 
     pub(super) fn open_arena(&self, config: ArenaConfig) -> Result<DeviceArena, MemoryError> {
         self.check_here()?;
+        self.sweep(); // so that what was closed, or has drained, takes no place
         self.arenas.admit(&config.name, None)?;
         let arena = self.open_apart(config)?;
         // Looked at again: another thread may have opened one meanwhile.

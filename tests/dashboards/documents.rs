@@ -1,4 +1,5 @@
-//! The documents beside the rules: the list of metrics, the runbook, the example configuration.
+//! The documents beside the rules: the lists of metrics and events, the runbook, the example
+//! configuration.
 //!
 //! It holds names against names; whether the sentences are true is for their readers.
 //!
@@ -26,6 +27,9 @@ the application gave. `device` is `0` in this version, which knows one. `budget`
 `jemalloc`. Series of triggers, reasons, outcomes and levels are there from the start, at 0.
 
 ";
+
+/// The levels of events.
+const LEVELS: &[&str] = &["error", "warn", "info", "debug", "trace"];
 
 /// What `docs/METRICS.md` is to hold.
 pub(crate) fn metrics() -> String {
@@ -60,6 +64,40 @@ pub(crate) fn runbook(text: &str, rules: &Rules, dashboard: &Value) -> Vec<Strin
             faults.push(format!("{title}: {RUNBOOK} names a panel that does not exist"));
         }
     }
+    faults
+}
+
+/// Events of the source without a row of their name and level in the runbook, and rows without an
+/// event. `sources` are the names and texts of files.
+pub(crate) fn events(sources: &[(String, String)], text: &str) -> Vec<String> {
+    let mut faults = Vec::new();
+    let mut rows: Vec<_> = text
+        .lines()
+        .filter_map(|line| line.strip_prefix("| `")?.split_once("` | "))
+        .filter_map(|(event, rest)| Some((event, rest.split_once(" | ")?.0)))
+        .filter(|(_, level)| LEVELS.contains(level))
+        .map(|row| (row, false))
+        .collect();
+    for (name, source) in sources {
+        for (at, start) in source.match_indices("tracing::") {
+            let Some((level, rest)) = source[at + start.len()..].split_once("!(") else { continue };
+            if !LEVELS.contains(&level) {
+                continue;
+            }
+            // The message is the last of the arguments, and has no quotes in it.
+            let message = rest.split(");").next().and_then(|them| them.rsplit('"').nth(1));
+            let message = message.unwrap_or_default();
+            if message.contains('{') {
+                continue; // a note, in its own words
+            }
+            match rows.iter_mut().find(|(row, _)| *row == (message, level)) {
+                Some((_, found)) => *found = true,
+                None => faults.push(format!("{name}: {message:?} ({level}) is not in {RUNBOOK}")),
+            }
+        }
+    }
+    let stale = rows.iter().filter(|(_, found)| !found);
+    faults.extend(stale.map(|((event, _), _)| format!("{event:?}: no such event in the source")));
     faults
 }
 

@@ -84,6 +84,34 @@ fn every_alert_has_its_section_in_the_runbook() {
     none(&documents::runbook(&read("docs/OPERATING.md"), &rules, &dashboard()));
 }
 
+/// The library's files, but for its tests.
+fn sources() -> Vec<(String, String)> {
+    let mut folders = vec!["src".to_owned()];
+    let mut sources = Vec::new();
+    while let Some(folder) = folders.pop() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(&folder);
+        for entry in std::fs::read_dir(path).expect("a folder") {
+            let entry = entry.expect("an entry");
+            let name = format!("{folder}/{}", entry.file_name().to_string_lossy());
+            if name.contains("test") {
+                continue;
+            } else if entry.file_type().expect("a type").is_dir() {
+                folders.push(name);
+            } else if name.ends_with(".rs") {
+                let text = read(&name);
+                sources.push((name, text));
+            }
+        }
+    }
+    sources.sort();
+    sources
+}
+
+#[test]
+fn every_event_is_listed_and_every_listed_one_exists() {
+    none(&documents::events(&sources(), &read("docs/OPERATING.md")));
+}
+
 #[test]
 fn the_configuration_files_agree_with_each_other() {
     none(&documents::configuration(

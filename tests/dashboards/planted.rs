@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 use crate::promql::{self, Known, Place};
 use crate::rules::Rules;
-use crate::{dashboard, documents, layout, missing, read};
+use crate::{dashboard, documents, layout, missing, read, sources};
 
 /// Expects that one of the faults says this.
 #[track_caller]
@@ -164,6 +164,14 @@ fn faults_of_the_documents_are_found() {
     ] {
         assert!(text.contains(from), "{from:?} is not in the runbook any more");
         finds(expected, &documents::runbook(&text.replace(from, to), &rules, &dashboard()));
+    }
+    for (from, to, expected) in [
+        ("| `idle memory decayed` | debug |", "| - | debug |", "\"idle memory decayed\" (debug)"),
+        ("| `idle memory decayed` | debug |", "| `idle memory decayed` | info |", "(debug) is not"),
+        ("| `purged` |", "| `purged twice` |", "\"purged twice\": no such event"),
+    ] {
+        assert!(text.contains(from), "{from:?} is not in the runbook any more");
+        finds(expected, &documents::events(&sources(), &text.replace(from, to)));
     }
     let prometheus = read("dashboards/prometheus.yml");
     let source = read("dashboards/provisioning/datasources/prometheus.yml");

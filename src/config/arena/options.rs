@@ -71,7 +71,8 @@ impl ArenaOptions {
         reader.finish()
     }
 
-    /// Reads the names of `OrtArenaCfg` (`CreateArenaCfgV2`); a value of -1 means that nobody said.
+    /// Reads the names of `OrtArenaCfg` (`CreateArenaCfgV2`); a value of -1 means that nobody said,
+    /// but for `max_mem`, which is unsigned there: 0 is its default.
     ///
     /// # Errors
     /// As [`ArenaOptions::from_keys`].

@@ -88,11 +88,25 @@ pub struct Moved {
 #[non_exhaustive]
 pub enum Stopped {
     /// The plan was carried out, as far as it still held.
-    #[default]
     Finished,
     /// A lease was held, or somebody waited for one: nothing moves then. Also where another
     /// compaction of the arena is under way.
     Busy,
+    /// It failed, before the plan was carried out: as in [`CompactError::done`].
+    #[default]
+    Failed,
+}
+
+impl Stopped {
+    /// The name under which events show it.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Finished => "finished",
+            Self::Busy => "busy",
+            Self::Failed => "failed",
+        }
+    }
 }
 
 /// What a compaction did.
@@ -111,13 +125,13 @@ pub struct Compacted {
     pub recovered: ByteSize,
     /// The longest free span of addresses in the region afterwards.
     pub largest_span: ByteSize,
-    /// Why it ended.
+    /// Why it ended. After [`Stopped::Busy`] there may be more to gain: try again later.
     pub stopped: Stopped,
 }
 
 /// A compaction that failed, and what it had done by then. Every move that was complete stays.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
-#[error("compaction ended after {} moves: {error}", done.moves)]
+#[error("a compaction failed; moves before that: {}; {error}", done.moves)]
 #[non_exhaustive]
 pub struct CompactError {
     /// Why.
@@ -133,7 +147,8 @@ impl From<CompactError> for DeviceError {
     }
 }
 
-/// Keeps one block where it is; had from [`Buffer::pin`](super::Buffer::pin).
+/// Keeps one block where it is, in device memory; had from [`Buffer::pin`](super::Buffer::pin).
+/// (Page-locked memory of the host is another thing: [`PinnedPool`](super::PinnedPool).)
 ///
 /// Pins are counted: the block may move again when the last is dropped.
 #[derive(Debug)]
@@ -171,10 +186,13 @@ impl DeviceArena {
     /// idle or free space is contiguous. Says what it moved; `moved` is called for each block, in
     /// order, with no lock held.
     ///
-    /// Buffers follow by themselves. Nothing moves while a lease is held: it ends then, as `Busy`,
-    /// after the move that it is at, and who wants a lease waits no longer than for that. Other
-    /// threads allocate and free meanwhile. Holds the lock to copy the books, O(blocks), and for
-    /// bookkeeping at each move.
+    /// Buffers follow by themselves, and have no address to look for in `moved`: it is for tables
+    /// of blocks that were had by address, which move where
+    /// [`moves_raw`](CompactOptions::moves_raw) says so.
+    ///
+    /// Nothing moves while a lease is held: it ends then, as `Busy`, after the move that it is at,
+    /// and who wants a lease waits no longer than for that. Other threads allocate and free
+    /// meanwhile. Holds the lock to copy the books, O(blocks), and for bookkeeping at each move.
     ///
     /// What is idle afterwards is not given back by this: [`DeviceArena::decay`] does, or
     /// [`DeviceArena::purge`].
@@ -235,17 +253,19 @@ impl DeviceArena {
         }
         done.largest_span =
             ByteSize::new(lock(&shared.books).region(options.region).largest_span());
+        done.stopped = *outcome.as_ref().unwrap_or(&Stopped::Failed);
         tracing::debug!(
             arena = self.name(),
             region = options.region.name(),
             moves = done.moves,
             moved = %done.moved,
             recovered = %done.recovered,
+            stopped = done.stopped.name(),
             "the arena was compacted"
         );
         shared.debug_validate();
         match outcome {
-            Ok(stopped) => Ok(Compacted { stopped, ..done }),
+            Ok(_) => Ok(done),
             Err(error) => Err(CompactError { error, done }),
         }
     }

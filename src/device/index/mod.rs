@@ -84,7 +84,8 @@ pub struct Request {
     pub end: End,
 }
 
-/// The name of one live block; never given twice by one index.
+/// The name of one live block; never given twice by one index. Another index does not know it, and
+/// may have a block of its own by that name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct BlockId {
     /// Of the record; below 2^31.

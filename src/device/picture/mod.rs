@@ -157,7 +157,7 @@ impl ArenaMap {
     }
 
     /// Writes the map as a snapshot for PyTorch's `memory_viz` (the page of that name, or
-    /// `_memory_viz.py`).
+    /// `_memory_viz.py`): a pickle. With the feature `memory-viz`, which is off by default.
     ///
     /// Each stretch of committed memory is a segment there, as with PyTorch's expandable segments.
     /// A block's stack is one line: the arena and the region.

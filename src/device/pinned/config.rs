@@ -80,7 +80,8 @@ pub struct PinnedConfig {
     pub segment: ByteSize,
     /// How much may be idle before any of it is given back; [`ByteSize::MAX`] for never.
     pub high_watermark: ByteSize,
-    /// How much stays idle at most, once the high watermark was passed.
+    /// How much stays idle at most, once the high watermark was passed. Not above that one: who
+    /// lowers the high watermark below 16 MiB sets this as well.
     pub low_watermark: ByteSize,
 }
 

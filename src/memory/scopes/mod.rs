@@ -316,6 +316,9 @@ impl Shared {
             };
             tracing::debug!(target: "lowtide", arena = name, "a replaced arena has drained");
         }
+        for closed in self.arenas.take_closed() {
+            self.gone.add(closed.snapshot());
+        }
     }
 
     /// Opens a pool for copies to and from the device.
