@@ -19,10 +19,10 @@ use super::config::ArenaConfig;
 use super::driver::sealed::Key;
 use super::driver::{Capabilities, Driver, Rung};
 use super::error::DeviceError;
-use super::front::{self, Home, Homes};
+use super::front::{self, Home, Homes, Owned};
 use super::index::ALIGN;
 use super::lease::Lease;
-use super::region::{Placed, Region, RegionBooks, Wanted};
+use super::region::{Region, RegionBooks, Wanted};
 use super::reserve::reserve_region;
 use super::shared::{Fronts, Shared};
 use super::snapshot::{ArenaGlance, ArenaSnapshot};
@@ -128,16 +128,16 @@ impl DeviceArena {
         let (bytes, align) = self.shared.layout::<T>(len, region)?;
         let home = self.homes.here();
         let Some(wanted) = Wanted::new(bytes, align) else {
-            return Ok(Buffer::empty(Arc::clone(home), region, len));
+            return Ok(Buffer::new(Owned::new(Arc::clone(home), region, None), len));
         };
-        let (home, placed) = match self.kept(home, region, wanted) {
-            Some(kept) => kept,
+        let owned = match self.kept(home, region, wanted) {
+            Some(owned) => owned,
             None => {
                 let placed = self.shared.obtain(region, wanted)?;
-                (Arc::clone(home), placed)
+                Owned::new(Arc::clone(home), region, Some(placed))
             }
         };
-        Ok(Buffer::new(home, region, placed, len))
+        Ok(Buffer::new(owned, len))
     }
 
     /// As [`DeviceArena::alloc`], on granules that no other block shares: what is freed can be
@@ -154,12 +154,12 @@ impl DeviceArena {
         let granule = self.shared.capabilities.granularity;
         let whole = bytes.next_multiple_of(granule).unwrap_or(bytes);
         let Some(wanted) = Wanted::new(whole, granule) else {
-            return Ok(Buffer::empty(Arc::clone(home), region, len));
+            return Ok(Buffer::new(Owned::new(Arc::clone(home), region, None), len));
         };
         let wanted = Wanted { requested: bytes.get(), ..wanted };
         let placed = self.shared.obtain(region, wanted)?;
         lock(&self.shared.books).totals.reserves += 1;
-        Ok(Buffer::new(Arc::clone(home), region, placed, len))
+        Ok(Buffer::new(Owned::new(Arc::clone(home), region, Some(placed)), len))
     }
 
     /// A buffer with a copy of `data`.
@@ -329,20 +329,20 @@ impl DeviceArena {
         &self.shared
     }
 
-    /// A block out of this thread's front and a hold on its home, where there is one.
+    /// A block out of this thread's front, where that has one.
     #[inline]
-    fn kept(&self, home: &Home, region: Region, wanted: Wanted) -> Option<(Arc<Home>, Placed)> {
+    fn kept(&self, home: &Home, region: Region, wanted: Wanted) -> Option<Box<Owned>> {
         // What is aligned further has a note of it in the books.
         if wanted.size > self.shared.front_room() || wanted.align > ALIGN {
             return None;
         }
-        let kept = home.take(front::Key::new(region, wanted.size), wanted.requested)?;
-        let placed = kept.1;
+        let owned = home.take(front::Key::new(region, wanted.size), wanted.requested)?;
+        let placed = owned.block.as_ref()?;
         if self.shared.is_fresh(region, placed) {
-            return Some(kept);
+            return Some(owned);
         }
         // It was moved while it was in the front: the books know where it is.
-        self.shared.release(region, placed);
+        self.shared.release(region, *placed);
         None
     }
 }

@@ -21,12 +21,12 @@ use bytemuck::Pod;
 use super::compact::BlockPin;
 use super::driver::DeviceAddress;
 use super::error::DeviceError;
-use super::front::Home;
+use super::front::{Owned, Place};
 use super::lease::Lease;
 use super::region::{Placed, Region, Wanted};
 use super::shared::Shared;
 use crate::bytes::ByteSize;
-use crate::sync::atomic::{AtomicU64, Ordering};
+use crate::sync::atomic::Ordering;
 
 /// Elements in device memory, freed when this is dropped: bookkeeping, no driver call.
 ///
@@ -49,32 +49,22 @@ use crate::sync::atomic::{AtomicU64, Ordering};
 ///
 /// [`DeviceArena`]: super::DeviceArena
 pub struct Buffer<T: Pod> {
-    /// Taken out when the buffer is dropped.
-    home: ManuallyDrop<Arc<Home>>,
-    region: Region,
-    /// Nothing, where the elements have no bytes.
-    block: Option<Placed>,
-    /// Where the block was last known to be.
-    place: Place,
+    /// The block; taken out when the buffer is dropped.
+    owned: ManuallyDrop<Box<Owned>>,
     len: usize,
     elements: PhantomData<T>,
 }
 
 impl<T: Pod> Buffer<T> {
-    /// Elements without bytes, and so without a block.
-    pub(super) fn empty(home: Arc<Home>, region: Region, len: usize) -> Self {
-        let home = ManuallyDrop::new(home);
-        Self { home, region, block: None, place: Place::none(), len, elements: PhantomData }
-    }
-
-    /// The owner of a live block, which holds `len` elements at their alignment.
+    /// The owner of a live block, which holds `len` elements at their alignment; of none, where
+    /// they have no bytes.
     #[inline]
-    pub(super) fn new(home: Arc<Home>, region: Region, block: Placed, len: usize) -> Self {
-        assert!(block.span.size >= ByteSize::of(len * size_of::<T>()).get(), "block too small");
-        assert!(block.at.is_multiple_of(ByteSize::of(align_of::<T>())), "block not aligned");
-        let place = Place::of(block);
-        let home = ManuallyDrop::new(home);
-        Self { home, region, block: Some(block), place, len, elements: PhantomData }
+    pub(super) fn new(owned: Box<Owned>, len: usize) -> Self {
+        if let Some(block) = &owned.block {
+            assert!(block.span.size >= ByteSize::of(len * size_of::<T>()).get(), "block too small");
+            assert!(block.at.is_multiple_of(ByteSize::of(align_of::<T>())), "block not aligned");
+        }
+        Self { owned: ManuallyDrop::new(owned), len, elements: PhantomData }
     }
 
     /// The number of elements.
@@ -97,8 +87,8 @@ impl<T: Pod> Buffer<T> {
 
     /// The region that the buffer is in.
     #[must_use]
-    pub const fn region(&self) -> Region {
-        self.region
+    pub fn region(&self) -> Region {
+        self.owned.region
     }
 
     /// The right to use the arena that the buffer is in: for who has the buffer and not the arena.
@@ -106,7 +96,7 @@ impl<T: Pod> Buffer<T> {
     /// # Errors
     /// As [`DeviceArena::enter`](super::DeviceArena::enter).
     pub fn enter(&self) -> Result<Lease, DeviceError> {
-        Lease::of(&self.home.shared)
+        Lease::of(self.shared())
     }
 
     /// The elements, for as long as the lease is held.
@@ -153,27 +143,25 @@ impl<T: Pod> Buffer<T> {
     /// As [`DeviceArena::alloc`](super::DeviceArena::alloc), and [`DeviceError::Driver`] where the
     /// copy fails; the buffer is as it was.
     pub fn resize(&mut self, len: usize) -> Result<(), DeviceError> {
-        let shared = &self.home.shared;
-        let (bytes, align) = shared.layout::<T>(len, self.region)?;
-        let Some(wanted) = Wanted::new(bytes, align) else {
-            if let Some(block) = self.block.take() {
-                Arc::clone(&self.home).release(self.region, block);
-            }
-            self.len = len;
-            return Ok(());
-        };
-        let block = match self.block {
-            None => shared.obtain(self.region, wanted)?,
-            Some(old) => match shared.resize_in_place(self.region, old, bytes.get())? {
-                Some(resized) => resized,
+        let shared = self.shared();
+        let region = self.region();
+        let (bytes, align) = shared.layout::<T>(len, region)?;
+        let block = match (Wanted::new(bytes, align), self.owned.block) {
+            (None, _) => None,
+            (Some(wanted), None) => Some(shared.obtain(region, wanted)?),
+            (Some(wanted), Some(old)) => match shared.resize_in_place(region, old, bytes.get())? {
+                Some(resized) => Some(resized),
                 None => {
                     let _lease = Lease::of(shared)?;
-                    let old = shared.resolve(self.region, old)?;
-                    shared.moved(self.region, old, wanted)?
+                    let old = shared.resolve(region, old)?;
+                    Some(shared.moved(region, old, wanted)?)
                 }
             },
         };
-        (self.block, self.place, self.len) = (Some(block), Place::of(block), len);
+        if let (None, Some(old)) = (block, self.owned.block) {
+            shared.release(region, old);
+        }
+        (self.owned.block, self.owned.place, self.len) = (block, Place::of(block), len);
         Ok(())
     }
 
@@ -183,52 +171,42 @@ impl<T: Pod> Buffer<T> {
     /// # Errors
     /// [`DeviceError::Forked`].
     pub fn pin(&self) -> Result<BlockPin, DeviceError> {
-        self.home.shared.check_here()?;
-        Ok(BlockPin::new(&self.home.shared, self.region, self.block.map(|block| block.id)))
+        self.shared().check_here()?;
+        Ok(BlockPin::new(self.shared(), self.region(), self.owned.block.map(|block| block.id)))
     }
 
     #[cfg(all(test, not(lowtide_loom)))]
     pub(super) fn block_id(&self) -> Option<super::ranges::BlockName> {
-        self.block.map(|block| block.id)
+        self.owned.block.map(|block| block.id)
+    }
+
+    fn shared(&self) -> &Arc<Shared> {
+        &self.owned.home.shared
     }
 
     /// Where the elements begin, for a holder of this arena's lease.
     fn start(&self, lease: &Lease) -> Result<NonNull<T>, DeviceError> {
-        self.home.shared.check_here()?;
-        if !Arc::ptr_eq(&self.home.shared, &lease.arena) {
+        self.shared().check_here()?;
+        if !Arc::ptr_eq(self.shared(), &lease.arena) {
             return Err(DeviceError::ForeignLease {
-                buffer_of: self.home.shared.name.clone(),
+                buffer_of: self.shared().name.clone(),
                 lease_of: lease.arena.name.clone(),
             });
         }
-        self.home.shared.check_host_access()?;
-        let Some(block) = self.block else { return Ok(NonNull::dangling()) };
-        let at = self.place.get(&self.home.shared, self.region, block)?;
-        self.pointer(at).ok_or_else(|| self.home.shared.no_host_access())
+        self.shared().check_host_access()?;
+        let Some(block) = self.owned.block else { return Ok(NonNull::dangling()) };
+        let at = self.owned.place.get(self.shared(), self.region(), block)?;
+        self.pointer(at).ok_or_else(|| self.shared().no_host_access())
     }
 
     /// The pointer to where the block is; `None` without host access.
     fn pointer(&self, at: DeviceAddress) -> Option<NonNull<T>> {
         assert!(at.is_multiple_of(ByteSize::of(align_of::<T>())), "block not aligned");
-        self.home.shared.driver.host_pointer(at).map(NonNull::cast)
+        self.shared().driver.host_pointer(at).map(NonNull::cast)
     }
-}
-
-/// Where a block was when its region had seen so many moves.
-struct Place {
-    at: AtomicU64,
-    moves: AtomicU64,
 }
 
 impl Place {
-    fn none() -> Self {
-        Self { at: AtomicU64::new(0), moves: AtomicU64::new(0) }
-    }
-
-    fn of(block: Placed) -> Self {
-        Self { at: AtomicU64::new(block.at.get()), moves: AtomicU64::new(block.moves) }
-    }
-
     /// Where the block is, for a holder of a lease: nothing moves while it is held, and it was
     /// entered under the lock under which the last move was counted. So all who are here at once
     /// read the same count and store the same address; whoever reads that count from `moves`
@@ -256,18 +234,16 @@ impl<T: Pod> Drop for Buffer<T> {
     #[inline]
     fn drop(&mut self) {
         // SAFETY: dropping is the last use of the buffer, and happens once.
-        let home = unsafe { ManuallyDrop::take(&mut self.home) };
-        if let Some(block) = self.block {
-            home.release(self.region, block);
-        }
+        let owned = unsafe { ManuallyDrop::take(&mut self.owned) };
+        owned.release();
     }
 }
 
 impl<T: Pod> fmt::Debug for Buffer<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Buffer")
-            .field("arena", &self.home.shared.name)
-            .field("region", &self.region)
+            .field("arena", &self.shared().name)
+            .field("region", &self.region())
             .field("len", &self.len)
             .field("bytes", &self.bytes())
             .finish_non_exhaustive()

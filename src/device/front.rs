@@ -15,7 +15,7 @@
 //! Invariants: `cached = sum of the blocks in the front <= room`; what a front holds is handed out
 //! at most once; no front's lock is taken under the arena's; without a handle of the arena every
 //! front is empty.
-#![expect(unsafe_code, reason = "a hold on a home is put into what it holds")]
+#![expect(unsafe_code, reason = "a block that holds its home is put into that home")]
 
 use std::cell::Cell;
 use std::fmt;
@@ -73,12 +73,76 @@ impl Key {
 /// A block of a region.
 pub(super) type Kept = (Region, Placed);
 
-/// A block in a front, and the hold of who gets it.
+/// A block with the home that it goes back to: a buffer's, or a front's while nobody has it. On the
+/// heap, so that it changes hands as a pointer.
 #[derive(Debug)]
-struct Kin {
-    home: Arc<Home>,
-    region: Region,
-    placed: Placed,
+pub(super) struct Owned {
+    pub(super) home: Arc<Home>,
+    pub(super) region: Region,
+    /// Nothing, where a buffer's elements have no bytes; never so in a front.
+    pub(super) block: Option<Placed>,
+    /// Where the block was last known to be.
+    pub(super) place: Place,
+}
+
+/// Where a block was when its region had seen so many moves.
+#[derive(Debug)]
+pub(super) struct Place {
+    pub(super) at: AtomicU64,
+    pub(super) moves: AtomicU64,
+}
+
+impl Place {
+    pub(super) fn of(block: Option<Placed>) -> Self {
+        let (at, moves) = block.map_or((0, 0), |block| (block.at.get(), block.moves));
+        Self { at: AtomicU64::new(at), moves: AtomicU64::new(moves) }
+    }
+}
+
+impl Owned {
+    pub(super) fn new(home: Arc<Home>, region: Region, block: Option<Placed>) -> Box<Self> {
+        Box::new(Self { home, region, block, place: Place::of(block) })
+    }
+
+    /// Frees the block: into its home's front where it is of a hot size, else in the books. In a
+    /// forked child does nothing.
+    #[inline]
+    pub(super) fn release(self: Box<Self>) {
+        let Some(placed) = &self.block else { return };
+        let shared = &self.home.shared;
+        if shared.check_here().is_err() {
+            return;
+        }
+        let fits = shared.is_fresh(self.region, placed) && placed.span.size <= shared.front_room();
+        let left = if fits { self.give() } else { Some(self) };
+        if let Some((owned, placed)) =
+            left.and_then(|owned| owned.block.map(|block| (owned, block)))
+        {
+            owned.home.shared.release(owned.region, placed);
+        }
+    }
+
+    /// Puts the block into its home's front; returns it where it belongs to the books: its size is
+    /// not hot, there is no room, or the front is busy.
+    #[inline]
+    fn give(self: Box<Self>) -> Option<Box<Self>> {
+        // SAFETY: what is here holds the home until it is put into the front below. From when the
+        // front's lock is given up after that, another thread may take it out and let go of the
+        // home: so `home` is used no more then, and the guard's last act is a store to the lock,
+        // an atomic, whose reference need not outlive the store.
+        let home = unsafe { &*Arc::as_ptr(&self.home) };
+        let Some(mut front) = try_brief(&home.front) else {
+            home.shared.note_contended();
+            return Some(self);
+        };
+        // Both under the front's lock: whoever empties it after shutting the fronts finds this
+        // block, or this finds no room.
+        let Some(vacant) = front.admit(&self, home.shared.front_room()) else { return Some(self) };
+        *vacant = Some(self);
+        home.shared.note_kept();
+        home.cached.store(front.tally.cached(), Ordering::Relaxed);
+        None
+    }
 }
 
 /// The blocks of one size.
@@ -87,7 +151,7 @@ struct Class {
     key: Key,
     heat: u8,
     kept: usize,
-    blocks: [Option<Kin>; BLOCKS_MAX],
+    blocks: [Option<Box<Owned>>; BLOCKS_MAX],
 }
 
 impl Class {
@@ -171,31 +235,35 @@ impl Front {
     }
 
     #[inline]
-    fn take(&mut self, key: Key, requested: u64) -> Option<(Arc<Home>, Placed)> {
+    fn take(&mut self, key: Key, requested: u64) -> Option<Box<Owned>> {
         let class = self.claim(key)?;
         class.heat = HEAT_MAX.min(class.heat + 1);
         let last = class.kept.checked_sub(1)?;
-        let Kin { home, region, placed } = class.blocks[last].take()?;
+        let mut owned = class.blocks[last].take()?;
         class.kept = last;
         self.tally.allocs += 1;
-        self.tally.went(region, placed.span.size, requested);
-        Some((home, Placed { requested, ..placed }))
+        if let Some(placed) = &mut owned.block {
+            placed.requested = requested;
+            self.tally.went(owned.region, placed.span.size, requested);
+        }
+        Some(owned)
     }
 
     /// Books a block, and says where it is to be put; nowhere, where it belongs to the books.
     #[inline]
-    fn admit(&mut self, region: Region, placed: &Placed, room: u64) -> Option<&mut Option<Kin>> {
+    fn admit(&mut self, owned: &Owned, room: u64) -> Option<&mut Option<Box<Owned>>> {
+        let placed = owned.block.as_ref()?;
         if self.classes.is_empty() || self.tally.cached() + placed.span.size > room {
             return None;
         }
-        let key = Key::new(region, placed.span.size);
+        let key = Key::new(owned.region, placed.span.size);
         let set = key.ways();
         let mut ways = self.classes[set..set + WAYS].iter_mut();
         let class = ways.find(|class| class.key == key && class.heat >= HOT)?;
         let vacant = class.blocks.get_mut(class.kept)?;
         class.kept += 1;
         self.tally.frees += 1;
-        self.tally.came(region, placed);
+        self.tally.came(owned.region, placed);
         Some(vacant)
     }
 
@@ -203,11 +271,12 @@ impl Front {
     fn empty(&mut self, gone: impl Fn(&Class) -> bool, mut out: impl FnMut(Kept)) {
         for class in self.classes.iter_mut().filter(|class| gone(class)) {
             class.kept = 0;
-            for Kin { region, placed, .. } in class.blocks.iter_mut().filter_map(Option::take) {
+            for owned in class.blocks.iter_mut().filter_map(Option::take) {
+                let Some(placed) = owned.block else { continue };
                 // The books count its release: the front has not freed it any more.
                 self.tally.frees -= 1;
-                self.tally.went(region, placed.span.size, placed.requested);
-                out((region, placed));
+                self.tally.went(owned.region, placed.span.size, placed.requested);
+                out((owned.region, placed));
             }
         }
     }
@@ -228,27 +297,12 @@ impl Home {
         Self { shared, front: Brief::new(Front::default()), cached: AtomicU64::new(0) }
     }
 
-    /// Frees a block, for the last time that its buffer holds this home: into the front where it is
-    /// of a hot size, else in the books. In a forked child does nothing.
-    #[inline]
-    pub(super) fn release(self: Arc<Self>, region: Region, placed: Placed) {
-        let shared = &self.shared;
-        if shared.check_here().is_err() {
-            return;
-        }
-        let fits = shared.is_fresh(region, placed) && placed.span.size <= shared.front_room();
-        let home = if fits { self.give(region, placed) } else { Some(self) };
-        if let Some(home) = home {
-            home.shared.release(region, placed);
-        }
-    }
-
     /// A block of this size out of the front; `None` where it has none, or is busy.
     ///
     /// Where it has none, what it keeps goes back to the books unless those are busy: the books
     /// then place the request with all free space before them, as close as without fronts.
     #[inline]
-    pub(super) fn take(&self, key: Key, requested: u64) -> Option<(Arc<Self>, Placed)> {
+    pub(super) fn take(&self, key: Key, requested: u64) -> Option<Box<Owned>> {
         let Some(mut front) = try_brief(&self.front) else {
             self.shared.note_contended();
             // Loom runs an execution again and again: nothing may outlive one.
@@ -270,35 +324,6 @@ impl Home {
         }
         self.cached.store(front.tally.cached(), Ordering::Relaxed);
         taken
-    }
-
-    /// Puts a freed block and the hold on its home into the front; returns the hold where the block
-    /// belongs to the books: its size is not hot, there is no room, or the front is busy.
-    #[inline]
-    fn give(self: Arc<Self>, region: Region, placed: Placed) -> Option<Arc<Self>> {
-        let held = Arc::into_raw(self);
-        // SAFETY: `held` is a hold of ours until it is put into the front below. From when the
-        // front's lock is given up after that, another thread may take the hold and let go of it,
-        // and the home with it: so `home` is used no more, and the guard's last act is a store to
-        // the lock, an atomic, whose reference need not outlive the store.
-        let home = unsafe { &*held };
-        let Some(mut front) = try_brief(&home.front) else {
-            home.shared.note_contended();
-            // SAFETY: out of `Arc::into_raw`, and nobody else has made an `Arc` of it.
-            return Some(unsafe { Arc::from_raw(held) });
-        };
-        // Both under the front's lock: whoever empties it after shutting the fronts finds this
-        // block, or this finds no room.
-        let Some(vacant) = front.admit(region, &placed, home.shared.front_room()) else {
-            drop(front);
-            // SAFETY: as above.
-            return Some(unsafe { Arc::from_raw(held) });
-        };
-        // SAFETY: as above; this one stays in the front.
-        *vacant = Some(Kin { home: unsafe { Arc::from_raw(held) }, region, placed });
-        home.shared.note_kept();
-        home.cached.store(front.tally.cached(), Ordering::Relaxed);
-        None
     }
 
     /// Takes all blocks out.

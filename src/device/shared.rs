@@ -7,7 +7,7 @@
 //! arena's memory lives as long as a handle, a buffer or a lease of it.
 
 use std::fmt;
-use std::mem;
+use std::mem::ManuallyDrop;
 use std::sync::{Arc, OnceLock, Weak};
 
 use super::books::Books;
@@ -239,7 +239,7 @@ impl Shared {
     /// forked child does nothing.
     pub(super) fn retire_fronts(&self) {
         if self.check_here().is_ok() {
-            mem::forget(self.fronts.shut());
+            let _for_good = ManuallyDrop::new(self.fronts.shut());
             self.empty_all(&lock(&self.fronts.sweep));
         }
     }

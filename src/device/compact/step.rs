@@ -177,7 +177,7 @@ impl Shared {
 
     /// Whether a block is known to be where this says.
     #[inline]
-    pub(in crate::device) fn is_fresh(&self, region: Region, placed: Placed) -> bool {
+    pub(in crate::device) fn is_fresh(&self, region: Region, placed: &Placed) -> bool {
         placed.moves == self.moves[region.number()].load(Ordering::Relaxed)
     }
 
