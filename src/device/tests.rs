@@ -357,3 +357,45 @@ fn many_threads_keep_contents_books_and_limit() {
     arena.purge().expect("purge");
     assert_eq!((arena.snapshot().committed, driver.committed().0), Default::default());
 }
+
+/// A block in a front holds its home, and the home its front.
+#[test]
+fn an_arena_whose_fronts_hold_blocks_is_gone_with_its_last_handle() {
+    let (arena, driver, _) = open(ByteSize::gib(1));
+    let kept = heat(&arena);
+    assert_eq!(arena.snapshot().cached, ByteSize::kib(4 * 64));
+    let other = arena.clone();
+    drop(arena);
+    assert!(!other.snapshot().cached.is_zero(), "a handle is left, and so are the fronts");
+    drop(other);
+    assert_eq!(driver.reservations(), 2, "a buffer keeps its arena");
+    drop(kept);
+    assert_eq!((driver.reservations(), driver.committed().0), (0, ByteSize::ZERO));
+    driver.assert_no_faults();
+}
+
+#[test]
+fn an_arena_is_gone_whenever_its_last_handle_goes_while_others_free() {
+    for _ in 0..200 {
+        let (arena, driver, _) = open(ByteSize::gib(1));
+        let theirs: Vec<_> = (0..3).map(|_| heat(&arena)).collect();
+        thread::scope(|scope| {
+            for kept in theirs {
+                scope.spawn(move || kept.into_iter().for_each(drop));
+            }
+            drop(arena);
+        });
+        assert_eq!((driver.reservations(), driver.committed().0), (0, ByteSize::ZERO));
+        driver.assert_no_faults();
+    }
+}
+
+/// Some live blocks of one size, beside others of it that are free in this thread's front.
+fn heat(arena: &DeviceArena) -> Vec<Buffer<u8>> {
+    let mut blocks = Vec::new();
+    for _ in 0..4 {
+        let more = (0..8).map(|_| bytes(arena, ByteSize::kib(64), Region::Dynamic));
+        blocks = more.collect::<Result<_, _>>().expect("room");
+    }
+    blocks.split_off(4)
+}
