@@ -112,20 +112,19 @@ fn turns(arena: &DeviceArena) {
 }
 
 /// The loop beside it, which allocates nothing and shares nothing: the atomic operations of a turn
-/// (two locks, one count up and down) on what is this thread's own, and arithmetic for the rest.
+/// (two locks) on what is this thread's own, and arithmetic for the rest.
 /// Were it arithmetic alone, it would not show what two threads of one core cost each other.
 fn own_loop() {
-    let own = Arc::new(Mutex::new([1_u64; 16]));
+    let own = Mutex::new([1_u64; 16]);
     for turn in 0..ROUND {
-        let hold = Arc::clone(&own);
         for half in 0..2 {
-            let mut held = hold.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut held = own.lock().unwrap_or_else(PoisonError::into_inner);
             let nth = (turn + half) % 8;
             let (one, other) = (held[nth], held[nth + 8]);
             held[nth] = one.rotate_left(7) ^ other.wrapping_mul(0x9E37_79B9_7F4A_7C15);
             held[nth + 8] = other.wrapping_add(one >> 3);
         }
-        black_box(&hold);
+        black_box(&own);
     }
 }
 
