@@ -38,8 +38,8 @@ pub(super) enum Cause {
     Device,
     Addresses,
     Driver,
-    /// Nobody's failure, and not counted.
-    Closed,
+    /// The arena was closed, or the block was lost: no want of memory, and not counted.
+    Uncounted,
 }
 
 /// An allocation that failed.

@@ -191,13 +191,25 @@ impl Shared {
         placed: Placed,
     ) -> Result<Placed, DeviceError> {
         let books = self.wait_until_still(lock(&self.books), region, placed.id);
-        let region_books = books.region(region);
-        if region_books.is_lost(placed.id) {
-            let size = ByteSize::new(placed.span.size);
-            return Err(DeviceError::ContentsLost { region, size });
-        }
-        Ok(region_books.refreshed(placed))
+        check_whole(&books, region, placed)?;
+        Ok(books.region(region).refreshed(placed))
     }
+}
+
+/// Refuses a block whose contents were lost in a move.
+///
+/// # Errors
+/// `ContentsLost`.
+pub(in crate::device) fn check_whole(
+    books: &Books,
+    region: Region,
+    placed: Placed,
+) -> Result<(), DeviceError> {
+    if books.region(region).is_lost(placed.id) {
+        let size = ByteSize::new(placed.span.size);
+        return Err(DeviceError::ContentsLost { region, size });
+    }
+    Ok(())
 }
 
 /// Why a move cannot be made now, if so.
