@@ -420,3 +420,46 @@ fn a_start_takes_its_first_sample_before_it_returns() {
     assert!(matches!(first, Err(Rejected::Pressure { .. })), "{first:?}");
     assert!(memory.shutdown(SOON).is_clean());
 }
+
+/// Asks for the notes whenever something is logged.
+struct Asks(Memory);
+
+impl tracing::Subscriber for Asks {
+    fn enabled(&self, _: &tracing::Metadata<'_>) -> bool {
+        true
+    }
+
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+
+    fn event(&self, _: &tracing::Event<'_>) {
+        let notes = about(&self.0, "resources");
+        assert_eq!(notes.len(), 1, "logged when it is kept: {notes:?}");
+    }
+
+    fn enter(&self, _: &tracing::span::Id) {}
+
+    fn exit(&self, _: &tracing::span::Id) {}
+}
+
+/// The bug: a note was logged with the notes locked, and who asked for them then waited for ever.
+#[test]
+fn a_listener_that_asked_for_the_notes_hung() {
+    let _turn = turn();
+    let memory = quiet().memory_limit(ByteSize::gib(1)).start().expect("starts");
+    let (tell, told) = mpsc::channel();
+    let asking = memory.clone();
+    thread::spawn(move || {
+        let listener = Asks(asking.clone());
+        let large = asking.managed("large", || Ok(7)).cost(Cost::host(ByteSize::gib(64)));
+        let registered =
+            tracing::subscriber::with_default(listener, || asking.register(large).is_ok());
+        tell.send(registered)
+    });
+    assert_eq!(told.recv_timeout(PATIENCE), Ok(true));
+}

@@ -99,12 +99,14 @@ impl Shared {
         if self.birth.is_here() { Ok(()) } else { Err(MemoryError::Forked) }
     }
 
-    /// Keeps a note unless it is known already, and logs it once.
+    /// Keeps a note unless it is known already, and logs it once; who listens may ask for the
+    /// notes.
     pub(super) fn note(&self, note: Note) {
         let mut notes = lock(&self.notes);
         if notes.len() < NOTES_MAX && !notes.contains(&note) {
+            notes.push(note.clone());
+            drop(notes);
             tracing::warn!(target: "lowtide", about = note.about, "{}", note.text);
-            notes.push(note);
         }
     }
 
