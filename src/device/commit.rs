@@ -276,6 +276,7 @@ impl Shared {
         for (nth, &run) in runs.iter().enumerate() {
             books.end_commit(region, run, nth < done, &*self.clock);
         }
+        books.note_committed();
         self.settled.notify_all();
         (books, outcome)
     }

@@ -42,6 +42,7 @@ pub(super) struct Granules {
     partly: Vec<u32>,
     backed: u64,
     active: u64,
+    committing: u64,
     leaving: u64,
     idle_end: usize,
 }
@@ -53,6 +54,10 @@ impl Granules {
 
     pub(super) const fn active(&self) -> u64 {
         self.active
+    }
+
+    pub(super) const fn committing(&self) -> u64 {
+        self.committing
     }
 
     pub(super) const fn leaving(&self) -> u64 {
@@ -149,6 +154,7 @@ impl Granules {
             word.backed |= bare;
             word.committing |= bare;
             self.backed += count(bare);
+            self.committing += count(bare);
             self.active += count(bare & word.touched);
             extend(&mut run, at, bare, &mut each);
         }
@@ -171,6 +177,7 @@ impl Granules {
             let word = &mut self.words[at];
             assert_eq!(word.committing & mask, mask, "not all of {range:?} was committing");
             word.committing &= !mask;
+            self.committing -= count(mask);
             if !done {
                 word.backed &= !mask;
                 self.backed -= count(mask);
@@ -250,6 +257,7 @@ impl Granules {
             |part: fn(&Word) -> u64| self.words.iter().map(|word| count(part(word))).sum::<u64>();
         assert_eq!(self.backed, total(|word| word.backed));
         assert_eq!(self.active, total(|word| word.backed & word.touched));
+        assert_eq!(self.committing, total(|word| word.committing));
         assert_eq!(self.leaving, total(|word| word.leaving));
         for (at, word) in self.words.iter().enumerate() {
             assert_eq!(word.committing & word.leaving, 0, "both ways at once in word {at}");

@@ -102,6 +102,11 @@ impl Segment {
         self.backed() - self.active()
     }
 
+    /// Bytes of granules on their way here, which may be refused.
+    pub(super) const fn committing(&self) -> u64 {
+        (self.low.committing() + self.high.committing()) * self.granularity
+    }
+
     /// Bytes of granules that are leaving.
     pub(super) const fn leaving(&self) -> u64 {
         (self.low.leaving() + self.high.leaving()) * self.granularity
