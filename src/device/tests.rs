@@ -13,6 +13,7 @@ use crate::decay::DecayTime;
 use crate::sync::lock;
 
 mod peers;
+mod storm;
 
 const GRANULE: ByteSize = ByteSize::mib(2);
 const SECOND: Duration = Duration::from_secs(1);

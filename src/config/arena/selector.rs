@@ -199,14 +199,13 @@ mod tests {
 
     /// The bug: each target was compared with all before it: minutes for a text of a megabyte.
     #[test]
-    fn a_long_selector_was_read_in_square_time() -> Result<(), SelectorError> {
+    fn a_long_selector_was_read_in_square_time() {
         let entry = |number: u32| format!("gpu:{number}");
         let mut text = (0..100_000).map(entry).collect::<Vec<_>>().join(";");
-        let targets: Targets = text.parse()?;
+        let targets: Targets = text.parse().expect("each once");
         assert_eq!((targets.iter().count(), targets.to_string() == text), (100_000, true));
         text.push_str(";gpu:7");
         let target = Target { kind: TargetKind::Gpu, id: 7 };
         assert_eq!(text.parse::<Targets>(), Err(SelectorError::Twice { target }));
-        Ok(())
     }
 }
