@@ -220,7 +220,7 @@ fn refuses(books: &Books, options: CompactOptions, id: BlockName, made: Move) ->
     let is_there = books.region(options.region).span_of(id) == Ok(made.source());
     let fits = match books.hold(options, id, made.source()) {
         Hold::Moves { align, .. } => made.to.is_multiple_of(align),
-        Hold::Stays => false,
+        Hold::Stays | Hold::Wall => false,
     };
     // Blocks keep to their range.
     let is_beside = books.region(options.region).is_of_one_range(made.source(), made.destination());
