@@ -64,7 +64,6 @@ impl Driver for Model {
             page_locked: false,
             same_address_wake: false,
             asynchronous: false,
-            page_locked: false,
             granularity: ByteSize::new(GRANULE),
         }
     }
