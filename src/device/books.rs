@@ -38,8 +38,8 @@ pub(super) enum Cause {
     Device,
     Addresses,
     Driver,
-    /// Nobody's failure, and not counted.
-    Closed,
+    /// The arena was closed, or the block was lost: no want of memory, and not counted.
+    Uncounted,
 }
 
 /// An allocation that failed.
@@ -254,9 +254,17 @@ impl Books {
         let room = self.limit.get().saturating_sub(self.backed());
         let whole = if grow { self.steps.commit(needed, room) } else { needed };
         let ahead = (whole - needed) / self.granularity;
-        let runs = self.region_mut(region).segment.begin_commit(span, ahead);
-        self.committed_peak = self.committed_peak.max(self.backed());
-        runs
+        self.region_mut(region).segment.begin_commit(span, ahead)
+    }
+
+    /// Notes how much is committed, after a commit: what was asked for and refused never was.
+    pub(super) fn note_committed(&mut self) {
+        self.committed_peak = self.committed_peak.max(self.there());
+    }
+
+    /// Bytes of granules with memory behind them, without those on their way.
+    fn there(&self) -> u64 {
+        self.backed() - self.total(|region| region.segment.committing())
     }
 
     /// Books what came of a commit.
@@ -442,5 +450,6 @@ impl Books {
         let totals = &self.totals;
         let settled = totals.committed_bytes - totals.decommitted_bytes;
         assert!(self.backed() >= settled, "every byte committed is on the books");
+        assert!(self.there() <= self.committed_peak, "no more is there than at the peak");
     }
 }

@@ -103,7 +103,8 @@ impl<T: Pod> Buffer<T> {
     ///
     /// # Errors
     /// [`DeviceError::Unsupported`] on a driver without host access,
-    /// [`DeviceError::ForeignLease`] for a lease of another arena, [`DeviceError::Forked`].
+    /// [`DeviceError::ForeignLease`] for a lease of another arena, [`DeviceError::Forked`];
+    /// [`DeviceError::ContentsLost`], until it is resized to nothing.
     pub fn slice<'a>(&'a self, lease: &'a Lease) -> Result<&'a [T], DeviceError> {
         let start = self.start(lease)?;
         // SAFETY: `start` is aligned for T (asserted in `pointer`, or dangling and aligned where
@@ -141,7 +142,7 @@ impl<T: Pod> Buffer<T> {
     ///
     /// # Errors
     /// As [`DeviceArena::alloc`](super::DeviceArena::alloc), and [`DeviceError::Driver`] where the
-    /// copy fails; the buffer is as it was.
+    /// copy fails; [`DeviceError::ContentsLost`]; the buffer is as it was.
     pub fn resize(&mut self, len: usize) -> Result<(), DeviceError> {
         let shared = self.shared();
         let region = self.region();

@@ -8,6 +8,7 @@
 //! free again, and what was committed for it is idle.
 
 use super::books::{Books, Cause, Refusal};
+use super::compact::step::check_whole;
 use super::driver::DriverError;
 use super::driver::sealed::Key;
 use super::error::DeviceError;
@@ -96,7 +97,7 @@ impl Shared {
     /// Lets a live block be of another size where it stands; `None` where it cannot grow there.
     ///
     /// # Errors
-    /// As [`Shared::obtain`]; the block is as it was.
+    /// As [`Shared::obtain`], or `ContentsLost`; the block is as it was.
     pub(super) fn resize_in_place(
         &self,
         region: Region,
@@ -113,6 +114,9 @@ impl Shared {
         requested: u64,
     ) -> Result<Option<Placed>, Refusal> {
         let mut books = self.wait_until_still(self.books(), region, placed.id);
+        // A block that is resized is known to be where it is: nobody would look for this again.
+        check_whole(&books, region, placed)
+            .map_err(|error| Refusal { cause: Cause::Uncounted, error })?;
         let Some(resized) = books.begin_resize(region, placed, requested, &*self.clock) else {
             return Ok(None);
         };
@@ -128,7 +132,7 @@ impl Shared {
     /// Refuses a block whose memory came when the arena was closed already: under the lock.
     fn check_arrival(&self) -> Result<(), Refusal> {
         if self.is_closed() {
-            return Err(Refusal { cause: Cause::Closed, error: self.was_closed() });
+            return Err(Refusal { cause: Cause::Uncounted, error: self.was_closed() });
         }
         Ok(())
     }
@@ -272,6 +276,7 @@ impl Shared {
         for (nth, &run) in runs.iter().enumerate() {
             books.end_commit(region, run, nth < done, &*self.clock);
         }
+        books.note_committed();
         self.settled.notify_all();
         (books, outcome)
     }
@@ -287,7 +292,7 @@ impl Shared {
             Cause::Device => &mut failures.device,
             Cause::Addresses => &mut failures.addresses,
             Cause::Driver => &mut failures.driver,
-            Cause::Closed => return refusal.error,
+            Cause::Uncounted => return refusal.error,
         } += 1;
         refusal.error
     }

@@ -42,6 +42,7 @@ pub(super) struct Granules {
     partly: Vec<u32>,
     backed: u64,
     active: u64,
+    committing: u64,
     leaving: u64,
     idle_end: usize,
 }
@@ -53,6 +54,10 @@ impl Granules {
 
     pub(super) const fn active(&self) -> u64 {
         self.active
+    }
+
+    pub(super) const fn committing(&self) -> u64 {
+        self.committing
     }
 
     pub(super) const fn leaving(&self) -> u64 {
@@ -138,25 +143,30 @@ impl Granules {
 
     /// Marks the bare ones as committing; calls `each` with every run of them.
     pub(super) fn begin_commit(&mut self, range: Range<usize>, mut each: impl FnMut(Range<usize>)) {
+        if range.is_empty() {
+            return; // the books do not grow for what is beyond the other half
+        }
         self.reach(range.end);
         let mut run: Option<Range<usize>> = None;
         for (at, mask) in masks(range) {
             let word = &mut self.words[at];
-            let mut bare = mask & !word.backed;
+            let bare = mask & !word.backed;
             word.backed |= bare;
             word.committing |= bare;
             self.backed += count(bare);
+            self.committing += count(bare);
             self.active += count(bare & word.touched);
-            while bare != 0 {
-                let first = bare.trailing_zeros();
-                let length = (bare >> first).trailing_ones();
-                bare &= !(low(length) << first);
-                let (start, length) = (at * 64 + first as usize, length as usize);
-                match &mut run {
-                    Some(run) if run.end == start => run.end += length,
-                    _ => run.replace(start..start + length).into_iter().for_each(&mut each),
-                }
-            }
+            extend(&mut run, at, bare, &mut each);
+        }
+        run.into_iter().for_each(each);
+    }
+
+    /// Calls `each` with every run of committed ones. A word at a time, where none is committed.
+    pub(super) fn committed_runs(&self, range: Range<usize>, mut each: impl FnMut(Range<usize>)) {
+        let mut run = None;
+        for (at, mask) in masks(range.start..range.end.min(self.known())) {
+            let committed = self.words.get(at).map_or(0, |word| word.committed() & mask);
+            extend(&mut run, at, committed, &mut each);
         }
         run.into_iter().for_each(each);
     }
@@ -167,6 +177,7 @@ impl Granules {
             let word = &mut self.words[at];
             assert_eq!(word.committing & mask, mask, "not all of {range:?} was committing");
             word.committing &= !mask;
+            self.committing -= count(mask);
             if !done {
                 word.backed &= !mask;
                 self.backed -= count(mask);
@@ -222,11 +233,6 @@ impl Granules {
         }
     }
 
-    /// Whether there is memory behind it, to stay.
-    pub(super) fn is_committed(&self, granule: usize) -> bool {
-        self.are_committed(granule..granule + 1)
-    }
-
     /// Every run of backed granules, from the end inward.
     pub(super) fn backed_runs(&self) -> Vec<Range<usize>> {
         let mut runs: Vec<Range<usize>> = Vec::new();
@@ -251,6 +257,7 @@ impl Granules {
             |part: fn(&Word) -> u64| self.words.iter().map(|word| count(part(word))).sum::<u64>();
         assert_eq!(self.backed, total(|word| word.backed));
         assert_eq!(self.active, total(|word| word.backed & word.touched));
+        assert_eq!(self.committing, total(|word| word.committing));
         assert_eq!(self.leaving, total(|word| word.leaving));
         for (at, word) in self.words.iter().enumerate() {
             assert_eq!(word.committing & word.leaving, 0, "both ways at once in word {at}");
@@ -283,6 +290,25 @@ impl Granules {
         if self.partly.len() < end {
             self.partly.resize(end, 0);
             self.words.resize(end.div_ceil(64), Word::default());
+        }
+    }
+}
+
+/// Takes in the next word of a walk: joins its granules to the run so far, or ends that.
+fn extend(
+    run: &mut Option<Range<usize>>,
+    at: usize,
+    mut bits: u64,
+    mut each: impl FnMut(Range<usize>),
+) {
+    while bits != 0 {
+        let first = bits.trailing_zeros();
+        let length = (bits >> first).trailing_ones();
+        bits &= !(low(length) << first);
+        let (start, length) = (at * 64 + first as usize, length as usize);
+        match run {
+            Some(run) if run.end == start => run.end += length,
+            _ => run.replace(start..start + length).into_iter().for_each(&mut each),
         }
     }
 }

@@ -102,6 +102,11 @@ impl Segment {
         self.backed() - self.active()
     }
 
+    /// Bytes of granules on their way here, which may be refused.
+    pub(super) const fn committing(&self) -> u64 {
+        (self.low.committing() + self.high.committing()) * self.granularity
+    }
+
     /// Bytes of granules that are leaving.
     pub(super) const fn leaving(&self) -> u64 {
         (self.low.leaving() + self.high.leaving()) * self.granularity
@@ -217,27 +222,21 @@ impl Segment {
         self.each_part(run.range(), |half, range| half.end_leave(range, done));
     }
 
-    /// The longest part of a span that is committed throughout, in bytes.
+    /// The longest part of a span that is committed throughout, in bytes. Takes a step for each run
+    /// of committed granules, and for each 64 granules.
     pub(super) fn committed_run_max(&self, span: Span) -> u64 {
-        let (mut best, mut run) = (0, 0);
         let [low, high] = self.parts(self.granules_of(span));
-        let known = |range: Range<usize>, half: &Granules| {
-            range.start.min(half.known())..range.end.min(half.known())
+        let (mut best, mut across) = (0, 0);
+        let mut see = |run: Range<usize>| {
+            let start = span.offset.max(run.start as u64 * self.granularity);
+            let bytes = span.end().min(run.end as u64 * self.granularity) - start;
+            // One that ends where the halves meet goes on in the other.
+            let meets = run.start == self.middle || run.end == self.middle;
+            across += if meets { bytes } else { 0 };
+            best = best.max(bytes).max(across);
         };
-        let low = known(low, &self.low);
-        let high = mirrored(self.count, known(high, &self.high));
-        let apart = low.end != high.start;
-        for (range, gap) in [(low, false), (high, apart)] {
-            // Where the books of the halves do not meet, what lies between is bare.
-            run = if gap { 0 } else { run };
-            for granule in range {
-                let (half, at) = self.half(granule);
-                let start = granule as u64 * self.granularity;
-                let part = span.end().min(start + self.granularity) - span.offset.max(start);
-                run = if half.is_committed(at) { run + part } else { 0 };
-                best = best.max(run);
-            }
-        }
+        self.low.committed_runs(low, &mut see);
+        self.high.committed_runs(high, |run| see(mirrored(self.count, run)));
         best
     }
 
@@ -383,6 +382,46 @@ mod tests {
         segment.touch(of);
         for run in segment.begin_commit(of, 0) {
             segment.end_commit(run, true);
+        }
+    }
+
+    #[test]
+    fn the_longest_committed_part_is_what_a_look_at_each_granule_finds() {
+        let mut state = 0x2545_F491_4F6C_DD1D_u64;
+        println!("seed {state:#x}");
+        let mut chance = |bound: u64| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            state % bound
+        };
+        // Halves of 100 and 99 granules: runs cross words, and where the halves meet.
+        let (base, size) = (DeviceAddress::new(1 << 40), ByteSize::mib(199));
+        for _ in 0..40 {
+            let mut segment = Segment::new(base, size, ByteSize::new(GRANULE));
+            let mut backed = [false; 199];
+            for _ in 0..chance(30) {
+                let first = chance(199);
+                let end = (first + 1 + chance(40)).min(199);
+                for granule in first..end {
+                    let at = usize::try_from(granule).expect("small");
+                    if !std::mem::replace(&mut backed[at], true) {
+                        committed(&mut segment, span(granule * GRANULE, (granule + 1) * GRANULE));
+                    }
+                }
+            }
+            for _ in 0..40 {
+                let offset = chance(198 * GRANULE);
+                let of = span(offset, offset + 1 + chance(199 * GRANULE - offset));
+                let (mut best, mut run) = (0, 0);
+                for (granule, is_backed) in (0..).zip(backed) {
+                    let start = of.offset.max(granule * GRANULE);
+                    let part = of.end().min((granule + 1) * GRANULE).saturating_sub(start);
+                    run = if is_backed { run + part } else { 0 };
+                    best = best.max(run);
+                }
+                assert_eq!(segment.committed_run_max(of), best, "{of:?} of {backed:?}");
+            }
         }
     }
 

@@ -37,7 +37,7 @@ pub struct ArenaSnapshot {
     pub idle: ByteSize,
     /// Granules with memory behind them.
     pub committed: ByteSize,
-    /// The most that was committed since the arena was opened.
+    /// The most that was committed since the arena was opened, without what was on its way.
     pub committed_peak: ByteSize,
     /// Address space held.
     pub reserved: ByteSize,
@@ -175,7 +175,6 @@ impl ArenaSnapshot {
         assert_eq!(self.reserved, total(|region| region.reserved));
         assert_eq!(self.holes, total(|region| region.holes));
         assert!(self.live <= self.live_peak, "live <= live_peak");
-        assert!(self.committed <= self.committed_peak, "committed <= committed_peak");
         assert!(self.frees_total <= self.allocs_total, "frees_total <= allocs_total");
     }
 }

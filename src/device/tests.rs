@@ -13,6 +13,7 @@ use crate::decay::DecayTime;
 use crate::sync::lock;
 
 mod peers;
+mod storm;
 
 const GRANULE: ByteSize = ByteSize::mib(2);
 const SECOND: Duration = Duration::from_secs(1);
@@ -162,6 +163,19 @@ fn a_full_device_is_asked_again_after_the_arenas_own_idle_memory_is_given_back()
     let failures = arena.snapshot().alloc_failures_total;
     assert_eq!((failures.device, failures.total()), (1, 1));
     drop(buffer);
+    arena.validate();
+    driver.assert_no_faults();
+}
+
+/// The bug: the most that was ever committed counted what was asked for and refused.
+#[test]
+fn a_commit_that_was_refused_made_the_peak() {
+    let (arena, driver, _) = open(ByteSize::MAX);
+    driver.set_device_granules(8);
+    bytes(&arena, ByteSize::mib(512), Region::Dynamic).expect_err("no room");
+    assert_eq!(arena.snapshot().committed_peak, ByteSize::ZERO);
+    drop(bytes(&arena, ByteSize::mib(3), Region::Dynamic).expect("room"));
+    assert_eq!(arena.snapshot().committed_peak, ByteSize::mib(4));
     arena.validate();
     driver.assert_no_faults();
 }

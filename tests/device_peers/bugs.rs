@@ -184,6 +184,21 @@ fn the_books_grow_with_blocks_and_not_with_bytes() {
     assert_usable(&arena);
 }
 
+/// The bug: the first commit made entries for the whole other half of the addresses, 0.7 MiB a
+/// region of 512 GiB, and each snapshot and each refusal looked at all of them under the lock.
+#[test]
+fn the_first_commit_took_books_for_half_of_all_addresses() {
+    let (arena, _) = open_with(ArenaConfig::new("vast"));
+    let before = arena.snapshot().metadata;
+    for (size, region) in
+        [(4 << 20, Region::Dynamic), (256, Region::Dynamic), (4 << 20, Region::Stable)]
+    {
+        drop(arena.alloc::<u8>(size, region).expect("room"));
+        let grown = arena.snapshot().metadata.saturating_sub(before);
+        assert!(grown < ByteSize::kib(64), "{grown} for {size} B");
+    }
+}
+
 /// The bug: what an arena keeps of blocks that are had by address, and of events, was not counted.
 #[test]
 fn the_table_of_addresses_and_the_ring_of_events_were_no_metadata() {

@@ -6,6 +6,7 @@
 //!
 //! Invariant: `parse(targets.to_string()) = targets`, and no target is in it twice.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::str::FromStr;
 
@@ -83,7 +84,7 @@ impl FromStr for Targets {
     type Err = SelectorError;
 
     fn from_str(text: &str) -> Result<Self, SelectorError> {
-        let mut targets = Vec::new();
+        let (mut targets, mut named) = (Vec::new(), BTreeSet::new());
         for entry in text.split(';') {
             let owned = || entry.to_owned();
             if entry.is_empty() {
@@ -100,7 +101,7 @@ impl FromStr for Targets {
             let id = id.ok_or_else(|| SelectorError::Id { entry: owned() })?;
             let target = Target { kind, id };
             // At most as many as were written; a repetition ends it.
-            if targets.contains(&target) {
+            if !named.insert(target) {
                 return Err(SelectorError::Twice { target });
             }
             targets.push(target);
@@ -189,5 +190,22 @@ impl RunOptions {
             options.shrink = Some(targets);
         }
         Ok(options)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The bug: each target was compared with all before it: minutes for a text of a megabyte.
+    #[test]
+    fn a_long_selector_was_read_in_square_time() {
+        let entry = |number: u32| format!("gpu:{number}");
+        let mut text = (0..100_000).map(entry).collect::<Vec<_>>().join(";");
+        let targets: Targets = text.parse().expect("each once");
+        assert_eq!((targets.iter().count(), targets.to_string() == text), (100_000, true));
+        text.push_str(";gpu:7");
+        let target = Target { kind: TargetKind::Gpu, id: 7 };
+        assert_eq!(text.parse::<Targets>(), Err(SelectorError::Twice { target }));
     }
 }

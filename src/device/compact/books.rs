@@ -93,7 +93,7 @@ impl Books {
             let nth = parts.partition_point(|(part, _)| part.span.offset < wall.offset);
             match options.goal {
                 Goal::Granules => {
-                    parts.insert(nth, (Part { span: wall, hold: Some(Hold::Stays) }, None));
+                    parts.insert(nth, (Part { span: wall, hold: Some(Hold::Wall) }, None));
                 }
                 // The free span that is wanted is for a large block.
                 Goal::Contiguous(_) => parts.truncate(nth),

@@ -29,6 +29,8 @@ pub(in crate::device) enum Hold {
     Moves { end: End, align: u64 },
     /// It stays.
     Stays,
+    /// It stays, and nothing passes it; at most one.
+    Wall,
 }
 
 impl Hold {
@@ -37,7 +39,7 @@ impl Hold {
     fn is_kin(self, other: Self) -> bool {
         match (self, other) {
             (Self::Moves { end, .. }, Self::Moves { end: other, .. }) => end == other,
-            (Self::Stays, _) | (_, Self::Stays) => true,
+            (Self::Stays | Self::Wall, _) | (_, Self::Stays | Self::Wall) => true,
         }
     }
 }
@@ -217,8 +219,8 @@ impl Draft {
         let Hold::Moves { end, align } = block.hold else { return None };
         self.sketch.lift(block);
         let size = block.span.size;
-        let spans = self.sketch.at_least(size).take(LOOKS);
-        let spans = spans.chain(self.sketch.at_least(size).next_back());
+        let within_reach = || self.sketch.at_least(size, block.span.offset);
+        let spans = within_reach().take(LOOKS).chain(within_reach().next_back());
         let mut best: Option<[u64; 4]> = None;
         for span in spans {
             for at in places(span, cleared, size, align.max(ALIGN)) {

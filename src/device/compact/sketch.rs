@@ -26,8 +26,10 @@ pub(super) struct Sketch {
     blocks: BTreeMap<u64, (u64, Hold)>,
     /// By offset: size.
     free: BTreeMap<u64, u64>,
-    /// Size and offset of each free span.
-    by_size: BTreeSet<(u64, u64)>,
+    /// Size and offset of each free span, before the wall and after it.
+    by_size: [BTreeSet<(u64, u64)>; 2],
+    /// Where the wall is, which no block passes.
+    wall: Option<u64>,
     active: u64,
 }
 
@@ -38,7 +40,8 @@ impl Sketch {
             granule,
             blocks: BTreeMap::new(),
             free: BTreeMap::new(),
-            by_size: BTreeSet::new(),
+            by_size: [BTreeSet::new(), BTreeSet::new()],
+            wall: parts.iter().find(|part| part.hold == Some(Hold::Wall)).map(|p| p.span.offset),
             active: 0,
         };
         for part in parts {
@@ -64,13 +67,17 @@ impl Sketch {
 
     /// The largest free span, the lowest of equals.
     pub(super) fn largest(&self) -> Option<Span> {
-        let &(size, _) = self.by_size.last()?;
-        self.at_least(size).next()
+        let sides = self.by_size.iter();
+        let size = sides.filter_map(|side| Some(side.last()?.0)).max()?;
+        let mut lowest = self.by_size.iter().filter_map(|side| side.range((size, 0)..).next());
+        lowest.next().map(|&(size, offset)| Span { offset, size })
     }
 
-    /// The free spans that hold so many bytes, the smallest first.
-    pub(super) fn at_least(&self, size: u64) -> impl DoubleEndedIterator<Item = Span> {
-        self.by_size.range((size, 0)..).map(|&(size, offset)| Span { offset, size })
+    /// The free spans that hold so many bytes, the smallest first, on that side of the wall on
+    /// which an offset is.
+    pub(super) fn at_least(&self, size: u64, beside: u64) -> impl DoubleEndedIterator<Item = Span> {
+        let spans = self.by_size[self.side(beside)].range((size, 0)..);
+        spans.map(|&(size, offset)| Span { offset, size })
     }
 
     /// Blocks and free spans in address order.
@@ -162,13 +169,20 @@ impl Sketch {
     fn note_free(&mut self, span: Span) {
         if span.size > 0 {
             self.free.insert(span.offset, span.size);
-            self.by_size.insert((span.size, span.offset));
+            let side = self.side(span.offset);
+            self.by_size[side].insert((span.size, span.offset));
         }
     }
 
     fn forget_free(&mut self, span: Span) {
         self.free.remove(&span.offset);
-        self.by_size.remove(&(span.size, span.offset));
+        let side = self.side(span.offset);
+        self.by_size[side].remove(&(span.size, span.offset));
+    }
+
+    /// On which side of the wall an offset is.
+    fn side(&self, offset: u64) -> usize {
+        usize::from(self.wall.is_some_and(|wall| offset > wall))
     }
 }
 

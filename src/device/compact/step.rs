@@ -191,13 +191,25 @@ impl Shared {
         placed: Placed,
     ) -> Result<Placed, DeviceError> {
         let books = self.wait_until_still(lock(&self.books), region, placed.id);
-        let region_books = books.region(region);
-        if region_books.is_lost(placed.id) {
-            let size = ByteSize::new(placed.span.size);
-            return Err(DeviceError::ContentsLost { region, size });
-        }
-        Ok(region_books.refreshed(placed))
+        check_whole(&books, region, placed)?;
+        Ok(books.region(region).refreshed(placed))
     }
+}
+
+/// Refuses a block whose contents were lost in a move.
+///
+/// # Errors
+/// `ContentsLost`.
+pub(in crate::device) fn check_whole(
+    books: &Books,
+    region: Region,
+    placed: Placed,
+) -> Result<(), DeviceError> {
+    if books.region(region).is_lost(placed.id) {
+        let size = ByteSize::new(placed.span.size);
+        return Err(DeviceError::ContentsLost { region, size });
+    }
+    Ok(())
 }
 
 /// Why a move cannot be made now, if so.
@@ -208,7 +220,7 @@ fn refuses(books: &Books, options: CompactOptions, id: BlockName, made: Move) ->
     let is_there = books.region(options.region).span_of(id) == Ok(made.source());
     let fits = match books.hold(options, id, made.source()) {
         Hold::Moves { align, .. } => made.to.is_multiple_of(align),
-        Hold::Stays => false,
+        Hold::Stays | Hold::Wall => false,
     };
     // Blocks keep to their range.
     let is_beside = books.region(options.region).is_of_one_range(made.source(), made.destination());

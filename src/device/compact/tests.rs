@@ -382,6 +382,30 @@ fn contents_that_a_slide_lost_are_never_shown_again() {
     driver.assert_no_faults();
 }
 
+/// The bug: a resize in place made a block whose contents were lost look whole again.
+#[test]
+fn a_resize_in_place_showed_contents_that_were_lost() {
+    for bytes in [4 << 20, 8 << 20] {
+        let (arena, driver) = fixed(ByteSize::mib(12));
+        let gone = marked(&arena, ByteSize::mib(1), 0).expect("room");
+        let mut lost = marked(&arena, ByteSize::mib(8), 1).expect("room");
+        drop(gone);
+        driver.fail_from(Some(driver.calls() + 3));
+        arena.compact(ALL, |_| {}).expect_err("a trial");
+        driver.fail_from(None);
+        let expected =
+            DeviceError::ContentsLost { region: Region::Dynamic, size: ByteSize::mib(8) };
+        assert_eq!(lost.resize(bytes / 8), Err(expected.clone()), "{bytes}");
+        let lease = arena.enter().expect("awake");
+        assert_eq!(lost.slice(&lease).map(<[u64]>::len), Err(expected), "{bytes}");
+        drop(lease);
+        assert_eq!(lost.resize(0), Ok(()), "nothing is left of it");
+        drop(lost);
+        arena.validate();
+        driver.assert_no_faults();
+    }
+}
+
 #[test]
 fn what_the_limit_does_not_allow_is_left_out() {
     let (arena, driver) = fixed(ByteSize::mib(16));

@@ -37,6 +37,8 @@ struct Seen {
     failure: Option<Failure>,
     /// From this call on each fails.
     fails_from: Option<u64>,
+    /// One call in so many fails, by the state of a generator.
+    odds: Option<(u64, u64)>,
     device_granules: Option<usize>,
     /// Host memory given out: where, how long, and whether page-locked.
     host: BTreeMap<usize, (u64, HostMemory)>,
@@ -79,6 +81,11 @@ impl TrialDriver {
     /// Lets all calls from this one on fail, or none.
     pub(crate) fn fail_from(&self, nth: Option<u64>) {
         lock(&self.seen).fails_from = nth;
+    }
+
+    /// Lets one call in so many fail, at random.
+    pub(crate) fn fail_one_in(&self, odds: Option<u64>, seed: u64) {
+        lock(&self.seen).odds = odds.map(|odds| (odds, seed | 1));
     }
 
     /// Says how many granules the device has.
@@ -164,6 +171,19 @@ impl TrialDriver {
         seen.calls += 1;
         if seen.fails_from.is_some_and(|from| from <= nth) {
             return Err(refused(name));
+        }
+        if let Some((odds, state)) = &mut seen.odds {
+            *state ^= *state << 13;
+            *state ^= *state >> 7;
+            *state ^= *state << 17;
+            if state.is_multiple_of(*odds) {
+                let out_of_memory = (*state >> 40) % 2 == 0;
+                return Err(if out_of_memory {
+                    DriverError::OutOfMemory { call: name, requested: size }
+                } else {
+                    refused(name)
+                });
+            }
         }
         match seen.failure {
             Some(failure) if failure.nth == nth => Err(if failure.out_of_memory {

@@ -236,8 +236,9 @@ impl Books {
         if need > self.limit {
             return Room::None;
         }
-        // Both are at most the address space of a process: the sum fits.
-        let short = self.committed + need - self.limit;
+        // By what it is too large, and by what a lowered limit is passed already. What others have
+        // asked for, and will be refused, may be any number: no sum with it fits for certain.
+        let short = (need - headroom) + self.committed.saturating_sub(self.limit);
         if self.idle() >= short {
             Room::After(short)
         } else if self.leaving() > 0 && self.idle() + self.leaving() >= short {
@@ -270,7 +271,6 @@ impl Books {
         let spare = size.saturating_sub(request.size);
         self.slots[slot] = Slot::Arriving { size, spare, ticket: Ticket(self.tickets) };
         self.committed += size;
-        self.committed_peak = self.committed_peak.max(self.committed);
         Ok(slot)
     }
 
@@ -295,6 +295,8 @@ impl Books {
         self.totals.segments_obtained += 1;
         self.totals.obtained_bytes += range.size().get();
         self.slots[slot] = Slot::Ready(Segment::new(range));
+        // What was asked for and refused never was.
+        self.committed_peak = self.committed_peak.max(self.committed - self.arriving());
         self.place_in(slot, request)
     }
 
@@ -367,6 +369,15 @@ impl Books {
             _ => None,
         });
         leaving.sum()
+    }
+
+    /// Bytes of the segments that were asked for, and may be refused.
+    fn arriving(&self) -> u64 {
+        let arriving = self.slots.iter().filter_map(|slot| match slot {
+            Slot::Arriving { size, .. } => Some(*size),
+            _ => None,
+        });
+        arriving.sum()
     }
 
     /// Blocks that are live, and those whose memory is on its way.

@@ -16,7 +16,7 @@ use super::books::Books;
 use super::pool::{PinnedPool, Shared};
 use crate::bytes::ByteSize;
 use crate::device::error::DeviceError;
-use crate::sync::{MutexGuard, lock, wait};
+use crate::sync::{MutexGuard, caught, lock, wait};
 
 /// What giving back came to.
 #[derive(Debug)]
@@ -114,7 +114,9 @@ impl Shared {
             }
         }
         given.bytes = leaving[..done].iter().map(|(_, range)| range.size()).sum();
-        tracing::debug!(pool = self.name(), bytes = %given.bytes, "idle segments were given back");
+        // Whoever listens is not ours, and what is gone is booked as gone whatever it does.
+        let (pool, bytes) = (self.name(), given.bytes);
+        let _ = caught(|| tracing::debug!(pool, %bytes, "idle segments were given back"));
         let mut books = lock(&self.books);
         for (nth, (slot, _)) in leaving.iter().enumerate() {
             books.end_leave(*slot, nth < done);

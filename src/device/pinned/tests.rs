@@ -13,6 +13,7 @@ use crate::sync::lock;
 
 mod cu_arena;
 mod random;
+mod refused;
 mod threads;
 
 const GRANULE: ByteSize = ByteSize::kib(64);
