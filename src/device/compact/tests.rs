@@ -7,7 +7,6 @@ use std::sync::Arc;
 use crate::bytes::ByteSize;
 use crate::clock::ManualClock;
 use crate::device::driver::trial::{Failure, TrialDriver};
-use crate::device::picture::Act;
 use crate::device::region::Wanted;
 use crate::device::{
     ArenaConfig, BlockPin, Buffer, CompactOptions, DeviceArena, DeviceError, Goal, Moved, Region,
@@ -31,7 +30,7 @@ pub(super) fn virtual_memory(limit: ByteSize) -> (DeviceArena, Arc<TrialDriver>)
     open(ArenaConfig { limit, reserve: ByteSize::gib(1), ..ArenaConfig::new("virtual") })
 }
 
-fn open(config: ArenaConfig) -> (DeviceArena, Arc<TrialDriver>) {
+pub(super) fn open(config: ArenaConfig) -> (DeviceArena, Arc<TrialDriver>) {
     let driver = Arc::new(TrialDriver::new());
     let arena = DeviceArena::open(driver.clone(), Arc::new(ManualClock::new()), config);
     (arena.expect("open"), driver)
@@ -476,26 +475,4 @@ fn blocks_had_by_address_stay_or_have_a_new_address_that_is_told() {
     }
     arena.validate();
     driver.assert_no_faults();
-}
-
-#[test]
-fn the_events_show_where_each_block_went() {
-    let size = ByteSize::mib(64);
-    let config = ArenaConfig { limit: size, reserve: size, ..ArenaConfig::new("fixed") };
-    let (arena, _) = open(ArenaConfig { history: 1000, ..config });
-    let mut blocks = alternating(&arena, 8, ByteSize::mib(8));
-    assert!(arena.compact(ALL, |_| {}).expect("no error").moves > 0);
-    drop(blocks.pop());
-    let map = arena.map();
-    let mut live = std::collections::BTreeSet::new();
-    for event in &map.events {
-        match event.act {
-            Act::Alloc => assert!(live.insert(event.address), "twice at one address"),
-            Act::Free => assert!(live.remove(&event.address), "freed and never handed out"),
-            _ => {}
-        }
-    }
-    let segment = &map.segments[Region::Dynamic.number()];
-    let shown = segment.blocks.iter().map(|block| segment.base + block.offset.get());
-    assert!(shown.eq(live), "the events lead up to the map");
 }

@@ -1,5 +1,5 @@
 //! What others do while an arena is compacted: enter, allocate, free, resize, from other threads
-//! and from the callback.
+//! and from the callback; and what they see of it in the events.
 //!
 //! Invariant: nobody waits longer than for one move, and nobody sees half of one.
 
@@ -8,11 +8,12 @@ use std::time::Duration;
 
 use super::tests::{
     ALL, Chance, DYNAMIC, STRIDE, address, alternating, assert_all_marked, assert_marked,
-    beside_a_pinned_one, fixed, marked, virtual_memory,
+    beside_a_pinned_one, fixed, marked, open, virtual_memory,
 };
 use crate::bytes::ByteSize;
 use crate::clock::{Clock, SystemClock};
-use crate::device::{Buffer, CompactOptions, Goal, Region, Stopped};
+use crate::device::picture::Act;
+use crate::device::{ArenaConfig, Buffer, CompactOptions, Goal, Region, Stopped};
 use crate::sync::lock;
 
 /// Waits for what another thread does soon.
@@ -309,4 +310,26 @@ fn a_hole_in_the_other_range_kept_a_block_from_one_in_its_own() {
     assert_all_marked(&arena, &small);
     arena.validate();
     driver.assert_no_faults();
+}
+
+#[test]
+fn the_events_show_where_each_block_went() {
+    let size = ByteSize::mib(64);
+    let config = ArenaConfig { limit: size, reserve: size, ..ArenaConfig::new("fixed") };
+    let (arena, _) = open(ArenaConfig { history: 1000, ..config });
+    let mut blocks = alternating(&arena, 8, ByteSize::mib(8));
+    assert!(arena.compact(ALL, |_| {}).expect("no error").moves > 0);
+    drop(blocks.pop());
+    let map = arena.map();
+    let mut live = std::collections::BTreeSet::new();
+    for event in &map.events {
+        match event.act {
+            Act::Alloc => assert!(live.insert(event.address), "twice at one address"),
+            Act::Free => assert!(live.remove(&event.address), "freed and never handed out"),
+            _ => {}
+        }
+    }
+    let segment = &map.segments[Region::Dynamic.number()];
+    let shown = segment.blocks.iter().map(|block| segment.base + block.offset.get());
+    assert!(shown.eq(live), "the events lead up to the map");
 }
