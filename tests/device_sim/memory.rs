@@ -298,3 +298,18 @@ fn what_the_device_does_not_offer_is_a_typed_error() {
     sim.host_alloc(ByteSize::kib(64), HostMemory::Pageable).expect("pageable is there");
     assert_eq!(sim.host_pointer(DeviceAddress::new(1 << 36)), None);
 }
+
+#[test]
+fn neighbouring_reservations_are_not_one_range() {
+    let sim = device(Order::Lazy);
+    let (first, second) = (committed(&sim, 2), committed(&sim, 2));
+    assert_eq!(second, on(first, ByteSize::mib(4).get()));
+    let (across, size) = (on(first, GRANULE.get()), ByteSize::mib(4));
+    assert_eq!(code(sim.decommit(across, size)), Some(1));
+    sim.decommit(across, GRANULE).expect("in the first");
+    sim.decommit(second, GRANULE).expect("in the second");
+    assert_eq!(code(sim.commit(across, size)), Some(1));
+    let refused = |call| Fault::NotReserved { call, at: across, size };
+    assert_eq!(sim.faults(), [refused(Call::Unmap), refused(Call::Map)]);
+    assert_eq!(sim.leaks().handles, 2);
+}
