@@ -9,7 +9,7 @@ use lowtide::ByteSize;
 use lowtide::device::driver::sim::{DriverCosts, Order, Pattern, SimDriver, SimOptions};
 use lowtide::device::driver::{DeviceAddress, Driver as _, DriverError};
 
-use crate::{GRANULE, Numbers};
+use crate::{GRANULE, Numbers, on};
 
 /// Granules of address space and of memory: few, so that both run out.
 const SPACE: u64 = 64;
@@ -120,8 +120,8 @@ fn step(sim: &SimDriver, naive: &mut Naive, numbers: &mut Numbers, base: u64) {
             // Work on what is committed is right, to the last byte, and never harms the books.
             if naive.committed_in(first, count) == count {
                 let stream = sim.stream_create().expect("stream");
-                let found = sim.fill(stream, at, size, Pattern::new(first));
-                found.expect("queued");
+                let (tail, part) = (on(at, size.get() - 99), ByteSize::new(99));
+                sim.fill(stream, tail, part, Pattern::new(first)).expect("queued");
                 sim.stream_synchronize(stream).expect("done");
                 sim.stream_destroy(stream).expect("at once");
             }
