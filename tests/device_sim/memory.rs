@@ -1,10 +1,13 @@
 //! Address space and physical memory: reserve, commit, decommit, limits, copies, host memory.
 
+use std::sync::Arc;
+
 use lowtide::ByteSize;
 use lowtide::device::driver::sim::{
     Call, Fault, Handles, Order, Outcome, Pattern, SimDriver, SimOptions, WorkKind,
 };
 use lowtide::device::driver::{DeviceAddress, Driver as _, DriverError, HostMemory, StoreSpan};
+use lowtide::device::{DeviceError, PinnedConfig, PinnedPool};
 
 use crate::{GRANULE, code, committed, device, on};
 
@@ -312,4 +315,17 @@ fn neighbouring_reservations_are_not_one_range() {
     let refused = |call| Fault::NotReserved { call, at: across, size };
     assert_eq!(sim.faults(), [refused(Call::Unmap), refused(Call::Map)]);
     assert_eq!(sim.leaks().handles, 2);
+}
+
+#[test]
+fn a_pinned_pool_lives_on_the_simulation_and_meets_its_failures() {
+    let sim = Arc::new(device(Order::Lazy));
+    let pool = PinnedPool::open(sim.clone(), PinnedConfig::new("test")).expect("a driver");
+    let buffer = pool.alloc_from(&[7_u8; 1000]).expect("host memory");
+    assert_eq!((buffer[999], sim.leaks().host_blocks), (7, 1));
+    sim.lose_context();
+    let refused = pool.alloc::<u8>(1 << 30).map(|buffer| buffer.len());
+    let Err(DeviceError::Driver(error)) = refused else { panic!("{refused:?}") };
+    assert!(error.is_context_lost(), "{error}");
+    assert_eq!(buffer[0], 7, "host memory outlives the context");
 }
