@@ -60,7 +60,8 @@ impl DeviceArena {
     ///
     /// # Errors
     /// [`DeviceError::Unsupported`] for a driver without virtual memory, or one whose work goes on
-    /// after its calls return; [`DeviceError::Driver`] where not even a granule can be reserved.
+    /// after its calls return while the host has access; [`DeviceError::Driver`] where not even a
+    /// granule can be reserved.
     pub fn open(
         driver: Arc<dyn Driver>,
         clock: Arc<dyn Clock>,
@@ -70,6 +71,10 @@ impl DeviceArena {
         let granularity = capabilities.granularity;
         for (offered, what) in [
             (capabilities.virtual_memory, "address space apart from memory"),
+            (
+                !(capabilities.asynchronous && capabilities.host_access),
+                "work that is complete when its call returns, where the host has access",
+            ),
             (granularity.get() >= ALIGN, "granules of at least 256 bytes"),
             (granularity.get().is_power_of_two(), "granules of a power of two"),
         ] {

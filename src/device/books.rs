@@ -18,7 +18,7 @@ use super::front::{Kept, Tally};
 use super::growth::Steps;
 use super::history::History;
 use super::index::Span;
-use super::pending::Uses;
+use super::pending::{Claim, Uses};
 use super::picture::Act;
 use super::ranges::APART_FROM;
 use super::region::{Placed, Region, RegionBooks, Wanted};
@@ -99,7 +99,7 @@ pub(super) struct Books {
     pub(super) steps: Steps,
     pub(super) streams: Streams,
     /// Work goes on after the call that started it.
-    asynchronous: bool,
+    pub(super) asynchronous: bool,
     /// Blocks given out by address, by that address.
     pub(super) raw: BTreeMap<DeviceAddress, Kept>,
     /// The block that a compaction moves now.
@@ -148,7 +148,7 @@ impl Books {
         &mut self.regions[region.number()]
     }
 
-    fn total(&self, part: impl Fn(&RegionBooks) -> u64) -> u64 {
+    pub(super) fn total(&self, part: impl Fn(&RegionBooks) -> u64) -> u64 {
         self.regions.iter().map(part).sum()
     }
 
@@ -193,7 +193,7 @@ impl Books {
         wanted: Wanted,
         among_large: bool,
         taker: Option<StreamKey>,
-    ) -> Result<(Placed, Uses), Refusal> {
+    ) -> Result<(Placed, Claim), Refusal> {
         // Under a small limit every granule counts, and all blocks share them.
         let among_large = among_large || self.limit.get() / self.granularity < APART_FROM;
         let placed = self.region_mut(region).place(wanted, among_large, taker);
@@ -295,55 +295,21 @@ impl Books {
         }
     }
 
-    /// Takes back a placed block that got no memory, after the uses that it was to come after.
+    /// Takes back a placed block that got no memory, or that nobody got into order.
     pub(super) fn withdraw(
         &mut self,
         region: Region,
         placed: Placed,
-        uses: Uses,
+        claim: Claim,
         clock: &dyn Clock,
     ) {
-        let uses = Uses::of(uses.iter().filter(|&of| !self.streams.is_done(of)));
-        let gone = self.region_mut(region).withdraw(placed, uses);
+        let (streams, books) = (&self.streams, &mut self.regions[region.number()]);
+        let left = |(part, uses): (Span, Uses)| (part, uses.only(|of| !streams.is_done(of)));
+        let gone = books.withdraw(placed, claim.parts.into_iter().map(left));
         debug_assert!(gone.is_ok(), "a placed block is known to the index");
         if gone == Ok(true) {
             self.note_idle(clock);
         }
-    }
-
-    /// What a block that these streams used, or nobody said which, waits for when it is freed.
-    fn uses(&mut self, streams: &[StreamKey]) -> Uses {
-        if !self.asynchronous {
-            return Uses::NONE;
-        }
-        if streams.is_empty() {
-            return Uses::of([self.streams.use_now(StreamKey::CONTEXT)]);
-        }
-        Uses::of(streams.iter().map(|&stream| self.streams.use_now(stream)))
-    }
-
-    /// Bytes that were freed and may still be worked on.
-    pub(super) fn pending(&self) -> u64 {
-        self.total(|region| region.pending.bytes())
-    }
-
-    /// Books that a stream is done with all uses up to an epoch.
-    pub(super) fn settle(&mut self, stream: StreamKey, epoch: u64, clock: &dyn Clock) {
-        self.streams.complete(stream, epoch);
-        let mut went_idle = false;
-        for region in Region::ALL {
-            went_idle |= self.region_mut(region).settle(stream, epoch);
-        }
-        self.forget_stream(stream);
-        if went_idle {
-            self.note_idle(clock);
-        }
-    }
-
-    /// Forgets a stream that has ended and left nothing pending.
-    pub(super) fn forget_stream(&mut self, stream: StreamKey) {
-        let is_pending = self.regions.iter().any(|region| region.pending.has(stream));
-        self.streams.forget(stream, is_pending);
     }
 
     /// Frees a live block.

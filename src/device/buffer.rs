@@ -119,7 +119,7 @@ impl<T: Pod> Buffer<T> {
         // readable, and they are initialised (`Driver::host_pointer`). T is Pod: any bytes are a
         // value. Nobody writes: blocks do not overlap (invariant of the index), the buffer owns
         // its block alone, writing takes `&mut self`, and no device works on it after its call
-        // returned (asynchronous drivers are refused at open).
+        // returned (drivers with host access are refused at open where one might).
         Ok(unsafe { slice::from_raw_parts(start.as_ptr(), self.len) })
     }
 
@@ -192,8 +192,8 @@ impl<T: Pod> Buffer<T> {
         self.owned.place.get(self.shared(), self.region(), block).map(Some)
     }
 
-    /// Notes that another lane's stream uses the buffer too: its work until the buffer is dropped is
-    /// waited for as well.
+    /// Notes that another lane's stream uses the buffer too: its work until the buffer is dropped
+    /// is waited for as well.
     ///
     /// # Errors
     /// [`DeviceError::ForeignLane`] for a lane of another arena.

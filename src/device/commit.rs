@@ -100,14 +100,13 @@ impl Shared {
         taker: Option<StreamKey>,
     ) -> Result<Placed, Refusal> {
         let mut books = self.books();
-        let (placed, uses) = books.place(region, wanted, among_large, taker)?;
+        let (placed, claim) = books.place(region, wanted, among_large, taker)?;
         let (mut books, mut outcome) = self.back_still(books, region, placed);
-        if outcome.is_ok() && !uses.is_empty() {
+        if outcome.is_ok() && !claim.uses.is_empty() {
             drop(books);
-            outcome = self.come_after(taker, &uses).map_err(|error| Refusal {
-                cause: Cause::Driver,
-                error: error.into(),
-            });
+            outcome = self
+                .come_after(taker, &claim.uses)
+                .map_err(|error| Refusal { cause: Cause::Driver, error: error.into() });
             books = self.books();
         }
         let outcome = outcome.and_then(|()| self.check_arrival());
@@ -117,7 +116,7 @@ impl Shared {
                 books.record(&*self.clock, Act::Alloc, placed);
                 self.fronts.note_live(books.live(), books.limit.get());
             }
-            Err(_) => books.withdraw(region, placed, uses, &*self.clock),
+            Err(_) => books.withdraw(region, placed, claim, &*self.clock),
         }
         outcome.map(|()| placed).map_err(|refusal| refusal.told(&books))
     }

@@ -39,6 +39,12 @@ impl Uses {
         self.0.is_empty()
     }
 
+    /// Those of which this holds.
+    pub(super) fn only(mut self, holds: impl Fn(Use) -> bool) -> Self {
+        self.0.retain(|&of| holds(of));
+        self
+    }
+
     pub(super) fn iter(&self) -> impl Iterator<Item = Use> {
         self.0.iter().copied()
     }
@@ -55,11 +61,20 @@ struct Entry {
     uses: Uses,
 }
 
+/// What was pending in a span that a block got, to be pending again if the block is given back
+/// before its first use.
+#[derive(Debug, Default)]
+pub(super) struct Claim {
+    /// What the block's first use must come after.
+    pub(super) uses: Uses,
+    /// Where what of it was pending.
+    pub(super) parts: Vec<(Span, Uses)>,
+}
+
 /// What became of the entries where a span was taken.
 #[derive(Debug, Default)]
 pub(super) struct Taken {
-    /// What the taker must come after.
-    pub(super) uses: Uses,
+    pub(super) claim: Claim,
     /// The entries that were there, and what of them is still pending, before and after the span.
     pub(super) were: Vec<Span>,
     pub(super) left: Vec<Span>,
@@ -110,8 +125,11 @@ impl Pending {
         let over: Vec<_> = self.over(span).map(|(was, _)| was).collect();
         for was in over {
             let uses = self.remove(was.offset);
-            uses.iter().for_each(|of| taken.uses.add(of));
+            uses.iter().for_each(|of| taken.claim.uses.add(of));
             taken.were.push(was);
+            let offset = was.offset.max(span.offset);
+            let part = Span { offset, size: was.end().min(span.end()) - offset };
+            taken.claim.parts.push((part, uses.clone()));
             let before = Span { size: span.offset.saturating_sub(was.offset), ..was };
             let after = was.end().saturating_sub(span.end());
             let after = Span { offset: was.end() - after, size: after };
@@ -128,8 +146,7 @@ impl Pending {
     pub(super) fn complete(&mut self, stream: StreamKey, epoch: u64) -> Vec<Span> {
         let first = Use { stream, epoch: 0 };
         let last = Use { stream, epoch };
-        let done: Vec<_> =
-            self.by_use.range((first, 0)..=(last, u64::MAX)).copied().collect();
+        let done: Vec<_> = self.by_use.range((first, 0)..=(last, u64::MAX)).copied().collect();
         let mut free = Vec::new();
         for (of, offset) in done {
             self.by_use.remove(&(of, offset));
@@ -150,7 +167,6 @@ impl Pending {
         let first = (Use { stream, epoch: 0 }, 0);
         self.by_use.range(first..).next().is_some_and(|(of, _)| of.stream == stream)
     }
-
 
     /// All entries, in the order of addresses.
     pub(super) fn spans(&self) -> impl Iterator<Item = Span> {
@@ -215,11 +231,13 @@ mod tests {
         assert!(!pending.is_foreign(span(0, 10), one) && !pending.is_foreign(span(20, 30), None));
         assert!(pending.is_foreign(span(0, 10), None) && pending.is_foreign(span(5, 11), one));
         let taken = pending.take(span(5, 12));
-        assert_eq!(taken.uses, Uses::of([on(2, 1), on(1, 3), on(1, 4)]));
+        assert_eq!(taken.claim.uses, Uses::of([on(2, 1), on(1, 3), on(1, 4)]));
+        let parts: Vec<_> = taken.claim.parts.iter().map(|(part, _)| *part).collect();
+        assert_eq!(parts, [span(10, 12), span(5, 10)]);
         assert_eq!((taken.were.len(), taken.left), (2, vec![span(12, 20), span(0, 5)]));
         assert_eq!(pending.bytes(), 23);
         pending.validate();
-        assert!(pending.take(span(20, 30)).uses.is_empty());
+        assert!(pending.take(span(20, 30)).claim.uses.is_empty());
     }
 
     #[test]

@@ -9,11 +9,14 @@
 
 use std::sync::Arc;
 
+use super::books::Books;
 use super::driver::sealed::Key;
 use super::driver::{DriverError, StreamHandle};
 use super::pending::Uses;
+use super::region::Region;
 use super::shared::Shared;
 use super::streams::{Event, StreamKey, Use, Wait};
+use crate::clock::Clock;
 
 /// How many events of one stream a look asks at most.
 const LOOKS_MAX: usize = 32;
@@ -156,5 +159,42 @@ impl Shared {
         drop(books);
         self.settled.notify_all();
         Ok(())
+    }
+}
+
+impl Books {
+    /// What a block that these streams used, or nobody said which, waits for when it is freed.
+    pub(super) fn uses(&mut self, streams: &[StreamKey]) -> Uses {
+        if !self.asynchronous {
+            return Uses::NONE;
+        }
+        if streams.is_empty() {
+            return Uses::of([self.streams.use_now(StreamKey::CONTEXT)]);
+        }
+        Uses::of(streams.iter().map(|&stream| self.streams.use_now(stream)))
+    }
+
+    /// Bytes that were freed and may still be worked on.
+    pub(super) fn pending(&self) -> u64 {
+        self.total(|region| region.pending.bytes())
+    }
+
+    /// Books that a stream is done with all uses up to an epoch.
+    pub(super) fn settle(&mut self, stream: StreamKey, epoch: u64, clock: &dyn Clock) {
+        self.streams.complete(stream, epoch);
+        let mut went_idle = false;
+        for region in Region::ALL {
+            went_idle |= self.region_mut(region).settle(stream, epoch);
+        }
+        self.forget_stream(stream);
+        if went_idle {
+            self.note_idle(clock);
+        }
+    }
+
+    /// Forgets a stream that has ended and left nothing pending.
+    pub(super) fn forget_stream(&mut self, stream: StreamKey) {
+        let is_pending = Region::ALL.iter().any(|&region| self.region(region).pending.has(stream));
+        self.streams.forget(stream, is_pending);
     }
 }

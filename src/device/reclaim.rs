@@ -4,7 +4,8 @@
 //! It needs no stream and no lease, because only granules that no block touches leave.
 //!
 //! The law of decommit: a granule leaves only when every use of it is complete. On a driver whose
-//! work completes at once a freed block has no uses left; other drivers are refused at open.
+//! work completes at once a freed block has no uses left; elsewhere freed memory is pending, and so
+//! active, until its uses are known to be complete (`proof`).
 //!
 //! Invariant: `idle after decay(now) <= allowed(now) + less than one granule`, in as many calls as
 //! the bound on each asks for.
@@ -191,11 +192,8 @@ impl DeviceArena {
 impl Shared {
     /// When idle memory, what the fronts keep, or what is pending is to be looked at.
     fn next_look(&self, books: &Books, now: Moment) -> Moment {
-        let due = if self.fronts_hold() {
-            books.due().min(books.curve.front_due())
-        } else {
-            books.due()
-        };
+        let due =
+            if self.fronts_hold() { books.due().min(books.curve.front_due()) } else { books.due() };
         if books.pending() > 0 { due.min(now + LOOK_AGAIN) } else { due }
     }
 

@@ -10,7 +10,7 @@ use super::compact::pins::Pins;
 use super::driver::DeviceAddress;
 use super::front::Tally;
 use super::index::{ALIGN, End, Request, Span, StaleBlock};
-use super::pending::{Pending, Uses};
+use super::pending::{Claim, Pending, Uses};
 use super::ranges::{BlockName, Ranges};
 use super::segment::Segment;
 use super::snapshot::RegionSnapshot;
@@ -180,7 +180,7 @@ impl RegionBooks {
         wanted: Wanted,
         among_large: bool,
         taker: Option<StreamKey>,
-    ) -> Option<(Placed, Uses)> {
+    ) -> Option<(Placed, Claim)> {
         let end = if among_large { End::Low } else { end_of(wanted.size) };
         let request = Request { size: wanted.size, align: wanted.align, end };
         let (segment, pending) = (&self.segment, &self.pending);
@@ -193,7 +193,7 @@ impl RegionBooks {
             cost + foreign * COST_OF_WAITING + u64::from(cost & COMMITS > 0) * COST_OF_COMMITTING
         };
         let (id, span) = self.index.take(request, cost)?;
-        let uses = self.claim(span);
+        let claim = self.claim(span);
         self.segment.touch(span);
         self.arriving += span.size;
         let at = self.segment.address_of(ByteSize::new(span.offset));
@@ -201,13 +201,13 @@ impl RegionBooks {
             self.pins.align(id, wanted.align);
         }
         let placed = Placed { id, span, at, requested: wanted.requested, moves: self.moves };
-        Some((placed, uses))
+        Some((placed, claim))
     }
 
     /// Takes what is pending out of a span that a block gets; says what was to come before.
-    fn claim(&mut self, span: Span) -> Uses {
+    fn claim(&mut self, span: Span) -> Claim {
         if self.pending.bytes() == 0 {
-            return Uses::NONE;
+            return Claim::default();
         }
         let taken = self.pending.take(span);
         for were in taken.were {
@@ -216,7 +216,7 @@ impl RegionBooks {
         for left in taken.left {
             self.segment.touch(left);
         }
-        taken.uses
+        taken.claim
     }
 
     /// Lets go of a span that was a block's: at once, or when its uses are complete; says whether
@@ -246,13 +246,23 @@ impl RegionBooks {
         self.requested = self.requested.wrapping_add(placed.requested);
     }
 
-    /// Takes an arriving block back, after the uses that it was to come after; says whether
-    /// granules went idle by it.
-    pub(super) fn withdraw(&mut self, placed: Placed, uses: Uses) -> Result<bool, StaleBlock> {
+    /// Takes an arriving block back, and makes pending again what was; says whether granules went
+    /// idle by it.
+    pub(super) fn withdraw(
+        &mut self,
+        placed: Placed,
+        parts: impl IntoIterator<Item = (Span, Uses)>,
+    ) -> Result<bool, StaleBlock> {
         let span = self.index.release(placed.id)?;
         self.pins.forget(placed.id);
         self.arriving -= span.size;
-        Ok(self.let_go(span, uses))
+        let idle = self.segment.idle();
+        self.segment.untouch(span);
+        for (part, uses) in parts.into_iter().filter(|(_, uses)| !uses.is_empty()) {
+            self.segment.touch(part);
+            self.pending.insert(part, uses);
+        }
+        Ok(self.segment.idle() > idle)
     }
 
     /// Frees a live block of these uses; says whether granules went idle by it.

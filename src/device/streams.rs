@@ -339,6 +339,9 @@ mod tests {
         streams.forget(old, true);
         assert_eq!(streams.count(), 2);
         streams.forget(old, false);
+        assert_eq!(streams.count(), 2, "its use is nowhere written down, and not complete");
+        streams.complete(old, of_old.epoch);
+        streams.forget(old, false);
         assert_eq!(streams.count(), 1);
         streams.validate();
     }

@@ -12,6 +12,8 @@ use lowtide::device::driver::{Driver as _, DriverError, StoreSpan};
 use crate::{GRANULE, code, committed, device};
 
 const SIZE: ByteSize = ByteSize::mib(8);
+/// What is touched of it where that does not matter.
+const PART: ByteSize = ByteSize::kib(64);
 
 #[test]
 fn each_error_is_answered_as_its_variant_and_the_sticky_ones_for_ever() {
@@ -65,21 +67,21 @@ fn round(sim: &SimDriver) -> Result<(), DriverError> {
     sim.commit(at, SIZE)?;
     let (a, b) = (sim.stream_create()?, sim.stream_create()?);
     let mark = sim.event_create()?;
-    let store = sim.host_store_create(ByteSize::mib(2))?;
-    let span = StoreSpan { store, offset: ByteSize::ZERO, size: GRANULE };
-    sim.fill(a, at, GRANULE, Pattern::new(1))?;
+    let store = sim.host_store_create(PART)?;
+    let span = StoreSpan { store, offset: ByteSize::ZERO, size: PART };
+    sim.fill(a, at, PART, Pattern::new(1))?;
     sim.event_record(mark, a)?;
     sim.stream_wait_event(b, mark)?;
     sim.offload(at, span, b)?;
     sim.restore(span, at, b)?;
-    sim.copy_async(at, crate::on(at, GRANULE.get()), GRANULE, b)?;
+    sim.copy_async(at, crate::on(at, GRANULE.get()), PART, b)?;
     sim.host_function(b, 1)?;
     sim.is_capturing(b)?;
     sim.event_query(mark)?;
     sim.event_synchronize(mark)?;
     sim.stream_synchronize(b)?;
     sim.synchronize()?;
-    sim.copy(at, crate::on(at, 2 * GRANULE.get()), GRANULE)?;
+    sim.copy(at, crate::on(at, 2 * GRANULE.get()), PART)?;
     sim.headroom()?;
     sim.begin_capture(a)?;
     let graph = sim.end_capture(a)?;
@@ -238,4 +240,25 @@ fn calls_advance_the_clock_by_what_they_cost() {
     let slow = SimDriver::new(SimOptions::default());
     slow.reserve(GRANULE).expect("addresses");
     assert!(slow.clock().now().since_origin() > Duration::ZERO);
+}
+
+#[test]
+fn devices_that_offer_less_than_they_say_fail_at_the_call_that_does_it() {
+    // A share of a device that says it has virtual memory, and has not.
+    let share = device(Order::Lazy);
+    share.fail_always(Call::Create, Some(SimError::NotSupported));
+    let at = share.reserve(SIZE).expect("addresses are given");
+    let refused = share.commit(at, SIZE);
+    assert_eq!(refused, Err(DriverError::Unsupported { what: "cuMemCreate" }));
+    // A system on which memory is mapped and access refused.
+    let system = device(Order::Lazy);
+    system.fail_always(Call::SetAccess, Some(SimError::Unknown));
+    let at = system.reserve(SIZE).expect("addresses");
+    assert_eq!(code(system.commit(at, SIZE)), Some(999));
+    assert_eq!((system.leaks().handles, system.calls(Call::Unmap)), (0, 1));
+    // A small device, with little address space: half is there where the whole is not.
+    let small = SimOptions { address_space: ByteSize::gib(20), ..SimOptions::default() };
+    let small = SimDriver::new(small);
+    assert!(small.reserve(ByteSize::gib(32)).is_err());
+    small.reserve(ByteSize::gib(16)).expect("half of it");
 }

@@ -8,6 +8,7 @@
 mod capture;
 mod failures;
 mod memory;
+mod model;
 mod orders;
 mod programs;
 mod streams;
@@ -39,4 +40,18 @@ pub(crate) fn on(at: DeviceAddress, bytes: u64) -> DeviceAddress {
 /// The number of the CUDA result.
 pub(crate) fn code<T: std::fmt::Debug>(result: Result<T, DriverError>) -> Option<i64> {
     result.expect_err("it was to fail").code()
+}
+
+/// A sequence of numbers that is the same for the same seed.
+pub(crate) struct Numbers(u64);
+
+impl Numbers {
+    pub(crate) fn new(seed: u64) -> Self {
+        Self(seed)
+    }
+
+    pub(crate) fn below(&mut self, end: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (self.0 >> 33) % end
+    }
 }

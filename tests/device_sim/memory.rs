@@ -1,10 +1,13 @@
 //! Address space and physical memory: reserve, commit, decommit, limits, copies, host memory.
 
+use std::sync::Arc;
+
 use lowtide::ByteSize;
 use lowtide::device::driver::sim::{
     Call, Fault, Handles, Order, Outcome, Pattern, SimDriver, SimOptions, WorkKind,
 };
 use lowtide::device::driver::{DeviceAddress, Driver as _, DriverError, HostMemory, StoreSpan};
+use lowtide::device::{DeviceError, PinnedConfig, PinnedPool};
 
 use crate::{GRANULE, code, committed, device, on};
 
@@ -297,4 +300,32 @@ fn what_the_device_does_not_offer_is_a_typed_error() {
     sim.host_store_destroy(store).expect("nothing refers to it");
     sim.host_alloc(ByteSize::kib(64), HostMemory::Pageable).expect("pageable is there");
     assert_eq!(sim.host_pointer(DeviceAddress::new(1 << 36)), None);
+}
+
+#[test]
+fn neighbouring_reservations_are_not_one_range() {
+    let sim = device(Order::Lazy);
+    let (first, second) = (committed(&sim, 2), committed(&sim, 2));
+    assert_eq!(second, on(first, ByteSize::mib(4).get()));
+    let (across, size) = (on(first, GRANULE.get()), ByteSize::mib(4));
+    assert_eq!(code(sim.decommit(across, size)), Some(1));
+    sim.decommit(across, GRANULE).expect("in the first");
+    sim.decommit(second, GRANULE).expect("in the second");
+    assert_eq!(code(sim.commit(across, size)), Some(1));
+    let refused = |call| Fault::NotReserved { call, at: across, size };
+    assert_eq!(sim.faults(), [refused(Call::Unmap), refused(Call::Map)]);
+    assert_eq!(sim.leaks().handles, 2);
+}
+
+#[test]
+fn a_pinned_pool_lives_on_the_simulation_and_meets_its_failures() {
+    let sim = Arc::new(device(Order::Lazy));
+    let pool = PinnedPool::open(sim.clone(), PinnedConfig::new("test")).expect("a driver");
+    let buffer = pool.alloc_from(&[7_u8; 1000]).expect("host memory");
+    assert_eq!((buffer[999], sim.leaks().host_blocks), (7, 1));
+    sim.lose_context();
+    let refused = pool.alloc::<u8>(1 << 30).map(|buffer| buffer.len());
+    let Err(DeviceError::Driver(error)) = refused else { panic!("{refused:?}") };
+    assert!(error.is_context_lost(), "{error}");
+    assert_eq!(buffer[0], 7, "host memory outlives the context");
 }

@@ -8,21 +8,11 @@ use lowtide::ByteSize;
 use lowtide::device::driver::sim::{DriverCosts, Order, Pattern, SimDriver, SimOptions};
 use lowtide::device::driver::{Driver as _, EventHandle, StreamHandle};
 
-use crate::{GRANULE, committed};
-
-/// A sequence of numbers that is the same for the same seed.
-struct Numbers(u64);
-
-impl Numbers {
-    fn below(&mut self, end: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-        (self.0 >> 33) % end
-    }
-}
+use crate::{GRANULE, Numbers, committed};
 
 /// Random calls, all of them allowed; the memory they touch stays.
 fn work_at_random(sim: &SimDriver, seed: u64, calls: usize) {
-    let mut numbers = Numbers(seed);
+    let mut numbers = Numbers::new(seed);
     let at = committed(sim, 1);
     let mut streams: Vec<StreamHandle> = Vec::new();
     let mut events: Vec<EventHandle> = Vec::new();

@@ -27,7 +27,7 @@ impl Run {
 
     /// A size that depends on the seed and a round.
     fn size(&self, round: u64) -> ByteSize {
-        ByteSize::new(1 + (self.seed * 7919 + round * 104_729) % 9000)
+        ByteSize::new(1 + (self.seed * 7919 + round * 104_729) % 300)
     }
 
     fn pattern(&self, round: u64) -> Pattern {

@@ -193,3 +193,15 @@ fn work_is_done_in_the_order_of_its_stream() {
         assert_eq!(sim.outcome(before), Outcome::Sum(wanted), "seed {seed}");
     }
 }
+
+#[test]
+fn what_is_queued_is_bounded_and_the_rest_is_done_in_its_order() {
+    let sim = device(Order::Lazy);
+    let [a] = streams(&sim);
+    let mark = event(&sim);
+    sim.event_record(mark, a).expect("recorded");
+    for tag in 0..1 << 20 {
+        sim.host_function(a, tag).expect("queued");
+    }
+    assert_eq!((sim.unfinished(), sim.event_query(mark)), (1 << 20, Ok(true)));
+}

@@ -13,7 +13,7 @@ use lowtide::device::driver::Driver as _;
 use lowtide::device::driver::sim::{Order, Outcome, Pattern, SimDriver, Ticket};
 use lowtide::device::{Buffer, CompactOptions, DeviceArena, Lane};
 
-use super::{DYNAMIC, at, open};
+use super::{DYNAMIC, at, open_with};
 
 struct Chance(u64);
 
@@ -46,10 +46,12 @@ fn steps(arena: &DeviceArena, sim: &SimDriver, seed: u64, steps: usize) -> Vec<T
         match chance.below(16) {
             0..=5 => {
                 let lane = lanes[chance.index(lanes.len())].clone();
-                let bits = chance.below(23);
+                let bits = chance.below(18);
                 let size = 1 + chance.below(1 << bits);
                 let size = usize::try_from(size).expect("small");
                 let Ok(buffer) = lane.alloc::<u8>(size, DYNAMIC) else { continue };
+                // While it is held nothing moves: what is queued finds the buffer there.
+                let _lease = arena.enter().expect("a lease");
                 let mark = seed << 32 | step;
                 let pattern = Pattern::new(mark);
                 sim.fill(lane.stream(), at(&buffer), buffer.bytes(), pattern).expect("queued");
@@ -57,6 +59,7 @@ fn steps(arena: &DeviceArena, sim: &SimDriver, seed: u64, steps: usize) -> Vec<T
             }
             6..=10 if !held.is_empty() => {
                 let Held { mut buffer, lane, mark } = held.swap_remove(chance.index(held.len()));
+                let _lease = arena.enter().expect("a lease");
                 let pattern = Pattern::new(mark);
                 let (place, size) = (at(&buffer), buffer.bytes());
                 checks.push(sim.check(lane.stream(), place, size, pattern).expect("queued"));
@@ -89,6 +92,7 @@ fn steps(arena: &DeviceArena, sim: &SimDriver, seed: u64, steps: usize) -> Vec<T
         }
     }
     for Held { buffer, lane, mark } in held {
+        let _lease = arena.enter().expect("a lease");
         let pattern = Pattern::new(mark);
         let check = sim.check(lane.stream(), at(&buffer), buffer.bytes(), pattern);
         checks.push(check.expect("queued"));
@@ -98,7 +102,7 @@ fn steps(arena: &DeviceArena, sim: &SimDriver, seed: u64, steps: usize) -> Vec<T
 
 fn run(order: Order, seed: u64, threads: u64) {
     println!("{order:?}, seed {seed}, {threads} threads");
-    let (arena, sim) = open(order, ByteSize::mib(16));
+    let (arena, sim) = open_with(order, ByteSize::kib(512), ByteSize::kib(64));
     let workers: Vec<_> = (0..threads)
         .map(|nth| {
             let (arena, sim) = (arena.clone(), Arc::clone(&sim));

@@ -17,7 +17,7 @@ use crate::device::books::Books;
 use crate::device::driver::sealed::Key;
 use crate::device::driver::{DeviceAddress, DriverError};
 use crate::device::error::DeviceError;
-use crate::device::pending::Uses;
+use crate::device::pending::Claim;
 use crate::device::ranges::BlockName;
 use crate::device::region::{Placed, Region};
 use crate::device::shared::Shared;
@@ -83,7 +83,7 @@ impl Shared {
             Err(refusal) => Some(Err(refusal.error)),
         };
         if let Some(refused) = refused {
-            books.withdraw(region, room, Uses::NONE, &*self.clock);
+            books.withdraw(region, room, Claim::default(), &*self.clock);
             self.settled.notify_all();
             return refused;
         }
@@ -103,7 +103,7 @@ impl Shared {
             idle = books.trade(region, (id, made.size), room, &*self.clock);
             books.readdress(region, from, id);
         } else {
-            books.withdraw(region, room, Uses::NONE, &*self.clock);
+            books.withdraw(region, room, Claim::default(), &*self.clock);
         }
         if outcome.as_ref().is_err_and(|failed| failed.is_lost) && freed.is_none() {
             books.region_mut(region).lose(id);

@@ -448,6 +448,76 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_driver_without_streams_says_so_in_every_call_that_needs_them() {
+        let driver: &dyn Driver = &host::HostDriver::new();
+        let (at, size) = (DeviceAddress::new(0), ByteSize::mib(2));
+        let (stream, event) = (StreamHandle::new(1), EventHandle::new(1));
+        let (store, key) = (HostStore::new(1), Key::new);
+        let span = StoreSpan { store, offset: ByteSize::ZERO, size };
+        let answers = [
+            driver.stream_create().map(drop),
+            driver.stream_destroy(stream, key()),
+            driver.stream_wait_event(stream, event, key()),
+            driver.stream_synchronize(stream, key()),
+            driver.is_capturing(stream, key()).map(drop),
+            driver.event_create().map(drop),
+            driver.event_destroy(event, key()),
+            driver.event_record(event, stream, key()),
+            driver.event_query(event, key()).map(drop),
+            driver.event_synchronize(event, key()),
+            driver.synchronize(),
+            driver.copy_async(at, at, size, stream, key()),
+            driver.host_store_create(size).map(drop),
+            driver.host_store_destroy(store, key()),
+            driver.offload(at, span, stream, key()),
+            driver.restore(span, at, stream, key()),
+        ];
+        for answer in answers {
+            assert!(matches!(answer, Err(DriverError::Unsupported { .. })), "{answer:?}");
+        }
+    }
+
+    /// The crate asks by the trait, tests by the type: both must be the same call.
+    #[cfg(all(feature = "simulation", not(lowtide_loom)))]
+    #[test]
+    fn the_calls_with_a_key_are_those_without() {
+        use sim::{Call, SimDriver, SimOptions};
+        let sim = SimDriver::new(SimOptions::default());
+        let (driver, key): (&dyn Driver, _) = (&sim, Key::new);
+        let size = ByteSize::mib(4);
+        let round = || -> Result<(), DriverError> {
+            let at = driver.reserve(size)?;
+            driver.commit(at, size, key())?;
+            let (stream, event) = (driver.stream_create()?, driver.event_create()?);
+            let store = driver.host_store_create(size)?;
+            let part = ByteSize::mib(2);
+            let span = StoreSpan { store, offset: part, size: part };
+            let second = DeviceAddress::new(at.get() + part.get());
+            driver.copy(at, second, part, key())?;
+            driver.copy_async(at, second, part, stream, key())?;
+            driver.offload(at, span, stream, key())?;
+            driver.restore(span, second, stream, key())?;
+            driver.event_record(event, stream, key())?;
+            driver.stream_wait_event(stream, event, key())?;
+            assert!(!driver.event_query(event, key())? && !driver.is_capturing(stream, key())?);
+            driver.event_synchronize(event, key())?;
+            driver.stream_synchronize(stream, key())?;
+            driver.synchronize()?;
+            driver.host_store_destroy(store, key())?;
+            driver.event_destroy(event, key())?;
+            driver.stream_destroy(stream, key())?;
+            driver.decommit(at, size, key())?;
+            driver.unreserve(at, size, key())?;
+            let host = driver.host_alloc(size, HostMemory::PageLocked)?;
+            driver.host_free(host, size, HostMemory::PageLocked, key())
+        };
+        assert_eq!(round(), Ok(()));
+        assert!(sim.leaks().is_empty(), "{:?}", sim.leaks());
+        assert_eq!(Call::ALL.iter().filter(|call| sim.calls(**call) > 0).count(), 24);
+        sim.assert_no_faults();
+    }
+
+    #[test]
     fn rungs_have_names_that_fit_a_metric_label() {
         for rung in [Rung::CudaVirtualMemory, Rung::CudaPool, Rung::CudaPlain, Rung::Host] {
             let name = rung.to_string();

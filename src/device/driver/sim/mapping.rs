@@ -74,7 +74,7 @@ impl Model {
         let mut result = Ok(());
         while mapped.size < range.size && result.is_ok() {
             let piece = Range { at: mapped.end(), size: step };
-            result = self.create_and_map(piece, requested);
+            result = self.create_and_map(piece, range);
             if result.is_ok() {
                 mapped.size += step;
                 // The handle is the mapping's alone from here on.
@@ -92,31 +92,38 @@ impl Model {
         result
     }
 
-    fn create_and_map(&mut self, piece: Range, requested: ByteSize) -> Result<(), DriverError> {
+    fn create_and_map(&mut self, piece: Range, all: Range) -> Result<(), DriverError> {
+        let requested = ByteSize::new(all.size);
         self.enter_virtual(Call::Create, requested)?;
         self.charge(Call::Create, 1, ByteSize::new(piece.size));
         if self.headroom().get() < piece.size {
             return Err(self.fail(Call::Create, SimError::OutOfMemory, requested));
         }
-        let mapped = self.enter(Call::Map, requested).and_then(|()| self.map(piece));
+        let mapped = self.enter(Call::Map, requested).and_then(|()| self.map(piece, all));
         if mapped.is_err() && self.lost.is_none() {
             self.count(Call::Release); // of the handle that found no place
         }
         mapped
     }
 
-    fn map(&mut self, piece: Range) -> Result<(), DriverError> {
+    fn map(&mut self, piece: Range, all: Range) -> Result<(), DriverError> {
+        self.in_one_reservation(Call::Map, all)?;
         let (at, size) = named(piece);
-        if !self.memory.is_reserved(piece) {
-            let fault = Fault::NotReserved { call: Call::Map, at, size };
-            return Err(self.refuse(Call::Map, fault, INVALID_VALUE));
-        }
         if self.memory.is_mapped_anywhere(piece) {
             return Err(self.refuse(Call::Map, Fault::DoubleMap { at, size }, INVALID_VALUE));
         }
         self.memory.map(piece);
         self.charge(Call::Map, 1, size);
         Ok(())
+    }
+
+    /// What one call is given lies in one reservation: that neighbours work as one is nowhere said.
+    fn in_one_reservation(&mut self, call: Call, range: Range) -> Result<(), DriverError> {
+        if self.memory.is_reserved(range) {
+            return Ok(());
+        }
+        let (at, size) = named(range);
+        Err(self.refuse(call, Fault::NotReserved { call, at, size }, INVALID_VALUE))
     }
 
     /// Undoes the mapped part of a commit.
@@ -139,6 +146,7 @@ impl Model {
             }
             return Err(error);
         }
+        self.in_one_reservation(call, range)?;
         let (at, size) = named(range);
         let handles = match handles {
             Ok(handles) => handles,

@@ -28,6 +28,9 @@ const SPACE_BASE: u64 = 1 << 36;
 /// How many outcomes are kept; the oldest go first.
 const OUTCOMES_KEPT: usize = 1 << 20;
 
+/// How many pieces of work are queued; a launch beyond them has one done first.
+const QUEUED_MAX: usize = 1 << 20;
+
 /// Most pieces of work that are done before one call in random order.
 const TURNS_MAX: usize = 16;
 
@@ -191,6 +194,11 @@ impl Model {
             }
             capture.work.push(work);
             return Ok(());
+        }
+        // A real launch blocks where the device's queue is full; which work then gets on is open.
+        if self.queues.unfinished() >= QUEUED_MAX {
+            self.take_turn();
+            self.lost_in(call)?;
         }
         self.queues.push(stream, work);
         if self.options.order == Order::Synchronous {

@@ -12,9 +12,10 @@ use crate::clock::ManualClock;
 /// In which order, and when, queued work is done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Order {
-    /// Nothing is done until something waits for it, and then only what that wait depends on: the
-    /// worst order for a program that forgot a dependency. Asking whether an event is done is no
-    /// wait, so a program that only asks needs [`SimDriver::advance`](super::SimDriver::advance).
+    /// Nothing is done until something waits for it, and then only what that wait depends on, or
+    /// until 2^20 pieces of work are queued: the worst order for a program that forgot a
+    /// dependency. Asking whether an event is done is no wait, so a program that only asks needs
+    /// [`SimDriver::advance`](super::SimDriver::advance).
     Lazy,
     /// Before every call a random number of pieces of work of random streams is done. The same
     /// seed and the same calls give the same order.
@@ -104,5 +105,31 @@ impl SimOptions {
         let space = self.address_space;
         assert!(space >= self.unit(), "{space} of addresses, less than a handle");
         assert!(space.get() <= 1 << 60, "{space} of addresses: at most 2^60 B");
+    }
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use super::*;
+    use crate::sync::caught;
+
+    #[test]
+    fn options_of_no_possible_device_are_refused() {
+        let accepted = |change: fn(&mut SimOptions)| {
+            let mut options = SimOptions::default();
+            change(&mut options);
+            caught(|| options.validate()).is_ok()
+        };
+        assert!(accepted(|_| {}));
+        assert!(accepted(|it| it.granularity = ByteSize::kib(64)));
+        assert!(accepted(|it| it.handles = Handles::PerCommit));
+        assert!(accepted(|it| it.address_space = ByteSize::mib(2)));
+        assert!(!accepted(|it| it.granularity = ByteSize::mib(3)));
+        assert!(!accepted(|it| it.granularity = ByteSize::ZERO));
+        assert!(!accepted(|it| it.granularity = ByteSize::mib(4)));
+        assert!(!accepted(|it| it.handles = Handles::Fixed(ByteSize::mib(3))));
+        assert!(!accepted(|it| it.handles = Handles::Fixed(ByteSize::kib(1))));
+        assert!(!accepted(|it| it.address_space = ByteSize::mib(1)));
+        assert!(!accepted(|it| it.address_space = ByteSize::MAX));
     }
 }
