@@ -42,6 +42,7 @@
 //! | `service` | `service` | a tower layer and HTTP endpoints |
 //! | `metrics::prometheus` | `prometheus` | set-up of metrics-exporter-prometheus |
 //! | - | `memory-viz` | [`device::ArenaMap`] as a snapshot for PyTorch's `memory_viz` |
+//! | `device::driver::sim` | `simulation` | a model of the CUDA driver, for tests only |
 //! | - | `interpose` | C and C++ libraries in the process use jemalloc as well |
 //! | - | `profiling` | jemalloc's heap profiler |
 //! | - | `cuda` | probes for a CUDA driver, re-exports cudarc; no arena in CUDA memory yet |

@@ -21,6 +21,7 @@ use super::driver::{Capabilities, Driver, Rung};
 use super::error::DeviceError;
 use super::front::{self, Home, Homes, Owned};
 use super::index::ALIGN;
+use super::lane::Known;
 use super::lease::Lease;
 use super::region::{Region, RegionBooks, Wanted};
 use super::reserve::reserve_region;
@@ -59,7 +60,8 @@ impl DeviceArena {
     ///
     /// # Errors
     /// [`DeviceError::Unsupported`] for a driver without virtual memory, or one whose work goes on
-    /// after its calls return; [`DeviceError::Driver`] where not even a granule can be reserved.
+    /// after its calls return while the host has access; [`DeviceError::Driver`] where not even a
+    /// granule can be reserved.
     pub fn open(
         driver: Arc<dyn Driver>,
         clock: Arc<dyn Clock>,
@@ -69,7 +71,10 @@ impl DeviceArena {
         let granularity = capabilities.granularity;
         for (offered, what) in [
             (capabilities.virtual_memory, "address space apart from memory"),
-            (!capabilities.asynchronous, "work that is complete when its call returns"),
+            (
+                !(capabilities.asynchronous && capabilities.host_access),
+                "work that is complete when its call returns, where the host has access",
+            ),
             (granularity.get() >= ALIGN, "granules of at least 256 bytes"),
             (granularity.get().is_power_of_two(), "granules of a power of two"),
         ] {
@@ -89,7 +94,8 @@ impl DeviceArena {
         };
         let regions = [stable, dynamic].map(|segment| RegionBooks::new(segment, granularity));
         let largest = regions.each_ref().map(RegionBooks::largest_ever);
-        let books = Books::new(regions, granularity, &config, clock.now());
+        let asynchronous = capabilities.asynchronous;
+        let books = Books::new(regions, granularity, &config, asynchronous, clock.now());
         let front = books.history.front_kept(config.front);
         let shared = Arc::new(Shared {
             driver,
@@ -99,7 +105,7 @@ impl DeviceArena {
             capabilities,
             largest,
             moves: [AtomicU64::new(0), AtomicU64::new(0)],
-            fronts: Fronts::new(front, config.decay),
+            fronts: Fronts::new(front, config.decay, asynchronous),
             closed: AtomicBool::new(false),
             birth: Birth::now(),
             name: config.name,
@@ -137,6 +143,22 @@ impl DeviceArena {
                 Owned::new(Arc::clone(home), region, Some(placed))
             }
         };
+        Ok(Buffer::new(owned, len))
+    }
+
+    /// As [`DeviceArena::alloc`], for the stream of a lane.
+    pub(super) fn alloc_on<T: Pod>(
+        &self,
+        lane: &Arc<Known>,
+        len: usize,
+        region: Region,
+    ) -> Result<Buffer<T>, DeviceError> {
+        let (bytes, align) = self.shared.layout::<T>(len, region)?;
+        let home = Arc::clone(self.homes.here());
+        let wanted = Wanted::new(bytes, align);
+        let placed = wanted.map(|wanted| self.shared.obtain_for(region, wanted, lane.key()));
+        let mut owned = Owned::new(home, region, placed.transpose()?);
+        owned.lanes.push(Arc::clone(lane));
         Ok(Buffer::new(owned, len))
     }
 
@@ -248,6 +270,7 @@ impl DeviceArena {
             return Ok(());
         }
         tracing::info!(arena = self.name(), "the arena was closed");
+        shared.complete_all()?;
         self.purge().map(drop)
     }
 
@@ -320,7 +343,7 @@ impl DeviceArena {
         self.shared.validate();
     }
 
-    pub(super) fn shared(&self) -> &Shared {
+    pub(super) const fn shared(&self) -> &Arc<Shared> {
         &self.shared
     }
 

@@ -18,11 +18,13 @@ use super::front::{Kept, Tally};
 use super::growth::Steps;
 use super::history::History;
 use super::index::Span;
+use super::pending::{Claim, Uses};
 use super::picture::Act;
 use super::ranges::APART_FROM;
 use super::region::{Placed, Region, RegionBooks, Wanted};
 use super::segment::Run;
 use super::snapshot::{AllocFailures, ArenaSnapshot};
+use super::streams::{StreamKey, Streams};
 use crate::bytes::ByteSize;
 use crate::clock::{Clock, Moment};
 use crate::decay::DecayTime;
@@ -95,6 +97,9 @@ pub(super) struct Books {
     committed_peak: u64,
     pub(super) curve: Curve,
     pub(super) steps: Steps,
+    pub(super) streams: Streams,
+    /// Work goes on after the call that started it.
+    pub(super) asynchronous: bool,
     /// Blocks given out by address, by that address.
     pub(super) raw: BTreeMap<DeviceAddress, Kept>,
     /// The block that a compaction moves now.
@@ -112,6 +117,7 @@ impl Books {
         regions: [RegionBooks; 2],
         granularity: ByteSize,
         config: &ArenaConfig,
+        asynchronous: bool,
         now: Moment,
     ) -> Self {
         Self {
@@ -124,6 +130,8 @@ impl Books {
             committed_peak: 0,
             curve: Curve::new(config.decay, now),
             steps: Steps::new(config.growth),
+            streams: Streams::new(),
+            asynchronous,
             raw: BTreeMap::new(),
             moving: None,
             entering: 0,
@@ -140,7 +148,7 @@ impl Books {
         &mut self.regions[region.number()]
     }
 
-    fn total(&self, part: impl Fn(&RegionBooks) -> u64) -> u64 {
+    pub(super) fn total(&self, part: impl Fn(&RegionBooks) -> u64) -> u64 {
         self.regions.iter().map(part).sum()
     }
 
@@ -178,16 +186,17 @@ impl Books {
         self.backed().saturating_add(bytes).saturating_sub(self.limit.get())
     }
 
-    /// Finds addresses for a block.
+    /// Finds addresses for a block; says what must come before the taker uses it.
     pub(super) fn place(
         &mut self,
         region: Region,
         wanted: Wanted,
         among_large: bool,
-    ) -> Result<Placed, Refusal> {
+        taker: Option<StreamKey>,
+    ) -> Result<(Placed, Claim), Refusal> {
         // Under a small limit every granule counts, and all blocks share them.
         let among_large = among_large || self.limit.get() / self.granularity < APART_FROM;
-        let placed = self.region_mut(region).place(wanted, among_large);
+        let placed = self.region_mut(region).place(wanted, among_large, taker);
         self.note_used();
         placed.ok_or_else(|| {
             let books = self.region(region);
@@ -218,7 +227,8 @@ impl Books {
         clock: &dyn Clock,
     ) -> Option<Placed> {
         let idle = self.idle();
-        let resized = self.region_mut(region).begin_resize(placed, requested);
+        let uses = self.uses(&[]);
+        let resized = self.region_mut(region).begin_resize(placed, requested, uses);
         debug_assert!(resized.is_ok(), "only its buffer resizes a block");
         self.curve.note_used(self.idle());
         if self.idle() > idle {
@@ -285,9 +295,17 @@ impl Books {
         }
     }
 
-    /// Takes back a placed block that got no memory.
-    pub(super) fn withdraw(&mut self, region: Region, placed: Placed, clock: &dyn Clock) {
-        let gone = self.region_mut(region).withdraw(placed);
+    /// Takes back a placed block that got no memory, or that nobody got into order.
+    pub(super) fn withdraw(
+        &mut self,
+        region: Region,
+        placed: Placed,
+        claim: Claim,
+        clock: &dyn Clock,
+    ) {
+        let (streams, books) = (&self.streams, &mut self.regions[region.number()]);
+        let left = |(part, uses): (Span, Uses)| (part, uses.only(|of| !streams.is_done(of)));
+        let gone = books.withdraw(placed, claim.parts.into_iter().map(left));
         debug_assert!(gone.is_ok(), "a placed block is known to the index");
         if gone == Ok(true) {
             self.note_idle(clock);
@@ -296,11 +314,23 @@ impl Books {
 
     /// Frees a live block.
     pub(super) fn release(&mut self, region: Region, placed: Placed, clock: &dyn Clock) {
+        self.release_after(region, placed, &[], clock);
+    }
+
+    /// Frees a live block that these streams used.
+    pub(super) fn release_after(
+        &mut self,
+        region: Region,
+        placed: Placed,
+        streams: &[StreamKey],
+        clock: &dyn Clock,
+    ) {
         if self.defer_release(region, placed) {
             return;
         }
+        let uses = self.uses(streams);
         let placed = self.region(region).refreshed(placed);
-        let gone = self.region_mut(region).release(placed);
+        let gone = self.region_mut(region).release(placed, uses);
         debug_assert!(gone.is_ok(), "only its buffer frees a block, once");
         if let Ok(went_idle) = gone {
             self.totals.frees += 1;
@@ -334,7 +364,7 @@ impl Books {
             live: ByteSize::new(self.live()),
             committed: ByteSize::new(self.backed()),
             limit: self.limit,
-            holes: ByteSize::new(self.active().saturating_sub(self.live())),
+            holes: ByteSize::new(self.active().saturating_sub(self.live() + self.pending())),
             largest_free: ByteSize::new(largest_free.unwrap_or(0)),
         }
     }
@@ -404,6 +434,7 @@ impl Books {
             active: size(self.active()),
             idle: size(self.idle()),
             committed: size(self.backed()),
+            pending: size(self.pending()),
             committed_peak: size(self.committed_peak),
             reserved: size(self.total(|region| region.segment.reserved())),
             limit: self.limit,
@@ -447,6 +478,7 @@ impl Books {
     pub(super) fn validate(&self) {
         self.regions.iter().for_each(RegionBooks::validate);
         self.curve.validate(self.idle());
+        self.streams.validate();
         let totals = &self.totals;
         let settled = totals.committed_bytes - totals.decommitted_bytes;
         assert!(self.backed() >= settled, "every byte committed is on the books");

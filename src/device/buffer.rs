@@ -22,6 +22,7 @@ use super::compact::BlockPin;
 use super::driver::DeviceAddress;
 use super::error::DeviceError;
 use super::front::{Owned, Place};
+use super::lane::Lane;
 use super::lease::Lease;
 use super::region::{Placed, Region, Wanted};
 use super::shared::Shared;
@@ -118,7 +119,7 @@ impl<T: Pod> Buffer<T> {
         // readable, and they are initialised (`Driver::host_pointer`). T is Pod: any bytes are a
         // value. Nobody writes: blocks do not overlap (invariant of the index), the buffer owns
         // its block alone, writing takes `&mut self`, and no device works on it after its call
-        // returned (asynchronous drivers are refused at open).
+        // returned (drivers with host access are refused at open where one might).
         Ok(unsafe { slice::from_raw_parts(start.as_ptr(), self.len) })
     }
 
@@ -176,6 +177,42 @@ impl<T: Pod> Buffer<T> {
         Ok(BlockPin::new(self.shared(), self.region(), self.owned.block.map(|block| block.id)))
     }
 
+    /// Where the buffer is, for work on the device while the lease is held. `None` where its
+    /// elements have no bytes.
+    ///
+    /// The work is to be in the stream of the lane that the buffer was taken on, or in one that
+    /// [`Buffer::record_use`] named. A buffer of no lane may be used anywhere: then all work of the
+    /// device is waited for before its memory is.
+    ///
+    /// # Errors
+    /// [`DeviceError::ForeignLease`], [`DeviceError::ContentsLost`], [`DeviceError::Forked`].
+    pub fn address(&self, lease: &Lease) -> Result<Option<DeviceAddress>, DeviceError> {
+        self.check_lease(lease)?;
+        let Some(block) = self.owned.block else { return Ok(None) };
+        self.owned.place.get(self.shared(), self.region(), block).map(Some)
+    }
+
+    /// Notes that another lane's stream uses the buffer too: its work until the buffer is dropped
+    /// is waited for as well.
+    ///
+    /// # Errors
+    /// [`DeviceError::ForeignLane`] for a lane of another arena.
+    pub fn record_use(&mut self, lane: &Lane) -> Result<(), DeviceError> {
+        let known = lane.known();
+        if !Arc::ptr_eq(self.shared(), lane.arena().shared()) {
+            return Err(DeviceError::ForeignLane {
+                buffer_of: self.shared().name.clone(),
+                lane_of: lane.arena().name().to_owned(),
+            });
+        }
+        // Of a buffer of no lane all work is waited for already.
+        let lanes = &mut self.owned.lanes;
+        if known.key().is_some() && lanes.first().is_some_and(|first| first.key() != known.key()) {
+            lanes.push(Arc::clone(known));
+        }
+        Ok(())
+    }
+
     #[cfg(all(test, not(lowtide_loom)))]
     pub(super) fn block_id(&self) -> Option<super::ranges::BlockName> {
         self.owned.block.map(|block| block.id)
@@ -187,17 +224,22 @@ impl<T: Pod> Buffer<T> {
 
     /// Where the elements begin, for a holder of this arena's lease.
     fn start(&self, lease: &Lease) -> Result<NonNull<T>, DeviceError> {
-        self.shared().check_here()?;
-        if !Arc::ptr_eq(self.shared(), &lease.arena) {
-            return Err(DeviceError::ForeignLease {
-                buffer_of: self.shared().name.clone(),
-                lease_of: lease.arena.name.clone(),
-            });
-        }
+        self.check_lease(lease)?;
         self.shared().check_host_access()?;
         let Some(block) = self.owned.block else { return Ok(NonNull::dangling()) };
         let at = self.owned.place.get(self.shared(), self.region(), block)?;
         self.pointer(at).ok_or_else(|| self.shared().no_host_access())
+    }
+
+    fn check_lease(&self, lease: &Lease) -> Result<(), DeviceError> {
+        self.shared().check_here()?;
+        if Arc::ptr_eq(self.shared(), &lease.arena) {
+            return Ok(());
+        }
+        Err(DeviceError::ForeignLease {
+            buffer_of: self.shared().name.clone(),
+            lease_of: lease.arena.name.clone(),
+        })
     }
 
     /// The pointer to where the block is; `None` without host access.

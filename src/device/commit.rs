@@ -17,6 +17,7 @@ use super::picture::Act;
 use super::region::{Placed, Region, Wanted};
 use super::segment::Run;
 use super::shared::Shared;
+use super::streams::StreamKey;
 use crate::bytes::ByteSize;
 use crate::sync::{MutexGuard, lock, wait};
 
@@ -49,10 +50,23 @@ impl Shared {
     /// # Errors
     /// `OutOfAddresses`, `OutOfMemory`, or `Driver`.
     pub(super) fn obtain(&self, region: Region, wanted: Wanted) -> Result<Placed, DeviceError> {
-        self.insist(|| match self.try_obtain(region, wanted, false) {
+        self.obtain_for(region, wanted, None)
+    }
+
+    /// A block that a stream may use at once, in its order; any may, where none is named.
+    ///
+    /// # Errors
+    /// As [`Shared::obtain`].
+    pub(super) fn obtain_for(
+        &self,
+        region: Region,
+        wanted: Wanted,
+        taker: Option<StreamKey>,
+    ) -> Result<Placed, DeviceError> {
+        self.insist(|| match self.try_obtain(region, wanted, false, taker) {
             // There may be a hole for it among the large blocks.
             Err(refusal) if wanted.is_small() && refusal.error.is_out_of_memory() => {
-                self.try_obtain(region, wanted, true).map_err(|_| refusal)
+                self.try_obtain(region, wanted, true, taker).map_err(|_| refusal)
             }
             outcome => outcome,
         })
@@ -70,6 +84,11 @@ impl Shared {
                 outcome = attempt();
             }
         }
+        let is_short = outcome.as_ref().is_err_and(|refusal| refusal.error.is_out_of_memory());
+        // What is freed and worked on still is idle when that is done.
+        if is_short && self.books().pending() > 0 && self.complete_all().is_ok() {
+            outcome = attempt();
+        }
         outcome.map_err(|refusal| self.note_refusal(refusal))
     }
 
@@ -78,10 +97,18 @@ impl Shared {
         region: Region,
         wanted: Wanted,
         among_large: bool,
+        taker: Option<StreamKey>,
     ) -> Result<Placed, Refusal> {
         let mut books = self.books();
-        let placed = books.place(region, wanted, among_large)?;
-        let (mut books, outcome) = self.back_still(books, region, placed);
+        let (placed, claim) = books.place(region, wanted, among_large, taker)?;
+        let (mut books, mut outcome) = self.back_still(books, region, placed);
+        if outcome.is_ok() && !claim.uses.is_empty() {
+            drop(books);
+            outcome = self
+                .come_after(taker, &claim.uses)
+                .map_err(|error| Refusal { cause: Cause::Driver, error: error.into() });
+            books = self.books();
+        }
         let outcome = outcome.and_then(|()| self.check_arrival());
         match outcome {
             Ok(()) => {
@@ -89,7 +116,7 @@ impl Shared {
                 books.record(&*self.clock, Act::Alloc, placed);
                 self.fronts.note_live(books.live(), books.limit.get());
             }
-            Err(_) => books.withdraw(region, placed, &*self.clock),
+            Err(_) => books.withdraw(region, placed, claim, &*self.clock),
         }
         outcome.map(|()| placed).map_err(|refusal| refusal.told(&books))
     }
@@ -150,7 +177,10 @@ impl Shared {
     ) -> Result<Placed, DeviceError> {
         let new = self.obtain(region, wanted)?;
         let size = ByteSize::new(old.requested.min(wanted.requested));
-        let copied = self.driver.copy(old.at, new.at, size, Key::new());
+        // What streams do to the old block comes before the copy.
+        let complete = self.complete_all();
+        let copy = || self.driver.copy(old.at, new.at, size, Key::new());
+        let copied = complete.and_then(|()| copy());
         self.release(region, if copied.is_ok() { old } else { new });
         copied.map(|()| new).map_err(Into::into)
     }

@@ -86,6 +86,14 @@ pub enum DeviceError {
         /// The arena that the lease keeps awake.
         lease_of: String,
     },
+    /// A lane of one arena was named for a buffer of another.
+    #[error("the buffer is of arena {buffer_of:?}, the lane of arena {lane_of:?}")]
+    ForeignLane {
+        /// The arena that the buffer is in.
+        buffer_of: String,
+        /// The arena that the lane is of.
+        lane_of: String,
+    },
     /// More leases at once than are counted.
     #[error("more than {limit} leases at once: some are leaked")]
     TooManyLeases {

@@ -23,6 +23,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicUsize as Number;
 use std::thread;
 
+use super::lane::Known;
 use super::region::{Placed, Region};
 use super::shared::Shared;
 use crate::sync::atomic::{AtomicU64, Ordering};
@@ -83,6 +84,9 @@ pub(super) struct Owned {
     pub(super) block: Option<Placed>,
     /// Where the block was last known to be.
     pub(super) place: Place,
+    /// The lanes that use the block: the one it was taken on first. Where there are any, it goes to
+    /// the books.
+    pub(super) lanes: Vec<Arc<Known>>,
 }
 
 /// Where a block was when its region had seen so many moves.
@@ -101,7 +105,7 @@ impl Place {
 
 impl Owned {
     pub(super) fn new(home: Arc<Home>, region: Region, block: Option<Placed>) -> Box<Self> {
-        Box::new(Self { home, region, block, place: Place::of(block) })
+        Box::new(Self { home, region, block, place: Place::of(block), lanes: Vec::new() })
     }
 
     /// Frees the block: into its home's front where it is of a hot size, else in the books. In a
@@ -113,12 +117,14 @@ impl Owned {
         if shared.check_here().is_err() {
             return;
         }
-        let fits = shared.is_fresh(self.region, placed) && placed.span.size <= shared.front_room();
+        let fits = shared.is_fresh(self.region, placed)
+            && placed.span.size <= shared.front_room()
+            && self.lanes.is_empty();
         let left = if fits { self.give() } else { Some(self) };
         if let Some((owned, placed)) =
             left.and_then(|owned| owned.block.map(|block| (owned, block)))
         {
-            owned.home.shared.release(owned.region, placed);
+            owned.home.shared.release_after(owned.region, placed, &owned.lanes);
         }
     }
 

@@ -84,10 +84,13 @@ mod granules;
 mod growth;
 mod history;
 pub mod index;
+mod lane;
 mod lease;
 mod map;
+mod pending;
 pub mod picture;
 mod pinned;
+mod proof;
 mod ranges;
 mod raw;
 mod reclaim;
@@ -96,6 +99,7 @@ mod reserve;
 mod segment;
 mod shared;
 mod snapshot;
+mod streams;
 
 pub use arena::DeviceArena;
 pub use buffer::Buffer;
@@ -103,6 +107,7 @@ pub use compact::{BlockPin, CompactError, CompactOptions, Compacted, Goal, Moved
 pub use config::{ArenaConfig, Growth};
 pub use driver::host::HostDriver;
 pub use error::DeviceError;
+pub use lane::Lane;
 pub use lease::Lease;
 pub use picture::ArenaMap;
 pub use pinned::{

@@ -4,10 +4,13 @@
 //! It needs no stream and no lease, because only granules that no block touches leave.
 //!
 //! The law of decommit: a granule leaves only when every use of it is complete. On a driver whose
-//! work completes at once a freed block has no uses left; other drivers are refused at open.
+//! work completes at once a freed block has no uses left; elsewhere freed memory is pending, and so
+//! active, until its uses are known to be complete (`proof`).
 //!
 //! Invariant: `idle after decay(now) <= allowed(now) + less than one granule`, in as many calls as
 //! the bound on each asks for.
+
+use std::time::Duration;
 
 use super::arena::DeviceArena;
 use super::books::Books;
@@ -24,6 +27,9 @@ use crate::sync::{MutexGuard, lock};
 
 /// Driver calls that one look at idle memory makes at most. A guess, to be measured per driver.
 const CALLS_MAX: usize = 32;
+
+/// How soon freed memory that a stream may still work on is looked at again. A guess.
+const LOOK_AGAIN: Duration = Duration::from_millis(100);
 
 /// What a call to [`DeviceArena::decay`] did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,8 +53,9 @@ pub(super) struct GivenBack {
 impl DeviceArena {
     /// Gives back what the curve no longer allows at `now`.
     ///
-    /// At most 32 driver calls; where that is not enough, `next` is `now`. Never waits for a call
-    /// of another thread.
+    /// At most 32 decommits; where that is not enough, `next` is `now`. Never waits for a call of
+    /// another thread, nor for a stream: memory that a stream may still work on stays, and `next`
+    /// is soon. Only where buffers of no lane were freed it waits, for all work of the device.
     ///
     /// # Errors
     /// [`DeviceError::Driver`], after what was given back before is booked;
@@ -57,6 +64,7 @@ impl DeviceArena {
         let shared = self.shared();
         shared.check_here()?;
         shared.cool_fronts();
+        shared.look_for_ends()?;
         let mut books = shared.books();
         let allowed = books.tell_decay(now);
         // Rounded down to whole granules: the curve may be late by one, never early.
@@ -70,7 +78,7 @@ impl DeviceArena {
             None => Look::Finished,
         };
         books.curve.set_due(now, look);
-        let next = shared.next_look(&books);
+        let next = shared.next_look(&books, now);
         let released = ByteSize::new(books.bytes_of(given.granules));
         drop(books);
         shared.debug_validate();
@@ -93,7 +101,7 @@ impl DeviceArena {
         if shared.check_here().is_err() {
             return Moment::NEVER;
         }
-        shared.next_look(&shared.books())
+        shared.next_look(&shared.books(), shared.clock.now())
     }
 
     /// Sets how long idle memory may stay; what is idle now counts as having gone idle now.
@@ -153,6 +161,7 @@ impl DeviceArena {
         let shared = self.shared();
         shared.check_here()?;
         shared.empty_fronts();
+        shared.look_for_ends()?;
         let mut books = shared.books();
         let excess = books.backed().saturating_sub(books.leaving()).saturating_sub(keep.get());
         let granules = books.granules_for(excess.min(books.idle()));
@@ -181,9 +190,11 @@ impl DeviceArena {
 }
 
 impl Shared {
-    /// When idle memory, or what the fronts keep, is to be looked at.
-    fn next_look(&self, books: &Books) -> Moment {
-        if self.fronts_hold() { books.due().min(books.curve.front_due()) } else { books.due() }
+    /// When idle memory, what the fronts keep, or what is pending is to be looked at.
+    fn next_look(&self, books: &Books, now: Moment) -> Moment {
+        let due =
+            if self.fronts_hold() { books.due().min(books.curve.front_due()) } else { books.due() };
+        if books.pending() > 0 { due.min(now + LOOK_AGAIN) } else { due }
     }
 
     /// Gives back up to `granules` idle granules, in at most [`CALLS_MAX`] calls, with the lock

@@ -10,9 +10,11 @@ use super::compact::pins::Pins;
 use super::driver::DeviceAddress;
 use super::front::Tally;
 use super::index::{ALIGN, End, Request, Span, StaleBlock};
+use super::pending::{Claim, Pending, Uses};
 use super::ranges::{BlockName, Ranges};
 use super::segment::Segment;
 use super::snapshot::RegionSnapshot;
+use super::streams::StreamKey;
 use crate::bytes::ByteSize;
 
 /// The part of an arena for one kind of lifetime. Neither has a fixed share of the memory.
@@ -71,6 +73,15 @@ impl Region {
 /// own, and 4.9 GiB where they share one with the large.
 const SMALL_BELOW: u64 = 1 << 20;
 
+/// What a place costs for which a stream must wait, and one for which memory must be committed, in
+/// [`Segment::cost`]'s measure, while anything is pending: memory that is only waited for is used
+/// before more is asked for, and what nobody need wait for before that.
+const COST_OF_WAITING: u64 = 1 << 34;
+const COST_OF_COMMITTING: u64 = 1 << 35;
+
+/// The part of that measure which is granules to commit.
+const COMMITS: u64 = (1 << 32) - 1;
+
 /// The end of a region to which blocks of a size belong.
 const fn end_of(size: u64) -> End {
     if size < SMALL_BELOW { End::High } else { End::Low }
@@ -128,13 +139,16 @@ pub(super) struct RegionBooks {
     pub(super) arriving: u64,
     pub(super) pins: Pins,
     pub(super) moves: u64,
+    /// What was freed and may still be worked on. It is free to the index, and keeps its granules.
+    pub(super) pending: Pending,
 }
 
 impl RegionBooks {
     pub(super) fn new(segment: Segment, granule: ByteSize) -> Self {
         let index = Ranges::new(segment.reserved(), granule.get());
         let pins = Pins::default();
-        Self { segment, index, requested: 0, live: 0, arriving: 0, pins, moves: 0 }
+        let pending = Pending::default();
+        Self { segment, index, requested: 0, live: 0, arriving: 0, pins, moves: 0, pending }
     }
 
     /// The largest block that it could ever have.
@@ -147,8 +161,8 @@ impl RegionBooks {
     }
 
     /// Bytes of the books themselves.
-    pub(super) const fn metadata(&self) -> usize {
-        self.index.metadata() + self.segment.metadata()
+    pub(super) fn metadata(&self) -> usize {
+        self.index.metadata() + self.segment.metadata() + self.pending.metadata()
     }
 
     /// Bytes of blocks that have a place and no memory yet.
@@ -157,21 +171,71 @@ impl RegionBooks {
         self.arriving
     }
 
-    /// Finds a place, preferring those that cost the fewest granules, and marks it arriving.
+    /// Finds a place, preferring those that cost the fewest granules, and marks it arriving; says
+    /// what must come before its first use, by the taker's stream or by none.
     ///
     /// Small blocks stand apart unless they are to be placed `among_large` ones.
-    pub(super) fn place(&mut self, wanted: Wanted, among_large: bool) -> Option<Placed> {
+    pub(super) fn place(
+        &mut self,
+        wanted: Wanted,
+        among_large: bool,
+        taker: Option<StreamKey>,
+    ) -> Option<(Placed, Claim)> {
         let end = if among_large { End::Low } else { end_of(wanted.size) };
         let request = Request { size: wanted.size, align: wanted.align, end };
-        let segment = &self.segment;
-        let (id, span) = self.index.take(request, |place| segment.cost(place))?;
+        let (segment, pending) = (&self.segment, &self.pending);
+        let cost = |place| {
+            let cost = segment.cost(place);
+            if pending.bytes() == 0 {
+                return cost;
+            }
+            let foreign = u64::from(pending.is_foreign(place, taker));
+            cost + foreign * COST_OF_WAITING + u64::from(cost & COMMITS > 0) * COST_OF_COMMITTING
+        };
+        let (id, span) = self.index.take(request, cost)?;
+        let claim = self.claim(span);
         self.segment.touch(span);
         self.arriving += span.size;
         let at = self.segment.address_of(ByteSize::new(span.offset));
         if wanted.align > ALIGN {
             self.pins.align(id, wanted.align);
         }
-        Some(Placed { id, span, at, requested: wanted.requested, moves: self.moves })
+        let placed = Placed { id, span, at, requested: wanted.requested, moves: self.moves };
+        Some((placed, claim))
+    }
+
+    /// Takes what is pending out of a span that a block gets; says what was to come before.
+    fn claim(&mut self, span: Span) -> Claim {
+        if self.pending.bytes() == 0 {
+            return Claim::default();
+        }
+        let taken = self.pending.take(span);
+        for were in taken.were {
+            self.segment.untouch(were);
+        }
+        for left in taken.left {
+            self.segment.touch(left);
+        }
+        taken.claim
+    }
+
+    /// Lets go of a span that was a block's: at once, or when its uses are complete; says whether
+    /// granules went idle by it.
+    fn let_go(&mut self, span: Span, uses: Uses) -> bool {
+        if uses.is_empty() {
+            return self.segment.untouch(span);
+        }
+        self.pending.insert(span, uses);
+        false
+    }
+
+    /// Books that a stream is done with all uses up to an epoch; says whether granules went idle.
+    pub(super) fn settle(&mut self, stream: StreamKey, epoch: u64) -> bool {
+        let idle = self.segment.idle();
+        for span in self.pending.complete(stream, epoch) {
+            self.segment.untouch(span);
+        }
+        self.segment.idle() > idle
     }
 
     /// Books that the memory behind an arriving block is there.
@@ -182,34 +246,59 @@ impl RegionBooks {
         self.requested = self.requested.wrapping_add(placed.requested);
     }
 
-    /// Takes an arriving block back; says whether granules went idle by it.
-    pub(super) fn withdraw(&mut self, placed: Placed) -> Result<bool, StaleBlock> {
+    /// Takes an arriving block back, and makes pending again what was; says whether granules went
+    /// idle by it.
+    pub(super) fn withdraw(
+        &mut self,
+        placed: Placed,
+        parts: impl IntoIterator<Item = (Span, Uses)>,
+    ) -> Result<bool, StaleBlock> {
         let span = self.index.release(placed.id)?;
         self.pins.forget(placed.id);
         self.arriving -= span.size;
-        Ok(self.segment.untouch(span))
+        let idle = self.segment.idle();
+        self.segment.untouch(span);
+        for (part, uses) in parts.into_iter().filter(|(_, uses)| !uses.is_empty()) {
+            self.segment.touch(part);
+            self.pending.insert(part, uses);
+        }
+        Ok(self.segment.idle() > idle)
     }
 
-    /// Frees a live block; says whether granules went idle by it.
-    pub(super) fn release(&mut self, placed: Placed) -> Result<bool, StaleBlock> {
+    /// Frees a live block of these uses; says whether granules went idle by it.
+    pub(super) fn release(&mut self, placed: Placed, uses: Uses) -> Result<bool, StaleBlock> {
         let span = self.index.release(placed.id)?;
         self.pins.forget(placed.id);
         self.live -= span.size;
         self.requested = self.requested.wrapping_sub(placed.requested);
-        Ok(self.segment.untouch(span))
+        Ok(self.let_go(span, uses))
     }
 
-    /// Lets a live block be of another size where it stands. What it grows by is arriving until
-    /// [`RegionBooks::end_resize`]; `None` where there is no room after it.
+    /// Lets a live block of these uses be of another size where it stands. What it grows by is
+    /// arriving until [`RegionBooks::end_resize`]; `None` where there is no room after it, or what
+    /// is there may still be worked on.
     pub(super) fn begin_resize(
         &mut self,
         placed: Placed,
         requested: u64,
+        uses: Uses,
     ) -> Result<Option<Placed>, StaleBlock> {
         let placed = self.refreshed(placed);
         let Some(span) = self.index.resize(placed.id, requested)? else { return Ok(None) };
+        let grown = span.size.saturating_sub(placed.span.size);
+        let more = Span { offset: placed.span.end(), size: grown };
+        if grown > 0 && !self.pending.is_clear(more) {
+            let undone = self.index.resize(placed.id, placed.span.size);
+            debug_assert_eq!(undone, Ok(Some(placed.span)), "a block can always be cut back");
+            return Ok(None);
+        }
         self.segment.untouch(placed.span);
         self.segment.touch(span);
+        if grown == 0 && span.size < placed.span.size && !uses.is_empty() {
+            let less = Span { offset: span.end(), size: placed.span.size - span.size };
+            self.segment.touch(less);
+            self.pending.insert(less, uses);
+        }
         self.live -= placed.span.size.saturating_sub(span.size);
         self.arriving += span.size.saturating_sub(placed.span.size);
         let less = placed.requested.saturating_sub(requested);
@@ -272,8 +361,8 @@ impl RegionBooks {
             idle: size(self.segment.idle()),
             committed: size(self.segment.backed()),
             reserved: size(self.segment.reserved()),
-            pending: ByteSize::ZERO,
-            holes: size(self.segment.active() - live),
+            pending: size(self.pending.bytes()),
+            holes: size(self.segment.active() - live - self.pending.bytes()),
             largest_free: size(self.largest_free()),
         }
     }
@@ -290,7 +379,10 @@ impl RegionBooks {
     pub(super) fn validate(&self) {
         self.index.validate();
         self.pins.validate(|id| self.index.span_of(id).is_ok());
-        self.segment.validate(self.live_spans());
+        self.pending.validate();
+        let mut spans: Vec<_> = self.live_spans().chain(self.pending.spans()).collect();
+        spans.sort_unstable_by_key(|span| span.offset);
+        self.segment.validate(spans.into_iter());
         assert_eq!(self.live + self.arriving, self.index.live());
         assert!(self.live <= self.segment.active(), "live blocks lie on active granules");
     }

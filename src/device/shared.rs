@@ -15,6 +15,7 @@ use super::driver::sealed::Key;
 use super::driver::{Capabilities, Driver};
 use super::error::DeviceError;
 use super::front::{Home, Kept, Tally};
+use super::lane::Known;
 use super::region::{Placed, Region};
 use super::snapshot::{ArenaGlance, ArenaSnapshot};
 use crate::bytes::ByteSize;
@@ -74,6 +75,8 @@ struct Apart(AtomicU64);
 #[derive(Debug, Default)]
 struct Rules {
     room_max: ByteSize,
+    /// Freed blocks may still be worked on.
+    never: bool,
     /// Idle memory is given back at once.
     at_once: bool,
     /// Who needs the fronts to be empty now.
@@ -90,9 +93,10 @@ impl Drop for Shut<'_> {
 }
 
 impl Fronts {
-    /// Fronts that may keep so much each.
-    pub(super) fn new(room_max: ByteSize, decay: DecayTime) -> Self {
+    /// Fronts that may keep so much each; nothing, where work is `asynchronous`.
+    pub(super) fn new(room_max: ByteSize, decay: DecayTime, asynchronous: bool) -> Self {
         let fronts = Self::default();
+        fronts.set(|rules| rules.never = asynchronous);
         fronts.set_room(room_max);
         fronts.set_decay(decay);
         fronts
@@ -137,7 +141,7 @@ impl Fronts {
     fn set(&self, change: impl FnOnce(&mut Rules)) {
         let mut rules = lock(&self.rules);
         change(&mut rules);
-        let none = rules.at_once || rules.shut > 0;
+        let none = rules.never || rules.at_once || rules.shut > 0;
         let room = if none { 0 } else { rules.room_max.get() };
         self.room.store(room, Ordering::Relaxed);
     }
@@ -190,6 +194,12 @@ impl Shared {
     /// Frees a block in the books: bookkeeping only.
     pub(super) fn release(&self, region: Region, placed: Placed) {
         self.books().release(region, placed, &*self.clock);
+    }
+
+    /// Frees a block that these lanes used, in the books.
+    pub(super) fn release_after(&self, region: Region, placed: Placed, lanes: &[Arc<Known>]) {
+        let streams: Vec<_> = lanes.iter().filter_map(|lane| lane.key()).collect();
+        self.books().release_after(region, placed, &streams, &*self.clock);
     }
 
     /// Frees blocks in the books.
@@ -354,14 +364,22 @@ impl Shared {
 
 impl Drop for Shared {
     /// Gives everything back to the driver: nobody holds a block, and nobody waits for the lock.
-    /// Where the driver refuses, the range stays reserved. In a forked child does nothing.
+    /// Where the driver refuses, or the device may still work there, the range stays reserved. In a
+    /// forked child does nothing.
     fn drop(&mut self) {
         if self.check_here().is_err() {
             return;
         }
         // Whoever listens is not ours, and nothing unwinds out of a drop.
         let _ = caught(|| tracing::info!(arena = self.name, "an arena is gone"));
+        let _ = caught(|| self.look_for_ends());
         let books = lock(&self.books);
+        for event in books.streams.events() {
+            let _ = self.driver.event_destroy(event, Key::new());
+        }
+        if books.pending() > 0 {
+            return; // the device may still work on it: better kept than unmapped
+        }
         for region in Region::ALL {
             let segment = &books.region(region).segment;
             let bare = segment.backed_runs().into_iter().all(|run| {

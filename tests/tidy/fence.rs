@@ -20,7 +20,6 @@ const FENCE: &[&str] = &[
     "src/device/driver/cuda/vmm.rs",
     "src/device/driver/cuda/pool.rs",
     "src/device/driver/cuda/plain.rs",
-    "src/device/driver/sim/memory.rs",
     "src/device/buffer.rs",
     "src/device/front.rs",
     "src/device/pinned.rs",

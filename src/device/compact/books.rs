@@ -54,6 +54,9 @@ impl RegionBooks {
 
     /// Takes a free span for a block to move to, arriving.
     fn take_room(&mut self, span: Span) -> Option<Placed> {
+        if !self.pending.is_clear(span) {
+            return None;
+        }
         let id = self.index.take_at(span)?;
         self.segment.touch(span);
         self.arriving += span.size;

@@ -17,6 +17,7 @@ use crate::device::books::Books;
 use crate::device::driver::sealed::Key;
 use crate::device::driver::{DeviceAddress, DriverError};
 use crate::device::error::DeviceError;
+use crate::device::pending::Claim;
 use crate::device::ranges::BlockName;
 use crate::device::region::{Placed, Region};
 use crate::device::shared::Shared;
@@ -82,7 +83,7 @@ impl Shared {
             Err(refusal) => Some(Err(refusal.error)),
         };
         if let Some(refused) = refused {
-            books.withdraw(region, room, &*self.clock);
+            books.withdraw(region, room, Claim::default(), &*self.clock);
             self.settled.notify_all();
             return refused;
         }
@@ -92,7 +93,9 @@ impl Shared {
             [made.from, made.to].map(|offset| segment.address_of(ByteSize::new(offset)));
         let base = segment.base();
         drop(books);
-        let outcome = self.copy_pieces(base, made);
+        // Nobody has a lease, so nobody starts work on the block; what was started is waited for.
+        let complete = self.complete_all().map_err(|error| Failed { error, is_lost: false });
+        let outcome = complete.and_then(|()| self.copy_pieces(base, made));
         let mut books = lock(&self.books);
         let freed = books.moving.take().and_then(|moving| moving.freed);
         let mut idle = 0;
@@ -100,7 +103,7 @@ impl Shared {
             idle = books.trade(region, (id, made.size), room, &*self.clock);
             books.readdress(region, from, id);
         } else {
-            books.withdraw(region, room, &*self.clock);
+            books.withdraw(region, room, Claim::default(), &*self.clock);
         }
         if outcome.as_ref().is_err_and(|failed| failed.is_lost) && freed.is_none() {
             books.region_mut(region).lose(id);

@@ -7,78 +7,25 @@
 //! Invariant: `committed ranges <= reserved ranges`; a byte is accessible iff its granule is
 //! committed.
 
+mod address;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+mod error;
+mod handle;
 pub mod host;
+#[cfg(feature = "simulation")]
+pub mod sim;
 #[cfg(all(test, not(lowtide_loom)))]
 pub(crate) mod trial;
 
 use std::fmt;
 use std::ptr::NonNull;
 
-use thiserror::Error;
+pub use address::DeviceAddress;
+pub use error::DriverError;
+pub use handle::{EventHandle, HostStore, StoreSpan, StreamHandle};
 
 use crate::bytes::ByteSize;
-
-/// An address in a driver's address space. On the host rung it is an address of this process; it
-/// is never read or written through, but by way of [`Driver::host_pointer`].
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct DeviceAddress(u64);
-
-impl DeviceAddress {
-    /// The address with this number.
-    #[must_use]
-    pub const fn new(address: u64) -> Self {
-        Self(address)
-    }
-
-    /// The number of the address.
-    #[must_use]
-    pub const fn get(self) -> u64 {
-        self.0
-    }
-
-    /// The address this much further on, or `None` where there is none.
-    #[must_use]
-    pub const fn checked_add(self, offset: ByteSize) -> Option<Self> {
-        match self.0.checked_add(offset.get()) {
-            Some(address) => Some(Self(address)),
-            None => None,
-        }
-    }
-
-    /// How far this address lies behind `base`, or `None` where it lies before it.
-    #[must_use]
-    pub const fn offset_from(self, base: Self) -> Option<ByteSize> {
-        match self.0.checked_sub(base.0) {
-            Some(offset) => Some(ByteSize::new(offset)),
-            None => None,
-        }
-    }
-
-    /// Whether the address is a multiple of `alignment`.
-    ///
-    /// # Panics
-    /// If `alignment` is zero.
-    #[must_use]
-    #[inline]
-    pub const fn is_multiple_of(self, alignment: ByteSize) -> bool {
-        assert!(!alignment.is_zero(), "an alignment is not zero");
-        self.0.is_multiple_of(alignment.get())
-    }
-}
-
-impl fmt::Debug for DeviceAddress {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "DeviceAddress({:#x})", self.0)
-    }
-}
-
-impl fmt::Display for DeviceAddress {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:#x}", self.0)
-    }
-}
 
 /// What every size of [`Driver::host_alloc`] is a multiple of. 64 KiB: the largest page in use, and
 /// so a multiple of every page.
@@ -206,6 +153,16 @@ use sealed::Key;
 ///
 /// Every `at` and `size` is a multiple of [`Capabilities::granularity`], `size` is not zero, and
 /// the range lies in one reservation. Host memory has its own measure, [`HOST_GRANULARITY`].
+///
+/// # Streams and events
+/// With [`Capabilities::asynchronous`] there are streams: queues of work, each done in order, with
+/// no order between them but what events make. A call that starts work returns before the work is
+/// done. [`Driver::decommit`] and [`Driver::host_store_destroy`] wait for nothing: their caller has
+/// observed, on the host, that every use is complete. Drivers without streams answer
+/// [`DriverError::Unsupported`] and need no code for it.
+///
+/// Any call may answer [`DriverError::IllegalAddress`] or [`DriverError::ContextLost`], for work
+/// that was started long before; see [`DriverError::is_context_lost`].
 pub trait Driver: sealed::Sealed + fmt::Debug + Send + Sync {
     /// Which driver this is.
     fn rung(&self) -> Rung;
@@ -293,81 +250,271 @@ pub trait Driver: sealed::Sealed + fmt::Debug + Send + Sync {
         let _ = at;
         None
     }
+
+    /// A new stream that orders itself with no other, the legacy default stream included
+    /// (`cuStreamCreate` with `CU_STREAM_NON_BLOCKING`).
+    ///
+    /// # Errors
+    /// [`DriverError::Unsupported`] without streams; as the device says.
+    fn stream_create(&self) -> Result<StreamHandle, DriverError> {
+        Err(DriverError::Unsupported { what: STREAMS })
+    }
+
+    /// Gives a stream up. Returns at once: what is queued on it is done all the same, and events
+    /// recorded on it complete as they would have (`cuStreamDestroy`).
+    ///
+    /// # Errors
+    /// As the device says; the stream is gone then as well.
+    fn stream_destroy(&self, stream: StreamHandle, _: Key) -> Result<(), DriverError> {
+        let _ = stream;
+        Err(DriverError::Unsupported { what: STREAMS })
+    }
+
+    /// Lets later work of `stream` wait for what `event` marks now. A later record of the event
+    /// changes nothing for it, nor does its destruction; an event that was never recorded marks
+    /// nothing. Does not block the host (`cuStreamWaitEvent`).
+    ///
+    /// # Errors
+    /// As the device says; the stream does not wait then.
+    fn stream_wait_event(
+        &self,
+        stream: StreamHandle,
+        event: EventHandle,
+        _: Key,
+    ) -> Result<(), DriverError> {
+        let _ = (stream, event);
+        Err(DriverError::Unsupported { what: STREAMS })
+    }
+
+    /// Blocks until all work now queued on the stream is done (`cuStreamSynchronize`).
+    ///
+    /// # Errors
+    /// As the device says: what fails is often the work, and nothing is known to be done then.
+    fn stream_synchronize(&self, stream: StreamHandle, _: Key) -> Result<(), DriverError> {
+        let _ = stream;
+        Err(DriverError::Unsupported { what: STREAMS })
+    }
+
+    /// Whether the stream records its work into a graph instead of doing it, be that capture sound
+    /// or invalidated. Asking harms no capture, while [`Driver::event_query`] may
+    /// (`cuStreamIsCapturing`).
+    ///
+    /// # Errors
+    /// As the device says.
+    fn is_capturing(&self, stream: StreamHandle, _: Key) -> Result<bool, DriverError> {
+        let _ = stream;
+        Err(DriverError::Unsupported { what: STREAMS })
+    }
+
+    /// A new event, that measures no time (`cuEventCreate` with `CU_EVENT_DISABLE_TIMING`). Dear
+    /// where threads contend for it: keep and reuse events.
+    ///
+    /// # Errors
+    /// [`DriverError::Unsupported`] without streams; as the device says.
+    fn event_create(&self) -> Result<EventHandle, DriverError> {
+        Err(DriverError::Unsupported { what: STREAMS })
+    }
+
+    /// Gives an event up. Returns at once; streams that were told to wait for it still do
+    /// (`cuEventDestroy`).
+    ///
+    /// # Errors
+    /// As the device says; the event is gone then as well.
+    fn event_destroy(&self, event: EventHandle, _: Key) -> Result<(), DriverError> {
+        let _ = event;
+        Err(DriverError::Unsupported { what: STREAMS })
+    }
+
+    /// Marks what is queued on the stream now, in place of what the event marked before
+    /// (`cuEventRecord`).
+    ///
+    /// # Errors
+    /// As the device says; what the event marks is unspecified then.
+    fn event_record(
+        &self,
+        event: EventHandle,
+        stream: StreamHandle,
+        _: Key,
+    ) -> Result<(), DriverError> {
+        let _ = (event, stream);
+        Err(DriverError::Unsupported { what: STREAMS })
+    }
+
+    /// Whether what the event marks is done; an event that was never recorded is. Does not block.
+    /// While a stream captures it fails, and spoils the capture (`cuEventQuery`).
+    ///
+    /// # Errors
+    /// As the device says.
+    fn event_query(&self, event: EventHandle, _: Key) -> Result<bool, DriverError> {
+        let _ = event;
+        Err(DriverError::Unsupported { what: STREAMS })
+    }
+
+    /// Blocks until what the event marks is done (`cuEventSynchronize`).
+    ///
+    /// # Errors
+    /// As for [`Driver::stream_synchronize`].
+    fn event_synchronize(&self, event: EventHandle, _: Key) -> Result<(), DriverError> {
+        let _ = event;
+        Err(DriverError::Unsupported { what: STREAMS })
+    }
+
+    /// Blocks until all work of the context is done, that of streams of others and of streams
+    /// already given up included (`cuCtxSynchronize`).
+    ///
+    /// # Errors
+    /// As for [`Driver::stream_synchronize`].
+    fn synchronize(&self) -> Result<(), DriverError> {
+        Err(DriverError::Unsupported { what: STREAMS })
+    }
+
+    /// Queues a copy of bytes between two committed parts that do not overlap. Any address and any
+    /// size is allowed. Both parts stay committed until the copy is done (`cuMemcpyDtoDAsync`).
+    ///
+    /// # Errors
+    /// [`DriverError::Overlap`]; else as the device says, and nothing is queued.
+    fn copy_async(
+        &self,
+        from: DeviceAddress,
+        to: DeviceAddress,
+        size: ByteSize,
+        stream: StreamHandle,
+        _: Key,
+    ) -> Result<(), DriverError> {
+        let _ = (from, to, size, stream);
+        Err(DriverError::Unsupported { what: STREAMS })
+    }
+
+    /// Host memory to offload into, page-locked where [`Capabilities::page_locked`] says so. Its
+    /// `size` is a multiple of [`HOST_GRANULARITY`] and not zero (`cuMemHostAlloc`).
+    ///
+    /// # Errors
+    /// As for [`Driver::host_alloc`].
+    fn host_store_create(&self, size: ByteSize) -> Result<HostStore, DriverError> {
+        let _ = size;
+        Err(DriverError::Unsupported { what: STORES })
+    }
+
+    /// Gives a store back. The caller has observed that every copy from and to it is complete
+    /// (`cuMemFreeHost`). May block for as long as other work of the device takes.
+    ///
+    /// # Errors
+    /// As the device says; the store then stays.
+    fn host_store_destroy(&self, store: HostStore, _: Key) -> Result<(), DriverError> {
+        let _ = store;
+        Err(DriverError::Unsupported { what: STORES })
+    }
+
+    /// Queues a copy of `into.size` bytes of committed device memory into a store, truly
+    /// asynchronous. Device memory and store stay until it is done (`cuMemcpyDtoHAsync`).
+    ///
+    /// # Errors
+    /// As the device says; nothing is queued then.
+    fn offload(
+        &self,
+        from: DeviceAddress,
+        into: StoreSpan,
+        stream: StreamHandle,
+        _: Key,
+    ) -> Result<(), DriverError> {
+        let _ = (from, into, stream);
+        Err(DriverError::Unsupported { what: STORES })
+    }
+
+    /// Queues a copy of `from.size` bytes of a store back into committed device memory
+    /// (`cuMemcpyHtoDAsync`). As [`Driver::offload`] else.
+    ///
+    /// # Errors
+    /// As the device says; nothing is queued then.
+    fn restore(
+        &self,
+        from: StoreSpan,
+        to: DeviceAddress,
+        stream: StreamHandle,
+        _: Key,
+    ) -> Result<(), DriverError> {
+        let _ = (from, to, stream);
+        Err(DriverError::Unsupported { what: STORES })
+    }
 }
 
-/// Why a driver did not do what it was asked.
-#[derive(Clone, Debug, Error, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum DriverError {
-    /// There is no more memory or address space of the kind asked for.
-    #[error("{call}: no more memory or address space for {requested}")]
-    OutOfMemory {
-        /// The system's or the device's call.
-        call: &'static str,
-        /// What was asked for.
-        requested: ByteSize,
-    },
-    /// The process may not lock that much memory. The limit counts all that it has locked, whoever
-    /// locked it.
-    #[error("{requested} cannot be page-locked: the process may lock {limit} in all (ulimit -l)")]
-    LockLimit {
-        /// What was asked for.
-        requested: ByteSize,
-        /// `RLIMIT_MEMLOCK`.
-        limit: ByteSize,
-    },
-    /// This driver does not offer it.
-    #[error("the driver does not offer {what}")]
-    Unsupported {
-        /// What is missing.
-        what: &'static str,
-    },
-    /// The system or the device refused the call.
-    #[error("{call} failed: {message} (code {code})")]
-    Refused {
-        /// The system's or the device's call.
-        call: &'static str,
-        /// `errno`, or the number of a CUDA result.
-        code: i64,
-        /// What that number means.
-        message: String,
-    },
-    /// A copy between parts that overlap, or of no memory of this driver.
-    #[error("a copy of {size} from {from} to {to}: the parts must be apart")]
-    Overlap {
-        /// Where the bytes are.
-        from: DeviceAddress,
-        /// Where they were to go.
-        to: DeviceAddress,
-        /// How many.
-        size: ByteSize,
-    },
-    /// A range that is empty, or not made of whole granules.
-    #[error("{size} at {at} is not a number of whole granules of {granularity}")]
-    Misaligned {
-        /// Where the range begins.
-        at: DeviceAddress,
-        /// How long it is.
-        size: ByteSize,
-        /// What both must be multiples of.
-        granularity: ByteSize,
-    },
-}
+/// What a driver without streams lacks.
+const STREAMS: &str = "streams and events";
+/// What a driver without stores lacks.
+const STORES: &str = "stores to offload into";
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn addresses_do_not_wrap() {
-        let last = DeviceAddress::new(u64::MAX);
-        assert_eq!(last.checked_add(ByteSize::new(1)), None);
-        assert_eq!(DeviceAddress::new(1).offset_from(last), None);
-        let base = DeviceAddress::new(4096);
-        let at = base.checked_add(ByteSize::new(512)).expect("fits");
-        assert_eq!(at.offset_from(base), Some(ByteSize::new(512)));
-        assert!(at.is_multiple_of(ByteSize::new(256)) && !at.is_multiple_of(ByteSize::kib(1)));
-        assert_eq!(format!("{at} {at:?}"), "0x1200 DeviceAddress(0x1200)");
+    fn a_driver_without_streams_says_so_in_every_call_that_needs_them() {
+        let driver: &dyn Driver = &host::HostDriver::new();
+        let (at, size) = (DeviceAddress::new(0), ByteSize::mib(2));
+        let (stream, event) = (StreamHandle::new(1), EventHandle::new(1));
+        let (store, key) = (HostStore::new(1), Key::new);
+        let span = StoreSpan { store, offset: ByteSize::ZERO, size };
+        let answers = [
+            driver.stream_create().map(drop),
+            driver.stream_destroy(stream, key()),
+            driver.stream_wait_event(stream, event, key()),
+            driver.stream_synchronize(stream, key()),
+            driver.is_capturing(stream, key()).map(drop),
+            driver.event_create().map(drop),
+            driver.event_destroy(event, key()),
+            driver.event_record(event, stream, key()),
+            driver.event_query(event, key()).map(drop),
+            driver.event_synchronize(event, key()),
+            driver.synchronize(),
+            driver.copy_async(at, at, size, stream, key()),
+            driver.host_store_create(size).map(drop),
+            driver.host_store_destroy(store, key()),
+            driver.offload(at, span, stream, key()),
+            driver.restore(span, at, stream, key()),
+        ];
+        for answer in answers {
+            assert!(matches!(answer, Err(DriverError::Unsupported { .. })), "{answer:?}");
+        }
+    }
+
+    /// The crate asks by the trait, tests by the type: both must be the same call.
+    #[cfg(all(feature = "simulation", not(lowtide_loom)))]
+    #[test]
+    fn the_calls_with_a_key_are_those_without() {
+        use sim::{Call, SimDriver, SimOptions};
+        let sim = SimDriver::new(SimOptions::default());
+        let (driver, key): (&dyn Driver, _) = (&sim, Key::new);
+        let size = ByteSize::mib(4);
+        let round = || -> Result<(), DriverError> {
+            let at = driver.reserve(size)?;
+            driver.commit(at, size, key())?;
+            let (stream, event) = (driver.stream_create()?, driver.event_create()?);
+            let store = driver.host_store_create(size)?;
+            let part = ByteSize::mib(2);
+            let span = StoreSpan { store, offset: part, size: part };
+            let second = DeviceAddress::new(at.get() + part.get());
+            driver.copy(at, second, part, key())?;
+            driver.copy_async(at, second, part, stream, key())?;
+            driver.offload(at, span, stream, key())?;
+            driver.restore(span, second, stream, key())?;
+            driver.event_record(event, stream, key())?;
+            driver.stream_wait_event(stream, event, key())?;
+            assert!(!driver.event_query(event, key())? && !driver.is_capturing(stream, key())?);
+            driver.event_synchronize(event, key())?;
+            driver.stream_synchronize(stream, key())?;
+            driver.synchronize()?;
+            driver.host_store_destroy(store, key())?;
+            driver.event_destroy(event, key())?;
+            driver.stream_destroy(stream, key())?;
+            driver.decommit(at, size, key())?;
+            driver.unreserve(at, size, key())?;
+            let host = driver.host_alloc(size, HostMemory::PageLocked)?;
+            driver.host_free(host, size, HostMemory::PageLocked, key())
+        };
+        assert_eq!(round(), Ok(()));
+        assert!(sim.leaks().is_empty(), "{:?}", sim.leaks());
+        assert_eq!(Call::ALL.iter().filter(|call| sim.calls(**call) > 0).count(), 24);
+        sim.assert_no_faults();
     }
 
     #[test]

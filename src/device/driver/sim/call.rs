@@ -1,0 +1,218 @@
+//! The calls of the simulated driver, and what each costs in virtual time.
+//!
+//! A call of the [`Driver`](crate::device::driver::Driver) is made of calls of CUDA: a commit of
+//! three handles is three times create, map and release, and one set-access. Counts, costs and
+//! injected faults go by CUDA's calls, because those are what fails and what costs.
+//!
+//! Invariant: `Call::ALL[call as usize] == call`.
+
+use crate::bytes::ByteSize;
+
+/// A call of the CUDA driver.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Call {
+    /// `cuMemAddressReserve`
+    AddressReserve,
+    /// `cuMemAddressFree`
+    AddressFree,
+    /// `cuMemCreate`
+    Create,
+    /// `cuMemMap`
+    Map,
+    /// `cuMemSetAccess`
+    SetAccess,
+    /// `cuMemUnmap`
+    Unmap,
+    /// `cuMemRelease`
+    Release,
+    /// `cuMemGetInfo`
+    GetInfo,
+    /// `cuMemcpyDtoD`, and the wait for it.
+    Copy,
+    /// `cuMemcpyDtoDAsync`
+    CopyAsync,
+    /// `cuMemcpyDtoHAsync`
+    Offload,
+    /// `cuMemcpyHtoDAsync`
+    Restore,
+    /// `cuMemHostAlloc`
+    HostAlloc,
+    /// `cuMemFreeHost`
+    HostFree,
+    /// `cuStreamCreate`
+    StreamCreate,
+    /// `cuStreamDestroy`
+    StreamDestroy,
+    /// `cuStreamWaitEvent`
+    StreamWaitEvent,
+    /// `cuStreamSynchronize`
+    StreamSynchronize,
+    /// `cuStreamIsCapturing`
+    StreamIsCapturing,
+    /// `cuStreamBeginCapture`
+    BeginCapture,
+    /// `cuStreamEndCapture`
+    EndCapture,
+    /// `cuEventCreate`
+    EventCreate,
+    /// `cuEventDestroy`
+    EventDestroy,
+    /// `cuEventRecord`
+    EventRecord,
+    /// `cuEventQuery`
+    EventQuery,
+    /// `cuEventSynchronize`
+    EventSynchronize,
+    /// `cuCtxSynchronize`
+    Synchronize,
+    /// `cuLaunchKernel`
+    Launch,
+    /// `cuLaunchHostFunc`
+    LaunchHostFunction,
+    /// `cuGraphLaunch`
+    GraphLaunch,
+    /// `cuGraphExecDestroy`
+    GraphDestroy,
+}
+
+/// Every call with its name in cuda.h, and the guess at its cost: nanoseconds a call, nanoseconds
+/// a handle, nanoseconds a MiB.
+const TABLE: [(Call, &str, [u64; 3]); Call::COUNT] = [
+    (Call::AddressReserve, "cuMemAddressReserve", [3_000, 0, 0]),
+    (Call::AddressFree, "cuMemAddressFree", [3_000, 0, 0]),
+    (Call::Create, "cuMemCreate", [30_000, 0, 1_000]),
+    (Call::Map, "cuMemMap", [2_000, 0, 0]),
+    (Call::SetAccess, "cuMemSetAccess", [10_000, 10_000, 0]),
+    (Call::Unmap, "cuMemUnmap", [10_000, 5_000, 0]),
+    (Call::Release, "cuMemRelease", [2_000, 0, 0]),
+    (Call::GetInfo, "cuMemGetInfo", [10_000, 0, 0]),
+    (Call::Copy, "cuMemcpyDtoD", [10_000, 0, 1_000]),
+    (Call::CopyAsync, "cuMemcpyDtoDAsync", [3_000, 0, 1_000]),
+    (Call::Offload, "cuMemcpyDtoHAsync", [3_000, 0, 20_000]),
+    (Call::Restore, "cuMemcpyHtoDAsync", [3_000, 0, 20_000]),
+    (Call::HostAlloc, "cuMemHostAlloc", [50_000, 0, 100_000]),
+    (Call::HostFree, "cuMemFreeHost", [50_000, 0, 50_000]),
+    (Call::StreamCreate, "cuStreamCreate", [20_000, 0, 0]),
+    (Call::StreamDestroy, "cuStreamDestroy", [10_000, 0, 0]),
+    (Call::StreamWaitEvent, "cuStreamWaitEvent", [500, 0, 0]),
+    (Call::StreamSynchronize, "cuStreamSynchronize", [5_000, 0, 0]),
+    (Call::StreamIsCapturing, "cuStreamIsCapturing", [100, 0, 0]),
+    (Call::BeginCapture, "cuStreamBeginCapture", [5_000, 0, 0]),
+    (Call::EndCapture, "cuStreamEndCapture", [10_000, 0, 0]),
+    (Call::EventCreate, "cuEventCreate", [1_000, 0, 0]),
+    (Call::EventDestroy, "cuEventDestroy", [1_000, 0, 0]),
+    (Call::EventRecord, "cuEventRecord", [1_000, 0, 0]),
+    (Call::EventQuery, "cuEventQuery", [500, 0, 0]),
+    (Call::EventSynchronize, "cuEventSynchronize", [5_000, 0, 0]),
+    (Call::Synchronize, "cuCtxSynchronize", [10_000, 0, 0]),
+    (Call::Launch, "cuLaunchKernel", [3_000, 0, 0]),
+    (Call::LaunchHostFunction, "cuLaunchHostFunc", [3_000, 0, 0]),
+    (Call::GraphLaunch, "cuGraphLaunch", [5_000, 0, 0]),
+    (Call::GraphDestroy, "cuGraphExecDestroy", [5_000, 0, 0]),
+];
+
+impl Call {
+    /// How many kinds of call there are.
+    pub const COUNT: usize = Self::GraphDestroy as usize + 1;
+
+    /// All kinds, in order.
+    pub const ALL: [Self; Self::COUNT] = {
+        let mut all = [Self::AddressReserve; Self::COUNT];
+        let mut at = 0;
+        while at < Self::COUNT {
+            all[at] = TABLE[at].0;
+            assert!(all[at] as usize == at, "the table is in order");
+            at += 1;
+        }
+        all
+    };
+
+    /// The function's name in cuda.h, without a suffix of version.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        TABLE[self as usize].1
+    }
+}
+
+/// What a call costs in virtual time. All zero: it costs nothing.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Cost {
+    /// Nanoseconds for each call.
+    pub call_ns: u64,
+    /// Nanoseconds for each physical handle that the call reaches.
+    pub handle_ns: u64,
+    /// Nanoseconds for each MiB; of a queued copy charged when it is done, else by the call.
+    pub mib_ns: u64,
+}
+
+/// What the calls cost: a row for each.
+///
+/// The default figures are guesses of the right order of magnitude, for no device in particular:
+/// nothing here is measured, and no claim about speed may rest on it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DriverCosts {
+    rows: [Cost; Call::COUNT],
+}
+
+impl DriverCosts {
+    /// Nothing costs anything; the clock then stands still.
+    #[must_use]
+    pub const fn zero() -> Self {
+        Self { rows: [Cost { call_ns: 0, handle_ns: 0, mib_ns: 0 }; Call::COUNT] }
+    }
+
+    /// The same table with another row.
+    #[must_use]
+    pub const fn with(mut self, call: Call, cost: Cost) -> Self {
+        self.rows[call as usize] = cost;
+        self
+    }
+
+    /// The row of a call.
+    #[must_use]
+    pub const fn of(&self, call: Call) -> Cost {
+        self.rows[call as usize]
+    }
+
+    /// Nanoseconds for one call that reaches so many handles and so many bytes. Held at the end of
+    /// the range of numbers.
+    #[must_use]
+    pub fn nanoseconds(&self, call: Call, handles: u64, bytes: ByteSize) -> u64 {
+        let cost = self.of(call);
+        let by_handle = cost.handle_ns.saturating_mul(handles);
+        let by_byte = u128::from(cost.mib_ns) * u128::from(bytes.get()) / u128::from(MIB);
+        let by_byte = u64::try_from(by_byte).unwrap_or(u64::MAX);
+        cost.call_ns.saturating_add(by_handle).saturating_add(by_byte)
+    }
+}
+
+const MIB: u64 = ByteSize::mib(1).get();
+
+impl Default for DriverCosts {
+    fn default() -> Self {
+        let row = |[call_ns, handle_ns, mib_ns]: [u64; 3]| Cost { call_ns, handle_ns, mib_ns };
+        Self { rows: TABLE.map(|(_, _, guess)| row(guess)) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn costs_go_by_call_handle_and_byte_and_do_not_wrap() {
+        let cost = Cost { call_ns: 7, handle_ns: 100, mib_ns: 1_000 };
+        let costs = DriverCosts::zero().with(Call::Map, cost);
+        assert_eq!(costs.nanoseconds(Call::Map, 3, ByteSize::kib(512)), 7 + 300 + 500);
+        assert_eq!(costs.nanoseconds(Call::Unmap, 3, ByteSize::kib(512)), 0);
+        let dear = Cost { call_ns: u64::MAX, handle_ns: u64::MAX, mib_ns: u64::MAX };
+        let costs = costs.with(Call::Map, dear);
+        assert_eq!(costs.nanoseconds(Call::Map, u64::MAX, ByteSize::MAX), u64::MAX);
+    }
+
+    #[test]
+    fn each_call_has_a_name_of_its_own() {
+        let names: std::collections::BTreeSet<_> = Call::ALL.map(Call::name).into();
+        assert_eq!(names.len(), Call::COUNT);
+    }
+}

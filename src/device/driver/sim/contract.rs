@@ -1,0 +1,248 @@
+//! The simulation as a [`Driver`], and the same calls for tests, without a key.
+//!
+//! Nothing is decided here: each call takes the lock and asks the model.
+//!
+//! Invariant: a call of the trait and the call of the same name of the type are one.
+
+use std::ptr::NonNull;
+
+use super::SimDriver;
+use super::call::Call;
+use super::memory::Range;
+use crate::bytes::ByteSize;
+use crate::device::driver::sealed::{self, Key};
+use crate::device::driver::{
+    Capabilities, DeviceAddress, Driver, DriverError, EventHandle, HostMemory, HostStore, Rung,
+    StoreSpan, StreamHandle,
+};
+
+type Answer<T = ()> = Result<T, DriverError>;
+
+/// The calls for which the trait asks a key.
+#[expect(clippy::missing_errors_doc, reason = "the trait says it")]
+impl SimDriver {
+    /// As [`Driver::unreserve`].
+    pub fn unreserve(&self, at: DeviceAddress, size: ByteSize) -> Answer {
+        let mut model = self.model();
+        let range = model.whole(at, size)?;
+        model.unreserve(range)
+    }
+
+    /// As [`Driver::commit`].
+    pub fn commit(&self, at: DeviceAddress, size: ByteSize) -> Answer {
+        let mut model = self.model();
+        let range = model.whole(at, size)?;
+        model.commit(range)
+    }
+
+    /// As [`Driver::decommit`].
+    pub fn decommit(&self, at: DeviceAddress, size: ByteSize) -> Answer {
+        let mut model = self.model();
+        let range = model.whole(at, size)?;
+        model.decommit(range)
+    }
+
+    /// As [`Driver::copy`].
+    pub fn copy(&self, from: DeviceAddress, to: DeviceAddress, size: ByteSize) -> Answer {
+        self.model().copy(apart(from, to, size)?, to)
+    }
+
+    /// As [`Driver::stream_destroy`].
+    pub fn stream_destroy(&self, stream: StreamHandle) -> Answer {
+        self.model().stream_destroy(stream.get())
+    }
+
+    /// As [`Driver::stream_wait_event`].
+    pub fn stream_wait_event(&self, stream: StreamHandle, event: EventHandle) -> Answer {
+        self.model().stream_wait_event(stream.get(), event.get())
+    }
+
+    /// As [`Driver::stream_synchronize`].
+    pub fn stream_synchronize(&self, stream: StreamHandle) -> Answer {
+        self.model().stream_synchronize(stream.get())
+    }
+
+    /// As [`Driver::is_capturing`].
+    pub fn is_capturing(&self, stream: StreamHandle) -> Answer<bool> {
+        self.model().is_capturing(stream.get())
+    }
+
+    /// As [`Driver::event_destroy`].
+    pub fn event_destroy(&self, event: EventHandle) -> Answer {
+        self.model().event_destroy(event.get())
+    }
+
+    /// As [`Driver::event_record`].
+    pub fn event_record(&self, event: EventHandle, stream: StreamHandle) -> Answer {
+        self.model().event_record(event.get(), stream.get())
+    }
+
+    /// As [`Driver::event_query`].
+    pub fn event_query(&self, event: EventHandle) -> Answer<bool> {
+        self.model().event_query(event.get())
+    }
+
+    /// As [`Driver::event_synchronize`].
+    pub fn event_synchronize(&self, event: EventHandle) -> Answer {
+        self.model().event_synchronize(event.get())
+    }
+
+    /// As [`Driver::copy_async`].
+    pub fn copy_async(
+        &self,
+        from: DeviceAddress,
+        to: DeviceAddress,
+        size: ByteSize,
+        stream: StreamHandle,
+    ) -> Answer {
+        let work = super::work::Work::Copy(apart(from, to, size)?, to.get());
+        self.model().start(Call::CopyAsync, stream.get(), work)
+    }
+
+    /// As [`Driver::host_store_destroy`].
+    pub fn host_store_destroy(&self, store: HostStore) -> Answer {
+        self.model().store_destroy(store.get())
+    }
+
+    /// As [`Driver::offload`].
+    pub fn offload(&self, from: DeviceAddress, into: StoreSpan, stream: StreamHandle) -> Answer {
+        self.model().transfer(Call::Offload, stream.get(), from.get(), into)
+    }
+
+    /// As [`Driver::restore`].
+    pub fn restore(&self, from: StoreSpan, to: DeviceAddress, stream: StreamHandle) -> Answer {
+        self.model().transfer(Call::Restore, stream.get(), to.get(), from)
+    }
+}
+
+/// The source of a copy between parts that do not overlap.
+fn apart(from: DeviceAddress, to: DeviceAddress, size: ByteSize) -> Answer<Range> {
+    if from.get().abs_diff(to.get()) < size.get() {
+        return Err(DriverError::Overlap { from, to, size });
+    }
+    Ok(Range { at: from.get(), size: size.get() })
+}
+
+impl sealed::Sealed for SimDriver {}
+
+impl Driver for SimDriver {
+    /// The rung that it models.
+    fn rung(&self) -> Rung {
+        Rung::CudaVirtualMemory
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.capabilities
+    }
+
+    fn reserve(&self, size: ByteSize) -> Answer<DeviceAddress> {
+        self.model().reserve(size)
+    }
+
+    fn unreserve(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Answer {
+        Self::unreserve(self, at, size)
+    }
+
+    fn commit(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Answer {
+        Self::commit(self, at, size)
+    }
+
+    fn decommit(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Answer {
+        Self::decommit(self, at, size)
+    }
+
+    fn copy(&self, from: DeviceAddress, to: DeviceAddress, size: ByteSize, _: Key) -> Answer {
+        Self::copy(self, from, to, size)
+    }
+
+    fn headroom(&self) -> Answer<Option<ByteSize>> {
+        let mut model = self.model();
+        model.enter(Call::GetInfo, ByteSize::ZERO)?;
+        Ok(Some(model.headroom()))
+    }
+
+    fn host_alloc(&self, size: ByteSize, memory: HostMemory) -> Answer<NonNull<u8>> {
+        self.model().host_alloc(size, memory)
+    }
+
+    fn host_free(&self, at: NonNull<u8>, size: ByteSize, memory: HostMemory, key: Key) -> Answer {
+        self.model().host_free(at, size, memory, key)
+    }
+
+    fn stream_create(&self) -> Answer<StreamHandle> {
+        self.model().stream_create()
+    }
+
+    fn stream_destroy(&self, stream: StreamHandle, _: Key) -> Answer {
+        Self::stream_destroy(self, stream)
+    }
+
+    fn stream_wait_event(&self, stream: StreamHandle, event: EventHandle, _: Key) -> Answer {
+        Self::stream_wait_event(self, stream, event)
+    }
+
+    fn stream_synchronize(&self, stream: StreamHandle, _: Key) -> Answer {
+        Self::stream_synchronize(self, stream)
+    }
+
+    fn is_capturing(&self, stream: StreamHandle, _: Key) -> Answer<bool> {
+        Self::is_capturing(self, stream)
+    }
+
+    fn event_create(&self) -> Answer<EventHandle> {
+        self.model().event_create().map(EventHandle::new)
+    }
+
+    fn event_destroy(&self, event: EventHandle, _: Key) -> Answer {
+        Self::event_destroy(self, event)
+    }
+
+    fn event_record(&self, event: EventHandle, stream: StreamHandle, _: Key) -> Answer {
+        Self::event_record(self, event, stream)
+    }
+
+    fn event_query(&self, event: EventHandle, _: Key) -> Answer<bool> {
+        Self::event_query(self, event)
+    }
+
+    fn event_synchronize(&self, event: EventHandle, _: Key) -> Answer {
+        Self::event_synchronize(self, event)
+    }
+
+    fn synchronize(&self) -> Answer {
+        self.model().synchronize()
+    }
+
+    fn copy_async(
+        &self,
+        from: DeviceAddress,
+        to: DeviceAddress,
+        size: ByteSize,
+        stream: StreamHandle,
+        _: Key,
+    ) -> Answer {
+        Self::copy_async(self, from, to, size, stream)
+    }
+
+    fn host_store_create(&self, size: ByteSize) -> Answer<HostStore> {
+        self.model().store_create(size)
+    }
+
+    fn host_store_destroy(&self, store: HostStore, _: Key) -> Answer {
+        Self::host_store_destroy(self, store)
+    }
+
+    fn offload(
+        &self,
+        from: DeviceAddress,
+        into: StoreSpan,
+        stream: StreamHandle,
+        _: Key,
+    ) -> Answer {
+        Self::offload(self, from, into, stream)
+    }
+
+    fn restore(&self, from: StoreSpan, to: DeviceAddress, stream: StreamHandle, _: Key) -> Answer {
+        Self::restore(self, from, to, stream)
+    }
+}

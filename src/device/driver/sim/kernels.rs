@@ -1,0 +1,148 @@
+//! Work for tests: kernels that write and check memory, functions of the host, captures.
+//!
+//! Each call only queues, and answers what the launch answers; what the work found is asked for by
+//! its [`Ticket`] once it is done. Ranges need not be granules, and are not looked at before the
+//! work is done: work on an address with no memory behind it loses the context then.
+//!
+//! Invariant: a launch that failed queued nothing, but for [`Order::Synchronous`] where it may be
+//! the work itself that failed.
+//!
+//! [`Order::Synchronous`]: super::Order::Synchronous
+
+use super::SimDriver;
+use super::call::Call;
+use super::graph::GraphHandle;
+use super::memory::Range;
+use super::work::{Outcome, Pattern, Ticket, Work};
+use crate::bytes::ByteSize;
+use crate::device::driver::{DeviceAddress, DriverError, StreamHandle};
+
+const fn range(at: DeviceAddress, size: ByteSize) -> Range {
+    Range { at: at.get(), size: size.get() }
+}
+
+impl SimDriver {
+    fn launch(&self, stream: StreamHandle, work: Work) -> Result<(), DriverError> {
+        self.model().start(Call::Launch, stream.get(), work)
+    }
+
+    /// Queues a kernel that writes a pattern over a range.
+    ///
+    /// # Errors
+    /// As a launch: the context is lost, a failure was planned, or the stream is gone.
+    pub fn fill(
+        &self,
+        stream: StreamHandle,
+        at: DeviceAddress,
+        size: ByteSize,
+        pattern: Pattern,
+    ) -> Result<(), DriverError> {
+        self.launch(stream, Work::Fill(range(at, size), pattern))
+    }
+
+    /// Queues a kernel that adds to each byte of a range, wrapping.
+    ///
+    /// # Errors
+    /// As for [`SimDriver::fill`].
+    pub fn add(
+        &self,
+        stream: StreamHandle,
+        at: DeviceAddress,
+        size: ByteSize,
+        value: u8,
+    ) -> Result<(), DriverError> {
+        self.launch(stream, Work::Add(range(at, size), value))
+    }
+
+    /// Queues a kernel that compares a range with a pattern.
+    ///
+    /// # Errors
+    /// As for [`SimDriver::fill`].
+    pub fn check(
+        &self,
+        stream: StreamHandle,
+        at: DeviceAddress,
+        size: ByteSize,
+        pattern: Pattern,
+    ) -> Result<Ticket, DriverError> {
+        let mut model = self.model();
+        let ticket = model.ticket();
+        let work = Work::Check(range(at, size), pattern, ticket);
+        model.start(Call::Launch, stream.get(), work).map(|()| ticket)
+    }
+
+    /// Queues a kernel that sums the bytes of a range.
+    ///
+    /// # Errors
+    /// As for [`SimDriver::fill`].
+    pub fn sum(
+        &self,
+        stream: StreamHandle,
+        at: DeviceAddress,
+        size: ByteSize,
+    ) -> Result<Ticket, DriverError> {
+        let mut model = self.model();
+        let ticket = model.ticket();
+        let work = Work::Sum(range(at, size), ticket);
+        model.start(Call::Launch, stream.get(), work).map(|()| ticket)
+    }
+
+    /// What a check or a sum found; in a graph, what its latest launch found. The last 2^20 are
+    /// kept.
+    #[must_use]
+    pub fn outcome(&self, ticket: Ticket) -> Outcome {
+        self.model().outcome(ticket)
+    }
+
+    /// How many checks found something other than their pattern.
+    #[must_use]
+    pub fn differences(&self) -> u64 {
+        self.model().differences
+    }
+
+    /// Queues a function of the host, which leaves its tag in the log when its turn comes.
+    ///
+    /// # Errors
+    /// As for [`SimDriver::fill`].
+    pub fn host_function(&self, stream: StreamHandle, tag: u64) -> Result<(), DriverError> {
+        self.model().start(Call::LaunchHostFunction, stream.get(), Work::HostFunction(tag))
+    }
+
+    /// Lets a stream record its work into a graph instead of doing it. Until the end of the capture
+    /// the host may ask no event, and wait for nothing.
+    ///
+    /// # Errors
+    /// As for [`SimDriver::fill`]; a refusal (401) where the stream captures already.
+    pub fn begin_capture(&self, stream: StreamHandle) -> Result<(), DriverError> {
+        self.model().begin_capture(stream.get())
+    }
+
+    /// Ends the capture of a stream.
+    ///
+    /// # Errors
+    /// As for [`SimDriver::fill`]; a refusal (401) without a capture, and (901) where it was
+    /// spoiled. The capture has ended then as well.
+    pub fn end_capture(&self, stream: StreamHandle) -> Result<GraphHandle, DriverError> {
+        self.model().end_capture(stream.get())
+    }
+
+    /// Queues the work of a graph, at the addresses that it captured.
+    ///
+    /// # Errors
+    /// As for [`SimDriver::fill`].
+    pub fn graph_launch(
+        &self,
+        graph: GraphHandle,
+        stream: StreamHandle,
+    ) -> Result<(), DriverError> {
+        self.model().graph_launch(graph.0, stream.get())
+    }
+
+    /// Gives a graph up; what was launched of it is done all the same.
+    ///
+    /// # Errors
+    /// As for [`SimDriver::fill`].
+    pub fn graph_destroy(&self, graph: GraphHandle) -> Result<(), DriverError> {
+        self.model().graph_destroy(graph.0)
+    }
+}

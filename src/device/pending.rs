@@ -1,0 +1,256 @@
+//! Spans that were freed while the device may still work on them: pure books over the addresses of
+//! a region.
+//!
+//! A block that a stream used is free space to the index as soon as it is freed, and stands here
+//! until its uses are known to be complete. Who takes the space learns what must come first. It
+//! knows streams by number only, orders nothing, and calls no driver.
+//!
+//! Invariants: entries overlap neither each other nor a live block; every entry has a use that is
+//! not known to be complete; `bytes = sum of the entries`.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::index::Span;
+use super::streams::{StreamKey, Use};
+
+/// What must be complete: at most one use for each stream, in the order of streams.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Uses(Vec<Use>);
+
+impl Uses {
+    pub(super) const NONE: Self = Self(Vec::new());
+
+    /// What a block was used for.
+    pub(super) fn of(uses: impl IntoIterator<Item = Use>) -> Self {
+        let mut all = Self::NONE;
+        uses.into_iter().for_each(|of| all.add(of));
+        all
+    }
+
+    /// One more; of two on one stream the later stays.
+    pub(super) fn add(&mut self, of: Use) {
+        match self.0.binary_search_by_key(&of.stream, |known| known.stream) {
+            Ok(at) => self.0[at].epoch = self.0[at].epoch.max(of.epoch),
+            Err(at) => self.0.insert(at, of),
+        }
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Those of which this holds.
+    pub(super) fn only(mut self, holds: impl Fn(Use) -> bool) -> Self {
+        self.0.retain(|&of| holds(of));
+        self
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = Use> {
+        self.0.iter().copied()
+    }
+
+    /// Whether all of it is on this stream, which then need not wait.
+    fn is_of(&self, stream: Option<StreamKey>) -> bool {
+        self.0.iter().all(|of| Some(of.stream) == stream)
+    }
+}
+
+#[derive(Debug)]
+struct Entry {
+    size: u64,
+    uses: Uses,
+}
+
+/// What was pending in a span that a block got, to be pending again if the block is given back
+/// before its first use.
+#[derive(Debug, Default)]
+pub(super) struct Claim {
+    /// What the block's first use must come after.
+    pub(super) uses: Uses,
+    /// Where what of it was pending.
+    pub(super) parts: Vec<(Span, Uses)>,
+}
+
+/// What became of the entries where a span was taken.
+#[derive(Debug, Default)]
+pub(super) struct Taken {
+    pub(super) claim: Claim,
+    /// The entries that were there, and what of them is still pending, before and after the span.
+    pub(super) were: Vec<Span>,
+    pub(super) left: Vec<Span>,
+}
+
+/// The pending spans of one region.
+#[derive(Debug, Default)]
+pub(super) struct Pending {
+    entries: BTreeMap<u64, Entry>,
+    /// Every use of every entry, with where that begins.
+    by_use: BTreeSet<(Use, u64)>,
+    bytes: u64,
+}
+
+impl Pending {
+    /// Bytes of all entries.
+    pub(super) const fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Bytes of the books themselves, about.
+    pub(super) fn metadata(&self) -> usize {
+        let uses = self.by_use.len() * (size_of::<Use>() + size_of::<(Use, u64)>());
+        self.entries.len() * size_of::<(u64, Entry)>() + uses
+    }
+
+    /// Books a freed span.
+    pub(super) fn insert(&mut self, span: Span, uses: Uses) {
+        debug_assert!(!uses.is_empty() && self.is_clear(span), "freed once, and used");
+        self.by_use.extend(uses.iter().map(|of| (of, span.offset)));
+        self.bytes += span.size;
+        self.entries.insert(span.offset, Entry { size: span.size, uses });
+    }
+
+    /// Whether nothing in a span is pending.
+    pub(super) fn is_clear(&self, span: Span) -> bool {
+        self.over(span).next().is_none()
+    }
+
+    /// Whether who works on this stream, or on none, must wait before it uses a span.
+    pub(super) fn is_foreign(&self, span: Span, stream: Option<StreamKey>) -> bool {
+        !self.entries.is_empty() && self.over(span).any(|(_, entry)| !entry.uses.is_of(stream))
+    }
+
+    /// Takes a span out: it is a live block's from here on.
+    pub(super) fn take(&mut self, span: Span) -> Taken {
+        let mut taken = Taken::default();
+        let over: Vec<_> = self.over(span).map(|(was, _)| was).collect();
+        for was in over {
+            let uses = self.remove(was.offset);
+            uses.iter().for_each(|of| taken.claim.uses.add(of));
+            taken.were.push(was);
+            let offset = was.offset.max(span.offset);
+            let part = Span { offset, size: was.end().min(span.end()) - offset };
+            taken.claim.parts.push((part, uses.clone()));
+            let before = Span { size: span.offset.saturating_sub(was.offset), ..was };
+            let after = was.end().saturating_sub(span.end());
+            let after = Span { offset: was.end() - after, size: after };
+            for left in [before, after].into_iter().filter(|left| left.size > 0) {
+                self.insert(left, uses.clone());
+                taken.left.push(left);
+            }
+        }
+        taken
+    }
+
+    /// Books that a stream is done with all uses up to an epoch; the entries that were waiting for
+    /// nothing else are pending no more.
+    pub(super) fn complete(&mut self, stream: StreamKey, epoch: u64) -> Vec<Span> {
+        let first = Use { stream, epoch: 0 };
+        let last = Use { stream, epoch };
+        let done: Vec<_> = self.by_use.range((first, 0)..=(last, u64::MAX)).copied().collect();
+        let mut free = Vec::new();
+        for (of, offset) in done {
+            self.by_use.remove(&(of, offset));
+            let Some(entry) = self.entries.get_mut(&offset) else { continue };
+            entry.uses.0.retain(|known| *known != of);
+            if entry.uses.is_empty() {
+                let size = entry.size;
+                self.entries.remove(&offset);
+                self.bytes -= size;
+                free.push(Span { offset, size });
+            }
+        }
+        free
+    }
+
+    /// Whether anything waits for a stream.
+    pub(super) fn has(&self, stream: StreamKey) -> bool {
+        let first = (Use { stream, epoch: 0 }, 0);
+        self.by_use.range(first..).next().is_some_and(|(of, _)| of.stream == stream)
+    }
+
+    /// All entries, in the order of addresses.
+    pub(super) fn spans(&self) -> impl Iterator<Item = Span> {
+        self.entries.iter().map(|(&offset, entry)| Span { offset, size: entry.size })
+    }
+
+    /// The entries that overlap a span, from the last.
+    fn over(&self, span: Span) -> impl Iterator<Item = (Span, &Entry)> {
+        let before = self.entries.range(..span.end()).rev();
+        let spans = before.map(|(&offset, entry)| (Span { offset, size: entry.size }, entry));
+        spans.take_while(move |(of, _)| of.end() > span.offset)
+    }
+
+    fn remove(&mut self, offset: u64) -> Uses {
+        let Some(Entry { size, uses }) = self.entries.remove(&offset) else { return Uses::NONE };
+        self.bytes -= size;
+        for of in uses.iter() {
+            self.by_use.remove(&(of, offset));
+        }
+        uses
+    }
+
+    /// Walks everything and checks the invariants.
+    ///
+    /// # Panics
+    /// Where one is broken.
+    pub(super) fn validate(&self) {
+        let (mut end, mut bytes, mut uses) = (0, 0, 0);
+        for (&offset, entry) in &self.entries {
+            assert!(entry.size > 0 && offset >= end, "entries overlap at {offset}");
+            assert!(!entry.uses.is_empty(), "an entry that waits for nothing");
+            for of in entry.uses.iter() {
+                assert!(self.by_use.contains(&(of, offset)), "{of:?} is not found by its use");
+            }
+            uses += entry.uses.0.len();
+            bytes += entry.size;
+            end = offset + entry.size;
+        }
+        assert_eq!((bytes, uses), (self.bytes, self.by_use.len()));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn on(stream: u64, epoch: u64) -> Use {
+        Use { stream: StreamKey::new(stream), epoch }
+    }
+
+    fn span(offset: u64, end: u64) -> Span {
+        Span { offset, size: end - offset }
+    }
+
+    #[test]
+    fn who_takes_a_part_comes_after_its_uses_and_the_rest_stays_pending() {
+        let mut pending = Pending::default();
+        pending.insert(span(0, 10), Uses::of([on(1, 3)]));
+        pending.insert(span(10, 20), Uses::of([on(1, 4), on(2, 1)]));
+        pending.insert(span(30, 40), Uses::of([on(2, 9)]));
+        let one = Some(StreamKey::new(1));
+        assert!(!pending.is_foreign(span(0, 10), one) && !pending.is_foreign(span(20, 30), None));
+        assert!(pending.is_foreign(span(0, 10), None) && pending.is_foreign(span(5, 11), one));
+        let taken = pending.take(span(5, 12));
+        assert_eq!(taken.claim.uses, Uses::of([on(2, 1), on(1, 3), on(1, 4)]));
+        let parts: Vec<_> = taken.claim.parts.iter().map(|(part, _)| *part).collect();
+        assert_eq!(parts, [span(10, 12), span(5, 10)]);
+        assert_eq!((taken.were.len(), taken.left), (2, vec![span(12, 20), span(0, 5)]));
+        assert_eq!(pending.bytes(), 23);
+        pending.validate();
+        assert!(pending.take(span(20, 30)).claim.uses.is_empty());
+    }
+
+    #[test]
+    fn an_entry_is_pending_until_its_last_use_is_complete() {
+        let mut pending = Pending::default();
+        pending.insert(span(0, 10), Uses::of([on(1, 1), on(2, 5)]));
+        pending.insert(span(10, 20), Uses::of([on(1, 2)]));
+        assert!(pending.has(StreamKey::new(2)) && !pending.has(StreamKey::new(3)));
+        assert_eq!(pending.complete(StreamKey::new(1), 1), []);
+        assert_eq!(pending.complete(StreamKey::new(2), 4), []);
+        assert_eq!(pending.complete(StreamKey::new(1), 9), [span(10, 20)]);
+        assert_eq!(pending.complete(StreamKey::new(2), 5), [span(0, 10)]);
+        assert!(pending.bytes() == 0 && !pending.has(StreamKey::new(2)));
+        pending.validate();
+    }
+}

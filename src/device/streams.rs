@@ -1,0 +1,348 @@
+//! The streams that an arena knows: which of their work is known to be complete, and which waits
+//! for which. Pure books: no driver, no lock.
+//!
+//! Frees are counted in epochs. A use is of the epoch that was open when the block was freed; an
+//! event that is recorded after an epoch was closed is complete only when every use of that epoch
+//! and of those before is. So one event serves all blocks that were freed since the last one, and a
+//! stream whose blocks only itself takes again needs none.
+//!
+//! Invariants: `done < open`; an event is of an epoch that is closed; a stream's number is never
+//! given twice, so that a handle which the driver gives again is another stream's.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use super::driver::{EventHandle, StreamHandle};
+
+/// The number of a stream in its arena; never given twice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct StreamKey(u64);
+
+impl StreamKey {
+    /// No stream of its own: whatever the device does. For a block of which nobody said on which
+    /// stream it is used, and for a stream that ended before an event could be recorded on it.
+    pub(super) const CONTEXT: Self = Self(0);
+
+    #[cfg(test)]
+    pub(super) const fn new(number: u64) -> Self {
+        Self(number)
+    }
+}
+
+/// A use of a block: complete when all work that its stream had at the end of the epoch is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Use {
+    pub(super) stream: StreamKey,
+    pub(super) epoch: u64,
+}
+
+/// An event of the driver's. Shared by who waits for it; used again when nobody does.
+#[derive(Debug)]
+pub(super) struct Event(pub(super) EventHandle);
+
+/// How a stream's uses can be waited for.
+#[derive(Clone, Debug)]
+pub(super) enum Wait {
+    /// They are complete, or come before the asking stream's next work already.
+    Nothing,
+    /// For this event, of that epoch.
+    For(Arc<Event>, u64),
+    /// For an event that is to be recorded on this stream; it will be of that epoch, which is
+    /// closed now.
+    Record(StreamHandle, u64),
+    /// For everything.
+    Context,
+}
+
+#[derive(Debug)]
+struct Stream {
+    /// None for the context, and for a stream that has ended.
+    handle: Option<StreamHandle>,
+    lanes: usize,
+    /// The epoch of blocks that are freed now.
+    open: u64,
+    /// All uses up to this epoch are known to be complete.
+    done: u64,
+    /// The epoch of its last use.
+    used: u64,
+    events: BTreeMap<u64, Arc<Event>>,
+    /// Up to which epochs of other streams this one's next work comes after.
+    after: BTreeMap<StreamKey, u64>,
+}
+
+impl Stream {
+    fn new(handle: Option<StreamHandle>) -> Self {
+        let (events, after) = (BTreeMap::new(), BTreeMap::new());
+        Self { handle, lanes: 0, open: 1, done: 0, used: 0, events, after }
+    }
+}
+
+impl Stream {
+    /// Whether there is a use that no event comes after.
+    fn is_unmarked(&self) -> bool {
+        let last = self.events.last_key_value().map_or(self.done, |(&epoch, _)| epoch);
+        self.used > last
+    }
+}
+
+/// All streams of an arena.
+#[derive(Debug)]
+pub(super) struct Streams {
+    known: BTreeMap<StreamKey, Stream>,
+    by_handle: BTreeMap<StreamHandle, StreamKey>,
+    last: StreamKey,
+    /// Events of nobody.
+    spare: Vec<Arc<Event>>,
+}
+
+impl Streams {
+    pub(super) fn new() -> Self {
+        let known = BTreeMap::from([(StreamKey::CONTEXT, Stream::new(None))]);
+        let last = StreamKey::CONTEXT;
+        Self { known, by_handle: BTreeMap::new(), last, spare: Vec::new() }
+    }
+
+    /// Books one more lane of a stream.
+    pub(super) fn enter(&mut self, handle: StreamHandle) -> StreamKey {
+        let key = *self.by_handle.entry(handle).or_insert_with(|| {
+            self.last = StreamKey(self.last.0 + 1);
+            self.known.insert(self.last, Stream::new(Some(handle)));
+            self.last
+        });
+        if let Some(stream) = self.known.get_mut(&key) {
+            stream.lanes += 1;
+        }
+        key
+    }
+
+    /// Books that a lane is gone; says whether it was the last of its stream, which then has ended
+    /// as far as the arena knows.
+    pub(super) fn leave(&mut self, key: StreamKey) -> bool {
+        let Some(stream) = self.known.get_mut(&key) else { return false };
+        stream.lanes = stream.lanes.saturating_sub(1);
+        stream.lanes == 0
+    }
+
+    /// Forgets the handle of a stream without lanes: the driver may give it to another.
+    pub(super) fn retire(&mut self, key: StreamKey) {
+        let Some(stream) = self.known.get_mut(&key).filter(|stream| stream.lanes == 0) else {
+            return;
+        };
+        if let Some(handle) = stream.handle.take() {
+            self.by_handle.remove(&handle);
+        }
+    }
+
+    /// Forgets what has ended and has nothing left to wait for.
+    pub(super) fn forget(&mut self, key: StreamKey, is_pending: bool) {
+        let ended = |stream: &Stream| stream.handle.is_none() && stream.done >= stream.used;
+        if key != StreamKey::CONTEXT && !is_pending && self.known.get(&key).is_some_and(ended) {
+            self.known.remove(&key);
+            for stream in self.known.values_mut() {
+                stream.after.remove(&key);
+            }
+        }
+    }
+
+    /// A use that ends now, of a block that is being freed.
+    pub(super) fn use_now(&mut self, key: StreamKey) -> Use {
+        let is_there = self.handle(key).is_some();
+        let stream = if is_there { key } else { StreamKey::CONTEXT };
+        let epoch = self.known.get_mut(&stream).map_or(0, |stream| {
+            stream.used = stream.open;
+            stream.open
+        });
+        Use { stream, epoch }
+    }
+
+    /// Whether a use is known to be complete.
+    pub(super) fn is_done(&self, of: Use) -> bool {
+        self.known.get(&of.stream).is_none_or(|stream| stream.done >= of.epoch)
+    }
+
+    /// Whether an event is wanted, so that a stream which is about to end can be waited for; its
+    /// handle and the epoch of the event, which is closed now.
+    pub(super) fn close(&mut self, key: StreamKey) -> Option<(StreamHandle, u64)> {
+        let stream = self.known.get_mut(&key)?;
+        if !stream.is_unmarked() {
+            return None;
+        }
+        let epoch = stream.open;
+        stream.open += 1;
+        Some((stream.handle?, epoch))
+    }
+
+    /// The handle of a stream that has not ended.
+    pub(super) fn handle(&self, key: StreamKey) -> Option<StreamHandle> {
+        self.known.get(&key)?.handle
+    }
+
+    /// How `taker`, or the host, can come after a use.
+    pub(super) fn how(&mut self, of: Use, taker: Option<StreamKey>) -> Wait {
+        if taker == Some(of.stream) {
+            return Wait::Nothing;
+        }
+        if let Some(taker) = taker.and_then(|taker| self.known.get(&taker))
+            && taker.after.get(&of.stream).is_some_and(|&epoch| epoch >= of.epoch)
+        {
+            return Wait::Nothing;
+        }
+        // What is not known any more had nothing left to wait for.
+        let Some(stream) = self.known.get_mut(&of.stream) else { return Wait::Nothing };
+        if stream.done >= of.epoch {
+            return Wait::Nothing;
+        }
+        if let Some((&epoch, event)) = stream.events.range(of.epoch..).next() {
+            return Wait::For(Arc::clone(event), epoch);
+        }
+        let Some(handle) = stream.handle else { return Wait::Context };
+        let epoch = stream.open;
+        stream.open += 1;
+        Wait::Record(handle, epoch)
+    }
+
+    /// Books an event that was recorded after its epoch was closed.
+    pub(super) fn recorded(&mut self, key: StreamKey, epoch: u64, event: Arc<Event>) {
+        match self.known.get_mut(&key) {
+            Some(stream) if stream.done < epoch => {
+                stream.events.insert(epoch, event);
+            }
+            _ => self.spare.push(event),
+        }
+    }
+
+    /// Books that the next work of `taker` comes after all uses up to that epoch.
+    pub(super) fn ordered(&mut self, taker: StreamKey, of: StreamKey, epoch: u64) {
+        if let Some(taker) = self.known.get_mut(&taker) {
+            let after = taker.after.entry(of).or_default();
+            *after = epoch.max(*after);
+        }
+    }
+
+    /// Books that a stream is known to be done up to an epoch.
+    pub(super) fn complete(&mut self, key: StreamKey, epoch: u64) {
+        let Some(stream) = self.known.get_mut(&key) else { return };
+        stream.done = stream.done.max(epoch);
+        let later = stream.events.split_off(&(epoch + 1));
+        let done = std::mem::replace(&mut stream.events, later);
+        self.spare.extend(done.into_values());
+    }
+
+    /// Ends the present epoch of every stream: what was freed until now is of closed ones.
+    pub(super) fn close_all(&mut self) -> Vec<Use> {
+        let close = |(&stream, of): (&StreamKey, &mut Stream)| {
+            of.open += 1;
+            Use { stream, epoch: of.open - 1 }
+        };
+        self.known.iter_mut().map(close).collect()
+    }
+
+    /// The events that are recorded and not known to be complete: the first of each stream.
+    pub(super) fn waiting(&self) -> Vec<(Use, Arc<Event>)> {
+        let first = |(&stream, of): (&StreamKey, &Stream)| {
+            let (&epoch, event) = of.events.first_key_value()?;
+            Some((Use { stream, epoch }, Arc::clone(event)))
+        };
+        self.known.iter().filter_map(first).collect()
+    }
+
+    /// The streams that have not ended.
+    pub(super) fn handles(&self) -> Vec<StreamHandle> {
+        self.by_handle.keys().copied().collect()
+    }
+
+    /// An event that nobody waits for any more, to be recorded anew.
+    pub(super) fn spare(&mut self) -> Option<Arc<Event>> {
+        let at = self.spare.iter().position(|event| Arc::strong_count(event) == 1)?;
+        Some(self.spare.swap_remove(at))
+    }
+
+    /// Gives up an event that was not recorded.
+    pub(super) fn put_back(&mut self, event: Arc<Event>) {
+        self.spare.push(event);
+    }
+
+    /// All events, for the end of the arena.
+    pub(super) fn events(&self) -> Vec<EventHandle> {
+        let recorded = self.known.values().flat_map(|stream| stream.events.values());
+        recorded.chain(&self.spare).map(|event| event.0).collect()
+    }
+
+    /// The streams whose uses no event covers yet, the context among them.
+    pub(super) fn unmarked(&self) -> Vec<StreamKey> {
+        let of = self.known.iter().filter(|(_, stream)| stream.is_unmarked());
+        of.map(|(&key, _)| key).collect()
+    }
+
+    /// Streams that it knows, without the context.
+    #[cfg(test)]
+    pub(super) fn count(&self) -> usize {
+        self.known.len() - 1
+    }
+
+    /// Checks the invariants.
+    ///
+    /// # Panics
+    /// Where one is broken.
+    pub(super) fn validate(&self) {
+        for (&handle, key) in &self.by_handle {
+            assert_eq!(self.known.get(key).and_then(|stream| stream.handle), Some(handle));
+        }
+        for stream in self.known.values() {
+            assert!(stream.done < stream.open, "only closed epochs are done");
+            assert!(stream.events.keys().all(|&epoch| stream.done < epoch && epoch < stream.open));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_event_serves_all_epochs_before_it_and_is_used_again() {
+        let mut streams = Streams::new();
+        let (one, two) = (StreamHandle::new(11), StreamHandle::new(22));
+        let (a, b) = (streams.enter(one), streams.enter(two));
+        let first = streams.use_now(a);
+        assert!(matches!(streams.how(first, Some(a)), Wait::Nothing), "its own order");
+        let Wait::Record(handle, epoch) = streams.how(first, Some(b)) else { panic!("no event") };
+        assert_eq!((handle, epoch), (one, first.epoch));
+        let event = Arc::new(Event(EventHandle::new(7)));
+        streams.recorded(a, epoch, event);
+        assert!(matches!(streams.how(first, Some(b)), Wait::For(_, 1)));
+        streams.ordered(b, a, epoch);
+        assert!(matches!(streams.how(first, Some(b)), Wait::Nothing), "it waits already");
+        assert!(matches!(streams.how(first, None), Wait::For(_, 1)), "the host does not");
+        let second = streams.use_now(a);
+        assert!(second > first && matches!(streams.how(second, None), Wait::Record(_, 2)));
+        streams.complete(a, epoch);
+        assert!(matches!(streams.how(first, None), Wait::Nothing));
+        assert!(streams.spare().is_some() && streams.spare().is_none());
+        streams.validate();
+    }
+
+    #[test]
+    fn a_handle_that_is_given_again_is_of_another_stream() {
+        let mut streams = Streams::new();
+        let handle = StreamHandle::new(11);
+        let old = streams.enter(handle);
+        assert_eq!(streams.enter(handle), old);
+        assert!(!streams.leave(old));
+        let of_old = streams.use_now(old);
+        assert!(streams.leave(old));
+        streams.retire(old);
+        let new = streams.enter(handle);
+        assert_ne!(new, old);
+        assert!(matches!(streams.how(of_old, Some(new)), Wait::Context), "nobody recorded");
+        assert_eq!(streams.use_now(old).stream, StreamKey::CONTEXT);
+        streams.forget(old, true);
+        assert_eq!(streams.count(), 2);
+        streams.forget(old, false);
+        assert_eq!(streams.count(), 2, "its use is nowhere written down, and not complete");
+        streams.complete(old, of_old.epoch);
+        streams.forget(old, false);
+        assert_eq!(streams.count(), 1);
+        streams.validate();
+    }
+}
