@@ -119,7 +119,7 @@ fn an_arenas_idle_memory_decays_to_nothing_without_a_purge() {
     let freed = clock.now();
     advance_until(&clock, TICK, "some of it goes", || committed(&arena) < full);
     advance_until(&clock, TICK, "all of it goes", || committed(&arena).is_zero());
-    assert!(clock.now() - freed >= SOON / 2, "along its curve, not at once");
+    assert!(clock.now() - freed >= SOON, "after its time, not before");
     let snapshot = arena.snapshot();
     assert_eq!(snapshot.decommitted_bytes_total, full.get(), "{snapshot:?}");
     assert!(memory.shutdown(SOON).is_clean());

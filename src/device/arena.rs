@@ -89,7 +89,7 @@ impl DeviceArena {
         };
         let regions = [stable, dynamic].map(|segment| RegionBooks::new(segment, granularity));
         let largest = regions.each_ref().map(RegionBooks::largest_ever);
-        let books = Books::new(regions, granularity, &config, clock.now());
+        let books = Books::new(regions, granularity, &config);
         let front = books.history.front_kept(config.front);
         let shared = Arc::new(Shared {
             driver,
