@@ -47,6 +47,9 @@ struct Cli {
     /// Only the first trace, with the first seed; goals are judged all the same.
     #[arg(long)]
     quick: bool,
+    /// Scattered blocks of random sizes for twelve more seeds as well.
+    #[arg(long)]
+    more_seeds: bool,
     /// Cargo says this when benches are asked for.
     #[arg(long, hide = true)]
     bench: bool,
@@ -80,5 +83,6 @@ fn measure(cli: Cli, figures: &mut Figures) -> Result<(), BoxError> {
     }
     pauses::measure(&traces, seeds, figures)?;
     silence::measure(figures)?;
-    scattered::measure(seeds, figures)
+    let more: Vec<_> = if cli.more_seeds { (100..112).collect() } else { Vec::new() };
+    scattered::measure(seeds, &more, figures)
 }

@@ -7,7 +7,7 @@ use lowtide::device::ArenaConfig;
 
 use crate::player::{Long, Outcome, Short, play};
 use crate::rivals;
-use crate::schedule::bursts;
+use crate::schedule::{bursts, repeats};
 use crate::table::Figures;
 use crate::trace::Trace;
 
@@ -16,60 +16,36 @@ const CALLS_OUT: u64 = 2;
 /// And for one that comes: create, map, set access.
 const CALLS_IN: u64 = 3;
 
+/// What is summed over traces and seeds.
+#[derive(Clone, Copy, Debug, Default)]
+struct Sums {
+    worst: f64,
+    short: Short,
+    /// Calls beyond those of keeping all, where the whole trace is repeated.
+    repeats: u64,
+    long: Long,
+    recommits: u64,
+    recommit_nanos: f64,
+    looks: u64,
+    gaps: u64,
+}
+
 /// All figures of pauses.
 pub(crate) fn measure(
     traces: &[Trace],
     seeds: &[u64],
     figures: &mut Figures,
 ) -> Result<(), BoxError> {
-    let default = ArenaConfig::new("").decay;
-    let DecayTime::Within(time) = default else {
-        return Err("the default decay time is no time".into());
-    };
-    let mut worst: f64 = 0.0;
-    let (mut short, mut long) = (Short::default(), Long::default());
-    let (mut recommits, mut nanos, mut looks, mut gaps) = (0, 0.0, 0, 0);
+    let mut sums = Sums::default();
     for trace in traces {
-        let mut at_once_worst: f64 = 0.0;
-        let mut trace_worst: f64 = 0.0;
-        let mut calls = [0; 3];
-        let mut peers = [0.0_f64; rivals::ALL.len()];
-        for &seed in seeds {
-            let bursts = bursts(trace, seed);
-            let of = |decay: DecayTime| play(trace, &bursts, decay, time);
-            let (ours, never, at_once) =
-                (of(default)?, of(DecayTime::Never)?, of(DecayTime::AtOnce)?);
-            trace_worst = trace_worst.max(ratio(ours, never));
-            at_once_worst = at_once_worst.max(ratio(at_once, never));
-            for (sum, one) in calls.iter_mut().zip([ours, never, at_once]) {
-                *sum += one.driver_calls;
-            }
-            short = short_sum(short, ours.short);
-            long = long_sum(long, ours.long);
-            recommits += ours.recommits;
-            nanos += ours.recommit_nanos;
-            looks += ours.looks;
-            gaps += number(bursts.len());
-            for (worst, (_, extend, shrink)) in peers.iter_mut().zip(rivals::ALL) {
-                let kept = rivals::retained(trace, &bursts, extend, shrink);
-                *worst = worst.max(kept / never.retained_byte_seconds);
-            }
-        }
-        worst = worst.max(trace_worst);
-        let name = format!("decay.{}", trace.name);
-        figures.add(format!("{name}.retained_byte_seconds.ratio"), trace_worst, "ratio");
-        figures.add(format!("{name}.at_once.retained_byte_seconds.ratio"), at_once_worst, "ratio");
-        for (kind, calls) in ["", "keep_all.", "at_once."].iter().zip(calls) {
-            figures.add(format!("{name}.{kind}driver_calls"), count(calls), "calls");
-        }
-        for ((peer, ..), ratio) in rivals::ALL.iter().zip(peers) {
-            figures.add(format!("peer.{peer}.{name}.retained_byte_seconds.ratio"), ratio, "ratio");
-        }
+        of_trace(trace, seeds, &mut sums, figures)?;
     }
-    figures.add("decay.retained_byte_seconds.ratio", worst, "ratio");
-    figures.add("decay.looks_per_gap", count(looks) / count(gaps), "looks");
+    let Sums { short, long, .. } = sums;
+    figures.add("decay.retained_byte_seconds.ratio", sums.worst, "ratio");
+    figures.add("decay.looks_per_gap", count(sums.looks) / count(sums.gaps), "looks");
     figures.add("decay.short_gap.gaps", count(short.gaps), "gaps");
-    figures.add("decay.short_gap.extra_driver_calls", count(short.extra_calls), "calls");
+    let extra = count(short.extra_calls + sums.repeats);
+    figures.add("decay.short_gap.extra_driver_calls", extra, "calls");
     figures.add("decay.short_gap.decommits", count(short.decommits), "calls");
     figures.add("decay.long_gap.gaps", count(long.gaps), "gaps");
     let per_gap = |calls| count(calls) / count(long.gaps.max(1));
@@ -78,9 +54,65 @@ pub(crate) fn measure(
     let handles = long.granules_left * CALLS_OUT + long.granules_back * CALLS_IN;
     let each = count(handles) / count(long.granules_left.max(1));
     figures.add("decay.long_gap.driver_calls_per_handle", each, "calls");
-    let delay = nanos / count(recommits.max(1));
+    let delay = sums.recommit_nanos / count(sums.recommits.max(1));
     figures.add("decay.recommit.mean_delay_ns", delay, "ns");
     Ok(())
+}
+
+fn of_trace(
+    trace: &Trace,
+    seeds: &[u64],
+    sums: &mut Sums,
+    figures: &mut Figures,
+) -> Result<(), BoxError> {
+    let default = ArenaConfig::new("").decay;
+    let DecayTime::Within(time) = default else {
+        return Err("the default decay time is no time".into());
+    };
+    let (mut ours_worst, mut at_once_worst): (f64, f64) = (0.0, 0.0);
+    let mut calls = [0; 3];
+    let mut peers = [0.0_f64; rivals::ALL.len()];
+    for &seed in seeds {
+        let bursts = bursts(trace, seed);
+        let of = |decay| play(trace, &bursts, decay, time);
+        let (ours, never, at_once) = (of(default)?, of(DecayTime::Never)?, of(DecayTime::AtOnce)?);
+        ours_worst = ours_worst.max(ratio(ours, never));
+        at_once_worst = at_once_worst.max(ratio(at_once, never));
+        for (sum, one) in calls.iter_mut().zip([ours, never, at_once]) {
+            *sum += one.driver_calls;
+        }
+        sums.note(ours, bursts.len());
+        for (worst, (_, extend, shrink)) in peers.iter_mut().zip(rivals::ALL) {
+            let kept = rivals::retained(trace, &bursts, extend, shrink);
+            *worst = worst.max(kept / never.retained_byte_seconds);
+        }
+        let repeats = repeats(trace, seed);
+        let of = |decay| play(trace, &repeats, decay, time);
+        let (ours, never) = (of(default)?, of(DecayTime::Never)?);
+        sums.repeats += ours.driver_calls.abs_diff(never.driver_calls);
+    }
+    sums.worst = sums.worst.max(ours_worst);
+    let name = format!("decay.{}", trace.name);
+    figures.add(format!("{name}.retained_byte_seconds.ratio"), ours_worst, "ratio");
+    figures.add(format!("{name}.at_once.retained_byte_seconds.ratio"), at_once_worst, "ratio");
+    for (kind, calls) in ["", "keep_all.", "at_once."].iter().zip(calls) {
+        figures.add(format!("{name}.{kind}driver_calls"), count(calls), "calls");
+    }
+    for ((peer, ..), ratio) in rivals::ALL.iter().zip(peers) {
+        figures.add(format!("peer.{peer}.{name}.retained_byte_seconds.ratio"), ratio, "ratio");
+    }
+    Ok(())
+}
+
+impl Sums {
+    fn note(&mut self, one: Outcome, gaps: usize) {
+        self.short = short_sum(self.short, one.short);
+        self.long = long_sum(self.long, one.long);
+        self.recommits += one.recommits;
+        self.recommit_nanos += one.recommit_nanos;
+        self.looks += one.looks;
+        self.gaps += ByteSize::of(gaps).get();
+    }
 }
 
 fn ratio(one: Outcome, keep_all: Outcome) -> f64 {
@@ -107,8 +139,4 @@ fn long_sum(one: Long, other: Long) -> Long {
 
 fn count(number: u64) -> f64 {
     ByteSize::new(number).as_f64()
-}
-
-fn number(len: usize) -> u64 {
-    ByteSize::of(len).get()
 }

@@ -93,6 +93,8 @@ struct Player {
     buffers: Vec<Option<Buffer<u8>>>,
     needed: Needed,
     outcome: Outcome,
+    /// Committed when time last passed.
+    committed: ByteSize,
     /// Decommits, and those of them that took what had been needed.
     decommits: u64,
     early: u64,
@@ -116,6 +118,7 @@ pub(crate) fn play(
         buffers,
         needed,
         outcome: Outcome::default(),
+        committed: ByteSize::ZERO,
         decommits: 0,
         early: 0,
     };
@@ -164,11 +167,10 @@ impl Player {
             Event::Alloc { block, bytes } => {
                 // 64 bits are all that a length has on the platforms of the host driver.
                 let len = usize::try_from(bytes).unwrap_or(usize::MAX);
-                let before = self.arena.glance().committed;
                 let start = Instant::now();
                 self.buffers[block] = Some(self.arena.alloc(len, Region::Dynamic)?);
                 let nanos = start.elapsed().as_secs_f64() * 1e9;
-                if timed && self.arena.glance().committed > before {
+                if timed && self.arena.glance().committed > self.committed {
                     self.outcome.recommits += 1;
                     self.outcome.recommit_nanos += nanos;
                 }
@@ -207,6 +209,7 @@ impl Player {
 
     fn advance(&mut self, step: Duration) {
         let glance = self.arena.glance();
+        self.committed = glance.committed;
         let retained = glance.committed.saturating_sub(glance.live);
         self.outcome.retained_byte_seconds += retained.as_f64() * step.as_secs_f64();
         self.clock.advance(step);

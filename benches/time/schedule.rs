@@ -19,6 +19,9 @@ pub(crate) const EVENT_APART: Duration = Duration::from_micros(10);
 const GAPS: usize = 60;
 /// The shortest and the longest gap, in seconds.
 const GAP: (f64, f64) = (0.1, 600.0);
+/// How often a whole trace is repeated, and its gaps.
+const REPEATS: usize = 4;
+const REPEATS_GAP: (f64, f64) = (0.1, 8.0);
 
 /// A burst, and the gap after it.
 #[derive(Clone, Debug)]
@@ -41,12 +44,20 @@ pub(crate) fn bursts(trace: &Trace, seed: u64) -> Vec<Burst> {
     }
     let passes = GAPS.div_ceil(parts.len());
     let all = (0..passes).flat_map(|_| parts.iter().cloned());
-    all.map(|events| Burst { events, gap: gap(&mut chance) }).collect()
+    all.map(|events| Burst { events, gap: gap(&mut chance, GAP) }).collect()
 }
 
-fn gap(chance: &mut Chance) -> Duration {
+/// The whole trace again and again, as one burst each time, in gaps of 0.1 to 8 s: from one use of
+/// a granule to the next it is never 10 s.
+pub(crate) fn repeats(trace: &Trace, seed: u64) -> Vec<Burst> {
+    let mut chance = Chance::new(seed);
+    let bursts = (0..REPEATS)
+        .map(|_| Burst { events: 0..trace.events.len(), gap: gap(&mut chance, REPEATS_GAP) });
+    bursts.collect()
+}
+
+fn gap(chance: &mut Chance, (shortest, longest): (f64, f64)) -> Duration {
     const STEPS: usize = 1 << 20;
-    let (shortest, longest) = GAP;
     let unit = u32::try_from(chance.below(STEPS)).map_or(0.0, f64::from) / f64::from(1 << 20);
     Duration::from_secs_f64(shortest * (longest / shortest).powf(unit))
 }

@@ -25,17 +25,20 @@ const PATIENCE_DECAYS: u32 = 20;
 
 /// All figures of silence: the longest of the profiles.
 pub(crate) fn measure(figures: &mut Figures) -> Result<(), BoxError> {
-    let mut worst: f64 = 0.0;
+    let (mut worst, mut first): (f64, f64) = (0.0, f64::MAX);
     for profile in Profile::ALL {
-        let decays = silence(profile)?;
+        let [least, decays] = silence(profile)?;
         figures.add(format!("decay.{}.idle_to_zero.decays", profile.name()), decays, "decays");
         worst = worst.max(decays);
+        first = first.min(least);
     }
+    figures.add("decay.idle_to_first.decays", first, "decays");
     figures.add("decay.idle_to_zero.decays", worst, "decays");
     Ok(())
 }
 
-fn silence(profile: Profile) -> Result<f64, BoxError> {
+/// When the first of it had gone, and when all of it, in decay times.
+fn silence(profile: Profile) -> Result<[f64; 2], BoxError> {
     let clock = Arc::new(ManualClock::new());
     let shared: Arc<dyn Clock> = clock.clone();
     let memory = Memory::builder()
@@ -50,6 +53,8 @@ fn silence(profile: Profile) -> Result<f64, BoxError> {
     };
     burst(&arena, &clock)?;
     let freed = clock.now();
+    let since = || (clock.now() - freed).as_secs_f64() / decay.as_secs_f64();
+    let (full, mut first) = (arena.glance().committed, None);
     while !arena.glance().idle.is_zero() || !arena.snapshot().cached.is_zero() {
         if clock.now() - freed > decay * PATIENCE_DECAYS {
             return Err(
@@ -61,8 +66,11 @@ fn silence(profile: Profile) -> Result<f64, BoxError> {
             return Err("the threads of the memory do not wait".into());
         }
         thread::sleep(BREATH);
+        if arena.glance().committed < full {
+            first.get_or_insert_with(since);
+        }
     }
-    let took = (clock.now() - freed).as_secs_f64() / decay.as_secs_f64();
+    let took = [first.unwrap_or_default(), since()];
     let left = arena.glance();
     if !left.committed.is_zero() {
         return Err(format!("nothing is live, and {} stay", left.committed).into());
