@@ -71,7 +71,7 @@ fn of_trace(
     };
     let (mut ours_worst, mut at_once_worst): (f64, f64) = (0.0, 0.0);
     let mut calls = [0; 3];
-    let mut peers = [0.0_f64; rivals::ALL.len()];
+    let mut peers = [(0.0_f64, 0); rivals::ALL.len()];
     for &seed in seeds {
         let bursts = bursts(trace, seed);
         let of = |decay| play(trace, &bursts, decay, time);
@@ -82,9 +82,10 @@ fn of_trace(
             *sum += one.driver_calls;
         }
         sums.note(ours, bursts.len());
-        for (worst, (_, extend, shrink)) in peers.iter_mut().zip(rivals::ALL) {
-            let kept = rivals::retained(trace, &bursts, extend, shrink);
+        for ((worst, sum), (_, extend, shrink)) in peers.iter_mut().zip(rivals::ALL) {
+            let (kept, segments) = rivals::play(trace, &bursts, extend, shrink);
             *worst = worst.max(kept / never.retained_byte_seconds);
+            *sum += segments;
         }
         let repeats = repeats(trace, seed);
         let of = |decay| play(trace, &repeats, decay, time);
@@ -98,8 +99,10 @@ fn of_trace(
     for (kind, calls) in ["", "keep_all.", "at_once."].iter().zip(calls) {
         figures.add(format!("{name}.{kind}driver_calls"), count(calls), "calls");
     }
-    for ((peer, ..), ratio) in rivals::ALL.iter().zip(peers) {
-        figures.add(format!("peer.{peer}.{name}.retained_byte_seconds.ratio"), ratio, "ratio");
+    for ((peer, ..), (ratio, segments)) in rivals::ALL.iter().zip(peers) {
+        let name = format!("peer.{peer}.{name}");
+        figures.add(format!("{name}.retained_byte_seconds.ratio"), ratio, "ratio");
+        figures.add(format!("{name}.segments_taken"), count(segments), "calls");
     }
     Ok(())
 }

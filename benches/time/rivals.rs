@@ -18,16 +18,21 @@ pub(crate) const ALL: [(&str, Extend, bool); 4] = [
     ("bfc-model-same-as-requested-shrunk", Extend::SameAsRequested, true),
 ];
 
-/// Retained bytes over virtual time, in byte seconds.
-pub(crate) fn retained(trace: &Trace, bursts: &[Burst], extend: Extend, shrink: bool) -> f64 {
+/// Retained bytes over virtual time, in byte seconds, and how often it took a segment from the
+/// device.
+pub(crate) fn play(trace: &Trace, bursts: &[Burst], extend: Extend, shrink: bool) -> (f64, u64) {
     let mut arena = Bfc::new(extend, NO_LIMIT);
     let mut blocks = vec![None; trace.blocks];
-    let mut retained = 0.0;
+    let (mut retained, mut segments) = (0.0, 0);
     let kept = |arena: &Bfc| lowtide::ByteSize::new(arena.taken() - arena.live()).as_f64();
     for burst in bursts {
         for &event in &trace.events[burst.events.clone()] {
             match event {
-                Event::Alloc { block, bytes } => blocks[block] = arena.alloc(bytes),
+                Event::Alloc { block, bytes } => {
+                    let before = arena.taken();
+                    blocks[block] = arena.alloc(bytes);
+                    segments += u64::from(arena.taken() > before);
+                }
                 Event::Free { block } => {
                     blocks[block].take().into_iter().for_each(|at| arena.free(at))
                 }
@@ -39,5 +44,5 @@ pub(crate) fn retained(trace: &Trace, bursts: &[Burst], extend: Extend, shrink: 
         }
         retained += kept(&arena) * burst.gap.as_secs_f64();
     }
-    retained
+    (retained, segments)
 }

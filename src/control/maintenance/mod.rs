@@ -7,8 +7,8 @@
 //!
 //! Invariants: `next > now`, and `next - now <= idle_tick`; nothing is purged but for pressure, an
 //! unload, a request of an operator, or where
-//! `purgeable - decaying > max(purge_floor, purge_part x live)`; levels act on physical bytes, allowances on
-//! required ones.
+//! `purgeable - decaying > max(purge_floor, purge_part x live)`; levels act on physical bytes,
+//! allowances on required ones.
 
 mod jobs;
 mod state;
