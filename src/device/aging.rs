@@ -33,6 +33,16 @@ const RETRY_AFTER: Duration = Duration::from_millis(100);
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Stamp(u32);
 
+impl Stamp {
+    pub(super) const fn new(part: u32) -> Self {
+        Self(part)
+    }
+
+    pub(super) const fn get(self) -> u32 {
+        self.0
+    }
+}
+
 /// A moment, seen as stamps see it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Ages {
