@@ -303,6 +303,23 @@ fn memory_is_purged_when_the_service_is_idle_and_not_for_little() {
     assert!(wait >= Duration::from_millis(1000) - 250 * MILLI && wait <= 1510 * MILLI, "{wait:?}");
 }
 
+/// The bug: idle memory of arenas was purged after the quiet time whatever their decay time was, so
+/// that each pause of a second or two cost driver calls.
+#[test]
+fn what_leaves_by_itself_was_purged_in_each_pause() {
+    let mut rig = Rig::new(Settings::default(), ByteSize::gib(1), ByteSize::mib(100));
+    rig.memory.with(|memory| {
+        memory.allocate(60 * MIB);
+        memory.free(50 * MIB);
+        memory.sample.decaying = ByteSize::mib(40);
+    });
+    rig.run(Duration::from_secs(40));
+    assert_eq!(rig.triggers(), [], "10 MiB of the heap are not worth it");
+    rig.memory.with(|memory| memory.sample.decaying = ByteSize::ZERO);
+    rig.run(Duration::from_secs(2));
+    assert_eq!(rig.triggers(), [Trigger::Idle]);
+}
+
 #[test]
 fn a_busy_service_is_purged_periodically() {
     let mut rig = Rig::new(Settings::default(), ByteSize::gib(1), ByteSize::mib(10));

@@ -72,10 +72,10 @@ fn committed_falls_back_to_live_within_a_granule_a_region_after_the_decay_time()
     let before = arena.snapshot();
     assert!(before.idle > ByteSize::mib(100), "{before:?}");
     let freed = clock.now();
-    run_decay(&arena, &clock, freed + DECAY / 2);
-    let half = arena.snapshot().idle.as_f64() / before.idle.as_f64();
-    assert!((half - 0.5).abs() < 0.05, "{half} of it stayed at half time");
-    // One step of the curve late at most: frees between two steps are told of at the second.
+    run_decay(&arena, &clock, freed + DECAY * 99 / 100);
+    let early = arena.snapshot();
+    assert_eq!((early.idle, early.decommits_total), (before.idle, 0), "nothing leaves before");
+    // Ages are told to 1/256 of the decay time.
     run_decay(&arena, &clock, freed + DECAY + DECAY / 200);
     let after = arena.snapshot();
     assert_eq!(after.idle, ByteSize::ZERO);
@@ -100,6 +100,41 @@ fn memory_that_is_used_by_turns_is_not_given_back() {
         }
     }
     assert_eq!(arena.snapshot().committed_bytes_total, commits);
+}
+
+/// Each burst in another size: what the largest left idle is older than what the small ones use.
+#[test]
+fn what_was_used_within_the_decay_time_stays_and_what_was_not_goes() {
+    let (arena, clock) = open(ByteSize::MAX);
+    arena.set_front(ByteSize::ZERO);
+    drop(mebibytes(&arena, 64, Region::Dynamic));
+    let (mut used, mut looks) = (clock.now(), 0);
+    for _ in 0..20 {
+        run_decay(&arena, &clock, used + DECAY * 9 / 10);
+        drop(mebibytes(&arena, 16, Region::Dynamic));
+        used = clock.now();
+        looks += u64::from(arena.glance().committed < ByteSize::mib(64));
+    }
+    let steady = arena.snapshot();
+    assert_eq!((steady.committed, looks), (ByteSize::mib(16), 19), "{steady:?}");
+    assert_eq!((steady.commits_total, steady.decommits_total), (1, 1), "one call for 48 MiB");
+    run_decay(&arena, &clock, used + DECAY + DECAY / 200);
+    assert_eq!(arena.snapshot().committed, ByteSize::ZERO);
+}
+
+/// Frees that are spread over a time leave in a few calls, not in one for each.
+#[test]
+fn what_went_idle_shortly_after_each_other_leaves_together() {
+    let (arena, clock) = open(ByteSize::MAX);
+    arena.set_front(ByteSize::ZERO);
+    let mut blocks: Vec<_> = (0..200).map(|_| mebibytes(&arena, 2, Region::Dynamic)).collect();
+    while blocks.pop().is_some() {
+        clock.advance(DECAY / 1000);
+    }
+    run_decay(&arena, &clock, clock.now() + DECAY + DECAY / 8);
+    let after = arena.snapshot();
+    assert_eq!(after.committed, ByteSize::ZERO);
+    assert!(after.decommits_total <= 6, "{} calls", after.decommits_total);
 }
 
 #[test]
@@ -336,7 +371,7 @@ fn blocks_of_hot_sizes_wait_in_the_front_and_decay_once_they_are_cold() {
     assert_eq!((warm.live, warm.cached), (ByteSize::ZERO, ByteSize::mib(3)));
     assert!(warm.front_allocs_total > 8, "{warm:?}");
     assert_eq!((warm.allocs_total, warm.frees_total), (16, 16));
-    // Two looks, a step of the curve apart, and it is cold; then it decays as all that is idle.
+    // Two looks, 1/200 of the decay time apart, and it is cold; then it decays as all that is idle.
     let freed = clock.now();
     run_decay(&arena, &clock, freed + DECAY + 4 * DECAY / 200);
     let cold = arena.snapshot();

@@ -1,7 +1,7 @@
 //! A recorded run: which blocks were allocated and freed, in order.
 //!
-//! Text, a line each: `a ID BYTES` allocates, `f ID` frees, `# TEXT` is a mark. The file may be
-//! compressed with gzip. It reads files and replays nothing.
+//! Text, a line each: `a ID BYTES` allocates, `f ID` frees, `# TEXT` marks what begins there. The
+//! file may be compressed with gzip. It reads files and replays nothing.
 //!
 //! Invariants: every id is allocated once and freed once, later; at the end nothing is live; no
 //! more than `EVENTS_MAX` events and `TEXT_MAX` bytes of text are read.
@@ -44,6 +44,9 @@ pub(crate) struct Trace {
     pub(crate) live_peak: u64,
     /// The most blocks that are live at once.
     pub(crate) blocks_peak: usize,
+    /// The events before which a mark stands.
+    #[allow(dead_code, reason = "another bench uses it")]
+    pub(crate) marks: Vec<usize>,
 }
 
 /// Why a file is no trace.
@@ -93,6 +96,7 @@ impl Trace {
             blocks: reader.sizes.len(),
             live_peak: reader.live_peak,
             blocks_peak: reader.blocks_peak,
+            marks: reader.marks,
         })
     }
 }
@@ -124,12 +128,20 @@ struct Reader {
     live_bytes: u64,
     live_peak: u64,
     blocks_peak: usize,
+    marks: Vec<usize>,
 }
 
 impl Reader {
     /// Takes one line, or says what is wrong with it.
     fn line(&mut self, line: &str) -> Result<(), String> {
-        if line.starts_with('#') || line.trim().is_empty() {
+        if line.starts_with('#') {
+            // One for each place is enough, however many lines there are.
+            if self.marks.last() != Some(&self.events.len()) {
+                self.marks.push(self.events.len());
+            }
+            return Ok(());
+        }
+        if line.trim().is_empty() {
             return Ok(());
         }
         if self.events.len() >= EVENTS_MAX {

@@ -56,7 +56,8 @@ impl Profile {
         }
     }
 
-    /// How long the device arena keeps idle granules. A guess until measured on a GPU.
+    /// How long the device arena keeps granules that nothing uses: a pause shorter than this costs
+    /// no driver call. A guess until measured on a GPU.
     pub(super) const fn device_decay(self) -> DecayTime {
         match self {
             Self::LowMemory => DecayTime::from_millis(1_000),

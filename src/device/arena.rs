@@ -95,7 +95,7 @@ impl DeviceArena {
         let regions = [stable, dynamic].map(|segment| RegionBooks::new(segment, granularity));
         let largest = regions.each_ref().map(RegionBooks::largest_ever);
         let asynchronous = capabilities.asynchronous;
-        let books = Books::new(regions, granularity, &config, asynchronous, clock.now());
+        let books = Books::new(regions, granularity, &config, asynchronous);
         let front = books.history.front_kept(config.front);
         let shared = Arc::new(Shared {
             driver,

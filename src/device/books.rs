@@ -1,17 +1,17 @@
-//! Everything an arena knows, under its one lock: regions, limit, curve, counts.
+//! Everything an arena knows, under its one lock: regions, limit, ages, counts.
 //!
 //! It calls no driver. What it books about a driver call comes from the two places that make such
 //! calls, `commit` and `reclaim`, which do so with the lock given up.
 //!
 //! Invariants: those of [`ArenaSnapshot`]; `backed <= limit` but for a limit that was lowered
-//! below it; those of [`Curve`].
+//! below it; those of [`Aging`].
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use super::aging::{Ages, Aging};
 use super::compact::step::Moving;
 use super::config::ArenaConfig;
-use super::curve::Curve;
 use super::driver::{DeviceAddress, Rung};
 use super::error::DeviceError;
 use super::front::{Kept, Tally};
@@ -22,7 +22,7 @@ use super::pending::{Claim, Uses};
 use super::picture::Act;
 use super::ranges::APART_FROM;
 use super::region::{Placed, Region, RegionBooks, Wanted};
-use super::segment::Run;
+use super::segment::{Cursor, Run};
 use super::snapshot::{AllocFailures, ArenaSnapshot};
 use super::streams::{StreamKey, Streams};
 use crate::bytes::ByteSize;
@@ -95,7 +95,7 @@ pub(super) struct Books {
     pub(super) totals: Totals,
     live_peak: u64,
     committed_peak: u64,
-    pub(super) curve: Curve,
+    pub(super) aging: Aging,
     pub(super) steps: Steps,
     pub(super) streams: Streams,
     /// Work goes on after the call that started it.
@@ -118,7 +118,6 @@ impl Books {
         granularity: ByteSize,
         config: &ArenaConfig,
         asynchronous: bool,
-        now: Moment,
     ) -> Self {
         Self {
             regions,
@@ -128,7 +127,7 @@ impl Books {
             totals: Totals::default(),
             live_peak: 0,
             committed_peak: 0,
-            curve: Curve::new(config.decay, now),
+            aging: Aging::new(config.decay),
             steps: Steps::new(config.growth),
             streams: Streams::new(),
             asynchronous,
@@ -197,7 +196,6 @@ impl Books {
         // Under a small limit every granule counts, and all blocks share them.
         let among_large = among_large || self.limit.get() / self.granularity < APART_FROM;
         let placed = self.region_mut(region).place(wanted, among_large, taker);
-        self.note_used();
         placed.ok_or_else(|| {
             let books = self.region(region);
             let error = DeviceError::OutOfAddresses {
@@ -230,9 +228,8 @@ impl Books {
         let uses = self.uses(&[]);
         let resized = self.region_mut(region).begin_resize(placed, requested, uses);
         debug_assert!(resized.is_ok(), "only its buffer resizes a block");
-        self.curve.note_used(self.idle());
         if self.idle() > idle {
-            self.note_idle(clock);
+            self.note_idle(region, placed.span, clock);
         }
         resized.ok().flatten()
     }
@@ -249,7 +246,7 @@ impl Books {
         let idle = self.idle();
         self.region_mut(region).end_resize(before, after, done);
         if self.idle() > idle {
-            self.note_idle(clock);
+            self.note_idle(region, after.span, clock);
         }
         if done {
             self.totals.resizes += 1;
@@ -279,7 +276,6 @@ impl Books {
 
     /// Books what came of a commit.
     pub(super) fn end_commit(&mut self, region: Region, run: Run, done: bool, clock: &dyn Clock) {
-        let idle = self.idle();
         let segment = &mut self.region_mut(region).segment;
         let (at, size) = segment.place_of(run);
         segment.end_commit(run, done);
@@ -288,10 +284,10 @@ impl Books {
             self.totals.commits += 1;
             self.totals.committed_bytes += size.get();
         }
-        // What was to be committed ahead was counted as idle.
-        self.curve.note_used(self.idle());
-        if idle > 0 {
-            self.note_idle(clock); // some of it was committed ahead
+        if done && self.idle() > 0 {
+            let offset = at.offset_from(self.region(region).segment.base()).unwrap_or_default();
+            let span = Span { offset: offset.get(), size: size.get() };
+            self.note_idle(region, span, clock); // some of it was committed ahead
         }
     }
 
@@ -308,7 +304,7 @@ impl Books {
         let gone = books.withdraw(placed, claim.parts.into_iter().map(left));
         debug_assert!(gone.is_ok(), "a placed block is known to the index");
         if gone == Ok(true) {
-            self.note_idle(clock);
+            self.note_idle(region, placed.span, clock);
         }
     }
 
@@ -336,7 +332,7 @@ impl Books {
             self.totals.frees += 1;
             self.record(clock, Act::Free, placed);
             if went_idle {
-                self.note_idle(clock);
+                self.note_idle(region, placed.span, clock);
             }
         }
     }
@@ -369,15 +365,23 @@ impl Books {
         }
     }
 
-    /// Marks up to `granules` idle granules as leaving, in at most `runs_max` runs. The stable
-    /// region's first: what became idle there is the least likely to be asked for again.
-    pub(super) fn begin_leave(&mut self, granules: u64, runs_max: usize) -> Vec<Leaving> {
+    /// Marks up to `granules` idle granules as leaving, in at most `runs_max` runs; only of those
+    /// whose time is over, where ages are given. The stable region's first: what became idle there
+    /// is the least likely to be asked for again.
+    pub(super) fn begin_leave(
+        &mut self,
+        granules: u64,
+        runs_max: usize,
+        ages: Option<Ages>,
+    ) -> Vec<Leaving> {
         let mut runs = Vec::new();
         let mut left = granules;
         for region in Region::ALL {
             let segment = &mut self.region_mut(region).segment;
+            let mut cursor = Cursor::START;
             while runs.len() < runs_max {
-                let Some(run) = segment.begin_leave(left.min(RUN_GRANULES_MAX)) else { break };
+                let most = left.min(RUN_GRANULES_MAX);
+                let Some(run) = segment.begin_leave(&mut cursor, most, ages) else { break };
                 left -= run.granules();
                 let (at, size) = segment.place_of(run);
                 runs.push(Leaving { region, run, at, size });
@@ -392,31 +396,37 @@ impl Books {
         if done {
             self.totals.decommits += 1;
             self.totals.decommitted_bytes += leaving.size.get();
-            self.curve.note_given_back(leaving.size.get());
         }
-    }
-
-    /// Tells the curve what is idle at `now`; returns how much of it may stay.
-    pub(super) fn tell_decay(&mut self, now: Moment) -> u64 {
-        self.curve.tell(self.idle(), now)
+        if self.idle() == 0 {
+            self.aging.clear();
+        }
     }
 
     /// When the next look is due.
     pub(super) fn due(&self) -> Moment {
-        if self.idle() == 0 { Moment::NEVER } else { self.curve.due() }
+        if self.idle() == 0 { Moment::NEVER } else { self.aging.due() }
+    }
+
+    /// Sets when the next look is due after one at `now`; `failed`, where the driver did.
+    pub(super) fn set_looked(&mut self, now: Moment, failed: bool) {
+        let ages = self.aging.ages(now);
+        let oldest = self.regions.iter().filter_map(|region| region.segment.oldest(ages)).max();
+        self.aging.set_looked(now, oldest, failed);
     }
 
     pub(super) fn set_decay(&mut self, time: DecayTime, now: Moment) {
-        self.curve.set_time(time, self.idle(), now);
+        let stamp = self.aging.set_time(time, now);
+        for region in &mut self.regions {
+            let all = Span { offset: 0, size: region.segment.reserved() };
+            region.segment.stamp(all, stamp);
+        }
     }
 
-    /// Tells the curve that idle memory may be active again.
-    pub(super) fn note_used(&mut self) {
-        self.curve.note_used(self.idle());
-    }
-
-    pub(super) fn note_idle(&mut self, clock: &dyn Clock) {
-        self.curve.note_idle(self.idle(), clock);
+    /// Notes that granules of a span went idle.
+    pub(super) fn note_idle(&mut self, region: Region, span: Span, clock: &dyn Clock) {
+        if let Some(stamp) = self.aging.note_idle(clock) {
+            self.region_mut(region).segment.stamp(span, stamp);
+        }
     }
 
     /// All figures at this instant, with what the fronts did.
@@ -477,7 +487,6 @@ impl Books {
     /// Where one is broken.
     pub(super) fn validate(&self) {
         self.regions.iter().for_each(RegionBooks::validate);
-        self.curve.validate(self.idle());
         self.streams.validate();
         let totals = &self.totals;
         let settled = totals.committed_bytes - totals.decommitted_bytes;

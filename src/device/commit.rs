@@ -272,7 +272,7 @@ impl Shared {
         if hopeless {
             return (books, Ok(Room::None));
         }
-        let (books, given) = self.give_back(books, granules);
+        let (books, given) = self.give_back(books, granules, None);
         let room = match given.error {
             Some(error) => Err(error),
             None if given.granules > 0 => Ok(Room::Made),

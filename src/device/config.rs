@@ -13,7 +13,7 @@ use crate::decay::DecayTime;
 /// today (288 GiB), and 1/256 of the 128 TiB that an `x86_64` process has.
 const RESERVE: ByteSize = ByteSize::gib(512);
 
-/// How long idle memory stays unless told otherwise: jemalloc's `dirty_decay_ms`, 10 s.
+/// How long idle memory stays unless told otherwise: as long as jemalloc's `dirty_decay_ms`, 10 s.
 const DECAY: DecayTime = DecayTime::Within(Duration::from_secs(10));
 
 /// What a thread's front keeps unless told otherwise: two blocks of 8 MiB. A guess.
@@ -51,7 +51,9 @@ pub struct ArenaConfig {
     /// a granule more for small blocks. Where the driver refuses that, an eighth of the largest
     /// half, quarter, ... of it that it accepts.
     pub reserve: ByteSize,
-    /// How long idle memory stays.
+    /// How long idle memory stays: nothing that was used within it is given back by a decay, and
+    /// nothing stays more than a sixteenth longer. jemalloc's curve, which gives half of it back by
+    /// half of the time, would cost driver calls in each pause; these are dear on a device.
     pub decay: DecayTime,
     /// By how much it commits at a time.
     pub growth: Growth,

@@ -2,7 +2,8 @@
 //!
 //! A granule is bare, committing, committed or leaving; and touched while a live block covers any
 //! byte of it. Whole granules of a block are bits; only the two at its edges, which it may share
-//! with other blocks, are counted. So a block of any size costs a word for every 64 granules.
+//! with other blocks, are counted. Where a granule is not touched, the time at which it last was
+//! stands in the place of that count.
 //!
 //! Memory: 36 bytes for 8 granules, up to the farthest one ever touched: 1/466,000 of 2 MiB.
 //!
@@ -10,6 +11,8 @@
 //! `idle = backed - active`; every granule that may leave lies before `idle_end`.
 
 use std::ops::Range;
+
+use super::aging::{Ages, Stamp};
 
 /// 64 granules: bit `i` is granule `64 x word + i`.
 #[derive(Clone, Copy, Debug, Default)]
@@ -38,7 +41,8 @@ impl Word {
 #[derive(Debug, Default)]
 pub(super) struct Granules {
     words: Vec<Word>,
-    /// Blocks that cover a part of the granule, and not all of it.
+    /// Blocks that cover a part of the granule, and not all of it; where none touches it, the
+    /// [`Stamp`] of its last use.
     partly: Vec<u32>,
     backed: u64,
     active: u64,
@@ -77,6 +81,7 @@ impl Granules {
     /// Books a block that covers all of these granules.
     pub(super) fn touch(&mut self, range: Range<usize>) {
         self.reach(range.end);
+        self.partly[range.clone()].fill(0);
         for (at, mask) in masks(range) {
             let word = &mut self.words[at];
             debug_assert_eq!(word.touched & mask, 0, "a granule wholly covered is nobody else's");
@@ -98,8 +103,7 @@ impl Granules {
 
     /// Books a block that covers a part of this granule.
     pub(super) fn touch_part(&mut self, granule: usize) {
-        self.reach(granule + 1);
-        if self.partly[granule] == 0 {
+        if !self.is_touched(granule) {
             self.touch(granule..granule + 1);
         }
         self.partly[granule] += 1;
@@ -111,6 +115,24 @@ impl Granules {
         if self.partly[granule] == 0 {
             self.untouch(granule..granule + 1);
         }
+    }
+
+    /// Books when those of them were last used that no block touches now.
+    pub(super) fn stamp(&mut self, range: Range<usize>, stamp: Stamp) {
+        let known = self.known();
+        for (at, mask) in masks(range.start.min(known)..range.end.min(known)) {
+            for bit in bits(mask & !self.words[at].touched) {
+                self.partly[at * 64 + bit] = stamp.get();
+            }
+        }
+    }
+
+    /// The age of what has been idle longest, of what may leave.
+    pub(super) fn oldest(&self, ages: Ages) -> Option<u32> {
+        let words = self.words.iter().enumerate().take(self.idle_end.div_ceil(64));
+        let idle =
+            words.flat_map(|(at, word)| bits(word.may_leave()).map(move |bit| at * 64 + bit));
+        idle.map(|granule| ages.of(Stamp::new(self.partly[granule]))).max()
     }
 
     /// Whether a block covers any of it.
@@ -187,23 +209,29 @@ impl Granules {
         self.idle_end = self.idle_end.max(range.end);
     }
 
-    /// Marks the innermost run of idle granules, at most `granules_max` of them, as leaving.
+    /// Marks the innermost run of idle granules before `end`, at most `granules_max` of them, as
+    /// leaving; only those whose time is over, where ages are given.
     ///
     /// The innermost, because blocks are placed towards the end: what is far from it is missed
-    /// least. Amortised, each word is passed over once for each time that one of it went idle.
-    pub(super) fn begin_leave(&mut self, granules_max: usize) -> Option<Range<usize>> {
-        let may_leave = |at: usize| {
-            self.words.get(at / 64).is_some_and(|word| word.may_leave() >> (at % 64) & 1 == 1)
-        };
+    /// least. Amortised, each word is passed over once for each time that one of it went idle, or
+    /// once a look where ages are given.
+    pub(super) fn begin_leave(
+        &mut self,
+        end: usize,
+        granules_max: usize,
+        ages: Option<Ages>,
+    ) -> Option<Range<usize>> {
         if granules_max == 0 {
             return None;
         }
-        let Some(last) = self.idle_before(self.idle_end) else {
-            self.idle_end = 0;
+        let Some(last) = self.idle_before(end.min(self.idle_end), ages) else {
+            if ages.is_none() && end >= self.idle_end {
+                self.idle_end = 0;
+            }
             return None;
         };
         let mut first = last;
-        while first > 0 && last + 1 - first < granules_max && may_leave(first - 1) {
+        while first > 0 && last + 1 - first < granules_max && self.leaves(first - 1, ages) {
             first -= 1;
         }
         let range = first..last + 1;
@@ -211,7 +239,9 @@ impl Granules {
             self.words[at].leaving |= mask;
         }
         self.leaving += range.len() as u64;
-        self.idle_end = first;
+        if ages.is_none() && end >= self.idle_end {
+            self.idle_end = first;
+        }
         Some(range)
     }
 
@@ -264,8 +294,8 @@ impl Granules {
             assert_eq!((word.committing | word.leaving) & !word.backed, 0, "moving and bare");
             for bit in 0..64 {
                 let granule = at * 64 + bit;
-                let partly = self.partly.get(granule).copied().unwrap_or(0);
                 let touched = word.touched >> bit & 1 == 1;
+                let partly = self.partly.get(granule).filter(|_| touched).copied().unwrap_or(0);
                 assert_eq!((partly, touched), expected(granule), "granule {granule}");
                 let leaves = word.may_leave() >> bit & 1 == 1;
                 assert!(!leaves || granule < self.idle_end, "idle and never looked at: {granule}");
@@ -273,16 +303,21 @@ impl Granules {
         }
     }
 
-    /// The last granule before `end` that may leave.
-    fn idle_before(&self, end: usize) -> Option<usize> {
+    /// Whether it may leave, and its time is over where ages are given.
+    fn leaves(&self, granule: usize, ages: Option<Ages>) -> bool {
+        let word = self.words.get(granule / 64);
+        word.is_some_and(|word| word.may_leave() >> (granule % 64) & 1 == 1)
+            && ages.is_none_or(|ages| ages.is_over(Stamp::new(self.partly[granule])))
+    }
+
+    /// The last granule before `end` that leaves.
+    fn idle_before(&self, end: usize, ages: Option<Ages>) -> Option<usize> {
         let words = self.words.iter().enumerate().take(end.div_ceil(64)).rev();
-        words
-            .map(|(at, word)| {
-                let known = if end >= (at + 1) * 64 { u64::MAX } else { low64(end - at * 64) };
-                (at, word.may_leave() & known)
-            })
-            .find(|(_, idle)| *idle != 0)
-            .map(|(at, idle)| at * 64 + idle.ilog2() as usize)
+        let mut idle = words.flat_map(|(at, word)| {
+            let known = if end >= (at + 1) * 64 { u64::MAX } else { low64(end - at * 64) };
+            bits(word.may_leave() & known).rev().map(move |bit| at * 64 + bit)
+        });
+        idle.find(|&granule| self.leaves(granule, ages))
     }
 
     /// Makes entries for all granules before `end`.
@@ -315,6 +350,13 @@ fn extend(
 
 fn count(bits: u64) -> u64 {
     u64::from(bits.count_ones())
+}
+
+/// The bits of a word that are set, from the lowest.
+fn bits(word: u64) -> impl DoubleEndedIterator<Item = usize> {
+    let range =
+        if word == 0 { 0..0 } else { word.trailing_zeros()..u64::BITS - word.leading_zeros() };
+    range.filter(move |bit| word >> bit & 1 == 1).map(|bit| bit as usize)
 }
 
 /// The lowest bits, at most 64 of them.

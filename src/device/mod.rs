@@ -1,7 +1,7 @@
 //! Device memory: drivers and the arena over them. Knows no service and no policy.
 //!
 //! A [`DeviceArena`] reserves address space, commits memory behind blocks by the granule, and
-//! gives granules that no block touches back along a curve of time. When to ask for that, and
+//! gives granules back that no block has touched for a time. When to ask for that, and
 //! under what pressure, is decided elsewhere.
 //!
 //! Without a `Memory` nothing is given back by itself: the owner calls [`DeviceArena::decay`], and
@@ -70,13 +70,13 @@
 //!
 //! Invariant: `active + idle = committed <= reserved`, for every arena at every instant.
 
+mod aging;
 mod arena;
 mod books;
 mod buffer;
 mod commit;
 mod compact;
 mod config;
-mod curve;
 pub mod driver;
 mod error;
 mod front;

@@ -182,14 +182,12 @@ impl Books {
     /// Books that a stream is done with all uses up to an epoch.
     pub(super) fn settle(&mut self, stream: StreamKey, epoch: u64, clock: &dyn Clock) {
         self.streams.complete(stream, epoch);
-        let mut went_idle = false;
         for region in Region::ALL {
-            went_idle |= self.region_mut(region).settle(stream, epoch);
+            for span in self.region_mut(region).settle(stream, epoch) {
+                self.note_idle(region, span, clock);
+            }
         }
         self.forget_stream(stream);
-        if went_idle {
-            self.note_idle(clock);
-        }
     }
 
     /// Forgets a stream that has ended and left nothing pending.

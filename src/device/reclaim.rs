@@ -1,4 +1,5 @@
-//! Gives idle memory back: along the curve (decay), all of it (purge), down to a size (trim).
+//! Gives idle memory back: what has been idle for its time (decay), all of it (purge), down to a
+//! size (trim).
 //!
 //! It decides how much and in what order, never when: a control thread, or whoever wants to, asks.
 //! It needs no stream and no lease, because only granules that no block touches leave.
@@ -7,14 +8,14 @@
 //! work completes at once a freed block has no uses left; elsewhere freed memory is pending, and so
 //! active, until its uses are known to be complete (`proof`).
 //!
-//! Invariant: `idle after decay(now) <= allowed(now) + less than one granule`, in as many calls as
-//! the bound on each asks for.
+//! Invariants: a decay takes nothing that was in use within the decay time; after it, in as many
+//! calls as the bound on each asks for, nothing has been idle for longer.
 
 use std::time::Duration;
 
+use super::aging::Ages;
 use super::arena::DeviceArena;
 use super::books::Books;
-use super::curve::Look;
 use super::driver::DriverError;
 use super::driver::sealed::Key;
 use super::error::DeviceError;
@@ -51,11 +52,14 @@ pub(super) struct GivenBack {
 }
 
 impl DeviceArena {
-    /// Gives back what the curve no longer allows at `now`.
+    /// Gives back what has been idle for the decay time at `now`: all of it, and nothing that was
+    /// in use since. While memory is used, what was idle for long enough waits for up to a
+    /// sixteenth of the decay time more, so that it leaves in few calls.
     ///
     /// At most 32 decommits; where that is not enough, `next` is `now`. Never waits for a call of
     /// another thread, nor for a stream: memory that a stream may still work on stays, and `next`
     /// is soon. Only where buffers of no lane were freed it waits, for all work of the device.
+    /// Holds the lock while it looks at every idle granule.
     ///
     /// # Errors
     /// [`DeviceError::Driver`], after what was given back before is booked;
@@ -66,18 +70,9 @@ impl DeviceArena {
         shared.cool_fronts();
         shared.look_for_ends()?;
         let mut books = shared.books();
-        let allowed = books.tell_decay(now);
-        // Rounded down to whole granules: the curve may be late by one, never early.
-        let excess = books.idle().saturating_sub(books.leaving()).saturating_sub(allowed);
-        let excess = excess / books.bytes_of(1);
-        let (mut books, given) = shared.give_back(books, excess);
-        // Other threads may have taken some of what was in excess: then nothing more can leave.
-        let look = match given.error {
-            Some(_) => Look::Failed,
-            None if given.granules > 0 && given.granules < excess => Look::Unfinished,
-            None => Look::Finished,
-        };
-        books.curve.set_due(now, look);
+        let ages = books.aging.ages(now);
+        let (mut books, given) = shared.give_back(books, u64::MAX, Some(ages));
+        books.set_looked(now, given.error.is_some());
         let next = shared.next_look(&books, now);
         let released = ByteSize::new(books.bytes_of(given.granules));
         drop(books);
@@ -170,7 +165,7 @@ impl DeviceArena {
         // Each turn gives at least one granule back: at most `granules` turns.
         while released < granules && error.is_none() {
             let given;
-            (books, given) = shared.give_back(books, granules - released);
+            (books, given) = shared.give_back(books, granules - released, None);
             if given.granules == 0 && given.error.is_none() {
                 break; // another thread took what was idle
             }
@@ -193,18 +188,19 @@ impl Shared {
     /// When idle memory, what the fronts keep, or what is pending is to be looked at.
     fn next_look(&self, books: &Books, now: Moment) -> Moment {
         let due =
-            if self.fronts_hold() { books.due().min(books.curve.front_due()) } else { books.due() };
+            if self.fronts_hold() { books.due().min(books.aging.front_due()) } else { books.due() };
         if books.pending() > 0 { due.min(now + LOOK_AGAIN) } else { due }
     }
 
     /// Gives back up to `granules` idle granules, in at most [`CALLS_MAX`] calls, with the lock
-    /// given up around them.
+    /// given up around them; only those whose time is over, where ages are given.
     pub(super) fn give_back<'a>(
         &'a self,
         mut books: MutexGuard<'a, Books>,
         granules: u64,
+        ages: Option<Ages>,
     ) -> (MutexGuard<'a, Books>, GivenBack) {
-        let leaving = books.begin_leave(granules, CALLS_MAX);
+        let leaving = books.begin_leave(granules, CALLS_MAX, ages);
         if leaving.is_empty() {
             return (books, GivenBack { granules: 0, error: None });
         }

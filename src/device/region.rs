@@ -229,13 +229,12 @@ impl RegionBooks {
         false
     }
 
-    /// Books that a stream is done with all uses up to an epoch; says whether granules went idle.
-    pub(super) fn settle(&mut self, stream: StreamKey, epoch: u64) -> bool {
-        let idle = self.segment.idle();
-        for span in self.pending.complete(stream, epoch) {
-            self.segment.untouch(span);
-        }
-        self.segment.idle() > idle
+    /// Books that a stream is done with all uses up to an epoch; returns the spans of which
+    /// granules went idle by it.
+    pub(super) fn settle(&mut self, stream: StreamKey, epoch: u64) -> Vec<Span> {
+        let mut spans = self.pending.complete(stream, epoch);
+        spans.retain(|&span| self.segment.untouch(span));
+        spans
     }
 
     /// Books that the memory behind an arriving block is there.

@@ -13,6 +13,7 @@
 
 use std::ops::Range;
 
+use super::aging::{Ages, Stamp};
 use super::driver::DeviceAddress;
 use super::granules::Granules;
 use super::index::Span;
@@ -38,6 +39,17 @@ impl Run {
     const fn range(self) -> Range<usize> {
         self.first..self.first + self.count
     }
+}
+
+/// Where a search for granules that leave has come to, in each half.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Cursor {
+    low: usize,
+    high: usize,
+}
+
+impl Cursor {
+    pub(super) const START: Self = Self { low: usize::MAX, high: usize::MAX };
 }
 
 /// What a block covers.
@@ -207,13 +219,33 @@ impl Segment {
         self.each_part(run.range(), |half, range| half.end_commit(range, done));
     }
 
-    /// Marks the innermost run of idle granules, at most `granules_max` of them, as leaving.
-    pub(super) fn begin_leave(&mut self, granules_max: u64) -> Option<Run> {
+    /// Books when the granules of a span were last used: no block touches those that are idle.
+    pub(super) fn stamp(&mut self, span: Span, stamp: Stamp) {
+        let range = self.granules_of(span);
+        self.each_part(range, |half, range| half.stamp(range, stamp));
+    }
+
+    /// The age of what has been idle longest, of what may leave.
+    pub(super) fn oldest(&self, ages: Ages) -> Option<u32> {
+        self.low.oldest(ages).max(self.high.oldest(ages))
+    }
+
+    /// Marks the next run of idle granules, the innermost first, at most `granules_max` of them, as
+    /// leaving; only of those whose time is over, where ages are given.
+    pub(super) fn begin_leave(
+        &mut self,
+        cursor: &mut Cursor,
+        granules_max: u64,
+        ages: Option<Ages>,
+    ) -> Option<Run> {
         let granules_max = usize::try_from(granules_max).unwrap_or(usize::MAX);
-        if let Some(range) = self.low.begin_leave(granules_max) {
+        if let Some(range) = self.low.begin_leave(cursor.low, granules_max, ages) {
+            cursor.low = range.start;
             return Some(Run::of(&range));
         }
-        let range = self.high.begin_leave(granules_max)?;
+        cursor.low = 0;
+        let range = self.high.begin_leave(cursor.high, granules_max, ages)?;
+        cursor.high = range.start;
         Some(Run::of(&mirrored(self.count, range)))
     }
 
@@ -365,7 +397,12 @@ const fn mirrored(count: usize, range: Range<usize>) -> Range<usize> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
+    use crate::clock::{Clock, ManualClock};
+    use crate::decay::DecayTime;
+    use crate::device::aging::Aging;
 
     const GRANULE: u64 = 1 << 20;
 
@@ -452,17 +489,54 @@ mod tests {
         for part in [low, kept, top] {
             committed(&mut segment, part);
         }
-        assert_eq!(segment.begin_leave(u64::MAX), None);
+        let leave = |segment: &mut Segment, granules_max| {
+            segment.begin_leave(&mut Cursor::START.clone(), granules_max, None)
+        };
+        assert_eq!(leave(&mut segment, u64::MAX), None);
         assert!(segment.untouch(low) && segment.untouch(top));
         assert_eq!(segment.idle(), 7 * GRANULE);
-        let first = segment.begin_leave(2).expect("idle");
+        let first = leave(&mut segment, 2).expect("idle");
         assert_eq!(first, Run { first: 6, count: 2 });
-        assert_eq!(segment.begin_leave(u64::MAX), Some(Run { first: 5, count: 1 }));
-        assert_eq!(segment.begin_leave(u64::MAX), Some(Run { first: 0, count: 4 }));
-        assert_eq!(segment.begin_leave(u64::MAX), None);
+        assert_eq!(leave(&mut segment, u64::MAX), Some(Run { first: 5, count: 1 }));
+        assert_eq!(leave(&mut segment, u64::MAX), Some(Run { first: 0, count: 4 }));
+        assert_eq!(leave(&mut segment, u64::MAX), None);
         segment.end_leave(first, false);
-        assert_eq!(segment.begin_leave(u64::MAX), Some(first), "a failed one may try again");
+        assert_eq!(leave(&mut segment, u64::MAX), Some(first), "a failed one may try again");
         segment.validate([kept].into_iter());
+    }
+
+    #[test]
+    fn of_idle_granules_only_those_leave_whose_time_is_over() {
+        let clock = ManualClock::new();
+        let mut aging = Aging::new(DecayTime::from_millis(1000));
+        let mut segment = segment();
+        let parts =
+            [span(0, 3 * GRANULE), span(3 * GRANULE, 5 * GRANULE), span(62 << 20, 64 << 20)];
+        for part in parts {
+            committed(&mut segment, part);
+        }
+        for part in parts {
+            assert!(segment.untouch(part));
+            segment.stamp(part, aging.note_idle(&clock).expect("it decays"));
+            clock.advance(Duration::from_millis(500));
+        }
+        let ages = aging.ages(clock.now());
+        let mut cursor = Cursor::START;
+        let mut leave = || segment.begin_leave(&mut cursor, 2, Some(ages));
+        assert_eq!(leave(), Some(Run { first: 1, count: 2 }), "the first was idle for 1.5 s");
+        assert_eq!(leave(), Some(Run { first: 0, count: 1 }));
+        assert_eq!(leave(), None, "the second for 1 s and less than a part");
+        let oldest = segment.oldest(ages).expect("idle");
+        assert!(oldest < 1024 && oldest > 500, "{oldest} of 512 to 1024 parts");
+        clock.advance(Duration::from_millis(10));
+        let ages = aging.ages(clock.now());
+        let run = segment.begin_leave(&mut Cursor::START.clone(), 9, Some(ages));
+        assert_eq!(run, Some(Run { first: 3, count: 2 }));
+        clock.advance(Duration::from_millis(500));
+        let ages = aging.ages(clock.now());
+        let run = segment.begin_leave(&mut Cursor::START.clone(), 9, Some(ages));
+        assert_eq!(run, Some(Run { first: 62, count: 2 }), "the high end's");
+        segment.validate(std::iter::empty());
     }
 
     #[test]

@@ -124,6 +124,7 @@ impl Sensor for MemorySensor {
         });
         if self.host_backed {
             sample.purgeable = sample.purgeable.saturating_add(idle);
+            sample.decaying = idle;
         } else {
             sample.device_committed = committed;
             sample.device_idle = idle;

@@ -140,11 +140,13 @@ impl Shared {
             .map_err(|error| MemoryError::Arena { arena: name, error })
     }
 
-    /// Purges heap and arenas on this thread, and counts it.
+    /// Purges the heap on this thread, and the arenas where the trigger does not leave them to
+    /// their decay; counts it.
     pub(super) fn purge(&self, trigger: Trigger) -> Purged {
         let start = self.clock.now();
         let heap = self.purge_heap();
-        let device = self.arenas().iter().map(|arena| self.purged(arena)).sum();
+        let arenas = if trigger.leaves_decaying() { Vec::new() } else { self.arenas() };
+        let device = arenas.iter().map(|arena| self.purged(arena)).sum();
         let took = self.clock.now() - start;
         self.purges.by_trigger[trigger as usize].fetch_add(1, Ordering::Relaxed);
         crate::metrics::record::purge_duration(took);

@@ -71,7 +71,7 @@ fn what_a_thread_kept_when_it_ended_is_there_for_others() {
         arena.decay(clock.now()).expect("the driver takes it");
         looks += 1;
     }
-    assert!(clock.now().since_origin() <= 11 * SECOND, "10 s, and a few steps of the curve");
+    assert!(clock.now().since_origin() <= 11 * SECOND, "10 s, and a few looks at the front");
     assert_usable(&arena);
 }
 

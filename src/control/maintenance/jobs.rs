@@ -38,6 +38,11 @@ impl Trigger {
         matches!(self, Self::Pressure | Self::Idle | Self::Periodic)
     }
 
+    /// Whether it leaves alone what leaves by itself in its time: there is no hurry.
+    pub(crate) const fn leaves_decaying(self) -> bool {
+        matches!(self, Self::Idle | Self::Periodic)
+    }
+
     /// Its label in metrics.
     #[must_use]
     pub const fn name(self) -> &'static str {

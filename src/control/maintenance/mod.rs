@@ -7,8 +7,8 @@
 //!
 //! Invariants: `next > now`, and `next - now <= idle_tick`; nothing is purged but for pressure, an
 //! unload, a request of an operator, or where
-//! `purgeable > max(purge_floor, purge_part x live)`; levels act on physical bytes, allowances on
-//! required ones.
+//! `purgeable - decaying > max(purge_floor, purge_part x live)`; levels act on physical bytes,
+//! allowances on required ones.
 
 mod jobs;
 mod state;
@@ -42,6 +42,9 @@ pub struct Sample {
     /// The part of it that a purge gives back (dirty and muzzy pages; idle bytes of arenas on host
     /// memory).
     pub purgeable: ByteSize,
+    /// The part of that which leaves by itself in its time: idle bytes of arenas on host memory.
+    /// A purge takes it under pressure, when it is asked for and after an unload.
+    pub decaying: ByteSize,
     /// The host's limit.
     pub limit: Limit,
     /// Bytes of blocks that the application holds on the heap.
@@ -64,6 +67,7 @@ impl Default for Sample {
         Self {
             physical: ByteSize::ZERO,
             purgeable: ByteSize::ZERO,
+            decaying: ByteSize::ZERO,
             limit: Limit::UNKNOWN,
             heap_live: ByteSize::ZERO,
             heap_active: ByteSize::ZERO,
@@ -360,7 +364,7 @@ impl Maintenance {
         let quiet = self.is_quiet(now);
         let part = sample.heap_live.scaled(self.settings.purge_part);
         let worth = self.settings.purge_floor.max(part);
-        let much = sample.purgeable > worth;
+        let much = sample.purgeable.saturating_sub(sample.decaying) > worth;
         self.purgeable_low = self.purgeable_low.min(sample.purgeable);
         if sample.purgeable.saturating_sub(self.purgeable_low) > worth {
             // Purges were useless while all was live; now load has fallen, and a pause of 10 s

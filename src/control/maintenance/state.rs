@@ -13,7 +13,7 @@ use crate::clock::Moment;
 use crate::control::ledger::Budget;
 use crate::control::pressure::{Level, Pressure};
 
-use super::Sample;
+use super::{Sample, Trigger};
 
 /// What the last tick found, for the worker, metrics and endpoints. Written by the control loop;
 /// each figure is whole, together they may be of two ticks.
@@ -21,6 +21,7 @@ use super::Sample;
 pub struct PressureState {
     physical: AtomicU64,
     purgeable: AtomicU64,
+    decaying: AtomicU64,
     limit: AtomicU64,
     wanted: [AtomicU64; 2],
     levels: [AtomicU8; 2],
@@ -39,6 +40,13 @@ impl PressureState {
     #[must_use]
     pub fn purgeable(&self) -> ByteSize {
         ByteSize::new(self.purgeable.load(Ordering::Relaxed))
+    }
+
+    /// The part of it that a purge with this trigger gives back.
+    pub(super) fn purgeable_by(&self, trigger: Trigger) -> ByteSize {
+        let left =
+            if trigger.leaves_decaying() { self.decaying.load(Ordering::Relaxed) } else { 0 };
+        self.purgeable().saturating_sub(ByteSize::new(left))
     }
 
     /// The difference.
@@ -85,6 +93,7 @@ impl PressureState {
     pub(super) fn set_sample(&self, sample: &Sample, limit: ByteSize, now: Moment) {
         self.physical.store(sample.physical.get(), Ordering::Relaxed);
         self.purgeable.store(sample.purgeable.get(), Ordering::Relaxed);
+        self.decaying.store(sample.decaying.get(), Ordering::Relaxed);
         self.limit.store(limit.get(), Ordering::Relaxed);
         let nanos = u64::try_from(now.since_origin().as_nanos()).unwrap_or(u64::MAX);
         self.sampled_at.store(nanos, Ordering::Relaxed);

@@ -53,7 +53,8 @@ impl Worker {
             if let Job::Purge { trigger } = job
                 && trigger.is_paced()
             {
-                self.purge.finish(self.state.purgeable(), Recovered::NOTHING, clock.now());
+                let asked = self.state.purgeable_by(trigger);
+                self.purge.finish(asked, Recovered::NOTHING, clock.now());
             }
         }
     }
@@ -68,7 +69,7 @@ impl Worker {
         let now = clock.now();
         match job {
             Job::Purge { trigger } => {
-                let asked = self.state.purgeable();
+                let asked = self.state.purgeable_by(trigger);
                 let recovered = self.hands.purge(trigger);
                 if trigger.is_paced() {
                     self.purge.finish(asked, recovered, clock.now());

@@ -134,7 +134,6 @@ impl Books {
         let room = self.region_mut(region).take_room(span)?;
         let wanting = self.region(region).segment.wanting(span);
         let made_active = self.active() - active + self.bytes_of(wanting);
-        self.note_used();
         Some((room, made_active))
     }
 
@@ -151,8 +150,11 @@ impl Books {
         self.totals.moves += 1;
         self.totals.moved_bytes += size;
         let from = self.address_of(region, id);
+        let old = self.region(region).span_of(id);
         if self.region_mut(region).trade(id, room) {
-            self.note_idle(clock);
+            for left in [Some(room.span), old.ok()].into_iter().flatten() {
+                self.note_idle(region, left, clock);
+            }
         }
         let to = self.address_of(region, id);
         // What was asked for is not known here: the events show what was given.

@@ -126,10 +126,10 @@ fn growth_that_failed_half_way_left_idle_memory_that_never_decayed() {
     driver.assert_no_faults();
 }
 
-/// The bug: what was to be committed ahead was told to the curve as idle, and stayed there when
-/// the commit failed.
+/// The bug: what was to be committed ahead counted as idle for the decay, and still did when the
+/// commit failed.
 #[test]
-fn memory_that_was_to_come_ahead_and_did_not_stayed_in_the_curve() {
+fn memory_that_was_to_come_ahead_and_did_not_stayed_idle_for_the_decay() {
     let driver = Arc::new(TrialDriver::new());
     let config = ArenaConfig { growth: doubling(), ..config(ByteSize::MAX) };
     let (arena, clock) = opened(&driver, config);

@@ -1,0 +1,40 @@
+//! The figures, and the goals of those that have one.
+//!
+//! Invariant: every figure stands once as `figure NAME VALUE UNIT`, in the order it was added.
+
+/// The most that a figure may be.
+const GOALS: &[(&str, f64)] = &[
+    ("decay.retained_byte_seconds.ratio", 0.5),
+    ("decay.short_gap.extra_driver_calls", 0.0),
+    ("decay.long_gap.driver_calls_per_handle", 6.0),
+    ("decay.idle_to_zero.decays", 2.0),
+    ("purge.random90.committed_per_live", 1.25),
+    ("compact.random90_64k.committed_per_live", 1.3),
+];
+
+/// What was measured.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Figures(Vec<(String, f64, &'static str)>);
+
+impl Figures {
+    pub(crate) fn add(&mut self, name: impl Into<String>, value: f64, unit: &'static str) {
+        self.0.push((name.into(), value, unit));
+    }
+
+    /// Prints everything; whether every goal held.
+    pub(crate) fn print(&self) -> bool {
+        for (name, value, unit) in &self.0 {
+            println!("figure {name} {value:.4} {unit}");
+        }
+        println!();
+        let mut all = true;
+        for &(name, most) in GOALS {
+            let value = self.0.iter().find(|(other, ..)| other == name).map(|(_, value, _)| *value);
+            let held = value.is_some_and(|value| value <= most);
+            let found = value.map_or_else(|| "not measured".to_owned(), |of| format!("{of:.4}"));
+            println!("{}  {name} at most {most}: {found}", if held { "held  " } else { "MISSED" });
+            all &= held;
+        }
+        all
+    }
+}
