@@ -124,6 +124,14 @@ impl Shared {
                 return self.complete_all();
             }
         }
+        self.ask_events()
+    }
+
+    /// Asks the events that are recorded, and books what is complete.
+    ///
+    /// # Errors
+    /// As the driver.
+    pub(super) fn ask_events(&self) -> Result<(), DriverError> {
         for _ in 0..LOOKS_MAX {
             let waiting = self.books().streams.waiting();
             let mut found = false;

@@ -372,13 +372,18 @@ impl Drop for Shared {
         }
         // Whoever listens is not ours, and nothing unwinds out of a drop.
         let _ = caught(|| tracing::info!(arena = self.name, "an arena is gone"));
-        let _ = caught(|| self.look_for_ends());
+        let _ = self.ask_events(); // asks, and waits for nothing
+        let pending = ByteSize::new(self.books().pending());
+        if !pending.is_zero() {
+            let _ =
+                caught(|| tracing::warn!(arena = self.name, %pending, "memory was left behind"));
+        }
         let books = lock(&self.books);
         for event in books.streams.events() {
             let _ = self.driver.event_destroy(event, Key::new());
         }
         if books.pending() > 0 {
-            return; // the device may still work on it: better kept than unmapped
+            return; // the device may still work on it
         }
         for region in Region::ALL {
             let segment = &books.region(region).segment;
