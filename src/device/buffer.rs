@@ -207,7 +207,7 @@ impl<T: Pod> Buffer<T> {
         }
         // Of a buffer of no lane all work is waited for already.
         let lanes = &mut self.owned.lanes;
-        if known.key().is_some() && lanes.first().is_some_and(|first| first.key() != known.key()) {
+        if !lanes.is_empty() && lanes.iter().all(|lane| lane.key() != known.key()) {
             lanes.push(Arc::clone(known));
         }
         Ok(())

@@ -5,6 +5,7 @@
 //! stream by its handle, and neither makes nor destroys it.
 //!
 //! Invariant: while a lane or a buffer of it is there, the arena knows its stream.
+#![expect(unsafe_code, reason = "only the caller knows that a stream is there")]
 
 use std::fmt;
 use std::sync::Arc;
@@ -45,12 +46,17 @@ impl Known {
 }
 
 impl DeviceArena {
-    /// The lane of a stream that exists, and goes on existing until the lane, its clones and its
-    /// buffers are dropped.
+    /// The lane of a stream.
+    ///
+    /// # Safety
+    /// The stream is one of the arena's driver, and goes on existing until the lane, its clones and
+    /// its buffers are dropped: a CUDA driver does not look whether a stream that it is given is
+    /// there. The host driver has no streams and the simulation looks, so that there any number
+    /// will do.
     ///
     /// # Errors
     /// [`DeviceError::Closed`], [`DeviceError::Forked`].
-    pub fn lane(&self, stream: StreamHandle) -> Result<Lane, DeviceError> {
+    pub unsafe fn lane(&self, stream: StreamHandle) -> Result<Lane, DeviceError> {
         let shared = self.shared();
         shared.check_open()?;
         let key = shared.capabilities.asynchronous.then(|| shared.books().streams.enter(stream));

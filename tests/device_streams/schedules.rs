@@ -1,5 +1,5 @@
-//! Random schedules: threads, lanes, buffers that are written, checked, used elsewhere, resized and
-//! freed, beside purges, decays and compactions.
+//! Random schedules: threads, lanes, buffers that are written, checked, used elsewhere and freed,
+//! beside purges, decays and compactions.
 //!
 //! Invariant: every check finds what its owner wrote, nothing is unmapped that work refers to, and
 //! at the end nothing is left.
@@ -13,7 +13,7 @@ use lowtide::device::driver::Driver as _;
 use lowtide::device::driver::sim::{Order, Outcome, Pattern, SimDriver, Ticket};
 use lowtide::device::{Buffer, CompactOptions, DeviceArena, Lane};
 
-use super::{DYNAMIC, at, open_with};
+use super::{DYNAMIC, at, lane, open_with};
 
 struct Chance(u64);
 
@@ -38,7 +38,7 @@ struct Held {
 /// Steps of one thread; returns its checks.
 fn steps(arena: &DeviceArena, sim: &SimDriver, seed: u64, steps: usize) -> Vec<Ticket> {
     let mut chance = Chance(seed);
-    let fresh = || arena.lane(sim.stream_create().expect("a stream")).expect("a lane");
+    let fresh = || lane(arena, sim);
     let mut lanes: Vec<_> = (0..4).map(|_| fresh()).collect();
     let mut held: Vec<Held> = Vec::new();
     let mut checks = Vec::new();

@@ -22,6 +22,7 @@ const FENCE: &[&str] = &[
     "src/device/driver/cuda/plain.rs",
     "src/device/buffer.rs",
     "src/device/front.rs",
+    "src/device/lane.rs",
     "src/device/pinned.rs",
 ];
 

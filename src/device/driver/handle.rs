@@ -1,7 +1,8 @@
 //! Names of what a driver keeps: streams, events, and stores of host memory.
 //!
 //! A handle is a number and owns nothing. Making one up does no harm: every call that takes one
-//! takes a key as well, which only this crate can make.
+//! takes a key as well, which only this crate can make; who gives an arena one of a stream vouches
+//! for it (`DeviceArena::lane`).
 //!
 //! Invariant: a driver gives out no number twice while what it names exists.
 
