@@ -103,11 +103,13 @@ impl Shared {
         let (placed, claim) = books.place(region, wanted, among_large, taker)?;
         let (mut books, mut outcome) = self.back_still(books, region, placed);
         if outcome.is_ok() && !claim.uses.is_empty() {
+            books.region_mut(region).pins.pin(placed.id);
             drop(books);
             outcome = self
                 .come_after(taker, &claim.uses)
                 .map_err(|error| Refusal { cause: Cause::Driver, error: error.into() });
             books = self.books();
+            books.region_mut(region).pins.unpin(placed.id);
         }
         let outcome = outcome.and_then(|()| self.check_arrival());
         match outcome {

@@ -313,3 +313,30 @@ fn a_resize_and_a_compaction_wait_for_the_work_on_what_they_copy() {
     arena.validate();
     assert_sound(&sim, &checks);
 }
+
+/// A compaction moved a block that another lane was still waiting to take over, and the block was
+/// then booked as live at its old place.
+#[test]
+fn a_block_that_comes_after_anothers_work_is_not_moved_before_it_has_arrived() {
+    let (arena, sim) = open(Order::Lazy, ByteSize::mib(64));
+    let (one, two) = (lane(&arena, &sim), lane(&arena, &sim));
+    let [low, beside, between, high] =
+        [1, 1, 2, 1].map(|size| one.alloc::<u8>(size * MIB, DYNAMIC).expect("room"));
+    let _stays = beside.pin().expect("a pin");
+    drop(high);
+    one.end_run().expect("an event");
+    let (other, device) = (arena.clone(), Arc::clone(&sim));
+    sim.before(Call::StreamWaitEvent, 0, move || {
+        drop(low);
+        device.run_all();
+        other.purge().expect("no error");
+        // There is room for what is being taken where it would cost no granule of its own.
+        other.compact(CompactOptions::new(DYNAMIC), |_| {}).expect("no error");
+        other.purge().expect("no error");
+    });
+    let taken = two.alloc::<u8>(MIB, DYNAMIC).expect("room");
+    arena.validate();
+    let check = fill(&sim, two.stream(), &taken, 1);
+    drop((taken, beside, between));
+    assert_sound(&sim, &[check]);
+}

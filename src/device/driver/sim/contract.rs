@@ -136,80 +136,99 @@ impl Driver for SimDriver {
     }
 
     fn reserve(&self, size: ByteSize) -> Answer<DeviceAddress> {
+        self.hooks.before(Call::AddressReserve);
         self.model().reserve(size)
     }
 
     fn unreserve(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Answer {
+        self.hooks.before(Call::AddressFree);
         Self::unreserve(self, at, size)
     }
 
     fn commit(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Answer {
+        self.hooks.before(Call::Create);
         Self::commit(self, at, size)
     }
 
     fn decommit(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Answer {
+        self.hooks.before(Call::Unmap);
         Self::decommit(self, at, size)
     }
 
     fn copy(&self, from: DeviceAddress, to: DeviceAddress, size: ByteSize, _: Key) -> Answer {
+        self.hooks.before(Call::Copy);
         Self::copy(self, from, to, size)
     }
 
     fn headroom(&self) -> Answer<Option<ByteSize>> {
+        self.hooks.before(Call::GetInfo);
         let mut model = self.model();
         model.enter(Call::GetInfo, ByteSize::ZERO)?;
         Ok(Some(model.headroom()))
     }
 
     fn host_alloc(&self, size: ByteSize, memory: HostMemory) -> Answer<NonNull<u8>> {
+        self.hooks.before(Call::HostAlloc);
         self.model().host_alloc(size, memory)
     }
 
     fn host_free(&self, at: NonNull<u8>, size: ByteSize, memory: HostMemory, key: Key) -> Answer {
+        self.hooks.before(Call::HostFree);
         self.model().host_free(at, size, memory, key)
     }
 
     fn stream_create(&self) -> Answer<StreamHandle> {
+        self.hooks.before(Call::StreamCreate);
         self.model().stream_create()
     }
 
     fn stream_destroy(&self, stream: StreamHandle, _: Key) -> Answer {
+        self.hooks.before(Call::StreamDestroy);
         Self::stream_destroy(self, stream)
     }
 
     fn stream_wait_event(&self, stream: StreamHandle, event: EventHandle, _: Key) -> Answer {
+        self.hooks.before(Call::StreamWaitEvent);
         Self::stream_wait_event(self, stream, event)
     }
 
     fn stream_synchronize(&self, stream: StreamHandle, _: Key) -> Answer {
+        self.hooks.before(Call::StreamSynchronize);
         Self::stream_synchronize(self, stream)
     }
 
     fn is_capturing(&self, stream: StreamHandle, _: Key) -> Answer<bool> {
+        self.hooks.before(Call::StreamIsCapturing);
         Self::is_capturing(self, stream)
     }
 
     fn event_create(&self) -> Answer<EventHandle> {
+        self.hooks.before(Call::EventCreate);
         self.model().event_create().map(EventHandle::new)
     }
 
     fn event_destroy(&self, event: EventHandle, _: Key) -> Answer {
+        self.hooks.before(Call::EventDestroy);
         Self::event_destroy(self, event)
     }
 
     fn event_record(&self, event: EventHandle, stream: StreamHandle, _: Key) -> Answer {
+        self.hooks.before(Call::EventRecord);
         Self::event_record(self, event, stream)
     }
 
     fn event_query(&self, event: EventHandle, _: Key) -> Answer<bool> {
+        self.hooks.before(Call::EventQuery);
         Self::event_query(self, event)
     }
 
     fn event_synchronize(&self, event: EventHandle, _: Key) -> Answer {
+        self.hooks.before(Call::EventSynchronize);
         Self::event_synchronize(self, event)
     }
 
     fn synchronize(&self) -> Answer {
+        self.hooks.before(Call::Synchronize);
         self.model().synchronize()
     }
 
@@ -221,14 +240,17 @@ impl Driver for SimDriver {
         stream: StreamHandle,
         _: Key,
     ) -> Answer {
+        self.hooks.before(Call::CopyAsync);
         Self::copy_async(self, from, to, size, stream)
     }
 
     fn host_store_create(&self, size: ByteSize) -> Answer<HostStore> {
+        self.hooks.before(Call::HostAlloc);
         self.model().store_create(size)
     }
 
     fn host_store_destroy(&self, store: HostStore, _: Key) -> Answer {
+        self.hooks.before(Call::HostFree);
         Self::host_store_destroy(self, store)
     }
 
@@ -239,10 +261,12 @@ impl Driver for SimDriver {
         stream: StreamHandle,
         _: Key,
     ) -> Answer {
+        self.hooks.before(Call::Offload);
         Self::offload(self, from, into, stream)
     }
 
     fn restore(&self, from: StoreSpan, to: DeviceAddress, stream: StreamHandle, _: Key) -> Answer {
+        self.hooks.before(Call::Restore);
         Self::restore(self, from, to, stream)
     }
 }

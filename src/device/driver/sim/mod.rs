@@ -38,8 +38,8 @@
 //! Files, from the ground up: `sparse` (bytes), `slots` (numbers), `call` (calls and costs),
 //! `options`, `memory` (address space, handles), `work` (what work does), `queue` (what comes
 //! before what), `fault` (breaches, planned failures), `model` (the rules), then the calls by part:
-//! `mapping`, `streams`, `graph`, `host`; `kernels` and `control` for tests, `contract` for the
-//! arena.
+//! `mapping`, `streams`, `graph`, `host`; `kernels`, `control` and `hooks` for tests, `contract` for
+//! the arena.
 //!
 //! Invariant: the same options and the same calls, in one thread, give the same log.
 
@@ -48,6 +48,7 @@ mod contract;
 mod control;
 mod fault;
 mod graph;
+mod hooks;
 mod host;
 mod kernels;
 mod mapping;
@@ -73,6 +74,7 @@ pub use work::{Outcome, Pattern, Ticket};
 use super::Capabilities;
 use crate::clock::ManualClock;
 use crate::sync::{Mutex, MutexGuard, lock};
+use hooks::Hooks;
 use model::Model;
 
 /// A simulated CUDA device with a driver of virtual memory. For tests only.
@@ -85,6 +87,7 @@ use model::Model;
 /// of `host_alloc` is the exception, and keeps its key.
 pub struct SimDriver {
     model: Mutex<Model>,
+    hooks: Hooks,
     capabilities: Capabilities,
     clock: ManualClock,
 }
@@ -106,7 +109,12 @@ impl SimDriver {
             granularity: options.unit(),
         };
         let clock = options.clock.clone();
-        Self { model: Mutex::new(Model::new(options)), capabilities, clock }
+        Self {
+            model: Mutex::new(Model::new(options)),
+            hooks: Hooks::default(),
+            capabilities,
+            clock,
+        }
     }
 
     fn model(&self) -> MutexGuard<'_, Model> {
