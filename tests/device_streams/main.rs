@@ -328,8 +328,9 @@ fn a_block_that_comes_after_anothers_work_is_not_moved_before_it_has_arrived() {
     let (other, device) = (arena.clone(), Arc::clone(&sim));
     sim.before(Call::StreamWaitEvent, 0, move || {
         drop(low);
+        other.purge().expect("an event is recorded");
         device.run_all();
-        other.purge().expect("no error");
+        other.purge().expect("and asked");
         // There is room for what is being taken where it would cost no granule of its own.
         other.compact(CompactOptions::new(DYNAMIC), |_| {}).expect("no error");
         other.purge().expect("no error");

@@ -38,8 +38,8 @@
 //! Files, from the ground up: `sparse` (bytes), `slots` (numbers), `call` (calls and costs),
 //! `options`, `memory` (address space, handles), `work` (what work does), `queue` (what comes
 //! before what), `fault` (breaches, planned failures), `model` (the rules), then the calls by part:
-//! `mapping`, `streams`, `graph`, `host`; `kernels`, `control` and `hooks` for tests, `contract` for
-//! the arena.
+//! `mapping`, `streams`, `graph`, `host`; `kernels`, `control` and `hooks` for tests, `contract`
+//! for the arena.
 //!
 //! Invariant: the same options and the same calls, in one thread, give the same log.
 
