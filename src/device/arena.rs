@@ -95,7 +95,7 @@ impl DeviceArena {
         let regions = [stable, dynamic].map(|segment| RegionBooks::new(segment, granularity));
         let largest = regions.each_ref().map(RegionBooks::largest_ever);
         let asynchronous = capabilities.asynchronous;
-        let books = Books::new(regions, granularity, &config, asynchronous);
+        let books = Books::new(regions, granularity, &config, asynchronous, clock.now());
         let front = books.history.front_kept(config.front);
         let shared = Arc::new(Shared {
             driver,
@@ -107,6 +107,7 @@ impl DeviceArena {
             moves: [AtomicU64::new(0), AtomicU64::new(0)],
             fronts: Fronts::new(front, config.decay, asynchronous),
             closed: AtomicBool::new(false),
+            sleep: config.sleep,
             birth: Birth::now(),
             name: config.name,
         });
@@ -199,10 +200,15 @@ impl DeviceArena {
 
     /// The right to use the arena's memory; keeps it awake. May be nested and held by many.
     ///
-    /// Hold it for as long as slices are used and no longer: nothing is compacted meanwhile.
+    /// Hold it for as long as slices are used and no longer: nothing is compacted meanwhile. A
+    /// sleeping arena is woken, which blocks for the driver's calls and the copies
+    /// ([`DeviceArena::enter_async`] does not); one that is about to fall asleep stays awake.
+    ///
+    /// On a driver with streams this lease says nothing of which are used: before the memory sleeps
+    /// all work of the device is waited for. [`Lane::enter`](super::Lane::enter) names one.
     ///
     /// # Errors
-    /// [`DeviceError::TooManyLeases`], [`DeviceError::Closed`], [`DeviceError::Forked`].
+    /// As [`DeviceArena::wake`] where it sleeps; [`DeviceError::TooManyLeases`], [`DeviceError::Closed`], [`DeviceError::Forked`].
     pub fn enter(&self) -> Result<Lease, DeviceError> {
         Lease::of(&self.shared)
     }
@@ -271,6 +277,7 @@ impl DeviceArena {
         }
         tracing::info!(arena = self.name(), "the arena was closed");
         shared.complete_all()?;
+        shared.wake_of_nothing();
         self.purge().map(drop)
     }
 

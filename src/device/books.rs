@@ -23,6 +23,7 @@ use super::picture::Act;
 use super::ranges::APART_FROM;
 use super::region::{Placed, Region, RegionBooks, Wanted};
 use super::segment::{Cursor, Run};
+use super::sleep::phase::Sleep;
 use super::snapshot::{AllocFailures, ArenaSnapshot};
 use super::streams::{StreamKey, Streams};
 use crate::bytes::ByteSize;
@@ -31,7 +32,7 @@ use crate::decay::DecayTime;
 
 /// Granules in one decommit at most: 1 GiB of 2 MiB granules, so that no single call of the
 /// driver is unbounded. A guess; a figure for each driver is to be measured.
-const RUN_GRANULES_MAX: u64 = 512;
+pub(super) const RUN_GRANULES_MAX: u64 = 512;
 
 /// Why an allocation failed, as the failures are counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -91,6 +92,7 @@ pub(super) struct Books {
     regions: [RegionBooks; 2],
     granularity: u64,
     pub(super) leases: u32,
+    pub(super) sleep: Sleep,
     pub(super) limit: ByteSize,
     pub(super) totals: Totals,
     live_peak: u64,
@@ -118,11 +120,13 @@ impl Books {
         granularity: ByteSize,
         config: &ArenaConfig,
         asynchronous: bool,
+        now: Moment,
     ) -> Self {
         Self {
             regions,
             granularity: granularity.get(),
             leases: 0,
+            sleep: Sleep::new(now),
             limit: config.limit,
             totals: Totals::default(),
             live_peak: 0,
@@ -324,7 +328,7 @@ impl Books {
         if self.defer_release(region, placed) {
             return;
         }
-        let uses = self.uses(streams);
+        let uses = if self.sleep.is_quiet() { Uses::NONE } else { self.uses(streams) };
         let placed = self.region(region).refreshed(placed);
         let gone = self.region_mut(region).release(placed, uses);
         debug_assert!(gone.is_ok(), "only its buffer frees a block, once");
@@ -432,7 +436,10 @@ impl Books {
     /// All figures at this instant, with what the fronts did.
     pub(super) fn snapshot(&self, name: &str, rung: Rung, fronts: &Tally) -> ArenaSnapshot {
         let size = ByteSize::new;
-        let regions = Region::ALL.map(|region| self.region(region).snapshot(region, fronts));
+        let is_open = self.sleep.is_open();
+        let of = |region| self.region(region).snapshot(region, fronts, is_open);
+        let regions = Region::ALL.map(of);
+        let [sleeps_total, wakes_total, wake_failures_total] = self.sleep.totals();
         let totals = &self.totals;
         ArenaSnapshot {
             requested: regions.iter().map(|region| region.requested).sum(),
@@ -449,6 +456,12 @@ impl Books {
             reserved: size(self.total(|region| region.segment.reserved())),
             limit: self.limit,
             leases: self.leases,
+            state: self.sleep.state(),
+            asleep: regions.iter().map(|region| region.asleep).sum(),
+            offloaded: self.sleep.offloaded(),
+            sleeps_total,
+            wakes_total,
+            wake_failures_total,
             metadata: ByteSize::of(self.total_metadata()),
             allocs_total: totals.allocs + fronts.allocs,
             frees_total: totals.frees + fronts.frees,

@@ -26,6 +26,7 @@ use super::lane::Lane;
 use super::lease::Lease;
 use super::region::{Placed, Region, Wanted};
 use super::shared::Shared;
+use super::sleep::Contents;
 use crate::bytes::ByteSize;
 use crate::sync::atomic::Ordering;
 
@@ -115,8 +116,8 @@ impl<T: Pod> Buffer<T> {
         // (`reserve_region` holds it at that). The block is live while `self` is borrowed, and it
         // stays where `Place::get` found it while the lease is (`Shared::move_block` moves nothing
         // while one is held, `Lease::of` waits for a move under way). A live block's granules
-        // are committed, since only granules that no block touches leave, so the bytes are
-        // readable, and they are initialised (`Driver::host_pointer`). T is Pod: any bytes are a
+        // are committed while a lease is held: those that a block touches leave only when the arena
+        // sleeps, which it does not under a lease (`Shared::drain`). So the bytes are readable, and they are initialised (`Driver::host_pointer`). T is Pod: any bytes are a
         // value. Nobody writes: blocks do not overlap (invariant of the index), the buffer owns
         // its block alone, writing takes `&mut self`, and no device works on it after its call
         // returned (drivers with host access are refused at open where one might).
@@ -211,6 +212,32 @@ impl<T: Pod> Buffer<T> {
             lanes.push(Arc::clone(known));
         }
         Ok(())
+    }
+
+    /// Says what becomes of the contents when the arena falls asleep; `None` for what its options
+    /// say of the region. A resize that takes another block forgets it.
+    ///
+    /// # Errors
+    /// [`DeviceError::Forked`].
+    pub fn set_contents(&self, contents: Option<Contents>) -> Result<(), DeviceError> {
+        self.shared().check_here()?;
+        if let Some(block) = self.owned.block {
+            let mut books = self.shared().books();
+            books.region_mut(self.region()).pins.set_contents(block.id, contents);
+        }
+        Ok(())
+    }
+
+    /// Whether the contents were discarded by a sleep since this was last asked: what is there now
+    /// is unspecified. Takes the arena's lock for a search; false in a forked child.
+    #[must_use]
+    pub fn take_discarded(&self) -> bool {
+        let shared = self.shared();
+        let Some(block) = self.owned.block else { return false };
+        if shared.check_here().is_err() {
+            return false;
+        }
+        shared.books().region_mut(self.region()).pins.take_discarded(block.id)
     }
 
     #[cfg(all(test, not(lowtide_loom)))]

@@ -65,7 +65,7 @@ impl Shared {
     ) -> Result<Placed, DeviceError> {
         self.insist(|| match self.try_obtain(region, wanted, false, taker) {
             // There may be a hole for it among the large blocks.
-            Err(refusal) if wanted.is_small() && refusal.error.is_out_of_memory() => {
+            Err(refusal) if wanted.is_small() && refusal.is_short() => {
                 self.try_obtain(region, wanted, true, taker).map_err(|_| refusal)
             }
             outcome => outcome,
@@ -77,14 +77,14 @@ impl Shared {
     fn insist<T>(&self, attempt: impl Fn() -> Result<T, Refusal>) -> Result<T, DeviceError> {
         let swept = self.fronts.swept();
         let mut outcome = attempt();
-        if outcome.as_ref().is_err_and(|refusal| refusal.error.is_out_of_memory()) {
+        if outcome.as_ref().is_err_and(Refusal::is_short) {
             let _shut = self.fronts.shut();
             // Another thread may have emptied them since: that is room as well.
             if self.empty_fronts() || self.fronts.swept() != swept {
                 outcome = attempt();
             }
         }
-        let is_short = outcome.as_ref().is_err_and(|refusal| refusal.error.is_out_of_memory());
+        let is_short = outcome.as_ref().is_err_and(Refusal::is_short);
         // What is freed and worked on still is idle when that is done.
         if is_short && self.books().pending() > 0 && self.complete_all().is_ok() {
             outcome = attempt();
@@ -99,7 +99,7 @@ impl Shared {
         among_large: bool,
         taker: Option<StreamKey>,
     ) -> Result<Placed, Refusal> {
-        let mut books = self.books();
+        let mut books = self.awake(self.books()).map_err(Refusal::uncounted)?;
         let (placed, claim) = books.place(region, wanted, among_large, taker)?;
         let (mut books, mut outcome) = self.back_still(books, region, placed);
         if outcome.is_ok() && !claim.uses.is_empty() {
@@ -120,6 +120,7 @@ impl Shared {
             }
             Err(_) => books.withdraw(region, placed, claim, &*self.clock),
         }
+        self.note_quieter(&books);
         outcome.map(|()| placed).map_err(|refusal| refusal.told(&books))
     }
 
@@ -142,15 +143,16 @@ impl Shared {
         placed: Placed,
         requested: u64,
     ) -> Result<Option<Placed>, Refusal> {
-        let mut books = self.wait_until_still(self.books(), region, placed.id);
+        let books = self.awake(self.books()).map_err(Refusal::uncounted)?;
+        let mut books = self.wait_until_still(books, region, placed.id);
         // A block that is resized is known to be where it is: nobody would look for this again.
-        check_whole(&books, region, placed)
-            .map_err(|error| Refusal { cause: Cause::Uncounted, error })?;
+        check_whole(&books, region, placed).map_err(Refusal::uncounted)?;
         let Some(resized) = books.begin_resize(region, placed, requested, &*self.clock) else {
             return Ok(None);
         };
         let (mut books, outcome) = self.back_still(books, region, resized);
         books.end_resize(region, [placed, resized], outcome.is_ok(), &*self.clock);
+        self.note_quieter(&books);
         if outcome.is_ok() {
             books.record(&*self.clock, Act::Free, Placed { at: resized.at, ..placed });
             books.record(&*self.clock, Act::Alloc, resized);
@@ -161,7 +163,7 @@ impl Shared {
     /// Refuses a block whose memory came when the arena was closed already: under the lock.
     fn check_arrival(&self) -> Result<(), Refusal> {
         if self.is_closed() {
-            return Err(Refusal { cause: Cause::Uncounted, error: self.was_closed() });
+            return Err(Refusal::uncounted(self.was_closed()));
         }
         Ok(())
     }
@@ -331,6 +333,15 @@ impl Shared {
 }
 
 impl Refusal {
+    /// Whether there was no room in an arena that is awake.
+    const fn is_short(&self) -> bool {
+        !matches!(self.cause, Cause::Uncounted) && self.error.is_out_of_memory()
+    }
+
+    const fn uncounted(error: DeviceError) -> Self {
+        Self { cause: Cause::Uncounted, error }
+    }
+
     /// With the figures of now: the block that found no memory has no place any more, and so takes
     /// nothing of what is free.
     fn told(self, books: &Books) -> Self {

@@ -6,10 +6,13 @@
 //! Invariant: an operation that returns an error left the arena as it was, but for idle memory
 //! that it gave back or committed.
 
+use std::time::Duration;
+
 use thiserror::Error;
 
 use super::driver::{DeviceAddress, DriverError, Rung};
 use super::region::Region;
+use super::sleep::ArenaState;
 use crate::bytes::ByteSize;
 
 /// Why an operation on a device arena or on a pinned pool failed.
@@ -99,6 +102,52 @@ pub enum DeviceError {
     TooManyLeases {
         /// The most that are counted.
         limit: u32,
+    },
+    /// The arena is not in the state that the call needs.
+    #[error("arena {arena:?} is {}: this needs another state", state.name())]
+    State {
+        /// The arena.
+        arena: String,
+        /// Its state.
+        state: ArenaState,
+    },
+    /// Leases were held for longer than was to be waited for them; one of them may be forgotten.
+    #[error("arena {arena:?} stays awake: {leases} leases, and at least one for {held_for:?}")]
+    Leased {
+        /// The arena.
+        arena: String,
+        /// How many leases are held.
+        leases: u32,
+        /// For how long there was no moment without a lease.
+        held_for: Duration,
+    },
+    /// Somebody entered while the arena was about to fall asleep, or memory was freed all the time.
+    #[error("arena {arena:?} stays awake: it is used")]
+    SleepCancelled {
+        /// The arena.
+        arena: String,
+    },
+    /// A stream captures a graph: to wait for the device would spoil it.
+    #[error("arena {arena:?} stays awake: a stream captures a graph")]
+    Capturing {
+        /// The arena.
+        arena: String,
+    },
+    /// The host's budget has no room for the contents that were to be kept.
+    #[error("arena {arena:?} stays awake: no room on the host for {bytes}: {reason}")]
+    HostBudget {
+        /// The arena.
+        arena: String,
+        /// The host memory that was to be booked.
+        bytes: ByteSize,
+        /// Why it was not.
+        reason: String,
+    },
+    /// No thread could be started.
+    #[error("a thread could not be started: {message}")]
+    Thread {
+        /// What the system said.
+        message: String,
     },
     /// A pool's low watermark is above its high one.
     #[error("a low watermark of {low} above a high one of {high}")]

@@ -193,6 +193,36 @@ impl Granules {
         run.into_iter().for_each(each);
     }
 
+    /// Whether there is memory behind it, or on the way there or away.
+    pub(super) fn is_backed(&self, granule: usize) -> bool {
+        self.words.get(granule / 64).is_some_and(|word| word.backed >> (granule % 64) & 1 == 1)
+    }
+
+    /// Calls `each` with every run that blocks touch, backed or not.
+    pub(super) fn touched_runs(&self, range: Range<usize>, mut each: impl FnMut(Range<usize>)) {
+        let mut run = None;
+        for (at, mask) in masks(range.start..range.end.min(self.known())) {
+            let touched = self.words.get(at).map_or(0, |word| word.touched & mask);
+            extend(&mut run, at, touched, &mut each);
+        }
+        run.into_iter().for_each(each);
+    }
+
+    /// Marks those that blocks touch and that are bare as committing; calls `each` with every run.
+    pub(super) fn begin_return(&mut self, mut each: impl FnMut(Range<usize>)) {
+        let mut run: Option<Range<usize>> = None;
+        for (at, word) in self.words.iter_mut().enumerate() {
+            let bare = word.touched & !word.backed;
+            word.backed |= bare;
+            word.committing |= bare;
+            self.backed += count(bare);
+            self.committing += count(bare);
+            self.active += count(bare);
+            extend(&mut run, at, bare, &mut each);
+        }
+        run.into_iter().for_each(each);
+    }
+
     /// Books what came of a commit.
     pub(super) fn end_commit(&mut self, range: Range<usize>, done: bool) {
         for (at, mask) in masks(range.clone()) {
@@ -243,6 +273,16 @@ impl Granules {
             self.idle_end = first;
         }
         Some(range)
+    }
+
+    /// Marks committed granules as leaving, touched or not.
+    pub(super) fn begin_part(&mut self, range: Range<usize>) {
+        for (at, mask) in masks(range.clone()) {
+            let word = &mut self.words[at];
+            assert_eq!(word.committed() & mask, mask, "not all of {range:?} was committed");
+            word.leaving |= mask;
+        }
+        self.leaving += range.len() as u64;
     }
 
     /// Books what came of a decommit.

@@ -93,12 +93,14 @@ impl Lane {
         }
     }
 
-    /// The right to use the arena's memory; as [`DeviceArena::enter`].
+    /// The right to use the arena's memory on this lane's stream: as [`DeviceArena::enter`], but
+    /// that before the memory sleeps the work of this stream is waited for, and not that of the
+    /// whole device. [`Lease::record_use`] names further streams.
     ///
     /// # Errors
     /// As [`DeviceArena::enter`].
     pub fn enter(&self) -> Result<Lease, DeviceError> {
-        self.arena.enter()
+        Lease::on(&self.known, self.arena.shared())
     }
 
     /// Lets other lanes have what this one has freed until now, as soon as the stream is done with
@@ -126,8 +128,14 @@ impl Drop for Known {
         if self.shared.check_here().is_err() {
             return;
         }
-        let last = self.shared.books().streams.leave(key);
+        let mut books = self.shared.books();
+        let last = books.streams.leave(key);
         if last {
+            if books.sleep.forget_used(key) {
+                // Its work under leases is waited for by an event, or with all other work.
+                books.streams.use_now(key);
+            }
+            drop(books);
             let _ = self.shared.mark_end(key);
             let mut books = self.shared.books();
             books.streams.retire(key);

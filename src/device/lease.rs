@@ -1,15 +1,20 @@
 //! The right to use an arena's memory while it lasts.
 //!
 //! A slice of a buffer is had only by showing a lease, so that use without one does not compile.
-//! Leases nest and are counted; while one is held the arena is awake. It names no streams yet:
-//! on drivers whose work completes at once there are none.
+//! Leases nest and are counted; while one is held the arena is awake, and nothing moves. A lease
+//! names the streams on which memory is used while it is held: before that memory sleeps, their
+//! work is waited for. One that names none stands for all streams of the device.
 //!
 //! Invariant: `leases held = leases entered - leases dropped`, in the process of the arena.
 
 use std::sync::Arc;
 
+use super::books::Books;
 use super::error::DeviceError;
+use super::lane::{Known, Lane};
 use super::shared::Shared;
+use super::streams::StreamKey;
+use crate::sync::MutexGuard;
 
 /// Keeps an arena awake; had from [`DeviceArena::enter`](super::DeviceArena::enter).
 ///
@@ -37,26 +42,81 @@ use super::shared::Shared;
 #[must_use = "an arena is awake only while the lease is held"]
 pub struct Lease {
     pub(super) arena: Arc<Shared>,
+    /// On which streams memory is used; any, where there are none.
+    lanes: Vec<Arc<Known>>,
 }
 
 impl Lease {
-    /// One more lease of an arena. Waits for the end of a move that is under way; none follows
-    /// while the lease is held.
+    /// One more lease of an arena, which is woken where it sleeps. Waits for the end of a move that
+    /// is under way; none follows while the lease is held.
     pub(super) fn of(arena: &Arc<Shared>) -> Result<Self, DeviceError> {
         arena.check_open()?;
-        let mut books = arena.wait_for_move(arena.books());
-        let leases = books.leases.checked_add(1);
-        books.leases = leases.ok_or(DeviceError::TooManyLeases { limit: u32::MAX })?;
+        Self::under(arena, arena.books())
+    }
+
+    /// One for the stream of a lane.
+    pub(super) fn on(lane: &Arc<Known>, arena: &Arc<Shared>) -> Result<Self, DeviceError> {
+        let mut lease = Self::of(arena)?;
+        lease.lanes.push(Arc::clone(lane));
+        Ok(lease)
+    }
+
+    /// The same, with the lock taken already.
+    pub(super) fn under<'a>(
+        arena: &'a Arc<Shared>,
+        mut books: MutexGuard<'a, Books>,
+    ) -> Result<Self, DeviceError> {
+        loop {
+            books = arena.wait_for_move(arena.awake(books)?);
+            // It may have fallen asleep meanwhile.
+            if books.sleep.is_open() {
+                break;
+            }
+        }
+        books.enter(&*arena.clock)?;
         drop(books);
-        Ok(Self { arena: Arc::clone(arena) })
+        Ok(Self { arena: Arc::clone(arena), lanes: Vec::new() })
+    }
+
+    /// Names one more stream on which memory is used while this lease is held, and no others from
+    /// here on: for who works on several.
+    ///
+    /// A lease from [`DeviceArena::enter`](super::DeviceArena::enter) stands for all streams until
+    /// it names one.
+    ///
+    /// # Errors
+    /// [`DeviceError::ForeignLane`], [`DeviceError::Forked`].
+    pub fn record_use(&mut self, lane: &Lane) -> Result<(), DeviceError> {
+        self.arena.check_here()?;
+        if !Arc::ptr_eq(&self.arena, lane.arena().shared()) {
+            return Err(DeviceError::ForeignLane {
+                buffer_of: self.arena.name.clone(),
+                lane_of: lane.arena().name().to_owned(),
+            });
+        }
+        if self.lanes.iter().all(|known| known.key() != lane.known().key()) {
+            self.lanes.push(Arc::clone(lane.known()));
+        }
+        Ok(())
     }
 }
 
 impl Drop for Lease {
-    /// Takes the arena's lock for one subtraction; in a forked child does nothing.
+    /// Takes the arena's lock for a subtraction, and a note of the streams; makes no call of the
+    /// driver. In a forked child does nothing.
     fn drop(&mut self) {
-        if self.arena.check_here().is_ok() {
-            self.arena.books().leases -= 1;
+        if self.arena.check_here().is_err() {
+            return;
         }
+        let mut books = self.arena.books();
+        if books.asynchronous {
+            if self.lanes.is_empty() {
+                books.sleep.note_used(StreamKey::CONTEXT);
+            }
+            for stream in self.lanes.iter().filter_map(|lane| lane.key()) {
+                books.sleep.note_used(stream);
+            }
+        }
+        books.leave(&*self.arena.clock);
     }
 }

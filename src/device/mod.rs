@@ -98,6 +98,7 @@ mod region;
 mod reserve;
 mod segment;
 mod shared;
+mod sleep;
 mod snapshot;
 mod streams;
 
@@ -117,6 +118,9 @@ pub use pinned::{
 pub use raw::RawBlock;
 pub use reclaim::Decayed;
 pub use region::Region;
+pub use sleep::{
+    ArenaState, Contents, Entering, HostBudget, SleepConfig, SleepOptions, Slept, Woken,
+};
 pub use snapshot::{AllocFailures, ArenaGlance, ArenaSnapshot, RegionSnapshot};
 
 #[cfg(all(test, lowtide_loom))]

@@ -12,6 +12,7 @@ use std::sync::Arc;
 use super::books::Books;
 use super::driver::sealed::Key;
 use super::driver::{DriverError, StreamHandle};
+use super::error::DeviceError;
 use super::pending::Uses;
 use super::region::Region;
 use super::shared::Shared;
@@ -112,15 +113,12 @@ impl Shared {
         if !self.capabilities.asynchronous || self.books().pending() == 0 {
             return Ok(());
         }
-        let handles = self.books().streams.handles();
-        for handle in handles {
-            if self.driver.is_capturing(handle, Key::new())? {
-                return Ok(());
-            }
+        if self.is_any_capturing()? {
+            return Ok(());
         }
         let unmarked = self.books().streams.unmarked();
         for stream in unmarked {
-            if self.books().streams.handle(stream).is_none() || self.mark_end(stream).is_err() {
+            if !self.is_markable(stream) || self.mark_end(stream).is_err() {
                 return self.complete_all();
             }
         }
@@ -147,6 +145,69 @@ impl Shared {
             }
         }
         Ok(())
+    }
+
+    /// Waits until every use on record is complete: of what was freed, of what the streams of lanes
+    /// were given, and of what leases were held for. Where nobody said on which stream that was, or
+    /// blocks are given out by address, it waits for the whole device. No lease is held, and none
+    /// is given meanwhile.
+    ///
+    /// # Errors
+    /// `Capturing`; as the driver.
+    pub(super) fn complete_used(&self) -> Result<(), DeviceError> {
+        if !self.capabilities.asynchronous {
+            return Ok(());
+        }
+        if self.is_any_capturing()? {
+            return Err(DeviceError::Capturing { arena: self.name.clone() });
+        }
+        let mut books = self.books();
+        let known = books.sleep.used().filter(|_| books.raw.is_empty());
+        for stream in books.streams.keys() {
+            books.streams.use_now(stream);
+        }
+        let unmarked = books.streams.unmarked();
+        drop(books);
+        let is_marked =
+            |&stream: &StreamKey| self.is_markable(stream) && self.mark_end(stream).is_ok();
+        if known.is_some() && unmarked.iter().all(is_marked) {
+            self.wait_for_ends()?;
+        } else {
+            self.complete_all()?;
+        }
+        self.books().sleep.complete();
+        Ok(())
+    }
+
+    /// Whether an event can be recorded on a stream: on one that has not ended.
+    fn is_markable(&self, stream: StreamKey) -> bool {
+        self.books().streams.handle(stream).is_some()
+    }
+
+    /// Waits for every event that is recorded.
+    fn wait_for_ends(&self) -> Result<(), DriverError> {
+        loop {
+            let waiting = self.books().streams.waiting();
+            if waiting.is_empty() {
+                return Ok(());
+            }
+            for (of, event) in waiting {
+                self.driver.event_synchronize(event.0, Key::new())?;
+                drop(event);
+                self.books().settle(of.stream, of.epoch, &*self.clock);
+            }
+        }
+    }
+
+    /// Whether a stream captures a graph, which a question to an event, or a wait, could spoil.
+    fn is_any_capturing(&self) -> Result<bool, DriverError> {
+        let handles = self.books().streams.handles();
+        for handle in handles {
+            if self.driver.is_capturing(handle, Key::new())? {
+                return Ok(true);
+            }
+        }
+        Ok(false)
     }
 
     /// Waits until the device has done all that it was given, and books it. Nothing, on a driver

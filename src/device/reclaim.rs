@@ -68,6 +68,7 @@ impl DeviceArena {
         let shared = self.shared();
         shared.check_here()?;
         shared.cool_fronts();
+        shared.wake_of_nothing();
         shared.look_for_ends()?;
         let mut books = shared.books();
         let ages = books.aging.ages(now);
@@ -156,6 +157,7 @@ impl DeviceArena {
         let shared = self.shared();
         shared.check_here()?;
         shared.empty_fronts();
+        shared.wake_of_nothing();
         shared.look_for_ends()?;
         let mut books = shared.books();
         let excess = books.backed().saturating_sub(books.leaving()).saturating_sub(keep.get());

@@ -346,8 +346,10 @@ impl RegionBooks {
     }
 
     /// All figures, with what the fronts hold and did.
-    pub(super) fn snapshot(&self, region: Region, fronts: &Tally) -> RegionSnapshot {
+    pub(super) fn snapshot(&self, region: Region, fronts: &Tally, is_open: bool) -> RegionSnapshot {
         let size = ByteSize::new;
+        // A block that waits for its memory is no sleeper: there are none unless it is awake.
+        let asleep = if is_open { 0 } else { self.asleep() };
         let cached = fronts.cached[region.number()];
         let live = self.live - cached;
         let requested = self.requested.wrapping_add(fronts.requested[region.number()]);
@@ -355,13 +357,14 @@ impl RegionBooks {
             region,
             requested: size(requested),
             live: size(live),
+            asleep: size(asleep),
             cached: size(cached),
             active: size(self.segment.active()),
             idle: size(self.segment.idle()),
             committed: size(self.segment.backed()),
             reserved: size(self.segment.reserved()),
             pending: size(self.pending.bytes()),
-            holes: size(self.segment.active() - live - self.pending.bytes()),
+            holes: size(self.segment.active() + asleep - live - self.pending.bytes()),
             largest_free: size(self.largest_free()),
         }
     }
@@ -383,6 +386,10 @@ impl RegionBooks {
         spans.sort_unstable_by_key(|span| span.offset);
         self.segment.validate(spans.into_iter());
         assert_eq!(self.live + self.arriving, self.index.live());
-        assert!(self.live <= self.segment.active(), "live blocks lie on active granules");
+        let active = self.segment.active();
+        assert!(
+            self.live <= active || self.live - self.asleep() <= active,
+            "no live block is bare"
+        );
     }
 }

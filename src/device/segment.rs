@@ -32,12 +32,14 @@ impl Run {
         self.count as u64
     }
 
-    const fn of(range: &Range<usize>) -> Self {
-        Self { first: range.start, count: range.end - range.start }
+    /// As a range of granules of the segment.
+    pub(super) const fn range(self) -> Range<usize> {
+        self.first..self.first + self.count
     }
 
-    const fn range(self) -> Range<usize> {
-        self.first..self.first + self.count
+    /// The run of these granules, which are not none and lie in one half.
+    pub(super) const fn of(range: &Range<usize>) -> Self {
+        Self { first: range.start, count: range.end - range.start }
     }
 }
 
@@ -272,6 +274,52 @@ impl Segment {
         best
     }
 
+    /// Every run of committed granules, from the low end.
+    pub(super) fn committed_runs(&self) -> Vec<Range<usize>> {
+        let all = 0..self.count;
+        let [low, high] = self.parts(all);
+        let mut runs = Vec::new();
+        self.low.committed_runs(low, |run| runs.push(run));
+        let mut above = Vec::new();
+        self.high.committed_runs(high, |run| above.push(mirrored(self.count, run)));
+        runs.extend(above.into_iter().rev());
+        runs
+    }
+
+    /// What of a run blocks touch, in runs.
+    pub(super) fn touched_runs(&self, run: Run) -> Vec<Run> {
+        let [low, high] = self.parts(run.range());
+        let mut runs = Vec::new();
+        self.low.touched_runs(low, |range| runs.push(Run::of(&range)));
+        self.high.touched_runs(high, |range| runs.push(Run::of(&mirrored(self.count, range))));
+        runs
+    }
+
+    /// Marks committed granules as leaving, touched or not: their blocks sleep.
+    pub(super) fn begin_part(&mut self, run: Run) {
+        self.each_part(run.range(), Granules::begin_part);
+    }
+
+    /// Marks what blocks touch and has no memory as committing; returns it in runs.
+    pub(super) fn begin_return(&mut self) -> Vec<Run> {
+        let mut runs = Vec::new();
+        let count = self.count;
+        self.low.begin_return(|range| runs.push(Run::of(&range)));
+        self.high.begin_return(|range| runs.push(Run::of(&mirrored(count, range))));
+        runs
+    }
+
+    /// Bytes of a span that have no memory behind them. A step for each granule.
+    pub(super) fn bare_bytes(&self, span: Span) -> u64 {
+        let bare = |granule: usize| {
+            let (half, at) = self.half(granule);
+            let start = granule as u64 * self.granularity;
+            let part = span.end().min(start + self.granularity) - span.offset.max(start);
+            part * u64::from(!half.is_backed(at))
+        };
+        self.granules_of(span).map(bare).sum()
+    }
+
     /// Every run of backed granules, for the end of the segment and for its picture.
     pub(super) fn backed_runs(&self) -> Vec<Run> {
         let high = self.high.backed_runs().into_iter().rev();
@@ -311,7 +359,7 @@ impl Segment {
     }
 
     /// The granules that a span touches.
-    fn granules_of(&self, span: Span) -> Range<usize> {
+    pub(super) fn granules_of(&self, span: Span) -> Range<usize> {
         let shift = self.granularity.trailing_zeros();
         let granule = |at: u64| usize::try_from(at >> shift).unwrap_or(usize::MAX);
         granule(span.offset)..granule(span.end() + (self.granularity - 1))

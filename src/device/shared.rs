@@ -17,6 +17,7 @@ use super::error::DeviceError;
 use super::front::{Home, Kept, Tally};
 use super::lane::Known;
 use super::region::{Placed, Region};
+use super::sleep::SleepConfig;
 use super::snapshot::{ArenaGlance, ArenaSnapshot};
 use crate::bytes::ByteSize;
 use crate::clock::Clock;
@@ -41,6 +42,8 @@ pub(super) struct Shared {
     pub(super) fronts: Fronts,
     /// Nothing more is handed out.
     pub(super) closed: AtomicBool,
+    /// When it falls asleep by itself, and how it wakes.
+    pub(super) sleep: SleepConfig,
     pub(super) birth: Birth,
 }
 
@@ -92,7 +95,19 @@ impl Drop for Shut<'_> {
     }
 }
 
+impl Shut<'_> {
+    /// Leaves them shut, until they are opened again.
+    pub(super) fn keep(self) {
+        let _ = ManuallyDrop::new(self);
+    }
+}
+
 impl Fronts {
+    /// Undoes a [`Shut::keep`].
+    pub(super) fn reopen(&self) {
+        drop(Shut(self));
+    }
+
     /// Fronts that may keep so much each; nothing, where work is `asynchronous`.
     pub(super) fn new(room_max: ByteSize, decay: DecayTime, asynchronous: bool) -> Self {
         let fronts = Self::default();
@@ -373,6 +388,7 @@ impl Drop for Shared {
         // Whoever listens is not ours, and nothing unwinds out of a drop.
         let _ = caught(|| tracing::info!(arena = self.name, "an arena is gone"));
         let _ = self.ask_events(); // asks, and waits for nothing
+        self.end_sleep();
         let pending = ByteSize::new(self.books().pending());
         if !pending.is_zero() {
             let _ =

@@ -5,12 +5,13 @@
 //! counts as a hole.
 //!
 //! Invariants, for the arena and for each region: `requested <= live`;
-//! `live + pending + holes = active`; `active + idle = committed <= reserved`.
+//! `(live - asleep) + pending + holes = active`; `active + idle = committed <= reserved`.
 
 use std::time::Duration;
 
 use super::driver::Rung;
 use super::region::Region;
+use super::sleep::ArenaState;
 use crate::bytes::ByteSize;
 
 /// An arena's figures.
@@ -25,6 +26,10 @@ pub struct ArenaSnapshot {
     pub requested: ByteSize,
     /// Blocks held by callers, after rounding.
     pub live: ByteSize,
+    /// What of the live blocks has no memory behind it now: the arena sleeps.
+    pub asleep: ByteSize,
+    /// Host memory that holds contents of those, or that the driver has not taken back since.
+    pub offloaded: ByteSize,
     /// The most that was live since the arena was opened. Errs upward by at most what the threads'
     /// fronts hold.
     pub live_peak: ByteSize,
@@ -53,6 +58,14 @@ pub struct ArenaSnapshot {
     pub limit: ByteSize,
     /// Leases held now.
     pub leases: u32,
+    /// Whether its memory can be used.
+    pub state: ArenaState,
+    /// Times that it fell asleep since it was opened.
+    pub sleeps_total: u64,
+    /// Times that it woke.
+    pub wakes_total: u64,
+    /// Times that it could not be woken.
+    pub wake_failures_total: u64,
     /// Blocks handed out since the arena was opened.
     pub allocs_total: u64,
     /// Blocks freed since then.
@@ -115,6 +128,8 @@ impl ArenaSnapshot {
             rung,
             requested: NONE,
             live: NONE,
+            asleep: NONE,
+            offloaded: NONE,
             live_peak: NONE,
             cached: NONE,
             active: NONE,
@@ -128,6 +143,10 @@ impl ArenaSnapshot {
             largest_free: NONE,
             limit: NONE,
             leases: 0,
+            state: ArenaState::default(),
+            sleeps_total: 0,
+            wakes_total: 0,
+            wake_failures_total: 0,
             allocs_total: 0,
             frees_total: 0,
             front_allocs_total: 0,
@@ -151,10 +170,10 @@ impl ArenaSnapshot {
         }
     }
 
-    /// Memory kept that nothing needs: `committed - live`.
+    /// Memory kept that nothing needs: `committed - (live - asleep)`.
     #[must_use]
     pub fn retained(&self) -> ByteSize {
-        self.committed.saturating_sub(self.live)
+        self.committed.saturating_sub(self.live.saturating_sub(self.asleep))
     }
 
     /// Checks the identities.
@@ -168,6 +187,7 @@ impl ArenaSnapshot {
         let total = |part: fn(&RegionSnapshot) -> ByteSize| self.regions.iter().map(part).sum();
         assert_eq!(self.requested, total(|region| region.requested));
         assert_eq!(self.live, total(|region| region.live));
+        assert_eq!(self.asleep, total(|region| region.asleep));
         assert_eq!(self.cached, total(|region| region.cached));
         assert_eq!(self.active, total(|region| region.active));
         assert_eq!(self.idle, total(|region| region.idle));
@@ -189,6 +209,8 @@ pub struct RegionSnapshot {
     pub requested: ByteSize,
     /// Blocks held by callers, after rounding.
     pub live: ByteSize,
+    /// What of the live blocks has no memory behind it now.
+    pub asleep: ByteSize,
     /// Free blocks that the threads' fronts keep.
     pub cached: ByteSize,
     /// Granules that a block touches.
@@ -214,8 +236,10 @@ impl RegionSnapshot {
     /// Where one does not hold.
     pub fn validate(&self) {
         assert!(self.requested <= self.live, "requested <= live: {self:?}");
-        let active = [self.live, self.pending, self.holes].into_iter().sum::<ByteSize>();
-        assert_eq!(active, self.active, "live + pending + holes = active: {self:?}");
+        assert!(self.asleep <= self.live, "asleep <= live: {self:?}");
+        let awake = self.live.saturating_sub(self.asleep);
+        let active = [awake, self.pending, self.holes].into_iter().sum::<ByteSize>();
+        assert_eq!(active, self.active, "(live - asleep) + pending + holes = active: {self:?}");
         let committed = self.active.saturating_add(self.idle);
         assert_eq!(committed, self.committed, "active + idle = committed: {self:?}");
         assert!(self.cached <= self.holes, "cached <= holes: {self:?}");
@@ -230,6 +254,7 @@ impl RegionSnapshot {
             region,
             requested: NONE,
             live: NONE,
+            asleep: NONE,
             cached: NONE,
             active: NONE,
             idle: NONE,

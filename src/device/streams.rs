@@ -251,6 +251,11 @@ impl Streams {
         self.by_handle.keys().copied().collect()
     }
 
+    /// The streams that have not ended, by number.
+    pub(super) fn keys(&self) -> Vec<StreamKey> {
+        self.by_handle.values().copied().collect()
+    }
+
     /// An event that nobody waits for any more, to be recorded anew.
     pub(super) fn spare(&mut self) -> Option<Arc<Event>> {
         let at = self.spare.iter().position(|event| Arc::strong_count(event) == 1)?;

@@ -10,6 +10,7 @@ use std::collections::BTreeMap;
 use super::plan::Hold;
 use crate::device::index::{ALIGN, End};
 use crate::device::ranges::BlockName;
+use crate::device::sleep::contents::Contents;
 
 /// A block that is not like the others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,10 +21,15 @@ struct Entry {
     align: u64,
     /// Its contents were lost in a move.
     is_lost: bool,
+    /// What becomes of its contents when the arena sleeps, where that is not as usual.
+    contents: Option<Contents>,
+    /// They were discarded, and its owner has not asked yet.
+    is_discarded: bool,
 }
 
 impl Entry {
-    const NONE: Self = Self { pins: 0, align: ALIGN, is_lost: false };
+    const NONE: Self =
+        Self { pins: 0, align: ALIGN, is_lost: false, contents: None, is_discarded: false };
 }
 
 /// The blocks of a region that are not like the others.
@@ -57,6 +63,29 @@ impl Pins {
 
     pub(in crate::device) fn is_lost(&self, id: BlockName) -> bool {
         self.entries.get(&id).is_some_and(|entry| entry.is_lost)
+    }
+
+    /// Says what becomes of the contents of a block; `None` for as usual.
+    pub(in crate::device) fn set_contents(&mut self, id: BlockName, contents: Option<Contents>) {
+        self.change(id, |entry| entry.contents = contents);
+    }
+
+    pub(in crate::device) fn contents(&self, id: BlockName) -> Option<Contents> {
+        self.entries.get(&id)?.contents
+    }
+
+    /// The contents of a block were discarded.
+    pub(in crate::device) fn discard(&mut self, id: BlockName) {
+        self.change(id, |entry| entry.is_discarded = true);
+    }
+
+    /// Whether they were since this was last asked.
+    pub(in crate::device) fn take_discarded(&mut self, id: BlockName) -> bool {
+        let is_discarded = self.entries.get(&id).is_some_and(|entry| entry.is_discarded);
+        if is_discarded {
+            self.change(id, |entry| entry.is_discarded = false);
+        }
+        is_discarded
     }
 
     /// The block is gone. A comparison where no block has an entry.

@@ -48,7 +48,7 @@ pub(super) enum Step {
     },
     /// The block or its new place are not what they were, or there is no memory for it.
     Skipped,
-    /// Somebody has a lease, or waits for one.
+    /// Somebody has a lease, or waits for one; or the arena sleeps, or is about to.
     Busy,
 }
 
@@ -217,7 +217,7 @@ pub(in crate::device) fn check_whole(
 
 /// Why a move cannot be made now, if so.
 fn refuses(books: &Books, options: CompactOptions, id: BlockName, made: Move) -> Option<Step> {
-    if books.leases > 0 || books.entering > 0 {
+    if books.leases > 0 || books.entering > 0 || !books.sleep.is_awake() {
         return Some(Step::Busy);
     }
     let is_there = books.region(options.region).span_of(id) == Ok(made.source());

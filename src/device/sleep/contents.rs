@@ -1,0 +1,145 @@
+//! What becomes of the contents of live blocks when their memory leaves, and so of each granule.
+//!
+//! Pure arithmetic over spans and runs. A granule that several blocks touch is treated as the one
+//! that wants the most.
+//!
+//! Invariant: every committed granule is in exactly one part; a part is of one kind, and lies in
+//! one half of its segment.
+
+use std::ops::Range;
+
+use crate::bytes::ByteSize;
+use crate::device::driver::DeviceAddress;
+use crate::device::region::Region;
+use crate::device::segment::Run;
+
+/// What becomes of contents when the arena falls asleep.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+pub enum Contents {
+    /// They are lost: for caches, activations, and what is loaded again from elsewhere.
+    Discard,
+    /// They are copied into host memory and back. Where device memory is the host's own, they stay.
+    #[default]
+    Keep,
+    /// They stay where they are, and so does their memory: for what others hold the address of,
+    /// such as buffers registered with NCCL.
+    Stay,
+}
+
+impl Contents {
+    /// The name under which events show it.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Discard => "discard",
+            Self::Keep => "keep",
+            Self::Stay => "stay",
+        }
+    }
+}
+
+/// Adjoining granules on their way out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Part {
+    pub(super) region: Region,
+    pub(super) run: Run,
+    pub(super) at: DeviceAddress,
+    pub(super) size: ByteSize,
+    pub(super) contents: Contents,
+}
+
+/// Granules and what their blocks want, out of blocks in address order.
+pub(super) fn wanted(
+    blocks: impl Iterator<Item = (Range<usize>, Contents)>,
+) -> Vec<(Range<usize>, Contents)> {
+    let mut all: Vec<(Range<usize>, Contents)> = Vec::new();
+    for (mut range, contents) in blocks {
+        if let Some((last, theirs)) = all.last_mut()
+            && last.end > range.start
+        {
+            // They share one granule: the last of theirs, the first of this.
+            let most = contents.max(*theirs);
+            if last.len() == 1 {
+                *theirs = most;
+            } else if most > *theirs {
+                last.end -= 1;
+                all.push((range.start..range.start + 1, most));
+            }
+            range.start += 1;
+        }
+        if !range.is_empty() {
+            all.push((range, contents));
+        }
+    }
+    // What has nothing to keep is as what no block touches.
+    all.retain(|(_, contents)| *contents != Contents::Discard);
+    all.dedup_by(|next, last| {
+        let joins = last.0.end == next.0.start && last.1 == next.1;
+        if joins {
+            last.0.end = next.0.end;
+        }
+        joins
+    });
+    all
+}
+
+/// Cuts a run of committed granules into pieces of one kind each, of at most `granules_max`; what
+/// no block touches has nothing to keep.
+pub(super) fn cut(
+    run: Range<usize>,
+    wanted: &[(Range<usize>, Contents)],
+    granules_max: usize,
+    mut each: impl FnMut(Range<usize>, Contents),
+) {
+    let mut at = run.start;
+    let mut nth = wanted.partition_point(|(range, _)| range.end <= at);
+    while at < run.end {
+        let here = wanted.get(nth).filter(|(range, _)| range.start <= at);
+        let (end, contents) = match (here, wanted.get(nth)) {
+            (Some((range, contents)), _) => (range.end, *contents),
+            (None, Some((next, _))) => (next.start, Contents::Discard),
+            (None, None) => (run.end, Contents::Discard),
+        };
+        nth += usize::from(here.is_some());
+        let end = end.min(run.end);
+        for start in (at..end).step_by(granules_max) {
+            each(start..end.min(start + granules_max), contents);
+        }
+        at = end;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use Contents::{Discard, Keep, Stay};
+
+    #[test]
+    fn a_granule_is_treated_as_the_block_that_wants_the_most() {
+        let of = |blocks: &[(Range<usize>, Contents)]| wanted(blocks.iter().cloned());
+        assert_eq!(of(&[]), []);
+        assert_eq!(of(&[(0..3, Keep), (3..5, Keep)]), [(0..5, Keep)]);
+        assert_eq!(of(&[(0..3, Keep), (2..5, Discard)]), [(0..3, Keep)]);
+        assert_eq!(
+            of(&[(0..3, Discard), (2..5, Keep), (4..5, Stay), (4..6, Discard), (6..7, Keep)]),
+            [(2..4, Keep), (4..5, Stay), (6..7, Keep)]
+        );
+        assert_eq!(of(&[(1..2, Discard), (1..2, Stay), (1..2, Keep)]), [(1..2, Stay)]);
+    }
+
+    #[test]
+    fn runs_are_cut_where_the_kind_changes_and_where_they_are_too_long() {
+        let of = |run: Range<usize>, max| {
+            let wanted = [(2..4, Keep), (7..20, Stay)];
+            let mut parts = Vec::new();
+            cut(run, &wanted, max, |range, contents| parts.push((range, contents)));
+            parts
+        };
+        assert_eq!(of(0..9, 100), [(0..2, Discard), (2..4, Keep), (4..7, Discard), (7..9, Stay)]);
+        assert_eq!(of(3..4, 1), [(3..4, Keep)]);
+        assert_eq!(of(8..13, 2), [(8..10, Stay), (10..12, Stay), (12..13, Stay)]);
+        assert_eq!(of(30..32, 2), [(30..32, Discard)]);
+        assert_eq!(of(5..5, 2), []);
+    }
+}

@@ -1,0 +1,278 @@
+//! The way down: no lease is left, all work is complete, contents are safe, the memory leaves.
+//!
+//! The order is what makes it safe. Nobody gets in from the moment in which there is no lease; then
+//! the host waits for every use on record; then contents are copied out, and that is waited for;
+//! only then the first granule leaves. Up to there nothing has changed but marks. Where a granule
+//! does not leave, those that did come back and are filled again from the copies; where they do not
+//! come back either, the rest leaves as well as it can, and the arena sleeps: the copies are whole.
+//!
+//! Invariants: every granule that was committed is marked until its call's result is booked; when
+//! it is asleep, what is committed was to stay, or was refused by the driver and is in the copies.
+
+use std::task::Waker;
+
+use super::contents::{self, Contents, Part};
+use super::phase::Phase;
+use super::stores::Saved;
+use super::{SleepOptions, Slept};
+use crate::bytes::ByteSize;
+use crate::clock::Bell;
+use crate::device::books::{Books, RUN_GRANULES_MAX};
+use crate::device::driver::DriverError;
+use crate::device::driver::sealed::Key;
+use crate::device::error::DeviceError;
+use crate::device::picture::Act;
+use crate::device::region::Region;
+use crate::device::segment::Run;
+use crate::device::shared::Shared;
+use crate::sync::wait;
+
+/// How often all uses are waited for, where more is freed meanwhile, before the arena stays awake.
+/// A guess.
+const ROUNDS_MAX: usize = 16;
+
+/// How far the memory of parts has left: those before are gone.
+struct Failed {
+    nth: usize,
+    error: DriverError,
+}
+
+impl Shared {
+    /// Falls asleep, from awake.
+    pub(super) fn sleep(&self, options: SleepOptions) -> Result<Slept, DeviceError> {
+        let drain = self.begin_drain()?;
+        // What a front keeps has memory behind it, and is handed out without a look at the books.
+        let shut = self.fronts.shut();
+        self.empty_fronts();
+        self.drain(drain, options)?;
+        let slept = self.fall(options);
+        if self.books().sleep.state() == super::ArenaState::Asleep {
+            shut.keep();
+        }
+        slept
+    }
+
+    /// Begins to wait for leases; returns the drain's number.
+    fn begin_drain(&self) -> Result<u64, DeviceError> {
+        let mut books = self.books();
+        if books.sleep.phase != Phase::Awake {
+            let state = books.sleep.state();
+            return Err(DeviceError::State { arena: self.name.clone(), state });
+        }
+        books.sleep.drains += 1;
+        let drain = books.sleep.drains;
+        books.sleep.phase = Phase::Draining(drain);
+        books.sleep.bell = Some(Bell::new());
+        Ok(drain)
+    }
+
+    /// Waits until there is no lease, and lets nobody in from then on.
+    fn drain(&self, drain: u64, options: SleepOptions) -> Result<(), DeviceError> {
+        let deadline = self.clock.now() + options.drain;
+        loop {
+            let mut books = self.books();
+            if books.sleep.phase != Phase::Draining(drain) {
+                return Err(DeviceError::SleepCancelled { arena: self.name.clone() });
+            }
+            let now = self.clock.now();
+            let bell = match books.sleep.bell.clone() {
+                Some(bell) if books.leases > 0 && now < deadline => bell,
+                _ if books.leases > 0 => {
+                    books.sleep.phase = Phase::Awake;
+                    books.sleep.bell = None;
+                    return Err(DeviceError::Leased {
+                        arena: self.name.clone(),
+                        leases: books.leases,
+                        held_for: now - books.sleep.leased_since,
+                    });
+                }
+                _ => {
+                    books.sleep.phase = Phase::Falling;
+                    books.sleep.bell = None;
+                    return Ok(());
+                }
+            };
+            drop(books);
+            self.clock.wait_until(&bell, deadline);
+        }
+    }
+
+    /// From the last lease to asleep, or back.
+    fn fall(&self, options: SleepOptions) -> Result<Slept, DeviceError> {
+        let parts = match self.begin_fall(options) {
+            Ok(parts) => parts,
+            Err(error) => return Err(self.stay_up(&[], None, error)),
+        };
+        let saved = match self.save(&parts) {
+            Ok(saved) => saved,
+            Err(error) => return Err(self.stay_up(&parts, None, error)),
+        };
+        let is_wanted = self.books().sleep.is_wanted();
+        if is_wanted {
+            let error = DeviceError::SleepCancelled { arena: self.name.clone() };
+            return Err(self.stay_up(&parts, saved, error));
+        }
+        match self.give_away(&parts) {
+            Ok(()) => Ok(self.lie_down(&parts, &vec![true; parts.len()], saved)),
+            Err(failed) => self.turn_back(&parts, failed, saved),
+        }
+    }
+
+    /// Waits for calls that were under way when the last lease went, and for all uses of memory;
+    /// then marks what is to leave.
+    fn begin_fall(&self, options: SleepOptions) -> Result<Vec<Part>, DeviceError> {
+        for _ in 0..ROUNDS_MAX {
+            let mut books = self.books();
+            while books.is_busy() {
+                books = wait(&self.settled, books);
+            }
+            drop(books);
+            self.complete_used()?;
+            let mut books = self.books();
+            // What was freed meanwhile has its uses waited for as well.
+            if !books.is_busy() && books.pending() == 0 {
+                books.sleep.is_quiet = true;
+                return Ok(books.begin_fall(options, self.capabilities.host_backed));
+            }
+        }
+        Err(DeviceError::SleepCancelled { arena: self.name.clone() })
+    }
+
+    /// Lets the memory of all parts leave, in their order.
+    fn give_away(&self, parts: &[Part]) -> Result<(), Failed> {
+        for (nth, part) in parts.iter().enumerate() {
+            let left = self.driver.decommit(part.at, part.size, Key::new());
+            left.map_err(|error| Failed { nth, error })?;
+        }
+        Ok(())
+    }
+
+    /// Nothing has left: awake again.
+    fn stay_up(&self, parts: &[Part], saved: Option<Saved>, error: DeviceError) -> DeviceError {
+        self.arrive_at(Phase::Awake, |books| {
+            parts.iter().for_each(|part| books.end_part(part, false));
+        });
+        if let Some(saved) = saved {
+            self.let_go(saved);
+        }
+        error
+    }
+
+    /// A part did not leave: those before it come back. Where they do not, all leave that can.
+    fn turn_back(
+        &self,
+        parts: &[Part],
+        failed: Failed,
+        saved: Option<Saved>,
+    ) -> Result<Slept, DeviceError> {
+        let Failed { nth, error } = failed;
+        let gone = &parts[..nth];
+        let mut back = 0;
+        let returned = gone.iter().try_for_each(|part| {
+            self.driver.commit(part.at, part.size, Key::new())?;
+            back += 1;
+            Ok(())
+        });
+        // The contents of the one that did not leave are lost as well.
+        let filled = returned.and_then(|()| {
+            let places = saved.as_ref().map(|saved| saved.places(&self.books()));
+            self.copy_back(&places.unwrap_or_default())
+        });
+        if filled.is_ok() {
+            self.arrive_at(Phase::Awake, |books| {
+                books.note_discarded(&parts[..=nth]);
+                parts.iter().for_each(|part| books.end_part(part, false));
+            });
+            if let Some(saved) = saved {
+                self.let_go(saved);
+            }
+            return Err(error.into());
+        }
+        // Copies that are under way keep their memory here.
+        let is_done = self.copies_are_done();
+        let leave = |(at, part): (usize, &Part)| {
+            let is_gone = at < nth && at >= back;
+            is_gone || (is_done && self.driver.decommit(part.at, part.size, Key::new()).is_ok())
+        };
+        let left: Vec<_> = parts.iter().enumerate().map(leave).collect();
+        self.lie_down(parts, &left, saved);
+        Err(error.into())
+    }
+
+    /// Asleep: books which parts have left.
+    fn lie_down(&self, parts: &[Part], left: &[bool], saved: Option<Saved>) -> Slept {
+        let mut slept = Slept::default();
+        for part in parts.iter().filter(|part| part.contents == Contents::Keep) {
+            slept.offloaded = slept.offloaded.saturating_add(part.size);
+        }
+        self.arrive_at(Phase::Asleep, |books| {
+            books.note_discarded(parts);
+            for (part, &is_gone) in parts.iter().zip(left) {
+                books.end_part(part, is_gone);
+                if is_gone {
+                    books.history.record(&*self.clock, Act::Decommit, part.at.get(), part.size);
+                    slept.released = slept.released.saturating_add(part.size);
+                }
+            }
+            books.sleep.saved = saved;
+            books.sleep.sleeps += 1;
+            slept.stayed = ByteSize::new(books.backed());
+        });
+        slept
+    }
+
+    /// The end of a way down or up.
+    pub(super) fn arrive_at(&self, phase: Phase, book: impl FnOnce(&mut Books)) {
+        let mut books = self.books();
+        book(&mut books);
+        books.sleep.is_quiet = phase == Phase::Asleep;
+        let wakers = books.sleep.go(phase);
+        self.settled.notify_all();
+        drop(books);
+        wakers.into_iter().for_each(Waker::wake);
+    }
+}
+
+impl Books {
+    /// Marks all memory as leaving but what is to stay: what has nothing to keep last, since only
+    /// that is lost where a later part does not leave.
+    fn begin_fall(&mut self, options: SleepOptions, is_host: bool) -> Vec<Part> {
+        let mut parts = Vec::new();
+        let granules_max = usize::try_from(RUN_GRANULES_MAX).unwrap_or(usize::MAX);
+        for region in Region::ALL {
+            let usual = match region {
+                Region::Stable => options.stable,
+                Region::Dynamic => options.dynamic,
+            };
+            let books = self.region_mut(region);
+            let wanted = books.wanted_contents(usual, is_host);
+            let mut runs = Vec::new();
+            for run in books.segment.committed_runs() {
+                contents::cut(run, &wanted, granules_max, |range, contents| {
+                    if contents != Contents::Stay {
+                        runs.push((Run::of(&range), contents));
+                    }
+                });
+            }
+            for (run, contents) in runs {
+                let (at, size) = books.segment.place_of(run);
+                books.segment.begin_part(run);
+                parts.push(Part { region, run, at, size, contents });
+            }
+        }
+        parts.sort_by_key(|part| part.contents != Contents::Keep);
+        parts
+    }
+
+    /// Books whether a part has left.
+    fn end_part(&mut self, part: &Part, is_gone: bool) {
+        self.region_mut(part.region).segment.end_leave(part.run, is_gone);
+        if is_gone {
+            self.totals.decommits += 1;
+            self.totals.decommitted_bytes += part.size.get();
+        }
+        if self.idle() == 0 {
+            self.aging.clear();
+        }
+    }
+}

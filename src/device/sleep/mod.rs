@@ -1,0 +1,252 @@
+//! Sleep: an idle arena gives its memory away, that of live blocks included, and has it back at the
+//! same addresses when somebody enters.
+//!
+//! Four states: awake, draining (no lease may be left), asleep, waking. Contents are kept (copied
+//! into host memory), discarded, or stay where they are, for each region and for each buffer. Each
+//! way is taken whole or not at all: where a call of the driver fails, the arena is as it was, or
+//! where not even that can be had, asleep with its contents safe.
+//!
+//! Files: `contents` (which granules go, pure), `phase` (the states, who waits for what), `stores`
+//! (host memory and copies), `down`, `up`. It decides how, never when: the idle time is looked at
+//! by who calls [`DeviceArena::sleep_if_idle`].
+//!
+//! Invariants: nothing leaves under a lease, nor before the host has seen that every use is
+//! complete; bytes are booked with the host's budget before the first is copied; after an error
+//! the arena is awake or asleep, and no memory, store or address is lost.
+
+mod blocks;
+pub(super) mod contents;
+mod down;
+mod idle;
+pub(super) mod phase;
+mod stores;
+mod up;
+mod waiting;
+
+use std::any::Any;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::arena::DeviceArena;
+use super::error::DeviceError;
+use crate::bytes::ByteSize;
+use crate::sync::lock;
+
+pub use contents::Contents;
+pub use waiting::Entering;
+
+/// Whether an arena's memory can be used.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ArenaState {
+    /// It can.
+    #[default]
+    Awake,
+    /// It is about to fall asleep: it waits for the last lease, or its contents are on their way
+    /// out.
+    Draining,
+    /// Its memory is given away; who enters wakes it.
+    Asleep,
+    /// Its memory is on the way back.
+    Waking,
+}
+
+impl ArenaState {
+    /// The name under which metrics and endpoints show it.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Awake => "awake",
+            Self::Draining => "draining",
+            Self::Asleep => "asleep",
+            Self::Waking => "waking",
+        }
+    }
+}
+
+/// How an arena falls asleep.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SleepOptions {
+    /// How long to wait for the leases that are held; zero not to wait.
+    pub drain: Duration,
+    /// What becomes of the contents of the stable region's buffers, but of those that say otherwise
+    /// ([`Buffer::set_contents`](super::Buffer::set_contents)).
+    pub stable: Contents,
+    /// The same of the dynamic region's.
+    pub dynamic: Contents,
+}
+
+impl Default for SleepOptions {
+    /// Waits for a second, and keeps all contents.
+    fn default() -> Self {
+        let kept = Contents::Keep;
+        Self { drain: Duration::from_secs(1), stable: kept, dynamic: kept }
+    }
+}
+
+/// When an arena falls asleep by itself, and how it wakes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SleepConfig {
+    /// How long nobody must have held a lease; `None` for never. An arena that has blocks given out
+    /// by address never does: nobody says when those are used.
+    pub idle_after: Option<Duration>,
+    /// How long it stays awake at least, once it was opened or woken.
+    pub residency: Duration,
+    /// How it falls asleep then; nobody is waited for.
+    pub options: SleepOptions,
+    /// For how long a wake that finds too little memory tries again, eight times, before it fails.
+    pub patience: Duration,
+}
+
+impl Default for SleepConfig {
+    /// Never by itself; a wake tries for 2 s: what a neighbour has freed shows within 1.5 s.
+    fn default() -> Self {
+        Self {
+            idle_after: None,
+            residency: Duration::ZERO,
+            options: SleepOptions::default(),
+            patience: Duration::from_secs(2),
+        }
+    }
+}
+
+/// What falling asleep did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Slept {
+    /// Bytes given back to the driver.
+    pub released: ByteSize,
+    /// Bytes copied into host memory: whole granules.
+    pub offloaded: ByteSize,
+    /// Bytes that stay committed.
+    pub stayed: ByteSize,
+}
+
+/// What waking did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Woken {
+    /// Bytes committed.
+    pub committed: ByteSize,
+    /// Bytes copied back.
+    pub restored: ByteSize,
+}
+
+/// Where host memory is booked before contents are copied into it.
+pub trait HostBudget: Send + Sync {
+    /// Books so many bytes, for as long as what is returned is kept; it is dropped on any thread,
+    /// when the host memory has been given back. Called with no lock held.
+    ///
+    /// # Errors
+    /// Why not: the arena then stays awake.
+    fn book(&self, bytes: ByteSize) -> Result<Box<dyn Any + Send>, String>;
+}
+
+impl DeviceArena {
+    /// Gives all memory away, that of live blocks included; who enters next has it back at the same
+    /// addresses, and so has who allocates or resizes. Frees go on meanwhile.
+    ///
+    /// Waits for leases until the deadline of the options, then for the device's work, without
+    /// deadline. A lease that is taken while it waits, or copies, cancels it.
+    ///
+    /// Driver calls: for each run of at most 512 granules a decommit, and where contents are kept a
+    /// copy; none for a block. Host memory: whole granules of what is kept, rounded up to 64 KiB,
+    /// booked with the budget of [`DeviceArena::set_host_budget`] before the first copy. Where
+    /// device memory is the host's own, what is kept stays where it is.
+    ///
+    /// Who uses memory without a lease uses it at their own risk: blocks by address, and captured
+    /// graphs, find nothing behind their addresses until the arena is awake again.
+    ///
+    /// ```
+    /// # use std::sync::Arc;
+    /// # use lowtide::clock::SystemClock;
+    /// use lowtide::device::{
+    ///     ArenaConfig, ArenaState, Contents, DeviceArena, HostDriver, Region, SleepOptions,
+    /// };
+    /// # let clock = Arc::new(SystemClock::new());
+    /// # let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock, ArenaConfig::new("a"))?;
+    /// let weights = arena.alloc_from(&[7_u8; 4 << 20], Region::Stable)?;
+    /// let cache = arena.alloc_from(&[1_u8; 4 << 20], Region::Dynamic)?;
+    /// let options = SleepOptions { dynamic: Contents::Discard, ..SleepOptions::default() };
+    /// arena.sleep(options)?;
+    /// assert_eq!(arena.state(), ArenaState::Asleep);
+    /// let lease = arena.enter()?; // wakes it
+    /// assert_eq!(weights.slice(&lease)?[0], 7);
+    /// assert!(cache.take_discarded()); // to be filled anew
+    /// # Ok::<(), lowtide::device::DeviceError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// The arena is awake after [`DeviceError::Leased`] (the deadline has passed),
+    /// [`DeviceError::SleepCancelled`], [`DeviceError::HostBudget`], and as it was after
+    /// [`DeviceError::State`] (it is not awake), [`DeviceError::Unsupported`] (the driver cannot
+    /// wake at the same addresses), [`DeviceError::Closed`], [`DeviceError::Forked`]. After
+    /// [`DeviceError::Driver`] it is awake, or where its memory was gone and cannot be had back
+    /// asleep: [`DeviceArena::state`] says which; no contents are lost but those to be discarded.
+    pub fn sleep(&self, options: SleepOptions) -> Result<Slept, DeviceError> {
+        let shared = self.shared();
+        shared.check_open()?;
+        if !shared.capabilities.same_address_wake {
+            let what = "memory back at the same addresses";
+            return Err(DeviceError::Unsupported { what, rung: self.rung() });
+        }
+        let outcome = shared.sleep(options);
+        shared.debug_validate();
+        match &outcome {
+            Ok(Slept { released, offloaded, stayed }) => {
+                tracing::info!(
+                    arena = self.name(),
+                    %released,
+                    %offloaded,
+                    %stayed,
+                    "the arena fell asleep"
+                );
+            }
+            Err(error) => tracing::info!(arena = self.name(), %error, "the arena did not sleep"),
+        }
+        outcome
+    }
+
+    /// Has the memory of a sleeping arena back, at the same addresses, with what was kept. Waits
+    /// for the copies. Where another thread is at it, waits for that and says nothing was done.
+    ///
+    /// Where there is too little memory, tries again for as long as
+    /// [`SleepConfig::patience`] says.
+    ///
+    /// # Errors
+    /// [`DeviceError::State`] where it is awake. It sleeps on after [`DeviceError::OutOfMemory`]
+    /// and [`DeviceError::Driver`]; its contents are safe. [`DeviceError::Forked`].
+    pub fn wake(&self) -> Result<Woken, DeviceError> {
+        let shared = self.shared();
+        shared.check_here()?;
+        let woken = shared.wake()?;
+        shared.debug_validate();
+        Ok(woken)
+    }
+
+    /// Whether its memory can be used now.
+    #[must_use]
+    pub fn state(&self) -> ArenaState {
+        let shared = self.shared();
+        if shared.check_here().is_err() {
+            return ArenaState::default();
+        }
+        let state = lock(&shared.books).sleep.state();
+        state
+    }
+
+    /// Whether somebody waits for it to be awake; for tests.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn is_wanted(&self) -> bool {
+        lock(&self.shared().books).sleep.is_wanted()
+    }
+
+    /// Sets where host memory is booked before contents are copied into it; without, nowhere.
+    pub fn set_host_budget(&self, budget: Arc<dyn HostBudget>) {
+        if self.shared().check_here().is_ok() {
+            let before = lock(&self.shared().books).sleep.budget.replace(budget);
+            drop(before); // not ours, and so with no lock held
+        }
+    }
+}

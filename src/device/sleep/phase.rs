@@ -1,0 +1,269 @@
+//! The states of an arena, and who waits for which: books under the arena's lock, and the gate that
+//! every allocation and every lease comes through.
+//!
+//! Beside the four states that are shown there is one more: an arena that drains and has no lease
+//! left is on its way down, and from then on nobody gets in before it has arrived.
+//!
+//! Invariants: `leases > 0 => awake or draining`; one thread at a time is on the way down or up;
+//! who waits for a wake gets its outcome, and one wake serves all who wait.
+
+use std::any::Any;
+use std::collections::BTreeSet;
+use std::fmt;
+use std::sync::Arc;
+use std::task::Waker;
+
+use super::ArenaState;
+use super::HostBudget;
+use super::stores::Saved;
+use crate::bytes::ByteSize;
+use crate::clock::{Bell, Clock, Moment};
+use crate::device::books::Books;
+use crate::device::driver::{HostStore, StreamHandle};
+use crate::device::error::DeviceError;
+use crate::device::shared::Shared;
+use crate::device::streams::StreamKey;
+use crate::sync::{MutexGuard, wait};
+
+/// Where an arena is between awake and asleep.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Phase {
+    #[default]
+    Awake,
+    /// Waits for leases: the number of the drain.
+    Draining(u64),
+    /// On the way down: nobody gets in.
+    Falling,
+    Asleep,
+    /// On the way up.
+    Waking,
+}
+
+/// What an arena knows of its sleep.
+#[derive(Default)]
+pub(in crate::device) struct Sleep {
+    pub(super) phase: Phase,
+    /// Drains begun.
+    pub(super) drains: u64,
+    /// Rung when the last lease goes, or the drain is cancelled.
+    pub(super) bell: Option<Arc<Bell>>,
+    /// Who wants in while the arena is on its way down.
+    pub(super) entering: u32,
+    /// Every use of every block is known to be complete, and none begins before it is awake.
+    pub(super) is_quiet: bool,
+    /// Streams on which leases were used, since that was last waited for.
+    pub(super) used: BTreeSet<StreamKey>,
+    /// Wakes that have ended, and how the last one failed.
+    pub(super) attempts: u64,
+    pub(super) failure: Option<DeviceError>,
+    /// Who waits without a thread.
+    pub(super) wakers: Vec<Waker>,
+    /// The stream of the copies, once there was one.
+    pub(super) stream: Option<StreamHandle>,
+    pub(super) budget: Option<Arc<dyn HostBudget>>,
+    /// The contents of what sleeps.
+    pub(super) saved: Option<Saved>,
+    /// Copies may be under way on that stream.
+    pub(super) is_copying: bool,
+    /// Stores that the driver has not taken back, and what is booked until it has.
+    pub(super) left: Vec<(HostStore, ByteSize)>,
+    pub(super) booked: Vec<Box<dyn Any + Send>>,
+    /// Since when a lease was held without a pause; when the last one went.
+    pub(super) leased_since: Moment,
+    pub(super) left_at: Moment,
+    /// When it was opened or woken.
+    pub(super) awake_since: Moment,
+    /// It does not fall asleep by itself before: the last time it failed.
+    pub(super) not_before: Moment,
+    pub(super) sleeps: u64,
+    pub(super) wakes: u64,
+    pub(super) wake_failures: u64,
+}
+
+impl Sleep {
+    /// Of an arena that is opened now.
+    pub(in crate::device) fn new(now: Moment) -> Self {
+        Self { leased_since: now, left_at: now, awake_since: now, ..Self::default() }
+    }
+
+    pub(in crate::device) const fn state(&self) -> ArenaState {
+        match self.phase {
+            Phase::Awake => ArenaState::Awake,
+            Phase::Draining(_) | Phase::Falling => ArenaState::Draining,
+            Phase::Asleep => ArenaState::Asleep,
+            Phase::Waking => ArenaState::Waking,
+        }
+    }
+
+    /// Whether memory may be used and handed out.
+    #[inline]
+    pub(in crate::device) const fn is_open(&self) -> bool {
+        matches!(self.phase, Phase::Awake | Phase::Draining(_))
+    }
+
+    /// Whether blocks may be moved.
+    pub(in crate::device) fn is_awake(&self) -> bool {
+        self.phase == Phase::Awake
+    }
+
+    /// Whether what is freed now has no use that is not complete.
+    pub(in crate::device) const fn is_quiet(&self) -> bool {
+        self.is_quiet
+    }
+
+    /// Host memory that holds contents, or that the driver did not take back.
+    pub(in crate::device) fn offloaded(&self) -> ByteSize {
+        let saved = self.saved.as_ref().map_or(&[][..], |saved| &saved.stores);
+        saved.iter().chain(&self.left).map(|(_, size)| *size).sum()
+    }
+
+    /// Sleeps, wakes, and wakes that failed.
+    pub(in crate::device) const fn totals(&self) -> [u64; 3] {
+        [self.sleeps, self.wakes, self.wake_failures]
+    }
+
+    /// Books that a stream was used under a lease.
+    pub(in crate::device) fn note_used(&mut self, stream: StreamKey) {
+        self.used.insert(stream);
+    }
+
+    /// Forgets a stream; says whether it was used under a lease, and that was not waited for.
+    pub(in crate::device) fn forget_used(&mut self, stream: StreamKey) -> bool {
+        self.used.remove(&stream)
+    }
+
+    /// The streams used under leases until now, `None` where nobody said which; they are forgotten
+    /// by [`Sleep::complete`].
+    pub(in crate::device) fn used(&self) -> Option<Vec<StreamKey>> {
+        let is_known = !self.used.contains(&StreamKey::CONTEXT);
+        is_known.then(|| self.used.iter().copied().collect())
+    }
+
+    /// Books that the work of all leases that have gone is complete.
+    pub(in crate::device) fn complete(&mut self) {
+        self.used.clear();
+    }
+
+    /// Whether somebody waits for the arena to be awake.
+    pub(super) fn is_wanted(&self) -> bool {
+        self.entering > 0 || !self.wakers.is_empty()
+    }
+
+    /// Goes on to another phase; who waits without a thread is to be woken, with no lock held.
+    #[must_use]
+    pub(super) fn go(&mut self, phase: Phase) -> Vec<Waker> {
+        self.phase = phase;
+        std::mem::take(&mut self.wakers)
+    }
+
+    /// Ends a drain, if one is under way.
+    fn cancel_drain(&mut self) {
+        if matches!(self.phase, Phase::Draining(_)) {
+            self.phase = Phase::Awake;
+            if let Some(bell) = self.bell.take() {
+                bell.ring();
+            }
+        }
+    }
+}
+
+impl Books {
+    /// Books one more lease, of an arena that is open: a drain is cancelled by it.
+    ///
+    /// # Errors
+    /// `TooManyLeases`.
+    pub(in crate::device) fn enter(&mut self, clock: &dyn Clock) -> Result<(), DeviceError> {
+        debug_assert!(self.sleep.is_open(), "nobody gets in else");
+        let leases = self.leases.checked_add(1);
+        self.leases = leases.ok_or(DeviceError::TooManyLeases { limit: u32::MAX })?;
+        if self.leases == 1 {
+            self.sleep.leased_since = clock.now();
+        }
+        self.sleep.cancel_drain();
+        Ok(())
+    }
+
+    /// Books that a lease is gone.
+    pub(in crate::device) fn leave(&mut self, clock: &dyn Clock) {
+        self.leases -= 1;
+        if self.leases == 0 {
+            self.sleep.left_at = clock.now();
+            if let Some(bell) = &self.sleep.bell {
+                bell.ring();
+            }
+        }
+    }
+
+    /// Whether calls are under way that place, move, commit or give back.
+    pub(super) fn is_busy(&self) -> bool {
+        let moving = |region: &crate::device::region::RegionBooks| {
+            region.arriving + region.segment.committing() + region.segment.leaving()
+        };
+        self.moving.is_some() || self.total(moving) > 0
+    }
+}
+
+impl Shared {
+    /// Waits until the arena is awake; wakes it where it sleeps. Costs a comparison where it is.
+    ///
+    /// # Errors
+    /// As a wake.
+    #[inline]
+    pub(in crate::device) fn awake<'a>(
+        &'a self,
+        books: MutexGuard<'a, Books>,
+    ) -> Result<MutexGuard<'a, Books>, DeviceError> {
+        if books.sleep.is_open() { Ok(books) } else { self.wait_awake(books) }
+    }
+
+    #[cold]
+    fn wait_awake<'a>(
+        &'a self,
+        mut books: MutexGuard<'a, Books>,
+    ) -> Result<MutexGuard<'a, Books>, DeviceError> {
+        let before = books.sleep.attempts;
+        loop {
+            match books.sleep.phase {
+                Phase::Awake | Phase::Draining(_) => return Ok(books),
+                Phase::Waking => books = wait(&self.settled, books),
+                Phase::Falling => {
+                    books.sleep.entering += 1;
+                    books = wait(&self.settled, books);
+                    books.sleep.entering -= 1;
+                }
+                Phase::Asleep => {
+                    if let Some(error) = books.sleep.failed_since(before) {
+                        return Err(error);
+                    }
+                    books.sleep.phase = Phase::Waking;
+                    drop(books);
+                    self.rise()?;
+                    books = self.books();
+                }
+            }
+        }
+    }
+
+    /// Notes the end of a call that who is on the way down waits for.
+    pub(in crate::device) fn note_quieter(&self, books: &Books) {
+        if books.sleep.phase == Phase::Falling {
+            self.settled.notify_all();
+        }
+    }
+}
+
+impl Sleep {
+    /// How the wake failed that was under way, or came, since so many had ended.
+    pub(super) fn failed_since(&self, attempts: u64) -> Option<DeviceError> {
+        self.failure.clone().filter(|_| self.attempts > attempts)
+    }
+}
+
+impl fmt::Debug for Sleep {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Sleep")
+            .field("phase", &self.phase)
+            .field("offloaded", &self.offloaded())
+            .finish_non_exhaustive()
+    }
+}

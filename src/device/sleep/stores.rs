@@ -1,0 +1,285 @@
+//! Contents in host memory: stores, what lies where in them, and the copies out and back.
+//!
+//! Copies run on a stream of the arena's own, one for each run of granules, all queued and then
+//! waited for once. A store is at most 1 GiB, so that no single allocation is the whole device.
+//!
+//! Invariants: what is saved is booked with the host's budget for as long as a store is there; a
+//! store is given back only after the host has seen every copy from and to it complete.
+
+use std::any::Any;
+
+use super::contents::{Contents, Part};
+use crate::bytes::ByteSize;
+use crate::device::books::Books;
+use crate::device::driver::sealed::Key;
+use crate::device::driver::{
+    DeviceAddress, DriverError, HOST_GRANULARITY, HostStore, StoreSpan, StreamHandle,
+};
+use crate::device::error::DeviceError;
+use crate::device::region::Region;
+use crate::device::segment::{Run, Segment};
+use crate::device::shared::Shared;
+use crate::sync::caught;
+
+/// The largest store, where granules are no larger.
+const STORE_MAX: ByteSize = ByteSize::gib(1);
+
+/// Granules whose contents are in one store.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Copy {
+    pub(super) region: Region,
+    pub(super) run: Run,
+    /// Which of the stores, and where in it.
+    store: usize,
+    offset: ByteSize,
+}
+
+/// Contents out of the way.
+pub(super) struct Saved {
+    pub(super) copies: Vec<Copy>,
+    pub(super) stores: Vec<(HostStore, ByteSize)>,
+    /// Dropped when the stores are given back.
+    booking: Option<Box<dyn Any + Send>>,
+}
+
+/// One copy: where on the device, and where in a store.
+pub(super) type Place = (DeviceAddress, StoreSpan);
+
+/// Lays granules out over stores; returns the sizes of these.
+pub(super) fn lay_out(parts: &[Part], granularity: ByteSize) -> (Vec<Copy>, Vec<ByteSize>) {
+    let store_granules = (STORE_MAX.get() / granularity.get()).max(1);
+    let bytes = |granules: u64| ByteSize::new(granules * granularity.get());
+    let (mut copies, mut sizes) = (Vec::new(), Vec::new());
+    let mut used = store_granules; // of the last store
+    for part in parts.iter().filter(|part| part.contents == Contents::Keep) {
+        let range = part.run.range();
+        let mut at = range.start;
+        while at < range.end {
+            if used == store_granules {
+                sizes.push(ByteSize::ZERO);
+                used = 0;
+            }
+            let room = usize::try_from(store_granules - used).unwrap_or(usize::MAX);
+            let end = range.end.min(at.saturating_add(room));
+            let run = Run::of(&(at..end));
+            let (store, offset) = (sizes.len() - 1, bytes(used));
+            copies.push(Copy { region: part.region, run, store, offset });
+            used += run.granules();
+            sizes[store] = bytes(used);
+            at = end;
+        }
+    }
+    for size in &mut sizes {
+        *size = size.next_multiple_of(HOST_GRANULARITY).unwrap_or(*size);
+    }
+    (copies, sizes)
+}
+
+impl Saved {
+    /// Where the granules of a copy, or some of them, are and were.
+    fn place(&self, copy: &Copy, run: Run, segment: &Segment) -> Place {
+        let (at, size) = segment.place_of(run);
+        let (from, _) = segment.place_of(copy.run);
+        let into = at.offset_from(from).unwrap_or_default();
+        let (store, _) = self.stores[copy.store];
+        (at, StoreSpan { store, offset: copy.offset.saturating_add(into), size })
+    }
+
+    /// Every copy of all that was saved.
+    pub(super) fn places(&self, books: &Books) -> Vec<Place> {
+        let place = |copy: &Copy| self.place(copy, copy.run, &books.region(copy.region).segment);
+        self.copies.iter().map(place).collect()
+    }
+
+    /// The copies of what blocks still touch.
+    pub(super) fn wanted_places(&self, books: &Books) -> Vec<Place> {
+        let wanted = |copy: &Copy| {
+            let segment = &books.region(copy.region).segment;
+            let runs = segment.touched_runs(copy.run).into_iter();
+            runs.map(|run| self.place(copy, run, segment)).collect::<Vec<_>>()
+        };
+        self.copies.iter().flat_map(wanted).collect()
+    }
+}
+
+impl Shared {
+    /// Copies what is to be kept into host memory, which is booked first, and waits for the copies;
+    /// `None` where there is nothing to keep.
+    ///
+    /// # Errors
+    /// `HostBudget`, or the driver's. Nothing was taken away, and nothing stays booked but for
+    /// stores that the driver does not take back.
+    pub(super) fn save(&self, parts: &[Part]) -> Result<Option<Saved>, DeviceError> {
+        let (copies, sizes) = lay_out(parts, self.capabilities.granularity);
+        if copies.is_empty() {
+            return Ok(None);
+        }
+        let booking = self.book(sizes.iter().copied().sum())?;
+        let mut saved = Saved { copies, stores: Vec::new(), booking };
+        let outcome = self.copy_out(&mut saved, &sizes);
+        match outcome {
+            Ok(()) => Ok(Some(saved)),
+            Err(error) => {
+                self.let_go(saved);
+                Err(error.into())
+            }
+        }
+    }
+
+    fn book(&self, bytes: ByteSize) -> Result<Option<Box<dyn Any + Send>>, DeviceError> {
+        let budget = self.books().sleep.budget.clone();
+        let Some(budget) = budget else { return Ok(None) };
+        let booked = caught(|| budget.book(bytes))
+            .map_err(|message| DeviceError::Callback { message })?
+            .map_err(|reason| DeviceError::HostBudget {
+                arena: self.name.clone(),
+                bytes,
+                reason,
+            })?;
+        Ok(Some(booked))
+    }
+
+    fn copy_out(&self, saved: &mut Saved, sizes: &[ByteSize]) -> Result<(), DriverError> {
+        for &size in sizes {
+            saved.stores.push((self.driver.host_store_create(size)?, size));
+        }
+        let stream = self.copy_stream()?;
+        let places = saved.places(&self.books());
+        for (at, span) in places {
+            self.driver.offload(at, span, stream, Key::new())?;
+        }
+        self.wait_for_copies(stream)
+    }
+
+    /// Copies back what was saved of these places, and waits for that.
+    ///
+    /// # Errors
+    /// The driver's; copies may be under way still.
+    pub(super) fn copy_back(&self, places: &[Place]) -> Result<(), DriverError> {
+        if places.is_empty() {
+            return Ok(());
+        }
+        let stream = self.copy_stream()?;
+        for &(at, span) in places {
+            self.driver.restore(span, at, stream, Key::new())?;
+        }
+        self.wait_for_copies(stream)
+    }
+
+    /// Whether no copy is under way, as the host has seen.
+    pub(super) fn copies_are_done(&self) -> bool {
+        let books = self.books();
+        let stream = books.sleep.stream.filter(|_| books.sleep.is_copying);
+        drop(books);
+        stream.is_none_or(|stream| self.wait_for_copies(stream).is_ok())
+    }
+
+    /// Gives the stores back, and what was booked for them; those that the driver does not take are
+    /// kept for another time, and stay booked.
+    pub(super) fn let_go(&self, saved: Saved) {
+        let Saved { stores, booking, .. } = saved;
+        let mut books = self.books();
+        books.sleep.left.extend(stores);
+        books.sleep.booked.extend(booking);
+        drop(books);
+        self.give_stores_back();
+    }
+
+    /// Tries to give back the stores that are left over.
+    pub(in crate::device) fn give_stores_back(&self) {
+        let mut books = self.books();
+        let stores = std::mem::take(&mut books.sleep.left);
+        let stream = books.sleep.stream.filter(|_| books.sleep.is_copying);
+        drop(books);
+        let is_done = stream.is_none_or(|stream| self.wait_for_copies(stream).is_ok());
+        let destroy = |store| self.driver.host_store_destroy(store, Key::new()).is_ok();
+        let left = stores.into_iter().filter(|&(store, _)| !(is_done && destroy(store)));
+        let left: Vec<_> = left.collect();
+        let bytes: ByteSize = left.iter().map(|(_, size)| *size).sum();
+        let mut books = self.books();
+        books.sleep.left.extend(left);
+        let is_over = books.sleep.left.is_empty();
+        let booked = if is_over { std::mem::take(&mut books.sleep.booked) } else { Vec::new() };
+        drop(books);
+        let _ = caught(|| drop(booked)); // not ours, and so with no lock held
+        if !bytes.is_zero() {
+            tracing::warn!(arena = self.name, %bytes, "host memory was not taken back");
+        }
+    }
+
+    fn wait_for_copies(&self, stream: StreamHandle) -> Result<(), DriverError> {
+        self.driver.stream_synchronize(stream, Key::new())?;
+        self.books().sleep.is_copying = false;
+        Ok(())
+    }
+
+    /// The stream of the copies, of which some are under way from here on.
+    fn copy_stream(&self) -> Result<StreamHandle, DriverError> {
+        let known = self.books().sleep.stream;
+        let stream = match known {
+            Some(stream) => stream,
+            None => self.driver.stream_create()?,
+        };
+        let mut books = self.books();
+        books.sleep.stream = Some(stream);
+        books.sleep.is_copying = true;
+        Ok(stream)
+    }
+
+    /// Gives back, at the end of the arena, what its sleep has of the driver; waits for nothing, so
+    /// that stores which a copy may still work on are left.
+    pub(in crate::device) fn end_sleep(&self) {
+        let mut books = self.books();
+        let stream = books.sleep.stream.take();
+        if let Some(saved) = books.sleep.saved.take() {
+            books.sleep.left.extend(saved.stores);
+        }
+        let is_copying = books.sleep.is_copying;
+        drop(books);
+        if !is_copying {
+            self.give_stores_back();
+        }
+        if let Some(stream) = stream {
+            let _ = self.driver.stream_destroy(stream, Key::new());
+        }
+    }
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use super::*;
+
+    fn part(range: std::ops::Range<usize>, contents: Contents) -> Part {
+        let (at, size) = (DeviceAddress::new(0), ByteSize::ZERO);
+        Part { region: Region::Dynamic, run: Run::of(&range), at, size, contents }
+    }
+
+    #[test]
+    fn what_is_kept_lies_in_stores_of_a_gibibyte_at_most() {
+        let parts = [
+            part(0..500, Contents::Keep),
+            part(500..510, Contents::Discard),
+            part(600..1200, Contents::Keep),
+            part(2000..2001, Contents::Keep),
+        ];
+        let (copies, sizes) = lay_out(&parts, ByteSize::mib(2));
+        assert_eq!(sizes, [ByteSize::gib(1), ByteSize::gib(1), ByteSize::mib(2 * 77)]);
+        let seen: Vec<_> = copies
+            .iter()
+            .map(|copy| (copy.run.range(), copy.store, copy.offset.get() >> 21))
+            .collect();
+        assert_eq!(
+            seen,
+            [
+                (0..500, 0, 0),
+                (600..612, 0, 500),
+                (612..1124, 1, 0),
+                (1124..1200, 2, 0),
+                (2000..2001, 2, 76),
+            ]
+        );
+        let (copies, sizes) = lay_out(&parts[3..], ByteSize::kib(4));
+        assert_eq!((copies.len(), sizes), (1, vec![HOST_GRANULARITY]));
+        assert_eq!(lay_out(&parts[1..2], ByteSize::mib(2)), (Vec::new(), Vec::new()));
+    }
+}

@@ -1,0 +1,191 @@
+//! The way up: memory behind every granule that a block touches, then the contents.
+//!
+//! Nobody gets in before the last copy has arrived, as the host has seen. Where the memory cannot
+//! be had, it is tried again for a while; what fails is undone, and the arena sleeps on, its copies
+//! whole. Only when it is awake the copies are given up.
+//!
+//! Invariant: while the arena is not awake, everything that was kept is in the copies.
+
+use super::phase::Phase;
+use super::{ArenaState, Woken};
+use crate::bytes::ByteSize;
+use crate::clock::Bell;
+use crate::device::books::{Books, RUN_GRANULES_MAX};
+use crate::device::driver::sealed::Key;
+use crate::device::driver::{DeviceAddress, DriverError};
+use crate::device::error::DeviceError;
+use crate::device::region::Region;
+use crate::device::segment::Run;
+use crate::device::shared::Shared;
+use crate::sync::wait;
+
+/// How often a wake that finds too little memory tries again.
+const RETRIES: u32 = 8;
+
+/// Granules on their way back.
+#[derive(Clone, Copy, Debug)]
+struct Return {
+    region: Region,
+    run: Run,
+    at: DeviceAddress,
+    size: ByteSize,
+}
+
+impl Shared {
+    /// Wakes the arena, or waits for who does.
+    pub(super) fn wake(&self) -> Result<Woken, DeviceError> {
+        let mut books = self.books();
+        let before = books.sleep.attempts;
+        // What is on its way down arrives somewhere.
+        while books.sleep.phase == Phase::Falling {
+            books = wait(&self.settled, books);
+        }
+        match books.sleep.phase {
+            Phase::Asleep => {
+                books.sleep.phase = Phase::Waking;
+                drop(books);
+                self.rise()
+            }
+            Phase::Waking => {
+                while books.sleep.phase == Phase::Waking {
+                    books = wait(&self.settled, books);
+                }
+                books.sleep.failed_since(before).map_or(Ok(Woken::default()), Err)
+            }
+            Phase::Awake | Phase::Draining(_) | Phase::Falling => {
+                let state = books.sleep.state();
+                Err(DeviceError::State { arena: self.name.clone(), state })
+            }
+        }
+    }
+
+    /// From waking to awake, or asleep again.
+    pub(super) fn rise(&self) -> Result<Woken, DeviceError> {
+        let mut books = self.books();
+        let returns = books.begin_rise();
+        let places = books.sleep.saved.as_ref().map(|saved| saved.wanted_places(&books));
+        drop(books);
+        let places = places.unwrap_or_default();
+        let mut back = 0;
+        let outcome = self
+            .have_back(&returns, &mut back)
+            .and_then(|()| self.copy_back(&places).map_err(DeviceError::from));
+        match outcome {
+            Ok(()) => Ok(self.stand_up(&returns, places.iter().map(|(_, span)| span.size).sum())),
+            Err(error) => Err(self.sleep_on(&returns[..], back, error)),
+        }
+    }
+
+    /// Commits all that is to come back, and counts it; waits a while where memory is short.
+    fn have_back(&self, returns: &[Return], back: &mut usize) -> Result<(), DeviceError> {
+        let mut retries = RETRIES;
+        let pause = self.sleep.patience / RETRIES;
+        // Rung by nobody: only time goes by.
+        let bell = Bell::new();
+        while let Some(next) = returns.get(*back) {
+            // What is on its way counts as committed, and so against a limit that was lowered.
+            let is_over = self.books().over_limit(0) > 0;
+            let commit = || self.driver.commit(next.at, next.size, Key::new());
+            let committed = (!is_over).then(commit);
+            match committed {
+                Some(Ok(())) => *back += 1,
+                None | Some(Err(DriverError::OutOfMemory { .. })) => {
+                    if retries == 0 || pause.is_zero() {
+                        let wanted = returns.iter().map(|to| to.size).sum::<ByteSize>();
+                        return Err(self.books().out_of_memory(wanted.get()));
+                    }
+                    retries -= 1;
+                    self.clock.wait_until(&bell, self.clock.now() + pause);
+                }
+                Some(Err(error)) => return Err(error.into()),
+            }
+        }
+        Ok(())
+    }
+
+    /// Awake: the copies are given up.
+    fn stand_up(&self, returns: &[Return], restored: ByteSize) -> Woken {
+        let mut saved = None;
+        self.arrive_at(Phase::Awake, |books| {
+            for to in returns {
+                books.end_commit(to.region, to.run, true, &*self.clock);
+            }
+            books.note_committed();
+            saved = books.sleep.saved.take();
+            books.sleep.awake_since = self.clock.now();
+            books.sleep.left_at = books.sleep.awake_since;
+            books.end_wake(None);
+        });
+        self.fronts.reopen();
+        if let Some(saved) = saved {
+            self.let_go(saved);
+        }
+        let committed = returns.iter().map(|to| to.size).sum();
+        let arena = &self.name;
+        tracing::info!(arena, %committed, %restored, "the arena woke");
+        Woken { committed, restored }
+    }
+
+    /// Asleep again: what came back leaves.
+    fn sleep_on(&self, returns: &[Return], back: usize, error: DeviceError) -> DeviceError {
+        // Copies that are under way keep their memory here: it is filled anew by the next wake.
+        let is_done = self.copies_are_done();
+        let stays = |(nth, to): (usize, &Return)| {
+            let decommit = || self.driver.decommit(to.at, to.size, Key::new()).is_err();
+            nth < back && (!is_done || decommit())
+        };
+        let stay: Vec<_> = returns.iter().enumerate().map(stays).collect();
+        self.arrive_at(Phase::Asleep, |books| {
+            for (to, &stays) in returns.iter().zip(&stay) {
+                books.end_commit(to.region, to.run, stays, &*self.clock);
+            }
+            books.note_committed();
+            books.end_wake(Some(error.clone()));
+        });
+        tracing::warn!(arena = self.name, %error, "the arena could not be woken");
+        error
+    }
+
+    /// Gives up the copies of an arena that sleeps with nothing left to wake for: it is awake then.
+    /// Makes no other call of the driver.
+    pub(in crate::device) fn wake_of_nothing(&self) {
+        let books = self.books();
+        let is_over = books.sleep.state() == ArenaState::Asleep && books.live() == 0;
+        drop(books);
+        if is_over {
+            let _ = self.wake(); // another may be quicker
+        }
+        self.give_stores_back();
+    }
+}
+
+impl Books {
+    /// Marks what comes back.
+    fn begin_rise(&mut self) -> Vec<Return> {
+        let granules_max = usize::try_from(RUN_GRANULES_MAX).unwrap_or(usize::MAX);
+        let mut returns = Vec::new();
+        for region in Region::ALL {
+            let segment = &mut self.region_mut(region).segment;
+            for whole in segment.begin_return() {
+                let range = whole.range();
+                for start in range.clone().step_by(granules_max) {
+                    let run = Run::of(&(start..range.end.min(start + granules_max)));
+                    let (at, size) = segment.place_of(run);
+                    returns.push(Return { region, run, at, size });
+                }
+            }
+        }
+        returns
+    }
+
+    /// Counts a wake that has ended.
+    pub(super) fn end_wake(&mut self, failure: Option<DeviceError>) {
+        let sleep = &mut self.sleep;
+        sleep.attempts += 1;
+        match failure {
+            None => sleep.wakes += 1,
+            Some(_) => sleep.wake_failures += 1,
+        }
+        sleep.failure = failure;
+    }
+}

@@ -1,0 +1,210 @@
+//! A fault at each driver call of sleep and of wake, with each kind of error: awake or asleep,
+//! nothing lost but what was to be discarded, nothing left behind.
+
+use std::time::Duration;
+
+use lowtide::ByteSize;
+use lowtide::device::driver::sim::{Call, Order, SimError};
+use lowtide::device::{ArenaState, Buffer, Contents, Region, SleepOptions};
+
+use super::support::{Bed, MIB};
+
+const OPTIONS: SleepOptions =
+    SleepOptions { drain: Duration::ZERO, stable: Contents::Keep, dynamic: Contents::Discard };
+
+const PASSING: [SimError; 5] = [
+    SimError::InvalidValue,
+    SimError::OutOfMemory,
+    SimError::NotSupported,
+    SimError::Unknown,
+    SimError::Code(304),
+];
+
+const LOST: [SimError; 3] =
+    [SimError::EccUncorrectable, SimError::IllegalAddress, SimError::LaunchFailed];
+
+/// Buffers of every kind, each with its mark, idle memory between them, and memory that is pending.
+struct Scene {
+    bed: Bed,
+    kept: Vec<Buffer<u8>>,
+    cache: Buffer<u8>,
+    stays: Buffer<u8>,
+}
+
+impl Scene {
+    fn new() -> Self {
+        let bed = Bed::new(Order::Lazy);
+        let kept = [1, 2, 3].map(|mark| bed.marked(MIB / 4, Region::Stable, mark)).into();
+        let gap = bed.marked(MIB / 8, Region::Dynamic, 0);
+        let cache = bed.marked(MIB / 4, Region::Dynamic, 4);
+        let stays = bed.marked(MIB / 8, Region::Dynamic, 5);
+        stays.set_contents(Some(Contents::Stay)).expect("here");
+        let lane = bed.lane();
+        let pending = lane.alloc::<u8>(MIB / 8, Region::Dynamic).expect("room");
+        bed.mark(&pending, &lane.enter().expect("a lease"), 6);
+        drop((gap, pending, lane));
+        Self { bed, kept, cache, stays }
+    }
+
+    /// What must hold between calls, and where the arena is.
+    fn state(&self) -> ArenaState {
+        self.bed.arena.validate();
+        let (state, snapshot) = (self.bed.arena.state(), self.bed.arena.snapshot());
+        snapshot.validate();
+        match state {
+            ArenaState::Awake => assert_eq!(snapshot.asleep, ByteSize::ZERO),
+            // Where the driver takes no memory back either, all of it may be there still.
+            ArenaState::Asleep => {}
+            between => panic!("it rests {}", between.name()),
+        }
+        state
+    }
+
+    /// Nothing is lost, and nothing is left.
+    fn end(self) {
+        let Self { bed, kept, cache, stays } = self;
+        for (mark, buffer) in (1..).zip(&kept) {
+            bed.assert_marked(buffer, mark);
+        }
+        bed.assert_marked(&stays, 5);
+        if !cache.take_discarded() {
+            bed.assert_marked(&cache, 4);
+        }
+        drop((kept, cache, stays));
+        bed.arena.purge().expect("no error");
+        assert_eq!(bed.arena.snapshot().offloaded, ByteSize::ZERO);
+        bed.end();
+    }
+}
+
+#[test]
+fn a_fault_at_any_call_of_sleep_leaves_it_awake_or_asleep_and_whole() {
+    let (mut stayed_awake, mut fell_asleep) = (0, 0);
+    for error in PASSING {
+        for nth in 0.. {
+            let scene = Scene::new();
+            let calls = scene.bed.sim.calls_total();
+            scene.bed.sim.fail_nth(None, nth, error);
+            let slept = scene.bed.arena.sleep(OPTIONS);
+            let is_past = scene.bed.sim.calls_total() - calls <= nth;
+            scene.bed.sim.forget_failures();
+            let state = scene.state();
+            assert!(slept.is_err() || state == ArenaState::Asleep, "{error:?} at {nth}: {slept:?}");
+            if state == ArenaState::Asleep {
+                fell_asleep += 1;
+                let stay = ByteSize::kib(128);
+                assert_eq!(scene.bed.arena.snapshot().committed, stay, "{error:?} at {nth}");
+            } else {
+                stayed_awake += 1;
+                assert_eq!(scene.bed.sim.leaks().host_stores, 0, "{error:?} at {nth}");
+            }
+            scene.end();
+            if is_past {
+                break;
+            }
+        }
+    }
+    println!("{stayed_awake} stayed awake, {fell_asleep} fell asleep all the same");
+    assert!(stayed_awake >= 5 * 8, "a fault at each call");
+}
+
+#[test]
+fn a_fault_at_any_call_of_wake_leaves_it_awake_or_asleep_and_whole() {
+    let (mut slept_on, mut woke) = (0, 0);
+    for error in PASSING {
+        for nth in 0.. {
+            let scene = Scene::new();
+            scene.bed.arena.sleep(OPTIONS).expect("asleep");
+            let calls = scene.bed.sim.calls_total();
+            scene.bed.sim.fail_nth(None, nth, error);
+            let woken = scene.bed.arena.wake();
+            let is_past = scene.bed.sim.calls_total() - calls <= nth;
+            scene.bed.sim.forget_failures();
+            let state = scene.state();
+            assert_eq!(woken.is_ok(), state == ArenaState::Awake, "{error:?} at {nth}: {woken:?}");
+            if woken.is_err() {
+                slept_on += 1;
+                let stay = ByteSize::kib(128);
+                assert_eq!(scene.bed.arena.snapshot().committed, stay, "{error:?} at {nth}");
+            } else {
+                woke += 1;
+            }
+            scene.end();
+            if is_past {
+                break;
+            }
+        }
+    }
+    println!("{slept_on} slept on, {woke} woke all the same");
+    assert!(slept_on >= 5 * 4, "a fault at each call");
+}
+
+#[test]
+fn two_faults_and_whole_kinds_of_calls_that_fail_lose_nothing_either() {
+    for seed in 0..600_u64 {
+        let mut chance = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+        let mut draw = |bound: u64| {
+            chance ^= chance << 13;
+            chance ^= chance >> 7;
+            chance ^= chance << 17;
+            chance % bound
+        };
+        let scene = Scene::new();
+        let sim = &scene.bed.sim;
+        for _ in 0..2 {
+            let error = PASSING[usize::try_from(draw(5)).expect("small")];
+            if draw(4) == 0 {
+                let kinds = [Call::Unmap, Call::Create, Call::Restore, Call::StreamSynchronize];
+                let kind = kinds[usize::try_from(draw(4)).expect("small")];
+                sim.fail_nth(Some(kind), draw(3), error);
+                sim.fail_always(kind, Some(error));
+            } else {
+                sim.fail_nth(None, draw(160), error);
+            }
+        }
+        let slept = scene.bed.arena.sleep(OPTIONS);
+        let state = scene.state();
+        let woken = (state == ArenaState::Asleep).then(|| scene.bed.arena.wake());
+        scene.state();
+        scene.bed.sim.forget_failures();
+        if std::env::var_os("LOWTIDE_TEST_SAYS").is_some() {
+            println!("seed {seed}: {slept:?} {woken:?}");
+        }
+        let (is_asleep, arena) = (scene.state() == ArenaState::Asleep, scene.bed.arena.clone());
+        if is_asleep {
+            arena.wake().unwrap_or_else(|error| panic!("seed {seed}: {error}"));
+        }
+        drop(arena);
+        scene.end();
+    }
+}
+
+#[test]
+fn a_context_that_is_lost_at_any_call_is_an_error_and_no_more() {
+    for error in LOST {
+        for nth in 0.. {
+            let Scene { bed, kept, cache, stays } = Scene::new();
+            let calls = bed.sim.calls_total();
+            bed.sim.fail_nth(None, nth, error);
+            let slept = bed.arena.sleep(OPTIONS);
+            let woken = slept.is_ok().then(|| bed.arena.wake());
+            let is_past = bed.sim.calls_total() - calls <= nth;
+            bed.arena.validate();
+            let state = bed.arena.state();
+            assert!(matches!(state, ArenaState::Awake | ArenaState::Asleep), "{}", state.name());
+            if !is_past {
+                // The last calls give stores back: they may be the first to hear of it.
+                let told = slept.is_err() || woken.is_some_and(|woken| woken.is_err());
+                assert!(told || bed.arena.snapshot().offloaded > ByteSize::ZERO, "at {nth}");
+                assert!(bed.arena.sleep(OPTIONS).is_err() || bed.arena.wake().is_err());
+            }
+            drop((kept, cache, stays));
+            let Bed { sim, arena, .. } = bed;
+            drop(arena);
+            assert_eq!(sim.unsafe_unmaps(), 0);
+            if is_past {
+                break;
+            }
+        }
+    }
+}

@@ -1,0 +1,60 @@
+//! Sleep over host memory: what is kept stays, what is discarded is given back to the system.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use lowtide::ByteSize;
+use lowtide::clock::ManualClock;
+use lowtide::device::{
+    ArenaConfig, ArenaState, Contents, DeviceArena, HostDriver, Region, SleepOptions,
+};
+
+const NOW: SleepOptions =
+    SleepOptions { drain: Duration::ZERO, stable: Contents::Keep, dynamic: Contents::Discard };
+
+fn open() -> DeviceArena {
+    let (driver, clock) = (Arc::new(HostDriver::new()), Arc::new(ManualClock::new()));
+    DeviceArena::open(driver, clock, ArenaConfig::new("host")).expect("open")
+}
+
+#[test]
+fn contents_of_host_memory_stay_or_go() {
+    let arena = open();
+    let weights = arena.alloc_from(&[7_u32; 1 << 20], Region::Stable).expect("room");
+    let mut cache = arena.alloc_from(&[9_u32; 1 << 20], Region::Dynamic).expect("room");
+    let slept = arena.sleep(NOW).expect("asleep");
+    assert_eq!((slept.released, slept.stayed), (ByteSize::mib(4), ByteSize::mib(4)));
+    assert_eq!(slept.offloaded, ByteSize::ZERO, "host memory is not copied to the host");
+    arena.snapshot().validate();
+    let lease = arena.enter().expect("a lease");
+    assert!(weights.slice(&lease).expect("here").iter().all(|&word| word == 7));
+    assert!(!weights.take_discarded() && cache.take_discarded());
+    assert!(cache.slice(&lease).expect("here").iter().all(|&word| word == 0), "as new");
+    cache.slice_mut(&lease).expect("here").fill(1);
+    arena.validate();
+}
+
+#[test]
+fn what_a_threads_front_keeps_is_not_handed_out_while_it_sleeps() {
+    let arena = open();
+    // The size is hot: from here on the front hands it out, without a look at the books.
+    for _ in 0..100 {
+        drop(arena.alloc::<u8>(1 << 20, Region::Dynamic).expect("room"));
+    }
+    assert!(!arena.snapshot().cached.is_zero());
+    let kept = arena.alloc_from(&[1_u8; 4096], Region::Stable).expect("room");
+    arena.sleep(NOW).expect("asleep");
+    assert_eq!(arena.snapshot().cached, ByteSize::ZERO);
+    let lease_less = arena.alloc::<u8>(1 << 20, Region::Dynamic).expect("it wakes");
+    assert_eq!(arena.state(), ArenaState::Awake);
+    let lease = arena.enter().expect("a lease");
+    assert_eq!(lease_less.slice(&lease).expect("there is memory behind it").len(), 1 << 20);
+    drop(lease_less);
+    // And it is hot again.
+    for _ in 0..100 {
+        drop(arena.alloc::<u8>(1 << 20, Region::Dynamic).expect("room"));
+    }
+    assert!(!arena.snapshot().cached.is_zero());
+    drop((kept, lease));
+    arena.validate();
+}
