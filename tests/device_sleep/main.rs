@@ -1,7 +1,6 @@
 //! Sleep and wake of an arena, over the simulation of a device and over host memory: what is kept,
 //! what is refused, and what a fault at any call leaves behind.
 
-#![expect(clippy::print_stdout, reason = "a failure is repeated with the seed it shows")]
 #![expect(unsafe_code, reason = "a lane is of a stream that the caller vouches for")]
 
 mod faults;

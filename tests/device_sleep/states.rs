@@ -1,5 +1,6 @@
 //! The states: what is kept, discarded and left, and what each call says in each state.
 
+use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
@@ -209,7 +210,7 @@ fn a_forgotten_lease_is_reported_when_the_deadline_has_passed() {
     let bed = Bed::new(Order::Lazy);
     let kept = bed.marked(MIB, Region::Dynamic, 1);
     let clock = bed.sim.clock();
-    std::mem::forget(bed.arena.enter().expect("a lease"));
+    let _forgotten = ManuallyDrop::new(bed.arena.enter().expect("a lease"));
     clock.advance(Duration::from_secs(60));
     let sleeping = {
         let arena = bed.arena.clone();
@@ -509,7 +510,7 @@ fn ten_thousand_blocks_sleep_in_calls_for_their_handles() {
 }
 
 /// Waits for what another thread does soon.
-pub fn wait_until(condition: impl Fn() -> bool) {
+pub(crate) fn wait_until(condition: impl Fn() -> bool) {
     let clock = SystemClock::new();
     let deadline = clock.now() + Duration::from_secs(20);
     while !condition() {

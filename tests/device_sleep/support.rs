@@ -11,28 +11,28 @@ use lowtide::device::driver::sim::{
 use lowtide::device::driver::{DeviceAddress, Driver as _, StreamHandle};
 use lowtide::device::{ArenaConfig, Buffer, DeviceArena, Lane, Lease, Region, SleepConfig};
 
-pub const MIB: usize = 1 << 20;
+pub(crate) const MIB: usize = 1 << 20;
 
 /// A device whose calls cost nothing, and an arena over it.
-pub struct Bed {
-    pub sim: Arc<SimDriver>,
-    pub arena: DeviceArena,
-    pub stream: StreamHandle,
+pub(crate) struct Bed {
+    pub(crate) sim: Arc<SimDriver>,
+    pub(crate) arena: DeviceArena,
+    pub(crate) stream: StreamHandle,
 }
 
 impl Bed {
-    pub fn new(order: Order) -> Self {
+    pub(crate) fn new(order: Order) -> Self {
         Self::with(order, |_| {})
     }
 
-    pub fn with(order: Order, change: impl FnOnce(&mut ArenaConfig)) -> Self {
+    pub(crate) fn with(order: Order, change: impl FnOnce(&mut ArenaConfig)) -> Self {
         let granularity = ByteSize::kib(64);
         let (handles, costs) = (Handles::Fixed(granularity), DriverCosts::zero());
         let options = SimOptions { order, costs, granularity, handles, ..SimOptions::default() };
         Self::over(Arc::new(SimDriver::new(options)), change)
     }
 
-    pub fn over(sim: Arc<SimDriver>, change: impl FnOnce(&mut ArenaConfig)) -> Self {
+    pub(crate) fn over(sim: Arc<SimDriver>, change: impl FnOnce(&mut ArenaConfig)) -> Self {
         let sleep = SleepConfig { patience: std::time::Duration::ZERO, ..SleepConfig::default() };
         let reserve = ByteSize::gib(8);
         let mut config = ArenaConfig { reserve, sleep, ..ArenaConfig::new("sleeper") };
@@ -42,26 +42,26 @@ impl Bed {
         Self { sim, arena, stream }
     }
 
-    pub fn lane(&self) -> Lane {
+    pub(crate) fn lane(&self) -> Lane {
         // SAFETY: the simulation looks whether a stream is there.
         unsafe { self.arena.lane(self.stream) }.expect("a lane")
     }
 
     /// A buffer with a mark in it.
-    pub fn marked(&self, size: usize, region: Region, mark: u64) -> Buffer<u8> {
+    pub(crate) fn marked(&self, size: usize, region: Region, mark: u64) -> Buffer<u8> {
         let buffer = self.arena.alloc::<u8>(size, region).expect("room");
         let lease = self.arena.enter().expect("a lease");
         self.mark(&buffer, &lease, mark);
         buffer
     }
 
-    pub fn mark(&self, buffer: &Buffer<u8>, lease: &Lease, mark: u64) {
+    pub(crate) fn mark(&self, buffer: &Buffer<u8>, lease: &Lease, mark: u64) {
         let at = at(buffer, lease);
         self.sim.fill(self.stream, at, buffer.bytes(), Pattern::new(mark)).expect("queued");
     }
 
     /// Asserts that the mark is there.
-    pub fn assert_marked(&self, buffer: &Buffer<u8>, mark: u64) {
+    pub(crate) fn assert_marked(&self, buffer: &Buffer<u8>, mark: u64) {
         let lease = self.arena.enter().expect("a lease");
         let (at, pattern) = (at(buffer, &lease), Pattern::new(mark));
         let check = self.sim.check(self.stream, at, buffer.bytes(), pattern).expect("queued");
@@ -70,7 +70,7 @@ impl Bed {
     }
 
     /// Asserts that the contract was kept, and nothing is left when the arena is gone.
-    pub fn end(self) {
+    pub(crate) fn end(self) {
         let Self { sim, arena, stream } = self;
         arena.validate();
         arena.close().expect("nothing is live");
@@ -83,6 +83,6 @@ impl Bed {
     }
 }
 
-pub fn at(buffer: &Buffer<u8>, lease: &Lease) -> DeviceAddress {
+pub(crate) fn at(buffer: &Buffer<u8>, lease: &Lease) -> DeviceAddress {
     buffer.address(lease).expect("ours").expect("not empty")
 }

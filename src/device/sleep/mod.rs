@@ -231,8 +231,7 @@ impl DeviceArena {
         if shared.check_here().is_err() {
             return ArenaState::default();
         }
-        let state = lock(&shared.books).sleep.state();
-        state
+        lock(&shared.books).sleep.state()
     }
 
     /// Whether somebody waits for it to be awake; for tests.

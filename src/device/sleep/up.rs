@@ -50,7 +50,7 @@ impl Shared {
                 while books.sleep.phase == Phase::Waking {
                     books = wait(&self.settled, books);
                 }
-                books.sleep.failed_since(before).map_or(Ok(Woken::default()), Err)
+                books.sleep.failed_since(before).map_or_else(|| Ok(Woken::default()), Err)
             }
             Phase::Awake | Phase::Draining(_) | Phase::Falling => {
                 let state = books.sleep.state();
