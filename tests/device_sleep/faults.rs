@@ -37,7 +37,7 @@ impl Scene {
         let kept = [1, 2, 3].map(|mark| bed.marked(MIB / 4, Region::Stable, mark)).into();
         let gap = bed.marked(MIB / 8, Region::Dynamic, 0);
         let cache = bed.marked(MIB / 4, Region::Dynamic, 4);
-        let stays = bed.marked(MIB / 8, Region::Dynamic, 5);
+        let mut stays = bed.marked(MIB / 8, Region::Dynamic, 5);
         stays.set_contents(Some(Contents::Stay)).expect("here");
         let lane = bed.lane();
         let pending = lane.alloc::<u8>(MIB / 8, Region::Dynamic).expect("room");

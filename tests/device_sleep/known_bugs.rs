@@ -153,7 +153,7 @@ fn torch_memory_saver_71_weights_are_what_they_were_after_many_cycles() {
 #[test]
 fn torch_memory_saver_88_registered_buffers_stay() {
     let bed = Bed::new(Order::Lazy);
-    let registered = bed.marked(MIB, Region::Stable, 3);
+    let mut registered = bed.marked(MIB, Region::Stable, 3);
     registered.set_contents(Some(Contents::Stay)).expect("here");
     let place = at(&registered, &bed.arena.enter().expect("a lease"));
     bed.arena.sleep(NOW).expect("asleep");
