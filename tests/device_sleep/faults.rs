@@ -12,7 +12,7 @@ use super::support::{Bed, MIB};
 const OPTIONS: SleepOptions =
     SleepOptions { drain: Duration::ZERO, stable: Contents::Keep, dynamic: Contents::Discard };
 
-const PASSING: [SimError; 5] = [
+pub(crate) const PASSING: [SimError; 5] = [
     SimError::InvalidValue,
     SimError::OutOfMemory,
     SimError::NotSupported,
@@ -20,7 +20,7 @@ const PASSING: [SimError; 5] = [
     SimError::Code(304),
 ];
 
-const LOST: [SimError; 3] =
+pub(crate) const LOST: [SimError; 3] =
     [SimError::EccUncorrectable, SimError::IllegalAddress, SimError::LaunchFailed];
 
 /// Buffers of every kind, each with its mark, idle memory between them, and memory that is pending.

@@ -327,7 +327,7 @@ fn the_work_that_was_queued_under_a_lease_is_done_before_memory_leaves() {
 #[test]
 fn a_stream_that_ended_after_its_lease_is_waited_for() {
     let bed = Bed::new(Order::Lazy);
-    let buffer = bed.arena.alloc::<u8>(MIB, Region::Dynamic).expect("room");
+    let buffer = bed.arena.alloc::<u8>(MIB / 16, Region::Dynamic).expect("room");
     let stream = bed.sim.stream_create().expect("a stream");
     // SAFETY: the simulation looks whether a stream is there.
     let lane = unsafe { bed.arena.lane(stream) }.expect("a lane");
