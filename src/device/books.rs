@@ -337,21 +337,6 @@ impl Books {
         }
     }
 
-    /// Records what became of a block.
-    pub(super) fn record(&mut self, clock: &dyn Clock, act: Act, placed: Placed) {
-        self.history.record(clock, act, placed.at.get(), ByteSize::new(placed.requested));
-    }
-
-    /// Records that there was no memory for a block.
-    pub(super) fn record_refusal(&mut self, error: &DeviceError, clock: &dyn Clock) {
-        if let DeviceError::OutOfMemory { requested, .. } = *error {
-            let limited = self.limit != ByteSize::MAX;
-            let headroom = self.limit.get().saturating_sub(self.backed()) * u64::from(limited);
-            let act = Act::OutOfMemory { headroom: ByteSize::new(headroom) };
-            self.history.record(clock, act, 0, requested);
-        }
-    }
-
     /// What an allocation that finds no memory is told.
     pub(super) fn out_of_memory(&self, requested: u64) -> DeviceError {
         let largest_free = self.regions.iter().map(RegionBooks::largest_free).max();
