@@ -21,6 +21,9 @@ use super::index::Span;
 use super::pending::{Claim, Uses};
 use super::picture::Act;
 use super::ranges::APART_FROM;
+use super::record::Recorder;
+use super::record::hooks;
+use super::record::operation::After;
 use super::region::{Placed, Region, RegionBooks, Wanted};
 use super::segment::{Cursor, Run};
 use super::snapshot::{AllocFailures, ArenaSnapshot};
@@ -110,6 +113,7 @@ pub(super) struct Books {
     pub(super) compacting: bool,
     /// The last events, where they are kept.
     pub(super) history: History,
+    pub(super) recorder: Option<Recorder>,
 }
 
 impl Books {
@@ -136,6 +140,7 @@ impl Books {
             entering: 0,
             compacting: false,
             history: History::new(config.history),
+            recorder: config.recorder.clone(),
         }
     }
 
@@ -310,7 +315,7 @@ impl Books {
 
     /// Frees a live block.
     pub(super) fn release(&mut self, region: Region, placed: Placed, clock: &dyn Clock) {
-        self.release_after(region, placed, &[], clock);
+        self.release_after(region, placed, (&[], After::All), clock);
     }
 
     /// Frees a live block that these streams used.
@@ -318,7 +323,7 @@ impl Books {
         &mut self,
         region: Region,
         placed: Placed,
-        streams: &[StreamKey],
+        (streams, after): (&[StreamKey], After),
         clock: &dyn Clock,
     ) {
         if self.defer_release(region, placed) {
@@ -334,6 +339,7 @@ impl Books {
             if went_idle {
                 self.note_idle(region, placed.span, clock);
             }
+            self.tell_free(clock, region, placed.id, after);
         }
     }
 
@@ -409,7 +415,9 @@ impl Books {
 
     /// Notes that granules of a span went idle.
     pub(super) fn note_idle(&mut self, region: Region, span: Span, clock: &dyn Clock) {
-        if let Some(stamp) = self.aging.note_idle(clock) {
+        let recorder = self.recorder.as_ref();
+        let now = || hooks::seen(recorder, clock);
+        if let Some(stamp) = self.aging.note_idle(now) {
             self.region_mut(region).segment.stamp(span, stamp);
         }
     }

@@ -6,6 +6,7 @@
 
 use std::time::Duration;
 
+use super::record::Recorder;
 use crate::bytes::ByteSize;
 use crate::decay::DecayTime;
 
@@ -64,11 +65,14 @@ pub struct ArenaConfig {
     /// How many of its last events the arena keeps for a [map](super::DeviceArena::map); none by
     /// default, 262,144 at most, 40 bytes each. Where some are kept, no front is.
     pub history: usize,
+    /// Writes down what the arena does; none by default. One arena for each recorder. Where there is
+    /// one, no front is.
+    pub recorder: Option<Recorder>,
 }
 
 impl ArenaConfig {
     /// No limit, 512 GiB of addresses a region, idle memory given back within 10 s, no more
-    /// committed than is asked for, 16 MiB kept for each thread, no events.
+    /// committed than is asked for, 16 MiB kept for each thread, no events, no recorder.
     #[must_use]
     pub fn new(name: impl Into<String>) -> Self {
         Self {
@@ -79,6 +83,7 @@ impl ArenaConfig {
             growth: Growth::SameAsRequested,
             front: FRONT,
             history: 0,
+            recorder: None,
         }
     }
 }
