@@ -307,7 +307,7 @@ impl DeviceArena {
             shared.complete_all()?;
             self.empty()
         });
-        shared.tell_closed(closed.as_ref().map(|()| ()));
+        shared.tell_closed(&closed);
         closed
     }
 

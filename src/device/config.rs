@@ -65,8 +65,8 @@ pub struct ArenaConfig {
     /// How many of its last events the arena keeps for a [map](super::DeviceArena::map); none by
     /// default, 262,144 at most, 40 bytes each. Where some are kept, no front is.
     pub history: usize,
-    /// Writes down what the arena does; none by default. One arena for each recorder. Where there is
-    /// one, no front is.
+    /// Writes down what the arena does; none by default. One arena for each recorder. Where there
+    /// is one, no front is.
     pub recorder: Option<Recorder>,
 }
 

@@ -222,7 +222,7 @@ impl Shared {
     }
 
     /// Tells the recorder how a close went.
-    pub(in crate::device) fn tell_closed(&self, outcome: Result<(), &DeviceError>) {
+    pub(in crate::device) fn tell_closed(&self, outcome: &Result<(), DeviceError>) {
         let outcome = match outcome {
             Ok(()) => Closed::Done,
             Err(DeviceError::LiveBlocks { .. }) => Closed::LiveBlocks,

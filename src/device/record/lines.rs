@@ -186,7 +186,8 @@ impl Lines {
         debug_assert!(length <= LINE_MAX, "a line that nobody reads");
         if length > self.most.saturating_sub(self.written).saturating_sub(LAST_LINE) {
             self.waiting.truncate(before);
-            self.error.get_or_insert(RecordError::Full { most: ByteSize::of(self.most) });
+            let most = ByteSize::of(self.most);
+            self.error.get_or_insert(RecordError::Full { most });
             if self.written > 0 {
                 self.end(Ended::Full);
             } else {

@@ -69,7 +69,8 @@ impl Replayed {
 ///
 /// let text = "\
 /// lowtide-recording version=1
-/// 0 open rung=host asynchronous=no clock=0 limit=none reserve=4194304 decay=never growth=same name=a
+/// 0 open rung=host asynchronous=no clock=0 limit=none reserve=4194304 decay=never growth=same \
+/// name=a
 /// 7 alloc id=1 kind=buffer region=dynamic bytes=2097152 align=4 lane=none
 /// 9 free id=1 after=all
 /// ";
@@ -87,7 +88,6 @@ impl Replayed {
 pub struct Replay<'a> {
     log: &'a Log,
     next: usize,
-    // In this order they are dropped: blocks, lanes, the arena.
     held: BTreeMap<u64, Held>,
     /// The numbers of blocks that were had by address.
     raw: BTreeMap<DeviceAddress, u64>,
@@ -357,6 +357,17 @@ impl Replay<'_> {
             }
         });
         drop(outcome);
+    }
+}
+
+impl Drop for Replay<'_> {
+    /// Leaves nothing behind: all is freed, and what the device may still do is waited for.
+    fn drop(&mut self) {
+        let _ = self.recorder.finish();
+        self.held.clear();
+        self.lanes.clear();
+        let _ = self.arena.reset();
+        let _ = self.arena.close();
     }
 }
 
