@@ -6,9 +6,9 @@ use std::time::Duration;
 use lowtide::ByteSize;
 use lowtide::clock::{Clock as _, SystemClock};
 use lowtide::decay::DecayTime;
-use lowtide::device::driver::sim::{Order, SimDriver};
+use lowtide::device::driver::sim::{Call, Order, SimDriver, SimError};
 use lowtide::device::driver::{Driver, StreamHandle};
-use lowtide::device::record::{After, Log, Operation, Recorder, Resized, Why};
+use lowtide::device::record::{After, Entry, Log, Operation, Recorder, Resized, Why};
 use lowtide::device::{ArenaConfig, DeviceArena, DeviceError, Region};
 
 use crate::program::{Program, growths};
@@ -267,6 +267,45 @@ fn a_refusal_says_why() {
         .collect();
     assert_eq!(why, [Why::Limit, Why::Limit, Why::TooLarge]);
     replays_alike(&kept.text(), host);
+}
+
+/// Where the driver fails, the recording says so, and the block keeps its number.
+#[test]
+fn what_the_driver_failed_at_is_recorded_and_compared_with_a_replay_that_succeeds() {
+    let sim = simulation(Order::Synchronous);
+    let (arena, clock, kept) = open(sim.clone(), config());
+    let mut buffer = arena.alloc::<u8>(2 << 20, Region::Dynamic).expect("room");
+    let beside = arena.alloc::<u8>(2 << 20, Region::Dynamic).expect("room");
+    sim.fail_nth(Some(Call::Copy), 0, SimError::InvalidValue);
+    buffer.resize(3 << 20).expect_err("not copied");
+    buffer.resize(4 << 20).expect("copied");
+    sim.fail_nth(Some(Call::Create), 0, SimError::InvalidValue);
+    arena.alloc::<u8>(64 << 20, Region::Stable).expect_err("not created");
+    drop((buffer, beside));
+    sim.fail_nth(Some(Call::Unmap), 0, SimError::InvalidValue);
+    arena.purge().expect_err("not unmapped");
+    sim.fail_nth(Some(Call::Unmap), 0, SimError::InvalidValue);
+    arena.decay(clock.now() + Duration::from_secs(60)).expect_err("not unmapped");
+    sim.fail_nth(Some(Call::Unmap), 0, SimError::InvalidValue);
+    arena.close().expect_err("not unmapped");
+    drop(arena);
+    let log = kept.log();
+    let came = |entry: &Entry| {
+        entry.operation.to_string().split_once(" -> ").map(|(_, came)| came.to_owned())
+    };
+    let came: Vec<_> = log.entries().iter().filter_map(came).skip(2).collect();
+    assert!(came[1].ends_with("moved=yes"), "{came:?}");
+    let failed = "failed released=0";
+    assert_eq!((&*came[0], &*came[2]), ("why=driver", "why=driver"));
+    assert_eq!(came[3..], [failed, failed, "failed"]);
+    assert!(
+        log.entries()
+            .iter()
+            .all(|entry| !matches!(entry.operation, Operation::Alloc { id: 3.., .. }))
+    );
+    let replayed = log.replay(simulation(Order::Synchronous), log.header().config());
+    let replayed = replayed.expect("open");
+    assert_eq!((replayed.matches(), replayed.first_difference), (Some(false), Some(5)));
 }
 
 #[test]

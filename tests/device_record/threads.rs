@@ -5,10 +5,12 @@ use std::thread;
 
 use lowtide::ByteSize;
 use lowtide::clock::{Clock as _, ManualClock};
+use lowtide::device::driver::sim::{Call, Order};
+use lowtide::device::record::Operation;
 use lowtide::device::{ArenaConfig, Buffer, CompactOptions, DeviceArena, Region};
 
 use crate::program::Random;
-use crate::{MIB, config, host, open};
+use crate::{MIB, config, host, open, simulation};
 
 /// What one thread does.
 fn work(arena: &DeviceArena, seed: u64) {
@@ -61,6 +63,30 @@ fn a_recording_of_several_threads_is_sound_and_replayed_twice_alike() {
         assert_eq!(first, second);
         println!("{:?} of {:?}, {:?}", first.hash, closing.hash, first.first_difference);
     }
+}
+
+/// The order is that in which blocks arrived: another thread's block is placed and has its memory
+/// while the first one's is on its way.
+#[test]
+fn a_block_that_overtakes_another_is_recorded_before_it() {
+    let sim = simulation(Order::Synchronous);
+    let (arena, _, kept) = open(sim.clone(), config());
+    let first = arena.alloc::<u8>(100, Region::Stable).expect("a granule for small blocks");
+    let other = arena.clone();
+    sim.before(Call::Create, 0, move || {
+        drop(thread::spawn(move || other.alloc::<u8>(200, Region::Stable)).join());
+    });
+    let second = arena.alloc::<u8>(8 << 20, Region::Dynamic).expect("room");
+    drop((first, second, arena));
+    let log = kept.log();
+    let bytes = log.entries().iter().filter_map(|entry| match &entry.operation {
+        Operation::Alloc { asked, .. } => Some(asked.bytes.get()),
+        _ => None,
+    });
+    assert_eq!(bytes.collect::<Vec<_>>(), [100, 200, 8 << 20]);
+    assert!(log.closing().is_some_and(|closing| !closing.one_thread));
+    let replay = || log.replay(simulation(Order::Synchronous), log.header().config());
+    assert_eq!(replay().expect("open"), replay().expect("open"));
 }
 
 #[test]

@@ -6,7 +6,7 @@
 //!
 //! Invariant: after a line was accepted, everything that it names is known.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use super::error::LogFault;
@@ -25,7 +25,7 @@ pub(super) struct Check {
     /// Each block that was handed out.
     blocks: BTreeMap<u64, Block>,
     last_block: u64,
-    lanes: BTreeMap<u64, ()>,
+    lanes: BTreeSet<u64>,
     last_lane: u64,
 }
 
@@ -43,7 +43,7 @@ impl Check {
             last: Duration::ZERO,
             blocks: BTreeMap::new(),
             last_block: 0,
-            lanes: BTreeMap::new(),
+            lanes: BTreeSet::new(),
             last_lane: 0,
         }
     }
@@ -96,7 +96,7 @@ impl Check {
             Operation::Lane { lane, .. } => {
                 at_least("lane=", *lane, self.last_lane.saturating_add(1))?;
                 self.last_lane = *lane;
-                self.lanes.insert(*lane, ());
+                self.lanes.insert(*lane);
                 Ok(())
             }
             Operation::LaneEnd { lane } => {
@@ -166,7 +166,7 @@ impl Check {
     }
 
     fn lane(&self, lane: u64) -> Checked {
-        if self.lanes.contains_key(&lane) { Ok(()) } else { Err(LogFault::UnknownLane { lane }) }
+        if self.lanes.contains(&lane) { Ok(()) } else { Err(LogFault::UnknownLane { lane }) }
     }
 }
 

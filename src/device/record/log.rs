@@ -3,8 +3,8 @@
 //! It reads a line at a time, each within a bound, and stops at the first that is wrong: what comes
 //! after that cannot be trusted. It opens no arena; `replay` does.
 //!
-//! Invariants: `log.to_string()` is what was read, byte for byte; memory goes with the length of
-//! what was read and with nothing that stands in it.
+//! Invariants: `log.to_string()` is what a recorder wrote, byte for byte; memory goes with the
+//! length of what was read and with nothing that stands in it.
 
 use std::fmt;
 use std::io::{BufRead, BufReader, Read};
