@@ -4,11 +4,13 @@
 #![expect(unsafe_code, reason = "fork and waitpid are C calls")]
 #![cfg(target_os = "linux")]
 
+use std::io::Seek as _;
 use std::sync::Arc;
 
 use lowtide::ByteSize;
 use lowtide::clock::ManualClock;
 use lowtide::device::driver::host::HostDriver;
+use lowtide::device::record::{Log, OperationHash, RecordError, Recorder};
 use lowtide::device::{ArenaConfig, DeviceArena, DeviceError, Region, SleepOptions};
 
 fn resident_anonymous() -> ByteSize {
@@ -20,12 +22,11 @@ fn resident_anonymous() -> ByteSize {
 
 #[test]
 fn given_back_is_given_back_to_the_kernel_and_a_forked_child_is_refused() {
-    let arena = DeviceArena::open(
-        Arc::new(HostDriver::new()),
-        Arc::new(ManualClock::new()),
-        ArenaConfig::new("process"),
-    )
-    .expect("open");
+    let mut file = tempfile::tempfile().expect("a file");
+    let recorder = Recorder::new(file.try_clone().expect("a file"));
+    let config = ArenaConfig { recorder: Some(recorder.clone()), ..ArenaConfig::new("process") };
+    let (driver, clock) = (Arc::new(HostDriver::new()), Arc::new(ManualClock::new()));
+    let arena = DeviceArena::open(driver, clock, config).expect("open");
     let size = ByteSize::mib(64);
     let before = resident_anonymous();
     let lease = arena.enter().expect("awake");
@@ -44,7 +45,7 @@ fn given_back_is_given_back_to_the_kernel_and_a_forked_child_is_refused() {
     // no memory, drop without effect, and end.
     let child = unsafe { libc::fork() };
     if child == 0 {
-        let code = child_code(&arena, &buffer, &lease);
+        let code = child_code(&arena, &buffer, &lease, &recorder);
         // SAFETY: ends the child at once, without running the parent's exit handlers.
         unsafe { libc::_exit(code) };
     }
@@ -58,6 +59,10 @@ fn given_back_is_given_back_to_the_kernel_and_a_forked_child_is_refused() {
     assert_eq!(buffer.slice(&lease), Ok(&[3_u8; 100][..]));
     drop((buffer, lease));
     arena.validate();
+    drop(arena);
+    file.rewind().expect("a file");
+    let log = Log::read(file).expect("the child wrote nothing");
+    assert_eq!(log.closing().map(|closing| closing.hash), Some(recorder.hash()));
 }
 
 /// 0 where every act is refused, else the number of the first that was not.
@@ -65,6 +70,7 @@ fn child_code(
     arena: &DeviceArena,
     buffer: &lowtide::device::Buffer<u8>,
     lease: &lowtide::device::Lease,
+    recorder: &Recorder,
 ) -> i32 {
     let refused = [
         matches!(arena.alloc::<u8>(1, Region::Dynamic), Err(DeviceError::Forked)),
@@ -77,6 +83,9 @@ fn child_code(
         matches!(arena.sleep_if_idle(lowtide::clock::Moment::ORIGIN), Err(DeviceError::Forked)),
         !buffer.take_discarded(),
         arena.next_sleep() == lowtide::clock::Moment::NEVER,
+        recorder.finish() == Err(RecordError::Forked),
+        recorder.flush() == Err(RecordError::Forked),
+        recorder.hash() == OperationHash::EMPTY && recorder.operations() == 0,
         arena.limit().is_zero() && arena.next_decay() == lowtide::clock::Moment::NEVER,
     ];
     let first = refused.iter().position(|&refused| !refused);

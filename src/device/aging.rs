@@ -11,7 +11,7 @@
 
 use std::time::Duration;
 
-use crate::clock::{Clock, Moment};
+use crate::clock::Moment;
 use crate::decay::DecayTime;
 
 /// A decay time has from so many parts to twice as many: no age is more than two parts wrong,
@@ -103,11 +103,11 @@ impl Aging {
 
     /// The stamp of memory that goes idle now, where anybody will ever look at it; sees to it that
     /// a look is due. Costs a look at the clock.
-    pub(super) fn note_idle(&mut self, clock: &dyn Clock) -> Option<Stamp> {
+    pub(super) fn note_idle(&mut self, now: impl FnOnce() -> Moment) -> Option<Stamp> {
         if self.time == DecayTime::Never {
             return None;
         }
-        self.latest = self.latest.max(clock.now());
+        self.latest = self.latest.max(now());
         let stamp = self.stamp();
         self.due = self.due.min(self.over_at(0));
         Some(stamp)
@@ -204,7 +204,7 @@ const fn low_half(part: u64) -> u32 {
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
     use super::*;
-    use crate::clock::ManualClock;
+    use crate::clock::{Clock as _, ManualClock};
 
     /// Decay times of all sizes, and a moment well after the origin.
     fn each(check: impl Fn(Duration, &ManualClock)) {
@@ -219,7 +219,7 @@ mod tests {
     fn idle_memory_is_over_after_the_decay_time_and_no_more_than_two_parts_late() {
         each(|time, clock| {
             let mut aging = Aging::new(DecayTime::Within(time));
-            let stamp = aging.note_idle(clock).expect("it decays");
+            let stamp = aging.note_idle(|| clock.now()).expect("it decays");
             let (idle, due) = (clock.now(), aging.due());
             assert!(due >= idle + time, "{time:?}: due after {:?}", due - idle);
             let late = (time / 128).max(Duration::from_nanos(2));
@@ -234,7 +234,7 @@ mod tests {
         let clock = ManualClock::new();
         clock.advance(Duration::from_secs(3600));
         let mut aging = Aging::new(DecayTime::from_millis(5));
-        let stamp = aging.note_idle(&clock).expect("it decays");
+        let stamp = aging.note_idle(|| clock.now()).expect("it decays");
         assert!(!aging.ages(Moment::ORIGIN).is_over(stamp));
     }
 
@@ -242,7 +242,7 @@ mod tests {
     fn memory_that_nobody_looked_at_for_ages_is_over() {
         let clock = ManualClock::new();
         let mut aging = Aging::new(DecayTime::from_millis(1000));
-        let stamp = aging.note_idle(&clock).expect("it decays");
+        let stamp = aging.note_idle(|| clock.now()).expect("it decays");
         assert!(aging.ages(Moment::ORIGIN + Duration::from_secs(1_000_000)).is_over(stamp));
     }
 
@@ -251,11 +251,11 @@ mod tests {
         let clock = ManualClock::new();
         clock.advance(Duration::from_secs(5));
         let mut at_once = Aging::new(DecayTime::AtOnce);
-        let stamp = at_once.note_idle(&clock).expect("it decays");
+        let stamp = at_once.note_idle(|| clock.now()).expect("it decays");
         assert_eq!(at_once.due(), clock.now());
         assert!(at_once.ages(clock.now()).is_over(stamp));
         let mut never = Aging::new(DecayTime::Never);
-        assert_eq!((never.note_idle(&clock), never.due()), (None, Moment::NEVER));
+        assert_eq!((never.note_idle(|| clock.now()), never.due()), (None, Moment::NEVER));
         assert!(!never.ages(clock.now()).is_over(Stamp::default()));
     }
 
@@ -264,13 +264,13 @@ mod tests {
         let time = Duration::from_secs(16);
         let clock = ManualClock::new();
         let mut aging = Aging::new(DecayTime::Within(time));
-        let _ = aging.note_idle(&clock);
+        let _ = aging.note_idle(|| clock.now());
         let (mut looks, end) = (0, Moment::ORIGIN + 10 * time);
         let mut stamps = vec![(clock.now(), aging.stamp())];
         while clock.now() < end {
             clock.advance(Duration::from_millis(10));
             let now = clock.now();
-            stamps.push((now, aging.note_idle(&clock).expect("it decays")));
+            stamps.push((now, aging.note_idle(|| clock.now()).expect("it decays")));
             if aging.due() <= now {
                 looks += 1;
                 let ages = aging.ages(now);

@@ -23,6 +23,8 @@ use super::front::{self, Home, Homes, Owned};
 use super::index::ALIGN;
 use super::lane::Known;
 use super::lease::Lease;
+use super::record::hooks::Origin;
+use super::record::{Header, Operation};
 use super::region::{Region, RegionBooks, Wanted};
 use super::reserve::reserve_region;
 use super::shared::{Fronts, Shared};
@@ -61,7 +63,7 @@ impl DeviceArena {
     /// # Errors
     /// [`DeviceError::Unsupported`] for a driver without virtual memory, or one whose work goes on
     /// after its calls return while the host has access; [`DeviceError::Driver`] where not even a
-    /// granule can be reserved.
+    /// granule can be reserved; [`DeviceError::RecorderTaken`].
     pub fn open(
         driver: Arc<dyn Driver>,
         clock: Arc<dyn Clock>,
@@ -92,11 +94,23 @@ impl DeviceArena {
                 return Err(error.into());
             }
         };
-        let regions = [stable, dynamic].map(|segment| RegionBooks::new(segment, granularity));
+        let regions = [stable, dynamic];
+        if let Some(recorder) = &config.recorder {
+            let reserved = regions.each_ref().map(|segment| ByteSize::new(segment.reserved()));
+            let header = Header::of(&config, &*driver, &*clock, reserved);
+            if let Err(taken) = recorder.open(&header) {
+                for (segment, size) in regions.iter().zip(reserved) {
+                    // As above.
+                    let _ = driver.unreserve(segment.base(), size, Key::new());
+                }
+                return Err(taken);
+            }
+        }
+        let regions = regions.map(|segment| RegionBooks::new(segment, granularity));
         let largest = regions.each_ref().map(RegionBooks::largest_ever);
         let asynchronous = capabilities.asynchronous;
         let books = Books::new(regions, granularity, &config, asynchronous, clock.now());
-        let front = books.history.front_kept(config.front);
+        let front = books.front_kept(config.front);
         let shared = Arc::new(Shared {
             driver,
             clock,
@@ -109,6 +123,7 @@ impl DeviceArena {
             closed: AtomicBool::new(false),
             sleep: config.sleep,
             birth: Birth::now(),
+            recorder: config.recorder,
             name: config.name,
         });
         let homes = Arc::new(Homes::new(&shared));
@@ -154,12 +169,25 @@ impl DeviceArena {
         len: usize,
         region: Region,
     ) -> Result<Buffer<T>, DeviceError> {
-        let (bytes, align) = self.shared.layout::<T>(len, region)?;
+        let origin = Origin { lane: lane.number(), ..Origin::BUFFER };
+        let (bytes, align) = self.shared.layout_by::<T>(len, region, origin)?;
+        self.alloc_as(Wanted::new(bytes, align).map(|of| of.by(origin)), Some(lane), len, region)
+    }
+
+    /// A buffer of `len` elements on a block that is asked for as it is; for the stream of a lane,
+    /// where one is named.
+    pub(super) fn alloc_as<T: Pod>(
+        &self,
+        wanted: Option<Wanted>,
+        lane: Option<&Arc<Known>>,
+        len: usize,
+        region: Region,
+    ) -> Result<Buffer<T>, DeviceError> {
         let home = Arc::clone(self.homes.here());
-        let wanted = Wanted::new(bytes, align);
-        let placed = wanted.map(|wanted| self.shared.obtain_for(region, wanted, lane.key()));
+        let taker = lane.and_then(|lane| lane.key());
+        let placed = wanted.map(|wanted| self.shared.obtain_for(region, wanted, taker));
         let mut owned = Owned::new(home, region, placed.transpose()?);
-        owned.lanes.push(Arc::clone(lane));
+        owned.lanes.extend(lane.cloned());
         Ok(Buffer::new(owned, len))
     }
 
@@ -172,14 +200,14 @@ impl DeviceArena {
     /// # Errors
     /// As [`DeviceArena::alloc`].
     pub fn reserve<T: Pod>(&self, len: usize, region: Region) -> Result<Buffer<T>, DeviceError> {
-        let (bytes, _) = self.shared.layout::<T>(len, region)?;
+        let (bytes, _) = self.shared.layout_by::<T>(len, region, Origin::RESERVE)?;
         let home = self.homes.here();
         let granule = self.shared.capabilities.granularity;
         let whole = bytes.next_multiple_of(granule).unwrap_or(bytes);
         let Some(wanted) = Wanted::new(whole, granule) else {
             return Ok(Buffer::new(Owned::new(Arc::clone(home), region, None), len));
         };
-        let wanted = Wanted { requested: bytes.get(), ..wanted };
+        let wanted = Wanted { requested: bytes.get(), ..wanted.by(Origin::RESERVE) };
         let placed = self.shared.obtain(region, wanted)?;
         lock(&self.shared.books).totals.reserves += 1;
         Ok(Buffer::new(Owned::new(Arc::clone(home), region, Some(placed)), len))
@@ -235,7 +263,11 @@ impl DeviceArena {
     /// ```
     pub fn set_limit(&self, limit: ByteSize) {
         if self.shared.check_here().is_ok() {
-            lock(&self.shared.books).limit = limit;
+            let mut books = lock(&self.shared.books);
+            books.limit = limit;
+            books.tell(&*self.shared.clock, |_| Some(Operation::Limit { limit }));
+            drop(books);
+            self.shared.pass_on();
             tracing::info!(arena = self.name(), %limit, "the arena's limit was set");
         }
     }
@@ -253,7 +285,7 @@ impl DeviceArena {
     /// front is.
     pub fn set_front(&self, front: ByteSize) {
         if self.shared.check_here().is_ok() {
-            let front = lock(&self.shared.books).history.front_kept(front);
+            let front = lock(&self.shared.books).front_kept(front);
             self.shared.fronts.set_room(front);
             self.shared.empty_fronts();
         }
@@ -272,13 +304,18 @@ impl DeviceArena {
     pub fn close(&self) -> Result<(), DeviceError> {
         let shared = &self.shared;
         shared.check_here()?;
-        if !shared.close()? {
+        let was_open = shared.close();
+        if was_open == Ok(false) {
             return Ok(());
         }
-        tracing::info!(arena = self.name(), "the arena was closed");
-        shared.complete_all()?;
-        shared.wake_of_nothing();
-        self.purge().map(drop)
+        let closed = was_open.and_then(|_| {
+            tracing::info!(arena = self.name(), "the arena was closed");
+            shared.complete_all()?;
+            shared.wake_of_nothing();
+            self.empty()
+        });
+        shared.tell_closed(&closed);
+        closed
     }
 
     /// Whether it was closed, by this handle or another. While a close looks for live blocks, it
@@ -295,9 +332,8 @@ impl DeviceArena {
     /// [`DeviceError::Forked`].
     pub fn reset(&self) -> Result<ByteSize, DeviceError> {
         self.shared.check_here()?;
-        let blocks: Vec<_> = std::mem::take(&mut self.shared.books().raw).into_values().collect();
-        let bytes = blocks.iter().map(|(_, placed)| ByteSize::new(placed.span.size)).sum();
-        self.shared.release_all(blocks);
+        let bytes = self.shared.books().reset(&*self.shared.clock);
+        self.shared.pass_on();
         Ok(bytes)
     }
 
@@ -384,12 +420,23 @@ impl fmt::Debug for DeviceArena {
 }
 
 impl Shared {
-    /// Bytes and alignment of `len` elements.
+    /// Bytes and alignment of `len` elements of a buffer.
     #[inline]
     pub(super) fn layout<T: Pod>(
         &self,
         len: usize,
         region: Region,
+    ) -> Result<(ByteSize, ByteSize), DeviceError> {
+        self.layout_by::<T>(len, region, Origin::BUFFER)
+    }
+
+    /// The same, asked for by another.
+    #[inline]
+    pub(super) fn layout_by<T: Pod>(
+        &self,
+        len: usize,
+        region: Region,
+        origin: Origin,
     ) -> Result<(ByteSize, ByteSize), DeviceError> {
         self.check_open()?;
         let (element, align) = (ByteSize::of(size_of::<T>()), ByteSize::of(align_of::<T>()));
@@ -400,12 +447,26 @@ impl Shared {
         let largest = self.largest[region.number()];
         match element.checked_mul(ByteSize::of(len).get()) {
             Some(bytes) if bytes <= largest => Ok((bytes, align)),
-            _ => Err(self.too_large(len, element, largest)),
+            bytes => {
+                let bytes = bytes.unwrap_or(ByteSize::MAX).get();
+                self.refuse_too_large(region, bytes, align, origin);
+                Err(DeviceError::TooLarge { len, element, largest })
+            }
         }
     }
 
-    fn too_large(&self, len: usize, element: ByteSize, largest: ByteSize) -> DeviceError {
-        self.books().totals.failures.addresses += 1;
-        DeviceError::TooLarge { len, element, largest }
+    /// Counts a block that could never be had.
+    pub(super) fn refuse_too_large(
+        &self,
+        region: Region,
+        bytes: u64,
+        align: ByteSize,
+        origin: Origin,
+    ) {
+        let mut books = self.books();
+        books.totals.failures.addresses += 1;
+        books.tell_too_large(&*self.clock, region, bytes, align, origin);
+        drop(books);
+        self.pass_on();
     }
 }

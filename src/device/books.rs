@@ -21,6 +21,9 @@ use super::index::Span;
 use super::pending::{Claim, Uses};
 use super::picture::Act;
 use super::ranges::APART_FROM;
+use super::record::Recorder;
+use super::record::hooks;
+use super::record::operation::After;
 use super::region::{Placed, Region, RegionBooks, Wanted};
 use super::segment::{Cursor, Run};
 use super::sleep::phase::Sleep;
@@ -112,6 +115,7 @@ pub(super) struct Books {
     pub(super) compacting: bool,
     /// The last events, where they are kept.
     pub(super) history: History,
+    pub(super) recorder: Option<Recorder>,
 }
 
 impl Books {
@@ -140,6 +144,7 @@ impl Books {
             entering: 0,
             compacting: false,
             history: History::new(config.history),
+            recorder: config.recorder.clone(),
         }
     }
 
@@ -314,7 +319,7 @@ impl Books {
 
     /// Frees a live block.
     pub(super) fn release(&mut self, region: Region, placed: Placed, clock: &dyn Clock) {
-        self.release_after(region, placed, &[], clock);
+        self.release_after(region, placed, (&[], After::All), clock);
     }
 
     /// Frees a live block that these streams used.
@@ -322,7 +327,7 @@ impl Books {
         &mut self,
         region: Region,
         placed: Placed,
-        streams: &[StreamKey],
+        (streams, after): (&[StreamKey], After),
         clock: &dyn Clock,
     ) {
         if self.defer_release(region, placed) {
@@ -338,21 +343,7 @@ impl Books {
             if went_idle {
                 self.note_idle(region, placed.span, clock);
             }
-        }
-    }
-
-    /// Records what became of a block.
-    pub(super) fn record(&mut self, clock: &dyn Clock, act: Act, placed: Placed) {
-        self.history.record(clock, act, placed.at.get(), ByteSize::new(placed.requested));
-    }
-
-    /// Records that there was no memory for a block.
-    pub(super) fn record_refusal(&mut self, error: &DeviceError, clock: &dyn Clock) {
-        if let DeviceError::OutOfMemory { requested, .. } = *error {
-            let limited = self.limit != ByteSize::MAX;
-            let headroom = self.limit.get().saturating_sub(self.backed()) * u64::from(limited);
-            let act = Act::OutOfMemory { headroom: ByteSize::new(headroom) };
-            self.history.record(clock, act, 0, requested);
+            self.tell_free(clock, region, placed.id, after);
         }
     }
 
@@ -428,7 +419,9 @@ impl Books {
 
     /// Notes that granules of a span went idle.
     pub(super) fn note_idle(&mut self, region: Region, span: Span, clock: &dyn Clock) {
-        if let Some(stamp) = self.aging.note_idle(clock) {
+        let recorder = self.recorder.as_ref();
+        let now = || hooks::seen(recorder, clock);
+        if let Some(stamp) = self.aging.note_idle(now) {
             self.region_mut(region).segment.stamp(span, stamp);
         }
     }

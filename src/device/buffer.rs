@@ -151,7 +151,13 @@ impl<T: Pod> Buffer<T> {
         let (bytes, align) = shared.layout::<T>(len, region)?;
         let block = match (Wanted::new(bytes, align), self.owned.block) {
             (None, _) => None,
-            (Some(wanted), None) => Some(shared.obtain(region, wanted)?),
+            (Some(wanted), None) => {
+                let placed = shared.obtain(region, wanted)?;
+                for lane in &self.owned.lanes {
+                    shared.tell_use(region, placed.id, lane);
+                }
+                Some(placed)
+            }
             (Some(wanted), Some(old)) => match shared.resize_in_place(region, old, bytes.get())? {
                 Some(resized) => Some(resized),
                 None => {
@@ -207,9 +213,9 @@ impl<T: Pod> Buffer<T> {
             });
         }
         // Of a buffer of no lane all work is waited for already.
-        let lanes = &mut self.owned.lanes;
-        if !lanes.is_empty() && lanes.iter().all(|lane| lane.key() != known.key()) {
-            lanes.push(Arc::clone(known));
+        let lanes = &self.owned.lanes;
+        if !lanes.is_empty() && !lanes.iter().any(|lane| lane.is_beside(known)) {
+            self.add_lane(lane);
         }
         Ok(())
     }
@@ -242,6 +248,14 @@ impl<T: Pod> Buffer<T> {
             return false;
         }
         shared.books().region_mut(self.region()).pins.take_discarded(block.id)
+    }
+
+    /// Notes one more lane, whoever has used the buffer before.
+    pub(super) fn add_lane(&mut self, lane: &Lane) {
+        self.owned.lanes.push(Arc::clone(lane.known()));
+        if let Some(block) = self.owned.block {
+            self.shared().tell_use(self.region(), block.id, lane.known());
+        }
     }
 
     #[cfg(all(test, not(lowtide_loom)))]

@@ -14,6 +14,7 @@ use super::driver::sealed::Key;
 use super::error::DeviceError;
 use super::index::Span;
 use super::picture::Act;
+use super::record::hooks::{Origin, Refused};
 use super::region::{Placed, Region, Wanted};
 use super::segment::Run;
 use super::shared::Shared;
@@ -63,6 +64,16 @@ impl Shared {
         wanted: Wanted,
         taker: Option<StreamKey>,
     ) -> Result<Placed, DeviceError> {
+        self.seek(region, wanted, taker)
+            .map_err(|refusal| self.note_refusal(refusal, Refused::Block(region, wanted)))
+    }
+
+    fn seek(
+        &self,
+        region: Region,
+        wanted: Wanted,
+        taker: Option<StreamKey>,
+    ) -> Result<Placed, Refusal> {
         self.insist(|| match self.try_obtain(region, wanted, false, taker) {
             // There may be a hole for it among the large blocks.
             Err(refusal) if wanted.is_small() && refusal.is_short() => {
@@ -72,9 +83,8 @@ impl Shared {
         })
     }
 
-    /// Tries; where there is no room, once more with the fronts empty and kept so. A refusal is
-    /// counted.
-    fn insist<T>(&self, attempt: impl Fn() -> Result<T, Refusal>) -> Result<T, DeviceError> {
+    /// Tries; where there is no room, once more with the fronts empty and kept so.
+    fn insist<T>(&self, attempt: impl Fn() -> Result<T, Refusal>) -> Result<T, Refusal> {
         let swept = self.fronts.swept();
         let mut outcome = attempt();
         if outcome.as_ref().is_err_and(Refusal::is_short) {
@@ -89,7 +99,8 @@ impl Shared {
         if is_short && self.books().pending() > 0 && self.complete_all().is_ok() {
             outcome = attempt();
         }
-        outcome.map_err(|refusal| self.note_refusal(refusal))
+        self.pass_on();
+        outcome
     }
 
     fn try_obtain(
@@ -116,6 +127,7 @@ impl Shared {
             Ok(()) => {
                 books.arrive(region, placed);
                 books.record(&*self.clock, Act::Alloc, placed);
+                books.tell_alloc(&*self.clock, region, wanted, placed);
                 self.fronts.note_live(books.live(), books.limit.get());
             }
             Err(_) => books.withdraw(region, placed, claim, &*self.clock),
@@ -134,7 +146,9 @@ impl Shared {
         placed: Placed,
         requested: u64,
     ) -> Result<Option<Placed>, DeviceError> {
+        let what = Refused::Resize(region, placed.id, requested);
         self.insist(|| self.try_resize_in_place(region, placed, requested))
+            .map_err(|refusal| self.note_refusal(refusal, what))
     }
 
     fn try_resize_in_place(
@@ -156,6 +170,7 @@ impl Shared {
         if outcome.is_ok() {
             books.record(&*self.clock, Act::Free, Placed { at: resized.at, ..placed });
             books.record(&*self.clock, Act::Alloc, resized);
+            books.tell_resize(&*self.clock, region, resized);
         }
         outcome.map(|()| Some(resized)).map_err(|refusal| refusal.told(&books))
     }
@@ -179,13 +194,24 @@ impl Shared {
         old: Placed,
         wanted: Wanted,
     ) -> Result<Placed, DeviceError> {
-        let new = self.obtain(region, wanted)?;
+        let what = Refused::Resize(region, old.id, wanted.requested);
+        let new = self
+            .seek(region, wanted.by(Origin::RESIZE), None)
+            .map_err(|refusal| self.note_refusal(refusal, what))?;
         let size = ByteSize::new(old.requested.min(wanted.requested));
         // What streams do to the old block comes before the copy.
         let complete = self.complete_all();
         let copy = || self.driver.copy(old.at, new.at, size, Key::new());
         let copied = complete.and_then(|()| copy());
-        self.release(region, if copied.is_ok() { old } else { new });
+        let mut books = self.books();
+        if copied.is_ok() {
+            books.replace(region, old, new, &*self.clock);
+        } else {
+            books.release(region, new, &*self.clock);
+            books.tell_refusal(&*self.clock, what, Cause::Driver);
+        }
+        drop(books);
+        self.pass_on();
         copied.map(|()| new).map_err(Into::into)
     }
 
@@ -316,10 +342,11 @@ impl Shared {
     }
 
     /// Counts a refusal.
-    fn note_refusal(&self, refusal: Refusal) -> DeviceError {
+    fn note_refusal(&self, refusal: Refusal, what: Refused) -> DeviceError {
         tracing::debug!(arena = self.name, error = %refusal.error, "an allocation was refused");
         let mut books = lock(&self.books);
         books.record_refusal(&refusal.error, &*self.clock);
+        books.tell_refusal(&*self.clock, what, refusal.cause);
         let failures = &mut books.totals.failures;
         *match refusal.cause {
             Cause::Limit => &mut failures.limit,

@@ -6,6 +6,7 @@
 
 use std::time::Duration;
 
+use super::record::Recorder;
 use super::sleep::SleepConfig;
 use crate::bytes::ByteSize;
 use crate::decay::DecayTime;
@@ -67,12 +68,15 @@ pub struct ArenaConfig {
     pub history: usize,
     /// When the arena falls asleep by itself, and how it wakes.
     pub sleep: SleepConfig,
+    /// Writes down what the arena does; none by default. One arena for each recorder. Where there
+    /// is one, no front is.
+    pub recorder: Option<Recorder>,
 }
 
 impl ArenaConfig {
     /// No limit, 512 GiB of addresses a region, idle memory given back within 10 s, no more
-    /// committed than is asked for, 16 MiB kept for each thread, no events, never
-    /// asleep by itself.
+    /// committed than is asked for, 16 MiB kept for each thread, no events, no recorder, never asleep
+    /// by itself.
     #[must_use]
     pub fn new(name: impl Into<String>) -> Self {
         Self {
@@ -84,6 +88,7 @@ impl ArenaConfig {
             front: FRONT,
             history: 0,
             sleep: SleepConfig::default(),
+            recorder: None,
         }
     }
 }

@@ -217,6 +217,12 @@ pub enum DeviceError {
         /// The size of the block.
         size: ByteSize,
     },
+    /// The recorder was given to another arena before.
+    #[error("the recorder writes for arena {by:?}: one arena for each recorder")]
+    RecorderTaken {
+        /// That arena.
+        by: String,
+    },
     /// A callback panicked.
     #[error("a callback panicked: {message}")]
     Callback {

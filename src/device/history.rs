@@ -5,7 +5,10 @@
 //!
 //! Invariant: `events <= capacity <= HISTORY_MAX`, oldest first.
 
+use super::books::Books;
+use super::error::DeviceError;
 use super::picture::{Act, Event};
+use super::region::Placed;
 use crate::bytes::ByteSize;
 use crate::clock::Clock;
 
@@ -57,6 +60,23 @@ impl History {
     pub(super) fn events(&self) -> Vec<Event> {
         let (newer, older) = self.ring.split_at(self.next);
         [older, newer].concat()
+    }
+}
+
+impl Books {
+    /// Records what became of a block.
+    pub(super) fn record(&mut self, clock: &dyn Clock, act: Act, placed: Placed) {
+        self.history.record(clock, act, placed.at.get(), ByteSize::new(placed.requested));
+    }
+
+    /// Records that there was no memory for a block.
+    pub(super) fn record_refusal(&mut self, error: &DeviceError, clock: &dyn Clock) {
+        if let DeviceError::OutOfMemory { requested, .. } = *error {
+            let limited = self.limit != ByteSize::MAX;
+            let headroom = self.limit.get().saturating_sub(self.backed()) * u64::from(limited);
+            let act = Act::OutOfMemory { headroom: ByteSize::new(headroom) };
+            self.history.record(clock, act, 0, requested);
+        }
     }
 }
 

@@ -15,8 +15,10 @@ use bytemuck::Pod;
 use super::arena::DeviceArena;
 use super::buffer::Buffer;
 use super::driver::StreamHandle;
+use super::driver::sealed::Key;
 use super::error::DeviceError;
 use super::lease::Lease;
+use super::record::Operation;
 use super::region::Region;
 use super::shared::Shared;
 use super::streams::StreamKey;
@@ -37,11 +39,56 @@ pub(super) struct Known {
     stream: StreamHandle,
     /// None where nothing is to be ordered.
     key: Option<StreamKey>,
+    /// Its number in the arena's recording; 0 where there is none.
+    number: u64,
+    /// Keeps the stream there, where that is the arena's part.
+    _own: Option<Arc<OwnStream>>,
+}
+
+/// A stream of an arena's driver that exists for as long as this.
+#[derive(Debug)]
+pub(super) struct OwnStream {
+    shared: Arc<Shared>,
+    handle: StreamHandle,
+}
+
+impl OwnStream {
+    /// A new stream; a number and no more, on a driver that has none.
+    ///
+    /// # Errors
+    /// As the driver.
+    pub(super) fn new(arena: &DeviceArena, number: u64) -> Result<Arc<Self>, DeviceError> {
+        let shared = Arc::clone(arena.shared());
+        let handle = if shared.capabilities.asynchronous {
+            shared.driver.stream_create()?
+        } else {
+            StreamHandle::new(number)
+        };
+        Ok(Arc::new(Self { shared, handle }))
+    }
+}
+
+impl Drop for OwnStream {
+    /// In a forked child does nothing.
+    fn drop(&mut self) {
+        if self.shared.capabilities.asynchronous && self.shared.check_here().is_ok() {
+            let _ = self.shared.driver.stream_destroy(self.handle, Key::new());
+        }
+    }
 }
 
 impl Known {
     pub(super) const fn key(&self) -> Option<StreamKey> {
         self.key
+    }
+
+    pub(super) const fn number(&self) -> u64 {
+        self.number
+    }
+
+    /// Whether both are of one stream.
+    pub(super) fn is_beside(&self, other: &Self) -> bool {
+        self.stream == other.stream
     }
 }
 
@@ -57,10 +104,37 @@ impl DeviceArena {
     /// # Errors
     /// [`DeviceError::Closed`], [`DeviceError::Forked`].
     pub unsafe fn lane(&self, stream: StreamHandle) -> Result<Lane, DeviceError> {
+        self.lane_with(stream, None)
+    }
+
+    /// The lane of a stream that it keeps.
+    ///
+    /// # Errors
+    /// As [`DeviceArena::lane`].
+    pub(super) fn lane_of(&self, own: &Arc<OwnStream>) -> Result<Lane, DeviceError> {
+        debug_assert!(Arc::ptr_eq(self.shared(), &own.shared), "a stream of another arena");
+        self.lane_with(own.handle, Some(Arc::clone(own)))
+    }
+
+    fn lane_with(
+        &self,
+        stream: StreamHandle,
+        own: Option<Arc<OwnStream>>,
+    ) -> Result<Lane, DeviceError> {
         let shared = self.shared();
         shared.check_open()?;
-        let key = shared.capabilities.asynchronous.then(|| shared.books().streams.enter(stream));
-        let known = Known { shared: Arc::clone(shared), stream, key };
+        let (mut key, mut number) = (None, 0);
+        if shared.capabilities.asynchronous || shared.recorder.is_some() {
+            let mut books = shared.books();
+            key = shared.capabilities.asynchronous.then(|| books.streams.enter(stream));
+            books.tell(&*shared.clock, |numbers| {
+                let (lane, stream) = numbers.lane(stream);
+                number = lane;
+                Some(Operation::Lane { lane, stream })
+            });
+        }
+        shared.pass_on();
+        let known = Known { shared: Arc::clone(shared), stream, key, number, _own: own };
         Ok(Lane { arena: self.clone(), known: Arc::new(known) })
     }
 }
@@ -87,9 +161,9 @@ impl Lane {
     /// # Errors
     /// As [`DeviceArena::alloc`].
     pub fn alloc<T: Pod>(&self, len: usize, region: Region) -> Result<Buffer<T>, DeviceError> {
-        match self.known.key {
-            Some(_) => self.arena.alloc_on(&self.known, len, region),
-            None => self.arena.alloc(len, region),
+        match (self.known.key, self.known.number) {
+            (None, 0) => self.arena.alloc(len, region),
+            _ => self.arena.alloc_on(&self.known, len, region),
         }
     }
 
@@ -110,12 +184,35 @@ impl Lane {
     /// [`DeviceError::Driver`], [`DeviceError::Forked`].
     pub fn end_run(&self) -> Result<(), DeviceError> {
         self.known.shared.check_here()?;
-        let Some(key) = self.known.key else { return Ok(()) };
-        Ok(self.known.shared.mark_end(key)?)
+        let (shared, lane) = (&self.known.shared, self.known.number);
+        let ended = self.known.key.map_or(Ok(()), |key| shared.mark_end(key));
+        if lane > 0 {
+            shared.tell(|_| Some(Operation::EndRun { lane, done: ended.is_ok() }));
+        }
+        Ok(ended?)
     }
 
     pub(super) const fn known(&self) -> &Arc<Known> {
         &self.known
+    }
+}
+
+impl Known {
+    /// Books that the lane is gone, and with the last of its stream that stream.
+    fn leave(&self, key: StreamKey) {
+        let mut books = self.shared.books();
+        if !books.streams.leave(key) {
+            return;
+        }
+        if books.sleep.forget_used(key) {
+            // Its work under leases is waited for by an event, or with all other work.
+            books.streams.use_now(key);
+        }
+        drop(books);
+        let _ = self.shared.mark_end(key);
+        let mut books = self.shared.books();
+        books.streams.retire(key);
+        books.forget_stream(key);
     }
 }
 
@@ -124,22 +221,17 @@ impl Drop for Known {
     /// driver that waits for nothing. Where that fails, all work of the device is waited for by who
     /// needs that memory. In a forked child does nothing.
     fn drop(&mut self) {
-        let Some(key) = self.key else { return };
         if self.shared.check_here().is_err() {
             return;
         }
-        let mut books = self.shared.books();
-        let last = books.streams.leave(key);
-        if last {
-            if books.sleep.forget_used(key) {
-                // Its work under leases is waited for by an event, or with all other work.
-                books.streams.use_now(key);
-            }
-            drop(books);
-            let _ = self.shared.mark_end(key);
-            let mut books = self.shared.books();
-            books.streams.retire(key);
-            books.forget_stream(key);
+        if let Some(key) = self.key {
+            self.leave(key);
+        }
+        if self.number > 0 {
+            self.shared.tell(|numbers| {
+                numbers.lane_end(self.stream);
+                Some(Operation::LaneEnd { lane: self.number })
+            });
         }
     }
 }

@@ -94,6 +94,7 @@ mod proof;
 mod ranges;
 mod raw;
 mod reclaim;
+pub mod record;
 mod region;
 mod reserve;
 mod segment;

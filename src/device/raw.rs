@@ -14,9 +14,12 @@ use super::books::Books;
 use super::driver::DeviceAddress;
 use super::error::DeviceError;
 use super::front::Kept;
+use super::record::Operation;
+use super::record::hooks::Origin;
 use super::region::{Region, Wanted};
 use super::shared::Shared;
 use crate::bytes::ByteSize;
+use crate::clock::Clock;
 
 /// A block that was had by address, from [`DeviceArena::alloc_raw`].
 ///
@@ -94,11 +97,11 @@ impl DeviceArena {
         let wanted = Wanted::new(size, align).ok_or(DeviceError::ZeroSize)?;
         let largest = shared.largest[region.number()];
         if size > largest {
-            shared.books().totals.failures.addresses += 1;
+            shared.refuse_too_large(region, size.get(), align, Origin::RAW);
             let len = size.as_usize().unwrap_or(usize::MAX);
             return Err(DeviceError::TooLarge { len, element: ByteSize::new(1), largest });
         }
-        let placed = shared.obtain(region, wanted)?;
+        let placed = shared.obtain(region, wanted.by(Origin::RAW))?;
         // It may have been moved since it was had; from here on it stays.
         let mut books = shared.wait_until_still(shared.books(), region, placed.id);
         let kept = (region, books.region(region).refreshed(placed));
@@ -122,6 +125,8 @@ impl DeviceArena {
             return Err(shared.unknown(&books, at));
         };
         books.release(kept.0, kept.1, &*shared.clock);
+        drop(books);
+        shared.pass_on();
         Ok(RawBlock::of(&kept))
     }
 
@@ -134,6 +139,23 @@ impl DeviceArena {
         let books = self.shared().books();
         let found = books.raw.get(&at).map(RawBlock::of);
         found.ok_or_else(|| self.shared().unknown(&books, at))
+    }
+}
+
+impl Books {
+    /// Frees every block that was had by address; returns their bytes.
+    pub(super) fn reset(&mut self, clock: &dyn Clock) -> ByteSize {
+        self.tell(clock, |numbers| {
+            numbers.forget_raw();
+            None
+        });
+        let kept: Vec<_> = std::mem::take(&mut self.raw).into_values().collect();
+        for &(region, placed) in &kept {
+            self.release(region, placed, clock);
+        }
+        let bytes = kept.iter().map(|(_, placed)| ByteSize::new(placed.span.size)).sum();
+        self.tell(clock, |_| Some(Operation::Reset { blocks: kept.len() as u64, bytes }));
+        bytes
     }
 }
 

@@ -20,6 +20,7 @@ use super::driver::DriverError;
 use super::driver::sealed::Key;
 use super::error::DeviceError;
 use super::picture::Act;
+use super::record::{GivenUp, Operation, hooks};
 use super::shared::Shared;
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
@@ -76,7 +77,13 @@ impl DeviceArena {
         books.set_looked(now, given.error.is_some());
         let next = shared.next_look(&books, now);
         let released = ByteSize::new(books.bytes_of(given.granules));
+        if let Some(recorder) = &shared.recorder {
+            let outcome = GivenUp { released, done: given.error.is_none() };
+            let now = recorder.since(now);
+            books.tell(&*shared.clock, |_| Some(Operation::Decay { now, outcome }));
+        }
         drop(books);
+        shared.pass_on();
         shared.debug_validate();
         match given.error {
             Some(error) => Err(error.into()),
@@ -104,12 +111,16 @@ impl DeviceArena {
     pub fn set_decay(&self, time: DecayTime) {
         let shared = self.shared();
         if shared.check_here().is_ok() {
-            let now = shared.clock.now();
+            let now = hooks::seen(shared.recorder.as_ref(), &*shared.clock);
             shared.fronts.set_decay(time);
             if time == DecayTime::AtOnce {
                 shared.empty_fronts();
             }
-            shared.books().set_decay(time, now);
+            let mut books = shared.books();
+            books.set_decay(time, now);
+            books.tell(&*shared.clock, |_| Some(Operation::DecayTime { time }));
+            drop(books);
+            shared.pass_on();
         }
     }
 
@@ -129,7 +140,8 @@ impl DeviceArena {
     /// # Errors
     /// As [`DeviceArena::purge`].
     pub fn shrink(&self) -> Result<ByteSize, DeviceError> {
-        self.down_to(ByteSize::ZERO, |books, bytes| {
+        let told = |outcome| Some(Operation::Shrink { outcome });
+        self.down_to(ByteSize::ZERO, told, |books, bytes| {
             books.totals.shrinks += 1;
             books.totals.shrunk_bytes += bytes;
             books.steps.shrunk();
@@ -143,15 +155,18 @@ impl DeviceArena {
     /// [`DeviceError::Driver`], after what was given back before is booked;
     /// [`DeviceError::Forked`].
     pub fn trim(&self, keep: ByteSize) -> Result<ByteSize, DeviceError> {
-        self.down_to(keep, |books, bytes| {
-            books.totals.trims += 1;
-            books.totals.trimmed_bytes += bytes;
-        })
+        self.down_to(keep, |outcome| Some(Operation::Trim { keep, outcome }), note_trim)
+    }
+
+    /// Gives all idle memory back, as a part of something else.
+    pub(super) fn empty(&self) -> Result<(), DeviceError> {
+        self.down_to(ByteSize::ZERO, |_| None, note_trim).map(drop)
     }
 
     fn down_to(
         &self,
         keep: ByteSize,
+        told: impl FnOnce(GivenUp) -> Option<Operation>,
         note: impl FnOnce(&mut Books, u64),
     ) -> Result<ByteSize, DeviceError> {
         let shared = self.shared();
@@ -176,7 +191,10 @@ impl DeviceArena {
         }
         let bytes = books.bytes_of(released);
         note(&mut books, bytes);
+        let outcome = GivenUp { released: ByteSize::new(bytes), done: error.is_none() };
+        books.tell(&*shared.clock, |_| told(outcome));
         drop(books);
+        shared.pass_on();
         shared.debug_validate();
         let released = ByteSize::new(bytes);
         if !released.is_zero() {
@@ -184,6 +202,11 @@ impl DeviceArena {
         }
         error.map_or(Ok(released), |error| Err(error.into()))
     }
+}
+
+fn note_trim(books: &mut Books, bytes: u64) {
+    books.totals.trims += 1;
+    books.totals.trimmed_bytes += bytes;
 }
 
 impl Shared {

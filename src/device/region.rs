@@ -12,6 +12,7 @@ use super::front::Tally;
 use super::index::{ALIGN, End, Request, Span, StaleBlock};
 use super::pending::{Claim, Pending, Uses};
 use super::ranges::{BlockName, Ranges};
+use super::record::hooks::Origin;
 use super::segment::Segment;
 use super::snapshot::RegionSnapshot;
 use super::streams::StreamKey;
@@ -96,12 +97,20 @@ pub(super) struct Wanted {
     pub(super) align: u64,
     /// What of it the caller asked for.
     pub(super) requested: u64,
+    /// Who asks.
+    pub(super) origin: Origin,
 }
 
 impl Wanted {
     /// Whether it belongs among the small blocks.
     pub(super) fn is_small(self) -> bool {
         end_of(self.size) == End::High
+    }
+
+    /// The same, asked for by another.
+    #[inline]
+    pub(super) const fn by(self, origin: Origin) -> Self {
+        Self { origin, ..self }
     }
 
     /// A block of so many bytes, rounded up to what every size is a multiple of; `None` for none.
@@ -111,7 +120,8 @@ impl Wanted {
             return None;
         }
         let size = bytes.next_multiple_of(ByteSize::new(ALIGN)).unwrap_or(bytes).get();
-        Some(Self { size, align: align.get(), requested: bytes.get() })
+        let (align, requested) = (align.get(), bytes.get());
+        Some(Self { size, align, requested, origin: Origin::BUFFER })
     }
 }
 

@@ -565,7 +565,7 @@ mod tests {
         }
         for part in parts {
             assert!(segment.untouch(part));
-            segment.stamp(part, aging.note_idle(&clock).expect("it decays"));
+            segment.stamp(part, aging.note_idle(|| clock.now()).expect("it decays"));
             clock.advance(Duration::from_millis(500));
         }
         let ages = aging.ages(clock.now());

@@ -16,6 +16,8 @@ use super::driver::{Capabilities, Driver};
 use super::error::DeviceError;
 use super::front::{Home, Kept, Tally};
 use super::lane::Known;
+use super::record::Recorder;
+use super::record::operation::After;
 use super::region::{Placed, Region};
 use super::sleep::SleepConfig;
 use super::snapshot::{ArenaGlance, ArenaSnapshot};
@@ -45,6 +47,8 @@ pub(super) struct Shared {
     /// When it falls asleep by itself, and how it wakes.
     pub(super) sleep: SleepConfig,
     pub(super) birth: Birth,
+    /// The one that the books tell, for whoever passes on what it was told.
+    pub(super) recorder: Option<Recorder>,
 }
 
 /// What an arena knows of its threads' fronts.
@@ -204,12 +208,15 @@ impl Shared {
     /// Frees a block in the books: bookkeeping only.
     pub(super) fn release(&self, region: Region, placed: Placed) {
         self.books().release(region, placed, &*self.clock);
+        self.pass_on();
     }
 
     /// Frees a block that these lanes used, in the books.
     pub(super) fn release_after(&self, region: Region, placed: Placed, lanes: &[Arc<Known>]) {
         let streams: Vec<_> = lanes.iter().filter_map(|lane| lane.key()).collect();
-        self.books().release_after(region, placed, &streams, &*self.clock);
+        let after = if lanes.is_empty() { After::All } else { After::Lanes };
+        self.books().release_after(region, placed, (&streams, after), &*self.clock);
+        self.pass_on();
     }
 
     /// Frees blocks in the books.
@@ -394,6 +401,7 @@ impl Drop for Shared {
             let _ = self.driver.event_destroy(event, Key::new());
         }
         if books.pending() > 0 {
+            self.end_recording(books);
             return; // the device may still work on it
         }
         for region in Region::ALL {
@@ -407,6 +415,7 @@ impl Drop for Shared {
                 let _ = self.driver.unreserve(segment.base(), size, Key::new());
             }
         }
+        self.end_recording(books);
     }
 }
 

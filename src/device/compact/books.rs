@@ -17,6 +17,7 @@ use crate::device::front::Kept;
 use crate::device::index::{Span, StaleBlock};
 use crate::device::picture::Act;
 use crate::device::ranges::BlockName;
+use crate::device::record::Operation;
 use crate::device::region::{Placed, Region, RegionBooks};
 
 impl RegionBooks {
@@ -160,6 +161,12 @@ impl Books {
         // What was asked for is not known here: the events show what was given.
         self.history.record(clock, Act::Free, from.get(), ByteSize::new(size));
         self.history.record(clock, Act::Alloc, to.get(), ByteSize::new(size));
+        let base = self.region(region).segment.base();
+        self.tell(clock, |numbers| {
+            let id = numbers.of(region, id)?;
+            let [from, to] = [from, to].map(|at| at.offset_from(base).unwrap_or_default());
+            Some(Operation::Move { id, region, from, to, size: ByteSize::new(size) })
+        });
         active.saturating_sub(self.active())
     }
 

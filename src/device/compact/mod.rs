@@ -27,6 +27,7 @@ use super::arena::DeviceArena;
 use super::driver::DeviceAddress;
 use super::error::DeviceError;
 use super::ranges::BlockName;
+use super::record::Operation;
 use super::region::Region;
 use super::shared::Shared;
 use crate::bytes::ByteSize;
@@ -166,6 +167,11 @@ impl BlockPin {
         if let Some(id) = id {
             let mut books = shared.wait_until_still(lock(&shared.books), region, id);
             books.region_mut(region).pins.pin(id);
+            books.tell(&*shared.clock, |numbers| {
+                Some(Operation::Pin { id: numbers.of(region, id)? })
+            });
+            drop(books);
+            shared.pass_on();
         }
         Self { shared: Arc::clone(shared), region, id }
     }
@@ -176,7 +182,13 @@ impl Drop for BlockPin {
     fn drop(&mut self) {
         let Some(id) = self.id else { return };
         if self.shared.check_here().is_ok() {
-            lock(&self.shared.books).region_mut(self.region).pins.unpin(id);
+            let mut books = lock(&self.shared.books);
+            books.region_mut(self.region).pins.unpin(id);
+            books.tell(&*self.shared.clock, |numbers| {
+                Some(Operation::Unpin { id: numbers.of(self.region, id)? })
+            });
+            drop(books);
+            self.shared.pass_on();
         }
     }
 }
@@ -251,9 +263,12 @@ impl DeviceArena {
         if let Err(error) = shared.check_here() {
             return Err(CompactError { error, done });
         }
-        done.largest_span =
-            ByteSize::new(lock(&shared.books).region(options.region).largest_span());
         done.stopped = *outcome.as_ref().unwrap_or(&Stopped::Failed);
+        let books = lock(&shared.books);
+        done.largest_span = ByteSize::new(books.region(options.region).largest_span());
+        books.tell(&*shared.clock, |_| Some(Operation::compact(options, &done)));
+        drop(books);
+        shared.pass_on();
         tracing::debug!(
             arena = self.name(),
             region = options.region.name(),

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use crate::bytes::ByteSize;
 use crate::clock::ManualClock;
 use crate::device::driver::trial::{Failure, TrialDriver};
+use crate::device::record::hooks::Origin;
 use crate::device::region::Wanted;
 use crate::device::{
     ArenaConfig, BlockPin, Buffer, CompactOptions, DeviceArena, DeviceError, Goal, Moved, Region,
@@ -426,7 +427,8 @@ fn aligned_blocks_stay_aligned() {
     let (arena, _) = fixed(ByteSize::mib(8));
     let shared = arena.shared();
     let request = |size, align| {
-        let wanted = Wanted { size, align, requested: size };
+        let origin = Origin::BUFFER;
+        let wanted = Wanted { size, align, requested: size, origin };
         shared.obtain(Region::Dynamic, wanted).expect("room")
     };
     // The gap begins 512 bytes after a multiple of 4 KiB.

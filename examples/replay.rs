@@ -1,0 +1,72 @@
+//! Replays a recording of a device arena on the host driver: what it came to, and whether the same
+//! came of it.
+//!
+//! `cargo run --release --example replay -- arena.log`; with `--rmm`, the CSV log of RMM's
+//! `logging_resource_adaptor`. Memory is committed as it was recorded, and never touched: on Linux
+//! it takes address space and next to no memory. `--limit` bounds it all the same.
+//!
+//! Exit code 0: the same came of it, or the recording does not say; 1: something else; 2: it could
+//! not be read or replayed.
+//!
+//! Invariant: what is printed is the replay's, but for the lines that name the recording.
+#![expect(clippy::print_stdout, reason = "the figures are the product")]
+
+use std::error::Error;
+use std::fs::File;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use clap::Parser;
+use lowtide::ByteSize;
+use lowtide::device::record::Log;
+use lowtide::device::{ArenaConfig, HostDriver};
+
+/// Replays a recording of a device arena on the host driver.
+#[derive(Parser)]
+struct Args {
+    /// The recording.
+    path: PathBuf,
+    /// It is a log of RMM.
+    #[arg(long)]
+    rmm: bool,
+    /// The most bytes that may be committed, in place of the recorded limit.
+    #[arg(long)]
+    limit: Option<u64>,
+}
+
+fn main() -> ExitCode {
+    match replay(&Args::parse()) {
+        Ok(code) => code,
+        Err(error) => {
+            println!("failed: {error}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+fn replay(args: &Args) -> Result<ExitCode, Box<dyn Error>> {
+    let file = File::open(&args.path)?;
+    let log = if args.rmm { Log::from_rmm(file)? } else { Log::read(file)? };
+    let config = log.header().config();
+    let limit = args.limit.map_or(config.limit, ByteSize::new);
+    let replayed = log.replay(Arc::new(HostDriver::new()), ArenaConfig { limit, ..config })?;
+    let at_end = &replayed.snapshot;
+    println!("recorded   {:?} on {}", log.header().name, log.header().rung);
+    println!("operations {}, left out {}", replayed.operations, replayed.skipped);
+    println!("live       {} at the end, {} at the peak", at_end.live, at_end.live_peak);
+    println!("committed  {} at the end, {} at the peak", at_end.committed, at_end.committed_peak);
+    println!("calls      {} commits, {} decommits", at_end.commits_total, at_end.decommits_total);
+    println!("failures   {:?}", at_end.alloc_failures_total);
+    println!("hash       {}", replayed.hash);
+    match log.closing() {
+        Some(closing) => println!("recorded   {}", closing.hash),
+        None => println!("recorded   no hash"),
+    }
+    match replayed.first_difference {
+        Some(line) => println!("something else came of line {line}"),
+        None => println!("the same came of every line that says what did"),
+    }
+    let is_other = replayed.first_difference.is_some() || replayed.matches() == Some(false);
+    Ok(ExitCode::from(u8::from(is_other)))
+}

@@ -1,0 +1,265 @@
+//! Where an arena tells its recorder what it booked: under the lock of its books, one branch where
+//! there is none.
+//!
+//! It changes nothing in the books.
+//!
+//! Invariant: each function here is called in the section under the lock in which the operation's
+//! outcome is booked, after everything that reads the clock for it.
+
+use super::numbers::Numbers;
+use super::operation::{
+    After, Asked, BlockKind, Closed, Header, Layout, Operation, Place, Resized, Why,
+};
+use super::recorder::Recorder;
+use crate::bytes::ByteSize;
+use crate::clock::{Clock, Moment};
+use crate::device::books::{Books, Cause};
+use crate::device::compact::{CompactOptions, Compacted};
+use crate::device::config::ArenaConfig;
+use crate::device::driver::Driver;
+use crate::device::error::DeviceError;
+use crate::device::lane::Known;
+use crate::device::ranges::BlockName;
+use crate::device::region::{Placed, Region, Wanted};
+use crate::device::shared::Shared;
+use crate::sync::MutexGuard;
+
+/// Who asks for a block, as a recording says it.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::device) struct Origin {
+    /// None for a resize, which is recorded as a whole.
+    pub(in crate::device) kind: Option<BlockKind>,
+    /// The number of its lane; 0 for none.
+    pub(in crate::device) lane: u64,
+}
+
+impl Origin {
+    pub(in crate::device) const BUFFER: Self = Self { kind: Some(BlockKind::Buffer), lane: 0 };
+    pub(in crate::device) const RAW: Self = Self { kind: Some(BlockKind::Raw), lane: 0 };
+    pub(in crate::device) const RESERVE: Self = Self { kind: Some(BlockKind::Reserve), lane: 0 };
+    pub(in crate::device) const RESIZE: Self = Self { kind: None, lane: 0 };
+
+    /// What was asked for; nothing for a part of a resize.
+    fn asked(self, region: Region, wanted: Wanted) -> Option<Asked> {
+        Some(Asked {
+            kind: self.kind?,
+            region,
+            bytes: ByteSize::new(wanted.requested),
+            align: ByteSize::new(wanted.align),
+            lane: (self.lane > 0).then_some(self.lane),
+        })
+    }
+}
+
+/// What was refused.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::device) enum Refused {
+    Block(Region, Wanted),
+    Resize(Region, BlockName, u64),
+}
+
+impl Refused {
+    fn operation(self, numbers: &Numbers, why: Why) -> Option<Operation> {
+        Some(match self {
+            Self::Block(region, wanted) => {
+                Operation::Refuse { asked: wanted.origin.asked(region, wanted)?, why: Some(why) }
+            }
+            Self::Resize(region, id, bytes) => Operation::Resize {
+                id: numbers.of(region, id)?,
+                bytes: ByteSize::new(bytes),
+                outcome: Resized::Refused(why),
+            },
+        })
+    }
+}
+
+const fn place(region: Region, placed: Placed) -> Place {
+    let (offset, size) = (ByteSize::new(placed.span.offset), ByteSize::new(placed.span.size));
+    Place { region, offset, size }
+}
+
+const fn why(cause: Cause) -> Option<Why> {
+    match cause {
+        Cause::Limit => Some(Why::Limit),
+        Cause::Device => Some(Why::Device),
+        Cause::Addresses => Some(Why::Addresses),
+        Cause::Driver => Some(Why::Driver),
+        Cause::Uncounted => None,
+    }
+}
+
+/// The time for memory that goes idle, as a replay is to see it.
+pub(in crate::device) fn seen(recorder: Option<&Recorder>, clock: &dyn Clock) -> Moment {
+    let now = clock.now();
+    recorder.map_or(now, |recorder| recorder.see(now))
+}
+
+impl Books {
+    /// Tells the recorder, where there is one.
+    #[inline]
+    pub(in crate::device) fn tell(
+        &self,
+        clock: &dyn Clock,
+        make: impl FnOnce(&mut Numbers) -> Option<Operation>,
+    ) {
+        if let Some(recorder) = &self.recorder {
+            recorder.book(clock, make);
+        }
+    }
+
+    /// What a thread's front may keep: nothing where it would hide what is to be seen.
+    pub(in crate::device) fn front_kept(&self, front: ByteSize) -> ByteSize {
+        if self.recorder.is_some() { ByteSize::ZERO } else { self.history.front_kept(front) }
+    }
+
+    /// A block was handed out.
+    pub(in crate::device) fn tell_alloc(
+        &self,
+        clock: &dyn Clock,
+        region: Region,
+        wanted: Wanted,
+        placed: Placed,
+    ) {
+        self.tell(clock, |numbers| {
+            let asked = wanted.origin.asked(region, wanted)?;
+            let id = numbers.give(region, placed.id, asked.kind == BlockKind::Raw);
+            Some(Operation::Alloc { id, asked, place: Some(place(region, placed)) })
+        });
+    }
+
+    /// Something was refused.
+    pub(in crate::device) fn tell_refusal(&self, clock: &dyn Clock, what: Refused, cause: Cause) {
+        self.tell(clock, |numbers| what.operation(numbers, why(cause)?));
+    }
+
+    /// A block was refused that could never be had.
+    pub(in crate::device) fn tell_too_large(
+        &self,
+        clock: &dyn Clock,
+        region: Region,
+        bytes: u64,
+        align: ByteSize,
+        origin: Origin,
+    ) {
+        let wanted = Wanted { size: bytes, align: align.get(), requested: bytes, origin };
+        self.tell(clock, |numbers| {
+            Refused::Block(region, wanted).operation(numbers, Why::TooLarge)
+        });
+    }
+
+    /// A block was freed.
+    pub(in crate::device) fn tell_free(
+        &self,
+        clock: &dyn Clock,
+        region: Region,
+        id: BlockName,
+        after: After,
+    ) {
+        self.tell(clock, |numbers| Some(Operation::Free { id: numbers.take(region, id)?, after }));
+    }
+
+    /// A block was resized where it stood.
+    pub(in crate::device) fn tell_resize(&self, clock: &dyn Clock, region: Region, placed: Placed) {
+        self.tell(clock, |numbers| {
+            let id = numbers.of(region, placed.id)?;
+            let outcome = Resized::InPlace(place(region, placed));
+            Some(Operation::Resize { id, bytes: ByteSize::new(placed.requested), outcome })
+        });
+    }
+
+    /// Frees a block whose contents are in another one now, which takes its number.
+    pub(in crate::device) fn replace(
+        &mut self,
+        region: Region,
+        old: Placed,
+        new: Placed,
+        clock: &dyn Clock,
+    ) {
+        let mut number = None;
+        self.tell(clock, |numbers| {
+            number = numbers.pass(region, old.id, new.id);
+            None
+        });
+        self.release(region, old, clock);
+        self.tell(clock, |_| {
+            let outcome = Resized::Moved(place(region, new));
+            Some(Operation::Resize { id: number?, bytes: ByteSize::new(new.requested), outcome })
+        });
+    }
+}
+
+impl Shared {
+    /// Passes on what is recorded, where enough of it waits. Called with no lock held.
+    #[inline]
+    pub(in crate::device) fn pass_on(&self) {
+        if let Some(recorder) = &self.recorder {
+            recorder.pass_on();
+        }
+    }
+
+    /// Tells the recorder, where there is one, about something that takes no part in the books.
+    pub(in crate::device) fn tell(&self, make: impl FnOnce(&mut Numbers) -> Option<Operation>) {
+        if self.recorder.is_some() {
+            self.books().tell(&*self.clock, make);
+            self.pass_on();
+        }
+    }
+
+    /// Tells the recorder that a lane uses a block.
+    pub(in crate::device) fn tell_use(&self, region: Region, id: BlockName, lane: &Known) {
+        let lane = lane.number();
+        if lane > 0 {
+            self.tell(|numbers| Some(Operation::Use { id: numbers.of(region, id)?, lane }));
+        }
+    }
+
+    /// Ends the recording of an arena that is gone.
+    pub(in crate::device) fn end_recording(&self, books: MutexGuard<'_, Books>) {
+        drop(books);
+        if let Some(recorder) = &self.recorder {
+            recorder.gone();
+        }
+    }
+
+    /// Tells the recorder how a close went.
+    pub(in crate::device) fn tell_closed(&self, outcome: &Result<(), DeviceError>) {
+        let outcome = match outcome {
+            Ok(()) => Closed::Done,
+            Err(DeviceError::LiveBlocks { .. }) => Closed::LiveBlocks,
+            Err(_) => Closed::Failed,
+        };
+        self.tell(|_| Some(Operation::Close { outcome }));
+    }
+}
+
+impl Header {
+    /// Of an arena that is being opened.
+    pub(in crate::device) fn of(
+        config: &ArenaConfig,
+        driver: &dyn Driver,
+        clock: &dyn Clock,
+        reserved: [ByteSize; 2],
+    ) -> Self {
+        let capabilities = driver.capabilities();
+        let granularity = capabilities.granularity;
+        Self {
+            name: config.name.clone(),
+            rung: driver.rung(),
+            asynchronous: capabilities.asynchronous,
+            started: clock.now().since_origin(),
+            limit: config.limit,
+            reserve: config.reserve,
+            decay: config.decay,
+            growth: config.growth,
+            layout: Some(Layout { granularity, reserved }),
+        }
+    }
+}
+
+impl Operation {
+    /// A compaction that ended.
+    pub(in crate::device) const fn compact(options: CompactOptions, done: &Compacted) -> Self {
+        let Compacted { stopped, moves, moved, skipped, .. } = *done;
+        Self::Compact { options, stopped, moves, moved, skipped }
+    }
+}

@@ -1,0 +1,104 @@
+//! The numbers by which a recording calls blocks and lanes: small, ascending, never given twice.
+//!
+//! Kept under the lock of the arena's books, and only where a recorder is on. What an arena calls a
+//! block changes when it is resized by a move; its number does not.
+//!
+//! Invariant: `blocks known = blocks of the arena that were recorded as handed out and not as
+//! freed`.
+
+use std::collections::BTreeMap;
+
+use crate::device::driver::StreamHandle;
+use crate::device::ranges::BlockName;
+use crate::device::region::Region;
+
+/// The numbers of one recording.
+#[derive(Debug)]
+pub(in crate::device) struct Numbers {
+    blocks: BTreeMap<(usize, BlockName), Known>,
+    last_block: u64,
+    streams: BTreeMap<StreamHandle, Stream>,
+    last_lane: u64,
+    last_stream: u64,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Known {
+    number: u64,
+    /// It was had by address.
+    is_raw: bool,
+}
+
+#[derive(Debug)]
+struct Stream {
+    number: u64,
+    lanes: u64,
+}
+
+impl Numbers {
+    pub(super) const fn new() -> Self {
+        Self {
+            blocks: BTreeMap::new(),
+            last_block: 0,
+            streams: BTreeMap::new(),
+            last_lane: 0,
+            last_stream: 0,
+        }
+    }
+
+    /// The number of a block that was handed out.
+    pub(in crate::device) fn give(&mut self, region: Region, id: BlockName, is_raw: bool) -> u64 {
+        self.last_block += 1;
+        let known = Known { number: self.last_block, is_raw };
+        self.blocks.insert((region.number(), id), known);
+        known.number
+    }
+
+    /// The number of a block; none, where it is not in the recording.
+    pub(in crate::device) fn of(&self, region: Region, id: BlockName) -> Option<u64> {
+        self.blocks.get(&(region.number(), id)).map(|known| known.number)
+    }
+
+    /// The same, for a block that is freed.
+    pub(in crate::device) fn take(&mut self, region: Region, id: BlockName) -> Option<u64> {
+        self.blocks.remove(&(region.number(), id)).map(|known| known.number)
+    }
+
+    /// Gives the number of a block to the one that takes its place.
+    pub(in crate::device) fn pass(
+        &mut self,
+        region: Region,
+        from: BlockName,
+        to: BlockName,
+    ) -> Option<u64> {
+        let known = self.blocks.remove(&(region.number(), from))?;
+        self.blocks.insert((region.number(), to), known);
+        Some(known.number)
+    }
+
+    /// Forgets all blocks that were had by address.
+    pub(in crate::device) fn forget_raw(&mut self) {
+        self.blocks.retain(|_, known| !known.is_raw);
+    }
+
+    /// The numbers of a new lane and of its stream.
+    pub(in crate::device) fn lane(&mut self, handle: StreamHandle) -> (u64, u64) {
+        self.last_lane += 1;
+        let stream = self.streams.entry(handle).or_insert_with(|| {
+            self.last_stream += 1;
+            Stream { number: self.last_stream, lanes: 0 }
+        });
+        stream.lanes += 1;
+        (self.last_lane, stream.number)
+    }
+
+    /// Books that a lane of a stream is gone.
+    pub(in crate::device) fn lane_end(&mut self, handle: StreamHandle) {
+        if let Some(stream) = self.streams.get_mut(&handle) {
+            stream.lanes -= 1;
+            if stream.lanes == 0 {
+                self.streams.remove(&handle);
+            }
+        }
+    }
+}

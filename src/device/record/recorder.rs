@@ -1,0 +1,304 @@
+//! The recorder: what an arena does, written to a sink in the order in which it was booked.
+//!
+//! Lines are made under the lock of the books and wait in a bounded buffer; the thread that finds
+//! enough of them passes them on to the sink, with no lock of the arena held. It calls no driver
+//! and decides nothing. What goes wrong stops the recording and nothing else.
+//!
+//! Invariant: the sink gets whole lines, in the order of the books, or an error is on record.
+
+use std::fmt;
+use std::io::Write;
+use std::mem;
+use std::sync::Arc;
+
+use super::error::RecordError;
+use super::hash::OperationHash;
+use super::lines::{DUE_FROM, Lines, WAIT_FROM};
+use super::numbers::Numbers;
+use super::operation::{Ended, Header, Operation};
+use crate::bytes::ByteSize;
+use crate::clock::{Clock, Moment};
+use crate::device::error::DeviceError;
+use crate::fork::Birth;
+use crate::sync::atomic::{AtomicUsize, Ordering};
+use crate::sync::{Mutex, MutexGuard, caught, lock, try_lock};
+
+/// Writes down what one arena does; a cheap handle, the same recorder for every clone.
+///
+/// Given to an arena when it is opened ([`ArenaConfig::recorder`]). Threads' fronts keep nothing
+/// then, so that every block is seen. Operations are written as lines of text
+/// (`docs/RECORDING.md`), in batches of about 64 KiB, by the thread that happens to use the arena:
+/// a call, and a drop as well, may take as long as a write to the sink. A sink that is slow is
+/// waited for where 256 KiB wait for it. The sink needs no buffer of its own.
+///
+/// A sink that fails or panics stops the recording, is said once through `tracing`, and is asked
+/// for with [`Recorder::error`]; the arena works on. The sink may use the arena, at the price of
+/// operations that wait to be written: more than 1 MiB of them stop the recording.
+///
+/// ```
+/// # use std::sync::Arc;
+/// use lowtide::clock::SystemClock;
+/// use lowtide::device::record::{Log, Recorder};
+/// use lowtide::device::{ArenaConfig, DeviceArena, HostDriver, Region};
+///
+/// # let folder = tempfile::tempdir()?;
+/// let path = folder.path().join("arena.log");
+/// let recorder = Recorder::new(std::fs::File::create(&path)?);
+/// let config = ArenaConfig { recorder: Some(recorder.clone()), ..ArenaConfig::new("embedder") };
+/// let driver = Arc::new(HostDriver::new());
+/// let arena = DeviceArena::open(driver.clone(), Arc::new(SystemClock::new()), config)?;
+/// drop(arena.alloc::<f32>(1 << 20, Region::Dynamic)?);
+/// drop(arena); // writes the last line
+///
+/// let log = Log::read(std::fs::File::open(&path)?)?;
+/// let replayed = log.replay(driver, log.header().config())?;
+/// assert_eq!(replayed.matches(), Some(true));
+/// assert_eq!(replayed.hash, recorder.hash());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// [`ArenaConfig::recorder`]: crate::device::ArenaConfig::recorder
+#[derive(Clone)]
+pub struct Recorder {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    lines: Mutex<Lines>,
+    /// How many bytes wait: a copy of the lines' figure.
+    waiting: AtomicUsize,
+    sink: Mutex<Sink>,
+    /// The thread that writes to the sink now, 0 for none.
+    writer: AtomicUsize,
+    birth: Birth,
+}
+
+struct Sink {
+    /// None, once the recording is over.
+    to: Option<Box<dyn Write + Send>>,
+    /// What was written last, emptied, to be used again.
+    spare: String,
+}
+
+impl Recorder {
+    /// Writes to a sink without a bound.
+    #[must_use]
+    pub fn new(sink: impl Write + Send + 'static) -> Self {
+        Self::with(Some(Box::new(sink)), usize::MAX)
+    }
+
+    /// Writes at most so many bytes, then a last line that says so, and no more.
+    #[must_use]
+    pub fn bounded(sink: impl Write + Send + 'static, most: ByteSize) -> Self {
+        Self::with(Some(Box::new(sink)), most.as_usize().unwrap_or(usize::MAX))
+    }
+
+    /// Writes nothing, and computes the hash.
+    #[must_use]
+    pub fn hash_only() -> Self {
+        Self::with(None, usize::MAX)
+    }
+
+    fn with(to: Option<Box<dyn Write + Send>>, most: usize) -> Self {
+        let lines = Mutex::new(Lines::new(to.is_none(), most));
+        let sink = Mutex::new(Sink { to, spare: String::new() });
+        let (waiting, writer) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        Self { inner: Arc::new(Inner { lines, waiting, sink, writer, birth: Birth::now() }) }
+    }
+
+    /// The hash of what was recorded until now; of nothing, in a forked child.
+    #[must_use]
+    pub fn hash(&self) -> OperationHash {
+        self.lines().map_or(OperationHash::EMPTY, |lines| lines.hash)
+    }
+
+    /// How many operations were recorded until now; 0 in a forked child.
+    #[must_use]
+    pub fn operations(&self) -> u64 {
+        self.lines().map_or(0, |lines| lines.operations)
+    }
+
+    /// Why the recording stopped; `None` while it has not, and where it was brought to its end.
+    #[must_use]
+    pub fn error(&self) -> Option<RecordError> {
+        self.lines().map_or(Some(RecordError::Forked), |lines| lines.error.clone())
+    }
+
+    /// Passes all that waits on to the sink, and flushes that. From within the sink it does
+    /// nothing.
+    ///
+    /// # Errors
+    /// As [`Recorder::error`].
+    pub fn flush(&self) -> Result<(), RecordError> {
+        if !self.inner.birth.is_here() {
+            return Err(RecordError::Forked);
+        }
+        if self.inner.is_writing() {
+            return Ok(());
+        }
+        self.inner.pass_on(lock(&self.inner.sink), true);
+        self.error().map_or(Ok(()), Err)
+    }
+
+    /// Ends the recording with its last line, which has the hash. The arena works on; nothing of
+    /// it is written down any more. Else the recording ends when the arena is gone.
+    ///
+    /// # Errors
+    /// As [`Recorder::error`].
+    pub fn finish(&self) -> Result<OperationHash, RecordError> {
+        self.end(Ended::Finished);
+        self.flush().map(|()| self.hash())
+    }
+
+    /// Ends the recording of an arena that is gone.
+    pub(in crate::device) fn gone(&self) {
+        self.end(Ended::Gone);
+        let _ = self.flush(); // was said
+    }
+
+    fn end(&self, ended: Ended) {
+        if let Some(mut lines) = self.lines() {
+            lines.end(ended);
+        }
+    }
+
+    /// What is written and known; nothing in a forked child, where another thread may have had the
+    /// lock.
+    fn lines(&self) -> Option<MutexGuard<'_, Lines>> {
+        self.inner.birth.is_here().then(|| lock(&self.inner.lines))
+    }
+
+    /// Begins the recording of an arena.
+    ///
+    /// # Errors
+    /// `RecorderTaken`.
+    pub(in crate::device) fn open(&self, header: &Header) -> Result<(), DeviceError> {
+        let opened = lock(&self.inner.lines).open(header);
+        opened.map_err(|by| DeviceError::RecorderTaken { by })
+    }
+
+    /// Writes down an operation; nothing, where there is none to write down. The caller holds the
+    /// lock of the books, and calls [`Recorder::pass_on`] when it has given that up.
+    pub(in crate::device) fn book(
+        &self,
+        clock: &dyn Clock,
+        make: impl FnOnce(&mut Numbers) -> Option<Operation>,
+    ) {
+        let mut lines = lock(&self.inner.lines);
+        lines.book(clock, here(), make);
+        self.inner.waiting.store(lines.waiting(), Ordering::Relaxed);
+    }
+
+    /// The time, which the operation that is under way is then known to have seen.
+    pub(in crate::device) fn see(&self, now: Moment) -> Moment {
+        lock(&self.inner.lines).see(now);
+        now
+    }
+
+    /// The time since the recording began.
+    pub(in crate::device) fn since(&self, now: Moment) -> std::time::Duration {
+        lock(&self.inner.lines).since(now)
+    }
+
+    /// Passes lines on to the sink where enough of them wait. No lock is held.
+    pub(in crate::device) fn pass_on(&self) {
+        let inner = &*self.inner;
+        let waiting = inner.waiting.load(Ordering::Relaxed);
+        if waiting < DUE_FROM || inner.is_writing() {
+            return;
+        }
+        let sink =
+            if waiting < WAIT_FROM { try_lock(&inner.sink) } else { Some(lock(&inner.sink)) };
+        if let Some(sink) = sink {
+            inner.pass_on(sink, false);
+        }
+    }
+}
+
+impl Inner {
+    /// Whether this thread is within the sink.
+    fn is_writing(&self) -> bool {
+        self.writer.load(Ordering::Relaxed) == here()
+    }
+
+    /// Writes what waits to the sink; what was said meanwhile as well, where that was the end.
+    fn pass_on(&self, mut sink: MutexGuard<'_, Sink>, flush: bool) {
+        while self.write(&mut sink, flush) {}
+        drop(sink);
+        let mut lines = lock(&self.lines);
+        let Some(error) = lines.unsaid() else { return };
+        let arena = lines.arena().cloned().unwrap_or_default();
+        drop(lines);
+        let _ = caught(|| tracing::warn!(arena, %error, "a recording stopped"));
+    }
+
+    /// Writes what waits; says whether the recording ended meanwhile.
+    fn write(&self, sink: &mut Sink, flush: bool) -> bool {
+        let spare = mem::take(&mut sink.spare);
+        let (mut text, is_over) = {
+            let mut lines = lock(&self.lines);
+            self.waiting.store(0, Ordering::Relaxed);
+            (lines.take(spare), lines.is_over())
+        };
+        let mut failed = None;
+        self.writer.store(here(), Ordering::Relaxed);
+        if let Some(to) = &mut sink.to {
+            let written = caught(|| {
+                to.write_all(text.as_bytes())?;
+                if flush || is_over { to.flush() } else { Ok(()) }
+            });
+            failed = match written {
+                Ok(Ok(())) => None,
+                Ok(Err(error)) => Some(RecordError::Sink { message: error.to_string() }),
+                Err(message) => Some(RecordError::Panicked { message }),
+            };
+        }
+        let done = if is_over || failed.is_some() { sink.to.take() } else { None };
+        // Whoever drops it runs code that is not ours.
+        let _ = caught(|| drop(done));
+        self.writer.store(0, Ordering::Relaxed);
+        text.clear();
+        sink.spare = text;
+        let mut lines = lock(&self.lines);
+        if let Some(error) = failed {
+            lines.stop(error);
+        }
+        !is_over && lines.is_over() && sink.to.is_some()
+    }
+}
+
+impl Drop for Inner {
+    /// The sink is not ours, and nothing unwinds out of a drop.
+    fn drop(&mut self) {
+        // In a forked child another thread may have had the lock.
+        let sink = try_lock(&self.sink).and_then(|mut sink| sink.to.take());
+        let _ = caught(|| drop(sink));
+    }
+}
+
+/// A number for this thread that no other has while it runs; not 0.
+fn here() -> usize {
+    thread_local! {
+        /// It has no drop, so that it is there to the thread's end.
+        static HERE: u8 = const { 0 };
+    }
+    HERE.with(|here| std::ptr::from_ref(here).addr())
+}
+
+/// Whether two are the same.
+impl PartialEq for Recorder {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.inner, &other.inner)
+    }
+}
+
+impl Eq for Recorder {}
+
+impl fmt::Debug for Recorder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Recorder")
+            .field("operations", &self.operations())
+            .field("error", &self.error())
+            .finish_non_exhaustive()
+    }
+}

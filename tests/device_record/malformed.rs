@@ -1,0 +1,298 @@
+//! Recordings that are none: each is refused with its line, and nothing panics, whatever is read.
+
+use std::io::{self, Read};
+
+use lowtide::device::record::{Log, LogError, LogFault};
+
+use crate::program::Random;
+use crate::{config, host, open};
+
+const HEAD: &str = "\
+lowtide-recording version=1
+0 open rung=host asynchronous=no clock=5 limit=none reserve=8388608 decay=never growth=same \
+name=a -> granularity=2097152 stable=8388608 dynamic=8388608
+";
+
+/// The header, then these lines.
+fn parsed(lines: &str) -> Result<Log, LogError> {
+    Log::parse(&format!("{HEAD}{lines}"))
+}
+
+/// Refused in this line, with these words.
+fn refused(lines: &str, line: u64, words: &str) {
+    let error = parsed(lines).expect_err(lines);
+    let text = error.to_string();
+    assert!(text == format!("line {line}: {words}"), "{lines}\n{text}");
+}
+
+const ALLOC: &str =
+    "1 alloc id=1 kind=buffer region=dynamic bytes=9 align=1 lane=none -> at=dynamic:0 size=256\n";
+
+#[test]
+fn what_is_no_recording_is_refused_with_what_was_found() {
+    for (text, line, words) in [
+        ("", 1, "expected lowtide-recording version=1, found nothing"),
+        ("\n", 1, "expected lowtide-recording, found nothing"),
+        ("hello world\n", 1, "expected lowtide-recording, found \"hello\""),
+        ("lowtide-recording version=2\n", 1, "expected a recording of version 1, found version 2"),
+        (
+            "lowtide-recording version=x\n",
+            1,
+            "version=: expected a number of at most 18446744073709551615, found \"x\"",
+        ),
+        ("lowtide-recording version=1\n", 2, "expected the line of the open, found nothing"),
+        ("lowtide-recording version=1 \n", 1, "expected the end of the line, found nothing"),
+        ("lowtide-recording version=1\n0 alloc\n", 2, "expected open, found \"alloc\""),
+    ] {
+        let error = Log::parse(text).expect_err(text);
+        assert_eq!(error.to_string(), format!("line {line}: {words}"), "{text:?}");
+    }
+    let crlf = HEAD.replace('\n', "\r\n");
+    assert_eq!(Log::parse(&crlf).expect_err("no newline of ours").line, 1);
+}
+
+#[test]
+fn a_line_that_is_wrong_is_refused_with_its_number_and_what_was_expected() {
+    let most = "18446744073709551615";
+    refused("x\n", 3, &format!("the time: expected a number of at most {most}, found \"x\""));
+    refused("1\n", 3, "expected an operation, found nothing");
+    refused("1 fly id=1\n", 3, "expected an operation, found \"fly\"");
+    refused("1 free\n", 3, "expected id=, found nothing");
+    refused("1 free  id=1\n", 3, "expected id=, found nothing");
+    refused("1 free id=1 \n", 3, "expected after=, found nothing");
+    refused("1 free name=1 after=all\n", 3, "expected id=, found \"name=1\"");
+    refused(
+        &format!("{ALLOC}2 free id=1 after=never\n"),
+        4,
+        "expected lanes or all, found \"never\"",
+    );
+    refused(
+        &format!("{ALLOC}2 free id=1 after=all id=1\n"),
+        4,
+        "expected the end of the line, found \"id=1\"",
+    );
+    for number in ["-1", "+1", "1.5", "0x1", "", "99999999999999999999", "1e3", "١"] {
+        let words = format!("id=: expected a number of at most {most}, found {number:?}");
+        let words = words.replace("found \"\"", "found nothing");
+        refused(&format!("1 free id={number} after=all\n"), 3, &words);
+    }
+    refused(
+        "1 limit bytes=all\n",
+        3,
+        &format!("bytes=: expected a number of at most {most}, found \"all\""),
+    );
+    refused(
+        "1 end operations=0 threads=one ended=gone -> hash=12\n",
+        3,
+        "expected a hash of 16 hexadecimal digits, found \"12\"",
+    );
+    refused(
+        "1 compact region=stable goal=money budget=none raw=no -> busy moves=0 moved=0 skipped=0\n",
+        3,
+        "expected granules, or contiguous: and a number, found \"money\"",
+    );
+    let name = HEAD.replace("name=a", "name=%zz");
+    let error = Log::parse(&name).expect_err("no such byte");
+    assert_eq!((error.line, error.to_string().contains("%zz")), (2, true), "{error}");
+}
+
+#[test]
+fn blocks_and_lanes_that_are_not_there_are_refused() {
+    let unknown = "expected a block that was handed out, found block 7";
+    for what in ["free id=7 after=all", "pin id=7", "unpin id=7", "use id=7 lane=1"] {
+        refused(&format!("1 {what}\n"), 3, unknown);
+    }
+    let freed = format!("{ALLOC}2 free id=1 after=all\n");
+    let twice = "expected a live block, found block 1, which was freed in line 4";
+    refused(&format!("{freed}3 free id=1 after=all\n"), 5, twice);
+    refused(&format!("{freed}3 resize id=1 bytes=3 -> why=limit\n"), 5, twice);
+    refused(&format!("{freed}3 move id=1 -> from=dynamic:0 to=dynamic:256 size=256\n"), 5, twice);
+    let raw = ALLOC.replace("kind=buffer", "kind=raw");
+    refused(&format!("{raw}2 reset -> blocks=1 bytes=256\n3 free id=1 after=all\n"), 5, twice);
+    let again = "id=: expected a number of at least 2, found 1";
+    refused(&format!("{freed}{ALLOC}").replace("\n1 alloc", "\n3 alloc"), 5, again);
+    let gone = "expected a lane that is there, found lane 1";
+    refused("1 end_run lane=1 -> done\n", 3, gone);
+    refused("1 lane lane=1 stream=1\n2 lane_end lane=1\n3 lane_end lane=1\n", 5, gone);
+    refused(&ALLOC.replace("lane=none", "lane=1"), 3, gone);
+    refused(
+        &format!("{ALLOC}2 unpin id=1\n"),
+        4,
+        "the pins of the block: expected a number of at least 1, found 0",
+    );
+}
+
+#[test]
+fn sizes_and_times_beyond_all_bounds_are_refused() {
+    let bytes_max = 1_u64 << 62;
+    refused(
+        &ALLOC.replace("size=256", "size=9223372036854775808"),
+        3,
+        &format!("size=: expected a number of at most {bytes_max}, found \"9223372036854775808\""),
+    );
+    refused(
+        &ALLOC.replace("size=256", "size=16777216"),
+        3,
+        "size=: expected a number of at most 8388608, found \"16777216\"",
+    );
+    refused(
+        &ALLOC.replace("dynamic:0", "dynamic:8388608"),
+        3,
+        "the offset of the place: expected a number of at most 8388352, found \"8388608\"",
+    );
+    refused(
+        &ALLOC.replace("size=256", "size=8"),
+        3,
+        "size=: expected a number of at least 9, found 8",
+    );
+    refused(
+        &ALLOC.replace("bytes=9", "bytes=0"),
+        3,
+        "bytes=: expected a number of at least 1, found 0",
+    );
+    refused(
+        &ALLOC.replace("align=1", "align=3"),
+        3,
+        "expected an alignment of a power of two, found \"3\"",
+    );
+    refused(
+        &ALLOC.replace("align=1", "align=4194304"),
+        3,
+        "align=: expected a number of at most 2097152, found \"4194304\"",
+    );
+    refused(
+        &format!("{ALLOC}0 free id=1 after=all\n"),
+        4,
+        "the time: expected a number of at least 1, found 0",
+    );
+}
+
+#[test]
+fn the_last_line_is_whole_and_nothing_comes_after_the_end() {
+    let error = parsed("1 limit bytes=7").expect_err("no newline");
+    assert_eq!(error.line, 3);
+    assert!(matches!(error.fault, LogFault::Truncated { .. }), "{error}");
+    assert!(parsed("1 limit bytes=7\n").is_ok(), "without a last line");
+    let end = "1 end operations=0 threads=one ended=gone -> hash=0123456789abcdef\n";
+    let more = format!("{end}2 limit bytes=7\n");
+    refused(&more, 4, "expected nothing after the end, found \"2 limit bytes=7\"");
+    for cut in 1..HEAD.len() {
+        let error = Log::parse(&HEAD[..cut]).expect_err("cut off");
+        assert!(error.line <= 2, "{error}");
+    }
+}
+
+#[test]
+fn lines_without_end_and_bytes_that_are_no_text_are_refused() {
+    /// Gives the header and then one byte for ever.
+    struct Endless(u8, usize);
+    impl Read for Endless {
+        fn read(&mut self, to: &mut [u8]) -> io::Result<usize> {
+            let head = HEAD.as_bytes().get(self.1..).unwrap_or_default();
+            let length = if head.is_empty() { to.len() } else { head.len().min(to.len()) };
+            match head.is_empty() {
+                true => to.fill(self.0),
+                false => to[..length].copy_from_slice(&head[..length]),
+            }
+            self.1 += length;
+            Ok(length)
+        }
+    }
+    let error = Log::read(Endless(b'7', 0)).expect_err("it never ends");
+    assert_eq!(error, LogError::clone(&error));
+    assert_eq!(error.to_string(), "line 3: expected at most 4096 bytes, found a longer line");
+    let long = parsed(&format!("1 free id=1 after={}\n", "x".repeat(300))).expect_err("no word");
+    assert!(long.to_string().len() < 200, "what is found is cut short: {long}");
+    let mut bytes = HEAD.as_bytes().to_vec();
+    bytes.extend(b"1 free \xFFid=1\n");
+    let error = Log::read(&bytes[..]).expect_err("no text");
+    assert_eq!(error.to_string(), "line 3: expected UTF-8, found the byte 0xff after 7 bytes");
+    struct Broken;
+    impl Read for Broken {
+        fn read(&mut self, _: &mut [u8]) -> io::Result<usize> {
+            Err(io::Error::other("a bad sector"))
+        }
+    }
+    let error = Log::read(Broken).expect_err("it cannot be read");
+    assert!(matches!(error.fault, LogFault::Read { .. }), "{error}");
+}
+
+/// A recording with every kind of line that a small program makes.
+fn sample(seed: u64) -> String {
+    let (arena, clock, kept) = open(host(), config());
+    let streams = (1..4).map(lowtide::device::driver::StreamHandle::new).collect();
+    crate::program::Program::new(arena, clock, seed, streams).run(60);
+    kept.text()
+}
+
+#[test]
+fn whatever_is_read_nothing_panics_and_what_is_accepted_is_replayed() {
+    let (mut accepted, mut refused) = (0, 0);
+    for seed in 0..8 {
+        println!("seed {seed}");
+        let text = sample(seed).into_bytes();
+        let mut random = Random::new(seed);
+        for _ in 0..400 {
+            let mut bytes = text.clone();
+            for _ in 0..1 + random.below(4) {
+                mutate(&mut bytes, &mut random);
+            }
+            match Log::read(&bytes[..]) {
+                Ok(log) => {
+                    accepted += 1;
+                    assert_eq!(
+                        Log::parse(&log.to_string()).as_ref().map(Log::entries),
+                        Ok(log.entries())
+                    );
+                    if accepted % 4 == 0 {
+                        let config = lowtide::device::ArenaConfig {
+                            // A limit and a size that this machine can do.
+                            limit: lowtide::ByteSize::mib(64),
+                            reserve: lowtide::ByteSize::gib(1),
+                            ..log.header().config()
+                        };
+                        let mut replay = log.start(host(), config).expect("open");
+                        while replay.step() {}
+                        replay.arena().validate();
+                        let _ = replay.finish();
+                    }
+                }
+                Err(error) => {
+                    refused += 1;
+                    let lines = bytes.split(|&byte| byte == b'\n').count() as u64;
+                    assert!((1..=lines + 1).contains(&error.line), "{error} of {lines} lines");
+                }
+            }
+        }
+    }
+    println!("{accepted} accepted, {refused} refused");
+    assert!(accepted > 100 && refused > 1_000);
+}
+
+/// Changes a byte, a digit, a line, or the end.
+fn mutate(bytes: &mut Vec<u8>, random: &mut Random) {
+    let at = random.index(bytes.len());
+    let line = |bytes: &[u8], at: usize| {
+        let from = bytes[..at].iter().rposition(|&b| b == b'\n').map_or(0, |end| end + 1);
+        let to = bytes[at..].iter().position(|&b| b == b'\n').map_or(bytes.len(), |n| at + n + 1);
+        from..to
+    };
+    match random.below(8) {
+        0 => bytes[at] = u8::try_from(random.below(256)).expect("a byte"),
+        1 => drop(bytes.remove(at)),
+        2 => bytes.insert(at, b"0 9=:\n-%\xC3"[random.index(9)]),
+        3..=4 => {
+            let digit = bytes[at..].iter().position(u8::is_ascii_digit);
+            if let Some(digit) = digit {
+                bytes[at + digit] = b'0' + u8::try_from(random.below(10)).expect("a digit");
+            }
+        }
+        5 => drop(bytes.drain(line(bytes, at))),
+        6 => {
+            let copy = bytes[line(bytes, at)].to_vec();
+            let to = line(bytes, random.index(bytes.len())).start;
+            drop(bytes.splice(to..to, copy));
+        }
+        _ => bytes.truncate(at.max(1)),
+    }
+}
