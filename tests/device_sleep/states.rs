@@ -8,7 +8,9 @@ use std::time::Duration;
 use lowtide::ByteSize;
 use lowtide::clock::{Clock as _, SystemClock};
 use lowtide::device::driver::Driver as _;
-use lowtide::device::driver::sim::{Call, DriverCosts, Order, Pattern, SimDriver, SimOptions};
+use lowtide::device::driver::sim::{
+    Call, DriverCosts, Order, Outcome, Pattern, SimDriver, SimOptions,
+};
 use lowtide::device::{
     ArenaState, CompactOptions, Contents, DeviceError, HostBudget, Region, SleepConfig,
     SleepOptions, Stopped,
@@ -322,6 +324,27 @@ fn the_work_that_was_queued_under_a_lease_is_done_before_memory_leaves() {
         bed.sim.stream_destroy(others).expect("a stream");
         bed.end();
     }
+}
+
+#[test]
+fn where_blocks_are_out_by_address_all_work_of_the_device_is_waited_for() {
+    let bed = Bed::new(Order::Lazy);
+    let lane = bed.lane();
+    let raw = bed.arena.alloc_raw(ByteSize::kib(64), ByteSize::new(256), Region::Dynamic);
+    let raw = raw.expect("room");
+    let elsewhere = bed.sim.stream_create().expect("a stream");
+    let lease = lane.enter().expect("a lease, which names another stream");
+    bed.sim.fill(elsewhere, raw.at, raw.size, Pattern::new(7)).expect("queued");
+    drop(lease);
+    bed.arena.sleep(NOW).expect("asleep");
+    let lease = bed.arena.enter().expect("a lease");
+    let check = bed.sim.check(elsewhere, raw.at, raw.size, Pattern::new(7)).expect("queued");
+    bed.sim.stream_synchronize(elsewhere).expect("done");
+    assert_eq!(bed.sim.outcome(check), Outcome::Held);
+    drop((lease, lane));
+    bed.arena.free(raw.at).expect("live");
+    bed.sim.stream_destroy(elsewhere).expect("a stream");
+    bed.end();
 }
 
 #[test]
