@@ -225,6 +225,13 @@ impl Shared {
         granules: u64,
         ages: Option<Ages>,
     ) -> (MutexGuard<'a, Books>, GivenBack) {
+        if books.sleep.may_be_copied() {
+            let outcome;
+            (books, outcome) = self.end_copies(books);
+            if !matches!(outcome, Ok(true)) {
+                return (books, GivenBack { granules: 0, error: outcome.err() });
+            }
+        }
         let leaving = books.begin_leave(granules, CALLS_MAX, ages);
         if leaving.is_empty() {
             return (books, GivenBack { granules: 0, error: None });

@@ -391,16 +391,16 @@ impl Drop for Shared {
         let _ = caught(|| tracing::info!(arena = self.name, "an arena is gone"));
         let _ = self.ask_events(); // asks, and waits for nothing
         self.end_sleep();
-        let pending = ByteSize::new(self.books().pending());
-        if !pending.is_zero() {
-            let _ =
-                caught(|| tracing::warn!(arena = self.name, %pending, "memory was left behind"));
-        }
         let books = lock(&self.books);
+        let is_used = books.pending() > 0 || books.sleep.may_be_copied();
+        if is_used {
+            let left = ByteSize::new(books.backed());
+            let _ = caught(|| tracing::warn!(arena = self.name, %left, "memory was left behind"));
+        }
         for event in books.streams.events() {
             let _ = self.driver.event_destroy(event, Key::new());
         }
-        if books.pending() > 0 {
+        if is_used {
             self.end_recording(books);
             return; // the device may still work on it
         }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use lowtide::ByteSize;
 use lowtide::device::driver::sim::{Call, Order, SimError};
-use lowtide::device::{ArenaState, Buffer, Contents, Region, SleepOptions};
+use lowtide::device::{ArenaState, Buffer, Contents, DeviceError, Region, SleepOptions};
 
 use super::support::{Bed, MIB};
 
@@ -243,4 +243,25 @@ fn nothing_is_discarded_where_what_is_kept_does_not_leave() {
     assert!(scene.bed.arena.sleep(options).is_err());
     assert!(scene.kept.iter().all(|buffer| !buffer.take_discarded()));
     scene.end();
+}
+
+/// The same while the arena is awake: who needs that memory is told, and does not wait for ever.
+#[test]
+fn idle_memory_that_a_copy_may_work_on_is_given_back_when_that_is_known_to_be_done() {
+    let bed = Bed::with(Order::Lazy, |config| config.limit = ByteSize::mib(4));
+    let kept = bed.marked(MIB, Region::Stable, 1);
+    let idle = bed.marked(2 * MIB, Region::Dynamic, 2);
+    bed.sim.fail_always(Call::StreamSynchronize, Some(SimError::Unknown));
+    let keeps = SleepOptions { dynamic: Contents::Keep, ..OPTIONS };
+    assert!(bed.arena.sleep(keeps).is_err());
+    assert_eq!(bed.arena.state(), ArenaState::Awake);
+    drop(idle);
+    let refused = bed.arena.alloc::<u8>(3 * MIB, Region::Stable).expect_err("it is worked on");
+    assert!(matches!(refused, DeviceError::Driver(_)), "{refused}");
+    assert_eq!(bed.sim.unsafe_unmaps(), 0);
+    bed.sim.forget_failures();
+    let taken = bed.arena.alloc::<u8>(3 * MIB, Region::Stable).expect("room");
+    bed.assert_marked(&kept, 1);
+    drop((kept, taken));
+    bed.end();
 }

@@ -9,7 +9,7 @@ use lowtide::ByteSize;
 use lowtide::clock::{Clock as _, SystemClock};
 use lowtide::device::driver::Driver as _;
 use lowtide::device::driver::sim::{
-    Call, DriverCosts, Order, Outcome, Pattern, SimDriver, SimOptions,
+    Call, DriverCosts, Order, Outcome, Pattern, SimDriver, SimError, SimOptions,
 };
 use lowtide::device::{
     ArenaState, CompactOptions, Contents, DeviceError, HostBudget, Region, SleepConfig,
@@ -165,6 +165,11 @@ fn each_use_of_memory_wakes_it() {
 fn nothing_else_wakes_it() {
     let bed = Bed::new(Order::Lazy);
     let kept = bed.marked(MIB, Region::Dynamic, 1);
+    let mut scattered: Vec<_> =
+        (0..12_u64).map(|mark| bed.marked(48 << 10, Region::Dynamic, mark)).collect();
+    for nth in (0..12).step_by(2).rev() {
+        drop(scattered.remove(nth));
+    }
     bed.arena.sleep(NOW).expect("asleep");
     let calls = bed.sim.calls_total();
     let arena = &bed.arena;
@@ -173,13 +178,15 @@ fn nothing_else_wakes_it() {
     assert_eq!(arena.trim(ByteSize::ZERO), Ok(ByteSize::ZERO));
     assert_eq!(arena.shrink(), Ok(ByteSize::ZERO));
     let done = arena.compact(CompactOptions::new(Region::Dynamic), |_| {}).expect("no error");
-    assert_eq!(done.moves, 0);
-    assert_eq!(done.stopped, Stopped::Finished, "there was nothing to do");
+    assert_eq!((done.moves, done.stopped), (0, Stopped::Busy));
     arena.set_limit(ByteSize::mib(64));
     let _ = (arena.map().to_svg(), arena.glance(), arena.snapshot(), kept.pin().expect("here"));
     assert_eq!((arena.state(), bed.sim.calls_total()), (ArenaState::Asleep, calls));
     bed.assert_marked(&kept, 1);
-    drop(kept);
+    for (nth, block) in (0..).zip(&scattered) {
+        bed.assert_marked(block, 2 * nth + 1);
+    }
+    drop((kept, scattered));
     bed.end();
 }
 
@@ -451,6 +458,40 @@ fn host_memory_is_booked_before_a_copy_and_given_back_after_the_wake() {
     drop(kept);
     bed.end();
     assert_eq!(left(), 4, "the end of the arena gives it back as well");
+}
+
+#[test]
+fn host_memory_that_is_not_taken_back_stays_booked_and_is_tried_again() {
+    let bed = Bed::new(Order::Lazy);
+    let budget = Arc::new(Budget { left: std::sync::Mutex::new(4 << 20) });
+    bed.arena.set_host_budget(Arc::new(Shared(Arc::clone(&budget))));
+    let left = || *budget.left.lock().expect("whole") >> 20;
+    let kept = bed.marked(MIB, Region::Dynamic, 1);
+    bed.arena.sleep(NOW).expect("asleep");
+    bed.sim.fail_always(Call::HostFree, Some(SimError::Unknown));
+    bed.arena.wake().expect("awake all the same");
+    assert_eq!((left(), bed.arena.snapshot().offloaded), (3, ByteSize::mib(1)));
+    bed.assert_marked(&kept, 1);
+    bed.sim.forget_failures();
+    bed.arena.decay(bed.sim.clock().now()).expect("no error");
+    assert_eq!((left(), bed.arena.snapshot().offloaded), (4, ByteSize::ZERO));
+    drop(kept);
+    bed.end();
+}
+
+#[test]
+fn the_end_of_an_arena_leaves_host_memory_that_a_copy_may_read() {
+    let bed = Bed::new(Order::Lazy);
+    let kept = bed.marked(MIB, Region::Dynamic, 1);
+    bed.arena.sleep(NOW).expect("asleep");
+    bed.sim.fail_always(Call::StreamSynchronize, Some(SimError::Unknown));
+    assert!(bed.arena.wake().is_err());
+    let Bed { sim, arena, .. } = bed;
+    drop((kept, arena));
+    sim.assert_no_faults();
+    assert_eq!((sim.unsafe_unmaps(), sim.leaks().host_stores), (0, 1));
+    sim.run_all();
+    sim.assert_no_faults();
 }
 
 #[test]

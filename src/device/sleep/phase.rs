@@ -63,8 +63,9 @@ pub(in crate::device) struct Sleep {
     pub(super) budget: Option<Arc<dyn HostBudget>>,
     /// The contents of what sleeps.
     pub(super) saved: Option<Saved>,
-    /// Copies may be under way on that stream.
-    pub(super) is_copying: bool,
+    /// Times that copies were begun on that stream; up to which of them the host has seen the end.
+    pub(super) copying: u64,
+    pub(super) copied: u64,
     /// Stores that the driver has not taken back, and what is booked until it has.
     pub(super) left: Vec<(HostStore, ByteSize)>,
     pub(super) booked: Vec<Box<dyn Any + Send>>,
@@ -101,9 +102,19 @@ impl Sleep {
         matches!(self.phase, Phase::Awake | Phase::Draining(_))
     }
 
+    /// Whether no thread is on its way down or up.
+    pub(super) const fn is_at_rest(&self) -> bool {
+        !matches!(self.phase, Phase::Falling | Phase::Waking)
+    }
+
     /// Whether blocks may be moved.
     pub(in crate::device) fn is_awake(&self) -> bool {
         self.phase == Phase::Awake
+    }
+
+    /// Whether a copy of a sleep or a wake may still work on memory of the arena.
+    pub(in crate::device) const fn may_be_copied(&self) -> bool {
+        self.copied < self.copying
     }
 
     /// Whether what is freed now has no use that is not complete.

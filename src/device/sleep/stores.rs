@@ -19,7 +19,7 @@ use crate::device::error::DeviceError;
 use crate::device::region::Region;
 use crate::device::segment::{Run, Segment};
 use crate::device::shared::Shared;
-use crate::sync::caught;
+use crate::sync::{MutexGuard, caught};
 
 /// The largest store, where granules are no larger.
 const STORE_MAX: ByteSize = ByteSize::gib(1);
@@ -169,7 +169,7 @@ impl Shared {
     /// Whether no copy is under way, as the host has seen.
     pub(super) fn copies_are_done(&self) -> bool {
         let books = self.books();
-        let stream = books.sleep.stream.filter(|_| books.sleep.is_copying);
+        let stream = books.sleep.stream.filter(|_| books.sleep.may_be_copied());
         drop(books);
         stream.is_none_or(|stream| self.wait_for_copies(stream).is_ok())
     }
@@ -189,7 +189,7 @@ impl Shared {
     pub(in crate::device) fn give_stores_back(&self) {
         let mut books = self.books();
         let stores = std::mem::take(&mut books.sleep.left);
-        let stream = books.sleep.stream.filter(|_| books.sleep.is_copying);
+        let stream = books.sleep.stream.filter(|_| books.sleep.may_be_copied());
         drop(books);
         let is_done = stream.is_none_or(|stream| self.wait_for_copies(stream).is_ok());
         let destroy = |store| self.driver.host_store_destroy(store, Key::new()).is_ok();
@@ -208,9 +208,30 @@ impl Shared {
     }
 
     fn wait_for_copies(&self, stream: StreamHandle) -> Result<(), DriverError> {
+        let copying = self.books().sleep.copying;
         self.driver.stream_synchronize(stream, Key::new())?;
-        self.books().sleep.is_copying = false;
+        let copied = &mut self.books().sleep.copied;
+        *copied = copying.max(*copied);
         Ok(())
+    }
+
+    /// Waits for copies that could not be waited for when they were made; says whether none is under
+    /// way. Not for those of a thread that is on its way down or up: it waits for them itself.
+    ///
+    /// # Errors
+    /// The driver's: they may be under way still.
+    pub(in crate::device) fn end_copies<'a>(
+        &'a self,
+        books: MutexGuard<'a, Books>,
+    ) -> (MutexGuard<'a, Books>, Result<bool, DriverError>) {
+        let Some(stream) = books.sleep.stream.filter(|_| books.sleep.is_at_rest()) else {
+            return (books, Ok(false));
+        };
+        drop(books);
+        let waited = self.wait_for_copies(stream);
+        let books = self.books();
+        let is_over = !books.sleep.may_be_copied();
+        (books, waited.map(|()| is_over))
     }
 
     /// The stream of the copies, of which some are under way from here on.
@@ -222,7 +243,7 @@ impl Shared {
         };
         let mut books = self.books();
         books.sleep.stream = Some(stream);
-        books.sleep.is_copying = true;
+        books.sleep.copying += 1;
         Ok(stream)
     }
 
@@ -234,7 +255,7 @@ impl Shared {
         if let Some(saved) = books.sleep.saved.take() {
             books.sleep.left.extend(saved.stores);
         }
-        let is_copying = books.sleep.is_copying;
+        let is_copying = books.sleep.may_be_copied();
         drop(books);
         if !is_copying {
             self.give_stores_back();
