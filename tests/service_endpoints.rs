@@ -97,6 +97,7 @@ fn health_holds_under_pressure_and_readiness_follows_it_and_the_end() {
             "level": "none",
             "resources": { "model": "unloaded" },
             "device": { "weights": "host" },
+            "arenas": { "weights": "awake" },
             "notes": [],
         })
     );

@@ -27,6 +27,7 @@ impl Gone {
         (last.live, last.requested, last.active, last.idle) = (NONE, NONE, NONE, NONE);
         (last.committed, last.reserved, last.holes) = (NONE, NONE, NONE);
         (last.largest_free, last.leases) = (NONE, 0);
+        (last.asleep, last.offloaded) = (NONE, NONE);
         let mut gone = lock(&self.0);
         if let Some(sum) = gone.get_mut(&last.name) {
             add(sum, &last);
@@ -58,6 +59,8 @@ impl Gone {
 fn add(sum: &mut ArenaSnapshot, other: &ArenaSnapshot) {
     let sizes = [
         (&mut sum.live, other.live),
+        (&mut sum.asleep, other.asleep),
+        (&mut sum.offloaded, other.offloaded),
         (&mut sum.requested, other.requested),
         (&mut sum.active, other.active),
         (&mut sum.idle, other.idle),
@@ -76,6 +79,9 @@ fn add(sum: &mut ArenaSnapshot, other: &ArenaSnapshot) {
     let totals = [
         (&mut sum.allocs_total, other.allocs_total),
         (&mut sum.frees_total, other.frees_total),
+        (&mut sum.sleeps_total, other.sleeps_total),
+        (&mut sum.wakes_total, other.wakes_total),
+        (&mut sum.wake_failures_total, other.wake_failures_total),
         (&mut sum.commits_total, other.commits_total),
         (&mut sum.decommits_total, other.decommits_total),
         (&mut sum.committed_bytes_total, other.committed_bytes_total),

@@ -27,6 +27,13 @@ pub trait Hands: Send {
     /// Gives back what the device arenas have let decay.
     fn decay_device(&mut self, now: Moment);
 
+    /// Lets the device arena fall asleep that has been idle for longest, and no other; says whether
+    /// more are due. Default: nothing.
+    fn sleep_device(&mut self, now: Moment) -> bool {
+        let _ = now;
+        false
+    }
+
     /// Publishes metrics. Default: nothing.
     fn publish(&mut self, now: Moment) {
         let _ = now;
@@ -88,6 +95,11 @@ impl Worker {
                 self.purge_after_unload(unloaded > 0);
             }
             Job::DecayDevice => self.hands.decay_device(now),
+            // One at a time: what came meanwhile and is more urgent goes before the next.
+            Job::SleepDevice if self.hands.sleep_device(now) => {
+                self.queue.push_one(Job::SleepDevice);
+            }
+            Job::SleepDevice => {}
             Job::Publish => self.hands.publish(now),
         }
     }
