@@ -9,7 +9,7 @@ use std::sync::Arc;
 use lowtide::ByteSize;
 use lowtide::clock::ManualClock;
 use lowtide::device::driver::host::HostDriver;
-use lowtide::device::{ArenaConfig, DeviceArena, DeviceError, Region};
+use lowtide::device::{ArenaConfig, DeviceArena, DeviceError, Region, SleepOptions};
 
 fn resident_anonymous() -> ByteSize {
     let status = std::fs::read_to_string("/proc/self/status").expect("proc");
@@ -72,6 +72,11 @@ fn child_code(
         matches!(arena.purge(), Err(DeviceError::Forked)),
         matches!(arena.decay(lowtide::clock::Moment::ORIGIN), Err(DeviceError::Forked)),
         matches!(buffer.slice(lease), Err(DeviceError::Forked)),
+        matches!(arena.sleep(SleepOptions::default()), Err(DeviceError::Forked)),
+        matches!(arena.wake(), Err(DeviceError::Forked)),
+        matches!(arena.sleep_if_idle(lowtide::clock::Moment::ORIGIN), Err(DeviceError::Forked)),
+        !buffer.take_discarded(),
+        arena.next_sleep() == lowtide::clock::Moment::NEVER,
         arena.limit().is_zero() && arena.next_decay() == lowtide::clock::Moment::NEVER,
     ];
     let first = refused.iter().position(|&refused| !refused);

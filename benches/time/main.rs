@@ -2,7 +2,8 @@
 //!
 //! Recorded allocations with pauses between the requests, over the host driver and a clock that
 //! the bench moves; what is left of a burst when nobody calls; and what scattered live blocks keep
-//! committed, before and after their neighbours are moved together; and what streams cost. What is
+//! committed, before and after their neighbours are moved together; what streams cost; and what
+//! sleep and wake cost. What is
 //! counted is bytes, calls and virtual time, which do not depend on the machine. Of the figures in
 //! real time only the simulation's speed has a goal.
 //!
@@ -21,6 +22,7 @@ mod rivals;
 mod scattered;
 mod schedule;
 mod silence;
+mod sleep;
 mod streams;
 mod table;
 #[path = "../replay/trace.rs"]
@@ -85,6 +87,7 @@ fn measure(cli: Cli, figures: &mut Figures) -> Result<(), BoxError> {
     pauses::measure(&traces, seeds, figures)?;
     silence::measure(figures)?;
     streams::measure(figures)?;
+    sleep::measure(figures)?;
     let more: Vec<_> = if cli.more_seeds { (100..112).collect() } else { Vec::new() };
     scattered::measure(seeds, &more, figures)
 }

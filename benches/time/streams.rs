@@ -57,7 +57,7 @@ fn fresh(figures: &mut Figures) -> Result<(), BoxError> {
         if let Some(at) = buffer.address(&lease)? {
             sim.fill(stream, at, ByteSize::mib(2), Pattern::new(request))?;
         }
-        drop((buffer, lane));
+        drop((lease, buffer, lane));
         sim.stream_destroy(stream)?;
         if request == 1 {
             after_two = arena.glance().committed;

@@ -11,6 +11,8 @@ const GOALS: &[(&str, f64)] = &[
     ("purge.random90.committed_per_live", 1.25),
     ("compact.random90_64k.committed_per_live", 1.3),
     ("streams.fresh.committed_growth_bytes", 0.0),
+    ("sleep.driver_calls_per_handle", 4.0),
+    ("sleep.driver_calls.100x_blocks_ratio", 1.02),
     ("streams.steady.driver_calls_per_allocation", 0.0),
     ("streams.unsafe_unmaps", 0.0),
 ];

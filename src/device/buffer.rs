@@ -219,11 +219,15 @@ impl<T: Pod> Buffer<T> {
     ///
     /// # Errors
     /// [`DeviceError::Forked`].
-    pub fn set_contents(&self, contents: Option<Contents>) -> Result<(), DeviceError> {
+    pub fn set_contents(&mut self, contents: Option<Contents>) -> Result<(), DeviceError> {
         self.shared().check_here()?;
-        if let Some(block) = self.owned.block {
-            let mut books = self.shared().books();
-            books.region_mut(self.region()).pins.set_contents(block.id, contents);
+        let region = self.region();
+        let Owned { home, block, .. } = &mut **self.owned;
+        if let Some(block) = block {
+            // It goes back to the books, and to no front: there it would keep this note.
+            block.moves = Placed::STALE;
+            let mut books = home.shared.books();
+            books.region_mut(region).pins.set_contents(block.id, contents);
         }
         Ok(())
     }

@@ -4,7 +4,7 @@
 //! gets it after an event that its stream waits for, or when the work is complete. A lane knows the
 //! stream by its handle, and neither makes nor destroys it.
 //!
-//! Invariant: while a lane or a buffer of it is there, the arena knows its stream.
+//! Invariant: while a lane, or a buffer or a lease of it, is there, the arena knows its stream.
 #![expect(unsafe_code, reason = "only the caller knows that a stream is there")]
 
 use std::fmt;
@@ -49,8 +49,8 @@ impl DeviceArena {
     /// The lane of a stream.
     ///
     /// # Safety
-    /// The stream is one of the arena's driver, and goes on existing until the lane, its clones and
-    /// its buffers are dropped: a CUDA driver does not look whether a stream that it is given is
+    /// The stream is one of the arena's driver, and goes on existing until the lane, its clones, its
+    /// buffers and its leases are dropped: a CUDA driver does not look whether a stream that it is given is
     /// there. The host driver has no streams and the simulation looks, so that there any number
     /// will do.
     ///

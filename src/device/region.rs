@@ -127,6 +127,11 @@ pub(super) struct Placed {
     pub(super) moves: u64,
 }
 
+impl Placed {
+    /// As moves: more than there ever are, so that where the block is has to be asked.
+    pub(super) const STALE: u64 = u64::MAX;
+}
+
 /// The books of one region.
 #[derive(Debug)]
 pub(super) struct RegionBooks {

@@ -82,6 +82,8 @@ struct Rules {
     never: bool,
     /// Idle memory is given back at once.
     at_once: bool,
+    /// The arena sleeps: what a front keeps would have no memory behind it.
+    asleep: bool,
     /// Who needs the fronts to be empty now.
     shut: u32,
 }
@@ -95,17 +97,10 @@ impl Drop for Shut<'_> {
     }
 }
 
-impl Shut<'_> {
-    /// Leaves them shut, until they are opened again.
-    pub(super) fn keep(self) {
-        let _ = ManuallyDrop::new(self);
-    }
-}
-
 impl Fronts {
-    /// Undoes a [`Shut::keep`].
-    pub(super) fn reopen(&self) {
-        drop(Shut(self));
+    /// Lets fronts take nothing in while the arena sleeps.
+    pub(super) fn set_asleep(&self, is_asleep: bool) {
+        self.set(|rules| rules.asleep = is_asleep);
     }
 
     /// Fronts that may keep so much each; nothing, where work is `asynchronous`.
@@ -156,7 +151,7 @@ impl Fronts {
     fn set(&self, change: impl FnOnce(&mut Rules)) {
         let mut rules = lock(&self.rules);
         change(&mut rules);
-        let none = rules.never || rules.at_once || rules.shut > 0;
+        let none = rules.never || rules.at_once || rules.asleep || rules.shut > 0;
         let room = if none { 0 } else { rules.room_max.get() };
         self.room.store(room, Ordering::Relaxed);
     }

@@ -12,7 +12,7 @@ use super::support::{Bed, MIB};
 const OPTIONS: SleepOptions =
     SleepOptions { drain: Duration::ZERO, stable: Contents::Keep, dynamic: Contents::Discard };
 
-const PASSING: [SimError; 5] = [
+pub(crate) const PASSING: [SimError; 5] = [
     SimError::InvalidValue,
     SimError::OutOfMemory,
     SimError::NotSupported,
@@ -20,7 +20,7 @@ const PASSING: [SimError; 5] = [
     SimError::Code(304),
 ];
 
-const LOST: [SimError; 3] =
+pub(crate) const LOST: [SimError; 3] =
     [SimError::EccUncorrectable, SimError::IllegalAddress, SimError::LaunchFailed];
 
 /// Buffers of every kind, each with its mark, idle memory between them, and memory that is pending.
@@ -37,7 +37,7 @@ impl Scene {
         let kept = [1, 2, 3].map(|mark| bed.marked(MIB / 4, Region::Stable, mark)).into();
         let gap = bed.marked(MIB / 8, Region::Dynamic, 0);
         let cache = bed.marked(MIB / 4, Region::Dynamic, 4);
-        let stays = bed.marked(MIB / 8, Region::Dynamic, 5);
+        let mut stays = bed.marked(MIB / 8, Region::Dynamic, 5);
         stays.set_contents(Some(Contents::Stay)).expect("here");
         let lane = bed.lane();
         let pending = lane.alloc::<u8>(MIB / 8, Region::Dynamic).expect("room");

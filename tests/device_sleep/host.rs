@@ -58,3 +58,23 @@ fn what_a_threads_front_keeps_is_not_handed_out_while_it_sleeps() {
     drop((kept, lease));
     arena.validate();
 }
+
+#[test]
+fn what_is_said_of_one_buffer_is_not_said_of_the_next_that_has_its_block() {
+    let arena = open();
+    let alloc = || arena.alloc::<u8>(1 << 20, Region::Dynamic).expect("room");
+    for _ in 0..100 {
+        drop(alloc());
+    }
+    let mut stays = alloc();
+    stays.set_contents(Some(Contents::Stay)).expect("here");
+    drop(stays);
+    let next = alloc();
+    let slept = arena.sleep(NOW).expect("asleep");
+    assert_eq!(slept.stayed, ByteSize::ZERO, "it was another buffer that was to stay");
+    arena.wake().expect("awake");
+    drop(next); // without a look whether it was discarded
+    let another = alloc();
+    assert!(!another.take_discarded());
+    arena.validate();
+}

@@ -37,7 +37,7 @@ fn vllm_43020_no_memory_leaves_under_a_kernel_that_runs() {
 #[test]
 fn vllm_28714_a_sleep_in_the_middle_of_a_request_is_refused() {
     let bed = Bed::new(Order::Lazy);
-    let kept = bed.marked(MIB, Region::Stable, 1);
+    let kept = bed.marked(MIB / 16, Region::Stable, 1);
     let request = bed.arena.enter().expect("a lease");
     let place = at(&kept, &request);
     assert!(matches!(bed.arena.sleep(NOW), Err(DeviceError::Leased { .. })));
@@ -153,7 +153,7 @@ fn torch_memory_saver_71_weights_are_what_they_were_after_many_cycles() {
 #[test]
 fn torch_memory_saver_88_registered_buffers_stay() {
     let bed = Bed::new(Order::Lazy);
-    let registered = bed.marked(MIB, Region::Stable, 3);
+    let mut registered = bed.marked(MIB / 16, Region::Stable, 3);
     registered.set_contents(Some(Contents::Stay)).expect("here");
     let place = at(&registered, &bed.arena.enter().expect("a lease"));
     bed.arena.sleep(NOW).expect("asleep");

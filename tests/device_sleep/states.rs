@@ -62,9 +62,9 @@ fn each_region_and_each_buffer_is_kept_discarded_or_stays() {
     let bed = Bed::new(Order::Lazy);
     let weights = bed.marked(4 * MIB, Region::Stable, 1);
     let cache = bed.marked(4 * MIB, Region::Dynamic, 2);
-    let kept = bed.marked(2 * MIB, Region::Dynamic, 3);
+    let mut kept = bed.marked(2 * MIB, Region::Dynamic, 3);
     kept.set_contents(Some(Contents::Keep)).expect("here");
-    let registered = bed.marked(MIB, Region::Stable, 4);
+    let mut registered = bed.marked(MIB, Region::Stable, 4);
     registered.set_contents(Some(Contents::Stay)).expect("here");
     let slept =
         bed.arena.sleep(SleepOptions { dynamic: Contents::Discard, ..NOW }).expect("asleep");
@@ -88,8 +88,9 @@ fn each_region_and_each_buffer_is_kept_discarded_or_stays() {
 #[test]
 fn a_granule_with_one_block_to_keep_is_kept_whole() {
     let bed = Bed::new(Order::Lazy);
-    let small: Vec<_> = (0..64_u64).map(|nth| bed.marked(3_000, Region::Dynamic, nth)).collect();
-    for buffer in small.iter().step_by(40) {
+    let mut small: Vec<_> =
+        (0..64_u64).map(|nth| bed.marked(3_000, Region::Dynamic, nth)).collect();
+    for buffer in small.iter_mut().step_by(40) {
         buffer.set_contents(Some(Contents::Keep)).expect("here");
     }
     bed.arena.sleep(SleepOptions { dynamic: Contents::Discard, ..NOW }).expect("asleep");
@@ -326,7 +327,7 @@ fn the_work_that_was_queued_under_a_lease_is_done_before_memory_leaves() {
 #[test]
 fn a_stream_that_ended_after_its_lease_is_waited_for() {
     let bed = Bed::new(Order::Lazy);
-    let buffer = bed.arena.alloc::<u8>(MIB, Region::Dynamic).expect("room");
+    let buffer = bed.arena.alloc::<u8>(MIB / 16, Region::Dynamic).expect("room");
     let stream = bed.sim.stream_create().expect("a stream");
     // SAFETY: the simulation looks whether a stream is there.
     let lane = unsafe { bed.arena.lane(stream) }.expect("a lane");

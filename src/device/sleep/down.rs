@@ -25,6 +25,7 @@ use crate::device::picture::Act;
 use crate::device::region::Region;
 use crate::device::segment::Run;
 use crate::device::shared::Shared;
+use crate::sync::atomic::Ordering;
 use crate::sync::wait;
 
 /// How often all uses are waited for, where more is freed meanwhile, before the arena stays awake.
@@ -42,14 +43,10 @@ impl Shared {
     pub(super) fn sleep(&self, options: SleepOptions) -> Result<Slept, DeviceError> {
         let drain = self.begin_drain()?;
         // What a front keeps has memory behind it, and is handed out without a look at the books.
-        let shut = self.fronts.shut();
+        let _shut = self.fronts.shut();
         self.empty_fronts();
         self.drain(drain, options)?;
-        let slept = self.fall(options);
-        if self.books().sleep.state() == super::ArenaState::Asleep {
-            shut.keep();
-        }
-        slept
+        self.fall(options)
     }
 
     /// Begins to wait for leases; returns the drain's number.
@@ -205,6 +202,7 @@ impl Shared {
         for part in parts.iter().filter(|part| part.contents == Contents::Keep) {
             slept.offloaded = slept.offloaded.saturating_add(part.size);
         }
+        self.fronts.set_asleep(true);
         self.arrive_at(Phase::Asleep, |books| {
             books.note_discarded(parts);
             for (part, &is_gone) in parts.iter().zip(left) {
@@ -225,6 +223,11 @@ impl Shared {
     pub(super) fn arrive_at(&self, phase: Phase, book: impl FnOnce(&mut Books)) {
         let mut books = self.books();
         book(&mut books);
+        for region in Region::ALL {
+            // Before the next lease is given: who has one sees what it was before.
+            let moves = books.region(region).moves();
+            self.moves[region.number()].store(moves, Ordering::Relaxed);
+        }
         books.sleep.is_quiet = phase == Phase::Asleep;
         let wakers = books.sleep.go(phase);
         self.settled.notify_all();

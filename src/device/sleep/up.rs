@@ -115,8 +115,9 @@ impl Shared {
             books.sleep.awake_since = self.clock.now();
             books.sleep.left_at = books.sleep.awake_since;
             books.end_wake(None);
+            // Under the lock: it may be asleep again the moment after.
+            self.fronts.set_asleep(false);
         });
-        self.fronts.reopen();
         if let Some(saved) = saved {
             self.let_go(saved);
         }
@@ -151,11 +152,14 @@ impl Shared {
     pub(in crate::device) fn wake_of_nothing(&self) {
         let books = self.books();
         let is_over = books.sleep.state() == ArenaState::Asleep && books.live() == 0;
+        let is_left = !books.sleep.left.is_empty();
         drop(books);
         if is_over {
             let _ = self.wake(); // another may be quicker
         }
-        self.give_stores_back();
+        if is_over || is_left {
+            self.give_stores_back();
+        }
     }
 }
 
