@@ -206,3 +206,41 @@ fn a_context_that_is_lost_at_any_call_is_an_error_and_no_more() {
         }
     }
 }
+
+/// Copies that could not be waited for may be under way still: what they work on must not leave.
+#[test]
+fn memory_that_a_copy_may_work_on_stays_until_that_is_known_to_be_done() {
+    for comes_back in [false, true] {
+        let scene = Scene::new();
+        let (arena, sim) = (&scene.bed.arena, &scene.bed.sim);
+        if comes_back {
+            arena.sleep(OPTIONS).expect("asleep");
+            sim.fail_always(Call::StreamSynchronize, Some(SimError::Unknown));
+            assert!(arena.wake().is_err());
+        } else {
+            // The second part does not leave, and the first cannot be filled again: the copies out
+            // were waited for, those back cannot be.
+            sim.fail_nth(Some(Call::Unmap), 1, SimError::Unknown);
+            sim.fail_nth(Some(Call::StreamSynchronize), 1, SimError::Unknown);
+            sim.fail_nth(Some(Call::StreamSynchronize), 2, SimError::Unknown);
+            assert!(arena.sleep(OPTIONS).is_err());
+        }
+        assert_eq!(scene.state(), ArenaState::Asleep);
+        assert!(sim.unfinished() > 0 && !arena.snapshot().committed.is_zero());
+        assert_eq!(sim.unsafe_unmaps(), 0);
+        sim.forget_failures();
+        arena.wake().expect("awake");
+        scene.end();
+    }
+}
+
+/// What is to be discarded leaves last: while something else may still fail, nothing is lost.
+#[test]
+fn nothing_is_discarded_where_what_is_kept_does_not_leave() {
+    let options = SleepOptions { stable: Contents::Discard, dynamic: Contents::Keep, ..OPTIONS };
+    let scene = Scene::new();
+    scene.bed.sim.fail_nth(Some(Call::Unmap), 0, SimError::Unknown);
+    assert!(scene.bed.arena.sleep(options).is_err());
+    assert!(scene.kept.iter().all(|buffer| !buffer.take_discarded()));
+    scene.end();
+}

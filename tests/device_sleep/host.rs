@@ -37,12 +37,12 @@ fn contents_of_host_memory_stay_or_go() {
 #[test]
 fn what_a_threads_front_keeps_is_not_handed_out_while_it_sleeps() {
     let arena = open();
+    let kept = arena.alloc_from(&[1_u8; 4096], Region::Stable).expect("room");
     // The size is hot: from here on the front hands it out, without a look at the books.
     for _ in 0..100 {
         drop(arena.alloc::<u8>(1 << 20, Region::Dynamic).expect("room"));
     }
     assert!(!arena.snapshot().cached.is_zero());
-    let kept = arena.alloc_from(&[1_u8; 4096], Region::Stable).expect("room");
     arena.sleep(NOW).expect("asleep");
     assert_eq!(arena.snapshot().cached, ByteSize::ZERO);
     let lease_less = arena.alloc::<u8>(1 << 20, Region::Dynamic).expect("it wakes");

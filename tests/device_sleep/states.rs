@@ -345,6 +345,22 @@ fn a_stream_that_ended_after_its_lease_is_waited_for() {
 }
 
 #[test]
+fn what_is_freed_while_uses_are_waited_for_is_waited_for_too() {
+    let bed = Bed::new(Order::Lazy);
+    let (kept, lane) = (bed.marked(MIB, Region::Stable, 1), bed.lane());
+    let freed = lane.alloc::<u8>(MIB, Region::Dynamic).expect("room");
+    bed.mark(&freed, &lane.enter().expect("a lease"), 2);
+    bed.sim.before(Call::Synchronize, 0, move || drop(freed));
+    bed.arena.sleep(NOW).expect("asleep");
+    let snapshot = bed.arena.snapshot();
+    snapshot.validate();
+    assert_eq!((snapshot.pending, snapshot.committed), (ByteSize::ZERO, ByteSize::ZERO));
+    bed.assert_marked(&kept, 1);
+    drop((kept, lane));
+    bed.end();
+}
+
+#[test]
 fn it_stays_awake_while_a_stream_captures_a_graph() {
     let bed = Bed::new(Order::Lazy);
     let (lane, kept) = (bed.lane(), bed.marked(MIB, Region::Dynamic, 1));
