@@ -255,10 +255,32 @@ mod tests {
             ceiling: Some(f64::NAN),
             memory_limit: Some(ByteSize::ZERO),
             idle_unload: Some(Duration::ZERO),
+            device_sleep_after: Some(Some(Duration::ZERO)),
             ..Settings::default()
         };
-        let error = Config::resolve(&code, &Settings::default()).expect_err("three faults");
-        assert_eq!(error.faults.len(), 3, "{error}");
+        let error = Config::resolve(&code, &Settings::default()).expect_err("four faults");
+        assert_eq!(error.faults.len(), 4, "{error}");
+    }
+
+    #[test]
+    fn no_profile_puts_arenas_to_sleep_and_what_is_written_is_how_they_do() {
+        for profile in Profile::ALL {
+            let code = Settings { profile: Some(profile), ..Settings::default() };
+            let config = Config::resolve(&code, &Settings::default()).expect("valid");
+            assert_eq!(config.device_sleep(), SleepConfig::default(), "{profile}");
+        }
+        let code = Settings {
+            device_sleep_after: Some(Some(Duration::from_secs(60))),
+            device_sleep_dynamic: Some(Contents::Discard),
+            ..Settings::default()
+        };
+        let residency = Some(Duration::from_secs(5));
+        let environment = Settings { device_sleep_residency: residency, ..Settings::default() };
+        let sleep = Config::resolve(&code, &environment).expect("valid").device_sleep();
+        assert_eq!(sleep.idle_after, Some(Duration::from_secs(60)));
+        assert_eq!(Some(sleep.residency), residency);
+        assert_eq!(sleep.options.stable, Contents::Keep);
+        assert_eq!(sleep.options.dynamic, Contents::Discard);
     }
 
     #[test]

@@ -137,6 +137,25 @@ mod tests {
     }
 
     #[test]
+    fn what_sleeps_with_an_arena_that_drains_is_not_taken_for_retained() {
+        let gone = Gone::default();
+        let (old, new) = (arena("a", ByteSize::MAX), arena("a", ByteSize::MAX));
+        let held = old.alloc::<u8>(4 << 20, Region::Dynamic).expect("room");
+        let fresh = new.alloc::<u8>(2 << 20, Region::Dynamic).expect("room");
+        let discard = crate::device::Contents::Discard;
+        let options = crate::device::SleepOptions { dynamic: discard, ..Default::default() };
+        old.sleep(options).expect("asleep");
+        let [a] = &gone.published(&[new.snapshot()], &[old.snapshot()])[..] else { panic!("one") };
+        assert_eq!((a.live, a.asleep), (ByteSize::mib(6), ByteSize::mib(4)));
+        assert_eq!((a.committed, a.retained()), (ByteSize::mib(2), ByteSize::ZERO));
+        assert_eq!((a.sleeps_total, a.wakes_total), (1, 0));
+        gone.add(old.snapshot());
+        let [a] = &gone.published(&[new.snapshot()], &[])[..] else { panic!("one") };
+        assert_eq!((a.asleep, a.sleeps_total), (ByteSize::ZERO, 1));
+        drop((held, fresh));
+    }
+
+    #[test]
     fn names_that_are_gone_are_bounded() {
         let gone = Gone::default();
         let mut last = arena("a", ByteSize::MAX).snapshot();
