@@ -1,8 +1,8 @@
 //! What operators ask a service: `/metrics`, `/healthz`, `/readyz`, `/memory`.
 //!
 //! Plain answers to paths; the application routes them, outside the memory layer. `/healthz` never
-//! fails for pressure; `/readyz` does while the level is critical or the service is ending. An arena
-//! that sleeps is said to, and is ready: it wakes when it is used.
+//! fails for pressure; `/readyz` does while the level is critical or the service is ending. It says
+//! which arenas sleep, and they are ready: they wake when they are used.
 
 use std::fmt;
 use std::time::Duration;
