@@ -56,12 +56,13 @@ fn the_defaults_in_the_rows_are_those_of_the_profiles() {
             ("LOWTIDE_CEILING", format!("{:.2}", config.ceiling.value)),
             ("LOWTIDE_DEVICE", config.device.value.to_string()),
             ("LOWTIDE_DEVICE_DECAY", decay(config.device_decay.value)),
+            ("LOWTIDE_DEVICE_SLEEP_AFTER", or_never(config.device_sleep_after.value)),
+            ("LOWTIDE_DEVICE_SLEEP_RESIDENCY", short(config.device_sleep_residency.value)),
+            ("LOWTIDE_DEVICE_SLEEP_STABLE", config.device_sleep_stable.value.to_string()),
+            ("LOWTIDE_DEVICE_SLEEP_DYNAMIC", config.device_sleep_dynamic.value.to_string()),
             ("LOWTIDE_HEAP_DECAY", decay(config.heap_decay.value)),
             ("LOWTIDE_BACKGROUND_THREADS", config.background_threads.value.to_string()),
-            (
-                "LOWTIDE_PURGE_INTERVAL",
-                config.purge_interval.value.map_or_else(|| "never".to_owned(), short),
-            ),
+            ("LOWTIDE_PURGE_INTERVAL", or_never(config.purge_interval.value)),
             ("LOWTIDE_IDLE_UNLOAD", short(config.idle_unload.value)),
             ("LOWTIDE_METRICS_INTERVAL", short(config.metrics_interval.value)),
         ] {
@@ -69,6 +70,10 @@ fn the_defaults_in_the_rows_are_those_of_the_profiles() {
             assert_eq!(cells.get(2 + at), Some(&default), "{name}, {profile}: {cells:?}");
         }
     }
+}
+
+fn or_never(time: Option<Duration>) -> String {
+    time.map_or_else(|| "never".to_owned(), short)
 }
 
 fn short(time: Duration) -> String {

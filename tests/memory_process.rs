@@ -9,7 +9,7 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
-use lowtide::clock::ManualClock;
+use lowtide::clock::{ManualClock, Moment};
 use lowtide::config::arena::{ArenaOptions, RunOptions};
 use lowtide::config::{Config, DeviceChoice, Profile, env};
 use lowtide::control::{AcquireError, Cost, Managed, UnloadError};
@@ -189,6 +189,14 @@ fn outcome(builder: Builder) -> String {
     }
 }
 
+/// Whether an arena falls asleep by itself, once it has memory.
+fn sleeps(arena: &DeviceArena) -> String {
+    let blocks = Region::ALL.map(|region| arena.alloc::<u8>(2 << 20, region).map(drop));
+    assert!(blocks.iter().all(Result::is_ok), "{blocks:?}");
+    let due = arena.next_sleep();
+    if due == Moment::NEVER { "never".to_owned() } else { "in its time".to_owned() }
+}
+
 /// Each setting as `name=value (source)`, and what it did.
 fn describe(memory: &Memory) -> String {
     let Config {
@@ -198,6 +206,10 @@ fn describe(memory: &Memory) -> String {
         device,
         device_limit,
         device_decay,
+        device_sleep_after,
+        device_sleep_residency,
+        device_sleep_stable,
+        device_sleep_dynamic,
         heap_decay,
         background_threads,
         purge_interval,
@@ -208,6 +220,7 @@ fn describe(memory: &Memory) -> String {
     let limit = memory_limit.value.map_or_else(|| "none".to_owned(), ByteSize::exact);
     let held = memory.snapshot().signal.limit;
     let arena = memory.open_arena("one");
+    let sleeps = arena.as_ref().map_or_else(|_| "nowhere".to_owned(), sleeps);
     let arena = arena.map_or_else(|error| error.to_string(), |arena| arena.limit().exact());
     // SAFETY: the decay time of arenas to come has type `ssize_t`.
     let decay: isize = unsafe { raw::read(b"arenas.dirty_decay_ms\0") }.expect("a control");
@@ -222,6 +235,11 @@ fn describe(memory: &Memory) -> String {
         format!("device_limit={} ({})", device_limit.value.exact(), device_limit.source),
         format!("arena={arena}"),
         format!("device_decay={:?} ({})", device_decay.value, device_decay.source),
+        format!("sleep_after={:?} ({})", device_sleep_after.value, device_sleep_after.source),
+        format!("residency={:?} ({})", device_sleep_residency.value, device_sleep_residency.source),
+        format!("stable={} ({})", device_sleep_stable.value, device_sleep_stable.source),
+        format!("dynamic={} ({})", device_sleep_dynamic.value, device_sleep_dynamic.source),
+        format!("sleeps={sleeps}"),
         format!("heap_decay={:?} ({})", heap_decay.value, heap_decay.source),
         format!("jemalloc={decay} ms, at most {threads} threads, on: {runs}"),
         format!("background_threads={} ({})", background_threads.value, background_threads.source),
@@ -263,6 +281,10 @@ fn each_variable_reaches_what_it_sets() {
         ("LOWTIDE_DEVICE", "host"),
         ("LOWTIDE_DEVICE_LIMIT", "6m"),
         ("LOWTIDE_DEVICE_DECAY", "1500ms"),
+        ("LOWTIDE_DEVICE_SLEEP_AFTER", "10m"),
+        ("LOWTIDE_DEVICE_SLEEP_RESIDENCY", "20s"),
+        ("LOWTIDE_DEVICE_SLEEP_STABLE", "stay"),
+        ("LOWTIDE_DEVICE_SLEEP_DYNAMIC", "discard"),
         ("LOWTIDE_HEAP_DECAY", "2s"),
         ("LOWTIDE_BACKGROUND_THREADS", "1"),
         ("LOWTIDE_PURGE_INTERVAL", "never"),
@@ -278,6 +300,11 @@ fn each_variable_reaches_what_it_sets() {
         "device_limit=6MiB (environment)",
         "arena=6MiB",
         "device_decay=Within(1.5s) (environment)",
+        "sleep_after=Some(600s) (environment)",
+        "residency=20s (environment)",
+        "stable=stay (environment)",
+        "dynamic=discard (environment)",
+        "sleeps=in its time",
         "heap_decay=Within(2s) (environment)",
         "jemalloc=2000 ms, at most 1 threads, on: true",
         "background_threads=1 (environment)",
@@ -289,7 +316,7 @@ fn each_variable_reaches_what_it_sets() {
     }
     let (bare, _) = with_variables(&[("LOWTIDE_BACKGROUND_THREADS", "0")]);
     assert!(bare.contains(" threads, on: false; background_threads=0 (environment)"), "{bare}");
-    assert_eq!(env::VARIABLES.len(), 11, "a variable was added that this test does not name");
+    assert_eq!(env::VARIABLES.len(), 15, "a variable was added that this test does not name");
 }
 
 #[test]
@@ -303,6 +330,9 @@ fn the_environment_wins_over_code_and_code_over_the_profile() {
         "device=host (code)",
     ] {
         assert!(with_code.contains(part), "{part:?} is missing in {with_code}");
+    }
+    for part in ["sleep_after=None (default)", "stable=keep (default)", "sleeps=never"] {
+        assert!(bare.contains(part), "{part:?} is missing in {bare}");
     }
     for part in ["profile=balanced (default)", "idle_unload=300s (profile)", "0.25 (environment)"] {
         assert!(bare.contains(part), "{part:?} is missing in {bare}");

@@ -9,7 +9,7 @@ use http::{Response, StatusCode};
 use lowtide::clock::{Clock, ManualClock};
 use lowtide::config::DeviceChoice;
 use lowtide::control::{Cost, LoadError, UnloadReason};
-use lowtide::device::Region;
+use lowtide::device::{Contents, Region, SleepOptions};
 use lowtide::service::Endpoints;
 use lowtide::{ByteSize, Memory};
 use serde_json::{Value, json};
@@ -97,6 +97,7 @@ fn health_holds_under_pressure_and_readiness_follows_it_and_the_end() {
             "level": "none",
             "resources": { "model": "unloaded" },
             "device": { "weights": "host" },
+            "arenas": { "weights": "awake" },
             "notes": [],
         })
     );
@@ -119,6 +120,39 @@ fn health_holds_under_pressure_and_readiness_follows_it_and_the_end() {
     assert_eq!((&ready["ready"], &ready["ending"]), (&json!(false), &json!(true)));
     assert_eq!(get(&endpoints, "/healthz").status(), StatusCode::OK);
     assert_eq!(get_json(&endpoints, "/memory").0, StatusCode::OK, "still told after the end");
+}
+
+#[test]
+fn an_arena_that_sleeps_is_said_to_and_is_ready() {
+    let _turn = turn();
+    let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(100)));
+    let memory = start(&clock, &tree);
+    let endpoints = Endpoints::new(Some(memory.clone()));
+    let arena = memory.open_arena("weights").expect("opens");
+    let buffer = arena.alloc_from(&[1_u8; 2 << 20], Region::Stable).expect("room");
+    let (discard, drain) = (Contents::Discard, Duration::ZERO);
+    arena.sleep(SleepOptions { drain, stable: discard, dynamic: discard }).expect("asleep");
+    let (status, ready) = get_json(&endpoints, "/readyz");
+    assert_eq!((status, &ready["arenas"]["weights"]), (StatusCode::OK, &json!("asleep")));
+    let told = || get_json(&endpoints, "/memory").1["device"]["arenas"][0].clone();
+    let sleeping = told();
+    for (figure, value) in [
+        ("state", json!("asleep")),
+        ("live_bytes", json!(2 << 20)),
+        ("asleep_bytes", json!(2 << 20)),
+        ("offloaded_bytes", json!(0)),
+        ("committed_bytes", json!(0)),
+        ("retained_bytes", json!(0)),
+        ("sleeps", json!(1)),
+        ("wakes", json!(0)),
+        ("wake_failures", json!(0)),
+    ] {
+        assert_eq!(sleeping[figure], value, "{figure}");
+    }
+    drop(arena.enter().expect("it wakes"));
+    assert_eq!((&told()["state"], &told()["wakes"]), (&json!("awake"), &json!(1)));
+    drop(buffer);
+    assert!(memory.shutdown(SOON).is_clean());
 }
 
 #[test]

@@ -12,6 +12,7 @@ use std::time::Duration;
 use super::settings::{ConfigError, DeviceChoice, Fault, Settings};
 use crate::bytes::ByteSize;
 use crate::decay::DecayTime;
+use crate::device::Contents;
 
 /// What the names of our variables start with.
 pub const PREFIX: &str = "LOWTIDE_";
@@ -41,6 +42,14 @@ pub struct Variable {
 ///   limit of its own
 /// * `LOWTIDE_DEVICE_DECAY`: how long idle device memory may stay: a time such as 5s, 0 or
 ///   never
+/// * `LOWTIDE_DEVICE_SLEEP_AFTER`: after how long without a lease a device arena falls asleep: a
+///   time such as 10m, or never
+/// * `LOWTIDE_DEVICE_SLEEP_RESIDENCY`: how long a device arena stays awake at least, once it was
+///   opened or woken: a time such as 1m, or 0
+/// * `LOWTIDE_DEVICE_SLEEP_STABLE`: keep, discard or stay: contents of stable regions while they
+///   sleep
+/// * `LOWTIDE_DEVICE_SLEEP_DYNAMIC`: keep, discard or stay: contents of dynamic regions while
+///   they sleep
 /// * `LOWTIDE_HEAP_DECAY`: how long jemalloc keeps dirty pages: a time such as 1s, 0 or never
 /// * `LOWTIDE_BACKGROUND_THREADS`: jemalloc's background threads at most; 0 for none
 /// * `LOWTIDE_PURGE_INTERVAL`: how often a busy service purges its heap: a time such as 30s, or
@@ -79,6 +88,28 @@ pub const VARIABLES: &[Variable] = &[
         name: "LOWTIDE_DEVICE_DECAY",
         help: "how long idle device memory may stay: a time such as 5s, 0 or never",
         put: |settings, text| put(&mut settings.device_decay, decay_time(text)),
+    },
+    Variable {
+        name: "LOWTIDE_DEVICE_SLEEP_AFTER",
+        help: "after how long without a lease a device arena falls asleep: a time such as 10m, or \
+               never",
+        put: |settings, text| put(&mut settings.device_sleep_after, time_or_never(text)),
+    },
+    Variable {
+        name: "LOWTIDE_DEVICE_SLEEP_RESIDENCY",
+        help: "how long a device arena stays awake at least, once it was opened or woken: a time \
+               such as 1m, or 0",
+        put: |settings, text| put(&mut settings.device_sleep_residency, time_or_none(text)),
+    },
+    Variable {
+        name: "LOWTIDE_DEVICE_SLEEP_STABLE",
+        help: "keep, discard or stay: contents of stable regions while they sleep",
+        put: |settings, text| put(&mut settings.device_sleep_stable, text.parse::<Contents>()),
+    },
+    Variable {
+        name: "LOWTIDE_DEVICE_SLEEP_DYNAMIC",
+        help: "keep, discard or stay: contents of dynamic regions while they sleep",
+        put: |settings, text| put(&mut settings.device_sleep_dynamic, text.parse::<Contents>()),
     },
     Variable {
         name: "LOWTIDE_HEAP_DECAY",
@@ -224,6 +255,12 @@ fn time(text: &str) -> Result<Duration, String> {
     duration(text).filter(|time| !time.is_zero()).ok_or_else(|| expected_time(" above zero"))
 }
 
+/// A time that may be none.
+fn time_or_none(text: &str) -> Result<Duration, String> {
+    let time = if text == "0" { Some(Duration::ZERO) } else { duration(text) };
+    time.ok_or_else(|| expected_time(", or 0"))
+}
+
 fn expected_time(more: &str) -> String {
     format!("a time such as 500ms, 30s or 5m{more}")
 }
@@ -250,6 +287,10 @@ mod tests {
             ("LOWTIDE_DEVICE", "host"),
             ("LOWTIDE_DEVICE_LIMIT", "1GiB"),
             ("LOWTIDE_DEVICE_DECAY", "never"),
+            ("LOWTIDE_DEVICE_SLEEP_AFTER", "10m"),
+            ("LOWTIDE_DEVICE_SLEEP_RESIDENCY", "1m"),
+            ("LOWTIDE_DEVICE_SLEEP_STABLE", "stay"),
+            ("LOWTIDE_DEVICE_SLEEP_DYNAMIC", "discard"),
             ("LOWTIDE_HEAP_DECAY", "500ms"),
             ("LOWTIDE_BACKGROUND_THREADS", "3"),
             ("LOWTIDE_PURGE_INTERVAL", "never"),
@@ -264,6 +305,10 @@ mod tests {
             device: Some(DeviceChoice::Host),
             device_limit: Some(ByteSize::gib(1)),
             device_decay: Some(DecayTime::Never),
+            device_sleep_after: Some(Some(Duration::from_secs(600))),
+            device_sleep_residency: Some(Duration::from_secs(60)),
+            device_sleep_stable: Some(Contents::Stay),
+            device_sleep_dynamic: Some(Contents::Discard),
             heap_decay: Some(DecayTime::from_millis(500)),
             background_threads: Some(3),
             purge_interval: Some(None),
@@ -271,7 +316,7 @@ mod tests {
             metrics_interval: Some(Duration::from_secs(2)),
         };
         assert_eq!(found, Ok(expected));
-        assert_eq!(VARIABLES.len(), 11, "a variable was added that this test does not name");
+        assert_eq!(VARIABLES.len(), 15, "a variable was added that this test does not name");
     }
 
     #[test]
@@ -285,6 +330,28 @@ mod tests {
         }
         let never = given(&[("LOWTIDE_IDLE_UNLOAD", "never")]);
         assert_eq!(never.map(|settings| settings.idle_unload), Ok(Some(Duration::MAX)));
+    }
+
+    #[test]
+    fn an_arena_may_never_sleep_and_stay_awake_for_no_time_but_not_sleep_after_none() {
+        let never = given(&[("LOWTIDE_DEVICE_SLEEP_AFTER", "never")]);
+        assert_eq!(never.map(|settings| settings.device_sleep_after), Ok(Some(None)));
+        for text in ["0", "0s"] {
+            let none = given(&[("LOWTIDE_DEVICE_SLEEP_RESIDENCY", text)]);
+            let none = none.map(|settings| settings.device_sleep_residency);
+            assert_eq!(none, Ok(Some(Duration::ZERO)), "{text}");
+        }
+        for (name, value, expected) in [
+            ("LOWTIDE_DEVICE_SLEEP_AFTER", "0", "above zero, or never"),
+            ("LOWTIDE_DEVICE_SLEEP_AFTER", "soon", "above zero, or never"),
+            ("LOWTIDE_DEVICE_SLEEP_RESIDENCY", "never", "30s or 5m, or 0"),
+            ("LOWTIDE_DEVICE_SLEEP_STABLE", "offload", "keep, discard or stay"),
+            ("LOWTIDE_DEVICE_SLEEP_DYNAMIC", "", "keep, discard or stay"),
+        ] {
+            let error = given(&[(name, value)]).expect_err("a fault").to_string();
+            let said = [name, &format!("{value:?}"), expected].map(|part| error.contains(part));
+            assert_eq!(said, [true; 3], "{error}");
+        }
     }
 
     #[test]

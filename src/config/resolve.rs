@@ -9,6 +9,7 @@ use super::profile::Profile;
 use super::settings::{ConfigError, DeviceChoice, Fault, Settings};
 use crate::bytes::ByteSize;
 use crate::decay::DecayTime;
+use crate::device::{Contents, SleepConfig, SleepOptions};
 
 /// Who said it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,6 +59,14 @@ pub struct Config {
     pub device_limit: Resolved<ByteSize>,
     /// How long idle device memory may stay.
     pub device_decay: Resolved<DecayTime>,
+    /// After how long without a lease a device arena falls asleep; `None` for never.
+    pub device_sleep_after: Resolved<Option<Duration>>,
+    /// How long a device arena stays awake at least, once it was opened or woken.
+    pub device_sleep_residency: Resolved<Duration>,
+    /// What becomes of the stable region's contents while an arena sleeps by itself.
+    pub device_sleep_stable: Resolved<Contents>,
+    /// The same of the dynamic region's.
+    pub device_sleep_dynamic: Resolved<Contents>,
     /// How long jemalloc keeps dirty pages.
     pub heap_decay: Resolved<DecayTime>,
     /// jemalloc's background threads at most.
@@ -100,6 +109,26 @@ impl Config {
             device: pick_or(environment.device, code.device, DeviceChoice::Auto),
             device_limit: pick_or(environment.device_limit, code.device_limit, ByteSize::MAX),
             device_decay: pick(environment.device_decay, code.device_decay, base.device_decay()),
+            device_sleep_after: pick_or(
+                environment.device_sleep_after,
+                code.device_sleep_after,
+                None,
+            ),
+            device_sleep_residency: pick_or(
+                environment.device_sleep_residency,
+                code.device_sleep_residency,
+                Duration::ZERO,
+            ),
+            device_sleep_stable: pick_or(
+                environment.device_sleep_stable,
+                code.device_sleep_stable,
+                Contents::default(),
+            ),
+            device_sleep_dynamic: pick_or(
+                environment.device_sleep_dynamic,
+                code.device_sleep_dynamic,
+                Contents::default(),
+            ),
             heap_decay: pick(environment.heap_decay, code.heap_decay, base.heap_decay()),
             background_threads: pick(
                 environment.background_threads,
@@ -119,6 +148,24 @@ impl Config {
                 Self::METRICS_INTERVAL,
             ),
         })
+    }
+}
+
+impl Config {
+    /// When device arenas fall asleep by themselves, and how.
+    #[must_use]
+    pub fn device_sleep(&self) -> SleepConfig {
+        let options = SleepOptions {
+            stable: self.device_sleep_stable.value,
+            dynamic: self.device_sleep_dynamic.value,
+            ..SleepOptions::default()
+        };
+        SleepConfig {
+            idle_after: self.device_sleep_after.value,
+            residency: self.device_sleep_residency.value,
+            options,
+            ..SleepConfig::default()
+        }
     }
 }
 
@@ -162,6 +209,7 @@ fn check(settings: &Settings) -> Result<(), ConfigError> {
         ("idle_unload", settings.idle_unload),
         ("metrics_interval", settings.metrics_interval),
         ("purge_interval", settings.purge_interval.flatten()),
+        ("device_sleep_after", settings.device_sleep_after.flatten()),
     ] {
         if let Some(time) = time {
             demand(!time.is_zero(), name, format!("{time:?}"), "a time above zero");
@@ -207,10 +255,32 @@ mod tests {
             ceiling: Some(f64::NAN),
             memory_limit: Some(ByteSize::ZERO),
             idle_unload: Some(Duration::ZERO),
+            device_sleep_after: Some(Some(Duration::ZERO)),
             ..Settings::default()
         };
-        let error = Config::resolve(&code, &Settings::default()).expect_err("three faults");
-        assert_eq!(error.faults.len(), 3, "{error}");
+        let error = Config::resolve(&code, &Settings::default()).expect_err("four faults");
+        assert_eq!(error.faults.len(), 4, "{error}");
+    }
+
+    #[test]
+    fn no_profile_puts_arenas_to_sleep_and_what_is_written_is_how_they_do() {
+        for profile in Profile::ALL {
+            let code = Settings { profile: Some(profile), ..Settings::default() };
+            let config = Config::resolve(&code, &Settings::default()).expect("valid");
+            assert_eq!(config.device_sleep(), SleepConfig::default(), "{profile}");
+        }
+        let code = Settings {
+            device_sleep_after: Some(Some(Duration::from_secs(60))),
+            device_sleep_dynamic: Some(Contents::Discard),
+            ..Settings::default()
+        };
+        let residency = Some(Duration::from_secs(5));
+        let environment = Settings { device_sleep_residency: residency, ..Settings::default() };
+        let sleep = Config::resolve(&code, &environment).expect("valid").device_sleep();
+        assert_eq!(sleep.idle_after, Some(Duration::from_secs(60)));
+        assert_eq!(Some(sleep.residency), residency);
+        assert_eq!(sleep.options.stable, Contents::Keep);
+        assert_eq!(sleep.options.dynamic, Contents::Discard);
     }
 
     #[test]

@@ -9,6 +9,7 @@ use thiserror::Error;
 use super::profile::Profile;
 use crate::bytes::ByteSize;
 use crate::decay::DecayTime;
+use crate::device::Contents;
 
 /// What somebody wrote, in code or in the environment; `None` means that nobody said.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -25,6 +26,14 @@ pub struct Settings {
     pub device_limit: Option<ByteSize>,
     /// How long idle device memory may stay.
     pub device_decay: Option<DecayTime>,
+    /// After how long without a lease a device arena falls asleep; `Some(None)`: never. Never zero.
+    pub device_sleep_after: Option<Option<Duration>>,
+    /// How long a device arena stays awake at least, once it was opened or woken.
+    pub device_sleep_residency: Option<Duration>,
+    /// What becomes of the stable region's contents while an arena sleeps by itself.
+    pub device_sleep_stable: Option<Contents>,
+    /// The same of the dynamic region's.
+    pub device_sleep_dynamic: Option<Contents>,
     /// How long jemalloc keeps dirty pages.
     pub heap_decay: Option<DecayTime>,
     /// jemalloc's background threads at most; 0 for none.

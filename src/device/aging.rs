@@ -152,6 +152,11 @@ impl Aging {
         self.stamp()
     }
 
+    /// When somebody last looked.
+    pub(super) const fn looked_at(&self) -> Moment {
+        self.looked_at
+    }
+
     /// When the next look is due, while something is idle.
     pub(super) const fn due(&self) -> Moment {
         self.due

@@ -75,7 +75,7 @@ impl DeviceArena {
         let ages = books.aging.ages(now);
         let (mut books, given) = shared.give_back(books, u64::MAX, Some(ages));
         books.set_looked(now, given.error.is_some());
-        let next = shared.next_look(&books, now);
+        let next = shared.next_look(&books);
         let released = ByteSize::new(books.bytes_of(given.granules));
         if let Some(recorder) = &shared.recorder {
             let outcome = GivenUp { released, done: given.error.is_none() };
@@ -95,8 +95,9 @@ impl DeviceArena {
         }
     }
 
-    /// When [`DeviceArena::decay`] should next be called; [`Moment::NEVER`] where nothing is idle
-    /// now, or idle memory stays for ever. Nothing tells when that changes: look again.
+    /// When [`DeviceArena::decay`] should next be called, which may be over; [`Moment::NEVER`]
+    /// where nothing is idle now, or idle memory stays for ever. Nothing tells when that changes:
+    /// look again.
     /// Takes the lock for a few additions.
     #[must_use]
     pub fn next_decay(&self) -> Moment {
@@ -104,7 +105,7 @@ impl DeviceArena {
         if shared.check_here().is_err() {
             return Moment::NEVER;
         }
-        shared.next_look(&shared.books(), shared.clock.now())
+        shared.next_look(&shared.books())
     }
 
     /// Sets how long idle memory may stay; what is idle now counts as having gone idle now.
@@ -210,11 +211,20 @@ fn note_trim(books: &mut Books, bytes: u64) {
 }
 
 impl Shared {
-    /// When idle memory, what the fronts keep, or what is pending is to be looked at.
-    fn next_look(&self, books: &Books, now: Moment) -> Moment {
+    /// When idle memory, what the fronts keep, what is pending, or the host memory of an arena that
+    /// sleeps for nothing is to be looked at.
+    fn next_look(&self, books: &Books) -> Moment {
         let due =
             if self.fronts_hold() { books.due().min(books.aging.front_due()) } else { books.due() };
-        if books.pending() > 0 { due.min(now + LOOK_AGAIN) } else { due }
+        // Counted from the last look, not from now: whoever asks when would never see it come.
+        let again = books.aging.looked_at() + LOOK_AGAIN;
+        if books.sleeps_for_nothing() {
+            Moment::ORIGIN
+        } else if books.pending() > 0 {
+            due.min(again)
+        } else {
+            due
+        }
     }
 
     /// Gives back up to `granules` idle granules, in at most [`CALLS_MAX`] calls, with the lock

@@ -46,6 +46,7 @@ pub struct Builder {
     hook: Option<Hook>,
     stack: Option<ByteSize>,
     signals: Option<Signals>,
+    driver: Option<Arc<dyn Driver>>,
 }
 
 macro_rules! setting {
@@ -74,6 +75,16 @@ impl Builder {
         device_limit: ByteSize;
         /// How long idle device memory may stay: by default 1 s, 5 s or 30 s, by profile.
         device_decay: crate::decay::DecayTime;
+        /// After how long without a lease a device arena falls asleep, `None` for never, which is
+        /// the default: see [`DeviceArena::sleep`](crate::device::DeviceArena::sleep) for what
+        /// that asks of its users.
+        device_sleep_after: Option<std::time::Duration>;
+        /// How long a device arena stays awake at least, once it was opened or woken; 0 by default.
+        device_sleep_residency: std::time::Duration;
+        /// What becomes of the stable region's contents then; kept by default.
+        device_sleep_stable: crate::device::Contents;
+        /// The same of the dynamic region's.
+        device_sleep_dynamic: crate::device::Contents;
         /// How long jemalloc keeps dirty pages: by default 1 s, 1 s or 10 s, by profile.
         heap_decay: crate::decay::DecayTime;
         /// jemalloc's background threads at most, 0 for none: by default 1, 2 or 4, by profile.
@@ -120,6 +131,14 @@ impl Builder {
         self
     }
 
+    /// Another driver than the configuration asks for, for tests.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn driver(mut self, driver: Arc<dyn Driver>) -> Self {
+        self.driver = Some(driver);
+        self
+    }
+
     /// Another size of the threads' stacks, for tests.
     #[doc(hidden)]
     #[must_use]
@@ -142,7 +161,7 @@ impl Builder {
     /// The claim is given back where it fails.
     fn start_claimed(self, config: Config, claim: Arc<Claim>) -> Result<Memory, StartError> {
         let mut notes = Vec::new();
-        let driver = open_driver(&config, &mut notes)?;
+        let driver = open_driver(&config, self.driver, &mut notes)?;
         let heap = settle_heap(&config, &mut notes);
         let signals = self.signals.unwrap_or_else(Signals::open);
         let signals = settle_limit(&config, signals, &mut notes);
@@ -299,11 +318,15 @@ fn settle_limit(config: &Config, mut signals: Signals, notes: &mut Vec<Note>) ->
     signals
 }
 
-/// The driver that the configuration asks for; a fallback is noted.
+/// The driver that the configuration asks for, where none is given; a fallback is noted.
 fn open_driver(
     config: &Config,
+    given: Option<Arc<dyn Driver>>,
     notes: &mut Vec<Note>,
 ) -> Result<Option<Arc<dyn Driver>>, StartError> {
+    if given.is_some() {
+        return Ok(given);
+    }
     let host = || Some(Arc::new(HostDriver::new()) as Arc<dyn Driver>);
     match config.device.value {
         DeviceChoice::None => Ok(None),

@@ -48,6 +48,10 @@ impl Hands for WorkerHands {
         self.shared.sweep();
     }
 
+    fn sleep_device(&mut self, now: Moment) -> bool {
+        self.shared.sleep_next(now)
+    }
+
     fn publish(&mut self, now: Moment) {
         if self.drives_decay
             && let Err(error) = host::decay_tick()

@@ -17,6 +17,7 @@ mod scopes;
 mod sensor;
 mod shared;
 mod shrink;
+mod sleep;
 mod snapshot;
 
 use std::fmt;
@@ -185,9 +186,10 @@ impl Memory {
         }
     }
 
-    /// Opens a device arena with the configured driver, limit and decay; it is sampled, decays and
-    /// is published until this `Memory` ends, or somebody closes it ([`DeviceArena::close`]), which
-    /// frees its name. That all handles are dropped does not end it.
+    /// Opens a device arena with the configured driver, limit, decay and idle time; it is sampled,
+    /// decays, falls asleep by itself where that is configured and is published until this
+    /// `Memory` ends, or somebody closes it ([`DeviceArena::close`]), which frees its name. That
+    /// all handles are dropped does not end it.
     ///
     /// Else it is as [`ArenaConfig::new`] has it, and may be told otherwise:
     /// [`DeviceArena::set_limit`], [`DeviceArena::set_decay`], [`DeviceArena::set_front`]. Growth
@@ -200,11 +202,8 @@ impl Memory {
     /// [`MemoryError::Forked`].
     pub fn open_arena(&self, name: &str) -> Result<DeviceArena, MemoryError> {
         let shared = &self.0.shared;
-        let config = ArenaConfig {
-            limit: shared.config.device_limit.value,
-            decay: shared.config.device_decay.value,
-            ..ArenaConfig::new(name)
-        };
+        let config =
+            ArenaConfig { limit: shared.config.device_limit.value, ..shared.arena_config(name) };
         shared.open_arena(config)
     }
 
@@ -309,6 +308,7 @@ impl Memory {
         }
         self.0.threads.end();
         self.0.threads.join(&*shared.clock, end, &mut report);
+        shared.end_empty_sleeps();
         report.requests = shared.admission.stats().held();
         report.device_live = shared.arenas().iter().map(|arena| arena.glance().live).sum();
         report

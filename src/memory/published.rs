@@ -27,6 +27,7 @@ impl Gone {
         (last.live, last.requested, last.active, last.idle) = (NONE, NONE, NONE, NONE);
         (last.committed, last.reserved, last.holes) = (NONE, NONE, NONE);
         (last.largest_free, last.leases) = (NONE, 0);
+        (last.asleep, last.offloaded) = (NONE, NONE);
         let mut gone = lock(&self.0);
         if let Some(sum) = gone.get_mut(&last.name) {
             add(sum, &last);
@@ -58,6 +59,8 @@ impl Gone {
 fn add(sum: &mut ArenaSnapshot, other: &ArenaSnapshot) {
     let sizes = [
         (&mut sum.live, other.live),
+        (&mut sum.asleep, other.asleep),
+        (&mut sum.offloaded, other.offloaded),
         (&mut sum.requested, other.requested),
         (&mut sum.active, other.active),
         (&mut sum.idle, other.idle),
@@ -76,6 +79,9 @@ fn add(sum: &mut ArenaSnapshot, other: &ArenaSnapshot) {
     let totals = [
         (&mut sum.allocs_total, other.allocs_total),
         (&mut sum.frees_total, other.frees_total),
+        (&mut sum.sleeps_total, other.sleeps_total),
+        (&mut sum.wakes_total, other.wakes_total),
+        (&mut sum.wake_failures_total, other.wake_failures_total),
         (&mut sum.commits_total, other.commits_total),
         (&mut sum.decommits_total, other.decommits_total),
         (&mut sum.committed_bytes_total, other.committed_bytes_total),
@@ -128,6 +134,25 @@ mod tests {
         let [a, _] = &gone.published(&[other.snapshot()], &[])[..] else { panic!("two") };
         assert!(a.live.is_zero() && a.committed.is_zero() && a.reserved.is_zero(), "{a:?}");
         assert_eq!((a.allocs_total, a.frees_total), (2, 2));
+    }
+
+    #[test]
+    fn what_sleeps_with_an_arena_that_drains_is_not_taken_for_retained() {
+        let gone = Gone::default();
+        let (old, new) = (arena("a", ByteSize::MAX), arena("a", ByteSize::MAX));
+        let held = old.alloc::<u8>(4 << 20, Region::Dynamic).expect("room");
+        let fresh = new.alloc::<u8>(2 << 20, Region::Dynamic).expect("room");
+        let discard = crate::device::Contents::Discard;
+        let options = crate::device::SleepOptions { dynamic: discard, ..Default::default() };
+        old.sleep(options).expect("asleep");
+        let [a] = &gone.published(&[new.snapshot()], &[old.snapshot()])[..] else { panic!("one") };
+        assert_eq!((a.live, a.asleep), (ByteSize::mib(6), ByteSize::mib(4)));
+        assert_eq!((a.committed, a.retained()), (ByteSize::mib(2), ByteSize::ZERO));
+        assert_eq!((a.sleeps_total, a.wakes_total), (1, 0));
+        gone.add(old.snapshot());
+        let [a] = &gone.published(&[new.snapshot()], &[])[..] else { panic!("one") };
+        assert_eq!((a.asleep, a.sleeps_total), (ByteSize::ZERO, 1));
+        drop((held, fresh));
     }
 
     #[test]

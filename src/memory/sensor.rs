@@ -121,7 +121,9 @@ impl Sensor for MemorySensor {
             committed = committed.saturating_add(glance.committed);
             idle = idle.saturating_add(glance.idle);
             sample.device_decay_due = sample.device_decay_due.min(arena.next_decay());
+            sample.device_sleep_due = sample.device_sleep_due.min(arena.next_sleep());
         });
+        sample.device_sleep_takes_host = !self.host_backed;
         if self.host_backed {
             sample.purgeable = sample.purgeable.saturating_add(idle);
             sample.decaying = idle;

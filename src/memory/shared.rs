@@ -110,6 +110,15 @@ impl Shared {
         }
     }
 
+    /// Keeps a note unless there is one on the same that begins alike.
+    pub(super) fn note_once(&self, start: &str, note: Note) {
+        let said = |other: &Note| other.about == note.about && other.text.starts_with(start);
+        let is_said = lock(&self.notes).iter().any(said);
+        if !is_said {
+            self.note(note);
+        }
+    }
+
     /// The arenas; none in a forked child, as with [`Shared::notes`].
     pub(super) fn arenas(&self) -> Vec<DeviceArena> {
         if self.birth.is_here() { self.arenas.all() } else { Vec::new() }
@@ -136,8 +145,10 @@ impl Shared {
         let Some(driver) = &self.driver else {
             return Err(MemoryError::NoDevice { arena: name });
         };
-        DeviceArena::open(Arc::clone(driver), Arc::clone(&self.clock), config)
-            .map_err(|error| MemoryError::Arena { arena: name, error })
+        let arena = DeviceArena::open(Arc::clone(driver), Arc::clone(&self.clock), config)
+            .map_err(|error| MemoryError::Arena { arena: name, error })?;
+        self.book_contents_of(&arena);
+        Ok(arena)
     }
 
     /// Purges the heap on this thread, and the arenas where the trigger does not leave them to
@@ -194,16 +205,15 @@ impl Shared {
             [(Budget::Host, resource.cost.host), (Budget::Device, resource.cost.device)]
         {
             let ceiling = self.admission.ledger(budget).ceiling();
-            let start = format!("{:?} needs ", resource.name);
-            let said = |note: &Note| note.about == "resources" && note.text.starts_with(&start);
-            if cost <= ceiling || lock(&self.notes).iter().any(said) {
+            if cost <= ceiling {
                 continue;
             }
+            let start = format!("{:?} needs ", resource.name);
             let text = format!(
                 "{start}{cost} of {budget} memory, above the ceiling of {ceiling}: it cannot be \
                  loaded; expected a larger limit or a smaller cost"
             );
-            self.note(Note { about: "resources", text });
+            self.note_once(&start, Note { about: "resources", text });
         }
     }
 

@@ -98,6 +98,10 @@ table! {
         "The process's resident set, as the kernel says.";
     DEVICE_LIVE: Gauge "lowtide_device_live_bytes" Bytes ["device", "arena"]
         "Bytes of device blocks held by the application, after rounding.";
+    DEVICE_ASLEEP: Gauge "lowtide_device_asleep_bytes" Bytes ["device", "arena"]
+        "The part of live bytes with no memory behind it, because the arena sleeps.";
+    DEVICE_OFFLOADED: Gauge "lowtide_device_offloaded_bytes" Bytes ["device", "arena"]
+        "Host memory that holds contents of the arena while it sleeps.";
     DEVICE_REQUESTED: Gauge "lowtide_device_requested_bytes" Bytes ["device", "arena"]
         "Bytes of device memory that callers asked for.";
     DEVICE_ACTIVE: Gauge "lowtide_device_active_bytes" Bytes ["device", "arena"]
@@ -107,7 +111,8 @@ table! {
     DEVICE_COMMITTED: Gauge "lowtide_device_committed_bytes" Bytes ["device", "arena"]
         "Physical bytes that the arena holds from its driver.";
     DEVICE_RETAINED: Gauge "lowtide_device_retained_bytes" Bytes ["device", "arena"]
-        "Physical bytes that the arena keeps beyond what is live: committed minus live.";
+        "Physical bytes that the arena keeps beyond what is live and awake: committed minus live, \
+         asleep bytes not counted.";
     DEVICE_RESERVED: Gauge "lowtide_device_reserved_bytes" Bytes ["device", "arena"]
         "Address space that the arena holds, backed or not.";
     DEVICE_HOLES: Gauge "lowtide_device_hole_bytes" Bytes ["device", "arena"]
@@ -120,6 +125,12 @@ table! {
         "What committed must not pass; absent where there is no limit.";
     DEVICE_LEASES: Gauge "lowtide_device_leases" Count ["device", "arena"]
         "Leases that are held now.";
+    DEVICE_SLEEPS: Counter "lowtide_device_sleeps_total" Count ["device", "arena"]
+        "Times that the arena fell asleep.";
+    DEVICE_WAKES: Counter "lowtide_device_wakes_total" Count ["device", "arena"]
+        "Times that it woke.";
+    DEVICE_WAKE_FAILURES: Counter "lowtide_device_wake_failures_total" Count ["device", "arena"]
+        "Times that it could not be woken; it sleeps on, and nothing is lost.";
     DEVICE_ALLOCS: Counter "lowtide_device_allocs_total" Count ["device", "arena"]
         "Blocks allocated.";
     DEVICE_FREES: Counter "lowtide_device_frees_total" Count ["device", "arena"]

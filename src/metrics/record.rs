@@ -83,6 +83,8 @@ pub fn arena(arena: &crate::device::ArenaSnapshot) {
     let limit = (arena.limit != ByteSize::MAX).then_some((name::DEVICE_LIMIT, arena.limit));
     let sizes = [
         (name::DEVICE_LIVE, arena.live),
+        (name::DEVICE_ASLEEP, arena.asleep),
+        (name::DEVICE_OFFLOADED, arena.offloaded),
         (name::DEVICE_REQUESTED, arena.requested),
         (name::DEVICE_ACTIVE, arena.active),
         (name::DEVICE_IDLE, arena.idle),
@@ -98,6 +100,9 @@ pub fn arena(arena: &crate::device::ArenaSnapshot) {
     }
     gauge!(name::DEVICE_LEASES.name, &labels).set(f64::from(arena.leases));
     for (metric, total) in [
+        (name::DEVICE_SLEEPS, arena.sleeps_total),
+        (name::DEVICE_WAKES, arena.wakes_total),
+        (name::DEVICE_WAKE_FAILURES, arena.wake_failures_total),
         (name::DEVICE_ALLOCS, arena.allocs_total),
         (name::DEVICE_FREES, arena.frees_total),
         (name::DEVICE_COMMITS, arena.commits_total),

@@ -1,7 +1,8 @@
 //! What operators ask a service: `/metrics`, `/healthz`, `/readyz`, `/memory`.
 //!
 //! Plain answers to paths; the application routes them, outside the memory layer. `/healthz` never
-//! fails for pressure; `/readyz` does while the level is critical or the service is ending.
+//! fails for pressure; `/readyz` does while the level is critical or the service is ending. It says
+//! which arenas sleep, and they are ready: they wake when they are used.
 
 use std::fmt;
 use std::time::Duration;
@@ -86,6 +87,8 @@ impl Endpoints {
         });
         let device =
             snapshot.arenas.iter().map(|arena| (arena.name.clone(), json!(arena.rung.name())));
+        let arenas =
+            snapshot.arenas.iter().map(|arena| (arena.name.clone(), json!(arena.state.name())));
         let body = json!({
             "ready": ready,
             "managed": true,
@@ -93,6 +96,7 @@ impl Endpoints {
             "level": level.name(),
             "resources": resources.collect::<serde_json::Map<_, _>>(),
             "device": device.collect::<serde_json::Map<_, _>>(),
+            "arenas": arenas.collect::<serde_json::Map<_, _>>(),
             "notes": notes(&snapshot),
         });
         let status = if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
@@ -168,7 +172,10 @@ fn arena(arena: &ArenaSnapshot) -> Value {
     json!({
         "name": arena.name,
         "rung": arena.rung.name(),
+        "state": arena.state.name(),
         "live_bytes": arena.live.get(),
+        "asleep_bytes": arena.asleep.get(),
+        "offloaded_bytes": arena.offloaded.get(),
         "live_peak_bytes": arena.live_peak.get(),
         "cached_bytes": arena.cached.get(),
         "requested_bytes": arena.requested.get(),
@@ -183,6 +190,9 @@ fn arena(arena: &ArenaSnapshot) -> Value {
         "metadata_bytes": arena.metadata.get(),
         "limit_bytes": limit(arena.limit),
         "leases": arena.leases,
+        "sleeps": arena.sleeps_total,
+        "wakes": arena.wakes_total,
+        "wake_failures": arena.wake_failures_total,
         "allocs": arena.allocs_total,
         "front_allocs": arena.front_allocs_total,
         "failures": arena

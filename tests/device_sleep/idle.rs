@@ -92,6 +92,32 @@ fn an_arena_that_cannot_fall_asleep_does_not_try_all_the_time() {
     bed.end();
 }
 
+/// The bug: an allocation that cancelled it was no lease, so that it was due again at once, and
+/// copied its contents again and again for nothing.
+#[test]
+fn an_arena_that_was_wanted_meanwhile_was_due_again_at_once() {
+    let bed = bed();
+    let (arena, clock) = (&bed.arena, bed.sim.clock());
+    let kept = bed.marked(MIB, Region::Stable, 1);
+    clock.advance(1000 * SECOND);
+    let (allocating, at_copies) = (arena.clone(), arena.clone());
+    let (held, hold) = std::sync::mpsc::channel();
+    bed.sim.before(Call::Offload, 0, move || {
+        let alloc = move || allocating.alloc::<u8>(MIB, Region::Dynamic).expect("room");
+        held.send(std::thread::spawn(alloc)).expect("the test waits");
+        super::states::wait_until(|| at_copies.is_wanted());
+    });
+    assert_eq!(arena.sleep_if_idle(clock.now()), Ok(None), "it was wanted");
+    let block = hold.recv().expect("sent").join().expect("no panic");
+    assert_eq!(arena.state(), ArenaState::Awake);
+    assert_eq!(arena.next_sleep(), clock.now() + 10 * SECOND);
+    clock.advance(10 * SECOND);
+    assert!(arena.sleep_if_idle(clock.now()).expect("no error").is_some());
+    bed.assert_marked(&kept, 1);
+    drop((kept, block));
+    bed.end();
+}
+
 #[test]
 fn without_an_idle_time_it_never_sleeps_by_itself() {
     let bed = Bed::new(Order::Lazy);

@@ -3,6 +3,7 @@
 
 #![expect(unsafe_code, reason = "a lane is of a stream that the caller vouches for")]
 
+mod budget;
 mod commits;
 mod faults;
 mod host;

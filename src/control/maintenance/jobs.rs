@@ -75,12 +75,14 @@ pub enum Job {
     DecayDevice,
     /// Publish metrics.
     Publish,
+    /// Let the device arena fall asleep that has been idle for longest.
+    SleepDevice,
 }
 
 /// Places: the lower, the more urgent. The rungs of the ladder come after the pressure purge.
 const RUNG_FIRST: usize = 1;
 const MANUAL: usize = RUNG_FIRST + Ladder::RUNGS_MAX;
-const PLACES: usize = MANUAL + 7;
+const PLACES: usize = MANUAL + 8;
 const _: () = assert!(PLACES <= 64, "each job has a bit of its own");
 
 impl Job {
@@ -97,6 +99,8 @@ impl Job {
             Self::Purge { trigger: Trigger::Idle } => MANUAL + 4,
             Self::Purge { trigger: Trigger::Periodic } => MANUAL + 5,
             Self::Publish => MANUAL + 6,
+            // It may copy for long, and nobody waits for it.
+            Self::SleepDevice => MANUAL + 7,
         })
     }
 
@@ -109,6 +113,7 @@ impl Job {
             Job::Purge { trigger: Trigger::Idle },
             Job::Purge { trigger: Trigger::Periodic },
             Job::Publish,
+            Job::SleepDevice,
         ];
         match place {
             0 => Some(Self::Purge { trigger: Trigger::Pressure }),

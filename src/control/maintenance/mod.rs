@@ -59,6 +59,12 @@ pub struct Sample {
     pub device_limit: Option<ByteSize>,
     /// When an arena has something to let decay; [`Moment::NEVER`] where none has.
     pub device_decay_due: Moment,
+    /// When an arena has been idle for long enough to fall asleep; [`Moment::NEVER`] where none
+    /// will.
+    pub device_sleep_due: Moment,
+    /// Whether that may take host memory, for contents, and the time of the copies: not while the
+    /// host is short of memory.
+    pub device_sleep_takes_host: bool,
 }
 
 impl Default for Sample {
@@ -75,6 +81,8 @@ impl Default for Sample {
             device_idle: ByteSize::ZERO,
             device_limit: None,
             device_decay_due: Moment::NEVER,
+            device_sleep_due: Moment::NEVER,
+            device_sleep_takes_host: false,
         }
     }
 }
@@ -304,13 +312,17 @@ impl Maintenance {
         if sample.device_decay_due <= now {
             jobs.insert(Job::DecayDevice);
         }
+        let sleep_due = self.sleep_due(&sample);
+        if sleep_due <= now {
+            jobs.insert(Job::SleepDevice);
+        }
         let publish_due = self.decide_publish(now, &mut jobs);
         let step = if self.is_active(&sample) {
             self.settings.active_tick
         } else {
             self.settings.idle_tick
         };
-        let due = resources_due.min(sample.device_decay_due).min(publish_due);
+        let due = resources_due.min(sample.device_decay_due).min(sleep_due).min(publish_due);
         // What is due already has been posted: looked at again no sooner than an active tick on.
         let next = due.max(now + self.settings.active_tick).min(now + step);
         self.last = Some(sample);
@@ -408,6 +420,16 @@ impl Maintenance {
                 jobs.insert(Job::Reclaim { rung });
             }
         }
+    }
+
+    /// When an arena may fall asleep. One that takes host memory for its contents relieves nobody
+    /// while that is short, and a purge would wait for its copies.
+    fn sleep_due(&self, sample: &Sample) -> Moment {
+        let is_short = self.host.pressure.level() > Level::None;
+        if is_short && sample.device_sleep_takes_host {
+            return Moment::NEVER;
+        }
+        sample.device_sleep_due
     }
 
     fn decide_publish(&mut self, now: Moment, jobs: &mut Jobs) -> Moment {

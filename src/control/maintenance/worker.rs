@@ -27,6 +27,13 @@ pub trait Hands: Send {
     /// Gives back what the device arenas have let decay.
     fn decay_device(&mut self, now: Moment);
 
+    /// Lets the device arena fall asleep that has been idle for longest, and no other; says whether
+    /// more are due. Default: nothing.
+    fn sleep_device(&mut self, now: Moment) -> bool {
+        let _ = now;
+        false
+    }
+
     /// Publishes metrics. Default: nothing.
     fn publish(&mut self, now: Moment) {
         let _ = now;
@@ -88,6 +95,11 @@ impl Worker {
                 self.purge_after_unload(unloaded > 0);
             }
             Job::DecayDevice => self.hands.decay_device(now),
+            // One at a time: what came meanwhile and is more urgent goes before the next.
+            Job::SleepDevice if self.hands.sleep_device(now) => {
+                self.queue.push_one(Job::SleepDevice);
+            }
+            Job::SleepDevice => {}
             Job::Publish => self.hands.publish(now),
         }
     }
@@ -143,5 +155,121 @@ pub fn run_control(
             Err(_) => now + maintenance.settings.idle_tick,
         };
         clock.wait_until(bell, next);
+    }
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::bytes::ByteSize;
+    use crate::clock::ManualClock;
+    use crate::control::admission::Admission;
+    use crate::control::maintenance::{Sample, Sensor, Settings};
+    use crate::control::signal::Limit;
+    use crate::sync::{Mutex, lock};
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    /// A host of 100 MiB, and arenas that are due; a purge gives nothing back.
+    #[derive(Default)]
+    struct World {
+        sample: Sample,
+        /// Arenas that are due, and what is held once one of them sleeps.
+        due: usize,
+        held: ByteSize,
+        done: Vec<&'static str>,
+    }
+
+    struct Seen(Arc<Mutex<World>>);
+
+    impl Sensor for Seen {
+        fn sample(&mut self, _: Moment) -> Sample {
+            lock(&self.0).sample
+        }
+    }
+
+    struct Does(Arc<Mutex<World>>);
+
+    impl Hands for Does {
+        fn purge(&mut self, _: Trigger) -> Recovered {
+            lock(&self.0).done.push("purge");
+            Recovered::NOTHING
+        }
+
+        fn decay_device(&mut self, _: Moment) {}
+
+        fn sleep_device(&mut self, _: Moment) -> bool {
+            let mut world = lock(&self.0);
+            world.done.push("sleep");
+            world.due -= 1;
+            if world.due == 0 {
+                world.sample.device_sleep_due = Moment::NEVER;
+            }
+            world.sample.physical = world.sample.physical.max(world.held);
+            world.due > 0
+        }
+    }
+
+    /// Both loops by hand, a second a turn and one job in it.
+    fn run(turns: u32, maintenance: &mut Maintenance, worker: &mut Worker, clock: &ManualClock) {
+        for _ in 0..turns {
+            clock.advance(SECOND);
+            maintenance.queue().push(maintenance.tick(clock.now()).jobs);
+            if let Some(job) = maintenance.queue().pop() {
+                worker.run(job, clock);
+            }
+        }
+    }
+
+    fn rig(world: World) -> (Arc<Mutex<World>>, Maintenance, Worker) {
+        let limit = Limit::given(ByteSize::mib(100));
+        let sample = Sample { limit, ..world.sample };
+        let world = Arc::new(Mutex::new(World { sample, ..world }));
+        let settings = Settings { publish_interval: None, ..Settings::default() };
+        let (admission, resources) = (Admission::new(), Resources::new());
+        let sensor = Box::new(Seen(Arc::clone(&world)));
+        let ladder = Ladder::default();
+        let maintenance = Maintenance::new(settings, sensor, admission, resources, ladder);
+        let maintenance = maintenance.expect("valid");
+        let worker = maintenance.worker(Box::new(Does(Arc::clone(&world))));
+        (world, maintenance, worker)
+    }
+
+    #[test]
+    fn what_is_urgent_goes_between_two_arenas_that_fall_asleep() {
+        let sample = Sample { device_sleep_due: Moment::ORIGIN, ..Sample::default() };
+        let held = ByteSize::mib(95);
+        let (world, mut maintenance, mut worker) =
+            rig(World { sample, due: 3, held, ..World::default() });
+        let clock = ManualClock::new();
+        run(1, &mut maintenance, &mut worker, &clock);
+        assert!(maintenance.queue().pending().contains(Job::SleepDevice), "for the next");
+        run(20, &mut maintenance, &mut worker, &clock);
+        let done = lock(&world).done.clone();
+        assert_eq!(done[..2], ["sleep", "purge"], "{done:?}");
+        assert_eq!(done.iter().filter(|did| **did == "sleep").count(), 3);
+    }
+
+    #[test]
+    fn arenas_whose_sleep_takes_host_memory_stay_awake_while_that_is_short() {
+        for takes_host in [true, false] {
+            let sample = Sample {
+                physical: ByteSize::mib(95),
+                device_sleep_due: Moment::ORIGIN,
+                device_sleep_takes_host: takes_host,
+                ..Sample::default()
+            };
+            let (world, mut maintenance, mut worker) =
+                rig(World { sample, due: 1, ..World::default() });
+            let clock = ManualClock::new();
+            let sleeps = || lock(&world).done.iter().filter(|did| **did == "sleep").count();
+            run(20, &mut maintenance, &mut worker, &clock);
+            assert_eq!(sleeps(), usize::from(!takes_host));
+            lock(&world).sample.physical = ByteSize::mib(10);
+            run(20, &mut maintenance, &mut worker, &clock);
+            assert_eq!(sleeps(), 1, "it is short no more");
+        }
     }
 }

@@ -6,7 +6,9 @@
 //! Invariant: every committed granule is in exactly one part; a part is of one kind, and lies in
 //! one half of its segment.
 
+use std::fmt;
 use std::ops::Range;
+use std::str::FromStr;
 
 use crate::bytes::ByteSize;
 use crate::device::driver::DeviceAddress;
@@ -28,7 +30,10 @@ pub enum Contents {
 }
 
 impl Contents {
-    /// The name under which events show it.
+    /// All of them, in the order of what they want.
+    pub const ALL: [Self; 3] = [Self::Discard, Self::Keep, Self::Stay];
+
+    /// The name that is written in configuration.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -36,6 +41,22 @@ impl Contents {
             Self::Keep => "keep",
             Self::Stay => "stay",
         }
+    }
+}
+
+impl fmt::Display for Contents {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl FromStr for Contents {
+    type Err = &'static str;
+
+    /// By its name; the error says what was expected.
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let named = Self::ALL.into_iter().find(|contents| contents.name() == text);
+        named.ok_or("keep, discard or stay")
     }
 }
 
@@ -114,6 +135,16 @@ pub(super) fn cut(
 mod tests {
     use super::*;
     use Contents::{Discard, Keep, Stay};
+
+    #[test]
+    fn each_has_a_name_and_nothing_else_is_one() {
+        for contents in Contents::ALL {
+            assert_eq!(contents.to_string().parse(), Ok(contents));
+        }
+        for text in ["", "Keep", "offload", "keep "] {
+            assert_eq!(text.parse::<Contents>(), Err("keep, discard or stay"), "{text:?}");
+        }
+    }
 
     #[test]
     fn a_granule_is_treated_as_the_block_that_wants_the_most() {

@@ -7,14 +7,14 @@
 use super::phase::Phase;
 use std::time::Duration;
 
-use super::{SleepConfig, SleepOptions, Slept};
+use super::{SleepOptions, Slept};
 use crate::clock::Moment;
 use crate::device::arena::DeviceArena;
 use crate::device::books::Books;
 use crate::device::error::DeviceError;
 use crate::device::shared::Shared;
 
-/// How soon an arena that could not fall asleep tries again. A guess.
+/// How soon an arena that could not fall asleep, or was wanted meanwhile, tries again. A guess.
 const AGAIN: Duration = Duration::from_secs(10);
 
 impl DeviceArena {
@@ -34,19 +34,23 @@ impl DeviceArena {
         if self.next_sleep() > now {
             return Ok(None);
         }
-        let options = SleepOptions { drain: Duration::ZERO, ..self.shared().sleep.options };
-        match self.sleep(options) {
-            Ok(slept) => Ok(Some(slept)),
+        let shared = self.shared();
+        let options = SleepOptions { drain: Duration::ZERO, ..shared.sleep.options };
+        let outcome = self.try_sleep(options);
+        let Err(error) = outcome else { return outcome.map(Some) };
+        tracing::debug!(arena = self.name(), %error, "the arena did not fall asleep by itself");
+        // An allocation that cancels it is no lease: without a pause it would be tried at once
+        // again, and contents copied for nothing.
+        let again = shared.clock.now() + AGAIN;
+        let mut books = shared.books();
+        books.sleep.not_before = books.sleep.not_before.max(again);
+        drop(books);
+        match error {
             // Somebody was quicker, and so it is not idle.
-            Err(
-                DeviceError::Leased { .. }
-                | DeviceError::SleepCancelled { .. }
-                | DeviceError::State { .. },
-            ) => Ok(None),
-            Err(error) => {
-                self.shared().books().sleep.not_before = now + AGAIN;
-                Err(error)
-            }
+            DeviceError::Leased { .. }
+            | DeviceError::SleepCancelled { .. }
+            | DeviceError::State { .. } => Ok(None),
+            error => Err(error),
         }
     }
 
@@ -59,14 +63,14 @@ impl DeviceArena {
         if shared.check_here().is_err() || shared.is_closed() {
             return Moment::NEVER;
         }
-        shared.sleep_due(&shared.books())
+        let Some(idle_after) = shared.sleep.idle_after else { return Moment::NEVER };
+        shared.sleep_due(&shared.books(), idle_after)
     }
 }
 
 impl Shared {
-    fn sleep_due(&self, books: &Books) -> Moment {
-        let SleepConfig { idle_after, residency, .. } = self.sleep;
-        let Some(idle_after) = idle_after else { return Moment::NEVER };
+    fn sleep_due(&self, books: &Books, idle_after: Duration) -> Moment {
+        let residency = self.sleep.residency;
         let sleep = &books.sleep;
         let is_idle = sleep.phase == Phase::Awake && books.leases == 0;
         if !is_idle || books.backed() == 0 || !books.raw.is_empty() {
@@ -74,5 +78,12 @@ impl Shared {
         }
         let due = (sleep.left_at + idle_after).max(sleep.awake_since + residency);
         due.max(sleep.not_before)
+    }
+}
+
+impl Books {
+    /// Whether it sleeps, and no block is left to wake for.
+    pub(in crate::device) fn sleeps_for_nothing(&self) -> bool {
+        self.sleep.phase == Phase::Asleep && self.live() == 0
     }
 }

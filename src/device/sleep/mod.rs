@@ -140,6 +140,12 @@ pub trait HostBudget: Send + Sync {
     /// # Errors
     /// Why not: the arena then stays awake.
     fn book(&self, bytes: ByteSize) -> Result<Box<dyn Any + Send>, String>;
+
+    /// Says that the host memory of a booking is there, and the contents are in it: from here on it
+    /// is part of what is measured. Called with no lock held. Default: nothing.
+    fn settle(&self, booked: &mut (dyn Any + Send)) {
+        let _ = booked;
+    }
 }
 
 impl DeviceArena {
@@ -184,6 +190,15 @@ impl DeviceArena {
     /// [`DeviceError::Driver`] it is awake, or where its memory was gone and cannot be had back
     /// asleep: [`DeviceArena::state`] says which; no contents are lost but those to be discarded.
     pub fn sleep(&self, options: SleepOptions) -> Result<Slept, DeviceError> {
+        let outcome = self.try_sleep(options);
+        if let Err(error) = &outcome {
+            tracing::info!(arena = self.name(), %error, "the arena did not sleep");
+        }
+        outcome
+    }
+
+    /// As [`DeviceArena::sleep`], without a word where it fails.
+    fn try_sleep(&self, options: SleepOptions) -> Result<Slept, DeviceError> {
         let shared = self.shared();
         shared.check_open()?;
         if !shared.capabilities.same_address_wake {
@@ -192,17 +207,9 @@ impl DeviceArena {
         }
         let outcome = shared.sleep(options);
         shared.debug_validate();
-        match &outcome {
-            Ok(Slept { released, offloaded, stayed }) => {
-                tracing::info!(
-                    arena = self.name(),
-                    %released,
-                    %offloaded,
-                    %stayed,
-                    "the arena fell asleep"
-                );
-            }
-            Err(error) => tracing::info!(arena = self.name(), %error, "the arena did not sleep"),
+        if let Ok(Slept { released, offloaded, stayed }) = &outcome {
+            let arena = self.name();
+            tracing::info!(arena, %released, %offloaded, %stayed, "the arena fell asleep");
         }
         outcome
     }

@@ -7,7 +7,9 @@
 //! store is given back only after the host has seen every copy from and to it complete.
 
 use std::any::Any;
+use std::sync::Arc;
 
+use super::HostBudget;
 use super::contents::{Contents, Part};
 use crate::bytes::ByteSize;
 use crate::device::books::Books;
@@ -41,6 +43,9 @@ pub(super) struct Saved {
     /// Dropped when the stores are given back.
     booking: Option<Box<dyn Any + Send>>,
 }
+
+/// Where host memory is booked, and what it is booked as.
+type Booking = (Arc<dyn HostBudget>, Box<dyn Any + Send>);
 
 /// One copy: where on the device, and where in a store.
 pub(super) type Place = (DeviceAddress, StoreSpan);
@@ -114,11 +119,16 @@ impl Shared {
         if copies.is_empty() {
             return Ok(None);
         }
-        let booking = self.book(sizes.iter().copied().sum())?;
+        let (budget, booking) = self.book(sizes.iter().copied().sum())?.unzip();
         let mut saved = Saved { copies, stores: Vec::new(), booking };
         let outcome = self.copy_out(&mut saved, &sizes);
         match outcome {
-            Ok(()) => Ok(Some(saved)),
+            Ok(()) => {
+                if let Some((budget, booking)) = budget.zip(saved.booking.as_mut()) {
+                    let _ = caught(|| budget.settle(&mut **booking)); // not ours
+                }
+                Ok(Some(saved))
+            }
             Err(error) => {
                 self.let_go(saved);
                 Err(error.into())
@@ -126,7 +136,7 @@ impl Shared {
         }
     }
 
-    fn book(&self, bytes: ByteSize) -> Result<Option<Box<dyn Any + Send>>, DeviceError> {
+    fn book(&self, bytes: ByteSize) -> Result<Option<Booking>, DeviceError> {
         let budget = self.books().sleep.budget.clone();
         let Some(budget) = budget else { return Ok(None) };
         let booked = caught(|| budget.book(bytes))
@@ -136,7 +146,7 @@ impl Shared {
                 bytes,
                 reason,
             })?;
-        Ok(Some(booked))
+        Ok(Some((budget, booked)))
     }
 
     fn copy_out(&self, saved: &mut Saved, sizes: &[ByteSize]) -> Result<(), DriverError> {
@@ -189,7 +199,11 @@ impl Shared {
     pub(in crate::device) fn give_stores_back(&self) {
         let mut books = self.books();
         let stores = std::mem::take(&mut books.sleep.left);
-        let stream = books.sleep.stream.filter(|_| books.sleep.may_be_copied());
+        if stores.is_empty() && books.sleep.booked.is_empty() {
+            return;
+        }
+        let is_copying = books.sleep.may_be_copied() && !stores.is_empty();
+        let stream = books.sleep.stream.filter(|_| is_copying);
         drop(books);
         let is_done = stream.is_none_or(|stream| self.wait_for_copies(stream).is_ok());
         let destroy = |store| self.driver.host_store_destroy(store, Key::new()).is_ok();
@@ -254,12 +268,17 @@ impl Shared {
         let stream = books.sleep.stream.take();
         if let Some(saved) = books.sleep.saved.take() {
             books.sleep.left.extend(saved.stores);
+            books.sleep.booked.extend(saved.booking);
         }
         let is_copying = books.sleep.may_be_copied();
         drop(books);
         if !is_copying {
             self.give_stores_back();
         }
+        let mut books = self.books();
+        let theirs = (books.sleep.budget.take(), std::mem::take(&mut books.sleep.booked));
+        drop(books);
+        let _ = caught(|| drop(theirs)); // not ours: nothing unwinds out of a drop
         if let Some(stream) = stream {
             let _ = self.driver.stream_destroy(stream, Key::new());
         }

@@ -13,7 +13,7 @@ use crate::bytes::ByteSize;
 use crate::config::arena::{ArenaOptions, ArenaResolution, ArenaSource, Layers, Reason};
 use crate::decay::DecayTime;
 use crate::device::driver::Rung;
-use crate::device::{ArenaConfig, DeviceArena, PinnedPool};
+use crate::device::{DeviceArena, PinnedPool};
 use crate::fork::Birth;
 use crate::memory::arenas::{ArenaId, Arenas};
 use crate::memory::shared::Shared;
@@ -235,8 +235,7 @@ impl Place {
             return Ok(Opened::Pinned(shared.open_pool(name, resolution.limit())?));
         }
         self.arenas.admit(&name, replaced)?;
-        let decay = shared.config.device_decay.value;
-        let base = ArenaConfig { decay, ..ArenaConfig::new(name) };
+        let base = shared.arena_config(name);
         Ok(Opened::Device(shared.open_apart(resolution.config(base))?))
     }
 
