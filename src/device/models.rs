@@ -63,6 +63,7 @@ impl Driver for Model {
             host_backed: false,
             page_locked: false,
             same_address_wake: false,
+            remap: false,
             asynchronous: false,
             granularity: ByteSize::new(GRANULE),
         }
