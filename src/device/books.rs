@@ -21,7 +21,8 @@ use super::index::Span;
 use super::pending::{Claim, Uses};
 use super::picture::Act;
 use super::ranges::APART_FROM;
-use super::region::{Placed, Region, RegionBooks, Wanted};
+use super::refusal::{Cause, Refusal};
+use super::region::{Placed, Region, RegionBooks, Search, Wanted};
 use super::segment::{Cursor, Run};
 use super::snapshot::{AllocFailures, ArenaSnapshot};
 use super::streams::{StreamKey, Streams};
@@ -29,27 +30,9 @@ use crate::bytes::ByteSize;
 use crate::clock::{Clock, Moment};
 use crate::decay::DecayTime;
 
-/// Granules in one decommit at most: 1 GiB of 2 MiB granules, so that no single call of the
-/// driver is unbounded. A guess; a figure for each driver is to be measured.
-const RUN_GRANULES_MAX: u64 = 512;
-
-/// Why an allocation failed, as the failures are counted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Cause {
-    Limit,
-    Device,
-    Addresses,
-    Driver,
-    /// The arena was closed, or the block was lost: no want of memory, and not counted.
-    Uncounted,
-}
-
-/// An allocation that failed.
-#[derive(Debug)]
-pub(super) struct Refusal {
-    pub(super) cause: Cause,
-    pub(super) error: DeviceError,
-}
+/// Bytes in one decommit at most, beyond one granule, so that no single call of the driver is
+/// unbounded. A guess; a figure for each driver is to be measured.
+const RUN_MAX: ByteSize = ByteSize::gib(1);
 
 /// A run on its way out, and where it is.
 #[derive(Clone, Copy, Debug)]
@@ -70,6 +53,11 @@ pub(super) struct Totals {
     pub(super) decommits: u64,
     pub(super) committed_bytes: u64,
     pub(super) decommitted_bytes: u64,
+    pub(super) remaps: u64,
+    pub(super) remapped_bytes: u64,
+    /// Calls of callbacks on shortage, and how many of those panicked.
+    pub(super) shortage_calls: u64,
+    pub(super) shortage_panics: u64,
     pub(super) reserves: u64,
     pub(super) resizes: u64,
     pub(super) moves: u64,
@@ -190,12 +178,13 @@ impl Books {
         &mut self,
         region: Region,
         wanted: Wanted,
-        among_large: bool,
+        search: Search,
         taker: Option<StreamKey>,
     ) -> Result<(Placed, Claim), Refusal> {
         // Under a small limit every granule counts, and all blocks share them.
-        let among_large = among_large || self.limit.get() / self.granularity < APART_FROM;
-        let placed = self.region_mut(region).place(wanted, among_large, taker);
+        let shares = self.limit.get() / self.granularity < APART_FROM;
+        let search = if shares && search == Search::Usual { Search::AmongLarge } else { search };
+        let placed = self.region_mut(region).place(wanted, search, taker);
         placed.ok_or_else(|| {
             let books = self.region(region);
             let error = DeviceError::OutOfAddresses {
@@ -203,6 +192,7 @@ impl Books {
                 reserved: ByteSize::new(books.segment.reserved()),
                 live: ByteSize::new(books.live()),
                 largest_span: ByteSize::new(books.largest_span()),
+                compacted_span: ByteSize::ZERO,
             };
             Refusal { cause: Cause::Addresses, error }
         })
@@ -342,29 +332,6 @@ impl Books {
         self.history.record(clock, act, placed.at.get(), ByteSize::new(placed.requested));
     }
 
-    /// Records that there was no memory for a block.
-    pub(super) fn record_refusal(&mut self, error: &DeviceError, clock: &dyn Clock) {
-        if let DeviceError::OutOfMemory { requested, .. } = *error {
-            let limited = self.limit != ByteSize::MAX;
-            let headroom = self.limit.get().saturating_sub(self.backed()) * u64::from(limited);
-            let act = Act::OutOfMemory { headroom: ByteSize::new(headroom) };
-            self.history.record(clock, act, 0, requested);
-        }
-    }
-
-    /// What an allocation that finds no memory is told.
-    pub(super) fn out_of_memory(&self, requested: u64) -> DeviceError {
-        let largest_free = self.regions.iter().map(RegionBooks::largest_free).max();
-        DeviceError::OutOfMemory {
-            requested: ByteSize::new(requested),
-            live: ByteSize::new(self.live()),
-            committed: ByteSize::new(self.backed()),
-            limit: self.limit,
-            holes: ByteSize::new(self.active().saturating_sub(self.live() + self.pending())),
-            largest_free: ByteSize::new(largest_free.unwrap_or(0)),
-        }
-    }
-
     /// Marks up to `granules` idle granules as leaving, in at most `runs_max` runs; only of those
     /// whose time is over, where ages are given. The stable region's first: what became idle there
     /// is the least likely to be asked for again.
@@ -376,11 +343,12 @@ impl Books {
     ) -> Vec<Leaving> {
         let mut runs = Vec::new();
         let mut left = granules;
+        let run_max = (RUN_MAX.get() / self.granularity).max(1);
         for region in Region::ALL {
             let segment = &mut self.region_mut(region).segment;
             let mut cursor = Cursor::START;
             while runs.len() < runs_max {
-                let most = left.min(RUN_GRANULES_MAX);
+                let most = left.min(run_max);
                 let Some(run) = segment.begin_leave(&mut cursor, most, ages) else { break };
                 left -= run.granules();
                 let (at, size) = segment.place_of(run);
@@ -463,6 +431,10 @@ impl Books {
             decommits_total: totals.decommits,
             committed_bytes_total: totals.committed_bytes,
             decommitted_bytes_total: totals.decommitted_bytes,
+            remaps_total: totals.remaps,
+            remapped_bytes_total: totals.remapped_bytes,
+            shortage_callbacks_total: totals.shortage_calls,
+            shortage_panics_total: totals.shortage_panics,
             trims_total: totals.trims,
             trimmed_bytes_total: totals.trimmed_bytes,
             shrinks_total: totals.shrinks,

@@ -51,6 +51,11 @@ pub struct ArenaConfig {
     /// a granule more for small blocks. Where the driver refuses that, an eighth of the largest
     /// half, quarter, ... of it that it accepts.
     pub reserve: ByteSize,
+    /// The smallest unit that is committed and given back, for drivers whose calls cost by the
+    /// number of units and not by bytes: a power of two and a multiple of the driver's granularity,
+    /// which it is where nothing else is said. In larger units fewer calls are made, and a live
+    /// block keeps more committed.
+    pub granule: Option<ByteSize>,
     /// How long idle memory stays: nothing that was used within it is given back by a decay, and
     /// nothing stays more than a sixteenth longer. jemalloc's curve, which gives half of it back by
     /// half of the time, would cost driver calls in each pause; these are dear on a device.
@@ -75,6 +80,7 @@ impl ArenaConfig {
             name: name.into(),
             limit: ByteSize::MAX,
             reserve: RESERVE,
+            granule: None,
             decay: DECAY,
             growth: Growth::SameAsRequested,
             front: FRONT,

@@ -94,10 +94,13 @@ mod proof;
 mod ranges;
 mod raw;
 mod reclaim;
+mod refusal;
 mod region;
+mod remap;
 mod reserve;
 mod segment;
 mod shared;
+mod shortage;
 mod snapshot;
 mod streams;
 
@@ -106,7 +109,7 @@ pub use buffer::Buffer;
 pub use compact::{BlockPin, CompactError, CompactOptions, Compacted, Goal, Moved, Stopped};
 pub use config::{ArenaConfig, Growth};
 pub use driver::host::HostDriver;
-pub use error::DeviceError;
+pub use error::{Bound, DeviceError};
 pub use lane::Lane;
 pub use lease::Lease;
 pub use picture::ArenaMap;
@@ -117,6 +120,7 @@ pub use pinned::{
 pub use raw::RawBlock;
 pub use reclaim::Decayed;
 pub use region::Region;
+pub use shortage::{Lack, Shortage, ShortageCallback};
 pub use snapshot::{AllocFailures, ArenaGlance, ArenaSnapshot, RegionSnapshot};
 
 #[cfg(all(test, lowtide_loom))]
