@@ -13,6 +13,7 @@ const GOALS: &[(&str, f64)] = &[
     ("streams.fresh.committed_growth_bytes", 0.0),
     ("streams.steady.driver_calls_per_allocation", 0.0),
     ("streams.unsafe_unmaps", 0.0),
+    ("oom.false_refusals", 0.0),
 ];
 
 /// The least that a figure may be.
