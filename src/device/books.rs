@@ -21,7 +21,7 @@ use super::index::Span;
 use super::pending::{Claim, Uses};
 use super::picture::Act;
 use super::ranges::APART_FROM;
-use super::refusal::{Cause, Refusal};
+use super::refusal::{Cause, Outlook, Refusal};
 use super::region::{Placed, Region, RegionBooks, Search, Wanted};
 use super::segment::{Cursor, Run};
 use super::snapshot::{AllocFailures, ArenaSnapshot};
@@ -98,6 +98,7 @@ pub(super) struct Books {
     pub(super) compacting: bool,
     /// The last events, where they are kept.
     pub(super) history: History,
+    pub(super) outlook: Outlook,
 }
 
 impl Books {
@@ -124,6 +125,7 @@ impl Books {
             entering: 0,
             compacting: false,
             history: History::new(config.history),
+            outlook: Outlook::default(),
         }
     }
 

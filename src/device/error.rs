@@ -57,9 +57,10 @@ pub enum DeviceError {
         largest_free: ByteSize,
         /// Bytes of granules that [`DeviceArena::compact`](super::DeviceArena::compact) would make
         /// idle with [`Goal::Granules`](super::Goal::Granules), in both regions together, as far as
-        /// a plan for the first thousand blocks of each kind in each region finds: there may be
-        /// more. Planned for errors that a caller gets and for no others, with no lock held; a few
-        /// milliseconds at most. Zero for a pool.
+        /// a plan for the first hundred or so blocks of each kind in each region finds: there may
+        /// be more. Planned for errors that a caller gets and for no others, with no lock held but
+        /// to copy those blocks; about 4 ms, and no more than a 32nd of a core: where refusals come
+        /// faster it is what the last plan found. Zero for a pool.
         recoverable: ByteSize,
     },
     /// The region's address space has no free span of that size left.
@@ -79,8 +80,8 @@ pub enum DeviceError {
         largest_span: ByteSize,
         /// The longest that [`DeviceArena::compact`](super::DeviceArena::compact) would make for
         /// the block with [`Goal::Contiguous`](super::Goal::Contiguous), as far as a plan for the
-        /// first thousand large blocks of the region finds; it costs what that of `OutOfMemory`
-        /// does.
+        /// first hundred or so large blocks of the region finds; it costs what that of
+        /// `OutOfMemory` does, and is `largest_span` where refusals come too fast for a plan.
         compacted_span: ByteSize,
     },
     /// A granule that no arena over this driver can have.

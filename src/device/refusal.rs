@@ -16,11 +16,23 @@ use super::picture::Act;
 use super::region::{Region, RegionBooks};
 use super::shared::Shared;
 use crate::bytes::ByteSize;
-use crate::clock::Clock;
+use crate::clock::{Clock, Moment};
 
-/// How many blocks and free spans of each range of each region are planned for. A guess, for a
-/// refusal within a few milliseconds.
-const PARTS_MAX: usize = 2048;
+/// How many blocks and free spans of each range of each region are planned for: a plan then takes
+/// about 4 ms (`benches/time`).
+const PARTS_MAX: usize = 256;
+
+/// From one plan to the next it is so many times what the last one took: refusals come in crowds,
+/// and all of their plans together take no more than a 32nd of a core.
+const PLANS_APART: u32 = 31;
+
+/// What the last plan for a refusal found.
+#[derive(Debug, Default)]
+pub(super) struct Outlook {
+    /// When the next may be made; never, while one is.
+    next: Moment,
+    recoverable: u64,
+}
 
 /// Why an allocation failed, as the failures are counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -116,9 +128,17 @@ impl Shared {
             return DeviceError::Forked; // a callback forked, and this is the child
         }
         match &mut error {
-            DeviceError::OutOfMemory { recoverable, .. } => *recoverable = self.recoverable(),
+            DeviceError::OutOfMemory { recoverable, holes, .. } => {
+                self.plan(|outlook| outlook.recoverable = self.recoverable());
+                let granule = self.granule.get();
+                let known = self.books().outlook.recoverable.min(holes.get() / granule * granule);
+                *recoverable = ByteSize::new(known);
+            }
             DeviceError::OutOfAddresses { requested, largest_span, compacted_span, .. } => {
-                *compacted_span = self.compacted_span(region, *requested).max(*largest_span);
+                *compacted_span = *largest_span;
+                self.plan(|_| {
+                    *compacted_span = self.compacted_span(region, *requested).max(*largest_span);
+                });
             }
             _ => {}
         }
@@ -136,8 +156,24 @@ impl Shared {
         error
     }
 
+    /// Makes a plan, with no lock held, where the last one was long enough ago.
+    fn plan(&self, plan: impl FnOnce(&mut Outlook)) {
+        let from = self.clock.now();
+        let mut books = self.books();
+        if from < books.outlook.next {
+            return;
+        }
+        books.outlook.next = Moment::NEVER;
+        let mut outlook = Outlook { recoverable: books.outlook.recoverable, ..Outlook::default() };
+        drop(books);
+        plan(&mut outlook);
+        let now = self.clock.now();
+        outlook.next = now + (now - from).saturating_mul(PLANS_APART);
+        self.books().outlook = outlook;
+    }
+
     /// Bytes of granules that a compaction of both regions would make idle.
-    fn recoverable(&self) -> ByteSize {
+    fn recoverable(&self) -> u64 {
         let granule = self.granule.get();
         let mut granules = 0;
         for region in Region::ALL {
@@ -155,7 +191,7 @@ impl Shared {
                 granules += before.saturating_sub(after);
             }
         }
-        ByteSize::new(granules * granule)
+        granules * granule
     }
 
     /// The longest free span of addresses that a compaction for a block would make.

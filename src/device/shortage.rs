@@ -158,9 +158,14 @@ impl fmt::Debug for ShortageCallback {
     }
 }
 
+#[cfg(not(lowtide_loom))]
 thread_local! {
     /// Whether this thread asks callbacks, of whatever arena.
     static WITHIN: Cell<bool> = const { Cell::new(false) };
+}
+#[cfg(lowtide_loom)]
+loom::thread_local! {
+    static WITHIN: Cell<bool> = Cell::new(false);
 }
 
 impl Callbacks {
@@ -197,12 +202,12 @@ impl Callbacks {
     /// for. `None` within a callback while the turn is taken.
     fn turn(&self) -> Option<(Turn<'_>, bool)> {
         let mut state = lock(&self.state);
-        let within = WITHIN.get();
+        let within = WITHIN.with(Cell::get);
         let mut waited = false;
         while !state.entries.is_empty() {
             if !state.running {
                 state.running = true;
-                WITHIN.set(true);
+                WITHIN.with(|of| of.set(true));
                 return Some((Turn { callbacks: self, last: state.numbered, within }, waited));
             }
             if within {
@@ -268,7 +273,7 @@ impl Turn<'_> {
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
-        WITHIN.set(self.within);
+        WITHIN.with(|of| of.set(self.within));
         if self.callbacks.birth.is_here() {
             lock(&self.callbacks.state).running = false;
             self.callbacks.ended.notify_all();

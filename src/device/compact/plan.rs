@@ -176,7 +176,7 @@ pub(super) struct Draft {
 const PASSES_MAX: usize = 64;
 
 /// Passes where only what would be gained is asked. A guess: the first gains most of it.
-const OUTLOOK_PASSES: usize = 2;
+const OUTLOOK_PASSES: usize = 1;
 
 /// Copies for one block at most. A slide by a tiny part of the block takes a driver call for each
 /// such part, and gains no more than that. A guess: a thousand calls of a few microseconds each.
