@@ -8,7 +8,7 @@ use lowtide::clock::{Clock, ManualClock, Moment};
 use lowtide::decay::DecayTime;
 use lowtide::device::driver::Rung;
 use lowtide::device::driver::host::HostDriver;
-use lowtide::device::{ArenaConfig, Buffer, DeviceArena, DeviceError, Region};
+use lowtide::device::{ArenaConfig, Bound, Buffer, DeviceArena, DeviceError, Region};
 
 const GRANULE: ByteSize = ByteSize::mib(2);
 const DECAY: Duration = Duration::from_secs(10);
@@ -247,10 +247,13 @@ fn beyond_the_limit_is_a_typed_error_with_the_numbers_and_the_arena_works_on() {
         DeviceError::OutOfMemory {
             requested: ByteSize::mib(5),
             live: ByteSize::mib(3),
+            active: ByteSize::mib(4),
             committed: ByteSize::mib(4),
             limit: ByteSize::mib(8),
+            bound: Bound::Limit,
             holes: ByteSize::mib(1),
             largest_free: ByteSize::mib(1),
+            recoverable: ByteSize::ZERO,
         }
     );
     assert_eq!(arena.snapshot().alloc_failures_total.by_reason()[0], ("limit", 1));

@@ -41,10 +41,13 @@ fn given_back_is_given_back_to_the_kernel_and_a_forked_child_is_refused() {
     assert!(after <= before.saturating_add(slack), "{before} -> {full} -> {after}");
 
     let buffer = arena.alloc_from(&[3_u8; 100], Region::Stable).expect("room");
+    let mut guard = Some(arena.on_shortage(|_| false));
     // SAFETY: the child does nothing but ask the arena, whose answer in a child takes no lock and
-    // no memory, drop without effect, and end.
+    // no memory, drop without effect, and end; the callback's box is memory of its own.
     let child = unsafe { libc::fork() };
     if child == 0 {
+        drop(guard.take()); // forgets nothing of the parent's, and takes no lock
+        drop(arena.on_shortage(|_| true));
         let code = child_code(&arena, &buffer, &lease, &recorder);
         // SAFETY: ends the child at once, without running the parent's exit handlers.
         unsafe { libc::_exit(code) };
@@ -57,7 +60,11 @@ fn given_back_is_given_back_to_the_kernel_and_a_forked_child_is_refused() {
     assert!(libc::WIFEXITED(status), "status {status:#x}");
     assert_eq!(libc::WEXITSTATUS(status), 0, "the act with this number was not refused");
     assert_eq!(buffer.slice(&lease), Ok(&[3_u8; 100][..]));
-    drop((buffer, lease));
+    // The parent's callback is there still.
+    arena.set_limit(ByteSize::ZERO);
+    arena.alloc::<u8>(8 << 20, Region::Dynamic).expect_err("no room");
+    assert_eq!(arena.snapshot().shortage_callbacks_total, 1);
+    drop((buffer, lease, guard));
     arena.validate();
     drop(arena);
     file.rewind().expect("a file");

@@ -1,11 +1,11 @@
 //! Time: what an arena gives back as time passes, and what that costs in driver calls.
 //!
-//! Recorded allocations with pauses between the requests, over the host driver and a clock that
-//! the bench moves; what is left of a burst when nobody calls; and what scattered live blocks keep
-//! committed, before and after their neighbours are moved together; what streams cost; and what
-//! sleep and wake cost. What is
-//! counted is bytes, calls and virtual time, which do not depend on the machine. Of the figures in
-//! real time only the simulation's speed has a goal.
+//! Recorded allocations with pauses between the requests, over the host driver and a clock that the
+//! bench moves; what is left of a burst when nobody calls; and what scattered live blocks keep
+//! committed, before and after their neighbours are moved together; what streams cost, and what
+//! sleep and wake; and whether a refusal is ever false. What is counted is bytes, calls and virtual
+//! time, which do not depend on the machine. Of the figures in real time only the simulation's
+//! speed has a goal.
 //!
 //! Exit codes: 0 every goal held; 1 one was missed, or a run failed.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
@@ -18,6 +18,7 @@ mod pauses;
 #[allow(dead_code, unused_imports, reason = "other benches use more of them")]
 mod peers;
 mod player;
+mod refusals;
 mod rivals;
 mod scattered;
 mod schedule;
@@ -88,6 +89,7 @@ fn measure(cli: Cli, figures: &mut Figures) -> Result<(), BoxError> {
     silence::measure(figures)?;
     streams::measure(figures)?;
     sleep::measure(figures)?;
+    refusals::measure(seeds, figures)?;
     let more: Vec<_> = if cli.more_seeds { (100..112).collect() } else { Vec::new() };
     scattered::measure(seeds, &more, figures)
 }

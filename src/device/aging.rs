@@ -58,6 +58,11 @@ impl Ages {
         if age == u32::MAX { 0 } else { age }
     }
 
+    /// The same moment, where memory is over after so many parts.
+    pub(super) const fn waiting(self, wait: u32) -> Self {
+        Self { wait, ..self }
+    }
+
     /// Whether its time is over.
     pub(super) const fn is_over(self, stamp: Stamp) -> bool {
         self.of(stamp) >= self.wait

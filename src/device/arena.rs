@@ -28,6 +28,7 @@ use super::record::{Header, Operation};
 use super::region::{Region, RegionBooks, Wanted};
 use super::reserve::reserve_region;
 use super::shared::{Fronts, Shared};
+use super::shortage::Callbacks;
 use super::snapshot::{ArenaGlance, ArenaSnapshot};
 use crate::bytes::ByteSize;
 use crate::clock::Clock;
@@ -63,7 +64,8 @@ impl DeviceArena {
     /// # Errors
     /// [`DeviceError::Unsupported`] for a driver without virtual memory, or one whose work goes on
     /// after its calls return while the host has access; [`DeviceError::Driver`] where not even a
-    /// granule can be reserved; [`DeviceError::RecorderTaken`].
+    /// granule can be reserved; [`DeviceError::RecorderTaken`]; [`DeviceError::Granule`] where the
+    /// configuration asks for one that is no multiple of the driver's.
     pub fn open(
         driver: Arc<dyn Driver>,
         clock: Arc<dyn Clock>,
@@ -71,6 +73,7 @@ impl DeviceArena {
     ) -> Result<Self, DeviceError> {
         let capabilities = driver.capabilities();
         let granularity = capabilities.granularity;
+        let granule = config.granule.unwrap_or(granularity);
         for (offered, what) in [
             (capabilities.virtual_memory, "address space apart from memory"),
             (
@@ -84,8 +87,11 @@ impl DeviceArena {
                 return Err(DeviceError::Unsupported { what, rung: driver.rung() });
             }
         }
-        let stable = reserve_region(&*driver, granularity, config.reserve)?;
-        let dynamic = match reserve_region(&*driver, granularity, config.reserve) {
+        if !granule.get().is_power_of_two() || granule < granularity {
+            return Err(DeviceError::Granule { requested: granule, granularity });
+        }
+        let stable = reserve_region(&*driver, granule, config.reserve)?;
+        let dynamic = match reserve_region(&*driver, granule, config.reserve) {
             Ok(dynamic) => dynamic,
             Err(error) => {
                 // Where this fails too, address space is lost and nothing else.
@@ -106,10 +112,10 @@ impl DeviceArena {
                 return Err(taken);
             }
         }
-        let regions = regions.map(|segment| RegionBooks::new(segment, granularity));
+        let regions = regions.map(|segment| RegionBooks::new(segment, granule));
         let largest = regions.each_ref().map(RegionBooks::largest_ever);
         let asynchronous = capabilities.asynchronous;
-        let books = Books::new(regions, granularity, &config, asynchronous, clock.now());
+        let books = Books::new(regions, granule, &config, asynchronous, clock.now());
         let front = books.front_kept(config.front);
         let shared = Arc::new(Shared {
             driver,
@@ -117,9 +123,11 @@ impl DeviceArena {
             books: Mutex::new(books),
             settled: Condvar::new(),
             capabilities,
+            granule,
             largest,
             moves: [AtomicU64::new(0), AtomicU64::new(0)],
             fronts: Fronts::new(front, config.decay, asynchronous),
+            callbacks: Arc::new(Callbacks::new()),
             closed: AtomicBool::new(false),
             sleep: config.sleep,
             birth: Birth::now(),
@@ -142,8 +150,9 @@ impl DeviceArena {
     /// derive it (`bytemuck` 1 with its feature `derive`).
     ///
     /// # Errors
-    /// [`DeviceError::OutOfMemory`] where the arena's own idle memory, which goes first, is not
-    /// enough; [`DeviceError::OutOfAddresses`], [`DeviceError::TooLarge`],
+    /// [`DeviceError::OutOfMemory`] where the arena's own idle memory, which goes first, and what
+    /// callbacks give back ([`DeviceArena::on_shortage`]) are not enough; before that every free
+    /// span is looked at. [`DeviceError::OutOfAddresses`], [`DeviceError::TooLarge`],
     /// [`DeviceError::Alignment`], [`DeviceError::Driver`], [`DeviceError::Closed`],
     /// [`DeviceError::Forked`]. The arena works on after each.
     pub fn alloc<T: Pod>(&self, len: usize, region: Region) -> Result<Buffer<T>, DeviceError> {
@@ -202,7 +211,7 @@ impl DeviceArena {
     pub fn reserve<T: Pod>(&self, len: usize, region: Region) -> Result<Buffer<T>, DeviceError> {
         let (bytes, _) = self.shared.layout_by::<T>(len, region, Origin::RESERVE)?;
         let home = self.homes.here();
-        let granule = self.shared.capabilities.granularity;
+        let granule = self.shared.granule;
         let whole = bytes.next_multiple_of(granule).unwrap_or(bytes);
         let Some(wanted) = Wanted::new(whole, granule) else {
             return Ok(Buffer::new(Owned::new(Arc::clone(home), region, None), len));
@@ -236,7 +245,8 @@ impl DeviceArena {
     /// all work of the device is waited for. [`Lane::enter`](super::Lane::enter) names one.
     ///
     /// # Errors
-    /// As [`DeviceArena::wake`] where it sleeps; [`DeviceError::TooManyLeases`], [`DeviceError::Closed`], [`DeviceError::Forked`].
+    /// As [`DeviceArena::wake`] where it sleeps; [`DeviceError::TooManyLeases`],
+    /// [`DeviceError::Closed`], [`DeviceError::Forked`].
     pub fn enter(&self) -> Result<Lease, DeviceError> {
         Lease::of(&self.shared)
     }
@@ -359,7 +369,8 @@ impl DeviceArena {
         self.shared.glance()
     }
 
-    /// What the driver can do.
+    /// What the driver can do. Its granularity may be less than the arena's granule
+    /// ([`ArenaConfig::granule`]).
     #[must_use]
     pub fn capabilities(&self) -> Capabilities {
         self.shared.capabilities

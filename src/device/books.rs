@@ -24,7 +24,8 @@ use super::ranges::APART_FROM;
 use super::record::Recorder;
 use super::record::hooks;
 use super::record::operation::After;
-use super::region::{Placed, Region, RegionBooks, Wanted};
+use super::refusal::{Cause, Outlook, Refusal};
+use super::region::{Placed, Region, RegionBooks, Search, Wanted};
 use super::segment::{Cursor, Run};
 use super::sleep::phase::Sleep;
 use super::snapshot::{AllocFailures, ArenaSnapshot};
@@ -33,27 +34,9 @@ use crate::bytes::ByteSize;
 use crate::clock::{Clock, Moment};
 use crate::decay::DecayTime;
 
-/// Granules in one decommit at most: 1 GiB of 2 MiB granules, so that no single call of the
-/// driver is unbounded. A guess; a figure for each driver is to be measured.
-pub(super) const RUN_GRANULES_MAX: u64 = 512;
-
-/// Why an allocation failed, as the failures are counted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Cause {
-    Limit,
-    Device,
-    Addresses,
-    Driver,
-    /// The arena was closed, or the block was lost: no want of memory, and not counted.
-    Uncounted,
-}
-
-/// An allocation that failed.
-#[derive(Debug)]
-pub(super) struct Refusal {
-    pub(super) cause: Cause,
-    pub(super) error: DeviceError,
-}
+/// Bytes in one decommit at most, beyond one granule, so that no single call of the driver is
+/// unbounded. A guess; a figure for each driver is to be measured.
+const RUN_MAX: ByteSize = ByteSize::gib(1);
 
 /// A run on its way out, and where it is.
 #[derive(Clone, Copy, Debug)]
@@ -74,6 +57,11 @@ pub(super) struct Totals {
     pub(super) decommits: u64,
     pub(super) committed_bytes: u64,
     pub(super) decommitted_bytes: u64,
+    pub(super) remaps: u64,
+    pub(super) remapped_bytes: u64,
+    /// Calls of callbacks on shortage, and how many of those panicked.
+    pub(super) shortage_calls: u64,
+    pub(super) shortage_panics: u64,
     pub(super) reserves: u64,
     pub(super) resizes: u64,
     pub(super) moves: u64,
@@ -116,6 +104,7 @@ pub(super) struct Books {
     /// The last events, where they are kept.
     pub(super) history: History,
     pub(super) recorder: Option<Recorder>,
+    pub(super) outlook: Outlook,
 }
 
 impl Books {
@@ -145,6 +134,7 @@ impl Books {
             compacting: false,
             history: History::new(config.history),
             recorder: config.recorder.clone(),
+            outlook: Outlook::default(),
         }
     }
 
@@ -189,6 +179,11 @@ impl Books {
         granules * self.granularity
     }
 
+    /// The most granules that one decommit is for.
+    pub(super) fn run_max(&self) -> u64 {
+        (RUN_MAX.get() / self.granularity).max(1)
+    }
+
     /// By how many bytes committing so many more would pass the limit.
     pub(super) fn over_limit(&self, bytes: u64) -> u64 {
         self.backed().saturating_add(bytes).saturating_sub(self.limit.get())
@@ -199,12 +194,13 @@ impl Books {
         &mut self,
         region: Region,
         wanted: Wanted,
-        among_large: bool,
+        search: Search,
         taker: Option<StreamKey>,
     ) -> Result<(Placed, Claim), Refusal> {
         // Under a small limit every granule counts, and all blocks share them.
-        let among_large = among_large || self.limit.get() / self.granularity < APART_FROM;
-        let placed = self.region_mut(region).place(wanted, among_large, taker);
+        let shares = self.limit.get() / self.granularity < APART_FROM;
+        let search = if shares && search == Search::Usual { Search::AmongLarge } else { search };
+        let placed = self.region_mut(region).place(wanted, search, taker);
         placed.ok_or_else(|| {
             let books = self.region(region);
             let error = DeviceError::OutOfAddresses {
@@ -212,6 +208,7 @@ impl Books {
                 reserved: ByteSize::new(books.segment.reserved()),
                 live: ByteSize::new(books.live()),
                 largest_span: ByteSize::new(books.largest_span()),
+                compacted_span: ByteSize::ZERO,
             };
             Refusal { cause: Cause::Addresses, error }
         })
@@ -347,19 +344,6 @@ impl Books {
         }
     }
 
-    /// What an allocation that finds no memory is told.
-    pub(super) fn out_of_memory(&self, requested: u64) -> DeviceError {
-        let largest_free = self.regions.iter().map(RegionBooks::largest_free).max();
-        DeviceError::OutOfMemory {
-            requested: ByteSize::new(requested),
-            live: ByteSize::new(self.live()),
-            committed: ByteSize::new(self.backed()),
-            limit: self.limit,
-            holes: ByteSize::new(self.active().saturating_sub(self.live() + self.pending())),
-            largest_free: ByteSize::new(largest_free.unwrap_or(0)),
-        }
-    }
-
     /// Marks up to `granules` idle granules as leaving, in at most `runs_max` runs; only of those
     /// whose time is over, where ages are given. The stable region's first: what became idle there
     /// is the least likely to be asked for again.
@@ -371,11 +355,12 @@ impl Books {
     ) -> Vec<Leaving> {
         let mut runs = Vec::new();
         let mut left = granules;
+        let run_max = self.run_max();
         for region in Region::ALL {
             let segment = &mut self.region_mut(region).segment;
             let mut cursor = Cursor::START;
             while runs.len() < runs_max {
-                let most = left.min(RUN_GRANULES_MAX);
+                let most = left.min(run_max);
                 let Some(run) = segment.begin_leave(&mut cursor, most, ages) else { break };
                 left -= run.granules();
                 let (at, size) = segment.place_of(run);
@@ -469,6 +454,10 @@ impl Books {
             decommits_total: totals.decommits,
             committed_bytes_total: totals.committed_bytes,
             decommitted_bytes_total: totals.decommitted_bytes,
+            remaps_total: totals.remaps,
+            remapped_bytes_total: totals.remapped_bytes,
+            shortage_callbacks_total: totals.shortage_calls,
+            shortage_panics_total: totals.shortage_panics,
             trims_total: totals.trims,
             trimmed_bytes_total: totals.trimmed_bytes,
             shrinks_total: totals.shrinks,

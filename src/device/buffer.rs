@@ -115,12 +115,13 @@ impl<T: Pod> Buffer<T> {
         // block (asserted in `new`), within a reservation and so below `isize::MAX` bytes
         // (`reserve_region` holds it at that). The block is live while `self` is borrowed, and it
         // stays where `Place::get` found it while the lease is (`Shared::move_block` moves nothing
-        // while one is held, `Lease::of` waits for a move under way). A live block's granules
-        // are committed while a lease is held: those that a block touches leave only when the arena
-        // sleeps, which it does not under a lease (`Shared::drain`). So the bytes are readable, and they are initialised (`Driver::host_pointer`). T is Pod: any bytes are a
-        // value. Nobody writes: blocks do not overlap (invariant of the index), the buffer owns
-        // its block alone, writing takes `&mut self`, and no device works on it after its call
-        // returned (drivers with host access are refused at open where one might).
+        // while one is held, `Lease::of` waits for a move under way). A live block's granules are
+        // committed while a lease is held: those that a block touches leave only when the arena
+        // sleeps, which it does not under a lease (`Shared::drain`). So the bytes are readable, and
+        // they are initialised (`Driver::host_pointer`). T is Pod: any bytes are a value. Nobody
+        // writes: blocks do not overlap (invariant of the index), the buffer owns its block alone,
+        // writing takes `&mut self`, and no device works on it after its call returned (drivers
+        // with host access are refused at open where one might).
         Ok(unsafe { slice::from_raw_parts(start.as_ptr(), self.len) })
     }
 

@@ -1,13 +1,19 @@
 //! Puts memory behind blocks: finds a place, commits what is bare, within the limit.
 //!
 //! Driver calls run with the arena's lock given up; the granules they are for are marked, and
-//! whoever needs such a granule waits for that granule's result and for nothing else. On shortage
-//! the threads' fronts and the arena's own idle memory go first; then the error is raised.
+//! whoever needs such a granule waits for that granule's result and for nothing else.
 //!
-//! Invariants: `backed + being committed <= limit` at every commit; after an error the block is
-//! free again, and what was committed for it is idle.
+//! On shortage, in this order: the arena's own idle memory, moved to where it is needed or given
+//! back; the threads' fronts; what streams have yet to finish; every free span, not only the likely
+//! ones; callbacks (`shortage`); then the error is raised (`refusal`).
+//!
+//! Invariants: `backed + being committed <= limit` at every commit; nothing is refused for the
+//! limit while `active` and what the block wants are within it; after an error the block is free
+//! again, and what was committed for it is idle.
 
-use super::books::{Books, Cause, Refusal};
+use std::mem::ManuallyDrop;
+
+use super::books::Books;
 use super::compact::step::check_whole;
 use super::driver::DriverError;
 use super::driver::sealed::Key;
@@ -15,15 +21,19 @@ use super::error::DeviceError;
 use super::index::Span;
 use super::picture::Act;
 use super::record::hooks::{Origin, Refused};
-use super::region::{Placed, Region, Wanted};
+use super::refusal::{Cause, Refusal};
+use super::region::{Placed, Region, Search, Wanted};
 use super::segment::Run;
 use super::shared::Shared;
 use super::streams::StreamKey;
 use crate::bytes::ByteSize;
 use crate::sync::{MutexGuard, lock, wait};
 
-/// Attempts that an allocation makes beside one for every idle granule: each attempt gives at
-/// least one granule back, so more are needed only against other threads.
+/// One try of an allocation; whether every free span is looked at.
+pub(super) type Attempt<'a, T> = dyn Fn(bool) -> Result<T, Refusal> + 'a;
+
+/// Attempts that an allocation makes on a full device beside one for every idle granule: each
+/// attempt gives at least one granule back, so more are needed only against neighbours.
 const ATTEMPTS_BESIDE: u64 = 16;
 
 /// What stands against a commit.
@@ -37,12 +47,14 @@ enum Shortage {
 
 /// What was done about a shortage.
 enum Room {
-    /// Idle granules were given back.
+    /// Idle granules were given back, or are where they are needed.
     Made,
+    /// Nothing, while the lock was given up: what is known is to be looked at again.
+    Tried,
     /// Idle granules are being given back, or committed ahead, by another thread.
     Coming,
     /// All idle granules together would not do.
-    None,
+    None(Cause),
 }
 
 impl Shared {
@@ -65,7 +77,7 @@ impl Shared {
         taker: Option<StreamKey>,
     ) -> Result<Placed, DeviceError> {
         self.seek(region, wanted, taker)
-            .map_err(|refusal| self.note_refusal(refusal, Refused::Block(region, wanted)))
+            .map_err(|refusal| self.note_refusal(region, refusal, Refused::Block(region, wanted)))
     }
 
     fn seek(
@@ -74,44 +86,53 @@ impl Shared {
         wanted: Wanted,
         taker: Option<StreamKey>,
     ) -> Result<Placed, Refusal> {
-        self.insist(|| match self.try_obtain(region, wanted, false, taker) {
-            // There may be a hole for it among the large blocks.
-            Err(refusal) if wanted.is_small() && refusal.is_short() => {
-                self.try_obtain(region, wanted, true, taker).map_err(|_| refusal)
-            }
-            outcome => outcome,
+        self.insist(region, &|thorough| {
+            let search = if thorough { Search::Cheapest } else { Search::Usual };
+            self.try_obtain(region, wanted, search, taker)
         })
     }
 
-    /// Tries; where there is no room, once more with the fronts empty and kept so.
-    fn insist<T>(&self, attempt: impl Fn() -> Result<T, Refusal>) -> Result<T, Refusal> {
-        let swept = self.fronts.swept();
-        let mut outcome = attempt();
-        if outcome.as_ref().is_err_and(Refusal::is_short) {
-            let _shut = self.fronts.shut();
-            // Another thread may have emptied them since: that is room as well.
-            if self.empty_fronts() || self.fronts.swept() != swept {
-                outcome = attempt();
-            }
-        }
-        let is_short = outcome.as_ref().is_err_and(Refusal::is_short);
-        // What is freed and worked on still is idle when that is done.
-        if is_short && self.books().pending() > 0 && self.complete_all().is_ok() {
-            outcome = attempt();
-        }
+    /// Tries; where there is no room, again after each rung of the ladder.
+    fn insist<T>(&self, region: Region, attempt: &Attempt<'_, T>) -> Result<T, Refusal> {
+        let outcome = match attempt(false) {
+            Err(refusal) if refusal.is_shortage() => self.climb(region, attempt),
+            outcome => outcome,
+        };
         self.pass_on();
         outcome
+    }
+
+    /// The rungs after the first: fronts, which are kept empty meanwhile, streams, callbacks.
+    fn climb<T>(&self, region: Region, attempt: &Attempt<'_, T>) -> Result<T, Refusal> {
+        let shut = self.fronts.shut();
+        self.empty_fronts();
+        let outcome = match self.after_pending(attempt) {
+            Err(refusal) if refusal.is_shortage() => self.ask_for_room(region, refusal, attempt),
+            outcome => outcome,
+        };
+        if self.check_here().is_err() {
+            let _its_lock_may_be_taken = ManuallyDrop::new(shut); // in a child of a callback's fork
+        }
+        outcome
+    }
+
+    /// Tries when what was freed and worked on still is idle, at every free span.
+    pub(super) fn after_pending<T>(&self, attempt: &Attempt<'_, T>) -> Result<T, Refusal> {
+        if self.books().pending() > 0 {
+            let _ = self.complete_all(); // where it fails, what is pending stays so
+        }
+        attempt(true)
     }
 
     fn try_obtain(
         &self,
         region: Region,
         wanted: Wanted,
-        among_large: bool,
+        search: Search,
         taker: Option<StreamKey>,
     ) -> Result<Placed, Refusal> {
         let mut books = self.awake(self.books()).map_err(Refusal::uncounted)?;
-        let (placed, claim) = books.place(region, wanted, among_large, taker)?;
+        let (placed, claim) = books.place(region, wanted, search, taker)?;
         let (mut books, mut outcome) = self.back_still(books, region, placed);
         if outcome.is_ok() && !claim.uses.is_empty() {
             books.region_mut(region).pins.pin(placed.id);
@@ -147,8 +168,8 @@ impl Shared {
         requested: u64,
     ) -> Result<Option<Placed>, DeviceError> {
         let what = Refused::Resize(region, placed.id, requested);
-        self.insist(|| self.try_resize_in_place(region, placed, requested))
-            .map_err(|refusal| self.note_refusal(refusal, what))
+        self.insist(region, &|_| self.try_resize_in_place(region, placed, requested))
+            .map_err(|refusal| self.note_refusal(region, refusal, what))
     }
 
     fn try_resize_in_place(
@@ -197,7 +218,7 @@ impl Shared {
         let what = Refused::Resize(region, old.id, wanted.requested);
         let new = self
             .seek(region, wanted.by(Origin::RESIZE), None)
-            .map_err(|refusal| self.note_refusal(refusal, what))?;
+            .map_err(|refusal| self.note_refusal(region, refusal, what))?;
         let size = ByteSize::new(old.requested.min(wanted.requested));
         // What streams do to the old block comes before the copy.
         let complete = self.complete_all();
@@ -233,6 +254,10 @@ impl Shared {
     }
 
     /// Sees to it that every granule of a placed span is committed.
+    ///
+    /// Each turn of its loop commits something, makes some room or waits for a driver call. Under
+    /// the limit it ends when there is no room to be made, and not before: a turn in vain is one in
+    /// which other threads committed.
     pub(super) fn back<'a>(
         &'a self,
         mut books: MutexGuard<'a, Books>,
@@ -244,6 +269,7 @@ impl Shared {
         }
         let mut attempts = ATTEMPTS_BESIDE + books.granules_for(books.idle());
         let mut grow = books.steps.grow();
+        let mut remaps = self.capabilities.remap;
         loop {
             // Ends with the calls under way: no granule of a placed span starts to leave, and a
             // commit under way by a neighbour ends as committed or as bare.
@@ -266,29 +292,36 @@ impl Shared {
                         grow = false;
                         continue;
                     }
-                    Err(DriverError::OutOfMemory { .. }) => Shortage::Device(wanting),
+                    Err(DriverError::OutOfMemory { .. }) if attempts > 0 => {
+                        Shortage::Device(books.region(region).segment.wanting(span))
+                    }
+                    Err(DriverError::OutOfMemory { .. }) => {
+                        return (books, Err(Refusal::of(Cause::Device, span.size)));
+                    }
                     Err(error) => return failed(books, error),
                 };
-            }
-            if attempts == 0 {
-                return refused(books, shortage, span);
+                attempts -= 1;
             }
             let room;
-            (books, room) = self.make_room(books, shortage);
+            (books, room) = self.make_room(books, (region, span), shortage, &mut remaps);
             match room {
-                Ok(Room::Made) => attempts -= 1,
+                Ok(Room::Made | Room::Tried) => {}
                 Ok(Room::Coming) => books = wait(&self.settled, books),
-                Ok(Room::None) => return refused(books, shortage, span),
+                Ok(Room::None(cause)) => {
+                    return (books, Err(Refusal::of(cause, span.size)));
+                }
                 Err(error) => return failed(books, error),
             }
         }
     }
 
-    /// Gives idle granules back where that can help.
+    /// Moves idle granules to where a span wants them, or gives them back, where that can help.
     fn make_room<'a>(
         &'a self,
-        books: MutexGuard<'a, Books>,
+        mut books: MutexGuard<'a, Books>,
+        (region, span): (Region, Span),
         shortage: Shortage,
+        remaps: &mut bool,
     ) -> (MutexGuard<'a, Books>, Result<Room, DriverError>) {
         let granules = match shortage {
             Shortage::Limit(bytes) => books.granules_for(books.over_limit(bytes)),
@@ -296,13 +329,31 @@ impl Shared {
         };
         let idle = books.granules_for(books.idle());
         let hopeless = match shortage {
-            Shortage::Limit(_) => idle < granules,
-            Shortage::Device(_) => idle == 0,
+            Shortage::Limit(bytes) if idle < granules => {
+                let over = books.active().saturating_add(bytes).saturating_sub(books.limit.get());
+                Some(Cause::Limit { over })
+            }
+            Shortage::Device(_) if idle == 0 => Some(Cause::Device),
+            Shortage::Limit(_) | Shortage::Device(_) => None,
         };
-        if hopeless {
-            return (books, Ok(Room::None));
+        if let Some(cause) = hopeless {
+            return (books, Ok(Room::None(cause)));
         }
-        let (books, given) = self.give_back(books, granules, None);
+        // Beyond what is wanted there is an excess only where the limit was lowered: it leaves.
+        let wanting = books.region(region).segment.wanting(span);
+        if *remaps && granules <= wanting {
+            let moved;
+            (books, moved) = self.remap_idle(books, region, span, granules);
+            *remaps = !moved.failed;
+            if moved.granules > 0 {
+                return (books, Ok(Room::Made));
+            }
+            if moved.failed {
+                return (books, Ok(Room::Tried));
+            }
+        }
+        let leave = if *remaps && granules > wanting { granules - wanting } else { granules };
+        let (books, given) = self.give_back(books, leave, None);
         let room = match given.error {
             Some(error) => Err(error),
             None if given.granules > 0 => Ok(Room::Made),
@@ -340,66 +391,6 @@ impl Shared {
         self.settled.notify_all();
         (books, outcome)
     }
-
-    /// Counts a refusal.
-    fn note_refusal(&self, refusal: Refusal, what: Refused) -> DeviceError {
-        tracing::debug!(arena = self.name, error = %refusal.error, "an allocation was refused");
-        let mut books = lock(&self.books);
-        books.record_refusal(&refusal.error, &*self.clock);
-        books.tell_refusal(&*self.clock, what, refusal.cause);
-        let failures = &mut books.totals.failures;
-        *match refusal.cause {
-            Cause::Limit => &mut failures.limit,
-            Cause::Device => &mut failures.device,
-            Cause::Addresses => &mut failures.addresses,
-            Cause::Driver => &mut failures.driver,
-            Cause::Uncounted => return refusal.error,
-        } += 1;
-        refusal.error
-    }
-}
-
-impl Refusal {
-    /// Whether there was no room in an arena that is awake.
-    const fn is_short(&self) -> bool {
-        !matches!(self.cause, Cause::Uncounted) && self.error.is_out_of_memory()
-    }
-
-    const fn uncounted(error: DeviceError) -> Self {
-        Self { cause: Cause::Uncounted, error }
-    }
-
-    /// With the figures of now: the block that found no memory has no place any more, and so takes
-    /// nothing of what is free.
-    fn told(self, books: &Books) -> Self {
-        match self.error {
-            DeviceError::OutOfMemory { requested, .. } => {
-                Self { error: books.out_of_memory(requested.get()), ..self }
-            }
-            _ => self,
-        }
-    }
-}
-
-/// The end of an allocation for which there is no memory. Its figures come with [`Refusal::told`].
-fn refused<T>(
-    books: MutexGuard<'_, Books>,
-    shortage: Shortage,
-    span: Span,
-) -> (MutexGuard<'_, Books>, Result<T, Refusal>) {
-    let cause = match shortage {
-        Shortage::Limit(_) => Cause::Limit,
-        Shortage::Device(_) => Cause::Device,
-    };
-    let error = DeviceError::OutOfMemory {
-        requested: ByteSize::new(span.size),
-        live: ByteSize::ZERO,
-        committed: ByteSize::ZERO,
-        limit: ByteSize::ZERO,
-        holes: ByteSize::ZERO,
-        largest_free: ByteSize::ZERO,
-    };
-    (books, Err(Refusal { cause, error }))
 }
 
 /// The end of an allocation on which the driver failed.

@@ -53,6 +53,11 @@ pub struct ArenaConfig {
     /// a granule more for small blocks. Where the driver refuses that, an eighth of the largest
     /// half, quarter, ... of it that it accepts.
     pub reserve: ByteSize,
+    /// The smallest unit that is committed and given back, for drivers whose calls cost by the
+    /// number of units and not by bytes: a power of two and a multiple of the driver's granularity,
+    /// which it is where nothing else is said. In larger units fewer calls are made, and a live
+    /// block keeps more committed.
+    pub granule: Option<ByteSize>,
     /// How long idle memory stays: nothing that was used within it is given back by a decay, and
     /// nothing stays more than a sixteenth longer. jemalloc's curve, which gives half of it back by
     /// half of the time, would cost driver calls in each pause; these are dear on a device.
@@ -75,14 +80,15 @@ pub struct ArenaConfig {
 
 impl ArenaConfig {
     /// No limit, 512 GiB of addresses a region, idle memory given back within 10 s, no more
-    /// committed than is asked for, 16 MiB kept for each thread, no events, no recorder, never asleep
-    /// by itself.
+    /// committed than is asked for, 16 MiB kept for each thread, no events, no recorder, never
+    /// asleep by itself.
     #[must_use]
     pub fn new(name: impl Into<String>) -> Self {
         Self {
             name: name.into(),
             limit: ByteSize::MAX,
             reserve: RESERVE,
+            granule: None,
             decay: DECAY,
             growth: Growth::SameAsRequested,
             front: FRONT,

@@ -15,35 +15,62 @@ use super::region::Region;
 use super::sleep::ArenaState;
 use crate::bytes::ByteSize;
 
+/// What was in the way of more memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Bound {
+    /// The limit of the arena or the pool.
+    Limit,
+    /// The driver, for the device or the host behind it, had no more to give.
+    Driver,
+}
+
 /// Why an operation on a device arena or on a pinned pool failed.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DeviceError {
-    /// The limit of the arena, or the memory of the device, does not allow it; the arena's own
-    /// idle memory did not help.
+    /// The limit of the arena, or the memory of the device, does not allow it; neither the arena's
+    /// own idle memory nor what callbacks gave back did help.
+    ///
+    /// Where the limit was in the way, `active` and the granules that the block needs are more than
+    /// it, wherever the block would be placed.
     #[error(
-        "no room for {requested}: {committed} committed under a limit of {limit}, {live} live; \
-         {holes} are free between live blocks, and the longest free span with memory has \
-         {largest_free}"
+        "no room for {requested}: {committed} committed{}, {live} live; {holes} are free between \
+         live blocks, the longest free span with memory has {largest_free}, and a compaction would \
+         make {recoverable} idle or more",
+        beside(*bound, *limit)
     )]
     OutOfMemory {
         /// The size of the block asked for.
         requested: ByteSize,
         /// Bytes of live blocks.
         live: ByteSize,
+        /// Bytes of granules that a block touches; all others could have been given back.
+        active: ByteSize,
         /// Bytes obtained from the driver.
         committed: ByteSize,
-        /// The most that may be committed; [`ByteSize::MAX`] where only the device said no.
+        /// The most that may be committed, whether or not that was in the way.
         limit: ByteSize,
-        /// Free bytes between live blocks, on granules that those keep.
+        /// What was in the way.
+        bound: Bound,
+        /// Free bytes between live blocks, on granules that those keep. No compaction makes more
+        /// than these idle.
         holes: ByteSize,
         /// The longest free span with memory behind it.
         largest_free: ByteSize,
+        /// Bytes of granules that [`DeviceArena::compact`](super::DeviceArena::compact) would make
+        /// idle with [`Goal::Granules`](super::Goal::Granules), in both regions together, as far as
+        /// a plan for the first hundred or so blocks of each kind in each region finds: there may
+        /// be more. Planned for errors that a caller gets and for no others, with no lock held but
+        /// to copy those blocks; about 4 ms, and no more than a 32nd of a core: where refusals come
+        /// faster it is what the last plan found. Zero for a pool.
+        recoverable: ByteSize,
     },
     /// The region's address space has no free span of that size left.
     #[error(
-        "no addresses for {requested} in a region of {reserved}: {live} live, and the largest \
-         free span has {largest_span}; reserve more per region"
+        "no addresses for {requested} in a region of {reserved}: {live} live, the largest free \
+         span has {largest_span}, and {compacted_span} or more after a compaction; reserve more \
+         per region"
     )]
     OutOfAddresses {
         /// The size of the block asked for.
@@ -54,6 +81,22 @@ pub enum DeviceError {
         live: ByteSize,
         /// The longest free span of addresses, backed or not.
         largest_span: ByteSize,
+        /// The longest that [`DeviceArena::compact`](super::DeviceArena::compact) would make for
+        /// the block with [`Goal::Contiguous`](super::Goal::Contiguous), as far as a plan for the
+        /// first hundred or so large blocks of the region finds; it costs what that of
+        /// `OutOfMemory` does, and is `largest_span` where refusals come too fast for a plan.
+        compacted_span: ByteSize,
+    },
+    /// A granule that no arena over this driver can have.
+    #[error(
+        "a granule of {requested}: expected a power of two, and a multiple of the driver's \
+         {granularity}"
+    )]
+    Granule {
+        /// What [`ArenaConfig::granule`](super::ArenaConfig::granule) asks for.
+        requested: ByteSize,
+        /// The smallest unit that the driver commits.
+        granularity: ByteSize,
     },
     /// A length that no region of this arena, or no memory at all, could ever hold.
     #[error("{len} elements of {element} can never fit: the most is {largest}")]
@@ -235,6 +278,14 @@ pub enum DeviceError {
     /// The driver failed.
     #[error(transparent)]
     Driver(#[from] DriverError),
+}
+
+/// Under what, or beside what, so much is committed.
+fn beside(bound: Bound, limit: ByteSize) -> String {
+    match bound {
+        Bound::Limit => format!(" under a limit of {limit}"),
+        Bound::Driver => ", and the driver has no more".to_owned(),
+    }
 }
 
 impl DeviceError {

@@ -326,7 +326,6 @@ impl Home {
             let clock = &*self.shared.clock;
             front.empty(|_| true, |(region, placed)| books.release(region, placed, clock));
             drop(books);
-            self.shared.note_swept();
         }
         self.cached.store(front.tally.cached(), Ordering::Relaxed);
         taken

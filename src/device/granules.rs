@@ -1,14 +1,16 @@
 //! The granules of one end of a segment, as bitmaps: pure books, counted from that end.
 //!
-//! A granule is bare, committing, committed or leaving; and touched while a live block covers any
-//! byte of it. Whole granules of a block are bits; only the two at its edges, which it may share
-//! with other blocks, are counted. Where a granule is not touched, the time at which it last was
-//! stands in the place of that count.
+//! A granule is bare, committing, committed, leaving or arriving (the memory of another granule is
+//! on its way here, and booked there); and touched while a live block covers any byte of it. Whole
+//! granules of a block are bits; only the two at its edges, which it may share with other blocks,
+//! are counted. Where a granule is not touched, the time at which it last was stands in the place
+//! of that count.
 //!
 //! Memory: 36 bytes for 8 granules, up to the farthest one ever touched: 1/466,000 of 2 MiB.
 //!
-//! Invariants: `backed = committing + committed + leaving`; `active = backed and touched`;
-//! `idle = backed - active`; every granule that may leave lies before `idle_end`.
+//! Invariants: `backed = committing + committed + leaving`, arriving is not backed; `active =
+//! backed and touched`; `idle = backed - active`; every granule that may leave lies before
+//! `idle_end`.
 
 use std::ops::Range;
 
@@ -21,7 +23,7 @@ struct Word {
     touched: u64,
     /// There is memory behind it, or on the way there or away.
     backed: u64,
-    /// A commit is under way: backed, no memory yet.
+    /// A commit is under way: backed, no memory yet. Where it is not backed: arriving.
     committing: u64,
     /// A decommit is under way: backed still.
     leaving: u64,
@@ -34,6 +36,10 @@ impl Word {
 
     const fn may_leave(self) -> u64 {
         self.committed() & !self.touched
+    }
+
+    const fn bare(self) -> u64 {
+        !(self.backed | self.committing)
     }
 }
 
@@ -129,15 +135,36 @@ impl Granules {
 
     /// The age of what has been idle longest, of what may leave.
     pub(super) fn oldest(&self, ages: Ages) -> Option<u32> {
+        self.idle_ages(ages).max()
+    }
+
+    /// The age of each that may leave. A step for each of them, and for each 64 granules.
+    pub(super) fn idle_ages(&self, ages: Ages) -> impl Iterator<Item = u32> {
         let words = self.words.iter().enumerate().take(self.idle_end.div_ceil(64));
         let idle =
             words.flat_map(|(at, word)| bits(word.may_leave()).map(move |bit| at * 64 + bit));
-        idle.map(|granule| ages.of(Stamp::new(self.partly[granule]))).max()
+        idle.map(move |granule| ages.of(Stamp::new(self.partly[granule])))
     }
 
     /// Whether a block covers any of it.
     pub(super) fn is_touched(&self, granule: usize) -> bool {
         self.words.get(granule / 64).is_some_and(|word| word.touched >> (granule % 64) & 1 == 1)
+    }
+
+    /// How many of them no block touches.
+    pub(super) fn untouched(&self, range: Range<usize>) -> u64 {
+        let known = |(at, mask): (usize, u64)| {
+            count(mask & !self.words.get(at).copied().unwrap_or_default().touched)
+        };
+        masks(range).map(known).sum()
+    }
+
+    /// How many of them are bare, and no memory on its way to them.
+    pub(super) fn bare(&self, range: Range<usize>) -> u64 {
+        let known = |(at, mask): (usize, u64)| {
+            count(mask & self.words.get(at).copied().unwrap_or_default().bare())
+        };
+        masks(range).map(known).sum()
     }
 
     /// How many of them have no memory to stay: bare or leaving.
@@ -172,7 +199,7 @@ impl Granules {
         let mut run: Option<Range<usize>> = None;
         for (at, mask) in masks(range) {
             let word = &mut self.words[at];
-            let bare = mask & !word.backed;
+            let bare = mask & word.bare();
             word.backed |= bare;
             word.committing |= bare;
             self.backed += count(bare);
@@ -181,6 +208,48 @@ impl Granules {
             extend(&mut run, at, bare, &mut each);
         }
         run.into_iter().for_each(each);
+    }
+
+    /// Marks the first bare ones, at most so many, as arriving; calls `each` with every run of
+    /// them. Returns how many.
+    pub(super) fn begin_arrive(
+        &mut self,
+        range: Range<usize>,
+        granules_max: u64,
+        mut each: impl FnMut(Range<usize>),
+    ) -> u64 {
+        if range.is_empty() {
+            return 0;
+        }
+        self.reach(range.end);
+        let (mut run, mut left) = (None, granules_max);
+        for (at, mask) in masks(range) {
+            let mut bare = mask & self.words[at].bare();
+            while count(bare) > left {
+                bare &= !(1 << (u64::BITS - 1 - bare.leading_zeros())); // the last of them
+            }
+            left -= count(bare);
+            self.words[at].committing |= bare;
+            extend(&mut run, at, bare, &mut each);
+        }
+        run.into_iter().for_each(each);
+        granules_max - left
+    }
+
+    /// Books what came of memory that was to arrive.
+    pub(super) fn end_arrive(&mut self, range: Range<usize>, done: bool) {
+        for (at, mask) in masks(range.clone()) {
+            let word = &mut self.words[at];
+            let arriving = word.committing & !word.backed;
+            assert_eq!(arriving & mask, mask, "not all of {range:?} was arriving");
+            word.committing &= !mask;
+            if done {
+                word.backed |= mask;
+                self.backed += count(mask);
+                self.active += count(mask & word.touched);
+            }
+        }
+        self.idle_end = self.idle_end.max(range.end);
     }
 
     /// Calls `each` with every run of committed ones. A word at a time, where none is committed.
@@ -227,7 +296,8 @@ impl Granules {
     pub(super) fn end_commit(&mut self, range: Range<usize>, done: bool) {
         for (at, mask) in masks(range.clone()) {
             let word = &mut self.words[at];
-            assert_eq!(word.committing & mask, mask, "not all of {range:?} was committing");
+            let committing = word.committing & word.backed;
+            assert_eq!(committing & mask, mask, "not all of {range:?} was committing");
             word.committing &= !mask;
             self.committing -= count(mask);
             if !done {
@@ -327,11 +397,11 @@ impl Granules {
             |part: fn(&Word) -> u64| self.words.iter().map(|word| count(part(word))).sum::<u64>();
         assert_eq!(self.backed, total(|word| word.backed));
         assert_eq!(self.active, total(|word| word.backed & word.touched));
-        assert_eq!(self.committing, total(|word| word.committing));
+        assert_eq!(self.committing, total(|word| word.committing & word.backed));
         assert_eq!(self.leaving, total(|word| word.leaving));
         for (at, word) in self.words.iter().enumerate() {
             assert_eq!(word.committing & word.leaving, 0, "both ways at once in word {at}");
-            assert_eq!((word.committing | word.leaving) & !word.backed, 0, "moving and bare");
+            assert_eq!(word.leaving & !word.backed, 0, "leaving and bare");
             for bit in 0..64 {
                 let granule = at * 64 + bit;
                 let touched = word.touched >> bit & 1 == 1;

@@ -96,10 +96,10 @@ impl DeviceArena {
     /// The lane of a stream.
     ///
     /// # Safety
-    /// The stream is one of the arena's driver, and goes on existing until the lane, its clones, its
-    /// buffers and its leases are dropped: a CUDA driver does not look whether a stream that it is given is
-    /// there. The host driver has no streams and the simulation looks, so that there any number
-    /// will do.
+    /// The stream is one of the arena's driver, and goes on existing until the lane, its clones,
+    /// its buffers and its leases are dropped: a CUDA driver does not look whether a stream that it
+    /// is given is there. The host driver has no streams and the simulation looks, so that there
+    /// any number will do.
     ///
     /// # Errors
     /// [`DeviceError::Closed`], [`DeviceError::Forked`].

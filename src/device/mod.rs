@@ -95,10 +95,13 @@ mod ranges;
 mod raw;
 mod reclaim;
 pub mod record;
+mod refusal;
 mod region;
+mod remap;
 mod reserve;
 mod segment;
 mod shared;
+mod shortage;
 mod sleep;
 mod snapshot;
 mod streams;
@@ -108,7 +111,7 @@ pub use buffer::Buffer;
 pub use compact::{BlockPin, CompactError, CompactOptions, Compacted, Goal, Moved, Stopped};
 pub use config::{ArenaConfig, Growth};
 pub use driver::host::HostDriver;
-pub use error::DeviceError;
+pub use error::{Bound, DeviceError};
 pub use lane::Lane;
 pub use lease::Lease;
 pub use picture::ArenaMap;
@@ -119,6 +122,7 @@ pub use pinned::{
 pub use raw::RawBlock;
 pub use reclaim::Decayed;
 pub use region::Region;
+pub use shortage::{Lack, Shortage, ShortageCallback};
 pub use sleep::{
     ArenaState, Contents, Entering, HostBudget, SleepConfig, SleepOptions, Slept, Woken,
 };

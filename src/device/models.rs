@@ -23,6 +23,7 @@ const BASE: u64 = 1 << 20;
 
 #[derive(Default)]
 struct Model {
+    remap: bool,
     reserved: Mutex<u64>,
     committed: Mutex<[bool; 2 * GRANULES]>,
     arena: OnceLock<Weak<Shared>>,
@@ -63,6 +64,7 @@ impl Driver for Model {
             host_backed: false,
             page_locked: false,
             same_address_wake: false,
+            remap: self.remap,
             asynchronous: false,
             granularity: ByteSize::new(GRANULE),
         }
@@ -89,6 +91,18 @@ impl Driver for Model {
         Ok(())
     }
 
+    fn remap(
+        &self,
+        from: DeviceAddress,
+        to: DeviceAddress,
+        size: ByteSize,
+        _: Key,
+    ) -> Result<(), DriverError> {
+        self.set(from, size, false);
+        self.set(to, size, true);
+        Ok(())
+    }
+
     fn copy(
         &self,
         _: DeviceAddress,
@@ -108,7 +122,11 @@ impl Driver for Model {
 }
 
 fn open(limit_granules: u64) -> (DeviceArena, Arc<Model>) {
-    let driver = Arc::new(Model::default());
+    open_over(Model::default(), limit_granules)
+}
+
+fn open_over(driver: Model, limit_granules: u64) -> (DeviceArena, Arc<Model>) {
+    let driver = Arc::new(driver);
     let config = ArenaConfig {
         limit: ByteSize::new(limit_granules * GRANULE),
         reserve: ByteSize::new(GRANULES as u64 * GRANULE),
@@ -186,6 +204,37 @@ fn two_blocks_of_one_granule_arrive_by_one_commit() {
     loom::model(|| {
         let (arena, driver) = open(1);
         both(arena, &driver, |arena| assert!(pass(arena, 256)), |arena| assert!(pass(arena, 256)));
+    });
+}
+
+#[test]
+fn idle_memory_of_one_region_serves_two_threads_in_the_other_and_refuses_neither() {
+    loom::model(|| {
+        let (arena, driver) = open_over(Model { remap: true, ..Model::default() }, 2);
+        arena.set_front(ByteSize::ZERO);
+        drop(arena.alloc::<u8>(1024, Region::Stable).expect("room"));
+        let hold = |arena: &DeviceArena| arena.alloc::<u8>(512, Region::Dynamic).expect("room");
+        let other = arena.clone();
+        let thread = loom::thread::spawn(move || hold(&other));
+        let mine = hold(&arena);
+        drop((thread.join().expect("no panic"), mine));
+        assert!(arena.snapshot().remaps_total > 0);
+        end(&arena, &driver);
+    });
+}
+
+#[test]
+fn threads_that_are_short_at_once_ask_one_after_the_other_and_both_come_to_an_end() {
+    loom::model(|| {
+        let (arena, driver) = open(1);
+        arena.set_front(ByteSize::ZERO);
+        let held = Mutex::new(Some(arena.alloc::<u8>(512, Region::Dynamic).expect("room")));
+        let guard = arena.on_shortage(move |_| lock(&held).take().is_some());
+        let act = |arena: &DeviceArena| {
+            let _ = pass(arena, 512); // there is room or not
+        };
+        both(arena, &driver, act, act);
+        drop(guard);
     });
 }
 

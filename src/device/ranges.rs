@@ -97,6 +97,24 @@ impl Ranges {
         Some((BlockName::new(id, End::Low), span))
     }
 
+    /// As [`BlockIndex::take_cheapest`], in both ranges for a small block.
+    pub(super) fn take_cheapest(
+        &mut self,
+        request: Request,
+        cost: impl Fn(Span) -> u64,
+    ) -> Option<(BlockName, Span)> {
+        let (at, low) = (self.high_at, Request { end: End::Low, ..request });
+        if request.end == End::High
+            && let Some(high) = self.high.cheapest(request, |span| cost(up(span, at)))
+            && self.low.cheapest(low, &cost).is_none_or(|low| high <= low)
+        {
+            let (id, span) = self.high.take_cheapest(request, |span| cost(up(span, at)))?;
+            return Some((BlockName::new(id, End::High), up(span, at)));
+        }
+        let (id, span) = self.low.take_cheapest(low, cost)?;
+        Some((BlockName::new(id, End::Low), span))
+    }
+
     /// As [`BlockIndex::take_at`].
     pub(super) fn take_at(&mut self, span: Span) -> Option<BlockName> {
         let (index, end, at) = if span.offset >= self.high_at {
@@ -167,6 +185,16 @@ impl Ranges {
         let high = self.high.blocks();
         let high = high.map(move |(span, id)| (up(span, self.high_at), id.map(named(End::High))));
         low.chain(high)
+    }
+
+    /// As [`Ranges::blocks`], of one range.
+    pub(super) fn blocks_of(&self, end: End) -> impl Iterator<Item = (Span, Option<BlockName>)> {
+        let (index, at) = match end {
+            End::Low => (&self.low, 0),
+            End::High => (&self.high, self.high_at),
+        };
+        let named = move |id: BlockId| BlockName::new(id, end);
+        index.blocks().map(move |(span, id)| (up(span, at), id.map(named)))
     }
 
     /// # Panics

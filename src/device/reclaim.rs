@@ -28,7 +28,7 @@ use crate::decay::DecayTime;
 use crate::sync::{MutexGuard, lock};
 
 /// Driver calls that one look at idle memory makes at most. A guess, to be measured per driver.
-const CALLS_MAX: usize = 32;
+pub(super) const CALLS_MAX: usize = 32;
 
 /// How soon freed memory that a stream may still work on is looked at again. A guess.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);

@@ -88,6 +88,17 @@ const fn end_of(size: u64) -> End {
     if size < SMALL_BELOW { End::High } else { End::Low }
 }
 
+/// Where a place for a block is looked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Search {
+    /// In a bounded number of free spans, small blocks among small ones.
+    Usual,
+    /// The same, small blocks among large ones.
+    AmongLarge,
+    /// In all of them: the place by which the fewest granules are active more.
+    Cheapest,
+}
+
 /// A block that is asked for.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Wanted {
@@ -102,11 +113,6 @@ pub(super) struct Wanted {
 }
 
 impl Wanted {
-    /// Whether it belongs among the small blocks.
-    pub(super) fn is_small(self) -> bool {
-        end_of(self.size) == End::High
-    }
-
     /// The same, asked for by another.
     #[inline]
     pub(super) const fn by(self, origin: Origin) -> Self {
@@ -189,25 +195,34 @@ impl RegionBooks {
     /// Finds a place, preferring those that cost the fewest granules, and marks it arriving; says
     /// what must come before its first use, by the taker's stream or by none.
     ///
-    /// Small blocks stand apart unless they are to be placed `among_large` ones.
+    /// Small blocks stand apart unless the search says otherwise.
     pub(super) fn place(
         &mut self,
         wanted: Wanted,
-        among_large: bool,
+        search: Search,
         taker: Option<StreamKey>,
     ) -> Option<(Placed, Claim)> {
-        let end = if among_large { End::Low } else { end_of(wanted.size) };
+        let end = if search == Search::AmongLarge { End::Low } else { end_of(wanted.size) };
         let request = Request { size: wanted.size, align: wanted.align, end };
         let (segment, pending) = (&self.segment, &self.pending);
+        let foreign = |place| pending.bytes() > 0 && pending.is_foreign(place, taker);
         let cost = |place| {
             let cost = segment.cost(place);
             if pending.bytes() == 0 {
                 return cost;
             }
-            let foreign = u64::from(pending.is_foreign(place, taker));
+            let foreign = u64::from(foreign(place));
             cost + foreign * COST_OF_WAITING + u64::from(cost & COMMITS > 0) * COST_OF_COMMITTING
         };
-        let (id, span) = self.index.take(request, cost)?;
+        let untouched = |place| {
+            let commits = u64::from(segment.wanting(place) > 0);
+            commits * (COST_OF_COMMITTING + 2 * segment.untouched(place))
+                + u64::from(foreign(place))
+        };
+        let (id, span) = match search {
+            Search::Cheapest => self.index.take_cheapest(request, untouched)?,
+            Search::Usual | Search::AmongLarge => self.index.take(request, cost)?,
+        };
         let claim = self.claim(span);
         self.segment.touch(span);
         self.arriving += span.size;

@@ -1,9 +1,9 @@
 //! One reserved range and the state of each of its granules: pure books, no driver and no lock.
 //!
-//! A granule is bare, committing, committed or leaving. The in-between states mark a driver call
-//! that is under way outside the arena's lock: whoever needs such a granule waits until the call's
-//! result is booked here. A granule is active while a block covers any of it, else idle where it
-//! is backed, and only idle ones may leave.
+//! A granule is bare, committing, committed, leaving or arriving. The in-between states mark a
+//! driver call that is under way outside the arena's lock: whoever needs such a granule waits until
+//! the call's result is booked here. A granule is active while a block covers any of it, else idle
+//! where it is backed, and only idle ones may leave.
 //!
 //! Blocks come from both ends (large from the low one, small from the high one), so the granules
 //! are kept in two halves, each counted from its own end: books grow with what is used.
@@ -30,6 +30,13 @@ impl Run {
     /// How many granules.
     pub(super) const fn granules(self) -> u64 {
         self.count as u64
+    }
+
+    /// Its first granules, at most so many, and what is left.
+    pub(super) fn split(self, granules: u64) -> (Self, Option<Self>) {
+        let count = usize::try_from(granules).unwrap_or(usize::MAX).min(self.count);
+        let left = Self { first: self.first + count, count: self.count - count };
+        (Self { count, ..self }, (left.count > 0).then_some(left))
     }
 
     /// As a range of granules of the segment.
@@ -198,6 +205,16 @@ impl Segment {
         opened.count() as u64 * (1 << 32) + self.wanting(span)
     }
 
+    /// Granules of the span that no block touches: by so many more are active with a block there.
+    pub(super) fn untouched(&self, span: Span) -> u64 {
+        self.in_halves(self.granules_of(span), 0, |half, range, sum| sum + half.untouched(range))
+    }
+
+    /// Granules of the span with nothing behind them and nothing on its way there.
+    pub(super) fn bare(&self, span: Span) -> u64 {
+        self.in_halves(self.granules_of(span), 0, |half, range, sum| sum + half.bare(range))
+    }
+
     /// Marks the bare granules of a touched span as committing, and up to `ahead` of those that
     /// follow it away from its end; returns them in runs.
     pub(super) fn begin_commit(&mut self, span: Span, ahead: u64) -> Vec<Run> {
@@ -221,6 +238,23 @@ impl Segment {
         self.each_part(run.range(), |half, range| half.end_commit(range, done));
     }
 
+    /// Marks the first bare granules of a touched span, at most so many, as arriving: memory of
+    /// other granules, that is booked there, is on its way. Returns them in runs.
+    pub(super) fn begin_arrive(&mut self, span: Span, granules_max: u64) -> Vec<Run> {
+        let mut runs = Vec::new();
+        let count = self.count;
+        let [low, high] = self.parts(self.granules_of(span));
+        let of_low = self.low.begin_arrive(low, granules_max, |range| runs.push(Run::of(&range)));
+        let push = |range| runs.push(Run::of(&mirrored(count, range)));
+        self.high.begin_arrive(high, granules_max - of_low, push);
+        runs
+    }
+
+    /// Books what came of memory that was to arrive.
+    pub(super) fn end_arrive(&mut self, run: Run, done: bool) {
+        self.each_part(run.range(), |half, range| half.end_arrive(range, done));
+    }
+
     /// Books when the granules of a span were last used: no block touches those that are idle.
     pub(super) fn stamp(&mut self, span: Span, stamp: Stamp) {
         let range = self.granules_of(span);
@@ -230,6 +264,11 @@ impl Segment {
     /// The age of what has been idle longest, of what may leave.
     pub(super) fn oldest(&self, ages: Ages) -> Option<u32> {
         self.low.oldest(ages).max(self.high.oldest(ages))
+    }
+
+    /// The age of each granule that may leave.
+    pub(super) fn idle_ages(&self, ages: Ages) -> impl Iterator<Item = u32> {
+        self.low.idle_ages(ages).chain(self.high.idle_ages(ages))
     }
 
     /// Marks the next run of idle granules, the innermost first, at most `granules_max` of them, as

@@ -19,6 +19,7 @@ use super::lane::Known;
 use super::record::Recorder;
 use super::record::operation::After;
 use super::region::{Placed, Region};
+use super::shortage::Callbacks;
 use super::sleep::SleepConfig;
 use super::snapshot::{ArenaGlance, ArenaSnapshot};
 use crate::bytes::ByteSize;
@@ -37,11 +38,15 @@ pub(super) struct Shared {
     /// Notified whenever a driver call's result has been booked.
     pub(super) settled: Condvar,
     pub(super) capabilities: Capabilities,
+    /// The smallest unit that the arena commits.
+    pub(super) granule: ByteSize,
     /// The largest block that each region could ever have.
     pub(super) largest: [ByteSize; 2],
     /// How often blocks of each region have moved: a copy of the books' figures.
     pub(super) moves: [AtomicU64; 2],
     pub(super) fronts: Fronts,
+    /// Who is asked for memory when it is short.
+    pub(super) callbacks: Arc<Callbacks>,
     /// Nothing more is handed out.
     pub(super) closed: AtomicBool,
     /// When it falls asleep by itself, and how it wakes.
@@ -67,16 +72,9 @@ pub(super) struct Fronts {
     /// Held from when blocks are taken out of the fronts until they are in the books: meanwhile
     /// neither counts them as free.
     sweep: Mutex<()>,
-    /// Times that blocks came from a front to the books.
-    swept: Apart,
     /// Times that a front was found busy.
     contended: AtomicU64,
 }
-
-/// A count on lines of its own: it is written where the rest is read by every thread.
-#[derive(Debug, Default)]
-#[repr(align(128))]
-struct Apart(AtomicU64);
 
 /// How much a front may keep, and why nothing.
 #[derive(Debug, Default)]
@@ -145,11 +143,6 @@ impl Fronts {
     pub(super) fn shut(&self) -> Shut<'_> {
         self.set(|rules| rules.shut += 1);
         Shut(self)
-    }
-
-    /// How often blocks came from the fronts to the books.
-    pub(super) fn swept(&self) -> u64 {
-        self.swept.0.load(Ordering::Acquire)
     }
 
     fn set(&self, change: impl FnOnce(&mut Rules)) {
@@ -304,13 +297,7 @@ impl Shared {
             return false;
         }
         self.release_all(blocks);
-        self.note_swept();
         true
-    }
-
-    /// Notes that blocks came from a front to the books.
-    pub(super) fn note_swept(&self) {
-        self.fronts.swept.0.fetch_add(1, Ordering::Release);
     }
 
     fn homes(&self) -> impl Iterator<Item = Arc<Home>> {

@@ -92,6 +92,15 @@ pub struct ArenaSnapshot {
     pub committed_bytes_total: u64,
     /// Bytes decommitted by those calls.
     pub decommitted_bytes_total: u64,
+    /// Driver calls that moved the memory of idle granules to where some was needed, in place of a
+    /// decommit and a commit.
+    pub remaps_total: u64,
+    /// Bytes moved by those calls.
+    pub remapped_bytes_total: u64,
+    /// Calls of callbacks that were made because memory was short.
+    pub shortage_callbacks_total: u64,
+    /// Those of them that panicked.
+    pub shortage_panics_total: u64,
     /// Trims and purges that were asked for.
     pub trims_total: u64,
     /// Bytes that those gave back.
@@ -160,6 +169,10 @@ impl ArenaSnapshot {
             decommits_total: 0,
             committed_bytes_total: 0,
             decommitted_bytes_total: 0,
+            remaps_total: 0,
+            remapped_bytes_total: 0,
+            shortage_callbacks_total: 0,
+            shortage_panics_total: 0,
             trims_total: 0,
             trimmed_bytes_total: 0,
             shrinks_total: 0,

@@ -122,10 +122,12 @@ fn a_failure_at_any_driver_call_leaves_the_books_right() {
     let calls = whole.calls();
     assert!(calls > 12, "only {calls} calls: the scenario is too tame");
     assert_eq!((whole.committed().0, whole.reservations()), (ByteSize::ZERO, 0));
-    for out_of_memory in [false, true] {
+    for (out_of_memory, remap) in [(false, false), (true, false), (false, true), (true, true)] {
         for nth in 0..calls {
-            println!("call {nth} fails, out of memory: {out_of_memory}");
-            let driver = Arc::new(TrialDriver::new());
+            println!("call {nth} fails, out of memory: {out_of_memory}, remap: {remap}");
+            let mut driver = TrialDriver::new();
+            driver.capabilities.remap = remap;
+            let driver = Arc::new(driver);
             driver.fail(Failure { nth, out_of_memory });
             scenario(&driver);
             driver.assert_no_faults();

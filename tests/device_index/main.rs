@@ -331,3 +331,37 @@ fn granules_that_are_touched_are_preferred_whatever_their_bin() {
     assert_eq!(span, whole, "where nothing costs, the tightest");
     index.validate();
 }
+
+#[test]
+fn the_cheapest_place_is_what_a_look_at_both_ends_of_every_free_block_finds() {
+    for seed in [0x9E37_79B9_7F4A_7C15, 42, 7] {
+        println!("seed {seed:#x}");
+        let (mut chance, mut live) = (Chance(seed), Vec::new());
+        let mut index = BlockIndex::new(1 << 22);
+        for turn in 0..4_000_u64 {
+            if chance.below(5) < 2 && !live.is_empty() {
+                let nth = chance.nth() % live.len();
+                index.release(live.swap_remove(nth)).expect("live");
+                continue;
+            }
+            let end = if chance.below(2) == 0 { End::Low } else { End::High };
+            let (size, align) = ((1 + chance.below(200)) * ALIGN, ALIGN << chance.below(5));
+            let request = Request { size, align, end };
+            let cost = |span: Span| (span.offset / ALIGN).wrapping_mul(turn | 1) % 16;
+            let mut expected = None;
+            for (free, _) in index.blocks().filter(|(span, id)| id.is_none() && span.size >= size) {
+                let low = free.offset.next_multiple_of(align);
+                let high = (free.end() - size) / align * align;
+                let places = [low, high].map(|offset| Span { offset, size });
+                let inside = |span: &Span| span.offset >= free.offset && span.end() <= free.end();
+                let cheapest = places.into_iter().filter(inside).map(cost).min();
+                expected = [expected, cheapest].into_iter().flatten().min();
+            }
+            let taken = index.take_cheapest(request, cost);
+            assert_eq!(taken.map(|(_, span)| cost(span)), expected, "{request:?}");
+            live.extend(taken.map(|(id, _)| id));
+            index.validate();
+        }
+        assert!(live.len() > 20, "too tame");
+    }
+}

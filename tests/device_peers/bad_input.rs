@@ -8,7 +8,7 @@ use std::thread;
 
 use lowtide::ByteSize;
 use lowtide::device::driver::DeviceAddress;
-use lowtide::device::{ArenaConfig, Buffer, DeviceArena, DeviceError, RawBlock, Region};
+use lowtide::device::{ArenaConfig, Bound, Buffer, DeviceArena, DeviceError, RawBlock, Region};
 
 use crate::{Chance, GRANULE, assert_usable, config, open_with, pool, raw};
 
@@ -85,10 +85,13 @@ fn a_limit_below_a_granule_allows_nothing_and_can_be_raised() {
         let expected = DeviceError::OutOfMemory {
             requested: ByteSize::new(256),
             live: ByteSize::ZERO,
+            active: ByteSize::ZERO,
             committed: ByteSize::ZERO,
             limit,
+            bound: Bound::Limit,
             holes: ByteSize::ZERO,
             largest_free: ByteSize::ZERO,
+            recoverable: ByteSize::ZERO,
         };
         assert_eq!(raw(&arena, ByteSize::new(1), Region::Dynamic), Err(expected.clone()));
         assert_eq!(arena.alloc::<u8>(1, Region::Stable).map(drop), Err(expected.clone()));
@@ -119,6 +122,7 @@ fn a_reserved_block_without_addresses_was_said_to_be_smaller_than_the_largest_sp
         reserved: ByteSize::mib(4),
         live: ByteSize::kib(1028),
         largest_span: ByteSize::kib(2044),
+        compacted_span: ByteSize::kib(2044),
     };
     assert_eq!(refused, expected);
     assert_readable(&refused, &["2.0 MiB", "4.0 MiB", "1.0 MiB", "2.0 MiB"]);

@@ -11,7 +11,7 @@ use std::thread;
 
 use lowtide::ByteSize;
 use lowtide::device::driver::DeviceAddress;
-use lowtide::device::{ArenaConfig, Buffer, DeviceArena, DeviceError, Growth, Region};
+use lowtide::device::{ArenaConfig, Bound, Buffer, DeviceArena, DeviceError, Growth, Region};
 
 use crate::{GRANULE, assert_apart, assert_usable, config, open_with, pool, raw};
 
@@ -100,10 +100,13 @@ fn a_reserved_block_cannot_pass_the_limit_nor_make_it_wrap() {
     let expected = DeviceError::OutOfMemory {
         requested: ByteSize::mib(16),
         live: ByteSize::ZERO,
+        active: ByteSize::ZERO,
         committed: ByteSize::ZERO,
         limit: ByteSize::mib(8),
+        bound: Bound::Limit,
         holes: ByteSize::ZERO,
         largest_free: ByteSize::ZERO,
+        recoverable: ByteSize::ZERO,
     };
     assert_eq!(refused, expected);
     let reserved: Buffer<u8> = arena.reserve(6 << 20, Region::Stable).expect("room");

@@ -23,7 +23,7 @@ use std::sync::Arc;
 use lowtide::ByteSize;
 use lowtide::device::driver::{DeviceAddress, Rung};
 use lowtide::device::{
-    ArenaConfig, Buffer, DeviceArena, DeviceError, HostDriver, PinnedConfig, PinnedKind,
+    ArenaConfig, Bound, Buffer, DeviceArena, DeviceError, HostDriver, PinnedConfig, PinnedKind,
     PinnedPool, Region,
 };
 
@@ -141,10 +141,13 @@ fn device_more_than_the_pool_is_a_typed_error_with_its_numbers() {
     let expected = DeviceError::OutOfMemory {
         requested: ByteSize::mib(32),
         live: ByteSize::ZERO,
+        active: ByteSize::ZERO,
         committed: ByteSize::ZERO,
         limit: ByteSize::mib(4),
+        bound: Bound::Limit,
         holes: ByteSize::ZERO,
         largest_free: ByteSize::ZERO,
+        recoverable: ByteSize::ZERO,
     };
     assert_eq!(refused, expected);
     assert_usable(&arena);

@@ -4,7 +4,7 @@
 //! Invariant: a resize keeps what fits, and a refused one keeps everything.
 
 use lowtide::ByteSize;
-use lowtide::device::{ArenaConfig, Buffer, DeviceArena, DeviceError, Lease, Region};
+use lowtide::device::{ArenaConfig, Bound, Buffer, DeviceArena, DeviceError, Lease, Region};
 
 use crate::{Chance, assert_marked, assert_usable, config, mark, open_with};
 
@@ -141,10 +141,13 @@ fn a_buffer_that_cannot_have_both_places_at_once_keeps_its_own() {
     let expected = DeviceError::OutOfMemory {
         requested: ByteSize::mib(8),
         live: ByteSize::mib(6),
+        active: ByteSize::mib(6),
         committed: ByteSize::mib(6),
         limit: ByteSize::mib(12),
+        bound: Bound::Limit,
         holes: ByteSize::ZERO,
         largest_free: ByteSize::ZERO,
+        recoverable: ByteSize::ZERO,
     };
     assert_eq!(refused, expected);
     assert_marked(&buffer, &lease, 9, 1 << 19);

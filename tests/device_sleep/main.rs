@@ -1,8 +1,6 @@
 //! Sleep and wake of an arena, over the simulation of a device and over host memory: what is kept,
 //! what is refused, and what a fault at any call leaves behind.
 
-#![expect(unsafe_code, reason = "a lane is of a stream that the caller vouches for")]
-
 mod budget;
 mod commits;
 mod faults;
@@ -10,5 +8,6 @@ mod host;
 mod idle;
 mod known_bugs;
 mod states;
+mod streams;
 mod support;
 mod waiting;

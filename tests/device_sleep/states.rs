@@ -7,10 +7,7 @@ use std::time::Duration;
 
 use lowtide::ByteSize;
 use lowtide::clock::{Clock as _, SystemClock};
-use lowtide::device::driver::Driver as _;
-use lowtide::device::driver::sim::{
-    Call, DriverCosts, Order, Outcome, Pattern, SimDriver, SimError, SimOptions,
-};
+use lowtide::device::driver::sim::{Call, DriverCosts, Order, SimDriver, SimError, SimOptions};
 use lowtide::device::{
     ArenaState, CompactOptions, Contents, DeviceError, HostBudget, Region, SleepConfig,
     SleepOptions, Stopped,
@@ -18,7 +15,7 @@ use lowtide::device::{
 
 use super::support::{Bed, MIB, at};
 
-const NOW: SleepOptions =
+pub(crate) const NOW: SleepOptions =
     SleepOptions { drain: Duration::ZERO, stable: Contents::Keep, dynamic: Contents::Keep };
 
 #[test]
@@ -297,111 +294,6 @@ fn a_lease_that_is_wanted_while_contents_are_copied_out_keeps_it_awake() {
     assert_eq!(bed.sim.calls(Call::Unmap), 0);
     bed.assert_marked(&kept, 1);
     drop(kept);
-    bed.end();
-}
-
-#[test]
-fn the_work_that_was_queued_under_a_lease_is_done_before_memory_leaves() {
-    for order in [Order::Lazy, Order::Random { seed: 3 }] {
-        let bed = Bed::new(order);
-        let lane = bed.lane();
-        let buffer = lane.alloc::<u8>(MIB, Region::Dynamic).expect("room");
-        let others = bed.sim.stream_create().expect("a stream");
-        bed.sim
-            .fill(
-                others,
-                {
-                    let lease = lane.enter().expect("a lease");
-                    bed.mark(&buffer, &lease, 5);
-                    at(&buffer, &lease)
-                },
-                ByteSize::new(0),
-                Pattern::new(1),
-            )
-            .expect("nothing is written");
-        let whole = bed.sim.calls(Call::Synchronize);
-        bed.arena.sleep(NOW).expect("asleep");
-        assert_eq!(bed.sim.calls(Call::Synchronize), whole, "the lease named its stream");
-        bed.assert_marked(&buffer, 5);
-        // And that of a lease which names none is waited for with all else.
-        bed.arena.sleep(NOW).expect("asleep");
-        assert_eq!(bed.sim.calls(Call::Synchronize), whole + 1);
-        bed.assert_marked(&buffer, 5);
-        drop((buffer, lane));
-        bed.sim.stream_destroy(others).expect("a stream");
-        bed.end();
-    }
-}
-
-#[test]
-fn where_blocks_are_out_by_address_all_work_of_the_device_is_waited_for() {
-    let bed = Bed::new(Order::Lazy);
-    let lane = bed.lane();
-    let raw = bed.arena.alloc_raw(ByteSize::kib(64), ByteSize::new(256), Region::Dynamic);
-    let raw = raw.expect("room");
-    let elsewhere = bed.sim.stream_create().expect("a stream");
-    let lease = lane.enter().expect("a lease, which names another stream");
-    bed.sim.fill(elsewhere, raw.at, raw.size, Pattern::new(7)).expect("queued");
-    drop(lease);
-    bed.arena.sleep(NOW).expect("asleep");
-    let lease = bed.arena.enter().expect("a lease");
-    let check = bed.sim.check(elsewhere, raw.at, raw.size, Pattern::new(7)).expect("queued");
-    bed.sim.stream_synchronize(elsewhere).expect("done");
-    assert_eq!(bed.sim.outcome(check), Outcome::Held);
-    drop((lease, lane));
-    bed.arena.free(raw.at).expect("live");
-    bed.sim.stream_destroy(elsewhere).expect("a stream");
-    bed.end();
-}
-
-#[test]
-fn a_stream_that_ended_after_its_lease_is_waited_for() {
-    let bed = Bed::new(Order::Lazy);
-    let buffer = bed.arena.alloc::<u8>(MIB / 16, Region::Dynamic).expect("room");
-    let stream = bed.sim.stream_create().expect("a stream");
-    // SAFETY: the simulation looks whether a stream is there.
-    let lane = unsafe { bed.arena.lane(stream) }.expect("a lane");
-    {
-        let mut lease = bed.arena.enter().expect("a lease");
-        lease.record_use(&lane).expect("ours");
-        bed.sim.fill(stream, at(&buffer, &lease), buffer.bytes(), Pattern::new(8)).expect("queued");
-    }
-    drop(lane);
-    bed.sim.stream_destroy(stream).expect("its work goes on");
-    bed.arena.sleep(NOW).expect("asleep");
-    bed.assert_marked(&buffer, 8);
-    drop(buffer);
-    bed.end();
-}
-
-#[test]
-fn what_is_freed_while_uses_are_waited_for_is_waited_for_too() {
-    let bed = Bed::new(Order::Lazy);
-    let (kept, lane) = (bed.marked(MIB, Region::Stable, 1), bed.lane());
-    let freed = lane.alloc::<u8>(MIB, Region::Dynamic).expect("room");
-    bed.mark(&freed, &lane.enter().expect("a lease"), 2);
-    bed.sim.before(Call::Synchronize, 0, move || drop(freed));
-    bed.arena.sleep(NOW).expect("asleep");
-    let snapshot = bed.arena.snapshot();
-    snapshot.validate();
-    assert_eq!((snapshot.pending, snapshot.committed), (ByteSize::ZERO, ByteSize::ZERO));
-    bed.assert_marked(&kept, 1);
-    drop((kept, lane));
-    bed.end();
-}
-
-#[test]
-fn it_stays_awake_while_a_stream_captures_a_graph() {
-    let bed = Bed::new(Order::Lazy);
-    let (lane, kept) = (bed.lane(), bed.marked(MIB, Region::Dynamic, 1));
-    bed.sim.begin_capture(bed.stream).expect("captures");
-    let refused = bed.arena.sleep(NOW).expect_err("captures");
-    assert!(matches!(refused, DeviceError::Capturing { .. }), "{refused}");
-    let graph = bed.sim.end_capture(bed.stream).expect("not spoiled");
-    bed.sim.graph_destroy(graph).expect("done");
-    bed.arena.sleep(NOW).expect("asleep");
-    bed.assert_marked(&kept, 1);
-    drop((kept, lane));
     bed.end();
 }
 

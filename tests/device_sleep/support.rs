@@ -1,6 +1,7 @@
 //! An arena over a simulated device, buffers with marks in them, and what must hold at the end.
 //!
 //! Invariant: marks are written and checked by work of the device, under a lease.
+#![expect(unsafe_code, reason = "a lane is of a stream that the caller vouches for")]
 
 use std::sync::Arc;
 use std::thread;

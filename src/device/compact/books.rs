@@ -14,7 +14,7 @@ use crate::clock::Clock;
 use crate::device::books::Books;
 use crate::device::driver::DeviceAddress;
 use crate::device::front::Kept;
-use crate::device::index::{Span, StaleBlock};
+use crate::device::index::{End, Span, StaleBlock};
 use crate::device::picture::Act;
 use crate::device::ranges::BlockName;
 use crate::device::record::Operation;
@@ -102,6 +102,28 @@ impl Books {
                 // The free span that is wanted is for a large block.
                 Goal::Contiguous(_) => parts.truncate(nth),
             }
+        }
+        parts
+    }
+
+    /// The first blocks and free spans of one range of a region in address order, at most so many;
+    /// what comes last of so many stays, since what follows it is not known.
+    pub(in crate::device) fn first_parts(
+        &self,
+        options: CompactOptions,
+        end: End,
+        parts_max: usize,
+    ) -> Vec<Part> {
+        let blocks = self.region(options.region).index.blocks_of(end).take(parts_max);
+        let part = |(span, id): (Span, Option<BlockName>)| Part {
+            span,
+            hold: id.map(|id| self.hold(options, id, span)),
+        };
+        let mut parts: Vec<_> = blocks.map(part).collect();
+        if parts.len() == parts_max
+            && let Some(last) = parts.last_mut()
+        {
+            last.hold = Some(Hold::Stays);
         }
         parts
     }

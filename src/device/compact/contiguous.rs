@@ -17,9 +17,6 @@ use super::plan::{Draft, Hold, PIECES_MAX, Part};
 use super::sketch::Block;
 use crate::device::index::{ALIGN, End, Span};
 
-/// Times that it looks again after the largest free span grew. A guess: mostly once is enough.
-const PASSES_MAX: usize = 64;
-
 /// Windows that it tries to clear in one pass, the cheapest first. A guess.
 const WINDOWS_MAX: usize = 8;
 
@@ -38,7 +35,8 @@ struct Run {
 }
 
 pub(super) fn plan(draft: &mut Draft, size: u64) {
-    for _ in 0..PASSES_MAX {
+    // Mostly once is enough.
+    for _ in 0..draft.passes {
         let before = draft.largest();
         pass(draft, size);
         if draft.largest() == before {

@@ -2,16 +2,13 @@
 //!
 //! Granules are tried in the order of bytes to move for each granule that falls free, each as a
 //! whole or not at all. A pass that frees something is followed by another, since what was moved
-//! opens holes.
+//! opens holes: each frees a granule or is the last.
 //!
 //! Invariant: after each granule cleared, fewer granules are active than before it.
 
 use super::plan::{Draft, Hold};
 use super::sketch::{Block, Sketch};
 use crate::device::index::Span;
-
-/// Passes at most. A guess: each frees a granule or is the last.
-const PASSES_MAX: usize = 64;
 
 /// Granules in a row that could not be cleared before a pass ends: those after them cost more.
 const MISSES_MAX: usize = 256;
@@ -26,7 +23,7 @@ struct Candidate {
 }
 
 pub(super) fn plan(draft: &mut Draft) {
-    for _ in 0..PASSES_MAX {
+    for _ in 0..draft.passes {
         let (mut gained, mut misses) = (false, 0);
         for candidate in candidates(draft) {
             if clear(draft, candidate.granule) {

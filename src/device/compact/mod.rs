@@ -295,7 +295,7 @@ impl Shared {
     ) -> Result<Stopped, DeviceError> {
         let region = options.region;
         let (parts, mut names) = self.layout_of(options);
-        let granule = self.capabilities.granularity.get();
+        let granule = self.granule.get();
         let target = match options.goal {
             Goal::Granules => Target::Granules,
             Goal::Contiguous(size) => Target::Contiguous(size.get()),

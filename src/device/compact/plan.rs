@@ -135,9 +135,18 @@ pub(in crate::device) struct Plan {
 /// O(n log n) for each pass over n blocks; a pass after the first is made only where the one
 /// before gained something.
 pub(in crate::device) fn plan(parts: &[Part], granule: u64, target: Target, budget: u64) -> Plan {
+    plan_in(PASSES_MAX, parts, granule, target, budget)
+}
+
+/// What a plan without a bound on bytes would gain at least: the same, in a few passes.
+pub(in crate::device) fn outlook(parts: &[Part], granule: u64, target: Target) -> Plan {
+    plan_in(OUTLOOK_PASSES, parts, granule, target, u64::MAX)
+}
+
+fn plan_in(passes: usize, parts: &[Part], granule: u64, target: Target, budget: u64) -> Plan {
     debug_assert!(granule.is_power_of_two());
-    let mut draft =
-        Draft { sketch: Sketch::new(parts, granule), moves: Vec::new(), bytes: 0, budget };
+    let sketch = Sketch::new(parts, granule);
+    let mut draft = Draft { sketch, moves: Vec::new(), bytes: 0, budget, passes };
     let before = (draft.sketch.active(), draft.largest());
     match target {
         Target::Granules => granules::plan(&mut draft),
@@ -160,7 +169,14 @@ pub(super) struct Draft {
     pub(super) moves: Vec<Move>,
     pub(super) bytes: u64,
     pub(super) budget: u64,
+    pub(super) passes: usize,
 }
+
+/// Passes over all blocks at most. A guess.
+const PASSES_MAX: usize = 64;
+
+/// Passes where only what would be gained is asked. A guess: the first gains most of it.
+const OUTLOOK_PASSES: usize = 1;
 
 /// Copies for one block at most. A slide by a tiny part of the block takes a driver call for each
 /// such part, and gains no more than that. A guess: a thousand calls of a few microseconds each.

@@ -4,6 +4,10 @@
 //! decay. Work completes at once. It keeps no books: the kernel does. Transparent huge pages are
 //! left to the system's own setting.
 //!
+//! It does not remap: `mremap` onto a fixed address takes the target's mapping away before it can
+//! fail, and a hole in a reservation could become anybody's. Pages given back and taken anew cost
+//! about as little.
+//!
 //! Memory of the host is mapped apart from it, and page-locked by mlock. It is not marked
 //! `MADV_DONTFORK`: no device of this driver reads its physical pages, so that a copy on write
 //! after a fork harms nothing, while a hole in the child would turn a slice that lives across the
@@ -49,6 +53,7 @@ impl Driver for HostDriver {
             host_access: true,
             host_backed: true,
             same_address_wake: true,
+            remap: false,
             asynchronous: false,
             page_locked: true,
             granularity: GRANULARITY,

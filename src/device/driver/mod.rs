@@ -63,7 +63,7 @@ impl fmt::Display for HostMemory {
 
 /// What a driver can do; asked for before use, because what is missing is a typed error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[expect(clippy::struct_excessive_bools, reason = "six independent facts, each with its name")]
+#[expect(clippy::struct_excessive_bools, reason = "seven independent facts, each with its name")]
 pub struct Capabilities {
     /// Address space can be reserved apart from memory.
     pub virtual_memory: bool,
@@ -73,6 +73,9 @@ pub struct Capabilities {
     pub host_backed: bool,
     /// Live blocks can lose their memory and get it back at the same addresses.
     pub same_address_wake: bool,
+    /// The memory behind one part of a reservation can go behind another without being given back:
+    /// [`Driver::remap`].
+    pub remap: bool,
     /// Work goes on after the call that started it returned, so that a freed block may still be
     /// used by the device.
     pub asynchronous: bool,
@@ -194,6 +197,26 @@ pub trait Driver: sealed::Sealed + fmt::Debug + Send + Sync {
     /// # Errors
     /// As the driver says; the range then stays committed, its contents lost.
     fn decommit(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Result<(), DriverError>;
+
+    /// Puts the memory behind a committed part behind a bare part of the same or another
+    /// reservation of this driver, where it is accessible; `from` is bare then. Nothing is given
+    /// back meanwhile, so that nobody else can take it. The caller has proved that every use of
+    /// `from` is complete. What `to` holds is unspecified (`cuMemMap` of the same handles,
+    /// `cuMemSetAccess`, then `cuMemUnmap` of the old place).
+    ///
+    /// # Errors
+    /// [`DriverError::Unsupported`] without [`Capabilities::remap`]; else as the driver says.
+    /// `from` then stays committed, its contents lost, and `to` bare.
+    fn remap(
+        &self,
+        from: DeviceAddress,
+        to: DeviceAddress,
+        size: ByteSize,
+        _: Key,
+    ) -> Result<(), DriverError> {
+        let _ = (from, to, size);
+        Err(DriverError::Unsupported { what: "memory that goes from one address to another" })
+    }
 
     /// Copies bytes between two committed parts that do not overlap, and waits until they are
     /// copied. Any address and any size is allowed; nobody uses either part meanwhile.
@@ -466,6 +489,7 @@ mod tests {
             driver.event_query(event, key()).map(drop),
             driver.event_synchronize(event, key()),
             driver.synchronize(),
+            driver.remap(at, at, size, key()),
             driver.copy_async(at, at, size, stream, key()),
             driver.host_store_create(size).map(drop),
             driver.host_store_destroy(store, key()),
@@ -506,7 +530,9 @@ mod tests {
             driver.host_store_destroy(store, key())?;
             driver.event_destroy(event, key())?;
             driver.stream_destroy(stream, key())?;
-            driver.decommit(at, size, key())?;
+            driver.decommit(second, part, key())?;
+            driver.remap(at, second, part, key())?;
+            driver.decommit(second, part, key())?;
             driver.unreserve(at, size, key())?;
             let host = driver.host_alloc(size, HostMemory::PageLocked)?;
             driver.host_free(host, size, HostMemory::PageLocked, key())

@@ -40,6 +40,7 @@ struct Seen {
     /// One call in so many fails, by the state of a generator.
     odds: Option<(u64, u64)>,
     device_granules: Option<usize>,
+    remapped: usize,
     /// Host memory given out: where, how long, and whether page-locked.
     host: BTreeMap<usize, (u64, HostMemory)>,
     lock_limit: Option<u64>,
@@ -91,6 +92,11 @@ impl TrialDriver {
     /// Says how many granules the device has.
     pub(crate) fn set_device_granules(&self, granules: usize) {
         lock(&self.seen).device_granules = Some(granules);
+    }
+
+    /// How many granules were remapped.
+    pub(crate) fn remapped(&self) -> usize {
+        lock(&self.seen).remapped
     }
 
     /// Says how much may be page-locked.
@@ -267,6 +273,34 @@ impl Driver for TrialDriver {
             }
         }
         Ok(())
+    }
+
+    /// Where the capability says so: as a decommit and a commit between which nobody comes.
+    fn remap(
+        &self,
+        from: DeviceAddress,
+        to: DeviceAddress,
+        size: ByteSize,
+        key: Key,
+    ) -> Result<(), DriverError> {
+        self.wait_while_held();
+        self.call("remap", size)?;
+        let mut seen = lock(&self.seen);
+        if !self.capabilities.remap {
+            seen.faults.push("a remap that is not offered".to_owned());
+        }
+        for (old, new) in granules(from, size).zip(granules(to, size)) {
+            if !seen.committed.remove(&old) {
+                seen.faults.push(format!("{old:#x} was remapped bare"));
+            }
+            if !seen.committed.insert(new) {
+                seen.faults.push(format!("{new:#x} was remapped over"));
+            }
+        }
+        seen.remapped += granules(from, size).count();
+        drop(seen);
+        self.host.commit(to, size, key)?;
+        self.host.decommit(from, size, Key::new())
     }
 
     fn copy(

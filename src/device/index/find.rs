@@ -2,8 +2,9 @@
 //!
 //! It changes nothing.
 //!
-//! Invariants: at most `(BINS_LOOKED + 1) x LOOKS_PER_BIN` blocks are looked at; the place found
-//! lies in a free block and at a multiple of the request's alignment.
+//! Invariants: at most `(BINS_LOOKED + 1) x LOOKS_PER_BIN` blocks are looked at, unless the
+//! cheapest place of all is asked for; the place found lies in a free block and at a multiple of
+//! the request's alignment.
 
 use super::bins::Bin;
 use super::records::NONE;
@@ -23,7 +24,7 @@ pub(super) struct Place {
     pub(super) slot: u32,
     pub(super) bin: Bin,
     pub(super) start: u64,
-    cost: u64,
+    pub(super) cost: u64,
 }
 
 impl BlockIndex {
@@ -48,6 +49,34 @@ impl BlockIndex {
             };
         }
         (best.slot != NONE).then_some(best)
+    }
+
+    /// The cheapest place of all, at either end of any free block; the first of equals, and of
+    /// those that cost nothing.
+    pub(super) fn find_cheapest(
+        &self,
+        wanted: Request,
+        cost: &impl Fn(Span) -> u64,
+    ) -> Option<Place> {
+        let mut best: Option<Place> = None;
+        let mut next = self.bins.at_or_above(Bin::of(wanted.size));
+        while let Some(bin) = next {
+            for slot in self.filed(bin) {
+                let free = self.records[slot].span();
+                let starts = [End::Low, End::High].map(|end| fit(free, Request { end, ..wanted }));
+                for start in starts.into_iter().flatten() {
+                    let cost = cost(Span { offset: start, size: wanted.size });
+                    if best.is_none_or(|best| cost < best.cost) {
+                        best = Some(Place { slot, bin, start, cost });
+                    }
+                    if cost == 0 {
+                        return best;
+                    }
+                }
+            }
+            next = self.bins.above(bin);
+        }
+        best
     }
 
     /// Looks at the first blocks of a bin for a place that is better than the best so far. What

@@ -194,16 +194,48 @@ impl BlockIndex {
         request: Request,
         cost: impl Fn(Span) -> u64,
     ) -> Option<(BlockId, Span)> {
+        let wanted = self.rounded(request)?;
+        let place = self.find(wanted, &cost)?;
+        Some(self.settle_at(place, wanted))
+    }
+
+    /// As [`BlockIndex::take`], but looks at every free block that is large enough, from both of
+    /// its ends: `None` only where none holds it, and no place that these blocks begin or end with
+    /// is cheaper. O(free blocks), each asked for its cost twice: for when memory is short.
+    ///
+    /// # Panics
+    /// If the alignment is no power of two.
+    pub fn take_cheapest(
+        &mut self,
+        request: Request,
+        cost: impl Fn(Span) -> u64,
+    ) -> Option<(BlockId, Span)> {
+        let wanted = self.rounded(request)?;
+        let place = self.find_cheapest(wanted, &cost)?;
+        Some(self.settle_at(place, wanted))
+    }
+
+    /// What [`BlockIndex::take_cheapest`] would cost.
+    pub(in crate::device) fn cheapest(
+        &self,
+        request: Request,
+        cost: impl Fn(Span) -> u64,
+    ) -> Option<u64> {
+        Some(self.find_cheapest(self.rounded(request)?, &cost)?.cost)
+    }
+
+    /// The request in whole units, where there is room for one more block.
+    fn rounded(&self, request: Request) -> Option<Request> {
         assert!(request.align.is_power_of_two(), "{} is no power of two", request.align);
         let size = request.size.max(1).checked_next_multiple_of(ALIGN)?;
         let wanted = Request { size, align: request.align.max(ALIGN), ..request };
-        if !self.records.have_room() {
-            return None;
-        }
-        let place = self.find(wanted, &cost)?;
-        let span = Span { offset: place.start, size };
+        self.records.have_room().then_some(wanted)
+    }
+
+    fn settle_at(&mut self, place: find::Place, wanted: Request) -> (BlockId, Span) {
+        let span = Span { offset: place.start, size: wanted.size };
         debug_assert!(span.offset.is_multiple_of(wanted.align));
-        Some((self.carve(place.slot, place.bin, span), span))
+        (self.carve(place.slot, place.bin, span), span)
     }
 
     /// Makes a live block free and joins it with its free neighbours; says what it spanned. O(1).

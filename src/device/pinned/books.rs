@@ -13,7 +13,7 @@ use super::segment::{Segment, with_slack};
 use super::snapshot::PinnedFailures;
 use crate::bytes::ByteSize;
 use crate::device::driver::HostMemory;
-use crate::device::error::DeviceError;
+use crate::device::error::{Bound, DeviceError};
 use crate::device::index::{BlockId, Request, Span};
 
 /// The most segments of one pool. An allocation looks at each of them at worst: some microseconds.
@@ -406,14 +406,17 @@ impl Books {
     }
 
     /// The error of an allocation for which there is no memory, below a limit or in the host.
-    pub(super) fn out_of_memory(&self, requested: u64, limit: u64) -> DeviceError {
+    pub(super) fn out_of_memory(&self, requested: u64, bound: Bound) -> DeviceError {
         DeviceError::OutOfMemory {
             requested: ByteSize::new(requested),
             live: ByteSize::new(self.live),
+            active: ByteSize::new(self.committed - self.idle() - self.leaving()),
             committed: ByteSize::new(self.committed),
-            limit: ByteSize::new(limit),
+            limit: ByteSize::new(self.limit),
+            bound,
             holes: ByteSize::new(self.committed - self.idle() - self.leaving() - self.live),
             largest_free: ByteSize::new(self.largest_free()),
+            recoverable: ByteSize::ZERO, // nothing moves in a pool
         }
     }
 

@@ -13,7 +13,7 @@ use super::config::{PinnedKind, rounded};
 use super::pool::Shared;
 use crate::bytes::ByteSize;
 use crate::device::driver::{DriverError, HostMemory};
-use crate::device::error::DeviceError;
+use crate::device::error::{Bound, DeviceError};
 use crate::device::index::Request;
 use crate::sync::{MutexGuard, caught, lock, wait};
 
@@ -29,7 +29,7 @@ impl Shared {
         let mut books = lock(&self.books);
         let Some(need) = rounded(request.size) else {
             books.totals.failures.limit += 1;
-            return Err(books.out_of_memory(request.size, books.limit));
+            return Err(books.out_of_memory(request.size, Bound::Limit));
         };
         for _ in 0..ATTEMPTS {
             if books.closed {
@@ -76,7 +76,7 @@ impl Shared {
             }
         }
         books.totals.failures.limit += 1;
-        Err(books.out_of_memory(request.size, books.limit))
+        Err(books.out_of_memory(request.size, Bound::Limit))
     }
 
     /// Waits until an arrival has come to its end. Ends with the driver call under way.
@@ -169,7 +169,7 @@ fn failed(books: &mut Books, request: Request, error: DeviceError) -> Result<Pla
         DeviceError::Driver(DriverError::LockLimit { .. }) => failures.lock_limit += 1,
         DeviceError::Driver(DriverError::OutOfMemory { .. }) => {
             failures.memory += 1;
-            return Err(books.out_of_memory(request.size, u64::MAX));
+            return Err(books.out_of_memory(request.size, Bound::Driver));
         }
         _ => failures.driver += 1,
     }

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use super::books::Room;
 use super::*;
+use crate::device::Bound;
 use crate::device::driver::trial::{Failure, TrialDriver};
 use crate::device::driver::{Driver as _, DriverError};
 use crate::sync::lock;
@@ -139,9 +140,18 @@ fn idle_segments_make_room_under_the_limit_before_an_allocation_fails() {
     assert_eq!(pool.snapshot().committed, ByteSize::mib(8));
     let refused = bytes(&pool, ByteSize::mib(1)).expect_err("full");
     let (requested, live) = (ByteSize::mib(1), ByteSize::mib(8));
-    let (committed, limit, holes, largest_free) = (live, live, ByteSize::ZERO, ByteSize::ZERO);
-    let expected =
-        DeviceError::OutOfMemory { requested, live, committed, limit, holes, largest_free };
+    let none = ByteSize::ZERO;
+    let expected = DeviceError::OutOfMemory {
+        requested,
+        live,
+        active: live,
+        committed: live,
+        limit: live,
+        bound: Bound::Limit,
+        holes: none,
+        largest_free: none,
+        recoverable: none,
+    };
     assert_eq!(refused, expected);
     assert_eq!(pool.snapshot().alloc_failures_total.limit, 1);
     drop((held, six));

@@ -13,13 +13,14 @@ use super::operation::{
 use super::recorder::Recorder;
 use crate::bytes::ByteSize;
 use crate::clock::{Clock, Moment};
-use crate::device::books::{Books, Cause};
+use crate::device::books::Books;
 use crate::device::compact::{CompactOptions, Compacted};
 use crate::device::config::ArenaConfig;
 use crate::device::driver::Driver;
 use crate::device::error::DeviceError;
 use crate::device::lane::Known;
 use crate::device::ranges::BlockName;
+use crate::device::refusal::Cause;
 use crate::device::region::{Placed, Region, Wanted};
 use crate::device::shared::Shared;
 use crate::sync::MutexGuard;
@@ -80,7 +81,7 @@ const fn place(region: Region, placed: Placed) -> Place {
 
 const fn why(cause: Cause) -> Option<Why> {
     match cause {
-        Cause::Limit => Some(Why::Limit),
+        Cause::Limit { .. } => Some(Why::Limit),
         Cause::Device => Some(Why::Device),
         Cause::Addresses => Some(Why::Addresses),
         Cause::Driver => Some(Why::Driver),

@@ -17,7 +17,7 @@ use super::stores::Saved;
 use super::{SleepOptions, Slept};
 use crate::bytes::ByteSize;
 use crate::clock::Bell;
-use crate::device::books::{Books, RUN_GRANULES_MAX};
+use crate::device::books::Books;
 use crate::device::driver::DriverError;
 use crate::device::driver::sealed::Key;
 use crate::device::error::DeviceError;
@@ -53,8 +53,7 @@ impl Shared {
     fn begin_drain(&self) -> Result<u64, DeviceError> {
         let mut books = self.books();
         if books.sleep.phase != Phase::Awake {
-            let state = books.sleep.state();
-            return Err(DeviceError::State { arena: self.name.clone(), state });
+            return Err(self.not_awake(&books));
         }
         books.sleep.drains += 1;
         let drain = books.sleep.drains;
@@ -241,7 +240,7 @@ impl Books {
     /// that is lost where a later part does not leave.
     fn begin_fall(&mut self, options: SleepOptions, is_host: bool) -> Vec<Part> {
         let mut parts = Vec::new();
-        let granules_max = usize::try_from(RUN_GRANULES_MAX).unwrap_or(usize::MAX);
+        let granules_max = usize::try_from(self.run_max()).unwrap_or(usize::MAX);
         for region in Region::ALL {
             let usual = match region {
                 Region::Stable => options.stable,

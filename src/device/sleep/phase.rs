@@ -22,6 +22,7 @@ use crate::device::books::Books;
 use crate::device::driver::{HostStore, StreamHandle};
 use crate::device::error::DeviceError;
 use crate::device::shared::Shared;
+use crate::device::shortage::is_within;
 use crate::device::streams::StreamKey;
 use crate::sync::{MutexGuard, wait};
 
@@ -236,6 +237,8 @@ impl Shared {
         loop {
             match books.sleep.phase {
                 Phase::Awake | Phase::Draining(_) => return Ok(books),
+                // Perhaps the thread that wakes it, which waits for this callback.
+                Phase::Waking if is_within() => return Err(self.not_awake(&books)),
                 Phase::Waking => books = wait(&self.settled, books),
                 Phase::Falling => {
                     books.sleep.entering += 1;
@@ -253,6 +256,10 @@ impl Shared {
                 }
             }
         }
+    }
+
+    pub(super) fn not_awake(&self, books: &Books) -> DeviceError {
+        DeviceError::State { arena: self.name.clone(), state: books.sleep.state() }
     }
 
     /// Notes the end of a call that who is on the way down waits for.

@@ -115,7 +115,7 @@ impl Shared {
     /// `HostBudget`, or the driver's. Nothing was taken away, and nothing stays booked but for
     /// stores that the driver does not take back.
     pub(super) fn save(&self, parts: &[Part]) -> Result<Option<Saved>, DeviceError> {
-        let (copies, sizes) = lay_out(parts, self.capabilities.granularity);
+        let (copies, sizes) = lay_out(parts, self.granule);
         if copies.is_empty() {
             return Ok(None);
         }
@@ -158,7 +158,7 @@ impl Shared {
         for (at, span) in places {
             self.driver.offload(at, span, stream, Key::new())?;
         }
-        self.wait_for_copies(stream)
+        self.wait_for_own(stream)
     }
 
     /// Copies back what was saved of these places, and waits for that.
@@ -173,7 +173,7 @@ impl Shared {
         for &(at, span) in places {
             self.driver.restore(span, at, stream, Key::new())?;
         }
-        self.wait_for_copies(stream)
+        self.wait_for_own(stream)
     }
 
     /// Whether no copy is under way, as the host has seen.
@@ -181,7 +181,7 @@ impl Shared {
         let books = self.books();
         let stream = books.sleep.stream.filter(|_| books.sleep.may_be_copied());
         drop(books);
-        stream.is_none_or(|stream| self.wait_for_copies(stream).is_ok())
+        stream.is_none_or(|stream| self.wait_for_own(stream).is_ok())
     }
 
     /// Gives the stores back, and what was booked for them; those that the driver does not take are
@@ -221,16 +221,31 @@ impl Shared {
         }
     }
 
+    /// Waits for the copies that are queued now. Of those that a thread on its way down or up is
+    /// still queueing, only that thread can say when they are over.
     fn wait_for_copies(&self, stream: StreamHandle) -> Result<(), DriverError> {
-        let copying = self.books().sleep.copying;
+        let books = self.books();
+        let copying = books.sleep.is_at_rest().then_some(books.sleep.copying);
+        drop(books);
         self.driver.stream_synchronize(stream, Key::new())?;
-        let copied = &mut self.books().sleep.copied;
-        *copied = copying.max(*copied);
+        if let Some(copying) = copying {
+            let copied = &mut self.books().sleep.copied;
+            *copied = copying.max(*copied);
+        }
         Ok(())
     }
 
-    /// Waits for copies that could not be waited for when they were made; says whether none is under
-    /// way. Not for those of a thread that is on its way down or up: it waits for them itself.
+    /// Waits for the copies of this thread, which is on its way down or up and has queued all.
+    fn wait_for_own(&self, stream: StreamHandle) -> Result<(), DriverError> {
+        self.driver.stream_synchronize(stream, Key::new())?;
+        let mut books = self.books();
+        books.sleep.copied = books.sleep.copying;
+        Ok(())
+    }
+
+    /// Waits for copies that could not be waited for when they were made; says whether none is
+    /// under way. Not for those of a thread that is on its way down or up: it waits for them
+    /// itself.
     ///
     /// # Errors
     /// The driver's: they may be under way still.

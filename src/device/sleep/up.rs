@@ -10,13 +10,15 @@ use super::phase::Phase;
 use super::{ArenaState, Woken};
 use crate::bytes::ByteSize;
 use crate::clock::Bell;
-use crate::device::books::{Books, RUN_GRANULES_MAX};
+use crate::device::books::Books;
 use crate::device::driver::sealed::Key;
 use crate::device::driver::{DeviceAddress, DriverError};
 use crate::device::error::DeviceError;
+use crate::device::refusal::{Cause, Refusal};
 use crate::device::region::Region;
 use crate::device::segment::Run;
 use crate::device::shared::Shared;
+use crate::device::shortage::is_within;
 use crate::sync::wait;
 
 /// How often a wake that finds too little memory tries again.
@@ -46,16 +48,14 @@ impl Shared {
                 drop(books);
                 self.rise()
             }
+            Phase::Waking if is_within() => Err(self.not_awake(&books)),
             Phase::Waking => {
                 while books.sleep.phase == Phase::Waking {
                     books = wait(&self.settled, books);
                 }
                 books.sleep.failed_since(before).map_or_else(|| Ok(Woken::default()), Err)
             }
-            Phase::Awake | Phase::Draining(_) | Phase::Falling => {
-                let state = books.sleep.state();
-                Err(DeviceError::State { arena: self.name.clone(), state })
-            }
+            Phase::Awake | Phase::Draining(_) | Phase::Falling => Err(self.not_awake(&books)),
         }
     }
 
@@ -76,31 +76,50 @@ impl Shared {
         }
     }
 
-    /// Commits all that is to come back, and counts it; waits a while where memory is short.
+    /// Commits all that is to come back, and counts it; asks the callbacks for more
+    /// where memory is short, and waits a while.
     fn have_back(&self, returns: &[Return], back: &mut usize) -> Result<(), DeviceError> {
         let mut retries = RETRIES;
         let pause = self.sleep.patience / RETRIES;
         // Rung by nobody: only time goes by.
         let bell = Bell::new();
-        while let Some(next) = returns.get(*back) {
-            // What is on its way counts as committed, and so against a limit that was lowered.
-            let is_over = self.books().over_limit(0) > 0;
-            let commit = || self.driver.commit(next.at, next.size, Key::new());
-            let committed = (!is_over).then(commit);
-            match committed {
-                Some(Ok(())) => *back += 1,
-                None | Some(Err(DriverError::OutOfMemory { .. })) => {
-                    if retries == 0 || pause.is_zero() {
-                        let wanted = returns.iter().map(|to| to.size).sum::<ByteSize>();
-                        return Err(self.books().out_of_memory(wanted.get()));
-                    }
+        while let Some(&next) = returns.get(*back) {
+            let has = |_| self.try_back(next);
+            let outcome = match self.try_back(next) {
+                Err(refusal) if refusal.is_shortage() => {
+                    self.ask_for_room(next.region, refusal, &has)
+                }
+                outcome => outcome,
+            };
+            match outcome {
+                Ok(()) => *back += 1,
+                Err(refusal) if refusal.is_shortage() && retries > 0 && !pause.is_zero() => {
                     retries -= 1;
                     self.clock.wait_until(&bell, self.clock.now() + pause);
                 }
-                Some(Err(error)) => return Err(error.into()),
+                Err(refusal) => return Err(refusal.error),
             }
         }
         Ok(())
+    }
+
+    /// Commits one run that is to come back. What is on its way counts as committed, and so against
+    /// a limit that was lowered meanwhile.
+    fn try_back(&self, to: Return) -> Result<(), Refusal> {
+        let books = self.books();
+        let over = books.over_limit(0);
+        if over > 0 {
+            return Err(Refusal::of(Cause::Limit { over }, to.size.get()).told(&books));
+        }
+        drop(books);
+        match self.driver.commit(to.at, to.size, Key::new()) {
+            Err(DriverError::OutOfMemory { .. }) => {
+                Err(Refusal::of(Cause::Device, to.size.get()).told(&self.books()))
+            }
+            outcome => {
+                outcome.map_err(|error| Refusal { cause: Cause::Driver, error: error.into() })
+            }
+        }
     }
 
     /// Awake: the copies are given up.
@@ -166,7 +185,7 @@ impl Shared {
 impl Books {
     /// Marks what comes back.
     fn begin_rise(&mut self) -> Vec<Return> {
-        let granules_max = usize::try_from(RUN_GRANULES_MAX).unwrap_or(usize::MAX);
+        let granules_max = usize::try_from(self.run_max()).unwrap_or(usize::MAX);
         let mut returns = Vec::new();
         for region in Region::ALL {
             let segment = &mut self.region_mut(region).segment;

@@ -64,8 +64,9 @@ fn a_device_that_never_has_memory_is_asked_a_few_times_and_refused() {
             assert!(matches!(refused, DeviceError::OutOfMemory { .. }), "{refused}");
         }
         let calls = driver.calls() - before;
-        // The small one is tried in both ranges.
-        assert!(calls <= 8, "{calls} calls for three requests");
+        // Each is tried where it is likely to fit, then where it needs least; a try that is to
+        // grow asks once more without.
+        assert!(calls <= 12, "{calls} calls for three requests");
         assert_eq!(arena.snapshot().alloc_failures_total.device, 3);
         assert_eq!(arena.snapshot().committed, ByteSize::ZERO);
         arena.validate();

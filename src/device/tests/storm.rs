@@ -258,8 +258,18 @@ fn compact(arena: &DeviceArena, seen: &Seen, mut chance: Chance, moves_raw: bool
 }
 
 fn storm(seed: u64, config: ArenaConfig, odds: Option<u64>, max: u64) {
+    storm_over(TrialDriver::new(), seed, config, odds, max);
+}
+
+fn storm_over(
+    driver: TrialDriver,
+    seed: u64,
+    config: ArenaConfig,
+    odds: Option<u64>,
+    max: u64,
+) -> Arc<TrialDriver> {
     let (limit, moves_raw) = (config.limit, seed.is_multiple_of(2));
-    let (driver, clock) = (Arc::new(TrialDriver::new()), ManualClock::new());
+    let (driver, clock) = (Arc::new(driver), ManualClock::new());
     let arena = DeviceArena::open(driver.clone(), Arc::new(clock.clone()), config).expect("open");
     let never_closed = arena.alloc::<u8>(1, Region::Stable).expect("room");
     driver.fail_one_in(odds, seed);
@@ -300,6 +310,7 @@ fn storm(seed: u64, config: ArenaConfig, odds: Option<u64>, max: u64) {
     drop(arena);
     assert_eq!(driver.reservations(), 0);
     driver.assert_no_faults();
+    driver
 }
 
 #[test]
@@ -307,6 +318,20 @@ fn a_storm_over_a_driver_that_fails_now_and_then_loses_nothing() {
     for (seed, odds) in [(0x9E37_79B9_7F4A_7C15, 50), (0xD1B5_4A32_D192_ED02, 3)] {
         println!("seed {seed:#x}, a failure in {odds:?} calls");
         storm(seed, config(ByteSize::mib(48)), Some(odds), 19);
+    }
+}
+
+#[test]
+fn a_storm_where_idle_memory_is_remapped_loses_nothing() {
+    let seeds = [(0x6A09_E667_F3BC_C909, None), (0xBB67_AE85_84CA_A73B, Some(7))];
+    for (nth, (seed, odds)) in seeds.into_iter().enumerate() {
+        println!("seed {seed:#x}, a failure in {odds:?} calls");
+        let mut driver = TrialDriver::new();
+        driver.capabilities.remap = true;
+        let granule = (nth > 0).then_some(ByteSize::mib(4));
+        let config = ArenaConfig { granule, ..config(ByteSize::mib(40)) };
+        let driver = storm_over(driver, seed, config, odds, 19);
+        assert!(driver.remapped() > 0, "nothing was");
     }
 }
 

@@ -71,6 +71,7 @@ fn stable_a_full_region_is_a_typed_error_with_its_numbers() {
         reserved: ByteSize::mib(8),
         live: ByteSize::mib(6),
         largest_span: ByteSize::mib(2),
+        compacted_span: ByteSize::mib(2),
     };
     assert_eq!(refused, expected);
     drop(bytes(&arena, ByteSize::mib(8))); // the other region has its own
@@ -155,6 +156,7 @@ fn bins_two_holes_apart_hold_no_block_of_both_sizes_unless_there_are_addresses()
                 reserved: ByteSize::mib(32),
                 live: ByteSize::mib(16),
                 largest_span: ByteSize::mib(8),
+                compacted_span: ByteSize::mib(8),
             };
             assert_eq!(outcome, Err(expected));
         } else {

@@ -42,6 +42,13 @@ impl SimDriver {
         model.decommit(range)
     }
 
+    /// As [`Driver::remap`].
+    pub fn remap(&self, from: DeviceAddress, to: DeviceAddress, size: ByteSize) -> Answer {
+        let mut model = self.model();
+        let ranges = (model.whole(from, size)?, model.whole(to, size)?);
+        model.remap(ranges.0, ranges.1)
+    }
+
     /// As [`Driver::copy`].
     pub fn copy(&self, from: DeviceAddress, to: DeviceAddress, size: ByteSize) -> Answer {
         self.model().copy(apart(from, to, size)?, to)
@@ -153,6 +160,11 @@ impl Driver for SimDriver {
     fn decommit(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Answer {
         self.hooks.before(Call::Unmap);
         Self::decommit(self, at, size)
+    }
+
+    fn remap(&self, from: DeviceAddress, to: DeviceAddress, size: ByteSize, _: Key) -> Answer {
+        self.hooks.before(Call::Map);
+        Self::remap(self, from, to, size)
     }
 
     fn copy(&self, from: DeviceAddress, to: DeviceAddress, size: ByteSize, _: Key) -> Answer {

@@ -52,7 +52,8 @@ impl Hooks {
 
 impl SimDriver {
     /// Runs `act` before the arena's next call of this kind but `nth`, in the thread that makes it.
-    /// A commit is [`Call::Create`], a decommit [`Call::Unmap`], whatever the number of handles.
+    /// A commit is [`Call::Create`], a decommit [`Call::Unmap`], a remap [`Call::Map`], whatever
+    /// the number of handles.
     pub fn before(&self, call: Call, nth: u64, act: impl FnOnce() + Send + 'static) {
         let mut waiting = lock(&self.hooks.waiting);
         waiting.push((call, nth, Box::new(act)));

@@ -1,9 +1,13 @@
-//! Address space and the memory behind it: reserve, commit, decommit, copy.
+//! Address space and the memory behind it: reserve, commit, decommit, remap, copy.
 //!
-//! A commit is create, map and release for each handle, then one set-access; the release leaves
-//! the mapping as the only owner of the handle, so that an unmap frees it. A commit that fails half
-//! way is rolled back by calls that are counted and do not fail. An unmap waits for nothing: what
-//! it pulls away from unfinished work is on record at once, and an illegal address later.
+//! A commit is create, map and release for each handle, then one set-access; the release leaves the
+//! mapping as the only owner of the handle, so that an unmap frees it. A commit that fails half way
+//! is rolled back by calls that are counted and do not fail. A remap maps the same handles at their
+//! new place and gives access there before it unmaps the old one, so that until the last call
+//! nothing is lost by a failure; that the driver still knows the handles is taken for granted, be
+//! it that it keeps them or asks for them (`cuMemRetainAllocationHandle`). An unmap waits for
+//! nothing: what it pulls away from unfinished work is on record at once, and an illegal address
+//! later.
 //!
 //! Invariant: a call that failed left the ranges as they were, and the contents of what it was to
 //! take away or to write unspecified.
@@ -146,9 +150,18 @@ impl Model {
             }
             return Err(error);
         }
+        let handles = self.check_unmap(range)?;
+        self.charge(call, handles, ByteSize::new(range.size));
+        self.memory.unmap(range);
+        Ok(())
+    }
+
+    /// How many handles an unmap takes away, where it may; unfinished work there is on record.
+    fn check_unmap(&mut self, range: Range) -> Result<u64, DriverError> {
+        let call = Call::Unmap;
         self.in_one_reservation(call, range)?;
         let (at, size) = named(range);
-        let handles = match handles {
+        let handles = match self.memory.whole_mappings(range) {
             Ok(handles) => handles,
             Err(obstacle) => {
                 let fault = match obstacle {
@@ -168,8 +181,52 @@ impl Model {
             let (stream, work) = (StreamHandle::new(stream), work.kind());
             self.faults.add(Fault::UnmapBeforeDone { at, size, stream, work });
         }
-        self.charge(call, handles, size);
-        self.memory.unmap(range);
+        Ok(handles)
+    }
+
+    /// The handles behind one range, behind another.
+    pub(super) fn remap(&mut self, from: Range, to: Range) -> Result<(), DriverError> {
+        if !(self.options.virtual_memory && self.options.remap) {
+            return Err(DriverError::Unsupported { what: "remap" });
+        }
+        let mut mapped = false;
+        let outcome = self.try_remap(from, to, &mut mapped);
+        match outcome {
+            Ok(()) => self.memory.remap(from, to),
+            Err(_) => {
+                if mapped && self.lost.is_none() {
+                    self.count(Call::Unmap); // of what was mapped at the new place
+                }
+                if self.memory.whole_mappings(from).is_ok() {
+                    self.memory.wipe(from);
+                }
+            }
+        }
+        outcome
+    }
+
+    /// The calls of a remap; notes whether any of its new place is mapped.
+    fn try_remap(&mut self, from: Range, to: Range, mapped: &mut bool) -> Result<(), DriverError> {
+        if self.memory.whole_mappings(from).is_err() {
+            return self.check_unmap(from).map(drop); // no handles to make a call with
+        }
+        let requested = ByteSize::new(from.size);
+        let handles = self.memory.handles_in(from);
+        for &size in &handles {
+            self.enter_virtual(Call::Map, requested)?;
+            self.in_one_reservation(Call::Map, to)?;
+            if self.memory.is_mapped_anywhere(to) {
+                let (at, size) = named(to);
+                return Err(self.refuse(Call::Map, Fault::DoubleMap { at, size }, INVALID_VALUE));
+            }
+            self.charge(Call::Map, 1, ByteSize::new(size));
+            *mapped = true;
+        }
+        self.enter(Call::SetAccess, requested)?;
+        self.charge(Call::SetAccess, handles.len() as u64, requested);
+        self.enter(Call::Unmap, ByteSize::ZERO)?;
+        let count = self.check_unmap(from)?;
+        self.charge(Call::Unmap, count, requested);
         Ok(())
     }
 

@@ -169,6 +169,23 @@ impl Memory {
         }
     }
 
+    /// How large the handles behind a range of whole mappings are, in order.
+    pub(super) fn handles_in(&self, range: Range) -> Vec<u64> {
+        self.mappings_in(range).map(|mapping| mapping.size).collect()
+    }
+
+    /// Moves the handles behind a range of whole mappings, with what they hold, to a bare range of
+    /// its size.
+    pub(super) fn remap(&mut self, from: Range, to: Range) {
+        debug_assert!(self.is_reserved(to) && !self.is_mapped_anywhere(to));
+        let whole: Vec<_> = self.mappings_in(from).collect();
+        for Range { at, .. } in whole {
+            if let Some(mapping) = self.mappings.remove(&at) {
+                self.mappings.insert(to.at + (at - from.at), mapping);
+            }
+        }
+    }
+
     /// Loses the contents of a range of whole mappings.
     pub(super) fn wipe(&mut self, range: Range) {
         for (_, mapping) in self.mappings.range_mut(range.at..range.end()) {

@@ -104,6 +104,7 @@ impl SimDriver {
             host_access: false,
             host_backed: false,
             same_address_wake: options.virtual_memory,
+            remap: options.virtual_memory && options.remap,
             asynchronous: true,
             page_locked: options.page_locked,
             granularity: options.unit(),

@@ -57,6 +57,8 @@ pub struct SimOptions {
     pub context_floor: ByteSize,
     /// Whether there are virtual memory calls; some shares of a device have none. Default: true.
     pub virtual_memory: bool,
+    /// Whether memory can go from one address to another without being given back. Default: true.
+    pub remap: bool,
     /// Whether host memory can be page-locked. Default: true.
     pub page_locked: bool,
     /// What the calls cost in virtual time. Default: guesses, see [`DriverCosts`].
@@ -77,6 +79,7 @@ impl Default for SimOptions {
             capacity: ByteSize::gib(80),
             context_floor: ByteSize::mib(512),
             virtual_memory: true,
+            remap: true,
             page_locked: true,
             costs: DriverCosts::default(),
             clock: ManualClock::new(),

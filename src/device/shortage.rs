@@ -1,0 +1,345 @@
+//! Callbacks that are asked for memory when an arena has none left: the last rung before an error.
+//!
+//! They come after what the arena can do by itself: the threads' fronts, its own idle memory, what
+//! streams have yet to finish. No lock is held while one runs, so that it may do with the arena
+//! what anybody may: free, allocate, purge, compact.
+//!
+//! Runs do not overlap. A thread that is short while another thread's run is under way waits for
+//! its end and looks whether that was enough: ten threads that are short do not unload ten models.
+//! Only then it asks for itself. A thread that is within a callback, of this arena or of another,
+//! waits for no run: what it allocates is refused where there is no room, so that there is neither
+//! recursion nor a circle of threads that wait for each other.
+//!
+//! Invariants: a callback begins only while it is registered; a run calls each that was registered
+//! when it began at most once, in the order of registration; a thread waits for a run only while it
+//! makes none.
+
+use std::cell::Cell;
+use std::fmt;
+use std::sync::Arc;
+
+use super::arena::DeviceArena;
+use super::commit::Attempt;
+use super::error::DeviceError;
+use super::refusal::{Cause, Refusal};
+use super::region::Region;
+use super::shared::Shared;
+use crate::bytes::ByteSize;
+use crate::fork::Birth;
+use crate::sync::{Condvar, Mutex, caught, lock, wait};
+
+/// What is missing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Lack {
+    /// The limit would be passed.
+    Limit {
+        /// By so much, when all idle memory is gone: so many bytes of granules must fall idle.
+        over: ByteSize,
+    },
+    /// The device has no more, and the arena has nothing idle.
+    Device,
+    /// The region has no free span of addresses that is long enough.
+    Addresses,
+}
+
+/// What a callback is told.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct Shortage<'a> {
+    /// The arena's name.
+    pub arena: &'a str,
+    /// The region in which a block was asked for. Idle memory of either helps; addresses, only its
+    /// own.
+    pub region: Region,
+    /// The size of the block.
+    pub requested: ByteSize,
+    /// What is missing for it.
+    pub lack: Lack,
+}
+
+type Callback = Box<dyn Fn(&Shortage<'_>) -> bool + Send + Sync>;
+
+/// A callback, for as long as it is registered or runs.
+struct Entry {
+    number: u64,
+    /// Taken out when it is dropped.
+    callback: Option<Callback>,
+}
+
+impl Drop for Entry {
+    /// What a callback holds is not ours, and nothing unwinds out of a drop.
+    fn drop(&mut self) {
+        let callback = self.callback.take();
+        let _ = caught(|| drop(callback));
+    }
+}
+
+/// The callbacks of an arena, and whose turn it is to ask them.
+pub(super) struct Callbacks {
+    state: Mutex<State>,
+    ended: Condvar,
+    birth: Birth,
+}
+
+#[derive(Default)]
+struct State {
+    /// In the order of their numbers.
+    entries: Vec<Arc<Entry>>,
+    /// The number of the last one.
+    numbered: u64,
+    /// A run is under way.
+    running: bool,
+}
+
+/// Keeps a callback registered; see [`DeviceArena::on_shortage`].
+#[must_use = "the callback is registered for as long as this is kept"]
+pub struct ShortageCallback {
+    callbacks: Arc<Callbacks>,
+    number: u64,
+}
+
+impl DeviceArena {
+    /// Registers a callback that is asked for memory when this arena has none left: after the
+    /// fronts, its own idle memory and what streams have yet to finish, and before an allocation, a
+    /// resize or a wake fails. All that are registered are called, in the order in which they were, in the
+    /// thread that is short; each says whether it gave something back. If one did, the allocation
+    /// is tried once more.
+    ///
+    /// A callback runs with no lock held and may use the arena as anybody may. What it allocates
+    /// itself calls no callbacks; of an arena that is being woken it is refused. Two things it must
+    /// not do: wait for a thread that allocates here, for that thread may wait for this run to end;
+    /// and wait for a lock that somebody holds while they allocate here: try it instead. A panic is
+    /// counted and logged, and stops nothing.
+    ///
+    /// It is registered until what is returned is dropped. From then on no call of it begins; one
+    /// that is under way on another thread goes on to its end, and what the callback holds is
+    /// dropped after that. A callback that holds a handle of the arena keeps it open until then.
+    /// In a forked child nothing is registered.
+    ///
+    /// ```
+    /// use std::sync::{Arc, Mutex};
+    /// use lowtide::ByteSize;
+    /// use lowtide::clock::SystemClock;
+    /// use lowtide::device::{ArenaConfig, DeviceArena, HostDriver, Region};
+    ///
+    /// let config = ArenaConfig { limit: ByteSize::mib(8), ..ArenaConfig::new("model") };
+    /// let clock = Arc::new(SystemClock::new());
+    /// let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock, config)?;
+    /// let cache = Arc::new(Mutex::new(vec![arena.alloc::<u8>(6 << 20, Region::Dynamic)?]));
+    /// let evict = arena.on_shortage({
+    ///     let cache = Arc::clone(&cache);
+    ///     move |_| cache.try_lock().is_ok_and(|mut cache| cache.pop().is_some())
+    /// });
+    /// let needed = arena.alloc::<u8>(4 << 20, Region::Dynamic)?; // the cache gave way
+    /// assert!(cache.lock().unwrap().is_empty());
+    /// # drop((evict, needed));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn on_shortage(
+        &self,
+        callback: impl Fn(&Shortage<'_>) -> bool + Send + Sync + 'static,
+    ) -> ShortageCallback {
+        let callbacks = Arc::clone(&self.shared().callbacks);
+        let number = callbacks.register(Box::new(callback));
+        ShortageCallback { callbacks, number }
+    }
+}
+
+impl Drop for ShortageCallback {
+    /// Waits for no call. In a forked child does nothing.
+    fn drop(&mut self) {
+        self.callbacks.forget(self.number);
+    }
+}
+
+impl fmt::Debug for ShortageCallback {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ShortageCallback").field("number", &self.number).finish_non_exhaustive()
+    }
+}
+
+#[cfg(not(lowtide_loom))]
+thread_local! {
+    /// Whether this thread asks callbacks, of whatever arena.
+    static WITHIN: Cell<bool> = const { Cell::new(false) };
+}
+#[cfg(lowtide_loom)]
+loom::thread_local! {
+    static WITHIN: Cell<bool> = Cell::new(false);
+}
+
+/// Whether this thread is within a callback, of whatever arena.
+pub(super) fn is_within() -> bool {
+    WITHIN.with(Cell::get)
+}
+
+impl Callbacks {
+    pub(super) fn new() -> Self {
+        let state = Mutex::new(State::default());
+        Self { state, ended: Condvar::new(), birth: Birth::now() }
+    }
+
+    fn register(&self, callback: Callback) -> u64 {
+        let entry = |number| Arc::new(Entry { number, callback: Some(callback) });
+        if !self.birth.is_here() {
+            drop(entry(0));
+            return 0;
+        }
+        let mut state = lock(&self.state);
+        state.numbered += 1;
+        let number = state.numbered;
+        state.entries.push(entry(number));
+        number
+    }
+
+    fn forget(&self, number: u64) {
+        if !self.birth.is_here() {
+            return;
+        }
+        let mut state = lock(&self.state);
+        let found = state.entries.binary_search_by_key(&number, |entry| entry.number);
+        let entry = found.ok().map(|nth| state.entries.remove(nth));
+        drop(state);
+        drop(entry); // what it holds may lock anything
+    }
+
+    /// Takes the turn to ask, where there is anybody to ask; says whether another run was waited
+    /// for. `None` within a callback while the turn is taken.
+    fn turn(&self) -> Option<(Turn<'_>, bool)> {
+        let mut state = lock(&self.state);
+        let within = is_within();
+        let mut waited = false;
+        while !state.entries.is_empty() {
+            if !state.running {
+                state.running = true;
+                WITHIN.with(|of| of.set(true));
+                return Some((Turn { callbacks: self, last: state.numbered, within }, waited));
+            }
+            if within {
+                return None;
+            }
+            waited = true;
+            state = wait(&self.ended, state);
+        }
+        None
+    }
+
+    /// The first callback after a number, up to another.
+    fn next(&self, after: u64, last: u64) -> Option<Arc<Entry>> {
+        let state = lock(&self.state);
+        let nth = state.entries.partition_point(|entry| entry.number <= after);
+        state.entries.get(nth).filter(|entry| entry.number <= last).map(Arc::clone)
+    }
+}
+
+/// The turn to ask the callbacks.
+struct Turn<'a> {
+    callbacks: &'a Callbacks,
+    /// The last callback that was registered when it began.
+    last: u64,
+    /// The thread was within a callback of another arena before.
+    within: bool,
+}
+
+/// What a run came to.
+#[derive(Clone, Copy, Debug, Default)]
+struct Asked {
+    calls: u64,
+    panics: u64,
+    /// Somebody gave something back, or may have.
+    gave: bool,
+}
+
+impl Turn<'_> {
+    /// Asks all of them.
+    fn ask(&self, shortage: &Shortage<'_>) -> Asked {
+        let mut asked = Asked::default();
+        let mut after = 0;
+        while let Some(entry) = self.callbacks.next(after, self.last) {
+            after = entry.number;
+            let Some(callback) = &entry.callback else { continue };
+            asked.calls += 1;
+            match caught(|| callback(shortage)) {
+                Ok(gave) => asked.gave |= gave,
+                Err(message) => {
+                    asked.panics += 1;
+                    asked.gave = true; // nobody knows how far it came
+                    let arena = shortage.arena;
+                    tracing::warn!(arena, message, "a callback on shortage panicked");
+                }
+            }
+            if !self.callbacks.birth.is_here() {
+                break; // it forked, and this is the child
+            }
+        }
+        asked
+    }
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        WITHIN.with(|of| of.set(self.within));
+        if self.callbacks.birth.is_here() {
+            lock(&self.callbacks.state).running = false;
+            self.callbacks.ended.notify_all();
+        }
+    }
+}
+
+impl Shared {
+    /// Asks the callbacks for memory and tries again; what was refused before is refused where
+    /// nobody gave anything.
+    pub(super) fn ask_for_room<T>(
+        &self,
+        region: Region,
+        mut refusal: Refusal,
+        attempt: &Attempt<'_, T>,
+    ) -> Result<T, Refusal> {
+        let Some((turn, waited)) = self.callbacks.turn() else { return Err(refusal) };
+        if waited {
+            // What another thread was given may do for this one as well.
+            match self.after_pending(attempt) {
+                Err(again) if again.is_shortage() => refusal = again,
+                outcome => return outcome,
+            }
+        }
+        let (requested, lack) = numbers(&refusal);
+        let asked = turn.ask(&Shortage { arena: &self.name, region, requested, lack });
+        if self.check_here().is_err() {
+            return Err(Refusal { cause: Cause::Uncounted, error: DeviceError::Forked });
+        }
+        let mut books = self.books();
+        books.totals.shortage_calls += asked.calls;
+        books.totals.shortage_panics += asked.panics;
+        drop(books);
+        tracing::debug!(
+            arena = self.name,
+            calls = asked.calls,
+            gave = asked.gave,
+            "callbacks were asked for memory"
+        );
+        if asked.gave { self.after_pending(attempt) } else { Err(refusal) }
+    }
+}
+
+/// What a callback is told of a refusal.
+fn numbers(refusal: &Refusal) -> (ByteSize, Lack) {
+    let requested = match refusal.error {
+        DeviceError::OutOfMemory { requested, .. }
+        | DeviceError::OutOfAddresses { requested, .. } => requested,
+        _ => ByteSize::ZERO,
+    };
+    let lack = match refusal.cause {
+        Cause::Limit { over } => Lack::Limit { over: ByteSize::new(over) },
+        Cause::Addresses => Lack::Addresses,
+        Cause::Device | Cause::Driver | Cause::Uncounted => Lack::Device,
+    };
+    (requested, lack)
+}
+
+impl fmt::Debug for Callbacks {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Callbacks").finish_non_exhaustive()
+    }
+}
