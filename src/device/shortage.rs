@@ -102,9 +102,9 @@ pub struct ShortageCallback {
 impl DeviceArena {
     /// Registers a callback that is asked for memory when this arena has none left: after the
     /// fronts, its own idle memory and what streams have yet to finish, and before an allocation, a
-    /// resize or a wake fails. All that are registered are called, in the order in which they were, in the
-    /// thread that is short; each says whether it gave something back. If one did, the allocation
-    /// is tried once more.
+    /// resize or a wake fails. All that are registered are called, in the order in which they were,
+    /// in the thread that is short; each says whether it gave something back. If one did, the
+    /// allocation is tried once more.
     ///
     /// A callback runs with no lock held and may use the arena as anybody may. What it allocates
     /// itself calls no callbacks; of an arena that is being woken it is refused. Two things it must
