@@ -23,6 +23,7 @@ use super::front::{self, Home, Homes, Owned};
 use super::index::ALIGN;
 use super::lane::Known;
 use super::lease::Lease;
+use super::planted::Plants;
 use super::region::{Region, RegionBooks, Wanted};
 use super::reserve::reserve_region;
 use super::shared::{Fronts, Shared};
@@ -108,6 +109,7 @@ impl DeviceArena {
             fronts: Fronts::new(front, config.decay, asynchronous),
             closed: AtomicBool::new(false),
             birth: Birth::now(),
+            plants: Plants::default(),
             name: config.name,
         });
         let homes = Arc::new(Homes::new(&shared));

@@ -21,7 +21,7 @@ use super::index::Span;
 use super::pending::{Claim, Uses};
 use super::picture::Act;
 use super::ranges::APART_FROM;
-use super::region::{Placed, Region, RegionBooks, Wanted};
+use super::region::{Placed, Region, RegionBooks, Taking, Wanted};
 use super::segment::{Cursor, Run};
 use super::snapshot::{AllocFailures, ArenaSnapshot};
 use super::streams::{StreamKey, Streams};
@@ -190,12 +190,11 @@ impl Books {
         &mut self,
         region: Region,
         wanted: Wanted,
-        among_large: bool,
-        taker: Option<StreamKey>,
+        by: Taking,
     ) -> Result<(Placed, Claim), Refusal> {
         // Under a small limit every granule counts, and all blocks share them.
-        let among_large = among_large || self.limit.get() / self.granularity < APART_FROM;
-        let placed = self.region_mut(region).place(wanted, among_large, taker);
+        let among_large = by.among_large || self.limit.get() / self.granularity < APART_FROM;
+        let placed = self.region_mut(region).place(wanted, Taking { among_large, ..by });
         placed.ok_or_else(|| {
             let books = self.region(region);
             let error = DeviceError::OutOfAddresses {

@@ -13,8 +13,11 @@ use super::driver::DriverError;
 use super::driver::sealed::Key;
 use super::error::DeviceError;
 use super::index::Span;
+use super::pending::Claim;
 use super::picture::Act;
-use super::region::{Placed, Region, Wanted};
+use super::planted::Planted;
+use super::proof::CAPTURES;
+use super::region::{Placed, Region, Taking, Wanted};
 use super::segment::Run;
 use super::shared::Shared;
 use super::streams::StreamKey;
@@ -63,11 +66,18 @@ impl Shared {
         wanted: Wanted,
         taker: Option<StreamKey>,
     ) -> Result<Placed, DeviceError> {
-        self.insist(|| match self.try_obtain(region, wanted, false, taker) {
+        let by = Taking { among_large: false, taker, waits: true };
+        let attempt = |by| match self.try_obtain(region, wanted, by) {
             // There may be a hole for it among the large blocks.
             Err(refusal) if wanted.is_small() && refusal.error.is_out_of_memory() => {
-                self.try_obtain(region, wanted, true, taker).map_err(|_| refusal)
+                let by = Taking { among_large: true, ..by };
+                self.try_obtain(region, wanted, by).map_err(|_| refusal)
             }
+            outcome => outcome,
+        };
+        self.insist(|| match attempt(by) {
+            // There may be memory for which nobody need wait, or that is to be committed.
+            Err(refusal) if refusal.is_by_capture() => attempt(Taking { waits: false, ..by }),
             outcome => outcome,
         })
     }
@@ -92,21 +102,18 @@ impl Shared {
         outcome.map_err(|refusal| self.note_refusal(refusal))
     }
 
-    fn try_obtain(
-        &self,
-        region: Region,
-        wanted: Wanted,
-        among_large: bool,
-        taker: Option<StreamKey>,
-    ) -> Result<Placed, Refusal> {
+    fn try_obtain(&self, region: Region, wanted: Wanted, by: Taking) -> Result<Placed, Refusal> {
         let mut books = self.books();
-        let (placed, claim) = books.place(region, wanted, among_large, taker)?;
+        let (placed, claim) = books.place(region, wanted, by)?;
         let (mut books, mut outcome) = self.back_still(books, region, placed);
-        if outcome.is_ok() && !claim.uses.is_empty() {
-            books.region_mut(region).pins.pin(placed.id);
+        let is_done = claim.uses.is_empty() || self.planted(Planted::CrossStreamReuse);
+        if outcome.is_ok() && !is_done {
+            if !self.planted(Planted::MovesWhatArrives) {
+                books.region_mut(region).pins.pin(placed.id);
+            }
             drop(books);
             outcome = self
-                .come_after(taker, &claim.uses)
+                .come_after(by.taker, &claim.uses)
                 .map_err(|error| Refusal { cause: Cause::Driver, error: error.into() });
             books = self.books();
             books.region_mut(region).pins.unpin(placed.id);
@@ -117,6 +124,9 @@ impl Shared {
                 books.arrive(region, placed);
                 books.record(&*self.clock, Act::Alloc, placed);
                 self.fronts.note_live(books.live(), books.limit.get());
+            }
+            Err(_) if self.planted(Planted::LostClaim) => {
+                books.withdraw(region, placed, Claim::default(), &*self.clock);
             }
             Err(_) => books.withdraw(region, placed, claim, &*self.clock),
         }
@@ -331,6 +341,12 @@ impl Shared {
 }
 
 impl Refusal {
+    /// Whether there was something to wait for that a capture forbids.
+    fn is_by_capture(&self) -> bool {
+        let by = |error: &DriverError| error.code() == Some(i64::from(CAPTURES));
+        matches!(&self.error, DeviceError::Driver(error) if by(error))
+    }
+
     /// With the figures of now: the block that found no memory has no place any more, and so takes
     /// nothing of what is free.
     fn told(self, books: &Books) -> Self {

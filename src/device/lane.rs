@@ -84,6 +84,9 @@ impl Lane {
     /// Where only memory is left that other streams may still work on, the stream is made to wait
     /// for them: no thread waits. Memory that nobody gave up is committed last.
     ///
+    /// While a stream captures a graph, nothing is waited for that could spoil it: memory for which
+    /// that would be needed is passed over for memory that is committed, within the limit.
+    ///
     /// # Errors
     /// As [`DeviceArena::alloc`].
     pub fn alloc<T: Pod>(&self, len: usize, region: Region) -> Result<Buffer<T>, DeviceError> {
@@ -105,7 +108,8 @@ impl Lane {
     /// it: at the end of a run. Records one event, where any is wanted, and waits for nothing.
     ///
     /// # Errors
-    /// [`DeviceError::Driver`], [`DeviceError::Forked`].
+    /// [`DeviceError::Driver`], with code 900 while the stream captures a graph;
+    /// [`DeviceError::Forked`].
     pub fn end_run(&self) -> Result<(), DeviceError> {
         self.known.shared.check_here()?;
         let Some(key) = self.known.key else { return Ok(()) };
@@ -120,7 +124,9 @@ impl Lane {
 impl Drop for Known {
     /// The arena forgets the stream, after an event for what it still has to do: one call of the
     /// driver that waits for nothing. Where that fails, all work of the device is waited for by who
-    /// needs that memory. In a forked child does nothing.
+    /// needs that memory. A call that another thread makes with the handle ends first, which waits
+    /// for nothing either: whoever dropped this may destroy the stream. In a forked child does
+    /// nothing.
     fn drop(&mut self) {
         let Some(key) = self.key else { return };
         if self.shared.check_here().is_err() {
@@ -129,9 +135,7 @@ impl Drop for Known {
         let last = self.shared.books().streams.leave(key);
         if last {
             let _ = self.shared.mark_end(key);
-            let mut books = self.shared.books();
-            books.streams.retire(key);
-            books.forget_stream(key);
+            self.shared.end_stream(key);
         }
     }
 }

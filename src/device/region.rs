@@ -115,6 +115,17 @@ impl Wanted {
     }
 }
 
+/// How a block is to be placed.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Taking {
+    /// Small blocks stand apart unless they are to be placed among large ones.
+    pub(super) among_large: bool,
+    /// The stream that will work on it first; none, for whoever comes.
+    pub(super) taker: Option<StreamKey>,
+    /// Whether it may be what others still work on, which is then to be waited for.
+    pub(super) waits: bool,
+}
+
 /// A block that has been placed.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Placed {
@@ -173,15 +184,8 @@ impl RegionBooks {
 
     /// Finds a place, preferring those that cost the fewest granules, and marks it arriving; says
     /// what must come before its first use, by the taker's stream or by none.
-    ///
-    /// Small blocks stand apart unless they are to be placed `among_large` ones.
-    pub(super) fn place(
-        &mut self,
-        wanted: Wanted,
-        among_large: bool,
-        taker: Option<StreamKey>,
-    ) -> Option<(Placed, Claim)> {
-        let end = if among_large { End::Low } else { end_of(wanted.size) };
+    pub(super) fn place(&mut self, wanted: Wanted, by: Taking) -> Option<(Placed, Claim)> {
+        let end = if by.among_large { End::Low } else { end_of(wanted.size) };
         let request = Request { size: wanted.size, align: wanted.align, end };
         let (segment, pending) = (&self.segment, &self.pending);
         let cost = |place| {
@@ -189,10 +193,14 @@ impl RegionBooks {
             if pending.bytes() == 0 {
                 return cost;
             }
-            let foreign = u64::from(pending.is_foreign(place, taker));
+            let foreign = u64::from(pending.is_foreign(place, by.taker));
             cost + foreign * COST_OF_WAITING + u64::from(cost & COMMITS > 0) * COST_OF_COMMITTING
         };
-        let (id, span) = self.index.take(request, cost)?;
+        let (id, span) = if by.waits {
+            self.index.take(request, cost)?
+        } else {
+            self.take_clear(wanted, by.taker)?
+        };
         let claim = self.claim(span);
         self.segment.touch(span);
         self.arriving += span.size;
@@ -202,6 +210,23 @@ impl RegionBooks {
         }
         let placed = Placed { id, span, at, requested: wanted.requested, moves: self.moves };
         Some((placed, claim))
+    }
+
+    /// A place among the large blocks for which nobody need wait. It walks the blocks: for when
+    /// nobody may.
+    fn take_clear(
+        &mut self,
+        wanted: Wanted,
+        taker: Option<StreamKey>,
+    ) -> Option<(BlockName, Span)> {
+        let wall = self.index.wall().map_or(u64::MAX, |wall| wall.offset);
+        let low = self.index.blocks().take_while(|(span, _)| span.offset < wall);
+        let free = low.filter(|(_, name)| name.is_none());
+        let places = free.filter_map(|(span, _)| {
+            self.pending.first_clear(span, (wanted.size, wanted.align), taker)
+        });
+        let place = places.min_by_key(|&place| self.segment.cost(place))?;
+        Some((self.index.take_at(place)?, place))
     }
 
     /// Takes what is pending out of a span that a block gets; says what was to come before.

@@ -16,6 +16,7 @@ use super::driver::{Capabilities, Driver};
 use super::error::DeviceError;
 use super::front::{Home, Kept, Tally};
 use super::lane::Known;
+use super::planted::Plants;
 use super::region::{Placed, Region};
 use super::snapshot::{ArenaGlance, ArenaSnapshot};
 use crate::bytes::ByteSize;
@@ -42,6 +43,7 @@ pub(super) struct Shared {
     /// Nothing more is handed out.
     pub(super) closed: AtomicBool,
     pub(super) birth: Birth,
+    pub(super) plants: Plants,
 }
 
 /// What an arena knows of its threads' fronts.
