@@ -6,8 +6,10 @@
 
 #![expect(unsafe_code, reason = "a lane is of a stream that the caller vouches for")]
 
+mod bugs;
 mod capture;
 mod ends;
+mod onnxruntime;
 
 use std::sync::Arc;
 
