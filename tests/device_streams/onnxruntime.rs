@@ -86,8 +86,8 @@ fn after_a_wait_older_blocks_need_none_and_newer_ones_do() {
     assert_sound(&sim, &checks);
 }
 
-/// The test of securing a block: a stream gets the block of another by waiting for that one, where there is
-/// no other memory; and one that has no owner without a wait.
+/// The test of securing a block: a stream gets the block of another by waiting for that one, where
+/// there is no other memory; and one that has no owner without a wait.
 #[test]
 fn a_stream_secures_anothers_block_by_a_wait_and_an_idle_one_without() {
     let (arena, sim) = open(Order::Lazy, ByteSize::mib(2));
