@@ -57,6 +57,11 @@ impl DeviceArena {
     /// # Errors
     /// [`DeviceError::Closed`], [`DeviceError::Forked`].
     pub unsafe fn lane(&self, stream: StreamHandle) -> Result<Lane, DeviceError> {
+        self.lane_of(stream)
+    }
+
+    /// The same, where somebody else vouches for the stream.
+    pub(super) fn lane_of(&self, stream: StreamHandle) -> Result<Lane, DeviceError> {
         let shared = self.shared();
         shared.check_open()?;
         let key = shared.capabilities.asynchronous.then(|| shared.books().streams.enter(stream));
