@@ -23,6 +23,7 @@ use super::front::{self, Home, Homes, Owned};
 use super::index::ALIGN;
 use super::lane::Known;
 use super::lease::Lease;
+use super::planted::Plants;
 use super::record::hooks::Origin;
 use super::record::{Header, Operation};
 use super::region::{Region, RegionBooks, Wanted};
@@ -132,6 +133,7 @@ impl DeviceArena {
             sleep: config.sleep,
             birth: Birth::now(),
             recorder: config.recorder,
+            plants: Plants::default(),
             name: config.name,
         });
         let homes = Arc::new(Homes::new(&shared));

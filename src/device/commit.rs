@@ -19,7 +19,9 @@ use super::driver::DriverError;
 use super::driver::sealed::Key;
 use super::error::DeviceError;
 use super::index::Span;
+use super::pending::Claim;
 use super::picture::Act;
+use super::planted::Planted;
 use super::record::hooks::{Origin, Refused};
 use super::refusal::{Cause, Refusal};
 use super::region::{Placed, Region, Search, Wanted};
@@ -88,7 +90,13 @@ impl Shared {
     ) -> Result<Placed, Refusal> {
         self.insist(region, &|thorough| {
             let search = if thorough { Search::Cheapest } else { Search::Usual };
-            self.try_obtain(region, wanted, search, taker)
+            match self.try_obtain(region, wanted, search, taker) {
+                // There may be memory for which nobody need wait, or that is to be committed.
+                Err(refusal) if refusal.is_by_capture() => {
+                    self.try_obtain(region, wanted, Search::Clear, taker)
+                }
+                outcome => outcome,
+            }
         })
     }
 
@@ -106,10 +114,18 @@ impl Shared {
     fn climb<T>(&self, region: Region, attempt: &Attempt<'_, T>) -> Result<T, Refusal> {
         let shut = self.fronts.shut();
         self.empty_fronts();
-        let outcome = match self.after_pending(attempt) {
+        let mut outcome = match self.after_pending(attempt) {
             Err(refusal) if refusal.is_shortage() => self.ask_for_room(region, refusal, attempt),
             outcome => outcome,
         };
+        // Where a neighbour was freed meanwhile, the place found before is not the best any more.
+        let has_room = |refusal: &Refusal| refusal.is_contradicted(self.granule);
+        for _ in 0..ATTEMPTS_BESIDE {
+            if !outcome.as_ref().is_err_and(has_room) {
+                break;
+            }
+            outcome = attempt(true);
+        }
         if self.check_here().is_err() {
             let _its_lock_may_be_taken = ManuallyDrop::new(shut); // in a child of a callback's fork
         }
@@ -134,8 +150,11 @@ impl Shared {
         let mut books = self.awake(self.books()).map_err(Refusal::uncounted)?;
         let (placed, claim) = books.place(region, wanted, search, taker)?;
         let (mut books, mut outcome) = self.back_still(books, region, placed);
-        if outcome.is_ok() && !claim.uses.is_empty() {
-            books.region_mut(region).pins.pin(placed.id);
+        let is_done = claim.uses.is_empty() || self.planted(Planted::CrossStreamReuse);
+        if outcome.is_ok() && !is_done {
+            if !self.planted(Planted::MovesWhatArrives) {
+                books.region_mut(region).pins.pin(placed.id);
+            }
             drop(books);
             outcome = self
                 .come_after(taker, &claim.uses)
@@ -150,6 +169,9 @@ impl Shared {
                 books.record(&*self.clock, Act::Alloc, placed);
                 books.tell_alloc(&*self.clock, region, wanted, placed);
                 self.fronts.note_live(books.live(), books.limit.get());
+            }
+            Err(_) if self.planted(Planted::LostClaim) => {
+                books.withdraw(region, placed, Claim::default(), &*self.clock);
             }
             Err(_) => books.withdraw(region, placed, claim, &*self.clock),
         }

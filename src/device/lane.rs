@@ -104,6 +104,11 @@ impl DeviceArena {
     /// # Errors
     /// [`DeviceError::Closed`], [`DeviceError::Forked`].
     pub unsafe fn lane(&self, stream: StreamHandle) -> Result<Lane, DeviceError> {
+        self.lane_of(stream)
+    }
+
+    /// The same, where somebody else vouches for the stream.
+    pub(super) fn lane_of(&self, stream: StreamHandle) -> Result<Lane, DeviceError> {
         self.lane_with(stream, None)
     }
 
@@ -111,7 +116,7 @@ impl DeviceArena {
     ///
     /// # Errors
     /// As [`DeviceArena::lane`].
-    pub(super) fn lane_of(&self, own: &Arc<OwnStream>) -> Result<Lane, DeviceError> {
+    pub(super) fn lane_on(&self, own: &Arc<OwnStream>) -> Result<Lane, DeviceError> {
         debug_assert!(Arc::ptr_eq(self.shared(), &own.shared), "a stream of another arena");
         self.lane_with(own.handle, Some(Arc::clone(own)))
     }
@@ -158,6 +163,9 @@ impl Lane {
     /// Where only memory is left that other streams may still work on, the stream is made to wait
     /// for them: no thread waits. Memory that nobody gave up is committed last.
     ///
+    /// While a stream captures a graph, nothing is waited for that could spoil it: memory for which
+    /// that would be needed is passed over for memory that is committed, within the limit.
+    ///
     /// # Errors
     /// As [`DeviceArena::alloc`].
     pub fn alloc<T: Pod>(&self, len: usize, region: Region) -> Result<Buffer<T>, DeviceError> {
@@ -181,7 +189,8 @@ impl Lane {
     /// it: at the end of a run. Records one event, where any is wanted, and waits for nothing.
     ///
     /// # Errors
-    /// [`DeviceError::Driver`], [`DeviceError::Forked`].
+    /// [`DeviceError::Driver`], with code 900 while the stream captures a graph;
+    /// [`DeviceError::Forked`].
     pub fn end_run(&self) -> Result<(), DeviceError> {
         self.known.shared.check_here()?;
         let (shared, lane) = (&self.known.shared, self.known.number);
@@ -210,16 +219,16 @@ impl Known {
         }
         drop(books);
         let _ = self.shared.mark_end(key);
-        let mut books = self.shared.books();
-        books.streams.retire(key);
-        books.forget_stream(key);
+        self.shared.end_stream(key);
     }
 }
 
 impl Drop for Known {
     /// The arena forgets the stream, after an event for what it still has to do: one call of the
     /// driver that waits for nothing. Where that fails, all work of the device is waited for by who
-    /// needs that memory. In a forked child does nothing.
+    /// needs that memory. A call that another thread makes with the handle ends first, which waits
+    /// for nothing either: whoever dropped this may destroy the stream. In a forked child does
+    /// nothing.
     fn drop(&mut self) {
         if self.shared.check_here().is_err() {
             return;

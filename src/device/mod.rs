@@ -90,6 +90,7 @@ mod map;
 mod pending;
 pub mod picture;
 mod pinned;
+mod planted;
 mod proof;
 mod ranges;
 mod raw;
@@ -119,6 +120,9 @@ pub use pinned::{
     PinnedBuffer, PinnedConfig, PinnedFailures, PinnedGlance, PinnedKind, PinnedPool,
     PinnedSnapshot,
 };
+#[cfg(feature = "simulation")]
+#[doc(hidden)]
+pub use planted::Planted;
 pub use raw::RawBlock;
 pub use reclaim::Decayed;
 pub use region::Region;

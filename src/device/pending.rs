@@ -119,6 +119,26 @@ impl Pending {
         !self.entries.is_empty() && self.over(span).any(|(_, entry)| !entry.uses.is_of(stream))
     }
 
+    /// The first place of this size and alignment in a span for which who works on this stream need
+    /// not wait.
+    pub(super) fn first_clear(
+        &self,
+        within: Span,
+        (size, align): (u64, u64),
+        stream: Option<StreamKey>,
+    ) -> Option<Span> {
+        let mut offset = within.offset.checked_next_multiple_of(align)?;
+        loop {
+            let place = Span { offset, size };
+            if offset.checked_add(size)? > within.end() {
+                return None;
+            }
+            let foreign = self.over(place).find(|(_, entry)| !entry.uses.is_of(stream));
+            let Some((last, _)) = foreign else { return Some(place) };
+            offset = last.end().checked_next_multiple_of(align)?;
+        }
+    }
+
     /// Takes a span out: it is a live block's from here on.
     pub(super) fn take(&mut self, span: Span) -> Taken {
         let mut taken = Taken::default();
@@ -238,6 +258,23 @@ mod tests {
         assert_eq!(pending.bytes(), 23);
         pending.validate();
         assert!(pending.take(span(20, 30)).claim.uses.is_empty());
+    }
+
+    #[test]
+    fn the_first_clear_place_is_after_what_others_use_and_may_be_ones_own() {
+        let mut pending = Pending::default();
+        pending.insert(span(0, 10), Uses::of([on(1, 3)]));
+        pending.insert(span(20, 30), Uses::of([on(2, 1)]));
+        let clear = |size, align, stream| {
+            pending.first_clear(span(0, 64), (size, align), Some(StreamKey::new(stream)))
+        };
+        assert_eq!(clear(8, 8, 1), Some(span(0, 8)), "its own");
+        assert_eq!(clear(16, 1, 1), Some(span(0, 16)));
+        assert_eq!(clear(24, 8, 1), Some(span(32, 56)), "aligned, after the other's");
+        assert_eq!(clear(8, 8, 3), Some(span(32, 40)));
+        assert_eq!(clear(10, 1, 3), Some(span(10, 20)));
+        assert_eq!(clear(33, 8, 3), None);
+        assert_eq!(pending.first_clear(span(0, 64), (10, 1), None), Some(span(10, 20)));
     }
 
     #[test]

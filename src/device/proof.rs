@@ -14,92 +14,176 @@ use super::driver::sealed::Key;
 use super::driver::{DriverError, StreamHandle};
 use super::error::DeviceError;
 use super::pending::Uses;
+use super::planted::Planted;
 use super::region::Region;
 use super::shared::Shared;
 use super::streams::{Event, StreamKey, Use, Wait};
+use crate::bytes::ByteSize;
 use crate::clock::Clock;
+use crate::sync::wait;
 
 /// How many events of one stream a look asks at most.
 const LOOKS_MAX: usize = 32;
 
+/// `CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED`: what the driver would answer to a wait that spoils a
+/// capture, and what is answered in its stead.
+pub(super) const CAPTURES: u32 = 900;
+
+/// The answer to a call that is not made, because a stream captures a graph.
+fn captures(call: &'static str) -> DriverError {
+    DriverError::of_cuda(call, CAPTURES, ByteSize::ZERO)
+}
+
 impl Shared {
     /// Sees to it that the next work of a stream, or of whoever comes next where none is named,
-    /// comes after these uses. With a stream, the device waits; without, this thread.
+    /// comes after these uses. With a stream, the device waits; without, this thread. While a
+    /// stream captures a graph nothing is waited for that would spoil it.
     ///
     /// # Errors
-    /// As the driver; nothing is reused then.
+    /// As the driver; [`CAPTURES`] for a capture. Nothing is reused then.
     pub(super) fn come_after(
         &self,
         taker: Option<StreamKey>,
         uses: &Uses,
     ) -> Result<(), DriverError> {
         for of in uses.iter() {
-            let wait = self.books().streams.how(of, taker);
-            let (event, epoch) = match wait {
-                Wait::Nothing => continue,
-                Wait::Context => {
-                    self.complete_all()?;
-                    continue;
-                }
-                Wait::For(event, epoch) => (event, epoch),
-                Wait::Record(handle, epoch) => match self.record(of.stream, handle, epoch) {
-                    Ok(event) => (event, epoch),
-                    Err(_) => {
-                        // The stream may be gone; all work together is waited for in its stead.
-                        self.complete_all()?;
-                        continue;
-                    }
-                },
-            };
-            let handle = taker.and_then(|taker| Some((taker, self.books().streams.handle(taker)?)));
-            match handle {
-                Some((taker, handle)) => {
-                    self.driver.stream_wait_event(handle, event.0, Key::new())?;
-                    self.books().streams.ordered(taker, of.stream, epoch);
-                }
-                None => {
-                    self.driver.event_synchronize(event.0, Key::new())?;
-                    self.books().settle(of.stream, epoch, &*self.clock);
-                }
+            if let Some((event, epoch)) = self.event_after(of, taker)? {
+                self.wait_for(&event, Use { epoch, ..of }, taker)?;
             }
         }
+        Ok(())
+    }
+
+    /// The event to wait for so that `taker` comes after a use, and its epoch; `None` where it does
+    /// now.
+    fn event_after(
+        &self,
+        of: Use,
+        taker: Option<StreamKey>,
+    ) -> Result<Option<(Arc<Event>, u64)>, DriverError> {
+        loop {
+            let wait = self.books().streams.how(of, taker);
+            match wait {
+                Wait::Nothing => return Ok(None),
+                Wait::For(event, epoch) => return Ok(Some((event, epoch))),
+                Wait::Record(epoch) => match self.record(of.stream, epoch) {
+                    Some(Ok(event)) => return Ok(Some((event, epoch))),
+                    // It ended meanwhile, and so has an event, or is waited for with all others.
+                    None => continue,
+                    Some(Err(_)) => {}
+                },
+                Wait::Context => {}
+            }
+            return self.complete_all().map(|()| None);
+        }
+    }
+
+    /// Lets a taker's stream, or this thread, wait for an event that was recorded after a use.
+    fn wait_for(
+        &self,
+        event: &Event,
+        of: Use,
+        taker: Option<StreamKey>,
+    ) -> Result<(), DriverError> {
+        // The taker has a lane of its stream, so that the handle stays good.
+        let handle = taker.and_then(|taker| Some((taker, self.books().streams.handle(taker)?)));
+        if let Some((taker, handle)) = handle {
+            if self.driver.is_capturing(handle, Key::new())? {
+                return Err(captures("cuStreamWaitEvent"));
+            }
+            if !self.planted(Planted::NoEventWait) {
+                self.driver.stream_wait_event(handle, event.0, Key::new())?;
+            }
+            self.books().streams.ordered(taker, of.stream, of.epoch);
+            return Ok(());
+        }
+        if self.is_any_capturing()? {
+            return Err(captures("cuEventSynchronize"));
+        }
+        self.driver.event_synchronize(event.0, Key::new())?;
+        self.books().settle(of.stream, of.epoch, &*self.clock);
         Ok(())
     }
 
     /// Lets the end of what a stream was given until now be waited for by others, without waiting.
     ///
     /// # Errors
-    /// As the driver.
+    /// As the driver; [`CAPTURES`] while the stream captures a graph.
     pub(super) fn mark_end(&self, stream: StreamKey) -> Result<(), DriverError> {
         let closed = self.books().streams.close(stream);
-        let Some((handle, epoch)) = closed else { return Ok(()) };
-        self.record(stream, handle, epoch).map(drop)
+        let recorded = closed.and_then(|epoch| self.record(stream, epoch));
+        recorded.map_or(Ok(()), |event| event.map(drop))
     }
 
-    /// Records an event of a closed epoch.
-    fn record(
+    /// Forgets a stream of which the last lane is gone; no call is made with its handle any more
+    /// when this returns.
+    pub(super) fn end_stream(&self, stream: StreamKey) {
+        if self.planted(Planted::StaleOwner) {
+            return;
+        }
+        let mut books = self.books();
+        books.streams.retire(stream);
+        while books.streams.is_lent(stream) && !self.planted(Planted::StaleCall) {
+            books = wait(&self.settled, books);
+        }
+        books.forget_stream(stream);
+    }
+
+    /// Makes a call with the handle of a stream of which this thread need not have a lane. The call
+    /// waits for nothing. `None` where the stream has ended.
+    fn on_stream<T>(
         &self,
         stream: StreamKey,
-        handle: StreamHandle,
-        epoch: u64,
-    ) -> Result<Arc<Event>, DriverError> {
+        call: impl FnOnce(StreamHandle) -> Result<T, DriverError>,
+    ) -> Option<Result<T, DriverError>> {
+        let handle = self.books().streams.lend(stream)?;
+        let answer = call(handle);
+        if self.books().streams.returned(stream) {
+            self.settled.notify_all();
+        }
+        Some(answer)
+    }
+
+    /// Whether a stream captures a graph.
+    fn is_any_capturing(&self) -> Result<bool, DriverError> {
+        let alive = self.books().streams.alive();
+        for stream in alive {
+            let asked = self.on_stream(stream, |handle| {
+                self.driver.is_capturing(handle, Key::new()) // of one that ended nobody asks
+            });
+            if asked.transpose()? == Some(true) {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// Records an event of a closed epoch; `None` where the stream has ended. Not while the stream
+    /// captures a graph: the event would be a part of that, and never be complete.
+    fn record(&self, stream: StreamKey, epoch: u64) -> Option<Result<Arc<Event>, DriverError>> {
         let spare = self.books().streams.spare();
         let event = match spare {
             Some(event) => event,
-            None => Arc::new(Event(self.driver.event_create()?)),
+            None => match self.driver.event_create() {
+                Ok(event) => Arc::new(Event(event)),
+                Err(error) => return Some(Err(error)),
+            },
         };
-        let recorded = self.driver.event_record(event.0, handle, Key::new());
+        let recorded = self.on_stream(stream, |handle| {
+            let checks = !self.planted(Planted::CapturedEvent);
+            if checks && self.driver.is_capturing(handle, Key::new())? {
+                return Err(captures("cuEventRecord"));
+            }
+            let _locked = self.planted(Planted::LockAcrossCall).then(|| self.books());
+            self.driver.event_record(event.0, handle, Key::new())
+        });
         let mut books = self.books();
-        match recorded {
-            Ok(()) => {
-                books.streams.recorded(stream, epoch, Arc::clone(&event));
-                Ok(event)
-            }
-            Err(error) => {
-                books.streams.put_back(event);
-                Err(error)
-            }
+        if matches!(recorded, Some(Ok(()))) {
+            books.streams.recorded(stream, epoch, Arc::clone(&event));
+        } else {
+            books.streams.put_back(Arc::clone(&event));
         }
+        Some(recorded?.map(|()| event))
     }
 
     /// Looks which freed memory is done with, and books it: records events where none is yet, and
@@ -134,7 +218,8 @@ impl Shared {
             let waiting = self.books().streams.waiting();
             let mut found = false;
             for (of, event) in waiting {
-                if self.driver.event_query(event.0, Key::new())? {
+                let early = self.planted(Planted::EarlyUnmap);
+                if early || self.driver.event_query(event.0, Key::new())? {
                     found = true;
                     drop(event);
                     self.books().settle(of.stream, of.epoch, &*self.clock);
@@ -163,16 +248,20 @@ impl Shared {
         }
         let mut books = self.books();
         let known = books.sleep.used().filter(|_| books.raw.is_empty());
-        for stream in books.streams.keys() {
+        for stream in books.streams.alive() {
             books.streams.use_now(stream);
         }
         let unmarked = books.streams.unmarked();
         drop(books);
         let is_marked =
             |&stream: &StreamKey| self.is_markable(stream) && self.mark_end(stream).is_ok();
-        if known.is_some() && unmarked.iter().all(is_marked) {
+        let mut is_known = known.is_some() && unmarked.iter().all(is_marked);
+        if is_known {
             self.wait_for_ends()?;
-        } else {
+            // One that ended meanwhile may have done so without an event.
+            is_known = self.books().streams.unmarked().is_empty();
+        }
+        if !is_known {
             self.complete_all()?;
         }
         self.books().sleep.complete();
@@ -199,25 +288,18 @@ impl Shared {
         }
     }
 
-    /// Whether a stream captures a graph, which a question to an event, or a wait, could spoil.
-    fn is_any_capturing(&self) -> Result<bool, DriverError> {
-        let handles = self.books().streams.handles();
-        for handle in handles {
-            if self.driver.is_capturing(handle, Key::new())? {
-                return Ok(true);
-            }
-        }
-        Ok(false)
-    }
-
     /// Waits until the device has done all that it was given, and books it. Nothing, on a driver
     /// whose work is complete when its call returns.
     ///
     /// # Errors
-    /// As the driver: the device may work on.
+    /// As the driver: the device may work on. [`CAPTURES`] while a stream captures a graph, which
+    /// that would spoil.
     pub(super) fn complete_all(&self) -> Result<(), DriverError> {
         if !self.capabilities.asynchronous {
             return Ok(());
+        }
+        if self.is_any_capturing()? {
+            return Err(captures("cuCtxSynchronize"));
         }
         let closed = self.books().streams.close_all();
         self.driver.synchronize()?;

@@ -10,8 +10,10 @@
 use super::books::Books;
 use super::compact::plan::{self, Target};
 use super::compact::{CompactOptions, Goal};
+use super::driver::DriverError;
 use super::error::{Bound, DeviceError};
 use super::index::End;
+use super::proof::CAPTURES;
 use super::record::hooks::Refused;
 use super::region::{Region, RegionBooks};
 use super::shared::Shared;
@@ -88,6 +90,23 @@ impl Refusal {
     /// Whether memory or addresses were short, in an arena that is awake.
     pub(super) const fn is_shortage(&self) -> bool {
         !matches!(self.cause, Cause::Uncounted) && self.error.is_out_of_memory()
+    }
+
+    /// Whether by its own figures there is room under the limit.
+    pub(super) fn is_contradicted(&self, granule: ByteSize) -> bool {
+        let DeviceError::OutOfMemory { requested, active, limit, bound: Bound::Limit, .. } =
+            self.error
+        else {
+            return false;
+        };
+        let needed = requested.next_multiple_of(granule).unwrap_or(ByteSize::MAX);
+        self.is_shortage() && active.saturating_add(needed) <= limit
+    }
+
+    /// Whether there was something to wait for that a capture forbids.
+    pub(super) fn is_by_capture(&self) -> bool {
+        let by = |error: &DriverError| error.code() == Some(i64::from(CAPTURES));
+        matches!(&self.error, DeviceError::Driver(error) if by(error))
     }
 
     /// One that is no want of memory.

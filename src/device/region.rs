@@ -97,6 +97,8 @@ pub(super) enum Search {
     AmongLarge,
     /// In all of them: the place by which the fewest granules are active more.
     Cheapest,
+    /// In all of them among the large ones: a place for which nobody need wait.
+    Clear,
 }
 
 /// A block that is asked for.
@@ -221,6 +223,7 @@ impl RegionBooks {
         };
         let (id, span) = match search {
             Search::Cheapest => self.index.take_cheapest(request, untouched)?,
+            Search::Clear => self.take_clear(wanted, taker)?,
             Search::Usual | Search::AmongLarge => self.index.take(request, cost)?,
         };
         let claim = self.claim(span);
@@ -232,6 +235,23 @@ impl RegionBooks {
         }
         let placed = Placed { id, span, at, requested: wanted.requested, moves: self.moves };
         Some((placed, claim))
+    }
+
+    /// A place among the large blocks for which nobody need wait. It walks the blocks: for when
+    /// nobody may.
+    fn take_clear(
+        &mut self,
+        wanted: Wanted,
+        taker: Option<StreamKey>,
+    ) -> Option<(BlockName, Span)> {
+        let wall = self.index.wall().map_or(u64::MAX, |wall| wall.offset);
+        let low = self.index.blocks().take_while(|(span, _)| span.offset < wall);
+        let free = low.filter(|(_, name)| name.is_none());
+        let places = free.filter_map(|(span, _)| {
+            self.pending.first_clear(span, (wanted.size, wanted.align), taker)
+        });
+        let place = places.min_by_key(|&place| self.segment.cost(place))?;
+        Some((self.index.take_at(place)?, place))
     }
 
     /// Takes what is pending out of a span that a block gets; says what was to come before.

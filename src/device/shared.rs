@@ -16,6 +16,7 @@ use super::driver::{Capabilities, Driver};
 use super::error::DeviceError;
 use super::front::{Home, Kept, Tally};
 use super::lane::Known;
+use super::planted::Plants;
 use super::record::Recorder;
 use super::record::operation::After;
 use super::region::{Placed, Region};
@@ -54,6 +55,7 @@ pub(super) struct Shared {
     pub(super) birth: Birth,
     /// The one that the books tell, for whoever passes on what it was told.
     pub(super) recorder: Option<Recorder>,
+    pub(super) plants: Plants,
 }
 
 /// What an arena knows of its threads' fronts.

@@ -47,9 +47,9 @@ pub(super) enum Wait {
     Nothing,
     /// For this event, of that epoch.
     For(Arc<Event>, u64),
-    /// For an event that is to be recorded on this stream; it will be of that epoch, which is
+    /// For an event that is to be recorded on the use's stream; it will be of that epoch, which is
     /// closed now.
-    Record(StreamHandle, u64),
+    Record(u64),
     /// For everything.
     Context,
 }
@@ -59,6 +59,8 @@ struct Stream {
     /// None for the context, and for a stream that has ended.
     handle: Option<StreamHandle>,
     lanes: usize,
+    /// Driver calls that are being made with the handle, of who has no lane of the stream.
+    lent: usize,
     /// The epoch of blocks that are freed now.
     open: u64,
     /// All uses up to this epoch are known to be complete.
@@ -73,7 +75,7 @@ struct Stream {
 impl Stream {
     fn new(handle: Option<StreamHandle>) -> Self {
         let (events, after) = (BTreeMap::new(), BTreeMap::new());
-        Self { handle, lanes: 0, open: 1, done: 0, used: 0, events, after }
+        Self { handle, lanes: 0, lent: 0, open: 1, done: 0, used: 0, events, after }
     }
 }
 
@@ -133,11 +135,35 @@ impl Streams {
         }
     }
 
+    /// The handle of a stream that has not ended, for one driver call.
+    pub(super) fn lend(&mut self, key: StreamKey) -> Option<StreamHandle> {
+        let stream = self.known.get_mut(&key)?;
+        let handle = stream.handle?;
+        stream.lent += 1;
+        Some(handle)
+    }
+
+    /// Books that the call is made; says whether somebody may wait for that.
+    pub(super) fn returned(&mut self, key: StreamKey) -> bool {
+        let Some(stream) = self.known.get_mut(&key) else { return false };
+        stream.lent -= 1;
+        stream.lent == 0 && stream.handle.is_none()
+    }
+
+    /// Whether calls are being made with the handle of a stream that has ended.
+    pub(super) fn is_lent(&self, key: StreamKey) -> bool {
+        self.known.get(&key).is_some_and(|stream| stream.handle.is_none() && stream.lent > 0)
+    }
+
     /// Forgets what has ended and has nothing left to wait for.
     pub(super) fn forget(&mut self, key: StreamKey, is_pending: bool) {
-        let ended = |stream: &Stream| stream.handle.is_none() && stream.done >= stream.used;
+        let ended = |stream: &Stream| {
+            stream.handle.is_none() && stream.lent == 0 && stream.done >= stream.used
+        };
         if key != StreamKey::CONTEXT && !is_pending && self.known.get(&key).is_some_and(ended) {
-            self.known.remove(&key);
+            // Two who waited at once recorded an event each: the later one is not looked at.
+            let gone = self.known.remove(&key);
+            self.spare.extend(gone.into_iter().flat_map(|stream| stream.events.into_values()));
             for stream in self.known.values_mut() {
                 stream.after.remove(&key);
             }
@@ -160,16 +186,16 @@ impl Streams {
         self.known.get(&of.stream).is_none_or(|stream| stream.done >= of.epoch)
     }
 
-    /// Whether an event is wanted, so that a stream which is about to end can be waited for; its
-    /// handle and the epoch of the event, which is closed now.
-    pub(super) fn close(&mut self, key: StreamKey) -> Option<(StreamHandle, u64)> {
+    /// Whether an event is wanted, so that a stream which is about to end can be waited for; the
+    /// epoch of the event, which is closed now.
+    pub(super) fn close(&mut self, key: StreamKey) -> Option<u64> {
         let stream = self.known.get_mut(&key)?;
         if !stream.is_unmarked() {
             return None;
         }
         let epoch = stream.open;
         stream.open += 1;
-        Some((stream.handle?, epoch))
+        Some(epoch)
     }
 
     /// The handle of a stream that has not ended.
@@ -195,10 +221,12 @@ impl Streams {
         if let Some((&epoch, event)) = stream.events.range(of.epoch..).next() {
             return Wait::For(Arc::clone(event), epoch);
         }
-        let Some(handle) = stream.handle else { return Wait::Context };
+        if stream.handle.is_none() {
+            return Wait::Context;
+        }
         let epoch = stream.open;
         stream.open += 1;
-        Wait::Record(handle, epoch)
+        Wait::Record(epoch)
     }
 
     /// Books an event that was recorded after its epoch was closed.
@@ -247,12 +275,7 @@ impl Streams {
     }
 
     /// The streams that have not ended.
-    pub(super) fn handles(&self) -> Vec<StreamHandle> {
-        self.by_handle.keys().copied().collect()
-    }
-
-    /// The streams that have not ended, by number.
-    pub(super) fn keys(&self) -> Vec<StreamKey> {
+    pub(super) fn alive(&self) -> Vec<StreamKey> {
         self.by_handle.values().copied().collect()
     }
 
@@ -311,8 +334,8 @@ mod tests {
         let (a, b) = (streams.enter(one), streams.enter(two));
         let first = streams.use_now(a);
         assert!(matches!(streams.how(first, Some(a)), Wait::Nothing), "its own order");
-        let Wait::Record(handle, epoch) = streams.how(first, Some(b)) else { panic!("no event") };
-        assert_eq!((handle, epoch), (one, first.epoch));
+        let Wait::Record(epoch) = streams.how(first, Some(b)) else { panic!("no event") };
+        assert_eq!((streams.handle(a), epoch), (Some(one), first.epoch));
         let event = Arc::new(Event(EventHandle::new(7)));
         streams.recorded(a, epoch, event);
         assert!(matches!(streams.how(first, Some(b)), Wait::For(_, 1)));
@@ -320,11 +343,45 @@ mod tests {
         assert!(matches!(streams.how(first, Some(b)), Wait::Nothing), "it waits already");
         assert!(matches!(streams.how(first, None), Wait::For(_, 1)), "the host does not");
         let second = streams.use_now(a);
-        assert!(second > first && matches!(streams.how(second, None), Wait::Record(_, 2)));
+        assert!(second > first && matches!(streams.how(second, None), Wait::Record(2)));
         streams.complete(a, epoch);
         assert!(matches!(streams.how(first, None), Wait::Nothing));
         assert!(streams.spare().is_some() && streams.spare().is_none());
         streams.validate();
+    }
+
+    #[test]
+    fn a_stream_is_not_forgotten_while_a_call_is_made_with_its_handle() {
+        let mut streams = Streams::new();
+        let handle = StreamHandle::new(11);
+        let key = streams.enter(handle);
+        assert_eq!(streams.lend(key), Some(handle));
+        assert!(!streams.is_lent(key), "it has not ended: nobody need wait");
+        assert!(streams.leave(key));
+        streams.retire(key);
+        streams.forget(key, false);
+        assert!(streams.is_lent(key) && streams.lend(key).is_none());
+        assert!(streams.returned(key) && !streams.is_lent(key));
+        streams.forget(key, false);
+        assert_eq!(streams.count(), 0);
+    }
+
+    /// The event was lost: it was never destroyed, nor recorded again.
+    #[test]
+    fn an_event_that_nobody_needed_any_more_when_its_stream_was_forgotten_is_spare() {
+        let mut streams = Streams::new();
+        let key = streams.enter(StreamHandle::new(11));
+        let of = streams.use_now(key);
+        // Two wait for it at once: neither finds an event.
+        let waits = [streams.how(of, None), streams.how(of, None)];
+        let [Wait::Record(first), Wait::Record(second)] = waits else { panic!("an event") };
+        streams.recorded(key, first, Arc::new(Event(EventHandle::new(7))));
+        streams.recorded(key, second, Arc::new(Event(EventHandle::new(8))));
+        assert!(streams.leave(key));
+        streams.retire(key);
+        streams.complete(key, of.epoch);
+        streams.forget(key, false);
+        assert_eq!((streams.count(), streams.events().len()), (0, 2));
     }
 
     #[test]

@@ -4,8 +4,8 @@
 //! Elsewhere: `TestBackoffDoesntHang` needs a driver that always fails and stands in
 //! `src/device/tests/peers.rs`; the selector "cpu:0;gpu:0" and the option of a run belong to the
 //! configuration with its keys. The tests of streams (`TwoStreamAllocation`, those of who owns a
-//! block and of securing one) wait until there is a driver whose work goes on after its calls:
-//! all such drivers are refused today.
+//! block and of securing one) need a driver whose work goes on after its calls, and stand in
+//! `tests/device_streams/onnxruntime.rs`.
 //!
 //! Invariant: where a figure of theirs means the same here, it is the same number.
 

@@ -337,7 +337,7 @@ impl Replay<'_> {
         };
         let made = own.and_then(|own| {
             self.streams.insert(stream, Arc::downgrade(&own));
-            self.arena.lane_of(&own)
+            self.arena.lane_on(&own)
         });
         match made {
             Ok(lane) => drop(self.lanes.insert(number, lane)),

@@ -1,0 +1,120 @@
+//! Random schedules of an arena beside streams, many: what `tests/device_schedules` runs a few of.
+//!
+//! It measures nothing but how many ran. Two threads run schedules, a seed each; a schedule that
+//! fails is shown with its seed, order and workers, and can be run again alone.
+//!
+//! Exit codes: 0 all held; 1 one failed.
+#![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
+
+#[path = "../../tests/device_schedules/harness/mod.rs"]
+#[allow(dead_code, reason = "the tests use more of it")]
+mod harness;
+
+use std::process::ExitCode;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+
+use clap::Parser;
+use lowtide::device::Planted;
+
+use crate::harness::Schedule;
+
+/// Failures that are shown in full.
+const SHOWN: u64 = 5;
+
+#[derive(Clone, Debug, Parser)]
+#[command(about = "Random schedules of an arena beside streams, over the simulation")]
+struct Cli {
+    /// How many schedules.
+    #[arg(long, default_value_t = 20_000)]
+    count: u64,
+    /// The first seed.
+    #[arg(long, default_value_t = 0)]
+    from: u64,
+    /// Only this seed.
+    #[arg(long)]
+    seed: Option<u64>,
+    /// A fault that is planted into each arena, by its name in the source: it is to be found.
+    #[arg(long)]
+    plant: Option<String>,
+    /// How many run beside each other.
+    #[arg(long, default_value_t = 2)]
+    threads: usize,
+    /// Cargo says this when benches are asked for.
+    #[arg(long, hide = true)]
+    bench: bool,
+}
+
+#[derive(Debug, Default)]
+struct Totals {
+    next: AtomicU64,
+    run: AtomicU64,
+    failed: AtomicU64,
+    acts: AtomicU64,
+    driver_calls: AtomicU64,
+    unsafe_unmaps: AtomicU64,
+}
+
+fn main() -> ExitCode {
+    // Cargo's tests start benches too, without that word and with arguments of their own.
+    if !std::env::args().any(|argument| argument == "--bench") {
+        println!("schedules: a bench of a minute: run `cargo bench --bench schedules`");
+        return ExitCode::SUCCESS;
+    }
+    let cli = Cli::parse();
+    let (from, count) = cli.seed.map_or((cli.from, cli.count), |seed| (seed, 1));
+    let named =
+        |name: &String| Planted::ALL.into_iter().find(|fault| format!("{fault:?}") == *name);
+    let plant = cli.plant.as_ref().and_then(named);
+    if plant.is_none() && cli.plant.is_some() {
+        eprintln!("schedules: faults are {:?}", Planted::ALL);
+        return ExitCode::FAILURE;
+    }
+    let totals = Totals::default();
+    thread::scope(|scope| {
+        for _ in 0..cli.threads.max(1) {
+            scope.spawn(|| run(&totals, from, count, plant));
+        }
+    });
+    let figure = |name: &str, of: &AtomicU64, unit: &str| {
+        println!("figure schedules.{name} {} {unit}", of.load(Ordering::Relaxed));
+    };
+    figure("run", &totals.run, "schedules");
+    figure("failed", &totals.failed, "schedules");
+    figure("acts", &totals.acts, "acts");
+    figure("driver_calls", &totals.driver_calls, "calls");
+    figure("unsafe_unmaps", &totals.unsafe_unmaps, "unmaps");
+    if totals.failed.load(Ordering::Relaxed) == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// Runs schedules until all have been taken.
+fn run(totals: &Totals, from: u64, count: u64, plant: Option<Planted>) {
+    loop {
+        let nth = totals.next.fetch_add(1, Ordering::Relaxed);
+        if nth >= count {
+            return;
+        }
+        let add = |to: &AtomicU64, more: u64| to.fetch_add(more, Ordering::Relaxed);
+        let outcome = Schedule::of(from + nth).run_on(move |arena| {
+            if let Some(fault) = plant {
+                arena.plant(fault);
+            }
+        });
+        add(&totals.run, 1);
+        match outcome {
+            Ok(done) => {
+                add(&totals.acts, done.acts);
+                add(&totals.driver_calls, done.driver_calls);
+                add(&totals.unsafe_unmaps, done.unsafe_unmaps);
+            }
+            Err(failure) => {
+                add(&totals.unsafe_unmaps, failure.unsafe_unmaps);
+                if add(&totals.failed, 1) < SHOWN {
+                    let seed = failure.schedule.seed;
+                    eprintln!("{failure}");
+                    eprintln!("again: cargo bench --bench schedules -- --seed {seed}");
+                }
+            }
+        }
+    }
+}

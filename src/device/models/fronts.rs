@@ -1,0 +1,44 @@
+//! Fronts under loom: blocks that a thread keeps beside others that empty it.
+//!
+//! Invariant: a block is in a front, in the books or a buffer's, and never in two of them.
+
+use super::*;
+
+#[test]
+fn a_front_that_is_emptied_hands_nothing_out_twice() {
+    loom::model(|| {
+        let (arena, driver) = open(4);
+        for _ in 0..6 {
+            assert!(pass(&arena, 256));
+        }
+        assert!(!arena.snapshot().cached.is_zero(), "the size is hot");
+        let trim = |arena: &DeviceArena| {
+            arena.trim(ByteSize::ZERO).expect("gives back");
+        };
+        both(arena, &driver, trim, |arena| {
+            let held = arena.alloc::<u8>(256, Region::Dynamic).expect("room");
+            let other = arena.alloc::<u8>(256, Region::Dynamic).expect("room");
+            // What is on its way from the front to the books counts as live meanwhile. A block
+            // that was handed out twice would be freed twice, which the books refuse.
+            assert!(arena.glance().live >= ByteSize::new(512));
+            drop((held, other));
+        });
+    });
+}
+
+#[test]
+fn what_is_freed_while_an_arena_is_closed_is_kept_by_no_front() {
+    loom::model(|| {
+        let (arena, driver) = open(4);
+        for _ in 0..6 {
+            assert!(pass(&arena, 256));
+        }
+        let hot = arena.alloc::<u8>(256, Region::Dynamic).expect("room");
+        let close = |arena: &DeviceArena| match arena.close() {
+            Ok(()) => assert!(arena.snapshot().committed.is_zero()),
+            Err(DeviceError::LiveBlocks { count, .. }) => assert_eq!(count, 1),
+            Err(error) => panic!("{error}"),
+        };
+        both(arena, &driver, close, |_| drop(hot));
+    });
+}

@@ -1,0 +1,20 @@
+//! Callbacks on shortage under loom: threads that are short at once.
+//!
+//! Invariant: runs do not overlap, and who waits for one goes on.
+
+use super::*;
+
+#[test]
+fn threads_that_are_short_at_once_ask_one_after_the_other_and_both_come_to_an_end() {
+    loom::model(|| {
+        let (arena, driver) = open(1);
+        arena.set_front(ByteSize::ZERO);
+        let held = Mutex::new(Some(arena.alloc::<u8>(512, Region::Dynamic).expect("room")));
+        let guard = arena.on_shortage(move |_| lock(&held).take().is_some());
+        let act = |arena: &DeviceArena| {
+            let _ = pass(arena, 512); // there is room or not
+        };
+        both(arena, &driver, act, act);
+        drop(guard);
+    });
+}

@@ -1,0 +1,99 @@
+//! What others do in the midst of a worker's driver call, and calls that fail.
+//!
+//! An act of another worker runs just before a driver call of the arena, in the thread that makes
+//! it: a thread that comes at the worst moment, and the same in every run of the seed. Only such
+//! acts are taken as cannot wait for the call that they are in the midst of.
+//!
+//! Invariant: nothing meddles with what meddles.
+
+use std::cell::Cell;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, TryLockError};
+
+use lowtide::device::driver::sim::{Call, SimDriver, SimError};
+
+use super::acts::{self, Amid};
+use super::world::{Worker, World};
+
+/// Calls that others meddle with, and what they can do then.
+const MOMENTS: &[(Call, Amid)] = &[
+    (Call::EventCreate, Amid::Events),
+    (Call::EventRecord, Amid::Events),
+    (Call::EventQuery, Amid::Events),
+    (Call::EventSynchronize, Amid::Events),
+    (Call::StreamWaitEvent, Amid::Events),
+    (Call::StreamWaitEvent, Amid::Events),
+    (Call::Create, Amid::Commits),
+    (Call::Unmap, Amid::Commits),
+    (Call::StreamIsCapturing, Amid::Moves),
+    (Call::Synchronize, Amid::Moves),
+    (Call::Copy, Amid::Moves),
+];
+
+/// Calls of the arena that fail, and how.
+const FAILURES: &[(Call, SimError)] = &[
+    (Call::Create, SimError::OutOfMemory),
+    (Call::Create, SimError::Unknown),
+    (Call::Map, SimError::OutOfMemory),
+    (Call::SetAccess, SimError::Unknown),
+    (Call::Unmap, SimError::InvalidValue),
+    (Call::Copy, SimError::InvalidValue),
+    (Call::EventCreate, SimError::OutOfMemory),
+    (Call::EventRecord, SimError::Unknown),
+    (Call::EventQuery, SimError::Unknown),
+    (Call::EventSynchronize, SimError::Unknown),
+    (Call::StreamWaitEvent, SimError::InvalidValue),
+    (Call::StreamIsCapturing, SimError::Unknown),
+    (Call::Synchronize, SimError::Unknown),
+];
+
+thread_local! {
+    static MEDDLES: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Plans, one time in four, that another worker acts in the midst of a driver call to come.
+pub(super) fn plan(world: &Arc<World>, worker: &mut Worker, own: usize) {
+    if !worker.one_in(4) {
+        return;
+    }
+    let (call, amid) = MOMENTS[worker.chance.below(MOMENTS.len())];
+    let nth = worker.chance.below(3) as u64;
+    let count = world.workers.len();
+    let other = (own + 1 + worker.chance.below(count - 1)) % count;
+    let world_then = Arc::downgrade(world);
+    world.sim.before(call, nth, move || {
+        if let Some(world) = world_then.upgrade()
+            && !MEDDLES.replace(true)
+        {
+            meddle(&world, other, amid);
+            MEDDLES.set(false);
+        }
+    });
+}
+
+fn meddle(world: &Arc<World>, other: usize, amid: Amid) {
+    if world.over.load(Ordering::Relaxed) {
+        return;
+    }
+    let mut worker = match world.workers[other].try_lock() {
+        Ok(worker) => worker,
+        Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+        Err(TryLockError::WouldBlock) => return, // it is at work itself
+    };
+    for _ in 0..=worker.chance.below(5) {
+        let act = acts::choose(&mut worker.chance, amid);
+        if !world.perform(act, &mut worker) {
+            break;
+        }
+    }
+}
+
+impl Worker {
+    /// Plans, one time in sixteen, that a call fails.
+    pub(super) fn plan_failure(&mut self, sim: &SimDriver) {
+        if self.one_in(16) {
+            let (call, error) = FAILURES[self.chance.below(FAILURES.len())];
+            sim.fail_nth(Some(call), self.chance.below(4) as u64, error);
+        }
+    }
+}
