@@ -225,6 +225,7 @@ impl BlockIndex {
     }
 
     /// The request in whole units, where there is room for one more block.
+    #[inline]
     fn rounded(&self, request: Request) -> Option<Request> {
         assert!(request.align.is_power_of_two(), "{} is no power of two", request.align);
         let size = request.size.max(1).checked_next_multiple_of(ALIGN)?;
@@ -232,6 +233,7 @@ impl BlockIndex {
         self.records.have_room().then_some(wanted)
     }
 
+    #[inline]
     fn settle_at(&mut self, place: find::Place, wanted: Request) -> (BlockId, Span) {
         let span = Span { offset: place.start, size: wanted.size };
         debug_assert!(span.offset.is_multiple_of(wanted.align));
