@@ -146,7 +146,8 @@ impl DeviceArena {
     /// this arena left there.
     ///
     /// Rounded up to 256 bytes. O(1), beside the granules to commit; without any bytes, no block
-    /// is taken. Waits for driver calls of other threads only where it needs their granules.
+    /// is taken. Waits for driver calls of other threads only where it needs their granules. A
+    /// sleeping arena is woken first.
     ///
     /// `T` is plain data by bytemuck's `Pod`: numbers, arrays of them, and structs of yours that
     /// derive it (`bytemuck` 1 with its feature `derive`).

@@ -63,10 +63,12 @@
 //! # Ok::<(), DeviceError>(())
 //! ```
 //!
-//! Beside that: blocks by address ([`DeviceArena::alloc_raw`]), compaction
-//! ([`DeviceArena::compact`]), a picture of what lies where ([`DeviceArena::map`]), host memory for
-//! copies ([`PinnedPool`]), and the [block index](index) by itself. The parts say what they do
-//! through `tracing`: `docs/OPERATING.md` lists the events.
+//! Beside that: streams ([`DeviceArena::lane`]), sleep and wake at the same addresses
+//! ([`DeviceArena::sleep`]), blocks by address ([`DeviceArena::alloc_raw`]), compaction
+//! ([`DeviceArena::compact`]), callbacks when memory is short ([`DeviceArena::on_shortage`]),
+//! recordings that can be replayed ([`record`]), a picture of what lies where
+//! ([`DeviceArena::map`]), host memory for copies ([`PinnedPool`]), and the [block index](index) by
+//! itself. The parts say what they do through `tracing`: `docs/OPERATING.md` lists the events.
 //!
 //! Invariant: `active + idle = committed <= reserved`, for every arena at every instant.
 
