@@ -3,8 +3,8 @@
 //!
 //! `cargo run --release --example replay -- arena.log`; with `--rmm`, the CSV log of RMM's
 //! `logging_resource_adaptor`. Memory is committed as it was recorded, and never touched: on Linux
-//! it takes address space and next to no memory; what sleeps keeps its place. `--limit` bounds it all
-//! the same.
+//! it takes address space and next to no memory. `--limit` bounds it all the same. Granules smaller
+//! than the host driver can have are its own instead.
 //!
 //! Exit code 0: the same came of it, or the recording does not say; 1: something else; 2: it could
 //! not be read or replayed.
@@ -53,7 +53,7 @@ fn replay(args: &Args) -> Result<ExitCode, Box<dyn Error>> {
     let config = log.header().config();
     let limit = args.limit.map_or(config.limit, ByteSize::new);
     let driver: Arc<dyn Driver> = Arc::new(HostDriver::new());
-    // Granules that the host driver cannot have are its own then: something else comes of line 2.
+    // What the host driver cannot have is told apart at line 2.
     let smallest = driver.capabilities().granularity;
     let granule = config.granule.filter(|granule| *granule >= smallest);
     let replayed = log.replay(driver, ArenaConfig { limit, granule, ..config })?;

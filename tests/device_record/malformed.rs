@@ -107,76 +107,47 @@ fn a_line_that_is_wrong_is_refused_with_its_number_and_what_was_expected() {
 
 #[test]
 fn sleeps_wakes_and_contents_that_are_wrong_are_refused_with_their_line() {
+    let why = "expected leased, cancelled, capturing, budget, state or driver, found \"tired\"";
+    let state = "expected awake, draining, asleep or waking, found \"dead\"";
     let done = "slept released=1 offloaded=2 stayed=3";
     for (line, words) in [
-        ("sleep\n".to_owned(), "expected stable=, found nothing"),
-        (
-            format!("sleep dynamic=keep stable=keep -> {done}\n"),
-            "expected stable=, found \"dynamic=keep\"",
-        ),
-        (
-            format!("sleep stable=all dynamic=keep -> {done}\n"),
-            "expected discard, keep or stay, found \"all\"",
-        ),
-        (
-            format!("sleep stable=keep dynamic=usual -> {done}\n"),
-            "expected discard, keep or stay, found \"usual\"",
-        ),
-        ("sleep stable=keep dynamic=keep\n".to_owned(), "expected ->, found nothing"),
-        (
-            "sleep stable=keep dynamic=keep ->\n".to_owned(),
-            "expected slept or failed, found nothing",
-        ),
-        (
-            "sleep stable=keep dynamic=keep -> done\n".to_owned(),
-            "expected slept or failed, found \"done\"",
-        ),
-        (
-            format!("sleep stable=keep dynamic=keep -> {done} why=state\n"),
-            "expected the end of the line, found \"why=state\"",
-        ),
-        (
-            "sleep stable=keep dynamic=keep -> slept released=-1\n".to_owned(),
-            "released=: expected a number of at most 4611686018427387904, found \"-1\"",
-        ),
-        (
-            "sleep stable=keep dynamic=keep -> slept released=1 offloaded=2\n".to_owned(),
-            "expected stayed=, found nothing",
-        ),
-        (
-            "sleep stable=keep dynamic=keep -> failed why=tired state=awake\n".to_owned(),
-            "expected leased, cancelled, capturing, budget, state or driver, found \"tired\"",
-        ),
-        (
-            "sleep stable=keep dynamic=keep -> failed why=state state=dead\n".to_owned(),
-            "expected awake, draining, asleep or waking, found \"dead\"",
-        ),
-        (
-            "sleep stable=keep dynamic=keep -> failed why=state\n".to_owned(),
-            "expected state=, found nothing",
-        ),
-        ("wake\n".to_owned(), "expected ->, found nothing"),
-        ("wake -> slept\n".to_owned(), "expected done or failed, found \"slept\""),
-        ("wake -> done committed=5\n".to_owned(), "expected restored=, found nothing"),
-        (
-            "wake -> done committed=5 restored=9223372036854775808\n".to_owned(),
-            "restored=: expected a number of at most 4611686018427387904, found \"9223372036854775808\"",
-        ),
-        (
-            "wake -> failed committed=5\n".to_owned(),
-            "expected the end of the line, found \"committed=5\"",
-        ),
-        ("contents id=1\n".to_owned(), "expected what=, found nothing"),
-        (
-            "contents id=1 what=lost\n".to_owned(),
-            "expected discard, keep, stay or usual, found \"lost\"",
-        ),
-        (
-            "contents id=7 what=keep\n".to_owned(),
-            "expected a block that was handed out, found block 7",
-        ),
+        ("stable=keep dynamic=keep", "expected ->, found nothing"),
+        ("dynamic=keep stable=keep", "expected stable=, found \"dynamic=keep\""),
+        ("stable=all dynamic=keep", "expected discard, keep or stay, found \"all\""),
+        ("stable=keep dynamic=usual", "expected discard, keep or stay, found \"usual\""),
     ] {
-        refused(&format!("{ALLOC}2 {line}"), 4, words);
+        refused(&format!("{ALLOC}2 sleep {line}\n"), 4, words);
+    }
+    for (outcome, words) in [
+        ("done", "expected slept or failed, found \"done\""),
+        (&*format!("{done} why=state"), "expected the end of the line, found \"why=state\""),
+        ("slept released=1 offloaded=2", "expected stayed=, found nothing"),
+        ("failed why=tired state=awake", why),
+        ("failed why=state state=dead", state),
+        ("failed why=state", "expected state=, found nothing"),
+    ] {
+        let line = format!("2 sleep stable=keep dynamic=keep -> {outcome}\n");
+        refused(&format!("{ALLOC}{line}"), 4, words);
+    }
+    for (line, words) in [
+        ("sleep", "expected stable=, found nothing"),
+        ("wake", "expected ->, found nothing"),
+        ("wake -> slept", "expected done or failed, found \"slept\""),
+        ("wake -> done committed=5", "expected restored=, found nothing"),
+        ("wake -> failed committed=5", "expected the end of the line, found \"committed=5\""),
+        ("contents id=1", "expected what=, found nothing"),
+        ("contents id=1 what=lost", "expected discard, keep, stay or usual, found \"lost\""),
+        ("contents id=7 what=keep", "expected a block that was handed out, found block 7"),
+    ] {
+        refused(&format!("{ALLOC}2 {line}\n"), 4, words);
+    }
+    let (large, most) = (u64::MAX / 2, 1_u64 << 62);
+    for (line, field) in [
+        ("sleep stable=keep dynamic=keep -> slept released=", "released="),
+        ("wake -> done committed=1 restored=", "restored="),
+    ] {
+        let words = format!("{field}: expected a number of at most {most}, found \"{large}\"");
+        refused(&format!("{ALLOC}2 {line}{large}\n"), 4, &words);
     }
     let freed = format!("{ALLOC}2 free id=1 after=all\n3 contents id=1 what=stay\n");
     refused(&freed, 5, "expected a live block, found block 1, which was freed in line 4");

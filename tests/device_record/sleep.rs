@@ -2,7 +2,10 @@
 //! granule is larger than the driver's.
 
 use std::any::Any;
+use std::future::Future as _;
+use std::pin::pin;
 use std::sync::Arc;
+use std::task::{Context, Waker};
 use std::time::Duration;
 
 use lowtide::ByteSize;
@@ -133,6 +136,31 @@ fn a_sleep_that_a_lease_the_budget_or_the_state_refused_is_refused_in_the_replay
         [(Sleepless::Leased, awake), (Sleepless::Budget, awake), (Sleepless::State, asleep)]
     );
     assert_replays(&log, simulation(Order::Synchronous));
+}
+
+/// Nobody enters meanwhile in a replay: it is kept awake by a lease, and goes on from there.
+#[test]
+fn a_sleep_that_was_cancelled_leaves_the_arena_awake_in_the_replay_and_is_told_apart() {
+    let sim = simulation(Order::Synchronous);
+    let (arena, _, kept) = open(sim.clone(), config());
+    let buffers = two(&arena);
+    let other = arena.clone();
+    sim.before(Call::Offload, 0, move || {
+        let mut entering = pin!(other.enter_async());
+        let polled = entering.as_mut().poll(&mut Context::from_waker(Waker::noop()));
+        assert!(polled.is_pending());
+    });
+    assert!(matches!(arena.sleep(options()), Err(DeviceError::SleepCancelled { .. })));
+    drop((buffers, arena));
+    let log = kept.log();
+    assert_eq!(failures(&log), [(Sleepless::Cancelled, ArenaState::Awake)]);
+    let mut replay =
+        log.start(simulation(Order::Synchronous), log.header().config()).expect("open");
+    while replay.step() {
+        assert_eq!(replay.arena().state(), ArenaState::Awake);
+    }
+    let line = log.entries().iter().find(|entry| entry.operation.word() == "sleep");
+    assert_eq!(replay.finish().first_difference, line.map(|entry| entry.line));
 }
 
 #[test]
