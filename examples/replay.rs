@@ -3,7 +3,8 @@
 //!
 //! `cargo run --release --example replay -- arena.log`; with `--rmm`, the CSV log of RMM's
 //! `logging_resource_adaptor`. Memory is committed as it was recorded, and never touched: on Linux
-//! it takes address space and next to no memory. `--limit` bounds it all the same.
+//! it takes address space and next to no memory. `--limit` bounds it all the same. Granules smaller
+//! than the host driver can have are its own instead.
 //!
 //! Exit code 0: the same came of it, or the recording does not say; 1: something else; 2: it could
 //! not be read or replayed.
@@ -19,6 +20,7 @@ use std::sync::Arc;
 
 use clap::Parser;
 use lowtide::ByteSize;
+use lowtide::device::driver::Driver;
 use lowtide::device::record::Log;
 use lowtide::device::{ArenaConfig, HostDriver};
 
@@ -50,13 +52,18 @@ fn replay(args: &Args) -> Result<ExitCode, Box<dyn Error>> {
     let log = if args.rmm { Log::from_rmm(file)? } else { Log::read(file)? };
     let config = log.header().config();
     let limit = args.limit.map_or(config.limit, ByteSize::new);
-    let replayed = log.replay(Arc::new(HostDriver::new()), ArenaConfig { limit, ..config })?;
+    let driver: Arc<dyn Driver> = Arc::new(HostDriver::new());
+    // What the host driver cannot have is told apart at line 2.
+    let smallest = driver.capabilities().granularity;
+    let granule = config.granule.filter(|granule| *granule >= smallest);
+    let replayed = log.replay(driver, ArenaConfig { limit, granule, ..config })?;
     let at_end = &replayed.snapshot;
     println!("recorded   {:?} on {}", log.header().name, log.header().rung);
     println!("operations {}, left out {}", replayed.operations, replayed.skipped);
     println!("live       {} at the end, {} at the peak", at_end.live, at_end.live_peak);
     println!("committed  {} at the end, {} at the peak", at_end.committed, at_end.committed_peak);
     println!("calls      {} commits, {} decommits", at_end.commits_total, at_end.decommits_total);
+    println!("sleeps     {}, {} wakes", at_end.sleeps_total, at_end.wakes_total);
     println!("failures   {:?}", at_end.alloc_failures_total);
     println!("hash       {}", replayed.hash);
     match log.closing() {

@@ -25,6 +25,7 @@ use super::front::{Owned, Place};
 use super::lane::Lane;
 use super::lease::Lease;
 use super::planted::Planted;
+use super::record::Operation;
 use super::region::{Placed, Region, Wanted};
 use super::shared::Shared;
 use super::sleep::Contents;
@@ -237,8 +238,14 @@ impl<T: Pod> Buffer<T> {
         if let Some(block) = block {
             // It goes back to the books, and to no front: there it would keep this note.
             block.moves = Placed::STALE;
-            let mut books = home.shared.books();
-            books.region_mut(region).pins.set_contents(block.id, contents);
+            let (shared, id) = (&home.shared, block.id);
+            let mut books = shared.books();
+            books.region_mut(region).pins.set_contents(id, contents);
+            books.tell(&*shared.clock, |numbers| {
+                Some(Operation::Contents { id: numbers.of(region, id)?, contents })
+            });
+            drop(books);
+            shared.pass_on();
         }
         Ok(())
     }

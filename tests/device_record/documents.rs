@@ -31,7 +31,7 @@ fn every_word_and_field_is_on_the_page() {
     let page = page();
     let grammar = block_after(&page, "Grammar");
     let words = "open alloc refuse free resize move use pin unpin lane lane_end end_run limit \
-                 decay_time decay trim shrink compact reset close end";
+                 decay_time decay trim shrink compact reset close contents sleep wake end";
     for word in words.split_whitespace() {
         let stands = grammar.lines().any(|line| line.starts_with(&format!("TIME {word}")));
         assert!(stands || grammar.contains(&format!("0 {word}")), "{word} is not in the grammar");

@@ -11,17 +11,19 @@ mod program;
 mod replays;
 mod rmm;
 mod sinks;
+mod sleep;
 mod threads;
 
 use std::io::{self, Write};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use lowtide::ByteSize;
 use lowtide::clock::ManualClock;
 use lowtide::device::driver::sim::{DriverCosts, Handles, Order, SimDriver, SimOptions};
 use lowtide::device::driver::{Driver, StreamHandle};
 use lowtide::device::record::{Log, Recorder};
-use lowtide::device::{ArenaConfig, DeviceArena, HostDriver, Lane};
+use lowtide::device::{ArenaConfig, DeviceArena, HostDriver, Lane, SleepConfig};
 
 const MIB: u64 = 1 << 20;
 const GRANULE: ByteSize = ByteSize::mib(2);
@@ -85,5 +87,7 @@ fn lane_of(arena: &DeviceArena, stream: StreamHandle) -> Lane {
 }
 
 fn config() -> ArenaConfig {
-    ArenaConfig { reserve: ByteSize::gib(4), ..ArenaConfig::new("recorded") }
+    // A clock that nobody moves on does not wait.
+    let sleep = SleepConfig { patience: Duration::ZERO, ..SleepConfig::default() };
+    ArenaConfig { reserve: ByteSize::gib(4), sleep, ..ArenaConfig::new("recorded") }
 }

@@ -8,7 +8,7 @@ use crate::program::Random;
 use crate::{config, host, open};
 
 const HEAD: &str = "\
-lowtide-recording version=1
+lowtide-recording version=2
 0 open rung=host asynchronous=no clock=5 limit=none reserve=8388608 decay=never growth=same \
 name=a -> granularity=2097152 stable=8388608 dynamic=8388608
 ";
@@ -31,10 +31,19 @@ const ALLOC: &str =
 #[test]
 fn what_is_no_recording_is_refused_with_what_was_found() {
     for (text, line, words) in [
-        ("", 1, "expected lowtide-recording version=1, found nothing"),
+        ("", 1, "expected lowtide-recording version=2, found nothing"),
         ("\n", 1, "expected lowtide-recording, found nothing"),
         ("hello world\n", 1, "expected lowtide-recording, found \"hello\""),
-        ("lowtide-recording version=2\n", 1, "expected a recording of version 1, found version 2"),
+        (
+            "lowtide-recording version=3\n",
+            1,
+            "expected a recording of version 1 to 2, found version 3",
+        ),
+        (
+            "lowtide-recording version=0\n",
+            1,
+            "expected a recording of version 1 to 2, found version 0",
+        ),
         (
             "lowtide-recording version=x\n",
             1,
@@ -94,6 +103,70 @@ fn a_line_that_is_wrong_is_refused_with_its_number_and_what_was_expected() {
     let name = HEAD.replace("name=a", "name=%zz");
     let error = Log::parse(&name).expect_err("no such byte");
     assert_eq!((error.line, error.to_string().contains("%zz")), (2, true), "{error}");
+}
+
+#[test]
+fn sleeps_wakes_and_contents_that_are_wrong_are_refused_with_their_line() {
+    let why = "expected leased, cancelled, capturing, budget, state or driver, found \"tired\"";
+    let state = "expected awake, draining, asleep or waking, found \"dead\"";
+    let done = "slept released=1 offloaded=2 stayed=3";
+    for (line, words) in [
+        ("stable=keep dynamic=keep", "expected ->, found nothing"),
+        ("dynamic=keep stable=keep", "expected stable=, found \"dynamic=keep\""),
+        ("stable=all dynamic=keep", "expected discard, keep or stay, found \"all\""),
+        ("stable=keep dynamic=usual", "expected discard, keep or stay, found \"usual\""),
+    ] {
+        refused(&format!("{ALLOC}2 sleep {line}\n"), 4, words);
+    }
+    for (outcome, words) in [
+        ("done", "expected slept or failed, found \"done\""),
+        (&*format!("{done} why=state"), "expected the end of the line, found \"why=state\""),
+        ("slept released=1 offloaded=2", "expected stayed=, found nothing"),
+        ("failed why=tired state=awake", why),
+        ("failed why=state state=dead", state),
+        ("failed why=state", "expected state=, found nothing"),
+    ] {
+        let line = format!("2 sleep stable=keep dynamic=keep -> {outcome}\n");
+        refused(&format!("{ALLOC}{line}"), 4, words);
+    }
+    for (line, words) in [
+        ("sleep", "expected stable=, found nothing"),
+        ("wake", "expected ->, found nothing"),
+        ("wake -> slept", "expected done or failed, found \"slept\""),
+        ("wake -> done committed=5", "expected restored=, found nothing"),
+        ("wake -> failed committed=5", "expected the end of the line, found \"committed=5\""),
+        ("contents id=1", "expected what=, found nothing"),
+        ("contents id=1 what=lost", "expected discard, keep, stay or usual, found \"lost\""),
+        ("contents id=7 what=keep", "expected a block that was handed out, found block 7"),
+    ] {
+        refused(&format!("{ALLOC}2 {line}\n"), 4, words);
+    }
+    let (large, most) = (u64::MAX / 2, 1_u64 << 62);
+    for (line, field) in [
+        ("sleep stable=keep dynamic=keep -> slept released=", "released="),
+        ("wake -> done committed=1 restored=", "restored="),
+    ] {
+        let words = format!("{field}: expected a number of at most {most}, found \"{large}\"");
+        refused(&format!("{ALLOC}2 {line}{large}\n"), 4, &words);
+    }
+    let freed = format!("{ALLOC}2 free id=1 after=all\n3 contents id=1 what=stay\n");
+    refused(&freed, 5, "expected a live block, found block 1, which was freed in line 4");
+}
+
+#[test]
+fn a_recording_of_version_1_is_read_and_has_no_word_of_version_2() {
+    let first = HEAD.replace("version=2", "version=1");
+    let text = format!("{first}{ALLOC}2 free id=1 after=all\n");
+    let log = Log::parse(&text).expect("as it was written then");
+    assert_eq!((log.header().version, log.to_string()), (1, text));
+    let replayed = log.replay(host(), log.header().config()).expect("open");
+    assert_eq!(replayed.operations, 2);
+    for line in ["wake -> failed", "contents id=1 what=keep", "sleep stable=keep"] {
+        let error = Log::parse(&format!("{first}{ALLOC}2 {line}\n")).expect_err(line);
+        let word = line.split(' ').next().expect("a word");
+        let words = format!("line 4: expected an operation of version 1, found {word:?}");
+        assert_eq!(error.to_string(), words);
+    }
 }
 
 #[test]

@@ -8,7 +8,8 @@ use lowtide::clock::{Clock as _, ManualClock};
 use lowtide::decay::DecayTime;
 use lowtide::device::driver::{DeviceAddress, StreamHandle};
 use lowtide::device::{
-    BlockPin, Buffer, CompactOptions, DeviceArena, Goal, Growth, Lane, Lease, Region,
+    ArenaState, BlockPin, Buffer, CompactOptions, Contents, DeviceArena, Goal, Growth, Lane, Lease,
+    Region, SleepOptions,
 };
 
 use crate::{MIB, lane_of};
@@ -103,7 +104,7 @@ impl Program {
     }
 
     fn step(&mut self) {
-        match self.random.below(64) {
+        match self.random.below(72) {
             0..=19 => self.alloc(),
             20..=35 => self.free(),
             36..=41 => self.resize(),
@@ -127,7 +128,10 @@ impl Program {
                 let times = [DecayTime::AtOnce, DecayTime::Never, DecayTime::from_millis(200)];
                 self.arena.set_decay(times[self.random.index(3)]);
             }
-            61 => self.lease = self.lease.take().is_none().then(|| self.arena.enter().expect("ok")),
+            // Refused where it sleeps and the limit has no room for what is to come back.
+            61 => {
+                self.lease = self.lease.take().is_none().then(|| self.arena.enter().ok()).flatten()
+            }
             62 => {
                 if let Some(buffer) = self.some_buffer() {
                     let pin = self.buffers[buffer].pin().expect("here");
@@ -138,11 +142,33 @@ impl Program {
                     drop(self.pins.swap_remove(pin));
                 }
             }
-            _ => {
+            63 => {
                 drop(self.arena.reset());
                 self.raw.clear();
             }
+            64..=66 => {
+                let contents = [None, Some(self.contents())][self.random.index(2)];
+                if let Some(buffer) = self.some_buffer() {
+                    self.buffers[buffer].set_contents(contents).expect("here");
+                }
+            }
+            67..=69 => {
+                let (stable, dynamic) = (self.contents(), self.contents());
+                // A lease, and that it sleeps already, are in the way now and then.
+                let _ = self.arena.sleep(SleepOptions { drain: Duration::ZERO, stable, dynamic });
+            }
+            _ => {
+                let is_asleep = self.arena.state() == ArenaState::Asleep;
+                assert!(is_asleep || self.arena.wake().is_err(), "it is awake");
+                if is_asleep {
+                    let _ = self.arena.wake(); // the limit may be in the way
+                }
+            }
         }
+    }
+
+    fn contents(&mut self) -> Contents {
+        Contents::ALL[self.random.index(3)]
     }
 
     fn some_buffer(&mut self) -> Option<usize> {

@@ -118,7 +118,7 @@ fn every_word_is_in_some_recording() {
         text += &recorded(sim.clone(), seed, streams(Some(&sim)));
     }
     let words = "alloc refuse free resize move use pin unpin lane lane_end end_run limit \
-                 decay_time decay trim shrink compact reset close end";
+                 decay_time decay trim shrink compact reset close contents sleep wake end";
     for word in words.split(' ') {
         let said = text.lines().any(|line| line.split(' ').nth(1) == Some(word));
         assert!(said, "{word}: no program did that");
@@ -127,6 +127,16 @@ fn every_word_is_in_some_recording() {
         assert!(text.contains(part), "{part}: no program came to that");
     }
     assert!(text.contains(" busy moves=0"), "no compaction found a lease");
+    for part in [
+        "-> slept released=",
+        "why=leased state=awake",
+        "why=state state=asleep",
+        "wake -> done",
+        "wake -> failed",
+        "what=usual",
+    ] {
+        assert!(text.contains(part), "{part}: no program came to that");
+    }
 }
 
 #[test]

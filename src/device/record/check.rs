@@ -82,6 +82,7 @@ impl Check {
                 self.live(*id)?;
                 self.lane(*lane)
             }
+            Operation::Contents { id, .. } => self.live(*id).map(|_| ()),
             Operation::Pin { id } => {
                 let block = self.live(*id)?;
                 block.pins = block.pins.saturating_add(1);
@@ -118,6 +119,8 @@ impl Check {
             | Operation::Trim { .. }
             | Operation::Shrink { .. }
             | Operation::Compact { .. }
+            | Operation::Sleep { .. }
+            | Operation::Wake { .. }
             | Operation::Close { .. } => Ok(()),
         }
     }

@@ -92,11 +92,11 @@ pub enum LogFault {
         found: u64,
     },
     /// A recording of another version.
-    #[error("expected a recording of version {known}, found version {found}")]
+    #[error("expected a recording of version 1 to {known}, found version {found}")]
     Version {
         /// Its version.
         found: u64,
-        /// The one that can be read.
+        /// The last one that can be read.
         known: u64,
     },
     /// The last line has no newline at its end: it is not whole.

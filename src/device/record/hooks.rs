@@ -8,9 +8,11 @@
 
 use super::numbers::Numbers;
 use super::operation::{
-    After, Asked, BlockKind, Closed, Header, Layout, Operation, Place, Resized, Why,
+    After, Asked, BlockKind, Closed, Fallen, Header, Layout, Operation, Place, Resized, Sleepless,
+    Why,
 };
 use super::recorder::Recorder;
+use super::text::VERSION;
 use crate::bytes::ByteSize;
 use crate::clock::{Clock, Moment};
 use crate::device::books::Books;
@@ -23,6 +25,7 @@ use crate::device::ranges::BlockName;
 use crate::device::refusal::Cause;
 use crate::device::region::{Placed, Region, Wanted};
 use crate::device::shared::Shared;
+use crate::device::sleep::{ArenaState, SleepOptions, Slept, Woken};
 use crate::sync::MutexGuard;
 
 /// Who asks for a block, as a recording says it.
@@ -168,6 +171,45 @@ impl Books {
         });
     }
 
+    /// The arena fell asleep.
+    pub(in crate::device) fn tell_asleep(
+        &self,
+        clock: &dyn Clock,
+        options: SleepOptions,
+        slept: Slept,
+    ) {
+        self.tell_sleep(clock, options, Fallen::Asleep(slept));
+    }
+
+    /// The arena did not fall asleep, or not as it should, and is in this state now.
+    pub(in crate::device) fn tell_sleepless(
+        &self,
+        clock: &dyn Clock,
+        options: SleepOptions,
+        error: &DeviceError,
+        state: ArenaState,
+    ) {
+        let why = match error {
+            DeviceError::Leased { .. } => Sleepless::Leased,
+            DeviceError::SleepCancelled { .. } => Sleepless::Cancelled,
+            DeviceError::Capturing { .. } => Sleepless::Capturing,
+            DeviceError::HostBudget { .. } | DeviceError::Callback { .. } => Sleepless::Budget,
+            DeviceError::State { .. } => Sleepless::State,
+            _ => Sleepless::Driver,
+        };
+        self.tell_sleep(clock, options, Fallen::Failed { why, state });
+    }
+
+    fn tell_sleep(&self, clock: &dyn Clock, options: SleepOptions, outcome: Fallen) {
+        let SleepOptions { stable, dynamic, .. } = options;
+        self.tell(clock, |_| Some(Operation::Sleep { stable, dynamic, outcome }));
+    }
+
+    /// A wake ended; without figures where it failed.
+    pub(in crate::device) fn tell_wake(&self, clock: &dyn Clock, woken: Option<Woken>) {
+        self.tell(clock, |_| Some(Operation::Wake { woken }));
+    }
+
     /// Frees a block whose contents are in another one now, which takes its number.
     pub(in crate::device) fn replace(
         &mut self,
@@ -242,8 +284,9 @@ impl Header {
         reserved: [ByteSize; 2],
     ) -> Self {
         let capabilities = driver.capabilities();
-        let granularity = capabilities.granularity;
+        let granularity = config.granule.unwrap_or(capabilities.granularity);
         Self {
+            version: VERSION,
             name: config.name.clone(),
             rung: driver.rung(),
             asynchronous: capabilities.asynchronous,

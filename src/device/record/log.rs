@@ -57,13 +57,13 @@ impl Log {
     pub fn read(from: impl Read) -> Result<Self, LogError> {
         let mut lines = Lines::new(from);
         let Some(first) = lines.next()? else {
-            return Err(LogFault::unexpected("lowtide-recording version=1", "").at(1));
+            return Err(LogFault::unexpected("lowtide-recording version=2", "").at(1));
         };
-        parse::first(1, first)?;
+        let version = parse::first(1, first)?;
         let Some(second) = lines.next()? else {
             return Err(LogFault::unexpected("the line of the open", "").at(2));
         };
-        let header = parse::header(2, second)?;
+        let header = parse::header(2, second, version)?;
         let mut check = Check::new(&header);
         let mut log = Self { header, entries: Vec::new(), closing: None };
         loop {
@@ -72,7 +72,7 @@ impl Log {
             if log.closing.is_some() {
                 return Err(LogFault::unexpected("nothing after the end", text).at(line));
             }
-            match parse::line(line, text)? {
+            match parse::line(line, text, version)? {
                 Line::Operation(at, operation) => {
                     let checked = check.time(at);
                     let checked = checked.and_then(|()| check.operation(line, &operation));

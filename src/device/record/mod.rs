@@ -30,8 +30,8 @@ pub use error::{Found, LogError, LogFault, RecordError};
 pub use hash::OperationHash;
 pub use log::Log;
 pub use operation::{
-    After, Asked, BlockKind, Closed, Closing, Ended, Entry, GivenUp, Header, Layout, Operation,
-    Place, Resized, Why,
+    After, Asked, BlockKind, Closed, Closing, Ended, Entry, Fallen, GivenUp, Header, Layout,
+    Operation, Place, Resized, Sleepless, Why,
 };
 pub use recorder::Recorder;
 pub use replay::{Replay, Replayed};

@@ -1,7 +1,6 @@
 //! What a recording holds: its header, its operations and what came of each. Plain values.
 //!
-//! How they are written stands in `text`, how they are read in `parse`. Sleep and wake get an
-//! operation each, here, when arenas have them.
+//! How they are written stands in `text`, how they are read in `parse`.
 //!
 //! Invariant: nothing here names an address: a place is a region and an offset from its beginning,
 //! the same on every machine.
@@ -15,11 +14,14 @@ use crate::device::compact::{CompactOptions, Stopped};
 use crate::device::config::{ArenaConfig, Growth};
 use crate::device::driver::Rung;
 use crate::device::region::Region;
+use crate::device::sleep::{ArenaState, Contents, Slept, Woken};
 
 /// How the arena of a recording was opened.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Header {
+    /// The version of the format: 2 is written, and 1 is read as well.
+    pub version: u64,
     /// Its name; the first 256 bytes of it.
     pub name: String,
     /// Its driver.
@@ -42,11 +44,14 @@ pub struct Header {
 
 impl Header {
     /// How to open an arena as this one was, to replay on; without fronts, history and recorder.
+    /// With the same granule, where that is known: a driver whose granularity is larger refuses it
+    /// ([`DeviceError::Granule`](crate::device::DeviceError::Granule)).
     #[must_use]
     pub fn config(&self) -> ArenaConfig {
         ArenaConfig {
             limit: self.limit,
             reserve: self.reserve,
+            granule: self.layout.map(|layout| layout.granularity),
             decay: self.decay,
             growth: self.growth,
             front: ByteSize::ZERO,
@@ -59,7 +64,7 @@ impl Header {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[expect(clippy::exhaustive_structs, reason = "three facts")]
 pub struct Layout {
-    /// The smallest unit that is committed.
+    /// The smallest unit that is committed: the arena's granule.
     pub granularity: ByteSize,
     /// Address space of each region, in the order of [`Region::ALL`].
     pub reserved: [ByteSize; 2],
@@ -205,8 +210,28 @@ pub enum Operation {
         /// What came of it.
         outcome: Closed,
     },
-    // Sleep and wake come here, with a word each in `text` and `parse`, an arm each in `replay`,
-    // and a call each of `Books::tell` where their outcome is booked.
+    /// What becomes of the contents of a buffer in a sleep was said.
+    Contents {
+        /// The number of its block.
+        id: u64,
+        /// What; `None` for what the options of the sleep say.
+        contents: Option<Contents>,
+    },
+    /// The arena was to fall asleep.
+    Sleep {
+        /// What was to become of the contents of the stable region.
+        stable: Contents,
+        /// The same of the dynamic region.
+        dynamic: Contents,
+        /// What came of it.
+        outcome: Fallen,
+    },
+    /// The arena was woken, by whom it may be: an operation that woke it comes after this, and
+    /// found it awake.
+    Wake {
+        /// What that did; `None` where it failed, and the arena sleeps on.
+        woken: Option<Woken>,
+    },
 }
 
 /// A block that was asked for.
@@ -308,6 +333,39 @@ pub enum Closed {
     LiveBlocks,
     /// It is closed; the driver did not take everything back.
     Failed,
+}
+
+/// What came of falling asleep.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Fallen {
+    /// It is asleep.
+    Asleep(Slept),
+    /// It is not, or not as it should be.
+    Failed {
+        /// Why.
+        why: Sleepless,
+        /// The state that it was in afterwards.
+        state: ArenaState,
+    },
+}
+
+/// Why an arena did not fall asleep.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Sleepless {
+    /// Leases were held.
+    Leased,
+    /// Somebody entered meanwhile, or memory was freed all the time.
+    Cancelled,
+    /// A stream captured a graph.
+    Capturing,
+    /// There was no room on the host for the contents, or who was asked for it panicked.
+    Budget,
+    /// It was not awake.
+    State,
+    /// The driver failed.
+    Driver,
 }
 
 /// An operation, where and when.

@@ -8,19 +8,20 @@
 
 use std::time::Duration;
 
-use super::error::{LogError, LogFault};
+use super::error::{Found, LogError, LogFault};
 use super::hash::OperationHash;
 use super::operation::{
-    After, Asked, BlockKind, Closed, Closing, Ended, GivenUp, Header, Layout, Operation, Place,
-    Resized, Why,
+    After, Asked, BlockKind, Closed, Closing, Ended, Fallen, GivenUp, Header, Layout, Operation,
+    Place, Resized, Sleepless, Why,
 };
-use super::text::{FIRST, VERSION};
+use super::text::{VERSION, contents as contents_name, yes};
 use crate::bytes::ByteSize;
 use crate::decay::DecayTime;
 use crate::device::compact::{CompactOptions, Goal, Stopped};
 use crate::device::config::Growth;
 use crate::device::driver::Rung;
 use crate::device::region::Region;
+use crate::device::sleep::{ArenaState, Contents, Slept, Woken};
 
 /// The most bytes that an arena reserves, and so of any place in it: 2^62.
 pub(super) const BYTES_MAX: u64 = 1 << 62;
@@ -91,10 +92,7 @@ impl<'a> Words<'a> {
         let number = if digits { text.parse::<u64>().ok() } else { None };
         match number {
             Some(number) if number <= most => Ok(number),
-            _ => {
-                let found = super::error::Found::new(text);
-                self.fault(LogFault::Number { field, most, found })
-            }
+            _ => self.fault(LogFault::Number { field, most, found: Found::new(text) }),
         }
     }
 
@@ -127,7 +125,7 @@ impl<'a> Words<'a> {
 
     fn yes(&mut self, key: &'static str) -> Read<bool> {
         let value = self.value(key)?;
-        self.one_of("yes or no", value, &[true, false], super::text::yes)
+        self.one_of("yes or no", value, &[true, false], yes)
     }
 
     fn region(&mut self, key: &'static str) -> Read<Region> {
@@ -223,23 +221,22 @@ impl<'a> Words<'a> {
     }
 }
 
-/// The first line.
-pub(super) fn first(line: u64, text: &str) -> Read<()> {
+/// The first line: the version.
+pub(super) fn first(line: u64, text: &str) -> Read<u64> {
     let mut words = Words::new(line, text);
     let mut found = words.value("lowtide-recording")?;
     if found.is_empty() {
         found = words.value("version=")?;
     }
-    debug_assert!(FIRST.starts_with("lowtide-recording version="));
     let version = words.number_in("version=", found, u64::MAX)?;
-    if version != VERSION {
+    if !(1..=VERSION).contains(&version) {
         return words.fault(LogFault::Version { found: version, known: VERSION });
     }
-    words.end()
+    words.end().map(|()| version)
 }
 
 /// The second line.
-pub(super) fn header(line: u64, text: &str) -> Read<Header> {
+pub(super) fn header(line: u64, text: &str, version: u64) -> Read<Header> {
     let mut words = Words::new(line, text);
     let at = words.word("0")?;
     words.number_in("the time of the first line", at, 0)?;
@@ -260,7 +257,7 @@ pub(super) fn header(line: u64, text: &str) -> Read<Header> {
     let layout = if words.has_outcome()? { Some(layout(&mut words)?) } else { None };
     words.end()?;
     let reserve = ByteSize::new(reserve);
-    Ok(Header { name, rung, asynchronous, started, limit, reserve, decay, growth, layout })
+    Ok(Header { version, name, rung, asynchronous, started, limit, reserve, decay, growth, layout })
 }
 
 fn growth(words: &mut Words<'_>) -> Read<Growth> {
@@ -301,10 +298,7 @@ fn name(words: &mut Words<'_>) -> Read<String> {
         };
         bytes.push(byte);
     }
-    match String::from_utf8(bytes) {
-        Ok(name) => Ok(name),
-        Err(_) => words.unexpected("a name in UTF-8", value),
-    }
+    String::from_utf8(bytes).or_else(|_| words.unexpected("a name in UTF-8", value))
 }
 
 fn layout(words: &mut Words<'_>) -> Read<Layout> {
@@ -318,13 +312,16 @@ fn layout(words: &mut Words<'_>) -> Read<Layout> {
 }
 
 /// A line after the first two.
-pub(super) fn line(line: u64, text: &str) -> Read<Line> {
+pub(super) fn line(line: u64, text: &str, version: u64) -> Read<Line> {
     let mut words = Words::new(line, text);
     let at = words.word("a time")?;
     let at = Duration::from_nanos(words.number_in("the time", at, u64::MAX)?);
     let word = words.word("an operation")?;
     let read = match word {
         "end" => Line::Closing(closing(&mut words, at)?),
+        "contents" | "sleep" | "wake" if version < 2 => {
+            return words.unexpected("an operation of version 1", word);
+        }
         _ => Line::Operation(at, operation(&mut words, word)?),
     };
     words.end()?;
@@ -391,18 +388,11 @@ fn operation(words: &mut Words<'_>, word: &str) -> Read<Operation> {
         }
         "shrink" => Operation::Shrink { outcome: words.given_up()? },
         "compact" => compact(words)?,
-        "reset" => {
-            words.outcome()?;
-            let blocks = words.number("blocks=", u64::MAX)?;
-            Operation::Reset { blocks, bytes: words.bytes("bytes=")? }
-        }
-        "close" => {
-            words.outcome()?;
-            let found = words.word("done, live_blocks or failed")?;
-            let expected = "done, live_blocks or failed";
-            let outcome = words.one_of(expected, found, &Closed::ALL, Closed::name)?;
-            Operation::Close { outcome }
-        }
+        "reset" => reset(words)?,
+        "close" => close(words)?,
+        "contents" => contents(words)?,
+        "sleep" => sleep(words)?,
+        "wake" => wake(words)?,
         _ => return words.unexpected("an operation", word),
     })
 }
@@ -451,4 +441,58 @@ fn compact(words: &mut Words<'_>) -> Read<Operation> {
     let moved = ByteSize::new(words.number("moved=", u64::MAX)?);
     let skipped = words.number("skipped=", u64::MAX)?;
     Ok(Operation::Compact { options, stopped, moves, moved, skipped })
+}
+
+fn reset(words: &mut Words<'_>) -> Read<Operation> {
+    words.outcome()?;
+    let blocks = words.number("blocks=", u64::MAX)?;
+    Ok(Operation::Reset { blocks, bytes: words.bytes("bytes=")? })
+}
+
+fn close(words: &mut Words<'_>) -> Read<Operation> {
+    words.outcome()?;
+    let expected = "done, live_blocks or failed";
+    let found = words.word(expected)?;
+    Ok(Operation::Close { outcome: words.one_of(expected, found, &Closed::ALL, Closed::name)? })
+}
+
+fn contents(words: &mut Words<'_>) -> Read<Operation> {
+    let (id, what) = (words.number("id=", u64::MAX)?, words.value("what=")?);
+    let all = [Some(Contents::Discard), Some(Contents::Keep), Some(Contents::Stay), None];
+    let expected = "discard, keep, stay or usual";
+    Ok(Operation::Contents { id, contents: words.one_of(expected, what, &all, contents_name)? })
+}
+
+fn sleep(words: &mut Words<'_>) -> Read<Operation> {
+    let mut contents = |key| {
+        let value = words.value(key)?;
+        words.one_of("discard, keep or stay", value, &Contents::ALL, Contents::name)
+    };
+    let (stable, dynamic) = (contents("stable=")?, contents("dynamic=")?);
+    words.outcome()?;
+    let outcome = match words.word("slept or failed")? {
+        "slept" => {
+            let [released, offloaded] = [words.bytes("released=")?, words.bytes("offloaded=")?];
+            Fallen::Asleep(Slept { released, offloaded, stayed: words.bytes("stayed=")? })
+        }
+        "failed" => {
+            let (why, all) = (words.value("why=")?, &Sleepless::ALL);
+            let expected = "leased, cancelled, capturing, budget, state or driver";
+            let why = words.one_of(expected, why, all, Sleepless::name)?;
+            let (state, all) = (words.value("state=")?, &ArenaState::ALL);
+            let expected = "awake, draining, asleep or waking";
+            Fallen::Failed { why, state: words.one_of(expected, state, all, ArenaState::name)? }
+        }
+        other => return words.unexpected("slept or failed", other),
+    };
+    Ok(Operation::Sleep { stable, dynamic, outcome })
+}
+
+fn wake(words: &mut Words<'_>) -> Read<Operation> {
+    words.outcome()?;
+    if !words.done()? {
+        return Ok(Operation::Wake { woken: None });
+    }
+    let (committed, restored) = (words.bytes("committed=")?, words.bytes("restored=")?);
+    Ok(Operation::Wake { woken: Some(Woken { committed, restored }) })
 }

@@ -9,6 +9,7 @@
 //! Invariant: the same recording on arenas that are opened alike, over drivers that answer alike,
 //! gives the same hash.
 
+use std::any::Any;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -16,8 +17,9 @@ use std::time::Duration;
 use super::hash::OperationHash;
 use super::hooks::Origin;
 use super::log::Log;
-use super::operation::{After, Asked, BlockKind, Closing, Entry, Operation};
+use super::operation::{After, Asked, BlockKind, Closing, Entry, Fallen, Operation, Sleepless};
 use super::recorder::Recorder;
+use crate::bytes::ByteSize;
 use crate::clock::{ManualClock, Moment};
 use crate::device::arena::DeviceArena;
 use crate::device::buffer::Buffer;
@@ -26,8 +28,11 @@ use crate::device::config::ArenaConfig;
 use crate::device::driver::{DeviceAddress, Driver};
 use crate::device::error::DeviceError;
 use crate::device::lane::{Lane, OwnStream};
+use crate::device::lease::Lease;
 use crate::device::region::Wanted;
+use crate::device::sleep::{ArenaState, Contents, HostBudget, SleepOptions};
 use crate::device::snapshot::ArenaSnapshot;
+use crate::sync::atomic::{AtomicBool, Ordering};
 
 /// What a replay came to.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -95,11 +100,27 @@ pub struct Replay<'a> {
     streams: BTreeMap<u64, Weak<OwnStream>>,
     arena: DeviceArena,
     clock: ManualClock,
+    budget: Arc<Budget>,
     recorder: Recorder,
     /// What the recording's hash is up to here; none where it does not say.
     expected: Option<OperationHash>,
     first_difference: Option<u64>,
     skipped: u64,
+}
+
+/// The host's budget of the replay: it refuses where that of the recording did.
+#[derive(Debug, Default)]
+struct Budget {
+    refuses: AtomicBool,
+}
+
+impl HostBudget for Budget {
+    fn book(&self, _: ByteSize) -> Result<Box<dyn Any + Send>, String> {
+        if self.refuses.load(Ordering::Relaxed) {
+            return Err("it was refused in the recording".to_owned());
+        }
+        Ok(Box::new(()))
+    }
 }
 
 /// A block of the replay.
@@ -145,7 +166,11 @@ impl Log {
         let recorder = config.recorder.get_or_insert_with(Recorder::hash_only).clone();
         let clock = ManualClock::new();
         clock.advance(self.header.started);
+        // Nobody lets time go by while a wake waits for memory.
+        config.sleep.patience = Duration::ZERO;
         let arena = DeviceArena::open(driver, Arc::new(clock.clone()), config)?;
+        let budget = Arc::new(Budget::default());
+        arena.set_host_budget(Arc::clone(&budget) as Arc<dyn HostBudget>);
         let mut replay = Replay {
             log: self,
             next: 0,
@@ -155,6 +180,7 @@ impl Log {
             streams: BTreeMap::new(),
             arena,
             clock,
+            budget,
             recorder,
             expected: None,
             first_difference: None,
@@ -279,6 +305,14 @@ impl Replay<'_> {
                 self.held.retain(|_, held| matches!(held, Held::Buffer(..)));
             }
             Operation::Close { .. } => drop(arena.close()),
+            Operation::Contents { id, contents } => match self.held.get_mut(id) {
+                Some(Held::Buffer(buffer, _)) => drop(buffer.set_contents(*contents)),
+                _ => return Done::Skipped,
+            },
+            Operation::Sleep { stable, dynamic, outcome } => {
+                self.sleep(*stable, *dynamic, *outcome);
+            }
+            Operation::Wake { .. } => drop(arena.wake()),
         }
         Done::Done
     }
@@ -346,9 +380,32 @@ impl Replay<'_> {
         Done::Done
     }
 
+    /// A lease of an arena that is awake, where one is to be held: no other is woken for it.
+    fn lease_if(&self, is_held: bool) -> Option<Lease> {
+        let is_held = is_held && self.arena.state() == ArenaState::Awake;
+        is_held.then(|| self.arena.enter().ok()).flatten()
+    }
+
+    /// Lets the arena fall asleep, or not, as in the recording: it stays awake where it did there,
+    /// unless the driver was why.
+    fn sleep(&self, stable: Contents, dynamic: Contents, outcome: Fallen) {
+        let (why, state) = match outcome {
+            Fallen::Asleep(_) => (None, ArenaState::Asleep),
+            Fallen::Failed { why, state } => (Some(why), state),
+        };
+        let is_leased = match why {
+            None | Some(Sleepless::Budget | Sleepless::Driver) => false,
+            Some(Sleepless::State) => state != ArenaState::Asleep,
+            Some(Sleepless::Leased | Sleepless::Cancelled | Sleepless::Capturing) => true,
+        };
+        let _lease = self.lease_if(is_leased);
+        self.budget.refuses.store(why == Some(Sleepless::Budget), Ordering::Relaxed);
+        let _ = self.arena.sleep(SleepOptions { drain: Duration::ZERO, stable, dynamic });
+    }
+
     /// Compacts; `busy`, where somebody had a lease.
     fn compact(&mut self, options: CompactOptions, busy: bool) {
-        let _lease = busy.then(|| self.arena.enter());
+        let _lease = self.lease_if(busy);
         let (raw, held) = (&mut self.raw, &mut self.held);
         let outcome = self.arena.compact(options, |moved| {
             if let Some(id) = raw.remove(&moved.from) {

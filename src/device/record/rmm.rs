@@ -15,6 +15,7 @@ use super::error::{Found, LogError, LogFault};
 use super::log::{Lines, Log};
 use super::operation::{After, Asked, BlockKind, Entry, Header, Operation};
 use super::parse::BYTES_MAX;
+use super::text::VERSION;
 use crate::bytes::ByteSize;
 use crate::device::config::ArenaConfig;
 use crate::device::driver::Rung;
@@ -62,9 +63,19 @@ impl Log {
         }
         let ArenaConfig { name, limit, reserve, decay, growth, .. } = ArenaConfig::new("rmm");
         let (rung, asynchronous, started) = (Rung::CudaPlain, true, Duration::ZERO);
-        let layout = None;
-        let header =
-            Header { name, rung, asynchronous, started, limit, reserve, decay, growth, layout };
+        let (version, layout) = (VERSION, None);
+        let header = Header {
+            version,
+            name,
+            rung,
+            asynchronous,
+            started,
+            limit,
+            reserve,
+            decay,
+            growth,
+            layout,
+        };
         Ok(Self { header, entries: import.entries, closing: None })
     }
 }

@@ -9,17 +9,18 @@
 use std::fmt::{self, Display, Write as _};
 
 use super::operation::{
-    After, Asked, BlockKind, Closed, Closing, Ended, Entry, GivenUp, Header, Operation, Place,
-    Resized, Why,
+    After, Asked, BlockKind, Closed, Closing, Ended, Entry, Fallen, GivenUp, Header, Operation,
+    Place, Resized, Sleepless, Why,
 };
 use crate::bytes::ByteSize;
 use crate::decay::DecayTime;
 use crate::device::compact::{CompactOptions, Goal};
 use crate::device::config::Growth;
 use crate::device::region::Region;
+use crate::device::sleep::{Contents, Slept, Woken};
 
-/// The version that is written, and the only one that is read.
-pub(super) const VERSION: u64 = 1;
+/// The version that is written, and the last that is read.
+pub(super) const VERSION: u64 = 2;
 
 /// The first line, but for the version.
 pub(super) const FIRST: &str = "lowtide-recording version=";
@@ -118,6 +119,32 @@ impl Ended {
     }
 }
 
+impl Sleepless {
+    pub(super) const ALL: [Self; 6] =
+        [Self::Leased, Self::Cancelled, Self::Capturing, Self::Budget, Self::State, Self::Driver];
+
+    /// The name under which a recording shows it.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Leased => "leased",
+            Self::Cancelled => "cancelled",
+            Self::Capturing => "capturing",
+            Self::Budget => "budget",
+            Self::State => "state",
+            Self::Driver => "driver",
+        }
+    }
+}
+
+/// The name under which a recording shows what becomes of a buffer's contents.
+pub(super) const fn contents(contents: Option<Contents>) -> &'static str {
+    match contents {
+        Some(contents) => contents.name(),
+        None => "usual",
+    }
+}
+
 /// The name under which a recording shows whether something is so.
 pub(super) const fn yes(is_so: bool) -> &'static str {
     if is_so { "yes" } else { "no" }
@@ -195,6 +222,20 @@ impl Display for GivenUp {
     }
 }
 
+impl Display for Fallen {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Asleep(Slept { released, offloaded, stayed }) => {
+                let [released, offloaded, stayed] = [released, offloaded, stayed].map(|b| b.get());
+                write!(f, " slept released={released} offloaded={offloaded} stayed={stayed}")
+            }
+            Self::Failed { why, state } => {
+                write!(f, " failed why={} state={}", why.name(), state.name())
+            }
+        }
+    }
+}
+
 impl Header {
     /// What came of it, after a space; nothing, where that is not known.
     pub(super) fn outcome(&self) -> impl Display {
@@ -210,7 +251,7 @@ impl Header {
 impl Display for Header {
     /// Two lines, with their newlines.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "{FIRST}{VERSION}")?;
+        writeln!(f, "{FIRST}{}", self.version)?;
         let asynchronous = yes(self.asynchronous);
         let (rung, started) = (self.rung.name(), nanos(self.started));
         write!(f, "0 open rung={rung} asynchronous={asynchronous} clock={started}")?;
@@ -248,6 +289,9 @@ impl Operation {
             Self::Compact { .. } => "compact",
             Self::Reset { .. } => "reset",
             Self::Close { .. } => "close",
+            Self::Contents { .. } => "contents",
+            Self::Sleep { .. } => "sleep",
+            Self::Wake { .. } => "wake",
         }
     }
 
@@ -269,7 +313,15 @@ impl Operation {
             Self::Decay { now, .. } => write!(f, " now={}", nanos(*now)),
             Self::Trim { keep, .. } => write!(f, " keep={}", keep.get()),
             Self::Compact { options, .. } => write!(f, "{}", compaction(*options)),
-            Self::Shrink { .. } | Self::Reset { .. } | Self::Close { .. } => Ok(()),
+            Self::Contents { id, contents: what } => {
+                write!(f, " id={id} what={}", contents(*what))
+            }
+            Self::Sleep { stable, dynamic, .. } => {
+                write!(f, " stable={} dynamic={}", stable.name(), dynamic.name())
+            }
+            Self::Shrink { .. } | Self::Reset { .. } | Self::Close { .. } | Self::Wake { .. } => {
+                Ok(())
+            }
         })
     }
 
@@ -298,6 +350,12 @@ impl Operation {
             }
             Self::Reset { blocks, bytes } => write!(f, " blocks={blocks} bytes={}", bytes.get()),
             Self::Close { outcome } => write!(f, " {}", outcome.name()),
+            Self::Sleep { outcome, .. } => write!(f, "{outcome}"),
+            Self::Wake { woken: Some(Woken { committed, restored }) } => {
+                let (committed, restored) = (committed.get(), restored.get());
+                write!(f, " done committed={committed} restored={restored}")
+            }
+            Self::Wake { woken: None } => f.write_str(" failed"),
             _ => Ok(()), // there is none: see `has_outcome`
         })
     }
@@ -316,6 +374,7 @@ impl Operation {
                 | Self::LaneEnd { .. }
                 | Self::Limit { .. }
                 | Self::DecayTime { .. }
+                | Self::Contents { .. }
         )
     }
 }

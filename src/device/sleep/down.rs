@@ -14,7 +14,7 @@ use std::task::Waker;
 use super::contents::{self, Contents, Part};
 use super::phase::Phase;
 use super::stores::Saved;
-use super::{SleepOptions, Slept};
+use super::{ArenaState, SleepOptions, Slept};
 use crate::bytes::ByteSize;
 use crate::clock::Bell;
 use crate::device::books::Books;
@@ -41,7 +41,7 @@ struct Failed {
 impl Shared {
     /// Falls asleep, from awake.
     pub(super) fn sleep(&self, options: SleepOptions) -> Result<Slept, DeviceError> {
-        let drain = self.begin_drain()?;
+        let drain = self.begin_drain(options)?;
         // What a front keeps has memory behind it, and is handed out without a look at the books.
         let _shut = self.fronts.shut();
         self.empty_fronts();
@@ -50,10 +50,10 @@ impl Shared {
     }
 
     /// Begins to wait for leases; returns the drain's number.
-    fn begin_drain(&self) -> Result<u64, DeviceError> {
+    fn begin_drain(&self, options: SleepOptions) -> Result<u64, DeviceError> {
         let mut books = self.books();
         if books.sleep.phase != Phase::Awake {
-            return Err(self.not_awake(&books));
+            return Err(self.told(&books, options, self.not_awake(&books)));
         }
         books.sleep.drains += 1;
         let drain = books.sleep.drains;
@@ -68,7 +68,8 @@ impl Shared {
         loop {
             let mut books = self.books();
             if books.sleep.phase != Phase::Draining(drain) {
-                return Err(DeviceError::SleepCancelled { arena: self.name.clone() });
+                let error = DeviceError::SleepCancelled { arena: self.name.clone() };
+                return Err(self.told(&books, options, error));
             }
             let now = self.clock.now();
             let bell = match books.sleep.bell.clone() {
@@ -76,11 +77,12 @@ impl Shared {
                 _ if books.leases > 0 => {
                     books.sleep.phase = Phase::Awake;
                     books.sleep.bell = None;
-                    return Err(DeviceError::Leased {
+                    let error = DeviceError::Leased {
                         arena: self.name.clone(),
                         leases: books.leases,
                         held_for: now - books.sleep.leased_since,
-                    });
+                    };
+                    return Err(self.told(&books, options, error));
                 }
                 _ => {
                     books.sleep.phase = Phase::Falling;
@@ -93,24 +95,30 @@ impl Shared {
         }
     }
 
+    /// Tells the recorder why it does not fall asleep; the error.
+    fn told(&self, books: &Books, options: SleepOptions, error: DeviceError) -> DeviceError {
+        books.tell_sleepless(&*self.clock, options, &error, books.sleep.state());
+        error
+    }
+
     /// From the last lease to asleep, or back.
     fn fall(&self, options: SleepOptions) -> Result<Slept, DeviceError> {
         let parts = match self.begin_fall(options) {
             Ok(parts) => parts,
-            Err(error) => return Err(self.stay_up(&[], None, error)),
+            Err(error) => return Err(self.stay_up(options, &[], None, error)),
         };
         let saved = match self.save(&parts) {
             Ok(saved) => saved,
-            Err(error) => return Err(self.stay_up(&parts, None, error)),
+            Err(error) => return Err(self.stay_up(options, &parts, None, error)),
         };
         let is_wanted = self.books().sleep.is_wanted();
         if is_wanted {
             let error = DeviceError::SleepCancelled { arena: self.name.clone() };
-            return Err(self.stay_up(&parts, saved, error));
+            return Err(self.stay_up(options, &parts, saved, error));
         }
         match self.give_away(&parts) {
-            Ok(()) => Ok(self.lie_down(&parts, &vec![true; parts.len()], saved)),
-            Err(failed) => self.turn_back(&parts, failed, saved),
+            Ok(()) => Ok(self.lie_down(options, &parts, &vec![true; parts.len()], saved, None)),
+            Err(failed) => Err(self.turn_back(options, &parts, failed, saved)),
         }
     }
 
@@ -144,9 +152,16 @@ impl Shared {
     }
 
     /// Nothing has left: awake again.
-    fn stay_up(&self, parts: &[Part], saved: Option<Saved>, error: DeviceError) -> DeviceError {
+    fn stay_up(
+        &self,
+        options: SleepOptions,
+        parts: &[Part],
+        saved: Option<Saved>,
+        error: DeviceError,
+    ) -> DeviceError {
         self.arrive_at(Phase::Awake, |books| {
             parts.iter().for_each(|part| books.end_part(part, false));
+            books.tell_sleepless(&*self.clock, options, &error, ArenaState::Awake);
         });
         if let Some(saved) = saved {
             self.let_go(saved);
@@ -157,11 +172,13 @@ impl Shared {
     /// A part did not leave: those before it come back. Where they do not, all leave that can.
     fn turn_back(
         &self,
+        options: SleepOptions,
         parts: &[Part],
         failed: Failed,
         saved: Option<Saved>,
-    ) -> Result<Slept, DeviceError> {
+    ) -> DeviceError {
         let Failed { nth, error } = failed;
+        let error = DeviceError::from(error);
         let gone = &parts[..nth];
         let mut back = 0;
         let returned = gone.iter().try_for_each(|part| {
@@ -178,11 +195,12 @@ impl Shared {
             self.arrive_at(Phase::Awake, |books| {
                 books.note_discarded(&parts[..=nth]);
                 parts.iter().for_each(|part| books.end_part(part, false));
+                books.tell_sleepless(&*self.clock, options, &error, ArenaState::Awake);
             });
             if let Some(saved) = saved {
                 self.let_go(saved);
             }
-            return Err(error.into());
+            return error;
         }
         // Copies that are under way keep their memory here.
         let is_done = self.copies_are_done();
@@ -191,12 +209,19 @@ impl Shared {
             is_gone || (is_done && self.driver.decommit(part.at, part.size, Key::new()).is_ok())
         };
         let left: Vec<_> = parts.iter().enumerate().map(leave).collect();
-        self.lie_down(parts, &left, saved);
-        Err(error.into())
+        self.lie_down(options, parts, &left, saved, Some(&error));
+        error
     }
 
-    /// Asleep: books which parts have left.
-    fn lie_down(&self, parts: &[Part], left: &[bool], saved: Option<Saved>) -> Slept {
+    /// Asleep: books which parts have left; with an error where one did not.
+    fn lie_down(
+        &self,
+        options: SleepOptions,
+        parts: &[Part],
+        left: &[bool],
+        saved: Option<Saved>,
+        error: Option<&DeviceError>,
+    ) -> Slept {
         let mut slept = Slept::default();
         for part in parts.iter().filter(|part| part.contents == Contents::Keep) {
             slept.offloaded = slept.offloaded.saturating_add(part.size);
@@ -214,6 +239,12 @@ impl Shared {
             books.sleep.saved = saved;
             books.sleep.sleeps += 1;
             slept.stayed = ByteSize::new(books.backed());
+            match error {
+                None => books.tell_asleep(&*self.clock, options, slept),
+                Some(error) => {
+                    books.tell_sleepless(&*self.clock, options, error, ArenaState::Asleep);
+                }
+            }
         });
         slept
     }

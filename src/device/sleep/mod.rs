@@ -52,6 +52,9 @@ pub enum ArenaState {
 }
 
 impl ArenaState {
+    /// All of them.
+    pub(super) const ALL: [Self; 4] = [Self::Awake, Self::Draining, Self::Asleep, Self::Waking];
+
     /// The name under which metrics and endpoints show it.
     #[must_use]
     pub const fn name(self) -> &'static str {
@@ -206,6 +209,7 @@ impl DeviceArena {
             return Err(DeviceError::Unsupported { what, rung: self.rung() });
         }
         let outcome = shared.sleep(options);
+        shared.pass_on();
         shared.debug_validate();
         if let Ok(Slept { released, offloaded, stayed }) = &outcome {
             let arena = self.name();

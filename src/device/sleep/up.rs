@@ -70,10 +70,12 @@ impl Shared {
         let outcome = self
             .have_back(&returns, &mut back)
             .and_then(|()| self.copy_back(&places).map_err(DeviceError::from));
-        match outcome {
+        let woken = match outcome {
             Ok(()) => Ok(self.stand_up(&returns, places.iter().map(|(_, span)| span.size).sum())),
             Err(error) => Err(self.sleep_on(&returns[..], back, error)),
-        }
+        };
+        self.pass_on();
+        woken
     }
 
     /// Commits all that is to come back, and counts it; asks the callbacks for more
@@ -125,6 +127,7 @@ impl Shared {
     /// Awake: the copies are given up.
     fn stand_up(&self, returns: &[Return], restored: ByteSize) -> Woken {
         let mut saved = None;
+        let woken = Woken { committed: returns.iter().map(|to| to.size).sum(), restored };
         self.arrive_at(Phase::Awake, |books| {
             for to in returns {
                 books.end_commit(to.region, to.run, true, &*self.clock);
@@ -136,14 +139,14 @@ impl Shared {
             books.end_wake(None);
             // Under the lock: it may be asleep again the moment after.
             self.fronts.set_asleep(false);
+            books.tell_wake(&*self.clock, Some(woken));
         });
         if let Some(saved) = saved {
             self.let_go(saved);
         }
-        let committed = returns.iter().map(|to| to.size).sum();
-        let arena = &self.name;
+        let (arena, committed) = (&self.name, woken.committed);
         tracing::info!(arena, %committed, %restored, "the arena woke");
-        Woken { committed, restored }
+        woken
     }
 
     /// Asleep again: what came back leaves.
@@ -161,6 +164,7 @@ impl Shared {
             }
             books.note_committed();
             books.end_wake(Some(error.clone()));
+            books.tell_wake(&*self.clock, None);
         });
         tracing::warn!(arena = self.name, %error, "the arena could not be woken");
         error
