@@ -51,6 +51,7 @@ struct Totals {
     run: AtomicU64,
     failed: AtomicU64,
     acts: AtomicU64,
+    sleeps: AtomicU64,
     driver_calls: AtomicU64,
     unsafe_unmaps: AtomicU64,
 }
@@ -82,6 +83,7 @@ fn main() -> ExitCode {
     figure("run", &totals.run, "schedules");
     figure("failed", &totals.failed, "schedules");
     figure("acts", &totals.acts, "acts");
+    figure("sleeps", &totals.sleeps, "sleeps");
     figure("driver_calls", &totals.driver_calls, "calls");
     figure("unsafe_unmaps", &totals.unsafe_unmaps, "unmaps");
     if totals.failed.load(Ordering::Relaxed) == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
@@ -104,6 +106,7 @@ fn run(totals: &Totals, from: u64, count: u64, plant: Option<Planted>) {
         match outcome {
             Ok(done) => {
                 add(&totals.acts, done.acts);
+                add(&totals.sleeps, done.sleeps);
                 add(&totals.driver_calls, done.driver_calls);
                 add(&totals.unsafe_unmaps, done.unsafe_unmaps);
             }

@@ -238,7 +238,7 @@ impl Shared {
         wanted: Wanted,
     ) -> Result<Placed, DeviceError> {
         let what = Refused::Resize(region, old.id, wanted.requested);
-        let new = self
+        let mut new = self
             .seek(region, wanted.by(Origin::RESIZE), None)
             .map_err(|refusal| self.note_refusal(region, refusal, what))?;
         let size = ByteSize::new(old.requested.min(wanted.requested));
@@ -248,6 +248,13 @@ impl Shared {
         let copied = complete.and_then(|()| copy());
         let mut books = self.books();
         if copied.is_ok() {
+            let pins = &mut books.region_mut(region).pins;
+            if pins.take_discarded(old.id) {
+                // What was copied is no contents either. It goes back to the books, and to no
+                // front: there it would keep this note.
+                pins.discard(new.id);
+                new.moves = Placed::STALE;
+            }
             books.replace(region, old, new, &*self.clock);
         } else {
             books.release(region, new, &*self.clock);

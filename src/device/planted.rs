@@ -34,13 +34,15 @@ pub enum Planted {
     CapturedEvent,
     /// A driver call is made with the arena's lock held.
     LockAcrossCall,
+    /// The arena falls asleep without waiting for work that leases let in.
+    SleepBeforeDone,
 }
 
 #[cfg(feature = "simulation")]
 impl Planted {
     /// All of them.
     #[doc(hidden)]
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 12] = [
         Self::NoEventWait,
         Self::CrossStreamReuse,
         Self::EarlyUnmap,
@@ -52,6 +54,7 @@ impl Planted {
         Self::MovesWhatArrives,
         Self::CapturedEvent,
         Self::LockAcrossCall,
+        Self::SleepBeforeDone,
     ];
 }
 

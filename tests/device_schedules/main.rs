@@ -20,6 +20,7 @@ fn random_schedules_keep_every_byte_and_leave_nothing_behind() {
         match Schedule::of(seed).run() {
             Ok(done) => {
                 all.acts += done.acts;
+                all.sleeps += done.sleeps;
                 all.driver_calls += done.driver_calls;
                 all.unsafe_unmaps += done.unsafe_unmaps;
             }
@@ -28,5 +29,6 @@ fn random_schedules_keep_every_byte_and_leave_nothing_behind() {
     }
     println!("{all:?}");
     assert!(all.acts >= SEEDS * 400 && all.driver_calls > all.acts);
+    assert!(all.sleeps > SEEDS);
     assert_eq!(all.unsafe_unmaps, 0);
 }

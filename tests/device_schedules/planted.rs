@@ -76,6 +76,11 @@ fn an_event_that_is_recorded_in_a_capture_is_found() {
     assert_found(Planted::CapturedEvent, 100, &["CAPTURE", "CaptureSpoiled"]);
 }
 
+#[test]
+fn a_sleep_that_does_not_wait_for_the_work_of_leases_is_found() {
+    assert_found(Planted::SleepBeforeDone, 100, WRONG);
+}
+
 const DYNAMIC: Region = Region::Dynamic;
 const MIB: usize = 1 << 20;
 

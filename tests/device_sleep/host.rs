@@ -78,3 +78,21 @@ fn what_is_said_of_one_buffer_is_not_said_of_the_next_that_has_its_block() {
     assert!(!another.take_discarded());
     arena.validate();
 }
+
+/// The copy of a block whose contents were discarded was taken for contents.
+#[test]
+fn a_resize_that_takes_another_block_does_not_hide_that_contents_were_discarded() {
+    let arena = open();
+    let mut cache = arena.alloc_from(&[1_u8; 4096], Region::Dynamic).expect("room");
+    let next = arena.alloc_from(&[2_u8; 4096], Region::Dynamic).expect("room");
+    arena.sleep(NOW).expect("asleep");
+    cache.resize(3 * 4096).expect("woken, and copied");
+    assert!(cache.take_discarded() && !cache.take_discarded(), "it is said once");
+    arena.sleep(NOW).expect("asleep");
+    cache.resize(6 * 4096).expect("woken, and copied");
+    drop(cache);
+    // Nobody is told of what another lost.
+    let after = arena.alloc::<u8>(6 * 4096, Region::Dynamic).expect("room");
+    assert!(!after.take_discarded());
+    drop((after, next));
+}

@@ -22,6 +22,7 @@ use crate::device::driver::DriverError;
 use crate::device::driver::sealed::Key;
 use crate::device::error::DeviceError;
 use crate::device::picture::Act;
+use crate::device::planted::Planted;
 use crate::device::region::Region;
 use crate::device::segment::Run;
 use crate::device::shared::Shared;
@@ -131,7 +132,9 @@ impl Shared {
                 books = wait(&self.settled, books);
             }
             drop(books);
-            self.complete_used()?;
+            if !self.planted(Planted::SleepBeforeDone) {
+                self.complete_used()?;
+            }
             let mut books = self.books();
             // What was freed meanwhile has its uses waited for as well.
             if !books.is_busy() && books.pending() == 0 {

@@ -252,6 +252,13 @@ impl DeviceArena {
         lock(&self.shared().books).sleep.is_wanted()
     }
 
+    /// Whether a call is under way that who puts it to sleep waits for; for tests.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn is_busy(&self) -> bool {
+        lock(&self.shared().books).is_busy()
+    }
+
     /// Sets where host memory is booked before contents are copied into it; without, nowhere.
     pub fn set_host_budget(&self, budget: Arc<dyn HostBudget>) {
         if self.shared().check_here().is_ok() {

@@ -10,6 +10,7 @@ use std::cell::Cell;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, TryLockError};
 
+use lowtide::device::ArenaState;
 use lowtide::device::driver::sim::{Call, SimDriver, SimError};
 
 use super::acts::{self, Amid};
@@ -23,6 +24,11 @@ const MOMENTS: &[(Call, Amid)] = &[
     (Call::EventSynchronize, Amid::Events),
     (Call::StreamWaitEvent, Amid::Events),
     (Call::StreamWaitEvent, Amid::Events),
+    (Call::HostFree, Amid::Events),
+    (Call::HostAlloc, Amid::Moves),
+    (Call::Offload, Amid::Moves),
+    (Call::Restore, Amid::Moves),
+    (Call::StreamSynchronize, Amid::Moves),
     (Call::Create, Amid::Commits),
     (Call::Unmap, Amid::Commits),
     (Call::StreamIsCapturing, Amid::Moves),
@@ -45,6 +51,11 @@ const FAILURES: &[(Call, SimError)] = &[
     (Call::StreamWaitEvent, SimError::InvalidValue),
     (Call::StreamIsCapturing, SimError::Unknown),
     (Call::Synchronize, SimError::Unknown),
+    (Call::HostAlloc, SimError::OutOfMemory),
+    (Call::Offload, SimError::Unknown),
+    (Call::Restore, SimError::Unknown),
+    (Call::StreamSynchronize, SimError::Unknown),
+    (Call::HostFree, SimError::Unknown),
 ];
 
 thread_local! {
@@ -81,7 +92,14 @@ fn meddle(world: &Arc<World>, other: usize, amid: Amid) {
         Err(TryLockError::WouldBlock) => return, // it is at work itself
     };
     for _ in 0..=worker.chance.below(5) {
-        let act = acts::choose(&mut worker.chance, amid);
+        // Who is on the way down or up makes this call perhaps, and nobody gets in before it
+        // arrives. Where none is, none sets out before the act has ended.
+        let awake = world.drowsy.try_read().ok();
+        let on_the_way = [ArenaState::Draining, ArenaState::Waking].contains(&world.arena.state());
+        let most = if awake.is_none() || on_the_way { Amid::Moves } else { amid };
+        let act = acts::choose(&mut worker.chance, most.max(amid));
+        // It looks for itself whether it may.
+        let _awake = awake.filter(|_| !act.sleeps);
         if !world.perform(act, &mut worker) {
             break;
         }

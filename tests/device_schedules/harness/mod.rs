@@ -27,8 +27,8 @@ use std::thread;
 use std::time::Duration;
 
 use lowtide::ByteSize;
-use lowtide::device::DeviceArena;
 use lowtide::device::driver::sim::{Leaks, Order, SimDriver};
+use lowtide::device::{Contents, DeviceArena, Region, SleepConfig, SleepOptions};
 
 use chance::Chance;
 use world::World;
@@ -67,6 +67,10 @@ pub(crate) struct Schedule {
     /// Streams capture graphs now and then.
     captures: bool,
     end: End,
+    /// Sleeps may discard what is in the stable region, and in the dynamic one.
+    discards: [bool; 2],
+    /// Leases for work name its stream.
+    names: bool,
 }
 
 /// What went wrong, and in which run.
@@ -81,6 +85,7 @@ pub(crate) struct Failure {
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Done {
     pub(crate) acts: u64,
+    pub(crate) sleeps: u64,
     pub(crate) driver_calls: u64,
     pub(crate) unsafe_unmaps: u64,
 }
@@ -110,6 +115,8 @@ impl Schedule {
         let reserve = *pick(&mut chance, &[ByteSize::kib(512), ByteSize::mib(4), ByteSize::gib(1)]);
         let capacity = if chance.below(4) == 0 { limit } else { ByteSize::gib(1) };
         let end = *pick(&mut chance, &[End::Closed, End::Closed, End::Done, End::Working]);
+        let discards = [chance.below(3) == 0, chance.below(3) == 0];
+        let names = chance.below(4) > 0;
         Self {
             seed,
             order,
@@ -122,7 +129,28 @@ impl Schedule {
             fails,
             captures,
             end,
+            discards,
+            names,
         }
+    }
+
+    /// Whether a sleep may discard what is in a region.
+    fn discards(&self, region: Region) -> bool {
+        self.discards[usize::from(region == Region::Dynamic)]
+    }
+
+    /// When the arena falls asleep by itself.
+    fn sleep(&self) -> SleepConfig {
+        let contents =
+            |region| if self.discards(region) { Contents::Discard } else { Contents::Keep };
+        let options = SleepOptions {
+            drain: Duration::ZERO,
+            stable: contents(Region::Stable),
+            dynamic: contents(Region::Dynamic),
+        };
+        // Nobody lets time go by for who waits.
+        let (idle_after, patience) = (Some(Duration::from_secs(5)), Duration::ZERO);
+        SleepConfig { idle_after, patience, options, ..SleepConfig::default() }
     }
 
     /// Runs it in a thread of its own.
@@ -174,11 +202,12 @@ impl Schedule {
             });
         }
         let acts = world.acts.load(Ordering::Relaxed);
+        let sleeps = world.arena.snapshot().sleeps_total;
         let sim = Arc::clone(&world.sim);
         let ended = self.finish(world, &sim);
         let unsafe_unmaps = sim.unsafe_unmaps();
         ended
-            .map(|()| Done { acts, driver_calls: sim.calls_total(), unsafe_unmaps })
+            .map(|()| Done { acts, sleeps, driver_calls: sim.calls_total(), unsafe_unmaps })
             .map_err(|what| (what, unsafe_unmaps))
     }
 
@@ -186,6 +215,7 @@ impl Schedule {
     fn finish(self, world: Arc<World>, sim: &SimDriver) -> Result<(), String> {
         world.over.store(true, Ordering::Relaxed);
         sim.forget_failures();
+        world.arena.set_limit(ByteSize::MAX); // so that it can wake
         let mut faults = world.faults.lock().unwrap_or_else(PoisonError::into_inner).clone();
         for worker in &world.workers {
             let mut worker = worker.lock().unwrap_or_else(PoisonError::into_inner);
@@ -220,6 +250,9 @@ impl Schedule {
         let leaks = sim.leaks();
         let kept = Leaks { reservations: 0, reserved: ByteSize::ZERO, ..Leaks::default() };
         let left = if all_back { leaks } else { without_memory(leaks) };
+        // A copy whose end nobody saw may still work on its store.
+        let stores = if all_back || !self.fails { left.host_stores } else { 0 };
+        let left = Leaks { host_stores: stores, ..left };
         if left != kept {
             faults.push(format!("left behind: {leaks:?}"));
         }

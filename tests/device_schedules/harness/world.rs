@@ -6,6 +6,7 @@
 //! Invariant: work is queued on a buffer only under a lease, or while the block is pinned.
 #![expect(unsafe_code, reason = "a lane is of a stream that the caller vouches for")]
 
+use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
@@ -41,6 +42,9 @@ pub(super) struct World {
     /// Held for writing while a stream captures beside other threads: who waits for the device
     /// then spoils the capture, and only the program knows when it begins.
     pub(super) quiet: RwLock<()>,
+    /// Held for writing while the arena is put to sleep, and for reading by who acts in the midst
+    /// of another's call and may have to wait for a lease: a sleep waits for that call perhaps.
+    pub(super) drowsy: RwLock<()>,
     /// Streams that capture now.
     pub(super) capturing: AtomicUsize,
     pub(super) acts: AtomicU64,
@@ -67,6 +71,10 @@ pub(super) struct Held {
     /// Its bytes as written, from the first on.
     pub(super) mark: u64,
     pub(super) written: ByteSize,
+    /// No sleep may discard its contents.
+    pub(super) keeps: bool,
+    /// A sleep has discarded them, and nothing was written since.
+    pub(super) is_lost: Cell<bool>,
     /// Another stream reads it, and nobody waits for that but the arena.
     pub(super) is_shared: bool,
     /// Where its work is.
@@ -78,7 +86,8 @@ pub(super) struct Held {
 /// A block by address.
 pub(super) struct HeldRaw {
     pub(super) block: RawBlock,
-    pub(super) mark: u64,
+    /// `None` where it is not known.
+    pub(super) mark: Option<u64>,
     pub(super) home: Track,
 }
 
@@ -96,7 +105,8 @@ pub(super) struct Worker {
     pub(super) tracks: Vec<Track>,
     pub(super) held: Vec<Held>,
     pub(super) raws: Vec<HeldRaw>,
-    pub(super) leases: Vec<Lease>,
+    /// With the streams that they name.
+    pub(super) leases: Vec<(Lease, Vec<Track>)>,
     pub(super) recorded: Vec<Recorded>,
     /// Lanes of what was freed in the midst of a driver call: they are dropped later, because the
     /// end of a stream waits for such calls.
@@ -115,8 +125,8 @@ impl World {
             ..SimOptions::default()
         };
         let sim = Arc::new(SimDriver::new(options));
-        let (limit, reserve) = (schedule.limit, schedule.reserve);
-        let config = ArenaConfig { limit, reserve, ..ArenaConfig::new("schedule") };
+        let (limit, reserve, sleep) = (schedule.limit, schedule.reserve, schedule.sleep());
+        let config = ArenaConfig { limit, reserve, sleep, ..ArenaConfig::new("schedule") };
         let arena = DeviceArena::open(sim.clone(), Arc::new(sim.clock()), config);
         let arena = arena.map_err(|error| error.to_string())?;
         let shared: Vec<_> = (0..2).map(|_| track(&arena, &sim)).collect::<Result<_, _>>()?;
@@ -135,6 +145,7 @@ impl World {
             post: Mutex::default(),
             faults: Mutex::default(),
             quiet: RwLock::new(()),
+            drowsy: RwLock::new(()),
             capturing: AtomicUsize::new(0),
             acts: AtomicU64::new(0),
             over: AtomicBool::new(false),
@@ -188,6 +199,7 @@ impl World {
         let captures = self.capturing.load(Ordering::Relaxed) > 0;
         let fine = match &error {
             DeviceError::OutOfMemory { .. } | DeviceError::OutOfAddresses { .. } => true,
+            DeviceError::Capturing { .. } => captures,
             DeviceError::ContentsLost { .. } => self.schedule.fails,
             DeviceError::Driver(driver) => {
                 let by_capture = captures && driver.code() == Some(CAPTURES);
@@ -228,6 +240,25 @@ impl World {
         self.insist(|sim| sim.event_destroy(event))
     }
 
+    /// A lease for work on a stream; nothing, where the arena sleeps and cannot be woken.
+    fn lease_on(&self, track: &Track) -> Result<Option<Lease>, String> {
+        if !self.schedule.names {
+            return self.take(self.arena.enter());
+        }
+        self.take(track.lane.enter())
+    }
+
+    /// Whether the contents of a buffer were discarded. A lease is held: nothing sleeps meanwhile.
+    pub(super) fn is_lost(&self, held: &Held) -> Result<bool, String> {
+        if held.buffer.take_discarded() {
+            if held.keeps {
+                return Err("contents that were to be kept are lost".to_owned());
+            }
+            held.is_lost.set(true);
+        }
+        Ok(held.is_lost.get())
+    }
+
     /// Where a buffer is; `None` where its contents were lost.
     pub(super) fn place(
         &self,
@@ -240,8 +271,10 @@ impl World {
 
     /// Queues a write of all of a buffer, on its own stream.
     pub(super) fn fill(&self, held: &mut Held, mark: u64) -> Act {
-        let lease = self.arena.enter().map_err(|error| error.to_string())?;
+        let Some(lease) = self.lease_on(&held.home)? else { return Ok(()) };
         let Some(at) = self.place(held, &lease)? else { return Ok(()) };
+        let _ = self.is_lost(held)?;
+        held.is_lost.set(false);
         (held.mark, held.written) = (mark, held.buffer.bytes());
         let pattern = Pattern::new(mark);
         self.insist(|sim| sim.fill(held.home.stream(), at, held.written, pattern))
@@ -252,8 +285,11 @@ impl World {
         if held.written.is_zero() {
             return Ok(());
         }
-        let lease = self.arena.enter().map_err(|error| error.to_string())?;
+        let Some(lease) = self.lease_on(on)? else { return Ok(()) };
         let Some(at) = self.place(held, &lease)? else { return Ok(()) };
+        if self.is_lost(held)? {
+            return Ok(());
+        }
         let pattern = Pattern::new(held.mark);
         self.insist(|sim| sim.check(on.stream(), at, held.written, pattern)).map(|_: Ticket| ())
     }

@@ -58,22 +58,26 @@ pub(super) fn compact(world: &World, worker: &mut Worker) -> Act {
     world.take(done).map(drop)
 }
 
-/// A lease that is kept: nothing moves until it is given up.
+/// A lease that is kept: nothing moves or sleeps until it is given up.
 pub(super) fn enter(world: &World, worker: &mut Worker) -> Act {
-    let lease = world.arena.enter().map_err(|error| error.to_string())?;
-    worker.leases.push(lease);
+    let lease = world.take(world.arena.enter())?;
+    worker.leases.extend(lease.map(|lease| (lease, Vec::new())));
     Ok(())
 }
 
 pub(super) fn leave(_: &World, worker: &mut Worker) -> Act {
-    drop(worker.leases.pop());
+    if let Some((lease, tracks)) = worker.leases.pop() {
+        drop(lease);
+        worker.later.extend(tracks);
+    }
     Ok(())
 }
 
 pub(super) fn look(world: &World, _: &mut Worker) -> Act {
     world.arena.validate();
     let snapshot = world.arena.snapshot();
-    if snapshot.pending > snapshot.active || snapshot.live > snapshot.active {
+    let awake = snapshot.live.saturating_sub(snapshot.asleep);
+    if snapshot.pending > snapshot.active || awake > snapshot.active {
         return Err(format!("more live or pending than active: {snapshot:?}"));
     }
     Ok(())

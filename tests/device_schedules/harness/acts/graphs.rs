@@ -7,7 +7,7 @@
 
 use std::sync::atomic::Ordering;
 
-use lowtide::device::Region;
+use lowtide::device::{Contents, Region};
 
 use super::memory::held;
 use crate::harness::world::{Act, Held, Recorded, Worker, World};
@@ -21,6 +21,8 @@ pub(super) fn begin(world: &World, worker: &mut Worker) -> Act {
         return Ok(());
     }
     let home = world.track()?;
+    // What is queued while it captures is queued under this one as well.
+    let Some(_lease) = world.take(home.lane.enter())? else { return Ok(()) };
     let Some(mut first) = buffer(world, worker, &home)? else { return Ok(()) };
     // Something that others may want while the stream captures.
     if let Some(mut gone) = buffer(world, worker, &home)? {
@@ -52,7 +54,11 @@ fn buffer(
         return Ok(None);
     };
     let pin = world.take(buffer.pin())?;
-    Ok(Some(Held { pin, ..held(buffer, home.clone()) }))
+    let mut held = Held { pin, ..held(world, buffer, home.clone()) };
+    // The graph checks it again and again.
+    held.buffer.set_contents(Some(Contents::Keep)).map_err(|error| error.to_string())?;
+    held.keeps = true;
+    Ok(Some(held))
 }
 
 pub(super) fn end(world: &World, worker: &mut Worker) -> Act {
@@ -68,14 +74,15 @@ fn close(world: &World, recorded: &mut Recorded) -> Act {
     world.capturing.fetch_sub(1, Ordering::Relaxed);
     let graph = ended.map_err(|error| format!("the capture was spoiled: {error}"))?;
     recorded.graph = Some(graph);
+    let Some(_lease) = world.take(recorded.home.lane.enter())? else { return Ok(()) };
     world.insist(|sim| sim.graph_launch(graph, stream))
 }
 
 pub(super) fn launch(world: &World, worker: &mut Worker) -> Act {
     let graph = worker.recorded.iter().find_map(|recorded| Some((recorded.graph?, recorded)));
-    graph.map_or(Ok(()), |(graph, recorded)| {
-        world.insist(|sim| sim.graph_launch(graph, recorded.home.stream()))
-    })
+    let Some((graph, recorded)) = graph else { return Ok(()) };
+    let Some(_lease) = world.take(recorded.home.lane.enter())? else { return Ok(()) };
+    world.insist(|sim| sim.graph_launch(graph, recorded.home.stream()))
 }
 
 pub(super) fn forget(world: &World, worker: &mut Worker) -> Act {

@@ -4,6 +4,8 @@
 //!
 //! Invariant: what was had is written at once, under a mark of its own.
 
+use std::cell::Cell;
+
 use lowtide::ByteSize;
 use lowtide::device::driver::sim::Pattern;
 use lowtide::device::{Buffer, Region};
@@ -22,14 +24,16 @@ pub(super) fn region(worker: &mut Worker) -> Region {
 
 fn hold(world: &World, worker: &mut Worker, buffer: Option<Buffer<u8>>, home: Track) -> Act {
     let Some(buffer) = buffer else { return Ok(()) };
-    let mut held = held(buffer, home);
+    let mut held = held(world, buffer, home);
     let filled = world.fill(&mut held, worker.mark());
     worker.held.push(held);
     filled
 }
 
-pub(super) const fn held(buffer: Buffer<u8>, home: Track) -> Held {
+pub(super) fn held(world: &World, buffer: Buffer<u8>, home: Track) -> Held {
     Held {
+        keeps: !world.schedule.discards(buffer.region()),
+        is_lost: Cell::new(false),
         buffer,
         pin: None,
         mark: 0,
@@ -63,10 +67,20 @@ pub(super) fn alloc_raw(world: &World, worker: &mut Worker) -> Act {
     let align = ByteSize::new(1 << worker.chance.below(12));
     let block = world.take(world.arena.alloc_raw(ByteSize::of(size), align, region))?;
     let Some(block) = block else { return Ok(()) };
-    let mark = worker.mark();
-    let pattern = Pattern::new(mark);
-    let filled = world.insist(|sim| sim.fill(home.stream(), block.at, block.requested, pattern));
-    worker.raws.push(HeldRaw { block, mark, home });
+    let mut raw = HeldRaw { block, mark: None, home };
+    let lease = world.take(world.arena.enter());
+    let filled = match lease {
+        Ok(Some(_lease)) => {
+            let mark = worker.mark();
+            // Nobody is told what becomes of a block by address.
+            raw.mark = Some(mark).filter(|_| !world.schedule.discards(region));
+            let (at, size, pattern) = (raw.block.at, raw.block.requested, Pattern::new(mark));
+            world.insist(|sim| sim.fill(raw.home.stream(), at, size, pattern))
+        }
+        Ok(None) => Ok(()),
+        Err(fault) => Err(fault),
+    };
+    worker.raws.push(raw);
     filled
 }
 
@@ -109,6 +123,8 @@ pub(super) fn resize(world: &World, worker: &mut Worker) -> Act {
     let held = &mut worker.held[nth];
     if world.take(held.buffer.resize(size))?.is_some() {
         held.written = held.written.min(held.buffer.bytes());
+        // What was said of its contents may be forgotten with the block.
+        held.keeps &= !world.schedule.discards(held.buffer.region());
     }
     Ok(())
 }

@@ -8,6 +8,7 @@
 mod arena;
 mod graphs;
 mod memory;
+mod sleep;
 mod work;
 
 use super::chance::Chance;
@@ -37,6 +38,8 @@ pub(super) struct Entry {
     pub(super) run: fn(&World, &mut Worker) -> Act,
     /// A stream captures meanwhile, or from then on.
     pub(super) captures: bool,
+    /// It may put the arena to sleep: see `World::drowsy`.
+    pub(super) sleeps: bool,
 }
 
 const fn entry(
@@ -45,7 +48,7 @@ const fn entry(
     amid: Amid,
     run: fn(&World, &mut Worker) -> Act,
 ) -> Entry {
-    Entry { name, weight, amid, run, captures: false }
+    Entry { name, weight, amid, run, captures: false, sleeps: false }
 }
 
 /// All acts.
@@ -80,7 +83,14 @@ const TABLE: &[Entry] = &[
     entry("limit", 1, Amid::Events, arena::limit),
     entry("compact", 8, Amid::Events, arena::compact),
     entry("enter", 2, Amid::Commits, arena::enter),
-    entry("leave", 4, Amid::Moves, arena::leave),
+    entry("enter a lane", 2, Amid::Commits, sleep::enter_lane),
+    entry("name a stream", 2, Amid::Moves, sleep::name_stream),
+    entry("begin to enter", 1, Amid::Nothing, sleep::begin_to_enter),
+    entry("leave", 8, Amid::Moves, arena::leave),
+    Entry { sleeps: true, ..entry("sleep", 8, Amid::Events, sleep::sleep) },
+    Entry { sleeps: true, ..entry("sleep if idle", 3, Amid::Events, sleep::sleep_if_idle) },
+    entry("wake", 2, Amid::Commits, sleep::wake),
+    entry("set contents", 3, Amid::Commits, sleep::set_contents),
     entry("look", 2, Amid::Events, arena::look),
     Entry { captures: true, ..entry("begin a capture", 2, Amid::Nothing, graphs::begin) },
     entry("end a capture", 3, Amid::Nothing, graphs::end),

@@ -24,7 +24,9 @@ pub(super) fn check(world: &World, worker: &mut Worker) -> Act {
 
 pub(super) fn check_raw(world: &World, worker: &mut Worker) -> Act {
     let Some(raw) = worker.raws.first() else { return Ok(()) };
-    let (at, size, pattern) = (raw.block.at, raw.block.requested, Pattern::new(raw.mark));
+    let Some(mark) = raw.mark else { return Ok(()) };
+    let Some(_lease) = world.take(world.arena.enter())? else { return Ok(()) };
+    let (at, size, pattern) = (raw.block.at, raw.block.requested, Pattern::new(mark));
     world.insist(|sim| sim.check(raw.home.stream(), at, size, pattern)).map(drop)
 }
 
