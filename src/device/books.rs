@@ -166,6 +166,10 @@ impl Books {
         self.total(|region| region.segment.idle())
     }
 
+    pub(super) fn committing(&self) -> u64 {
+        self.total(|region| region.segment.committing())
+    }
+
     pub(super) fn leaving(&self) -> u64 {
         self.total(|region| region.segment.leaving())
     }
@@ -277,7 +281,7 @@ impl Books {
 
     /// Bytes of granules with memory behind them, without those on their way.
     fn there(&self) -> u64 {
-        self.backed() - self.total(|region| region.segment.committing())
+        self.backed() - self.committing()
     }
 
     /// Books what came of a commit.

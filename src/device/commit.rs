@@ -31,8 +31,8 @@ use super::streams::StreamKey;
 use crate::bytes::ByteSize;
 use crate::sync::{MutexGuard, lock, wait};
 
-/// One try of an allocation; whether every free span is looked at.
-pub(super) type Attempt<'a, T> = dyn Fn(bool) -> Result<T, Refusal> + 'a;
+/// One try of an allocation; where a place is looked for.
+pub(super) type Attempt<'a, T> = dyn Fn(Search) -> Result<T, Refusal> + 'a;
 
 /// Attempts that an allocation makes on a full device beside one for every idle granule: each
 /// attempt gives at least one granule back, so more are needed only against neighbours.
@@ -88,8 +88,7 @@ impl Shared {
         wanted: Wanted,
         taker: Option<StreamKey>,
     ) -> Result<Placed, Refusal> {
-        self.insist(region, &|thorough| {
-            let search = if thorough { Search::Cheapest } else { Search::Usual };
+        self.insist(region, &|search| {
             match self.try_obtain(region, wanted, search, taker) {
                 // There may be memory for which nobody need wait, or that is to be committed.
                 Err(refusal) if refusal.is_by_capture() => {
@@ -102,7 +101,7 @@ impl Shared {
 
     /// Tries; where there is no room, again after each rung of the ladder.
     fn insist<T>(&self, region: Region, attempt: &Attempt<'_, T>) -> Result<T, Refusal> {
-        let outcome = match attempt(false) {
+        let outcome = match attempt(Search::Usual) {
             Err(refusal) if refusal.is_shortage() => self.climb(region, attempt),
             outcome => outcome,
         };
@@ -118,13 +117,19 @@ impl Shared {
             Err(refusal) if refusal.is_shortage() => self.ask_for_room(region, refusal, attempt),
             outcome => outcome,
         };
-        // Where a neighbour was freed meanwhile, the place found before is not the best any more.
+        // A neighbour that was freed meanwhile, or has no memory yet, left its granule to this one.
         let has_room = |refusal: &Refusal| refusal.is_contradicted(self.granule);
-        for _ in 0..ATTEMPTS_BESIDE {
+        for nth in 0..ATTEMPTS_BESIDE {
             if !outcome.as_ref().is_err_and(has_room) {
                 break;
             }
-            outcome = attempt(true);
+            if nth > 0 {
+                self.await_neighbour();
+            }
+            outcome = match attempt(Search::Apart) {
+                Err(refusal) if refusal.cause == Cause::Addresses => attempt(Search::Cheapest),
+                outcome => outcome,
+            };
         }
         if self.check_here().is_err() {
             let _its_lock_may_be_taken = ManuallyDrop::new(shut); // in a child of a callback's fork
@@ -132,12 +137,21 @@ impl Shared {
         outcome
     }
 
+    /// Waits for the next result of a driver call, where one is under way: whoever has a place and
+    /// no memory makes one or waits for one.
+    fn await_neighbour(&self) {
+        let books = self.books();
+        if books.leaving() + books.committing() > 0 {
+            drop(wait(&self.settled, books));
+        }
+    }
+
     /// Tries when what was freed and worked on still is idle, at every free span.
     pub(super) fn after_pending<T>(&self, attempt: &Attempt<'_, T>) -> Result<T, Refusal> {
         if self.books().pending() > 0 {
             let _ = self.complete_all(); // where it fails, what is pending stays so
         }
-        attempt(true)
+        attempt(Search::Cheapest)
     }
 
     fn try_obtain(

@@ -151,10 +151,11 @@ impl Granules {
         self.words.get(granule / 64).is_some_and(|word| word.touched >> (granule % 64) & 1 == 1)
     }
 
-    /// How many of them no block touches.
-    pub(super) fn untouched(&self, range: Range<usize>) -> u64 {
+    /// How many of them are not active: a block that arrives may touch them.
+    pub(super) fn inactive(&self, range: Range<usize>) -> u64 {
         let known = |(at, mask): (usize, u64)| {
-            count(mask & !self.words.get(at).copied().unwrap_or_default().touched)
+            let word = self.words.get(at).copied().unwrap_or_default();
+            count(mask & !(word.touched & word.backed))
         };
         masks(range).map(known).sum()
     }

@@ -5,7 +5,8 @@
 //! gets. It decides nothing: `commit` refuses.
 //!
 //! Invariant: where the limit was in the way, `active + the granules the block needs > limit` by
-//! the error's own figures.
+//! the error's own figures. Where no free span has an address at a granule's start for the block, a
+//! neighbour that waits for its memory may cost one granule more; that is tried again 16 times.
 
 use super::books::Books;
 use super::compact::plan::{self, Target};

@@ -97,6 +97,9 @@ pub(super) enum Search {
     AmongLarge,
     /// In all of them: the place by which the fewest granules are active more.
     Cheapest,
+    /// The same, of those that begin with a granule: such a place touches no more granules than the
+    /// block's size needs, whatever becomes of its neighbours.
+    Apart,
     /// In all of them among the large ones: a place for which nobody need wait.
     Clear,
 }
@@ -216,13 +219,16 @@ impl RegionBooks {
             let foreign = u64::from(foreign(place));
             cost + foreign * COST_OF_WAITING + u64::from(cost & COMMITS > 0) * COST_OF_COMMITTING
         };
-        let untouched = |place| {
+        let inactive = |place| {
             let commits = u64::from(segment.wanting(place) > 0);
-            commits * (COST_OF_COMMITTING + 2 * segment.untouched(place))
-                + u64::from(foreign(place))
+            commits * (COST_OF_COMMITTING + 2 * segment.inactive(place)) + u64::from(foreign(place))
         };
         let (id, span) = match search {
-            Search::Cheapest => self.index.take_cheapest(request, untouched)?,
+            Search::Cheapest => self.index.take_cheapest(request, inactive)?,
+            Search::Apart => {
+                let align = wanted.align.max(segment.granularity());
+                self.index.take_cheapest(Request { align, ..request }, inactive)?
+            }
             Search::Clear => self.take_clear(wanted, taker)?,
             Search::Usual | Search::AmongLarge => self.index.take(request, cost)?,
         };

@@ -108,6 +108,10 @@ impl Segment {
         self.reserved
     }
 
+    pub(super) const fn granularity(&self) -> u64 {
+        self.granularity
+    }
+
     /// Bytes with memory behind them, or on the way there or away.
     pub(super) const fn backed(&self) -> u64 {
         (self.low.backed() + self.high.backed()) * self.granularity
@@ -205,9 +209,10 @@ impl Segment {
         opened.count() as u64 * (1 << 32) + self.wanting(span)
     }
 
-    /// Granules of the span that no block touches: by so many more are active with a block there.
-    pub(super) fn untouched(&self, span: Span) -> u64 {
-        self.in_halves(self.granules_of(span), 0, |half, range, sum| sum + half.untouched(range))
+    /// Granules of the span that are not active: by so many more are, with a block there. A
+    /// neighbour that waits for its memory has none yet, and may never get any.
+    pub(super) fn inactive(&self, span: Span) -> u64 {
+        self.in_halves(self.granules_of(span), 0, |half, range, sum| sum + half.inactive(range))
     }
 
     /// Granules of the span with nothing behind them and nothing on its way there.

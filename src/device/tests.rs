@@ -301,6 +301,39 @@ fn an_allocation_in_a_granule_that_is_being_committed_waits_for_it_and_commits_w
     }
 }
 
+/// The place next to a neighbour without memory was taken for the cheapest, cost a granule more
+/// than the block needs, and was refused while there was room by the error's own figures.
+#[test]
+fn a_block_does_not_count_on_the_granule_of_a_neighbour_that_waits_for_its_memory() {
+    let (arena, driver, _) = open(ByteSize::mib(16));
+    let stay = bytes(&arena, ByteSize::mib(8), Region::Dynamic).expect("half of the limit");
+    drop(bytes(&arena, ByteSize::mib(4), Region::Stable).expect("a quarter"));
+    assert_eq!(arena.snapshot().idle, ByteSize::mib(4), "in the other region");
+    driver.hold();
+    let asked = |size| {
+        let arena = arena.clone();
+        thread::spawn(move || bytes(&arena, size, Region::Dynamic))
+    };
+    let first = asked(ByteSize::mib(7)); // ends within a granule
+    driver.wait_until_held(1);
+    let second = asked(ByteSize::kib(7680));
+    let both = ByteSize::kib(7 * 1024 + 7680);
+    wait_until(|| second.is_finished() || arriving(&arena) == both);
+    driver.let_go();
+    let had = [first, second].map(|thread| thread.join().expect("no panic"));
+    assert!(had.iter().any(Result::is_ok), "there is room for one: {had:?}");
+    for refused in had.iter().filter_map(|outcome| outcome.as_ref().err()) {
+        let DeviceError::OutOfMemory { requested, active, limit, .. } = *refused else {
+            panic!("{refused}");
+        };
+        let needed = requested.next_multiple_of(GRANULE).expect("small");
+        assert!(active.saturating_add(needed) > limit, "{refused:?}");
+    }
+    drop((stay, had));
+    arena.validate();
+    driver.assert_no_faults();
+}
+
 #[test]
 fn many_threads_keep_contents_books_and_limit() {
     const THREADS: u64 = 4;
