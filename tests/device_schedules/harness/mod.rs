@@ -52,6 +52,7 @@ enum End {
 
 /// One run.
 #[derive(Clone, Copy, Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "what may happen in it, each with its name")]
 pub(crate) struct Schedule {
     pub(crate) seed: u64,
     order: Order,
