@@ -171,7 +171,7 @@ pub enum DeviceError {
         arena: String,
     },
     /// A stream captures a graph: to wait for the device would spoil it.
-    #[error("arena {arena:?} stays awake: a stream captures a graph")]
+    #[error("arena {arena:?} stays as it is: a stream captures a graph")]
     Capturing {
         /// The arena.
         arena: String,

@@ -12,6 +12,7 @@ mod granules;
 mod lanes;
 mod moves;
 mod shortage;
+mod sleep;
 mod work;
 
 use std::sync::{Arc, OnceLock, Weak};
@@ -35,6 +36,7 @@ const BASE: u64 = 1 << 20;
 #[derive(Default)]
 struct Model {
     remap: bool,
+    same_address_wake: bool,
     reserved: Mutex<u64>,
     committed: Mutex<[bool; 2 * GRANULES]>,
     work: Mutex<Work>,
@@ -82,7 +84,7 @@ impl Driver for Model {
             host_access: false,
             host_backed: false,
             page_locked: false,
-            same_address_wake: false,
+            same_address_wake: self.same_address_wake,
             remap: self.remap,
             asynchronous: self.asynchronous,
             granularity: ByteSize::new(GRANULE),

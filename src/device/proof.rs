@@ -30,7 +30,7 @@ const LOOKS_MAX: usize = 32;
 pub(super) const CAPTURES: u32 = 900;
 
 /// The answer to a call that is not made, because a stream captures a graph.
-fn captures(call: &'static str) -> DriverError {
+pub(super) fn captures(call: &'static str) -> DriverError {
     DriverError::of_cuda(call, CAPTURES, ByteSize::ZERO)
 }
 
@@ -145,7 +145,7 @@ impl Shared {
     }
 
     /// Whether a stream captures a graph.
-    fn is_any_capturing(&self) -> Result<bool, DriverError> {
+    pub(super) fn is_any_capturing(&self) -> Result<bool, DriverError> {
         let alive = self.books().streams.alive();
         for stream in alive {
             let asked = self.on_stream(stream, |handle| {

@@ -4,7 +4,7 @@
 use lowtide::ByteSize;
 use lowtide::device::driver::Driver as _;
 use lowtide::device::driver::sim::{Call, Order, Outcome, Pattern};
-use lowtide::device::{DeviceError, Region};
+use lowtide::device::{ArenaState, DeviceError, Region};
 
 use super::states::NOW;
 use super::support::{Bed, MIB, at};
@@ -109,6 +109,22 @@ fn it_stays_awake_while_a_stream_captures_a_graph() {
     let graph = bed.sim.end_capture(bed.stream).expect("not spoiled");
     bed.sim.graph_destroy(graph).expect("done");
     bed.arena.sleep(NOW).expect("asleep");
+    bed.assert_marked(&kept, 1);
+    drop((kept, lane));
+    bed.end();
+}
+
+/// The wait for the copies of a wake spoiled a capture that had begun while the arena slept.
+#[test]
+fn a_wake_while_a_stream_captures_is_refused_and_spoils_nothing() {
+    let bed = Bed::new(Order::Lazy);
+    let (kept, lane) = (bed.marked(MIB / 16, Region::Stable, 1), bed.lane());
+    bed.arena.sleep(NOW).expect("asleep");
+    bed.sim.begin_capture(bed.stream).expect("nothing captures");
+    assert!(matches!(bed.arena.enter(), Err(DeviceError::Capturing { .. })));
+    assert_eq!(bed.arena.state(), ArenaState::Asleep);
+    let graph = bed.sim.end_capture(bed.stream).expect("not spoiled");
+    bed.sim.graph_destroy(graph).expect("a graph");
     bed.assert_marked(&kept, 1);
     drop((kept, lane));
     bed.end();

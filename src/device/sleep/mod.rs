@@ -226,7 +226,8 @@ impl DeviceArena {
     ///
     /// # Errors
     /// [`DeviceError::State`] where it is awake. It sleeps on after [`DeviceError::OutOfMemory`]
-    /// and [`DeviceError::Driver`]; its contents are safe. [`DeviceError::Forked`].
+    /// and [`DeviceError::Driver`], and [`DeviceError::Capturing`] where a stream captures a graph,
+    /// which the wait for its copies would spoil; its contents are safe. [`DeviceError::Forked`].
     pub fn wake(&self) -> Result<Woken, DeviceError> {
         let shared = self.shared();
         shared.check_here()?;

@@ -18,6 +18,7 @@ use crate::device::driver::{
     DeviceAddress, DriverError, HOST_GRANULARITY, HostStore, StoreSpan, StreamHandle,
 };
 use crate::device::error::DeviceError;
+use crate::device::proof::captures;
 use crate::device::region::Region;
 use crate::device::segment::{Run, Segment};
 use crate::device::shared::Shared;
@@ -227,6 +228,9 @@ impl Shared {
         let books = self.books();
         let copying = books.sleep.is_at_rest().then_some(books.sleep.copying);
         drop(books);
+        if self.is_any_capturing()? {
+            return Err(captures("cuStreamSynchronize"));
+        }
         self.driver.stream_synchronize(stream, Key::new())?;
         if let Some(copying) = copying {
             let copied = &mut self.books().sleep.copied;

@@ -7,6 +7,7 @@
 //! Invariant: while the arena is not awake, everything that was kept is in the copies.
 
 use super::phase::Phase;
+use super::stores::Place;
 use super::{ArenaState, Woken};
 use crate::bytes::ByteSize;
 use crate::clock::Bell;
@@ -68,7 +69,8 @@ impl Shared {
         let places = places.unwrap_or_default();
         let mut back = 0;
         let outcome = self
-            .have_back(&returns, &mut back)
+            .check_capture(&places)
+            .and_then(|()| self.have_back(&returns, &mut back))
             .and_then(|()| self.copy_back(&places).map_err(DeviceError::from));
         let woken = match outcome {
             Ok(()) => Ok(self.stand_up(&returns, places.iter().map(|(_, span)| span.size).sum())),
@@ -76,6 +78,14 @@ impl Shared {
         };
         self.pass_on();
         woken
+    }
+
+    /// Refuses to wait for copies while a stream captures a graph, which that would spoil.
+    fn check_capture(&self, places: &[Place]) -> Result<(), DeviceError> {
+        if !places.is_empty() && self.is_any_capturing()? {
+            return Err(DeviceError::Capturing { arena: self.name.clone() });
+        }
+        Ok(())
     }
 
     /// Commits all that is to come back, and counts it; asks the callbacks for more

@@ -1,4 +1,5 @@
-//! Acts about sleep: the arena falls asleep and wakes, contents are kept or not, leases name streams.
+//! Acts about sleep: the arena falls asleep and wakes, contents are kept or not, and leases name
+//! streams.
 //!
 //! A sleep waits for calls that place, move or give back: in the midst of such a call it is left
 //! out. So it is while somebody acts in the midst of a call.

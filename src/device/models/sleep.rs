@@ -1,0 +1,126 @@
+//! Sleep under loom: enters, allocations and frees beside a sleep, and two who wake it.
+//!
+//! Contents are discarded, so that no copies are made; nobody is waited for, so that no bell is.
+//!
+//! Invariant: who has a lease has memory behind every block, and one wake serves all who enter.
+
+use std::time::Duration;
+
+use super::*;
+
+/// Waits for no lease, and keeps nothing.
+const NOW: SleepOptions =
+    SleepOptions { drain: Duration::ZERO, stable: Contents::Discard, dynamic: Contents::Discard };
+
+fn open_sleeper(limit_granules: u64) -> (DeviceArena, Arc<Model>) {
+    open_on(limit_granules, Model { same_address_wake: true, ..Model::default() })
+}
+
+/// Sleeps; where others are at it, perhaps not.
+fn sleep(arena: &DeviceArena) {
+    match arena.sleep(NOW) {
+        Ok(_) | Err(DeviceError::Leased { .. } | DeviceError::SleepCancelled { .. }) => {}
+        Err(error) => panic!("{error}"),
+    }
+}
+
+fn granule(arena: &DeviceArena) -> Buffer<u8> {
+    arena.alloc(512, Region::Dynamic).expect("room")
+}
+
+/// Asserts that there is memory behind a buffer of one granule.
+fn assert_backed(driver: &Model, buffer: &Buffer<u8>, lease: &Lease) {
+    let at = buffer.address(lease).expect("ours").expect("not empty");
+    let nth = usize::try_from((at.get() - BASE) / GRANULE).expect("small");
+    assert!(lock(&driver.committed)[nth], "no memory under a lease");
+}
+
+#[test]
+fn who_enters_beside_a_sleep_has_memory_for_as_long_as_the_lease() {
+    loom::model(|| {
+        let (arena, driver) = open_sleeper(2);
+        let buffer = granule(&arena);
+        let other = arena.clone();
+        let thread = loom::thread::spawn(move || sleep(&other));
+        let lease = arena.enter().expect("before it sleeps, or woken");
+        assert_backed(&driver, &buffer, &lease);
+        thread.join().expect("no panic");
+        assert_backed(&driver, &buffer, &lease);
+        assert_eq!(arena.state(), ArenaState::Awake);
+        drop((lease, buffer));
+        end(&arena, &driver);
+    });
+}
+
+#[test]
+fn two_who_enter_a_sleeping_arena_share_one_wake() {
+    loom::model(|| {
+        let (arena, driver) = open_sleeper(2);
+        let buffer = granule(&arena);
+        arena.sleep(NOW).expect("nobody is in");
+        let other = arena.clone();
+        let thread = loom::thread::spawn(move || other.enter().expect("woken"));
+        let mine = arena.enter().expect("woken");
+        assert_backed(&driver, &buffer, &mine);
+        let theirs = thread.join().expect("no panic");
+        assert_backed(&driver, &buffer, &theirs);
+        assert_eq!(arena.snapshot().wakes_total, 1);
+        drop((mine, theirs, buffer));
+        end(&arena, &driver);
+    });
+}
+
+#[test]
+fn what_is_allocated_beside_a_sleep_has_memory_when_it_is_used() {
+    loom::model(|| {
+        let (arena, driver) = open_sleeper(2);
+        let beside = granule(&arena);
+        let device = Arc::clone(&driver);
+        both(arena, &driver, sleep, move |arena| {
+            let buffer = granule(arena);
+            let lease = buffer.enter().expect("awake, or woken");
+            assert_backed(&device, &buffer, &lease);
+            assert_backed(&device, &beside, &lease);
+            drop((lease, buffer, beside));
+        });
+    });
+}
+
+#[test]
+fn a_block_of_a_front_is_handed_out_beside_a_sleep_with_memory_behind_it() {
+    let mut model = loom::model::Builder::new();
+    model.preemption_bound = Some(2);
+    model.check(|| {
+        let (arena, driver) = open_sleeper(4);
+        for _ in 0..6 {
+            assert!(pass(&arena, 512));
+        }
+        assert!(!arena.snapshot().cached.is_zero(), "the size is hot");
+        let device = Arc::clone(&driver);
+        both(arena, &driver, sleep, move |arena| {
+            let buffer = granule(arena);
+            let lease = buffer.enter().expect("awake, or woken");
+            assert_backed(&device, &buffer, &lease);
+            drop((lease, buffer));
+        });
+    });
+}
+
+#[test]
+fn what_is_freed_beside_a_sleep_leaves_nothing_and_the_rest_comes_back() {
+    loom::model(|| {
+        let (arena, driver) = open_sleeper(2);
+        let (gone, stays) = (granule(&arena), granule(&arena));
+        let other = arena.clone();
+        let thread = loom::thread::spawn(move || sleep(&other));
+        drop(gone);
+        thread.join().expect("no panic");
+        let lease = stays.enter().expect("woken");
+        assert_backed(&driver, &stays, &lease);
+        // What nobody has does not come back; where it was freed after the wake it would be idle.
+        arena.purge().expect("gives back");
+        assert_eq!(arena.snapshot().committed, ByteSize::new(GRANULE));
+        drop((lease, stays));
+        end(&arena, &driver);
+    });
+}
