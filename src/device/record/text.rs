@@ -239,7 +239,7 @@ impl Display for Fallen {
 impl Header {
     /// What came of it, after a space; nothing, where that is not known.
     pub(super) fn outcome(&self) -> impl Display {
-        Written(|f: &mut fmt::Formatter<'_>| {
+        Written(move |f: &mut fmt::Formatter<'_>| {
             let Some(layout) = self.layout else { return Ok(()) };
             let ([stable, dynamic], granularity) = (layout.reserved, layout.granularity.get());
             let (stable, dynamic) = (stable.get(), dynamic.get());
@@ -297,7 +297,7 @@ impl Operation {
 
     /// What was asked for, each field after a space.
     fn request(&self) -> impl Display {
-        Written(|f: &mut fmt::Formatter<'_>| match self {
+        Written(move |f: &mut fmt::Formatter<'_>| match self {
             Self::Alloc { id, asked, .. } => write!(f, " id={id}{asked}"),
             Self::Refuse { asked, .. } => write!(f, "{asked}"),
             Self::Free { id, after } => write!(f, " id={id} after={}", after.name()),
@@ -328,7 +328,7 @@ impl Operation {
     /// What came of it, each field after a space; nothing, where there is nothing to say or it is
     /// not known.
     pub(super) fn outcome(&self) -> impl Display {
-        Written(|f: &mut fmt::Formatter<'_>| match self {
+        Written(move |f: &mut fmt::Formatter<'_>| match self {
             Self::Alloc { place: Some(place), .. } => write!(f, "{place}"),
             Self::Resize { outcome: Resized::InPlace(place), .. } => write!(f, "{place} moved=no"),
             Self::Resize { outcome: Resized::Moved(place), .. } => write!(f, "{place} moved=yes"),
