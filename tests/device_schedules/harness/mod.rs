@@ -27,6 +27,7 @@ use std::thread;
 use std::time::Duration;
 
 use lowtide::ByteSize;
+use lowtide::clock::{Clock as _, SystemClock};
 use lowtide::device::driver::sim::{Leaks, Order, SimDriver};
 use lowtide::device::{Contents, DeviceArena, Region, SleepConfig, SleepOptions};
 
@@ -38,6 +39,8 @@ const ACTS: usize = 200;
 
 /// After so long a schedule is taken for one that never ends. It takes milliseconds.
 const DEADLINE: Duration = Duration::from_secs(120);
+/// How long a thread of the arena may take to let go of it.
+const LET_GO: Duration = Duration::from_secs(10);
 
 /// How the arena ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -248,14 +251,22 @@ impl Schedule {
         drop(arena);
         sim.run_all();
         sim.validate();
-        let leaks = sim.leaks();
-        let kept = Leaks { reservations: 0, reserved: ByteSize::ZERO, ..Leaks::default() };
-        let left = if all_back { leaks } else { without_memory(leaks) };
-        // A copy whose end nobody saw may still work on its store.
-        let stores = if all_back || !self.fails { left.host_stores } else { 0 };
-        let left = Leaks { host_stores: stores, ..left };
-        if left != kept {
-            faults.push(format!("left behind: {leaks:?}"));
+        // A thread that woke the arena may be the last to let go of it.
+        let clock = SystemClock::new();
+        let deadline = clock.now() + LET_GO;
+        loop {
+            let leaks = sim.leaks();
+            let left = if all_back { leaks } else { without_memory(leaks) };
+            // A copy whose end nobody saw may still work on its store.
+            let stores = if all_back || !self.fails { left.host_stores } else { 0 };
+            if (Leaks { host_stores: stores, ..left }).is_empty() {
+                break;
+            }
+            if clock.now() >= deadline {
+                faults.push(format!("left behind: {leaks:?}"));
+                break;
+            }
+            thread::yield_now();
         }
         if sim.faults_total() > 0 {
             faults.push(format!("{} breaches: {:?}", sim.faults_total(), sim.faults()));
