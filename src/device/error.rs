@@ -33,7 +33,9 @@ pub enum DeviceError {
     /// own idle memory nor what callbacks gave back did help.
     ///
     /// Where the limit was in the way, `active` and the granules that the block needs are more than
-    /// it, wherever the block would be placed.
+    /// it, wherever the block would be placed. Where addresses are so scarce that no free span has
+    /// the block at a granule's start, a neighbour that waits for its memory may cost one granule
+    /// more: that is tried again 16 times.
     #[error(
         "no room for {requested}: {committed} committed{}, {live} live; {holes} are free between \
          live blocks, the longest free span with memory has {largest_free}, and a compaction would \

@@ -4,9 +4,9 @@
 //!
 //! Invariant: `asleep by itself => now >= last lease's end + idle_after, now >= awake + residency`.
 
-use super::phase::Phase;
 use std::time::Duration;
 
+use super::phase::Phase;
 use super::{SleepOptions, Slept};
 use crate::clock::Moment;
 use crate::device::arena::DeviceArena;

@@ -158,7 +158,7 @@ impl DeviceArena {
     /// Waits for leases until the deadline of the options, then for the device's work, without
     /// deadline. A lease that is taken while it waits, or copies, cancels it.
     ///
-    /// Driver calls: for each run of at most 512 granules a decommit, and where contents are kept a
+    /// Driver calls: for each run of at most 1 GiB a decommit, and where contents are kept a
     /// copy; none for a block. Host memory: whole granules of what is kept, rounded up to 64 KiB,
     /// booked with the budget of [`DeviceArena::set_host_budget`] before the first copy. Where
     /// device memory is the host's own, what is kept stays where it is.
@@ -225,8 +225,8 @@ impl DeviceArena {
     /// [`SleepConfig::patience`] says.
     ///
     /// # Errors
-    /// [`DeviceError::State`] where it is awake. It sleeps on after [`DeviceError::OutOfMemory`]
-    /// and [`DeviceError::Driver`], and [`DeviceError::Capturing`] where a stream captures a graph,
+    /// [`DeviceError::State`] where it is awake. It sleeps on after [`DeviceError::OutOfMemory`],
+    /// [`DeviceError::Driver`], and [`DeviceError::Capturing`] where a stream captures a graph,
     /// which the wait for its copies would spoil; its contents are safe. [`DeviceError::Forked`].
     pub fn wake(&self) -> Result<Woken, DeviceError> {
         let shared = self.shared();
