@@ -400,8 +400,9 @@ impl Shared {
         let room = match given.error {
             Some(error) => Err(error),
             None if given.granules > 0 => Ok(Room::Made),
-            // Nothing could be marked, so the lock was never given up, and the idle granules
-            // counted above are on their way: out, or here ahead of another thread's block.
+            None if given.unlocked => Ok(Room::Tried),
+            // Nothing could be marked while the lock was held, so the idle granules counted above
+            // are on their way: out, or here ahead of another thread's block.
             None => Ok(Room::Coming),
         };
         (books, room)

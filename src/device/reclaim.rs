@@ -50,6 +50,8 @@ pub(super) struct GivenBack {
     pub(super) granules: u64,
     /// The driver's error, where a call failed; the granules of that call and of later ones stay.
     pub(super) error: Option<DriverError>,
+    /// Whether the lock was given up meanwhile: what was counted before may be otherwise.
+    pub(super) unlocked: bool,
 }
 
 impl DeviceArena {
@@ -235,16 +237,17 @@ impl Shared {
         granules: u64,
         ages: Option<Ages>,
     ) -> (MutexGuard<'a, Books>, GivenBack) {
+        let unlocked = books.sleep.may_be_copied() && !books.sleep.is_queueing();
         if books.sleep.may_be_copied() {
             let outcome;
             (books, outcome) = self.end_copies(books);
             if !matches!(outcome, Ok(true)) {
-                return (books, GivenBack { granules: 0, error: outcome.err() });
+                return (books, GivenBack { granules: 0, error: outcome.err(), unlocked });
             }
         }
         let leaving = books.begin_leave(granules, CALLS_MAX, ages);
         if leaving.is_empty() {
-            return (books, GivenBack { granules: 0, error: None });
+            return (books, GivenBack { granules: 0, error: None, unlocked });
         }
         drop(books);
         let mut done = 0;
@@ -267,6 +270,6 @@ impl Shared {
         }
         self.settled.notify_all();
         let granules = leaving[..done].iter().map(|place| place.run.granules()).sum();
-        (books, GivenBack { granules, error })
+        (books, GivenBack { granules, error, unlocked: true })
     }
 }

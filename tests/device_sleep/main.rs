@@ -3,6 +3,7 @@
 
 mod budget;
 mod commits;
+mod copies;
 mod faults;
 mod host;
 mod idle;

@@ -67,6 +67,8 @@ pub(in crate::device) struct Sleep {
     /// Times that copies were begun on that stream; up to which of them the host has seen the end.
     pub(super) copying: u64,
     pub(super) copied: u64,
+    /// Whether the thread that began the last of them may queue more.
+    pub(super) is_queueing: bool,
     /// Stores that the driver has not taken back, and what is booked until it has.
     pub(super) left: Vec<(HostStore, ByteSize)>,
     pub(super) booked: Vec<Box<dyn Any + Send>>,
@@ -103,11 +105,6 @@ impl Sleep {
         matches!(self.phase, Phase::Awake | Phase::Draining(_))
     }
 
-    /// Whether no thread is on its way down or up.
-    pub(super) const fn is_at_rest(&self) -> bool {
-        !matches!(self.phase, Phase::Falling | Phase::Waking)
-    }
-
     /// Whether blocks may be moved.
     pub(in crate::device) fn is_awake(&self) -> bool {
         self.phase == Phase::Awake
@@ -116,6 +113,11 @@ impl Sleep {
     /// Whether a copy of a sleep or a wake may still work on memory of the arena.
     pub(in crate::device) const fn may_be_copied(&self) -> bool {
         self.copied < self.copying
+    }
+
+    /// Whether a thread may queue more of them: nobody else knows when the last one is done.
+    pub(in crate::device) const fn is_queueing(&self) -> bool {
+        self.is_queueing
     }
 
     /// Whether what is freed now has no use that is not complete.
@@ -165,6 +167,7 @@ impl Sleep {
     #[must_use]
     pub(super) fn go(&mut self, phase: Phase) -> Vec<Waker> {
         self.phase = phase;
+        self.is_queueing = false;
         std::mem::take(&mut self.wakers)
     }
 

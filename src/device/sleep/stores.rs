@@ -222,11 +222,11 @@ impl Shared {
         }
     }
 
-    /// Waits for the copies that are queued now. Of those that a thread on its way down or up is
-    /// still queueing, only that thread can say when they are over.
+    /// Waits for the copies that are queued now. While a thread queues more, only that thread can
+    /// say when they are over.
     fn wait_for_copies(&self, stream: StreamHandle) -> Result<(), DriverError> {
         let books = self.books();
-        let copying = books.sleep.is_at_rest().then_some(books.sleep.copying);
+        let copying = (!books.sleep.is_queueing).then_some(books.sleep.copying);
         drop(books);
         if self.is_any_capturing()? {
             return Err(captures("cuStreamSynchronize"));
@@ -241,6 +241,7 @@ impl Shared {
 
     /// Waits for the copies of this thread, which is on its way down or up and has queued all.
     fn wait_for_own(&self, stream: StreamHandle) -> Result<(), DriverError> {
+        self.books().sleep.is_queueing = false;
         self.driver.stream_synchronize(stream, Key::new())?;
         let mut books = self.books();
         books.sleep.copied = books.sleep.copying;
@@ -248,8 +249,8 @@ impl Shared {
     }
 
     /// Waits for copies that could not be waited for when they were made; says whether none is
-    /// under way. Not for those of a thread that is on its way down or up: it waits for them
-    /// itself.
+    /// under way. Not for those of a thread that queues more: it waits for them itself, before it
+    /// is up or down. Who has a place and no memory yet never meets such a thread.
     ///
     /// # Errors
     /// The driver's: they may be under way still.
@@ -257,7 +258,7 @@ impl Shared {
         &'a self,
         books: MutexGuard<'a, Books>,
     ) -> (MutexGuard<'a, Books>, Result<bool, DriverError>) {
-        let Some(stream) = books.sleep.stream.filter(|_| books.sleep.is_at_rest()) else {
+        let Some(stream) = books.sleep.stream.filter(|_| !books.sleep.is_queueing) else {
             return (books, Ok(false));
         };
         drop(books);
@@ -277,6 +278,7 @@ impl Shared {
         let mut books = self.books();
         books.sleep.stream = Some(stream);
         books.sleep.copying += 1;
+        books.sleep.is_queueing = true;
         Ok(stream)
     }
 

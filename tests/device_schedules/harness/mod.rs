@@ -27,7 +27,7 @@ use std::thread;
 use std::time::Duration;
 
 use lowtide::ByteSize;
-use lowtide::clock::{Clock as _, SystemClock};
+use lowtide::clock::{Clock as _, Moment, SystemClock};
 use lowtide::device::driver::sim::{Leaks, Order, SimDriver};
 use lowtide::device::{Contents, DeviceArena, Region, SleepConfig, SleepOptions};
 
@@ -245,15 +245,13 @@ impl Schedule {
         if faults.is_empty() && all_back && !snapshot.committed.is_zero() {
             faults.push(format!("{} are left committed: {snapshot:?}", snapshot.committed));
         }
-        let Some(World { arena, .. }) = Arc::into_inner(world) else {
-            return Err("somebody holds on to the world".to_owned());
-        };
+        // A thread that woke the arena may be the last to let go of it, and of the world.
+        let clock = SystemClock::new();
+        let deadline = clock.now() + LET_GO;
+        let World { arena, .. } = alone(world, &clock, deadline)?;
         drop(arena);
         sim.run_all();
         sim.validate();
-        // A thread that woke the arena may be the last to let go of it.
-        let clock = SystemClock::new();
-        let deadline = clock.now() + LET_GO;
         loop {
             let leaks = sim.leaks();
             let left = if all_back { leaks } else { without_memory(leaks) };
@@ -276,6 +274,20 @@ impl Schedule {
             faults.push(format!("{differ} checks found something else; context lost: {lost:?}"));
         }
         if faults.is_empty() { Ok(()) } else { Err(faults.join("\n")) }
+    }
+}
+
+/// The world, once nobody else has it.
+fn alone(mut world: Arc<World>, clock: &SystemClock, deadline: Moment) -> Result<World, String> {
+    loop {
+        world = match Arc::try_unwrap(world) {
+            Ok(alone) => return Ok(alone),
+            Err(_) if clock.now() >= deadline => {
+                return Err("somebody holds on to the world".to_owned());
+            }
+            Err(shared) => shared,
+        };
+        thread::yield_now();
     }
 }
 
