@@ -26,6 +26,22 @@ fn copied(bed: &Bed) -> Buffer<u8> {
     kept
 }
 
+/// A sleep that had nothing to copy itself did not wait for the copies of one that had failed:
+/// seed 198448 of the schedules.
+#[test]
+fn a_sleep_that_discards_waits_for_the_copies_of_one_that_failed() {
+    let bed = Bed::new(Order::Lazy);
+    let kept = copied(&bed);
+    bed.sim.fail_nth(Some(Call::StreamSynchronize), 0, SimError::Unknown);
+    let discards = SleepOptions { stable: Contents::Discard, dynamic: Contents::Discard, ..KEEPS };
+    assert!(bed.arena.sleep(discards).is_err());
+    assert_eq!((bed.arena.state(), kept.take_discarded()), (ArenaState::Awake, false));
+    bed.arena.sleep(discards).expect("asleep");
+    assert_eq!(bed.sim.unsafe_unmaps(), 0);
+    drop(kept);
+    bed.end();
+}
+
 /// Runs this in a thread, and does not wait for ever.
 fn in_time<T: Send + 'static>(act: impl FnOnce() -> T + Send + 'static) -> T {
     let (tell, told) = mpsc::channel();

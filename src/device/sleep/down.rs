@@ -134,6 +134,7 @@ impl Shared {
             drop(books);
             if !self.planted(Planted::SleepBeforeDone) {
                 self.complete_used()?;
+                self.complete_copies()?;
             }
             let mut books = self.books();
             // What was freed meanwhile has its uses waited for as well.

@@ -177,6 +177,17 @@ impl Shared {
         self.wait_for_own(stream)
     }
 
+    /// Waits for the copies of an earlier sleep or wake, where any may be under way.
+    ///
+    /// # Errors
+    /// The driver's: they may be under way still.
+    pub(super) fn complete_copies(&self) -> Result<(), DriverError> {
+        let books = self.books();
+        let stream = books.sleep.stream.filter(|_| books.sleep.may_be_copied());
+        drop(books);
+        stream.map_or(Ok(()), |stream| self.wait_for_copies(stream))
+    }
+
     /// Whether no copy is under way, as the host has seen.
     pub(super) fn copies_are_done(&self) -> bool {
         let books = self.books();
