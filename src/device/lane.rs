@@ -237,8 +237,8 @@ impl Lane {
 
     /// Marks the end of a run: other lanes that want what this one has freed until now come after
     /// the work up to here, and not after what the stream is given later. Without it they have that
-    /// memory as well, and wait for all that the stream was given until they ask. Records one event,
-    /// where any is wanted, and waits for nothing.
+    /// memory as well, and come after all that the stream was given until they ask. Records one
+    /// event, where any is wanted, and waits for nothing.
     ///
     /// # Errors
     /// [`DeviceError::Driver`], with code 900 while the stream captures a graph;

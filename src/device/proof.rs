@@ -208,25 +208,11 @@ impl Shared {
     /// # Errors
     /// As the driver.
     pub(super) fn ask_events(&self) -> Result<(), DriverError> {
-        let recorded = self.books().streams.recorded_events();
-        for (stream, events) in recorded {
-            let (Some((first, _)), Some(newest)) = (events.first(), events.len().checked_sub(1))
-            else {
-                continue;
-            };
-            debug_assert!(events.iter().all(|(epoch, _)| epoch >= first), "in order of epochs");
-            // How many are known to be complete, and how many may be.
-            let (mut done, mut most, mut next) = (0, events.len(), 0);
-            while done < most {
-                if self.is_complete(&events[next].1)? {
-                    done = next + 1;
-                    next = if next == 0 { newest } else { usize::midpoint(done, most) };
-                } else {
-                    most = next;
-                    next = usize::midpoint(done, most);
-                }
-            }
-            // Each proves all epochs before its own.
+        let streams = self.books().streams.with_events();
+        for stream in streams {
+            let events = self.books().streams.events_of(stream);
+            let done = self.count_complete(&events)?;
+            // The last of them proves its epoch and all before.
             let proved = done.checked_sub(1).map(|last| events[last].0);
             drop(events);
             if let Some(epoch) = proved {
@@ -234,6 +220,24 @@ impl Shared {
             }
         }
         Ok(())
+    }
+
+    /// How many of a stream's events are complete, which come in order: the last of so many is.
+    fn count_complete(&self, events: &[(u64, Arc<Event>)]) -> Result<usize, DriverError> {
+        // Known to be complete; may be; asked next: the first, the last, then the middle.
+        let (mut done, mut most, mut next) = (0, events.len(), 0);
+        while done < most {
+            debug_assert!((done..most).contains(&next), "{next} in {done}..{most}");
+            if self.is_complete(&events[next].1)? {
+                let is_first = next == 0;
+                done = next + 1;
+                next = if is_first { most - 1 } else { usize::midpoint(done, most) };
+            } else {
+                most = next;
+                next = usize::midpoint(done, most);
+            }
+        }
+        Ok(done)
     }
 
     fn is_complete(&self, event: &Event) -> Result<bool, DriverError> {

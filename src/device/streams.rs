@@ -289,13 +289,16 @@ impl Streams {
         self.known.iter().filter_map(first).collect()
     }
 
-    /// All that are recorded and not known to be complete, by stream, in order of epochs.
-    pub(super) fn recorded_events(&self) -> Vec<(StreamKey, Vec<(u64, Arc<Event>)>)> {
+    /// The streams that have events which are not known to be complete.
+    pub(super) fn with_events(&self) -> Vec<StreamKey> {
         let has_some = |(_, of): &(&StreamKey, &Stream)| !of.events.is_empty();
-        let copied = |(&stream, of): (&StreamKey, &Stream)| {
-            (stream, of.events.iter().map(|(&epoch, event)| (epoch, Arc::clone(event))).collect())
-        };
-        self.known.iter().filter(has_some).map(copied).collect()
+        self.known.iter().filter(has_some).map(|(&stream, _)| stream).collect()
+    }
+
+    /// Those of one stream, in order of epochs.
+    pub(super) fn events_of(&self, stream: StreamKey) -> Vec<(u64, Arc<Event>)> {
+        let events = self.known.get(&stream).into_iter().flat_map(|of| &of.events);
+        events.map(|(&epoch, event)| (epoch, Arc::clone(event))).collect()
     }
 
     /// Books that an event was made.

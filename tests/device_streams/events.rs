@@ -1,4 +1,4 @@
-//! How many events an arena has: as many as there is work under way, not as many as there were runs.
+//! How many events an arena has: as many as there is work under way, not as there were runs.
 //!
 //! Invariant: events are counted at the simulation, so that none is forgotten.
 
