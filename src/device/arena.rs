@@ -155,7 +155,8 @@ impl DeviceArena {
     /// # Errors
     /// [`DeviceError::OutOfMemory`] where the arena's own idle memory, which goes first, and what
     /// callbacks give back ([`DeviceArena::on_shortage`]) are not enough; before that every free
-    /// span is looked at. [`DeviceError::OutOfAddresses`], [`DeviceError::TooLarge`],
+    /// span is looked at. Of an arena that sleeps, as [`DeviceArena::wake`], with the figures of
+    /// the wake. [`DeviceError::OutOfAddresses`], [`DeviceError::TooLarge`],
     /// [`DeviceError::Alignment`], [`DeviceError::Driver`], [`DeviceError::Closed`],
     /// [`DeviceError::Forked`]. The arena works on after each.
     pub fn alloc<T: Pod>(&self, len: usize, region: Region) -> Result<Buffer<T>, DeviceError> {

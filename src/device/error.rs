@@ -134,10 +134,10 @@ pub enum DeviceError {
         /// The arena that the lease keeps awake.
         lease_of: String,
     },
-    /// A lane of one arena was named for a buffer of another.
-    #[error("the buffer is of arena {buffer_of:?}, the lane of arena {lane_of:?}")]
+    /// A lane of one arena was named for a buffer or a lease of another.
+    #[error("the lane is of arena {lane_of:?}, what it was named for of arena {buffer_of:?}")]
     ForeignLane {
-        /// The arena that the buffer is in.
+        /// The arena that the buffer or the lease is of.
         buffer_of: String,
         /// The arena that the lane is of.
         lane_of: String,
@@ -148,8 +148,11 @@ pub enum DeviceError {
         /// The most that are counted.
         limit: u32,
     },
-    /// The arena is not in the state that the call needs.
-    #[error("arena {arena:?} is {}: this needs another state", state.name())]
+    /// The arena is not in the state that the call needs: awake to fall asleep, asleep to wake.
+    #[error(
+        "arena {arena:?} is {}: only one that is awake falls asleep, and one that is asleep wakes",
+        state.name()
+    )]
     State {
         /// The arena.
         arena: String,
@@ -157,7 +160,10 @@ pub enum DeviceError {
         state: ArenaState,
     },
     /// Leases were held for longer than was to be waited for them; one of them may be forgotten.
-    #[error("arena {arena:?} stays awake: {leases} leases, and at least one for {held_for:?}")]
+    #[error(
+        "arena {arena:?} stays awake: leases held: {leases}, one or more of them at any time in \
+         the last {held_for:?}"
+    )]
     Leased {
         /// The arena.
         arena: String,

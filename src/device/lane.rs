@@ -25,8 +25,58 @@ use super::streams::StreamKey;
 
 /// One stream on one arena: a cheap handle, the same lane for every clone.
 ///
+/// What a lane frees it may take again at once. Another lane's stream is made to wait for the work
+/// on it, by the device and without a thread that waits, or has it without a wait once an arena
+/// that is looked at ([`DeviceArena::decay`], or a `Memory`) has seen that the work is done. Memory
+/// leaves only after that. A stream ends in this order: its buffers, leases and lanes are dropped,
+/// which waits for no work, then the stream is destroyed. A stream and a lane for each request are
+/// fine: what they freed is the next one's.
+///
 /// On a driver whose work is complete when its call returns there is nothing to order, and a lane
 /// is the arena by another name.
+///
+/// ```
+/// # #[cfg(feature = "simulation")] {
+/// use std::sync::Arc;
+///
+/// use lowtide::ByteSize;
+/// use lowtide::device::driver::Driver as _;
+/// use lowtide::device::driver::sim::{Pattern, SimDriver, SimOptions};
+/// use lowtide::device::{ArenaConfig, DeviceArena, Region};
+///
+/// let sim = Arc::new(SimDriver::new(SimOptions::default())); // stands for a device
+/// let config = ArenaConfig { limit: ByteSize::mib(4), ..ArenaConfig::new("embedder") };
+/// let arena = DeviceArena::open(sim.clone(), Arc::new(sim.clock()), config)?;
+/// let (copies, computes) = (sim.stream_create()?, sim.stream_create()?);
+/// // SAFETY: the streams are the driver's, and destroyed after their lanes.
+/// let (one, two) = unsafe { (arena.lane(copies)?, arena.lane(computes)?) };
+///
+/// let mut input = one.alloc::<u8>(4 << 20, Region::Dynamic)?;
+/// let mut lease = one.enter()?;
+/// let at = input.address(&lease)?.expect("not empty");
+/// sim.fill(copies, at, input.bytes(), Pattern::new(1))?;
+/// // The other stream works on it too: both the buffer and the lease are told. That its work
+/// // comes after the copy is the program's part, as without lanes.
+/// input.record_use(&two)?;
+/// lease.record_use(&two)?;
+/// let copied = sim.event_create()?;
+/// sim.event_record(copied, copies)?;
+/// sim.stream_wait_event(computes, copied)?;
+/// sim.check(computes, at, input.bytes(), Pattern::new(1))?;
+/// drop((input, lease)); // nobody waits
+///
+/// let output = two.alloc::<u8>(4 << 20, Region::Dynamic)?; // the same memory, after that work
+/// drop(output);
+/// two.end_run()?;
+/// drop((one, two));
+/// for stream in [copies, computes] {
+///     sim.stream_destroy(stream)?;
+/// }
+/// # sim.run_all();
+/// # sim.assert_no_faults();
+/// # }
+/// # Ok::<(), lowtide::BoxError>(())
+/// ```
 #[derive(Clone)]
 pub struct Lane {
     arena: DeviceArena,
@@ -185,8 +235,10 @@ impl Lane {
         Lease::on(&self.known, self.arena.shared())
     }
 
-    /// Lets other lanes have what this one has freed until now, as soon as the stream is done with
-    /// it: at the end of a run. Records one event, where any is wanted, and waits for nothing.
+    /// Marks the end of a run: other lanes that want what this one has freed until now come after
+    /// the work up to here, and not after what the stream is given later. Without it they have that
+    /// memory as well, and come after all that the stream was given until they ask. Records one
+    /// event, where any is wanted, and waits for nothing.
     ///
     /// # Errors
     /// [`DeviceError::Driver`], with code 900 while the stream captures a graph;

@@ -22,9 +22,6 @@ use crate::bytes::ByteSize;
 use crate::clock::Clock;
 use crate::sync::wait;
 
-/// How many events of one stream a look asks at most.
-const LOOKS_MAX: usize = 32;
-
 /// `CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED`: what the driver would answer to a wait that spoils a
 /// capture, and what is answered in its stead.
 pub(super) const CAPTURES: u32 = 900;
@@ -161,13 +158,9 @@ impl Shared {
     /// Records an event of a closed epoch; `None` where the stream has ended. Not while the stream
     /// captures a graph: the event would be a part of that, and never be complete.
     fn record(&self, stream: StreamKey, epoch: u64) -> Option<Result<Arc<Event>, DriverError>> {
-        let spare = self.books().streams.spare();
-        let event = match spare {
-            Some(event) => event,
-            None => match self.driver.event_create() {
-                Ok(event) => Arc::new(Event(event)),
-                Err(error) => return Some(Err(error)),
-            },
+        let event = match self.event_to_record() {
+            Ok(event) => event,
+            Err(error) => return Some(Err(error)),
         };
         let recorded = self.on_stream(stream, |handle| {
             let checks = !self.planted(Planted::CapturedEvent);
@@ -209,27 +202,67 @@ impl Shared {
         self.ask_events()
     }
 
-    /// Asks the events that are recorded, and books what is complete.
+    /// Asks the events that are recorded, and books what is complete. Of a stream that has done
+    /// nothing or all, one or two of them; else as many as halving takes.
     ///
     /// # Errors
     /// As the driver.
     pub(super) fn ask_events(&self) -> Result<(), DriverError> {
-        for _ in 0..LOOKS_MAX {
-            let waiting = self.books().streams.waiting();
-            let mut found = false;
-            for (of, event) in waiting {
-                let early = self.planted(Planted::EarlyUnmap);
-                if early || self.driver.event_query(event.0, Key::new())? {
-                    found = true;
-                    drop(event);
-                    self.books().settle(of.stream, of.epoch, &*self.clock);
-                }
-            }
-            if !found {
-                break;
+        let streams = self.books().streams.with_events();
+        for stream in streams {
+            let events = self.books().streams.events_of(stream);
+            let done = self.count_complete(&events)?;
+            // The last of them proves its epoch and all before.
+            let proved = done.checked_sub(1).map(|last| events[last].0);
+            drop(events);
+            if let Some(epoch) = proved {
+                self.books().settle(stream, epoch, &*self.clock);
             }
         }
         Ok(())
+    }
+
+    /// How many of a stream's events are complete, which come in order: the last of so many is.
+    fn count_complete(&self, events: &[(u64, Arc<Event>)]) -> Result<usize, DriverError> {
+        // Known to be complete; may be; asked next: the first, the last, then the middle.
+        let (mut done, mut most, mut next) = (0, events.len(), 0);
+        while done < most {
+            debug_assert!((done..most).contains(&next), "{next} in {done}..{most}");
+            if self.is_complete(&events[next].1)? {
+                let is_first = next == 0;
+                done = next + 1;
+                next = if is_first { most - 1 } else { usize::midpoint(done, most) };
+            } else {
+                most = next;
+                next = usize::midpoint(done, most);
+            }
+        }
+        Ok(done)
+    }
+
+    fn is_complete(&self, event: &Event) -> Result<bool, DriverError> {
+        Ok(self.planted(Planted::EarlyUnmap) || self.driver.event_query(event.0, Key::new())?)
+    }
+
+    /// An event to record: one that nobody waits for any more, else a new one. Where many are
+    /// recorded those are asked first, so that there are at most about twice as many as epochs are
+    /// under way, whether or not anybody looks for idle memory. What that fails at, the next look
+    /// is told.
+    fn event_to_record(&self) -> Result<Arc<Event>, DriverError> {
+        if let Some(event) = self.books().streams.spare() {
+            return Ok(event);
+        }
+        if self.books().streams.is_crowded() && self.is_any_capturing() == Ok(false) {
+            let _ = self.ask_events();
+            let mut books = self.books();
+            books.streams.note_asked();
+            if let Some(event) = books.streams.spare() {
+                return Ok(event);
+            }
+        }
+        let event = self.driver.event_create()?;
+        self.books().streams.note_made();
+        Ok(Arc::new(Event(event)))
     }
 
     /// Waits until every use on record is complete: of what was freed, of what the streams of lanes

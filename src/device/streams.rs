@@ -95,13 +95,28 @@ pub(super) struct Streams {
     last: StreamKey,
     /// Events of nobody.
     spare: Vec<Arc<Event>>,
+    /// How many events there are, spare ones included.
+    made: usize,
+    /// With so many that are not spare, they are asked before another is made.
+    crowd: usize,
 }
+
+/// How many events an arena has recorded at least before it asks them for want of one. A guess:
+/// many times what the lanes of a service have under way between two looks for idle memory.
+const CROWD_MIN: usize = 64;
 
 impl Streams {
     pub(super) fn new() -> Self {
         let known = BTreeMap::from([(StreamKey::CONTEXT, Stream::new(None))]);
         let last = StreamKey::CONTEXT;
-        Self { known, by_handle: BTreeMap::new(), last, spare: Vec::new() }
+        Self {
+            known,
+            by_handle: BTreeMap::new(),
+            last,
+            spare: Vec::new(),
+            made: 0,
+            crowd: CROWD_MIN,
+        }
     }
 
     /// Books one more lane of a stream.
@@ -272,6 +287,38 @@ impl Streams {
             Some((Use { stream, epoch }, Arc::clone(event)))
         };
         self.known.iter().filter_map(first).collect()
+    }
+
+    /// The streams that have events which are not known to be complete.
+    pub(super) fn with_events(&self) -> Vec<StreamKey> {
+        let has_some = |(_, of): &(&StreamKey, &Stream)| !of.events.is_empty();
+        self.known.iter().filter(has_some).map(|(&stream, _)| stream).collect()
+    }
+
+    /// Those of one stream, in order of epochs.
+    pub(super) fn events_of(&self, stream: StreamKey) -> Vec<(u64, Arc<Event>)> {
+        let events = self.known.get(&stream).into_iter().flat_map(|of| &of.events);
+        events.map(|(&epoch, event)| (epoch, Arc::clone(event))).collect()
+    }
+
+    /// Books that an event was made.
+    pub(super) const fn note_made(&mut self) {
+        self.made += 1;
+    }
+
+    /// Whether so many events are recorded that they are to be asked.
+    pub(super) const fn is_crowded(&self) -> bool {
+        self.recorded_count() >= self.crowd
+    }
+
+    /// Books that they were asked: not again before there are twice as many as are left, so that
+    /// each is asked a few times at most.
+    pub(super) fn note_asked(&mut self) {
+        self.crowd = self.recorded_count().saturating_mul(2).max(CROWD_MIN);
+    }
+
+    const fn recorded_count(&self) -> usize {
+        self.made.saturating_sub(self.spare.len())
     }
 
     /// The streams that have not ended.

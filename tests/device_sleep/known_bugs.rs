@@ -68,6 +68,29 @@ fn vllm_34600_a_wake_that_fails_half_way_gives_back_what_it_has_got() {
     bed.end();
 }
 
+/// Ours: what had not come back was told as committed.
+#[test]
+fn a_wake_that_finds_no_room_says_what_the_arena_holds() {
+    let bed = Bed::new(Order::Lazy);
+    let kept = [1, 2].map(|mark| bed.marked(MIB, Region::ALL[mark - 1], mark as u64));
+    bed.arena.sleep(NOW).expect("asleep");
+    for (nth, held) in [(0, ByteSize::ZERO), (16, ByteSize::mib(1))] {
+        bed.sim.fail_nth(Some(Call::Create), nth, SimError::OutOfMemory);
+        let refused = bed.arena.alloc::<u8>(1, Region::Stable).expect_err("no room to wake");
+        let DeviceError::OutOfMemory { requested, live, committed, .. } = refused else {
+            panic!("{refused}");
+        };
+        assert_eq!((requested, live), (ByteSize::mib(1), ByteSize::mib(2)), "of the wake");
+        assert_eq!(committed, held);
+    }
+    bed.arena.wake().expect("awake");
+    for (mark, buffer) in (1..).zip(&kept) {
+        bed.assert_marked(buffer, mark);
+    }
+    drop(kept);
+    bed.end();
+}
+
 /// vLLM #36651: without a state for each piece a second sleep released twice, and an old error was
 /// told for a new call.
 #[test]

@@ -192,7 +192,8 @@ fn misuse_is_refused_and_nothing_is_lost() {
     let bed = Bed::new(Order::Lazy);
     let kept = bed.marked(MIB, Region::Dynamic, 1);
     let refused = bed.arena.wake().expect_err("it is awake");
-    assert_eq!(refused.to_string(), "arena \"sleeper\" is awake: this needs another state");
+    let wanted = "is awake: only one that is awake falls asleep, and one that is asleep wakes";
+    assert_eq!(refused.to_string(), format!("arena \"sleeper\" {wanted}"));
     let lease = bed.arena.enter().expect("a lease");
     let nested = bed.arena.enter().expect("another");
     let refused = bed.arena.sleep(NOW).expect_err("leased");
@@ -209,6 +210,8 @@ fn misuse_is_refused_and_nothing_is_lost() {
     bed.arena.sleep(NOW).expect("with nothing to keep");
     bed.arena.close().expect("nothing is live");
     assert!(matches!(bed.arena.sleep(NOW), Err(DeviceError::Closed { .. })));
+    // It was refused for being awake.
+    assert!(matches!(bed.arena.wake(), Err(DeviceError::Closed { .. })));
     bed.end();
 }
 

@@ -9,6 +9,7 @@
 mod bugs;
 mod capture;
 mod ends;
+mod events;
 mod onnxruntime;
 
 use std::sync::Arc;
@@ -135,6 +136,12 @@ fn a_use_on_another_stream_is_waited_for_as_well() {
     let foreign = lane(&elsewhere, &sim);
     let mut buffer = buffer;
     assert!(matches!(buffer.record_use(&foreign), Err(DeviceError::ForeignLane { .. })));
+    // It spoke of a buffer, where there was none.
+    let refused = buffer.enter().expect("a lease").record_use(&foreign).expect_err("not ours");
+    assert_eq!(
+        refused.to_string(),
+        "the lane is of arena \"streams\", what it was named for of arena \"streams\""
+    );
 }
 
 #[test]

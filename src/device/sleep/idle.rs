@@ -22,7 +22,9 @@ impl DeviceArena {
     /// been awake for [`SleepConfig::residency`]; `None` where that is not so. Waits for no lease;
     /// else as [`DeviceArena::sleep`].
     ///
-    /// Allocations and frees are no leases. An arena without memory stays awake.
+    /// Allocations and frees are no leases. An arena without memory stays awake, and so does one
+    /// that has blocks given out by address. Where somebody was quicker (a lease, a free), `None`
+    /// as well, and not again for 10 s; after an error neither.
     ///
     /// # Errors
     /// As [`DeviceArena::sleep`].

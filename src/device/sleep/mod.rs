@@ -97,7 +97,9 @@ pub struct SleepConfig {
     pub residency: Duration,
     /// How it falls asleep then; nobody is waited for.
     pub options: SleepOptions,
-    /// For how long a wake that finds too little memory tries again, eight times, before it fails.
+    /// For how long a wake that finds too little memory tries again, eight times, before it fails;
+    /// zero to fail at once. By the arena's clock: over one that stands still, as a manual clock
+    /// that nobody advances, such a wake waits for ever.
     pub patience: Duration,
 }
 
@@ -222,21 +224,24 @@ impl DeviceArena {
     /// for the copies. Where another thread is at it, waits for that and says nothing was done.
     ///
     /// Where there is too little memory, tries again for as long as
-    /// [`SleepConfig::patience`] says.
+    /// [`SleepConfig::patience`] says. The figures of [`DeviceError::OutOfMemory`] are about the
+    /// wake then, whoever asked for it: `requested` is the part of the arena that found no room,
+    /// at most 1 GiB, `committed` what it holds without it.
     ///
     /// # Errors
     /// [`DeviceError::State`] where it is awake. It sleeps on after [`DeviceError::OutOfMemory`],
     /// [`DeviceError::Driver`], and [`DeviceError::Capturing`] where a stream captures a graph,
-    /// which the wait for its copies would spoil; its contents are safe. [`DeviceError::Forked`].
+    /// which the wait for its copies would spoil; its contents are safe.
+    /// [`DeviceError::Closed`], [`DeviceError::Forked`].
     pub fn wake(&self) -> Result<Woken, DeviceError> {
         let shared = self.shared();
-        shared.check_here()?;
+        shared.check_open()?;
         let woken = shared.wake()?;
         shared.debug_validate();
         Ok(woken)
     }
 
-    /// Whether its memory can be used now.
+    /// Whether its memory can be used now; awake, once it is closed.
     #[must_use]
     pub fn state(&self) -> ArenaState {
         let shared = self.shared();
@@ -260,7 +265,44 @@ impl DeviceArena {
         lock(&self.shared().books).is_busy()
     }
 
-    /// Sets where host memory is booked before contents are copied into it; without, nowhere.
+    /// Sets where host memory is booked before contents are copied into it; without, nowhere. A
+    /// `Memory` has set its own ledger for the arenas that it opened.
+    ///
+    /// ```
+    /// use std::any::Any;
+    /// use std::sync::Arc;
+    /// use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+    ///
+    /// use lowtide::ByteSize;
+    /// use lowtide::device::HostBudget;
+    ///
+    /// struct Budget(Arc<AtomicU64>);
+    ///
+    /// /// Given back when it is dropped.
+    /// struct Booked(Arc<AtomicU64>, u64);
+    ///
+    /// impl HostBudget for Budget {
+    ///     fn book(&self, bytes: ByteSize) -> Result<Box<dyn Any + Send>, String> {
+    ///         let left = |left: u64| left.checked_sub(bytes.get());
+    ///         let refused = |left| format!("{} are left", ByteSize::new(left));
+    ///         self.0.fetch_update(Relaxed, Relaxed, left).map_err(refused)?;
+    ///         Ok(Box::new(Booked(self.0.clone(), bytes.get())))
+    ///     }
+    /// }
+    ///
+    /// impl Drop for Booked {
+    ///     fn drop(&mut self) {
+    ///         self.0.fetch_add(self.1, Relaxed);
+    ///     }
+    /// }
+    /// # use lowtide::clock::SystemClock;
+    /// # use lowtide::device::{ArenaConfig, DeviceArena, HostDriver};
+    /// # let clock = Arc::new(SystemClock::new());
+    /// # let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock, ArenaConfig::new("a"))?;
+    /// let left = Arc::new(AtomicU64::new(ByteSize::gib(4).get()));
+    /// arena.set_host_budget(Arc::new(Budget(left)));
+    /// # Ok::<(), lowtide::device::DeviceError>(())
+    /// ```
     pub fn set_host_budget(&self, budget: Arc<dyn HostBudget>) {
         if self.shared().check_here().is_ok() {
             let before = lock(&self.shared().books).sleep.budget.replace(budget);

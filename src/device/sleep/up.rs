@@ -109,7 +109,10 @@ impl Shared {
                     retries -= 1;
                     self.clock.wait_until(&bell, self.clock.now() + pause);
                 }
-                Err(refusal) => return Err(refusal.error),
+                Err(refusal) => {
+                    let missing = returns[*back..].iter().map(|to| to.size).sum();
+                    return Err(without(refusal.error, missing));
+                }
             }
         }
         Ok(())
@@ -194,6 +197,14 @@ impl Shared {
             self.give_stores_back();
         }
     }
+}
+
+/// The error of a wake, of which so many bytes did not come: they were counted as committed.
+fn without(mut error: DeviceError, missing: ByteSize) -> DeviceError {
+    if let DeviceError::OutOfMemory { committed, .. } = &mut error {
+        *committed = committed.saturating_sub(missing);
+    }
+    error
 }
 
 impl Books {
