@@ -10,6 +10,7 @@ use std::thread;
 use std::time::Duration;
 
 use lowtide::ByteSize;
+use lowtide::device::driver::Driver as _;
 use lowtide::device::driver::sim::{Call, Order, SimError};
 use lowtide::device::{
     ArenaState, Contents, DeviceArena, DeviceError, HostBudget, Region, SleepOptions,
@@ -85,7 +86,8 @@ fn a_wake_did_not_use_the_memory_of_a_block_that_stayed_and_was_freed() {
         if by_limit {
             bed.arena.set_limit(ByteSize::mib(1));
         } else {
-            bed.sim.set_neighbours(bed.sim.headroom().expect("known"));
+            let free = bed.sim.headroom().expect("it says").expect("known");
+            bed.sim.set_neighbours(free);
         }
         assert_eq!(bed.arena.wake().expect("awake").committed, ByteSize::mib(1));
         bed.assert_marked(&kept, 1);
