@@ -172,7 +172,6 @@ fn play(
 ) {
     let what = format!("{seed}{call:?} {nth} {act:?}, in the wake: {in_wake}, {fault:?}");
     let bed = Bed::new(Order::Lazy);
-    println!("{what}");
     let mut blocks: Vec<_> = [1, 2].map(|mark| bed.marked(MIB / 4, Region::Stable, mark)).into();
     let gap = bed.marked(MIB / 8, Region::Dynamic, 0);
     blocks.push(bed.marked(MIB / 4, Region::Dynamic, 3));
@@ -245,6 +244,7 @@ fn no_act_of_another_before_any_call_of_a_sleep_or_a_wake_breaks_it() {
         for call in CALLS {
             for nth in 0..2 {
                 for act in ACTS {
+                    println!("{call:?} {nth} {act:?}, in the wake: {in_wake}");
                     play("", (call, nth, act), in_wake, None);
                 }
             }
@@ -265,6 +265,7 @@ fn nor_does_an_act_together_with_a_fault() {
         let (call, nth) = (CALLS[draw(CALLS.len())], draw(4) as u64);
         let (act, in_wake) = (ACTS[draw(ACTS.len())], draw(2) == 0);
         let fault = (draw(60) as u64, draw(PASSING.len()));
+        println!("seed {seed}");
         play(&format!("seed {seed}: "), (call, nth, act), in_wake, Some(fault));
     }
 }
