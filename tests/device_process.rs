@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use lowtide::ByteSize;
 use lowtide::clock::ManualClock;
+use lowtide::device::driver::StreamHandle;
 use lowtide::device::driver::host::HostDriver;
 use lowtide::device::record::{Log, OperationHash, RecordError, Recorder};
 use lowtide::device::{ArenaConfig, DeviceArena, DeviceError, Region, SleepOptions};
@@ -40,7 +41,9 @@ fn given_back_is_given_back_to_the_kernel_and_a_forked_child_is_refused() {
     let after = resident_anonymous();
     assert!(after <= before.saturating_add(slack), "{before} -> {full} -> {after}");
 
-    let buffer = arena.alloc_from(&[3_u8; 100], Region::Stable).expect("room");
+    let mut buffer = arena.alloc_from(&[3_u8; 100], Region::Stable).expect("room");
+    // SAFETY: the host driver has no streams.
+    let lane = unsafe { arena.lane(StreamHandle::new(1)) }.expect("a lane");
     let mut guard = Some(arena.on_shortage(|_| false));
     // SAFETY: the child does nothing but ask the arena, whose answer in a child takes no lock and
     // no memory, drop without effect, and end; the callback's box is memory of its own.
@@ -48,7 +51,10 @@ fn given_back_is_given_back_to_the_kernel_and_a_forked_child_is_refused() {
     if child == 0 {
         drop(guard.take()); // forgets nothing of the parent's, and takes no lock
         drop(arena.on_shortage(|_| true));
-        let code = child_code(&arena, &buffer, &lease, &recorder);
+        let code = match buffer.record_use(&lane) {
+            Err(DeviceError::Forked) => child_code(&arena, &buffer, &lease, &recorder),
+            _ => 99,
+        };
         // SAFETY: ends the child at once, without running the parent's exit handlers.
         unsafe { libc::_exit(code) };
     }
@@ -64,7 +70,7 @@ fn given_back_is_given_back_to_the_kernel_and_a_forked_child_is_refused() {
     arena.set_limit(ByteSize::ZERO);
     arena.alloc::<u8>(8 << 20, Region::Dynamic).expect_err("no room");
     assert_eq!(arena.snapshot().shortage_callbacks_total, 1);
-    drop((buffer, lease, guard));
+    drop((buffer, lane, lease, guard));
     arena.validate();
     drop(arena);
     file.rewind().expect("a file");

@@ -77,7 +77,8 @@ pub(super) struct Aging {
     shift: u32,
     /// Parts after which idle memory is over; of [`DecayTime::Never`] more than any age.
     wait: u32,
-    /// The latest time that a stamp or a look had: ages are never negative.
+    /// The latest time that a stamp had: ages are never negative. Not that of a look, which may be
+    /// asked for at any time: what goes idle after one ahead of the clock would never be old.
     latest: Moment,
     looked_at: Moment,
     due: Moment,
@@ -114,19 +115,18 @@ impl Aging {
         }
         self.latest = self.latest.max(now());
         let stamp = self.stamp();
-        self.due = self.due.min(self.over_at(0));
+        self.due = self.due.min(self.over_at(self.latest, 0));
         Some(stamp)
     }
 
     /// What goes idle at the latest moment known.
     fn stamp(&self) -> Stamp {
-        Stamp(low_half(self.part().wrapping_add(1)))
+        Stamp(low_half(self.part_of(self.latest).wrapping_add(1)))
     }
 
     /// Ages at `now`.
-    pub(super) fn ages(&mut self, now: Moment) -> Ages {
-        self.latest = self.latest.max(now);
-        Ages { now: low_half(self.part()), wait: self.wait }
+    pub(super) fn ages(&self, now: Moment) -> Ages {
+        Ages { now: low_half(self.part_of(self.latest.max(now))), wait: self.wait }
     }
 
     /// Sets when the next look is due after one at `now`, by the age of what has been idle longest
@@ -139,7 +139,7 @@ impl Aging {
             _ if failed => again.max(now + RETRY_AFTER),
             (_, Some(age)) if age >= self.wait => now,
             (DecayTime::AtOnce, _) => now,
-            (DecayTime::Within(_), Some(age)) => self.over_at(age).max(again),
+            (DecayTime::Within(_), Some(age)) => self.over_at(self.latest.max(now), age).max(again),
             // What is idle is on its way; should it stay, it is to be looked at.
             (DecayTime::Within(_), None) => again,
         };
@@ -153,7 +153,8 @@ impl Aging {
     /// Sets the decay time; the stamp is for all that is idle now.
     pub(super) fn set_time(&mut self, time: DecayTime, now: Moment) -> Stamp {
         *self = Self { latest: self.latest.max(now), looked_at: now, ..Self::new(time) };
-        self.due = if time == DecayTime::Never { Moment::NEVER } else { self.over_at(0) };
+        self.due =
+            if time == DecayTime::Never { Moment::NEVER } else { self.over_at(self.latest, 0) };
         self.stamp()
     }
 
@@ -175,20 +176,20 @@ impl Aging {
         }
     }
 
-    /// When memory will be over that is so many parts old now.
-    fn over_at(&self, age: u32) -> Moment {
+    /// When memory will be over that is so many parts old at a time.
+    fn over_at(&self, at: Moment, age: u32) -> Moment {
         if self.time == DecayTime::AtOnce {
-            return self.latest;
+            return at;
         }
         // What has no age yet was stamped a part ahead.
         let left = u64::from(self.wait.saturating_sub(age)) + u64::from(age == 0);
-        let part = self.part().saturating_add(left);
+        let part = self.part_of(at).saturating_add(left);
         let nanos = part.saturating_mul(1 << self.shift);
         Moment::after_origin(Duration::from_nanos(nanos))
     }
 
-    fn part(&self) -> u64 {
-        nanos_of(self.latest.since_origin()) >> self.shift
+    fn part_of(&self, at: Moment) -> u64 {
+        nanos_of(at.since_origin()) >> self.shift
     }
 
     /// One in so many of the decay time.
@@ -246,6 +247,22 @@ mod tests {
         let mut aging = Aging::new(DecayTime::from_millis(5));
         let stamp = aging.note_idle(|| clock.now()).expect("it decays");
         assert!(!aging.ages(Moment::ORIGIN).is_over(stamp));
+    }
+
+    /// The bug: what went idle after a look at a time ahead of the clock never was old.
+    #[test]
+    fn a_look_ahead_of_the_clock_kept_all_that_went_idle_later() {
+        for ahead in [Duration::from_secs(3600), Duration::MAX] {
+            let clock = ManualClock::new();
+            let mut aging = Aging::new(DecayTime::from_millis(1000));
+            let early = aging.note_idle(|| clock.now()).expect("it decays");
+            assert!(aging.ages(clock.now() + ahead).is_over(early));
+            aging.set_looked(clock.now() + ahead, None, false);
+            let late = aging.note_idle(|| clock.now()).expect("it decays");
+            clock.advance(Duration::from_secs(2));
+            assert!(aging.due() <= clock.now(), "{ahead:?}: {:?}", aging.due());
+            assert!(aging.ages(clock.now()).is_over(late), "{ahead:?}");
+        }
     }
 
     #[test]

@@ -206,8 +206,9 @@ impl<T: Pod> Buffer<T> {
     /// is waited for as well.
     ///
     /// # Errors
-    /// [`DeviceError::ForeignLane`] for a lane of another arena.
+    /// [`DeviceError::ForeignLane`] for a lane of another arena, [`DeviceError::Forked`].
     pub fn record_use(&mut self, lane: &Lane) -> Result<(), DeviceError> {
+        self.shared().check_here()?;
         let known = lane.known();
         if !Arc::ptr_eq(self.shared(), lane.arena().shared()) {
             return Err(DeviceError::ForeignLane {

@@ -141,7 +141,9 @@ impl Shared {
     /// no memory makes one or waits for one.
     fn await_neighbour(&self) {
         let books = self.books();
-        if books.leaving() + books.committing() > 0 {
+        // Of one that is on its way up the next try waits for the end, or is refused: who wakes it
+        // may wait for this thread's callback.
+        if books.sleep.is_open() && books.leaving() + books.committing() > 0 {
             drop(wait(&self.settled, books));
         }
     }
@@ -214,8 +216,15 @@ impl Shared {
         placed: Placed,
         requested: u64,
     ) -> Result<Option<Placed>, Refusal> {
-        let books = self.awake(self.books()).map_err(Refusal::uncounted)?;
-        let mut books = self.wait_until_still(books, region, placed.id);
+        let mut books = self.books();
+        loop {
+            books = self.awake(books).map_err(Refusal::uncounted)?;
+            books = self.wait_until_still(books, region, placed.id);
+            // It may have fallen asleep meanwhile.
+            if books.sleep.is_open() {
+                break;
+            }
+        }
         // A block that is resized is known to be where it is: nobody would look for this again.
         check_whole(&books, region, placed).map_err(Refusal::uncounted)?;
         let Some(resized) = books.begin_resize(region, placed, requested, &*self.clock) else {

@@ -2,7 +2,8 @@
 //!
 //! What ONNX Runtime's allocator callbacks and C code need: an address out, an address back. The
 //! owner answers for all use of it; nothing here reads or writes memory. Such a block is freed by
-//! [`DeviceArena::free`] or [`DeviceArena::reset`], or with the arena, and never by itself.
+//! [`DeviceArena::free`] or [`DeviceArena::reset`], or with the arena, and never by itself. Where
+//! the device may still work on it then, the arena's memory is left behind.
 //!
 //! Invariant: an address is known from the call that returned it until it is freed, and only the
 //! beginning of a block that was had here is known.

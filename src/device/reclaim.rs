@@ -73,7 +73,7 @@ impl DeviceArena {
         shared.cool_fronts();
         shared.wake_of_nothing();
         shared.look_for_ends()?;
-        let mut books = shared.books();
+        let books = shared.books();
         let ages = books.aging.ages(now);
         let (mut books, given) = shared.give_back(books, u64::MAX, Some(ages));
         books.set_looked(now, given.error.is_some());

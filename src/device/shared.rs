@@ -381,7 +381,9 @@ impl Drop for Shared {
         let _ = self.ask_events(); // asks, and waits for nothing
         self.end_sleep();
         let books = lock(&self.books);
-        let is_used = books.pending() > 0 || books.sleep.may_be_copied();
+        // Nobody says when blocks that are out by address are used.
+        let is_raw_used = books.asynchronous && !books.raw.is_empty() && !books.sleep.is_quiet();
+        let is_used = books.pending() > 0 || books.sleep.may_be_copied() || is_raw_used;
         if is_used {
             let left = ByteSize::new(books.backed());
             let _ = caught(|| tracing::warn!(arena = self.name, %left, "memory was left behind"));

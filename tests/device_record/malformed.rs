@@ -105,6 +105,24 @@ fn a_line_that_is_wrong_is_refused_with_its_number_and_what_was_expected() {
     assert_eq!((error.line, error.to_string().contains("%zz")), (2, true), "{error}");
 }
 
+/// The bug: after the largest number of all the same one was taken for a larger.
+#[test]
+fn the_last_number_of_all_was_given_twice() {
+    let most = u64::MAX;
+    let words =
+        |key| format!("{key}=: expected a number of at most {}, found \"{most}\"", most - 1);
+    let block = ALLOC.replace("id=1 ", &format!("id={most} "));
+    refused(&format!("{block}{block}"), 3, &words("id"));
+    refused(&format!("1 lane lane={most} stream=1\n").repeat(2), 3, &words("lane"));
+    let last = ALLOC.replace("id=1 ", &format!("id={} ", most - 1));
+    parsed(&last).expect("the last that is one");
+    refused(
+        &format!("{last}{last}"),
+        4,
+        &format!("id=: expected a number of at least {most}, found {}", most - 1),
+    );
+}
+
 #[test]
 fn sleeps_wakes_and_contents_that_are_wrong_are_refused_with_their_line() {
     let why = "expected leased, cancelled, capturing, budget, state or driver, found \"tired\"";
@@ -288,6 +306,42 @@ fn lines_without_end_and_bytes_that_are_no_text_are_refused() {
     }
     let error = Log::read(Broken).expect_err("it cannot be read");
     assert!(matches!(error.fault, LogFault::Read { .. }), "{error}");
+}
+
+/// Without a layout nothing bounds what is asked for: the arena does.
+#[test]
+fn the_largest_numbers_of_a_recording_without_a_layout_are_refused_by_the_arena() {
+    let (most, bytes) = (u64::MAX, 1_u64 << 62);
+    let head = HEAD.split(" ->").next().expect("a header").to_owned();
+    let head = head.replace("growth=same", &format!("growth=double:{most}:{most}:{most}"));
+    for kind in ["buffer", "raw", "reserve"] {
+        for align in [1_u64, 2 << 20, 4 << 20, 1 << 40, bytes] {
+            for size in [1, 9, 1 << 20, 7 << 20, bytes] {
+                let lines = format!(
+                    "{head}\n1 lane lane=1 stream={most}\n\
+                    2 alloc id=1 kind=buffer region=dynamic bytes=300000 align=1 lane=1\n\
+                    3 refuse kind={kind} region=dynamic bytes={most} align={align} lane=none\n\
+                    4 alloc id=7 kind={kind} region=dynamic bytes={size} align={align} lane=1\n\
+                    5 decay now={most} -> done released=0\n\
+                    6 compact region=dynamic goal=contiguous:{most} budget=none raw=yes -> \
+                    finished moves={most} moved={most} skipped={most}\n\
+                    7 trim keep={most} -> done released=0\n\
+                    8 sleep stable=keep dynamic=discard -> slept released=0 offloaded=0 stayed=0\n\
+                    9 wake -> done committed=0 restored=0\n\
+                    {most} limit bytes={most}\n"
+                );
+                let log = Log::parse(&lines).expect("a recording");
+                for driver in [host(), crate::simulation(lowtide::device::driver::sim::Order::Lazy)]
+                {
+                    let mut replay = log.start(driver, log.header().config()).expect("open");
+                    while replay.step() {
+                        replay.arena().validate();
+                    }
+                    let _ = replay.finish();
+                }
+            }
+        }
+    }
 }
 
 /// A recording with every kind of line that a small program makes.

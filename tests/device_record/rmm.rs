@@ -52,6 +52,26 @@ fn lines_become_operations_and_streams_lanes() {
     sim.assert_no_faults();
 }
 
+/// The bug: a line of the evening that came after the first of the new day was taken for one of
+/// the next evening, and all lines after it for a day later still.
+#[test]
+fn a_late_line_at_midnight_made_a_day_of_it() {
+    let log = read(
+        "\
+1,23:59:59.9,allocate,0x10,8,0x0
+1,00:00:00.1,allocate,0x20,8,0x0
+2,23:59:59.99,allocate,0x30,8,0x0
+1,00:00:00.2,free,0x20,8,0x0
+",
+    )
+    .expect("a log of RMM");
+    let times: Vec<_> = log.entries().iter().map(|entry| entry.at.as_millis()).collect();
+    assert_eq!(times, [0, 0, 200, 200, 300]);
+    let quiet = read("1,00:00:00.1,allocate,0x10,8,0x0\n1,23:58:00.1,free,0x10,8,0x0\n");
+    let quiet = quiet.expect("a log of RMM");
+    assert_eq!(quiet.entries()[2].at.as_secs(), 24 * 3600 - 120, "a day without a line");
+}
+
 #[test]
 fn a_wrong_line_is_refused_with_its_number() {
     let one = "1,00:00:00.1,allocate,0x10,8,0x0\n";

@@ -3,7 +3,6 @@
 
 use std::any::Any;
 use std::future::Future as _;
-use std::pin::pin;
 use std::sync::Arc;
 use std::task::{Context, Waker};
 use std::time::Duration;
@@ -145,13 +144,15 @@ fn a_sleep_that_was_cancelled_leaves_the_arena_awake_in_the_replay_and_is_told_a
     let (arena, _, kept) = open(sim.clone(), config());
     let buffers = two(&arena);
     let other = arena.clone();
+    let (send, waiting) = std::sync::mpsc::channel();
     sim.before(Call::Offload, 0, move || {
-        let mut entering = pin!(other.enter_async());
+        let mut entering = Box::pin(other.enter_async());
         let polled = entering.as_mut().poll(&mut Context::from_waker(Waker::noop()));
         assert!(polled.is_pending());
+        send.send(entering).expect("heard");
     });
     assert!(matches!(arena.sleep(options()), Err(DeviceError::SleepCancelled { .. })));
-    drop((buffers, arena));
+    drop((waiting, buffers, arena));
     let log = kept.log();
     assert_eq!(failures(&log), [(Sleepless::Cancelled, ArenaState::Awake)]);
     let mut replay =

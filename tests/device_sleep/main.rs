@@ -1,6 +1,7 @@
 //! Sleep and wake of an arena, over the simulation of a device and over host memory: what is kept,
 //! what is refused, and what a fault at any call leaves behind.
 
+mod acts;
 mod budget;
 mod commits;
 mod copies;
@@ -8,6 +9,7 @@ mod faults;
 mod host;
 mod idle;
 mod known_bugs;
+mod moments;
 mod states;
 mod streams;
 mod support;

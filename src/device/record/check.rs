@@ -18,6 +18,10 @@ use crate::device::region::Region;
 
 type Checked = Result<(), LogFault>;
 
+/// The largest number of a block or lane: one more than any is a number still, so that none is
+/// given twice.
+const NUMBER_MAX: u64 = u64::MAX - 1;
+
 /// What the lines until now have said.
 pub(super) struct Check {
     layout: Option<Layout>,
@@ -95,6 +99,7 @@ impl Check {
                 Ok(())
             }
             Operation::Lane { lane, .. } => {
+                at_most("lane=", *lane, NUMBER_MAX)?;
                 at_least("lane=", *lane, self.last_lane.saturating_add(1))?;
                 self.last_lane = *lane;
                 self.lanes.insert(*lane);
@@ -126,6 +131,7 @@ impl Check {
     }
 
     fn alloc(&mut self, id: u64, asked: Asked, place: Option<Place>) -> Checked {
+        at_most("id=", id, NUMBER_MAX)?;
         at_least("id=", id, self.last_block.saturating_add(1))?;
         self.asked(asked)?;
         at_most("bytes=", asked.bytes.get(), BYTES_MAX)?;

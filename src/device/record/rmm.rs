@@ -29,6 +29,9 @@ const ALIGN: ByteSize = ByteSize::new(256);
 
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 
+/// By how much lines may be out of order at midnight. A guess.
+const LATE: Duration = Duration::from_secs(60);
+
 impl Log {
     /// Reads the log that RMM's `logging_resource_adaptor` wrote, as a recording of an arena with
     /// the default settings and without a limit. All blocks go to the dynamic region. It does not
@@ -205,12 +208,18 @@ impl Import {
     }
 
     /// The time since the first line, of a time of day. Lines of several threads may be a bit out
-    /// of order: a time that goes back stands still, and one that goes back by more than half a day
-    /// is the next day's.
+    /// of order: a time that goes back stands still, one that goes back by more than half a day is
+    /// the next day's, and one that goes forward by a day but a minute the day's before.
     fn time(&mut self, text: &str) -> Result<Duration, LogFault> {
         let of_day = time_of_day(text)
             .ok_or_else(|| LogFault::unexpected("a time as 23:59:59.999999", text))?;
         let first = *self.first.get_or_insert(of_day);
+        let is_first = self.entries.is_empty();
+        let of_day = if !is_first && of_day.saturating_sub(self.last) > DAY - LATE {
+            self.last
+        } else {
+            of_day
+        };
         if self.last.saturating_sub(of_day) > DAY / 2 {
             self.days = self.days.saturating_add(1);
             self.last = of_day;

@@ -9,8 +9,6 @@
 //! Invariants: every granule that was committed is marked until its call's result is booked; when
 //! it is asleep, what is committed was to stay, or was refused by the driver and is in the copies.
 
-use std::task::Waker;
-
 use super::contents::{self, Contents, Part};
 use super::phase::Phase;
 use super::stores::Saved;
@@ -27,7 +25,7 @@ use crate::device::region::Region;
 use crate::device::segment::Run;
 use crate::device::shared::Shared;
 use crate::sync::atomic::Ordering;
-use crate::sync::wait;
+use crate::sync::{caught, wait};
 
 /// How often all uses are waited for, where more is freed meanwhile, before the arena stays awake.
 /// A guess.
@@ -191,10 +189,8 @@ impl Shared {
             Ok(())
         });
         // The contents of the one that did not leave are lost as well.
-        let filled = returned.and_then(|()| {
-            let places = saved.as_ref().map(|saved| saved.places(&self.books()));
-            self.copy_back(&places.unwrap_or_default())
-        });
+        let all = |books: &Books| saved.as_ref().map(|saved| saved.places(books));
+        let filled = returned.and_then(|()| self.copy_back(|books| all(books).unwrap_or_default()));
         if filled.is_ok() {
             self.arrive_at(Phase::Awake, |books| {
                 books.note_discarded(&parts[..=nth]);
@@ -266,7 +262,9 @@ impl Shared {
         let wakers = books.sleep.go(phase);
         self.settled.notify_all();
         drop(books);
-        wakers.into_iter().for_each(Waker::wake);
+        for waker in wakers {
+            let _ = caught(|| waker.wake()); // not ours, and so with no lock held
+        }
     }
 }
 

@@ -138,6 +138,9 @@ pub struct Woken {
 }
 
 /// Where host memory is booked before contents are copied into it.
+///
+/// The arena is on its way down meanwhile: what would wait for that to end, as to enter it or to
+/// allocate there, is refused within these calls ([`DeviceError::State`]). A panic is no booking.
 pub trait HostBudget: Send + Sync {
     /// Books so many bytes, for as long as what is returned is kept; it is dropped on any thread,
     /// when the host memory has been given back. Called with no lock held.
@@ -223,8 +226,9 @@ impl DeviceArena {
     /// Has the memory of a sleeping arena back, at the same addresses, with what was kept. Waits
     /// for the copies. Where another thread is at it, waits for that and says nothing was done.
     ///
-    /// Where there is too little memory, tries again for as long as
-    /// [`SleepConfig::patience`] says. The figures of [`DeviceError::OutOfMemory`] are about the
+    /// Where there is too little memory, does without what is freed meanwhile, gives its own idle
+    /// memory back, asks the callbacks ([`DeviceArena::on_shortage`]), and tries again for as long
+    /// as [`SleepConfig::patience`] says. The figures of [`DeviceError::OutOfMemory`] are about the
     /// wake then, whoever asked for it: `requested` is the part of the arena that found no room,
     /// at most 1 GiB, `committed` what it holds without it.
     ///

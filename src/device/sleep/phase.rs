@@ -8,14 +8,14 @@
 //! who waits for a wake gets its outcome, and one wake serves all who wait.
 
 use std::any::Any;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::Arc;
 use std::task::Waker;
 
 use super::ArenaState;
 use super::HostBudget;
-use super::stores::Saved;
+use super::stores::{Saved, is_booking};
 use crate::bytes::ByteSize;
 use crate::clock::{Bell, Clock, Moment};
 use crate::device::books::Books;
@@ -57,8 +57,9 @@ pub(in crate::device) struct Sleep {
     /// Wakes that have ended, and how the last one failed.
     pub(super) attempts: u64,
     pub(super) failure: Option<DeviceError>,
-    /// Who waits without a thread.
-    pub(super) wakers: Vec<Waker>,
+    /// Who waits without a thread, by the number of the wait; and the last number.
+    pub(super) wakers: BTreeMap<u64, Waker>,
+    pub(super) waits: u64,
     /// The stream of the copies, once there was one.
     pub(super) stream: Option<StreamHandle>,
     pub(super) budget: Option<Arc<dyn HostBudget>>,
@@ -168,7 +169,7 @@ impl Sleep {
     pub(super) fn go(&mut self, phase: Phase) -> Vec<Waker> {
         self.phase = phase;
         self.is_queueing = false;
-        std::mem::take(&mut self.wakers)
+        std::mem::take(&mut self.wakers).into_values().collect()
     }
 
     /// Ends a drain, if one is under way.
@@ -243,6 +244,8 @@ impl Shared {
                 // Perhaps the thread that wakes it, which waits for this callback.
                 Phase::Waking if is_within() => return Err(self.not_awake(&books)),
                 Phase::Waking => books = wait(&self.settled, books),
+                // Perhaps the thread on whose way down it is.
+                Phase::Falling if is_booking() => return Err(self.not_awake(&books)),
                 Phase::Falling => {
                     books.sleep.entering += 1;
                     books = wait(&self.settled, books);

@@ -7,6 +7,7 @@
 //! store is given back only after the host has seen every copy from and to it complete.
 
 use std::any::Any;
+use std::cell::Cell;
 use std::sync::Arc;
 
 use super::HostBudget;
@@ -47,6 +48,30 @@ pub(super) struct Saved {
 
 /// Where host memory is booked, and what it is booked as.
 type Booking = (Arc<dyn HostBudget>, Box<dyn Any + Send>);
+
+#[cfg(not(lowtide_loom))]
+thread_local! {
+    /// Whether this thread is within a call of a host's budget.
+    static BOOKING: Cell<bool> = const { Cell::new(false) };
+}
+#[cfg(lowtide_loom)]
+loom::thread_local! {
+    static BOOKING: Cell<bool> = Cell::new(false);
+}
+
+/// Whether this thread is within a call of a host's budget, and so perhaps the one on whose way
+/// down the arena is: it must not wait for the end of that.
+pub(super) fn is_booking() -> bool {
+    BOOKING.with(Cell::get)
+}
+
+/// Calls or drops what is the budget's: not ours, and so with no lock held.
+fn theirs<T>(act: impl FnOnce() -> T) -> Result<T, String> {
+    let before = BOOKING.with(|of| of.replace(true));
+    let outcome = caught(act);
+    BOOKING.with(|of| of.set(before));
+    outcome
+}
 
 /// One copy: where on the device, and where in a store.
 pub(super) type Place = (DeviceAddress, StoreSpan);
@@ -123,13 +148,14 @@ impl Shared {
         let (budget, booking) = self.book(sizes.iter().copied().sum())?.unzip();
         let mut saved = Saved { copies, stores: Vec::new(), booking };
         let outcome = self.copy_out(&mut saved, &sizes);
+        if outcome.is_ok()
+            && let Some((budget, booking)) = budget.as_ref().zip(saved.booking.as_mut())
+        {
+            let _ = theirs(|| budget.settle(&mut **booking));
+        }
+        let _ = theirs(|| drop(budget)); // another may have taken its place
         match outcome {
-            Ok(()) => {
-                if let Some((budget, booking)) = budget.zip(saved.booking.as_mut()) {
-                    let _ = caught(|| budget.settle(&mut **booking)); // not ours
-                }
-                Ok(Some(saved))
-            }
+            Ok(()) => Ok(Some(saved)),
             Err(error) => {
                 self.let_go(saved);
                 Err(error.into())
@@ -140,14 +166,13 @@ impl Shared {
     fn book(&self, bytes: ByteSize) -> Result<Option<Booking>, DeviceError> {
         let budget = self.books().sleep.budget.clone();
         let Some(budget) = budget else { return Ok(None) };
-        let booked = caught(|| budget.book(bytes))
-            .map_err(|message| DeviceError::Callback { message })?
-            .map_err(|reason| DeviceError::HostBudget {
-                arena: self.name.clone(),
-                bytes,
-                reason,
-            })?;
-        Ok(Some((budget, booked)))
+        let error = match theirs(|| budget.book(bytes)) {
+            Ok(Ok(booked)) => return Ok(Some((budget, booked))),
+            Ok(Err(reason)) => DeviceError::HostBudget { arena: self.name.clone(), bytes, reason },
+            Err(message) => DeviceError::Callback { message },
+        };
+        let _ = theirs(|| drop(budget)); // another may have taken its place
+        Err(error)
     }
 
     fn copy_out(&self, saved: &mut Saved, sizes: &[ByteSize]) -> Result<(), DriverError> {
@@ -162,19 +187,25 @@ impl Shared {
         self.wait_for_own(stream)
     }
 
-    /// Copies back what was saved of these places, and waits for that.
+    /// Copies back what was saved of these places, and waits for that; returns how much that was.
     ///
     /// # Errors
     /// The driver's; copies may be under way still.
-    pub(super) fn copy_back(&self, places: &[Place]) -> Result<(), DriverError> {
-        if places.is_empty() {
-            return Ok(());
+    pub(super) fn copy_back(
+        &self,
+        places: impl Fn(&Books) -> Vec<Place>,
+    ) -> Result<ByteSize, DriverError> {
+        if places(&self.books()).is_empty() {
+            return Ok(ByteSize::ZERO);
         }
         let stream = self.copy_stream()?;
-        for &(at, span) in places {
+        // Frees go on, but from here on nothing that is idle leaves: what is a place now stays one.
+        let places = places(&self.books());
+        for &(at, span) in &places {
             self.driver.restore(span, at, stream, Key::new())?;
         }
-        self.wait_for_own(stream)
+        self.wait_for_own(stream)?;
+        Ok(places.iter().map(|(_, span)| span.size).sum())
     }
 
     /// Waits for the copies of an earlier sleep or wake, where any may be under way.
@@ -211,7 +242,9 @@ impl Shared {
     pub(in crate::device) fn give_stores_back(&self) {
         let mut books = self.books();
         let stores = std::mem::take(&mut books.sleep.left);
-        if stores.is_empty() && books.sleep.booked.is_empty() {
+        // With its stores: who comes meanwhile must not give it up before them.
+        let mut booked = std::mem::take(&mut books.sleep.booked);
+        if stores.is_empty() && booked.is_empty() {
             return;
         }
         let is_copying = books.sleep.may_be_copied() && !stores.is_empty();
@@ -223,11 +256,12 @@ impl Shared {
         let left: Vec<_> = left.collect();
         let bytes: ByteSize = left.iter().map(|(_, size)| *size).sum();
         let mut books = self.books();
-        books.sleep.left.extend(left);
-        let is_over = books.sleep.left.is_empty();
-        let booked = if is_over { std::mem::take(&mut books.sleep.booked) } else { Vec::new() };
+        if !left.is_empty() {
+            books.sleep.left.extend(left);
+            books.sleep.booked.append(&mut booked);
+        }
         drop(books);
-        let _ = caught(|| drop(booked)); // not ours, and so with no lock held
+        let _ = theirs(|| drop(booked));
         if !bytes.is_zero() {
             tracing::warn!(arena = self.name, %bytes, "host memory was not taken back");
         }
@@ -308,9 +342,9 @@ impl Shared {
             self.give_stores_back();
         }
         let mut books = self.books();
-        let theirs = (books.sleep.budget.take(), std::mem::take(&mut books.sleep.booked));
+        let left = (books.sleep.budget.take(), std::mem::take(&mut books.sleep.booked));
         drop(books);
-        let _ = caught(|| drop(theirs)); // not ours: nothing unwinds out of a drop
+        let _ = theirs(|| drop(left)); // nothing unwinds out of a drop
         if let Some(stream) = stream {
             let _ = self.driver.stream_destroy(stream, Key::new());
         }

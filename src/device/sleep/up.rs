@@ -1,22 +1,26 @@
 //! The way up: memory behind every granule that a block touches, then the contents.
 //!
 //! Nobody gets in before the last copy has arrived, as the host has seen. Where the memory cannot
-//! be had, it is tried again for a while; what fails is undone, and the arena sleeps on, its copies
-//! whole. Only when it is awake the copies are given up.
+//! be had, what blocks that were freed meanwhile would have got is given up, and it is tried again
+//! for a while; what fails is undone, and the arena sleeps on, its copies whole. Only when it is
+//! awake the copies are given up.
 //!
-//! Invariant: while the arena is not awake, everything that was kept is in the copies.
+//! Invariants: while the arena is not awake, everything that was kept is in the copies; nothing is
+//! copied to where no block is.
+
+use std::cell::RefCell;
 
 use super::phase::Phase;
-use super::stores::Place;
+use super::stores::{Place, is_booking};
 use super::{ArenaState, Woken};
 use crate::bytes::ByteSize;
-use crate::clock::Bell;
+use crate::clock::{Bell, Clock};
 use crate::device::books::Books;
 use crate::device::driver::sealed::Key;
 use crate::device::driver::{DeviceAddress, DriverError};
 use crate::device::error::DeviceError;
 use crate::device::refusal::{Cause, Refusal};
-use crate::device::region::Region;
+use crate::device::region::{Region, Search};
 use crate::device::segment::Run;
 use crate::device::shared::Shared;
 use crate::device::shortage::is_within;
@@ -34,13 +38,35 @@ struct Return {
     size: ByteSize,
 }
 
+/// All that is to come back, and how much of it is there.
+#[derive(Debug)]
+struct Returning {
+    runs: Vec<Return>,
+    back: usize,
+}
+
+impl Returning {
+    fn next(&self) -> Option<Return> {
+        self.runs.get(self.back).copied()
+    }
+
+    fn bytes(&self) -> ByteSize {
+        self.runs.iter().map(|to| to.size).sum()
+    }
+
+    /// Bytes that are not there yet.
+    fn missing(&self) -> ByteSize {
+        self.runs[self.back..].iter().map(|to| to.size).sum()
+    }
+}
+
 impl Shared {
     /// Wakes the arena, or waits for who does.
     pub(super) fn wake(&self) -> Result<Woken, DeviceError> {
         let mut books = self.books();
         let before = books.sleep.attempts;
         // What is on its way down arrives somewhere.
-        while books.sleep.phase == Phase::Falling {
+        while books.sleep.phase == Phase::Falling && !is_booking() {
             books = wait(&self.settled, books);
         }
         match books.sleep.phase {
@@ -63,78 +89,99 @@ impl Shared {
     /// From waking to awake, or asleep again.
     pub(super) fn rise(&self) -> Result<Woken, DeviceError> {
         let mut books = self.books();
-        let returns = books.begin_rise();
-        let places = books.sleep.saved.as_ref().map(|saved| saved.wanted_places(&books));
+        let runs = books.begin_rise();
+        let copies = !books.wanted_places().is_empty();
         drop(books);
-        let places = places.unwrap_or_default();
-        let mut back = 0;
+        let returning = RefCell::new(Returning { runs, back: 0 });
         let outcome = self
-            .check_capture(&places)
-            .and_then(|()| self.have_back(&returns, &mut back))
-            .and_then(|()| self.copy_back(&places).map_err(DeviceError::from));
+            .check_capture(copies)
+            .and_then(|()| self.have_back(&returning))
+            .and_then(|()| self.copy_back(Books::wanted_places).map_err(DeviceError::from));
+        let Returning { runs, back } = returning.into_inner();
         let woken = match outcome {
-            Ok(()) => Ok(self.stand_up(&returns, places.iter().map(|(_, span)| span.size).sum())),
-            Err(error) => Err(self.sleep_on(&returns[..], back, error)),
+            Ok(restored) => Ok(self.stand_up(&runs, restored)),
+            Err(error) => Err(self.sleep_on(&runs, back, error)),
         };
         self.pass_on();
         woken
     }
 
     /// Refuses to wait for copies while a stream captures a graph, which that would spoil.
-    fn check_capture(&self, places: &[Place]) -> Result<(), DeviceError> {
-        if !places.is_empty() && self.is_any_capturing()? {
+    fn check_capture(&self, copies: bool) -> Result<(), DeviceError> {
+        if copies && self.is_any_capturing()? {
             return Err(DeviceError::Capturing { arena: self.name.clone() });
         }
         Ok(())
     }
 
-    /// Commits all that is to come back, and counts it; asks the callbacks for more
-    /// where memory is short, and waits a while.
-    fn have_back(&self, returns: &[Return], back: &mut usize) -> Result<(), DeviceError> {
+    /// Commits all that is to come back; asks the callbacks for more where memory is short, and
+    /// waits a while.
+    fn have_back(&self, returning: &RefCell<Returning>) -> Result<(), DeviceError> {
         let mut retries = RETRIES;
         let pause = self.sleep.patience / RETRIES;
         // Rung by nobody: only time goes by.
         let bell = Bell::new();
-        while let Some(&next) = returns.get(*back) {
-            let has = |_| self.try_back(next);
-            let outcome = match self.try_back(next) {
+        loop {
+            let Some(next) = returning.borrow().next() else { return Ok(()) };
+            let has = |_| self.try_back(&mut returning.borrow_mut());
+            let outcome = match has(Search::Usual) {
                 Err(refusal) if refusal.is_shortage() => {
                     self.ask_for_room(next.region, refusal, &has)
                 }
                 outcome => outcome,
             };
             match outcome {
-                Ok(()) => *back += 1,
+                Ok(()) => {}
                 Err(refusal) if refusal.is_shortage() && retries > 0 && !pause.is_zero() => {
                     retries -= 1;
                     self.clock.wait_until(&bell, self.clock.now() + pause);
                 }
                 Err(refusal) => {
-                    let missing = returns[*back..].iter().map(|to| to.size).sum();
-                    return Err(without(refusal.error, missing));
+                    return Err(without(refusal.error, returning.borrow().missing()));
                 }
+            }
+        }
+    }
+
+    /// Commits the next run that is to come back. What is on its way counts as committed, and so
+    /// against a limit that was lowered meanwhile.
+    fn try_back(&self, returning: &mut Returning) -> Result<(), Refusal> {
+        // Each turn but the last gives up a granule that was to come, or one that is idle.
+        while let Some(to) = returning.next() {
+            let over = self.books().over_limit(0);
+            let cause = if over > 0 {
+                Cause::Limit { over }
+            } else {
+                match self.driver.commit(to.at, to.size, Key::new()) {
+                    Ok(()) => {
+                        returning.back += 1;
+                        return Ok(());
+                    }
+                    Err(DriverError::OutOfMemory { .. }) => Cause::Device,
+                    Err(error) => {
+                        return Err(Refusal { cause: Cause::Driver, error: error.into() });
+                    }
+                }
+            };
+            let bytes = if over > 0 { over } else { to.size.get() };
+            if !self.make_way(returning, bytes) {
+                return Err(Refusal::of(cause, to.size.get()).told(&self.books()));
             }
         }
         Ok(())
     }
 
-    /// Commits one run that is to come back. What is on its way counts as committed, and so against
-    /// a limit that was lowered meanwhile.
-    fn try_back(&self, to: Return) -> Result<(), Refusal> {
-        let books = self.books();
-        let over = books.over_limit(0);
-        if over > 0 {
-            return Err(Refusal::of(Cause::Limit { over }, to.size.get()).told(&books));
+    /// Gives up what is to come back for blocks that were freed meanwhile, or else memory that is
+    /// idle, as that of a freed block that was to stay; says whether there was any.
+    fn make_way(&self, returning: &mut Returning, bytes: u64) -> bool {
+        let mut books = self.books();
+        if books.spare(returning, &*self.clock) {
+            return true;
         }
+        let granules = books.granules_for(bytes);
+        let (books, given) = self.give_back(books, granules, None);
         drop(books);
-        match self.driver.commit(to.at, to.size, Key::new()) {
-            Err(DriverError::OutOfMemory { .. }) => {
-                Err(Refusal::of(Cause::Device, to.size.get()).told(&self.books()))
-            }
-            outcome => {
-                outcome.map_err(|error| Refusal { cause: Cause::Driver, error: error.into() })
-            }
-        }
+        given.granules > 0
     }
 
     /// Awake: the copies are given up.
@@ -224,6 +271,22 @@ impl Books {
             }
         }
         returns
+    }
+
+    /// Leaves out what no block touches any more of what is still to come back; says whether that
+    /// was anything.
+    fn spare(&mut self, returning: &mut Returning, clock: &dyn Clock) -> bool {
+        let before = returning.bytes();
+        for to in returning.runs.split_off(returning.back) {
+            self.end_commit(to.region, to.run, false, clock);
+        }
+        returning.runs.extend(self.begin_rise());
+        returning.bytes() < before
+    }
+
+    /// Where contents are that blocks still touch, and where they belong.
+    fn wanted_places(&self) -> Vec<Place> {
+        self.sleep.saved.as_ref().map(|saved| saved.wanted_places(self)).unwrap_or_default()
     }
 
     /// Counts a wake that has ended.
