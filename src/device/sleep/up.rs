@@ -71,7 +71,7 @@ impl Shared {
         let outcome = self
             .check_capture(&places)
             .and_then(|()| self.have_back(&returns, &mut back))
-            .and_then(|()| self.copy_back(&places).map_err(DeviceError::from));
+            .and_then(|()| self.copy_back(&places).map_err(|error| self.told_of_copies(error)));
         let woken = match outcome {
             Ok(()) => Ok(self.stand_up(&returns, places.iter().map(|(_, span)| span.size).sum())),
             Err(error) => Err(self.sleep_on(&returns[..], back, error)),
