@@ -7,6 +7,7 @@ mod faults;
 mod host;
 mod idle;
 mod known_bugs;
+mod sharp;
 mod states;
 mod streams;
 mod support;
