@@ -160,7 +160,7 @@ fn who_waits_for_a_move_beside_a_sleep_enters_an_arena_that_is_awake() {
         let lease = arena.enter().expect("awake, or woken");
         blocks.iter().for_each(|block| assert_backed(&driver, block, &lease));
         drop(lease);
-        others.map(|other| other.join().expect("no panic"));
+        others.into_iter().for_each(|other| other.join().expect("no panic"));
         drop(blocks);
         end(&arena, &driver);
     });

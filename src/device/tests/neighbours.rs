@@ -1,4 +1,5 @@
-//! A block whose neighbours have a place and no memory yet: what is looked for then, and waited for.
+//! A block whose neighbours have a place and no memory yet: what is looked for then, and what is
+//! waited for.
 //!
 //! The neighbours are put into the books by hand, as calls that are under way would leave them, so
 //! that each case is certain.
@@ -57,7 +58,7 @@ fn a_block_beside_one_that_waits_for_its_memory_is_placed_where_a_granule_begins
     let at = block.address(&block.enter().expect("a lease")).expect("ours").expect("not empty");
     assert_eq!(at.offset_from(neighbours[0].at), Some(ByteSize::mib(4)));
     assert_eq!(arena.snapshot().committed, ByteSize::mib(4));
-    neighbours.map(|placed| withdraw(&arena, placed));
+    neighbours.into_iter().for_each(|placed| withdraw(&arena, placed));
     drop((block, live));
     arena.validate();
     driver.assert_no_faults();
@@ -70,7 +71,7 @@ fn a_block_that_fits_at_no_granules_start_is_short_of_memory_and_not_of_addresse
     // No call is under way, so that nothing is waited for.
     let refused = bytes(&arena, GRANULE, DYNAMIC).expect_err("it needs two granules there");
     assert!(matches!(refused, DeviceError::OutOfMemory { .. }), "{refused}");
-    neighbours.map(|placed| withdraw(&arena, placed));
+    neighbours.into_iter().for_each(|placed| withdraw(&arena, placed));
     drop((bytes(&arena, GRANULE, DYNAMIC).expect("they are gone"), live));
     arena.validate();
     driver.assert_no_faults();
@@ -95,7 +96,7 @@ fn a_block_that_fits_at_no_granules_start_waits_for_the_calls_of_its_neighbours(
         assert!(!waiting.is_finished(), "it is refused though by its figures there is room");
         thread::yield_now();
     }
-    neighbours.map(|placed| withdraw(&arena, placed));
+    neighbours.into_iter().for_each(|placed| withdraw(&arena, placed));
     driver.decommit(leaving[0].at, leaving[0].size, Key::new()).expect("committed");
     lock(&arena.shared().books).end_leave(leaving[0], true);
     arena.shared().settled.notify_all();
