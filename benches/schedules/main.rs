@@ -52,6 +52,7 @@ struct Totals {
     failed: AtomicU64,
     acts: AtomicU64,
     sleeps: AtomicU64,
+    refused: AtomicU64,
     driver_calls: AtomicU64,
     unsafe_unmaps: AtomicU64,
 }
@@ -84,6 +85,7 @@ fn main() -> ExitCode {
     figure("failed", &totals.failed, "schedules");
     figure("acts", &totals.acts, "acts");
     figure("sleeps", &totals.sleeps, "sleeps");
+    figure("refused", &totals.refused, "bookings");
     figure("driver_calls", &totals.driver_calls, "calls");
     figure("unsafe_unmaps", &totals.unsafe_unmaps, "unmaps");
     if totals.failed.load(Ordering::Relaxed) == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
@@ -107,6 +109,7 @@ fn run(totals: &Totals, from: u64, count: u64, plant: Option<Planted>) {
             Ok(done) => {
                 add(&totals.acts, done.acts);
                 add(&totals.sleeps, done.sleeps);
+                add(&totals.refused, done.refused);
                 add(&totals.driver_calls, done.driver_calls);
                 add(&totals.unsafe_unmaps, done.unsafe_unmaps);
             }

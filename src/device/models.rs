@@ -59,16 +59,27 @@ impl Model {
         }
     }
 
+    /// There is memory behind a range of whole granules.
+    fn assert_there(&self, at: DeviceAddress, size: ByteSize) {
+        let [first, count] = granules(at, size);
+        let there = lock(&self.committed)[first..first + count].iter().all(|&there| there);
+        assert!(there, "no memory at granule {first}");
+    }
+
     fn set(&self, at: DeviceAddress, size: ByteSize, to: bool) {
         self.unlocked();
-        let first = usize::try_from((at.get() - BASE) / GRANULE).expect("small");
-        let count = usize::try_from(size.get() / GRANULE).expect("small");
+        let [first, count] = granules(at, size);
         let mut committed = lock(&self.committed);
         for granule in &mut committed[first..first + count] {
             assert_ne!(*granule, to, "granule {first} is {to} already");
             *granule = to;
         }
     }
+}
+
+/// The first granule of a range, and how many it covers.
+fn granules(at: DeviceAddress, size: ByteSize) -> [usize; 2] {
+    [at.get() - BASE, size.get()].map(|bytes| usize::try_from(bytes / GRANULE).expect("small"))
 }
 
 impl sealed::Sealed for Model {}
@@ -136,6 +147,8 @@ impl Driver for Model {
         work.assert_done(from, size);
         work.assert_done(to, size);
         drop(work);
+        self.assert_there(from, size);
+        self.assert_there(to, size);
         if let Some(arena) = self.arena.get().and_then(Weak::upgrade) {
             assert_eq!(lock(&arena.books).leases, 0, "a block moves under a lease");
         }

@@ -24,11 +24,16 @@ use crate::sync::wait;
 
 /// `CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED`: what the driver would answer to a wait that spoils a
 /// capture, and what is answered in its stead.
-pub(super) const CAPTURES: u32 = 900;
+const CAPTURES: u32 = 900;
 
 /// The answer to a call that is not made, because a stream captures a graph.
 pub(super) fn captures(call: &'static str) -> DriverError {
     DriverError::of_cuda(call, CAPTURES, ByteSize::ZERO)
+}
+
+/// Whether it is that answer, or the driver's own of that kind.
+pub(super) fn is_captures(error: &DriverError) -> bool {
+    error.code() == Some(i64::from(CAPTURES))
 }
 
 impl Shared {

@@ -11,10 +11,9 @@
 use super::books::Books;
 use super::compact::plan::{self, Target};
 use super::compact::{CompactOptions, Goal};
-use super::driver::DriverError;
 use super::error::{Bound, DeviceError};
 use super::index::End;
-use super::proof::CAPTURES;
+use super::proof::is_captures;
 use super::record::hooks::Refused;
 use super::region::{Region, RegionBooks};
 use super::shared::Shared;
@@ -106,8 +105,7 @@ impl Refusal {
 
     /// Whether there was something to wait for that a capture forbids.
     pub(super) fn is_by_capture(&self) -> bool {
-        let by = |error: &DriverError| error.code() == Some(i64::from(CAPTURES));
-        matches!(&self.error, DeviceError::Driver(error) if by(error))
+        matches!(&self.error, DeviceError::Driver(error) if is_captures(error))
     }
 
     /// One that is no want of memory.

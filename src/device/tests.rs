@@ -12,6 +12,7 @@ use crate::clock::{Clock, ManualClock, SystemClock};
 use crate::decay::DecayTime;
 use crate::sync::lock;
 
+mod neighbours;
 mod peers;
 mod storm;
 

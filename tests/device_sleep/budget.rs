@@ -134,3 +134,72 @@ fn a_purge_beside_copies_noted_that_there_were_none() {
     drop((kept, other));
     bed.end();
 }
+
+/// Asks the arena, or the device, when what it booked is given back.
+struct Asks<F>(F);
+
+struct Asked<F: Fn()>(F);
+
+impl<F: Fn()> Drop for Asked<F> {
+    fn drop(&mut self) {
+        self.0();
+    }
+}
+
+impl<F: Fn() + Clone + Send + Sync + 'static> HostBudget for Asks<F> {
+    fn book(&self, _: ByteSize) -> Result<Box<dyn Any + Send>, String> {
+        Ok(Box::new(Asked(self.0.clone())))
+    }
+}
+
+/// The end of an arena that sleeps, and a wake, give the stores back first: until then the bytes
+/// are the host's.
+#[test]
+fn a_booking_goes_after_the_stores_it_is_for() {
+    for wakes in [false, true] {
+        let bed = Bed::new(Order::Lazy);
+        let seen: Arc<Mutex<Vec<u64>>> = Arc::default();
+        let (sim, see) = (bed.sim.clone(), Arc::clone(&seen));
+        let look = move || see.lock().expect("whole").push(sim.leaks().host_stores as u64);
+        bed.arena.set_host_budget(Arc::new(Asks(look)));
+        let kept = bed.marked(MIB, Region::Stable, 1);
+        bed.arena.sleep(NOW).expect("asleep");
+        assert_eq!(bed.sim.leaks().host_stores, 1);
+        if wakes {
+            bed.arena.wake().expect("awake");
+        }
+        let Bed { sim, arena, stream } = bed;
+        drop((kept, arena));
+        assert_eq!(*seen.lock().expect("whole"), [0], "stores that were there still");
+        sim.stream_destroy(stream).expect("a stream");
+        sim.assert_no_faults();
+        assert_eq!(sim.leaks().host_stores, 0);
+    }
+}
+
+/// Whoever books may ask the arena when the booking goes: no lock is held.
+#[test]
+fn a_booking_goes_with_no_lock_held() {
+    let bed = Bed::new(Order::Lazy);
+    let kept = bed.marked(MIB, Region::Stable, 1);
+    let arena = bed.arena.clone();
+    let (told, tell) = std::sync::mpsc::channel();
+    let asks = move || {
+        let (arena, told) = (arena.clone(), told.clone());
+        let looks = std::thread::spawn(move || told.send(arena.snapshot().offloaded));
+        // A thread that looks would wait for ever for a lock that this one holds.
+        super::states::wait_until(|| looks.is_finished());
+    };
+    bed.arena.set_host_budget(Arc::new(Asks(asks)));
+    bed.arena.sleep(NOW).expect("asleep");
+    bed.arena.wake().expect("awake");
+    assert_eq!(tell.try_recv(), Ok(ByteSize::ZERO));
+    // Where it could not be copied.
+    bed.sim.fail_nth(Some(Call::Offload), 0, SimError::Unknown);
+    assert!(bed.arena.sleep(NOW).is_err());
+    assert_eq!(tell.try_recv(), Ok(ByteSize::ZERO));
+    bed.arena.set_host_budget(Arc::new(Asks(|| {}))); // the other one holds the arena
+    bed.assert_marked(&kept, 1);
+    drop(kept);
+    bed.end();
+}

@@ -10,6 +10,7 @@ mod host;
 mod idle;
 mod known_bugs;
 mod moments;
+mod sharp;
 mod states;
 mod streams;
 mod support;

@@ -2,8 +2,9 @@
 #![expect(unsafe_code, reason = "a lane is of a stream that the caller vouches for")]
 
 use lowtide::ByteSize;
+use lowtide::clock::Clock as _;
 use lowtide::device::driver::Driver as _;
-use lowtide::device::driver::sim::{Call, Order, Outcome, Pattern};
+use lowtide::device::driver::sim::{Call, Order, Outcome, Pattern, SimError};
 use lowtide::device::{ArenaState, DeviceError, Region};
 
 use super::states::NOW;
@@ -125,6 +126,66 @@ fn a_wake_while_a_stream_captures_is_refused_and_spoils_nothing() {
     assert_eq!(bed.arena.state(), ArenaState::Asleep);
     let graph = bed.sim.end_capture(bed.stream).expect("not spoiled");
     bed.sim.graph_destroy(graph).expect("a graph");
+    bed.assert_marked(&kept, 1);
+    drop((kept, lane));
+    bed.end();
+}
+
+/// The bug: a stream that began to capture while copies were on their way had its capture spoiled
+/// by the wait for them, and by the next one. Either way is refused, and the copies are waited for
+/// when nothing captures.
+#[test]
+fn a_capture_that_began_while_contents_were_copied_was_spoiled_by_the_wait() {
+    for call in [Call::Offload, Call::Restore] {
+        let bed = Bed::new(Order::Lazy);
+        let (kept, lane) = (bed.marked(MIB / 16, Region::Stable, 1), bed.lane());
+        if call == Call::Restore {
+            bed.arena.sleep(NOW).expect("asleep");
+        }
+        let (sim, stream) = (bed.sim.clone(), bed.stream);
+        bed.sim.before(call, 0, move || sim.begin_capture(stream).expect("nothing captures"));
+        let refused = match call {
+            Call::Offload => bed.arena.sleep(NOW).map(drop).expect_err("captures"),
+            _ => bed.arena.wake().map(drop).expect_err("captures"),
+        };
+        assert!(matches!(refused, DeviceError::Capturing { .. }), "{refused}");
+        // Whoever looks meanwhile, or wants it awake, spoils nothing either.
+        let _ = (bed.arena.purge(), bed.arena.decay(bed.sim.clock().now()));
+        let graph = bed.sim.end_capture(bed.stream).expect("not spoiled");
+        bed.sim.graph_destroy(graph).expect("a graph");
+        bed.assert_marked(&kept, 1);
+        bed.arena.purge().expect("nothing captures");
+        assert_eq!(bed.arena.snapshot().offloaded, ByteSize::ZERO);
+        drop((kept, lane));
+        bed.end();
+    }
+}
+
+/// One look at idle memory may wait for copies twice: for a store that is to go back, and before
+/// memory leaves. What begins to capture between the two is not spoiled by the second.
+#[test]
+fn a_capture_that_begins_between_two_waits_for_copies_is_not_spoiled() {
+    let bed = Bed::new(Order::Lazy);
+    let (kept, lane) = (bed.marked(MIB / 16, Region::Stable, 1), bed.lane());
+    drop(bed.marked(MIB, Region::Dynamic, 2));
+    bed.sim.fail_always(Call::StreamSynchronize, Some(SimError::Unknown));
+    assert!(bed.arena.sleep(NOW).is_err());
+    bed.sim.forget_failures();
+    assert!(!bed.arena.snapshot().offloaded.is_zero(), "a copy may work on its store");
+    // The first wait fails; before the second it is asked whether a stream captures.
+    bed.sim.fail_nth(Some(Call::StreamSynchronize), 0, SimError::Unknown);
+    let waits = bed.sim.calls(Call::StreamSynchronize);
+    let (sim, stream) = (bed.sim.clone(), bed.stream);
+    bed.sim.before(Call::StreamSynchronize, 0, move || {
+        let begin = sim.clone();
+        sim.before(Call::StreamIsCapturing, 0, move || begin.begin_capture(stream).expect("none"));
+    });
+    let refused = bed.arena.purge().expect_err("captures");
+    assert!(matches!(&refused, DeviceError::Driver(error) if error.code() == Some(900)));
+    assert_eq!(bed.sim.calls(Call::StreamSynchronize), waits + 1, "the second was not made");
+    let graph = bed.sim.end_capture(bed.stream).expect("not spoiled");
+    bed.sim.graph_destroy(graph).expect("a graph");
+    assert_eq!(bed.arena.purge(), Ok(ByteSize::mib(1)));
     bed.assert_marked(&kept, 1);
     drop((kept, lane));
     bed.end();

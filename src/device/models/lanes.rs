@@ -12,13 +12,13 @@ pub(super) fn lane(arena: &DeviceArena, number: u64) -> Lane {
 }
 
 /// Gives a lane's stream work on a buffer.
-fn give(driver: &Model, lane: &Lane, buffer: &Buffer<u8>) {
+pub(super) fn give(driver: &Model, lane: &Lane, buffer: &Buffer<u8>) {
     let lease = buffer.enter().expect("a lease");
     let at = buffer.address(&lease).expect("ours").expect("not empty");
     lock(&driver.work).give(lane.stream(), at, buffer.bytes());
 }
 
-fn granule(lane: &Lane) -> Result<Buffer<u8>, DeviceError> {
+pub(super) fn granule(lane: &Lane) -> Result<Buffer<u8>, DeviceError> {
     lane.alloc(512, Region::Dynamic)
 }
 

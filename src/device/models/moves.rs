@@ -5,14 +5,14 @@
 use super::*;
 
 /// Two blocks of a region, apart from each other: a compaction moves one.
-fn fragmented(arena: &DeviceArena) -> [Buffer<u8>; 2] {
+pub(super) fn fragmented(arena: &DeviceArena) -> [Buffer<u8>; 2] {
     let block = || arena.alloc::<u8>(512, Region::Dynamic).expect("room");
     let (first, gone, second) = (block(), block(), block());
     drop(gone);
     [first, second]
 }
 
-fn compact(arena: &DeviceArena) {
+pub(super) fn compact(arena: &DeviceArena) {
     let goal = Goal::Contiguous(ByteSize::MAX);
     let options = CompactOptions { goal, ..CompactOptions::new(Region::Dynamic) };
     arena.compact(options, |_| {}).expect("nothing fails");

@@ -1,8 +1,11 @@
-//! Sleep under loom: enters, allocations and frees beside a sleep, and two who wake it.
+//! Sleep under loom: enters, allocations, frees and moves beside a sleep, two who wake it, and the
+//! work of streams that it waits for (`streams`).
 //!
 //! Contents are discarded, so that no copies are made; nobody is waited for, so that no bell is.
 //!
 //! Invariant: who has a lease has memory behind every block, and one wake serves all who enter.
+
+mod streams;
 
 use std::time::Duration;
 
@@ -122,5 +125,61 @@ fn what_is_freed_beside_a_sleep_leaves_nothing_and_the_rest_comes_back() {
         assert_eq!(arena.snapshot().committed, ByteSize::new(GRANULE));
         drop((lease, stays));
         end(&arena, &driver);
+    });
+}
+
+#[test]
+fn a_block_moves_before_or_after_a_sleep_and_never_meanwhile() {
+    loom::model(|| {
+        let (arena, driver) = open_sleeper(4);
+        let blocks = moves::fragmented(&arena);
+        let other = arena.clone();
+        let thread = loom::thread::spawn(move || sleep(&other));
+        moves::compact(&arena);
+        thread.join().expect("no panic");
+        let lease = arena.enter().expect("woken");
+        blocks.iter().for_each(|block| assert_backed(&driver, block, &lease));
+        drop((lease, blocks));
+        end(&arena, &driver);
+    });
+}
+
+/// Who waits for the end of a move gives the lock up: it may sleep when it has it again.
+#[test]
+fn who_waits_for_a_move_beside_a_sleep_enters_an_arena_that_is_awake() {
+    let mut model = loom::model::Builder::new();
+    model.preemption_bound = Some(2);
+    model.check(|| {
+        let (arena, driver) = open_sleeper(4);
+        let blocks = moves::fragmented(&arena);
+        let acts: [fn(&DeviceArena); 2] = [sleep, moves::compact];
+        let others = acts.map(|act| {
+            let arena = arena.clone();
+            loom::thread::spawn(move || act(&arena))
+        });
+        let lease = arena.enter().expect("awake, or woken");
+        blocks.iter().for_each(|block| assert_backed(&driver, block, &lease));
+        drop(lease);
+        others.into_iter().for_each(|other| other.join().expect("no panic"));
+        drop(blocks);
+        end(&arena, &driver);
+    });
+}
+
+#[test]
+fn what_is_given_back_beside_a_sleep_leaves_once() {
+    loom::model(|| {
+        let (arena, driver) = open_sleeper(4);
+        let stays = granule(&arena);
+        assert!(pass(&arena, 700));
+        let purge = |arena: &DeviceArena| {
+            arena.purge().expect("gives back");
+        };
+        let device = Arc::clone(&driver);
+        both(arena, &driver, purge, move |arena| {
+            arena.sleep(NOW).expect("nobody is in, nor wants to be");
+            assert!(lock(&device.committed).iter().all(|committed| !committed));
+            drop(stays);
+        });
     });
 }

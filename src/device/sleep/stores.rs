@@ -19,7 +19,7 @@ use crate::device::driver::{
     DeviceAddress, DriverError, HOST_GRANULARITY, HostStore, StoreSpan, StreamHandle,
 };
 use crate::device::error::DeviceError;
-use crate::device::proof::captures;
+use crate::device::proof::{captures, is_captures};
 use crate::device::region::Region;
 use crate::device::segment::{Run, Segment};
 use crate::device::shared::Shared;
@@ -138,8 +138,8 @@ impl Shared {
     /// `None` where there is nothing to keep.
     ///
     /// # Errors
-    /// `HostBudget`, or the driver's. Nothing was taken away, and nothing stays booked but for
-    /// stores that the driver does not take back.
+    /// `HostBudget`, `Capturing`, or the driver's. Nothing was taken away, and nothing stays booked
+    /// but for stores that the driver does not take back.
     pub(super) fn save(&self, parts: &[Part]) -> Result<Option<Saved>, DeviceError> {
         let (copies, sizes) = lay_out(parts, self.granule);
         if copies.is_empty() {
@@ -158,9 +158,17 @@ impl Shared {
             Ok(()) => Ok(Some(saved)),
             Err(error) => {
                 self.let_go(saved);
-                Err(error.into())
+                Err(self.told_of_copies(error))
             }
         }
+    }
+
+    /// What a caller is told of copies that could not be made, or not be waited for.
+    pub(super) fn told_of_copies(&self, error: DriverError) -> DeviceError {
+        if is_captures(&error) {
+            return DeviceError::Capturing { arena: self.name.clone() };
+        }
+        error.into()
     }
 
     fn book(&self, bytes: ByteSize) -> Result<Option<Booking>, DeviceError> {
@@ -284,9 +292,13 @@ impl Shared {
         Ok(())
     }
 
-    /// Waits for the copies of this thread, which is on its way down or up and has queued all.
+    /// Waits for the copies of this thread, which is on its way down or up and has queued all. Not
+    /// where a stream has begun to capture a graph meanwhile.
     fn wait_for_own(&self, stream: StreamHandle) -> Result<(), DriverError> {
         self.books().sleep.is_queueing = false;
+        if self.is_any_capturing()? {
+            return Err(captures("cuStreamSynchronize"));
+        }
         self.driver.stream_synchronize(stream, Key::new())?;
         let mut books = self.books();
         books.sleep.copied = books.sleep.copying;

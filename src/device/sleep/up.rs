@@ -93,10 +93,10 @@ impl Shared {
         let copies = !books.wanted_places().is_empty();
         drop(books);
         let returning = RefCell::new(Returning { runs, back: 0 });
-        let outcome = self
-            .check_capture(copies)
-            .and_then(|()| self.have_back(&returning))
-            .and_then(|()| self.copy_back(Books::wanted_places).map_err(DeviceError::from));
+        let outcome =
+            self.check_capture(copies).and_then(|()| self.have_back(&returning)).and_then(|()| {
+                self.copy_back(Books::wanted_places).map_err(|error| self.told_of_copies(error))
+            });
         let Returning { runs, back } = returning.into_inner();
         let woken = match outcome {
             Ok(restored) => Ok(self.stand_up(&runs, restored)),

@@ -13,6 +13,7 @@
 //! arena was dropped.
 
 mod acts;
+mod budget;
 #[path = "../../../benches/index/chance.rs"]
 #[allow(dead_code, reason = "others use more of it")]
 mod chance;
@@ -27,9 +28,9 @@ use std::thread;
 use std::time::Duration;
 
 use lowtide::ByteSize;
-use lowtide::clock::{Clock as _, Moment, SystemClock};
+use lowtide::clock::{Clock as _, SystemClock};
 use lowtide::device::driver::sim::{Leaks, Order, SimDriver};
-use lowtide::device::{Contents, DeviceArena, Region, SleepConfig, SleepOptions};
+use lowtide::device::{ArenaState, Contents, DeviceArena, Region, SleepConfig, SleepOptions};
 
 use chance::Chance;
 use world::World;
@@ -75,6 +76,9 @@ pub(crate) struct Schedule {
     discards: [bool; 2],
     /// Leases for work name its stream.
     names: bool,
+    /// The KiB that the host has room for, and that it refuses one booking in so many; where it is
+    /// asked.
+    host: Option<(u16, u8)>,
 }
 
 /// What went wrong, and in which run.
@@ -90,6 +94,8 @@ pub(crate) struct Failure {
 pub(crate) struct Done {
     pub(crate) acts: u64,
     pub(crate) sleeps: u64,
+    /// Bookings that the host's budget refused.
+    pub(crate) refused: u64,
     pub(crate) driver_calls: u64,
     pub(crate) unsafe_unmaps: u64,
 }
@@ -121,6 +127,9 @@ impl Schedule {
         let end = *pick(&mut chance, &[End::Closed, End::Closed, End::Done, End::Working]);
         let discards = [chance.below(3) == 0, chance.below(3) == 0];
         let names = chance.below(4) > 0;
+        let room = *pick(&mut chance, &[64, 256, 4096]);
+        let refuses = *pick(&mut chance, &[2, 3, 5]);
+        let host = (chance.below(3) > 0).then_some((room, refuses));
         Self {
             seed,
             order,
@@ -135,6 +144,7 @@ impl Schedule {
             end,
             discards,
             names,
+            host,
         }
     }
 
@@ -207,11 +217,15 @@ impl Schedule {
         }
         let acts = world.acts.load(Ordering::Relaxed);
         let sleeps = world.arena.snapshot().sleeps_total;
+        let refused = world.host.as_ref().map_or(0, |host| host.booked().refused);
         let sim = Arc::clone(&world.sim);
         let ended = self.finish(world, &sim);
         let unsafe_unmaps = sim.unsafe_unmaps();
         ended
-            .map(|()| Done { acts, sleeps, driver_calls: sim.calls_total(), unsafe_unmaps })
+            .map(|()| {
+                let driver_calls = sim.calls_total();
+                Done { acts, sleeps, refused, driver_calls, unsafe_unmaps }
+            })
             .map_err(|what| (what, unsafe_unmaps))
     }
 
@@ -245,27 +259,25 @@ impl Schedule {
         if faults.is_empty() && all_back && !snapshot.committed.is_zero() {
             faults.push(format!("{} are left committed: {snapshot:?}", snapshot.committed));
         }
+        let host = world.host.clone();
+        let is_awake = world.arena.state() == ArenaState::Awake && snapshot.offloaded.is_zero();
+        if let Some(host) = host.as_ref().filter(|_| is_awake) {
+            faults.extend(soon(|| host.fault()));
+        }
         // A thread that woke the arena may be the last to let go of it, and of the world.
-        let clock = SystemClock::new();
-        let deadline = clock.now() + LET_GO;
-        let World { arena, .. } = alone(world, &clock, deadline)?;
+        let World { arena, .. } = alone(world)?;
         drop(arena);
         sim.run_all();
         sim.validate();
-        loop {
+        faults.extend(soon(|| {
             let leaks = sim.leaks();
             let left = if all_back { leaks } else { without_memory(leaks) };
             // A copy whose end nobody saw may still work on its store.
             let stores = if all_back || !self.fails { left.host_stores } else { 0 };
-            if (Leaks { host_stores: stores, ..left }).is_empty() {
-                break;
-            }
-            if clock.now() >= deadline {
-                faults.push(format!("left behind: {leaks:?}"));
-                break;
-            }
-            thread::yield_now();
-        }
+            let is_back = (Leaks { host_stores: stores, ..left }).is_empty();
+            (!is_back).then(|| format!("left behind: {leaks:?}"))
+        }));
+        faults.extend(host.and_then(|host| soon(|| host.fault())));
         if sim.faults_total() > 0 {
             faults.push(format!("{} breaches: {:?}", sim.faults_total(), sim.faults()));
         }
@@ -278,7 +290,9 @@ impl Schedule {
 }
 
 /// The world, once nobody else has it.
-fn alone(mut world: Arc<World>, clock: &SystemClock, deadline: Moment) -> Result<World, String> {
+fn alone(mut world: Arc<World>) -> Result<World, String> {
+    let clock = SystemClock::new();
+    let deadline = clock.now() + LET_GO;
     loop {
         world = match Arc::try_unwrap(world) {
             Ok(alone) => return Ok(alone),
@@ -287,6 +301,19 @@ fn alone(mut world: Arc<World>, clock: &SystemClock, deadline: Moment) -> Result
             }
             Err(shared) => shared,
         };
+        thread::yield_now();
+    }
+}
+
+/// What is wrong, where it stays so for longer than a thread of the arena may take.
+fn soon(wrong: impl Fn() -> Option<String>) -> Option<String> {
+    let clock = SystemClock::new();
+    let deadline = clock.now() + LET_GO;
+    loop {
+        let fault = wrong()?;
+        if clock.now() >= deadline {
+            return Some(fault);
+        }
         thread::yield_now();
     }
 }

@@ -19,6 +19,7 @@ use lowtide::device::{
     ArenaConfig, BlockPin, Buffer, DeviceArena, DeviceError, Lane, Lease, RawBlock,
 };
 
+use super::budget::{Account, Budget};
 use super::chance::Chance;
 use super::{Schedule, acts, meddle};
 
@@ -49,6 +50,8 @@ pub(super) struct World {
     pub(super) capturing: AtomicUsize,
     pub(super) acts: AtomicU64,
     pub(super) over: AtomicBool,
+    /// Where host memory is booked, if anywhere.
+    pub(super) host: Option<Arc<Account>>,
 }
 
 /// A stream of the program's, destroyed with its last holder.
@@ -129,6 +132,12 @@ impl World {
         let config = ArenaConfig { limit, reserve, sleep, ..ArenaConfig::new("schedule") };
         let arena = DeviceArena::open(sim.clone(), Arc::new(sim.clock()), config);
         let arena = arena.map_err(|error| error.to_string())?;
+        let account =
+            |(kib, refuses): (u16, u8)| Account::new(ByteSize::kib(kib.into()), refuses.into());
+        let host = schedule.host.map(account);
+        if let Some(host) = &host {
+            arena.set_host_budget(Arc::new(Budget(Arc::clone(host))));
+        }
         let shared: Vec<_> = (0..2).map(|_| track(&arena, &sim)).collect::<Result<_, _>>()?;
         let worker = |number: usize| {
             let own = (0..2).map(|_| track(&arena, &sim));
@@ -149,6 +158,7 @@ impl World {
             capturing: AtomicUsize::new(0),
             acts: AtomicU64::new(0),
             over: AtomicBool::new(false),
+            host,
         }))
     }
 
@@ -201,6 +211,7 @@ impl World {
             DeviceError::OutOfMemory { .. } | DeviceError::OutOfAddresses { .. } => true,
             DeviceError::Capturing { .. } => captures,
             DeviceError::ContentsLost { .. } => self.schedule.fails,
+            DeviceError::HostBudget { .. } => self.schedule.host.is_some(),
             DeviceError::Driver(driver) => {
                 let by_capture = captures && driver.code() == Some(CAPTURES);
                 !driver.is_context_lost() && (self.schedule.fails || by_capture)

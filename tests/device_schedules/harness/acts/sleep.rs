@@ -47,8 +47,10 @@ fn fall(world: &World, sleep: impl FnOnce() -> Result<Option<Slept>, DeviceError
         Ok(Some(slept)) => {
             let snapshot = world.arena.snapshot();
             let has_left = snapshot.committed == slept.stayed;
-            if world.schedule.turns && !has_left {
-                return Err(format!("{slept:?}, and after it {snapshot:?}"));
+            let booked = world.host.as_ref().map(|host| host.booked());
+            let is_booked = booked.is_none_or(|booked| booked.bytes >= snapshot.offloaded);
+            if world.schedule.turns && !(has_left && is_booked) {
+                return Err(format!("{slept:?}, and after it {snapshot:?}, {booked:?}"));
             }
             Ok(())
         }
