@@ -1,13 +1,13 @@
 //! Callbacks on shortage: when they are called, what they may do, and how they go.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread;
 
 use lowtide::ByteSize;
 use lowtide::device::driver::sim::{Call, SimError};
 use lowtide::device::{
-    ArenaConfig, Buffer, CompactOptions, DeviceArena, DeviceError, Lack, Region,
+    ArenaConfig, Buffer, CompactOptions, DeviceArena, DeviceError, Lack, Region, SleepOptions,
 };
 
 use crate::{DYNAMIC, GRANULE, config, device, mib, on_device, on_host, wait_until};
@@ -314,4 +314,66 @@ fn a_driver_that_loses_its_context_asks_nobody() {
     let refused = mib(&arena, 1).expect_err("lost");
     assert!(matches!(refused, DeviceError::Driver(_)), "{refused}");
     assert_eq!(arena.snapshot().shortage_callbacks_total, 0);
+}
+
+/// A run is of those that were registered when it began.
+#[test]
+fn a_callback_that_is_registered_in_a_run_is_asked_in_the_next() {
+    let arena = on_host(ByteSize::mib(4));
+    let held = mib(&arena, 4).expect("room");
+    let (calls, late) = (Arc::new(AtomicUsize::new(0)), Arc::new(Mutex::new(None)));
+    let first = arena.on_shortage({
+        let (arena, calls, late) = (arena.clone(), Arc::clone(&calls), Arc::clone(&late));
+        move |_| {
+            let calls = Arc::clone(&calls);
+            late.lock().expect("whole").get_or_insert_with(|| {
+                arena.on_shortage(move |_| calls.fetch_add(1, SeqCst) > usize::MAX / 2)
+            });
+            false
+        }
+    });
+    for expected in [0, 1] {
+        assert!(mib(&arena, 2).is_err());
+        assert_eq!(calls.load(SeqCst), expected);
+    }
+    drop((first, late.lock().expect("whole").take(), held));
+}
+
+/// Nobody knows how far it came: what it gave may do.
+#[test]
+fn what_a_callback_gave_before_it_panicked_is_used() {
+    let arena = on_host(ByteSize::mib(4));
+    let held = Mutex::new(Some(mib(&arena, 4).expect("room")));
+    let callback = arena.on_shortage(move |_| {
+        drop(held.lock().unwrap_or_else(PoisonError::into_inner).take());
+        panic!("planted")
+    });
+    mib(&arena, 2).expect("it gave way");
+    assert_eq!(arena.snapshot().shortage_panics_total, 1);
+    drop(callback);
+}
+
+/// A thread that has asked callbacks may wait for another's wake afterwards, as any other.
+#[test]
+fn a_thread_whose_run_has_ended_is_within_no_callback() {
+    let sim = device(|_| {});
+    let arena = on_device(&sim, config(ByteSize::mib(8)));
+    let kept = mib(&arena, 4).expect("room");
+    let callback = arena.on_shortage(|_| false);
+    assert!(mib(&arena, 8).is_err());
+    arena.sleep(SleepOptions::default()).expect("asleep");
+    let (tell, told) = mpsc::channel();
+    sim.before(Call::Create, 0, move || {
+        tell.send(()).expect("heard");
+        // Who wants to enter waits by now, or comes when it is awake.
+        (0..1000).for_each(|_| thread::yield_now());
+    });
+    let waking = {
+        let arena = arena.clone();
+        thread::spawn(move || arena.wake().map(drop))
+    };
+    told.recv().expect("it wakes");
+    drop(arena.enter().expect("when it is awake"));
+    waking.join().expect("no panic").expect("awake");
+    drop((callback, kept));
 }

@@ -1,8 +1,10 @@
 //! What a refusal says of what a compaction would gain, and how it reads.
 
 use lowtide::ByteSize;
+use lowtide::device::driver::Driver as _;
 use lowtide::device::{ArenaConfig, Bound, CompactOptions, DeviceArena, DeviceError, Goal, Region};
 
+use crate::remap::lane_of;
 use crate::{Chance, DYNAMIC, config, device, mib, on_device, on_host};
 
 fn recoverable(error: &DeviceError) -> ByteSize {
@@ -147,5 +149,50 @@ fn a_hole_with_memory_was_passed_over_for_spans_that_had_none_and_the_block_refu
     let found = mib(&arena, 3).expect("there is a hole with memory");
     assert_eq!(arena.snapshot().committed, arena.limit());
     drop((walls, below, above, found));
+    arena.validate();
+}
+
+#[test]
+fn the_longest_free_span_is_that_of_both_regions() {
+    for (roomy, other) in [(Region::Stable, DYNAMIC), (DYNAMIC, Region::Stable)] {
+        let arena = on_host(ByteSize::mib(16));
+        let block = |size: usize, region| arena.alloc::<u8>(size << 20, region).expect("room");
+        let (large, stays, small, stays_too) =
+            (block(4, roomy), block(4, roomy), block(2, other), block(4, other));
+        drop((large, small));
+        let refused = mib(&arena, 12).expect_err("half of it is taken");
+        let DeviceError::OutOfMemory { largest_free, holes, .. } = refused else {
+            panic!("{refused}");
+        };
+        assert_eq!((largest_free, holes), (ByteSize::mib(4), ByteSize::ZERO));
+        drop((stays, stays_too));
+    }
+}
+
+/// What was freed and may still be worked on is no hole, and nothing moves there.
+#[test]
+fn what_is_pending_is_neither_a_hole_nor_recoverable() {
+    let sim = device(|_| {});
+    let arena = on_device(&sim, config(ByteSize::mib(8)));
+    let stream = sim.stream_create().expect("a stream");
+    let lane = lane_of(&arena, stream);
+    let mut blocks: Vec<_> =
+        (0..8).map(|_| lane.alloc::<u8>(1 << 20, DYNAMIC).expect("room")).collect();
+    // One in four stays, so that a compaction would clear granules if it might.
+    let mut nth = 0;
+    blocks.retain(|_| {
+        nth += 1;
+        nth % 4 == 0
+    });
+    sim.begin_capture(stream).expect("nothing captures");
+    let refused = mib(&arena, 4).expect_err("nothing may be waited for");
+    let DeviceError::OutOfMemory { holes, recoverable, live, active, .. } = refused else {
+        panic!("{refused}");
+    };
+    assert_eq!((live, active), (ByteSize::mib(2), ByteSize::mib(8)));
+    assert_eq!((holes, recoverable), (ByteSize::ZERO, ByteSize::ZERO));
+    let graph = sim.end_capture(stream).expect("not spoiled");
+    sim.graph_destroy(graph).expect("a graph");
+    drop((blocks, lane));
     arena.validate();
 }

@@ -177,6 +177,9 @@ fn a_booking_goes_after_the_stores_it_is_for() {
     }
 }
 
+/// Long for a look at an arena.
+const LONG: Duration = Duration::from_secs(20);
+
 /// Whoever books may ask the arena when the booking goes: no lock is held.
 #[test]
 fn a_booking_goes_with_no_lock_held() {
@@ -185,19 +188,19 @@ fn a_booking_goes_with_no_lock_held() {
     let arena = bed.arena.clone();
     let (told, tell) = std::sync::mpsc::channel();
     let asks = move || {
-        let (arena, told) = (arena.clone(), told.clone());
-        let looks = std::thread::spawn(move || told.send(arena.snapshot().offloaded));
+        let (arena, (look, looked)) = (arena.clone(), std::sync::mpsc::channel());
         // A thread that looks would wait for ever for a lock that this one holds.
-        super::states::wait_until(|| looks.is_finished());
+        std::thread::spawn(move || look.send(arena.snapshot().offloaded));
+        told.send(looked.recv_timeout(LONG)).expect("heard");
     };
     bed.arena.set_host_budget(Arc::new(Asks(asks)));
     bed.arena.sleep(NOW).expect("asleep");
     bed.arena.wake().expect("awake");
-    assert_eq!(tell.try_recv(), Ok(ByteSize::ZERO));
+    assert_eq!(tell.try_recv(), Ok(Ok(ByteSize::ZERO)));
     // Where it could not be copied.
     bed.sim.fail_nth(Some(Call::Offload), 0, SimError::Unknown);
     assert!(bed.arena.sleep(NOW).is_err());
-    assert_eq!(tell.try_recv(), Ok(ByteSize::ZERO));
+    assert_eq!(tell.try_recv(), Ok(Ok(ByteSize::ZERO)));
     bed.arena.set_host_budget(Arc::new(Asks(|| {}))); // the other one holds the arena
     bed.assert_marked(&kept, 1);
     drop(kept);

@@ -14,7 +14,7 @@ use super::phase::Phase;
 use super::stores::Saved;
 use super::{ArenaState, SleepOptions, Slept};
 use crate::bytes::ByteSize;
-use crate::clock::Bell;
+use crate::clock::{Bell, Moment};
 use crate::device::books::Books;
 use crate::device::driver::DriverError;
 use crate::device::driver::sealed::Key;
@@ -40,11 +40,13 @@ struct Failed {
 impl Shared {
     /// Falls asleep, from awake.
     pub(super) fn sleep(&self, options: SleepOptions) -> Result<Slept, DeviceError> {
+        // Before it is seen to drain: whoever lets time go by then, lets the deadline come.
+        let deadline = self.clock.now() + options.drain;
         let drain = self.begin_drain(options)?;
         // What a front keeps has memory behind it, and is handed out without a look at the books.
         let _shut = self.fronts.shut();
         self.empty_fronts();
-        self.drain(drain, options)?;
+        self.drain((drain, deadline), options)?;
         self.fall(options)
     }
 
@@ -62,8 +64,11 @@ impl Shared {
     }
 
     /// Waits until there is no lease, and lets nobody in from then on.
-    fn drain(&self, drain: u64, options: SleepOptions) -> Result<(), DeviceError> {
-        let deadline = self.clock.now() + options.drain;
+    fn drain(
+        &self,
+        (drain, deadline): (u64, Moment),
+        options: SleepOptions,
+    ) -> Result<(), DeviceError> {
         loop {
             let mut books = self.books();
             if books.sleep.phase != Phase::Draining(drain) {
