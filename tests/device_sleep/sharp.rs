@@ -7,7 +7,7 @@ use std::thread;
 use std::time::Duration;
 
 use lowtide::ByteSize;
-use lowtide::clock::Clock as _;
+use lowtide::clock::{Clock as _, Moment};
 use lowtide::device::driver::sim::{Call, DriverCosts, Order, SimDriver, SimError, SimOptions};
 use lowtide::device::{ArenaState, Contents, DeviceError, Region, SleepConfig, SleepOptions};
 
@@ -169,5 +169,19 @@ fn the_idle_time_begins_anew_with_a_wake() {
     bed.arena.wake().expect("awake");
     assert_eq!(bed.arena.next_sleep(), clock.now() + idle_after);
     drop(kept);
+    bed.end();
+}
+
+/// Who asks when to look again is not told to come at once, and ever again, while blocks are live.
+#[test]
+fn a_sleeper_is_looked_at_only_when_no_block_is_left_to_wake_for() {
+    let bed = Bed::new(Order::Lazy);
+    let kept = bed.marked(MIB, Region::Stable, 1);
+    bed.arena.sleep(NOW).expect("asleep");
+    assert_eq!(bed.arena.next_decay(), Moment::NEVER);
+    drop(kept);
+    assert!(bed.arena.next_decay() <= bed.sim.clock().now());
+    bed.arena.decay(bed.sim.clock().now()).expect("no error");
+    assert_eq!(bed.arena.next_decay(), Moment::NEVER);
     bed.end();
 }

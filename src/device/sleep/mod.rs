@@ -192,11 +192,12 @@ impl DeviceArena {
     ///
     /// # Errors
     /// The arena is awake after [`DeviceError::Leased`] (the deadline has passed),
-    /// [`DeviceError::SleepCancelled`], [`DeviceError::HostBudget`], and as it was after
-    /// [`DeviceError::State`] (it is not awake), [`DeviceError::Unsupported`] (the driver cannot
-    /// wake at the same addresses), [`DeviceError::Closed`], [`DeviceError::Forked`]. After
-    /// [`DeviceError::Driver`] it is awake, or where its memory was gone and cannot be had back
-    /// asleep: [`DeviceArena::state`] says which; no contents are lost but those to be discarded.
+    /// [`DeviceError::SleepCancelled`], [`DeviceError::HostBudget`], [`DeviceError::Capturing`] (to
+    /// wait would spoil the capture of a graph), and as it was after [`DeviceError::State`] (it is
+    /// not awake), [`DeviceError::Unsupported`] (the driver cannot wake at the same addresses),
+    /// [`DeviceError::Closed`], [`DeviceError::Forked`]. After [`DeviceError::Driver`] it is awake,
+    /// or where its memory was gone and cannot be had back asleep: [`DeviceArena::state`] says
+    /// which; no contents are lost but those to be discarded.
     pub fn sleep(&self, options: SleepOptions) -> Result<Slept, DeviceError> {
         let outcome = self.try_sleep(options);
         if let Err(error) = &outcome {
