@@ -55,10 +55,13 @@ mod mapping;
 mod memory;
 mod model;
 mod options;
+mod pools;
 mod queue;
+pub mod raw;
 mod slots;
 mod sparse;
 mod streams;
+mod task;
 mod work;
 
 use std::fmt;
