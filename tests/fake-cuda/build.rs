@@ -5,5 +5,9 @@
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
-    println!("cargo:rustc-cdylib-link-arg=-Wl,-soname,libcuda.so.1");
+    #[expect(clippy::disallowed_methods, reason = "how Cargo names the target")]
+    let system = std::env::var("CARGO_CFG_TARGET_OS");
+    if system.as_deref() == Ok("linux") {
+        println!("cargo:rustc-cdylib-link-arg=-Wl,-soname,libcuda.so.1");
+    }
 }

@@ -73,8 +73,8 @@ fn floats_are_added_and_bytes_copied_by_kernels() {
     raw::synchronize().expect("nothing to wait for");
     raw::set(left, 0, 4_000, queue).expect("queued");
     let fill = raw::function(stream.context(), "fill_u32");
-    let (add, copy) =
-        ("add_f32", "copy_u8").into_functions(|name| raw::function(stream.context(), name));
+    let add = raw::function(stream.context(), "add_f32");
+    let copy = raw::function(stream.context(), "copy_u8");
     raw::launch(&fill, &[left, u64::from(1.5_f32.to_bits()), 1_000], queue).expect("queued");
     raw::launch(&add, &[left, left, right, 1_000], queue).expect("queued");
     raw::launch(&copy, &[right, left, 4], queue).expect("queued");
@@ -85,17 +85,6 @@ fn floats_are_added_and_bytes_copied_by_kernels() {
     raw::free(right).expect("freed");
     drop((fill, add, copy, stream));
     fake.assert_clean();
-}
-
-/// Two names at once.
-trait IntoFunctions {
-    fn into_functions<T>(self, of: impl Fn(&str) -> T) -> (T, T);
-}
-
-impl IntoFunctions for (&str, &str) {
-    fn into_functions<T>(self, of: impl Fn(&str) -> T) -> (T, T) {
-        (of(self.0), of(self.1))
-    }
 }
 
 #[test]

@@ -66,8 +66,7 @@ pub(crate) fn launch(of: &CudaFunction, arguments: &[u64], stream: sys::CUstream
     let mut values = arguments.to_vec();
     let mut pointers: Vec<*mut c_void> =
         values.iter_mut().map(|value| std::ptr::from_mut(value).cast()).collect();
-    // SAFETY: the function is loaded for as long as it is borrowed.
-    let raw = unsafe { of.cu_function() };
+    let raw = of.cu_function();
     let (at, extra) = (pointers.as_mut_ptr(), std::ptr::null_mut());
     call!(cuLaunchKernel(raw, 1, 1, 1, 1, 1, 1, 0, stream, at, extra))
 }
@@ -103,10 +102,6 @@ pub(crate) fn info() -> Answer<(usize, usize)> {
 
 pub(crate) fn set(at: u64, value: u8, size: usize, stream: sys::CUstream) -> Answer {
     call!(cuMemsetD8Async(at, value, size, stream))
-}
-
-pub(crate) fn copy(to: u64, from: u64, size: usize, stream: sys::CUstream) -> Answer {
-    call!(cuMemcpyDtoDAsync_v2(to, from, size, stream))
 }
 
 /// Reads bytes in the order of a stream, and waits.

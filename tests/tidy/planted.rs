@@ -209,12 +209,17 @@ fn the_fence_opens_at_the_head_with_a_reason_and_nowhere_else() {
         ("does not open with", inside, &format!("#![expect(unsafe_code, reason = \"\")]\n{block}")),
         ("does not open with", inside, &format!("#![allow(unsafe_code, reason = \"r\")]\n{block}")),
         ("outside the fence", "src/host/profile.rs", block),
+        ("outside the fence", "tests/fake-cuda/src/state.rs", block),
+        ("outside the fence", "tests/fake-cuda/src/stream.rs", block),
+        ("does not open with", "tests/fake-cuda/src/ffi.rs", block),
     ]);
     let wide = "#![expect(dead_code, unsafe_code, reason = \"r\")]\nfn f() { unsafe { g() } }";
     pass_all(&[
         (inside, wide),
         (outside, "#![forbid(unsafe_code)]\n// unsafe { g() }\nconst S: &str = \"unsafe fn\";"),
         ("src/host/profile.rs", "macro_rules! m { () => { #[unsafe(export_name = \"x\")] s!() } }"),
+        ("tests/fake-cuda/src/stream.rs", "#![expect(unsafe_code, reason = \"r\")]\nexport! {}"),
+        ("tests/fake-cuda/src/ffi.rs", wide),
     ]);
 }
 

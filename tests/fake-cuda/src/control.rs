@@ -166,7 +166,7 @@ fn faults() -> Vec<String> {
 /// Puts lines of text, and answers how many bytes they would have with their zero.
 fn put_lines(lines: &[String], to: Out<c_char>, room: usize) -> usize {
     let text = lines.join("\n");
-    if room > 0 && !to.is_null() {
+    if room > 0 && !to.is_absent() {
         let _ = put_text(to, room, &text);
     }
     text.len() + 1

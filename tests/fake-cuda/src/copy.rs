@@ -166,4 +166,3 @@ export! {
         set(at, &value.to_le_bytes(), count, LEGACY)
     }
 }
-

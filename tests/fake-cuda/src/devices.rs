@@ -21,9 +21,12 @@ const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
 const NAME: &str = "lowtide simulated device";
 
 /// The UUID of a device.
+///
+/// # Panics
+/// If there can be no such device.
 pub(crate) const fn uuid(device: usize) -> [u8; 16] {
     let mut bytes = *b"lowtide-fake-gpu";
-    bytes[15] = b'0' + device as u8;
+    bytes[15] = [b'0', b'1', b'2'][device];
     bytes
 }
 
@@ -64,22 +67,22 @@ fn environment() -> Option<String> {
 fn attribute(options: &Options, attribute: c_int) -> Answer<c_int> {
     let has = |flag: u32| c_int::from(options.flags & flag == 0);
     Ok(match attribute {
-        1..=3 => 1_024,                                     // threads: of a block, by x, by y
-        4 => 64,                                            // by z
-        5 => c_int::MAX,                                    // grid by x
-        6 | 7 => 65_535,                                    // by y, by z
-        8 => 49_152,                                        // shared memory of a block
-        10 => 32,                                           // warp
-        12 => 65_536,                                       // registers of a block
-        16 => 132,                                          // multiprocessors
-        39 => 2_048,                                        // threads of a multiprocessor
-        41 | 83 | 89 => 1,                                  // unified addresses, managed memory
-        75 => 9,                                            // compute capability
+        1..=3 => 1_024,    // threads: of a block, by x, by y
+        4 => 64,           // by z
+        5 => c_int::MAX,   // grid by x
+        6 | 7 => 65_535,   // by y, by z
+        8 => 49_152,       // shared memory of a block
+        10 => 32,          // warp
+        12 => 65_536,      // registers of a block
+        16 => 132,         // multiprocessors
+        39 => 2_048,       // threads of a multiprocessor
+        41 | 83 | 89 => 1, // unified addresses, managed memory
+        75 => 9,           // compute capability
         102 if options.flags & Options::CLAIMS_VIRTUAL_MEMORY != 0 => 1,
         102 => has(Options::NO_VIRTUAL_MEMORY),
         115 => has(Options::NO_POOLS),
-        1.. => 0,
-        _ => return Err(INVALID_VALUE),
+        ..=0 => return Err(INVALID_VALUE),
+        _ => 0,
     })
 }
 

@@ -36,7 +36,7 @@ fn elapsed(to: Out<f32>, from: u64, till: u64) -> Answer {
 export! {
     fn cuEventCreate(to: Out<u64>, flags: c_uint) {
         let seat = current()?;
-        if to.is_null() || flags > FLAGS {
+        if to.is_absent() || flags > FLAGS {
             return Err(INVALID_VALUE);
         }
         let number = seat.sim.raw().event_create()?;

@@ -17,7 +17,7 @@ use crate::call::{Answer, INVALID_VALUE};
 pub(crate) struct Out<T>(*mut T);
 
 impl<T> Out<T> {
-    pub(crate) const fn is_null(self) -> bool {
+    pub(crate) const fn is_absent(&self) -> bool {
         self.0.is_null()
     }
 
@@ -136,7 +136,7 @@ impl Arguments {
         Ok(u64::from_le_bytes(bytes))
     }
 
-    pub(crate) const fn is_null(self) -> bool {
+    pub(crate) const fn is_absent(&self) -> bool {
         self.0.is_null()
     }
 }

@@ -55,13 +55,13 @@ impl Handle {
     pub(crate) fn encode(self) -> u64 {
         assert!(self.number < 1 << NUMBER_BITS && self.device < 3, "{self:?} does not fit");
         let mut bits = self.device as u64 + 1;
-        bits = bits << KIND_BITS | self.kind as u64;
-        bits = bits << LIFE_BITS | self.life % LIVES;
-        bits << NUMBER_BITS | self.number
+        bits = (bits << KIND_BITS) | self.kind as u64;
+        bits = (bits << LIFE_BITS) | (self.life % LIVES);
+        (bits << NUMBER_BITS) | self.number
     }
 
     pub(crate) fn decode(bits: u64) -> Option<Self> {
-        let part = |from: u32, size: u32| bits >> from & ((1 << size) - 1);
+        let part = |from: u32, size: u32| (bits >> from) & ((1 << size) - 1);
         let device = usize::try_from(part(NUMBER_BITS + LIFE_BITS + KIND_BITS, 2)).ok()?;
         let kind = usize::try_from(part(NUMBER_BITS + LIFE_BITS, KIND_BITS)).ok()?;
         Some(Self {

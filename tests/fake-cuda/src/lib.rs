@@ -19,16 +19,13 @@
 //!
 //! Invariant: no panic crosses the boundary; a call that panicked answers 999 and is on record.
 
-#[doc(hidden)]
 #[path = "../../../src/bytes.rs"]
 pub mod bytes;
 mod call;
-#[doc(hidden)]
 #[path = "../../../src/clock.rs"]
 pub mod clock;
 mod control;
 mod copy;
-#[doc(hidden)]
 pub mod device;
 mod devices;
 mod event;
@@ -38,6 +35,7 @@ mod handle;
 mod host;
 mod library;
 mod memory;
+mod missing;
 mod module;
 mod names;
 mod pool;
@@ -48,6 +46,6 @@ mod stream;
 mod sync;
 mod virtual_memory;
 
+pub use crate::device::driver::sim::raw::KERNELS;
 pub use control::{Numbers, Options};
 pub use library::{Fake, Guard};
-pub use crate::device::driver::sim::raw::KERNELS;

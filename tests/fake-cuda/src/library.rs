@@ -16,24 +16,33 @@ use crate::control::{Numbers, Options, Row, numbers};
 /// The file that Cargo builds, beside the tests that depend on it.
 const FILE: &str = "liblowtide_fake_driver.so";
 
+type Reset = unsafe extern "C" fn(*const Options) -> u32;
+type Fail = unsafe extern "C" fn(*const c_char, u64, u32) -> u32;
+type Bare = unsafe extern "C" fn() -> u32;
+type Count = unsafe extern "C" fn(*const c_char) -> u64;
+type Ask = unsafe extern "C" fn(u32, *mut Row) -> u32;
 type Text = unsafe extern "C" fn(*mut c_char, usize) -> usize;
+type Poison = unsafe extern "C" fn(u32, u32) -> u32;
+type SetBytes = unsafe extern "C" fn(u32, u64) -> u32;
+type Run = unsafe extern "C" fn(u32, u64) -> u64;
+type Check = unsafe extern "C" fn(u32) -> u32;
 
 /// The functions of the loaded library, which is never closed.
 #[derive(Debug)]
 pub struct Fake {
-    reset: unsafe extern "C" fn(*const Options) -> u32,
-    fail: unsafe extern "C" fn(*const c_char, u64, u32) -> u32,
-    forget_failures: unsafe extern "C" fn() -> u32,
-    calls: unsafe extern "C" fn(*const c_char) -> u64,
-    numbers: unsafe extern "C" fn(u32, *mut Row) -> u32,
+    reset: Reset,
+    fail: Fail,
+    forget_failures: Bare,
+    calls: Count,
+    numbers: Ask,
     faults: Text,
     leaks: Text,
-    poison: unsafe extern "C" fn(u32, u32) -> u32,
-    neighbours: unsafe extern "C" fn(u32, u64) -> u32,
-    capacity: unsafe extern "C" fn(u32, u64) -> u32,
-    lock_limit: unsafe extern "C" fn(u32, u64) -> u32,
-    run: unsafe extern "C" fn(u32, u64) -> u64,
-    validate: unsafe extern "C" fn(u32) -> u32,
+    poison: Poison,
+    neighbours: SetBytes,
+    capacity: SetBytes,
+    lock_limit: SetBytes,
+    run: Run,
+    validate: Check,
 }
 
 /// The library, for one test: the others in the process wait until it is dropped.
@@ -76,11 +85,11 @@ fn symbol(library: *mut c_void, name: &CStr) -> Result<*mut c_void, String> {
 }
 
 macro_rules! resolve {
-    ($library:expr, $name:literal) => {{
+    ($library:expr, $name:literal, $type:ty) => {{
         let found = symbol($library, $name)?;
         // SAFETY: not null, and the function of this name in `control` has this type: both are of
         // this crate and of one build.
-        unsafe { std::mem::transmute::<*mut c_void, _>(found) }
+        unsafe { std::mem::transmute::<*mut c_void, $type>(found) }
     }};
 }
 
@@ -104,19 +113,19 @@ impl Fake {
     fn load() -> Result<Self, String> {
         let library = open()?;
         Ok(Self {
-            reset: resolve!(library, c"fake_reset"),
-            fail: resolve!(library, c"fake_fail"),
-            forget_failures: resolve!(library, c"fake_forget_failures"),
-            calls: resolve!(library, c"fake_calls"),
-            numbers: resolve!(library, c"fake_numbers"),
-            faults: resolve!(library, c"fake_faults"),
-            leaks: resolve!(library, c"fake_leaks"),
-            poison: resolve!(library, c"fake_poison"),
-            neighbours: resolve!(library, c"fake_neighbours"),
-            capacity: resolve!(library, c"fake_capacity"),
-            lock_limit: resolve!(library, c"fake_lock_limit"),
-            run: resolve!(library, c"fake_run"),
-            validate: resolve!(library, c"fake_validate"),
+            reset: resolve!(library, c"fake_reset", Reset),
+            fail: resolve!(library, c"fake_fail", Fail),
+            forget_failures: resolve!(library, c"fake_forget_failures", Bare),
+            calls: resolve!(library, c"fake_calls", Count),
+            numbers: resolve!(library, c"fake_numbers", Ask),
+            faults: resolve!(library, c"fake_faults", Text),
+            leaks: resolve!(library, c"fake_leaks", Text),
+            poison: resolve!(library, c"fake_poison", Poison),
+            neighbours: resolve!(library, c"fake_neighbours", SetBytes),
+            capacity: resolve!(library, c"fake_capacity", SetBytes),
+            lock_limit: resolve!(library, c"fake_lock_limit", SetBytes),
+            run: resolve!(library, c"fake_run", Run),
+            validate: resolve!(library, c"fake_validate", Check),
         })
     }
 
@@ -134,6 +143,9 @@ impl Fake {
 
 impl Guard {
     /// Begins anew with these options: nothing is left of devices, contexts, counts and plans.
+    ///
+    /// # Panics
+    /// If the options name no possible device.
     pub fn reset(&self, options: Options) {
         // SAFETY: a pointer to options that outlive the call.
         let code = unsafe { (self.fake.reset)(&raw const options) };
@@ -141,6 +153,9 @@ impl Guard {
     }
 
     /// Lets the `nth` call of this name from now on, counted from 1, fail with a code.
+    ///
+    /// # Panics
+    /// If the library is broken.
     pub fn fail(&self, name: &CStr, nth: u64, code: u32) {
         // SAFETY: a C string that outlives the call.
         let done = unsafe { (self.fake.fail)(name.as_ptr(), nth, code) };
@@ -209,6 +224,9 @@ impl Guard {
     }
 
     /// Loses the context of a device with a code: every later call in it answers that.
+    ///
+    /// # Panics
+    /// If there is no such device.
     pub fn poison(&self, device: u32, code: u32) {
         // SAFETY: numbers only.
         let done = unsafe { (self.fake.poison)(device, code) };
@@ -216,6 +234,9 @@ impl Guard {
     }
 
     /// Takes so many bytes of a device as another process would; 0 gives them back.
+    ///
+    /// # Panics
+    /// If there is no such device.
     pub fn neighbours(&self, device: u32, bytes: u64) {
         // SAFETY: numbers only.
         let done = unsafe { (self.fake.neighbours)(device, bytes) };
@@ -223,6 +244,9 @@ impl Guard {
     }
 
     /// Sets the memory of a device in bytes, until its context ends.
+    ///
+    /// # Panics
+    /// If there is no such device.
     pub fn capacity(&self, device: u32, bytes: u64) {
         // SAFETY: numbers only.
         let done = unsafe { (self.fake.capacity)(device, bytes) };
@@ -230,6 +254,9 @@ impl Guard {
     }
 
     /// Sets how many bytes of host memory may be page-locked for a device.
+    ///
+    /// # Panics
+    /// If there is no such device.
     pub fn lock_limit(&self, device: u32, bytes: u64) {
         // SAFETY: numbers only.
         let done = unsafe { (self.fake.lock_limit)(device, bytes) };

@@ -92,7 +92,7 @@ export! {
     }
 
     fn cuMemAlloc_v2(at: Out<u64>, size: usize) {
-        if at.is_null() {
+        if at.is_absent() {
             return Err(INVALID_VALUE);
         }
         at.put(current()?.sim.raw().alloc(size as u64)?)
@@ -110,21 +110,21 @@ export! {
     }
 
     fn cuMemAllocManaged(at: Out<u64>, size: usize, flags: c_uint) {
-        if at.is_null() || !(1..=2).contains(&flags) {
+        if at.is_absent() || !(1..=2).contains(&flags) {
             return Err(INVALID_VALUE);
         }
         at.put(host_alloc(size, HostKind::Managed)?.address())
     }
 
     fn cuMemHostAlloc(at: Out<Untyped>, size: usize, _flags: c_uint) {
-        if at.is_null() {
+        if at.is_absent() {
             return Err(INVALID_VALUE);
         }
         at.put(host_alloc(size, HostKind::Locked)?)
     }
 
     fn cuMemAllocHost_v2(at: Out<Untyped>, size: usize) {
-        if at.is_null() {
+        if at.is_absent() {
             return Err(INVALID_VALUE);
         }
         at.put(host_alloc(size, HostKind::Locked)?)

@@ -59,7 +59,7 @@ fn launch(bits: u64, grid: [c_uint; 6], queue: u64, arguments: Arguments) -> Ans
     if grid.contains(&0) || block > 1_024 {
         return Err(INVALID_VALUE);
     }
-    if arguments.is_null() && !kernel.sizes.is_empty() {
+    if arguments.is_absent() && !kernel.sizes.is_empty() {
         return Err(INVALID_VALUE);
     }
     let sizes = kernel.sizes.iter().enumerate();

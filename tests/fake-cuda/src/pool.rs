@@ -59,7 +59,7 @@ export! {
     fn cuMemPoolCreate(to: Out<u64>, properties: In<Properties>) {
         offered()?;
         let asked = properties.get()?;
-        if to.is_null() || asked.kind != 1 {
+        if to.is_absent() || asked.kind != 1 {
             return Err(INVALID_VALUE);
         }
         if asked.handle_types != 0 || state().options.flags & Options::NO_POOL_CREATE != 0 {
@@ -125,7 +125,7 @@ export! {
 
     fn cuMemAllocAsync(at: Out<u64>, size: usize, queue: u64) {
         offered()?;
-        if at.is_null() {
+        if at.is_absent() {
             return Err(INVALID_VALUE);
         }
         let (seat, stream) = stream(queue)?;
@@ -133,7 +133,7 @@ export! {
     }
 
     fn cuMemAllocFromPoolAsync(at: Out<u64>, size: usize, bits: u64, queue: u64) {
-        if at.is_null() {
+        if at.is_absent() {
             return Err(INVALID_VALUE);
         }
         let (seat, number) = pool(bits)?;

@@ -15,7 +15,7 @@ const NON_BLOCKING: c_uint = 1;
 
 fn create(to: Out<u64>, flags: c_uint, priority: c_int) -> Answer {
     let seat = current()?;
-    if to.is_null() || flags > NON_BLOCKING {
+    if to.is_absent() || flags > NON_BLOCKING {
         return Err(INVALID_VALUE);
     }
     let number = seat.sim.raw().stream_create(flags != NON_BLOCKING)?;

@@ -88,7 +88,7 @@ export! {
         _hint: u64,
         flags: c_ulonglong,
     ) {
-        if at.is_null() || flags != 0 {
+        if at.is_absent() || flags != 0 {
             return Err(INVALID_VALUE);
         }
         // Addresses are of one device here: that of the current context, else the first.
@@ -105,7 +105,7 @@ export! {
     }
 
     fn cuMemCreate(to: Out<u64>, size: usize, properties: In<Properties>, flags: c_ulonglong) {
-        if to.is_null() || flags != 0 {
+        if to.is_absent() || flags != 0 {
             return Err(INVALID_VALUE);
         }
         let seat = properties.get()?.seat()?;
@@ -119,7 +119,7 @@ export! {
     }
 
     fn cuMemRetainAllocationHandle(to: Out<u64>, at: Untyped) {
-        if to.is_null() {
+        if to.is_absent() {
             return Err(INVALID_VALUE);
         }
         let seat = device_of(at.address())?;

@@ -138,10 +138,16 @@ impl Model {
     pub(super) fn pool_use(&mut self, call: Call, pool: u64) -> Result<(), DriverError> {
         self.device_pools();
         if self.pools.get(pool).is_none() {
-            return Err(self.stale(call, HandleKind::Pool, pool));
+            return Err(self.no_pool(call, pool));
         }
         self.pools.current = pool;
         Ok(())
+    }
+
+    /// The error of a call with a pool that is gone, or never was.
+    pub(super) fn no_pool(&mut self, call: Call, number: u64) -> DriverError {
+        let kind = HandleKind::Pool;
+        self.refuse(call, Fault::StaleHandle { call, kind, number }, INVALID_VALUE)
     }
 
     /// Ends a pool; its memory goes back as its blocks do.
@@ -151,7 +157,7 @@ impl Model {
             return Err(self.fail(call, SimError::InvalidValue, ByteSize::ZERO));
         }
         let Some(ended) = self.pools.get_mut(pool) else {
-            return Err(self.stale(call, HandleKind::Pool, pool));
+            return Err(self.no_pool(call, pool));
         };
         ended.gone = true;
         if self.pools.current == pool {
@@ -247,7 +253,7 @@ impl Model {
             return Err(self.spoil(call, UNSUPPORTED));
         }
         if self.pools.get(pool).is_none() {
-            return Err(self.stale(call, HandleKind::Pool, pool));
+            return Err(self.no_pool(call, pool));
         }
         let used = size.checked_next_multiple_of(USED_STEP).filter(|used| *used > 0);
         let charged = size.checked_next_multiple_of(BLOCK_STEP);

@@ -5,7 +5,6 @@
 //! Invariant: as in [`super`].
 
 use super::super::call::Call;
-use super::super::fault::HandleKind;
 use super::super::model::Model;
 use super::super::pools::Pool;
 use super::{Answer, Raw, code};
@@ -29,7 +28,7 @@ pub struct PoolState {
 fn pool(model: &mut Model, call: Call, number: u64) -> Answer<&mut Pool> {
     model.device_pools();
     if model.pools.get(number).is_none() {
-        return Err(code(model.stale(call, HandleKind::Pool, number)));
+        return Err(code(model.no_pool(call, number)));
     }
     model.pools.get_mut(number).ok_or(1)
 }
