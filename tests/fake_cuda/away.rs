@@ -25,6 +25,27 @@ fn a_program_that_did_not_load_it_never_finds_it() {
     assert!(fake.calls(c"cuInit") > 0);
 }
 
+#[test]
+fn it_is_found_under_both_names_also_where_another_library_has_one() {
+    let _fake = Fake::start(Options::default());
+    let folder = tempfile::tempdir().expect("a folder");
+    // A library with the name that is no driver: found by a search, it would be in the way.
+    let maps = std::fs::read_to_string("/proc/self/maps").expect("readable");
+    let paths = maps.lines().filter_map(|line| line.split_whitespace().nth(5));
+    let libc = paths.filter(|path| path.contains("/libc.so")).last().expect("glibc");
+    std::os::unix::fs::symlink(libc, folder.path().join("libcuda.so")).expect("linked");
+    let program = std::env::current_exe().expect("this program");
+    let child = Command::new(program)
+        .args(["--exact", "away::child_counts", "--nocapture"])
+        .env(CHILD, "1")
+        .env("LD_LIBRARY_PATH", folder.path())
+        .env_remove("CUDA_VISIBLE_DEVICES")
+        .output()
+        .expect("runs");
+    let said = String::from_utf8_lossy(&child.stdout);
+    assert!(said.contains("child saw: lowtide simulated device 0"), "{child:?}");
+}
+
 /// Does nothing but in the child.
 #[test]
 #[expect(clippy::disallowed_methods, reason = "how this process is told that it is a child")]

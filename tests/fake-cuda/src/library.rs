@@ -1,8 +1,8 @@
 //! FENCE: the shared library from Rust: loaded by its path, steered by safe calls.
 //!
-//! [`Fake::start`] loads the library that was built beside the running test, so that whatever
-//! looks for `libcuda.so.1` in this process afterwards finds it, and hands it out to one test at a
-//! time, new each time. Call it before anything looks for CUDA.
+//! [`Fake::start`] loads the library that was built beside the running test, and its alias, so
+//! that whatever looks for `libcuda.so.1` or `libcuda.so` in this process afterwards finds it, and
+//! hands it out to one test at a time, new each time. Call it before anything looks for CUDA.
 //!
 //! Invariant: a [`Guard`] is there once at most, and the library behind it is reset.
 #![expect(unsafe_code, reason = "opening a library and calling C functions by pointer")]
@@ -13,8 +13,9 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crate::control::{Numbers, Options, Row, numbers};
 
-/// The file that Cargo builds, beside the tests that depend on it.
-const FILE: &str = "liblowtide_fake_driver.so";
+/// The files that Cargo builds, beside the tests that depend on them: the driver, and its second
+/// name.
+const FILES: [&str; 2] = ["liblowtide_fake_driver.so", "liblowtide_fake_alias.so"];
 
 type Reset = unsafe extern "C" fn(*const Options) -> u32;
 type Fail = unsafe extern "C" fn(*const c_char, u64, u32) -> u32;
@@ -55,21 +56,21 @@ pub struct Guard {
 static FAKE: OnceLock<Result<Fake, String>> = OnceLock::new();
 static ONE: Mutex<()> = Mutex::new(());
 
-/// Where the library lies: in the folder of the running test, or the one named `deps` in it.
+/// Where a library lies: in the folder of the running test, or the one named `deps` in it.
 ///
 /// # Errors
 /// Where it is in neither.
-fn path() -> Result<PathBuf, String> {
+fn path(file: &str) -> Result<PathBuf, String> {
     let program = std::env::current_exe().map_err(|error| error.to_string())?;
     let folder = program.parent().ok_or("a program without a folder")?;
-    let near = [folder.join(FILE), folder.join("deps").join(FILE)];
-    let beside = folder.parent().map(|above| above.join("deps").join(FILE));
+    let near = [folder.join(file), folder.join("deps").join(file)];
+    let beside = folder.parent().map(|above| above.join("deps").join(file));
     let mut all = near.into_iter().chain(beside);
-    all.find(|path| path.exists()).ok_or_else(|| format!("no {FILE} in {}", folder.display()))
+    all.find(|path| path.exists()).ok_or_else(|| format!("no {file} in {}", folder.display()))
 }
 
-fn open() -> Result<*mut c_void, String> {
-    let path = path()?;
+fn open(file: &str) -> Result<*mut c_void, String> {
+    let path = path(file)?;
     let name = CString::new(path.to_string_lossy().as_bytes()).map_err(|it| it.to_string())?;
     // SAFETY: a C string that outlives the call; the library's initialisers are Rust's own, which
     // start nothing.
@@ -111,7 +112,8 @@ impl Fake {
     }
 
     fn load() -> Result<Self, String> {
-        let library = open()?;
+        // The alias stands for the library that is loaded under the name `libcuda.so.1`: first that.
+        let [library, _] = [open(FILES[0])?, open(FILES[1])?];
         Ok(Self {
             reset: resolve!(library, c"fake_reset", Reset),
             fail: resolve!(library, c"fake_fail", Fail),
