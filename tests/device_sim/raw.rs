@@ -236,7 +236,7 @@ fn random_programs_over_pools_keep_the_books() {
         }
         raw.synchronize().expect("done");
         pools.iter().for_each(|pool| raw.pool_destroy(*pool).expect("destroyed"));
-        assert_eq!(raw.numbers().used_bytes, 0, "seed {seed}");
+        assert_eq!(raw.numbers().taken_bytes, 0, "seed {seed}");
         assert_eq!(sim.faults(), [], "seed {seed}");
         assert_eq!(sim.headroom(), Ok(Some(ByteSize::mib(1536))), "seed {seed}");
     }

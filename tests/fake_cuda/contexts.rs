@@ -62,7 +62,7 @@ fn the_last_release_destroys_the_context_and_says_with_what() {
     assert_eq!(raw::set_current(context), Err(INVALID_CONTEXT));
     assert_eq!(raw::release(0), Err(INVALID_CONTEXT), "there is no share");
     assert_eq!(fake.leaks(), "context of device 0 destroyed with 1 plain allocations, 1 streams");
-    assert_eq!(fake.numbers(0).used_bytes, 0);
+    assert_eq!(fake.numbers(0).taken_bytes, 0);
     // A new life of it: the thread's current one works again, and old handles do not.
     raw::retain(0).expect("a context");
     assert!(raw::info().is_ok());

@@ -119,6 +119,30 @@ fn page_locked_memory_is_written_when_the_copy_is_done_and_managed_memory_by_bot
 }
 
 #[test]
+fn memory_of_the_host_is_page_locked_and_released_once() {
+    let fake = Fake::start(Options::default());
+    let stream = raw::context(0).new_stream().expect("a stream");
+    let at = raw::alloc(64).expect("room");
+    raw::set(at, 9, 64, stream.cu_stream()).expect("queued");
+    let mut memory = vec![0_u8; 64];
+    let address = memory.as_ptr().addr() as u64;
+    assert_eq!(raw::memory_type(address), Err(1), "not known");
+    raw::register(&mut memory).expect("locked");
+    assert_eq!(raw::register(&mut memory[8..16]), Err(712), "some of it is");
+    assert_eq!((raw::memory_type(address), raw::memory_type(at)), (Ok(1), Ok(2)));
+    raw::copy_from(&mut memory, at, stream.cu_stream()).expect("queued");
+    assert_eq!(memory, [0; 64], "nothing waited");
+    raw::unregister(&mut memory).expect("the work with it was done first");
+    assert_eq!(memory, [9; 64]);
+    assert!(fake.faults().contains("HostGoneBeforeDone"), "and is on record");
+    assert_eq!(raw::unregister(&mut memory), Err(713));
+    raw::free(at).expect("freed");
+    assert_eq!(raw::memory_type(at), Err(1));
+    drop(stream);
+    assert_eq!(fake.leaks(), "");
+}
+
+#[test]
 fn a_capture_is_done_at_its_launch_and_again() {
     use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
     let fake = Fake::start(Options::default());

@@ -27,7 +27,7 @@ fn a_pool_keeps_up_to_its_threshold_at_a_wait_and_gives_the_rest_back() {
     drop(raw::bare(&stream, MIB));
     stream.synchronize().expect("done");
     assert_eq!(raw::pool_bytes(pool), Ok((0, bytes(4))));
-    assert_eq!(fake.numbers(0).used_bytes, bytes(4));
+    assert_eq!(fake.numbers(0).taken_bytes, bytes(4));
     raw::trim(pool, 0).expect("trimmed");
     assert_eq!(raw::pool_bytes(pool), Ok((0, 0)));
     fake.validate(0);
@@ -74,7 +74,7 @@ fn a_pool_of_ours_as_the_current_one_bounds_what_cudarc_allocates() {
     assert_eq!(stream.clone_dtoh(&half).map(|numbers| numbers.len()), Ok(MIB / 8));
     drop(half);
     stream.synchronize().expect("done");
-    assert_eq!(fake.numbers(0).used_bytes, 0);
+    assert_eq!(fake.numbers(0).taken_bytes, 0);
     drop(raw::bare(&stream, MIB)); // of the default pool again
     drop((stream, context));
     assert!(fake.faults().contains("StaleHandle"), "the question above: {}", fake.faults());
@@ -114,7 +114,7 @@ fn memory_of_a_pool_can_be_freed_by_a_call_that_waits() {
     raw::set(at, 1, MIB, stream.cu_stream()).expect("queued");
     raw::free(at).expect("freed");
     let numbers = fake.numbers(0);
-    assert_eq!((numbers.used_bytes, numbers.unfinished), (0, 0));
+    assert_eq!((numbers.taken_bytes, numbers.unfinished), (0, 0));
     drop(stream);
     fake.assert_clean();
 }

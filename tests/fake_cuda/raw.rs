@@ -286,6 +286,27 @@ impl Drop for Pinned {
     }
 }
 
+/// Page-locks memory of the caller's, which stays where it is until [`unregister`].
+pub(crate) fn register(memory: &mut [u8]) -> Answer {
+    call!(cuMemHostRegister_v2(memory.as_mut_ptr().cast(), memory.len(), 0))
+}
+
+pub(crate) fn unregister(memory: &mut [u8]) -> Answer {
+    call!(cuMemHostUnregister(memory.as_mut_ptr().cast()))
+}
+
+/// Copies into registered memory; nothing reads it before the stream is waited for.
+pub(crate) fn copy_from(to: &mut [u8], from: u64, stream: sys::CUstream) -> Answer {
+    call!(cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast(), from, to.len(), stream))
+}
+
+/// `CUpointer_attribute`: the kind of memory at an address, 1 of the host, 2 of the device.
+pub(crate) fn memory_type(at: u64) -> Answer<u32> {
+    let mut kind = 0_u32;
+    let which = sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE;
+    call!(cuPointerGetAttribute((&raw mut kind).cast(), which, at)).map(|()| kind)
+}
+
 /// Managed memory of so many numbers, written by the host, filled by a kernel, and read again.
 pub(crate) fn through_managed(stream: &Arc<CudaStream>, count: usize) -> Answer<Vec<u32>> {
     let mut at = 0;

@@ -55,7 +55,7 @@ fn one_handle_behind_two_addresses_is_one_memory() {
         raw::map(at, size, handle).expect("mapped");
     }
     raw::set_access(at, 2 * size).expect("open");
-    assert_eq!(fake.numbers(0).used_bytes, size as u64);
+    assert_eq!(fake.numbers(0).taken_bytes, size as u64);
     raw::set(at + 5, 9, 1, stream.cu_stream()).expect("queued");
     assert_eq!(raw::peek(at + size as u64 + 5, 1, stream.cu_stream()), Ok(vec![9]));
     raw::unmap(at, size).expect("one");
@@ -137,7 +137,7 @@ fn an_unmap_waits_for_nothing_and_is_on_record_where_work_is_unfinished() {
     raw::launch(&fill, &[at, 1, 16], stream.cu_stream()).expect("queued");
     assert_eq!(raw::unmap(at, size), Ok(()), "the driver does not notice");
     assert!(fake.faults().contains("UnmapBeforeDone"), "{}", fake.faults());
-    assert_eq!(fake.numbers(0).used_bytes, 0);
+    assert_eq!(fake.numbers(0).taken_bytes, 0);
     let error = stream.synchronize().expect_err("nothing is there any more");
     assert_eq!(error.0 as u32, ILLEGAL_ADDRESS);
 }

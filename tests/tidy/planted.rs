@@ -209,18 +209,35 @@ fn the_fence_opens_at_the_head_with_a_reason_and_nowhere_else() {
         ("does not open with", inside, &format!("#![expect(unsafe_code, reason = \"\")]\n{block}")),
         ("does not open with", inside, &format!("#![allow(unsafe_code, reason = \"r\")]\n{block}")),
         ("outside the fence", "src/host/profile.rs", block),
-        ("outside the fence", "tests/fake-cuda/src/state.rs", block),
-        ("outside the fence", "tests/fake-cuda/src/stream.rs", block),
-        ("does not open with", "tests/fake-cuda/src/ffi.rs", block),
     ]);
     let wide = "#![expect(dead_code, unsafe_code, reason = \"r\")]\nfn f() { unsafe { g() } }";
     pass_all(&[
         (inside, wide),
         (outside, "#![forbid(unsafe_code)]\n// unsafe { g() }\nconst S: &str = \"unsafe fn\";"),
         ("src/host/profile.rs", "macro_rules! m { () => { #[unsafe(export_name = \"x\")] s!() } }"),
-        ("tests/fake-cuda/src/stream.rs", "#![expect(unsafe_code, reason = \"r\")]\nexport! {}"),
-        ("tests/fake-cuda/src/ffi.rs", wide),
     ]);
+}
+
+#[test]
+fn the_fake_driver_has_a_fence_of_its_own() {
+    let block = "fn f() { unsafe { g() } }";
+    let export = format!("{OPEN}m! {{ #[unsafe(no_mangle)] }}");
+    for (expected, file, text) in [
+        (Some("outside the fence"), "src/state.rs", block),
+        (Some("outside the fence"), "src/stream.rs", block),
+        (Some("opened outside the fence"), "src/state.rs", export.as_str()),
+        (Some("does not open with"), "src/ffi.rs", block),
+        (None, "src/ffi.rs", &format!("{OPEN}{block}")),
+        (None, "src/stream.rs", &export.replace("#[unsafe(no_mangle)]", "")),
+        (None, "src/control.rs", &export),
+    ] {
+        let manifest = format!("path = \"{file}\"");
+        let (name, text) = (format!("tests/fake-cuda/{file}"), format!("//! A.\n{text}"));
+        let files = [("tests/fake-cuda/Cargo.toml", manifest.as_str()), (&name, &text)];
+        let faults = check(&tree(&files));
+        let found = expected.is_none_or(|wanted| faults.iter().any(|it| it.contains(wanted)));
+        assert!(found && faults.is_empty() == expected.is_none(), "{file}: {faults:?} in\n{text}");
+    }
 }
 
 #[test]

@@ -93,7 +93,7 @@ const NAMES: [&str; ROW] = [
 
 fn row(numbers: &Numbers, retains: u64) -> Row {
     [
-        numbers.used_bytes,
+        numbers.taken_bytes,
         numbers.reservations,
         numbers.handles,
         numbers.mappings,
@@ -113,7 +113,7 @@ fn row(numbers: &Numbers, retains: u64) -> Row {
 /// The numbers that [`row`] made, and the retains.
 pub(crate) const fn numbers(row: &Row) -> (Numbers, u64) {
     let numbers = Numbers {
-        used_bytes: row[0],
+        taken_bytes: row[0],
         reservations: row[1],
         handles: row[2],
         mappings: row[3],
@@ -179,7 +179,9 @@ fn seat(device: u32) -> Answer<crate::state::Seat> {
 
 /// Exports a function of this file: no count, no planned failure, but no panic either.
 macro_rules! control {
-    ($(fn $name:ident($($argument:ident: $type:ty),*) -> $answer:ty = $otherwise:expr; $body:block)*) => { $(
+    ($(
+        fn $name:ident($($argument:ident: $type:ty),*) -> $answer:ty = $otherwise:expr; $body:block
+    )*) => { $(
         #[unsafe(no_mangle)]
         extern "C" fn $name($($argument: $type),*) -> $answer {
             let body = std::panic::AssertUnwindSafe(move || -> $answer { $body });

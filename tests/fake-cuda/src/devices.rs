@@ -12,7 +12,7 @@ use crate::call::{Answer, INVALID_DEVICE, INVALID_VALUE};
 use crate::control::Options;
 use crate::ffi::{Out, Untyped, export, put_text};
 use crate::handle::{Handle, Kind};
-use crate::state::{State, current, state};
+use crate::state::{State, bury, current, state};
 
 /// The variable that says which devices a process sees.
 const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
@@ -152,12 +152,14 @@ export! {
     }
 
     fn cuDevicePrimaryCtxRelease_v2(device: c_int) {
-        let old = {
+        let (device, old) = {
             let mut state = state();
             let device = state.ordinal(device)?;
-            state.release(device)?
+            (device, state.release(device)?)
         };
-        drop(old);
+        if let Some(old) = old {
+            bury(device, &old);
+        }
         Ok(())
     }
 

@@ -141,6 +141,9 @@ impl Arguments {
     }
 }
 
+/// A function of the C caller's; null is `None`.
+pub(crate) type Function = Option<unsafe extern "C" fn(*mut c_void)>;
+
 /// A function of the C caller's, and what it is called with.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Callback {
@@ -149,10 +152,7 @@ pub(crate) struct Callback {
 }
 
 impl Callback {
-    pub(crate) fn new(
-        function: Option<unsafe extern "C" fn(*mut c_void)>,
-        data: Untyped,
-    ) -> Answer<Self> {
+    pub(crate) fn new(function: Function, data: Untyped) -> Answer<Self> {
         let function = function.ok_or(INVALID_VALUE)?;
         Ok(Self { function, data: data.0.expose_provenance() })
     }

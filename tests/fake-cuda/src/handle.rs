@@ -31,8 +31,8 @@ const KINDS: [Kind; 9] = [
     Kind::GraphExec,
 ];
 
-const NUMBER_BITS: u32 = 50;
-const LIFE_BITS: u32 = 8;
+const NUMBER_BITS: u32 = 52;
+const LIFE_BITS: u32 = 6;
 const KIND_BITS: u32 = 4;
 
 /// How many lives of contexts are told apart.

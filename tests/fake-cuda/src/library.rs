@@ -112,7 +112,7 @@ impl Fake {
     }
 
     fn load() -> Result<Self, String> {
-        // The alias stands for the library that is loaded under the name `libcuda.so.1`: first that.
+        // The alias stands for what is loaded under the name `libcuda.so.1`: that comes first.
         let [library, _] = [open(FILES[0])?, open(FILES[1])?];
         Ok(Self {
             reset: resolve!(library, c"fake_reset", Reset),

@@ -279,7 +279,8 @@ impl State {
         Handle { kind: Kind::Context, device, life: 0, number: 1 }.encode()
     }
 
-    /// Gives one share of a context back; the last one destroys it, with all that it holds.
+    /// Gives one share of a context back; the last one ends it, and answers what it was: for
+    /// [`bury`], without this lock.
     pub(crate) fn release(&mut self, device: usize) -> Answer<Option<Arc<SimDriver>>> {
         let it = &mut self.devices[device];
         it.retains = it.retains.checked_sub(1).ok_or(INVALID_CONTEXT)?;
@@ -291,16 +292,7 @@ impl State {
         it.stream_flags.clear();
         it.modules.clear();
         it.thread_streams.clear();
-        let faults = it.sim.faults();
-        let left = crate::control::left(&it.sim.raw().numbers());
-        let old = std::mem::replace(&mut it.sim, simulation(&self.options, device));
-        for fault in faults {
-            self.on_record(format!("device {device}: {fault:?}"));
-        }
-        if let Some(left) = left {
-            self.left.push(format!("context of device {device} destroyed with {left}"));
-        }
-        Ok(Some(old))
+        Ok(Some(std::mem::replace(&mut it.sim, simulation(&self.options, device))))
     }
 
     /// The seat and the number behind a handle of this kind; `code` where there is none.
@@ -340,6 +332,19 @@ impl Seat {
             state().devices[self.device].thread_streams.insert(name, made);
             made
         })
+    }
+}
+
+/// Notes what a context that was destroyed had on record, and what was left in it; then drops it.
+pub(crate) fn bury(device: usize, context: &SimDriver) {
+    let faults = context.faults();
+    let left = crate::control::left(&context.raw().numbers());
+    let mut state = state();
+    for fault in faults {
+        state.on_record(format!("device {device}: {fault:?}"));
+    }
+    if let Some(left) = left {
+        state.left.push(format!("context of device {device} destroyed with {left}"));
     }
 }
 

@@ -3,10 +3,10 @@
 //! Invariant: a stream that was created with flag 1 (non-blocking) is ordered with nothing.
 #![expect(unsafe_code, reason = "exports functions under C names: the attribute alone")]
 
-use std::ffi::{c_int, c_uint, c_ulonglong, c_void};
+use std::ffi::{c_int, c_uint, c_ulonglong};
 
 use crate::call::{Answer, INVALID_HANDLE, INVALID_VALUE, NOT_READY, NOT_SUPPORTED, as_callback};
-use crate::ffi::{Callback, Out, Untyped, export};
+use crate::ffi::{Callback, Function, Out, Untyped, export};
 use crate::handle::Kind;
 use crate::state::{State, current, event, state, stream};
 
@@ -91,11 +91,7 @@ export! {
         seat.sim.raw().stream_wait_event(number, event)
     }
 
-    fn cuLaunchHostFunc(
-        bits: u64,
-        function: Option<unsafe extern "C" fn(*mut c_void)>,
-        data: Untyped,
-    ) {
+    fn cuLaunchHostFunc(bits: u64, function: Function, data: Untyped) {
         let callback = Callback::new(function, data)?;
         let (seat, number) = stream(bits)?;
         let call = Box::new(move || as_callback(|| callback.call()));

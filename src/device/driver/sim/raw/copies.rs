@@ -18,7 +18,7 @@ use super::{Answer, Kernel, Raw, code};
 use crate::bytes::ByteSize;
 
 /// How much is copied at once.
-const CHUNK: u64 = 64 << 10;
+const STEP: u64 = 64 << 10;
 
 /// One end of a copy.
 #[derive(Clone)]
@@ -111,10 +111,10 @@ impl Raw<'_> {
         let job: Job = Box::new(move |device| {
             to.check(device, size)?;
             from.check(device, size)?;
-            let mut buffer = vec![0; index(CHUNK.min(size))];
+            let mut buffer = vec![0; index(STEP.min(size))];
             let mut done = 0;
             while done < size {
-                let part = &mut buffer[..index(CHUNK.min(size - done))];
+                let part = &mut buffer[..index(STEP.min(size - done))];
                 from.read(device, done, part)?;
                 to.write(device, done, part)?;
                 done += part.len() as u64;
@@ -135,10 +135,10 @@ impl Raw<'_> {
         let pattern = pattern.to_vec();
         let job: Job = Box::new(move |device| {
             device.check(at, size)?;
-            let chunk = pattern.repeat(index(CHUNK) / pattern.len());
+            let run = pattern.repeat(index(STEP) / pattern.len());
             let mut done = 0;
             while done < size {
-                let part = &chunk[..index(CHUNK.min(size - done))];
+                let part = &run[..index(STEP.min(size - done))];
                 device.write(at + done, part)?;
                 done += part.len() as u64;
             }

@@ -49,18 +49,18 @@ pub const KERNELS: &[Kernel] = &[
 ];
 
 /// How many elements are worked on at once.
-const CHUNK: u64 = 4 << 10;
+const STEP: u64 = 4 << 10;
 
 const fn bytes(count: u64, size: u64) -> u64 {
     count.saturating_mul(size)
 }
 
-/// The parts of `count` elements, each of at most [`CHUNK`]: the first one and how many.
+/// The parts of `count` elements, each of at most [`STEP`]: the first one and how many.
 fn parts(count: u64) -> impl Iterator<Item = (u64, usize)> {
-    let step = usize::try_from(CHUNK).unwrap_or(usize::MAX);
+    let step = usize::try_from(STEP).unwrap_or(usize::MAX);
     (0..count)
         .step_by(step)
-        .map(move |from| (from, usize::try_from(CHUNK.min(count - from)).unwrap_or(usize::MAX)))
+        .map(move |from| (from, usize::try_from(STEP.min(count - from)).unwrap_or(usize::MAX)))
 }
 
 fn fill_u32(device: &mut DeviceBytes<'_>, a: &[u64]) -> Result<(), Unreachable> {

@@ -47,7 +47,7 @@ impl SimDriver {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Numbers {
     /// Bytes of the device that are taken, without the context's own and without neighbours'.
-    pub used_bytes: u64,
+    pub taken_bytes: u64,
     /// Reservations of address space.
     pub reservations: u64,
     /// Physical handles, mapped or not.
@@ -86,7 +86,7 @@ impl Raw<'_> {
         let model = self.model();
         let [plain_live, pooled_live] = model.pools.live();
         Numbers {
-            used_bytes: (model.memory.committed().get()) + model.memory.taken().get(),
+            taken_bytes: (model.memory.committed().get()) + model.memory.taken().get(),
             reservations: leaks.reservations as u64,
             handles: leaks.handles as u64,
             mappings: model.memory.mappings(),
