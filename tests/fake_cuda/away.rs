@@ -31,8 +31,8 @@ fn it_is_found_under_both_names_also_where_another_library_has_one() {
     let folder = tempfile::tempdir().expect("a folder");
     // A library with the name that is no driver: found by a search, it would be in the way.
     let maps = std::fs::read_to_string("/proc/self/maps").expect("readable");
-    let paths = maps.lines().filter_map(|line| line.split_whitespace().nth(5));
-    let libc = paths.filter(|path| path.contains("/libc.so")).last().expect("glibc");
+    let mut paths = maps.lines().filter_map(|line| line.split_whitespace().nth(5));
+    let libc = paths.find(|path| path.contains("/libc.so")).expect("glibc");
     std::os::unix::fs::symlink(libc, folder.path().join("libcuda.so")).expect("linked");
     let program = std::env::current_exe().expect("this program");
     let child = Command::new(program)
