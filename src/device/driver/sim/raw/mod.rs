@@ -1,4 +1,4 @@
-//! The calls of CUDA as cuda.h has them, one by one, below what [`Driver`](super::Driver) needs.
+//! The calls of CUDA as cuda.h has them, one by one, below what `Driver` needs.
 //!
 //! For a library that offers the simulation under CUDA's own names. Handles, streams and events
 //! are plain numbers here, results are CUDA's, and every rule of the manual is kept where the call
