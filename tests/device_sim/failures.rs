@@ -101,7 +101,8 @@ fn any_call_can_fail_and_a_failed_call_has_no_effect() {
     round(&whole).expect("nothing fails");
     assert!(whole.leaks().is_empty(), "{:?}", whole.leaks());
     let calls = whole.calls_total();
-    for call in Call::ALL {
+    // What comes after them has its round in `raw`.
+    for call in Call::ALL.into_iter().filter(|call| *call <= Call::GraphDestroy) {
         assert!(whole.calls(call) > 0, "{call:?} is not in the round");
     }
     for order in [Order::Lazy, Order::Synchronous, Order::Random { seed: 9 }] {

@@ -11,6 +11,7 @@ mod memory;
 mod model;
 mod orders;
 mod programs;
+mod raw;
 mod streams;
 
 use lowtide::ByteSize;

@@ -219,6 +219,28 @@ fn the_fence_opens_at_the_head_with_a_reason_and_nowhere_else() {
 }
 
 #[test]
+fn the_fake_driver_has_a_fence_of_its_own() {
+    let block = "fn f() { unsafe { g() } }";
+    let export = format!("{OPEN}m! {{ #[unsafe(no_mangle)] }}");
+    for (expected, file, text) in [
+        (Some("outside the fence"), "src/state.rs", block),
+        (Some("outside the fence"), "src/stream.rs", block),
+        (Some("opened outside the fence"), "src/state.rs", export.as_str()),
+        (Some("does not open with"), "src/ffi.rs", block),
+        (None, "src/ffi.rs", &format!("{OPEN}{block}")),
+        (None, "src/stream.rs", &export.replace("#[unsafe(no_mangle)]", "")),
+        (None, "src/control.rs", &export),
+    ] {
+        let manifest = format!("path = \"{file}\"");
+        let (name, text) = (format!("tests/fake-cuda/{file}"), format!("//! A.\n{text}"));
+        let files = [("tests/fake-cuda/Cargo.toml", manifest.as_str()), (&name, &text)];
+        let faults = check(&tree(&files));
+        let found = expected.is_none_or(|wanted| faults.iter().any(|it| it.contains(wanted)));
+        assert!(found && faults.is_empty() == expected.is_none(), "{file}: {faults:?} in\n{text}");
+    }
+}
+
+#[test]
 fn an_orphan_is_found_whatever_a_comment_says() {
     let orphan = ("src/host/lost.rs", "//! L.");
     let library = ("src/lib.rs", "//! L.\nmod host;");

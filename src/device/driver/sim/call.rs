@@ -73,6 +73,34 @@ pub enum Call {
     GraphLaunch,
     /// `cuGraphExecDestroy`
     GraphDestroy,
+    /// `cuMemRetainAllocationHandle`
+    RetainHandle,
+    /// `cuMemAlloc`
+    Alloc,
+    /// `cuMemFree`
+    Free,
+    /// `cuMemAllocManaged`
+    AllocManaged,
+    /// `cuMemAllocFromPoolAsync`
+    AllocAsync,
+    /// `cuMemFreeAsync`
+    FreeAsync,
+    /// `cuMemPoolCreate`
+    PoolCreate,
+    /// `cuMemPoolDestroy`
+    PoolDestroy,
+    /// `cuMemPoolTrimTo`
+    PoolTrim,
+    /// `cuMemsetD8Async`
+    Set,
+    /// `cuMemHostRegister`
+    HostRegister,
+    /// `cuMemHostUnregister`
+    HostUnregister,
+    /// `cuStreamQuery`
+    StreamQuery,
+    /// `cuGraphInstantiate`
+    GraphInstantiate,
 }
 
 /// Every call with its name in cuda.h, and the guess at its cost: nanoseconds a call, nanoseconds
@@ -109,11 +137,25 @@ const TABLE: [(Call, &str, [u64; 3]); Call::COUNT] = [
     (Call::LaunchHostFunction, "cuLaunchHostFunc", [3_000, 0, 0]),
     (Call::GraphLaunch, "cuGraphLaunch", [5_000, 0, 0]),
     (Call::GraphDestroy, "cuGraphExecDestroy", [5_000, 0, 0]),
+    (Call::RetainHandle, "cuMemRetainAllocationHandle", [2_000, 0, 0]),
+    (Call::Alloc, "cuMemAlloc", [30_000, 0, 1_000]),
+    (Call::Free, "cuMemFree", [30_000, 0, 500]),
+    (Call::AllocManaged, "cuMemAllocManaged", [30_000, 0, 1_000]),
+    (Call::AllocAsync, "cuMemAllocFromPoolAsync", [3_000, 0, 0]),
+    (Call::FreeAsync, "cuMemFreeAsync", [2_000, 0, 0]),
+    (Call::PoolCreate, "cuMemPoolCreate", [20_000, 0, 0]),
+    (Call::PoolDestroy, "cuMemPoolDestroy", [20_000, 0, 0]),
+    (Call::PoolTrim, "cuMemPoolTrimTo", [20_000, 0, 500]),
+    (Call::Set, "cuMemsetD8Async", [3_000, 0, 500]),
+    (Call::HostRegister, "cuMemHostRegister", [50_000, 0, 100_000]),
+    (Call::HostUnregister, "cuMemHostUnregister", [50_000, 0, 50_000]),
+    (Call::StreamQuery, "cuStreamQuery", [500, 0, 0]),
+    (Call::GraphInstantiate, "cuGraphInstantiate", [20_000, 0, 0]),
 ];
 
 impl Call {
     /// How many kinds of call there are.
-    pub const COUNT: usize = Self::GraphDestroy as usize + 1;
+    pub const COUNT: usize = Self::GraphInstantiate as usize + 1;
 
     /// All kinds, in order.
     pub const ALL: [Self; Self::COUNT] = {

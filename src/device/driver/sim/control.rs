@@ -186,7 +186,7 @@ impl SimDriver {
             reserved: model.memory.reserved(),
             handles: model.memory.handles(),
             committed: model.memory.committed(),
-            streams: model.queues.live(),
+            streams: model.queues.live() - model.implicit.len(),
             events: model.events.len(),
             host_stores: model.stores.len(),
             host_blocks: model.host_blocks.len(),

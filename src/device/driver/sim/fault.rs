@@ -73,6 +73,16 @@ pub enum WorkKind {
     Wait,
     /// A function of the host, in its place in the stream.
     HostFunction,
+    /// A kernel given by name.
+    Kernel,
+    /// A copy between real host memory and the device.
+    HostCopy,
+    /// Bytes set to one value.
+    Set,
+    /// Stream-ordered memory that comes into use.
+    PoolAlloc,
+    /// Stream-ordered memory that goes out of use.
+    PoolFree,
 }
 
 /// A kind of handle.
@@ -88,6 +98,10 @@ pub enum HandleKind {
     Graph,
     /// Host memory of `host_alloc`.
     HostMemory,
+    /// A physical handle.
+    Physical,
+    /// A pool of stream-ordered memory.
+    Pool,
 }
 
 /// A breach of the contract.
@@ -194,6 +208,31 @@ pub enum Fault {
         kind: HandleKind,
         /// Its number.
         number: u64,
+    },
+    /// A handle was to be mapped in part, or beyond its end.
+    MapPart {
+        /// Where.
+        at: DeviceAddress,
+        /// How much.
+        size: ByteSize,
+        /// How large the handle is.
+        handle_size: ByteSize,
+    },
+    /// Memory was freed that is not allocated: freed before, or never given at this address.
+    NotAllocated {
+        /// The call.
+        call: Call,
+        /// What was to be freed.
+        at: DeviceAddress,
+    },
+    /// Host memory was given back while unfinished work referred to it: the first such work.
+    HostGoneBeforeDone {
+        /// Where it begins.
+        at: DeviceAddress,
+        /// The stream of the work.
+        stream: StreamHandle,
+        /// The work.
+        work: WorkKind,
     },
     /// A call that is forbidden while a stream captures; the captures are spoiled by it.
     CaptureSpoiled {

@@ -45,7 +45,10 @@ impl Model {
             Some(capture) if !capture.spoiled => {
                 return Ok(GraphHandle(self.graphs.insert(capture.work)));
             }
-            Some(_) => INVALIDATED,
+            Some(capture) => {
+                self.drop_tasks(&capture.work);
+                INVALIDATED
+            }
             None => ILLEGAL_STATE,
         };
         Err(self.fail(call, SimError::Code(code), ByteSize::ZERO))
@@ -59,7 +62,7 @@ impl Model {
             return Err(self.stale(call, HandleKind::Graph, graph));
         };
         let work = std::mem::take(work);
-        let queued = work.iter().try_for_each(|work| self.queue(call, stream, *work));
+        let queued = work.iter().try_for_each(|work| self.queue_again(call, stream, *work));
         if let Some(place) = self.graphs.get_mut(graph) {
             *place = work;
         }
@@ -69,7 +72,10 @@ impl Model {
     pub(super) fn graph_destroy(&mut self, graph: u64) -> Result<(), DriverError> {
         let call = Call::GraphDestroy;
         self.enter(call, ByteSize::ZERO)?;
-        let gone = self.graphs.remove(graph).is_some();
-        if gone { Ok(()) } else { Err(self.stale(call, HandleKind::Graph, graph)) }
+        let Some(work) = self.graphs.remove(graph) else {
+            return Err(self.stale(call, HandleKind::Graph, graph));
+        };
+        self.drop_tasks(&work);
+        Ok(())
     }
 }

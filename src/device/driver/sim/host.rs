@@ -22,7 +22,16 @@ use crate::device::driver::{
 impl Model {
     /// Begins the allocation of host memory: fails where there is no more of it.
     fn enter_host(&mut self, size: ByteSize, memory: HostMemory) -> Result<(), DriverError> {
-        let call = Call::HostAlloc;
+        self.enter_host_as(Call::HostAlloc, size, memory)
+    }
+
+    /// As [`Model::enter_host`], for any call that takes host memory.
+    pub(super) fn enter_host_as(
+        &mut self,
+        call: Call,
+        size: ByteSize,
+        memory: HostMemory,
+    ) -> Result<(), DriverError> {
         self.enter(call, size)?;
         self.charge(call, 0, size);
         if memory == HostMemory::PageLocked {

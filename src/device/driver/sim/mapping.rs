@@ -19,7 +19,7 @@ use super::model::{INVALID_VALUE, Model, named};
 use super::options::Handles;
 use super::work::{Pattern, Work};
 use crate::bytes::ByteSize;
-use crate::device::driver::{DeviceAddress, DriverError, StreamHandle};
+use crate::device::driver::{DeviceAddress, DriverError};
 
 /// What a failed copy leaves behind.
 const SCRIBBLE: Pattern = Pattern::new(0xBAD);
@@ -38,7 +38,11 @@ impl Model {
     }
 
     /// Begins a call of virtual memory, which is not offered everywhere.
-    fn enter_virtual(&mut self, call: Call, requested: ByteSize) -> Result<(), DriverError> {
+    pub(super) fn enter_virtual(
+        &mut self,
+        call: Call,
+        requested: ByteSize,
+    ) -> Result<(), DriverError> {
         self.enter(call, requested)?;
         if self.options.virtual_memory {
             return Ok(());
@@ -122,7 +126,11 @@ impl Model {
     }
 
     /// What one call is given lies in one reservation: that neighbours work as one is nowhere said.
-    fn in_one_reservation(&mut self, call: Call, range: Range) -> Result<(), DriverError> {
+    pub(super) fn in_one_reservation(
+        &mut self,
+        call: Call,
+        range: Range,
+    ) -> Result<(), DriverError> {
         if self.memory.is_reserved(range) {
             return Ok(());
         }
@@ -176,9 +184,7 @@ impl Model {
                 return Err(self.refuse(call, fault, INVALID_VALUE));
             }
         };
-        let touches = |work: &Work| work.ranges().any(|touched| touched.overlaps(range));
-        if let Some((stream, work)) = self.queues.find(touches) {
-            let (stream, work) = (StreamHandle::new(stream), work.kind());
+        if let Some((stream, work)) = self.unfinished_in(range) {
             self.faults.add(Fault::UnmapBeforeDone { at, size, stream, work });
         }
         Ok(handles)

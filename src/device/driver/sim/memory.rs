@@ -1,14 +1,19 @@
 //! Address space of the simulated device, and the physical handles mapped in it.
 //!
 //! Reservations are placed at the lowest addresses that fit, so that an address given up is soon
-//! given again. A handle lives as long as its one mapping. This file knows no stream and raises no
-//! error of a driver: it says what is in the way, and its caller says what that means.
+//! given again. A handle lives until its references and its mappings are gone; its bytes go with
+//! it to wherever it is mapped, at several places at once if need be. What the driver itself
+//! reserves and maps (plain and pooled memory) stands in the same tables, apart in the sums, and
+//! is out of reach of the calls of virtual memory. This file knows no stream and raises no error
+//! of a driver: it says what is in the way, and its caller says what that means.
 //!
-//! Invariant: mappings do not overlap and lie in reservations; `committed` is the sum of their
-//! sizes, `reserved` that of the reservations, `committed <= reserved`.
+//! Invariant: mappings do not overlap and lie in reservations of the same owner; `committed` is
+//! the sum of the caller's handles, `reserved` that of the caller's reservations, `taken` what the
+//! driver's own blocks are charged with.
 
 use std::collections::BTreeMap;
 
+use super::slots::Slots;
 use super::sparse::{PAGE, Sparse, index};
 use crate::bytes::ByteSize;
 
@@ -29,7 +34,7 @@ impl Range {
         self.at < other.end() && other.at < self.end()
     }
 
-    const fn holds(self, other: Self) -> bool {
+    pub(super) const fn holds(self, other: Self) -> bool {
         self.at <= other.at && other.end() <= self.end()
     }
 }
@@ -48,27 +53,50 @@ struct Mapping {
     size: u64,
     /// A new mapping has none.
     access: bool,
+    handle: u64,
+}
+
+/// Memory of the device, wherever it is mapped.
+#[derive(Debug)]
+struct Physical {
+    /// What it takes of the device.
+    charged: u64,
     bytes: Sparse,
+    /// How often its caller created or retained it, less the releases.
+    references: u64,
+    mappings: u64,
+    /// Whether it is the driver's own.
+    own: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Reservation {
+    size: u64,
+    own: bool,
 }
 
 /// The device's memory as its user sees it.
 #[derive(Debug)]
 pub(super) struct Memory {
     space: Range,
-    reservations: BTreeMap<u64, u64>,
+    reservations: BTreeMap<u64, Reservation>,
     mappings: BTreeMap<u64, Mapping>,
+    physical: Slots<Physical>,
     reserved: u64,
     committed: u64,
+    taken: u64,
 }
 
 impl Memory {
-    pub(super) const fn new(space: Range) -> Self {
+    pub(super) fn new(space: Range) -> Self {
         Self {
             space,
             reservations: BTreeMap::new(),
             mappings: BTreeMap::new(),
+            physical: Slots::default(),
             reserved: 0,
             committed: 0,
+            taken: 0,
         }
     }
 
@@ -80,47 +108,79 @@ impl Memory {
         ByteSize::new(self.committed)
     }
 
-    pub(super) fn reservations(&self) -> usize {
-        self.reservations.len()
+    /// What the driver's own blocks take of the device.
+    pub(super) const fn taken(&self) -> ByteSize {
+        ByteSize::new(self.taken)
     }
 
+    /// Of the caller. Cost: O(reservations).
+    pub(super) fn reservations(&self) -> usize {
+        self.reservations.values().filter(|it| !it.own).count()
+    }
+
+    /// Of the caller. Cost: O(handles).
     pub(super) fn handles(&self) -> usize {
-        self.mappings.len()
+        self.physical.values().filter(|it| !it.own).count()
+    }
+
+    /// Of the caller's handles. Cost: O(handles).
+    pub(super) fn mappings(&self) -> u64 {
+        self.physical.values().filter(|it| !it.own).map(|it| it.mappings).sum()
+    }
+
+    /// Whether the address lies where this device's addresses do.
+    pub(super) const fn is_inside(&self, at: u64) -> bool {
+        self.space.at <= at && at < self.space.end()
     }
 
     /// Takes the lowest gap that fits. Cost: O(reservations).
     pub(super) fn reserve(&mut self, size: u64) -> Option<u64> {
-        let mut at = self.space.at;
-        for (start, length) in &self.reservations {
-            if start - at >= size {
-                break;
-            }
-            at = start + length;
-        }
-        if self.space.end() - at < size {
-            return None;
-        }
-        self.reservations.insert(at, size);
+        self.reserve_aligned(size, 1)
+    }
+
+    /// As [`Memory::reserve`], at a multiple of `alignment`, which is not 0.
+    pub(super) fn reserve_aligned(&mut self, size: u64, alignment: u64) -> Option<u64> {
+        let at = self.take_addresses(size, alignment, false)?;
         self.reserved += size;
         Some(at)
     }
 
+    fn take_addresses(&mut self, size: u64, alignment: u64, own: bool) -> Option<u64> {
+        let mut at = self.space.at.checked_next_multiple_of(alignment)?;
+        for (start, taken) in &self.reservations {
+            if start.saturating_sub(at) >= size {
+                break;
+            }
+            at = at.max((start + taken.size).checked_next_multiple_of(alignment)?);
+        }
+        if self.space.end().saturating_sub(at) < size {
+            return None;
+        }
+        self.reservations.insert(at, Reservation { size, own });
+        Some(at)
+    }
+
+    fn lies_in_one(&self, range: Range, own: bool) -> bool {
+        let before = self.reservations.range(..=range.at).next_back();
+        before.is_some_and(|(&at, it)| it.own == own && Range { at, size: it.size }.holds(range))
+    }
+
     /// Whether the range lies in one reservation.
     pub(super) fn is_reserved(&self, range: Range) -> bool {
-        let before = self.reservations.range(..=range.at).next_back();
-        before.is_some_and(|(&at, &size)| Range { at, size }.holds(range))
+        self.lies_in_one(range, false)
     }
 
     /// Whether the range is a reservation, whole.
     pub(super) fn is_whole_reservation(&self, range: Range) -> bool {
-        self.reservations.get(&range.at) == Some(&range.size)
+        let whole = Reservation { size: range.size, own: false };
+        self.reservations.get(&range.at) == Some(&whole)
     }
 
     /// Gives a whole, bare reservation back.
     pub(super) fn unreserve(&mut self, range: Range) {
         debug_assert!(self.is_whole_reservation(range) && !self.is_mapped_anywhere(range));
-        if let Some(size) = self.reservations.remove(&range.at) {
-            self.reserved -= size;
+        if let Some(gone) = self.reservations.remove(&range.at) {
+            self.reserved -= gone.size;
         }
     }
 
@@ -131,16 +191,114 @@ impl Memory {
 
     /// Puts a new physical handle behind a bare range; nothing may touch it yet.
     pub(super) fn map(&mut self, range: Range) {
-        debug_assert!(self.is_reserved(range) && !self.is_mapped_anywhere(range));
-        let bytes = Sparse::new(ByteSize::new(range.size));
-        self.mappings.insert(range.at, Mapping { size: range.size, access: false, bytes });
-        self.committed += range.size;
+        let handle = self.create(range.size);
+        self.map_handle(range, handle);
+        self.release(handle);
+    }
+
+    /// Makes a physical handle, mapped nowhere, with one reference.
+    pub(super) fn create(&mut self, size: u64) -> u64 {
+        self.committed += size;
+        self.insert(size, size, false)
+    }
+
+    fn insert(&mut self, size: u64, charged: u64, own: bool) -> u64 {
+        let bytes = Sparse::new(ByteSize::new(size));
+        self.physical.insert(Physical { charged, bytes, references: 1, mappings: 0, own })
+    }
+
+    /// The size of a handle to which its caller holds a reference.
+    pub(super) fn size_of(&self, handle: u64) -> Option<u64> {
+        let held = self.physical.get(handle).filter(|it| it.references > 0 && !it.own);
+        held.map(|it| it.bytes.size() as u64)
+    }
+
+    /// Puts a handle of the range's size behind a bare range; nothing may touch it yet.
+    pub(super) fn map_handle(&mut self, range: Range, handle: u64) {
+        debug_assert!(!self.is_mapped_anywhere(range));
+        if let Some(physical) = self.physical.get_mut(handle) {
+            debug_assert_eq!(physical.bytes.size() as u64, range.size);
+            debug_assert!(physical.own || physical.references > 0);
+            physical.mappings += 1;
+            self.mappings.insert(range.at, Mapping { size: range.size, access: false, handle });
+        }
+    }
+
+    /// Gives one reference back; false where there is none. The memory stays while it is mapped.
+    pub(super) fn release(&mut self, handle: u64) -> bool {
+        let held = self.physical.get_mut(handle).filter(|it| it.references > 0);
+        let Some(physical) = held else { return false };
+        physical.references -= 1;
+        self.collect(handle);
+        true
+    }
+
+    /// The handle behind an address, with one reference more.
+    pub(super) fn retain_at(&mut self, at: u64) -> Option<u64> {
+        let (start, mapping) = self.mappings.range(..=at).next_back()?;
+        let handle = (at - start < mapping.size).then_some(mapping.handle)?;
+        let physical = self.physical.get_mut(handle).filter(|it| !it.own)?;
+        physical.references += 1;
+        Some(handle)
+    }
+
+    /// Frees a handle that nobody holds and that is mapped nowhere.
+    fn collect(&mut self, handle: u64) {
+        let unused = |it: &&Physical| it.references == 0 && it.mappings == 0;
+        if self.physical.get(handle).filter(unused).is_some()
+            && let Some(gone) = self.physical.remove(handle)
+        {
+            let sum = if gone.own { &mut self.taken } else { &mut self.committed };
+            *sum -= gone.charged;
+        }
+    }
+
+    fn remove_mapping(&mut self, at: u64) {
+        let Some(mapping) = self.mappings.remove(&at) else { return };
+        if let Some(physical) = self.physical.get_mut(mapping.handle) {
+            physical.mappings -= 1;
+        }
+        self.collect(mapping.handle);
+    }
+
+    /// Places a block of the driver's own, which nothing may touch yet, with bare addresses after
+    /// it, in steps of `unit`.
+    pub(super) fn place(&mut self, size: u64, charged: u64, unit: u64) -> Option<u64> {
+        let span = size.checked_add(1)?.checked_next_multiple_of(unit)?;
+        let at = self.take_addresses(span, unit, true)?;
+        self.taken += charged;
+        let handle = self.insert(size, charged, true);
+        self.map_handle(Range { at, size }, handle);
+        self.release(handle);
+        Some(at)
+    }
+
+    /// Gives a block of the driver's own back.
+    pub(super) fn displace(&mut self, at: u64) {
+        debug_assert!(self.reservations.get(&at).is_some_and(|it| it.own));
+        self.remove_mapping(at);
+        self.reservations.remove(&at);
+    }
+
+    /// Opens a block of the driver's own for `size` bytes, or closes it to all work with 0.
+    pub(super) fn open(&mut self, at: u64, size: u64) {
+        if let Some(mapping) = self.mappings.get_mut(&at) {
+            mapping.access = size > 0;
+            if size > 0 {
+                mapping.size = size;
+            }
+        }
     }
 
     /// Lets work touch a range of whole mappings.
     pub(super) fn set_access(&mut self, range: Range) {
+        self.change_access(range, true);
+    }
+
+    /// Lets work touch a range of whole mappings, or keeps it out.
+    pub(super) fn change_access(&mut self, range: Range, access: bool) {
         for (_, mapping) in self.mappings.range_mut(range.at..range.end()) {
-            mapping.access = true;
+            mapping.access = access;
         }
     }
 
@@ -164,8 +322,7 @@ impl Memory {
     pub(super) fn unmap(&mut self, range: Range) {
         let whole: Vec<_> = self.mappings_in(range).collect();
         for mapping in whole {
-            self.mappings.remove(&mapping.at);
-            self.committed -= mapping.size;
+            self.remove_mapping(mapping.at);
         }
     }
 
@@ -188,8 +345,10 @@ impl Memory {
 
     /// Loses the contents of a range of whole mappings.
     pub(super) fn wipe(&mut self, range: Range) {
-        for (_, mapping) in self.mappings.range_mut(range.at..range.end()) {
-            mapping.bytes.wipe();
+        for (_, mapping) in self.mappings.range(range.at..range.end()) {
+            if let Some(physical) = self.physical.get_mut(mapping.handle) {
+                physical.bytes.wipe();
+            }
         }
     }
 
@@ -218,12 +377,14 @@ impl Memory {
     /// The mapping of a committed address, and the offset in it.
     fn find(&self, at: u64) -> Option<(usize, &Sparse)> {
         let (start, mapping) = self.mappings.range(..=at).next_back()?;
-        (at - start < mapping.size).then(|| (index(at - start), &mapping.bytes))
+        let offset = (at - start < mapping.size).then(|| index(at - start))?;
+        Some((offset, &self.physical.get(mapping.handle)?.bytes))
     }
 
     fn find_mut(&mut self, at: u64) -> Option<(usize, &mut Sparse)> {
-        let (start, mapping) = self.mappings.range_mut(..=at).next_back()?;
-        (at - start < mapping.size).then(|| (index(at - start), &mut mapping.bytes))
+        let (start, mapping) = self.mappings.range(..=at).next_back()?;
+        let offset = (at - start < mapping.size).then(|| index(at - start))?;
+        Some((offset, &mut self.physical.get_mut(mapping.handle)?.bytes))
     }
 
     /// How much of a committed range lies in one page from `at` on.
@@ -270,18 +431,27 @@ impl Memory {
     /// Checks the books against the lists. Cost: O(mappings).
     pub(super) fn validate(&self) {
         let mut end = self.space.at;
-        for (at, size) in &self.reservations {
+        for (at, it) in &self.reservations {
             assert!(*at >= end, "reservations overlap at {at:#x}");
-            end = at + size;
+            end = at + it.size;
         }
-        assert_eq!(self.reservations.values().sum::<u64>(), self.reserved);
+        let callers = self.reservations.values().filter(|it| !it.own);
+        assert_eq!(callers.map(|it| it.size).sum::<u64>(), self.reserved);
         end = self.space.at;
         for (at, mapping) in &self.mappings {
             let range = Range { at: *at, size: mapping.size };
-            assert!(*at >= end && self.is_reserved(range), "a mapping at {at:#x}");
+            let own = self.physical.get(mapping.handle).map(|it| it.own);
+            let lies = own.is_some_and(|own| self.lies_in_one(range, own));
+            assert!(*at >= end && lies, "a mapping at {at:#x}");
             end = range.end();
         }
-        assert_eq!(self.mappings.values().map(|it| it.size).sum::<u64>(), self.committed);
+        for (own, sum) in [(false, self.committed), (true, self.taken)] {
+            let all = self.physical.values().filter(|it| it.own == own);
+            assert_eq!(all.map(|it| it.charged).sum::<u64>(), sum);
+        }
+        let mapped = self.physical.values().map(|it| it.mappings).sum::<u64>();
+        assert_eq!(mapped, self.mappings.len() as u64);
+        assert!(self.physical.values().all(|it| it.references + it.mappings > 0));
     }
 }
 

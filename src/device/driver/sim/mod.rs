@@ -9,9 +9,9 @@
 //! and its memory is a model's. The host cannot reach that memory; kernels of the simulation write
 //! and check it ([`SimDriver::fill`], [`SimDriver::check`]).
 //!
-//! What it does not model: pools, graphs of more than one stream, peers, IPC, the default stream,
-//! real speed. Work takes no time of its own, copies excepted. Where the manual leaves open what
-//! happens, the stricter reading is taken.
+//! What it does not model: graphs of more than one stream, peers, IPC, real speed. Work takes no
+//! time of its own, copies excepted. Where the manual leaves open what happens, the stricter
+//! reading is taken. Below the driver, [`raw`] has the calls of cuda.h one by one.
 //!
 //! ```
 //! use lowtide::ByteSize;
@@ -38,8 +38,8 @@
 //! Files, from the ground up: `sparse` (bytes), `slots` (numbers), `call` (calls and costs),
 //! `options`, `memory` (address space, handles), `work` (what work does), `queue` (what comes
 //! before what), `fault` (breaches, planned failures), `model` (the rules), then the calls by part:
-//! `mapping`, `streams`, `graph`, `host`; `kernels`, `control` and `hooks` for tests, `contract`
-//! for the arena.
+//! `mapping`, `streams`, `graph`, `host`, `task`, `pools`; `kernels`, `control` and `hooks` for
+//! tests, `contract` for the arena, `raw` for a library with CUDA's names.
 //!
 //! Invariant: the same options and the same calls, in one thread, give the same log.
 
@@ -55,10 +55,13 @@ mod mapping;
 mod memory;
 mod model;
 mod options;
+mod pools;
 mod queue;
+pub mod raw;
 mod slots;
 mod sparse;
 mod streams;
+mod task;
 mod work;
 
 use std::fmt;

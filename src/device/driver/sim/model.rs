@@ -7,7 +7,7 @@
 //! Invariant: the same options and the same sequence of calls give the same log. Once `lost` is
 //! set it stays, no work is queued, and no call has an effect.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
 use super::call::Call;
@@ -15,15 +15,14 @@ use super::fault::{Fault, Faults, HandleKind, Planned, SimError, WorkKind};
 use super::graph::Capture;
 use super::memory::{Memory, Range};
 use super::options::{Order, SimOptions};
+use super::pools::Pools;
 use super::queue::{Chance, Queues};
 use super::slots::Slots;
 use super::sparse::Sparse;
+use super::task::{HostRanges, Task};
 use super::work::{Illegal, Outcome, Position, Ticket, Work};
 use crate::bytes::ByteSize;
 use crate::device::driver::{DeviceAddress, DriverError, HostMemory, HostStore, StreamHandle};
-
-/// Where the address space begins: not at 0, so that no address is taken for "none".
-const SPACE_BASE: u64 = 1 << 36;
 
 /// How many outcomes are kept; the oldest go first.
 const OUTCOMES_KEPT: usize = 1 << 20;
@@ -75,6 +74,18 @@ pub(super) struct Model {
     /// Host memory given out by address.
     pub(super) host_blocks: BTreeMap<usize, (ByteSize, HostMemory)>,
     pub(super) differences: u64,
+    /// Work that is more than a value: kernels, copies with the host.
+    pub(super) tasks: Slots<Task>,
+    /// Real host memory that the device reaches.
+    pub(super) host_ranges: HostRanges,
+    /// Plain and stream-ordered memory.
+    pub(super) pools: Pools,
+    /// The legacy default stream; 0 before its first use.
+    pub(super) legacy: u64,
+    /// Streams that are ordered with the legacy default stream.
+    pub(super) blocking: BTreeSet<u64>,
+    /// Streams that nobody created, and nobody destroys.
+    pub(super) implicit: BTreeSet<u64>,
     outcomes: VecDeque<Outcome>,
     /// The ticket of the first outcome kept.
     outcomes_from: u64,
@@ -87,7 +98,7 @@ impl Model {
     pub(super) fn new(options: SimOptions) -> Self {
         options.validate();
         let seed = if let Order::Random { seed } = options.order { seed } else { 0 };
-        let space = Range { at: SPACE_BASE, size: options.address_space.get() };
+        let space = Range { at: options.address_base, size: options.address_space.get() };
         Self {
             memory: Memory::new(space),
             queues: Queues::default(),
@@ -105,6 +116,12 @@ impl Model {
             lock_limit: ByteSize::MAX,
             host_blocks: BTreeMap::new(),
             differences: 0,
+            tasks: Slots::default(),
+            host_ranges: HostRanges::default(),
+            pools: Pools::default(),
+            legacy: 0,
+            blocking: BTreeSet::new(),
+            implicit: BTreeSet::new(),
             outcomes: VecDeque::new(),
             outcomes_from: 0,
             chance: Chance::new(seed),
@@ -170,6 +187,7 @@ impl Model {
     pub(super) fn lose(&mut self, code: u32) {
         self.lost.get_or_insert(code);
         self.queues.clear();
+        self.tasks = Slots::default();
     }
 
     pub(super) fn stale(&mut self, call: Call, kind: HandleKind, number: u64) -> DriverError {
@@ -200,6 +218,9 @@ impl Model {
             self.take_turn();
             self.lost_in(call)?;
         }
+        if self.legacy != 0 {
+            self.order_with_legacy(stream);
+        }
         self.queues.push(stream, work);
         if self.options.order == Order::Synchronous {
             return self.wait_for(call, self.queues.end(stream));
@@ -217,7 +238,9 @@ impl Model {
                 self.run(stream);
             }
         }
-        self.lost_in(call)
+        self.lost_in(call)?;
+        self.observe(position);
+        Ok(())
     }
 
     /// Does all that is queued.
@@ -225,6 +248,7 @@ impl Model {
         while self.queues.busy() > 0 {
             self.take_turn();
         }
+        self.observe_all();
     }
 
     /// The error of a call in which the context was lost.
@@ -268,6 +292,14 @@ impl Model {
         };
         self.note(entry, number << 8 | work.kind() as u64 | 0x80);
         self.charge_copy(&work);
+        match work {
+            Work::Task(task, _) => return self.run_task(stream, &work, task),
+            Work::Open(at, size) => return self.open_block(at, size),
+            Work::Close(at, free) => {
+                return self.close_block(at, free, self.queues.done(number));
+            }
+            _ => {}
+        }
         match work.run(&mut self.memory, &mut self.stores) {
             Ok(None) => {}
             Ok(Some((ticket, outcome))) => self.keep(ticket, outcome),
@@ -354,6 +386,7 @@ impl Model {
     /// What the device could still give to anybody.
     pub(super) const fn headroom(&self) -> ByteSize {
         let taken = self.options.context_floor.saturating_add(self.neighbours);
+        let taken = taken.saturating_add(self.memory.taken());
         self.options.capacity.saturating_sub(taken.saturating_add(self.memory.committed()))
     }
 
@@ -362,7 +395,16 @@ impl Model {
         let blocks = self.host_blocks.values().filter(|(_, kind)| of.is_none_or(|of| of == *kind));
         let locked = of.is_none_or(|of| of == self.store_memory());
         let stores = self.stores.values().filter(|_| locked).map(|it| ByteSize::of(it.size()));
-        blocks.map(|(size, _)| *size).chain(stores).fold(ByteSize::ZERO, ByteSize::saturating_add)
+        let ranges = if of == Some(HostMemory::Pageable) {
+            ByteSize::ZERO
+        } else {
+            ByteSize::new(self.host_ranges.locked())
+        };
+        blocks
+            .map(|(size, _)| *size)
+            .chain(stores)
+            .chain([ranges])
+            .fold(ByteSize::ZERO, ByteSize::saturating_add)
     }
 
     /// The kind of memory that stores are made of.
@@ -374,6 +416,7 @@ impl Model {
     pub(super) fn validate(&self) {
         self.memory.validate();
         self.queues.validate();
+        self.pools.validate(&self.memory);
         assert!(self.lost.is_none() || self.queues.unfinished() == 0);
     }
 }
@@ -395,6 +438,8 @@ pub(super) const UNSUPPORTED: u32 = 900;
 pub(super) const INVALIDATED: u32 = 901;
 /// `CUDA_ERROR_STREAM_CAPTURE_ISOLATION`
 pub(super) const ISOLATION: u32 = 905;
+/// `CUDA_ERROR_STREAM_CAPTURE_IMPLICIT`
+pub(super) const IMPLICIT: u32 = 906;
 /// `CUDA_ERROR_CAPTURED_EVENT`
 pub(super) const CAPTURED_EVENT: u32 = 907;
 /// `CUDA_ERROR_CONTEXT_IS_DESTROYED`

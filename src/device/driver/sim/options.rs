@@ -9,6 +9,9 @@ use super::call::DriverCosts;
 use crate::bytes::ByteSize;
 use crate::clock::ManualClock;
 
+/// Where the address space begins: not at 0, so that no address is taken for "none".
+const SPACE_BASE: u64 = 64 << 30;
+
 /// In which order, and when, queued work is done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Order {
@@ -47,6 +50,9 @@ pub struct SimOptions {
     /// The size of physical handles; a power of two and a multiple of the granularity. Default:
     /// fixed, of 2 MiB.
     pub handles: Handles,
+    /// Where the address space begins: a multiple of 64 GiB below 2^60. Default: 64 GiB. Devices
+    /// of one process are apart in it.
+    pub address_base: u64,
     /// How much address space there is; at least a handle. Default: 128 TiB; some devices have
     /// less than 32 GiB.
     pub address_space: ByteSize,
@@ -75,6 +81,7 @@ impl Default for SimOptions {
             order: Order::Lazy,
             granularity: ByteSize::mib(2),
             handles: Handles::Fixed(ByteSize::mib(2)),
+            address_base: SPACE_BASE,
             address_space: ByteSize::gib(128 << 10),
             capacity: ByteSize::gib(80),
             context_floor: ByteSize::mib(512),
@@ -108,6 +115,9 @@ impl SimOptions {
         let space = self.address_space;
         assert!(space >= self.unit(), "{space} of addresses, less than a handle");
         assert!(space.get() <= 1 << 60, "{space} of addresses: at most 2^60 B");
+        let base = self.address_base;
+        let whole = base.is_multiple_of(SPACE_BASE) && (SPACE_BASE..1 << 60).contains(&base);
+        assert!(whole, "{base:#x}: addresses begin at a multiple of 64 GiB below 2^60");
     }
 }
 

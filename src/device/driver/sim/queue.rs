@@ -86,6 +86,13 @@ impl Queues {
         Position { stream, count }
     }
 
+    /// Where the work done so far ends.
+    pub(super) fn done(&self, stream: u64) -> Position {
+        // Of a stream that went with its last work the end is not known any more, and is last.
+        let count = self.streams.get(stream).map_or(u64::MAX, |it| it.done);
+        Position { stream, count }
+    }
+
     pub(super) fn is_done(&self, position: Position) -> bool {
         // A stream that is gone has done all that it was given.
         self.streams.get(position.stream).is_none_or(|stream| stream.done >= position.count)

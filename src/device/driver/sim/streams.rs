@@ -26,7 +26,10 @@ impl Model {
     pub(super) fn stream_destroy(&mut self, stream: u64) -> Result<(), DriverError> {
         self.enter(Call::StreamDestroy, ByteSize::ZERO)?;
         self.live_stream(Call::StreamDestroy, stream)?;
-        self.captures.remove(&stream);
+        if let Some(capture) = self.captures.remove(&stream) {
+            self.drop_tasks(&capture.work);
+        }
+        self.blocking.remove(&stream);
         self.queues.give_up(stream);
         Ok(())
     }
@@ -106,7 +109,12 @@ impl Model {
 
     pub(super) fn event_query(&mut self, event: u64) -> Result<bool, DriverError> {
         let marked = self.ask(Call::EventQuery, event)?;
-        Ok(marked.is_none_or(|position| self.queues.is_done(position)))
+        let Some(position) = marked else { return Ok(true) };
+        let done = self.queues.is_done(position);
+        if done {
+            self.observe(position);
+        }
+        Ok(done)
     }
 
     pub(super) fn event_synchronize(&mut self, event: u64) -> Result<(), DriverError> {
@@ -130,12 +138,12 @@ impl Model {
     }
 
     /// Fails, and spoils the captures, while any stream captures.
-    fn forbid_in_capture(&mut self, call: Call, code: u32) -> Result<(), DriverError> {
+    pub(super) fn forbid_in_capture(&mut self, call: Call, code: u32) -> Result<(), DriverError> {
         if self.captures.is_empty() { Ok(()) } else { Err(self.spoil(call, code)) }
     }
 
     /// Invalidates all captures, and says with what.
-    fn spoil(&mut self, call: Call, code: u32) -> DriverError {
+    pub(super) fn spoil(&mut self, call: Call, code: u32) -> DriverError {
         if self.captures.values().any(|capture| !capture.spoiled) {
             self.faults.add(Fault::CaptureSpoiled { call });
         }

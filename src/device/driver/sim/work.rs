@@ -111,6 +111,12 @@ pub(super) enum Work {
     Record,
     Wait(Position),
     HostFunction(u64),
+    /// A task by its number; what it does is not in this file.
+    Task(u64, WorkKind),
+    /// A stream-ordered block comes into use, with so many bytes.
+    Open(u64, u64),
+    /// A stream-ordered block goes out of use, by a free of this number.
+    Close(u64, u64),
 }
 
 /// What is illegal about a piece of work.
@@ -134,10 +140,13 @@ impl Work {
             Self::Record => WorkKind::Record,
             Self::Wait(_) => WorkKind::Wait,
             Self::HostFunction(_) => WorkKind::HostFunction,
+            Self::Task(_, kind) => *kind,
+            Self::Open(..) => WorkKind::PoolAlloc,
+            Self::Close(..) => WorkKind::PoolFree,
         }
     }
 
-    /// The parts of device memory that it touches.
+    /// The parts of device memory that it touches; those of a task are known to the task.
     pub(super) fn ranges(&self) -> impl Iterator<Item = Range> + use<> {
         let (first, second) = match *self {
             Self::Fill(range, _)
@@ -147,7 +156,7 @@ impl Work {
             | Self::Offload(range, _)
             | Self::Restore(_, range) => (Some(range), None),
             Self::Copy(from, to) => (Some(from), Some(Range { at: to, size: from.size })),
-            Self::Record | Self::Wait(_) | Self::HostFunction(_) => (None, None),
+            _ => (None, None),
         };
         first.into_iter().chain(second)
     }
@@ -193,7 +202,8 @@ impl Work {
                 let store = stores.get(part.store).ok_or(Illegal::Store(part.store))?;
                 restore(memory, range, store, part.offset);
             }
-            Self::Record | Self::Wait(_) | Self::HostFunction(_) => {}
+            // Tasks and blocks are the model's to do.
+            _ => {}
         }
         Ok(None)
     }

@@ -1,0 +1,51 @@
+//! The simulation of the CUDA driver as a library with CUDA's own names, for tests only.
+//!
+//! Tables of function pointers and unmodified cudarc run against it without a GPU. It is two
+//! things: a shared library (`cu*` as in cuda.h, `fake_*` to steer it), and [`Fake`], which loads
+//! that library by its path and offers the steering as safe calls. A process has one library with
+//! one state; [`Fake::start`] hands it out to one test at a time.
+//!
+//! It proves logic, never speed, and never what a real driver does where the manual is silent.
+//! Kernels are those of [`KERNELS`], by name; PTX is looked at no further than to see that it is
+//! some. What is not there: peers, IPC, textures, contexts other than the primary ones, graphs
+//! other than captured ones, time.
+//!
+//! Files: `ffi` and `host` (all that is unsafe about the boundary), `handle` (numbers that cross
+//! it), `call` (what every call passes), `state` (devices, contexts, threads), then the calls by
+//! part: `devices`, `memory`, `virtual_memory`, `pool`, `copy`, `stream`, `event`, `module`,
+//! `graph`, `control`; `library` is the Rust half.
+//!
+//! The sources of lowtide that it needs are compiled in; why is said in `device`.
+//!
+//! Invariant: no panic crosses the boundary; a call that panicked answers 999 and is on record.
+
+#[path = "../../../src/bytes.rs"]
+pub mod bytes;
+mod call;
+#[path = "../../../src/clock.rs"]
+pub mod clock;
+mod control;
+mod copy;
+pub mod device;
+mod devices;
+mod event;
+mod ffi;
+mod graph;
+mod handle;
+mod host;
+mod library;
+mod memory;
+mod missing;
+mod module;
+mod names;
+mod pool;
+mod state;
+mod stream;
+#[allow(dead_code, unreachable_pub, unused_imports, reason = "of the crate's, a part is needed")]
+#[path = "../../../src/sync.rs"]
+mod sync;
+mod virtual_memory;
+
+pub use crate::device::driver::sim::raw::KERNELS;
+pub use control::{Numbers, Options};
+pub use library::{Fake, Guard};

@@ -1,0 +1,283 @@
+//! FENCE: the shared library from Rust: loaded by its path, steered by safe calls.
+//!
+//! [`Fake::start`] loads the library that was built beside the running test, and its alias, so
+//! that whatever looks for `libcuda.so.1` or `libcuda.so` in this process afterwards finds it, and
+//! hands it out to one test at a time, new each time. Call it before anything looks for CUDA.
+//!
+//! Invariant: a [`Guard`] is there once at most, and the library behind it is reset.
+#![expect(unsafe_code, reason = "opening a library and calling C functions by pointer")]
+
+use std::ffi::{CStr, CString, c_char, c_void};
+use std::path::PathBuf;
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+
+use crate::control::{Numbers, Options, Row, numbers};
+
+/// The files that Cargo builds, beside the tests that depend on them: the driver, and its second
+/// name.
+const FILES: [&str; 2] = ["liblowtide_fake_driver.so", "liblowtide_fake_alias.so"];
+
+type Reset = unsafe extern "C" fn(*const Options) -> u32;
+type Fail = unsafe extern "C" fn(*const c_char, u64, u32) -> u32;
+type Bare = unsafe extern "C" fn() -> u32;
+type Count = unsafe extern "C" fn(*const c_char) -> u64;
+type Ask = unsafe extern "C" fn(u32, *mut Row) -> u32;
+type Text = unsafe extern "C" fn(*mut c_char, usize) -> usize;
+type Poison = unsafe extern "C" fn(u32, u32) -> u32;
+type SetBytes = unsafe extern "C" fn(u32, u64) -> u32;
+type Run = unsafe extern "C" fn(u32, u64) -> u64;
+type Check = unsafe extern "C" fn(u32) -> u32;
+
+/// The functions of the loaded library, which is never closed.
+#[derive(Debug)]
+pub struct Fake {
+    reset: Reset,
+    fail: Fail,
+    forget_failures: Bare,
+    calls: Count,
+    numbers: Ask,
+    faults: Text,
+    leaks: Text,
+    poison: Poison,
+    neighbours: SetBytes,
+    capacity: SetBytes,
+    lock_limit: SetBytes,
+    run: Run,
+    validate: Check,
+}
+
+/// The library, for one test: the others in the process wait until it is dropped.
+#[derive(Debug)]
+pub struct Guard {
+    fake: &'static Fake,
+    _one: MutexGuard<'static, ()>,
+}
+
+static FAKE: OnceLock<Result<Fake, String>> = OnceLock::new();
+static ONE: Mutex<()> = Mutex::new(());
+
+/// Where a library lies: in the folder of the running test, or the one named `deps` in it.
+///
+/// # Errors
+/// Where it is in neither.
+fn path(file: &str) -> Result<PathBuf, String> {
+    let program = std::env::current_exe().map_err(|error| error.to_string())?;
+    let folder = program.parent().ok_or("a program without a folder")?;
+    let near = [folder.join(file), folder.join("deps").join(file)];
+    let beside = folder.parent().map(|above| above.join("deps").join(file));
+    let mut all = near.into_iter().chain(beside);
+    all.find(|path| path.exists()).ok_or_else(|| format!("no {file} in {}", folder.display()))
+}
+
+fn open(file: &str) -> Result<*mut c_void, String> {
+    let path = path(file)?;
+    let name = CString::new(path.to_string_lossy().as_bytes()).map_err(|it| it.to_string())?;
+    // SAFETY: a C string that outlives the call; the library's initialisers are Rust's own, which
+    // start nothing.
+    let library = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+    if library.is_null() { Err(format!("{} does not load", path.display())) } else { Ok(library) }
+}
+
+/// The address of a function of the library; never null.
+fn symbol(library: *mut c_void, name: &CStr) -> Result<*mut c_void, String> {
+    // SAFETY: the handle came from `dlopen` and is never closed; the name is a C string.
+    let found = unsafe { libc::dlsym(library, name.as_ptr()) };
+    if found.is_null() { Err(format!("the library has no {name:?}")) } else { Ok(found) }
+}
+
+macro_rules! resolve {
+    ($library:expr, $name:literal, $type:ty) => {{
+        let found = symbol($library, $name)?;
+        // SAFETY: not null, and the function of this name in `control` has this type: both are of
+        // this crate and of one build.
+        unsafe { std::mem::transmute::<*mut c_void, $type>(found) }
+    }};
+}
+
+impl Fake {
+    /// Loads the library, resets it to these options and hands it out; waits while another test of
+    /// the process has it. Every `cu*` state that others hold is void from then on.
+    ///
+    /// # Panics
+    /// If the library is not there: Cargo builds it with the tests that depend on it.
+    pub fn start(options: Options) -> Guard {
+        let one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let fake = match FAKE.get_or_init(Self::load) {
+            Ok(fake) => fake,
+            Err(error) => panic!("{error}"),
+        };
+        let guard = Guard { fake, _one: one };
+        guard.reset(options);
+        guard
+    }
+
+    fn load() -> Result<Self, String> {
+        // The alias stands for what is loaded under the name `libcuda.so.1`: that comes first.
+        let [library, _] = [open(FILES[0])?, open(FILES[1])?];
+        Ok(Self {
+            reset: resolve!(library, c"fake_reset", Reset),
+            fail: resolve!(library, c"fake_fail", Fail),
+            forget_failures: resolve!(library, c"fake_forget_failures", Bare),
+            calls: resolve!(library, c"fake_calls", Count),
+            numbers: resolve!(library, c"fake_numbers", Ask),
+            faults: resolve!(library, c"fake_faults", Text),
+            leaks: resolve!(library, c"fake_leaks", Text),
+            poison: resolve!(library, c"fake_poison", Poison),
+            neighbours: resolve!(library, c"fake_neighbours", SetBytes),
+            capacity: resolve!(library, c"fake_capacity", SetBytes),
+            lock_limit: resolve!(library, c"fake_lock_limit", SetBytes),
+            run: resolve!(library, c"fake_run", Run),
+            validate: resolve!(library, c"fake_validate", Check),
+        })
+    }
+
+    /// All of a text of the library.
+    fn text(function: Text) -> String {
+        // SAFETY: with no room nothing is written.
+        let length = unsafe { function(std::ptr::null_mut(), 0) };
+        let mut bytes = vec![0_u8; length.max(1)];
+        // SAFETY: the buffer is as large as it is said to be.
+        unsafe { function(bytes.as_mut_ptr().cast(), bytes.len()) };
+        let text = CStr::from_bytes_until_nul(&bytes).map(|text| text.to_string_lossy());
+        text.map(std::borrow::Cow::into_owned).unwrap_or_default()
+    }
+}
+
+impl Guard {
+    /// Begins anew with these options: nothing is left of devices, contexts, counts and plans.
+    ///
+    /// # Panics
+    /// If the options name no possible device.
+    pub fn reset(&self, options: Options) {
+        // SAFETY: a pointer to options that outlive the call.
+        let code = unsafe { (self.fake.reset)(&raw const options) };
+        assert_eq!(code, 0, "{options:?}: no possible device");
+    }
+
+    /// Lets the `nth` call of this name from now on, counted from 1, fail with a code.
+    ///
+    /// # Panics
+    /// If the library is broken.
+    pub fn fail(&self, name: &CStr, nth: u64, code: u32) {
+        // SAFETY: a C string that outlives the call.
+        let done = unsafe { (self.fake.fail)(name.as_ptr(), nth, code) };
+        assert_eq!(done, 0);
+    }
+
+    /// Forgets all failures that were planned.
+    pub fn forget_failures(&self) {
+        // SAFETY: no precondition.
+        unsafe { (self.fake.forget_failures)() };
+    }
+
+    /// How many calls of this name were made, failed ones included.
+    #[must_use]
+    pub fn calls(&self, name: &CStr) -> u64 {
+        // SAFETY: a C string that outlives the call.
+        unsafe { (self.fake.calls)(name.as_ptr()) }
+    }
+
+    /// How many calls were made in all.
+    #[must_use]
+    pub fn calls_total(&self) -> u64 {
+        // SAFETY: null asks for the sum.
+        unsafe { (self.fake.calls)(std::ptr::null()) }
+    }
+
+    fn row(&self, device: u32) -> (Numbers, u64) {
+        let mut row = Row::default();
+        // SAFETY: a pointer to a row that outlives the call.
+        let code = unsafe { (self.fake.numbers)(device, &raw mut row) };
+        assert_eq!(code, 0, "there is no device {device}");
+        numbers(&row)
+    }
+
+    /// What a device holds; devices are counted without regard to which are visible.
+    #[must_use]
+    pub fn numbers(&self, device: u32) -> Numbers {
+        self.row(device).0
+    }
+
+    /// How often its primary context is retained.
+    #[must_use]
+    pub fn retains(&self, device: u32) -> u64 {
+        self.row(device).1
+    }
+
+    /// The breaches of CUDA's contract so far, a line each.
+    #[must_use]
+    pub fn faults(&self) -> String {
+        Fake::text(self.fake.faults)
+    }
+
+    /// What has not been given back, a line for each device and each context destroyed with
+    /// something in it.
+    #[must_use]
+    pub fn leaks(&self) -> String {
+        Fake::text(self.fake.leaks)
+    }
+
+    /// Asserts that the contract was kept and all is given back.
+    ///
+    /// # Panics
+    /// If not.
+    pub fn assert_clean(&self) {
+        assert_eq!((self.faults().as_str(), self.leaks().as_str()), ("", ""));
+    }
+
+    /// Loses the context of a device with a code: every later call in it answers that.
+    ///
+    /// # Panics
+    /// If there is no such device.
+    pub fn poison(&self, device: u32, code: u32) {
+        // SAFETY: numbers only.
+        let done = unsafe { (self.fake.poison)(device, code) };
+        assert_eq!(done, 0, "there is no device {device}");
+    }
+
+    /// Takes so many bytes of a device as another process would; 0 gives them back.
+    ///
+    /// # Panics
+    /// If there is no such device.
+    pub fn neighbours(&self, device: u32, bytes: u64) {
+        // SAFETY: numbers only.
+        let done = unsafe { (self.fake.neighbours)(device, bytes) };
+        assert_eq!(done, 0, "there is no device {device}");
+    }
+
+    /// Sets the memory of a device in bytes, until its context ends.
+    ///
+    /// # Panics
+    /// If there is no such device.
+    pub fn capacity(&self, device: u32, bytes: u64) {
+        // SAFETY: numbers only.
+        let done = unsafe { (self.fake.capacity)(device, bytes) };
+        assert_eq!(done, 0, "there is no device {device}");
+    }
+
+    /// Sets how many bytes of host memory may be page-locked for a device.
+    ///
+    /// # Panics
+    /// If there is no such device.
+    pub fn lock_limit(&self, device: u32, bytes: u64) {
+        // SAFETY: numbers only.
+        let done = unsafe { (self.fake.lock_limit)(device, bytes) };
+        assert_eq!(done, 0, "there is no device {device}");
+    }
+
+    /// Does at most so many pieces of queued work, as time would; how many were there to do.
+    pub fn run(&self, device: u32, count: u64) -> u64 {
+        // SAFETY: numbers only.
+        unsafe { (self.fake.run)(device, count) }
+    }
+
+    /// Checks the model's own books.
+    ///
+    /// # Panics
+    /// If the model is wrong.
+    pub fn validate(&self, device: u32) {
+        // SAFETY: a number only.
+        let done = unsafe { (self.fake.validate)(device) };
+        assert_eq!(done, 0, "the books of device {device} are wrong");
+    }
+}

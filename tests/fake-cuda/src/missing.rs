@@ -1,0 +1,31 @@
+//! What is not there, and says so (801): cudarc panics where a function is not there at all.
+//!
+//! Invariant: none of it has an effect.
+#![expect(unsafe_code, reason = "exports functions under C names: the attribute alone")]
+
+use crate::call::NOT_SUPPORTED;
+use crate::ffi::export;
+
+/// Exports functions that answer 801, whatever they are given: in C a caller passes arguments, and
+/// a function that takes none leaves them alone.
+macro_rules! missing {
+    ($($name:ident)*) => { $( export! { fn $name() { Err(NOT_SUPPORTED) } } )* };
+}
+
+missing! {
+    cuCtxCreate_v2 cuCtxCreate_v3 cuCtxCreate_v4 cuCtxDestroy_v2
+    cuDeviceCanAccessPeer cuCtxEnablePeerAccess cuCtxDisablePeerAccess
+    cuMemcpyPeer cuMemcpyPeerAsync cuMemcpyBatchAsync cuMemcpyBatchAsync_v2
+    cuMemPrefetchAsync cuMemAdvise
+    cuMemExportToShareableHandle cuMemImportFromShareableHandle
+    cuMemPoolExportToShareableHandle cuMemPoolImportFromShareableHandle
+    cuIpcGetMemHandle cuIpcOpenMemHandle_v2 cuIpcCloseMemHandle
+    cuImportExternalMemory cuExternalMemoryGetMappedBuffer cuDestroyExternalMemory
+    cuModuleLoad cuModuleLoadFatBinary cuLibraryLoadData
+    cuLaunchCooperativeKernel cuLaunchKernelEx
+    cuOccupancyMaxPotentialBlockSize cuOccupancyMaxPotentialBlockSizeWithFlags
+    cuOccupancyMaxActiveBlocksPerMultiprocessor
+    cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags
+    cuOccupancyAvailableDynamicSMemPerBlock
+    cuOccupancyMaxActiveClusters cuOccupancyMaxPotentialClusterSize
+}
