@@ -45,7 +45,7 @@
 //! | `device::driver::sim` | `simulation` | a model of the CUDA driver, for tests only |
 //! | - | `interpose` | C and C++ libraries in the process use jemalloc as well |
 //! | - | `profiling` | jemalloc's heap profiler |
-//! | - | `cuda` | probes for a CUDA driver, re-exports cudarc; no arena in CUDA memory yet |
+//! | `device::driver::cuda` | `cuda` | arenas in CUDA memory, seen as slices of cudarc |
 //!
 //! Features only add. Linux with glibc is supported in full; Windows is a compile error.
 //!

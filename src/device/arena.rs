@@ -134,6 +134,8 @@ impl DeviceArena {
             birth: Birth::now(),
             recorder: config.recorder,
             plants: Plants::default(),
+            #[cfg(feature = "cuda")]
+            parked: AtomicU64::new(0),
             name: config.name,
         });
         let homes = Arc::new(Homes::new(&shared));

@@ -22,6 +22,8 @@ use super::compact::BlockPin;
 use super::driver::DeviceAddress;
 use super::error::DeviceError;
 use super::front::{Owned, Place};
+#[cfg(feature = "cuda")]
+use super::lane::Known;
 use super::lane::Lane;
 use super::lease::Lease;
 use super::planted::Planted;
@@ -57,6 +59,8 @@ pub struct Buffer<T: Pod> {
     owned: ManuallyDrop<Box<Owned>>,
     len: usize,
     elements: PhantomData<T>,
+    #[cfg(feature = "cuda")]
+    pub(super) view: super::view::View<T>,
 }
 
 impl<T: Pod> Buffer<T> {
@@ -68,7 +72,13 @@ impl<T: Pod> Buffer<T> {
             assert!(block.span.size >= ByteSize::of(len * size_of::<T>()).get(), "block too small");
             assert!(block.at.is_multiple_of(ByteSize::of(align_of::<T>())), "block not aligned");
         }
-        Self { owned: ManuallyDrop::new(owned), len, elements: PhantomData }
+        Self {
+            owned: ManuallyDrop::new(owned),
+            len,
+            elements: PhantomData,
+            #[cfg(feature = "cuda")]
+            view: super::view::View::default(),
+        }
     }
 
     /// The number of elements.
@@ -276,8 +286,20 @@ impl<T: Pod> Buffer<T> {
         self.owned.block.map(|block| block.id)
     }
 
-    fn shared(&self) -> &Arc<Shared> {
+    pub(super) fn shared(&self) -> &Arc<Shared> {
         &self.owned.home.shared
+    }
+
+    /// The lane that it was taken on.
+    #[cfg(feature = "cuda")]
+    pub(super) fn lane(&self) -> Option<&Known> {
+        self.owned.lanes.first().map(AsRef::as_ref)
+    }
+
+    /// Lets it be one that any stream used, for the little that it still lives.
+    #[cfg(feature = "cuda")]
+    pub(super) fn forget_lanes(&mut self) {
+        self.owned.lanes.clear();
     }
 
     /// Where the elements begin, for a holder of this arena's lease.
@@ -334,6 +356,8 @@ impl<T: Pod> Drop for Buffer<T> {
     /// last holder of the arena. In a forked child does nothing.
     #[inline]
     fn drop(&mut self) {
+        #[cfg(feature = "cuda")]
+        self.let_view_go();
         // SAFETY: dropping is the last use of the buffer, and happens once.
         let owned = unsafe { ManuallyDrop::take(&mut self.owned) };
         owned.release();

@@ -142,6 +142,27 @@ pub enum DeviceError {
         /// The arena that the lane is of.
         lane_of: String,
     },
+    /// A stream of another context than the arena's, or the null stream, which orders itself with
+    /// those of others.
+    #[error("the stream is not one that arena {arena:?} can use: {what}")]
+    ForeignStream {
+        /// The arena.
+        arena: String,
+        /// What is wrong with it.
+        what: &'static str,
+    },
+    /// The buffer was not taken on a lane of a cudarc stream, which a view needs.
+    #[error("a buffer of arena {arena:?} has no stream of cudarc: take it on a `cuda_lane`")]
+    NoStream {
+        /// The arena.
+        arena: String,
+    },
+    /// cudarc panicked when it was to make a view, for want of an event.
+    #[error("cudarc made no view: {message}")]
+    View {
+        /// What it said.
+        message: String,
+    },
     /// More leases at once than are counted.
     #[error("more than {limit} leases at once: some are leaked")]
     TooManyLeases {

@@ -91,8 +91,19 @@ pub(super) struct Known {
     key: Option<StreamKey>,
     /// Its number in the arena's recording; 0 where there is none.
     number: u64,
-    /// Keeps the stream there, where that is the arena's part.
-    _own: Option<Arc<OwnStream>>,
+    keeps: Keeps,
+}
+
+/// What keeps a lane's stream there.
+#[derive(Debug)]
+pub(super) enum Keeps {
+    /// Whoever vouched for it.
+    Others,
+    /// The arena.
+    Own { _stream: Arc<OwnStream> },
+    /// The lane has a part in it.
+    #[cfg(feature = "cuda")]
+    Cuda(Arc<cudarc::driver::CudaStream>),
 }
 
 /// A stream of an arena's driver that exists for as long as this.
@@ -136,6 +147,12 @@ impl Known {
         self.number
     }
 
+    /// The stream, where it is one of cudarc's.
+    #[cfg(feature = "cuda")]
+    pub(super) const fn cuda(&self) -> Option<&Arc<cudarc::driver::CudaStream>> {
+        if let Keeps::Cuda(stream) = &self.keeps { Some(stream) } else { None }
+    }
+
     /// Whether both are of one stream.
     pub(super) fn is_beside(&self, other: &Self) -> bool {
         self.stream == other.stream
@@ -159,7 +176,7 @@ impl DeviceArena {
 
     /// The same, where somebody else vouches for the stream.
     pub(super) fn lane_of(&self, stream: StreamHandle) -> Result<Lane, DeviceError> {
-        self.lane_with(stream, None)
+        self.lane_with(stream, Keeps::Others)
     }
 
     /// The lane of a stream that it keeps.
@@ -168,13 +185,17 @@ impl DeviceArena {
     /// As [`DeviceArena::lane`].
     pub(super) fn lane_on(&self, own: &Arc<OwnStream>) -> Result<Lane, DeviceError> {
         debug_assert!(Arc::ptr_eq(self.shared(), &own.shared), "a stream of another arena");
-        self.lane_with(own.handle, Some(Arc::clone(own)))
+        self.lane_with(own.handle, Keeps::Own { _stream: Arc::clone(own) })
     }
 
-    fn lane_with(
+    /// The lane of a stream that what it keeps keeps there.
+    ///
+    /// # Errors
+    /// As [`DeviceArena::lane`].
+    pub(super) fn lane_with(
         &self,
         stream: StreamHandle,
-        own: Option<Arc<OwnStream>>,
+        keeps: Keeps,
     ) -> Result<Lane, DeviceError> {
         let shared = self.shared();
         shared.check_open()?;
@@ -189,7 +210,7 @@ impl DeviceArena {
             });
         }
         shared.pass_on();
-        let known = Known { shared: Arc::clone(shared), stream, key, number, _own: own };
+        let known = Known { shared: Arc::clone(shared), stream, key, number, keeps };
         Ok(Lane { arena: self.clone(), known: Arc::new(known) })
     }
 }

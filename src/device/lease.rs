@@ -15,6 +15,8 @@ use super::lane::{Known, Lane};
 use super::shared::Shared;
 use super::streams::StreamKey;
 use crate::sync::MutexGuard;
+#[cfg(feature = "cuda")]
+use crate::sync::atomic::{AtomicBool, Ordering};
 
 /// Keeps an arena awake; had from [`DeviceArena::enter`](super::DeviceArena::enter).
 ///
@@ -44,6 +46,9 @@ pub struct Lease {
     pub(super) arena: Arc<Shared>,
     /// On which streams memory is used; any, where there are none.
     lanes: Vec<Arc<Known>>,
+    /// Whether cudarc was given a view under it, which any stream may use.
+    #[cfg(feature = "cuda")]
+    viewed: AtomicBool,
 }
 
 impl Lease {
@@ -75,7 +80,27 @@ impl Lease {
         }
         books.enter(&*arena.clock)?;
         drop(books);
-        Ok(Self { arena: Arc::clone(arena), lanes: Vec::new() })
+        Ok(Self {
+            arena: Arc::clone(arena),
+            lanes: Vec::new(),
+            #[cfg(feature = "cuda")]
+            viewed: AtomicBool::new(false),
+        })
+    }
+
+    /// Notes that cudarc was given a view under it.
+    #[cfg(feature = "cuda")]
+    pub(super) fn note_view(&self) {
+        self.viewed.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether streams use memory under it that it does not name.
+    fn is_for_all(&self) -> bool {
+        #[cfg(feature = "cuda")]
+        if self.viewed.load(Ordering::Relaxed) {
+            return true;
+        }
+        self.lanes.is_empty()
     }
 
     /// Names one more stream on which memory is used while this lease is held, and no others from
@@ -110,7 +135,7 @@ impl Drop for Lease {
         }
         let mut books = self.arena.books();
         if books.asynchronous {
-            if self.lanes.is_empty() {
+            if self.is_for_all() {
                 books.sleep.note_used(StreamKey::CONTEXT);
             }
             for stream in self.lanes.iter().filter_map(|lane| lane.key()) {

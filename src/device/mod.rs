@@ -108,6 +108,8 @@ mod shortage;
 mod sleep;
 mod snapshot;
 mod streams;
+#[cfg(feature = "cuda")]
+mod view;
 
 pub use arena::DeviceArena;
 pub use buffer::Buffer;

@@ -56,6 +56,9 @@ pub(super) struct Shared {
     /// The one that the books tell, for whoever passes on what it was told.
     pub(super) recorder: Option<Recorder>,
     pub(super) plants: Plants,
+    /// Errors of CUDA that a freed buffer's view left with cudarc.
+    #[cfg(feature = "cuda")]
+    pub(super) parked: AtomicU64,
 }
 
 /// What an arena knows of its threads' fronts.

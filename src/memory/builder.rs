@@ -331,7 +331,7 @@ fn open_driver(
     match config.device.value {
         DeviceChoice::None => Ok(None),
         DeviceChoice::Host => Ok(host()),
-        DeviceChoice::Cuda => Err(StartError::NoCuda { cause: cuda_cause() }),
+        DeviceChoice::Cuda => open_cuda().map(Some).map_err(|cause| StartError::NoCuda { cause }),
         DeviceChoice::Auto => {
             let text = format!("device arenas lie in host memory: {}", cuda_cause());
             notes.push(Note { about: "device", text });
@@ -340,18 +340,33 @@ fn open_driver(
     }
 }
 
-/// Why there is no CUDA rung.
+/// The first CUDA device that this process sees, or why there is none.
+#[cfg(feature = "cuda")]
+fn open_cuda() -> Result<Arc<dyn Driver>, String> {
+    use crate::device::driver::cuda::{CudaDriver, CudaOptions};
+    let driver = CudaDriver::open(CudaOptions::default()).map_err(|error| error.to_string())?;
+    let (device, rung) = (driver.device(), driver.rung());
+    tracing::info!(%device, %rung, "device arenas lie in CUDA memory");
+    Ok(Arc::new(driver))
+}
+
+#[cfg(not(feature = "cuda"))]
+fn open_cuda() -> Result<Arc<dyn Driver>, String> {
+    Err(cuda_cause())
+}
+
+/// Why `auto` takes no CUDA device.
 #[cfg(feature = "cuda")]
 fn cuda_cause() -> String {
     let probe = crate::device::driver::cuda::probe();
     if probe.is_usable() {
-        format!("{probe}, but this version has no CUDA driver of its own yet")
+        format!("{probe}; they lie there with LOWTIDE_DEVICE=cuda, `auto` does not choose that yet")
     } else {
         probe.to_string()
     }
 }
 
-/// Why there is no CUDA rung.
+/// Why `auto` takes no CUDA device.
 #[cfg(not(feature = "cuda"))]
 fn cuda_cause() -> String {
     "this build has no CUDA (feature `cuda` is off)".to_owned()

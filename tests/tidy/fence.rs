@@ -17,12 +17,14 @@ const FENCE: &[&str] = &[
     "src/host/arenas.rs",
     "src/device/driver/host.rs",
     "src/device/driver/cuda/probe.rs",
-    "src/device/driver/cuda/vmm.rs",
-    "src/device/driver/cuda/pool.rs",
-    "src/device/driver/cuda/plain.rs",
+    "src/device/driver/cuda/library.rs",
+    "src/device/driver/cuda/table.rs",
+    "src/device/driver/cuda/calls.rs",
+    "src/device/driver/cuda/mapping.rs",
     "src/device/buffer.rs",
     "src/device/front.rs",
     "src/device/lane.rs",
+    "src/device/view.rs",
     "src/device/pinned.rs",
 ];
 

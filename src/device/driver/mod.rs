@@ -173,6 +173,12 @@ pub trait Driver: sealed::Sealed + fmt::Debug + Send + Sync {
     /// What it can do; the same for as long as it lives.
     fn capabilities(&self) -> Capabilities;
 
+    /// The context in which its addresses and streams mean something (`CUcontext`); `None` where
+    /// there is none. A number to compare.
+    fn context(&self) -> Option<u64> {
+        None
+    }
+
     /// Holds address space, with nothing behind it, at a multiple of the granularity.
     ///
     /// # Errors

@@ -1,22 +1,18 @@
-//! FENCE: looks for a CUDA driver by `dlopen`, and says in one sentence what it found.
+//! FENCE: looks for a CUDA driver by the loader alone, and says in one sentence what it found.
 //!
 //! It makes no context and allocates nothing on a device; the environment is read by the driver
 //! itself (`CUDA_VISIBLE_DEVICES`). Result codes stay integers, so that a code newer than this
 //! file is a number and not undefined behaviour.
 //!
 //! Invariant: every way out is a value of [`Probe`]; `Devices { count, .. } => count >= 1`.
-#![expect(unsafe_code, reason = "opening a library and calling C functions by pointer")]
+#![expect(unsafe_code, reason = "calling C functions by pointer")]
 
-use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::fmt;
+use std::ptr::NonNull;
 
-/// Names of the driver library, in the order in which they are tried. The first is the one that
-/// drivers install; the second may be a toolkit's stub, which answers cuInit with code 34.
-const LIBRARIES: [&str; 2] = ["libcuda.so.1", "libcuda.so"];
-
-/// cuda.h, `CUresult`.
-const SUCCESS: u32 = 0;
-const ERROR_NO_DEVICE: u32 = 100;
+use super::abi::{NO_DEVICE, SUCCESS};
+use super::library::{LIBRARIES, Library};
 
 /// What a look for CUDA found. `Display` gives one clear sentence with the cause.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -26,7 +22,7 @@ pub enum Probe {
     NoLibrary {
         /// The names that were tried, in order.
         tried: &'static [&'static str],
-        /// The loader's own words, one part for each name.
+        /// The loader's own words about the last of them.
         error: String,
     },
     /// The library lacks a function that every driver has: not a CUDA driver.
@@ -73,7 +69,8 @@ impl fmt::Display for Probe {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::NoLibrary { tried, error } => {
-                write!(f, "no CUDA driver library, tried {}: {error}", tried.join(" and "))
+                let tried = tried.len();
+                write!(f, "no CUDA driver library by any of {tried} names: {error}")
             }
             Self::NoSymbol { symbol } => {
                 write!(f, "the CUDA driver library has no {symbol}: not a driver's library")
@@ -107,11 +104,11 @@ impl fmt::Display for Probe {
 /// blocks; do not call it between `fork` and `exec`.
 #[must_use]
 pub fn probe() -> Probe {
-    look(&LIBRARIES)
+    look(LIBRARIES)
 }
 
 fn look(names: &'static [&'static str]) -> Probe {
-    let library = match open(names) {
+    let library = match Library::open(names) {
         Ok(library) => library,
         Err(error) => return Probe::NoLibrary { tried: names, error },
     };
@@ -121,40 +118,7 @@ fn look(names: &'static [&'static str]) -> Probe {
     }
 }
 
-/// The first library of these that opens, never closed again; else what the loader said.
-fn open(names: &[&str]) -> Result<*mut c_void, String> {
-    let mut errors = Vec::with_capacity(names.len());
-    for name in names {
-        let Ok(name) = CString::new(*name) else { continue };
-        // SAFETY: the name is a C string that outlives the call. "dlopen() ... returns NULL" on
-        // failure (dlopen(3)). The initialisers that run are those of the system's own driver,
-        // which any process that uses CUDA runs.
-        let library = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
-        if !library.is_null() {
-            return Ok(library);
-        }
-        errors.push(loader_error());
-    }
-    Err(errors.join("; "))
-}
-
-fn loader_error() -> String {
-    // SAFETY: no precondition; the message is this thread's own (dlerror(3), MT-Safe).
-    let text = unsafe { libc::dlerror() };
-    if text.is_null() {
-        return "the loader gives no reason".to_owned();
-    }
-    // SAFETY: not null, and then a null-terminated string that lives until this thread's next
-    // call of the dl family; it is copied before one.
-    unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
-}
-
-/// Looks one function up; null where the library lacks it.
-fn symbol(library: *mut c_void, name: &CStr) -> *mut c_void {
-    // SAFETY: the handle came from `dlopen` and is never closed; the name is a C string.
-    unsafe { libc::dlsym(library, name.as_ptr()) }
-}
-
+type Symbol = Option<NonNull<c_void>>;
 type Init = unsafe extern "C" fn(c_uint) -> u32;
 type ReadInt = unsafe extern "C" fn(*mut c_int) -> u32;
 type ErrorName = unsafe extern "C" fn(u32, *mut *const c_char) -> u32;
@@ -169,23 +133,21 @@ struct Calls {
 
 impl Calls {
     /// The functions by name, or the name of the first that is missing.
-    fn resolve(library: *mut c_void) -> Result<Self, &'static str> {
-        let init = symbol(library, c"cuInit");
-        let driver_version = symbol(library, c"cuDriverGetVersion");
-        let device_count = symbol(library, c"cuDeviceGetCount");
-        let error_name = symbol(library, c"cuGetErrorName");
-        // SAFETY: `Option` of a function pointer is as large as a pointer and null is `None`.
+    fn resolve(library: Library) -> Result<Self, &'static str> {
+        let init = library.symbol(c"cuInit");
+        let driver_version = library.symbol(c"cuDriverGetVersion");
+        let device_count = library.symbol(c"cuDeviceGetCount");
+        let error_name = library.symbol(c"cuGetErrorName");
+        // SAFETY: both are as large as a pointer, and `None` is null in both.
         // cuda.h: CUresult cuInit(unsigned int), CUresult being a 32-bit enum.
-        let init = unsafe { std::mem::transmute::<*mut c_void, Option<Init>>(init) };
+        let init = unsafe { std::mem::transmute::<Symbol, Option<Init>>(init) };
         // SAFETY: as above. cuda.h: CUresult cuDriverGetVersion(int *).
         let driver_version =
-            unsafe { std::mem::transmute::<*mut c_void, Option<ReadInt>>(driver_version) };
+            unsafe { std::mem::transmute::<Symbol, Option<ReadInt>>(driver_version) };
         // SAFETY: as above. cuda.h: CUresult cuDeviceGetCount(int *).
-        let device_count =
-            unsafe { std::mem::transmute::<*mut c_void, Option<ReadInt>>(device_count) };
+        let device_count = unsafe { std::mem::transmute::<Symbol, Option<ReadInt>>(device_count) };
         // SAFETY: as above. cuda.h: CUresult cuGetErrorName(CUresult, const char **).
-        let error_name =
-            unsafe { std::mem::transmute::<*mut c_void, Option<ErrorName>>(error_name) };
+        let error_name = unsafe { std::mem::transmute::<Symbol, Option<ErrorName>>(error_name) };
         Ok(Self {
             init: init.ok_or("cuInit")?,
             driver_version: driver_version.ok_or("cuDriverGetVersion")?,
@@ -200,7 +162,7 @@ impl Calls {
         let code = unsafe { (self.init)(0) };
         match code {
             SUCCESS => {}
-            ERROR_NO_DEVICE => return Probe::NoDevice,
+            NO_DEVICE => return Probe::NoDevice,
             code => return Probe::InitFailed { code, name: self.name(code) },
         }
         let driver_version = match self.read(self.driver_version, "cuDriverGetVersion") {
@@ -220,7 +182,7 @@ impl Calls {
         // SAFETY: the function writes one int through a pointer to a local that outlives it.
         match unsafe { function(&raw mut value) } {
             SUCCESS => Ok(u32::try_from(value).unwrap_or(0)),
-            ERROR_NO_DEVICE => Err(Probe::NoDevice),
+            NO_DEVICE => Err(Probe::NoDevice),
             code => Err(Probe::CallFailed { call, code, name: self.name(code) }),
         }
     }
@@ -254,7 +216,7 @@ mod tests {
     }
 
     unsafe extern "C" fn sees_no_device(_flags: c_uint) -> u32 {
-        ERROR_NO_DEVICE
+        NO_DEVICE
     }
 
     unsafe extern "C" fn version_12_8(out: *mut c_int) -> u32 {
@@ -312,8 +274,8 @@ mod tests {
         let found = look(&NAMES);
         let Probe::NoLibrary { tried, error } = &found else { panic!("{found}") };
         assert_eq!(*tried, NAMES);
-        assert_eq!(error.matches("cannot open").count(), NAMES.len(), "{error}");
-        let begin = "no CUDA driver library, tried liblowtide-absent.so.1 and ";
+        assert_eq!(error.matches("cannot open").count(), 1, "{error}");
+        let begin = "no CUDA driver library by any of 2 names: liblowtide-absent.so: cannot open";
         assert!(found.to_string().starts_with(begin), "{found}");
     }
 

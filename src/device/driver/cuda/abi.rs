@@ -1,0 +1,84 @@
+//! What goes over the border to the CUDA driver: structures and numbers of cuda.h, in our shape.
+//!
+//! Bindings change the shape of these structures from version to version; their size and the fields
+//! that are used here are the same in all of them. Numbers stay integers, so that one that is newer
+//! than this file is a number and not undefined behaviour.
+//!
+//! Invariant: each structure has the size that cuda.h gives it on 64-bit machines.
+
+/// `CUresult`: done.
+pub(super) const SUCCESS: u32 = 0;
+/// `CUDA_ERROR_NO_DEVICE`
+pub(super) const NO_DEVICE: u32 = 100;
+/// `CUDA_ERROR_NOT_READY`: work is not done yet; no error.
+pub(super) const NOT_READY: u32 = 600;
+
+/// `CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED`
+pub(super) const ATTRIBUTE_VIRTUAL_MEMORY: i32 = 102;
+
+/// `CU_STREAM_NON_BLOCKING`: no order with the legacy default stream.
+pub(super) const STREAM_NON_BLOCKING: u32 = 1;
+/// `CU_EVENT_DISABLE_TIMING`
+pub(super) const EVENT_DISABLE_TIMING: u32 = 2;
+/// `CU_MEMHOSTALLOC_PORTABLE`: page-locked for every context.
+pub(super) const HOST_PORTABLE: u32 = 1;
+/// `CU_MEM_ALLOC_GRANULARITY_MINIMUM`
+pub(super) const GRANULARITY_MINIMUM: u32 = 0;
+/// `CU_STREAM_CAPTURE_STATUS_NONE`
+pub(super) const CAPTURE_NONE: u32 = 0;
+
+/// `CU_MEM_LOCATION_TYPE_DEVICE`
+const LOCATION_DEVICE: i32 = 1;
+/// `CU_MEM_ALLOCATION_TYPE_PINNED`
+const ALLOCATION_PINNED: i32 = 1;
+/// `CU_MEM_ACCESS_FLAGS_PROT_READWRITE`
+const ACCESS_READ_WRITE: i32 = 3;
+
+/// `CUmemLocation`
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct Location {
+    kind: i32,
+    id: i32,
+}
+
+/// `CUmemAllocationProp`: memory of a device, not to be shared with another process.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct AllocationProperties {
+    kind: i32,
+    handle_kinds: i32,
+    location: Location,
+    windows: usize,
+    /// Compression, direct access by other devices, use, and what is reserved: none.
+    flags: [u8; 8],
+}
+
+impl AllocationProperties {
+    pub(super) const fn on(device: i32) -> Self {
+        let location = Location { kind: LOCATION_DEVICE, id: device };
+        Self { kind: ALLOCATION_PINNED, handle_kinds: 0, location, windows: 0, flags: [0; 8] }
+    }
+}
+
+/// `CUmemAccessDesc`: the device reads and writes.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct Access {
+    location: Location,
+    flags: i32,
+}
+
+impl Access {
+    pub(super) const fn by(device: i32) -> Self {
+        let location = Location { kind: LOCATION_DEVICE, id: device };
+        Self { location, flags: ACCESS_READ_WRITE }
+    }
+}
+
+#[cfg(target_pointer_width = "64")]
+const _: () = assert!(
+    size_of::<Location>() == 8
+        && size_of::<AllocationProperties>() == 32
+        && size_of::<Access>() == 12
+);

@@ -1,0 +1,348 @@
+//! FENCE: calls of the CUDA driver, one each, with its result as a typed error.
+//!
+//! Nothing is decided here and nothing kept but a count. The context that a call works in is the
+//! thread's current one, which the caller sees to ([`Context`](super::context::Context)). The calls
+//! of virtual memory stand in [`mapping`](super::mapping), those of one rung only with it.
+//!
+//! Safety, for all calls here: the functions are those of cuda.h ([`Table`]), and may be called by
+//! any thread. Out pointers lead to locals, or to buffers whose length goes with them. A device
+//! address is a number: a wrong one is an error of the device, and touches no memory of this
+//! process. A stream or event is one that a call here made and nobody destroyed yet, or one for
+//! which the caller of `DeviceArena::lane` vouched: whoever calls has the driver's key, which only
+//! the arena has.
+//!
+//! Invariant: `made` counts every call once.
+#![expect(unsafe_code, reason = "calling C functions by pointer")]
+
+use std::ffi::{c_char, c_void};
+use std::fmt;
+use std::ops::Range;
+use std::ptr::NonNull;
+
+use super::abi::{
+    CAPTURE_NONE, EVENT_DISABLE_TIMING, HOST_PORTABLE, NOT_READY, STREAM_NON_BLOCKING, SUCCESS,
+};
+use super::table::Table;
+use crate::bytes::ByteSize;
+use crate::device::driver::DriverError;
+use crate::sync::atomic::{AtomicU64, Ordering};
+
+pub(super) type Answer<T = ()> = Result<T, DriverError>;
+
+/// Characters of a device's name that are read.
+const NAME_LENGTH: u8 = 255;
+
+/// The functions of the driver.
+pub(super) struct Calls {
+    pub(super) table: Table,
+    made: AtomicU64,
+}
+
+impl Calls {
+    pub(super) const fn new(table: Table) -> Self {
+        Self { table, made: AtomicU64::new(0) }
+    }
+
+    /// How many calls were made.
+    pub(super) fn made(&self) -> u64 {
+        self.made.load(Ordering::Relaxed)
+    }
+
+    /// Counts a call, and makes an error of its result.
+    pub(super) fn done(&self, call: &'static str, code: u32, requested: ByteSize) -> Answer {
+        self.made.fetch_add(1, Ordering::Relaxed);
+        match code {
+            SUCCESS => Ok(()),
+            code => Err(DriverError::of_cuda(call, code, requested)),
+        }
+    }
+
+    fn plain(&self, call: &'static str, code: u32) -> Answer {
+        self.done(call, code, ByteSize::ZERO)
+    }
+
+    pub(super) fn init(&self) -> Answer {
+        // SAFETY: cuda.h: the flags "must be 0"; it may be called again.
+        let code = unsafe { (self.table.base.init)(0) };
+        self.plain("cuInit", code)
+    }
+
+    pub(super) fn driver_version(&self) -> Answer<u32> {
+        let mut version = 0;
+        // SAFETY: it writes one int.
+        let code = unsafe { (self.table.base.driver_version)(&raw mut version) };
+        self.plain("cuDriverGetVersion", code)?;
+        Ok(u32::try_from(version).unwrap_or(0))
+    }
+
+    pub(super) fn device_count(&self) -> Answer<u32> {
+        let mut count = 0;
+        // SAFETY: it writes one int.
+        let code = unsafe { (self.table.base.device_count)(&raw mut count) };
+        self.plain("cuDeviceGetCount", code)?;
+        Ok(u32::try_from(count).unwrap_or(0))
+    }
+
+    /// The device with this number, among those that this process sees.
+    pub(super) fn device(&self, ordinal: u32) -> Answer<i32> {
+        let mut device = 0;
+        let ordinal = i32::try_from(ordinal).unwrap_or(i32::MAX);
+        // SAFETY: it writes one int; a number without a device is an error.
+        let code = unsafe { (self.table.base.device)(&raw mut device, ordinal) };
+        self.plain("cuDeviceGet", code)?;
+        Ok(device)
+    }
+
+    pub(super) fn device_name(&self, device: i32) -> Answer<String> {
+        let mut name = [0_u8; NAME_LENGTH as usize];
+        let at = name.as_mut_ptr().cast::<c_char>();
+        // SAFETY: it writes at most so many characters, a zero among them, as the third says.
+        let code = unsafe { (self.table.base.device_name)(at, i32::from(NAME_LENGTH), device) };
+        self.plain("cuDeviceGetName", code)?;
+        let end = name.iter().position(|&byte| byte == 0).unwrap_or(name.len());
+        Ok(String::from_utf8_lossy(&name[..end]).into_owned())
+    }
+
+    /// The UUID of the device, or of the share of it that this process sees.
+    pub(super) fn device_uuid(&self, device: i32) -> Answer<[u8; 16]> {
+        let mut uuid = [0; 16];
+        let function = self.table.share.map_or(self.table.base.device_uuid, |it| it.device_uuid);
+        // SAFETY: it writes 16 bytes.
+        let code = unsafe { function(&raw mut uuid, device) };
+        self.plain("cuDeviceGetUuid", code)?;
+        Ok(uuid)
+    }
+
+    pub(super) fn device_attribute(&self, attribute: i32, device: i32) -> Answer<i32> {
+        let mut value = 0;
+        // SAFETY: it writes one int; an attribute that it does not know is an error.
+        let code = unsafe { (self.table.base.device_attribute)(&raw mut value, attribute, device) };
+        self.plain("cuDeviceGetAttribute", code)?;
+        Ok(value)
+    }
+
+    pub(super) fn device_memory(&self, device: i32) -> Answer<ByteSize> {
+        let mut bytes = 0;
+        // SAFETY: it writes one size.
+        let code = unsafe { (self.table.base.device_memory)(&raw mut bytes, device) };
+        self.plain("cuDeviceTotalMem", code)?;
+        Ok(ByteSize::of(bytes))
+    }
+
+    pub(super) fn context_retain(&self, device: i32) -> Answer<usize> {
+        let mut context = 0;
+        // SAFETY: it writes one pointer, into an integer of its size.
+        let code = unsafe { (self.table.base.context_retain)(&raw mut context, device) };
+        self.plain("cuDevicePrimaryCtxRetain", code)?;
+        Ok(context)
+    }
+
+    pub(super) fn context_release(&self, device: i32) -> Answer {
+        // SAFETY: balances a retain: contexts are counted, and nothing of ours is used after ours.
+        let code = unsafe { (self.table.base.context_release)(device) };
+        self.plain("cuDevicePrimaryCtxRelease", code)
+    }
+
+    /// The context that is current in this thread; 0 for none.
+    pub(super) fn context_current(&self) -> Answer<usize> {
+        let mut context = 0;
+        // SAFETY: it writes one pointer, into an integer of its size.
+        let code = unsafe { (self.table.base.context_current)(&raw mut context) };
+        self.plain("cuCtxGetCurrent", code)?;
+        Ok(context)
+    }
+
+    pub(super) fn context_set(&self, context: usize) -> Answer {
+        // SAFETY: a context that is retained, or that was current before.
+        let code = unsafe { (self.table.base.context_set)(context) };
+        self.plain("cuCtxSetCurrent", code)
+    }
+
+    pub(super) fn context_synchronize(&self) -> Answer {
+        // SAFETY: no precondition.
+        let code = unsafe { (self.table.base.context_synchronize)() };
+        self.plain("cuCtxSynchronize", code)
+    }
+
+    /// What is free on the device, and its whole memory.
+    pub(super) fn memory_info(&self) -> Answer<(ByteSize, ByteSize)> {
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: it writes two sizes.
+        let code = unsafe { (self.table.base.memory_info)(&raw mut free, &raw mut total) };
+        self.plain("cuMemGetInfo", code)?;
+        Ok((ByteSize::of(free), ByteSize::of(total)))
+    }
+
+    /// Page-locked memory of the host, every byte of it zero.
+    pub(super) fn host_alloc(&self, size: ByteSize) -> Answer<Locked> {
+        let (mut at, call) = (std::ptr::null_mut::<c_void>(), "cuMemHostAlloc");
+        let none = || DriverError::OutOfMemory { call, requested: size };
+        let bytes = size.as_usize().ok_or_else(none)?;
+        // SAFETY: it writes one pointer.
+        let code = unsafe { (self.table.base.host_alloc)(&raw mut at, bytes, HOST_PORTABLE) };
+        self.done(call, code, size)?;
+        let at = NonNull::new(at.cast::<u8>()).ok_or_else(none)?;
+        // SAFETY: the driver has just given `bytes` bytes of host memory there, to nobody else.
+        unsafe { at.write_bytes(0, bytes) };
+        Ok(Locked { at: at.as_ptr().expose_provenance(), bytes })
+    }
+
+    pub(super) fn host_free(&self, locked: &Locked) -> Answer {
+        // SAFETY: `host_alloc` gave it and nobody freed it; that nobody uses it any more is proved
+        // by the arena or the pool, who have the key.
+        let code = unsafe { (self.table.base.host_free)(locked.start().cast()) };
+        self.plain("cuMemFreeHost", code)
+    }
+
+    pub(super) fn copy_on_device(&self, from: u64, to: u64, bytes: usize, stream: usize) -> Answer {
+        // SAFETY: as the head of this file says: two device addresses and a stream.
+        let code = unsafe { (self.table.base.copy_on_device)(to, from, bytes, stream) };
+        self.done("cuMemcpyDtoDAsync", code, ByteSize::of(bytes))
+    }
+
+    /// Queues a copy into a part of page-locked memory, which stays and is not read meanwhile.
+    pub(super) fn copy_to_host(
+        &self,
+        from: u64,
+        (to, part): (&Locked, Range<usize>),
+        stream: usize,
+    ) -> Answer {
+        let (to, bytes) = to.part(part)?;
+        // SAFETY: `to` leads to `bytes` bytes of page-locked memory, of which nobody has a slice,
+        // and which is given back only when the host has seen the end of all copies.
+        let code = unsafe { (self.table.base.copy_to_host)(to, from, bytes, stream) };
+        self.done("cuMemcpyDtoHAsync", code, ByteSize::of(bytes))
+    }
+
+    /// Queues a copy of a part of page-locked memory, which stays and is not written meanwhile.
+    pub(super) fn copy_to_device(
+        &self,
+        (from, part): (&Locked, Range<usize>),
+        to: u64,
+        stream: usize,
+    ) -> Answer {
+        let (from, bytes) = from.part(part)?;
+        // SAFETY: as `copy_to_host`.
+        let code = unsafe { (self.table.base.copy_to_device)(to, from, bytes, stream) };
+        self.done("cuMemcpyHtoDAsync", code, ByteSize::of(bytes))
+    }
+
+    pub(super) fn stream_create(&self) -> Answer<usize> {
+        let mut stream = 0;
+        // SAFETY: it writes one pointer, into an integer of its size.
+        let code = unsafe { (self.table.base.stream_create)(&raw mut stream, STREAM_NON_BLOCKING) };
+        self.plain("cuStreamCreate", code)?;
+        Ok(stream)
+    }
+
+    pub(super) fn stream_destroy(&self, stream: usize) -> Answer {
+        // SAFETY: a stream, as the head says; its maker uses it no more.
+        let code = unsafe { (self.table.base.stream_destroy)(stream) };
+        self.plain("cuStreamDestroy", code)
+    }
+
+    pub(super) fn stream_synchronize(&self, stream: usize) -> Answer {
+        // SAFETY: a stream, as the head says.
+        let code = unsafe { (self.table.base.stream_synchronize)(stream) };
+        self.plain("cuStreamSynchronize", code)
+    }
+
+    pub(super) fn stream_wait_event(&self, stream: usize, event: usize) -> Answer {
+        // SAFETY: a stream and an event, as the head says; no flags.
+        let code = unsafe { (self.table.base.stream_wait_event)(stream, event, 0) };
+        self.plain("cuStreamWaitEvent", code)
+    }
+
+    pub(super) fn stream_is_capturing(&self, stream: usize) -> Answer<bool> {
+        let mut status = CAPTURE_NONE;
+        // SAFETY: a stream, as the head says; it writes one enum of 32 bits.
+        let code = unsafe { (self.table.base.stream_is_capturing)(stream, &raw mut status) };
+        self.plain("cuStreamIsCapturing", code)?;
+        Ok(status != CAPTURE_NONE)
+    }
+
+    pub(super) fn event_create(&self) -> Answer<usize> {
+        let mut event = 0;
+        // SAFETY: it writes one pointer, into an integer of its size.
+        let code = unsafe { (self.table.base.event_create)(&raw mut event, EVENT_DISABLE_TIMING) };
+        self.plain("cuEventCreate", code)?;
+        Ok(event)
+    }
+
+    pub(super) fn event_destroy(&self, event: usize) -> Answer {
+        // SAFETY: an event, as the head says; its maker uses it no more.
+        let code = unsafe { (self.table.base.event_destroy)(event) };
+        self.plain("cuEventDestroy", code)
+    }
+
+    pub(super) fn event_record(&self, event: usize, stream: usize) -> Answer {
+        // SAFETY: an event and a stream, as the head says.
+        let code = unsafe { (self.table.base.event_record)(event, stream) };
+        self.plain("cuEventRecord", code)
+    }
+
+    pub(super) fn event_query(&self, event: usize) -> Answer<bool> {
+        // SAFETY: an event, as the head says.
+        let code = unsafe { (self.table.base.event_query)(event) };
+        if code == NOT_READY {
+            return self.plain("cuEventQuery", SUCCESS).map(|()| false);
+        }
+        self.plain("cuEventQuery", code).map(|()| true)
+    }
+
+    pub(super) fn event_synchronize(&self, event: usize) -> Answer {
+        // SAFETY: an event, as the head says.
+        let code = unsafe { (self.table.base.event_synchronize)(event) };
+        self.plain("cuEventSynchronize", code)
+    }
+}
+
+/// Page-locked memory of the host, by its address; whoever has it sees to its end.
+#[derive(Debug)]
+pub(super) struct Locked {
+    /// Exposed: it leads to all of the memory.
+    at: usize,
+    bytes: usize,
+}
+
+impl Locked {
+    /// What [`Calls::host_alloc`] gave under this address.
+    pub(super) fn of(at: NonNull<u8>, size: ByteSize) -> Self {
+        let bytes = size.as_usize().unwrap_or(usize::MAX);
+        Self { at: at.as_ptr().expose_provenance(), bytes }
+    }
+
+    /// Where it begins.
+    pub(super) fn start(&self) -> *mut u8 {
+        std::ptr::with_exposed_provenance_mut(self.at)
+    }
+
+    /// A part of it and its length.
+    fn part(&self, part: Range<usize>) -> Answer<(*mut c_void, usize)> {
+        if part.start > part.end || part.end > self.bytes {
+            let what = "a copy beyond its host memory";
+            return Err(DriverError::Unsupported { what });
+        }
+        Ok((self.start().wrapping_add(part.start).cast(), part.end - part.start))
+    }
+
+    /// Writes one value to every byte; nobody else has a slice of it, and no copy is under way.
+    pub(super) fn fill(&mut self, value: u8) {
+        // SAFETY: it is `bytes` bytes of host memory that this owns.
+        unsafe { self.start().write_bytes(value, self.bytes) };
+    }
+
+    /// Whether every byte has this value; nobody writes it, and no copy is under way.
+    pub(super) fn holds(&self, value: u8) -> bool {
+        // SAFETY: it is `bytes` bytes of host memory that this owns, all initialised by
+        // `host_alloc`.
+        let bytes = unsafe { std::slice::from_raw_parts(self.start().cast_const(), self.bytes) };
+        bytes.iter().all(|&byte| byte == value)
+    }
+}
+
+impl fmt::Debug for Calls {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Calls").field("made", &self.made()).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,293 @@
+//! A CUDA device as a [`Driver`]: one rung of its memory, streams, events, stores, copies.
+//!
+//! Each call makes the device's primary context current, makes the calls of CUDA, and restores what
+//! was current before. Copies that are waited for go through a stream of the driver's own: none
+//! goes to the null stream, which would wait for, and hold up, the work of others.
+//!
+//! Invariant: no call is made before `cuInit` answered, nor in a process that was forked off.
+
+use std::fmt;
+use std::ptr::NonNull;
+
+use super::calls::{Answer, Calls, Locked};
+use super::context::Context;
+use super::device::CudaDevice;
+use super::stores::Stores;
+use super::vmm::VirtualMemory;
+use crate::bytes::ByteSize;
+use crate::device::driver::host::HostDriver;
+use crate::device::driver::sealed::{self, Key};
+use crate::device::driver::{
+    Capabilities, DeviceAddress, Driver, DriverError, EventHandle, HOST_GRANULARITY, HostMemory,
+    HostStore, Rung, StoreSpan, StreamHandle,
+};
+
+/// A CUDA device, opened.
+///
+/// ```no_run
+/// use std::sync::Arc;
+/// use lowtide::clock::SystemClock;
+/// use lowtide::cudarc::driver::CudaContext;
+/// use lowtide::device::driver::cuda::{CudaDriver, CudaOptions};
+/// use lowtide::device::{ArenaConfig, DeviceArena, Region};
+///
+/// let driver = Arc::new(CudaDriver::open(CudaOptions::default())?); // before any call of cudarc
+/// let clock = Arc::new(SystemClock::new());
+/// let arena = DeviceArena::open(driver, clock, ArenaConfig::new("embedder"))?;
+/// let stream = CudaContext::new(0)?.new_stream()?; // the same context
+/// let lane = arena.cuda_lane(&stream)?;
+///
+/// let mut weights = lane.alloc::<f32>(1024, Region::Stable)?;
+/// let lease = lane.enter()?; // while it is held, the arena is awake and nothing moves
+/// stream.memcpy_htod(&[1.0; 1024], &mut weights.cuda_mut(&lease)?)?;
+/// let sums = stream.clone_dtoh(weights.cuda(&lease)?)?; // wherever a `&CudaSlice` goes
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct CudaDriver {
+    pub(super) context: Context,
+    pub(super) device: CudaDevice,
+    pub(super) memory: VirtualMemory,
+    pub(super) stores: Stores,
+    /// For copies that are waited for.
+    pub(super) own: usize,
+    pub(super) driver_version: u32,
+}
+
+impl CudaDriver {
+    /// The device.
+    #[must_use]
+    pub const fn device(&self) -> &CudaDevice {
+        &self.device
+    }
+
+    /// The newest CUDA version that the driver speaks: 1000 x major + 10 x minor.
+    #[must_use]
+    pub const fn driver_version(&self) -> u32 {
+        self.driver_version
+    }
+
+    /// How many calls of CUDA were made through it.
+    #[must_use]
+    pub fn calls_made(&self) -> u64 {
+        self.context.calls_made()
+    }
+
+    /// How many calls failed that were to undo what an earlier call had done: each may have cost
+    /// memory or addresses that come back only with the end of the process.
+    #[must_use]
+    pub fn stuck_total(&self) -> u64 {
+        self.memory.stuck()
+    }
+
+    fn call<T>(&self, act: impl FnOnce(&Calls) -> Answer<T>) -> Answer<T> {
+        self.context.call(act)
+    }
+}
+
+impl Drop for CudaDriver {
+    /// In a forked child does nothing.
+    fn drop(&mut self) {
+        if self.context.is_here() {
+            let _ = self.call(|calls| calls.stream_destroy(self.own));
+        }
+    }
+}
+
+impl sealed::Sealed for CudaDriver {}
+
+impl Driver for CudaDriver {
+    fn rung(&self) -> Rung {
+        Rung::CudaVirtualMemory
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            virtual_memory: true,
+            host_access: false,
+            host_backed: false,
+            same_address_wake: true,
+            remap: self.memory.can_remap(),
+            asynchronous: true,
+            page_locked: true,
+            granularity: self.memory.unit(),
+        }
+    }
+
+    fn context(&self) -> Option<u64> {
+        Some(self.context.number())
+    }
+
+    fn reserve(&self, size: ByteSize) -> Answer<DeviceAddress> {
+        self.call(|calls| self.memory.reserve(calls, size))
+    }
+
+    fn unreserve(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Answer {
+        self.call(|calls| self.memory.unreserve(calls, at, size))
+    }
+
+    fn commit(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Answer {
+        self.call(|calls| self.memory.commit(calls, at, size))
+    }
+
+    fn decommit(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Answer {
+        self.call(|calls| self.memory.decommit(calls, at, size))
+    }
+
+    fn remap(&self, from: DeviceAddress, to: DeviceAddress, size: ByteSize, _: Key) -> Answer {
+        self.call(|calls| self.memory.remap(calls, from, to, size))
+    }
+
+    fn copy(&self, from: DeviceAddress, to: DeviceAddress, size: ByteSize, _: Key) -> Answer {
+        let bytes = apart(from, to, size)?;
+        self.call(|calls| {
+            calls.copy_on_device(from.get(), to.get(), bytes, self.own)?;
+            calls.stream_synchronize(self.own)
+        })
+    }
+
+    fn headroom(&self) -> Answer<Option<ByteSize>> {
+        self.call(Calls::memory_info).map(|(free, _)| Some(free))
+    }
+
+    fn host_alloc(&self, size: ByteSize, memory: HostMemory) -> Answer<NonNull<u8>> {
+        if memory == HostMemory::Pageable {
+            return HostDriver::new().host_alloc(size, memory);
+        }
+        check_host_size(size)?;
+        let locked = self.call(|calls| calls.host_alloc(size))?;
+        let none = DriverError::OutOfMemory { call: "cuMemHostAlloc", requested: size };
+        NonNull::new(locked.start()).ok_or(none)
+    }
+
+    fn host_free(&self, at: NonNull<u8>, size: ByteSize, memory: HostMemory, key: Key) -> Answer {
+        if memory == HostMemory::Pageable {
+            return HostDriver::new().host_free(at, size, memory, key);
+        }
+        self.call(|calls| calls.host_free(&Locked::of(at, size)))
+    }
+
+    fn stream_create(&self) -> Answer<StreamHandle> {
+        self.call(Calls::stream_create).map(|stream| StreamHandle::new(stream as u64))
+    }
+
+    fn stream_destroy(&self, stream: StreamHandle, _: Key) -> Answer {
+        let stream = number(stream.get())?;
+        self.call(|calls| calls.stream_destroy(stream))
+    }
+
+    fn stream_wait_event(&self, stream: StreamHandle, event: EventHandle, _: Key) -> Answer {
+        let (stream, event) = (number(stream.get())?, number(event.get())?);
+        self.call(|calls| calls.stream_wait_event(stream, event))
+    }
+
+    fn stream_synchronize(&self, stream: StreamHandle, _: Key) -> Answer {
+        let stream = number(stream.get())?;
+        self.call(|calls| calls.stream_synchronize(stream))
+    }
+
+    fn is_capturing(&self, stream: StreamHandle, _: Key) -> Answer<bool> {
+        let stream = number(stream.get())?;
+        self.call(|calls| calls.stream_is_capturing(stream))
+    }
+
+    fn event_create(&self) -> Answer<EventHandle> {
+        self.call(Calls::event_create).map(|event| EventHandle::new(event as u64))
+    }
+
+    fn event_destroy(&self, event: EventHandle, _: Key) -> Answer {
+        let event = number(event.get())?;
+        self.call(|calls| calls.event_destroy(event))
+    }
+
+    fn event_record(&self, event: EventHandle, stream: StreamHandle, _: Key) -> Answer {
+        let (event, stream) = (number(event.get())?, number(stream.get())?);
+        self.call(|calls| calls.event_record(event, stream))
+    }
+
+    fn event_query(&self, event: EventHandle, _: Key) -> Answer<bool> {
+        let event = number(event.get())?;
+        self.call(|calls| calls.event_query(event))
+    }
+
+    fn event_synchronize(&self, event: EventHandle, _: Key) -> Answer {
+        let event = number(event.get())?;
+        self.call(|calls| calls.event_synchronize(event))
+    }
+
+    fn synchronize(&self) -> Answer {
+        self.call(Calls::context_synchronize)
+    }
+
+    fn copy_async(
+        &self,
+        from: DeviceAddress,
+        to: DeviceAddress,
+        size: ByteSize,
+        stream: StreamHandle,
+        _: Key,
+    ) -> Answer {
+        let (bytes, stream) = (apart(from, to, size)?, number(stream.get())?);
+        self.call(|calls| calls.copy_on_device(from.get(), to.get(), bytes, stream))
+    }
+
+    fn host_store_create(&self, size: ByteSize) -> Answer<HostStore> {
+        check_host_size(size)?;
+        self.call(|calls| self.stores.create(calls, size))
+    }
+
+    fn host_store_destroy(&self, store: HostStore, _: Key) -> Answer {
+        self.call(|calls| self.stores.destroy(calls, store))
+    }
+
+    fn offload(
+        &self,
+        from: DeviceAddress,
+        into: StoreSpan,
+        stream: StreamHandle,
+        _: Key,
+    ) -> Answer {
+        let stream = number(stream.get())?;
+        self.call(|calls| {
+            self.stores.with(into, |part| calls.copy_to_host(from.get(), part, stream))
+        })
+    }
+
+    fn restore(&self, from: StoreSpan, to: DeviceAddress, stream: StreamHandle, _: Key) -> Answer {
+        let stream = number(stream.get())?;
+        self.call(|calls| {
+            self.stores.with(from, |part| calls.copy_to_device(part, to.get(), stream))
+        })
+    }
+}
+
+impl fmt::Debug for CudaDriver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CudaDriver")
+            .field("device", &self.device)
+            .field("rung", &self.rung())
+            .field("granularity", &self.memory.unit())
+            .field("calls_made", &self.calls_made())
+            .finish_non_exhaustive()
+    }
+}
+
+/// A stream or an event. The null stream and its relatives are nobody's here.
+fn number(handle: u64) -> Answer<usize> {
+    let number = usize::try_from(handle).ok().filter(|&handle| handle > 2);
+    number.ok_or(DriverError::Unsupported { what: "the null stream, or a handle of nothing" })
+}
+
+/// How many bytes to copy between parts that do not overlap.
+fn apart(from: DeviceAddress, to: DeviceAddress, size: ByteSize) -> Answer<usize> {
+    let overlap = from.get().abs_diff(to.get()) < size.get();
+    let bytes = size.as_usize().filter(|_| !overlap);
+    bytes.ok_or(DriverError::Overlap { from, to, size })
+}
+
+fn check_host_size(size: ByteSize) -> Answer {
+    if size.is_zero() || !size.get().is_multiple_of(HOST_GRANULARITY.get()) {
+        let (at, granularity) = (DeviceAddress::new(0), HOST_GRANULARITY);
+        return Err(DriverError::Misaligned { at, size, granularity });
+    }
+    Ok(())
+}

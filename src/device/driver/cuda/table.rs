@@ -1,0 +1,167 @@
+//! FENCE: the functions of the CUDA driver that are called, each found before any is called.
+//!
+//! A table of pointers, and no call: what each function needs and means is said where it is called.
+//! It comes in groups. Without the first there is no CUDA driver; without another its rung is not
+//! to be had, and the first function that is missing is named. Opaque pointers of cuda.h (contexts,
+//! streams, events, pools) are integers here: they go over as they came and nobody follows them.
+//!
+//! Invariant: whoever has a group has all of its functions.
+#![expect(unsafe_code, reason = "symbols become functions of the types that cuda.h gives them")]
+
+use std::ffi::{CStr, c_char, c_void};
+use std::mem::transmute;
+use std::ptr::NonNull;
+
+use super::abi::{Access, AllocationProperties};
+
+/// Finds a symbol by its name.
+pub(super) type Find<'a> = &'a dyn Fn(&CStr) -> Option<NonNull<c_void>>;
+
+/// A function that no driver in use has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Missing(pub(super) &'static str);
+
+/// A struct with a pointer for each function: field, name, arguments. Each answers with a
+/// `CUresult`.
+macro_rules! group {
+    ($(#[$meta:meta])* $group:ident { $($field:ident = $name:literal ($($argument:ty),*);)* }) => {
+        $(#[$meta])*
+        #[derive(Clone, Copy)]
+        pub(super) struct $group {
+            $(pub(super) $field: unsafe extern "C" fn($($argument),*) -> u32,)*
+        }
+
+        impl $group {
+            /// All of them, or the first that is missing.
+            pub(super) fn find(find: Find<'_>) -> Result<Self, Missing> {
+                Ok(Self {
+                    $($field: {
+                        let symbol = find(name_of(concat!($name, "\0")));
+                        // SAFETY: both are as large as a pointer, and `None` is null in both. The
+                        // symbol of this name is a function with these arguments in cuda.h of
+                        // CUDA 10.2 to 13, and its result an enum of 32 bits.
+                        let found = unsafe {
+                            transmute::<
+                                Option<NonNull<c_void>>,
+                                Option<unsafe extern "C" fn($($argument),*) -> u32>,
+                            >(symbol)
+                        };
+                        found.ok_or(Missing($name))?
+                    },)*
+                })
+            }
+        }
+    };
+}
+
+/// A name that the macro above ended with a zero.
+fn name_of(name: &'static str) -> &'static CStr {
+    CStr::from_bytes_with_nul(name.as_bytes()).unwrap_or_default()
+}
+
+group! {
+    /// What every driver since CUDA 10.2 has.
+    Base {
+        init = "cuInit"(u32);
+        driver_version = "cuDriverGetVersion"(*mut i32);
+        device_count = "cuDeviceGetCount"(*mut i32);
+        device = "cuDeviceGet"(*mut i32, i32);
+        device_name = "cuDeviceGetName"(*mut c_char, i32, i32);
+        device_uuid = "cuDeviceGetUuid"(*mut [u8; 16], i32);
+        device_attribute = "cuDeviceGetAttribute"(*mut i32, i32, i32);
+        device_memory = "cuDeviceTotalMem_v2"(*mut usize, i32);
+        context_retain = "cuDevicePrimaryCtxRetain"(*mut usize, i32);
+        context_release = "cuDevicePrimaryCtxRelease_v2"(i32);
+        context_current = "cuCtxGetCurrent"(*mut usize);
+        context_set = "cuCtxSetCurrent"(usize);
+        context_synchronize = "cuCtxSynchronize"();
+        memory_info = "cuMemGetInfo_v2"(*mut usize, *mut usize);
+        host_alloc = "cuMemHostAlloc"(*mut *mut c_void, usize, u32);
+        host_free = "cuMemFreeHost"(*mut c_void);
+        copy_on_device = "cuMemcpyDtoDAsync_v2"(u64, u64, usize, usize);
+        copy_to_host = "cuMemcpyDtoHAsync_v2"(*mut c_void, u64, usize, usize);
+        copy_to_device = "cuMemcpyHtoDAsync_v2"(u64, *const c_void, usize, usize);
+        stream_create = "cuStreamCreate"(*mut usize, u32);
+        stream_destroy = "cuStreamDestroy_v2"(usize);
+        stream_synchronize = "cuStreamSynchronize"(usize);
+        stream_wait_event = "cuStreamWaitEvent"(usize, usize, u32);
+        stream_is_capturing = "cuStreamIsCapturing"(usize, *mut u32);
+        event_create = "cuEventCreate"(*mut usize, u32);
+        event_destroy = "cuEventDestroy_v2"(usize);
+        event_record = "cuEventRecord"(usize, usize);
+        event_query = "cuEventQuery"(usize);
+        event_synchronize = "cuEventSynchronize"(usize);
+    }
+}
+
+group! {
+    /// Virtual memory: address space apart from memory.
+    Virtual {
+        granularity = "cuMemGetAllocationGranularity"(*mut usize, *const AllocationProperties, u32);
+        reserve = "cuMemAddressReserve"(*mut u64, usize, usize, u64, u64);
+        unreserve = "cuMemAddressFree"(u64, usize);
+        create = "cuMemCreate"(*mut u64, usize, *const AllocationProperties, u64);
+        release = "cuMemRelease"(u64);
+        map = "cuMemMap"(u64, usize, usize, u64, u64);
+        unmap = "cuMemUnmap"(u64, usize);
+        set_access = "cuMemSetAccess"(u64, usize, *const Access, usize);
+    }
+}
+
+group! {
+    /// Which memory is behind an address: since CUDA 11.
+    Retain {
+        handle_of = "cuMemRetainAllocationHandle"(*mut u64, u64);
+    }
+}
+
+group! {
+    /// The UUID of a share of a device where there is one, and not of the device: since CUDA 11.4.
+    Share {
+        device_uuid = "cuDeviceGetUuid_v2"(*mut [u8; 16], i32);
+    }
+}
+
+/// All functions that were found.
+#[derive(Clone, Copy)]
+pub(super) struct Table {
+    pub(super) base: Base,
+    pub(super) share: Result<Share, Missing>,
+    pub(super) virtual_memory: Result<Virtual, Missing>,
+    pub(super) retain: Result<Retain, Missing>,
+}
+
+impl Table {
+    /// The functions, or the first without which there is no CUDA.
+    pub(super) fn find(find: Find<'_>) -> Result<Self, Missing> {
+        Ok(Self {
+            base: Base::find(find)?,
+            share: Share::find(find),
+            virtual_memory: Virtual::find(find),
+            retain: Retain::find(find),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn without(missing: &'static CStr) -> impl Fn(&CStr) -> Option<NonNull<c_void>> {
+        move |name| (name != missing).then_some(NonNull::dangling()) // never called
+    }
+
+    #[test]
+    fn a_function_that_every_driver_has_is_named_where_it_is_missing() {
+        assert_eq!(Table::find(&|_| None).err(), Some(Missing("cuInit")));
+        let last = Table::find(&without(c"cuEventSynchronize"));
+        assert_eq!(last.err(), Some(Missing("cuEventSynchronize")));
+    }
+
+    #[test]
+    fn without_a_function_of_a_rung_the_others_are_there() {
+        let table = Table::find(&without(c"cuMemMap")).expect("a driver");
+        assert_eq!(table.virtual_memory.err(), Some(Missing("cuMemMap")));
+        assert!(table.retain.is_ok() && table.share.is_ok());
+    }
+}

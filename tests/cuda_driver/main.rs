@@ -1,0 +1,15 @@
+//! The CUDA driver layer over the fake of the driver's library: opening, a failure at each call,
+//! contexts of threads, views for cudarc, bad input.
+//!
+//! What an arena keeps over every driver is in `driver_contract`; here is what only this one does.
+//! Nothing here says how a real driver behaves where the manual is silent.
+//!
+//! Invariant: each test that lets no call of an end fail leaves nothing behind, and no fault.
+#![cfg(all(target_os = "linux", feature = "cuda"))]
+
+mod bad_input;
+mod contexts;
+mod faults;
+mod open;
+mod support;
+mod views;

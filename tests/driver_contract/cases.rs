@@ -1,0 +1,469 @@
+//! What an arena keeps over every driver, case by case: contents, order of streams, what is given
+//! back, sleep and wake, refusals.
+//!
+//! A case is told of a device and knows none: it asks the driver what it can do, and leaves out
+//! what it cannot. It measures nothing. It panics at nothing, so that a program can say which held.
+//!
+//! Invariant: after a case that held, the arena that it made is closed and has nothing committed.
+
+use std::error::Error;
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use lowtide::ByteSize;
+use lowtide::clock::{Clock, ManualClock};
+use lowtide::device::driver::Driver;
+use lowtide::device::{
+    ArenaConfig, ArenaState, Buffer, CompactOptions, Contents, DeviceArena, DeviceError, Lane,
+    Lease, Region, SleepOptions,
+};
+
+/// A device with work that writes and reads.
+pub(crate) trait Device: Sync {
+    fn driver(&self) -> Arc<dyn Driver>;
+
+    /// A lane of a new stream, which the device keeps.
+    fn lane(&self, arena: &DeviceArena) -> Result<Lane, Fault>;
+
+    /// Queues work of the lane's stream that writes a value to every byte.
+    fn write(&self, lane: &Lane, to: &mut Buffer<u8>, lease: &Lease, value: u8) -> Outcome;
+
+    /// Whether every byte has the value, once the work of the lane's stream that asks is done.
+    fn holds(&self, lane: &Lane, of: &Buffer<u8>, lease: &Lease, value: u8) -> Result<bool, Fault>;
+}
+
+pub(crate) type Fault = Box<dyn Error + Send + Sync>;
+pub(crate) type Outcome = Result<(), Fault>;
+
+/// A case: its name and what it does.
+pub(crate) type Case = (&'static str, fn(&dyn Device) -> Outcome);
+
+pub(crate) const CASES: &[Case] = &[
+    ("buffers hold what was written to them", contents),
+    ("a lane takes again what it freed, after its own work", same_lane),
+    ("another lane takes what one freed, after its work", other_lane),
+    ("work on a lane that was named is waited for", recorded_use),
+    ("a stream for every request costs no more memory than one", fresh_streams),
+    ("idle memory goes back when it is purged", purged),
+    ("idle memory goes back when its time is over, and not before", decayed),
+    ("contents that are kept are there after a sleep, at their addresses", sleep_keeps),
+    ("contents that are discarded leave their addresses", sleep_discards),
+    ("a lease keeps the arena awake, and entering wakes it", leases),
+    ("under the limit nothing is refused, beyond it everything, typed", limits),
+    ("idle memory serves another region", other_region),
+    ("a compaction keeps contents and frees granules", compacts),
+    ("a resize keeps what was there", resizes),
+    ("blocks by address", raw_blocks),
+    ("threads beside each other", threads),
+    ("sizes that can never fit are refused", absurd_sizes),
+    ("closing waits for live blocks to be freed", closes),
+];
+
+macro_rules! ensure {
+    ($held:expr, $($said:tt)+) => {
+        if !$held {
+            return Err(format!($($said)+).into());
+        }
+    };
+}
+
+/// An arena, a lane, and the clock that it goes by.
+struct Bed<'a> {
+    device: &'a dyn Device,
+    arena: DeviceArena,
+    lane: Lane,
+    clock: Arc<ManualClock>,
+    /// A granule.
+    unit: usize,
+}
+
+impl<'a> Bed<'a> {
+    fn new(device: &'a dyn Device) -> Result<Self, Fault> {
+        Self::with(device, None)
+    }
+
+    fn with(device: &'a dyn Device, limit: Option<u64>) -> Result<Self, Fault> {
+        let clock = Arc::new(ManualClock::new());
+        let unit = device.driver().capabilities().granularity;
+        let limit = limit.and_then(|granules| unit.checked_mul(granules)).unwrap_or(ByteSize::MAX);
+        let reserve = ByteSize::gib(4);
+        let config = ArenaConfig { reserve, limit, ..ArenaConfig::new("contract") };
+        let arena = DeviceArena::open(device.driver(), clock.clone() as Arc<dyn Clock>, config)?;
+        let lane = device.lane(&arena)?;
+        let unit = usize::try_from(arena.capabilities().granularity.get())?;
+        Ok(Self { device, arena, lane, clock, unit })
+    }
+
+    /// A buffer of the first lane with a value in every byte.
+    fn written(&self, size: usize, region: Region, value: u8) -> Result<Buffer<u8>, Fault> {
+        self.written_on(&self.lane, size, region, value)
+    }
+
+    fn written_on(
+        &self,
+        lane: &Lane,
+        size: usize,
+        region: Region,
+        value: u8,
+    ) -> Result<Buffer<u8>, Fault> {
+        let mut buffer = lane.alloc::<u8>(size, region)?;
+        let lease = lane.enter()?;
+        self.device.write(lane, &mut buffer, &lease, value)?;
+        Ok(buffer)
+    }
+
+    fn check(&self, buffer: &Buffer<u8>, value: u8) -> Outcome {
+        let lease = self.lane.enter()?;
+        let holds = self.device.holds(&self.lane, buffer, &lease, value)?;
+        ensure!(holds, "a buffer of {} holds something else than {value}", buffer.bytes());
+        Ok(())
+    }
+
+    fn address(&self, buffer: &Buffer<u8>) -> Result<u64, Fault> {
+        let lease = self.lane.enter()?;
+        let at = buffer.address(&lease)?.ok_or("a buffer with bytes has no address")?;
+        Ok(at.get())
+    }
+
+    /// Waits until all work of the device is done: what was freed is idle then.
+    fn settle(&self) -> Outcome {
+        if self.arena.capabilities().asynchronous {
+            // The first look marks what was freed by an event, the second one sees it done.
+            for _ in 0..2 {
+                self.device.driver().synchronize()?;
+                self.arena.decay(self.clock.now())?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends the arena: nothing is live and nothing stays.
+    fn end(self) -> Outcome {
+        let Self { arena, lane, .. } = self;
+        arena.validate();
+        drop(lane);
+        arena.close()?;
+        let committed = arena.snapshot().committed;
+        ensure!(committed.is_zero(), "{committed} are committed after the end");
+        Ok(())
+    }
+}
+
+fn contents(device: &dyn Device) -> Outcome {
+    let bed = Bed::new(device)?;
+    let unit = bed.unit;
+    let sizes = [1, 255, 256, 257, unit / 8, unit / 2 + 1, unit, unit + 3, 2 * unit + unit / 2];
+    let buffers = sizes.iter().zip(1..).map(|(&size, value)| {
+        let region = if size % 2 == 0 { Region::Stable } else { Region::Dynamic };
+        Ok((bed.written(size, region, value)?, value))
+    });
+    let buffers: Result<Vec<_>, Fault> = buffers.collect();
+    for (buffer, value) in &buffers? {
+        bed.check(buffer, *value)?;
+    }
+    bed.end()
+}
+
+fn same_lane(device: &dyn Device) -> Outcome {
+    let bed = Bed::new(device)?;
+    let before = bed.arena.snapshot().committed;
+    for value in 0..20 {
+        let buffer = bed.written(bed.unit / 2, Region::Dynamic, value)?;
+        bed.check(&buffer, value)?;
+        drop(bed.written(bed.unit / 2, Region::Dynamic, 200)?);
+        bed.check(&buffer, value)?;
+    }
+    let grown = bed.arena.snapshot().committed.get() - before.get();
+    ensure!(grown <= 2 * bed.unit as u64, "it grew by {grown} bytes");
+    bed.end()
+}
+
+fn other_lane(device: &dyn Device) -> Outcome {
+    let bed = Bed::with(device, Some(2))?;
+    let (second, size) = (device.lane(&bed.arena)?, bed.unit + bed.unit / 2);
+    for value in 0..10 {
+        // More than half of the limit: the second lane gets what the first one has just freed.
+        drop(bed.written(size, Region::Dynamic, 100 + value)?);
+        let taken = bed.written_on(&second, size, Region::Dynamic, value)?;
+        let lease = second.enter()?;
+        ensure!(device.holds(&second, &taken, &lease, value)?, "the first lane wrote to it later");
+    }
+    drop(second);
+    bed.end()
+}
+
+fn recorded_use(device: &dyn Device) -> Outcome {
+    let bed = Bed::with(device, Some(2))?;
+    let (second, size) = (device.lane(&bed.arena)?, bed.unit + bed.unit / 2);
+    for value in 0..10 {
+        let mut shared = bed.lane.alloc::<u8>(size, Region::Dynamic)?;
+        shared.record_use(&second)?;
+        let lease = second.enter()?;
+        device.write(&second, &mut shared, &lease, 100)?;
+        drop((lease, shared));
+        let taken = bed.written(size, Region::Dynamic, value)?;
+        bed.check(&taken, value)?;
+    }
+    drop(second);
+    bed.end()
+}
+
+fn fresh_streams(device: &dyn Device) -> Outcome {
+    let bed = Bed::new(device)?;
+    let mut after_two = ByteSize::ZERO;
+    for request in 0..12_u8 {
+        let lane = device.lane(&bed.arena)?;
+        drop(bed.written_on(&lane, 4 * bed.unit, Region::Dynamic, request)?);
+        lane.end_run()?;
+        drop(lane);
+        if request == 1 {
+            after_two = bed.arena.snapshot().committed;
+        }
+    }
+    let committed = bed.arena.snapshot().committed;
+    ensure!(committed <= after_two, "{after_two} after two requests, {committed} after twelve");
+    bed.end()
+}
+
+fn purged(device: &dyn Device) -> Outcome {
+    let bed = Bed::new(device)?;
+    let kept = bed.written(bed.unit / 2, Region::Stable, 7)?;
+    drop(bed.written(16 * bed.unit, Region::Dynamic, 8)?);
+    let before = bed.arena.snapshot().committed;
+    bed.settle()?;
+    let released = bed.arena.purge()?;
+    let after = bed.arena.snapshot().committed;
+    ensure!(released >= ByteSize::of(15 * bed.unit), "{released} were given back");
+    ensure!(after.get() + released.get() == before.get(), "{before}, then {after}");
+    bed.check(&kept, 7)?;
+    drop(kept);
+    bed.end()
+}
+
+fn decayed(device: &dyn Device) -> Outcome {
+    let bed = Bed::new(device)?;
+    drop(bed.written(8 * bed.unit, Region::Dynamic, 1)?);
+    bed.settle()?;
+    bed.arena.decay(bed.clock.now())?;
+    let held = bed.arena.snapshot().committed;
+    bed.clock.advance(Duration::from_secs(5));
+    bed.arena.decay(bed.clock.now())?;
+    let after_half = bed.arena.snapshot().committed;
+    ensure!(held == after_half, "{held}, and {after_half} after half of the time");
+    for _ in 0..4 {
+        bed.clock.advance(Duration::from_secs(10));
+        bed.arena.decay(bed.clock.now())?;
+    }
+    let left = bed.arena.snapshot().committed;
+    ensure!(left.is_zero(), "{left} are left after four times its time");
+    bed.end()
+}
+
+fn sleep_keeps(device: &dyn Device) -> Outcome {
+    let bed = Bed::new(device)?;
+    let regions = [Region::Stable, Region::Dynamic];
+    let buffers = (0..6_u8).map(|nth| {
+        let size = bed.unit / 4 + usize::from(nth) * bed.unit / 2;
+        bed.written(size, regions[usize::from(nth % 2)], nth + 1)
+    });
+    let buffers: Vec<_> = buffers.collect::<Result<_, Fault>>()?;
+    let addresses: Vec<_> = buffers.iter().map(|it| bed.address(it)).collect::<Result<_, _>>()?;
+    if !bed.arena.capabilities().same_address_wake {
+        let refused = bed.arena.sleep(keeps());
+        ensure!(matches!(refused, Err(DeviceError::Unsupported { .. })), "{refused:?}");
+        drop(buffers);
+        return bed.end();
+    }
+    for _ in 0..3 {
+        bed.arena.sleep(keeps())?;
+        ensure!(bed.arena.state() == ArenaState::Asleep, "it is {:?}", bed.arena.state());
+        let committed = bed.arena.snapshot().committed;
+        // On the host there is nowhere to keep contents but where they are.
+        let stays = bed.arena.capabilities().host_backed;
+        ensure!(stays || committed.is_zero(), "asleep with {committed} committed");
+        for (buffer, value) in buffers.iter().zip(1..) {
+            bed.check(buffer, value)?;
+        }
+    }
+    let after: Vec<_> = buffers.iter().map(|it| bed.address(it)).collect::<Result<_, _>>()?;
+    ensure!(addresses == after, "other addresses: {addresses:x?}, then {after:x?}");
+    drop(buffers);
+    bed.end()
+}
+
+fn keeps() -> SleepOptions {
+    let drain = Duration::ZERO;
+    SleepOptions { drain, stable: Contents::Keep, dynamic: Contents::Keep }
+}
+
+fn sleep_discards(device: &dyn Device) -> Outcome {
+    let bed = Bed::new(device)?;
+    if !bed.arena.capabilities().same_address_wake {
+        return bed.end();
+    }
+    let mut lost = bed.written(3 * bed.unit / 2, Region::Dynamic, 1)?;
+    let kept = bed.written(bed.unit / 2, Region::Stable, 2)?;
+    let at = bed.address(&lost)?;
+    bed.arena.sleep(SleepOptions { dynamic: Contents::Discard, ..keeps() })?;
+    ensure!(bed.address(&lost)? == at, "it has another address");
+    ensure!(lost.take_discarded() && !kept.take_discarded(), "what was discarded is not said");
+    bed.check(&kept, 2)?;
+    let lease = bed.lane.enter()?;
+    device.write(&bed.lane, &mut lost, &lease, 3)?;
+    drop(lease);
+    bed.check(&lost, 3)?;
+    drop((lost, kept));
+    bed.end()
+}
+
+fn leases(device: &dyn Device) -> Outcome {
+    let bed = Bed::new(device)?;
+    let buffer = bed.written(bed.unit / 2, Region::Stable, 1)?;
+    let lease = bed.arena.enter()?;
+    if !bed.arena.capabilities().same_address_wake {
+        drop((lease, buffer));
+        return bed.end();
+    }
+    let refused = bed.arena.sleep(keeps());
+    ensure!(matches!(refused, Err(DeviceError::Leased { leases: 1, .. })), "{refused:?}");
+    drop(lease);
+    bed.arena.sleep(keeps())?;
+    let twice = bed.arena.sleep(keeps());
+    ensure!(matches!(twice, Err(DeviceError::State { .. })), "{twice:?}");
+    drop(bed.arena.enter()?);
+    ensure!(bed.arena.state() == ArenaState::Awake, "it is {:?}", bed.arena.state());
+    bed.check(&buffer, 1)?;
+    drop(buffer);
+    bed.end()
+}
+
+fn limits(device: &dyn Device) -> Outcome {
+    let bed = Bed::with(device, Some(32))?;
+    let held: Vec<_> = (0..15)
+        .map(|value| bed.written(2 * bed.unit, Region::Dynamic, value))
+        .collect::<Result<_, Fault>>()?;
+    let refused = bed.lane.alloc::<u8>(8 * bed.unit, Region::Dynamic);
+    let refused = refused.err().ok_or("8 granules were given where 2 are left")?;
+    ensure!(refused.is_out_of_memory(), "{refused}");
+    for (buffer, value) in held.iter().zip(0..) {
+        bed.check(buffer, value)?;
+    }
+    drop(held);
+    let all = bed.written(30 * bed.unit, Region::Dynamic, 99)?;
+    bed.check(&all, 99)?;
+    drop(all);
+    bed.end()
+}
+
+fn other_region(device: &dyn Device) -> Outcome {
+    let bed = Bed::with(device, Some(16))?;
+    for value in 0..6 {
+        let region = if value % 2 == 0 { Region::Stable } else { Region::Dynamic };
+        let buffer = bed.written(12 * bed.unit, region, value)?;
+        bed.check(&buffer, value)?;
+    }
+    bed.end()
+}
+
+fn compacts(device: &dyn Device) -> Outcome {
+    let bed = Bed::new(device)?;
+    let mut blocks = (0..96_u8)
+        .map(|value| Ok((bed.written(bed.unit / 8, Region::Dynamic, value)?, value)))
+        .collect::<Result<Vec<_>, Fault>>()?;
+    blocks.retain(|(_, value)| value % 3 == 0);
+    bed.settle()?;
+    bed.arena.purge()?;
+    let before = bed.arena.snapshot().committed;
+    bed.arena.compact(CompactOptions::new(Region::Dynamic), |_| {})?;
+    bed.settle()?;
+    bed.arena.purge()?;
+    let after = bed.arena.snapshot().committed;
+    ensure!(after < before, "{before} before, {after} after");
+    for (block, value) in &blocks {
+        bed.check(block, *value)?;
+    }
+    drop(blocks);
+    bed.end()
+}
+
+fn resizes(device: &dyn Device) -> Outcome {
+    let bed = Bed::new(device)?;
+    let mut buffer = bed.written(bed.unit / 2, Region::Dynamic, 5)?;
+    let beside = bed.written(bed.unit / 2, Region::Dynamic, 6)?;
+    buffer.resize(3 * bed.unit)?;
+    buffer.resize(bed.unit / 2)?;
+    bed.check(&buffer, 5)?;
+    bed.check(&beside, 6)?;
+    let refused = buffer.resize(usize::MAX);
+    ensure!(refused.is_err(), "a buffer of all memory there could be");
+    bed.check(&buffer, 5)?;
+    drop((buffer, beside));
+    bed.end()
+}
+
+fn raw_blocks(device: &dyn Device) -> Outcome {
+    let bed = Bed::new(device)?;
+    let align = ByteSize::kib(4);
+    let block = bed.arena.alloc_raw(ByteSize::of(3 * bed.unit / 2), align, Region::Stable)?;
+    ensure!(block.at.is_multiple_of(align), "{} is not aligned", block.at);
+    bed.arena.free(block.at)?;
+    let twice = bed.arena.free(block.at);
+    ensure!(matches!(twice, Err(DeviceError::NotLive { .. })), "{twice:?}");
+    bed.end()
+}
+
+fn threads(device: &dyn Device) -> Outcome {
+    let bed = Bed::new(device)?;
+    let work = |thread: u8| -> Outcome {
+        let lane = device.lane(&bed.arena)?;
+        for turn in 0..24_usize {
+            let size = (turn + 1) * bed.unit / 10;
+            let value = thread * 32 + u8::try_from(turn)?;
+            let buffer = bed.written_on(&lane, size, Region::Dynamic, value)?;
+            let lease = lane.enter()?;
+            ensure!(device.holds(&lane, &buffer, &lease, value)?, "another thread wrote to it");
+            drop(lease);
+            if turn % 5 == 0 {
+                // Freed in a thread that never used the device.
+                thread::scope(|scope| scope.spawn(move || drop(buffer)).join())
+                    .map_err(|_| "the drop panicked")?;
+            }
+        }
+        Ok(())
+    };
+    let work = &work;
+    thread::scope(|scope| -> Outcome {
+        let all: Vec<_> = (0..4).map(|thread| scope.spawn(move || work(thread))).collect();
+        for thread in all {
+            thread.join().map_err(|_| "a thread panicked")??;
+        }
+        Ok(())
+    })?;
+    bed.end()
+}
+
+fn absurd_sizes(device: &dyn Device) -> Outcome {
+    let bed = Bed::new(device)?;
+    for len in [usize::MAX, usize::MAX / 2, 1 << 62, 1 << 50] {
+        let refused = bed.lane.alloc::<u64>(len, Region::Dynamic);
+        ensure!(matches!(refused, Err(DeviceError::TooLarge { .. })), "{len}: {refused:?}");
+    }
+    let empty = bed.lane.alloc::<u8>(0, Region::Dynamic)?;
+    ensure!(empty.is_empty() && bed.arena.snapshot().live.is_zero(), "an empty buffer has bytes");
+    drop(empty);
+    bed.end()
+}
+
+fn closes(device: &dyn Device) -> Outcome {
+    let bed = Bed::new(device)?;
+    let buffer = bed.written(bed.unit / 2, Region::Stable, 1)?;
+    let refused = bed.arena.close();
+    ensure!(matches!(refused, Err(DeviceError::LiveBlocks { count: 1, .. })), "{refused:?}");
+    drop(buffer);
+    let arena = bed.arena.clone();
+    bed.end()?;
+    let closed = arena.alloc::<u8>(1, Region::Stable);
+    ensure!(matches!(closed, Err(DeviceError::Closed { .. })), "{closed:?}");
+    Ok(())
+}
