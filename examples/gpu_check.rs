@@ -1,0 +1,157 @@
+//! Checks on a machine with an NVIDIA GPU what lowtide promises there, and measures what it costs.
+//!
+//! One program to copy there: it needs the driver and no toolkit. It says what the device is, runs
+//! the contract that an arena keeps over every driver, then measures part by part, and ends with a
+//! table of goals. docs/BENCHMARKING.md explains the figures. What the driver's calls cost one by
+//! one is for `vmm_costs` to say.
+//!
+//! None of this has run on a GPU yet: its logic has been tried over a fake of the driver's library,
+//! which says nothing about time.
+//!
+//! A part that fails says why and the others go on. Exit code 0: all parts ran, or there is no
+//! device (`skipped`); 1: a case of the contract did not hold; 2: a part could not run.
+//!
+//! Invariant: a goal that was missed is printed and changes no exit code.
+
+use std::any::Any;
+use std::io::{self, Write};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::process::ExitCode;
+
+use clap::Parser;
+use lowtide::device::driver::Driver;
+use lowtide::device::driver::cuda::probe;
+
+#[path = "../tests/driver_contract/cases.rs"]
+mod cases;
+#[path = "gpu_check/cli.rs"]
+mod cli;
+#[path = "../tests/driver_contract/cuda.rs"]
+mod cuda;
+#[path = "gpu_check/decay.rs"]
+mod decay;
+#[path = "gpu_check/holes.rs"]
+mod holes;
+#[path = "gpu_check/pairs.rs"]
+mod pairs;
+#[path = "gpu_check/report.rs"]
+pub(crate) mod report;
+#[path = "gpu_check/rig.rs"]
+mod rig;
+#[path = "gpu_check/sleep.rs"]
+mod sleep;
+
+use cases::{CASES, Fault, Outcome};
+pub(crate) use cli::{Args, Part};
+use report::Report;
+use rig::Rig;
+
+type Measure = fn(&Rig<'_>, &mut Report<'_>) -> Outcome;
+
+/// The parts that measure, in the order in which they run.
+const MEASURES: &[(Part, &str, Measure)] = &[
+    (Part::Pair, "pair", pairs::pair),
+    (Part::Lanes, "lanes", pairs::lanes),
+    (Part::Decay, "decay", decay::decay),
+    (Part::SleepKeep, "sleep-keep", sleep::keep),
+    (Part::SleepDiscard, "sleep-discard", sleep::discard),
+    (Part::Fragmentation, "fragmentation", holes::fragmentation),
+    (Part::Remap, "remap", holes::remap),
+    (Part::Compact, "compact", holes::compact),
+];
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    let mut out = io::stdout();
+    let mut report = Report::new(&mut out);
+    ExitCode::from(check(&args, &mut report))
+}
+
+/// Runs everything that is wanted; returns the exit code.
+pub(crate) fn check(args: &Args, report: &mut Report<'_>) -> u8 {
+    let found = probe();
+    if !found.is_usable() {
+        report.line(&format!("skipped: no device ({found})"));
+        return 0;
+    }
+    report.fact("driver", found.to_string());
+    if let Some(rig) = guarded(report, "device", |report| identified(args, report)) {
+        if args.wants(Part::Contract) {
+            guarded(report, "contract", |report| contract(args, report));
+        }
+        for &(part, name, measure) in MEASURES {
+            if args.wants(part) {
+                report.line(&format!("part: {name}"));
+                guarded(report, name, |report| measure(&rig, report));
+            }
+        }
+    }
+    report.goals();
+    if let Some(path) = &args.json {
+        let written = std::fs::File::create(path).and_then(|mut file| {
+            serde_json::to_writer_pretty(&mut file, &report.json())?;
+            writeln!(file)
+        });
+        if let Err(error) = written {
+            report.fail("json", format!("{}: {error}", path.display()));
+        }
+    }
+    report.exit_code()
+}
+
+/// Runs a part; where it fails or panics, the report says so.
+fn guarded<T>(
+    report: &mut Report<'_>,
+    name: &'static str,
+    act: impl FnOnce(&mut Report<'_>) -> Result<T, Fault>,
+) -> Option<T> {
+    // A report is lines and lists: nothing of it is half done when a part panics.
+    let outcome = catch_unwind(AssertUnwindSafe(|| act(report)));
+    let cause = match outcome {
+        Ok(Ok(done)) => return Some(done),
+        Ok(Err(fault)) => fault.to_string(),
+        Err(panic) => panicked(&*panic),
+    };
+    report.fail(name, cause);
+    None
+}
+
+fn panicked(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
+    format!("it panicked: {}", text.unwrap_or("without a word"))
+}
+
+/// Opens the device and says what it is.
+fn identified<'a>(args: &'a Args, report: &mut Report<'_>) -> Result<Rig<'a>, Fault> {
+    let rig = Rig::open(args)?;
+    let (device, (headroom, total)) = (rig.driver.device(), rig.memory()?);
+    let version = rig.driver.driver_version();
+    report.fact("device", device.name.clone());
+    report.fact("uuid", device.uuid.to_string());
+    report.fact("driver_version", format!("{}.{}", version / 1000, version % 1000 / 10));
+    report.fact("rung", rig.driver.rung().to_string());
+    report.fact("granularity", rig.driver.capabilities().granularity.to_string());
+    report.fact("remap", rig.driver.capabilities().remap.to_string());
+    report.figure("gpu.memory.total_bytes", total.as_f64(), "bytes");
+    report.figure("gpu.memory.headroom_bytes", headroom.as_f64(), "bytes");
+    // What the context takes, and other processes have: nothing is allocated yet.
+    let floor = total.saturating_sub(headroom).as_f64();
+    report.figure("gpu.memory.context_floor_bytes", floor, "bytes");
+    Ok(rig)
+}
+
+/// Runs the contract, case by case.
+fn contract(args: &Args, report: &mut Report<'_>) -> Outcome {
+    let device = cuda::Cuda::open(rig::options(args))?;
+    for &(name, case) in CASES {
+        let outcome = catch_unwind(AssertUnwindSafe(|| case(&device)));
+        let fault = match outcome {
+            Ok(Ok(())) => None,
+            Ok(Err(fault)) => Some(fault.to_string()),
+            Err(panic) => Some(panicked(&*panic)),
+        };
+        report.case(name, fault);
+    }
+    Ok(())
+}
