@@ -91,6 +91,7 @@ pub(super) struct Known {
     key: Option<StreamKey>,
     /// Its number in the arena's recording; 0 where there is none.
     number: u64,
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "it is there to be dropped"))]
     keeps: Keeps,
 }
 
