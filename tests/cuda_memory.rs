@@ -53,13 +53,33 @@ fn a_device_that_cannot_be_had_is_an_error_that_names_the_cause() {
     fake.assert_clean();
 }
 
-/// `auto` stays where it was while nothing chooses a device by itself.
 #[test]
-fn auto_says_that_there_is_a_device_and_stays_on_the_host() {
+fn auto_takes_a_device_that_works_and_else_the_host() {
     let fake = Fake::start(Options { devices: 1, ..Options::default() });
-    let memory = Memory::builder().device(DeviceChoice::Auto).start().expect("starts");
+    let rung = || {
+        let memory = Memory::builder().device(DeviceChoice::Auto).start().expect("starts");
+        let arena = memory.open_arena("embedder").expect("an arena");
+        let rung = arena.rung();
+        drop(arena);
+        assert!(memory.shutdown(SOON).is_clean());
+        rung
+    };
+    assert_eq!(rung(), Rung::CudaVirtualMemory);
+    fake.assert_clean();
+    // It claims virtual memory and refuses it, as shares of devices do.
+    let flags = Options::NO_VIRTUAL_MEMORY | Options::CLAIMS_VIRTUAL_MEMORY;
+    fake.reset(Options { devices: 1, flags, ..Options::default() });
+    assert_eq!(rung(), Rung::Host);
+    fake.assert_clean();
+}
+
+/// On the host nothing of the device is held.
+#[test]
+fn the_host_is_taken_where_it_is_asked_for() {
+    let fake = Fake::start(Options { devices: 1, ..Options::default() });
+    let memory = Memory::builder().device(DeviceChoice::Host).start().expect("starts");
     let arena = memory.open_arena("embedder").expect("an arena");
-    assert_eq!(arena.rung(), Rung::Host);
+    assert_eq!((arena.rung(), fake.retains(0)), (Rung::Host, 0));
     let block = arena.alloc::<u8>(1 << 20, Region::Stable).expect("room");
     assert_eq!(block.bytes(), ByteSize::mib(1));
     drop((block, arena));

@@ -197,11 +197,6 @@ fn model(
             ArenaConfig::new("embedder"),
         )?,
     };
-    if !arena.capabilities().host_access {
-        let rung = arena.rung();
-        let cause = "the model computes on the host: expected LOWTIDE_DEVICE=host or auto";
-        return Err(format!("device arenas lie in {rung} memory, and {cause}").into());
-    }
     let load = {
         let arena = arena.clone();
         move || Model::load(&arena, weights, seed).map_err(LoadError::new)

@@ -5,9 +5,15 @@
 //! from a seed: texts that share n-grams come out close, others nearly at right angles. It learns
 //! nothing and knows no language; its memory behaves like that of a model that does.
 //!
-//! Weights lie in the arena's stable region, activations in the dynamic one. Invariant: the
-//! embedding of a text depends on the text, the seed and the shape alone.
+//! Weights lie in the arena's stable region, activations in the dynamic one. Where the host cannot
+//! reach the arena's memory, the device computes. Invariant: the embedding of a text depends on the
+//! text, the seed and the shape alone, but for the rounding of sums.
 
+#[path = "model_cuda.rs"]
+mod cuda;
+
+use cuda::Cuda;
+pub(crate) use cuda::ModelError;
 use lowtide::ByteSize;
 use lowtide::device::{Buffer, DeviceArena, DeviceError, Lease, Region};
 
@@ -28,6 +34,8 @@ pub(crate) struct Model {
     /// `WIDTH x WIDTH`, by rows.
     projection: Buffer<f32>,
     rows: usize,
+    /// Who computes, where the host cannot.
+    cuda: Option<Cuda>,
 }
 
 impl Model {
@@ -41,19 +49,23 @@ impl Model {
         arena: &DeviceArena,
         table: ByteSize,
         seed: u64,
-    ) -> Result<Self, DeviceError> {
+    ) -> Result<Self, ModelError> {
         let rows = usize::try_from(table.get() / ROW_BYTES).unwrap_or(usize::MAX).max(1);
         let lease = arena.enter()?;
-        let mut model = Self {
-            arena: arena.clone(),
-            table: arena.alloc(rows.saturating_mul(WIDTH), Region::Stable)?,
-            projection: arena.alloc(WIDTH * WIDTH, Region::Stable)?,
-            rows,
+        let on_host = arena.capabilities().host_access;
+        let cuda = if on_host { None } else { Some(Cuda::open(arena)?) };
+        let room = |len| match &cuda {
+            None => Ok(arena.alloc(len, Region::Stable)?),
+            Some(cuda) => cuda.alloc(len),
         };
+        let (table, projection) = (room(rows.saturating_mul(WIDTH))?, room(WIDTH * WIDTH)?);
+        let mut model = Self { arena: arena.clone(), table, projection, rows, cuda };
         let mut chance = Chance(seed);
         for weights in [&mut model.table, &mut model.projection] {
-            for weight in weights.slice_mut(&lease)? {
-                *weight = chance.between_minus_one_and_one();
+            let next = || chance.between_minus_one_and_one();
+            match &model.cuda {
+                None => weights.slice_mut(&lease)?.fill_with(next),
+                Some(cuda) => cuda.fill(weights, &lease, next)?,
             }
         }
         Ok(model)
@@ -61,17 +73,30 @@ impl Model {
 
     /// The embedding of each text: [`WIDTH`] numbers, of length 1 (all zero for a text without a
     /// letter or digit).
-    pub(crate) fn embed(&self, texts: &[String]) -> Result<Vec<Vec<f32>>, DeviceError> {
+    pub(crate) fn embed(&self, texts: &[String]) -> Result<Vec<Vec<f32>>, ModelError> {
         let lease = self.arena.enter()?;
         texts.iter().map(|text| self.embed_one(text, &lease)).collect()
     }
 
-    fn embed_one(&self, text: &str, lease: &Lease) -> Result<Vec<f32>, DeviceError> {
+    fn embed_one(&self, text: &str, lease: &Lease) -> Result<Vec<f32>, ModelError> {
         let rows = ngram_rows(text, self.rows);
+        let mut embedding = match &self.cuda {
+            None => self.on_host(&rows, lease)?,
+            Some(cuda) => {
+                let rows: Vec<u32> = rows.iter().filter_map(|&row| row.try_into().ok()).collect();
+                cuda.embed(&self.table, &self.projection, &rows, lease)?
+            }
+        };
+        normalise(&mut embedding);
+        Ok(embedding)
+    }
+
+    /// The projection of the sum of these rows of the table.
+    fn on_host(&self, rows: &[usize], lease: &Lease) -> Result<Vec<f32>, DeviceError> {
         let table = self.table.slice(lease)?;
         let mut gathered = self.arena.alloc::<f32>(rows.len() * WIDTH, Region::Dynamic)?;
         let gathered = gathered.slice_mut(lease)?;
-        for (place, row) in gathered.chunks_exact_mut(WIDTH).zip(&rows) {
+        for (place, row) in gathered.chunks_exact_mut(WIDTH).zip(rows) {
             place.copy_from_slice(&table[row * WIDTH..(row + 1) * WIDTH]);
         }
         let mut pooled = self.arena.alloc::<f32>(WIDTH, Region::Dynamic)?;
@@ -83,12 +108,10 @@ impl Model {
             }
         }
         let projection = self.projection.slice(lease)?;
-        let mut embedding: Vec<f32> = projection
+        Ok(projection
             .chunks_exact(WIDTH)
             .map(|row| row.iter().zip(&*pooled).map(|(weight, value)| weight * value).sum())
-            .collect();
-        normalise(&mut embedding);
-        Ok(embedding)
+            .collect())
     }
 }
 

@@ -332,11 +332,11 @@ fn open_driver(
         DeviceChoice::None => Ok(None),
         DeviceChoice::Host => Ok(host()),
         DeviceChoice::Cuda => open_cuda().map(Some).map_err(|cause| StartError::NoCuda { cause }),
-        DeviceChoice::Auto => {
-            let text = format!("device arenas lie in host memory: {}", cuda_cause());
+        DeviceChoice::Auto => Ok(open_cuda().map(Some).unwrap_or_else(|cause| {
+            let text = format!("device arenas lie in host memory: {cause}");
             notes.push(Note { about: "device", text });
-            Ok(host())
-        }
+            host()
+        })),
     }
 }
 
@@ -352,24 +352,7 @@ fn open_cuda() -> Result<Arc<dyn Driver>, String> {
 
 #[cfg(not(feature = "cuda"))]
 fn open_cuda() -> Result<Arc<dyn Driver>, String> {
-    Err(cuda_cause())
-}
-
-/// Why `auto` takes no CUDA device.
-#[cfg(feature = "cuda")]
-fn cuda_cause() -> String {
-    let probe = crate::device::driver::cuda::probe();
-    if probe.is_usable() {
-        format!("{probe}; they lie there with LOWTIDE_DEVICE=cuda, `auto` does not choose that yet")
-    } else {
-        probe.to_string()
-    }
-}
-
-/// Why `auto` takes no CUDA device.
-#[cfg(not(feature = "cuda"))]
-fn cuda_cause() -> String {
-    "this build has no CUDA (feature `cuda` is off)".to_owned()
+    Err("this build has no CUDA (feature `cuda` is off)".to_owned())
 }
 
 /// Moves the heap's settings, and notes what was not taken over.

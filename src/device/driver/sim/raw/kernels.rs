@@ -44,9 +44,27 @@ pub const KERNELS: &[Kernel] = &[
         touches: |a| vec![(a[0], a[2]), (a[1], a[2])],
         run: copy_u8,
     },
+    // gather_sum(const float *table, u64 table_rows, const u32 *rows, u64 count, float *out)
+    Kernel {
+        name: "gather_sum",
+        sizes: &[8, 8, 8, 8, 8],
+        touches: |a| vec![(a[0], bytes(a[1], ROW)), (a[2], bytes(a[3], 4)), (a[4], ROW)],
+        run: gather_sum,
+    },
+    // project(const float *matrix, const float *vector, float *out)
+    Kernel {
+        name: "project",
+        sizes: &[8, 8, 8],
+        touches: |a| vec![(a[0], ROW * WIDTH as u64), (a[1], ROW), (a[2], ROW)],
+        run: project,
+    },
     // spin(u64 cycles): no time passes, and nothing is touched
     Kernel { name: "spin", sizes: &[8], touches: |_| Vec::new(), run: |_, _| Ok(()) },
 ];
+
+/// Numbers in a row of the two kernels of the proxy's model, and its bytes.
+const WIDTH: usize = 256;
+const ROW: u64 = (WIDTH * 4) as u64;
 
 /// How many elements are worked on at once.
 const STEP: u64 = 4 << 10;
@@ -87,6 +105,44 @@ fn add_f32(device: &mut DeviceBytes<'_>, a: &[u64]) -> Result<(), Unreachable> {
         device.write(a[2] + from * 4, &sums.collect::<Vec<_>>())?;
     }
     Ok(())
+}
+
+/// The numbers of a row.
+fn row(device: &mut DeviceBytes<'_>, at: u64) -> Result<Vec<f32>, Unreachable> {
+    let mut read = [0; WIDTH * 4];
+    device.read(at, &mut read)?;
+    let floats = |bytes: &[u8]| f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
+    Ok(read.chunks_exact(4).map(floats).collect())
+}
+
+fn put_row(device: &mut DeviceBytes<'_>, at: u64, row: &[f32]) -> Result<(), Unreachable> {
+    device.write(at, &row.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<_>>())
+}
+
+fn gather_sum(device: &mut DeviceBytes<'_>, a: &[u64]) -> Result<(), Unreachable> {
+    device.check(a[2], bytes(a[3], 4))?;
+    device.check(a[4], ROW)?;
+    let mut sums = vec![0.0; WIDTH];
+    for nth in 0..a[3] {
+        let mut number = [0; 4];
+        device.read(a[2] + nth * 4, &mut number)?;
+        let number = u64::from(u32::from_le_bytes(number));
+        if number < a[1] {
+            let row = row(device, a[0] + number * ROW)?;
+            sums.iter_mut().zip(row).for_each(|(sum, value)| *sum += value);
+        }
+    }
+    put_row(device, a[4], &sums)
+}
+
+fn project(device: &mut DeviceBytes<'_>, a: &[u64]) -> Result<(), Unreachable> {
+    let vector = row(device, a[1])?;
+    let mut out = Vec::new();
+    for nth in 0..WIDTH as u64 {
+        let weights = row(device, a[0] + nth * ROW)?;
+        out.push(weights.iter().zip(&vector).map(|(weight, value)| weight * value).sum::<f32>());
+    }
+    put_row(device, a[2], &out)
 }
 
 fn copy_u8(device: &mut DeviceBytes<'_>, a: &[u64]) -> Result<(), Unreachable> {
