@@ -39,7 +39,7 @@ pub(super) struct Calls {
 }
 
 impl Calls {
-    pub(super) const fn new(table: Table) -> Self {
+    pub(super) fn new(table: Table) -> Self {
         Self { table, made: AtomicU64::new(0) }
     }
 

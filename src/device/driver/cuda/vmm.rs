@@ -44,7 +44,7 @@ impl Range {
 }
 
 impl VirtualMemory {
-    pub(super) const fn new(mapping: Mapping, unit: ByteSize) -> Self {
+    pub(super) fn new(mapping: Mapping, unit: ByteSize) -> Self {
         Self { mapping, unit, stuck: AtomicU64::new(0) }
     }
 

@@ -22,11 +22,10 @@ pub use super::task::{DeviceBytes, HostBytes, HostKind, Job, Unreachable};
 
 pub use copies::Place;
 
-use std::sync::MutexGuard;
-
 use super::SimDriver;
 use super::model::Model;
 use crate::device::driver::DriverError;
+use crate::sync::MutexGuard;
 
 /// What a call answers: a result of cuda.h other than success is the error.
 pub type Answer<T = ()> = Result<T, u32>;
