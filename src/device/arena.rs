@@ -307,9 +307,10 @@ impl DeviceArena {
         }
     }
 
-    /// Closes the arena: gives all its memory back, and hands out nothing more. Not needed: the
-    /// last handle, buffer or lease of it does the same when it is dropped. Closing again does
-    /// nothing.
+    /// Closes the arena: gives all its memory back, and hands out nothing more. Where work is done
+    /// when its call returns it is not needed: the last handle, buffer or lease of it does the same
+    /// when it is dropped. A drop waits for no work of a device, and leaves behind memory that may
+    /// be worked on still; this waits. Closing again does nothing.
     ///
     /// Every handle of it is closed with this one. Its address space is given back when the last
     /// handle is dropped. While this looks, other threads may be refused as if it were closed.

@@ -81,19 +81,14 @@ impl CudaDriver {
         let device = choose(&calls, options.device)?;
         let driver_version = calls.driver_version()?;
         let number = calls.device(device.ordinal)?;
-        let unit = check_rung(&calls, options, &device, number)?;
-        let (of_virtual, retain) = (calls.table.virtual_memory, calls.table.retain);
-        let refused = |cause| no_rung(&device, Rung::CudaVirtualMemory, cause);
-        let of_virtual = of_virtual.map_err(|Missing(name)| refused(RungFailure::NoFunction(name)));
-        let mapping = Mapping::new(of_virtual?, retain.ok(), number);
-        let memory = VirtualMemory::new(mapping, unit);
+        let memory = virtual_memory(&calls, options, &device, number)?;
         let context = Context::retain(calls, number)?;
         let own = context.call(Calls::stream_create)?;
         let stores = Stores::default();
         let driver = Self { context, device: device.clone(), memory, stores, own, driver_version };
         match driver.round_trip() {
             Ok(()) => Ok(driver),
-            Err(cause) => Err(refused(cause)),
+            Err(cause) => Err(no_rung(&device, Rung::CudaVirtualMemory, cause)),
         }
     }
 
@@ -198,13 +193,13 @@ fn choose(calls: &Calls, choice: DeviceChoice) -> Result<CudaDevice, CudaError> 
     }
 }
 
-/// The size of handles, where the rung that is wanted is offered.
-fn check_rung(
+/// The first rung, where it is offered and no other is wanted.
+fn virtual_memory(
     calls: &Calls,
     options: CudaOptions,
     device: &CudaDevice,
     number: i32,
-) -> Result<ByteSize, CudaError> {
+) -> Result<VirtualMemory, CudaError> {
     if let Some(rung) = options.rung.filter(|&rung| rung != Rung::CudaVirtualMemory) {
         return Err(no_rung(device, rung, RungFailure::NoArena));
     }
@@ -215,11 +210,13 @@ fn check_rung(
     if offered == 0 {
         return Err(refused(RungFailure::NotOffered));
     }
-    let granularity = Mapping::new(of_virtual, None, number).granularity(calls);
-    let granularity = granularity.map_err(|error| refused(error.into()))?;
+    let mapping = Mapping::new(of_virtual, calls.table.retain.ok(), number);
+    let granularity = mapping.granularity(calls).map_err(|error| refused(error.into()))?;
     let requested = options.handle.unwrap_or(granularity);
-    let is_whole = requested >= granularity && requested.get().is_power_of_two();
-    is_whole.then_some(requested).ok_or(CudaError::HandleSize { requested, granularity })
+    if requested < granularity || !requested.get().is_power_of_two() {
+        return Err(CudaError::HandleSize { requested, granularity });
+    }
+    Ok(VirtualMemory::new(mapping, requested))
 }
 
 fn no_rung(device: &CudaDevice, rung: Rung, cause: RungFailure) -> CudaError {
