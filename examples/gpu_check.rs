@@ -19,17 +19,21 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
 
 use clap::Parser;
-use lowtide::device::driver::Driver;
-use lowtide::device::driver::cuda::probe;
+use lowtide::device::driver::cuda::{CudaError, CudaOptions, probe};
+use lowtide::device::driver::{Driver, Rung};
 
 #[path = "../tests/driver_contract/cases.rs"]
 mod cases;
 #[path = "gpu_check/cli.rs"]
 mod cli;
+#[path = "gpu_check/cuarena.rs"]
+mod cuarena;
 #[path = "../tests/driver_contract/cuda.rs"]
 mod cuda;
 #[path = "gpu_check/decay.rs"]
 mod decay;
+#[path = "gpu_check/governor.rs"]
+mod governor;
 #[path = "gpu_check/holes.rs"]
 mod holes;
 #[path = "gpu_check/pairs.rs"]
@@ -52,12 +56,14 @@ type Measure = fn(&Rig<'_>, &mut Report<'_>) -> Outcome;
 const MEASURES: &[(Part, &str, Measure)] = &[
     (Part::Pair, "pair", pairs::pair),
     (Part::Lanes, "lanes", pairs::lanes),
+    (Part::Cuarena, "cuarena", cuarena::cuarena),
     (Part::Decay, "decay", decay::decay),
     (Part::SleepKeep, "sleep-keep", sleep::keep),
     (Part::SleepDiscard, "sleep-discard", sleep::discard),
     (Part::Fragmentation, "fragmentation", holes::fragmentation),
     (Part::Remap, "remap", holes::remap),
     (Part::Compact, "compact", holes::compact),
+    (Part::Governor, "governor", governor::governor),
 ];
 
 fn main() -> ExitCode {
@@ -135,23 +141,40 @@ fn identified<'a>(args: &'a Args, report: &mut Report<'_>) -> Result<Rig<'a>, Fa
     report.fact("remap", rig.driver.capabilities().remap.to_string());
     report.figure("gpu.memory.total_bytes", total.as_f64(), "bytes");
     report.figure("gpu.memory.headroom_bytes", headroom.as_f64(), "bytes");
-    // What the context takes, and other processes have: nothing is allocated yet.
-    let floor = total.saturating_sub(headroom).as_f64();
-    report.figure("gpu.memory.context_floor_bytes", floor, "bytes");
+    let taken = total.saturating_sub(headroom);
+    // What the context takes, and what others had when it was made; then what came since.
+    let floor = rig.driver.context_floor().unwrap_or(taken);
+    report.figure("gpu.memory.context_floor_bytes", floor.as_f64(), "bytes");
+    report.figure("gpu.memory.foreign_bytes", taken.saturating_sub(floor).as_f64(), "bytes");
     Ok(rig)
 }
 
-/// Runs the contract, case by case.
+/// Runs the contract, case by case, on each rung that the device offers.
 fn contract(args: &Args, report: &mut Report<'_>) -> Outcome {
-    let device = cuda::Cuda::open(rig::options(args))?;
-    for &(name, case) in CASES {
-        let outcome = catch_unwind(AssertUnwindSafe(|| case(&device)));
-        let fault = match outcome {
-            Ok(Ok(())) => None,
-            Ok(Err(fault)) => Some(fault.to_string()),
-            Err(panic) => Some(panicked(&*panic)),
+    for rung in [Rung::CudaVirtualMemory, Rung::CudaPool, Rung::CudaPlain] {
+        let options = CudaOptions { rung: Some(rung), ..rig::options(args) };
+        let device = match cuda::Cuda::open(options) {
+            Ok(device) => device,
+            Err(fault) if is_refused(&fault) => {
+                report.line(&format!("contract not run: {fault}"));
+                continue;
+            }
+            Err(fault) => return Err(fault),
         };
-        report.case(name, fault);
+        for &(name, case) in CASES {
+            let outcome = catch_unwind(AssertUnwindSafe(|| case(&device)));
+            let fault = match outcome {
+                Ok(Ok(())) => None,
+                Ok(Err(fault)) => Some(fault.to_string()),
+                Err(panic) => Some(panicked(&*panic)),
+            };
+            report.case(format!("{rung}: {name}"), fault);
+        }
     }
     Ok(())
+}
+
+/// Whether a device does not offer a rung.
+fn is_refused(fault: &Fault) -> bool {
+    matches!(fault.downcast_ref(), Some(CudaError::NoSuchRung { .. }))
 }

@@ -1,11 +1,16 @@
 //! A `Memory` whose device arenas lie in CUDA memory, over the fake of the driver's library.
 #![cfg(all(target_os = "linux", feature = "cuda"))]
 
+mod support;
+
+use std::sync::Arc;
 use std::time::Duration;
 
 use cudarc::driver::CudaContext;
-use lowtide::config::DeviceChoice;
+use lowtide::config::{DeviceChoice, DeviceRung};
+use lowtide::decay::DecayTime;
 use lowtide::device::driver::Rung;
+use lowtide::device::driver::cuda::{CudaDriver, CudaOptions, GovernorOptions, PoolGovernor};
 use lowtide::device::{Region, SleepOptions};
 use lowtide::memory::StartError;
 use lowtide::{ByteSize, Memory};
@@ -45,11 +50,14 @@ fn arenas_lie_on_the_device_where_cuda_is_asked_for() {
 fn a_device_that_cannot_be_had_is_an_error_that_names_the_cause() {
     let flags = Options::NO_VIRTUAL_MEMORY;
     let fake = Fake::start(Options { devices: 1, flags, ..Options::default() });
+    // No rung works: the first is not offered, and the calls of the others are refused.
+    fake.fail(c"cuMemAllocFromPoolAsync", 1, 2);
+    fake.fail(c"cuMemAlloc_v2", 1, 2);
     let failed = Memory::builder().device(DeviceChoice::Cuda).start();
-    let Err(StartError::NoCuda { cause }) = failed else { panic!("{failed:?}") };
-    let expected =
-        "cuda_virtual_memory cannot be had on CUDA device 0: the device does not offer it";
-    assert_eq!(cause, expected);
+    let Err(StartError::NoCuda { cause, .. }) = failed else { panic!("{failed:?}") };
+    let expected = "no memory can be had of CUDA device 0: cuda_virtual_memory: the device does \
+                    not offer it; cuda_pool: ";
+    assert!(cause.starts_with(expected) && cause.contains("; cuda_plain: "), "{cause}");
     fake.assert_clean();
 }
 
@@ -66,10 +74,74 @@ fn auto_takes_a_device_that_works_and_else_the_host() {
     };
     assert_eq!(rung(), Rung::CudaVirtualMemory);
     fake.assert_clean();
-    // It claims virtual memory and refuses it, as shares of devices do.
-    let flags = Options::NO_VIRTUAL_MEMORY | Options::CLAIMS_VIRTUAL_MEMORY;
+    // It claims virtual memory and refuses it, as shares of devices do, and the rest as well.
+    let flags = Options::NO_VIRTUAL_MEMORY | Options::CLAIMS_VIRTUAL_MEMORY | Options::NO_POOLS;
     fake.reset(Options { devices: 1, flags, ..Options::default() });
+    fake.fail(c"cuMemAlloc_v2", 1, 801);
     assert_eq!(rung(), Rung::Host);
+    fake.assert_clean();
+}
+
+#[test]
+fn a_device_is_chosen_by_number_or_uuid_and_a_rung_by_its_name() {
+    let fake = Fake::start(Options { devices: 2, ..Options::default() });
+    let second = CudaDriver::devices().expect("two")[1].uuid;
+    let ways = [
+        (DeviceChoice::CudaOrdinal(1), DeviceRung::Pool, Rung::CudaPool),
+        (DeviceChoice::CudaUuid(second), DeviceRung::Plain, Rung::CudaPlain),
+        (DeviceChoice::CudaUuid(second), DeviceRung::Managed, Rung::CudaPlain),
+        (DeviceChoice::CudaOrdinal(1), DeviceRung::VirtualMemory, Rung::CudaVirtualMemory),
+    ];
+    for (device, rung, found) in ways {
+        let memory = Memory::builder().device(device).device_rung(rung).start().expect("starts");
+        let opened = memory.open_arena("one").map(|arena| (arena.rung(), arena.cuda_ordinal()));
+        assert_eq!(opened, Ok((found, Some(1))), "{device} {rung}");
+        assert_eq!((fake.retains(0), fake.retains(1)), (0, 1));
+        assert!(memory.shutdown(SOON).is_clean());
+        drop(memory);
+        fake.assert_clean();
+    }
+    let failed = Memory::builder().device(DeviceChoice::CudaOrdinal(2)).start();
+    let Err(error @ StartError::NoCuda { .. }) = failed else { panic!("{failed:?}") };
+    let expected =
+        "LOWTIDE_DEVICE=cuda:2: there is no CUDA device 2: this process sees 2, from 0 on";
+    assert_eq!(error.to_string(), expected);
+    // What is asked for and not offered is an error, or the host's turn.
+    fake.reset(Options { flags: Options::NO_POOLS, ..Options::default() });
+    let pool = || Memory::builder().device_rung(DeviceRung::Pool);
+    let failed = pool().device(DeviceChoice::Cuda).start();
+    let Err(StartError::NoCuda { cause, .. }) = failed else { panic!("{failed:?}") };
+    assert_eq!(cause, "cuda_pool cannot be had on CUDA device 0: the device does not offer it");
+    for (device, expected) in [
+        (DeviceChoice::Auto, "device arenas lie in host memory: cuda_pool cannot be had"),
+        (DeviceChoice::Host, "LOWTIDE_DEVICE_RUNG=pool (code) is of no use"),
+    ] {
+        let memory = pool().device(device).start().expect("starts");
+        let notes = memory.snapshot().notes;
+        assert!(notes.iter().any(|note| note.text.starts_with(expected)), "{notes:?}");
+        let arena = memory.open_arena("one").expect("an arena");
+        assert_eq!((arena.rung(), arena.cuda_ordinal()), (Rung::Host, None));
+        drop(arena);
+        assert!(memory.shutdown(SOON).is_clean());
+    }
+    fake.assert_clean();
+}
+
+/// With options that no setting names; what the settings say of the device is not looked at.
+#[test]
+fn a_driver_that_was_opened_by_hand_is_taken() {
+    let fake = Fake::start(Options { devices: 1, ..Options::default() });
+    let handle = Some(ByteSize::mib(16));
+    let driver = CudaDriver::open(CudaOptions { handle, ..CudaOptions::default() }).expect("opens");
+    let builder = Memory::builder().device(DeviceChoice::None).device_rung(DeviceRung::Pool);
+    let memory = builder.driver(Arc::new(driver)).start().expect("starts");
+    let arena = memory.open_arena("large handles").expect("an arena");
+    let granularity = arena.capabilities().granularity;
+    assert_eq!((arena.rung(), Some(granularity)), (Rung::CudaVirtualMemory, handle));
+    assert!(memory.notes().iter().all(|note| note.about != "device"), "{:?}", memory.notes());
+    drop(arena);
+    assert!(memory.shutdown(SOON).is_clean());
+    drop(memory);
     fake.assert_clean();
 }
 
@@ -84,5 +156,35 @@ fn the_host_is_taken_where_it_is_asked_for() {
     assert_eq!(block.bytes(), ByteSize::mib(1));
     drop((block, arena));
     assert!(memory.shutdown(SOON).is_clean());
+    fake.assert_clean();
+}
+
+/// What cudarc allocates, unmodified, and frees goes back, and a governor that ends is forgotten.
+#[test]
+fn a_memory_gives_back_what_a_governed_pool_keeps() {
+    let fake = Fake::start(Options { devices: 1, ..Options::default() });
+    let options = GovernorOptions { decay: DecayTime::AtOnce, ..GovernorOptions::default() };
+    let governor = Arc::new(PoolGovernor::open(options).expect("a governor"));
+    let memory = Memory::builder()
+        .device(DeviceChoice::None)
+        .metrics_interval(Duration::from_millis(10))
+        .start()
+        .expect("starts");
+    for _ in 0..2 {
+        memory.govern(&governor).expect("known");
+    }
+    let context = CudaContext::new(0).expect("the same context");
+    let stream = context.new_stream().expect("a stream");
+    drop(stream.clone_htod(&[1_u8; 1 << 16]).expect("memory"));
+    let reserved = || governor.report(ByteSize::ZERO).expect("answered").reserved;
+    support::until("what was freed is back", || reserved().is_zero());
+    fake.fail(c"cuMemPoolGetAttribute", 1, 999);
+    let said = || memory.snapshot().notes.iter().any(|note| note.text.contains("governor of CUDA"));
+    support::until("a failure is a note", said);
+    drop((stream, context));
+    drop(governor); // the worker may be at it: the last handle ends it
+    support::until("the governor has ended", || fake.numbers(0).pools == 0);
+    assert!(memory.shutdown(SOON).is_clean());
+    support::until("its context is gone", || fake.retains(0) == 0);
     fake.assert_clean();
 }

@@ -55,6 +55,8 @@ fn the_defaults_in_the_rows_are_those_of_the_profiles() {
         for (name, default) in [
             ("LOWTIDE_CEILING", format!("{:.2}", config.ceiling.value)),
             ("LOWTIDE_DEVICE", config.device.value.to_string()),
+            ("LOWTIDE_DEVICE_WATERMARK", format!("{:.2}", config.device_watermark.value)),
+            ("LOWTIDE_DEVICE_RUNG", config.device_rung.value.to_string()),
             ("LOWTIDE_DEVICE_DECAY", decay(config.device_decay.value)),
             ("LOWTIDE_DEVICE_SLEEP_AFTER", or_never(config.device_sleep_after.value)),
             ("LOWTIDE_DEVICE_SLEEP_RESIDENCY", short(config.device_sleep_residency.value)),

@@ -31,14 +31,18 @@ const SMALL: Options = Options {
     driver_version: 12_080,
 };
 
-/// Sizes that the fake, which moves byte by byte, has done in seconds.
+/// Sizes that the fake, which moves byte by byte, has done in seconds. Of the burst four blocks of
+/// a pair's size may stay, in the lane's front.
 const TINY: &[&str] = &[
     "gpu_check",
+    "--handle=64KiB",
     "--repetitions=2",
     "--pair-size=64KiB",
     "--pairs=20",
     "--batches=4",
-    "--decay-size=4MiB",
+    "--cuarena-rounds=6",
+    "--cuarena-part=1024",
+    "--decay-size=16MiB",
     "--decay-time=100ms",
     "--sleep-size=1MiB",
     "--block=256KiB",
@@ -50,6 +54,9 @@ const TINY: &[&str] = &[
     "--compact-size=1MiB",
     "--compact-block=128KiB",
 ];
+
+/// Cases of the contract, each of which runs on three rungs.
+const CASES: usize = 20;
 
 fn args(more: &[&str]) -> Args {
     Args::try_parse_from(TINY.iter().chain(more)).expect("a command line")
@@ -70,7 +77,7 @@ fn all_parts_run_and_what_is_counted_is_right() {
     let fake = Fake::start(SMALL);
     let (code, text, figures) = run(&[]);
     assert_eq!(code, 0, "{text}");
-    assert_eq!(text.matches("case held: ").count(), 18);
+    assert_eq!(text.matches("case held: ").count(), 3 * CASES);
     counted(&figures);
     assert!(figures["gpu.decay.returned_ratio"] >= 0.95);
     let unmeasured = |name: &&str| !figures.contains_key(*name);
@@ -85,7 +92,8 @@ fn all_parts_run_and_what_is_counted_is_right() {
 #[test]
 fn work_that_is_done_as_late_as_may_be_changes_no_count() {
     let fake = Fake::start(Options { order: 0, ..SMALL });
-    let parts = "--only=contract,pair,lanes,sleep-keep,sleep-discard,fragmentation,remap,compact";
+    let parts = "--only=contract,pair,lanes,cuarena,sleep-keep,sleep-discard,fragmentation,remap,\
+                 compact,governor";
     let (code, text, figures) = run(&[parts]);
     assert_eq!(code, 0, "{text}");
     counted(&figures);
@@ -101,6 +109,8 @@ fn counted(figures: &BTreeMap<String, f64>) {
         ("gpu.sleep_keep.bytes_changed", 0.0),
         ("gpu.fragmentation.failures", 0.0),
         ("gpu.compact.bytes_changed", 0.0),
+        ("gpu.governor.idle_held_bytes", 0.0),
+        ("gpu.governor.busy_held_bytes", 64.0 * 1024.0),
         ("gpu.memory.context_floor_bytes", 16.0 * 1024.0 * 1024.0),
     ] {
         assert_eq!(figures.get(name), Some(&value), "{name}");
@@ -122,7 +132,7 @@ fn parts_are_chosen_and_everything_is_in_the_file() {
     let found: serde_json::Value = serde_json::from_str(&found).expect("JSON");
     assert_eq!(found["device"]["device"], "lowtide simulated device 0");
     assert_eq!(found["figures"]["gpu.pair.driver_calls"]["value"], 0.0);
-    assert_eq!(found["cases"].as_array().map(Vec::len), Some(18));
+    assert_eq!(found["cases"].as_array().map(Vec::len), Some(3 * CASES));
     assert_eq!(found["goals"].as_array().map(Vec::len), Some(GOALS.len()));
     assert_eq!(found["goals"][1]["holds"], true);
     fake.assert_clean();
@@ -146,7 +156,17 @@ fn a_case_that_does_not_hold_is_named() {
     let (code, text, _) = run(&["--only=contract"]);
     assert_eq!(code, 1, "{text}");
     assert_eq!(text.matches("case FAILED: ").count(), 1, "{text}");
-    assert!(text.contains("cases that did not hold: 1 of 18"), "{text}");
+    assert!(text.contains(&format!("cases that did not hold: 1 of {}", 3 * CASES)), "{text}");
+}
+
+#[test]
+fn rungs_that_a_device_does_not_offer_are_said_and_passed_over() {
+    let fake = Fake::start(Options { flags: Options::NO_POOLS, ..SMALL });
+    let (code, text, _) = run(&["--only=contract"]);
+    assert_eq!(code, 0, "{text}");
+    assert_eq!(text.matches("case held: ").count(), 2 * CASES);
+    assert!(text.contains("contract not run: cuda_pool cannot be had on CUDA device 0"), "{text}");
+    fake.assert_clean();
 }
 
 #[test]

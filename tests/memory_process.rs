@@ -204,7 +204,9 @@ fn describe(memory: &Memory) -> String {
         memory_limit,
         ceiling,
         device,
+        device_rung,
         device_limit,
+        device_watermark,
         device_decay,
         device_sleep_after,
         device_sleep_residency,
@@ -232,8 +234,10 @@ fn describe(memory: &Memory) -> String {
         format!("held={} ({})", held.bytes.exact(), held.source.name()),
         format!("ceiling={} ({})", ceiling.value, ceiling.source),
         format!("device={} ({})", device.value, device.source),
+        format!("device_rung={} ({})", device_rung.value, device_rung.source),
         format!("device_limit={} ({})", device_limit.value.exact(), device_limit.source),
         format!("arena={arena}"),
+        format!("watermark={} ({})", device_watermark.value, device_watermark.source),
         format!("device_decay={:?} ({})", device_decay.value, device_decay.source),
         format!("sleep_after={:?} ({})", device_sleep_after.value, device_sleep_after.source),
         format!("residency={:?} ({})", device_sleep_residency.value, device_sleep_residency.source),
@@ -279,7 +283,9 @@ fn each_variable_reaches_what_it_sets() {
         ("LOWTIDE_MEMORY_LIMIT", "48m"),
         ("LOWTIDE_CEILING", "0.25"),
         ("LOWTIDE_DEVICE", "host"),
+        ("LOWTIDE_DEVICE_RUNG", "plain"),
         ("LOWTIDE_DEVICE_LIMIT", "6m"),
+        ("LOWTIDE_DEVICE_WATERMARK", "20%"),
         ("LOWTIDE_DEVICE_DECAY", "1500ms"),
         ("LOWTIDE_DEVICE_SLEEP_AFTER", "10m"),
         ("LOWTIDE_DEVICE_SLEEP_RESIDENCY", "20s"),
@@ -297,8 +303,10 @@ fn each_variable_reaches_what_it_sets() {
         "held=48MiB (override)",
         "ceiling=0.25 (environment)",
         "device=host (environment)",
+        "device_rung=plain (environment)",
         "device_limit=6MiB (environment)",
         "arena=6MiB",
+        "watermark=0.2 (environment)",
         "device_decay=Within(1.5s) (environment)",
         "sleep_after=Some(600s) (environment)",
         "residency=20s (environment)",
@@ -316,7 +324,7 @@ fn each_variable_reaches_what_it_sets() {
     }
     let (bare, _) = with_variables(&[("LOWTIDE_BACKGROUND_THREADS", "0")]);
     assert!(bare.contains(" threads, on: false; background_threads=0 (environment)"), "{bare}");
-    assert_eq!(env::VARIABLES.len(), 15, "a variable was added that this test does not name");
+    assert_eq!(env::VARIABLES.len(), 17, "a variable was added that this test does not name");
 }
 
 #[test]
@@ -359,7 +367,8 @@ fn a_bad_value_is_an_error_with_variable_value_and_what_was_expected() {
     let (bare, _) = with_variables(&[("LOWTIDE_CEILING", "180%"), ("LOWTIDE_DEVICE", "gpu")]);
     let expected = "refused: LOWTIDE_CEILING=\"180%\": expected a number in (0, 1], or a \
                     percentage up to 100%; \
-                    LOWTIDE_DEVICE=\"gpu\": expected auto, cuda, host or none";
+                    LOWTIDE_DEVICE=\"gpu\": expected auto, cuda, cuda:1 (a number), cuda:GPU-... \
+                    or cuda:MIG-... (a UUID), host or none";
     assert_eq!(bare, expected);
 }
 
@@ -385,6 +394,8 @@ fn a_device_that_cannot_be_had_is_an_error_and_none_refuses_arenas() {
     let (bare, with_code) = with_variables(&[("LOWTIDE_DEVICE", "cuda")]);
     assert!(bare.starts_with("refused: LOWTIDE_DEVICE=cuda: "), "{bare}");
     assert!(with_code.starts_with("refused: "), "it wins over the host in code: {with_code}");
+    let (bare, _) = with_variables(&[("LOWTIDE_DEVICE", "cuda:7")]);
+    assert!(bare.starts_with("refused: LOWTIDE_DEVICE=cuda:7: "), "{bare}");
     let (bare, _) = with_variables(&[("LOWTIDE_DEVICE", "none")]);
     assert!(bare.contains("arena \"one\" cannot be opened: LOWTIDE_DEVICE is none"), "{bare}");
 }

@@ -14,7 +14,7 @@ use std::time::Instant;
 
 use lowtide::device::driver::Driver as _;
 use lowtide::device::driver::sim::{DriverCosts, Pattern, SimDriver, SimOptions};
-use lowtide::device::{ArenaConfig, DeviceArena, Region};
+use lowtide::device::{ArenaConfig, DeviceArena, Lane, Region};
 use lowtide::{BoxError, ByteSize};
 
 use crate::table::Figures;
@@ -23,6 +23,8 @@ use crate::table::Figures;
 const REQUESTS: u64 = 1_000;
 /// Allocations on one lane.
 const STEADY: usize = 10_000;
+/// Of pairs of calls.
+const BATCHES: usize = 101;
 /// Calls of the simulation.
 const EVENTS: u64 = 1_000_000;
 
@@ -96,6 +98,22 @@ fn steady(figures: &mut Figures) -> Result<(), BoxError> {
     let calls = (sim.calls_total() - before) as f64 / STEADY as f64;
     figures.add("streams.steady.driver_calls_per_allocation", calls, "calls");
     figures.add("streams.steady.mean_ns", nanos, "ns");
+    drop(held);
+    pair(figures, &lane)
+}
+
+/// An allocation and its free, of a size that is hot.
+fn pair(figures: &mut Figures, lane: &Lane) -> Result<(), BoxError> {
+    let batch = || -> Result<f64, BoxError> {
+        let start = Instant::now();
+        for _ in 0..STEADY {
+            drop(lane.alloc::<u8>(1 << 20, Region::Dynamic)?);
+        }
+        Ok(start.elapsed().as_nanos() as f64 / STEADY as f64)
+    };
+    let mut batches = (0..BATCHES).map(|_| batch()).collect::<Result<Vec<_>, _>>()?;
+    batches.sort_by(f64::total_cmp);
+    figures.add("streams.pair.median_ns", batches[BATCHES / 2], "ns");
     Ok(())
 }
 

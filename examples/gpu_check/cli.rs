@@ -14,12 +14,14 @@ use lowtide::ByteSize;
 /// A part of the check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Part {
-    /// The contract that an arena keeps over every driver, case by case.
+    /// The contract that an arena keeps over every driver, case by case, on each rung.
     Contract,
     /// An allocation and its free, alone and beside cudarc's.
     Pair,
     /// The same from many threads.
     Lanes,
+    /// The loops of cuArena's own benchmark.
+    Cuarena,
     /// A burst, and the memory's way back.
     Decay,
     /// Sleep and wake with contents kept.
@@ -32,6 +34,8 @@ pub(crate) enum Part {
     Remap,
     /// Live blocks moved together, against a copy.
     Compact,
+    /// cudarc's own allocations from a governed pool.
+    Governor,
 }
 
 /// Checks on this machine's GPU what lowtide promises, and measures what it costs.
@@ -44,6 +48,10 @@ pub(crate) struct Args {
     /// The device's ordinal, as the driver counts.
     #[arg(long, default_value_t = 0)]
     pub(crate) device: u32,
+    /// How large the pieces are in which memory is taken; the device's granularity unless told
+    /// otherwise.
+    #[arg(long)]
+    pub(crate) handle: Option<ByteSize>,
     /// Writes everything to this file as well, as JSON.
     #[arg(long)]
     pub(crate) json: Option<PathBuf>,
@@ -65,6 +73,12 @@ pub(crate) struct Args {
     /// Threads, each with a lane and a stream of its own.
     #[arg(long, default_value_t = 16, value_parser = at_least_one)]
     pub(crate) threads: usize,
+    /// Rounds of each loop of cuArena's.
+    #[arg(long, default_value_t = 5_000, value_parser = at_least_one)]
+    pub(crate) cuarena_rounds: usize,
+    /// By what their sizes are divided, where all of them are too much.
+    #[arg(long, default_value_t = 1, value_parser = at_least_one)]
+    pub(crate) cuarena_part: usize,
     /// The burst whose memory is to come back.
     #[arg(long, default_value = "60GiB")]
     pub(crate) decay_size: ByteSize,

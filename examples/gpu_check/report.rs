@@ -41,6 +41,18 @@ pub(crate) const GOALS: &[(&str, Wanted)] = &[
     ("gpu.pair.driver_calls", AtMost(0.0)),
     ("gpu.pair.speedup_over_async", AtLeast(4.0)),
     ("gpu.lanes16.throughput_ratio", AtLeast(8.0)),
+    ("gpu.cuarena.b1.median_us", AtMost(0.06)),
+    ("gpu.cuarena.b1.p999_over_median", AtMost(10.0)),
+    ("gpu.cuarena.b2.median_us", AtMost(47.7)),
+    ("gpu.cuarena.b2.p999_over_median", AtMost(10.0)),
+    ("gpu.cuarena.b3.median_us", AtMost(0.06)),
+    ("gpu.cuarena.b3.p999_over_median", AtMost(10.0)),
+    ("gpu.cuarena.b4.median_us", AtMost(0.65)),
+    ("gpu.cuarena.b4.p999_over_median", AtMost(10.0)),
+    ("gpu.cuarena.b5.median_us", AtMost(0.05)),
+    ("gpu.cuarena.b5.p999_over_median", AtMost(10.0)),
+    ("gpu.cuarena.b6.median_us", AtMost(0.09)),
+    ("gpu.cuarena.b6.p999_over_median", AtMost(10.0)),
     ("gpu.decay.returned_ratio", AtLeast(0.95)),
     ("gpu.decay.p99_ratio", AtMost(2.0)),
     ("gpu.sleep_keep.freed_ratio", AtLeast(0.99)),
@@ -51,6 +63,8 @@ pub(crate) const GOALS: &[(&str, Wanted)] = &[
     ("gpu.fragmentation.failures", AtMost(0.0)),
     ("gpu.fragmentation.remap_speedup", AtLeast(5.0)),
     ("gpu.compact.copy_rate_ratio", AtLeast(0.85)),
+    ("gpu.governor.p50_speedup", AtLeast(10.0)),
+    ("gpu.governor.idle_held_bytes", AtMost(0.0)),
 ];
 
 /// Everything that was found, written down as it is found.
@@ -60,7 +74,7 @@ pub(crate) struct Report<'a> {
     broken: Option<io::Error>,
     pub(crate) figures: BTreeMap<String, (f64, &'static str)>,
     /// The cases of the contract: what was wrong, where it did not hold.
-    pub(crate) cases: Vec<(&'static str, Option<String>)>,
+    pub(crate) cases: Vec<(String, Option<String>)>,
     /// Parts that could not run, and why.
     pub(crate) failed: Vec<(&'static str, String)>,
     facts: BTreeMap<&'static str, String>,
@@ -103,7 +117,7 @@ impl<'a> Report<'a> {
     }
 
     /// Notes whether a case held.
-    pub(crate) fn case(&mut self, name: &'static str, fault: Option<String>) {
+    pub(crate) fn case(&mut self, name: String, fault: Option<String>) {
         match &fault {
             None => self.line(&format!("case held: {name}")),
             Some(fault) => self.line(&format!("case FAILED: {name}: {fault}")),

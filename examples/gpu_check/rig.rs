@@ -97,7 +97,8 @@ impl<'a> Rig<'a> {
 }
 
 pub(crate) fn options(args: &Args) -> CudaOptions {
-    CudaOptions { device: DeviceChoice::Ordinal(args.device), ..CudaOptions::default() }
+    let (device, handle) = (DeviceChoice::Ordinal(args.device), args.handle);
+    CudaOptions { device, handle, ..CudaOptions::default() }
 }
 
 /// So many bytes rounded down to whole blocks, at least two of them.
@@ -224,9 +225,14 @@ pub(crate) fn median(values: &[f64]) -> f64 {
 
 /// So many hundredths of the values are no larger than this; not a number where there are none.
 pub(crate) fn quantile(values: &[f64], hundredths: usize) -> f64 {
+    per_mille(values, 10 * hundredths)
+}
+
+/// The same of thousandths.
+pub(crate) fn per_mille(values: &[f64], thousandths: usize) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
-    let at = (sorted.len() * hundredths / 100).min(sorted.len().saturating_sub(1));
+    let at = (sorted.len() * thousandths / 1_000).min(sorted.len().saturating_sub(1));
     sorted.get(at).copied().unwrap_or(f64::NAN)
 }
 

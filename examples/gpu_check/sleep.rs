@@ -59,6 +59,9 @@ pub(crate) fn keep(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
     report.figure("gpu.sleep_keep.sleep_bytes_per_s", median(&seen.down), "bytes/s");
     report.figure("gpu.sleep_keep.wake_bytes_per_s", median(&seen.up), "bytes/s");
     report.figure("gpu.sleep_keep.copy_rate_ratio", median(&seen.both) / plain, "of a plain copy");
+    if let Some(&first) = seen.both.first() {
+        report.figure("gpu.sleep_keep.first_bytes_per_s", first, "bytes/s");
+    }
     report.figure("gpu.sleep_keep.cycles", float(seen.cycles), "cycles");
     outcome?;
     for it in held.iter().enumerate() {

@@ -57,9 +57,9 @@ pub(crate) struct Cuda {
 }
 
 impl Cuda {
-    /// Loads the kernels on the first device that this process sees, which is the arena's.
+    /// Loads the kernels on the arena's device.
     pub(crate) fn open(arena: &DeviceArena) -> Result<Self, ModelError> {
-        let context = CudaContext::new(0)?;
+        let context = CudaContext::new(arena.cuda_ordinal().unwrap_or(0))?;
         let stream = context.new_stream()?;
         let module = context.load_module(Ptx::from_src(KERNELS))?;
         let gather_sum = module.load_function("gather_sum")?;

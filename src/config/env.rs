@@ -9,7 +9,7 @@
 use std::ffi::OsString;
 use std::time::Duration;
 
-use super::settings::{ConfigError, DeviceChoice, Fault, Settings};
+use super::settings::{ConfigError, DeviceChoice, DeviceRung, Fault, Settings};
 use crate::bytes::ByteSize;
 use crate::decay::DecayTime;
 use crate::device::Contents;
@@ -37,9 +37,14 @@ pub struct Variable {
 ///   it) or 1.5GiB; unset: the cgroup's or the machine's
 /// * `LOWTIDE_CEILING`: part of the limit up to which requests are admitted: 0.8 or 80%; above
 ///   0, at most 1
-/// * `LOWTIDE_DEVICE`: auto, cuda, host or none: where device arenas live
+/// * `LOWTIDE_DEVICE`: auto, cuda, cuda:1 (a number), cuda:GPU-... or cuda:MIG-... (a UUID), host
+///   or none: where device arenas live
+/// * `LOWTIDE_DEVICE_RUNG`: auto, virtual-memory, pool, plain or managed: in which way CUDA memory
+///   is had
 /// * `LOWTIDE_DEVICE_LIMIT`: device memory that an arena must not pass, e.g. 8g; unset: no
 ///   limit of its own
+/// * `LOWTIDE_DEVICE_WATERMARK`: part of the device's memory that is to stay free for its other
+///   users: 0.05, 5%, or 0 for none
 /// * `LOWTIDE_DEVICE_DECAY`: how long idle device memory may stay: a time such as 5s, 0 or
 ///   never
 /// * `LOWTIDE_DEVICE_SLEEP_AFTER`: after how long without a lease a device arena falls asleep: a
@@ -76,13 +81,25 @@ pub const VARIABLES: &[Variable] = &[
     },
     Variable {
         name: "LOWTIDE_DEVICE",
-        help: "auto, cuda, host or none: where device arenas live",
+        help: "auto, cuda, cuda:1 (a number), cuda:GPU-... or cuda:MIG-... (a UUID), host or none: \
+               where device arenas live",
         put: |settings, text| put(&mut settings.device, text.parse::<DeviceChoice>()),
+    },
+    Variable {
+        name: "LOWTIDE_DEVICE_RUNG",
+        help: "auto, virtual-memory, pool, plain or managed: in which way CUDA memory is had",
+        put: |settings, text| put(&mut settings.device_rung, text.parse::<DeviceRung>()),
     },
     Variable {
         name: "LOWTIDE_DEVICE_LIMIT",
         help: "device memory that an arena must not pass, e.g. 8g; unset: no limit of its own",
         put: |settings, text| put(&mut settings.device_limit, positive(text)),
+    },
+    Variable {
+        name: "LOWTIDE_DEVICE_WATERMARK",
+        help: "part of the device's memory that is to stay free for its other users: 0.05, 5%, or \
+               0 for none",
+        put: |settings, text| put(&mut settings.device_watermark, share(text)),
     },
     Variable {
         name: "LOWTIDE_DEVICE_DECAY",
@@ -219,12 +236,21 @@ fn positive(text: &str) -> Result<ByteSize, String> {
 }
 
 fn ratio(text: &str) -> Result<f64, &'static str> {
-    let ratio = match text.strip_suffix('%') {
-        Some(percent) => percent.trim_end().parse::<f64>().map(|percent| percent / 100.0),
-        None => text.parse(),
-    };
-    let valid = ratio.ok().filter(|ratio| *ratio > 0.0 && *ratio <= 1.0);
+    let valid = part(text).filter(|ratio| *ratio > 0.0 && *ratio <= 1.0);
     valid.ok_or("a number in (0, 1], or a percentage up to 100%")
+}
+
+fn share(text: &str) -> Result<f64, &'static str> {
+    let valid = part(text).filter(|share| (0.0..1.0).contains(share));
+    valid.ok_or("a number in [0, 1), or a percentage below 100%")
+}
+
+/// A number, or a percentage.
+fn part(text: &str) -> Option<f64> {
+    match text.strip_suffix('%') {
+        Some(percent) => percent.trim_end().parse::<f64>().ok().map(|percent| percent / 100.0),
+        None => text.parse().ok(),
+    }
 }
 
 fn whole(text: &str) -> Result<u32, &'static str> {
@@ -285,10 +311,12 @@ mod tests {
             ("LOWTIDE_MEMORY_LIMIT", "512m"),
             ("LOWTIDE_CEILING", "0.75"),
             ("LOWTIDE_DEVICE", "host"),
+            ("LOWTIDE_DEVICE_RUNG", "pool"),
             ("LOWTIDE_DEVICE_LIMIT", "1GiB"),
             ("LOWTIDE_DEVICE_DECAY", "never"),
             ("LOWTIDE_DEVICE_SLEEP_AFTER", "10m"),
             ("LOWTIDE_DEVICE_SLEEP_RESIDENCY", "1m"),
+            ("LOWTIDE_DEVICE_WATERMARK", "10%"),
             ("LOWTIDE_DEVICE_SLEEP_STABLE", "stay"),
             ("LOWTIDE_DEVICE_SLEEP_DYNAMIC", "discard"),
             ("LOWTIDE_HEAP_DECAY", "500ms"),
@@ -303,7 +331,9 @@ mod tests {
             memory_limit: Some(ByteSize::mib(512)),
             ceiling: Some(0.75),
             device: Some(DeviceChoice::Host),
+            device_rung: Some(DeviceRung::Pool),
             device_limit: Some(ByteSize::gib(1)),
+            device_watermark: Some(0.1),
             device_decay: Some(DecayTime::Never),
             device_sleep_after: Some(Some(Duration::from_secs(600))),
             device_sleep_residency: Some(Duration::from_secs(60)),
@@ -316,7 +346,7 @@ mod tests {
             metrics_interval: Some(Duration::from_secs(2)),
         };
         assert_eq!(found, Ok(expected));
-        assert_eq!(VARIABLES.len(), 15, "a variable was added that this test does not name");
+        assert_eq!(VARIABLES.len(), 17, "a variable was added that this test does not name");
     }
 
     #[test]
@@ -327,6 +357,13 @@ mod tests {
         }
         for text in ["0%", "101%", "80", "%", "-5%", "NaN%", "80%%"] {
             assert!(given(&[("LOWTIDE_CEILING", text)]).is_err(), "{text}");
+        }
+        for (text, share) in [("0", Some(0.0)), ("5%", Some(0.05)), ("0.5", Some(0.5))] {
+            let found = given(&[("LOWTIDE_DEVICE_WATERMARK", text)]);
+            assert_eq!(found.map(|settings| settings.device_watermark), Ok(share), "{text}");
+        }
+        for text in ["1", "100%", "-1%", "4g", ""] {
+            assert!(given(&[("LOWTIDE_DEVICE_WATERMARK", text)]).is_err(), "{text}");
         }
         let never = given(&[("LOWTIDE_IDLE_UNLOAD", "never")]);
         assert_eq!(never.map(|settings| settings.idle_unload), Ok(Some(Duration::MAX)));
@@ -360,13 +397,14 @@ mod tests {
             ("LOWTIDE_MEMORY_LIMIT", "512MB"),
             ("LOWTIDE_CEILING", "1.5"),
             ("LOWTIDE_DEVICE", "gpu"),
+            ("LOWTIDE_DEVICE_RUNG", "cuda_pool"),
             ("LOWTIDE_HEAP_DECAY", "soon"),
             ("LOWTIDE_PROFIL", "balanced"),
             ("LOWTIDE_METRICS_INTERVAL", "0s"),
             ("LOWTIDE_DEVICE_LIMIT", "0"),
         ])
-        .expect_err("seven faults");
-        assert_eq!(error.faults.len(), 7, "{error}");
+        .expect_err("eight faults");
+        assert_eq!(error.faults.len(), 8, "{error}");
         let text = error.to_string();
         for part in [
             "LOWTIDE_MEMORY_LIMIT",
@@ -374,7 +412,8 @@ mod tests {
             "LOWTIDE_CEILING",
             "\"1.5\"",
             "(0, 1]",
-            "auto, cuda, host or none",
+            "auto, cuda, cuda:1 (a number), ",
+            "\"cuda_pool\": expected auto, virtual-memory, pool, plain or managed",
             "\"soon\"",
             "LOWTIDE_PROFIL is not a variable of lowtide: did you mean LOWTIDE_PROFILE?",
             "above zero",

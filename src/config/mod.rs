@@ -16,4 +16,4 @@ mod settings;
 
 pub use profile::Profile;
 pub use resolve::{Config, Resolved, Source};
-pub use settings::{ConfigError, DeviceChoice, Fault, Settings};
+pub use settings::{ConfigError, DeviceChoice, DeviceRung, Fault, Settings};

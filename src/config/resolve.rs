@@ -6,7 +6,7 @@ use std::fmt;
 use std::time::Duration;
 
 use super::profile::Profile;
-use super::settings::{ConfigError, DeviceChoice, Fault, Settings};
+use super::settings::{ConfigError, DeviceChoice, DeviceRung, Fault, Settings};
 use crate::bytes::ByteSize;
 use crate::decay::DecayTime;
 use crate::device::{Contents, SleepConfig, SleepOptions};
@@ -55,8 +55,13 @@ pub struct Config {
     pub ceiling: Resolved<f64>,
     /// Where device arenas live.
     pub device: Resolved<DeviceChoice>,
+    /// In which way CUDA memory is had.
+    pub device_rung: Resolved<DeviceRung>,
     /// Limit of each device arena; [`ByteSize::MAX`] for none.
     pub device_limit: Resolved<ByteSize>,
+    /// Part of the device's memory below which, where less is free, idle memory goes back before
+    /// its time; 0 for none.
+    pub device_watermark: Resolved<f64>,
     /// How long idle device memory may stay.
     pub device_decay: Resolved<DecayTime>,
     /// After how long without a lease a device arena falls asleep; `None` for never.
@@ -85,6 +90,11 @@ impl Config {
     /// Part of the limit up to which requests are admitted, unless somebody says otherwise: the
     /// highest at which no overload run of the prototype was killed.
     pub const CEILING: f64 = 0.80;
+    /// Part of the device's memory that is to stay free, unless somebody says otherwise. A guess:
+    /// of 80 GiB that is 4 GiB, what a neighbour needs for its context and the workspace of its
+    /// first request. A service alone on its device pays for it at most that 7.5 % of the device
+    /// are never idle memory.
+    pub const DEVICE_WATERMARK: f64 = 0.05;
     /// How often metrics are published, unless somebody says otherwise.
     pub const METRICS_INTERVAL: Duration = Duration::from_secs(1);
 
@@ -107,7 +117,13 @@ impl Config {
             ),
             ceiling: pick_or(environment.ceiling, code.ceiling, Self::CEILING),
             device: pick_or(environment.device, code.device, DeviceChoice::Auto),
+            device_rung: pick_or(environment.device_rung, code.device_rung, DeviceRung::Auto),
             device_limit: pick_or(environment.device_limit, code.device_limit, ByteSize::MAX),
+            device_watermark: pick_or(
+                environment.device_watermark,
+                code.device_watermark,
+                Self::DEVICE_WATERMARK,
+            ),
             device_decay: pick(environment.device_decay, code.device_decay, base.device_decay()),
             device_sleep_after: pick_or(
                 environment.device_sleep_after,
@@ -198,6 +214,14 @@ fn check(settings: &Settings) -> Result<(), ConfigError> {
         let holds = ceiling > 0.0 && ceiling <= 1.0;
         demand(holds, "ceiling", ceiling.to_string(), "a number in (0, 1]");
     }
+    if let Some(part) = settings.device_watermark {
+        demand(
+            (0.0..1.0).contains(&part),
+            "device_watermark",
+            part.to_string(),
+            "a number in [0, 1)",
+        );
+    }
     for (name, size) in
         [("memory_limit", settings.memory_limit), ("device_limit", settings.device_limit)]
     {
@@ -253,13 +277,14 @@ mod tests {
     fn values_from_code_are_checked_too() {
         let code = Settings {
             ceiling: Some(f64::NAN),
+            device_watermark: Some(1.0),
             memory_limit: Some(ByteSize::ZERO),
             idle_unload: Some(Duration::ZERO),
             device_sleep_after: Some(Some(Duration::ZERO)),
             ..Settings::default()
         };
-        let error = Config::resolve(&code, &Settings::default()).expect_err("four faults");
-        assert_eq!(error.faults.len(), 4, "{error}");
+        let error = Config::resolve(&code, &Settings::default()).expect_err("five faults");
+        assert_eq!(error.faults.len(), 5, "{error}");
     }
 
     #[test]

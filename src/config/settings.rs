@@ -10,6 +10,7 @@ use super::profile::Profile;
 use crate::bytes::ByteSize;
 use crate::decay::DecayTime;
 use crate::device::Contents;
+use crate::device::driver::DeviceUuid;
 
 /// What somebody wrote, in code or in the environment; `None` means that nobody said.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -22,8 +23,12 @@ pub struct Settings {
     pub ceiling: Option<f64>,
     /// Where device arenas live.
     pub device: Option<DeviceChoice>,
+    /// In which way CUDA memory is had.
+    pub device_rung: Option<DeviceRung>,
     /// Device memory that an arena must not pass; unset: no limit of its own.
     pub device_limit: Option<ByteSize>,
+    /// Part of the device's memory that is to stay free, in [0, 1); 0 for none.
+    pub device_watermark: Option<f64>,
     /// How long idle device memory may stay.
     pub device_decay: Option<DecayTime>,
     /// After how long without a lease a device arena falls asleep; `Some(None)`: never. Never zero.
@@ -53,23 +58,28 @@ pub enum DeviceChoice {
     /// The best rung that works; the host driver, with a warning, where there is no GPU.
     #[default]
     Auto,
-    /// A CUDA device, or a start-up error with the cause.
+    /// The first CUDA device that this process sees, or a start-up error with the cause.
     Cuda,
+    /// The CUDA device with this number, among those that this process sees, or an error.
+    CudaOrdinal(u32),
+    /// The CUDA device, or the share of one, with this UUID, or an error.
+    CudaUuid(DeviceUuid),
     /// The host driver: host memory behind the same arena.
     Host,
     /// No device arenas; opening one is an error.
     None,
 }
 
-impl DeviceChoice {
-    const ALL: [(Self, &'static str); 4] =
-        [(Self::Auto, "auto"), (Self::Cuda, "cuda"), (Self::Host, "host"), (Self::None, "none")];
-}
-
 impl fmt::Display for DeviceChoice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = Self::ALL.iter().find(|(choice, _)| choice == self);
-        f.write_str(name.map_or("", |(_, name)| name))
+        match self {
+            Self::Auto => f.write_str("auto"),
+            Self::Cuda => f.write_str("cuda"),
+            Self::CudaOrdinal(ordinal) => write!(f, "cuda:{ordinal}"),
+            Self::CudaUuid(uuid) => write!(f, "cuda:{uuid}"),
+            Self::Host => f.write_str("host"),
+            Self::None => f.write_str("none"),
+        }
     }
 }
 
@@ -77,8 +87,65 @@ impl FromStr for DeviceChoice {
     type Err = &'static str;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let expected = "auto, cuda, cuda:1 (a number), cuda:GPU-... or cuda:MIG-... (a UUID), host \
+                        or none";
+        Ok(match text {
+            "auto" => Self::Auto,
+            "cuda" => Self::Cuda,
+            "host" => Self::Host,
+            "none" => Self::None,
+            _ => {
+                let named = text.strip_prefix("cuda:").ok_or(expected)?;
+                let is_number = named.bytes().all(|digit| digit.is_ascii_digit());
+                match named.parse() {
+                    Ok(ordinal) if is_number => Self::CudaOrdinal(ordinal),
+                    _ => Self::CudaUuid(named.parse().map_err(|_| expected)?),
+                }
+            }
+        })
+    }
+}
+
+/// In which way CUDA memory is had.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DeviceRung {
+    /// The first that works: virtual memory, a pool, plain memory.
+    #[default]
+    Auto,
+    /// Virtual memory.
+    VirtualMemory,
+    /// A pool of our own.
+    Pool,
+    /// Plain memory.
+    Plain,
+    /// Managed memory, which the driver moves between device and host by itself.
+    Managed,
+}
+
+impl DeviceRung {
+    const ALL: [(Self, &'static str); 5] = [
+        (Self::Auto, "auto"),
+        (Self::VirtualMemory, "virtual-memory"),
+        (Self::Pool, "pool"),
+        (Self::Plain, "plain"),
+        (Self::Managed, "managed"),
+    ];
+}
+
+impl fmt::Display for DeviceRung {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = Self::ALL.iter().find(|(rung, _)| rung == self);
+        f.write_str(name.map_or("", |(_, name)| name))
+    }
+}
+
+impl FromStr for DeviceRung {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
         let named = Self::ALL.into_iter().find(|(_, name)| *name == text);
-        named.map(|(choice, _)| choice).ok_or("auto, cuda, host or none")
+        let rung = named.map(|(rung, _)| rung);
+        rung.ok_or("auto, virtual-memory, pool, plain or managed")
     }
 }
 
@@ -165,6 +232,34 @@ fn edits(one: &str, other: &str) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_device_is_named_by_number_or_uuid_and_written_as_it_is_read() {
+        let uuid = "GPU-00112233-4455-6677-8899-aabbccddeeff";
+        let read = |text: &str| text.parse::<DeviceChoice>();
+        assert_eq!(read("cuda:1"), Ok(DeviceChoice::CudaOrdinal(1)));
+        assert_eq!(read("cuda:007"), Ok(DeviceChoice::CudaOrdinal(7)));
+        let named = uuid.parse().map(DeviceChoice::CudaUuid);
+        assert_eq!(read(&format!("cuda:{uuid}")).ok(), named.ok());
+        assert_eq!(
+            read(&format!("cuda:{}", uuid.replace("GPU", "MIG"))),
+            read(&format!("cuda:{uuid}"))
+        );
+        let all = ["auto", "cuda", "cuda:0", "cuda:4294967295", "host", "none"];
+        for text in all.into_iter().chain([&*format!("cuda:{uuid}")]) {
+            assert_eq!(read(text).expect(text).to_string(), text);
+        }
+        let wrong =
+            ["", "gpu", "cuda:", "cuda:+1", "cuda:-1", "cuda:4294967296", "cuda: 1", "host:0"];
+        for text in wrong.into_iter().chain(["CUDA", "cuda:GPU-", "cuda:GPU-0011", uuid]) {
+            let expected = read(text).expect_err(text);
+            assert!(expected.contains("cuda:1 (a number)"), "{text}: {expected}");
+        }
+        for (rung, name) in DeviceRung::ALL {
+            assert_eq!((name.parse(), rung.to_string()), (Ok(rung), name.to_owned()));
+        }
+        assert!("cuda_pool".parse::<DeviceRung>().is_err());
+    }
 
     #[test]
     fn edits_are_counted() {

@@ -38,6 +38,7 @@ pub mod pressure;
 pub mod reclaim;
 mod rejected;
 pub mod signal;
+pub mod watermark;
 
 pub use admission::{Admission, AdmissionStats, Cost, Permit, Priority};
 pub use ledger::{Books, Budget, Correction, Ledger, Measured, Shortfall};
@@ -53,3 +54,4 @@ pub use pressure::{Band, Level, Pressure, Thresholds, ThresholdsError};
 pub use reclaim::{Ask, Ladder, LadderError, Pace, Reclaim, Recovered};
 pub use rejected::{Rejected, ShedReason};
 pub use signal::{Glance, Limit, LimitSource, Resident, Signal, SignalError, Signals};
+pub use watermark::{DeviceLook, Tide, Verdict, Watermark};

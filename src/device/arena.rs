@@ -16,18 +16,18 @@ use bytemuck::Pod;
 use super::books::Books;
 use super::buffer::Buffer;
 use super::config::ArenaConfig;
-use super::driver::sealed::Key;
 use super::driver::{Capabilities, Driver, Rung};
 use super::error::DeviceError;
-use super::front::{self, Home, Homes, Owned};
+use super::front::{Home, Homes, Owned};
 use super::index::ALIGN;
+use super::kept;
 use super::lane::Known;
 use super::lease::Lease;
 use super::planted::Plants;
 use super::record::hooks::Origin;
 use super::record::{Header, Operation};
 use super::region::{Region, RegionBooks, Wanted};
-use super::reserve::reserve_region;
+use super::reserve;
 use super::shared::{Fronts, Shared};
 use super::shortage::Callbacks;
 use super::snapshot::{ArenaGlance, ArenaSnapshot};
@@ -60,13 +60,15 @@ pub struct DeviceArena {
 }
 
 impl DeviceArena {
-    /// Opens an arena: reserves its address space, commits nothing.
+    /// Opens an arena: reserves its address space, where the driver has such apart from memory;
+    /// commits nothing.
     ///
     /// # Errors
-    /// [`DeviceError::Unsupported`] for a driver without virtual memory, or one whose work goes on
-    /// after its calls return while the host has access; [`DeviceError::Driver`] where not even a
-    /// granule can be reserved; [`DeviceError::RecorderTaken`]; [`DeviceError::Granule`] where the
-    /// configuration asks for one that is no multiple of the driver's.
+    /// [`DeviceError::Unsupported`] for a driver whose work goes on after its calls return while
+    /// the host has access, or which claims to remap or to wake without virtual memory;
+    /// [`DeviceError::Driver`] where not even a granule can be reserved;
+    /// [`DeviceError::RecorderTaken`]; [`DeviceError::Granule`] where the configuration asks for
+    /// one that is no multiple of the driver's.
     pub fn open(
         driver: Arc<dyn Driver>,
         clock: Arc<dyn Clock>,
@@ -76,10 +78,14 @@ impl DeviceArena {
         let granularity = capabilities.granularity;
         let granule = config.granule.unwrap_or(granularity);
         for (offered, what) in [
-            (capabilities.virtual_memory, "address space apart from memory"),
             (
                 !(capabilities.asynchronous && capabilities.host_access),
                 "work that is complete when its call returns, where the host has access",
+            ),
+            (
+                capabilities.virtual_memory
+                    || !(capabilities.same_address_wake || capabilities.remap),
+                "addresses that are kept apart from memory",
             ),
             (granularity.get() >= ALIGN, "granules of at least 256 bytes"),
             (granularity.get().is_power_of_two(), "granules of a power of two"),
@@ -91,29 +97,16 @@ impl DeviceArena {
         if !granule.get().is_power_of_two() || granule < granularity {
             return Err(DeviceError::Granule { requested: granule, granularity });
         }
-        let stable = reserve_region(&*driver, granule, config.reserve)?;
-        let dynamic = match reserve_region(&*driver, granule, config.reserve) {
-            Ok(dynamic) => dynamic,
-            Err(error) => {
-                // Where this fails too, address space is lost and nothing else.
-                let _ =
-                    driver.unreserve(stable.base(), ByteSize::new(stable.reserved()), Key::new());
-                return Err(error.into());
-            }
-        };
-        let regions = [stable, dynamic];
+        let grounds = reserve::grounds(&*driver, granule, config.reserve)?;
         if let Some(recorder) = &config.recorder {
-            let reserved = regions.each_ref().map(|segment| ByteSize::new(segment.reserved()));
+            let reserved = grounds.each_ref().map(|ground| ByteSize::new(ground.extent()));
             let header = Header::of(&config, &*driver, &*clock, reserved);
             if let Err(taken) = recorder.open(&header) {
-                for (segment, size) in regions.iter().zip(reserved) {
-                    // As above.
-                    let _ = driver.unreserve(segment.base(), size, Key::new());
-                }
+                grounds.iter().for_each(|ground| reserve::give_up(&*driver, ground));
                 return Err(taken);
             }
         }
-        let regions = regions.map(|segment| RegionBooks::new(segment, granule));
+        let regions = grounds.map(|ground| RegionBooks::new(ground, granule));
         let largest = regions.each_ref().map(RegionBooks::largest_ever);
         let asynchronous = capabilities.asynchronous;
         let books = Books::new(regions, granule, &config, asynchronous, clock.now());
@@ -186,7 +179,14 @@ impl DeviceArena {
     ) -> Result<Buffer<T>, DeviceError> {
         let origin = Origin { lane: lane.number(), ..Origin::BUFFER };
         let (bytes, align) = self.shared.layout_by::<T>(len, region, origin)?;
-        self.alloc_as(Wanted::new(bytes, align).map(|of| of.by(origin)), Some(lane), len, region)
+        let wanted = Wanted::new(bytes, align).map(|of| of.by(origin));
+        if let (Some(wanted), Some(home)) = (wanted, lane.home())
+            && let Some(mut owned) = self.kept(home, region, wanted)
+        {
+            owned.lanes.push(Arc::clone(lane));
+            return Ok(Buffer::new(owned, len));
+        }
+        self.alloc_as(wanted, Some(lane), len, region)
     }
 
     /// A buffer of `len` elements on a block that is asked for as it is; for the stream of a lane,
@@ -198,7 +198,8 @@ impl DeviceArena {
         len: usize,
         region: Region,
     ) -> Result<Buffer<T>, DeviceError> {
-        let home = Arc::clone(self.homes.here());
+        let home = lane.and_then(|lane| lane.home()).unwrap_or_else(|| self.homes.here());
+        let home = Arc::clone(home);
         let taker = lane.and_then(|lane| lane.key());
         let placed = wanted.map(|wanted| self.shared.obtain_for(region, wanted, taker));
         let mut owned = Owned::new(home, region, placed.transpose()?);
@@ -297,8 +298,8 @@ impl DeviceArena {
         lock(&self.shared.books).limit
     }
 
-    /// Sets how many bytes each thread's front may keep; zero for none. Where events are kept, no
-    /// front is.
+    /// Sets how many bytes the front of each thread, or of each lane, may keep
+    /// ([`ArenaConfig::front`]); zero for none. Where events are kept, no front is.
     pub fn set_front(&self, front: ByteSize) {
         if self.shared.check_here().is_ok() {
             let front = lock(&self.shared.books).front_kept(front);
@@ -316,8 +317,9 @@ impl DeviceArena {
     /// handle is dropped. While this looks, other threads may be refused as if it were closed.
     ///
     /// # Errors
-    /// [`DeviceError::LiveBlocks`], and the arena works on; [`DeviceError::Driver`] where the
-    /// driver did not take everything back, and the arena is closed; [`DeviceError::Forked`].
+    /// [`DeviceError::LiveBlocks`] and [`DeviceError::AdoptedHeld`], and the arena works on;
+    /// [`DeviceError::Driver`] where the driver did not take everything back, and the arena is
+    /// closed; [`DeviceError::Forked`].
     pub fn close(&self) -> Result<(), DeviceError> {
         let shared = &self.shared;
         shared.check_here()?;
@@ -328,6 +330,7 @@ impl DeviceArena {
         let closed = was_open.and_then(|_| {
             tracing::info!(arena = self.name(), "the arena was closed");
             shared.complete_all()?;
+            shared.release_adopted();
             shared.wake_of_nothing();
             self.empty()
         });
@@ -413,20 +416,20 @@ impl DeviceArena {
         &self.shared
     }
 
-    /// A block out of this thread's front, where that has one.
+    /// A block out of a front, where that has one.
     #[inline]
     fn kept(&self, home: &Home, region: Region, wanted: Wanted) -> Option<Box<Owned>> {
         // What is aligned further has a note of it in the books.
-        if wanted.size > self.shared.front_room() || wanted.align > ALIGN {
+        if wanted.size > home.room() || wanted.align > ALIGN {
             return None;
         }
-        let owned = home.take(front::Key::new(region, wanted.size), wanted.requested)?;
+        let owned = home.take(kept::Key::new(region, wanted.size), wanted.requested)?;
         let placed = owned.block.as_ref()?;
         if self.shared.is_fresh(region, placed) {
             return Some(owned);
         }
         // It was moved while it was in the front: the books know where it is.
-        self.shared.release(region, *placed);
+        self.shared.release_all(vec![home.swept(region, *placed)]);
         None
     }
 }

@@ -7,20 +7,20 @@
 //! below it; those of [`Aging`].
 
 use std::collections::BTreeMap;
-use std::time::Duration;
 
 use super::aging::{Ages, Aging};
 use super::compact::step::Moving;
 use super::config::ArenaConfig;
 use super::driver::{DeviceAddress, Rung};
 use super::error::DeviceError;
-use super::front::{Kept, Tally};
+use super::front::{Kept, Swept};
 use super::growth::Steps;
 use super::history::History;
 use super::index::Span;
+use super::interop::owed::Owed;
+use super::kept::Tally;
 use super::pending::{Claim, Uses};
 use super::picture::Act;
-use super::ranges::APART_FROM;
 use super::record::Recorder;
 use super::record::hooks;
 use super::record::operation::After;
@@ -28,8 +28,9 @@ use super::refusal::{Cause, Outlook, Refusal};
 use super::region::{Placed, Region, RegionBooks, Search, Wanted};
 use super::segment::{Cursor, Run};
 use super::sleep::phase::Sleep;
-use super::snapshot::{AllocFailures, ArenaSnapshot};
+use super::snapshot::ArenaSnapshot;
 use super::streams::{StreamKey, Streams};
+use super::totals::Totals;
 use crate::bytes::ByteSize;
 use crate::clock::{Clock, Moment};
 use crate::decay::DecayTime;
@@ -47,36 +48,6 @@ pub(super) struct Leaving {
     pub(super) size: ByteSize,
 }
 
-/// Counts since the arena was opened.
-#[derive(Debug, Default)]
-pub(super) struct Totals {
-    pub(super) allocs: u64,
-    pub(super) frees: u64,
-    pub(super) failures: AllocFailures,
-    pub(super) commits: u64,
-    pub(super) decommits: u64,
-    pub(super) committed_bytes: u64,
-    pub(super) decommitted_bytes: u64,
-    pub(super) remaps: u64,
-    pub(super) remapped_bytes: u64,
-    /// Calls of callbacks on shortage, and how many of those panicked.
-    pub(super) shortage_calls: u64,
-    pub(super) shortage_panics: u64,
-    pub(super) reserves: u64,
-    pub(super) resizes: u64,
-    pub(super) moves: u64,
-    pub(super) moved_bytes: u64,
-    pub(super) trims: u64,
-    pub(super) trimmed_bytes: u64,
-    pub(super) shrinks: u64,
-    pub(super) shrunk_bytes: u64,
-    /// The largest block handed out.
-    pub(super) alloc_size_max: u64,
-    /// Times that a thread found the lock taken, and how long they waited for it.
-    pub(super) contended: u64,
-    pub(super) waited: Duration,
-}
-
 /// An arena's books.
 #[derive(Debug)]
 pub(super) struct Books {
@@ -90,11 +61,15 @@ pub(super) struct Books {
     committed_peak: u64,
     pub(super) aging: Aging,
     pub(super) steps: Steps,
+    /// The driver may keep memory of segments that were given back, for want of a trim.
+    pub(super) untrimmed: bool,
     pub(super) streams: Streams,
     /// Work goes on after the call that started it.
     pub(super) asynchronous: bool,
     /// Blocks given out by address, by that address.
     pub(super) raw: BTreeMap<DeviceAddress, Kept>,
+    /// What is out on loan, and what was adopted and not released.
+    pub(super) owed: Owed,
     /// The block that a compaction moves now.
     pub(super) moving: Option<Moving>,
     /// Who waits for a lease until that is done.
@@ -126,9 +101,11 @@ impl Books {
             committed_peak: 0,
             aging: Aging::new(config.decay),
             steps: Steps::new(config.growth),
+            untrimmed: false,
             streams: Streams::new(),
             asynchronous,
             raw: BTreeMap::new(),
+            owed: Owed::default(),
             moving: None,
             entering: 0,
             compacting: false,
@@ -201,9 +178,8 @@ impl Books {
         search: Search,
         taker: Option<StreamKey>,
     ) -> Result<(Placed, Claim), Refusal> {
-        // Under a small limit every granule counts, and all blocks share them.
-        let shares = self.limit.get() / self.granularity < APART_FROM;
-        let search = if shares && search == Search::Usual { Search::AmongLarge } else { search };
+        let shares = self.shares_granules() && search == Search::Usual;
+        let search = if shares { Search::AmongLarge } else { search };
         let placed = self.region_mut(region).place(wanted, search, taker);
         placed.ok_or_else(|| {
             let books = self.region(region);
@@ -295,7 +271,7 @@ impl Books {
             self.totals.committed_bytes += size.get();
         }
         if done && self.idle() > 0 {
-            let offset = at.offset_from(self.region(region).segment.base()).unwrap_or_default();
+            let offset = self.region(region).segment.offset_of(at).unwrap_or_default();
             let span = Span { offset: offset.get(), size: size.get() };
             self.note_idle(region, span, clock); // some of it was committed ahead
         }
@@ -321,6 +297,24 @@ impl Books {
     /// Frees a live block.
     pub(super) fn release(&mut self, region: Region, placed: Placed, clock: &dyn Clock) {
         self.release_after(region, placed, (&[], After::All), clock);
+    }
+
+    /// Frees a block that a front held.
+    pub(super) fn release_swept(&mut self, swept: Swept, clock: &dyn Clock) {
+        let ((region, placed), stream) = swept;
+        let after = if stream.is_some() { After::Lanes } else { After::All };
+        self.release_after(region, placed, (stream.as_slice(), after), clock);
+    }
+
+    /// Counts what a front has done that is no more; it holds nothing.
+    pub(super) fn add_front(&mut self, tally: &Tally) {
+        debug_assert_eq!(tally.cached(), 0, "what it held is in the books");
+        self.totals.allocs += tally.allocs;
+        self.totals.front_allocs += tally.allocs;
+        self.totals.frees += tally.frees;
+        for (region, requested) in self.regions.iter_mut().zip(tally.requested) {
+            region.add_requested(requested);
+        }
     }
 
     /// Frees a live block that these streams used.
@@ -361,13 +355,13 @@ impl Books {
         let mut left = granules;
         let run_max = self.run_max();
         for region in Region::ALL {
-            let segment = &mut self.region_mut(region).segment;
+            let books = self.region_mut(region);
             let mut cursor = Cursor::START;
             while runs.len() < runs_max {
                 let most = left.min(run_max);
-                let Some(run) = segment.begin_leave(&mut cursor, most, ages) else { break };
-                left -= run.granules();
-                let (at, size) = segment.place_of(run);
+                let Some(run) = books.begin_leave(&mut cursor, most, ages) else { break };
+                left = left.saturating_sub(run.granules());
+                let (at, size) = books.segment.place_of(run);
                 runs.push(Leaving { region, run, at, size });
             }
         }
@@ -376,7 +370,7 @@ impl Books {
 
     /// Books what came of a decommit.
     pub(super) fn end_leave(&mut self, leaving: Leaving, done: bool) {
-        self.region_mut(leaving.region).segment.end_leave(leaving.run, done);
+        self.region_mut(leaving.region).end_leave(leaving.run, done);
         if done {
             self.totals.decommits += 1;
             self.totals.decommitted_bytes += leaving.size.get();
@@ -401,7 +395,7 @@ impl Books {
     pub(super) fn set_decay(&mut self, time: DecayTime, now: Moment) {
         let stamp = self.aging.set_time(time, now);
         for region in &mut self.regions {
-            let all = Span { offset: 0, size: region.segment.reserved() };
+            let all = Span { offset: 0, size: region.segment.extent() };
             region.segment.stamp(all, stamp);
         }
     }
@@ -447,7 +441,7 @@ impl Books {
             metadata: ByteSize::of(self.total_metadata()),
             allocs_total: totals.allocs + fronts.allocs,
             frees_total: totals.frees + fronts.frees,
-            front_allocs_total: fronts.allocs,
+            front_allocs_total: totals.front_allocs + fronts.allocs,
             reserves_total: totals.reserves,
             resizes_total: totals.resizes,
             moves_total: totals.moves,
@@ -477,7 +471,7 @@ impl Books {
         let regions: usize = self.regions.iter().map(RegionBooks::metadata).sum();
         // A tree's nodes are at least half full, and mostly two thirds.
         let raw = self.raw.len() * size_of::<(DeviceAddress, Kept)>() * 3 / 2;
-        regions + raw + self.history.metadata()
+        regions + raw + self.owed.adopted.metadata() + self.history.metadata()
     }
 
     /// Walks everything and checks the invariants.
@@ -487,6 +481,7 @@ impl Books {
     pub(super) fn validate(&self) {
         self.regions.iter().for_each(RegionBooks::validate);
         self.streams.validate();
+        self.owed.adopted.validate();
         let totals = &self.totals;
         let settled = totals.committed_bytes - totals.decommitted_bytes;
         assert!(self.backed() >= settled, "every byte committed is on the books");

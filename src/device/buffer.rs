@@ -207,7 +207,7 @@ impl<T: Pod> Buffer<T> {
     /// # Errors
     /// [`DeviceError::ForeignLease`], [`DeviceError::ContentsLost`], [`DeviceError::Forked`].
     pub fn address(&self, lease: &Lease) -> Result<Option<DeviceAddress>, DeviceError> {
-        self.check_lease(lease)?;
+        lease.check_of(self.shared())?;
         let Some(block) = self.owned.block else { return Ok(None) };
         self.owned.place.get(self.shared(), self.region(), block).map(Some)
     }
@@ -296,6 +296,16 @@ impl<T: Pod> Buffer<T> {
         self.owned.lanes.first().map(AsRef::as_ref)
     }
 
+    /// Notes that foreign code uses it: when it is freed, all work of the device is waited for.
+    pub(super) fn note_foreign(&mut self) {
+        self.owned.foreign = true;
+    }
+
+    /// The bytes of its block.
+    pub(super) fn block_bytes(&self) -> u64 {
+        self.owned.block.map_or(0, |block| block.span.size)
+    }
+
     /// Lets it be one that any stream used, for the little that it still lives.
     #[cfg(feature = "cuda")]
     pub(super) fn forget_lanes(&mut self) {
@@ -304,22 +314,11 @@ impl<T: Pod> Buffer<T> {
 
     /// Where the elements begin, for a holder of this arena's lease.
     fn start(&self, lease: &Lease) -> Result<NonNull<T>, DeviceError> {
-        self.check_lease(lease)?;
+        lease.check_of(self.shared())?;
         self.shared().check_host_access()?;
         let Some(block) = self.owned.block else { return Ok(NonNull::dangling()) };
         let at = self.owned.place.get(self.shared(), self.region(), block)?;
         self.pointer(at).ok_or_else(|| self.shared().no_host_access())
-    }
-
-    fn check_lease(&self, lease: &Lease) -> Result<(), DeviceError> {
-        self.shared().check_here()?;
-        if Arc::ptr_eq(self.shared(), &lease.arena) {
-            return Ok(());
-        }
-        Err(DeviceError::ForeignLease {
-            buffer_of: self.shared().name.clone(),
-            lease_of: lease.arena.name.clone(),
-        })
     }
 
     /// The pointer to where the block is; `None` without host access.

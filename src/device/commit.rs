@@ -19,6 +19,7 @@ use super::driver::DriverError;
 use super::driver::sealed::Key;
 use super::error::DeviceError;
 use super::index::Span;
+use super::obtain::Sought;
 use super::pending::Claim;
 use super::picture::Act;
 use super::planted::Planted;
@@ -36,11 +37,22 @@ pub(super) type Attempt<'a, T> = dyn Fn(Search) -> Result<T, Refusal> + 'a;
 
 /// Attempts that an allocation makes on a full device beside one for every idle granule: each
 /// attempt gives at least one granule back, so more are needed only against neighbours.
-const ATTEMPTS_BESIDE: u64 = 16;
+pub(super) const ATTEMPTS_BESIDE: u64 = 16;
+
+/// What comes next after a shortage; any other outcome stays.
+fn on_shortage<T>(
+    outcome: Result<T, Refusal>,
+    next: impl FnOnce(Refusal) -> Result<T, Refusal>,
+) -> Result<T, Refusal> {
+    match outcome {
+        Err(refusal) if refusal.is_shortage() => next(refusal),
+        outcome => outcome,
+    }
+}
 
 /// What stands against a commit.
 #[derive(Clone, Copy)]
-enum Shortage {
+pub(super) enum Shortage {
     /// The arena's limit: so many bytes are wanted.
     Limit(u64),
     /// The device has no more: so many granules are wanted.
@@ -48,7 +60,7 @@ enum Shortage {
 }
 
 /// What was done about a shortage.
-enum Room {
+pub(super) enum Room {
     /// Idle granules were given back, or are where they are needed.
     Made,
     /// Nothing, while the lock was given up: what is known is to be looked at again.
@@ -101,22 +113,22 @@ impl Shared {
 
     /// Tries; where there is no room, again after each rung of the ladder.
     fn insist<T>(&self, region: Region, attempt: &Attempt<'_, T>) -> Result<T, Refusal> {
-        let outcome = match attempt(Search::Usual) {
-            Err(refusal) if refusal.is_shortage() => self.climb(region, attempt),
-            outcome => outcome,
-        };
+        let outcome = on_shortage(attempt(Search::Usual), |_| self.climb(region, attempt));
         self.pass_on();
         outcome
     }
 
     /// The rungs after the first: fronts, which are kept empty meanwhile, streams, callbacks.
     fn climb<T>(&self, region: Region, attempt: &Attempt<'_, T>) -> Result<T, Refusal> {
-        let shut = self.fronts.shut();
-        self.empty_fronts();
-        let mut outcome = match self.after_pending(attempt) {
-            Err(refusal) if refusal.is_shortage() => self.ask_for_room(region, refusal, attempt),
-            outcome => outcome,
+        let (shut, held) = self.shut_fronts();
+        let outcome = if held {
+            // What they held may be had in the order of the streams, before anybody waits for it.
+            on_shortage(attempt(Search::Usual), |_| self.after_pending(attempt))
+        } else {
+            self.after_pending(attempt)
         };
+        let ask = |refusal| self.ask_for_room(region, refusal, attempt);
+        let mut outcome = on_shortage(outcome, ask);
         // A neighbour that was freed meanwhile, or has no memory yet, left its granule to this one.
         let has_room = |refusal: &Refusal| refusal.is_contradicted(self.granule);
         for nth in 0..ATTEMPTS_BESIDE {
@@ -163,8 +175,9 @@ impl Shared {
         search: Search,
         taker: Option<StreamKey>,
     ) -> Result<Placed, Refusal> {
-        let mut books = self.awake(self.books()).map_err(Refusal::uncounted)?;
-        let (placed, claim) = books.place(region, wanted, search, taker)?;
+        let books = self.awake(self.books()).map_err(Refusal::uncounted)?;
+        let sought = Sought { region, wanted, search, taker };
+        let (books, (placed, claim)) = self.find_place(books, sought)?;
         let (mut books, mut outcome) = self.back_still(books, region, placed);
         let is_done = claim.uses.is_empty() || self.planted(Planted::CrossStreamReuse);
         if outcome.is_ok() && !is_done {
@@ -375,22 +388,10 @@ impl Shared {
         shortage: Shortage,
         remaps: &mut bool,
     ) -> (MutexGuard<'a, Books>, Result<Room, DriverError>) {
-        let granules = match shortage {
-            Shortage::Limit(bytes) => books.granules_for(books.over_limit(bytes)),
-            Shortage::Device(granules) => granules,
+        let granules = match books.assess(shortage) {
+            Ok(granules) => granules,
+            Err(cause) => return (books, Ok(Room::None(cause))),
         };
-        let idle = books.granules_for(books.idle());
-        let hopeless = match shortage {
-            Shortage::Limit(bytes) if idle < granules => {
-                let over = books.active().saturating_add(bytes).saturating_sub(books.limit.get());
-                Some(Cause::Limit { over })
-            }
-            Shortage::Device(_) if idle == 0 => Some(Cause::Device),
-            Shortage::Limit(_) | Shortage::Device(_) => None,
-        };
-        if let Some(cause) = hopeless {
-            return (books, Ok(Room::None(cause)));
-        }
         // Beyond what is wanted there is an excess only where the limit was lowered: it leaves.
         let wanting = books.region(region).segment.wanting(span);
         if *remaps && granules <= wanting {
@@ -405,14 +406,36 @@ impl Shared {
             }
         }
         let leave = if *remaps && granules > wanting { granules - wanting } else { granules };
-        let (books, given) = self.give_back(books, leave, None);
+        self.give_room(books, leave)
+    }
+
+    /// Gives idle memory back, where that can help.
+    pub(super) fn room_of_idle<'a>(
+        &'a self,
+        books: MutexGuard<'a, Books>,
+        shortage: Shortage,
+    ) -> (MutexGuard<'a, Books>, Result<Room, DriverError>) {
+        match books.assess(shortage) {
+            Ok(granules) => self.give_room(books, granules),
+            Err(cause) => (books, Ok(Room::None(cause))),
+        }
+    }
+
+    /// Gives about so many idle granules back.
+    fn give_room<'a>(
+        &'a self,
+        books: MutexGuard<'a, Books>,
+        granules: u64,
+    ) -> (MutexGuard<'a, Books>, Result<Room, DriverError>) {
+        let (books, given) = self.give_back(books, granules, None);
         let room = match given.error {
-            Some(error) => Err(error),
-            None if given.granules > 0 => Ok(Room::Made),
-            None if given.unlocked => Ok(Room::Tried),
+            // Room there is without a trim as well, or the driver says whether.
+            Some(error) if !given.is_of_trim => Err(error),
+            _ if given.granules > 0 => Ok(Room::Made),
+            _ if given.unlocked => Ok(Room::Tried),
             // Nothing could be marked while the lock was held, so the idle granules counted above
             // are on their way: out, or here ahead of another thread's block.
-            None => Ok(Room::Coming),
+            _ => Ok(Room::Coming),
         };
         (books, room)
     }
@@ -443,6 +466,26 @@ impl Shared {
         books.note_committed();
         self.settled.notify_all();
         (books, outcome)
+    }
+}
+
+impl Books {
+    /// How many idle granules are to go because of a shortage; the cause of a refusal where all of
+    /// them would not do.
+    fn assess(&self, shortage: Shortage) -> Result<u64, Cause> {
+        let idle = self.granules_for(self.idle());
+        match shortage {
+            Shortage::Limit(bytes) => {
+                let granules = self.granules_for(self.over_limit(bytes));
+                if idle >= granules {
+                    return Ok(granules);
+                }
+                let active = self.active().saturating_add(bytes);
+                Err(Cause::Limit { over: active.saturating_sub(self.limit.get()) })
+            }
+            Shortage::Device(_) if idle == 0 && !self.untrimmed => Err(Cause::Device),
+            Shortage::Device(granules) => Ok(granules),
+        }
     }
 }
 

@@ -51,7 +51,8 @@ pub struct ArenaConfig {
     pub limit: ByteSize,
     /// Address space for each of the two regions, rounded up to whole granules; an eighth of it and
     /// a granule more for small blocks. Where the driver refuses that, an eighth of the largest
-    /// half, quarter, ... of it that it accepts.
+    /// half, quarter, ... of it that it accepts. Of a driver that gives memory in segments no
+    /// addresses are reserved: this is the largest block then.
     pub reserve: ByteSize,
     /// The smallest unit that is committed and given back, for drivers whose calls cost by the
     /// number of units and not by bytes: a power of two and a multiple of the driver's granularity,
@@ -66,7 +67,9 @@ pub struct ArenaConfig {
     pub growth: Growth,
     /// Free blocks of hot sizes that each thread may keep for its next request, out of reach of
     /// other threads until memory is short or they cool; zero for none. Nothing is kept where idle
-    /// memory is given back at once.
+    /// memory is given back at once. On a driver whose work goes on after its calls return it is
+    /// the lanes that keep something, each what it alone used; of more than eight lanes each keeps
+    /// less, so that all together keep about as much as eight.
     pub front: ByteSize,
     /// How many of its last events the arena keeps for a [map](super::DeviceArena::map); none by
     /// default, 262,144 at most, 40 bytes each. Where some are kept, no front is.

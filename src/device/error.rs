@@ -11,6 +11,7 @@ use std::time::Duration;
 use thiserror::Error;
 
 use super::driver::{DeviceAddress, DriverError, Rung};
+use super::interop::Unadoptable;
 use super::region::Region;
 use super::sleep::ArenaState;
 use crate::bytes::ByteSize;
@@ -193,6 +194,16 @@ pub enum DeviceError {
         /// For how long there was no moment without a lease.
         held_for: Duration,
     },
+    /// Buffers are lent to foreign code, which asks for no lease before it uses them.
+    #[error("arena {arena:?} stays awake: lent buffers: {count} of {bytes} together")]
+    Lent {
+        /// The arena.
+        arena: String,
+        /// How many are lent.
+        count: u64,
+        /// The bytes of their blocks.
+        bytes: ByteSize,
+    },
     /// Somebody entered while the arena was about to fall asleep, or memory was freed all the time.
     #[error("arena {arena:?} stays awake: it is used")]
     SleepCancelled {
@@ -252,6 +263,29 @@ pub enum DeviceError {
         count: u64,
         /// Their bytes.
         bytes: ByteSize,
+    },
+    /// Adopted values are held that the call would have left behind.
+    #[error("arena {arena:?} has adopted values: {count} of {bytes} together are held")]
+    AdoptedHeld {
+        /// The arena.
+        arena: String,
+        /// How many are held.
+        count: u64,
+        /// Bytes of all that was adopted and not released.
+        bytes: ByteSize,
+    },
+    /// Memory that cannot be adopted. It is its owner's still, and its release function was not
+    /// called.
+    #[error("{size} at {at} cannot be adopted by arena {arena:?}: {why}")]
+    Unadoptable {
+        /// Where it begins.
+        at: DeviceAddress,
+        /// Its size; [`ByteSize::MAX`] where it is beyond all sizes.
+        size: ByteSize,
+        /// The arena.
+        arena: String,
+        /// What is wrong with it.
+        why: Unadoptable,
     },
     /// No bytes were asked for, where a block must have some: one had by address. A buffer may be
     /// empty.

@@ -4,13 +4,19 @@
 //! Each thread has a home (threads share one where there are more of them than homes), and each
 //! home a front behind a lock of its own, which only a reclaim or another thread of that home ever
 //! contends for. A block goes back to the home that it was taken from; a size is hot that was asked
-//! for [`HOT`] times lately. To the books a block in a front is live; the front says how much is
+//! for `HOT` times lately. To the books a block in a front is live; the front says how much is
 //! not. It calls no driver. Whoever gives memory back empties the fronts first, so that a front
-//! never keeps what the arena needs.
+//! never keeps what the arena needs. What it keeps of which sizes is [`kept`](super::kept).
+//!
+//! Where work goes on after its call returned, a thread's front keeps nothing: the next block might
+//! go to another stream. There each lane has a home of its own, in whose front the blocks wait that
+//! this lane alone used. It has them back at once, its work being done in order. To others they are
+//! freed when they come to the books, with the lane's use of then, which is no earlier than theirs.
 //!
 //! A block in a front keeps the hold on the home that its buffer had, and the next buffer gets it:
 //! a pair of calls takes and gives no count, which would cost as much as its two locks. So a home
-//! whose front holds anything keeps itself; the arena's last handle empties the fronts for good.
+//! whose front holds anything keeps itself; the arena's last handle empties the fronts for good,
+//! the end of a lane that lane's. A block in a front holds no lane.
 //!
 //! Invariants: `cached = sum of the blocks in the front <= room`; what a front holds is handed out
 //! at most once; no front's lock is taken under the arena's; without a handle of the arena every
@@ -23,56 +29,23 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicUsize as Number;
 use std::thread;
 
+use super::books::Books;
+use super::kept::{Front, HOT, Heat, Key, Tally};
 use super::lane::Known;
 use super::region::{Placed, Region};
 use super::shared::Shared;
+use super::streams::StreamKey;
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::sync::{Brief, BriefGuard, brief, try_brief, try_lock};
-
-/// Requests for a size since it was last cooled, from which on it is hot. A guess: twice for a
-/// coincidence, and as often again.
-const HOT: u8 = 4;
-
-/// The most that a size's heat comes to: it is cold at the second look after its last use.
-const HEAT_MAX: u8 = 4 * HOT - 1;
-
-/// Blocks of one size that a front keeps: a request seldom frees more of one size than it asks
-/// for again at once. A guess.
-const BLOCKS_MAX: usize = 4;
-
-/// Sizes that a front knows, in sets of [`WAYS`]. A guess: what a layer of a model asks for.
-const SETS: usize = 8;
-const WAYS: usize = 2;
 
 /// Homes of an arena at most.
 const HOMES_MAX: usize = 64;
 
-/// What a block in a front, or one on its way there, is asked by.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Key(u64);
-
-impl Key {
-    /// No block has it.
-    const NONE: Self = Self(0);
-
-    /// For blocks of this size, a positive multiple of 256 bytes, in this region.
-    #[inline]
-    pub(super) const fn new(region: Region, size: u64) -> Self {
-        Self(size | region.number() as u64)
-    }
-
-    /// Where the ways of its set begin.
-    #[inline]
-    fn ways(self) -> usize {
-        // Fibonacci hashing: the top bits of the product.
-        let hash =
-            self.0.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> (u64::BITS - SETS.trailing_zeros());
-        usize::try_from(hash).unwrap_or(0) * WAYS
-    }
-}
-
 /// A block of a region.
 pub(super) type Kept = (Region, Placed);
+
+/// A block that came out of a front, and the stream of the lane whose front that was.
+pub(super) type Swept = (Kept, Option<StreamKey>);
 
 /// A block with the home that it goes back to: a buffer's, or a front's while nobody has it. On the
 /// heap, so that it changes hands as a pointer.
@@ -84,9 +57,10 @@ pub(super) struct Owned {
     pub(super) block: Option<Placed>,
     /// Where the block was last known to be.
     pub(super) place: Place,
-    /// The lanes that use the block: the one it was taken on first. Where there are any, it goes to
-    /// the books.
+    /// The lanes that use the block: the one it was taken on first. None in a front.
     pub(super) lanes: Vec<Arc<Known>>,
+    /// Its address was out with code that uses streams of its own.
+    pub(super) foreign: bool,
 }
 
 /// Where a block was when its region had seen so many moves.
@@ -105,26 +79,45 @@ impl Place {
 
 impl Owned {
     pub(super) fn new(home: Arc<Home>, region: Region, block: Option<Placed>) -> Box<Self> {
-        Box::new(Self { home, region, block, place: Place::of(block), lanes: Vec::new() })
+        Box::new(Self {
+            home,
+            region,
+            block,
+            place: Place::of(block),
+            lanes: Vec::new(),
+            foreign: false,
+        })
     }
 
     /// Frees the block: into its home's front where it is of a hot size, else in the books. In a
     /// forked child does nothing.
     #[inline]
-    pub(super) fn release(self: Box<Self>) {
+    pub(super) fn release(mut self: Box<Self>) {
         let Some(placed) = &self.block else { return };
-        let shared = &self.home.shared;
+        let (home, shared) = (&self.home, &self.home.shared);
         if shared.check_here().is_err() {
             return;
         }
         let fits = shared.is_fresh(self.region, placed)
-            && placed.span.size <= shared.front_room()
-            && self.lanes.is_empty();
-        let left = if fits { self.give() } else { Some(self) };
-        if let Some((owned, placed)) =
-            left.and_then(|owned| owned.block.map(|block| (owned, block)))
-        {
-            owned.home.shared.release_after(owned.region, placed, &owned.lanes);
+            && placed.span.size <= home.room()
+            && home.is_of(&self.lanes)
+            && !self.foreign;
+        if !fits {
+            return self.free();
+        }
+        // Let go of last: where it is the last of its lane, the lane's end empties the front.
+        let lane = self.lanes.pop();
+        if let Some(mut left) = self.give() {
+            left.lanes.extend(lane);
+            left.free();
+        }
+    }
+
+    /// Frees the block in the books.
+    fn free(&self) {
+        if let Some(placed) = self.block {
+            let lanes = if self.foreign { &[][..] } else { &self.lanes };
+            self.home.shared.release_after(self.region, placed, lanes);
         }
     }
 
@@ -143,7 +136,7 @@ impl Owned {
         };
         // Both under the front's lock: whoever empties it after shutting the fronts finds this
         // block, or this finds no room.
-        let Some(vacant) = front.admit(&self, home.shared.front_room()) else { return Some(self) };
+        let Some(vacant) = front.admit(&self, home.room()) else { return Some(self) };
         *vacant = Some(self);
         home.shared.note_kept();
         home.cached.store(front.tally.cached(), Ordering::Relaxed);
@@ -151,156 +144,78 @@ impl Owned {
     }
 }
 
-/// The blocks of one size.
-#[derive(Debug)]
-struct Class {
-    key: Key,
-    heat: u8,
-    kept: usize,
-    blocks: [Option<Box<Owned>>; BLOCKS_MAX],
-}
-
-impl Class {
-    const VACANT: Self =
-        Self { key: Key::NONE, heat: 0, kept: 0, blocks: [const { None }; BLOCKS_MAX] };
-}
-
-/// What a front has done since the arena was opened.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Tally {
-    /// Blocks handed out of it, and taken in; those that the books were given later do not count.
-    pub(super) allocs: u64,
-    pub(super) frees: u64,
-    /// Bytes in it now, by region.
-    pub(super) cached: [u64; 2],
-    /// Requested bytes of what it handed out less those of what it took in, by region; wraps.
-    pub(super) requested: [u64; 2],
-}
-
-impl Tally {
-    pub(super) fn add(&mut self, other: Self) {
-        self.allocs += other.allocs;
-        self.frees += other.frees;
-        for region in Region::ALL.map(Region::number) {
-            self.cached[region] += other.cached[region];
-            let requested = &mut self.requested[region];
-            *requested = requested.wrapping_add(other.requested[region]);
-        }
-    }
-
-    /// Bytes in the front now.
-    #[inline]
-    pub(super) fn cached(&self) -> u64 {
-        self.cached.iter().sum()
-    }
-
-    /// Books a block that went out.
-    #[inline]
-    fn went(&mut self, region: Region, size: u64, requested: u64) {
-        self.cached[region.number()] -= size;
-        let sum = &mut self.requested[region.number()];
-        *sum = sum.wrapping_add(requested);
-    }
-
-    /// Books a block that came in.
-    #[inline]
-    fn came(&mut self, region: Region, placed: &Placed) {
-        self.cached[region.number()] += placed.span.size;
-        let sum = &mut self.requested[region.number()];
-        *sum = sum.wrapping_sub(placed.requested);
-    }
-}
-
-/// The blocks kept for one home.
-#[derive(Debug, Default)]
-struct Front {
-    /// Empty until the first request, then `SETS x WAYS`.
-    classes: Vec<Class>,
-    tally: Tally,
-}
-
-impl Front {
-    /// The place of a size; claims that of a cold one without blocks, where it has none.
-    #[inline]
-    fn claim(&mut self, key: Key) -> Option<&mut Class> {
-        if self.classes.is_empty() {
-            self.classes.extend((0..SETS * WAYS).map(|_| Class::VACANT));
-        }
-        let set = key.ways();
-        let ways = &mut self.classes[set..set + WAYS];
-        if let Some(way) = ways.iter().position(|class| class.key == key) {
-            return Some(&mut ways[way]);
-        }
-        // Each miss cools the set, so that a size which came once does not stay in the way.
-        for class in &mut *ways {
-            class.heat = class.heat.saturating_sub(1);
-        }
-        let cold = ways.iter_mut().find(|class| class.heat == 0 && class.kept == 0)?;
-        *cold = Class { key, ..Class::VACANT };
-        Some(cold)
-    }
-
-    #[inline]
-    fn take(&mut self, key: Key, requested: u64) -> Option<Box<Owned>> {
-        let class = self.claim(key)?;
-        class.heat = HEAT_MAX.min(class.heat + 1);
-        let last = class.kept.checked_sub(1)?;
-        let mut owned = class.blocks[last].take()?;
-        class.kept = last;
-        self.tally.allocs += 1;
-        if let Some(placed) = &mut owned.block {
-            placed.requested = requested;
-            self.tally.went(owned.region, placed.span.size, requested);
-        }
-        Some(owned)
-    }
-
-    /// Books a block, and says where it is to be put; nowhere, where it belongs to the books.
-    #[inline]
-    fn admit(&mut self, owned: &Owned, room: u64) -> Option<&mut Option<Box<Owned>>> {
-        let placed = owned.block.as_ref()?;
-        if self.classes.is_empty() || self.tally.cached() + placed.span.size > room {
-            return None;
-        }
-        let key = Key::new(owned.region, placed.span.size);
-        let set = key.ways();
-        let mut ways = self.classes[set..set + WAYS].iter_mut();
-        let class = ways.find(|class| class.key == key && class.heat >= HOT)?;
-        let vacant = class.blocks.get_mut(class.kept)?;
-        class.kept += 1;
-        self.tally.frees += 1;
-        self.tally.came(owned.region, placed);
-        Some(vacant)
-    }
-
-    /// Takes out the blocks of the sizes that `gone` names.
-    fn empty(&mut self, gone: impl Fn(&Class) -> bool, mut out: impl FnMut(Kept)) {
-        for class in self.classes.iter_mut().filter(|class| gone(class)) {
-            class.kept = 0;
-            for owned in class.blocks.iter_mut().filter_map(Option::take) {
-                let Some(placed) = owned.block else { continue };
-                // The books count its release: the front has not freed it any more.
-                self.tally.frees -= 1;
-                self.tally.went(owned.region, placed.span.size, placed.requested);
-                out((owned.region, placed));
-            }
-        }
-    }
-}
-
-/// Where the blocks of some threads come from and go back to. Buffers hold it, so that neither
-/// taking nor giving back touches a count that other threads use.
+/// Where the blocks of some threads, or of one lane, come from and go back to. Buffers hold it, so
+/// that neither taking nor giving back touches a count that other threads use.
 #[repr(align(128))]
 pub(super) struct Home {
     pub(super) shared: Arc<Shared>,
+    /// Whose it is, where it is a lane's.
+    stream: Option<StreamKey>,
     front: Brief<Front>,
     /// A copy of the front's figure, for who must not take its lock.
     cached: AtomicU64,
 }
 
 impl Home {
-    fn new(shared: Arc<Shared>) -> Self {
-        Self { shared, front: Brief::new(Front::default()), cached: AtomicU64::new(0) }
+    fn new(shared: Arc<Shared>, stream: Option<StreamKey>) -> Self {
+        let front = Brief::new(Front::default());
+        Self { shared, stream, front, cached: AtomicU64::new(0) }
+    }
+
+    /// The home of a lane, known to the arena until [`Home::retire`].
+    pub(super) fn of_lane(shared: &Arc<Shared>, stream: StreamKey) -> Arc<Self> {
+        let home = Arc::new(Self::new(Arc::clone(shared), Some(stream)));
+        shared.fronts.add(&home);
+        home
+    }
+
+    /// The most bytes that its front may keep now.
+    #[inline]
+    pub(super) fn room(&self) -> u64 {
+        match self.stream {
+            Some(_) => self.shared.lane_room(),
+            None => self.shared.front_room(),
+        }
+    }
+
+    /// A block of its front, as who frees it in the books needs it.
+    pub(super) const fn swept(&self, region: Region, placed: Placed) -> Swept {
+        ((region, placed), self.stream)
+    }
+
+    /// Whether a block that these lanes used may wait in its front.
+    #[inline]
+    fn is_of(&self, lanes: &[Arc<Known>]) -> bool {
+        match (lanes, self.stream) {
+            ([], None) => true,
+            ([lane], Some(stream)) => lane.key() == Some(stream),
+            _ => false,
+        }
+    }
+
+    /// Frees what the front holds, in the books, and lets those count what it has done: its lane is
+    /// at its end.
+    pub(super) fn retire(&self) {
+        let mut front = brief(&self.front);
+        let mut books = self.shared.books();
+        self.empty_into(&mut front, &mut books);
+        books.add_front(&std::mem::take(&mut front.tally));
+        drop((books, front));
+        self.shared.fronts.remove(self);
+    }
+
+    /// Frees in the books what the front holds.
+    pub(super) fn give_up(&self) {
+        if self.cached() > 0 {
+            let mut front = brief(&self.front);
+            self.empty_into(&mut front, &mut self.shared.books());
+        }
+    }
+
+    fn empty_into(&self, front: &mut Front, books: &mut Books) {
+        let clock = &*self.shared.clock;
+        front.empty(|_| true, |kept| books.release_swept((kept, self.stream), clock));
+        self.cached.store(0, Ordering::Relaxed);
     }
 
     /// A block of this size out of the front; `None` where it has none, or is busy.
@@ -322,29 +237,25 @@ impl Home {
             if front.tally.cached() == 0 {
                 return None;
             }
-            let mut books = try_lock(&self.shared.books)?;
-            let clock = &*self.shared.clock;
-            front.empty(|_| true, |(region, placed)| books.release(region, placed, clock));
-            drop(books);
+            self.empty_into(&mut front, &mut *try_lock(&self.shared.books)?);
+            return None;
         }
         self.cached.store(front.tally.cached(), Ordering::Relaxed);
         taken
     }
 
     /// Takes all blocks out.
-    pub(super) fn empty(&self, out: &mut Vec<Kept>) {
+    pub(super) fn empty(&self, out: &mut Vec<Swept>) {
         self.sweep(out, |_| true);
     }
 
     /// Halves the heat of every size and takes out the blocks of those that are no longer hot;
     /// says whether any stay.
-    pub(super) fn cool(&self, out: &mut Vec<Kept>) -> bool {
+    pub(super) fn cool(&self, out: &mut Vec<Swept>) -> bool {
         let mut front = brief(&self.front);
-        for class in &mut front.classes {
-            class.heat /= 2;
-        }
+        front.cool();
         drop(front);
-        self.sweep(out, |class| class.heat < HOT)
+        self.sweep(out, |heat| heat < HOT)
     }
 
     /// Bytes in the front, read without its lock.
@@ -358,9 +269,9 @@ impl Home {
         Still(brief(&self.front))
     }
 
-    fn sweep(&self, out: &mut Vec<Kept>, gone: impl Fn(&Class) -> bool) -> bool {
+    fn sweep(&self, out: &mut Vec<Swept>, gone: impl Fn(Heat) -> bool) -> bool {
         let mut front = brief(&self.front);
-        front.empty(gone, |kept| out.push(kept));
+        front.empty(gone, |kept| out.push((kept, self.stream)));
         self.cached.store(front.tally.cached(), Ordering::Relaxed);
         front.tally.cached() > 0
     }
@@ -374,7 +285,7 @@ impl Homes {
     /// Makes the homes of an arena, and makes them known to it.
     pub(super) fn new(shared: &Arc<Shared>) -> Self {
         let homes: Box<[_]> =
-            (0..homes()).map(|_| Arc::new(Home::new(Arc::clone(shared)))).collect();
+            (0..homes()).map(|_| Arc::new(Home::new(Arc::clone(shared), None))).collect();
         shared.fronts.know(homes.iter().map(Arc::downgrade).collect());
         Self(homes)
     }

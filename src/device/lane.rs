@@ -17,6 +17,7 @@ use super::buffer::Buffer;
 use super::driver::StreamHandle;
 use super::driver::sealed::Key;
 use super::error::DeviceError;
+use super::front::Home;
 use super::lease::Lease;
 use super::record::Operation;
 use super::region::Region;
@@ -31,6 +32,11 @@ use super::streams::StreamKey;
 /// leaves only after that. A stream ends in this order: its buffers, leases and lanes are dropped,
 /// which waits for no work, then the stream is destroyed. A stream and a lane for each request are
 /// fine: what they freed is the next one's.
+///
+/// Blocks of sizes that it asks for often wait in a front of the lane's own, within
+/// [`ArenaConfig::front`](super::ArenaConfig::front): such a pair of calls takes no lock of the
+/// arena. Others have them when the lane ends a run, when it is gone with the last of its buffers
+/// and leases, when they cool, and when memory is short.
 ///
 /// On a driver whose work is complete when its call returns there is nothing to order, and a lane
 /// is the arena by another name.
@@ -89,6 +95,8 @@ pub(super) struct Known {
     stream: StreamHandle,
     /// None where nothing is to be ordered.
     key: Option<StreamKey>,
+    /// Where the blocks wait that it alone used; none where nothing is to be ordered.
+    home: Option<Arc<Home>>,
     /// Its number in the arena's recording; 0 where there is none.
     number: u64,
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "it is there to be dropped"))]
@@ -142,6 +150,10 @@ impl Drop for OwnStream {
 impl Known {
     pub(super) const fn key(&self) -> Option<StreamKey> {
         self.key
+    }
+
+    pub(super) const fn home(&self) -> Option<&Arc<Home>> {
+        self.home.as_ref()
     }
 
     pub(super) const fn number(&self) -> u64 {
@@ -211,7 +223,8 @@ impl DeviceArena {
             });
         }
         shared.pass_on();
-        let known = Known { shared: Arc::clone(shared), stream, key, number, keeps };
+        let home = key.map(|key| Home::of_lane(shared, key));
+        let known = Known { shared: Arc::clone(shared), stream, key, home, number, keeps };
         Ok(Lane { arena: self.clone(), known: Arc::new(known) })
     }
 }
@@ -268,6 +281,10 @@ impl Lane {
     pub fn end_run(&self) -> Result<(), DeviceError> {
         self.known.shared.check_here()?;
         let (shared, lane) = (&self.known.shared, self.known.number);
+        // What waits in the front was freed before the mark.
+        if let Some(home) = &self.known.home {
+            home.give_up();
+        }
         let ended = self.known.key.map_or(Ok(()), |key| shared.mark_end(key));
         if lane > 0 {
             shared.tell(|_| Some(Operation::EndRun { lane, done: ended.is_ok() }));
@@ -306,6 +323,9 @@ impl Drop for Known {
     fn drop(&mut self) {
         if self.shared.check_here().is_err() {
             return;
+        }
+        if let Some(home) = &self.home {
+            home.retire();
         }
         if let Some(key) = self.key {
             self.leave(key);

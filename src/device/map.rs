@@ -7,6 +7,7 @@
 
 use super::arena::DeviceArena;
 use super::books::Books;
+use super::ground::Stretch;
 use super::index::Span;
 use super::picture::{ArenaMap, BlockSpan, BlockState, GranuleRun, GranuleState, SegmentMap};
 use super::region::Region;
@@ -44,7 +45,7 @@ impl DeviceArena {
         shared.empty_fronts();
         let books = shared.books();
         let taken = shared.clock.now();
-        let segments = Region::ALL.iter().map(|&region| segment(&books, region)).collect();
+        let segments = Region::ALL.iter().flat_map(|&region| segments(&books, region)).collect();
         let events = books.history.events();
         let granularity = ByteSize::new(books.bytes_of(1));
         drop(books);
@@ -53,31 +54,37 @@ impl DeviceArena {
     }
 }
 
-fn segment(books: &Books, region: Region) -> SegmentMap {
-    let region_books = books.region(region);
-    let segment = &region_books.segment;
-    let spans: Vec<_> = region_books.live_spans().collect();
-    let arrived = |span: &&Span| segment.wanting(**span) == 0 && !segment.is_moving(**span);
-    let blocks = spans.iter().filter(arrived).map(|span| {
-        let (offset, size) = (ByteSize::new(span.offset), ByteSize::new(span.size));
-        BlockSpan { offset, size, requested: size, state: BlockState::Live }
-    });
-    let blocks = blocks.collect();
-    let mut granules = Vec::new();
+fn segments(books: &Books, region: Region) -> Vec<SegmentMap> {
+    let ground = &books.region(region).segment;
+    let spans: Vec<_> = books.region(region).live_spans().collect();
     let mut touched = Touched::new(&spans);
-    for run in segment.backed_runs() {
-        let (at, size) = segment.place_of(run);
-        let offset = at.offset_from(segment.base()).unwrap_or_default();
-        let end = offset.saturating_add(size);
-        touched.cut(offset.get(), end.get(), books.bytes_of(1), &mut granules);
-    }
-    SegmentMap {
-        region: region.name().to_owned(),
-        base: segment.base().get(),
-        size: ByteSize::new(segment.reserved()),
-        granules,
-        blocks,
-    }
+    let map = |Stretch { at, span, backed }: Stretch| {
+        let first = spans.partition_point(|block| block.offset < span.offset);
+        let inside = spans[first..].iter().take_while(|block| block.offset < span.end());
+        let arrived = |block: &&Span| ground.wanting(**block) == 0 && !ground.is_moving(**block);
+        let blocks = inside.filter(arrived).map(|block| {
+            let (offset, size) = (block.offset - span.offset, ByteSize::new(block.size));
+            let offset = ByteSize::new(offset);
+            BlockSpan { offset, size, requested: size, state: BlockState::Live }
+        });
+        let blocks = blocks.collect();
+        let mut granules = Vec::new();
+        for (run, state) in backed {
+            match state {
+                Some(state) => {
+                    let (offset, size) = (ByteSize::new(run.offset), ByteSize::new(run.size));
+                    granules.push(GranuleRun { offset, size, state });
+                }
+                None => touched.cut(run.offset, run.end(), books.bytes_of(1), &mut granules),
+            }
+        }
+        for run in &mut granules {
+            run.offset = ByteSize::new(run.offset.get() - span.offset);
+        }
+        let (region, size) = (region.name().to_owned(), ByteSize::new(span.size));
+        SegmentMap { region, base: at.get(), size, granules, blocks }
+    };
+    ground.stretches().into_iter().map(map).collect()
 }
 
 /// Tells active granules from idle ones by the blocks that touch them, arriving ones as well, in

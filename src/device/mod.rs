@@ -64,11 +64,14 @@
 //! ```
 //!
 //! Beside that: streams ([`DeviceArena::lane`]), sleep and wake at the same addresses
-//! ([`DeviceArena::sleep`]), blocks by address ([`DeviceArena::alloc_raw`]), compaction
+//! ([`DeviceArena::sleep`]), blocks by address ([`DeviceArena::alloc_raw`]), buffers whose address
+//! foreign code keeps ([`Buffer::lend`]) and memory of its own ([`DeviceArena::adopt`]), compaction
 //! ([`DeviceArena::compact`]), callbacks when memory is short ([`DeviceArena::on_shortage`]),
 //! recordings that can be replayed ([`record`]), a picture of what lies where
 //! ([`DeviceArena::map`]), host memory for copies ([`PinnedPool`]), and the [block index](index) by
-//! itself. The parts say what they do through `tracing`: `docs/OPERATING.md` lists the events.
+//! itself. With the feature `cuda`, arenas in CUDA memory and buffers as cudarc's slices are in
+//! `driver::cuda`. The parts say what they do through `tracing`: `docs/OPERATING.md` lists the
+//! events.
 //!
 //! Invariant: `active + idle = committed <= reserved`, for every arena at every instant.
 
@@ -83,14 +86,19 @@ pub mod driver;
 mod error;
 mod front;
 mod granules;
+mod ground;
 mod growth;
 mod history;
 pub mod index;
+mod interop;
+mod kept;
 mod lane;
 mod lease;
 mod map;
+mod obtain;
 mod pending;
 pub mod picture;
+mod pieces;
 mod pinned;
 mod planted;
 mod proof;
@@ -108,6 +116,7 @@ mod shortage;
 mod sleep;
 mod snapshot;
 mod streams;
+mod totals;
 #[cfg(feature = "cuda")]
 mod view;
 
@@ -117,6 +126,7 @@ pub use compact::{BlockPin, CompactError, CompactOptions, Compacted, Goal, Moved
 pub use config::{ArenaConfig, Growth};
 pub use driver::host::HostDriver;
 pub use error::{Bound, DeviceError};
+pub use interop::{Adopted, LendError, Lent, Unadoptable};
 pub use lane::Lane;
 pub use lease::Lease;
 pub use picture::ArenaMap;

@@ -19,7 +19,7 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use super::driver::sealed::{self, Key};
 use super::driver::{
-    Capabilities, DeviceAddress, Driver, DriverError, EventHandle, Rung, StreamHandle,
+    Capabilities, DeviceAddress, DeviceMemory, Driver, DriverError, EventHandle, Rung, StreamHandle,
 };
 use super::shared::Shared;
 use super::*;
@@ -155,7 +155,7 @@ impl Driver for Model {
         Ok(())
     }
 
-    fn headroom(&self) -> Result<Option<ByteSize>, DriverError> {
+    fn device_memory(&self) -> Result<Option<DeviceMemory>, DriverError> {
         Ok(None)
     }
 

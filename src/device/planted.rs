@@ -36,13 +36,17 @@ pub enum Planted {
     LockAcrossCall,
     /// The arena falls asleep without waiting for work that leases let in.
     SleepBeforeDone,
+    /// The end of a loan is not noted as a use by any stream.
+    ForgottenLoan,
+    /// Adopted memory is released without a wait.
+    ReleaseBeforeDone,
 }
 
 #[cfg(feature = "simulation")]
 impl Planted {
     /// All of them.
     #[doc(hidden)]
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 14] = [
         Self::NoEventWait,
         Self::CrossStreamReuse,
         Self::EarlyUnmap,
@@ -55,6 +59,8 @@ impl Planted {
         Self::CapturedEvent,
         Self::LockAcrossCall,
         Self::SleepBeforeDone,
+        Self::ForgottenLoan,
+        Self::ReleaseBeforeDone,
     ];
 }
 

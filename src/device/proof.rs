@@ -192,7 +192,7 @@ impl Shared {
     /// # Errors
     /// As the driver.
     pub(super) fn look_for_ends(&self) -> Result<(), DriverError> {
-        if !self.capabilities.asynchronous || self.books().pending() == 0 {
+        if !self.capabilities.asynchronous || !self.books().is_awaiting() {
             return Ok(());
         }
         if self.is_any_capturing()? {
@@ -272,8 +272,8 @@ impl Shared {
 
     /// Waits until every use on record is complete: of what was freed, of what the streams of lanes
     /// were given, and of what leases were held for. Where nobody said on which stream that was, or
-    /// blocks are given out by address, it waits for the whole device. No lease is held, and none
-    /// is given meanwhile.
+    /// blocks are given out by address, or memory of others is adopted, it waits for the whole
+    /// device. No lease is held, and none is given meanwhile.
     ///
     /// # Errors
     /// `Capturing`; as the driver.
@@ -285,7 +285,8 @@ impl Shared {
             return Err(DeviceError::Capturing { arena: self.name.clone() });
         }
         let mut books = self.books();
-        let known = books.sleep.used().filter(|_| books.raw.is_empty());
+        let is_ours = books.raw.is_empty() && books.owed.adopted.count() == 0;
+        let known = books.sleep.used().filter(|_| is_ours);
         for stream in books.streams.alive() {
             books.streams.use_now(stream);
         }
@@ -361,6 +362,11 @@ impl Books {
             return Uses::of([self.streams.use_now(StreamKey::CONTEXT)]);
         }
         Uses::of(streams.iter().map(|&stream| self.streams.use_now(stream)))
+    }
+
+    /// Whether something waits for the end of work.
+    fn is_awaiting(&self) -> bool {
+        self.pending() > 0 || self.owed.adopted.is_waiting()
     }
 
     /// Bytes that were freed and may still be worked on.

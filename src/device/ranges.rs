@@ -97,6 +97,31 @@ impl Ranges {
         Some((BlockName::new(id, End::Low), span))
     }
 
+    /// As [`BlockIndex::take`], in the range at the request's end and in no other.
+    pub(super) fn take_within(
+        &mut self,
+        request: Request,
+        cost: impl Fn(Span) -> u64,
+    ) -> Option<(BlockName, Span)> {
+        let end = if self.high.span() > 0 { request.end } else { End::Low };
+        let (index, at) = self.at_end(end);
+        let (id, span) = index.take(Request { end, ..request }, |span| cost(up(span, at)))?;
+        Some((BlockName::new(id, end), up(span, at)))
+    }
+
+    /// All offsets of the range at an end.
+    pub(super) const fn bounds(&self, end: End) -> Span {
+        match end {
+            End::Low => Span { offset: 0, size: self.low.span() },
+            End::High => Span { offset: self.high_at, size: self.high.span() },
+        }
+    }
+
+    /// The range that an offset lies in.
+    pub(super) const fn end_at(&self, offset: u64) -> End {
+        if offset >= self.high_at { End::High } else { End::Low }
+    }
+
     /// As [`BlockIndex::take_cheapest`], in both ranges for a small block.
     pub(super) fn take_cheapest(
         &mut self,
@@ -117,11 +142,8 @@ impl Ranges {
 
     /// As [`BlockIndex::take_at`].
     pub(super) fn take_at(&mut self, span: Span) -> Option<BlockName> {
-        let (index, end, at) = if span.offset >= self.high_at {
-            (&mut self.high, End::High, self.high_at)
-        } else {
-            (&mut self.low, End::Low, 0)
-        };
+        let end = self.end_at(span.offset);
+        let (index, at) = self.at_end(end);
         let id = index.take_at(Span { offset: span.offset - at, ..span })?;
         Some(BlockName::new(id, end))
     }
@@ -212,7 +234,11 @@ impl Ranges {
     }
 
     fn of_mut(&mut self, name: BlockName) -> (&mut BlockIndex, u64) {
-        match name.end() {
+        self.at_end(name.end())
+    }
+
+    const fn at_end(&mut self, end: End) -> (&mut BlockIndex, u64) {
+        match end {
             End::Low => (&mut self.low, 0),
             End::High => (&mut self.high, self.high_at),
         }

@@ -165,10 +165,7 @@ impl Shared {
     fn unknown(&self, books: &Books, at: DeviceAddress) -> DeviceError {
         for region in Region::ALL {
             let books = books.region(region);
-            let Some(offset) = at.offset_from(books.segment.base()) else { continue };
-            if offset.get() >= books.segment.reserved() {
-                continue;
-            }
+            let Some(offset) = books.segment.offset_of(at) else { continue };
             let around = books.block_around(offset.get());
             return match around.filter(|span| span.offset < offset.get()) {
                 Some(span) => DeviceError::InteriorAddress {

@@ -17,7 +17,6 @@ use super::aging::Ages;
 use super::arena::DeviceArena;
 use super::books::Books;
 use super::driver::DriverError;
-use super::driver::sealed::Key;
 use super::error::DeviceError;
 use super::picture::Act;
 use super::record::{GivenUp, Operation, hooks};
@@ -50,6 +49,8 @@ pub(super) struct GivenBack {
     pub(super) granules: u64,
     /// The driver's error, where a call failed; the granules of that call and of later ones stay.
     pub(super) error: Option<DriverError>,
+    /// The call that failed, if any, was a trim: what was to leave has left the arena.
+    pub(super) is_of_trim: bool,
     /// Whether the lock was given up meanwhile: what was counted before may be otherwise.
     pub(super) unlocked: bool,
 }
@@ -61,7 +62,9 @@ impl DeviceArena {
     ///
     /// At most 32 decommits; where that is not enough, `next` is `now`. Never waits for a call of
     /// another thread, nor for a stream: memory that a stream may still work on stays, and `next`
-    /// is soon. Only where buffers of no lane were freed it waits, for all work of the device.
+    /// is soon. Only where buffers of no lane were freed, or lent ones, or adopted memory was
+    /// dropped, it waits, for all work of the device; the latter's release functions are called
+    /// then.
     /// Holds the lock while it looks at every idle granule.
     ///
     /// # Errors
@@ -73,6 +76,7 @@ impl DeviceArena {
         shared.cool_fronts();
         shared.wake_of_nothing();
         shared.look_for_ends()?;
+        shared.release_adopted();
         let books = shared.books();
         let ages = books.aging.ages(now);
         let (mut books, given) = shared.give_back(books, u64::MAX, Some(ages));
@@ -130,6 +134,11 @@ impl DeviceArena {
     /// Gives all idle memory back now; returns how many bytes that was. Makes as many driver calls
     /// as that takes, none with the lock held.
     ///
+    /// On a driver with streams what a lane freed is idle only once a look (a decay, a purge, a
+    /// trim) has seen that its work is complete. The first look after the free may be what asks
+    /// the device, so that a later one gives the memory back, even where the program has waited for
+    /// the stream itself. [`DeviceArena::close`] waits.
+    ///
     /// # Errors
     /// [`DeviceError::Driver`], after what was given back before is booked;
     /// [`DeviceError::Forked`].
@@ -177,15 +186,20 @@ impl DeviceArena {
         shared.empty_fronts();
         shared.wake_of_nothing();
         shared.look_for_ends()?;
+        shared.release_adopted();
         let mut books = shared.books();
         let excess = books.backed().saturating_sub(books.leaving()).saturating_sub(keep.get());
         let granules = books.granules_for(excess.min(books.idle()));
         let mut released = 0;
         let mut error = None;
-        // Each turn gives at least one granule back: at most `granules` turns.
-        while released < granules && error.is_none() {
+        // Each turn gives at least one granule back: at most `granules` turns. One more, where what
+        // the driver keeps is to be trimmed.
+        let mut untrimmed = books.untrimmed;
+        while (released < granules || std::mem::take(&mut untrimmed)) && error.is_none() {
             let given;
-            (books, given) = shared.give_back(books, granules - released, None);
+            let left = granules.saturating_sub(released);
+            (books, given) = shared.give_back(books, left, None);
+            untrimmed = false;
             if given.granules == 0 && given.error.is_none() {
                 break; // another thread took what was idle
             }
@@ -222,7 +236,7 @@ impl Shared {
         let again = books.aging.looked_at() + LOOK_AGAIN;
         if books.sleeps_for_nothing() {
             Moment::ORIGIN
-        } else if books.pending() > 0 {
+        } else if books.pending() > 0 || books.untrimmed || books.owed.adopted.is_waiting() {
             due.min(again)
         } else {
             due
@@ -230,7 +244,8 @@ impl Shared {
     }
 
     /// Gives back up to `granules` idle granules, in at most [`CALLS_MAX`] calls, with the lock
-    /// given up around them; only those whose time is over, where ages are given.
+    /// given up around them; only those whose time is over, where ages are given. A segment that
+    /// came whole goes whole, and where any did, the driver is told to keep nothing of them.
     pub(super) fn give_back<'a>(
         &'a self,
         mut books: MutexGuard<'a, Books>,
@@ -242,18 +257,21 @@ impl Shared {
             let outcome;
             (books, outcome) = self.end_copies(books);
             if !matches!(outcome, Ok(true)) {
-                return (books, GivenBack { granules: 0, error: outcome.err(), unlocked });
+                let (granules, error) = (0, outcome.err());
+                return (books, GivenBack { granules, error, is_of_trim: false, unlocked });
             }
         }
         let leaving = books.begin_leave(granules, CALLS_MAX, ages);
-        if leaving.is_empty() {
-            return (books, GivenBack { granules: 0, error: None, unlocked });
+        let untrimmed = std::mem::take(&mut books.untrimmed);
+        if leaving.is_empty() && !untrimmed {
+            let (granules, error) = (0, None);
+            return (books, GivenBack { granules, error, is_of_trim: false, unlocked });
         }
         drop(books);
         let mut done = 0;
         let mut error = None;
         for place in &leaving {
-            match self.driver.decommit(place.at, place.size, Key::new()) {
+            match self.take_away(place.at, place.size) {
                 Ok(()) => done += 1,
                 Err(failed) => {
                     error = Some(failed);
@@ -261,7 +279,12 @@ impl Shared {
                 }
             }
         }
+        let trims = untrimmed || (self.is_whole() && done > 0);
+        let trimmed = if trims { self.driver.trim() } else { Ok(()) };
         let mut books = lock(&self.books);
+        books.untrimmed |= trimmed.is_err();
+        let is_of_trim = error.is_none();
+        error = error.or_else(|| trimmed.err());
         for (nth, &place) in leaving.iter().enumerate() {
             books.end_leave(place, nth < done);
             if nth < done {
@@ -270,6 +293,6 @@ impl Shared {
         }
         self.settled.notify_all();
         let granules = leaving[..done].iter().map(|place| place.run.granules()).sum();
-        (books, GivenBack { granules, error, unlocked: true })
+        (books, GivenBack { granules, error, is_of_trim, unlocked: true })
     }
 }

@@ -210,8 +210,10 @@ impl Shared {
                     continue;
                 }
                 let parts = books.first_parts(CompactOptions::new(region), end, PARTS_MAX);
+                let segments = of.segment.segments();
                 drop(books);
-                let [before, after] = plan::outlook(&parts, granule, Target::Granules).active;
+                let target = segments.as_deref().map_or(Target::Granules, Target::Segments);
+                let [before, after] = plan::outlook(&parts, granule, target).active;
                 granules += before.saturating_sub(after);
             }
         }

@@ -1,19 +1,20 @@
 //! One region of an arena: the part for one kind of lifetime, with its own addresses.
 //!
-//! It joins the block index (which offsets are free) with the segment (which granules have memory)
+//! It joins the block index (which offsets are free) with the ground (which of them have memory)
 //! and calls neither driver nor clock. A block is arriving from when it is placed until the memory
 //! behind it is there; only then is it live.
 //!
-//! Invariants: `requested + fronts' <= live`; `live + arriving = index.live`; `live <= active`.
+//! Invariants: `requested + fronts' <= live`; `live + arriving + held = index.live`, where what is
+//! held has no memory; `live <= active`.
 
 use super::compact::pins::Pins;
 use super::driver::DeviceAddress;
-use super::front::Tally;
+use super::ground::Ground;
 use super::index::{ALIGN, End, Request, Span, StaleBlock};
+use super::kept::Tally;
 use super::pending::{Claim, Pending, Uses};
 use super::ranges::{BlockName, Ranges};
 use super::record::hooks::Origin;
-use super::segment::Segment;
 use super::snapshot::RegionSnapshot;
 use super::streams::StreamKey;
 use crate::bytes::ByteSize;
@@ -75,7 +76,7 @@ impl Region {
 const SMALL_BELOW: u64 = 1 << 20;
 
 /// What a place costs for which a stream must wait, and one for which memory must be committed, in
-/// [`Segment::cost`]'s measure, while anything is pending: memory that is only waited for is used
+/// [`Ground::cost`]'s measure, while anything is pending: memory that is only waited for is used
 /// before more is asked for, and what nobody need wait for before that.
 const COST_OF_WAITING: u64 = 1 << 34;
 const COST_OF_COMMITTING: u64 = 1 << 35;
@@ -84,7 +85,7 @@ const COST_OF_COMMITTING: u64 = 1 << 35;
 const COMMITS: u64 = (1 << 32) - 1;
 
 /// The end of a region to which blocks of a size belong.
-const fn end_of(size: u64) -> End {
+pub(super) const fn end_of(size: u64) -> End {
     if size < SMALL_BELOW { End::High } else { End::Low }
 }
 
@@ -156,7 +157,7 @@ impl Placed {
 /// The books of one region.
 #[derive(Debug)]
 pub(super) struct RegionBooks {
-    pub(super) segment: Segment,
+    pub(super) segment: Ground,
     pub(super) index: Ranges,
     /// Wraps: a block that a front took in and handed out again was asked for with one size, and is
     /// freed with another; with what the fronts say of that the sum is right.
@@ -170,8 +171,9 @@ pub(super) struct RegionBooks {
 }
 
 impl RegionBooks {
-    pub(super) fn new(segment: Segment, granule: ByteSize) -> Self {
-        let index = Ranges::new(segment.reserved(), granule.get());
+    pub(super) fn new(mut segment: Ground, granule: ByteSize) -> Self {
+        let mut index = Ranges::new(segment.extent(), granule.get());
+        segment.wall_off(&mut index);
         let pins = Pins::default();
         let pending = Pending::default();
         Self { segment, index, requested: 0, live: 0, arriving: 0, pins, moves: 0, pending }
@@ -179,11 +181,19 @@ impl RegionBooks {
 
     /// The largest block that it could ever have.
     pub(super) const fn largest_ever(&self) -> ByteSize {
-        ByteSize::new(self.index.large())
+        ByteSize::new(match &self.segment {
+            Ground::Reserved(_) => self.index.large(),
+            Ground::Pieces(pieces) => pieces.largest(),
+        })
     }
 
     pub(super) const fn live(&self) -> u64 {
         self.live
+    }
+
+    /// Adds what a front has asked for beside what it freed; wraps.
+    pub(super) const fn add_requested(&mut self, requested: u64) {
+        self.requested = self.requested.wrapping_add(requested);
     }
 
     /// Bytes of the books themselves.
@@ -230,17 +240,23 @@ impl RegionBooks {
                 self.index.take_cheapest(Request { align, ..request }, inactive)?
             }
             Search::Clear => self.take_clear(wanted, taker)?,
+            // A piece for small blocks is had as easily as a place among the large.
+            Search::Usual if segment.is_whole() => self.index.take_within(request, cost)?,
             Search::Usual | Search::AmongLarge => self.index.take(request, cost)?,
         };
         let claim = self.claim(span);
+        Some((self.put(wanted, id, span), claim))
+    }
+
+    /// Books a block at a place that was taken for it, arriving.
+    pub(super) fn put(&mut self, wanted: Wanted, id: BlockName, span: Span) -> Placed {
         self.segment.touch(span);
         self.arriving += span.size;
         let at = self.segment.address_of(ByteSize::new(span.offset));
         if wanted.align > ALIGN {
             self.pins.align(id, wanted.align);
         }
-        let placed = Placed { id, span, at, requested: wanted.requested, moves: self.moves };
-        Some((placed, claim))
+        Placed { id, span, at, requested: wanted.requested, moves: self.moves }
     }
 
     /// A place among the large blocks for which nobody need wait. It walks the blocks: for when
@@ -380,8 +396,7 @@ impl RegionBooks {
 
     /// The live block that covers an offset. It walks the blocks: for reports of errors.
     pub(super) fn block_around(&self, offset: u64) -> Option<Span> {
-        let mut live = self.index.blocks().filter(|(_, name)| name.is_some());
-        live.find(|(span, _)| span.offset <= offset && offset < span.end()).map(|(span, _)| span)
+        self.live_spans().find(|span| span.offset <= offset && offset < span.end())
     }
 
     /// Whether both spans lie on one side of the wall.
@@ -427,7 +442,13 @@ impl RegionBooks {
 
     /// Every block that is live or arriving, in address order.
     pub(super) fn live_spans(&self) -> impl Iterator<Item = Span> {
-        self.index.blocks().filter(|(_, name)| name.is_some()).map(|(span, _)| span)
+        self.live_blocks().map(|(span, _)| span)
+    }
+
+    /// The same, with their names.
+    pub(super) fn live_blocks(&self) -> impl Iterator<Item = (Span, BlockName)> {
+        let blocks = self.index.blocks().filter_map(|(span, name)| Some((span, name?)));
+        blocks.filter(|(span, _)| !self.segment.is_held(span.offset))
     }
 
     /// Walks everything and checks the invariants.
@@ -440,8 +461,8 @@ impl RegionBooks {
         self.pending.validate();
         let mut spans: Vec<_> = self.live_spans().chain(self.pending.spans()).collect();
         spans.sort_unstable_by_key(|span| span.offset);
-        self.segment.validate(spans.into_iter());
-        assert_eq!(self.live + self.arriving, self.index.live());
+        self.segment.validate(&self.index, spans.into_iter());
+        assert_eq!(self.live + self.arriving + self.segment.held(), self.index.live());
         let active = self.segment.active();
         assert!(
             self.live <= active || self.live - self.asleep() <= active,

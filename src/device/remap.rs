@@ -141,7 +141,7 @@ impl Books {
     /// Books what came of a remap.
     fn end_remap(&mut self, pair: Pair, done: bool, clock: &dyn Clock) {
         let Pair { from, region, to, at } = pair;
-        self.region_mut(from.region).segment.end_leave(from.run, done);
+        self.region_mut(from.region).end_leave(from.run, done);
         self.region_mut(region).segment.end_arrive(to, done);
         if done {
             self.totals.remaps += 1;

@@ -1,4 +1,5 @@
-//! Reserves the address space of an arena: as much as is wanted, or a fair part of what there is.
+//! What the regions of an arena stand on, at open and at the end: address space, as much as is
+//! wanted or a fair part of what there is; or, where memory is had in segments, offsets alone.
 //!
 //! It commits nothing and keeps no books.
 //!
@@ -7,6 +8,8 @@
 
 use super::driver::sealed::Key;
 use super::driver::{DeviceAddress, Driver, DriverError};
+use super::ground::Ground;
+use super::pieces::Pieces;
 use super::ranges;
 use super::segment::Segment;
 use crate::bytes::ByteSize;
@@ -15,10 +18,68 @@ use crate::bytes::ByteSize;
 /// slice, and a multiple of every granule.
 const RESERVE_MAX: ByteSize = ByteSize::new(1 << 62);
 
+/// How many times the largest block the offsets of pieces go on for: what is lost to walls between
+/// them and to gaps that are too small is numbers, and nothing else.
+const ROOM_FOR_WALLS: u64 = 4;
+
+/// The ground of both regions.
+pub(super) fn grounds(
+    driver: &dyn Driver,
+    granule: ByteSize,
+    wanted: ByteSize,
+) -> Result<[Ground; 2], DriverError> {
+    if !driver.capabilities().virtual_memory {
+        return Ok([(); 2].map(|()| offsets(granule, wanted)));
+    }
+    let stable = Ground::Reserved(reserve_region(driver, granule, wanted)?);
+    match reserve_region(driver, granule, wanted) {
+        Ok(dynamic) => Ok([stable, Ground::Reserved(dynamic)]),
+        Err(error) => {
+            give_up(driver, &stable);
+            Err(error)
+        }
+    }
+}
+
+/// Gives all that a region stands on back to the driver: nobody uses it. Where the driver refuses,
+/// addresses stay reserved, or a segment stays.
+pub(super) fn give_up(driver: &dyn Driver, ground: &Ground) {
+    match ground {
+        Ground::Reserved(segment) => {
+            let bare = segment.backed_runs().into_iter().all(|run| {
+                let (at, size) = segment.place_of(run);
+                driver.decommit(at, size, Key::new()).is_ok()
+            });
+            if bare {
+                let size = ByteSize::new(segment.reserved());
+                let _ = driver.unreserve(segment.base(), size, Key::new());
+            }
+        }
+        Ground::Pieces(pieces) => {
+            let gone = pieces.there().filter(|piece| {
+                let size = ByteSize::new(piece.span.size);
+                driver.segment_destroy(piece.at, size, Key::new()).is_ok()
+            });
+            if gone.count() > 0 {
+                let _ = driver.trim();
+            }
+        }
+    }
+}
+
+/// Offsets for the pieces of a region, the largest of which is what is wanted.
+fn offsets(granule: ByteSize, wanted: ByteSize) -> Ground {
+    let largest = wanted.min(RESERVE_MAX).max(granule).next_multiple_of(granule);
+    let largest = largest.unwrap_or(RESERVE_MAX).min(RESERVE_MAX).get();
+    let extent = ranges::span_for(largest.saturating_mul(ROOM_FOR_WALLS), granule.get());
+    let extent = extent.min(RESERVE_MAX.get());
+    Ground::Pieces(Pieces::new(extent, largest, granule))
+}
+
 /// Reserves address space for a region: what is wanted or, where the driver refuses that, an eighth
 /// of what it accepts, a quarter for both regions. Addresses are short then (`ulimit -v`), and the
 /// heap, stacks and other arenas need some too.
-pub(super) fn reserve_region(
+fn reserve_region(
     driver: &dyn Driver,
     granularity: ByteSize,
     wanted: ByteSize,

@@ -8,18 +8,21 @@
 
 use std::fmt;
 use std::mem::ManuallyDrop;
+use std::ptr;
 use std::sync::{Arc, OnceLock, Weak};
 
 use super::books::Books;
 use super::driver::sealed::Key;
 use super::driver::{Capabilities, Driver};
 use super::error::DeviceError;
-use super::front::{Home, Kept, Tally};
+use super::front::{Home, Swept};
+use super::kept::Tally;
 use super::lane::Known;
 use super::planted::Plants;
 use super::record::Recorder;
 use super::record::operation::After;
 use super::region::{Placed, Region};
+use super::reserve;
 use super::shortage::Callbacks;
 use super::sleep::SleepConfig;
 use super::snapshot::{ArenaGlance, ArenaSnapshot};
@@ -61,14 +64,22 @@ pub(super) struct Shared {
     pub(super) parked: AtomicU64,
 }
 
-/// What an arena knows of its threads' fronts.
+/// Lanes that may keep as much as a thread does; where there are more, each keeps less, so that all
+/// together keep about so many times as much. A guess.
+const LANES: u64 = 8;
+
+/// What an arena knows of the fronts of its threads and lanes.
 #[derive(Debug, Default)]
 pub(super) struct Fronts {
-    /// Where they are; set once, when the arena is opened.
+    /// Where the threads' are; set once, when the arena is opened.
     homes: OnceLock<Box<[Weak<Home>]>>,
-    /// The most bytes that each may keep now, worked out of the rules; read under a front's lock,
-    /// so that a front which was emptied after this became zero stays empty.
+    /// Where those of the lanes are.
+    lanes: Mutex<Vec<Weak<Home>>>,
+    /// The most bytes that each of a thread, and each of a lane, may keep now, worked out of the
+    /// rules; read under a front's lock, so that a front which was emptied after this became zero
+    /// stays empty.
     room: AtomicU64,
+    lane_room: AtomicU64,
     rules: Mutex<Rules>,
     /// Little is left under the limit: what a front keeps would be missed elsewhere.
     tight: AtomicBool,
@@ -85,8 +96,10 @@ pub(super) struct Fronts {
 #[derive(Debug, Default)]
 struct Rules {
     room_max: ByteSize,
-    /// Freed blocks may still be worked on.
-    never: bool,
+    /// Freed blocks may still be worked on: threads keep none.
+    asynchronous: bool,
+    /// Lanes with a front.
+    lanes: u64,
     /// Idle memory is given back at once.
     at_once: bool,
     /// The arena sleeps: what a front keeps would have no memory behind it.
@@ -110,10 +123,10 @@ impl Fronts {
         self.set(|rules| rules.asleep = is_asleep);
     }
 
-    /// Fronts that may keep so much each; nothing, where work is `asynchronous`.
+    /// Fronts that may keep so much each; those of threads nothing, where work is `asynchronous`.
     pub(super) fn new(room_max: ByteSize, decay: DecayTime, asynchronous: bool) -> Self {
         let fronts = Self::default();
-        fronts.set(|rules| rules.never = asynchronous);
+        fronts.set(|rules| rules.asynchronous = asynchronous);
         fronts.set_room(room_max);
         fronts.set_decay(decay);
         fronts
@@ -123,6 +136,18 @@ impl Fronts {
     pub(super) fn know(&self, homes: Box<[Weak<Home>]>) {
         let known = self.homes.set(homes);
         debug_assert!(known.is_ok(), "the homes are made once");
+    }
+
+    /// Makes the home of a lane known.
+    pub(super) fn add(&self, home: &Arc<Home>) {
+        lock(&self.lanes).push(Arc::downgrade(home));
+        self.set(|rules| rules.lanes += 1);
+    }
+
+    /// Forgets the home of a lane.
+    pub(super) fn remove(&self, home: &Home) {
+        lock(&self.lanes).retain(|known| !ptr::eq(known.as_ptr(), home));
+        self.set(|rules| rules.lanes -= 1);
     }
 
     /// Sets how much each may keep.
@@ -153,9 +178,10 @@ impl Fronts {
     fn set(&self, change: impl FnOnce(&mut Rules)) {
         let mut rules = lock(&self.rules);
         change(&mut rules);
-        let none = rules.never || rules.at_once || rules.asleep || rules.shut > 0;
+        let none = rules.at_once || rules.asleep || rules.shut > 0;
         let room = if none { 0 } else { rules.room_max.get() };
-        self.room.store(room, Ordering::Relaxed);
+        self.room.store(if rules.asynchronous { 0 } else { room }, Ordering::Relaxed);
+        self.lane_room.store(room / rules.lanes.div_ceil(LANES).max(1), Ordering::Relaxed);
     }
 }
 
@@ -218,21 +244,28 @@ impl Shared {
     }
 
     /// Frees blocks in the books.
-    pub(super) fn release_all(&self, blocks: Vec<Kept>) {
+    pub(super) fn release_all(&self, blocks: Vec<Swept>) {
         if blocks.is_empty() {
             return;
         }
         let mut books = self.books();
-        for (region, placed) in blocks {
-            books.release(region, placed, &*self.clock);
+        for block in blocks {
+            books.release_swept(block, &*self.clock);
         }
     }
 
-    /// The most bytes that a front may keep now.
+    /// The most bytes that a thread's front may keep now.
     #[inline]
     pub(super) fn front_room(&self) -> u64 {
         let tight = self.fronts.tight.load(Ordering::Relaxed);
         if tight { 0 } else { self.fronts.room.load(Ordering::Relaxed) }
+    }
+
+    /// The most bytes that a lane's front may keep now.
+    #[inline]
+    pub(super) fn lane_room(&self) -> u64 {
+        let tight = self.fronts.tight.load(Ordering::Relaxed);
+        if tight { 0 } else { self.fronts.lane_room.load(Ordering::Relaxed) }
     }
 
     /// Notes that a front holds something.
@@ -258,6 +291,16 @@ impl Shared {
     pub(super) fn empty_fronts(&self) -> bool {
         let sweep = lock(&self.fronts.sweep);
         self.empty_under(&sweep)
+    }
+
+    /// Lets fronts take nothing in until what is returned goes, and gives all that they hold back
+    /// to the books; says whether that was anything. It looks into each, whatever they have said:
+    /// under its lock, one that takes a block in before that is found to hold it, and one that
+    /// would after it finds that there is no room.
+    pub(super) fn shut_fronts(&self) -> (Shut<'_>, bool) {
+        let shut = self.fronts.shut();
+        let held = self.empty_all(&lock(&self.fronts.sweep));
+        (shut, held)
     }
 
     /// Lets fronts take nothing in any more, and empties them: no handle of the arena is left. In a
@@ -297,7 +340,7 @@ impl Shared {
     }
 
     /// Frees in the books what was taken out of the fronts; says whether that was anything.
-    fn release_swept(&self, blocks: Vec<Kept>, _: &MutexGuard<'_, ()>) -> bool {
+    fn release_swept(&self, blocks: Vec<Swept>, _: &MutexGuard<'_, ()>) -> bool {
         if blocks.is_empty() {
             return false;
         }
@@ -305,8 +348,11 @@ impl Shared {
         true
     }
 
+    /// The homes of threads, then those of lanes.
     fn homes(&self) -> impl Iterator<Item = Arc<Home>> {
-        self.fronts.homes.get().into_iter().flatten().filter_map(Weak::upgrade)
+        let of_lanes = lock(&self.fronts.lanes).clone();
+        let homes = self.fronts.homes.get().into_iter().flatten().cloned();
+        homes.chain(of_lanes).filter_map(|home| home.upgrade())
     }
 
     /// All figures at one instant: the fronts are held still meanwhile, and then the books.
@@ -323,7 +369,12 @@ impl Shared {
         still.iter().for_each(|front| fronts.add(front.tally()));
         let books = self.books();
         let mut snapshot = books.snapshot(&self.name, self.driver.rung(), &fronts);
+        books.owed.show(&mut snapshot);
         snapshot.lock_contended_total += self.fronts.contended.load(Ordering::Relaxed);
+        #[cfg(feature = "cuda")]
+        {
+            snapshot.parked_errors_total = self.parked.load(Ordering::Relaxed);
+        }
         snapshot
     }
 
@@ -340,10 +391,15 @@ impl Shared {
         self.empty_all(&sweep);
         let snapshot = self.snapshot_under(&sweep);
         let count = snapshot.allocs_total - snapshot.frees_total;
-        if count == 0 {
+        let held = self.books().owed.adopted.held();
+        if count == 0 && held == 0 {
             return Ok(true);
         }
         self.closed.store(false, Ordering::Relaxed);
+        if count == 0 {
+            let (arena, bytes) = (self.name.clone(), snapshot.adopted);
+            return Err(DeviceError::AdoptedHeld { arena, count: held, bytes });
+        }
         Err(DeviceError::LiveBlocks { arena: self.name.clone(), count, bytes: snapshot.live })
     }
 
@@ -377,11 +433,14 @@ impl Drop for Shared {
     /// forked child does nothing.
     fn drop(&mut self) {
         if self.check_here().is_err() {
+            let books = self.books.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
+            books.forget_adopted();
             return;
         }
         // Whoever listens is not ours, and nothing unwinds out of a drop.
         let _ = caught(|| tracing::info!(arena = self.name, "an arena is gone"));
         let _ = self.ask_events(); // asks, and waits for nothing
+        self.end_adopted();
         self.end_sleep();
         let books = lock(&self.books);
         // Nobody says when blocks that are out by address are used.
@@ -399,15 +458,7 @@ impl Drop for Shared {
             return; // the device may still work on it
         }
         for region in Region::ALL {
-            let segment = &books.region(region).segment;
-            let bare = segment.backed_runs().into_iter().all(|run| {
-                let (at, size) = segment.place_of(run);
-                self.driver.decommit(at, size, Key::new()).is_ok()
-            });
-            if bare {
-                let size = ByteSize::new(segment.reserved());
-                let _ = self.driver.unreserve(segment.base(), size, Key::new());
-            }
+            reserve::give_up(&*self.driver, &books.region(region).segment);
         }
         self.end_recording(books);
     }

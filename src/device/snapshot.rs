@@ -36,7 +36,7 @@ pub struct ArenaSnapshot {
     /// Free blocks of hot sizes that the threads' fronts keep for the next request. They lie in the
     /// holes.
     pub cached: ByteSize,
-    /// Granules that a block touches.
+    /// Granules that a block touches; whole segments, where memory comes in those.
     pub active: ByteSize,
     /// Granules with memory behind them that no block touches.
     pub idle: ByteSize,
@@ -44,7 +44,7 @@ pub struct ArenaSnapshot {
     pub committed: ByteSize,
     /// The most that was committed since the arena was opened, without what was on its way.
     pub committed_peak: ByteSize,
-    /// Address space held.
+    /// Address space held; what is committed, where memory comes in segments.
     pub reserved: ByteSize,
     /// The arena's own books; of blocks had by address an estimate, of the fronts nothing.
     pub metadata: ByteSize,
@@ -56,6 +56,15 @@ pub struct ArenaSnapshot {
     pub largest_free: ByteSize,
     /// The most that may be committed.
     pub limit: ByteSize,
+    /// Blocks whose addresses are lent to foreign code ([`Buffer::lend`](super::Buffer::lend)).
+    pub lent: ByteSize,
+    /// How many of them.
+    pub lent_count: u64,
+    /// Memory of others that was adopted ([`DeviceArena::adopt`](super::DeviceArena::adopt)) and is
+    /// not released yet. In no other figure: the arena commits none of it.
+    pub adopted: ByteSize,
+    /// How many pieces of it.
+    pub adopted_count: u64,
     /// Leases held now.
     pub leases: u32,
     /// Whether its memory can be used.
@@ -101,6 +110,12 @@ pub struct ArenaSnapshot {
     pub shortage_callbacks_total: u64,
     /// Those of them that panicked.
     pub shortage_panics_total: u64,
+    /// Release functions of adopted memory that were called.
+    pub releases_total: u64,
+    /// Those of them that panicked.
+    pub release_panics_total: u64,
+    /// Errors of CUDA that freed buffers' views left with cudarc; zero without CUDA.
+    pub parked_errors_total: u64,
     /// Trims and purges that were asked for.
     pub trims_total: u64,
     /// Bytes that those gave back.
@@ -151,6 +166,10 @@ impl ArenaSnapshot {
             holes: NONE,
             largest_free: NONE,
             limit: NONE,
+            lent: NONE,
+            lent_count: 0,
+            adopted: NONE,
+            adopted_count: 0,
             leases: 0,
             state: ArenaState::default(),
             sleeps_total: 0,
@@ -173,6 +192,9 @@ impl ArenaSnapshot {
             remapped_bytes_total: 0,
             shortage_callbacks_total: 0,
             shortage_panics_total: 0,
+            releases_total: 0,
+            release_panics_total: 0,
+            parked_errors_total: 0,
             trims_total: 0,
             trimmed_bytes_total: 0,
             shrinks_total: 0,
@@ -209,6 +231,7 @@ impl ArenaSnapshot {
         assert_eq!(self.holes, total(|region| region.holes));
         assert!(self.live <= self.live_peak, "live <= live_peak");
         assert!(self.frees_total <= self.allocs_total, "frees_total <= allocs_total");
+        assert!(self.lent <= self.live, "lent <= live");
     }
 }
 

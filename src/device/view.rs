@@ -1,4 +1,5 @@
-//! FENCE: buffers as cudarc sees them: a borrowed `CudaSlice`, or a `CudaViewMut`, under a lease.
+//! FENCE: buffers, and what was adopted, as cudarc sees them: a borrowed `CudaSlice`, or a
+//! `CudaViewMut`, under a lease.
 //!
 //! cudarc orders the streams that use a slice by two events that the slice keeps. So a buffer keeps
 //! one slice for as long as it stands where it is, and hands out references to it: what one view
@@ -26,8 +27,10 @@ use super::arena::DeviceArena;
 use super::buffer::Buffer;
 use super::driver::StreamHandle;
 use super::error::DeviceError;
-use super::lane::{Keeps, Lane};
+use super::interop::Adopted;
+use super::lane::{Keeps, Known, Lane};
 use super::lease::Lease;
+use super::shared::Shared;
 use crate::sync::atomic::Ordering;
 use crate::sync::{Mutex, caught, lock};
 
@@ -74,6 +77,13 @@ impl<T> Kept<T> {
 }
 
 impl DeviceArena {
+    /// The number of the arena's device, for `CudaContext::new`; `None` on a driver that is not
+    /// CUDA's.
+    #[must_use]
+    pub fn cuda_ordinal(&self) -> Option<usize> {
+        self.shared().driver.ordinal().and_then(|ordinal| usize::try_from(ordinal).ok())
+    }
+
     /// The lane of a stream of cudarc's, which it keeps for as long as the lane or a buffer of it
     /// is there.
     ///
@@ -140,25 +150,11 @@ impl<T: Pod> Buffer<T> {
     pub fn cuda<'a>(&'a self, lease: &'a Lease) -> Result<&'a CudaSlice<T>, DeviceError> {
         let at = self.address(lease)?.map_or(0, |at| at.get());
         lease.note_view();
-        let mut slot = lock(&self.view.slot);
-        let is_there = |kept: &Kept<T>| kept.at == at && kept.slice.len() == self.len();
-        if !slot.kept.as_deref().is_some_and(is_there) {
-            // Nobody has a reference to one that is replaced: it would be under a lease, and
-            // nothing moves, nor is resized, while one is held.
-            let kept = slot.kept.take();
-            slot.loose |= !self.forget(kept);
-            if slot.loose {
-                self.shared().complete_all()?;
-                slot.loose = false;
-            }
-            slot.kept = Some(Box::new(self.make(at)?));
-        }
-        let Some(kept) = slot.kept.as_deref() else { return Err(self.no_stream()) };
-        let slice: *const CudaSlice<T> = &raw const *kept.slice;
+        let slice = self.view.keep(self.shared(), self.lane(), (at, self.len()))?;
         // SAFETY: the slice is on the heap and stays there until the buffer is dropped or resized,
-        // which takes `&mut` or the value, or until it is replaced above, where the buffer had
-        // moved, which it does not while `lease` is borrowed. Only shared references to it exist
-        // meanwhile: `cuda_mut` takes `&mut self`.
+        // which takes `&mut` or the value, or until it is replaced (`View::keep`), where the buffer
+        // had moved, which it does not while `lease` is borrowed. Only shared references to it
+        // exist meanwhile: `cuda_mut` takes `&mut self`.
         Ok(unsafe { &*slice })
     }
 
@@ -169,56 +165,130 @@ impl<T: Pod> Buffer<T> {
     /// As [`Buffer::cuda`].
     pub fn cuda_mut<'a>(&'a mut self, lease: &'a Lease) -> Result<CudaViewMut<'a, T>, DeviceError> {
         let _ = self.cuda(lease)?;
-        let no_stream = self.no_stream();
-        let slot = self.view.slot.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
-        slot.kept.as_deref_mut().map(|kept| kept.slice.as_view_mut()).ok_or(no_stream)
-    }
-
-    /// A slice of cudarc's over the elements.
-    fn make(&self, at: u64) -> Result<Kept<T>, DeviceError> {
-        let stream = self.lane().and_then(|lane| lane.cuda()).ok_or_else(|| self.no_stream())?;
-        let made = keeping_current(stream, || {
-            // SAFETY: the block is live, has room for the elements, and stays so until the slice is
-            // let go of, which frees nothing. What is there are bytes of a Pod: any are a value.
-            unsafe { stream.upgrade_device_ptr::<T>(at, self.len()) }
-        });
-        let slice = made.map_err(|message| DeviceError::View { message })?;
-        Ok(Kept { slice: ManuallyDrop::new(slice), at })
+        let no_stream = no_stream(self.shared());
+        self.view.kept_mut().map(|slice| slice.as_view_mut()).ok_or(no_stream)
     }
 
     /// Lets the slice go, at the end of the buffer: where its stream could not be made to wait for
     /// others, all work of the device comes before the memory's next use. In a forked child does
     /// nothing.
     pub(super) fn let_view_go(&mut self) {
-        let slot = self.view.slot.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let (kept, loose) = (slot.kept.take(), slot.loose);
-        if !self.forget(kept) || loose {
+        let shared = Arc::clone(self.shared());
+        if !self.view.let_go(&shared) {
             self.forget_lanes();
         }
     }
+}
 
-    /// Lets a slice go; whether its stream comes after all that cudarc ordered.
-    fn forget(&self, kept: Option<Box<Kept<T>>>) -> bool {
-        let Some(kept) = kept else { return true };
-        let shared = self.shared();
-        if shared.check_here().is_err() {
-            let _ = ManuallyDrop::new(kept); // its context is the parent's
-            return true;
-        }
-        // cudarc unwraps nothing here; if it did, nothing would unwind out of a drop.
-        let stream = Arc::clone(kept.slice.stream());
-        let outcome = keeping_current(&stream, || kept.let_go());
-        if let Ok(Ok(())) = outcome {
-            return true;
-        }
-        shared.parked.fetch_add(1, Ordering::Relaxed);
-        tracing::warn!(arena = shared.name, ?outcome, "a freed buffer's view left an error");
-        false
+impl<T: Pod> Adopted<T> {
+    /// What was adopted as cudarc sees it, to read: as [`Buffer::cuda`].
+    ///
+    /// # Errors
+    /// [`DeviceError::NoStream`] where it was not adopted on a [`DeviceArena::cuda_lane`]; else as
+    /// there.
+    pub fn cuda<'a>(&'a self, lease: &'a Lease) -> Result<&'a CudaSlice<T>, DeviceError> {
+        let at = self.address(lease)?.get();
+        lease.note_view();
+        let slice = self.view.keep(&self.shared, self.lane.as_deref(), (at, self.len()))?;
+        // SAFETY: the slice is on the heap and stays there until the value is dropped: its address
+        // and its length never change. Only shared references to it exist meanwhile: `cuda_mut`
+        // takes `&mut self`.
+        Ok(unsafe { &*slice })
     }
 
-    fn no_stream(&self) -> DeviceError {
-        DeviceError::NoStream { arena: self.shared().name.clone() }
+    /// What was adopted as cudarc sees it, to write: as [`Buffer::cuda_mut`].
+    ///
+    /// # Errors
+    /// As [`Adopted::cuda`].
+    pub fn cuda_mut<'a>(&'a mut self, lease: &'a Lease) -> Result<CudaViewMut<'a, T>, DeviceError> {
+        let _ = self.cuda(lease)?;
+        let no_stream = no_stream(&self.shared);
+        self.view.kept_mut().map(|slice| slice.as_view_mut()).ok_or(no_stream)
     }
+
+    /// Lets the slice go, at the end of the value, after which all work of the device is waited
+    /// for. In a forked child does nothing.
+    pub(super) fn let_view_go(&mut self) {
+        let _ = self.view.let_go(&self.shared);
+    }
+}
+
+impl<T: Pod> View<T> {
+    /// The slice that is kept of this place; makes one where there is none. It is replaced when
+    /// `place` is another, and freed by `let_go`: by nothing else.
+    fn keep(
+        &self,
+        shared: &Shared,
+        lane: Option<&Known>,
+        place: (u64, usize),
+    ) -> Result<*const CudaSlice<T>, DeviceError> {
+        let mut slot = lock(&self.slot);
+        let is_there = |kept: &Kept<T>| (kept.at, kept.slice.len()) == place;
+        if !slot.kept.as_deref().is_some_and(is_there) {
+            // Nobody has a reference to one that is replaced: it would be under a lease, and
+            // nothing moves, nor is resized, while one is held.
+            let kept = slot.kept.take();
+            slot.loose |= !forget(shared, kept);
+            if slot.loose {
+                shared.complete_all()?;
+                slot.loose = false;
+            }
+            slot.kept = Some(Box::new(make(shared, lane, place)?));
+        }
+        let Some(kept) = slot.kept.as_deref() else { return Err(no_stream(shared)) };
+        Ok(&raw const *kept.slice)
+    }
+
+    fn kept_mut(&mut self) -> Option<&mut CudaSlice<T>> {
+        let slot = self.slot.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
+        slot.kept.as_deref_mut().map(|kept| &mut *kept.slice)
+    }
+
+    /// Lets the slice go; whether its stream comes after all that cudarc ordered.
+    fn let_go(&mut self, shared: &Shared) -> bool {
+        let slot = self.slot.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let (kept, loose) = (slot.kept.take(), slot.loose);
+        forget(shared, kept) && !loose
+    }
+}
+
+/// A slice of cudarc's over the elements of a block, or of what was adopted.
+fn make<T: Pod>(
+    shared: &Shared,
+    lane: Option<&Known>,
+    (at, len): (u64, usize),
+) -> Result<Kept<T>, DeviceError> {
+    let stream = lane.and_then(Known::cuda).ok_or_else(|| no_stream(shared))?;
+    let made = keeping_current(stream, || {
+        // SAFETY: the block is live, or the memory adopted and not released; it has room for the
+        // elements, and stays so until the slice is let go of, which frees nothing. What is there
+        // are bytes of a Pod: any are a value.
+        unsafe { stream.upgrade_device_ptr::<T>(at, len) }
+    });
+    let slice = made.map_err(|message| DeviceError::View { message })?;
+    Ok(Kept { slice: ManuallyDrop::new(slice), at })
+}
+
+/// Lets a slice go; whether its stream comes after all that cudarc ordered.
+fn forget<T>(shared: &Shared, kept: Option<Box<Kept<T>>>) -> bool {
+    let Some(kept) = kept else { return true };
+    if shared.check_here().is_err() {
+        let _ = ManuallyDrop::new(kept); // its context is the parent's
+        return true;
+    }
+    // cudarc unwraps nothing here; if it did, nothing would unwind out of a drop.
+    let stream = Arc::clone(kept.slice.stream());
+    let outcome = keeping_current(&stream, || kept.let_go());
+    if let Ok(Ok(())) = outcome {
+        return true;
+    }
+    shared.parked.fetch_add(1, Ordering::Relaxed);
+    tracing::warn!(arena = shared.name, ?outcome, "a freed buffer's view left an error");
+    false
+}
+
+fn no_stream(shared: &Shared) -> DeviceError {
+    DeviceError::NoStream { arena: shared.name.clone() }
 }
 
 /// Has cudarc do something, which makes the context of its stream current: what was so before is

@@ -6,21 +6,23 @@
 use std::fmt;
 use std::sync::Arc;
 use std::thread;
+use std::time::Duration;
 
 use crate::bytes::ByteSize;
 use crate::clock::{Bell, Clock, Moment, SystemClock};
-use crate::config::{Config, DeviceChoice, Profile, Settings, Source, env};
+use crate::config::{Config, DeviceChoice, DeviceRung, Profile, Settings, Source, env};
 use crate::control::{
     self, Admission, Budget, Ladder, Maintenance, Resources, Signals, Worker, run_control,
     run_worker,
 };
 use crate::device::driver::Driver;
-use crate::device::driver::host::HostDriver;
 use crate::fork::Birth;
 use crate::host::{self, Difference, HeapProbe, HeapProfile, HeapSettings};
 use crate::sync::{Mutex, lock};
 
 use super::arenas::Arenas;
+use super::device::DeviceWatch;
+use super::driver::open_driver;
 use super::error::{Note, StartError};
 use super::hands::{Hook, IdleGranules, WorkerHands};
 use super::published::Gone;
@@ -71,16 +73,23 @@ impl Builder {
         ceiling: f64;
         /// Where device arenas live; the best that works by default.
         device: DeviceChoice;
+        /// In which way CUDA memory is had; the first that works by default.
+        device_rung: DeviceRung;
         /// Device memory that each arena must not pass; none by default.
         device_limit: ByteSize;
+        /// The part of the device's memory, in [0, 1), that is to stay free for its other users:
+        /// .05 by default, 0 for none. Where less is free, idle memory of our arenas goes back
+        /// before its decay time, as much as brings that to one and a half of this part; live
+        /// memory never does.
+        device_watermark: f64;
         /// How long idle device memory may stay: by default 1 s, 5 s or 30 s, by profile.
         device_decay: crate::decay::DecayTime;
         /// After how long without a lease a device arena falls asleep, `None` for never, which is
         /// the default: see [`DeviceArena::sleep`](crate::device::DeviceArena::sleep) for what
         /// that asks of its users.
-        device_sleep_after: Option<std::time::Duration>;
+        device_sleep_after: Option<Duration>;
         /// How long a device arena stays awake at least, once it was opened or woken; 0 by default.
-        device_sleep_residency: std::time::Duration;
+        device_sleep_residency: Duration;
         /// What becomes of the stable region's contents then; kept by default.
         device_sleep_stable: crate::device::Contents;
         /// The same of the dynamic region's.
@@ -91,12 +100,12 @@ impl Builder {
         background_threads: u32;
         /// How often a busy service purges its heap, `None` for only under pressure: by default
         /// each 10 s, each 30 s or never, by profile.
-        purge_interval: Option<std::time::Duration>;
-        /// Idle time of resources without their own; [`Duration::MAX`](std::time::Duration::MAX)
+        purge_interval: Option<Duration>;
+        /// Idle time of resources without their own; [`Duration::MAX`](Duration::MAX)
         /// for never. By default 60 s, 300 s or 900 s, by profile.
-        idle_unload: std::time::Duration;
+        idle_unload: Duration;
         /// How often metrics are published; each second by default.
-        metrics_interval: std::time::Duration;
+        metrics_interval: Duration;
     }
 
     /// Takes the `LOWTIDE_*` variables as well; without this call the environment is not read.
@@ -131,8 +140,22 @@ impl Builder {
         self
     }
 
-    /// Another driver than the configuration asks for, for tests.
-    #[doc(hidden)]
+    /// The driver that device arenas lie on, opened by the caller: with options that no setting
+    /// names, or one of a test. What the configuration says of the device is not looked at then,
+    /// be it of the environment.
+    ///
+    /// ```no_run
+    /// # #[cfg(feature = "cuda")] {
+    /// use std::sync::Arc;
+    /// use lowtide::device::driver::cuda::{CudaDriver, CudaOptions};
+    /// use lowtide::{ByteSize, Memory};
+    ///
+    /// let handle = Some(ByteSize::mib(16));
+    /// let driver = CudaDriver::open(CudaOptions { handle, ..CudaOptions::default() })?;
+    /// let memory = Memory::builder().with_environment()?.driver(Arc::new(driver)).start()?;
+    /// # }
+    /// # Ok::<(), lowtide::BoxError>(())
+    /// ```
     #[must_use]
     pub fn driver(mut self, driver: Arc<dyn Driver>) -> Self {
         self.driver = Some(driver);
@@ -163,14 +186,7 @@ impl Builder {
         let mut notes = Vec::new();
         let driver = open_driver(&config, self.driver, &mut notes)?;
         let heap = settle_heap(&config, &mut notes);
-        let signals = self.signals.unwrap_or_else(Signals::open);
-        let signals = settle_limit(&config, signals, &mut notes);
-        notes.extend(
-            signals
-                .missing()
-                .iter()
-                .map(|missing| Note { about: "signals", text: missing.to_string() }),
-        );
+        let signals = open_signals(&config, self.signals, &mut notes);
         let clock = self.clock.unwrap_or_else(|| Arc::new(SystemClock::new()));
         let (signals, arenas) = (Arc::new(signals), Arenas::default());
         let host_backed = driver.as_ref().is_none_or(|driver| driver.capabilities().host_backed);
@@ -189,13 +205,14 @@ impl Builder {
         let joined = Arc::default();
         let ladder = ladder(&joined, &resources, host_backed);
         let mut maintenance = Maintenance::new(
-            settings(&config),
+            settings(&config, host_backed),
             Box::new(sensor),
             admission.clone(),
             resources.clone(),
             ladder,
         )?;
         let shared = Arc::new(Shared {
+            device: DeviceWatch::new(config.device_watermark.value),
             config,
             clock,
             birth: Birth::now(),
@@ -213,6 +230,8 @@ impl Builder {
             scopes: Scopes::default(),
             gone: Gone::default(),
             shrinks: ShrinksAsked::default(),
+            #[cfg(feature = "cuda")]
+            governors: super::governors::Governors::default(),
         });
         notes.into_iter().for_each(|note| shared.note(note));
         *lock(&joined) = Some(Arc::clone(&shared));
@@ -221,6 +240,7 @@ impl Builder {
             hook: self.hook,
             hook_at: Moment::ORIGIN,
             drives_decay: !host::background_threads_supported(),
+            knows_device: false,
         };
         let worker = maintenance.worker(Box::new(hands));
         // The first sample is taken here, so that the first request meets a true allowance.
@@ -230,6 +250,14 @@ impl Builder {
         report(&memory);
         Ok(memory)
     }
+}
+
+/// The signals that there are, with a note of each that is missing.
+fn open_signals(config: &Config, given: Option<Signals>, notes: &mut Vec<Note>) -> Signals {
+    let signals = settle_limit(config, given.unwrap_or_else(Signals::open), notes);
+    let missing = signals.missing().iter();
+    notes.extend(missing.map(|of| Note { about: "signals", text: of.to_string() }));
+    signals
 }
 
 /// Starts the two threads; on failure the one that runs is told to end.
@@ -318,43 +346,6 @@ fn settle_limit(config: &Config, mut signals: Signals, notes: &mut Vec<Note>) ->
     signals
 }
 
-/// The driver that the configuration asks for, where none is given; a fallback is noted.
-fn open_driver(
-    config: &Config,
-    given: Option<Arc<dyn Driver>>,
-    notes: &mut Vec<Note>,
-) -> Result<Option<Arc<dyn Driver>>, StartError> {
-    if given.is_some() {
-        return Ok(given);
-    }
-    let host = || Some(Arc::new(HostDriver::new()) as Arc<dyn Driver>);
-    match config.device.value {
-        DeviceChoice::None => Ok(None),
-        DeviceChoice::Host => Ok(host()),
-        DeviceChoice::Cuda => open_cuda().map(Some).map_err(|cause| StartError::NoCuda { cause }),
-        DeviceChoice::Auto => Ok(open_cuda().map(Some).unwrap_or_else(|cause| {
-            let text = format!("device arenas lie in host memory: {cause}");
-            notes.push(Note { about: "device", text });
-            host()
-        })),
-    }
-}
-
-/// The first CUDA device that this process sees, or why there is none.
-#[cfg(feature = "cuda")]
-fn open_cuda() -> Result<Arc<dyn Driver>, String> {
-    use crate::device::driver::cuda::{CudaDriver, CudaOptions};
-    let driver = CudaDriver::open(CudaOptions::default()).map_err(|error| error.to_string())?;
-    let (device, rung) = (driver.device(), driver.rung());
-    tracing::info!(%device, %rung, "device arenas lie in CUDA memory");
-    Ok(Arc::new(driver))
-}
-
-#[cfg(not(feature = "cuda"))]
-fn open_cuda() -> Result<Arc<dyn Driver>, String> {
-    Err("this build has no CUDA (feature `cuda` is off)".to_owned())
-}
-
 /// Moves the heap's settings, and notes what was not taken over.
 fn settle_heap(config: &Config, notes: &mut Vec<Note>) -> Option<HeapProbe> {
     let mut note = |text| notes.push(Note { about: "heap", text });
@@ -415,13 +406,19 @@ fn fixed_otherwise(config: &Config) -> Option<String> {
     })
 }
 
-fn settings(config: &Config) -> control::Settings {
+/// How often the device is asked for its free memory at least: a neighbour that takes it does not
+/// wait for metrics.
+const DEVICE_INTERVAL_MAX: Duration = Duration::from_secs(1);
+
+fn settings(config: &Config, host_backed: bool) -> control::Settings {
+    let published = config.metrics_interval.value;
     let defaults = control::Settings::default();
     control::Settings {
         ceiling: config.ceiling.value,
-        quiet: config.purge_when_idle_for.unwrap_or(std::time::Duration::MAX),
+        quiet: config.purge_when_idle_for.unwrap_or(Duration::MAX),
         purge_interval: config.purge_interval.value,
-        publish_interval: Some(config.metrics_interval.value),
+        publish_interval: Some(published),
+        device_interval: (!host_backed).then(|| published.min(DEVICE_INTERVAL_MAX)),
         ..defaults
     }
 }

@@ -4,7 +4,7 @@ use std::fmt;
 
 use thiserror::Error;
 
-use crate::config::ConfigError;
+use crate::config::{ConfigError, DeviceChoice};
 use crate::control::{AddError, LoadError, SettingsError};
 use crate::device::DeviceError;
 
@@ -23,9 +23,11 @@ pub enum StartError {
     /// Settings that do not go together.
     #[error(transparent)]
     Settings(#[from] SettingsError),
-    /// `cuda` was asked for and is not to be had.
-    #[error("LOWTIDE_DEVICE=cuda: {cause}")]
+    /// A CUDA device was asked for and is not to be had.
+    #[error("LOWTIDE_DEVICE={device}: {cause}")]
     NoCuda {
+        /// Which.
+        device: DeviceChoice,
         /// Why not.
         cause: String,
     },

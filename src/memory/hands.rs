@@ -13,6 +13,7 @@ use crate::sync::{Mutex, lock};
 
 use super::error::Note;
 use super::shared::Shared;
+use super::snapshot::DeviceSnapshot;
 
 /// How often at most the application's hook runs, and the recorder is told what the metrics are: it
 /// may have been installed meanwhile, and telling is a sixth of what publishing costs.
@@ -27,6 +28,8 @@ pub(super) struct WorkerHands {
     pub(super) hook_at: Moment,
     /// Heap decay is ours to drive: jemalloc has no background threads here.
     pub(super) drives_decay: bool,
+    /// Whether the device's memory was published the last time.
+    pub(super) knows_device: bool,
 }
 
 impl Hands for WorkerHands {
@@ -52,6 +55,10 @@ impl Hands for WorkerHands {
         self.shared.sleep_next(now)
     }
 
+    fn sample_device(&mut self, now: Moment) {
+        self.shared.sample_device(now);
+    }
+
     fn publish(&mut self, now: Moment) {
         if self.drives_decay
             && let Err(error) = host::decay_tick()
@@ -64,6 +71,8 @@ impl Hands for WorkerHands {
             record::describe();
         }
         self.shared.maintain_pools();
+        #[cfg(feature = "cuda")]
+        self.shared.decay_governors(now);
         self.shared.sweep();
         let start = self.shared.clock.now();
         let snapshot = self.shared.snapshot();
@@ -80,6 +89,7 @@ impl Hands for WorkerHands {
         for arena in &self.shared.gone.published(&snapshot.arenas, &snapshot.draining) {
             record::arena(arena);
         }
+        self.publish_device(snapshot.stuck_total, snapshot.device_memory.as_ref());
         record::pressure(&snapshot.signal, &self.shared.state);
         if let Some(total) = snapshot.oom_kills {
             record::oom_kills(total);
@@ -98,6 +108,23 @@ impl Hands for WorkerHands {
         if upkeep && let Some(hook) = &mut self.hook {
             hook();
         }
+    }
+}
+
+impl WorkerHands {
+    fn publish_device(&mut self, stuck_total: u64, device: Option<&DeviceSnapshot>) {
+        let figures = device.map(|device| record::Device {
+            total: device.total,
+            free: device.free,
+            floor: device.floor,
+            foreign: device.foreign,
+            given_back_total: device.given_back_total,
+        });
+        record::device(stuck_total, figures);
+        if self.knows_device && device.is_none() {
+            record::device_unknown();
+        }
+        self.knows_device = device.is_some();
     }
 }
 

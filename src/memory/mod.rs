@@ -10,7 +10,11 @@
 
 mod arenas;
 mod builder;
+mod device;
+mod driver;
 mod error;
+#[cfg(feature = "cuda")]
+mod governors;
 mod hands;
 mod published;
 mod scopes;
@@ -42,7 +46,7 @@ pub use error::{MemoryError, Note, StartError};
 pub use scopes::{ArenaReport, ArenaUse, Replaced, ScopeError, Slot, SlotKind, SlotSnapshot};
 pub use shared::Purged;
 pub use shrink::{Run, ShrinkError, ShrinkFailure, ShrinkOutcome, Shrunk, ShrunkTarget};
-pub use snapshot::{BudgetSnapshot, MemorySnapshot};
+pub use snapshot::{BudgetSnapshot, DeviceSnapshot, MemorySnapshot};
 
 use shared::Shared;
 
@@ -292,6 +296,11 @@ impl Memory {
     /// under way; not for a thread of an async runtime. A second call finds nothing left to do; one
     /// that comes while the first still waits does so as well. The next `Memory` may start when
     /// both threads have ended; called on one of them (from a hook), it waits for the other only.
+    ///
+    /// It closes no arena, and nobody looks for idle memory any more. On a device, call
+    /// [`DeviceArena::close`] afterwards, when the last buffer is gone: it waits for the device,
+    /// gives all memory back and has adopted memory released, which the drop of the last handle
+    /// cannot while work may go on.
     #[must_use = "the report says what is still outstanding"]
     pub fn shutdown(&self, deadline: Duration) -> Shutdown {
         let shared = &self.0.shared;

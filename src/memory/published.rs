@@ -28,6 +28,7 @@ impl Gone {
         (last.committed, last.reserved, last.holes) = (NONE, NONE, NONE);
         (last.largest_free, last.leases) = (NONE, 0);
         (last.asleep, last.offloaded) = (NONE, NONE);
+        (last.lent, last.adopted) = (NONE, NONE);
         let mut gone = lock(&self.0);
         if let Some(sum) = gone.get_mut(&last.name) {
             add(sum, &last);
@@ -67,6 +68,8 @@ fn add(sum: &mut ArenaSnapshot, other: &ArenaSnapshot) {
         (&mut sum.committed, other.committed),
         (&mut sum.reserved, other.reserved),
         (&mut sum.holes, other.holes),
+        (&mut sum.lent, other.lent),
+        (&mut sum.adopted, other.adopted),
     ];
     for (size, more) in sizes {
         *size = size.saturating_add(more);
@@ -82,6 +85,8 @@ fn add(sum: &mut ArenaSnapshot, other: &ArenaSnapshot) {
         (&mut sum.sleeps_total, other.sleeps_total),
         (&mut sum.wakes_total, other.wakes_total),
         (&mut sum.wake_failures_total, other.wake_failures_total),
+        (&mut sum.release_panics_total, other.release_panics_total),
+        (&mut sum.parked_errors_total, other.parked_errors_total),
         (&mut sum.commits_total, other.commits_total),
         (&mut sum.decommits_total, other.decommits_total),
         (&mut sum.committed_bytes_total, other.committed_bytes_total),

@@ -23,6 +23,7 @@ use crate::host::{self, HeapProbe, HostError, Outcome, PurgeReport};
 use crate::sync::{Mutex, lock};
 
 use super::arenas::Arenas;
+use super::device::DeviceWatch;
 use super::error::{MemoryError, Note};
 use super::published::Gone;
 use super::scopes::Scopes;
@@ -51,6 +52,9 @@ pub(super) struct Shared {
     pub(super) scopes: Scopes,
     pub(super) gone: Gone,
     pub(super) shrinks: ShrinksAsked,
+    pub(super) device: DeviceWatch,
+    #[cfg(feature = "cuda")]
+    pub(super) governors: super::governors::Governors,
 }
 
 /// Counts of purges, for metrics.
@@ -236,12 +240,15 @@ impl Shared {
             }
         };
         let signal = self.signals.sample();
+        let driver = self.driver.as_deref().filter(|_| here);
         let (arenas, draining) = if here { self.arenas.parted() } else { Default::default() };
         MemorySnapshot {
             profile: self.config.profile.value,
             heap: self.heap.as_ref().and_then(|heap| heap.snapshot().ok()),
             arenas: arenas.iter().map(DeviceArena::snapshot).collect(),
             draining: draining.iter().map(DeviceArena::snapshot).collect(),
+            device_memory: driver.and_then(|driver| self.device.snapshot(driver)),
+            stuck_total: driver.map_or(0, Driver::stuck_total),
             signal,
             oom_kills: self.signals.oom_kills(),
             physical: signal.physical,

@@ -23,6 +23,12 @@ pub struct MemorySnapshot {
     pub arenas: Vec<ArenaSnapshot>,
     /// Arenas that were replaced or left by their last user, and still have live blocks.
     pub draining: Vec<ArenaSnapshot>,
+    /// The device as a whole, as the worker last found it, about a second ago; `None` where arenas
+    /// lie in host memory, or the device says nothing.
+    pub device_memory: Option<DeviceSnapshot>,
+    /// Calls of the driver that failed and were to undo what an earlier call had done
+    /// ([`Driver::stuck_total`](crate::device::driver::Driver::stuck_total)).
+    pub stuck_total: u64,
     /// What the kernel says, read now.
     pub signal: Signal,
     /// Processes of the cgroup that the kernel has killed for memory, where it says so.
@@ -59,6 +65,30 @@ impl MemorySnapshot {
     pub fn on_wall(&self, moment: Moment) -> Duration {
         self.since_epoch.saturating_sub(self.now - moment)
     }
+}
+
+/// The memory of a device, all who use it together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct DeviceSnapshot {
+    /// All of it.
+    pub total: ByteSize,
+    /// What nobody holds.
+    pub free: ByteSize,
+    /// What it held right after our context was made and before our first commit: an upper bound of
+    /// what the context takes, because what neighbours and other code of this process held at that
+    /// moment is in it. `None` where it is not known.
+    pub floor: Option<ByteSize>,
+    /// What is neither free, nor committed by our arenas, nor in the floor; at least 0. Memory of
+    /// other processes, and of other code in this one: what is allocated through `cudarc` itself,
+    /// by ONNX Runtime or by candle, and what the context grew by. A neighbour of before that has
+    /// left makes it too small. `None` where the floor is not known.
+    pub foreign: Option<ByteSize>,
+    /// Whether less than the watermark is free, or was and has not become enough again: idle memory
+    /// of our arenas goes back before its decay time.
+    pub is_short: bool,
+    /// Bytes given back because of that, since the start.
+    pub given_back_total: u64,
 }
 
 /// The figures of one budget.

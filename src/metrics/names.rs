@@ -147,6 +147,32 @@ table! {
     DEVICE_DECOMMITTED_TOTAL: Counter "lowtide_device_decommit_bytes_total" Bytes
         ["device", "arena"]
         "Bytes given back to the driver, in all.";
+    DEVICE_LENT: Gauge "lowtide_device_lent_bytes" Bytes ["device", "arena"]
+        "Bytes of blocks whose addresses are lent to foreign code; the arena does not sleep \
+         meanwhile.";
+    DEVICE_ADOPTED: Gauge "lowtide_device_adopted_bytes" Bytes ["device", "arena"]
+        "Bytes that others allocated and the arena adopted, and that are not released; in no other \
+         figure of it.";
+    DEVICE_RELEASE_PANICS: Counter "lowtide_device_release_panics_total" Count ["device", "arena"]
+        "Release functions of adopted memory that panicked.";
+    DEVICE_PARKED_ERRORS: Counter "lowtide_device_parked_errors_total" Count ["device", "arena"]
+        "CUDA errors that views of freed buffers left with cudarc.";
+    DEVICE_STUCK: Counter "lowtide_device_stuck_total" Count ["device"]
+        "Driver calls that failed and were to undo another: each may have cost memory or addresses \
+         until the process ends.";
+    DEVICE_TOTAL: Gauge "lowtide_device_total_bytes" Bytes ["device"]
+        "Memory of the device. Absent, as the three after it, where the device says nothing; NaN \
+         once it says nothing any more.";
+    DEVICE_FREE: Gauge "lowtide_device_free_bytes" Bytes ["device"]
+        "What of it nobody holds.";
+    DEVICE_FLOOR: Gauge "lowtide_device_context_floor_bytes" Bytes ["device"]
+        "What the device held right after our context was made: an upper bound of what the context \
+         takes, neighbours of that moment included.";
+    DEVICE_FOREIGN: Gauge "lowtide_device_foreign_bytes" Bytes ["device"]
+        "What of the device is neither free, nor committed by our arenas, nor in the floor: other \
+         processes, and what this one allocates beside the arenas (cudarc, ONNX Runtime).";
+    DEVICE_GIVEN_BACK: Counter "lowtide_device_given_back_bytes_total" Bytes ["device"]
+        "Idle bytes that arenas gave back because little of the device was free.";
     PRESSURE_LEVEL: Gauge "lowtide_pressure_level" Count []
         "Pressure on host memory: 0 none, 1 elevated, 2 high, 3 critical.";
     PRESSURE_LIMIT: Gauge "lowtide_pressure_limit_bytes" Bytes []

@@ -94,6 +94,8 @@ pub fn arena(arena: &crate::device::ArenaSnapshot) {
         (name::DEVICE_HOLES, arena.holes),
         (name::DEVICE_LARGEST_FREE, arena.largest_free),
         (name::DEVICE_LIVE_PEAK, arena.live_peak),
+        (name::DEVICE_LENT, arena.lent),
+        (name::DEVICE_ADOPTED, arena.adopted),
     ];
     for (metric, bytes) in sizes.into_iter().chain(limit) {
         gauge!(metric.name, &labels).set(bytes.as_f64());
@@ -109,6 +111,8 @@ pub fn arena(arena: &crate::device::ArenaSnapshot) {
         (name::DEVICE_DECOMMITS, arena.decommits_total),
         (name::DEVICE_COMMITTED_TOTAL, arena.committed_bytes_total),
         (name::DEVICE_DECOMMITTED_TOTAL, arena.decommitted_bytes_total),
+        (name::DEVICE_RELEASE_PANICS, arena.release_panics_total),
+        (name::DEVICE_PARKED_ERRORS, arena.parked_errors_total),
     ] {
         counter!(metric.name, &labels).absolute(total);
     }
@@ -116,6 +120,52 @@ pub fn arena(arena: &crate::device::ArenaSnapshot) {
         let [device, arena] = labels.clone();
         let labels = [device, arena, ("reason", reason.to_owned())];
         counter!(name::DEVICE_ALLOC_FAILURES.name, &labels).absolute(total);
+    }
+}
+
+/// The memory of a device, whoever holds it.
+#[cfg(feature = "device")]
+#[derive(Clone, Copy, Debug)]
+#[expect(clippy::exhaustive_structs, reason = "what is published, and no more")]
+pub struct Device {
+    /// All of it.
+    pub total: crate::bytes::ByteSize,
+    /// What nobody holds.
+    pub free: crate::bytes::ByteSize,
+    /// What it held when the context was made.
+    pub floor: Option<crate::bytes::ByteSize>,
+    /// What is held and neither ours nor in the floor.
+    pub foreign: Option<crate::bytes::ByteSize>,
+    /// Bytes given back because little was free.
+    pub given_back_total: u64,
+}
+
+/// The device: calls that got stuck, and its memory, where it says anything.
+#[cfg(feature = "device")]
+pub fn device(stuck_total: u64, device: Option<Device>) {
+    // One device so far, as in `arena`.
+    counter!(name::DEVICE_STUCK.name, "device" => "0").absolute(stuck_total);
+    let Some(device) = device else { return };
+    for (metric, bytes) in [
+        (name::DEVICE_TOTAL, Some(device.total)),
+        (name::DEVICE_FREE, Some(device.free)),
+        (name::DEVICE_FLOOR, device.floor),
+        (name::DEVICE_FOREIGN, device.foreign),
+    ] {
+        if let Some(bytes) = bytes {
+            gauge!(metric.name, "device" => "0").set(bytes.as_f64());
+        }
+    }
+    counter!(name::DEVICE_GIVEN_BACK.name, "device" => "0").absolute(device.given_back_total);
+}
+
+/// The device does not say any more what it holds: no number stands for that, least of all the last
+/// one.
+#[cfg(feature = "device")]
+pub fn device_unknown() {
+    for metric in [name::DEVICE_TOTAL, name::DEVICE_FREE, name::DEVICE_FLOOR, name::DEVICE_FOREIGN]
+    {
+        gauge!(metric.name, "device" => "0").set(f64::NAN);
     }
 }
 

@@ -5,12 +5,12 @@
 use std::ffi::CStr;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use lowtide::device::driver::Driver as _;
 use lowtide::device::driver::cuda::{CudaDriver, CudaOptions};
+use lowtide::device::driver::{Driver as _, Rung};
 use lowtide::device::{DeviceError, Region};
-use lowtide_fake_driver::{Fake, Guard};
+use lowtide_fake_driver::{Fake, Guard, Options};
 
-use crate::open::{BASE, NEWER, VIRTUAL};
+use crate::open::{BASE, NEWER, PLAIN, POOLS, VIRTUAL, WAYS};
 use crate::support::{Bed, LAZY, UNIT, life, read, write};
 
 /// Results of the driver: a bad value, no memory, no context, a bad handle, not offered, unknown.
@@ -32,7 +32,7 @@ fn is_cudarcs(name: &CStr) -> bool {
 const LOST: [u32; 2] = [700, 719];
 
 fn names() -> impl Iterator<Item = &'static CStr> {
-    BASE.iter().chain(VIRTUAL).chain(NEWER).copied()
+    BASE.iter().chain(VIRTUAL).chain(NEWER).chain(POOLS).chain(PLAIN).copied()
 }
 
 /// What a failure of this call may leave behind, by the names that the fake gives them; all else is
@@ -43,6 +43,9 @@ fn may_leave(name: &CStr) -> &'static [&'static str] {
         "cuCtxGetCurrent" | "cuCtxSetCurrent" => {
             &["streams", "events", "reservations", "bytes locked", "context retains"]
         }
+        "cuMemFreeAsync" => &["pool allocations"],
+        "cuMemFree_v2" => &["plain allocations", "bytes managed"],
+        "cuMemPoolDestroy" => &["pools"],
         "cuMemRelease" => &["handles"],
         "cuMemUnmap" => &["mappings", "handles", "reservations"],
         "cuMemAddressFree" => &["reservations"],
@@ -89,19 +92,28 @@ fn without_panic<T>(told: &str, act: impl FnOnce() -> T) -> T {
 #[test]
 fn any_call_of_an_open_may_fail() {
     let fake = Fake::start(LAZY);
-    let open = || CudaDriver::open(CudaOptions::default());
-    let counts = counted(&fake, || drop(open().expect("a device")));
-    assert!(counts.len() > 20, "{counts:?}");
-    for (name, nth) in each(&counts) {
-        for code in CODES.into_iter().chain(LOST).chain([NEW]) {
-            let told = format!("{name:?}, call {nth}, code {code}");
-            fake.reset(LAZY);
-            fake.fail(name, nth, code);
-            let opened = without_panic(&told, open);
-            fake.forget_failures();
-            without_panic(&told, || drop(opened));
-            check_left(&fake, name, &told);
-            drop(open().unwrap_or_else(|error| panic!("{told}: then {error}")));
+    let ladder = [(CudaOptions::default(), 0)].into_iter();
+    let ways = WAYS.iter().map(|(options, _)| (*options, 0));
+    // Where the first rung is not offered, and where ours is refused as well.
+    let lower = [Options::NO_VIRTUAL_MEMORY, Options::NO_VIRTUAL_MEMORY | Options::NO_POOL_CREATE];
+    let lower = lower.into_iter().map(|flags| (CudaOptions::default(), flags));
+    for (options, flags) in ladder.chain(ways).chain(lower) {
+        let reset = || fake.reset(Options { flags, ..LAZY });
+        let open = || CudaDriver::open(options);
+        reset();
+        let counts = counted(&fake, || drop(open().expect("a device")));
+        assert!(counts.len() > 15, "{counts:?}");
+        for (name, nth) in each(&counts) {
+            for code in CODES.into_iter().chain(LOST).chain([NEW]) {
+                let told = format!("{options:?}, {flags}: {name:?}, call {nth}, code {code}");
+                reset();
+                fake.fail(name, nth, code);
+                let opened = without_panic(&told, open);
+                fake.forget_failures();
+                without_panic(&told, || drop(opened));
+                check_left(&fake, name, &told);
+                drop(open().unwrap_or_else(|error| panic!("{told}: then {error}")));
+            }
         }
     }
 }
@@ -109,34 +121,48 @@ fn any_call_of_an_open_may_fail() {
 #[test]
 fn any_call_in_the_life_of_an_arena_may_fail() {
     let fake = Fake::start(LAZY);
-    let bed = Bed::new();
-    let counts = counted(&fake, || assert_eq!(life(&bed, &mut || {}).0, Vec::<String>::new()));
-    drop(bed);
-    fake.assert_clean();
-    let called = |wanted: &CStr| counts.iter().any(|(name, _)| *name == wanted);
-    for name in VIRTUAL[1..].iter().chain(&NEWER[..1]) {
-        assert!(called(name), "{name:?} is not called: {counts:?}");
-    }
-    let mut failed = 0;
-    let all = counts.iter().flat_map(|&(name, count)| (1..=count).map(move |nth| (name, nth)));
-    for (name, nth) in all {
-        let codes: Vec<_> = match nth {
-            1..=4 if is_cudarcs(name) => CODES.into_iter().chain(LOST).collect(),
-            1..=4 => CODES.into_iter().chain(LOST).chain([NEW]).collect(),
-            _ => vec![999],
+    for (options, names) in WAYS {
+        fake.reset(LAZY);
+        let bed = on(options);
+        let counts = counted(&fake, || assert_eq!(life(&bed, &mut || {}).0, Vec::<String>::new()));
+        drop(bed);
+        fake.assert_clean();
+        let called = |wanted: &CStr| counts.iter().any(|(name, _)| *name == wanted);
+        let needed = match options.rung {
+            Some(Rung::CudaVirtualMemory) => [&names[1..], &NEWER[..1]].concat(),
+            Some(Rung::CudaPool) => vec![POOLS[2], POOLS[6], POOLS[7]],
+            Some(_) => names.to_vec(),
+            None => PLAIN[1..].to_vec(),
         };
-        for code in codes {
-            failed += usize::from(fails(&fake, name, nth, code));
+        for name in needed {
+            assert!(called(name), "{name:?} is not called: {counts:?}");
         }
+        let mut failed = 0;
+        let all = counts.iter().flat_map(|&(name, count)| (1..=count).map(move |nth| (name, nth)));
+        for (name, nth) in all {
+            let codes: Vec<_> = match nth {
+                1..=4 if is_cudarcs(name) => CODES.into_iter().chain(LOST).collect(),
+                1..=4 => CODES.into_iter().chain(LOST).chain([NEW]).collect(),
+                _ => vec![999],
+            };
+            for code in codes {
+                failed += usize::from(fails(&fake, options, (name, nth, code)));
+            }
+        }
+        assert!(failed > 100, "{options:?}: {failed} of the failures were noticed");
     }
-    assert!(failed > 100, "{failed} of the failures were noticed");
+}
+
+/// A device whose memory is had in one way.
+fn on(options: CudaOptions) -> Bed {
+    Bed::over(CudaDriver::open(options).expect("a device"))
 }
 
 /// A life in which one call fails; whether anybody was told.
-fn fails(fake: &Guard, name: &CStr, nth: u64, code: u32) -> bool {
-    let told = format!("{name:?}, call {nth}, code {code}");
+fn fails(fake: &Guard, options: CudaOptions, (name, nth, code): (&CStr, u64, u32)) -> bool {
+    let told = format!("{options:?}: {name:?}, call {nth}, code {code}");
     fake.reset(LAZY);
-    let bed = Bed::new();
+    let bed = on(options);
     fake.fail(name, nth, code);
     let errors = without_panic(&told, || life(&bed, &mut || {}));
     fake.forget_failures();
@@ -151,12 +177,13 @@ fn fails(fake: &Guard, name: &CStr, nth: u64, code: u32) -> bool {
 #[test]
 fn a_context_that_is_lost_at_any_time_makes_errors_and_silent_drops() {
     let fake = Fake::start(LAZY);
-    for code in LOST {
+    let ways = WAYS.iter().flat_map(|(options, _)| LOST.map(|code| (*options, code)));
+    for (options, code) in ways {
         let mut moments = 0;
         for moment in 0.. {
-            let told = format!("lost at {moment} with {code}");
+            let told = format!("{options:?}: lost at {moment} with {code}");
             fake.reset(LAZY);
-            let bed = Bed::new();
+            let bed = on(options);
             let mut now = 0;
             let errors = without_panic(&told, || {
                 life(&bed, &mut || {

@@ -8,8 +8,10 @@
 #![cfg(all(target_os = "linux", feature = "cuda"))]
 
 mod bad_input;
+mod border;
 mod contexts;
 mod faults;
+mod governor;
 mod open;
 mod support;
 mod views;

@@ -6,7 +6,8 @@ use std::ffi::CStr;
 
 use lowtide::ByteSize;
 use lowtide::device::driver::cuda::{
-    CudaDriver, CudaError, CudaOptions, DeviceChoice, DeviceUuid, Probe, RungFailure,
+    CudaDriver, CudaError, CudaOptions, DeviceChoice, DeviceUuid, MemoryKind, Probe, RungFailure,
+    Skipped,
 };
 use lowtide::device::driver::{Driver as _, DriverError, Rung};
 use lowtide_fake_driver::{Fake, Guard, Options};
@@ -58,13 +59,50 @@ pub(crate) const VIRTUAL: &[&CStr] = &[
     c"cuMemSetAccess",
 ];
 
+/// Functions without which there are no pools.
+pub(crate) const POOLS: &[&CStr] = &[
+    c"cuMemPoolCreate",
+    c"cuMemPoolDestroy",
+    c"cuMemPoolTrimTo",
+    c"cuMemPoolGetAttribute",
+    c"cuMemPoolSetAttribute",
+    c"cuDeviceGetDefaultMemPool",
+    c"cuMemAllocFromPoolAsync",
+    c"cuMemFreeAsync",
+];
+
+/// Functions without which there is no plain memory, and none that is managed.
+pub(crate) const PLAIN: &[&CStr] = &[c"cuMemAlloc_v2", c"cuMemFree_v2", c"cuMemAllocManaged"];
+
+/// Each way to memory, asked for, with the functions that it needs beside the base.
+pub(crate) const WAYS: [(CudaOptions, &[&CStr]); 4] = [
+    (way(Some(Rung::CudaVirtualMemory), MemoryKind::Device), VIRTUAL),
+    (way(Some(Rung::CudaPool), MemoryKind::Device), POOLS),
+    (way(Some(Rung::CudaPlain), MemoryKind::Device), &[c"cuMemAlloc_v2", c"cuMemFree_v2"]),
+    (way(None, MemoryKind::Managed), PLAIN),
+];
+
+const fn way(rung: Option<Rung>, memory: MemoryKind) -> CudaOptions {
+    let device = DeviceChoice::Ordinal(0);
+    let handle = Some(ByteSize::kib(64));
+    CudaOptions { device, rung, memory, handle, pool_limit: None }
+}
+
 /// Functions that older drivers lack.
 pub(crate) const NEWER: &[&CStr] = &[c"cuMemRetainAllocationHandle", c"cuDeviceGetUuid_v2"];
 
 fn open_without(missing: &CStr) -> Result<CudaDriver, CudaError> {
-    let missing = missing.to_str().expect("plain");
-    CudaDriver::open_with(CudaOptions::default(), &|name| name != missing)
+    without(missing, CudaOptions::default())
 }
+
+fn without(missing: &CStr, options: CudaOptions) -> Result<CudaDriver, CudaError> {
+    let missing = missing.to_str().expect("plain");
+    CudaDriver::open_with(options, &|name| name != missing)
+}
+
+/// The first rung and no other.
+const FIRST: CudaOptions =
+    CudaOptions { handle: None, ..way(Some(Rung::CudaVirtualMemory), MemoryKind::Device) };
 
 /// The error of an open that left nothing behind.
 #[track_caller]
@@ -91,13 +129,53 @@ fn a_function_that_is_missing_is_named_and_nothing_is_held() {
         assert_eq!(error, CudaError::Unavailable(Probe::NoSymbol { symbol }));
         assert_eq!(fake.calls_total(), 0, "{symbol}: a call before all were found");
     }
-    for name in VIRTUAL {
-        let fake = Fake::start(LAZY);
-        let symbol = name.to_str().expect("plain");
-        let cause = cause(open_without(name).expect_err(symbol));
-        assert_eq!(cause, RungFailure::NoFunction(symbol));
-        assert_eq!(fake.calls(c"cuDevicePrimaryCtxRetain"), 0);
-        fake.assert_clean();
+    for (options, names) in WAYS {
+        for name in names {
+            let fake = Fake::start(LAZY);
+            let symbol = name.to_str().expect("plain");
+            let error = without(name, options).expect_err(symbol);
+            let CudaError::NoSuchRung { cause, .. } = cause_of(error, options) else {
+                panic!("{symbol}: skipped among others");
+            };
+            assert_eq!(cause, RungFailure::NoFunction(symbol));
+            assert_eq!(fake.calls(c"cuDevicePrimaryCtxRetain"), 0);
+            fake.assert_clean();
+        }
+    }
+}
+
+/// The error of one way, be it asked for or the only one looked at.
+fn cause_of(error: CudaError, options: CudaOptions) -> CudaError {
+    match error {
+        CudaError::NoRung { device, mut skipped } if options.rung.is_none() => {
+            let Some(Skipped { rung, cause, .. }) = skipped.pop() else { panic!("no cause") };
+            CudaError::NoSuchRung { rung, device, cause }
+        }
+        other => other,
+    }
+}
+
+/// A function that is missing takes its own rung away and no other.
+#[test]
+fn without_a_function_of_a_rung_the_next_is_taken_and_says_why() {
+    let ladder = [Rung::CudaVirtualMemory, Rung::CudaPool, Rung::CudaPlain];
+    for at in 0..2 {
+        for name in WAYS[at].1 {
+            let fake = Fake::start(LAZY);
+            let lacks = |symbol: &str| {
+                WAYS[..at].iter().any(|(_, names)| names[0].to_str() == Ok(symbol))
+                    || name.to_str() == Ok(symbol)
+            };
+            let driver = CudaDriver::open_with(CudaOptions::default(), &|it| !lacks(it));
+            let driver = driver.expect("the next");
+            assert_eq!(driver.rung(), ladder[at + 1], "{name:?}");
+            let skipped: Vec<_> = driver.skipped().iter().map(|it| it.rung).collect();
+            assert_eq!(skipped, ladder[..=at]);
+            let last = driver.skipped().last().map(|it| it.cause.clone());
+            assert_eq!(last, Some(RungFailure::NoFunction(name.to_str().expect("plain"))));
+            drop(driver);
+            fake.assert_clean();
+        }
     }
 }
 
@@ -121,24 +199,96 @@ fn without_the_newer_functions_a_device_opens_and_works() {
 fn a_device_that_offers_no_virtual_memory_or_refuses_it_says_which() {
     let none = Options::NO_VIRTUAL_MEMORY;
     let fake = Fake::start(Options { flags: none, ..LAZY });
-    assert_eq!(cause(refused(&fake, CudaOptions::default())), RungFailure::NotOffered);
+    assert_eq!(cause(refused(&fake, FIRST)), RungFailure::NotOffered);
     let claimed = none | Options::CLAIMS_VIRTUAL_MEMORY;
     fake.reset(Options { flags: claimed, ..LAZY });
-    let cause_of_claimed = cause(refused(&fake, CudaOptions::default()));
+    let cause_of_claimed = cause(refused(&fake, FIRST));
     let RungFailure::Driver(DriverError::Unsupported { what }) = cause_of_claimed else {
         panic!("{cause_of_claimed}");
     };
     assert_eq!(what, "cuMemGetAllocationGranularity");
     fake.reset(LAZY);
     fake.fail(c"cuMemGetAllocationGranularity", 1, 1);
-    let error = cause(refused(&fake, CudaOptions::default()));
+    let error = cause(refused(&fake, FIRST));
     assert!(matches!(error, RungFailure::Driver(DriverError::Refused { code: 1, .. })), "{error}");
     // A share of a device whose only failing call is one of the trial.
     fake.fail(c"cuMemCreate", 1, 801);
-    let error = cause(refused(&fake, CudaOptions::default()));
+    let error = cause(refused(&fake, FIRST));
     assert!(matches!(error, RungFailure::Driver(DriverError::Unsupported { .. })), "{error}");
-    drop(CudaDriver::open(CudaOptions::default()).expect("the next one is had"));
+    drop(CudaDriver::open(FIRST).expect("the next one is had"));
     fake.assert_clean();
+}
+
+#[test]
+fn what_a_device_lacks_decides_the_rung_and_is_said() {
+    let (no_virtual, no_pools) = (Options::NO_VIRTUAL_MEMORY, Options::NO_POOLS);
+    let claims = Options::CLAIMS_VIRTUAL_MEMORY;
+    for (flags, rung, skipped) in [
+        (0, Rung::CudaVirtualMemory, 0),
+        (no_pools, Rung::CudaVirtualMemory, 0),
+        (no_virtual, Rung::CudaPool, 1),
+        (no_virtual | claims, Rung::CudaPool, 1),
+        (no_virtual | Options::NO_POOL_CREATE, Rung::CudaPool, 1),
+        (no_virtual | no_pools, Rung::CudaPlain, 2),
+        (no_virtual | claims | no_pools, Rung::CudaPlain, 2),
+    ] {
+        let fake = Fake::start(Options { flags, ..LAZY });
+        let driver = CudaDriver::open(CudaOptions::default()).expect("a device");
+        assert_eq!((driver.rung(), driver.skipped().len()), (rung, skipped), "{flags}");
+        assert_eq!(driver.shares_pool(), flags & Options::NO_POOL_CREATE != 0);
+        let text = format!("{driver:?}");
+        for it in driver.skipped() {
+            assert!(text.contains(&format!("{:?}", it.rung)), "{text}");
+            assert!(it.to_string().starts_with(it.rung.name()), "{it}");
+        }
+        drop(driver);
+        fake.assert_clean();
+    }
+}
+
+/// Each of them fails its trial in turn; nothing of it stays.
+#[test]
+fn a_rung_that_fails_its_trial_gives_way_to_the_next() {
+    let fake = Fake::start(LAZY);
+    fake.fail(c"cuMemSetAccess", 1, 999);
+    let driver = CudaDriver::open(CudaOptions::default()).expect("a pool");
+    assert_eq!(driver.rung(), Rung::CudaPool);
+    assert_eq!((fake.numbers(0).handles, fake.numbers(0).reservations), (0, 0));
+    drop(driver);
+    // Both pools, ours and the device's.
+    fake.fail(c"cuMemSetAccess", 1, 999);
+    fake.fail(c"cuMemAllocFromPoolAsync", 1, 801);
+    fake.fail(c"cuMemAllocFromPoolAsync", 2, 801);
+    let driver = CudaDriver::open(CudaOptions::default()).expect("plain memory");
+    assert_eq!((driver.rung(), fake.numbers(0).pools), (Rung::CudaPlain, 0));
+    drop(driver);
+    // Ours alone, as it is refused where computing is confidential.
+    fake.fail(c"cuMemAllocFromPoolAsync", 1, 801);
+    let driver = CudaDriver::open(WAYS[1].0).expect("the device's pool");
+    assert!(driver.shares_pool() && fake.numbers(0).pools == 0);
+    drop(driver);
+    // All.
+    fake.fail(c"cuMemSetAccess", 1, 999);
+    fake.fail(c"cuMemAllocFromPoolAsync", 1, 2);
+    fake.fail(c"cuMemAlloc_v2", 1, 2);
+    let error = refused(&fake, CudaOptions::default());
+    let CudaError::NoRung { device: 0, skipped } = &error else { panic!("{error}") };
+    assert_eq!(skipped.len(), 3);
+    for it in skipped {
+        assert!(error.to_string().contains(&it.to_string()), "{error}");
+    }
+    fake.assert_clean();
+}
+
+/// Where the context is lost no other rung helps, and none is tried.
+#[test]
+fn a_context_that_is_lost_in_a_trial_ends_the_climb() {
+    let fake = Fake::start(LAZY);
+    fake.fail(c"cuMemcpyHtoDAsync_v2", 1, 700);
+    let error = CudaDriver::open(CudaOptions::default()).expect_err("lost");
+    let CudaError::NoRung { skipped, .. } = &error else { panic!("{error}") };
+    assert_eq!(skipped.len(), 1, "{error}");
+    assert_eq!((fake.calls(c"cuMemPoolCreate"), fake.calls(c"cuMemAlloc_v2")), (0, 0));
 }
 
 #[test]
@@ -172,13 +322,32 @@ fn a_device_is_chosen_by_number_or_uuid_and_a_wrong_one_is_named() {
 #[test]
 fn another_way_to_memory_than_there_is_is_refused() {
     let fake = Fake::start(LAZY);
-    for rung in [Rung::Host, Rung::CudaPool, Rung::CudaPlain] {
-        let error = refused(&fake, CudaOptions { rung: Some(rung), ..CudaOptions::default() });
-        let cause = RungFailure::NoArena;
+    let host = Some(Rung::Host);
+    let error = refused(&fake, CudaOptions { rung: host, ..CudaOptions::default() });
+    let cause = RungFailure::NotCuda;
+    assert_eq!(error, CudaError::NoSuchRung { rung: Rung::Host, device: 0, cause });
+    for rung in [Rung::CudaVirtualMemory, Rung::CudaPool] {
+        let error = refused(&fake, way(Some(rung), MemoryKind::Managed));
+        let cause = RungFailure::NotManaged;
         assert_eq!(error, CudaError::NoSuchRung { rung, device: 0, cause });
     }
-    let rung = Some(Rung::CudaVirtualMemory);
-    drop(CudaDriver::open(CudaOptions { rung, ..CudaOptions::default() }).expect("this one"));
+    for (options, _) in WAYS {
+        let driver = CudaDriver::open(options).expect("this one");
+        assert_eq!(driver.rung(), options.rung.unwrap_or(Rung::CudaPlain));
+        assert_eq!(driver.is_managed(), options.memory == MemoryKind::Managed);
+        assert_eq!(driver.skipped(), []);
+    }
+    drop(CudaDriver::open(way(Some(Rung::CudaPlain), MemoryKind::Managed)).expect("the same"));
+    fake.assert_clean();
+}
+
+#[test]
+fn a_limit_below_what_a_pool_takes_at_once_is_named() {
+    let fake = Fake::start(LAZY);
+    let requested = ByteSize::kib(63);
+    let options = CudaOptions { pool_limit: Some(requested), ..WAYS[1].0 };
+    let error = refused(&fake, options);
+    assert_eq!(error, CudaError::PoolLimit { requested, unit: ByteSize::kib(64) });
     fake.assert_clean();
 }
 
@@ -188,8 +357,13 @@ fn handles_are_powers_of_two_of_at_least_the_granularity() {
     let granularity = ByteSize::mib(2);
     for requested in [ByteSize::ZERO, ByteSize::mib(3), ByteSize::mib(1), ByteSize::MAX] {
         let handle = Some(requested);
-        let error = refused(&fake, CudaOptions { handle, ..CudaOptions::default() });
+        let error = refused(&fake, CudaOptions { handle, ..FIRST });
         assert_eq!(error, CudaError::HandleSize { requested, granularity });
+        for (options, _) in &WAYS[1..] {
+            let error = CudaDriver::open(CudaOptions { handle, ..*options });
+            let odd = requested != ByteSize::mib(1);
+            assert_eq!(error.is_err(), odd, "{options:?}");
+        }
     }
     let handle = Some(ByteSize::gib(1));
     let driver = CudaDriver::open(CudaOptions { handle, ..CudaOptions::default() }).expect("large");
@@ -198,7 +372,7 @@ fn handles_are_powers_of_two_of_at_least_the_granularity() {
     // More than there is, and more than there are addresses for.
     for handle in [ByteSize::gib(16), ByteSize::new(1 << 63)] {
         let handle = Some(handle);
-        let error = cause(refused(&fake, CudaOptions { handle, ..CudaOptions::default() }));
+        let error = cause(refused(&fake, CudaOptions { handle, ..FIRST }));
         let RungFailure::Driver(DriverError::OutOfMemory { .. }) = error else { panic!("{error}") };
     }
     fake.assert_clean();
@@ -218,7 +392,7 @@ fn a_granularity_below_what_the_trial_copies_opens() {
 fn a_device_that_is_full_is_not_opened_and_nothing_is_held() {
     let fake = Fake::start(Options { capacity: 1 << 20, ..LAZY });
     let handle = Some(ByteSize::mib(2));
-    let error = cause(refused(&fake, CudaOptions { handle, ..CudaOptions::default() }));
+    let error = cause(refused(&fake, CudaOptions { handle, ..FIRST }));
     let requested = ByteSize::mib(2);
     let call = "cuMemCreate";
     assert_eq!(error, RungFailure::Driver(DriverError::OutOfMemory { call, requested }));

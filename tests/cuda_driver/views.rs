@@ -14,26 +14,8 @@ use lowtide::device::{
     ArenaState, Buffer, CompactOptions, DeviceArena, DeviceError, HostDriver, Lane, Lease, Region,
     SleepOptions,
 };
-use lowtide_fake_driver::{Fake, Guard};
 
-use crate::support::{Bed, LAZY, UNIT, check, read, write};
-
-fn start() -> (Guard, Bed, DeviceArena, Lane) {
-    let fake = Fake::start(LAZY);
-    let bed = Bed::new();
-    let arena = bed.arena();
-    let lane = arena.cuda_lane(&bed.one).expect("a lane");
-    (fake, bed, arena, lane)
-}
-
-#[track_caller]
-fn end((fake, bed, arena, lane): (Guard, Bed, DeviceArena, Lane)) {
-    drop(lane);
-    arena.close().expect("closed");
-    drop((arena, bed));
-    fake.validate(0);
-    fake.assert_clean();
-}
+use crate::support::{Bed, UNIT, check, end, read, start, write};
 
 fn alloc(lane: &Lane, size: usize) -> Buffer<u8> {
     lane.alloc(size, Region::Dynamic).expect("room")

@@ -22,9 +22,10 @@ application installed. A counter starts at 0 with the process. A histogram has t
 [GLOSSARY.md](GLOSSARY.md); what to do about them: [OPERATING.md](OPERATING.md).
 
 Values of the labels, where the list does not give them: `arena` and `resource` are the names that
-the application gave. `device` is `0` in this version, which knows one. `budget` is `host` or
-`device`. `profile` is `low-memory`, `balanced` or `throughput`, `version` the crate's, `allocator`
-`jemalloc`. Series of triggers, reasons, outcomes and levels are there from the start, at 0.
+the application gave. `device` is always `0`: a `Memory` has one device, whatever its number for
+CUDA; processes on several devices differ by `instance`. `budget` is `host` or `device`. `profile`
+is `low-memory`, `balanced` or `throughput`, `version` the crate's, `allocator` `jemalloc`. Series
+of triggers, reasons, outcomes and levels are there from the start, at 0.
 
 ";
 

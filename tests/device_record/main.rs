@@ -72,6 +72,14 @@ fn simulation(order: Order) -> Arc<SimDriver> {
     Arc::new(SimDriver::new(options))
 }
 
+/// A device that has its memory in segments.
+fn segments(pool: bool) -> Arc<SimDriver> {
+    let (granularity, handles) = (GRANULE, Handles::Fixed(GRANULE));
+    let (costs, virtual_memory) = (DriverCosts::zero(), false);
+    let device = SimOptions { costs, granularity, handles, ..SimOptions::default() };
+    Arc::new(SimDriver::new(SimOptions { virtual_memory, pool, ..device }))
+}
+
 /// An arena that is recorded.
 fn open(driver: Arc<dyn Driver>, config: ArenaConfig) -> (DeviceArena, Arc<ManualClock>, Kept) {
     let (recorder, kept) = recorder();

@@ -12,7 +12,7 @@ use lowtide::device::record::{After, Entry, Log, Operation, Recorder, Resized, W
 use lowtide::device::{ArenaConfig, DeviceArena, DeviceError, Region};
 
 use crate::program::{Program, growths};
-use crate::{MIB, config, host, lane_of, open, recorder, simulation};
+use crate::{MIB, config, host, lane_of, open, recorder, segments, simulation};
 
 const SEEDS: u64 = 24;
 const STEPS: usize = 400;
@@ -93,6 +93,19 @@ fn a_random_program_on_the_simulation_is_replayed_with_the_same_outcome_of_every
             let text = recorded(sim.clone(), seed, streams(Some(&sim)));
             sim.assert_no_faults();
             replays_alike(&text, || simulation(order));
+        }
+    }
+}
+
+#[test]
+fn a_random_program_on_segments_is_replayed_with_the_same_outcome_of_every_operation() {
+    for seed in 0..SEEDS {
+        for pool in [false, true] {
+            println!("seed {seed}, pool: {pool}");
+            let sim = segments(pool);
+            let text = recorded(sim.clone(), seed, streams(Some(&sim)));
+            sim.assert_no_faults();
+            replays_alike(&text, || segments(pool));
         }
     }
 }

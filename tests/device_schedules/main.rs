@@ -8,16 +8,32 @@
 mod harness;
 mod planted;
 
-use harness::{Done, Schedule};
+use harness::{Done, Memory, Schedule};
 
 /// Schedules: a few seconds without optimisation.
 const SEEDS: u64 = 300;
 
 #[test]
 fn random_schedules_keep_every_byte_and_leave_nothing_behind() {
+    let all = run(Memory::Virtual);
+    println!("{all:?}");
+    assert!(all.sleeps > SEEDS && all.refused > 0);
+}
+
+#[test]
+fn random_schedules_on_plain_segments_keep_every_byte_and_leave_nothing_behind() {
+    println!("{:?}", run(Memory::Plain));
+}
+
+#[test]
+fn random_schedules_on_segments_of_a_pool_keep_every_byte_and_leave_nothing_behind() {
+    println!("{:?}", run(Memory::Pool));
+}
+
+fn run(memory: Memory) -> Done {
     let mut all = Done::default();
     for seed in 0..SEEDS {
-        match Schedule::of(seed).run() {
+        match Schedule::of(seed).over(memory).run() {
             Ok(done) => {
                 all.acts += done.acts;
                 all.sleeps += done.sleeps;
@@ -28,8 +44,7 @@ fn random_schedules_keep_every_byte_and_leave_nothing_behind() {
             Err(failure) => panic!("{failure}"),
         }
     }
-    println!("{all:?}");
     assert!(all.acts >= SEEDS * 400 && all.driver_calls > all.acts);
-    assert!(all.sleeps > SEEDS && all.refused > 0);
     assert_eq!(all.unsafe_unmaps, 0);
+    all
 }

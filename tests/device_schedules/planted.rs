@@ -81,6 +81,11 @@ fn a_sleep_that_does_not_wait_for_the_work_of_leases_is_found() {
     assert_found(Planted::SleepBeforeDone, 100, WRONG);
 }
 
+#[test]
+fn a_loan_whose_end_counts_as_the_end_of_its_work_is_found() {
+    assert_found(Planted::ForgottenLoan, 100, WRONG);
+}
+
 const DYNAMIC: Region = Region::Dynamic;
 const MIB: usize = 1 << 20;
 

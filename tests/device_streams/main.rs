@@ -10,6 +10,7 @@ mod bugs;
 mod capture;
 mod ends;
 mod events;
+mod fronts;
 mod onnxruntime;
 
 use std::sync::Arc;
@@ -90,8 +91,9 @@ fn a_lane_takes_what_it_freed_at_once_and_the_driver_hears_nothing_of_it() {
     }
     assert_eq!(sim.calls_total() - before, 20, "launches, and nothing else");
     let snapshot = arena.snapshot();
-    assert_eq!((snapshot.live, snapshot.pending), (ByteSize::ZERO, ByteSize::mib(8)));
-    assert_eq!(snapshot.active, ByteSize::mib(8));
+    assert_eq!((snapshot.live, snapshot.cached), (ByteSize::ZERO, ByteSize::mib(8)));
+    assert_eq!((snapshot.active, snapshot.pending), (ByteSize::mib(8), ByteSize::ZERO));
+    assert_eq!((snapshot.allocs_total, snapshot.frees_total), (1_001, 1_001));
     arena.validate();
     assert_sound(&sim, &checks);
 }
@@ -293,6 +295,7 @@ fn an_arena_that_is_dropped_while_the_device_works_on_keeps_that_memory() {
 #[test]
 fn a_resize_and_a_compaction_wait_for_the_work_on_what_they_copy() {
     let (arena, sim) = open(Order::Lazy, ByteSize::mib(64));
+    arena.set_front(ByteSize::ZERO); // what is freed is pending at once
     let lane = lane(&arena, &sim);
     let mut buffers: Vec<_> =
         (0..8).map(|_| lane.alloc::<u8>(3 * MIB, DYNAMIC).expect("room")).collect();

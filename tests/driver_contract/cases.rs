@@ -6,18 +6,31 @@
 //!
 //! Invariant: after a case that held, the arena that it made is closed and has nothing committed.
 
+macro_rules! ensure {
+    ($held:expr, $($said:tt)+) => {
+        if !$held {
+            return Err(format!($($said)+).into());
+        }
+    };
+}
+
+#[path = "bed.rs"]
+mod bed;
+
 use std::error::Error;
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
 use lowtide::ByteSize;
-use lowtide::clock::{Clock, ManualClock};
+use lowtide::clock::Clock;
 use lowtide::device::driver::Driver;
 use lowtide::device::{
-    ArenaConfig, ArenaState, Buffer, CompactOptions, Contents, DeviceArena, DeviceError, Lane,
-    Lease, Region, SleepOptions,
+    ArenaState, Buffer, CompactOptions, Contents, DeviceArena, DeviceError, Lane, Lease, Region,
+    SleepOptions,
 };
+
+use bed::Bed;
 
 /// A device with work that writes and reads.
 pub(crate) trait Device: Sync {
@@ -31,6 +44,11 @@ pub(crate) trait Device: Sync {
 
     /// Whether every byte has the value, once the work of the lane's stream that asks is done.
     fn holds(&self, lane: &Lane, of: &Buffer<u8>, lease: &Lease, value: u8) -> Result<bool, Fault>;
+
+    /// Whether memory that is committed is taken of the device before anybody touches it.
+    fn takes_at_once(&self) -> bool {
+        true
+    }
 }
 
 pub(crate) type Fault = Box<dyn Error + Send + Sync>;
@@ -57,98 +75,10 @@ pub(crate) const CASES: &[Case] = &[
     ("blocks by address", raw_blocks),
     ("threads beside each other", threads),
     ("sizes that can never fit are refused", absurd_sizes),
+    ("a lent buffer stays where it is, awake, and keeps its contents", lent),
+    ("what the device says of its memory adds up", device_memory),
     ("closing waits for live blocks to be freed", closes),
 ];
-
-macro_rules! ensure {
-    ($held:expr, $($said:tt)+) => {
-        if !$held {
-            return Err(format!($($said)+).into());
-        }
-    };
-}
-
-/// An arena, a lane, and the clock that it goes by.
-struct Bed<'a> {
-    device: &'a dyn Device,
-    arena: DeviceArena,
-    lane: Lane,
-    clock: Arc<ManualClock>,
-    /// A granule.
-    unit: usize,
-}
-
-impl<'a> Bed<'a> {
-    fn new(device: &'a dyn Device) -> Result<Self, Fault> {
-        Self::with(device, None)
-    }
-
-    fn with(device: &'a dyn Device, limit: Option<u64>) -> Result<Self, Fault> {
-        let clock = Arc::new(ManualClock::new());
-        let unit = device.driver().capabilities().granularity;
-        let limit = limit.and_then(|granules| unit.checked_mul(granules)).unwrap_or(ByteSize::MAX);
-        let reserve = ByteSize::gib(4);
-        let config = ArenaConfig { reserve, limit, ..ArenaConfig::new("contract") };
-        let arena = DeviceArena::open(device.driver(), clock.clone() as Arc<dyn Clock>, config)?;
-        let lane = device.lane(&arena)?;
-        let unit = usize::try_from(arena.capabilities().granularity.get())?;
-        Ok(Self { device, arena, lane, clock, unit })
-    }
-
-    /// A buffer of the first lane with a value in every byte.
-    fn written(&self, size: usize, region: Region, value: u8) -> Result<Buffer<u8>, Fault> {
-        self.written_on(&self.lane, size, region, value)
-    }
-
-    fn written_on(
-        &self,
-        lane: &Lane,
-        size: usize,
-        region: Region,
-        value: u8,
-    ) -> Result<Buffer<u8>, Fault> {
-        let mut buffer = lane.alloc::<u8>(size, region)?;
-        let lease = lane.enter()?;
-        self.device.write(lane, &mut buffer, &lease, value)?;
-        Ok(buffer)
-    }
-
-    fn check(&self, buffer: &Buffer<u8>, value: u8) -> Outcome {
-        let lease = self.lane.enter()?;
-        let holds = self.device.holds(&self.lane, buffer, &lease, value)?;
-        ensure!(holds, "a buffer of {} holds something else than {value}", buffer.bytes());
-        Ok(())
-    }
-
-    fn address(&self, buffer: &Buffer<u8>) -> Result<u64, Fault> {
-        let lease = self.lane.enter()?;
-        let at = buffer.address(&lease)?.ok_or("a buffer with bytes has no address")?;
-        Ok(at.get())
-    }
-
-    /// Waits until all work of the device is done: what was freed is idle then.
-    fn settle(&self) -> Outcome {
-        if self.arena.capabilities().asynchronous {
-            // The first look marks what was freed by an event, the second one sees it done.
-            for _ in 0..2 {
-                self.device.driver().synchronize()?;
-                self.arena.decay(self.clock.now())?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Ends the arena: nothing is live and nothing stays.
-    fn end(self) -> Outcome {
-        let Self { arena, lane, .. } = self;
-        arena.validate();
-        drop(lane);
-        arena.close()?;
-        let committed = arena.snapshot().committed;
-        ensure!(committed.is_zero(), "{committed} are committed after the end");
-        Ok(())
-    }
-}
 
 fn contents(device: &dyn Device) -> Outcome {
     let bed = Bed::new(device)?;
@@ -410,6 +340,44 @@ fn raw_blocks(device: &dyn Device) -> Outcome {
     bed.arena.free(block.at)?;
     let twice = bed.arena.free(block.at);
     ensure!(matches!(twice, Err(DeviceError::NotLive { .. })), "{twice:?}");
+    bed.end()
+}
+
+fn lent(device: &dyn Device) -> Outcome {
+    let bed = Bed::new(device)?;
+    let buffer = bed.written(bed.unit / 2, Region::Stable, 3)?;
+    let at = bed.address(&buffer)?;
+    let lent = buffer.lend()?;
+    ensure!(lent.address().get() == at, "lent at {}, and is at {at:#x}", lent.address());
+    let slept = bed.arena.sleep(keeps());
+    let can_sleep = bed.arena.capabilities().same_address_wake;
+    let refused = match slept {
+        Err(DeviceError::Lent { count: 1, .. }) => can_sleep,
+        Err(DeviceError::Unsupported { .. }) => !can_sleep,
+        _ => false,
+    };
+    ensure!(refused, "{slept:?}");
+    bed.check(lent.buffer(), 3)?;
+    let buffer = lent.end();
+    if can_sleep {
+        bed.arena.sleep(keeps())?;
+    }
+    bed.check(&buffer, 3)?;
+    drop(buffer);
+    bed.end()
+}
+
+fn device_memory(device: &dyn Device) -> Outcome {
+    let bed = Bed::new(device)?;
+    let kept = bed.written(4 * bed.unit, Region::Stable, 1)?;
+    let floor = device.driver().context_floor().unwrap_or(ByteSize::ZERO);
+    if let Some(memory) = device.driver().device_memory()? {
+        ensure!(memory.free <= memory.total && floor <= memory.total, "{memory:?}, {floor}");
+        let least = bed.arena.glance().committed;
+        let is_there = memory.taken() >= least || !device.takes_at_once();
+        ensure!(is_there, "{} of the device taken by {least}", memory.taken());
+    }
+    drop(kept);
     bed.end()
 }
 

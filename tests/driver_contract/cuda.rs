@@ -50,4 +50,8 @@ impl Device for Cuda {
         stream.synchronize()?;
         Ok(bytes.iter().all(|&byte| byte == value))
     }
+
+    fn takes_at_once(&self) -> bool {
+        !self.driver.is_managed()
+    }
 }

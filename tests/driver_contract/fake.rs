@@ -6,7 +6,8 @@
 //! Invariant: a test ends with no fault on record and nothing left.
 
 use lowtide::ByteSize;
-use lowtide::device::driver::cuda::CudaOptions;
+use lowtide::device::driver::Rung;
+use lowtide::device::driver::cuda::{CudaOptions, MemoryKind};
 use lowtide_fake_driver::{Fake, Options};
 
 use super::cuda::Cuda;
@@ -35,22 +36,57 @@ fn run_over(options: Options, cuda: CudaOptions) {
     fake.assert_clean();
 }
 
+/// Each way to memory, in pieces of 64 KiB or more where so much is said.
+fn ways(handle: Option<ByteSize>) -> [CudaOptions; 4] {
+    let way = |rung, memory| CudaOptions { rung, memory, handle, ..CudaOptions::default() };
+    [
+        way(Some(Rung::CudaVirtualMemory), MemoryKind::Device),
+        way(Some(Rung::CudaPool), MemoryKind::Device),
+        way(Some(Rung::CudaPlain), MemoryKind::Device),
+        way(None, MemoryKind::Managed),
+    ]
+}
+
 #[test]
 fn cuda_keeps_it_when_work_is_done_at_once() {
     run_over(SYNCHRONOUS, CudaOptions::default());
+    for options in ways(Some(ByteSize::kib(64))) {
+        println!("{options:?}");
+        run_over(Options { granularity: 64 << 10, ..SYNCHRONOUS }, options);
+    }
 }
 
 #[test]
 fn cuda_keeps_it_when_work_is_done_as_late_as_may_be() {
     run_over(Options { order: 0, ..SYNCHRONOUS }, CudaOptions::default());
-    let handle = Some(ByteSize::kib(256));
-    run_over(Options { order: 0, ..SMALL }, CudaOptions { handle, ..CudaOptions::default() });
+    for options in ways(Some(ByteSize::kib(64))) {
+        println!("{options:?}");
+        run_over(Options { order: 0, ..SMALL }, options);
+    }
+    for options in ways(Some(ByteSize::kib(256))) {
+        println!("{options:?}");
+        // For segments: addresses that are no multiples of it.
+        run_over(Options { order: 0, granularity: 16 << 10, ..SMALL }, options);
+    }
 }
 
 #[test]
 fn cuda_keeps_it_when_work_is_done_in_random_order() {
-    for seed in 0..200 {
-        println!("seed {seed}");
-        run_over(Options { order: 1, seed, ..SMALL }, CudaOptions::default());
+    let [space, segments @ ..] = ways(Some(ByteSize::kib(64)));
+    for (seed, other) in (0..200).zip(segments.into_iter().cycle()) {
+        for options in [space, other] {
+            println!("seed {seed}, {options:?}");
+            run_over(Options { order: 1, seed, ..SMALL }, options);
+        }
+    }
+}
+
+/// Where a pool of our own is refused.
+#[test]
+fn cuda_keeps_it_with_the_devices_own_pool() {
+    let flags = Options::NO_VIRTUAL_MEMORY | Options::NO_POOL_CREATE;
+    let options = CudaOptions { handle: Some(ByteSize::kib(64)), ..CudaOptions::default() };
+    for order in 0..=2 {
+        run_over(Options { order, flags, seed: 7, ..SMALL }, options);
     }
 }

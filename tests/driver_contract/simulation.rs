@@ -102,3 +102,13 @@ fn the_simulation_keeps_it_with_other_handles_and_without_remap() {
     run(Order::Synchronous, |options| options.remap = false);
     run(Order::Lazy, |options| options.handles = Handles::Fixed(ByteSize::mib(16)));
 }
+
+#[test]
+fn the_simulation_keeps_it_without_virtual_memory() {
+    for pool in [false, true] {
+        for order in [Order::Lazy, Order::Synchronous, Order::Random { seed: 7 }] {
+            println!("pool: {pool}, {order:?}");
+            run(order, |options| (options.virtual_memory, options.pool) = (false, pool));
+        }
+    }
+}

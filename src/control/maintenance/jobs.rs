@@ -73,6 +73,8 @@ pub enum Job {
     UnloadIdle,
     /// Give back what the device arenas have let decay.
     DecayDevice,
+    /// Look how much memory the device has left, and give idle memory back where that is little.
+    SampleDevice,
     /// Publish metrics.
     Publish,
     /// Let the device arena fall asleep that has been idle for longest.
@@ -82,7 +84,7 @@ pub enum Job {
 /// Places: the lower, the more urgent. The rungs of the ladder come after the pressure purge.
 const RUNG_FIRST: usize = 1;
 const MANUAL: usize = RUNG_FIRST + Ladder::RUNGS_MAX;
-const PLACES: usize = MANUAL + 8;
+const PLACES: usize = MANUAL + 9;
 const _: () = assert!(PLACES <= 64, "each job has a bit of its own");
 
 impl Job {
@@ -96,11 +98,12 @@ impl Job {
             Self::UnloadIdle => MANUAL + 1,
             Self::Purge { trigger: Trigger::Unload } => MANUAL + 2,
             Self::DecayDevice => MANUAL + 3,
-            Self::Purge { trigger: Trigger::Idle } => MANUAL + 4,
-            Self::Purge { trigger: Trigger::Periodic } => MANUAL + 5,
-            Self::Publish => MANUAL + 6,
+            Self::SampleDevice => MANUAL + 4,
+            Self::Purge { trigger: Trigger::Idle } => MANUAL + 5,
+            Self::Purge { trigger: Trigger::Periodic } => MANUAL + 6,
+            Self::Publish => MANUAL + 7,
             // It may copy for long, and nobody waits for it.
-            Self::SleepDevice => MANUAL + 7,
+            Self::SleepDevice => MANUAL + 8,
         })
     }
 
@@ -110,6 +113,7 @@ impl Job {
             Job::UnloadIdle,
             Job::Purge { trigger: Trigger::Unload },
             Job::DecayDevice,
+            Job::SampleDevice,
             Job::Purge { trigger: Trigger::Idle },
             Job::Purge { trigger: Trigger::Periodic },
             Job::Publish,

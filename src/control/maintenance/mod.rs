@@ -124,6 +124,9 @@ pub struct Settings {
     pub purge_part: f64,
     /// Time between publications of metrics; 1 s by default, `None` for off.
     pub publish_interval: Option<Duration>,
+    /// Time between looks at the memory that the device has left; `None`, the default, where there
+    /// is no device to look at.
+    pub device_interval: Option<Duration>,
 }
 
 impl Default for Settings {
@@ -138,6 +141,7 @@ impl Default for Settings {
             purge_floor: ByteSize::mib(16),
             purge_part: 0.25,
             publish_interval: Some(Duration::from_secs(1)),
+            device_interval: None,
         }
     }
 }
@@ -181,6 +185,7 @@ impl Settings {
             ("active_tick", Some(self.active_tick)),
             ("purge_interval", self.purge_interval),
             ("publish_interval", self.publish_interval),
+            ("device_interval", self.device_interval),
         ];
         for (name, time) in times {
             if time.is_some_and(|time| time.is_zero()) {
@@ -232,6 +237,8 @@ pub struct Maintenance {
     /// The least that was purgeable since the last purge began.
     purgeable_low: ByteSize,
     published_at: Option<Moment>,
+    /// When the device was last looked at.
+    looked_at: Option<Moment>,
 }
 
 impl Maintenance {
@@ -269,6 +276,7 @@ impl Maintenance {
             purged_at: Moment::ORIGIN,
             purgeable_low: ByteSize::MAX,
             published_at: None,
+            looked_at: None,
         })
     }
 
@@ -316,13 +324,18 @@ impl Maintenance {
         if sleep_due <= now {
             jobs.insert(Job::SleepDevice);
         }
-        let publish_due = self.decide_publish(now, &mut jobs);
+        // Before they are published.
+        let every = self.settings.device_interval;
+        let look_due = decide(Job::SampleDevice, every, &mut self.looked_at, now, &mut jobs);
+        let every = self.settings.publish_interval;
+        let publish_due = decide(Job::Publish, every, &mut self.published_at, now, &mut jobs);
         let step = if self.is_active(&sample) {
             self.settings.active_tick
         } else {
             self.settings.idle_tick
         };
-        let due = resources_due.min(sample.device_decay_due).min(sleep_due).min(publish_due);
+        let due = resources_due.min(sample.device_decay_due).min(sleep_due);
+        let due = due.min(publish_due).min(look_due);
         // What is due already has been posted: looked at again no sooner than an active tick on.
         let next = due.max(now + self.settings.active_tick).min(now + step);
         self.last = Some(sample);
@@ -432,15 +445,6 @@ impl Maintenance {
         sample.device_sleep_due
     }
 
-    fn decide_publish(&mut self, now: Moment, jobs: &mut Jobs) -> Moment {
-        let Some(every) = self.settings.publish_interval else { return Moment::NEVER };
-        if self.published_at.is_none_or(|at| now - at >= every) {
-            self.published_at = Some(now);
-            jobs.insert(Job::Publish);
-        }
-        self.published_at.map_or(now, |at| at + every)
-    }
-
     /// Whether the next sample should come soon.
     fn is_active(&self, sample: &Sample) -> bool {
         let limit = sample.limit;
@@ -452,6 +456,22 @@ impl Maintenance {
         let pressed = self.host.pressure.level().max(self.device.pressure.level()) > Level::None;
         filled || grows || pressed || held(Budget::Host) || held(Budget::Device)
     }
+}
+
+/// Whether a periodic job is to be done, and when it is next.
+fn decide(
+    job: Job,
+    every: Option<Duration>,
+    last: &mut Option<Moment>,
+    now: Moment,
+    jobs: &mut Jobs,
+) -> Moment {
+    let Some(every) = every else { return Moment::NEVER };
+    if last.is_none_or(|at| now - at >= every) {
+        *last = Some(now);
+        jobs.insert(job);
+    }
+    last.map_or(now, |at| at + every)
 }
 
 impl fmt::Debug for Maintenance {

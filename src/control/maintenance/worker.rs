@@ -34,6 +34,12 @@ pub trait Hands: Send {
         false
     }
 
+    /// Looks how much memory the device has left, and gives idle memory back where that is little.
+    /// Default: nothing.
+    fn sample_device(&mut self, now: Moment) {
+        let _ = now;
+    }
+
     /// Publishes metrics. Default: nothing.
     fn publish(&mut self, now: Moment) {
         let _ = now;
@@ -100,6 +106,7 @@ impl Worker {
                 self.queue.push_one(Job::SleepDevice);
             }
             Job::SleepDevice => {}
+            Job::SampleDevice => self.hands.sample_device(now),
             Job::Publish => self.hands.publish(now),
         }
     }

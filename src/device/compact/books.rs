@@ -131,6 +131,9 @@ impl Books {
     /// What holds a block.
     pub(super) fn hold(&self, options: CompactOptions, id: BlockName, span: Span) -> Hold {
         let region = self.region(options.region);
+        if region.segment.is_held(span.offset) {
+            return Hold::Stays;
+        }
         if !self.raw.is_empty() && !options.moves_raw {
             let at = region.segment.address_of(ByteSize::new(span.offset));
             if self.raw.contains_key(&at) {
@@ -183,10 +186,10 @@ impl Books {
         // What was asked for is not known here: the events show what was given.
         self.history.record(clock, Act::Free, from.get(), ByteSize::new(size));
         self.history.record(clock, Act::Alloc, to.get(), ByteSize::new(size));
-        let base = self.region(region).segment.base();
+        let ground = &self.region(region).segment;
         self.tell(clock, |numbers| {
             let id = numbers.of(region, id)?;
-            let [from, to] = [from, to].map(|at| at.offset_from(base).unwrap_or_default());
+            let [from, to] = [from, to].map(|at| ground.offset_of(at).unwrap_or_default());
             Some(Operation::Move { id, region, from, to, size: ByteSize::new(size) })
         });
         active.saturating_sub(self.active())

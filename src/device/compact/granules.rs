@@ -10,7 +10,8 @@ use super::plan::{Draft, Hold};
 use super::sketch::{Block, Sketch};
 use crate::device::index::Span;
 
-/// Granules in a row that could not be cleared before a pass ends: those after them cost more.
+/// Granules, or segments, in a row that could not be cleared before a pass ends: those after them
+/// cost more.
 const MISSES_MAX: usize = 256;
 
 /// A granule that might be cleared.
@@ -24,21 +25,27 @@ struct Candidate {
 
 pub(super) fn plan(draft: &mut Draft) {
     for _ in 0..draft.passes {
-        let (mut gained, mut misses) = (false, 0);
-        for candidate in candidates(draft) {
-            if clear(draft, candidate.granule) {
-                (gained, misses) = (true, 0);
-            } else {
-                misses += 1;
-            }
-            if misses == MISSES_MAX {
-                break;
-            }
-        }
-        if !gained {
+        let candidates = candidates(draft);
+        if !try_each(candidates, |candidate| clear(draft, candidate.granule)) {
             return;
         }
     }
+}
+
+/// One pass: tries each in its turn, until so many in a row were in vain; says whether any was not.
+pub(super) fn try_each<T>(candidates: Vec<T>, mut done: impl FnMut(T) -> bool) -> bool {
+    let (mut gained, mut misses) = (false, 0);
+    for candidate in candidates {
+        if done(candidate) {
+            (gained, misses) = (true, 0);
+        } else {
+            misses += 1;
+        }
+        if misses == MISSES_MAX {
+            break;
+        }
+    }
+    gained
 }
 
 /// The granules at the ends of blocks, those first that cost least for what they free.

@@ -17,6 +17,7 @@ pub(super) mod pins;
 pub(super) mod plan;
 mod sketch;
 pub(super) mod step;
+mod whole;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -26,6 +27,7 @@ use thiserror::Error;
 use super::arena::DeviceArena;
 use super::driver::DeviceAddress;
 use super::error::DeviceError;
+use super::index::Span;
 use super::ranges::BlockName;
 use super::record::Operation;
 use super::region::Region;
@@ -40,10 +42,12 @@ use step::Step;
 #[non_exhaustive]
 pub enum Goal {
     /// As many idle granules as possible for the bytes moved; a decay or purge then gives them
-    /// back. For arenas with more addresses than memory.
+    /// back. For arenas with more addresses than memory. Where a driver gives and takes memory in
+    /// whole segments, as many of those.
     Granules,
     /// One free span of addresses of at least so many bytes, or the largest that can be had;
     /// [`ByteSize::MAX`] for all that is free. For arenas whose addresses are as short as memory.
+    /// Within one segment, where a driver gives memory in those.
     Contiguous(ByteSize),
 }
 
@@ -209,6 +213,10 @@ impl DeviceArena {
     /// What is idle afterwards is not given back by this: [`DeviceArena::decay`] does, or
     /// [`DeviceArena::purge`].
     ///
+    /// On a driver with streams each move waits for all work of the device. Free memory that a
+    /// stream may still work on is no place to move to: such moves are `skipped`. Let a decay see
+    /// first that its work is complete.
+    ///
     /// ```
     /// use std::sync::Arc;
     /// use lowtide::ByteSize;
@@ -286,6 +294,8 @@ impl DeviceArena {
     }
 }
 
+type Layout = (Vec<Part>, BTreeMap<u64, BlockName>, Option<Vec<Span>>);
+
 impl Shared {
     fn compact(
         &self,
@@ -294,10 +304,10 @@ impl Shared {
         moved: &mut impl FnMut(Moved),
     ) -> Result<Stopped, DeviceError> {
         let region = options.region;
-        let (parts, mut names) = self.layout_of(options);
+        let (parts, mut names, segments) = self.layout_of(options);
         let granule = self.granule.get();
         let target = match options.goal {
-            Goal::Granules => Target::Granules,
+            Goal::Granules => segments.as_deref().map_or(Target::Granules, Target::Segments),
             Goal::Contiguous(size) => Target::Contiguous(size.get()),
         };
         let plan = plan::plan(&parts, granule, target, options.budget.get());
@@ -334,11 +344,15 @@ impl Shared {
         Ok(Stopped::Finished)
     }
 
-    /// The parts of a region for the plan, and the names of its blocks by offset.
-    fn layout_of(&self, options: CompactOptions) -> (Vec<Part>, BTreeMap<u64, BlockName>) {
-        let parts = lock(&self.books).parts(options);
+    /// The parts of a region for the plan, the names of its blocks by offset, and its segments,
+    /// where memory comes in those.
+    fn layout_of(&self, options: CompactOptions) -> Layout {
+        let books = lock(&self.books);
+        let parts = books.parts(options);
+        let segments = books.region(options.region).segment.segments();
+        drop(books);
         let names = parts.iter().filter_map(|&(part, id)| Some((part.span.offset, id?))).collect();
-        (parts.into_iter().map(|(part, _)| part).collect(), names)
+        (parts.into_iter().map(|(part, _)| part).collect(), names, segments)
     }
 }
 

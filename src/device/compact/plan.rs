@@ -6,6 +6,7 @@
 //!
 //! * `Granules`: a granule is cleared by moving the blocks that touch it into holes of
 //!   other active granules, those first that free most for the bytes moved.
+//! * `Segments`: the same of whole segments.
 //! * `Contiguous`: a window is cleared into holes elsewhere, or blocks slide together,
 //!   whichever moves fewer bytes.
 //!
@@ -14,12 +15,13 @@
 //! problem.
 //!
 //! Invariants: `bytes = sum of move sizes <= budget`; no fewer granules are idle after the moves
-//! than before (`Granules`), the largest free span is no smaller (`Contiguous`); where neither
-//! would grow the plan is empty or a part of one that a larger budget completes.
+//! than before (`Granules`, `Segments`), the largest free span is no smaller (`Contiguous`); where
+//! neither would grow the plan is empty or a part of one that a larger budget completes.
 
 use super::contiguous;
 use super::granules;
 use super::sketch::{Block, Sketch};
+use super::whole;
 use crate::device::index::{ALIGN, End, Span};
 
 /// What holds a block where it is.
@@ -54,9 +56,12 @@ pub(in crate::device) struct Part {
 
 /// What to move blocks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::device) enum Target {
+pub(in crate::device) enum Target<'a> {
     /// As many granules as possible that no block touches.
     Granules,
+    /// As many bytes as possible of these segments, which are in the order of offsets with walls
+    /// between them, that no block touches a segment of.
+    Segments(&'a [Span]),
     /// A free span of so many bytes, or the largest that can be had.
     Contiguous(u64),
 }
@@ -124,7 +129,7 @@ pub(in crate::device) struct Plan {
     pub(in crate::device) moves: Vec<Move>,
     /// Bytes that are moved; a slide counts once.
     pub(in crate::device) bytes: u64,
-    /// Granules that a block touches, before and after.
+    /// Granules that a block touches, or whose segment one touches, before and after.
     pub(in crate::device) active: [u64; 2],
     /// The largest free span, before and after.
     pub(in crate::device) largest: [u64; 2],
@@ -134,32 +139,35 @@ pub(in crate::device) struct Plan {
 ///
 /// O(n log n) for each pass over n blocks; a pass after the first is made only where the one
 /// before gained something.
-pub(in crate::device) fn plan(parts: &[Part], granule: u64, target: Target, budget: u64) -> Plan {
+pub(in crate::device) fn plan(
+    parts: &[Part],
+    granule: u64,
+    target: Target<'_>,
+    budget: u64,
+) -> Plan {
     plan_in(PASSES_MAX, parts, granule, target, budget)
 }
 
 /// What a plan without a bound on bytes would gain at least: the same, in a few passes.
-pub(in crate::device) fn outlook(parts: &[Part], granule: u64, target: Target) -> Plan {
+pub(in crate::device) fn outlook(parts: &[Part], granule: u64, target: Target<'_>) -> Plan {
     plan_in(OUTLOOK_PASSES, parts, granule, target, u64::MAX)
 }
 
-fn plan_in(passes: usize, parts: &[Part], granule: u64, target: Target, budget: u64) -> Plan {
+fn plan_in(passes: usize, parts: &[Part], granule: u64, target: Target<'_>, budget: u64) -> Plan {
     debug_assert!(granule.is_power_of_two());
     let sketch = Sketch::new(parts, granule);
     let mut draft = Draft { sketch, moves: Vec::new(), bytes: 0, budget, passes };
     let before = (draft.sketch.active(), draft.largest());
+    let mut whole = None;
     match target {
         Target::Granules => granules::plan(&mut draft),
+        Target::Segments(segments) => whole = Some(whole::plan(&mut draft, segments)),
         Target::Contiguous(size) => contiguous::plan(&mut draft, size),
     }
     let after = (draft.sketch.active(), draft.largest());
+    let active = whole.map_or([before.0, after.0], |bytes| bytes.map(|of| of / granule));
     debug_assert!(draft.bytes <= budget, "a plan keeps its budget");
-    Plan {
-        bytes: draft.bytes,
-        moves: draft.moves,
-        active: [before.0, after.0],
-        largest: [before.1, after.1],
-    }
+    Plan { bytes: draft.bytes, moves: draft.moves, active, largest: [before.1, after.1] }
 }
 
 /// A plan as it grows.
@@ -269,7 +277,12 @@ impl Draft {
 }
 
 /// The places at the ends of a free span, and beside what is to be cleared, where it cuts it.
-fn places(free: Span, cleared: Span, size: u64, align: u64) -> impl Iterator<Item = u64> {
+pub(super) fn places(
+    free: Span,
+    cleared: Span,
+    size: u64,
+    align: u64,
+) -> impl Iterator<Item = u64> {
     let cut = cleared.offset.clamp(free.offset, free.end());
     let rest = cleared.end().clamp(free.offset, free.end());
     let sides = [(free.offset, cut), (rest, free.end())];

@@ -43,7 +43,7 @@ impl Cells {
         parts
     }
 
-    fn plan(&self, target: Target, budget: u64) -> Plan {
+    fn plan(&self, target: Target<'_>, budget: u64) -> Plan {
         plan(&self.parts(), self.granule * ALIGN, target, budget.saturating_mul(ALIGN))
     }
 
@@ -106,7 +106,7 @@ impl Cells {
     }
 
     /// Plans, checks every promise, executes; says what was planned.
-    fn check(&mut self, target: Target, budget: u64) -> Plan {
+    fn check(&mut self, target: Target<'_>, budget: u64) -> Plan {
         let before = self.figures();
         let plan = self.plan(target, budget);
         self.execute(&plan);
@@ -116,7 +116,7 @@ impl Cells {
         assert_eq!(plan.active, [before[0], after[0]]);
         assert_eq!(plan.largest, [before[1] * ALIGN, after[1] * ALIGN]);
         let gained = match target {
-            Target::Granules => {
+            Target::Granules | Target::Segments(_) => {
                 assert!(after[0] < before[0] || plan.moves.is_empty(), "moved for nothing");
                 after[0] < before[0]
             }

@@ -92,13 +92,12 @@ impl Shared {
         let segment = &books.region(region).segment;
         let [from, to] =
             [made.from, made.to].map(|offset| segment.address_of(ByteSize::new(offset)));
-        let base = segment.base();
         drop(books);
         // Nobody has a lease, so nobody starts work on the block; what was started is waited for.
         let waits = !self.planted(Planted::MoveBeforeDone);
         let complete = if waits { self.complete_all() } else { Ok(()) };
         let complete = complete.map_err(|error| Failed { error, is_lost: false });
-        let outcome = complete.and_then(|()| self.copy_pieces(base, made));
+        let outcome = complete.and_then(|()| self.copy_pieces([from, to], made));
         let mut books = lock(&self.books);
         let freed = books.moving.take().and_then(|moving| moving.freed);
         let mut idle = 0;
@@ -128,27 +127,32 @@ impl Shared {
     }
 
     /// Copies a block piece by piece; where that fails, back.
-    fn copy_pieces(&self, base: DeviceAddress, made: Move) -> Result<(), Failed> {
+    fn copy_pieces(&self, ends: [DeviceAddress; 2], made: Move) -> Result<(), Failed> {
+        // Old and new place are one stretch of addresses where they overlap, and apart else.
+        let address = |offset: u64| {
+            let [(start, at), other] = [(made.from, ends[0]), (made.to, ends[1])];
+            let (start, at) = if (made.from..made.from + made.size).contains(&offset) {
+                (start, at)
+            } else {
+                other
+            };
+            at.checked_add(ByteSize::new(offset.saturating_sub(start))).unwrap_or(at)
+        };
+        let copy = |piece: Move| {
+            let size = ByteSize::new(piece.size);
+            self.driver.copy(address(piece.from), address(piece.to), size, Key::new())
+        };
         let mut done = Vec::new();
         for piece in made.pieces() {
-            if let Err(error) = self.copy_piece(base, piece) {
+            if let Err(error) = copy(piece) {
                 let undone = done.into_iter().rev().try_for_each(|Move { from, to, size }| {
-                    self.copy_piece(base, Move { from: to, to: from, size })
+                    copy(Move { from: to, to: from, size })
                 });
                 return Err(Failed { error, is_lost: undone.is_err() });
             }
             done.push(piece);
         }
         Ok(())
-    }
-
-    fn copy_piece(&self, base: DeviceAddress, piece: Move) -> Result<(), DriverError> {
-        let size = ByteSize::new(piece.size);
-        let address = |offset| base.checked_add(ByteSize::new(offset));
-        // Both lie in the reservation, which does not wrap.
-        let (from, to) = (address(piece.from), address(piece.to));
-        let (from, to) = from.zip(to).unwrap_or((base, base));
-        self.driver.copy(from, to, size, Key::new())
     }
 
     /// Waits for the end of the move that is under way: for who wants a lease.

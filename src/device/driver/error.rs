@@ -112,6 +112,12 @@ impl DriverError {
         matches!(self, Self::IllegalAddress { .. } | Self::ContextLost { .. })
     }
 
+    /// Whether memory or address space has run out: less may be there, or more later.
+    #[must_use]
+    pub const fn is_out_of_memory(&self) -> bool {
+        matches!(self, Self::OutOfMemory { .. })
+    }
+
     /// The number of the CUDA result, or `errno`, where there is one.
     #[must_use]
     pub fn code(&self) -> Option<i64> {

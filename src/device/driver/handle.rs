@@ -1,4 +1,4 @@
-//! Names of what a driver keeps: streams, events, and stores of host memory.
+//! Names of what a driver keeps (streams, events, stores of host memory), and what it answers.
 //!
 //! A handle is a number and owns nothing. Making one up does no harm: every call that takes one
 //! takes a key as well, which only this crate can make; who gives an arena one of a stream vouches
@@ -24,6 +24,36 @@ impl StreamHandle {
     pub const fn get(self) -> u64 {
         self.0
     }
+}
+
+/// The memory of a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[expect(clippy::exhaustive_structs, reason = "two facts")]
+pub struct DeviceMemory {
+    /// All of it.
+    pub total: ByteSize,
+    /// What nobody holds, in this process or in another.
+    pub free: ByteSize,
+}
+
+impl DeviceMemory {
+    /// What somebody holds.
+    #[must_use]
+    pub const fn taken(self) -> ByteSize {
+        self.total.saturating_sub(self.free)
+    }
+}
+
+/// Whose memory lies at an address, as far as a driver knows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[expect(clippy::exhaustive_enums, reason = "there is no fourth answer")]
+pub enum Owner {
+    /// It cannot say.
+    Unknown,
+    /// Its own device's, in its own context.
+    Here,
+    /// Not that: what it is instead.
+    Elsewhere(&'static str),
 }
 
 /// A mark in a stream, complete when all work before it is (`CUevent`).

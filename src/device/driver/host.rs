@@ -20,7 +20,10 @@ use std::io;
 use std::ptr::{self, NonNull};
 
 use super::sealed::{self, Key};
-use super::{Capabilities, DeviceAddress, Driver, DriverError, HOST_GRANULARITY, HostMemory, Rung};
+use super::{
+    Capabilities, DeviceAddress, DeviceMemory, Driver, DriverError, HOST_GRANULARITY, HostMemory,
+    Rung,
+};
 use crate::bytes::ByteSize;
 
 /// The granule. 2 MiB: a huge page of `x86_64` and of aarch64 with 4 KiB pages, what data-centre
@@ -113,7 +116,7 @@ impl Driver for HostDriver {
         Ok(())
     }
 
-    fn headroom(&self) -> Result<Option<ByteSize>, DriverError> {
+    fn device_memory(&self) -> Result<Option<DeviceMemory>, DriverError> {
         Ok(None)
     }
 

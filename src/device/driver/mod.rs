@@ -8,6 +8,7 @@
 //! committed.
 
 mod address;
+mod capabilities;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 mod error;
@@ -17,13 +18,16 @@ pub mod host;
 pub mod sim;
 #[cfg(all(test, not(lowtide_loom)))]
 pub(crate) mod trial;
+mod uuid;
 
 use std::fmt;
 use std::ptr::NonNull;
 
 pub use address::DeviceAddress;
+pub use capabilities::{Capabilities, HostMemory, Rung};
 pub use error::DriverError;
-pub use handle::{EventHandle, HostStore, StoreSpan, StreamHandle};
+pub use handle::{DeviceMemory, EventHandle, HostStore, Owner, StoreSpan, StreamHandle};
+pub use uuid::{DeviceUuid, UuidError};
 
 use crate::bytes::ByteSize;
 
@@ -33,90 +37,6 @@ pub const HOST_GRANULARITY: ByteSize = ByteSize::kib(64);
 
 /// What every address from [`Driver::host_alloc`] is a multiple of: the smallest page in use.
 pub const HOST_ALIGNMENT: ByteSize = ByteSize::kib(4);
-
-/// A kind of memory of the host, for data on its way to a device or back.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum HostMemory {
-    /// Its pages stay where they are: never swapped, and a device copies from them directly.
-    PageLocked,
-    /// Plain memory: the kernel may swap it, and a device copies from it by way of a buffer of
-    /// the driver's own.
-    Pageable,
-}
-
-impl HostMemory {
-    /// The name under which metrics and endpoints show it.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::PageLocked => "page_locked",
-            Self::Pageable => "pageable",
-        }
-    }
-}
-
-impl fmt::Display for HostMemory {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
-
-/// What a driver can do; asked for before use, because what is missing is a typed error.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[expect(clippy::struct_excessive_bools, reason = "seven independent facts, each with its name")]
-pub struct Capabilities {
-    /// Address space can be reserved apart from memory.
-    pub virtual_memory: bool,
-    /// The host reads and writes the memory through [`Driver::host_pointer`].
-    pub host_access: bool,
-    /// The memory is host memory: it counts in the host's budget.
-    pub host_backed: bool,
-    /// Live blocks can lose their memory and get it back at the same addresses.
-    pub same_address_wake: bool,
-    /// The memory behind one part of a reservation can go behind another without being given back:
-    /// [`Driver::remap`].
-    pub remap: bool,
-    /// Work goes on after the call that started it returned, so that a freed block may still be
-    /// used by the device.
-    pub asynchronous: bool,
-    /// Host memory can be page-locked. A limit of the system may still refuse it.
-    pub page_locked: bool,
-    /// The smallest unit that is committed; a power of two. Every address and size given to the
-    /// driver is a multiple of it.
-    pub granularity: ByteSize,
-}
-
-/// The driver in use, out of the ladder.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Rung {
-    /// CUDA's virtual memory calls: reserve, create, map.
-    CudaVirtualMemory,
-    /// A CUDA stream-ordered pool of our own.
-    CudaPool,
-    /// Plain CUDA allocations.
-    CudaPlain,
-    /// Private anonymous memory of this process.
-    Host,
-}
-
-impl Rung {
-    /// The name under which metrics and endpoints show it.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::CudaVirtualMemory => "cuda_virtual_memory",
-            Self::CudaPool => "cuda_pool",
-            Self::CudaPlain => "cuda_plain",
-            Self::Host => "host",
-        }
-    }
-}
-
-impl fmt::Display for Rung {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
 
 /// Keeps [`Driver`] to this crate: to implement, and to take memory away with.
 pub(crate) mod sealed {
@@ -179,6 +99,11 @@ pub trait Driver: sealed::Sealed + fmt::Debug + Send + Sync {
         None
     }
 
+    /// The device's number among those that this process sees; `None` where it is no device.
+    fn ordinal(&self) -> Option<u32> {
+        None
+    }
+
     /// Holds address space, with nothing behind it, at a multiple of the granularity.
     ///
     /// # Errors
@@ -224,6 +149,44 @@ pub trait Driver: sealed::Sealed + fmt::Debug + Send + Sync {
         Err(DriverError::Unsupported { what: "memory that goes from one address to another" })
     }
 
+    /// Memory in one piece, at an address of the driver's choice that is a multiple of the
+    /// granularity; it keeps that address until it is given back, whole. What a driver has in place
+    /// of reservations without [`Capabilities::virtual_memory`]: it counts as committed, and its
+    /// contents are unspecified (`cuMemAlloc`, `cuMemAllocFromPoolAsync` and a wait for it).
+    ///
+    /// # Errors
+    /// [`DriverError::Unsupported`] with virtual memory; [`DriverError::OutOfMemory`] where the
+    /// device has no such piece: a smaller one may be there.
+    fn segment_create(&self, size: ByteSize) -> Result<DeviceAddress, DriverError> {
+        let _ = size;
+        Err(DriverError::Unsupported { what: SEGMENTS })
+    }
+
+    /// Gives a whole segment back. The caller has proved that every use of it is complete. The
+    /// driver may keep the memory until [`Driver::trim`], for segments to come
+    /// (`cuMemFree`, which waits for the whole device; `cuMemFreeAsync` into a pool of our own).
+    ///
+    /// # Errors
+    /// As the driver says; the segment then stays, its contents lost.
+    fn segment_destroy(
+        &self,
+        at: DeviceAddress,
+        size: ByteSize,
+        _: Key,
+    ) -> Result<(), DriverError> {
+        let _ = (at, size);
+        Err(DriverError::Unsupported { what: SEGMENTS })
+    }
+
+    /// Gives to the device what the driver keeps of segments that were given back. Waits for work
+    /// on them where it must; does nothing where nothing is kept (`cuMemPoolTrimTo`).
+    ///
+    /// # Errors
+    /// As the driver says; what is kept then stays for the next trim.
+    fn trim(&self) -> Result<(), DriverError> {
+        Ok(())
+    }
+
     /// Copies bytes between two committed parts that do not overlap, and waits until they are
     /// copied. Any address and any size is allowed; nobody uses either part meanwhile.
     ///
@@ -237,11 +200,44 @@ pub trait Driver: sealed::Sealed + fmt::Debug + Send + Sync {
         _: Key,
     ) -> Result<(), DriverError>;
 
-    /// How much more the device could give to anybody now; `None` where the host's budget rules.
+    /// The memory of the device, and what of it is free for anybody now; `None` where the host's
+    /// budget rules (`cuMemGetInfo`).
     ///
     /// # Errors
     /// As the driver says.
-    fn headroom(&self) -> Result<Option<ByteSize>, DriverError>;
+    fn device_memory(&self) -> Result<Option<DeviceMemory>, DriverError>;
+
+    /// How much more the device could give to anybody now; `None` where the host's budget rules.
+    ///
+    /// # Errors
+    /// As [`Driver::device_memory`].
+    fn headroom(&self) -> Result<Option<ByteSize>, DriverError> {
+        Ok(self.device_memory()?.map(|memory| memory.free))
+    }
+
+    /// What the device held when the driver's context had been made and nothing was committed yet;
+    /// `None` where that is not known, or there is no device. An upper bound of what the context
+    /// takes for as long as it lives: what neighbours held at that moment, and what others in this
+    /// process had allocated, is in it. No call of the driver.
+    fn context_floor(&self) -> Option<ByteSize> {
+        None
+    }
+
+    /// How many calls failed that were to undo what an earlier call had done: each may have cost
+    /// memory or addresses until the process ends. No call of the driver.
+    fn stuck_total(&self) -> u64 {
+        0
+    }
+
+    /// What it knows of memory that need not be its own: of its first byte and its last. Says
+    /// nothing where it cannot know (`cuPointerGetAttribute`).
+    ///
+    /// # Errors
+    /// As the driver says.
+    fn owner_of(&self, at: DeviceAddress, size: ByteSize) -> Result<Owner, DriverError> {
+        let _ = (at, size);
+        Ok(Owner::Unknown)
+    }
 
     /// Host memory that the device can copy from and to; page-locked or an error, never something
     /// else in its place. It begins at a multiple of [`HOST_ALIGNMENT`]; `size` is a multiple of
@@ -469,6 +465,8 @@ pub trait Driver: sealed::Sealed + fmt::Debug + Send + Sync {
 
 /// What a driver without streams lacks.
 const STREAMS: &str = "streams and events";
+/// What a driver with virtual memory lacks.
+const SEGMENTS: &str = "memory in segments, at addresses of the driver's choice";
 /// What a driver without stores lacks.
 const STORES: &str = "stores to offload into";
 
@@ -477,7 +475,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_driver_without_streams_says_so_in_every_call_that_needs_them() {
+    fn a_driver_says_so_in_every_call_that_needs_what_it_lacks() {
         let driver: &dyn Driver = &host::HostDriver::new();
         let (at, size) = (DeviceAddress::new(0), ByteSize::mib(2));
         let (stream, event) = (StreamHandle::new(1), EventHandle::new(1));
@@ -495,6 +493,8 @@ mod tests {
             driver.event_query(event, key()).map(drop),
             driver.event_synchronize(event, key()),
             driver.synchronize(),
+            driver.segment_create(size).map(drop),
+            driver.segment_destroy(at, size, key()),
             driver.remap(at, at, size, key()),
             driver.copy_async(at, at, size, stream, key()),
             driver.host_store_create(size).map(drop),
@@ -547,13 +547,5 @@ mod tests {
         assert!(sim.leaks().is_empty(), "{:?}", sim.leaks());
         assert_eq!(Call::ALL.iter().filter(|call| sim.calls(**call) > 0).count(), 24);
         sim.assert_no_faults();
-    }
-
-    #[test]
-    fn rungs_have_names_that_fit_a_metric_label() {
-        for rung in [Rung::CudaVirtualMemory, Rung::CudaPool, Rung::CudaPlain, Rung::Host] {
-            let name = rung.to_string();
-            assert!(name.chars().all(|c| c.is_ascii_lowercase() || c == '_'), "{name}");
-        }
     }
 }

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use super::host::HostDriver;
 use super::sealed::{self, Key};
-use super::{Capabilities, DeviceAddress, Driver, DriverError, HostMemory, Rung};
+use super::{Capabilities, DeviceAddress, DeviceMemory, Driver, DriverError, HostMemory, Rung};
 use crate::bytes::ByteSize;
 use crate::clock::{Clock as _, SystemClock};
 use crate::sync::{Condvar, Mutex, lock, wait};
@@ -327,8 +327,8 @@ impl Driver for TrialDriver {
         self.host.copy(from, to, size, key)
     }
 
-    fn headroom(&self) -> Result<Option<ByteSize>, DriverError> {
-        self.host.headroom()
+    fn device_memory(&self) -> Result<Option<DeviceMemory>, DriverError> {
+        self.host.device_memory()
     }
 
     fn host_alloc(&self, size: ByteSize, memory: HostMemory) -> Result<NonNull<u8>, DriverError> {

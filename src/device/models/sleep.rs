@@ -91,14 +91,28 @@ fn what_is_allocated_beside_a_sleep_has_memory_when_it_is_used() {
 
 #[test]
 fn a_block_of_a_front_is_handed_out_beside_a_sleep_with_memory_behind_it() {
+    beside_a_front(false);
+}
+
+/// The sleep passed by fronts that had said of themselves that they hold nothing, while one was
+/// about to take a block in.
+#[test]
+fn a_front_that_held_nothing_takes_nothing_in_beside_a_sleep() {
+    beside_a_front(true);
+}
+
+fn beside_a_front(is_empty: bool) {
     let mut model = loom::model::Builder::new();
     model.preemption_bound = Some(2);
-    model.check(|| {
+    model.check(move || {
         let (arena, driver) = open_sleeper(4);
         for _ in 0..6 {
             assert!(pass(&arena, 512));
         }
         assert!(!arena.snapshot().cached.is_zero(), "the size is hot");
+        if is_empty {
+            arena.shared_arc().empty_fronts();
+        }
         let device = Arc::clone(&driver);
         both(arena, &driver, sleep, move |arena| {
             let buffer = granule(arena);

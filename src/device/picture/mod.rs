@@ -39,7 +39,7 @@ pub struct ArenaMap {
     pub events: Vec<Event>,
 }
 
-/// One segment of an arena.
+/// One segment of an arena: all addresses of a region, or one that the driver gave whole.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SegmentMap {

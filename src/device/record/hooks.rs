@@ -190,7 +190,8 @@ impl Books {
         state: ArenaState,
     ) {
         let why = match error {
-            DeviceError::Leased { .. } => Sleepless::Leased,
+            // Replayed with a lease: a recording shows no loan.
+            DeviceError::Leased { .. } | DeviceError::Lent { .. } => Sleepless::Leased,
             DeviceError::SleepCancelled { .. } => Sleepless::Cancelled,
             DeviceError::Capturing { .. } => Sleepless::Capturing,
             DeviceError::HostBudget { .. } | DeviceError::Callback { .. } => Sleepless::Budget,

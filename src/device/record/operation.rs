@@ -354,7 +354,7 @@ pub enum Fallen {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Sleepless {
-    /// Leases were held.
+    /// Leases were held, or buffers lent.
     Leased,
     /// Somebody entered meanwhile, or memory was freed all the time.
     Cancelled,

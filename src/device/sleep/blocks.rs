@@ -22,7 +22,7 @@ impl RegionBooks {
             Contents::Keep if is_host => Contents::Stay,
             contents => contents,
         };
-        let live = self.index.blocks().filter_map(|(span, name)| Some((span, name?)));
+        let live = self.live_blocks();
         contents::wanted(live.map(|(span, name)| (self.segment.granules_of(span), of(name))))
     }
 
@@ -47,8 +47,8 @@ impl Books {
                 let nth = runs.partition_point(|run| run.end <= range.start);
                 runs.get(nth).is_some_and(|run| run.start < range.end)
             };
-            let live = books.index.blocks().filter_map(|(span, name)| Some((span, name?)));
-            let lost = live.filter(|(span, _)| is_lost(&books.segment.granules_of(*span)));
+            let lost =
+                books.live_blocks().filter(|(span, _)| is_lost(&books.segment.granules_of(*span)));
             let lost: Vec<_> = lost.map(|(_, name)| name).collect();
             // Whoever has a block from before does not give it to a thread's front, where it would
             // keep this note for somebody else.

@@ -44,10 +44,18 @@ impl Shared {
         let deadline = self.clock.now() + options.drain;
         let drain = self.begin_drain(options)?;
         // What a front keeps has memory behind it, and is handed out without a look at the books.
-        let _shut = self.fronts.shut();
-        self.empty_fronts();
+        let _shut = self.shut_fronts();
         self.drain((drain, deadline), options)?;
         self.fall(options)
+    }
+
+    /// Refuses where a block is live that could not have its address again.
+    pub(super) fn check_way_back(&self, books: &Books) -> Result<(), DeviceError> {
+        if self.capabilities.same_address_wake || books.live() == 0 {
+            return Ok(());
+        }
+        let what = "memory back at the same addresses";
+        Err(DeviceError::Unsupported { what, rung: self.driver.rung() })
     }
 
     /// Begins to wait for leases; returns the drain's number.
@@ -73,6 +81,12 @@ impl Shared {
             let mut books = self.books();
             if books.sleep.phase != Phase::Draining(drain) {
                 let error = DeviceError::SleepCancelled { arena: self.name.clone() };
+                return Err(self.told(&books, options, error));
+            }
+            if books.owed.lent.count > 0 {
+                (books.sleep.phase, books.sleep.bell) = (Phase::Awake, None);
+                let (count, bytes) = (books.owed.lent.count, ByteSize::new(books.owed.lent.bytes));
+                let error = DeviceError::Lent { arena: self.name.clone(), count, bytes };
                 return Err(self.told(&books, options, error));
             }
             let now = self.clock.now();
@@ -142,6 +156,7 @@ impl Shared {
             let mut books = self.books();
             // What was freed meanwhile has its uses waited for as well.
             if !books.is_busy() && books.pending() == 0 {
+                self.check_way_back(&books)?;
                 books.sleep.is_quiet = true;
                 return Ok(books.begin_fall(options, self.capabilities.host_backed));
             }
@@ -152,8 +167,11 @@ impl Shared {
     /// Lets the memory of all parts leave, in their order.
     fn give_away(&self, parts: &[Part]) -> Result<(), Failed> {
         for (nth, part) in parts.iter().enumerate() {
-            let left = self.driver.decommit(part.at, part.size, Key::new());
+            let left = self.take_away(part.at, part.size);
             left.map_err(|error| Failed { nth, error })?;
+        }
+        if self.is_whole() && self.driver.trim().is_err() {
+            self.books().untrimmed = true; // for the next decay
         }
         Ok(())
     }
@@ -187,6 +205,15 @@ impl Shared {
         let Failed { nth, error } = failed;
         let error = DeviceError::from(error);
         let gone = &parts[..nth];
+        if self.is_whole() {
+            // No block is live, so nobody misses them.
+            self.arrive_at(Phase::Awake, |books| {
+                parts.iter().zip(0..).for_each(|(part, at)| books.end_part(part, at < nth));
+                books.untrimmed |= nth > 0;
+                books.tell_sleepless(&*self.clock, options, &error, ArenaState::Awake);
+            });
+            return error;
+        }
         let mut back = 0;
         let returned = gone.iter().try_for_each(|part| {
             self.driver.commit(part.at, part.size, Key::new())?;
@@ -280,6 +307,9 @@ impl Books {
         let mut parts = Vec::new();
         let granules_max = usize::try_from(self.run_max()).unwrap_or(usize::MAX);
         for region in Region::ALL {
+            // What came whole leaves whole.
+            let is_whole = self.region(region).segment.is_whole();
+            let granules_max = if is_whole { usize::MAX / 2 } else { granules_max };
             let usual = match region {
                 Region::Stable => options.stable,
                 Region::Dynamic => options.dynamic,
@@ -296,7 +326,7 @@ impl Books {
             }
             for (run, contents) in runs {
                 let (at, size) = books.segment.place_of(run);
-                books.segment.begin_part(run);
+                books.begin_part(run);
                 parts.push(Part { region, run, at, size, contents });
             }
         }
@@ -306,7 +336,7 @@ impl Books {
 
     /// Books whether a part has left.
     fn end_part(&mut self, part: &Part, is_gone: bool) {
-        self.region_mut(part.region).segment.end_leave(part.run, is_gone);
+        self.region_mut(part.region).end_leave(part.run, is_gone);
         if is_gone {
             self.totals.decommits += 1;
             self.totals.decommitted_bytes += part.size.get();

@@ -22,9 +22,12 @@ impl DeviceArena {
     /// been awake for [`SleepConfig::residency`]; `None` where that is not so. Waits for no lease;
     /// else as [`DeviceArena::sleep`].
     ///
+    /// On a driver without [`same_address_wake`](crate::device::driver::Capabilities) it gives back
+    /// what is idle in place of that, and stays awake: `None`.
+    ///
     /// Allocations and frees are no leases. An arena without memory stays awake, and so does one
-    /// that has blocks given out by address. Where somebody was quicker (a lease, a free), `None`
-    /// as well, and not again for 10 s; after an error neither.
+    /// that has blocks given out by address, or buffers that are lent. Where somebody was quicker
+    /// (a lease, a free), `None` as well, and not again for 10 s; after an error neither.
     ///
     /// # Errors
     /// As [`DeviceArena::sleep`].
@@ -37,6 +40,9 @@ impl DeviceArena {
             return Ok(None);
         }
         let shared = self.shared();
+        if !shared.capabilities.same_address_wake {
+            return self.lie_awake().map(|()| None);
+        }
         let options = SleepOptions { drain: Duration::ZERO, ..shared.sleep.options };
         let outcome = self.try_sleep(options);
         let Err(error) = outcome else { return outcome.map(Some) };
@@ -50,15 +56,31 @@ impl DeviceArena {
         match error {
             // Somebody was quicker, and so it is not idle.
             DeviceError::Leased { .. }
+            | DeviceError::Lent { .. }
             | DeviceError::SleepCancelled { .. }
             | DeviceError::State { .. } => Ok(None),
             error => Err(error),
         }
     }
 
+    /// In place of a sleep from which there is no way back to the same addresses.
+    fn lie_awake(&self) -> Result<(), DeviceError> {
+        let shared = self.shared();
+        let again = shared.clock.now() + AGAIN;
+        let mut books = shared.books();
+        let is_first = !std::mem::replace(&mut books.sleep.lay_awake, true);
+        books.sleep.not_before = books.sleep.not_before.max(again);
+        drop(books);
+        if is_first {
+            let (arena, rung) = (self.name(), self.rung());
+            tracing::info!(arena, %rung, "the arena cannot sleep: what is idle is given back");
+        }
+        self.purge().map(drop)
+    }
+
     /// When [`DeviceArena::sleep_if_idle`] should next be called; [`Moment::NEVER`] where it is not
-    /// to sleep by itself, is not awake, has no memory, has blocks given out by address, or a lease
-    /// is held. Takes the lock for a few comparisons.
+    /// to sleep by itself, is not awake, has no memory, has blocks given out by address or buffers
+    /// that are lent, or a lease is held. Takes the lock for a few comparisons.
     #[must_use]
     pub fn next_sleep(&self) -> Moment {
         let shared = self.shared();
@@ -75,7 +97,11 @@ impl Shared {
         let residency = self.sleep.residency;
         let sleep = &books.sleep;
         let is_idle = sleep.phase == Phase::Awake && books.leases == 0;
-        if !is_idle || books.backed() == 0 || !books.raw.is_empty() {
+        if !is_idle || books.backed() == 0 || !books.raw.is_empty() || books.owed.lent.count > 0 {
+            return Moment::NEVER;
+        }
+        // Nothing to give back.
+        if !self.capabilities.same_address_wake && books.idle() == 0 {
             return Moment::NEVER;
         }
         let due = (sleep.left_at + idle_after).max(sleep.awake_since + residency);

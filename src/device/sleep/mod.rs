@@ -168,6 +168,10 @@ impl DeviceArena {
     /// booked with the budget of [`DeviceArena::set_host_budget`] before the first copy. Where
     /// device memory is the host's own, what is kept stays where it is.
     ///
+    /// A driver without [`same_address_wake`](super::driver::Capabilities::same_address_wake) can
+    /// give no live block its address again: an arena on it falls asleep while nothing is live, and
+    /// else not.
+    ///
     /// Who uses memory without a lease uses it at their own risk: blocks by address, and captured
     /// graphs, find nothing behind their addresses until the arena is awake again.
     ///
@@ -192,9 +196,11 @@ impl DeviceArena {
     ///
     /// # Errors
     /// The arena is awake after [`DeviceError::Leased`] (the deadline has passed),
-    /// [`DeviceError::SleepCancelled`], [`DeviceError::HostBudget`], [`DeviceError::Capturing`] (to
-    /// wait would spoil the capture of a graph), and as it was after [`DeviceError::State`] (it is
-    /// not awake), [`DeviceError::Unsupported`] (the driver cannot wake at the same addresses),
+    /// [`DeviceError::Lent`] (at once), [`DeviceError::SleepCancelled`],
+    /// [`DeviceError::HostBudget`], [`DeviceError::Capturing`] (to wait would spoil the capture of
+    /// a graph), and as it was after [`DeviceError::State`] (it is not awake),
+    /// [`DeviceError::Unsupported`] (the driver cannot wake at the same addresses, and something
+    /// is live),
     /// [`DeviceError::Closed`], [`DeviceError::Forked`]. After [`DeviceError::Driver`] it is awake,
     /// or where its memory was gone and cannot be had back asleep: [`DeviceArena::state`] says
     /// which; no contents are lost but those to be discarded.
@@ -210,10 +216,8 @@ impl DeviceArena {
     fn try_sleep(&self, options: SleepOptions) -> Result<Slept, DeviceError> {
         let shared = self.shared();
         shared.check_open()?;
-        if !shared.capabilities.same_address_wake {
-            let what = "memory back at the same addresses";
-            return Err(DeviceError::Unsupported { what, rung: self.rung() });
-        }
+        shared.empty_fronts();
+        shared.check_way_back(&shared.books())?;
         let outcome = shared.sleep(options);
         shared.pass_on();
         shared.debug_validate();

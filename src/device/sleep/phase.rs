@@ -80,6 +80,8 @@ pub(in crate::device) struct Sleep {
     pub(super) awake_since: Moment,
     /// It does not fall asleep by itself before: the last time it failed.
     pub(super) not_before: Moment,
+    /// It was said that it cannot sleep on its driver.
+    pub(super) lay_awake: bool,
     pub(super) sleeps: u64,
     pub(super) wakes: u64,
     pub(super) wake_failures: u64,
@@ -140,6 +142,11 @@ impl Sleep {
     /// Books that a stream was used under a lease.
     pub(in crate::device) fn note_used(&mut self, stream: StreamKey) {
         self.used.insert(stream);
+    }
+
+    /// Books when memory was last in use without a lease.
+    pub(in crate::device) fn note_unused(&mut self, now: Moment) {
+        self.left_at = self.left_at.max(now);
     }
 
     /// Forgets a stream; says whether it was used under a lease, and that was not waited for.

@@ -19,9 +19,10 @@ use crate::device::driver::{
     DeviceAddress, DriverError, HOST_GRANULARITY, HostStore, StoreSpan, StreamHandle,
 };
 use crate::device::error::DeviceError;
+use crate::device::ground::Ground;
 use crate::device::proof::{captures, is_captures};
 use crate::device::region::Region;
-use crate::device::segment::{Run, Segment};
+use crate::device::segment::Run;
 use crate::device::shared::Shared;
 use crate::sync::{MutexGuard, caught};
 
@@ -108,7 +109,7 @@ pub(super) fn lay_out(parts: &[Part], granularity: ByteSize) -> (Vec<Copy>, Vec<
 
 impl Saved {
     /// Where the granules of a copy, or some of them, are and were.
-    fn place(&self, copy: &Copy, run: Run, segment: &Segment) -> Place {
+    fn place(&self, copy: &Copy, run: Run, segment: &Ground) -> Place {
         let (at, size) = segment.place_of(run);
         let (from, _) = segment.place_of(copy.run);
         let into = at.offset_from(from).unwrap_or_default();

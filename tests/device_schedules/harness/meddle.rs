@@ -13,6 +13,7 @@ use std::sync::{Arc, TryLockError};
 use lowtide::device::ArenaState;
 use lowtide::device::driver::sim::{Call, SimDriver, SimError};
 
+use super::Memory;
 use super::acts::{self, Amid};
 use super::world::{Worker, World};
 
@@ -58,6 +59,33 @@ const FAILURES: &[(Call, SimError)] = &[
     (Call::HostFree, SimError::Unknown),
 ];
 
+/// The same of segments, in place of those of virtual memory.
+const SEGMENT_MOMENTS: &[(Call, Amid)] = &[
+    (Call::Alloc, Amid::Commits),
+    (Call::Free, Amid::Commits),
+    (Call::AllocAsync, Amid::Commits),
+    (Call::FreeAsync, Amid::Commits),
+    (Call::PoolTrim, Amid::Commits),
+];
+
+const SEGMENT_FAILURES: &[(Call, SimError)] = &[
+    (Call::Alloc, SimError::OutOfMemory),
+    (Call::Alloc, SimError::Unknown),
+    (Call::Free, SimError::Unknown),
+    (Call::AllocAsync, SimError::OutOfMemory),
+    (Call::AllocAsync, SimError::Unknown),
+    (Call::FreeAsync, SimError::InvalidValue),
+    (Call::PoolTrim, SimError::Unknown),
+];
+
+/// One of the device's calls, out of a table or, half the time on a device with segments, out of
+/// that for those.
+fn one_of<T: Copy>(worker: &mut Worker, memory: Memory, usual: &[T], of_segments: &[T]) -> T {
+    let is_usual = memory == Memory::Virtual || worker.one_in(2);
+    let table = if is_usual { usual } else { of_segments };
+    table[worker.chance.below(table.len())]
+}
+
 thread_local! {
     static MEDDLES: Cell<bool> = const { Cell::new(false) };
 }
@@ -67,7 +95,7 @@ pub(super) fn plan(world: &Arc<World>, worker: &mut Worker, own: usize) {
     if !worker.one_in(4) {
         return;
     }
-    let (call, amid) = MOMENTS[worker.chance.below(MOMENTS.len())];
+    let (call, amid) = one_of(worker, world.schedule.memory, MOMENTS, SEGMENT_MOMENTS);
     let nth = worker.chance.below(3) as u64;
     let count = world.workers.len();
     let other = (own + 1 + worker.chance.below(count - 1)) % count;
@@ -108,9 +136,9 @@ fn meddle(world: &Arc<World>, other: usize, amid: Amid) {
 
 impl Worker {
     /// Plans, one time in sixteen, that a call fails.
-    pub(super) fn plan_failure(&mut self, sim: &SimDriver) {
+    pub(super) fn plan_failure(&mut self, sim: &SimDriver, memory: Memory) {
         if self.one_in(16) {
-            let (call, error) = FAILURES[self.chance.below(FAILURES.len())];
+            let (call, error) = one_of(self, memory, FAILURES, SEGMENT_FAILURES);
             sim.fail_nth(Some(call), self.chance.below(4) as u64, error);
         }
     }

@@ -54,11 +54,23 @@ enum End {
     Working,
 }
 
+/// What memory the device has to offer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Memory {
+    /// Addresses apart from memory.
+    Virtual,
+    /// Segments of plain memory.
+    Plain,
+    /// Segments of a pool.
+    Pool,
+}
+
 /// One run.
 #[derive(Clone, Copy, Debug)]
 #[expect(clippy::struct_excessive_bools, reason = "what may happen in it, each with its name")]
 pub(crate) struct Schedule {
     pub(crate) seed: u64,
+    memory: Memory,
     order: Order,
     pub(crate) workers: usize,
     /// The workers take turns in one thread.
@@ -132,6 +144,7 @@ impl Schedule {
         let host = (chance.below(3) > 0).then_some((room, refuses));
         Self {
             seed,
+            memory: Memory::Virtual,
             order,
             workers,
             turns,
@@ -146,6 +159,11 @@ impl Schedule {
             names,
             host,
         }
+    }
+
+    /// The same on a device that has this memory to offer.
+    pub(crate) fn over(self, memory: Memory) -> Self {
+        Self { memory, ..self }
     }
 
     /// Whether a sleep may discard what is in a region.
@@ -321,7 +339,8 @@ fn soon(wrong: impl Fn() -> Option<String>) -> Option<String> {
 /// What was left behind, but for memory.
 fn without_memory(leaks: Leaks) -> Leaks {
     let (none, zero) = (0, ByteSize::ZERO);
-    Leaks { reservations: none, reserved: zero, handles: none, committed: zero, ..leaks }
+    let segments = none;
+    Leaks { reservations: none, reserved: zero, handles: none, committed: zero, segments, ..leaks }
 }
 
 fn pick<'a, T>(chance: &mut Chance, from: &'a [T]) -> &'a T {

@@ -14,14 +14,14 @@ use lowtide::ByteSize;
 use lowtide::device::driver::sim::{
     DriverCosts, GraphHandle, Handles, Pattern, SimDriver, SimOptions, Ticket,
 };
-use lowtide::device::driver::{DeviceAddress, Driver as _, DriverError, EventHandle, StreamHandle};
+use lowtide::device::driver::{DeviceAddress, Driver as _, DriverError, StreamHandle};
 use lowtide::device::{
-    ArenaConfig, BlockPin, Buffer, DeviceArena, DeviceError, Lane, Lease, RawBlock,
+    ArenaConfig, BlockPin, Buffer, DeviceArena, DeviceError, Lane, Lease, Lent, RawBlock,
 };
 
 use super::budget::{Account, Budget};
 use super::chance::Chance;
-use super::{Schedule, acts, meddle};
+use super::{Memory, Schedule, acts, meddle};
 
 /// What came of an act: nothing, or what must not be.
 pub(super) type Act = Result<(), String>;
@@ -86,6 +86,52 @@ pub(super) struct Held {
     pub(super) also: Vec<Track>,
 }
 
+/// What goes with a buffer.
+pub(super) struct Rest {
+    pin: Option<BlockPin>,
+    pub(super) mark: u64,
+    pub(super) written: ByteSize,
+    keeps: bool,
+    pub(super) is_lost: Cell<bool>,
+    pub(super) is_shared: bool,
+    pub(super) home: Track,
+    pub(super) also: Vec<Track>,
+}
+
+/// A buffer that is lent, and the stream of who has its address, of which the arena knows nothing.
+pub(super) struct Away {
+    pub(super) lent: Lent<u8>,
+    pub(super) rest: Rest,
+    pub(super) foreign: Life,
+}
+
+impl Held {
+    pub(super) fn part(self) -> (Buffer<u8>, Rest) {
+        let Self { buffer, pin, mark, written, keeps, is_lost, is_shared, home, also } = self;
+        (buffer, Rest { pin, mark, written, keeps, is_lost, is_shared, home, also })
+    }
+}
+
+impl Rest {
+    pub(super) fn with(self, buffer: Buffer<u8>) -> Held {
+        let Self { pin, mark, written, keeps, is_lost, is_shared, home, also } = self;
+        Held { buffer, pin, mark, written, keeps, is_lost, is_shared, home, also }
+    }
+}
+
+impl Away {
+    /// Whether its contents were discarded before it was lent.
+    pub(super) fn is_lost(&self) -> Result<bool, String> {
+        if self.lent.buffer().take_discarded() {
+            if self.rest.keeps {
+                return Err("contents that were to be kept are lost".to_owned());
+            }
+            self.rest.is_lost.set(true);
+        }
+        Ok(self.rest.is_lost.get())
+    }
+}
+
 /// A block by address.
 pub(super) struct HeldRaw {
     pub(super) block: RawBlock,
@@ -107,6 +153,7 @@ pub(super) struct Worker {
     marks: u64,
     pub(super) tracks: Vec<Track>,
     pub(super) held: Vec<Held>,
+    pub(super) away: Vec<Away>,
     pub(super) raws: Vec<HeldRaw>,
     /// With the streams that they name.
     pub(super) leases: Vec<(Lease, Vec<Track>)>,
@@ -125,6 +172,8 @@ impl World {
             handles: Handles::Fixed(schedule.granule),
             capacity: schedule.capacity,
             context_floor: ByteSize::ZERO,
+            virtual_memory: schedule.memory == Memory::Virtual,
+            pool: schedule.memory == Memory::Pool,
             ..SimOptions::default()
         };
         let sim = Arc::new(SimDriver::new(options));
@@ -168,7 +217,7 @@ impl World {
         worker.later.clear();
         meddle::plan(self, &mut worker, nth);
         if self.schedule.fails {
-            worker.plan_failure(&self.sim);
+            worker.plan_failure(&self.sim, self.schedule.memory);
         }
         let act = acts::choose(&mut worker.chance, acts::Amid::Nothing);
         let alone = act.captures && !self.schedule.turns;
@@ -210,7 +259,10 @@ impl World {
         let fine = match &error {
             DeviceError::OutOfMemory { .. } | DeviceError::OutOfAddresses { .. } => true,
             DeviceError::Capturing { .. } => captures,
+            DeviceError::Lent { count, .. } => *count > 0,
             DeviceError::ContentsLost { .. } => self.schedule.fails,
+            // There is no way back to an address that a live block had.
+            DeviceError::Unsupported { .. } => self.schedule.memory != Memory::Virtual,
             DeviceError::HostBudget { .. } => self.schedule.host.is_some(),
             DeviceError::Driver(driver) => {
                 let by_capture = captures && driver.code() == Some(CAPTURES);
@@ -237,18 +289,23 @@ impl World {
         }
     }
 
-    /// An event after what a stream was given until now.
-    pub(super) fn event(&self, after: &Track) -> Result<EventHandle, String> {
-        let event = self.insist(|sim| sim.event_create())?;
-        self.insist(|sim| sim.event_record(event, after.stream()))?;
-        Ok(event)
-    }
-
     /// Lets a stream wait for what another was given, by an event of the program's own.
     pub(super) fn order(&self, before: &Track, after: &Track) -> Act {
-        let event = self.event(before)?;
-        self.insist(|sim| sim.stream_wait_event(after.stream(), event))?;
+        self.order_streams(before.stream(), after.stream())
+    }
+
+    /// The same, for streams of which the arena knows nothing.
+    pub(super) fn order_streams(&self, before: StreamHandle, after: StreamHandle) -> Act {
+        let event = self.insist(|sim| sim.event_create())?;
+        self.insist(|sim| sim.event_record(event, before))?;
+        self.insist(|sim| sim.stream_wait_event(after, event))?;
         self.insist(|sim| sim.event_destroy(event))
+    }
+
+    /// A stream of which the arena knows nothing.
+    pub(super) fn stranger(&self) -> Result<Life, String> {
+        let stream = self.insist(|sim| sim.stream_create())?;
+        Ok(Life { stream, sim: Arc::clone(&self.sim) })
     }
 
     /// A lease for work on a stream; nothing, where the arena sleeps and cannot be woken.
@@ -334,6 +391,12 @@ impl Track {
     }
 }
 
+impl Life {
+    pub(super) const fn stream(&self) -> StreamHandle {
+        self.stream
+    }
+}
+
 impl Drop for Life {
     fn drop(&mut self) {
         let _ = insist(&self.sim, |sim| sim.stream_destroy(self.stream));
@@ -348,6 +411,7 @@ impl Worker {
             marks: 0,
             tracks,
             held: Vec::new(),
+            away: Vec::new(),
             raws: Vec::new(),
             leases: Vec::new(),
             recorded: Vec::new(),
@@ -390,6 +454,7 @@ impl Worker {
     pub(super) fn clear(&mut self) {
         self.leases.clear();
         self.recorded.clear();
+        self.away.clear();
         self.held.clear();
         self.raws.clear();
         self.later.clear();

@@ -16,6 +16,24 @@ pub(super) const NOT_READY: u32 = 600;
 /// `CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED`
 pub(super) const ATTRIBUTE_VIRTUAL_MEMORY: i32 = 102;
 
+/// `CU_DEVICE_ATTRIBUTE_MANAGED_MEMORY`
+pub(super) const ATTRIBUTE_MANAGED: i32 = 83;
+/// `CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED`
+pub(super) const ATTRIBUTE_POOLS: i32 = 115;
+
+/// `CU_MEM_ATTACH_GLOBAL`: any stream of any device reaches the managed memory.
+pub(super) const ATTACH_GLOBAL: u32 = 1;
+/// `CU_MEMPOOL_ATTR_RELEASE_THRESHOLD`
+pub(super) const POOL_THRESHOLD: i32 = 4;
+/// `CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT`
+pub(super) const POOL_RESERVED: i32 = 5;
+/// `CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH`
+pub(super) const POOL_RESERVED_HIGH: i32 = 6;
+/// `CU_MEMPOOL_ATTR_USED_MEM_CURRENT`
+pub(super) const POOL_USED: i32 = 7;
+/// `CU_MEMPOOL_ATTR_USED_MEM_HIGH`
+pub(super) const POOL_USED_HIGH: i32 = 8;
+
 /// `CU_STREAM_NON_BLOCKING`: no order with the legacy default stream.
 pub(super) const STREAM_NON_BLOCKING: u32 = 1;
 /// `CU_EVENT_DISABLE_TIMING`
@@ -24,6 +42,12 @@ pub(super) const EVENT_DISABLE_TIMING: u32 = 2;
 pub(super) const HOST_PORTABLE: u32 = 1;
 /// `CU_MEM_ALLOC_GRANULARITY_MINIMUM`
 pub(super) const GRANULARITY_MINIMUM: u32 = 0;
+/// `CU_POINTER_ATTRIBUTE_CONTEXT`
+pub(super) const ATTRIBUTE_CONTEXT: i32 = 1;
+/// `CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL`
+pub(super) const ATTRIBUTE_ORDINAL: i32 = 9;
+/// `CUDA_ERROR_INVALID_VALUE`
+pub(super) const INVALID_VALUE: u32 = 1;
 /// `CU_STREAM_CAPTURE_STATUS_NONE`
 pub(super) const CAPTURE_NONE: u32 = 0;
 
@@ -76,9 +100,33 @@ impl Access {
     }
 }
 
+/// `CUmemPoolProps`: memory of a device, not to be shared with another process. Its limit counts
+/// from CUDA 12.2 on; before that its place is one of those that must be zero.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct PoolProperties {
+    kind: i32,
+    handle_kinds: i32,
+    location: Location,
+    windows: usize,
+    limit: usize,
+    /// Use, and what is reserved: none.
+    rest: [u8; 56],
+}
+
+impl PoolProperties {
+    /// A limit of 0 is none.
+    pub(super) const fn on(device: i32, limit: usize) -> Self {
+        let location = Location { kind: LOCATION_DEVICE, id: device };
+        let (kind, rest) = (ALLOCATION_PINNED, [0; 56]);
+        Self { kind, handle_kinds: 0, location, windows: 0, limit, rest }
+    }
+}
+
 #[cfg(target_pointer_width = "64")]
 const _: () = assert!(
     size_of::<Location>() == 8
         && size_of::<AllocationProperties>() == 32
         && size_of::<Access>() == 12
+        && size_of::<PoolProperties>() == 88
 );

@@ -20,9 +20,10 @@ use std::ops::Range;
 use std::ptr::NonNull;
 
 use super::abi::{
-    CAPTURE_NONE, EVENT_DISABLE_TIMING, HOST_PORTABLE, NOT_READY, STREAM_NON_BLOCKING, SUCCESS,
+    ATTRIBUTE_CONTEXT, ATTRIBUTE_ORDINAL, CAPTURE_NONE, EVENT_DISABLE_TIMING, HOST_PORTABLE,
+    NOT_READY, STREAM_NON_BLOCKING, SUCCESS,
 };
-use super::table::Table;
+use super::table::{Pointer, Table};
 use crate::bytes::ByteSize;
 use crate::device::driver::DriverError;
 use crate::sync::atomic::{AtomicU64, Ordering};
@@ -171,6 +172,24 @@ impl Calls {
         let code = unsafe { (self.table.base.memory_info)(&raw mut free, &raw mut total) };
         self.plain("cuMemGetInfo", code)?;
         Ok((ByteSize::of(free), ByteSize::of(total)))
+    }
+
+    /// The context and the ordinal of the device of which memory is; 0 for memory of no single
+    /// context. An error where there is none.
+    pub(super) fn owner_of(&self, at: u64) -> Answer<(usize, i32)> {
+        let Ok(Pointer { attribute }) = self.table.pointer else {
+            return Err(DriverError::Unsupported { what: "cuPointerGetAttribute" });
+        };
+        let (mut context, mut ordinal) = (0_usize, 0_i32);
+        // SAFETY: for this attribute it writes one int; an address that it does not know is an
+        // error.
+        let code = unsafe { attribute((&raw mut ordinal).cast(), ATTRIBUTE_ORDINAL, at) };
+        self.plain("cuPointerGetAttribute", code)?;
+        // SAFETY: for this attribute it writes one pointer, into an integer of its size; where it
+        // has none to write, zero stays.
+        let code = unsafe { attribute((&raw mut context).cast(), ATTRIBUTE_CONTEXT, at) };
+        let has_one = self.plain("cuPointerGetAttribute", code).is_ok();
+        Ok((if has_one { context } else { 0 }, ordinal))
     }
 
     /// Page-locked memory of the host, every byte of it zero.

@@ -7,6 +7,7 @@
 //! Invariant: `retains = releases` once it is dropped, in the process that opened it.
 
 use super::calls::{Answer, Calls};
+use crate::bytes::ByteSize;
 use crate::fork::Birth;
 
 /// A retained primary context.
@@ -23,6 +24,11 @@ impl Context {
     pub(super) fn retain(calls: Calls, device: i32) -> Answer<Self> {
         let handle = calls.context_retain(device)?;
         Ok(Self { calls, device, handle, birth: Birth::now() })
+    }
+
+    /// For calls that need no context.
+    pub(super) const fn calls(&self) -> &Calls {
+        &self.calls
     }
 
     /// How many calls were made.
@@ -61,6 +67,42 @@ impl Drop for Context {
     fn drop(&mut self) {
         if self.birth.is_here() {
             let _ = self.calls.context_release(self.device);
+        }
+    }
+}
+
+/// A context, and a stream of our own in it: for copies that are waited for, and for what goes in
+/// the order of a stream.
+#[derive(Debug)]
+pub(super) struct Seat {
+    pub(super) context: Context,
+    pub(super) own: usize,
+    /// What the device held then.
+    pub(super) floor: Option<ByteSize>,
+}
+
+impl Seat {
+    /// Retains the context of a device and makes the stream; holds nothing where either fails.
+    pub(super) fn take(calls: Calls, device: i32) -> Answer<Self> {
+        let context = Context::retain(calls, device)?;
+        let own = context.call(Calls::stream_create)?;
+        // Where it cannot be had it is unknown, and a trial of the memory says what is wrong.
+        let info = context.call(Calls::memory_info).ok();
+        let floor = info.map(|(free, total)| total.saturating_sub(free));
+        Ok(Self { context, own, floor })
+    }
+
+    /// As [`Context::call`].
+    pub(super) fn call<T>(&self, act: impl FnOnce(&Calls) -> Answer<T>) -> Answer<T> {
+        self.context.call(act)
+    }
+}
+
+impl Drop for Seat {
+    /// In a forked child does nothing.
+    fn drop(&mut self) {
+        if self.context.is_here() {
+            let _ = self.call(|calls| calls.stream_destroy(self.own));
         }
     }
 }

@@ -1,4 +1,5 @@
-//! A CUDA device as a [`Driver`]: one rung of its memory, streams, events, stores, copies.
+//! A CUDA device as a [`Driver`]: the rung of its memory that was found, streams, events, stores,
+//! copies.
 //!
 //! Each call makes the device's primary context current, makes the calls of CUDA, and restores what
 //! was current before. Copies that are waited for go through a stream of the driver's own: none
@@ -9,17 +10,19 @@
 use std::fmt;
 use std::ptr::NonNull;
 
+use super::abi::INVALID_VALUE;
 use super::calls::{Answer, Calls, Locked};
-use super::context::Context;
+use super::context::Seat;
 use super::device::CudaDevice;
+use super::error::Skipped;
+use super::memory::Memory;
 use super::stores::Stores;
-use super::vmm::VirtualMemory;
 use crate::bytes::ByteSize;
 use crate::device::driver::host::HostDriver;
 use crate::device::driver::sealed::{self, Key};
 use crate::device::driver::{
-    Capabilities, DeviceAddress, Driver, DriverError, EventHandle, HOST_GRANULARITY, HostMemory,
-    HostStore, Rung, StoreSpan, StreamHandle,
+    Capabilities, DeviceAddress, DeviceMemory, Driver, DriverError, EventHandle, HOST_GRANULARITY,
+    HostMemory, HostStore, Owner, Rung, StoreSpan, StreamHandle,
 };
 
 /// A CUDA device, opened.
@@ -44,12 +47,11 @@ use crate::device::driver::{
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct CudaDriver {
-    pub(super) context: Context,
+    pub(super) seat: Seat,
     pub(super) device: CudaDevice,
-    pub(super) memory: VirtualMemory,
+    pub(super) memory: Memory,
+    pub(super) skipped: Vec<Skipped>,
     pub(super) stores: Stores,
-    /// For copies that are waited for.
-    pub(super) own: usize,
     pub(super) driver_version: u32,
 }
 
@@ -66,29 +68,44 @@ impl CudaDriver {
         self.driver_version
     }
 
+    /// The better ways to memory that were looked at and could not be had, with their causes; the
+    /// best first. None where a rung was asked for.
+    #[must_use]
+    pub fn skipped(&self) -> &[Skipped] {
+        &self.skipped
+    }
+
+    /// Whether its memory is managed, which is asked for with
+    /// [`MemoryKind::Managed`](super::MemoryKind::Managed).
+    #[must_use]
+    pub fn is_managed(&self) -> bool {
+        self.memory.is_managed()
+    }
+
+    /// Whether its memory comes from the pool that the device came with, because it refused one of
+    /// our own: no limit holds for it, and [`Driver::trim`] gives back what others freed there,
+    /// too. While it is open that pool keeps all that is freed.
+    #[must_use]
+    pub fn shares_pool(&self) -> bool {
+        self.memory.is_shared()
+    }
+
     /// How many calls of CUDA were made through it.
     #[must_use]
     pub fn calls_made(&self) -> u64 {
-        self.context.calls_made()
-    }
-
-    /// How many calls failed that were to undo what an earlier call had done: each may have cost
-    /// memory or addresses that come back only with the end of the process.
-    #[must_use]
-    pub fn stuck_total(&self) -> u64 {
-        self.memory.stuck()
+        self.seat.context.calls_made()
     }
 
     fn call<T>(&self, act: impl FnOnce(&Calls) -> Answer<T>) -> Answer<T> {
-        self.context.call(act)
+        self.seat.call(act)
     }
 }
 
 impl Drop for CudaDriver {
     /// In a forked child does nothing.
     fn drop(&mut self) {
-        if self.context.is_here() {
-            let _ = self.call(|calls| calls.stream_destroy(self.own));
+        if self.seat.context.is_here() {
+            let _ = self.memory.close(&self.seat);
         }
     }
 }
@@ -97,15 +114,16 @@ impl sealed::Sealed for CudaDriver {}
 
 impl Driver for CudaDriver {
     fn rung(&self) -> Rung {
-        Rung::CudaVirtualMemory
+        self.memory.rung()
     }
 
     fn capabilities(&self) -> Capabilities {
+        let is_virtual = matches!(self.memory, Memory::Virtual(_));
         Capabilities {
-            virtual_memory: true,
+            virtual_memory: is_virtual,
             host_access: false,
             host_backed: false,
-            same_address_wake: true,
+            same_address_wake: is_virtual,
             remap: self.memory.can_remap(),
             asynchronous: true,
             page_locked: true,
@@ -114,39 +132,98 @@ impl Driver for CudaDriver {
     }
 
     fn context(&self) -> Option<u64> {
-        Some(self.context.number())
+        Some(self.seat.context.number())
+    }
+
+    fn ordinal(&self) -> Option<u32> {
+        Some(self.device.ordinal)
     }
 
     fn reserve(&self, size: ByteSize) -> Answer<DeviceAddress> {
-        self.call(|calls| self.memory.reserve(calls, size))
+        let space = self.memory.space()?;
+        self.call(|calls| space.reserve(calls, size))
     }
 
     fn unreserve(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Answer {
-        self.call(|calls| self.memory.unreserve(calls, at, size))
+        let space = self.memory.space()?;
+        self.call(|calls| space.unreserve(calls, at, size))
     }
 
     fn commit(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Answer {
-        self.call(|calls| self.memory.commit(calls, at, size))
+        let space = self.memory.space()?;
+        self.call(|calls| space.commit(calls, at, size))
     }
 
     fn decommit(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Answer {
-        self.call(|calls| self.memory.decommit(calls, at, size))
+        let space = self.memory.space()?;
+        self.call(|calls| space.decommit(calls, at, size))
     }
 
     fn remap(&self, from: DeviceAddress, to: DeviceAddress, size: ByteSize, _: Key) -> Answer {
-        self.call(|calls| self.memory.remap(calls, from, to, size))
+        let space = self.memory.space()?;
+        self.call(|calls| space.remap(calls, from, to, size))
+    }
+
+    fn segment_create(&self, size: ByteSize) -> Answer<DeviceAddress> {
+        let segments = self.memory.segments()?;
+        self.call(|calls| segments.create(calls, size, self.seat.own))
+    }
+
+    fn segment_destroy(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Answer {
+        let segments = self.memory.segments()?;
+        self.call(|calls| segments.destroy(calls, (at, size), self.seat.own))
+    }
+
+    fn trim(&self) -> Answer {
+        match &self.memory {
+            Memory::Virtual(_) => Ok(()),
+            Memory::Segments(segments) => self.call(|calls| segments.trim(calls, self.seat.own)),
+        }
     }
 
     fn copy(&self, from: DeviceAddress, to: DeviceAddress, size: ByteSize, _: Key) -> Answer {
         let bytes = apart(from, to, size)?;
         self.call(|calls| {
-            calls.copy_on_device(from.get(), to.get(), bytes, self.own)?;
-            calls.stream_synchronize(self.own)
+            calls.copy_on_device(from.get(), to.get(), bytes, self.seat.own)?;
+            calls.stream_synchronize(self.seat.own)
         })
     }
 
-    fn headroom(&self) -> Answer<Option<ByteSize>> {
-        self.call(Calls::memory_info).map(|(free, _)| Some(free))
+    fn device_memory(&self) -> Answer<Option<DeviceMemory>> {
+        self.call(Calls::memory_info).map(|(free, total)| Some(DeviceMemory { total, free }))
+    }
+
+    fn context_floor(&self) -> Option<ByteSize> {
+        self.seat.floor
+    }
+
+    fn stuck_total(&self) -> u64 {
+        self.memory.stuck()
+    }
+
+    fn owner_of(&self, at: DeviceAddress, size: ByteSize) -> Answer<Owner> {
+        let last = at.get().saturating_add(size.get().saturating_sub(1));
+        let found = self.call(|calls| Ok((calls.owner_of(at.get())?, calls.owner_of(last)?)));
+        let (first, last) = match found {
+            Ok(found) => found,
+            Err(DriverError::Unsupported { .. }) => return Ok(Owner::Unknown),
+            Err(error) if error.code() == Some(i64::from(INVALID_VALUE)) => {
+                return Ok(Owner::Elsewhere("no memory that CUDA knows, or not to its end"));
+            }
+            Err(error) => return Err(error),
+        };
+        let ordinal = i32::try_from(self.device.ordinal).unwrap_or(-1);
+        // Mapped and pooled memory is of a device, and of no single context.
+        let is_ours = |context: usize| context == 0 || context as u64 == self.seat.context.number();
+        Ok(match [first, last] {
+            of if of.iter().any(|&(_, device)| device != ordinal) => {
+                Owner::Elsewhere("memory of another device")
+            }
+            of if of.iter().any(|&(context, _)| !is_ours(context)) => {
+                Owner::Elsewhere("memory of another context")
+            }
+            _ => Owner::Here,
+        })
     }
 
     fn host_alloc(&self, size: ByteSize, memory: HostMemory) -> Answer<NonNull<u8>> {
@@ -265,6 +342,9 @@ impl fmt::Debug for CudaDriver {
         f.debug_struct("CudaDriver")
             .field("device", &self.device)
             .field("rung", &self.rung())
+            .field("managed", &self.is_managed())
+            .field("shares_pool", &self.shares_pool())
+            .field("skipped", &self.skipped)
             .field("granularity", &self.memory.unit())
             .field("calls_made", &self.calls_made())
             .finish_non_exhaustive()

@@ -4,10 +4,9 @@
 
 use thiserror::Error;
 
-use super::device::DeviceUuid;
 use super::probe::Probe;
 use crate::bytes::ByteSize;
-use crate::device::driver::{DriverError, Rung};
+use crate::device::driver::{DeviceUuid, DriverError, Rung};
 
 /// Why no CUDA device could be opened.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
@@ -42,6 +41,14 @@ pub enum CudaError {
         /// Why.
         cause: RungFailure,
     },
+    /// No way of getting memory works on this device.
+    #[error("no memory can be had of CUDA device {device}: {}", causes(.skipped))]
+    NoRung {
+        /// The device's number.
+        device: u32,
+        /// What was tried, in its order.
+        skipped: Vec<Skipped>,
+    },
     /// A handle of this size cannot be had.
     #[error("handles of {requested}: expected a power of two of at least {granularity}")]
     HandleSize {
@@ -50,9 +57,29 @@ pub enum CudaError {
         /// The smallest that the device offers.
         granularity: ByteSize,
     },
+    /// A pool of so little memory holds nothing.
+    #[error("a pool of {requested}: expected at least {unit}, what is taken at once")]
+    PoolLimit {
+        /// What was asked for.
+        requested: ByteSize,
+        /// The smallest piece that is taken of it.
+        unit: ByteSize,
+    },
     /// The driver did not do what it was asked.
     #[error(transparent)]
     Driver(#[from] DriverError),
+}
+
+/// A way of getting memory that was not taken, and why.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[error("{rung}: {cause}")]
+#[non_exhaustive]
+pub struct Skipped {
+    /// Which.
+    pub rung: Rung,
+    /// Why.
+    #[source]
+    pub cause: RungFailure,
 }
 
 /// Why memory cannot be had in one way.
@@ -68,9 +95,12 @@ pub enum RungFailure {
     /// Memory had in that way did not hold what was written to it.
     #[error("memory did not hold what was written to it")]
     Contents,
-    /// Arenas cannot be made of it in this version.
-    #[error("no arena can be made of it in this version")]
-    NoArena,
+    /// It is no memory of a CUDA device.
+    #[error("expected cuda_virtual_memory, cuda_pool or cuda_plain")]
+    NotCuda,
+    /// Managed memory is had in one way only.
+    #[error("managed memory is plain memory: expected cuda_plain")]
+    NotManaged,
     /// A call of the trial failed.
     #[error(transparent)]
     Driver(#[from] DriverError),
@@ -81,10 +111,7 @@ fn names(known: &[DeviceUuid]) -> String {
     names.join(", ")
 }
 
-/// Why a text names no device.
-#[derive(Clone, Debug, Error, PartialEq, Eq)]
-#[error("{text:?} is no UUID of a device: expected GPU- or MIG- and 32 hexadecimal digits")]
-pub struct UuidError {
-    /// What was given.
-    pub text: String,
+fn causes(skipped: &[Skipped]) -> String {
+    let causes: Vec<_> = skipped.iter().map(ToString::to_string).collect();
+    causes.join("; ")
 }

@@ -12,16 +12,27 @@ mod context;
 mod device;
 mod driver;
 mod error;
+mod governor;
+mod ladder;
 mod library;
 mod mapping;
+mod memory;
 mod open;
+mod pool;
+mod pooling;
 mod probe;
+mod segments;
 mod stores;
 mod table;
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests;
 mod vmm;
 
-pub use device::{CudaDevice, DeviceUuid};
+pub use device::CudaDevice;
 pub use driver::CudaDriver;
-pub use error::{CudaError, RungFailure, UuidError};
-pub use open::{CudaOptions, DeviceChoice};
+pub use error::{CudaError, RungFailure, Skipped};
+pub use governor::{GovernorError, GovernorOptions, GovernorReport, PoolGovernor};
+pub use open::{CudaOptions, DeviceChoice, MemoryKind};
 pub use probe::{Probe, probe};
+
+pub use super::{DeviceUuid, UuidError};

@@ -12,7 +12,7 @@ use std::ffi::{CStr, c_char, c_void};
 use std::mem::transmute;
 use std::ptr::NonNull;
 
-use super::abi::{Access, AllocationProperties};
+use super::abi::{Access, AllocationProperties, PoolProperties};
 
 /// Finds a symbol by its name.
 pub(super) type Find<'a> = &'a dyn Fn(&CStr) -> Option<NonNull<c_void>>;
@@ -116,9 +116,53 @@ group! {
 }
 
 group! {
+    /// Whose memory lies at an address: since CUDA 4.
+    Pointer {
+        attribute = "cuPointerGetAttribute"(*mut c_void, i32, u64);
+    }
+}
+
+group! {
     /// The UUID of a share of a device where there is one, and not of the device: since CUDA 11.4.
     Share {
         device_uuid = "cuDeviceGetUuid_v2"(*mut [u8; 16], i32);
+    }
+}
+
+group! {
+    /// Pools of stream-ordered memory: since CUDA 11.2.
+    Pools {
+        create = "cuMemPoolCreate"(*mut usize, *const PoolProperties);
+        destroy = "cuMemPoolDestroy"(usize);
+        trim_to = "cuMemPoolTrimTo"(usize, usize);
+        attribute = "cuMemPoolGetAttribute"(usize, i32, *mut c_void);
+        set_attribute = "cuMemPoolSetAttribute"(usize, i32, *mut c_void);
+        of_device = "cuDeviceGetDefaultMemPool"(*mut usize, i32);
+        alloc = "cuMemAllocFromPoolAsync"(*mut u64, usize, usize, usize);
+        free = "cuMemFreeAsync"(u64, usize);
+    }
+}
+
+group! {
+    /// The pool that those use who name none: since CUDA 11.2.
+    CurrentPool {
+        get = "cuDeviceGetMemPool"(*mut usize, i32);
+        set = "cuDeviceSetMemPool"(i32, usize);
+    }
+}
+
+group! {
+    /// Plain memory.
+    Plain {
+        alloc = "cuMemAlloc_v2"(*mut u64, usize);
+        free = "cuMemFree_v2"(u64);
+    }
+}
+
+group! {
+    /// Managed memory, which plain calls free.
+    Managed {
+        alloc = "cuMemAllocManaged"(*mut u64, usize, u32);
     }
 }
 
@@ -129,6 +173,11 @@ pub(super) struct Table {
     pub(super) share: Result<Share, Missing>,
     pub(super) virtual_memory: Result<Virtual, Missing>,
     pub(super) retain: Result<Retain, Missing>,
+    pub(super) pointer: Result<Pointer, Missing>,
+    pub(super) pools: Result<Pools, Missing>,
+    pub(super) current_pool: Result<CurrentPool, Missing>,
+    pub(super) plain: Result<Plain, Missing>,
+    pub(super) managed: Result<Managed, Missing>,
 }
 
 impl Table {
@@ -139,6 +188,11 @@ impl Table {
             share: Share::find(find),
             virtual_memory: Virtual::find(find),
             retain: Retain::find(find),
+            pointer: Pointer::find(find),
+            pools: Pools::find(find),
+            current_pool: CurrentPool::find(find),
+            plain: Plain::find(find),
+            managed: Managed::find(find),
         })
     }
 }
@@ -163,5 +217,9 @@ mod tests {
         let table = Table::find(&without(c"cuMemMap")).expect("a driver");
         assert_eq!(table.virtual_memory.err(), Some(Missing("cuMemMap")));
         assert!(table.retain.is_ok() && table.share.is_ok());
+        assert!(table.pools.is_ok() && table.plain.is_ok() && table.managed.is_ok());
+        let table = Table::find(&without(c"cuMemFreeAsync")).expect("a driver");
+        assert_eq!(table.pools.err(), Some(Missing("cuMemFreeAsync")));
+        assert!(table.virtual_memory.is_ok() && table.plain.is_ok());
     }
 }

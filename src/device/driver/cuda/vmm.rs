@@ -13,6 +13,7 @@ use super::mapping::Mapping;
 use crate::bytes::ByteSize;
 use crate::device::driver::{DeviceAddress, DriverError};
 use crate::sync::atomic::{AtomicU64, Ordering};
+use crate::sync::caught;
 
 /// Virtual memory of one device.
 pub(super) struct VirtualMemory {
@@ -147,7 +148,8 @@ impl VirtualMemory {
     fn back(&self, outcome: Answer) {
         if let Err(error) = outcome {
             self.stuck.fetch_add(1, Ordering::Relaxed);
-            tracing::warn!(%error, "what a call had done could not be undone");
+            // Whoever listens is not ours, and a panic here would lose what the arena has marked.
+            let _ = caught(|| tracing::warn!(%error, "what a call had done could not be undone"));
         }
     }
 

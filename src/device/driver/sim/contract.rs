@@ -9,11 +9,12 @@ use std::ptr::NonNull;
 use super::SimDriver;
 use super::call::Call;
 use super::memory::Range;
+use super::raw::Found;
 use crate::bytes::ByteSize;
 use crate::device::driver::sealed::{self, Key};
 use crate::device::driver::{
-    Capabilities, DeviceAddress, Driver, DriverError, EventHandle, HostMemory, HostStore, Rung,
-    StoreSpan, StreamHandle,
+    Capabilities, DeviceAddress, DeviceMemory, Driver, DriverError, EventHandle, HostMemory,
+    HostStore, Owner, Rung, StoreSpan, StreamHandle,
 };
 
 type Answer<T = ()> = Result<T, DriverError>;
@@ -47,6 +48,13 @@ impl SimDriver {
         let mut model = self.model();
         let ranges = (model.whole(from, size)?, model.whole(to, size)?);
         model.remap(ranges.0, ranges.1)
+    }
+
+    /// As [`Driver::segment_destroy`].
+    pub fn segment_destroy(&self, at: DeviceAddress, size: ByteSize) -> Answer {
+        let mut model = self.model();
+        let range = model.whole(at, size)?;
+        model.segment_destroy(range)
     }
 
     /// As [`Driver::copy`].
@@ -122,6 +130,12 @@ impl SimDriver {
     }
 }
 
+impl SimDriver {
+    fn is_pool(&self) -> bool {
+        self.model().options.pool
+    }
+}
+
 /// The source of a copy between parts that do not overlap.
 fn apart(from: DeviceAddress, to: DeviceAddress, size: ByteSize) -> Answer<Range> {
     if from.get().abs_diff(to.get()) < size.get() {
@@ -135,7 +149,12 @@ impl sealed::Sealed for SimDriver {}
 impl Driver for SimDriver {
     /// The rung that it models.
     fn rung(&self) -> Rung {
-        Rung::CudaVirtualMemory
+        let model = self.model();
+        match (model.options.virtual_memory, model.options.pool) {
+            (true, _) => Rung::CudaVirtualMemory,
+            (false, true) => Rung::CudaPool,
+            (false, false) => Rung::CudaPlain,
+        }
     }
 
     fn capabilities(&self) -> Capabilities {
@@ -167,16 +186,51 @@ impl Driver for SimDriver {
         Self::remap(self, from, to, size)
     }
 
+    fn segment_create(&self, size: ByteSize) -> Answer<DeviceAddress> {
+        self.hooks.before(if self.is_pool() { Call::AllocAsync } else { Call::Alloc });
+        self.model().segment_create(size)
+    }
+
+    fn segment_destroy(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Answer {
+        self.hooks.before(if self.is_pool() { Call::FreeAsync } else { Call::Free });
+        Self::segment_destroy(self, at, size)
+    }
+
+    fn trim(&self) -> Answer {
+        self.hooks.before(Call::PoolTrim);
+        self.model().trim_segments()
+    }
+
     fn copy(&self, from: DeviceAddress, to: DeviceAddress, size: ByteSize, _: Key) -> Answer {
         self.hooks.before(Call::Copy);
         Self::copy(self, from, to, size)
     }
 
-    fn headroom(&self) -> Answer<Option<ByteSize>> {
+    fn device_memory(&self) -> Answer<Option<DeviceMemory>> {
         self.hooks.before(Call::GetInfo);
         let mut model = self.model();
         model.enter(Call::GetInfo, ByteSize::ZERO)?;
-        Ok(Some(model.headroom()))
+        Ok(Some(DeviceMemory { total: model.options.capacity, free: model.headroom() }))
+    }
+
+    /// That of the options: nobody else is on the device when its context is made.
+    fn context_floor(&self) -> Option<ByteSize> {
+        Some(self.floor)
+    }
+
+    fn owner_of(&self, at: DeviceAddress, size: ByteSize) -> Answer<Owner> {
+        let last = at.get().saturating_add(size.get().saturating_sub(1));
+        let found = [at.get(), last].map(|at| self.raw().find(at));
+        Ok(match found {
+            [Some(Found::Allocation(one, _)), Some(Found::Allocation(two, _))] if one != two => {
+                Owner::Elsewhere("longer than its allocation")
+            }
+            [None, _] | [_, None] => Owner::Elsewhere("no memory of the device"),
+            [Some(Found::Host(..)), _] | [_, Some(Found::Host(..))] => {
+                Owner::Elsewhere("memory of the host")
+            }
+            _ => Owner::Here,
+        })
     }
 
     fn host_alloc(&self, size: ByteSize, memory: HostMemory) -> Answer<NonNull<u8>> {

@@ -23,6 +23,8 @@ pub struct Leaks {
     pub handles: usize,
     /// Their bytes.
     pub committed: ByteSize,
+    /// Segments of a device without virtual memory. What its pool keeps is none.
+    pub segments: usize,
     /// Streams.
     pub streams: usize,
     /// Events.
@@ -186,12 +188,21 @@ impl SimDriver {
             reserved: model.memory.reserved(),
             handles: model.memory.handles(),
             committed: model.memory.committed(),
+            segments: model.segments.len(),
             streams: model.queues.live() - model.implicit.len(),
             events: model.events.len(),
             host_stores: model.stores.len(),
             host_blocks: model.host_blocks.len(),
             graphs: model.graphs.len(),
         }
+    }
+
+    /// Bytes of segments that are there, and what the device has given for them and for what is
+    /// kept of those that were given back.
+    #[must_use]
+    pub fn segment_bytes(&self) -> [ByteSize; 2] {
+        let model = self.model();
+        [ByteSize::new(model.segments.bytes()), model.memory.taken()]
     }
 
     /// The last entries of the log, as many as the options keep.

@@ -121,7 +121,8 @@ pub enum Fault {
         /// The first address of it with nothing behind it.
         bare: DeviceAddress,
     },
-    /// Memory was unmapped while unfinished work referred to it: the first such work.
+    /// Memory was unmapped, or a segment given back, while unfinished work referred to it: the
+    /// first such work.
     UnmapBeforeDone {
         /// Where the unmapped range begins.
         at: DeviceAddress,

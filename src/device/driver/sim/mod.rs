@@ -38,8 +38,8 @@
 //! Files, from the ground up: `sparse` (bytes), `slots` (numbers), `call` (calls and costs),
 //! `options`, `memory` (address space, handles), `work` (what work does), `queue` (what comes
 //! before what), `fault` (breaches, planned failures), `model` (the rules), then the calls by part:
-//! `mapping`, `streams`, `graph`, `host`, `task`, `pools`; `kernels`, `control` and `hooks` for
-//! tests, `contract` for the arena, `raw` for a library with CUDA's names.
+//! `mapping`, `streams`, `graph`, `host`, `task`, `pools`, `segments`; `kernels`, `control` and
+//! `hooks` for tests, `contract` for the arena, `raw` for a library with CUDA's names.
 //!
 //! Invariant: the same options and the same calls, in one thread, give the same log.
 
@@ -58,6 +58,7 @@ mod options;
 mod pools;
 mod queue;
 pub mod raw;
+mod segments;
 mod slots;
 mod sparse;
 mod streams;
@@ -75,6 +76,7 @@ pub use options::{Handles, Order, SimOptions};
 pub use work::{Outcome, Pattern, Ticket};
 
 use super::Capabilities;
+use crate::bytes::ByteSize;
 use crate::clock::ManualClock;
 use crate::sync::{Mutex, MutexGuard, lock};
 use hooks::Hooks;
@@ -93,6 +95,8 @@ pub struct SimDriver {
     hooks: Hooks,
     capabilities: Capabilities,
     clock: ManualClock,
+    /// What the context takes of the device.
+    floor: ByteSize,
 }
 
 impl SimDriver {
@@ -113,11 +117,13 @@ impl SimDriver {
             granularity: options.unit(),
         };
         let clock = options.clock.clone();
+        let floor = options.context_floor.min(options.capacity);
         Self {
             model: Mutex::new(Model::new(options)),
             hooks: Hooks::default(),
             capabilities,
             clock,
+            floor,
         }
     }
 

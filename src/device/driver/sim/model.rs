@@ -17,6 +17,7 @@ use super::memory::{Memory, Range};
 use super::options::{Order, SimOptions};
 use super::pools::Pools;
 use super::queue::{Chance, Queues};
+use super::segments::Segments;
 use super::slots::Slots;
 use super::sparse::Sparse;
 use super::task::{HostRanges, Task};
@@ -80,6 +81,8 @@ pub(super) struct Model {
     pub(super) host_ranges: HostRanges,
     /// Plain and stream-ordered memory.
     pub(super) pools: Pools,
+    /// What of it is the driver's segments.
+    pub(super) segments: Segments,
     /// The legacy default stream; 0 before its first use.
     pub(super) legacy: u64,
     /// Streams that are ordered with the legacy default stream.
@@ -119,6 +122,7 @@ impl Model {
             tasks: Slots::default(),
             host_ranges: HostRanges::default(),
             pools: Pools::default(),
+            segments: Segments::default(),
             legacy: 0,
             blocking: BTreeSet::new(),
             implicit: BTreeSet::new(),

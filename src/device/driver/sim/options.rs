@@ -42,6 +42,7 @@ pub enum Handles {
 
 /// A device to simulate.
 #[derive(Clone, Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "independent facts, each with its name")]
 pub struct SimOptions {
     /// The order of work. Default: [`Order::Lazy`].
     pub order: Order,
@@ -63,6 +64,9 @@ pub struct SimOptions {
     pub context_floor: ByteSize,
     /// Whether there are virtual memory calls; some shares of a device have none. Default: true.
     pub virtual_memory: bool,
+    /// Whether the segments of a device without virtual memory are of a pool, which keeps what is
+    /// given back until it is trimmed. Default: false, they are plain memory.
+    pub pool: bool,
     /// Whether memory can go from one address to another without being given back. Default: true.
     pub remap: bool,
     /// Whether host memory can be page-locked. Default: true.
@@ -86,6 +90,7 @@ impl Default for SimOptions {
             capacity: ByteSize::gib(80),
             context_floor: ByteSize::mib(512),
             virtual_memory: true,
+            pool: false,
             remap: true,
             page_locked: true,
             costs: DriverCosts::default(),

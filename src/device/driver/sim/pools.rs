@@ -218,7 +218,7 @@ impl Model {
     /// Finds memory for a block; it is not in the books yet.
     fn place(&mut self, size: u64, charged: u64) -> Option<u64> {
         let room = self.headroom().get() >= charged;
-        let unit = self.options.granularity.get();
+        let unit = self.options.unit().get();
         if room { self.memory.place(size, charged, unit) } else { None }
     }
 

@@ -22,8 +22,17 @@ pub(super) fn region(worker: &mut Worker) -> Region {
     if worker.one_in(8) { Region::Stable } else { Region::Dynamic }
 }
 
-fn hold(world: &World, worker: &mut Worker, buffer: Option<Buffer<u8>>, home: Track) -> Act {
-    let Some(buffer) = buffer else { return Ok(()) };
+/// Writes what was had; where it was not, its lane is dropped later.
+pub(super) fn hold(
+    world: &World,
+    worker: &mut Worker,
+    buffer: Option<Buffer<u8>>,
+    home: Track,
+) -> Act {
+    let Some(buffer) = buffer else {
+        worker.later.push(home);
+        return Ok(());
+    };
     let mut held = held(world, buffer, home);
     let filled = world.fill(&mut held, worker.mark());
     worker.held.push(held);

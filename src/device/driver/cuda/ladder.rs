@@ -1,0 +1,313 @@
+//! The ladder: virtual memory, a pool, plain memory. The first that passes a trial is taken.
+//!
+//! What an attribute says is not believed: some shares of a device claim virtual memory and then
+//! refuse a call, and some refuse pools other than their own. Memory of one unit is taken, written,
+//! copied back and given up before an arena is built on it. What a trial took is given back before
+//! the next begins.
+//!
+//! Invariant: `climb = Ok => a round trip through that memory gave back what was written`.
+
+use super::abi::{ATTRIBUTE_MANAGED, ATTRIBUTE_POOLS, ATTRIBUTE_VIRTUAL_MEMORY};
+use super::calls::{Answer, Calls};
+use super::context::Seat;
+use super::device::CudaDevice;
+use super::error::{CudaError, RungFailure, Skipped};
+use super::mapping::Mapping;
+use super::memory::Memory;
+use super::open::{CudaOptions, MemoryKind};
+use super::pool::Pool;
+use super::pooling::{Pieces, Pooling};
+use super::segments::{Segments, Source, UNIT, UNIT_MIN};
+use super::table::Missing;
+use super::vmm::VirtualMemory;
+use crate::bytes::ByteSize;
+use crate::device::driver::Rung;
+
+/// The best first.
+const LADDER: [Rung; 3] = [Rung::CudaVirtualMemory, Rung::CudaPool, Rung::CudaPlain];
+
+/// The first driver that limits a pool: CUDA 12.2.
+pub(super) const POOL_LIMITS: u32 = 12_020;
+
+/// A device on which a way to memory is looked for.
+pub(super) struct Ground {
+    pub(super) device: CudaDevice,
+    /// The device's handle.
+    pub(super) number: i32,
+    pub(super) driver_version: u32,
+}
+
+/// What was found.
+pub(super) struct Found {
+    pub(super) seat: Seat,
+    pub(super) memory: Memory,
+    pub(super) skipped: Vec<Skipped>,
+}
+
+/// A way that the driver's functions and the device's attributes allow.
+enum Way {
+    Virtual(VirtualMemory),
+    /// A pool with this limit, and what segments are multiples of.
+    Pool(Pooling, Option<ByteSize>, ByteSize),
+    Plain(Segments),
+}
+
+/// Why a way is not taken.
+enum Refusal {
+    /// The next may do.
+    Rung(RungFailure),
+    /// What was asked for makes no sense on any.
+    Asked(CudaError),
+}
+
+impl<T: Into<RungFailure>> From<T> for Refusal {
+    fn from(cause: T) -> Self {
+        Self::Rung(cause.into())
+    }
+}
+
+impl From<Missing> for RungFailure {
+    fn from(Missing(name): Missing) -> Self {
+        Self::NoFunction(name)
+    }
+}
+
+/// Takes the first way that works, or the one that is wanted. No context is made before a way is
+/// found that might.
+pub(super) fn climb(
+    calls: Calls,
+    ground: &Ground,
+    options: CudaOptions,
+) -> Result<Found, CudaError> {
+    let device = ground.device.ordinal;
+    let (mut place, mut skipped) = (Place::Bare(calls), Vec::new());
+    for rung in wanted(options).map_err(|cause| no_rung(options, device, cause))? {
+        let cause = match offered(place.calls(), rung, ground, options) {
+            Ok(way) => {
+                let seat = place.seat(ground.number)?;
+                match take(&seat, way) {
+                    Ok(memory) => return Ok(Found { seat, memory, skipped }),
+                    Err(cause) => {
+                        place = Place::Seated(seat);
+                        cause
+                    }
+                }
+            }
+            Err(Refusal::Rung(cause)) => cause,
+            Err(Refusal::Asked(error)) => return Err(error),
+        };
+        let is_lost = matches!(&cause, RungFailure::Driver(error) if error.is_context_lost());
+        skipped.push(Skipped { rung, cause });
+        if is_lost {
+            break;
+        }
+    }
+    if options.rung.is_some()
+        && let Some(Skipped { rung, cause }) = skipped.pop()
+    {
+        return Err(CudaError::NoSuchRung { rung, device, cause });
+    }
+    Err(CudaError::NoRung { device, skipped })
+}
+
+/// What calls are made through: nothing is held, or a context is.
+enum Place {
+    Bare(Calls),
+    Seated(Seat),
+}
+
+impl Place {
+    fn calls(&self) -> &Calls {
+        match self {
+            Self::Bare(calls) => calls,
+            Self::Seated(seat) => seat.context.calls(),
+        }
+    }
+
+    fn seat(self, device: i32) -> Answer<Seat> {
+        match self {
+            Self::Bare(calls) => Seat::take(calls, device),
+            Self::Seated(seat) => Ok(seat),
+        }
+    }
+}
+
+/// The rungs to look at, in their order.
+fn wanted(options: CudaOptions) -> Result<Vec<Rung>, RungFailure> {
+    match (options.rung, options.memory) {
+        (Some(Rung::Host), _) => Err(RungFailure::NotCuda),
+        (None | Some(Rung::CudaPlain), MemoryKind::Managed) => Ok(vec![Rung::CudaPlain]),
+        (Some(_), MemoryKind::Managed) => Err(RungFailure::NotManaged),
+        (Some(rung), MemoryKind::Device) => Ok(vec![rung]),
+        (None, MemoryKind::Device) => Ok(LADDER.to_vec()),
+    }
+}
+
+fn no_rung(options: CudaOptions, device: u32, cause: RungFailure) -> CudaError {
+    CudaError::NoSuchRung { rung: options.rung.unwrap_or(Rung::CudaPlain), device, cause }
+}
+
+/// What the functions and the attributes say of a rung: nothing is taken, and no context needed.
+fn offered(
+    calls: &Calls,
+    rung: Rung,
+    ground: &Ground,
+    options: CudaOptions,
+) -> Result<Way, Refusal> {
+    let has = |attribute| match calls.device_attribute(attribute, ground.number)? {
+        0 => Err(RungFailure::NotOffered),
+        _ => Ok(()),
+    };
+    match rung {
+        Rung::CudaVirtualMemory => {
+            let of_virtual = calls.table.virtual_memory?;
+            has(ATTRIBUTE_VIRTUAL_MEMORY)?;
+            let mapping = Mapping::new(of_virtual, calls.table.retain.ok(), ground.number);
+            let granularity = mapping.granularity(calls)?;
+            let unit = unit_of(options.handle, granularity, granularity)?;
+            Ok(Way::Virtual(VirtualMemory::new(mapping, unit)))
+        }
+        Rung::CudaPool => {
+            let pooling = Pooling::new(calls.table.pools?, ground.number);
+            has(ATTRIBUTE_POOLS)?;
+            let unit = unit_of(options.handle, UNIT_MIN, UNIT)?;
+            if let Some(requested) = options.pool_limit.filter(|&limit| limit < unit) {
+                return Err(Refusal::Asked(CudaError::PoolLimit { requested, unit }));
+            }
+            let limit = options.pool_limit.filter(|_| ground.driver_version >= POOL_LIMITS);
+            Ok(Way::Pool(pooling, limit, unit))
+        }
+        Rung::CudaPlain => {
+            let plain = calls.table.plain?;
+            let managed = match options.memory {
+                MemoryKind::Device => None,
+                MemoryKind::Managed => {
+                    let managed = calls.table.managed?;
+                    has(ATTRIBUTE_MANAGED)?;
+                    Some(managed)
+                }
+            };
+            let unit = unit_of(options.handle, UNIT_MIN, UNIT)?;
+            let source = Source::Plain(Pieces::new(plain, managed));
+            Ok(Way::Plain(Segments::new(source, unit)))
+        }
+        Rung::Host => Err(Refusal::Rung(RungFailure::NotCuda)),
+    }
+}
+
+/// The size of the pieces in which memory comes.
+fn unit_of(
+    asked: Option<ByteSize>,
+    granularity: ByteSize,
+    usual: ByteSize,
+) -> Result<ByteSize, Refusal> {
+    let requested = asked.unwrap_or(usual);
+    if requested < granularity || !requested.get().is_power_of_two() {
+        return Err(Refusal::Asked(CudaError::HandleSize { requested, granularity }));
+    }
+    Ok(requested)
+}
+
+/// Takes a way and tries it once.
+fn take(seat: &Seat, way: Way) -> Result<Memory, RungFailure> {
+    match way {
+        Way::Virtual(memory) => tried(seat, Memory::Virtual(memory)),
+        Way::Plain(segments) => tried(seat, Memory::Segments(segments)),
+        Way::Pool(pooling, limit, unit) => {
+            let with = |pool: Answer<Pool>| {
+                tried(seat, Memory::Segments(Segments::new(Source::Pool(pool?), unit)))
+            };
+            let cause = match with(seat.call(|calls| Pool::create(calls, pooling, limit))) {
+                Ok(memory) => return Ok(memory),
+                Err(cause) => cause,
+            };
+            if let RungFailure::Driver(error) = &cause
+                && (error.is_context_lost() || error.is_out_of_memory())
+            {
+                return Err(cause); // another pool has no more
+            }
+            let Ok(memory) = with(seat.call(|calls| Pool::of_device(calls, pooling))) else {
+                return Err(cause);
+            };
+            tracing::info!(%cause, "the device's own pool is used, and no limit holds for it");
+            Ok(memory)
+        }
+    }
+}
+
+/// A pool of our own that passed a trial.
+pub(super) fn try_pool(
+    seat: &Seat,
+    pooling: Pooling,
+    limit: Option<ByteSize>,
+) -> Result<Pool, RungFailure> {
+    let pool = seat.call(|calls| Pool::create(calls, pooling, limit))?;
+    let segments = Segments::new(Source::Pool(pool), UNIT_MIN);
+    tried(seat, Memory::Segments(segments)).map(|_| pool)
+}
+
+/// The memory, if what is written to it is what is read; else it is given up.
+fn tried(seat: &Seat, memory: Memory) -> Result<Memory, RungFailure> {
+    let outcome = round_trip(seat, &memory);
+    match outcome {
+        Ok(()) => Ok(memory),
+        Err(cause) => {
+            if let Err(error) = memory.close(seat) {
+                tracing::warn!(%error, "what a call had done could not be undone");
+            }
+            Err(cause)
+        }
+    }
+}
+
+/// Takes memory of one unit, writes it, reads it, and gives it back.
+fn round_trip(seat: &Seat, memory: &Memory) -> Result<(), RungFailure> {
+    let size = memory.unit();
+    let held = seat.call(|calls| match memory {
+        Memory::Virtual(memory) => {
+            let at = memory.reserve(calls, size)?;
+            let held = match memory.commit(calls, at, size) {
+                Ok(()) => {
+                    let held = write_and_read(seat, calls, (at.get(), size));
+                    // What stays mapped keeps its addresses.
+                    memory.decommit(calls, at, size)?;
+                    held
+                }
+                Err(error) => Err(error),
+            };
+            let gone = memory.unreserve(calls, at, size);
+            held.and_then(|held| gone.map(|()| held))
+        }
+        Memory::Segments(memory) => {
+            let at = memory.create(calls, size, seat.own)?;
+            let held = write_and_read(seat, calls, (at.get(), size));
+            let gone = memory.destroy(calls, (at, size), seat.own);
+            let gone = gone.and_then(|()| memory.trim(calls, seat.own));
+            held.and_then(|held| gone.map(|()| held))
+        }
+    })?;
+    if held { Ok(()) } else { Err(RungFailure::Contents) }
+}
+
+/// Whether what was written at an address is what is read there.
+fn write_and_read(seat: &Seat, calls: &Calls, (at, unit): (u64, ByteSize)) -> Answer<bool> {
+    let size = ByteSize::kib(64).min(unit);
+    let all = 0..size.as_usize().unwrap_or(0);
+    let mut locked = calls.host_alloc(size)?;
+    locked.fill(0x5A);
+    let written = calls
+        .copy_to_device((&locked, all.clone()), at, seat.own)
+        .and_then(|()| calls.stream_synchronize(seat.own));
+    // After an error of the wait the copy may be under way still.
+    let read = written.and_then(|()| {
+        locked.fill(0);
+        calls.copy_to_host(at, (&locked, all), seat.own)?;
+        calls.stream_synchronize(seat.own)
+    });
+    let held = read.map(|()| locked.holds(0x5A));
+    if held.is_err() && calls.stream_synchronize(seat.own).is_err() {
+        return held; // the host memory is left to the copies
+    }
+    let freed = calls.host_free(&locked);
+    held.and_then(|held| freed.map(|()| held))
+}

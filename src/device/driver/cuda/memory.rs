@@ -1,0 +1,94 @@
+//! The memory of a device, on the rung that was found.
+//!
+//! It chooses between the two and does nothing itself: what a rung has not got is a typed error.
+//!
+//! Invariant: `rung = CudaVirtualMemory <=> Virtual`.
+
+use super::calls::Answer;
+use super::context::Seat;
+use super::segments::{Segments, Source};
+use super::vmm::VirtualMemory;
+use crate::bytes::ByteSize;
+use crate::device::driver::{DriverError, Rung};
+
+/// Address space and what is mapped there, or segments.
+pub(super) enum Memory {
+    Virtual(VirtualMemory),
+    Segments(Segments),
+}
+
+impl Memory {
+    pub(super) const fn rung(&self) -> Rung {
+        match self {
+            Self::Virtual(_) => Rung::CudaVirtualMemory,
+            Self::Segments(segments) => match segments.source() {
+                Source::Pool(_) => Rung::CudaPool,
+                Source::Plain(_) => Rung::CudaPlain,
+            },
+        }
+    }
+
+    /// What addresses and sizes are multiples of.
+    pub(super) const fn unit(&self) -> ByteSize {
+        match self {
+            Self::Virtual(memory) => memory.unit(),
+            Self::Segments(segments) => segments.unit(),
+        }
+    }
+
+    pub(super) const fn can_remap(&self) -> bool {
+        match self {
+            Self::Virtual(memory) => memory.can_remap(),
+            Self::Segments(_) => false,
+        }
+    }
+
+    /// Whether it is managed: the driver moves it between device and host by itself.
+    pub(super) fn is_managed(&self) -> bool {
+        matches!(self.source(), Some(Source::Plain(pieces)) if pieces.is_managed())
+    }
+
+    /// Whether it comes from a pool that others use as well.
+    pub(super) fn is_shared(&self) -> bool {
+        matches!(self.source(), Some(Source::Pool(pool)) if pool.is_shared())
+    }
+
+    fn source(&self) -> Option<&Source> {
+        match self {
+            Self::Virtual(_) => None,
+            Self::Segments(segments) => Some(segments.source()),
+        }
+    }
+
+    pub(super) fn stuck(&self) -> u64 {
+        match self {
+            Self::Virtual(memory) => memory.stuck(),
+            Self::Segments(segments) => segments.stuck(),
+        }
+    }
+
+    pub(super) fn space(&self) -> Answer<&VirtualMemory> {
+        match self {
+            Self::Virtual(memory) => Ok(memory),
+            Self::Segments(_) => Err(DriverError::Unsupported { what: "virtual memory" }),
+        }
+    }
+
+    pub(super) fn segments(&self) -> Answer<&Segments> {
+        match self {
+            Self::Segments(segments) => Ok(segments),
+            Self::Virtual(_) => {
+                let what = "memory in segments, at addresses of the driver's choice";
+                Err(DriverError::Unsupported { what })
+            }
+        }
+    }
+
+    /// The end, when nothing of it is left.
+    pub(super) fn close(&self, seat: &Seat) -> Answer {
+        match self {
+            Self::Virtual(_) => Ok(()),
+            Self::Segments(segments) => seat.call(|calls| segments.close(calls, seat.own)),
+        }
+    }
+}

@@ -1,0 +1,226 @@
+//! What is out on loan, and what was adopted and is to be released: pure books under the arena's
+//! lock.
+//!
+//! An adopted range is held by its value; when that goes it waits for the end of its uses; then its
+//! release function is taken out, once, to be called with no lock held. It calls nothing and knows
+//! no driver.
+//!
+//! Invariants: adopted ranges do not overlap; `bytes = sum of the ranges`; `waiting = those of
+//! them that nobody holds`.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use crate::bytes::ByteSize;
+use crate::device::driver::DeviceAddress;
+use crate::device::pending::Uses;
+use crate::device::snapshot::ArenaSnapshot;
+use crate::device::streams::Use;
+
+/// Gives adopted memory back to whoever allocated it.
+pub(super) type Release = Box<dyn FnOnce(DeviceAddress, ByteSize) + Send>;
+
+/// What an arena owes, and what is owed to it.
+#[derive(Debug, Default)]
+pub(in crate::device) struct Owed {
+    pub(in crate::device) lent: Loans,
+    pub(in crate::device) adopted: Adoptions,
+}
+
+impl Owed {
+    /// Puts its figures into a snapshot.
+    pub(in crate::device) fn show(&self, snapshot: &mut ArenaSnapshot) {
+        let size = ByteSize::new;
+        (snapshot.lent, snapshot.lent_count) = (size(self.lent.bytes), self.lent.count);
+        let adopted = &self.adopted;
+        (snapshot.adopted, snapshot.adopted_count) = (size(adopted.bytes), adopted.count());
+        (snapshot.releases_total, snapshot.release_panics_total) =
+            (adopted.released, adopted.panics);
+    }
+}
+
+/// How much is out on loan.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(in crate::device) struct Loans {
+    pub(in crate::device) count: u64,
+    /// Bytes of the blocks.
+    pub(in crate::device) bytes: u64,
+}
+
+impl Loans {
+    pub(super) const fn begin(&mut self, bytes: u64) {
+        self.count += 1;
+        self.bytes += bytes;
+    }
+
+    pub(super) const fn end(&mut self, bytes: u64) {
+        debug_assert!(self.count > 0 && self.bytes >= bytes, "a loan ends once");
+        self.count = self.count.saturating_sub(1);
+        self.bytes = self.bytes.saturating_sub(bytes);
+    }
+}
+
+/// A range that was adopted.
+struct Entry {
+    size: u64,
+    release: Release,
+    /// What its release comes after, once nobody holds it.
+    after: Option<Uses>,
+}
+
+impl fmt::Debug for Entry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Entry")
+            .field("size", &self.size)
+            .field("after", &self.after)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A range whose release function is to be called.
+pub(super) struct Due {
+    pub(super) at: DeviceAddress,
+    pub(super) size: ByteSize,
+    pub(super) release: Release,
+}
+
+/// What was adopted and not released yet.
+#[derive(Debug, Default)]
+pub(in crate::device) struct Adoptions {
+    entries: BTreeMap<u64, Entry>,
+    bytes: u64,
+    waiting: u64,
+    /// Release functions that were called, and how many of those panicked.
+    pub(super) released: u64,
+    pub(super) panics: u64,
+}
+
+impl Adoptions {
+    /// How many ranges are not released.
+    pub(in crate::device) fn count(&self) -> u64 {
+        self.entries.len() as u64
+    }
+
+    /// How many of them somebody holds.
+    pub(in crate::device) fn held(&self) -> u64 {
+        self.count() - self.waiting
+    }
+
+    /// Whether one is to be released.
+    pub(in crate::device) const fn is_waiting(&self) -> bool {
+        self.waiting > 0
+    }
+
+    /// Bytes of the books, about.
+    pub(in crate::device) fn metadata(&self) -> usize {
+        // A tree's nodes are at least half full, and mostly two thirds.
+        self.entries.len() * size_of::<(u64, Entry)>() * 3 / 2
+    }
+
+    /// Whether a range, which does not wrap, overlaps one that is here.
+    pub(super) fn overlaps(&self, at: u64, size: u64) -> bool {
+        let before = self.entries.range(..at.saturating_add(size)).next_back();
+        before.is_some_and(|(&start, entry)| start.saturating_add(entry.size) > at)
+    }
+
+    /// Books a range that overlaps no other.
+    pub(super) fn adopt(&mut self, at: u64, size: u64, release: Release) {
+        debug_assert!(!self.overlaps(at, size), "adopted once");
+        self.bytes += size;
+        self.entries.insert(at, Entry { size, release, after: None });
+    }
+
+    /// Books that nobody holds a range any more.
+    pub(super) fn let_go(&mut self, at: u64, after: Uses) {
+        if let Some(entry) = self.entries.get_mut(&at)
+            && entry.after.is_none()
+        {
+            entry.after = Some(after);
+            self.waiting += 1;
+        }
+    }
+
+    /// Takes a range out whose uses are all done.
+    pub(super) fn take(&mut self, is_done: impl Fn(Use) -> bool) -> Option<Due> {
+        let is_due = |entry: &Entry| entry.after.as_ref().is_some_and(|of| of.iter().all(&is_done));
+        let (&at, _) = self.entries.iter().find(|(_, entry)| is_due(entry))?;
+        self.remove(at)
+    }
+
+    /// Takes the first range out, whatever it waits for.
+    pub(super) fn take_any(&mut self) -> Option<Due> {
+        let (&at, _) = self.entries.first_key_value()?;
+        self.remove(at)
+    }
+
+    fn remove(&mut self, at: u64) -> Option<Due> {
+        let Entry { size, release, after } = self.entries.remove(&at)?;
+        self.bytes -= size;
+        self.waiting -= u64::from(after.is_some());
+        Some(Due { at: DeviceAddress::new(at), size: ByteSize::new(size), release })
+    }
+
+    /// Walks everything and checks the invariants.
+    ///
+    /// # Panics
+    /// Where one is broken.
+    pub(in crate::device) fn validate(&self) {
+        let (mut end, mut bytes, mut waiting) = (0, 0, 0);
+        for (&at, entry) in &self.entries {
+            assert!(entry.size > 0 && at >= end, "adopted ranges overlap at {at:#x}");
+            end = at + entry.size;
+            bytes += entry.size;
+            waiting += u64::from(entry.after.is_some());
+        }
+        assert_eq!((bytes, waiting), (self.bytes, self.waiting));
+    }
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use super::*;
+    use crate::device::streams::StreamKey;
+
+    fn nothing() -> Release {
+        Box::new(|_, _| {})
+    }
+
+    #[test]
+    fn ranges_that_touch_do_not_overlap_and_those_that_share_a_byte_do() {
+        let mut adoptions = Adoptions::default();
+        adoptions.adopt(100, 50, nothing());
+        adoptions.adopt(200, 1, nothing());
+        for (at, size, overlaps) in [
+            (50, 50, false),
+            (50, 51, true),
+            (149, 1, true),
+            (150, 50, false),
+            (150, 51, true),
+            (0, u64::MAX, true),
+            (201, u64::MAX - 201, false),
+        ] {
+            assert_eq!(adoptions.overlaps(at, size), overlaps, "{size} at {at}");
+        }
+        assert_eq!((adoptions.count(), adoptions.bytes, adoptions.held()), (2, 51, 2));
+        adoptions.validate();
+    }
+
+    #[test]
+    fn a_range_is_taken_once_and_only_when_nobody_holds_it_and_its_uses_are_done() {
+        let mut adoptions = Adoptions::default();
+        adoptions.adopt(100, 50, nothing());
+        adoptions.adopt(200, 10, nothing());
+        assert!(adoptions.take(|_| true).is_none(), "both are held");
+        let of = Use { stream: StreamKey::CONTEXT, epoch: 3 };
+        adoptions.let_go(200, Uses::of([of]));
+        adoptions.let_go(200, Uses::NONE);
+        assert!(adoptions.is_waiting() && adoptions.held() == 1);
+        assert!(adoptions.take(|of| of.epoch < 3).is_none());
+        let due = adoptions.take(|of| of.epoch <= 3).expect("done");
+        assert_eq!((due.at, due.size), (DeviceAddress::new(200), ByteSize::new(10)));
+        assert!(adoptions.take(|_| true).is_none() && !adoptions.is_waiting());
+        assert_eq!(adoptions.take_any().map(|due| due.size), Some(ByteSize::new(50)));
+        assert_eq!((adoptions.count(), adoptions.bytes), (0, 0));
+        adoptions.validate();
+    }
+}

@@ -1,0 +1,183 @@
+//! Memory that crosses the border of an arena over CUDA: lent to cudarc by its address, adopted
+//! from it, released through its raw calls. Work is done as late as may be.
+//!
+//! Invariant: what a stream that the arena does not know was given comes before what the arena
+//! does next with that memory.
+#![expect(unsafe_code, reason = "memory of cudarc's raw calls is adopted")]
+
+use std::mem::ManuallyDrop;
+use std::sync::Arc;
+use std::time::Duration;
+
+use cudarc::driver::{CudaContext, CudaSlice, CudaStream, result};
+use lowtide::ByteSize;
+use lowtide::clock::Clock as _;
+use lowtide::device::driver::{DeviceAddress, Driver as _, Owner};
+use lowtide::device::{Adopted, DeviceError, Planted, Region, SleepOptions, Unadoptable};
+use lowtide_fake_driver::Fake;
+
+use crate::support::{Bed, LAZY, UNIT, check, end, start, write};
+
+/// A slice over an address, as a library makes one; it frees nothing.
+fn foreign(stream: &Arc<CudaStream>, at: DeviceAddress, len: usize) -> ManuallyDrop<CudaSlice<u8>> {
+    // SAFETY: the tests keep the memory while they use it, and the slice is never dropped.
+    ManuallyDrop::new(unsafe { stream.upgrade_device_ptr(at.get(), len) })
+}
+
+/// Lets go of it, without a wait of its stream.
+fn let_go(slice: ManuallyDrop<CudaSlice<u8>>) {
+    let _ = ManuallyDrop::into_inner(slice).leak();
+}
+
+/// Memory of cudarc's plain call, and what frees it.
+fn theirs(bed: &Bed, size: usize) -> DeviceAddress {
+    bed.context.bind_to_thread().expect("current");
+    // SAFETY: freed by `frees`, once.
+    let at = unsafe { result::malloc_sync(size) }.expect("room");
+    DeviceAddress::new(at)
+}
+
+fn frees(context: &Arc<CudaContext>) -> impl FnOnce(DeviceAddress, ByteSize) + Send + 'static {
+    let context = Arc::clone(context);
+    move |at, _| {
+        context.bind_to_thread().expect("current");
+        // SAFETY: it came of `theirs`, and a release is called once.
+        unsafe { result::free_sync(at.get()) }.expect("freed");
+    }
+}
+
+/// What was lent to a stream of others, and is freed while that is at work.
+fn next_after_a_loan(fault: Option<Planted>) -> bool {
+    let (fake, bed, arena, lane) = start();
+    if let Some(fault) = fault {
+        arena.plant(fault);
+    }
+    let lent = lane.alloc::<u8>(2 * UNIT, Region::Dynamic).expect("room").lend().expect("awake");
+    let mut slice = foreign(&bed.two, lent.address(), lent.len());
+    bed.two.memcpy_htod(&vec![9; 2 * UNIT], &mut *slice).expect("queued");
+    drop(lent);
+    let mut next = lane.alloc::<u8>(2 * UNIT, Region::Dynamic).expect("room");
+    write(&bed.one, &mut next, 1).expect("queued");
+    bed.one.synchronize().expect("done");
+    bed.two.synchronize().expect("done");
+    let bytes = crate::support::read(&bed.one, &next).expect("read");
+    let_go(slice);
+    drop(next);
+    end((fake, bed, arena, lane));
+    bytes.iter().all(|&byte| byte == 1)
+}
+
+#[test]
+fn what_was_lent_to_a_stream_of_others_is_waited_for() {
+    assert!(next_after_a_loan(None));
+    assert!(!next_after_a_loan(Some(Planted::ForgottenLoan)), "the fault is not seen");
+}
+
+#[test]
+fn a_buffer_that_comes_back_from_a_loan_has_its_view_and_its_contents_through_a_sleep() {
+    let (fake, bed, arena, lane) = start();
+    let lent = lane.alloc::<u8>(2 * UNIT, Region::Stable).expect("room").lend().expect("awake");
+    let mut slice = foreign(&bed.two, lent.address(), lent.len());
+    bed.two.memcpy_htod(&vec![9; 2 * UNIT], &mut *slice).expect("queued");
+    let_go(slice);
+    let options = SleepOptions { drain: Duration::ZERO, ..SleepOptions::default() };
+    assert!(matches!(arena.sleep(options), Err(DeviceError::Lent { count: 1, .. })));
+    let buffer = lent.end();
+    arena.sleep(options).expect("after that work");
+    check(&bed.one, &buffer, 9);
+    drop(buffer);
+    end((fake, bed, arena, lane));
+}
+
+#[test]
+fn memory_of_cudarcs_is_viewed_and_freed_once_after_all_work() {
+    let (fake, bed, arena, lane) = start();
+    let at = theirs(&bed, UNIT);
+    // SAFETY: nobody else uses it until `frees` is called.
+    let mut adopted = unsafe { lane.adopt::<u8>(at, UNIT, frees(&bed.context)) }.expect("theirs");
+    let lease = lane.enter().expect("awake");
+    let mut view = adopted.cuda_mut(&lease).expect("a view");
+    bed.two.memcpy_htod(&vec![5; UNIT], &mut view).expect("queued");
+    let read = bed.one.clone_dtoh(adopted.cuda(&lease).expect("a view")).expect("queued");
+    bed.one.synchronize().expect("done");
+    assert_eq!(read, vec![5; UNIT]);
+    drop(lease);
+    let before = fake.calls(c"cuMemFree_v2");
+    drop(adopted);
+    assert_eq!(fake.calls(c"cuMemFree_v2"), before, "a drop frees nothing");
+    arena.decay(bed.clock.now()).expect("looked");
+    assert_eq!(fake.calls(c"cuMemFree_v2"), before + 1);
+    assert_eq!(arena.snapshot().adopted_count, 0);
+    end((fake, bed, arena, lane));
+}
+
+#[test]
+fn a_value_that_was_not_adopted_on_a_stream_of_cudarcs_has_no_view() {
+    let (fake, bed, arena, lane) = start();
+    let at = theirs(&bed, UNIT);
+    // SAFETY: nobody else uses it until `frees` is called.
+    let adopted = unsafe { arena.adopt::<u8>(at, UNIT, frees(&bed.context)) };
+    let mut adopted: Adopted<u8> = adopted.expect("theirs");
+    let lease = lane.enter().expect("awake");
+    assert!(matches!(adopted.cuda(&lease), Err(DeviceError::NoStream { .. })));
+    assert!(matches!(adopted.cuda_mut(&lease), Err(DeviceError::NoStream { .. })));
+    assert_eq!(adopted.address(&lease), Ok(at));
+    drop(lease);
+    adopted.release().expect("done");
+    end((fake, bed, arena, lane));
+}
+
+#[test]
+fn memory_of_another_device_or_of_none_is_not_adopted() {
+    let (fake, bed, arena, lane) = start();
+    let other = CudaContext::new(1).expect("the other device");
+    other.bind_to_thread().expect("current");
+    // SAFETY: freed below.
+    let elsewhere = DeviceAddress::new(unsafe { result::malloc_sync(UNIT) }.expect("room"));
+    let here = theirs(&bed, UNIT);
+    let nowhere = DeviceAddress::new(here.get() + (1 << 30));
+    for (at, len) in [(elsewhere, UNIT), (nowhere, 16), (here, 1 << 30)] {
+        // SAFETY: it is refused.
+        let refused = unsafe { arena.adopt::<u8>(at, len, |_, _| panic!("not adopted")) };
+        let error = refused.expect_err("not this device's");
+        let DeviceError::Unadoptable { at: named, why, .. } = &error else { panic!("{error}") };
+        assert!(*named == at && matches!(why, Unadoptable::Elsewhere(_)), "{error}");
+    }
+    fake.fail(c"cuPointerGetAttribute", 1, 999);
+    // SAFETY: it is refused.
+    let error = unsafe { arena.adopt::<u8>(here, 16, |_, _| panic!("not adopted")) };
+    assert!(matches!(error, Err(DeviceError::Driver(_))), "{error:?}");
+    assert_eq!(bed.driver.owner_of(here, ByteSize::of(UNIT)), Ok(Owner::Here));
+    frees(&bed.context)(here, ByteSize::of(UNIT));
+    frees(&other)(elsewhere, ByteSize::of(UNIT));
+    drop(other);
+    end((fake, bed, arena, lane));
+}
+
+#[test]
+fn a_driver_that_cannot_say_whose_memory_it_is_is_believed() {
+    use lowtide::device::driver::cuda::{CudaDriver, CudaOptions};
+    let fake = Fake::start(LAZY);
+    let has = |name: &str| name != "cuPointerGetAttribute";
+    let driver = CudaDriver::open_with(CudaOptions::default(), &has).expect("a device");
+    let size = ByteSize::of(UNIT);
+    assert_eq!(driver.owner_of(DeviceAddress::new(1 << 40), size), Ok(Owner::Unknown));
+    drop(driver);
+    fake.assert_clean();
+}
+
+#[test]
+fn a_context_that_is_lost_releases_nothing_and_says_so_once_a_look() {
+    let (fake, bed, arena, lane) = start();
+    let at = theirs(&bed, UNIT);
+    // SAFETY: nobody else uses it.
+    let adopted = unsafe { arena.adopt::<u8>(at, UNIT, |_, _| panic!("not after a loss")) };
+    drop(adopted.expect("theirs"));
+    fake.poison(0, 719);
+    for _ in 0..2 {
+        assert!(matches!(arena.decay(bed.clock.now()), Err(DeviceError::Driver(_))));
+    }
+    assert_eq!(arena.snapshot().releases_total, 0);
+    drop((lane, arena, bed));
+    fake.validate(0);
+}
