@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use crate::decay::DecayTime;
 
+use super::arenas;
 use super::error::HostError;
 use super::mallctl::{self as ctl, Key};
 
@@ -92,6 +93,7 @@ pub struct Applied {
 pub fn apply(settings: &HeapSettings) -> Result<Applied, HostError> {
     let mut differences = Vec::new();
     let count = ctl::ARENAS_COUNT.read()?.min(ctl::ARENA_LIMIT);
+    let kept = arenas::keep();
     let dirty = set_decay(
         "dirty_decay_ms",
         (&ctl::ARENAS_DIRTY_DECAY, &ctl::ARENA_DIRTY_DECAY),
@@ -106,6 +108,7 @@ pub fn apply(settings: &HeapSettings) -> Result<Applied, HostError> {
         count,
         &mut differences,
     )?;
+    drop(kept);
     let max_background_threads = set_max_threads(settings, &mut differences)?;
     let background_threads = set_threads(settings.background_threads, &mut differences)?;
     let arenas_set = dirty.arenas_set.min(muzzy.arenas_set);
@@ -253,7 +256,7 @@ fn set_threads(asked: bool, differences: &mut Vec<Difference>) -> Result<bool, H
 }
 
 /// jemalloc's figure for a decay time: whole milliseconds rounded up, 0 at once, -1 never.
-fn decay_to_ms(time: DecayTime) -> isize {
+pub(super) fn decay_to_ms(time: DecayTime) -> isize {
     match time {
         DecayTime::AtOnce => 0,
         DecayTime::Never => -1,

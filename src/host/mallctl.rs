@@ -60,6 +60,7 @@ table! {
     MAX_BACKGROUND_THREADS: usize, 1, c"max_background_threads";
 
     THREAD_ALLOCATED: u64, 2, c"thread.allocated";
+    THREAD_ARENA: u32, 2, c"thread.arena";
     THREAD_CACHE_FLUSH: (), 3, c"thread.tcache.flush";
 
     ARENAS_COUNT: u32, 2, c"arenas.narenas";
@@ -68,6 +69,10 @@ table! {
     ARENAS_MUZZY_DECAY: isize, 2, c"arenas.muzzy_decay_ms";
     ARENA_DIRTY_DECAY: isize, 3, c"arena.0.dirty_decay_ms";
     ARENA_MUZZY_DECAY: isize, 3, c"arena.0.muzzy_decay_ms";
+    ARENAS_CREATE: u32, 2, c"arenas.create";
+    ARENA_NAME: Text, 3, c"arena.0.name";
+    ARENA_PURGE: (), 3, c"arena.0.purge";
+    ARENA_DESTROY: (), 3, c"arena.0.destroy";
     ARENAS_PURGE: (), 3, c"arena.4096.purge";
     ARENAS_DECAY: (), 3, c"arena.4096.decay";
 
@@ -81,6 +86,12 @@ table! {
     STATS_DIRTY_PAGES: usize, 4, c"stats.arenas.4096.pdirty";
     STATS_MUZZY_PAGES: usize, 4, c"stats.arenas.4096.pmuzzy";
     STATS_THREAD_CACHES: usize, 4, c"stats.arenas.4096.tcache_bytes";
+    STATS_ARENA_ACTIVE_PAGES: usize, 4, c"stats.arenas.0.pactive";
+    STATS_ARENA_DIRTY_PAGES: usize, 4, c"stats.arenas.0.pdirty";
+    STATS_ARENA_MUZZY_PAGES: usize, 4, c"stats.arenas.0.pmuzzy";
+    STATS_ARENA_SMALL: usize, 5, c"stats.arenas.0.small.allocated";
+    STATS_ARENA_LARGE: usize, 5, c"stats.arenas.0.large.allocated";
+    STATS_ARENA_CACHED: usize, 4, c"stats.arenas.0.tcache_bytes";
     APPROXIMATE_ACTIVE: usize, 2, c"approximate_stats.active";
 
     OPT_ARENAS: u32, 2, c"opt.narenas";
@@ -159,6 +170,21 @@ impl<T: Number, const N: usize> Key<T, N> {
     }
 }
 
+impl<T: Number, const N: usize> Key<T, N> {
+    /// The figure of one arena, for one named `stats.arenas.0.*`, of the last epoch. Refused where
+    /// no arena was at the index then (ENOENT).
+    pub(crate) fn read_of(&self, arena: u32) -> Result<T, HostError> {
+        let mut numbers = self.numbers()?;
+        if arena >= ARENA_LIMIT {
+            return Err(self.refused(Act::Read, Refusal::no_such_arena(arena)));
+        }
+        if let Some(index) = numbers.get_mut(2) {
+            *index = arena as usize;
+        }
+        self.read_by(&numbers)
+    }
+}
+
 impl<T: Number> Key<T, 3> {
     /// The value in one arena, for a control named `arena.0.*`. Refused where no arena is
     /// initialised at the index (EFAULT).
@@ -170,7 +196,9 @@ impl<T: Number> Key<T, 3> {
     pub(crate) fn write_in(&self, arena: u32, value: T) -> Result<(), HostError> {
         self.write_by(&self.numbers_in(arena, Act::Write)?, value)
     }
+}
 
+impl<T> Key<T, 3> {
     /// The numbers with the arena's index in place. jemalloc 5.3.1 looks the arena up without
     /// checking the index (`arena_get` only asserts it, in debug builds), so it is checked here:
     /// the index for all arenas would read past the end of its table.
@@ -201,13 +229,42 @@ impl<const N: usize> Key<Text, N> {
     }
 }
 
+impl Key<Text, 3> {
+    /// Writes a text for one arena, which jemalloc copies: the only one that takes any is an
+    /// arena's name, of at most 31 bytes and the NUL (`ARENA_NAME_LEN`).
+    pub(crate) fn write_in(&self, arena: u32, text: &CStr) -> Result<(), HostError> {
+        let numbers = self.numbers_in(arena, Act::Write)?;
+        let text: *const c_char = text.as_ptr();
+        // SAFETY: the control takes a `const char *`, which is valid up to its NUL for the call;
+        // jemalloc 5.3.1 copies at most `ARENA_NAME_LEN` bytes of it (`arena_name_set`).
+        let written = unsafe { raw::write_mib(&numbers, text) };
+        written.map_err(|error| self.refused(Act::Write, Refusal::explained(error)))
+    }
+}
+
+impl Key<(), 3> {
+    /// Has a control named `arena.0.*` done in one arena. Refused where no arena is initialised at
+    /// the index (EFAULT).
+    ///
+    /// # Safety
+    /// Where it takes memory away that may be live (`arena.0.destroy`): nothing points into the
+    /// arena, and nobody allocates in it any more.
+    pub(crate) unsafe fn perform_in(&self, arena: u32) -> Result<(), HostError> {
+        self.perform_by(&self.numbers_in(arena, Act::Perform)?)
+    }
+}
+
 impl<const N: usize> Key<(), N> {
     /// Has the control done.
     pub(crate) fn perform(&self) -> Result<(), HostError> {
-        let numbers = self.numbers()?;
+        self.perform_by(&self.numbers()?)
+    }
+
+    fn perform_by(&self, numbers: &[usize; N]) -> Result<(), HostError> {
         // SAFETY: `numbers` holds N numbers; null pointers and a length of 0 say that nothing is
-        // read and nothing written, as these controls require. None of those in the table takes
-        // memory away that is live: purge and decay give back unused pages, flush empties a cache.
+        // read and nothing written, as these controls require. Those that are done without an index
+        // take no memory away that is live: purge and decay give back unused pages, flush empties a
+        // cache. For the others the caller of `perform_in` vouches.
         let code = unsafe {
             tikv_jemalloc_sys::mallctlbymib(
                 numbers.as_ptr(),

@@ -24,6 +24,7 @@
 //! Invariant: `live <= active <= mapped`, `retained = resident - live` (see [`HeapSnapshot`]).
 
 mod allocator;
+mod arenas;
 mod conf;
 mod effective;
 mod error;
@@ -34,6 +35,9 @@ mod purge;
 mod stats;
 
 pub use allocator::{Heap, is_global, serves_c};
+pub use arenas::{
+    ARENA_NAME_MAX, HostArena, HostArenaError, HostArenaStats, RetireRefused, StillHeld,
+};
 pub use conf::{Applied, Difference, HeapSettings, apply, background_threads_supported};
 pub use effective::{EffectiveConf, effective};
 pub use error::{Act, HostError, Refusal, Unsupported};

@@ -12,7 +12,7 @@ use crate::bytes::ByteSize;
 use crate::clock::{Clock, SystemClock};
 
 use super::error::{HostError, Unsupported};
-use super::{allocator, libc_heap, mallctl, stats};
+use super::{allocator, arenas, libc_heap, mallctl, stats};
 
 /// What came of giving back one heap's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -124,6 +124,7 @@ pub fn flush_thread_cache() -> Result<bool, HostError> {
 /// # Errors
 /// [`HostError::Mallctl`] where jemalloc refuses.
 pub fn decay_tick() -> Result<(), HostError> {
+    let _kept = arenas::keep();
     mallctl::ARENAS_DECAY.perform()
 }
 
@@ -131,7 +132,9 @@ fn purge_jemalloc(clock: &dyn Clock) -> Result<Part, HostError> {
     let before = stats::backed()?;
     let start = clock.now();
     flush_thread_cache()?;
+    let kept = arenas::keep();
     mallctl::ARENAS_PURGE.perform()?;
+    drop(kept);
     let took = clock.now() - start;
     let mut outcome = Outcome::between(before, stats::backed()?);
     if outcome == Outcome::NothingToRelease && !allocator::is_global() {

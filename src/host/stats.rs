@@ -164,7 +164,7 @@ impl HeapProbe {
 }
 
 /// Refreshes the statistics and returns the number of the epoch that began.
-fn refresh() -> Result<u64, HostError> {
+pub(super) fn refresh() -> Result<u64, HostError> {
     ctl::EPOCH.exchange(1)
 }
 

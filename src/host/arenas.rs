@@ -1,0 +1,373 @@
+//! Dedicated arenas: host memory of a model in a jemalloc arena of its own, all of which goes back
+//! when the model is gone, whatever its neighbours keep.
+//!
+//! Memory gets there by a scope, which binds the calling thread for as long as a closure runs, with
+//! the thread's cache emptied before and after: else blocks of the arena would be handed out after
+//! the scope, and blocks from before it within. An arena is destroyed only when nothing can point
+//! into it: nobody is in a scope, and it has no active page, where thread caches count as active.
+//! Else it is kept, purged, for the next that asks for one. Nothing here allocates: a control path
+//! that did so in a scope would pin the arena it serves.
+//!
+//! Invariant: `destroyed => active pages = 0 and no scope`; an index is in one `HostArena`, or
+//! kept, or of jemalloc's own.
+#![expect(unsafe_code, reason = "destroying an arena takes its memory from whoever points there")]
+
+use std::ffi::CStr;
+use std::fmt;
+use std::mem::ManuallyDrop;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use thiserror::Error;
+
+use crate::bytes::ByteSize;
+use crate::decay::DecayTime;
+use crate::fork::Birth;
+
+use super::conf::decay_to_ms;
+use super::error::{Act, HostError};
+use super::mallctl::{self as ctl, ARENA_LIMIT};
+use super::purge::flush_thread_cache;
+use super::stats::refresh;
+
+/// The longest name of an arena, in bytes: jemalloc's 32 less the NUL.
+pub const ARENA_NAME_MAX: usize = 31;
+
+/// A jemalloc arena for one purpose, such as a model.
+///
+/// Dropping it retires it where that is possible, and keeps it for another else.
+///
+/// ```
+/// use lowtide::host::HostArena;
+///
+/// #[global_allocator]
+/// static HEAP: lowtide::host::Heap = lowtide::host::Heap;
+///
+/// let arena = HostArena::new("reranker")?;
+/// let model = arena.scope(|| vec![1_u8; 64 << 20])?; // all that is allocated in it lies there
+/// assert!(arena.stats()?.active.get() >= 64 << 20);
+/// let refused = arena.retire().expect_err("the model is still there");
+/// drop(model);
+/// refused.arena.retire()?; // and all of its memory is given back
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct HostArena {
+    index: u32,
+    name: ArenaName,
+    birth: Birth,
+}
+
+/// What an arena holds, at the last refresh of jemalloc's statistics.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct HostArenaStats {
+    /// Bytes of its blocks that the application holds, after rounding, less what lies in thread
+    /// caches.
+    pub live: ByteSize,
+    /// Bytes of its pages with at least one live or cached block.
+    pub active: ByteSize,
+    /// Bytes of its unused pages that are still backed by memory.
+    pub dirty: ByteSize,
+    /// Bytes of its unused pages that the kernel takes when it is short.
+    pub muzzy: ByteSize,
+}
+
+/// Why there is no such arena.
+#[derive(Clone, Debug, Error, PartialEq)]
+#[non_exhaustive]
+pub enum HostArenaError {
+    /// The name is too long, empty, or has a NUL in it.
+    #[error("{name:?} is no name of an arena: expected 1 to {ARENA_NAME_MAX} bytes without a NUL")]
+    Name {
+        /// What was given.
+        name: String,
+    },
+    /// Another arena has the name.
+    #[error("an arena is named {name:?} already: expected a name of its own")]
+    Taken {
+        /// What was given.
+        name: String,
+    },
+    /// All indices are taken.
+    #[error("no arena is left: expected fewer than {ARENA_LIMIT}")]
+    Exhausted,
+    /// jemalloc refused.
+    #[error(transparent)]
+    Host(#[from] HostError),
+}
+
+/// An arena that was not retired, with the arena: something may point into it.
+#[derive(Debug, Error)]
+#[error("the arena {:?} is held still: {cause}", .arena.name())]
+#[expect(clippy::exhaustive_structs, reason = "an arena and why")]
+pub struct RetireRefused {
+    /// The arena, purged.
+    pub arena: HostArena,
+    /// Why.
+    pub cause: StillHeld,
+}
+
+/// What is in an arena still.
+#[derive(Clone, Debug, Error, PartialEq)]
+#[non_exhaustive]
+pub enum StillHeld {
+    /// Pages with blocks, live ones or such that threads have in their caches.
+    #[error("{0} of its pages have blocks, of which some may lie in the caches of threads")]
+    Active(ByteSize),
+    /// A thread could not be taken out of it at the end of a scope.
+    #[error("a thread is bound to it")]
+    Bound,
+    /// jemalloc refused to say, or to destroy it.
+    #[error(transparent)]
+    Host(HostError),
+}
+
+/// A name, in place: nothing is allocated for it.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct ArenaName([u8; ARENA_NAME_MAX + 1]);
+
+impl ArenaName {
+    const NONE: Self = Self([0; ARENA_NAME_MAX + 1]);
+
+    fn new(name: &str) -> Option<Self> {
+        let mut bytes = [0; ARENA_NAME_MAX + 1];
+        let text = bytes.get_mut(..name.len()).filter(|text| text.len() <= ARENA_NAME_MAX)?;
+        text.copy_from_slice(name.as_bytes());
+        (!name.is_empty() && !name.contains('\0')).then_some(Self(bytes))
+    }
+
+    fn c_str(&self) -> &CStr {
+        CStr::from_bytes_until_nul(&self.0).unwrap_or_default()
+    }
+
+    fn text(&self) -> &str {
+        self.c_str().to_str().unwrap_or_default()
+    }
+}
+
+impl fmt::Debug for ArenaName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(self.text(), f)
+    }
+}
+
+/// What is known of an index.
+#[derive(Clone, Copy)]
+struct Slot {
+    name: ArenaName,
+    /// Purged, and waiting for the next that asks.
+    is_kept: bool,
+    /// A thread may be bound to it for ever.
+    is_bound: bool,
+}
+
+impl Slot {
+    const NONE: Self = Self { name: ArenaName::NONE, is_kept: false, is_bound: false };
+}
+
+/// All indices, of which those from `known` on were never ours.
+pub(super) struct Slots {
+    slots: [Slot; ARENA_LIMIT as usize],
+    known: usize,
+}
+
+/// Zeros until an arena is made, and so without memory behind it.
+static SLOTS: Mutex<Slots> =
+    Mutex::new(Slots { slots: [Slot::NONE; ARENA_LIMIT as usize], known: 0 });
+
+impl Slots {
+    fn known(&mut self) -> &mut [Slot] {
+        self.slots.get_mut(..self.known).unwrap_or_default()
+    }
+
+    /// Books a new index, or one that was kept.
+    fn put(&mut self, index: u32, slot: Slot) {
+        if let Some(at) = self.slots.get_mut(index as usize) {
+            *at = slot;
+            self.known = self.known.max(index as usize + 1);
+        }
+    }
+
+    /// An index that was kept, taken.
+    fn take_kept(&mut self) -> Option<u32> {
+        let at = self.known().iter().position(|slot| slot.is_kept && !slot.is_bound)?;
+        u32::try_from(at).ok()
+    }
+}
+
+/// Keeps arenas from being destroyed for as long as it is held. Who goes over all of them needs it:
+/// jemalloc 5.3.1 looks them up under a lock of its own, and works on them without it.
+pub(super) fn keep() -> MutexGuard<'static, Slots> {
+    SLOTS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl HostArena {
+    /// An arena of this name, which statistics show: one that was kept, or a new one (some 70 us).
+    ///
+    /// # Errors
+    /// [`HostArenaError`]: each way in which there is none.
+    pub fn new(name: &str) -> Result<Self, HostArenaError> {
+        let text =
+            ArenaName::new(name).ok_or_else(|| HostArenaError::Name { name: name.into() })?;
+        let mut slots = keep();
+        if slots.known().iter().any(|slot| slot.name == text) {
+            return Err(HostArenaError::Taken { name: name.into() });
+        }
+        let index = match slots.take_kept() {
+            Some(index) => index,
+            None => ctl::ARENAS_CREATE.read().map_err(|error| match error {
+                // Where all are taken jemalloc answers EAGAIN, and nothing else makes it fail.
+                HostError::Mallctl { act: Act::Read, .. } => HostArenaError::Exhausted,
+                error => error.into(),
+            })?,
+        };
+        let arena = Self { index, name: text, birth: Birth::now() };
+        slots.put(index, Slot { name: text, ..Slot::NONE });
+        drop(slots);
+        // From here on the drop of `arena` gives the index back.
+        ctl::ARENA_NAME.write_in(index, text.c_str())?;
+        refresh()?;
+        Ok(arena)
+    }
+
+    /// Its name.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        self.name.text()
+    }
+
+    /// Runs a closure, whose allocations on this thread lie in the arena; those of threads that it
+    /// starts do not. Scopes nest; a panic ends one as a return does.
+    ///
+    /// For what stays, such as a model while it is loaded: it costs some 4 us, and jemalloc purges
+    /// the arena when its last thread leaves where there are no background threads. What outlives
+    /// the arena's purpose, such as a static that is set up in it, keeps the arena from being
+    /// retired. So does what is allocated out of the cache of a thread that freed blocks of the
+    /// arena: free them in a scope too, which leaves the cache empty. On a runtime it is for
+    /// blocking tasks; it cannot be held over an `.await`.
+    ///
+    /// # Errors
+    /// [`HostError`], and the closure has not run.
+    pub fn scope<T>(&self, act: impl FnOnce() -> T) -> Result<T, HostError> {
+        self.check_birth()?;
+        flush_thread_cache()?;
+        let before = ctl::THREAD_ARENA.exchange(self.index)?;
+        let _bound = Bound { before, index: self.index };
+        Ok(act())
+    }
+
+    /// What it holds now. One refresh of jemalloc's statistics, as
+    /// [`HeapProbe::snapshot`](super::HeapProbe::snapshot).
+    ///
+    /// # Errors
+    /// [`HostError`].
+    pub fn stats(&self) -> Result<HostArenaStats, HostError> {
+        self.check_birth()?;
+        refresh()?;
+        let page = ctl::ARENAS_PAGE.read()?;
+        let pages = |count: usize| ByteSize::of(count.saturating_mul(page));
+        let (small, large) = (
+            ctl::STATS_ARENA_SMALL.read_of(self.index)?,
+            ctl::STATS_ARENA_LARGE.read_of(self.index)?,
+        );
+        let cached = ctl::STATS_ARENA_CACHED.read_of(self.index)?;
+        Ok(HostArenaStats {
+            live: ByteSize::of(small.saturating_add(large).saturating_sub(cached)),
+            active: pages(ctl::STATS_ARENA_ACTIVE_PAGES.read_of(self.index)?),
+            dirty: pages(ctl::STATS_ARENA_DIRTY_PAGES.read_of(self.index)?),
+            muzzy: pages(ctl::STATS_ARENA_MUZZY_PAGES.read_of(self.index)?),
+        })
+    }
+
+    /// Gives its unused pages back now; about 0.1 ms for each MiB.
+    ///
+    /// # Errors
+    /// [`HostError`].
+    pub fn purge(&self) -> Result<(), HostError> {
+        self.check_birth()?;
+        flush_thread_cache()?;
+        // SAFETY: a purge gives back pages without blocks, and no other.
+        unsafe { ctl::ARENA_PURGE.perform_in(self.index) }
+    }
+
+    /// How long its unused pages may stay.
+    ///
+    /// # Errors
+    /// [`HostError`].
+    pub fn set_decay(&self, time: DecayTime) -> Result<(), HostError> {
+        self.check_birth()?;
+        ctl::ARENA_DIRTY_DECAY.write_in(self.index, decay_to_ms(time))
+    }
+
+    /// Destroys it and gives all its memory back, where nothing points into it any more. Blocks
+    /// that other threads freed may lie in their caches: those have to be flushed
+    /// ([`flush_thread_cache`](super::flush_thread_cache)) or to end first.
+    ///
+    /// # Errors
+    /// [`RetireRefused`] with the arena, purged.
+    pub fn retire(mut self) -> Result<(), RetireRefused> {
+        match self.destroy() {
+            Ok(()) => {
+                let _gone = ManuallyDrop::new(self); // a plain value: its index is jemalloc's again
+                Ok(())
+            }
+            Err(cause) => Err(RetireRefused { arena: self, cause }),
+        }
+    }
+
+    fn destroy(&mut self) -> Result<(), StillHeld> {
+        self.check_birth().map_err(StillHeld::Host)?;
+        self.purge().map_err(StillHeld::Host)?;
+        let mut slots = keep();
+        let is_bound = slots.slots.get(self.index as usize).is_none_or(|slot| slot.is_bound);
+        if is_bound {
+            return Err(StillHeld::Bound);
+        }
+        refresh().map_err(StillHeld::Host)?;
+        let page = ctl::ARENAS_PAGE.read().map_err(StillHeld::Host)?;
+        let active = ctl::STATS_ARENA_ACTIVE_PAGES.read_of(self.index).map_err(StillHeld::Host)?;
+        if active > 0 {
+            return Err(StillHeld::Active(ByteSize::of(active.saturating_mul(page))));
+        }
+        // SAFETY: it has no active page, so there is no block in it, not even in a thread's cache.
+        // None comes: blocks are allocated in it by bound threads alone, scopes are those, and each
+        // borrows the arena, which is borrowed mutably here; one that could not be left is booked
+        // as `is_bound`.
+        unsafe { ctl::ARENA_DESTROY.perform_in(self.index) }.map_err(StillHeld::Host)?;
+        slots.put(self.index, Slot::NONE);
+        Ok(())
+    }
+
+    fn check_birth(&self) -> Result<(), HostError> {
+        if self.birth.is_here() { Ok(()) } else { Err(HostError::Forked) }
+    }
+}
+
+impl Drop for HostArena {
+    /// Retires it, or keeps it for another. In a forked child does nothing.
+    fn drop(&mut self) {
+        if self.birth.is_here() && self.destroy().is_err() {
+            let mut slots = keep();
+            let is_bound = slots.slots.get(self.index as usize).is_none_or(|slot| slot.is_bound);
+            slots.put(self.index, Slot { name: ArenaName::NONE, is_kept: true, is_bound });
+        }
+    }
+}
+
+/// A thread in a scope; there it stays, on the thread that made it.
+struct Bound {
+    before: u32,
+    index: u32,
+}
+
+impl Drop for Bound {
+    fn drop(&mut self) {
+        // An empty cache has nothing of the arena to hand out after this.
+        let flushed = flush_thread_cache().is_ok();
+        if !flushed || ctl::THREAD_ARENA.write(self.before).is_err() {
+            let mut slots = keep();
+            if let Some(slot) = slots.slots.get_mut(self.index as usize) {
+                slot.is_bound = true;
+            }
+        }
+    }
+}
