@@ -32,7 +32,7 @@ const KEEP: SleepOptions =
 const DISCARD: SleepOptions =
     SleepOptions { drain: Duration::ZERO, stable: Contents::Discard, dynamic: Contents::Discard };
 
-/// Contents kept.
+/// Contents kept, in host memory that is had anew for each sleep, and in such that stays.
 pub(crate) fn keep(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
     let (block, seed) = (rig.args.block, rig.args.seed);
     let size = rig.fitting(rig.args.sleep_size.min(host_share()), block)?;
@@ -47,6 +47,11 @@ pub(crate) fn keep(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
     fill(&lane, &mut held, &mut staging, seed)?;
     let mut seen = Seen { freed: f64::INFINITY, ..Seen::default() };
     let addresses = addresses(&lane, &held)?;
+    let mut released = Seen { freed: f64::INFINITY, ..Seen::default() };
+    for _ in 0..rig.args.repetitions {
+        cycle(rig, &arena, &mut released)?;
+    }
+    arena.set_keep_stores(true);
     let outcome = (0..rig.args.cycles).try_for_each(|round| {
         cycle(rig, &arena, &mut seen)?;
         for it in held.iter().enumerate() {
@@ -62,6 +67,8 @@ pub(crate) fn keep(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
     if let Some(&first) = seen.both.first() {
         report.figure("gpu.sleep_keep.first_bytes_per_s", first, "bytes/s");
     }
+    let ratio = median(&released.both) / plain;
+    report.figure("gpu.sleep_keep.released_rate_ratio", ratio, "of a plain copy");
     report.figure("gpu.sleep_keep.cycles", float(seen.cycles), "cycles");
     outcome?;
     for it in held.iter().enumerate() {

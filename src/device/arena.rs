@@ -332,6 +332,7 @@ impl DeviceArena {
             shared.complete_all()?;
             shared.release_adopted();
             shared.wake_of_nothing();
+            shared.release_kept();
             self.empty()
         });
         shared.tell_closed(&closed);

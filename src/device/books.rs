@@ -94,7 +94,7 @@ impl Books {
             regions,
             granularity: granularity.get(),
             leases: 0,
-            sleep: Sleep::new(now),
+            sleep: Sleep::new(now, &config.sleep),
             limit: config.limit,
             totals: Totals::default(),
             live_peak: 0,

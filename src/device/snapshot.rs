@@ -28,7 +28,8 @@ pub struct ArenaSnapshot {
     pub live: ByteSize,
     /// What of the live blocks has no memory behind it now: the arena sleeps.
     pub asleep: ByteSize,
-    /// Host memory that holds contents of those, or that the driver has not taken back since.
+    /// Host memory that holds contents of those, stays for the next sleep, or was not taken back
+    /// by the driver.
     pub offloaded: ByteSize,
     /// The most that was live since the arena was opened. Errs upward by at most what the threads'
     /// fronts hold.

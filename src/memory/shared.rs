@@ -83,7 +83,7 @@ impl Purges {
 pub struct Purged {
     /// From the heap: jemalloc's and the C library's, each with bytes and time.
     pub heap: Result<PurgeReport, HostError>,
-    /// From the device arenas.
+    /// From the device arenas, and host memory that stayed between their sleeps.
     pub device: ByteSize,
     /// How long it took in all.
     pub took: Duration,
@@ -161,7 +161,8 @@ impl Shared {
         let start = self.clock.now();
         let heap = self.purge_heap();
         let arenas = if trigger.leaves_decaying() { Vec::new() } else { self.arenas() };
-        let device = arenas.iter().map(|arena| self.purged(arena)).sum();
+        let of = |arena: &DeviceArena| self.purged(arena).saturating_add(arena.release_stores());
+        let device = arenas.iter().map(of).sum();
         let took = self.clock.now() - start;
         self.purges.by_trigger[trigger as usize].fetch_add(1, Ordering::Relaxed);
         crate::metrics::record::purge_duration(took);

@@ -3,8 +3,8 @@
 //! `gpu:0` is every device arena of this `Memory`, those that drain included, whatever their rung:
 //! where the host driver stands for a device, the selector of that device still names its arenas.
 //! `cpu:0` is the process heap, jemalloc and the C library's, which is what stands here for ONNX
-//! Runtime's arena in host memory, and the pinned pools of slots. A selector thus means the same on
-//! a machine without a GPU.
+//! Runtime's arena in host memory, the pinned pools of slots, and host memory that stays between
+//! sleeps. A selector thus means the same on a machine without a GPU.
 //!
 //! Every target is looked up before any is shrunk. A target without an arena is zero bytes, and no
 //! error. What a run's guard is dropped with, without its end, is left to the worker.
@@ -20,7 +20,7 @@ use thiserror::Error;
 use crate::bytes::ByteSize;
 use crate::config::arena::{RunOptions, SelectorError, Target, TargetKind, Targets};
 use crate::control::Job;
-use crate::device::DeviceError;
+use crate::device::{DeviceArena, DeviceError};
 use crate::host::{HostError, Outcome};
 
 use super::error::Note;
@@ -264,9 +264,10 @@ impl Shared {
         Shrunk { targets: targets.map(one).collect() }
     }
 
-    /// The heap, and the pinned pools.
+    /// The heap, the pinned pools, and what stays between sleeps.
     fn shrink_host(&self) -> ShrinkOutcome {
-        let (mut released, mut failed) = (ByteSize::ZERO, None);
+        let mut released = self.arenas().iter().map(DeviceArena::release_stores).sum::<ByteSize>();
+        let mut failed = None;
         let pools = self.pools();
         for (pool, _) in &pools {
             match pool.shrink() {
@@ -283,7 +284,9 @@ impl Shared {
             (Some(cause), _) | (None, ShrinkOutcome::Failed { cause, .. }) => {
                 ShrinkOutcome::Failed { released, cause }
             }
-            (None, unsupported @ ShrinkOutcome::Unsupported { .. }) if pools.is_empty() => {
+            (None, unsupported @ ShrinkOutcome::Unsupported { .. })
+                if pools.is_empty() && released.is_zero() =>
+            {
                 unsupported
             }
             (None, _) => ShrinkOutcome::Released(released),

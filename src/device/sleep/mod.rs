@@ -101,16 +101,22 @@ pub struct SleepConfig {
     /// zero to fail at once. By the arena's clock: over one that stands still, as a manual clock
     /// that nobody advances, such a wake waits for ever.
     pub patience: Duration,
+    /// Whether the host memory for contents stays, and stays booked, from one sleep to the next:
+    /// page-locked memory takes longer to be had than to be filled. Else it is given back after
+    /// each wake. See [`DeviceArena::set_keep_stores`].
+    pub keep_stores: bool,
 }
 
 impl Default for SleepConfig {
-    /// Never by itself; a wake tries for 2 s: what a neighbour has freed shows within 1.5 s.
+    /// Never by itself; a wake tries for 2 s: what a neighbour has freed shows within 1.5 s. No
+    /// host memory stays.
     fn default() -> Self {
         Self {
             idle_after: None,
             residency: Duration::ZERO,
             options: SleepOptions::default(),
             patience: Duration::from_secs(2),
+            keep_stores: false,
         }
     }
 }
@@ -272,6 +278,32 @@ impl DeviceArena {
     #[must_use]
     pub fn is_busy(&self) -> bool {
         lock(&self.shared().books).is_busy()
+    }
+
+    /// Says whether the host memory for contents stays between sleeps
+    /// ([`SleepConfig::keep_stores`]); with `false`, what stayed is given back.
+    ///
+    /// What stays is used by the next sleep whose contents fit, and given back by one whose
+    /// contents do not, by [`DeviceArena::release_stores`], and at the end of the arena.
+    pub fn set_keep_stores(&self, keep_stores: bool) {
+        let shared = self.shared();
+        if shared.check_here().is_ok() {
+            lock(&shared.books).sleep.keeps_stores = keep_stores;
+            if !keep_stores {
+                shared.release_kept();
+            }
+        }
+    }
+
+    /// Gives back the host memory that stays between sleeps; returns how much that was. What the
+    /// driver does not take is tried again later ([`DeviceArena::decay`]). The contents of an arena
+    /// that sleeps are not touched.
+    pub fn release_stores(&self) -> ByteSize {
+        let shared = self.shared();
+        if shared.check_here().is_err() {
+            return ByteSize::ZERO;
+        }
+        shared.release_kept()
     }
 
     /// Sets where host memory is booked before contents are copied into it; without, nowhere. A

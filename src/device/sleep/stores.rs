@@ -4,7 +4,8 @@
 //! waited for once. A store is at most 1 GiB, so that no single allocation is the whole device.
 //!
 //! Invariants: what is saved is booked with the host's budget for as long as a store is there; a
-//! store is given back only after the host has seen every copy from and to it complete.
+//! store is given back only after the host has seen every copy from and to it complete, and written
+//! anew only behind them, on the same stream.
 
 use std::any::Any;
 use std::cell::Cell;
@@ -39,7 +40,7 @@ pub(super) struct Copy {
     offset: ByteSize,
 }
 
-/// Contents out of the way.
+/// Contents out of the way; between sleeps, the stores for them.
 pub(super) struct Saved {
     pub(super) copies: Vec<Copy>,
     pub(super) stores: Vec<(HostStore, ByteSize)>,
@@ -117,6 +118,11 @@ impl Saved {
         (at, StoreSpan { store, offset: copy.offset.saturating_add(into), size })
     }
 
+    /// Host memory of its stores.
+    pub(super) fn bytes(&self) -> ByteSize {
+        self.stores.iter().map(|(_, size)| *size).sum()
+    }
+
     /// Every copy of all that was saved.
     pub(super) fn places(&self, books: &Books) -> Vec<Place> {
         let place = |copy: &Copy| self.place(copy, copy.run, &books.region(copy.region).segment);
@@ -146,8 +152,13 @@ impl Shared {
         if copies.is_empty() {
             return Ok(None);
         }
-        let (budget, booking) = self.book(sizes.iter().copied().sum())?.unzip();
-        let mut saved = Saved { copies, stores: Vec::new(), booking };
+        let (budget, mut saved) = match self.kept_for(&sizes) {
+            Some(kept) => (None, Saved { copies, ..kept }),
+            None => {
+                let (budget, booking) = self.book(sizes.iter().copied().sum())?.unzip();
+                (budget, Saved { copies, stores: Vec::new(), booking })
+            }
+        };
         let outcome = self.copy_out(&mut saved, &sizes);
         if outcome.is_ok()
             && let Some((budget, booking)) = budget.as_ref().zip(saved.booking.as_mut())
@@ -162,6 +173,18 @@ impl Shared {
                 Err(self.told_of_copies(error))
             }
         }
+    }
+
+    /// The stores that stayed after the last wake; `None` where there are none, or they are too
+    /// small, and then they are given back.
+    fn kept_for(&self, sizes: &[ByteSize]) -> Option<Saved> {
+        let kept = self.books().sleep.kept.take()?;
+        let mut pairs = sizes.iter().zip(&kept.stores);
+        if sizes.len() <= kept.stores.len() && pairs.all(|(size, (_, has))| size <= has) {
+            return Some(kept);
+        }
+        self.let_go(kept);
+        None
     }
 
     /// What a caller is told of copies that could not be made, or not be waited for.
@@ -185,7 +208,7 @@ impl Shared {
     }
 
     fn copy_out(&self, saved: &mut Saved, sizes: &[ByteSize]) -> Result<(), DriverError> {
-        for &size in sizes {
+        for &size in sizes.iter().skip(saved.stores.len()) {
             saved.stores.push((self.driver.host_store_create(size)?, size));
         }
         let stream = self.copy_stream()?;
@@ -234,6 +257,25 @@ impl Shared {
         let stream = books.sleep.stream.filter(|_| books.sleep.may_be_copied());
         drop(books);
         stream.is_none_or(|stream| self.wait_for_own(stream).is_ok())
+    }
+
+    /// After a wake: the stores stay for the next sleep, or are given back.
+    pub(super) fn set_by(&self, saved: Saved) {
+        let mut books = self.books();
+        if books.sleep.keeps_stores && books.sleep.kept.is_none() {
+            books.sleep.kept = Some(saved);
+            return;
+        }
+        drop(books);
+        self.let_go(saved);
+    }
+
+    /// Gives back the stores that stay between sleeps; returns their bytes.
+    pub(in crate::device) fn release_kept(&self) -> ByteSize {
+        let Some(kept) = self.books().sleep.kept.take() else { return ByteSize::ZERO };
+        let bytes = kept.bytes();
+        self.let_go(kept);
+        bytes
     }
 
     /// Gives the stores back, and what was booked for them; those that the driver does not take are
@@ -345,7 +387,8 @@ impl Shared {
     pub(in crate::device) fn end_sleep(&self) {
         let mut books = self.books();
         let stream = books.sleep.stream.take();
-        if let Some(saved) = books.sleep.saved.take() {
+        let (saved, kept) = (books.sleep.saved.take(), books.sleep.kept.take());
+        for saved in [saved, kept].into_iter().flatten() {
             books.sleep.left.extend(saved.stores);
             books.sleep.booked.extend(saved.booking);
         }

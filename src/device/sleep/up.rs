@@ -184,7 +184,7 @@ impl Shared {
         given.granules > 0
     }
 
-    /// Awake: the copies are given up.
+    /// Awake: the copies are given up, and their host memory unless it is to stay.
     fn stand_up(&self, returns: &[Return], restored: ByteSize) -> Woken {
         let mut saved = None;
         let woken = Woken { committed: returns.iter().map(|to| to.size).sum(), restored };
@@ -202,7 +202,7 @@ impl Shared {
             books.tell_wake(&*self.clock, Some(woken));
         });
         if let Some(saved) = saved {
-            self.let_go(saved);
+            self.set_by(saved);
         }
         let (arena, committed) = (&self.name, woken.committed);
         tracing::info!(arena, %committed, %restored, "the arena woke");

@@ -171,6 +171,11 @@ impl Schedule {
         self.discards[usize::from(region == Region::Dynamic)]
     }
 
+    /// Whether host memory stays between sleeps.
+    pub(crate) fn keeps_stores(&self) -> bool {
+        self.seed % 3 == 0
+    }
+
     /// When the arena falls asleep by itself.
     fn sleep(&self) -> SleepConfig {
         let contents =
@@ -182,7 +187,8 @@ impl Schedule {
         };
         // Nobody lets time go by for who waits.
         let (idle_after, patience) = (Some(Duration::from_secs(5)), Duration::ZERO);
-        SleepConfig { idle_after, patience, options, ..SleepConfig::default() }
+        let keep_stores = self.keeps_stores();
+        SleepConfig { idle_after, patience, options, keep_stores, ..SleepConfig::default() }
     }
 
     /// Runs it in a thread of its own.

@@ -13,7 +13,9 @@ use super::memory::region;
 use crate::harness::world::{Act, Worker, World};
 
 pub(super) fn purge(world: &World, _: &mut Worker) -> Act {
-    world.take(world.arena.purge()).map(drop)
+    world.take(world.arena.purge())?;
+    world.arena.release_stores();
+    Ok(())
 }
 
 pub(super) fn trim(world: &World, worker: &mut Worker) -> Act {

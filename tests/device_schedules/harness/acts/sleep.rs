@@ -117,7 +117,8 @@ pub(super) fn begin_to_enter(world: &World, _: &mut Worker) -> Act {
     }
     let Some(_lease) = world.take(world.arena.enter())? else { return Ok(()) };
     for _ in 0..LOOKS_MAX {
-        if !was_asleep || world.arena.snapshot().offloaded.is_zero() {
+        let is_back = world.schedule.keeps_stores() || world.arena.snapshot().offloaded.is_zero();
+        if !was_asleep || is_back {
             break;
         }
         thread::yield_now();
