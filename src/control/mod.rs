@@ -47,8 +47,8 @@ pub use maintenance::{
     SettingsError, Tick, Trigger, Worker, run_control, run_worker,
 };
 pub use managed::{
-    Acquire, AcquireError, AddError, Backoff, LoadError, Managed, ManagedBuilder, Resource,
-    ResourceStats, Resources, UnloadError, UnloadReason, Unloads, Use,
+    Acquire, AcquireError, AddError, Backoff, Enclosure, LoadError, Managed, ManagedBuilder,
+    Resource, ResourceStats, Resources, UnloadError, UnloadReason, Unloads, Use,
 };
 pub use pressure::{Band, Level, Pressure, Thresholds, ThresholdsError};
 pub use reclaim::{Ask, Ladder, LadderError, Pace, Reclaim, Recovered};

@@ -5,8 +5,8 @@
 //! the thread's cache emptied before and after: else blocks of the arena would be handed out after
 //! the scope, and blocks from before it within. An arena is destroyed only when nothing can point
 //! into it: nobody is in a scope, and it has no active page, where thread caches count as active.
-//! Else it is kept, purged, for the next that asks for one. Nothing here allocates: a control path
-//! that did so in a scope would pin the arena it serves.
+//! Else it is kept, purged, for the next that asks for one. Nothing here allocates but the list of
+//! all: a control path that did so in a scope would pin the arena it serves.
 //!
 //! Invariant: `destroyed => active pages = 0 and no scope`; an index is in one `HostArena`, or
 //! kept, or of jemalloc's own.
@@ -263,19 +263,20 @@ impl HostArena {
     pub fn stats(&self) -> Result<HostArenaStats, HostError> {
         self.check_birth()?;
         refresh()?;
-        let page = ctl::ARENAS_PAGE.read()?;
-        let pages = |count: usize| ByteSize::of(count.saturating_mul(page));
-        let (small, large) = (
-            ctl::STATS_ARENA_SMALL.read_of(self.index)?,
-            ctl::STATS_ARENA_LARGE.read_of(self.index)?,
-        );
-        let cached = ctl::STATS_ARENA_CACHED.read_of(self.index)?;
-        Ok(HostArenaStats {
-            live: ByteSize::of(small.saturating_add(large).saturating_sub(cached)),
-            active: pages(ctl::STATS_ARENA_ACTIVE_PAGES.read_of(self.index)?),
-            dirty: pages(ctl::STATS_ARENA_DIRTY_PAGES.read_of(self.index)?),
-            muzzy: pages(ctl::STATS_ARENA_MUZZY_PAGES.read_of(self.index)?),
-        })
+        stats_of(self.index)
+    }
+
+    /// All dedicated arenas of this process by their names, and those that are kept for the next
+    /// under none. One refresh of jemalloc's statistics; allocates the list.
+    ///
+    /// # Errors
+    /// [`HostError`].
+    pub fn all() -> Result<Vec<(String, HostArenaStats)>, HostError> {
+        let mut slots = keep();
+        refresh()?;
+        let ours = |slot: &Slot| slot.is_kept || slot.name != ArenaName::NONE;
+        let indices = (0..).zip(slots.known().iter()).filter(|(_, slot)| ours(slot));
+        indices.map(|(index, slot)| Ok((slot.name.text().to_owned(), stats_of(index)?))).collect()
     }
 
     /// Gives its unused pages back now; about 0.1 ms for each MiB.
@@ -340,6 +341,21 @@ impl HostArena {
     fn check_birth(&self) -> Result<(), HostError> {
         if self.birth.is_here() { Ok(()) } else { Err(HostError::Forked) }
     }
+}
+
+/// What an arena held at the last refresh.
+fn stats_of(index: u32) -> Result<HostArenaStats, HostError> {
+    let page = ctl::ARENAS_PAGE.read()?;
+    let pages = |count: usize| ByteSize::of(count.saturating_mul(page));
+    let (small, large) =
+        (ctl::STATS_ARENA_SMALL.read_of(index)?, ctl::STATS_ARENA_LARGE.read_of(index)?);
+    let cached = ctl::STATS_ARENA_CACHED.read_of(index)?;
+    Ok(HostArenaStats {
+        live: ByteSize::of(small.saturating_add(large).saturating_sub(cached)),
+        active: pages(ctl::STATS_ARENA_ACTIVE_PAGES.read_of(index)?),
+        dirty: pages(ctl::STATS_ARENA_DIRTY_PAGES.read_of(index)?),
+        muzzy: pages(ctl::STATS_ARENA_MUZZY_PAGES.read_of(index)?),
+    })
 }
 
 impl Drop for HostArena {

@@ -16,7 +16,9 @@ mod error;
 #[cfg(feature = "cuda")]
 mod governors;
 mod hands;
+mod own_arena;
 mod published;
+mod resources;
 mod scopes;
 mod sensor;
 mod shared;
@@ -33,9 +35,7 @@ use std::time::Duration;
 use crate::bytes::ByteSize;
 use crate::clock::{Bell, Clock, Moment};
 use crate::config::Config;
-use crate::control::{
-    Admission, Budget, Cost, Job, LoadError, Managed, ManagedBuilder, Resource, Trigger,
-};
+use crate::control::{Admission, Budget, Cost, Job, Resource, Trigger};
 use crate::control::{Level, ResourceStats};
 use crate::device::{ArenaConfig, DeviceArena};
 use crate::fork::Birth;
@@ -209,59 +209,6 @@ impl Memory {
         let config =
             ArenaConfig { limit: shared.config.device_limit.value, ..shared.arena_config(name) };
         shared.open_arena(config)
-    }
-
-    /// A resource that is loaded on first use, with the configured idle time; give it to
-    /// [`Memory::register`] when it is complete.
-    ///
-    /// The loader must not hold this `Memory`: the registry holds the loader, so that the two would
-    /// keep each other, and the threads, for ever, unless [`Memory::shutdown`] is called. Let it
-    /// hold what it needs, mostly a [`DeviceArena`], or a [`WeakMemory`]. The same holds for
-    /// the clean-up.
-    ///
-    /// ```
-    /// use lowtide::control::LoadError;
-    /// use lowtide::device::Region;
-    /// use lowtide::{ByteSize, Memory};
-    ///
-    /// let memory = Memory::builder().start()?;
-    /// let arena = memory.open_arena("embedder")?;
-    /// let size = ByteSize::mib(4);
-    /// let load = move || -> Result<_, LoadError> {
-    ///     Ok(arena.alloc_from(&vec![1.0_f32; 1 << 20], Region::Stable)?)
-    /// };
-    /// let cost = memory.cost(ByteSize::ZERO, size);
-    /// let weights = memory.register(memory.managed("weights", load).cost(cost))?;
-    /// println!("{:?}", weights.acquire_blocking()?); // loads; stays while it is used
-    /// # drop(weights);
-    /// # Ok::<(), lowtide::BoxError>(())
-    /// ```
-    pub fn managed<T: Send + Sync + 'static>(
-        &self,
-        name: &str,
-        load: impl Fn() -> Result<T, LoadError> + Send + Sync + 'static,
-    ) -> ManagedBuilder<T> {
-        Managed::builder(name, load).idle(self.0.shared.config.idle_unload.value)
-    }
-
-    /// Builds the resource and has it unloaded when it has been idle, or under pressure. It stays
-    /// registered, and its loader with it, as long as this `Memory` lives; a loader that holds a
-    /// `Memory` keeps it alive (see [`Memory::managed`]). A cost that is above the ceiling is
-    /// noted, once; each attempt to load it is refused.
-    ///
-    /// # Errors
-    /// [`MemoryError::TooManyResources`], [`MemoryError::DuplicateResource`],
-    /// [`MemoryError::Forked`].
-    pub fn register<T: Send + Sync + 'static>(
-        &self,
-        builder: ManagedBuilder<T>,
-    ) -> Result<Managed<T>, MemoryError> {
-        let shared = &self.0.shared;
-        shared.check_here()?;
-        let managed = builder.build(Arc::clone(&shared.clock), Some(shared.admission.clone()));
-        shared.resources.add(Arc::new(managed.clone()))?;
-        shared.note_misfit(&managed.stats());
-        Ok(managed)
     }
 
     /// Purges heap and arenas now, on this thread: about 0.1 ms for each MiB given back. Not for a

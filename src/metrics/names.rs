@@ -101,7 +101,7 @@ table! {
     DEVICE_ASLEEP: Gauge "lowtide_device_asleep_bytes" Bytes ["device", "arena"]
         "The part of live bytes with no memory behind it, because the arena sleeps.";
     DEVICE_OFFLOADED: Gauge "lowtide_device_offloaded_bytes" Bytes ["device", "arena"]
-        "Host memory that holds contents of the arena while it sleeps, or stays for the next sleep.";
+        "Host memory that holds contents of the arena while it sleeps, or stays for that.";
     DEVICE_REQUESTED: Gauge "lowtide_device_requested_bytes" Bytes ["device", "arena"]
         "Bytes of device memory that callers asked for.";
     DEVICE_ACTIVE: Gauge "lowtide_device_active_bytes" Bytes ["device", "arena"]

@@ -12,6 +12,7 @@ mod known_bugs;
 mod moments;
 mod sharp;
 mod states;
+mod stores;
 mod streams;
 mod support;
 mod waiting;

@@ -226,7 +226,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
     fn load(&self, permit: Option<Permit>) {
         lock(&self.state).phase = Phase::Loading(Some(thread::current().id()));
         let start = self.clock.now();
-        let loaded = caught(|| (self.parts.loader)());
+        let loaded = caught(|| self.parts.load());
         let loaded = loaded.unwrap_or_else(|message| Err(LoadError::Panicked { message }));
         self.end_load(loaded, permit, self.clock.now() - start);
     }
@@ -380,7 +380,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         let Loaded { value, permit } = loaded;
         let value = Arc::into_inner(value);
         debug_assert!(value.is_some(), "a value is taken apart while it is held");
-        let ended = caught(|| value.map(&self.parts.unload));
+        let ended = caught(|| value.map(|value| self.parts.take_apart(value)));
         // Only now: what it held is booked until it is gone.
         drop(permit);
         ended.is_ok()
@@ -477,7 +477,7 @@ impl<T> Drop for Cell<T> {
         }
         // No guard is left, since each holds the cell: this is the last reference.
         let value = Arc::into_inner(value);
-        let _ = caught(|| value.map(&self.parts.unload));
+        let _ = caught(|| value.map(|value| self.parts.take_apart(value)));
         drop(permit);
     }
 }

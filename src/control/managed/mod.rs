@@ -16,6 +16,7 @@
 //! `booked cost > 0 <=> Loading, Ready or Unloading`.
 
 mod cell;
+mod enclosure;
 mod error;
 mod parts;
 mod resource;
@@ -37,6 +38,7 @@ use cell::Cell;
 use parts::Parts;
 use ticket::Ticket;
 
+pub use enclosure::Enclosure;
 pub use error::{AcquireError, AddError, LoadError, UnloadError};
 pub use resource::{Resource, ResourceStats, Resources, UnloadReason, Unloads};
 
@@ -109,6 +111,14 @@ impl<T: Send + Sync + 'static> ManagedBuilder<T> {
     #[must_use]
     pub fn unload(mut self, unload: impl Fn(T) + Send + Sync + 'static) -> Self {
         self.parts.unload = Box::new(unload);
+        self
+    }
+
+    /// What loads and clean-ups run within, such as a heap arena of its own; nothing by default, or
+    /// with `None`.
+    #[must_use]
+    pub fn enclosure(mut self, enclosure: Option<Arc<dyn Enclosure>>) -> Self {
+        self.parts.enclosure = enclosure;
         self
     }
 

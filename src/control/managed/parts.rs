@@ -1,6 +1,6 @@
 //! What a resource is made of: collected by its builder, kept by its cell.
 //!
-//! Plain values and two closures; it loads and unloads nothing.
+//! Plain values, two closures and what they run within; it loads and unloads nothing.
 //!
 //! Invariant: nothing in it changes once the cell has it.
 
@@ -10,6 +10,7 @@ use std::time::Duration;
 use crate::control::admission::Cost;
 
 use super::Backoff;
+use super::enclosure::Enclosure;
 use super::error::LoadError;
 
 type Loader<T> = Box<dyn Fn() -> Result<T, LoadError> + Send + Sync>;
@@ -20,6 +21,7 @@ pub(super) struct Parts<T> {
     pub(super) name: Arc<str>,
     pub(super) loader: Loader<T>,
     pub(super) unload: Unloader<T>,
+    pub(super) enclosure: Option<Arc<dyn Enclosure>>,
     pub(super) idle: Option<Duration>,
     pub(super) min_residency: Duration,
     pub(super) cost: Cost,
@@ -32,6 +34,7 @@ impl<T: 'static> Parts<T> {
             name,
             loader,
             unload: Box::new(drop),
+            enclosure: None,
             idle: None,
             min_residency: Duration::ZERO,
             cost: Cost::ZERO,

@@ -281,17 +281,14 @@ impl DeviceArena {
     }
 
     /// Says whether the host memory for contents stays between sleeps
-    /// ([`SleepConfig::keep_stores`]); with `false`, what stayed is given back.
+    /// ([`SleepConfig::keep_stores`]); gives back what stayed until now.
     ///
     /// What stays is used by the next sleep whose contents fit, and given back by one whose
     /// contents do not, by [`DeviceArena::release_stores`], and at the end of the arena.
     pub fn set_keep_stores(&self, keep_stores: bool) {
         let shared = self.shared();
         if shared.check_here().is_ok() {
-            lock(&shared.books).sleep.keeps_stores = keep_stores;
-            if !keep_stores {
-                shared.release_kept();
-            }
+            shared.set_between(keep_stores);
         }
     }
 

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::task::Waker;
 
 use super::ArenaState;
-use super::stores::{Saved, is_booking};
+use super::stores::{Between, Saved, is_booking};
 use super::{HostBudget, SleepConfig};
 use crate::bytes::ByteSize;
 use crate::clock::{Bell, Clock, Moment};
@@ -65,9 +65,7 @@ pub(in crate::device) struct Sleep {
     pub(super) budget: Option<Arc<dyn HostBudget>>,
     /// The contents of what sleeps.
     pub(super) saved: Option<Saved>,
-    /// Whether stores stay between sleeps; those that do, while it is awake.
-    pub(super) keeps_stores: bool,
-    pub(super) kept: Option<Saved>,
+    pub(super) between: Between,
     /// Times that copies were begun on that stream; up to which of them the host has seen the end.
     pub(super) copying: u64,
     pub(super) copied: u64,
@@ -93,9 +91,8 @@ pub(in crate::device) struct Sleep {
 impl Sleep {
     /// Of an arena that is opened now.
     pub(in crate::device) fn new(now: Moment, config: &SleepConfig) -> Self {
-        let keeps_stores = config.keep_stores;
-        let moments = Self { leased_since: now, left_at: now, awake_since: now, ..Self::default() };
-        Self { keeps_stores, ..moments }
+        let between = Between::of(config.keep_stores);
+        Self { between, leased_since: now, left_at: now, awake_since: now, ..Self::default() }
     }
 
     pub(in crate::device) const fn state(&self) -> ArenaState {
@@ -135,7 +132,8 @@ impl Sleep {
 
     /// Host memory that holds contents, or stays for them, or that the driver did not take back.
     pub(in crate::device) fn offloaded(&self) -> ByteSize {
-        let stores = [&self.saved, &self.kept].into_iter().flatten().map(Saved::bytes);
+        let stores =
+            [self.saved.as_ref(), self.between.kept()].into_iter().flatten().map(Saved::bytes);
         stores.chain(self.left.iter().map(|(_, size)| *size)).sum()
     }
 

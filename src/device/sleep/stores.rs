@@ -48,6 +48,35 @@ pub(super) struct Saved {
     booking: Option<Box<dyn Any + Send>>,
 }
 
+/// What becomes of stores between a wake and the next sleep.
+#[derive(Default)]
+pub(super) enum Between {
+    /// They are given back.
+    #[default]
+    Release,
+    /// They stay, those of the last sleep.
+    Keep(Option<Saved>),
+}
+
+impl Between {
+    pub(super) const fn of(keep_stores: bool) -> Self {
+        if keep_stores { Self::Keep(None) } else { Self::Release }
+    }
+
+    pub(super) const fn kept(&self) -> Option<&Saved> {
+        if let Self::Keep(kept) = self { kept.as_ref() } else { None }
+    }
+
+    pub(super) fn take(&mut self) -> Option<Saved> {
+        if let Self::Keep(kept) = self { kept.take() } else { None }
+    }
+
+    /// Puts stores by, or hands those back that are to be given back.
+    fn put(&mut self, saved: Saved) -> Option<Saved> {
+        if let Self::Keep(kept) = self { kept.replace(saved) } else { Some(saved) }
+    }
+}
+
 /// Where host memory is booked, and what it is booked as.
 type Booking = (Arc<dyn HostBudget>, Box<dyn Any + Send>);
 
@@ -178,7 +207,8 @@ impl Shared {
     /// The stores that stayed after the last wake; `None` where there are none, or they are too
     /// small, and then they are given back.
     fn kept_for(&self, sizes: &[ByteSize]) -> Option<Saved> {
-        let kept = self.books().sleep.kept.take()?;
+        let kept = self.books().sleep.between.take();
+        let kept = kept?;
         let mut pairs = sizes.iter().zip(&kept.stores);
         if sizes.len() <= kept.stores.len() && pairs.all(|(size, (_, has))| size <= has) {
             return Some(kept);
@@ -261,18 +291,24 @@ impl Shared {
 
     /// After a wake: the stores stay for the next sleep, or are given back.
     pub(super) fn set_by(&self, saved: Saved) {
-        let mut books = self.books();
-        if books.sleep.keeps_stores && books.sleep.kept.is_none() {
-            books.sleep.kept = Some(saved);
-            return;
+        let over = self.books().sleep.between.put(saved);
+        if let Some(over) = over {
+            self.let_go(over);
         }
-        drop(books);
-        self.let_go(saved);
+    }
+
+    /// Says whether stores stay between sleeps; gives back those that do.
+    pub(super) fn set_between(&self, keep_stores: bool) {
+        let before = std::mem::replace(&mut self.books().sleep.between, Between::of(keep_stores));
+        if let Between::Keep(Some(kept)) = before {
+            self.let_go(kept);
+        }
     }
 
     /// Gives back the stores that stay between sleeps; returns their bytes.
     pub(in crate::device) fn release_kept(&self) -> ByteSize {
-        let Some(kept) = self.books().sleep.kept.take() else { return ByteSize::ZERO };
+        let kept = self.books().sleep.between.take();
+        let Some(kept) = kept else { return ByteSize::ZERO };
         let bytes = kept.bytes();
         self.let_go(kept);
         bytes
@@ -387,7 +423,7 @@ impl Shared {
     pub(in crate::device) fn end_sleep(&self) {
         let mut books = self.books();
         let stream = books.sleep.stream.take();
-        let (saved, kept) = (books.sleep.saved.take(), books.sleep.kept.take());
+        let (saved, kept) = (books.sleep.saved.take(), books.sleep.between.take());
         for saved in [saved, kept].into_iter().flatten() {
             books.sleep.left.extend(saved.stores);
             books.sleep.booked.extend(saved.booking);

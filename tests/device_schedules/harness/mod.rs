@@ -173,7 +173,7 @@ impl Schedule {
 
     /// Whether host memory stays between sleeps.
     pub(crate) fn keeps_stores(&self) -> bool {
-        self.seed % 3 == 0
+        self.seed.is_multiple_of(3)
     }
 
     /// When the arena falls asleep by itself.

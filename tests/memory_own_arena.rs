@@ -1,0 +1,113 @@
+//! Resources have heap arenas of their own: what was loaded goes back whole, whatever the
+//! neighbours keep.
+
+use std::collections::BTreeMap;
+use std::panic;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use lowtide::control::{Backoff, LoadError};
+use lowtide::host::{Heap, HostArena, HostArenaStats};
+use lowtide::memory::Memory;
+
+mod support;
+
+use support::turn;
+
+#[global_allocator]
+static HEAP: Heap = Heap;
+
+const MIB: u64 = 1 << 20;
+const SOON: Duration = Duration::from_secs(10);
+
+/// Some MiB in blocks of many sizes.
+type Model = (Vec<Vec<u8>>, BTreeMap<u32, String>);
+
+fn model() -> Model {
+    let tensors = (0..8).map(|nth| vec![1_u8; 1 << (14 + nth)]).collect();
+    let words = (0..20_000).map(|nth| (nth, format!("word {nth}"))).collect();
+    (tensors, words)
+}
+
+fn arena(name: &str) -> Option<HostArenaStats> {
+    let all = HostArena::all().expect("statistics");
+    all.into_iter().find_map(|(of, stats)| (of == name).then_some(stats))
+}
+
+#[test]
+fn what_a_loader_allocates_is_in_an_arena_of_the_resources_name_and_goes_with_it() {
+    let _turn = turn();
+    let memory = Memory::builder().start().expect("starts");
+    let words = memory.register(memory.managed("words", || Ok(model()))).expect("registered");
+    for _ in 0..3 {
+        assert_eq!(arena("words"), None, "not loaded");
+        let held = words.acquire_blocking().expect("loads");
+        let (tensors, words_of) = &*held;
+        let bytes: usize = tensors.iter().map(Vec::len).sum();
+        assert_eq!(words_of.len(), 20_000);
+        let beside = vec![1_u8; 3 << 20];
+        let found = arena("words").expect("an arena");
+        assert!(found.live.get() > bytes as u64, "{found:?}");
+        assert!(
+            found.live.get() < bytes as u64 + 3 * MIB,
+            "what is beside is elsewhere: {found:?}"
+        );
+        drop((held, beside));
+        assert!(words.unload_now(SOON).expect("free"));
+    }
+    assert_eq!(HostArena::all().expect("statistics"), [], "none is left, and none is kept");
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
+#[test]
+fn a_load_that_fails_or_panics_leaves_the_arena_to_the_next() {
+    let _turn = turn();
+    let memory = Memory::builder().start().expect("starts");
+    let turns = AtomicU32::new(0);
+    let load = move || match turns.fetch_add(1, Ordering::Relaxed) {
+        0 => Err(LoadError::new("not yet")),
+        1 => panic!("never"),
+        _ => Ok(model()),
+    };
+    let backoff = Backoff { first: Duration::ZERO, max: Duration::ZERO };
+    let resource = memory.managed("moody", load).backoff(backoff);
+    let resource = memory.register(resource).expect("registered");
+    let before = panic::take_hook();
+    panic::set_hook(Box::new(|_| {}));
+    assert!(resource.acquire_blocking().is_err());
+    assert!(resource.acquire_blocking().is_err());
+    panic::set_hook(before);
+    let held = resource.acquire_blocking().expect("loads");
+    assert!(arena("moody").is_some());
+    drop(held);
+    assert!(resource.unload_now(SOON).expect("free"));
+    assert_eq!(arena("moody"), None);
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
+#[test]
+fn names_that_are_taken_or_long_and_a_wish_for_the_shared_heap_refuse_no_load() {
+    let _turn = turn();
+    let memory = Memory::builder().start().expect("starts");
+    let long = "a name of more than thirty-one bytes, and \u{e4} at an odd place";
+    let first = memory.register(memory.managed(long, || Ok(model()))).expect("registered");
+    let held = first.acquire_blocking().expect("loads");
+    assert!(arena("a name of more than thirty-one ").is_some(), "{:?}", HostArena::all());
+
+    // The same 31 bytes: the shared heap, and a note that says so.
+    let second = format!("{long}, another");
+    let second = memory.register(memory.managed(&second, || Ok(model()))).expect("registered");
+    let other = second.acquire_blocking().expect("loads");
+    let notes = memory.notes();
+    let said = notes.iter().find(|note| note.text.contains("shared heap")).expect("a note");
+    assert!(said.text.contains("is named"), "{}", said.text);
+    drop((held, other));
+    assert!(first.unload_now(SOON).expect("free") && second.unload_now(SOON).expect("free"));
+
+    let shared = memory.managed("shared", || Ok(model())).enclosure(None);
+    let shared = memory.register(shared).expect("registered");
+    let held = shared.acquire_blocking().expect("loads");
+    assert_eq!(arena("shared"), None);
+    drop(held);
+    assert!(memory.shutdown(SOON).is_clean());
+}
