@@ -3,14 +3,16 @@
 //!
 //! Invariant: a test ends with its arenas retired, but where it says that one is kept.
 #![cfg(all(target_os = "linux", feature = "heap"))]
-#![expect(unsafe_code, reason = "a child is forked")]
+#![expect(unsafe_code, reason = "a child is forked, and memory is asked for as allocators do")]
 
+use std::alloc::Layout;
 use std::collections::BTreeMap;
 use std::hint::black_box;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc;
 use std::thread;
 
+use allocator_api2::alloc::Allocator as _;
 use lowtide::ByteSize;
 use lowtide::host::{self, ARENA_NAME_MAX, Heap, HostArena, HostArenaError, HostError, StillHeld};
 
@@ -173,4 +175,44 @@ fn a_child_of_a_fork_is_refused() {
     let waited = unsafe { libc::waitpid(child, &raw mut status, 0) };
     assert_eq!((waited, status), (child, 0));
     arena.retire().expect("empty");
+}
+
+#[test]
+fn large_buffers_are_had_of_it_on_any_thread_and_leave_nothing_behind() {
+    let arena = HostArena::new("tensors").expect("an arena");
+    let mut tensor = allocator_api2::vec::Vec::new_in(&arena);
+    tensor.resize(1 << 20, 0.5_f32);
+    tensor.resize(1 << 21, 1.5_f32); // moves
+    assert!(tensor[..1 << 20].iter().all(|of| (of - 0.5).abs() < f32::EPSILON));
+    thread::scope(|scope| {
+        let other = scope.spawn(|| {
+            let mut of_theirs = allocator_api2::vec::Vec::with_capacity_in(1 << 20, &arena);
+            of_theirs.resize(1 << 20, 1_u8);
+            of_theirs
+        });
+        let of_theirs = other.join().expect("no panic");
+        assert!(arena.stats().expect("statistics").live >= ByteSize::mib(9));
+        drop(of_theirs);
+        // Freed by another, and in no cache of its.
+        scope.spawn(move || drop(tensor)).join().expect("no panic");
+    });
+    // No more than its size, with its alignment, and zeros where they are asked for.
+    let layout = Layout::from_size_align(100_000, 1 << 16).expect("a layout");
+    let block = arena.allocate_zeroed(layout).expect("room");
+    assert_eq!((block.len(), block.cast::<u8>().addr().get() % (1 << 16)), (100_000, 0));
+    // SAFETY: the block is there, of so many bytes, which were set to zero.
+    assert!(unsafe { block.as_ref() }.iter().all(|&byte| byte == 0));
+    // SAFETY: it is one of the arena's, of this layout, and not used after.
+    unsafe { arena.deallocate(block.cast(), layout) };
+    let nothing = arena.allocate(Layout::new::<()>()).expect("nothing is always there");
+    // SAFETY: as before.
+    unsafe { arena.deallocate(nothing.cast(), Layout::new::<()>()) };
+    let too_much = Layout::from_size_align(isize::MAX as usize, 1).expect("a layout");
+    assert!(arena.allocate(too_much).is_err());
+    // One that was forgotten keeps it.
+    let forgotten = arena.allocate(layout).expect("room");
+    let refused = arena.retire().expect_err("a block is there");
+    // SAFETY: as before.
+    unsafe { refused.arena.deallocate(forgotten.cast(), layout) };
+    refused.arena.retire().expect("nothing is left");
 }

@@ -330,12 +330,18 @@ impl HostArena {
             return Err(StillHeld::Active(ByteSize::of(active.saturating_mul(page))));
         }
         // SAFETY: it has no active page, so there is no block in it, not even in a thread's cache.
-        // None comes: blocks are allocated in it by bound threads alone, scopes are those, and each
-        // borrows the arena, which is borrowed mutably here; one that could not be left is booked
-        // as `is_bound`.
+        // None comes: blocks are allocated in it by bound threads, scopes are those, or through the
+        // arena as allocator; each borrows it, and it is borrowed mutably here; a scope that could
+        // not be left is booked as `is_bound`.
         unsafe { ctl::ARENA_DESTROY.perform_in(self.index) }.map_err(StillHeld::Host)?;
         slots.put(self.index, Slot::NONE);
         Ok(())
+    }
+
+    /// jemalloc's index of it.
+    #[cfg(feature = "api2")]
+    pub(super) const fn index(&self) -> u32 {
+        self.index
     }
 
     fn check_birth(&self) -> Result<(), HostError> {

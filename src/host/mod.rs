@@ -24,6 +24,8 @@
 //! Invariant: `live <= active <= mapped`, `retained = resident - live` (see [`HeapSnapshot`]).
 
 mod allocator;
+#[cfg(feature = "api2")]
+mod api2;
 mod arenas;
 mod conf;
 mod effective;

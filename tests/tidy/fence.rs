@@ -14,6 +14,7 @@ const FENCE: &[&str] = &[
     "src/host/allocator.rs",
     "src/host/mallctl.rs",
     "src/host/libc_heap.rs",
+    "src/host/api2.rs",
     "src/host/arenas.rs",
     "src/device/driver/host.rs",
     "src/device/driver/cuda/probe.rs",
