@@ -60,6 +60,7 @@ table! {
     MAX_BACKGROUND_THREADS: usize, 1, c"max_background_threads";
 
     THREAD_ALLOCATED: u64, 2, c"thread.allocated";
+    THREAD_DEALLOCATED: u64, 2, c"thread.deallocated";
     THREAD_ARENA: u32, 2, c"thread.arena";
     THREAD_CACHE_FLUSH: (), 3, c"thread.tcache.flush";
 
@@ -92,6 +93,12 @@ table! {
     STATS_ARENA_SMALL: usize, 5, c"stats.arenas.0.small.allocated";
     STATS_ARENA_LARGE: usize, 5, c"stats.arenas.0.large.allocated";
     STATS_ARENA_CACHED: usize, 4, c"stats.arenas.0.tcache_bytes";
+    ARENAS_CLASSES: u32, 2, c"arenas.nbins";
+    CLASS_SIZE: usize, 4, c"arenas.bin.0.size";
+    CLASS_GROUP_BYTES: usize, 4, c"arenas.bin.0.slab_size";
+    CLASS_GROUP_BLOCKS: u32, 4, c"arenas.bin.0.nregs";
+    STATS_CLASS_BLOCKS: usize, 6, c"stats.arenas.4096.bins.0.curregs";
+    STATS_CLASS_GROUPS: usize, 6, c"stats.arenas.4096.bins.0.curslabs";
     APPROXIMATE_ACTIVE: usize, 2, c"approximate_stats.active";
 
     OPT_ARENAS: u32, 2, c"opt.narenas";
@@ -158,7 +165,8 @@ impl<T: Number, const N: usize> Key<T, N> {
 
     fn read_by(&self, numbers: &[usize; N]) -> Result<T, HostError> {
         // SAFETY: as in `exchange`: the table gives the control's C type as `T`. Numbers are those
-        // of a name, or have an arena's index below jemalloc's limit in place (`numbers_in`).
+        // of a name, or have an arena's index below jemalloc's limit in place (`numbers_in`), or
+        // that of a size class, which jemalloc checks (`read_class`).
         let found = unsafe { raw::read_mib(numbers) };
         found.map_err(|error| self.refused(Act::Read, Refusal::explained(error)))
     }
@@ -180,6 +188,18 @@ impl<T: Number, const N: usize> Key<T, N> {
         }
         if let Some(index) = numbers.get_mut(2) {
             *index = arena as usize;
+        }
+        self.read_by(&numbers)
+    }
+}
+
+impl<T: Number, const N: usize> Key<T, N> {
+    /// The figure of one size class, for one named `*.bins.0.*` or `arenas.bin.0.*`; refused where
+    /// there is no such class (ENOENT: `arenas_bin_i_index`, `stats_arenas_i_bins_j_index`).
+    pub(crate) fn read_class(&self, class: u32) -> Result<T, HostError> {
+        let mut numbers = self.numbers()?;
+        if let Some(index) = N.checked_sub(2).and_then(|at| numbers.get_mut(at)) {
+            *index = class as usize;
         }
         self.read_by(&numbers)
     }

@@ -27,6 +27,7 @@ mod allocator;
 #[cfg(feature = "api2")]
 mod api2;
 mod arenas;
+mod classes;
 mod conf;
 mod effective;
 mod error;
@@ -40,6 +41,7 @@ pub use allocator::{Heap, is_global, serves_c};
 pub use arenas::{
     ARENA_NAME_MAX, HostArena, HostArenaError, HostArenaStats, RetireRefused, StillHeld,
 };
+pub use classes::{SizeClass, ThreadTotals, thread_totals};
 pub use conf::{Applied, Difference, HeapSettings, apply, background_threads_supported};
 pub use effective::{EffectiveConf, effective};
 pub use error::{Act, HostError, Refusal, Unsupported};

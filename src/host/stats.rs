@@ -158,7 +158,7 @@ impl HeapProbe {
         self.page.checked_mul(count as u64).unwrap_or(ByteSize::MAX)
     }
 
-    fn check_birth(&self) -> Result<(), HostError> {
+    pub(super) fn check_birth(&self) -> Result<(), HostError> {
         if self.birth.is_here() { Ok(()) } else { Err(HostError::Forked) }
     }
 }
