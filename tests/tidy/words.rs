@@ -48,6 +48,7 @@ const SETTINGS: &[&str] = &[
     "bytes_in_use",                    // tidy: foreign word
     "nonfull_slabs",                   // tidy: foreign word
     "slab_sizes",                      // tidy: foreign word
+    "slab_size",                       // tidy: foreign word
     "slab_reclaimable",                // tidy: foreign word
     "slab_unreclaimable",              // tidy: foreign word
 ];
