@@ -25,9 +25,13 @@
 
 mod allocator;
 mod arenas;
+mod asked;
+mod cause;
+mod compare;
 mod conf;
 mod effective;
 mod error;
+mod knobs;
 mod libc_heap;
 mod mallctl;
 mod profile;
@@ -38,8 +42,10 @@ pub use allocator::{Heap, is_global, serves_c};
 pub use arenas::{
     ARENA_NAME_MAX, HostArena, HostArenaError, HostArenaStats, RetireRefused, StillHeld,
 };
-pub use conf::{Applied, Difference, HeapSettings, apply, background_threads_supported};
-pub use effective::{EffectiveConf, effective};
+pub use asked::HeapConf;
+pub use cause::{Cause, ConfSource, Difference};
+pub use conf::{Applied, HeapSettings, apply, background_threads_supported};
+pub use effective::{ArenaDecay, EffectiveConf, effective};
 pub use error::{Act, HostError, Refusal, Unsupported};
 pub use libc_heap::{LibcHeap, libc_heap};
 pub use profile::HeapProfile;
@@ -49,3 +55,6 @@ pub use stats::{HeapGlance, HeapProbe, HeapSnapshot};
 /// What the expansion of [`heap_profile!`](crate::heap_profile) needs; not for use by hand.
 #[doc(hidden)]
 pub use allocator::ConfSymbol;
+/// The same.
+#[doc(hidden)]
+pub use knobs::ConfText;
