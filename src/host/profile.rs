@@ -3,7 +3,8 @@
 //! jemalloc fixes its arena count, block layout and thread-cache size before `main`, from a string
 //! that it finds under a symbol of the binary. The macro exports that symbol; a library must not,
 //! because two of them do not link. What can be changed later is in
-//! [`HeapSettings`].
+//! [`HeapSettings`]. Which settings may stand on top of a profile, and their checks, are in
+//! `knobs`.
 //!
 //! Left out on purpose: a dirty decay of 0 (5 to 8 times the CPU) and `hpa` (twice the memory at
 //! rest).
@@ -138,7 +139,13 @@ impl fmt::Display for HeapProfile {
 /// ```
 ///
 /// # Where unsafe code is forbidden
-/// TODO-SECTION
+///
+/// It compiles under `#![forbid(unsafe_code)]` too: the compiler does not report that lint inside
+/// macros of other crates, and the exported static is all that the expansion has of unsafe code.
+/// Where a rule goes further, docs/TUNING.md has three other ways: allocator and macro in a crate
+/// of their own, which the binary names (`use that_crate as _;`); the variable
+/// `_RJEM_MALLOC_CONF`, set by whoever starts the process; and `JEMALLOC_SYS_WITH_MALLOC_CONF` in
+/// the `[env]` of `.cargo/config.toml`, which is built into jemalloc.
 #[macro_export]
 macro_rules! heap_profile {
     (low_memory $($own:tt)*) => {

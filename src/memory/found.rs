@@ -74,7 +74,8 @@ fn in_part(
         format!("{setting} is {found} instead of {asked} ({cause})")
     });
     format!(
-        "profile {} is in force in part; fixed at start otherwise: {}; start the process with {}={}",
+        "profile {} is in force in part; fixed at start otherwise: {}; start the process with \
+         {}={}",
         config.profile.value,
         list.collect::<Vec<_>>().join(", "),
         found.variable(),
