@@ -16,6 +16,9 @@ lowtide::heap_profile!(balanced);
 
 const READ: &str = if cfg!(feature = "interpose") { "MALLOC_CONF" } else { "_RJEM_MALLOC_CONF" };
 
+/// In the causes of what the kernel does about huge pages, and of the build's page size.
+const GIVEN: [&str; 2] = ["transparent_hugepage", "LG_PAGE"];
+
 /// What this program's other tests run it again for.
 #[test]
 fn what_took_effect_in_this_process_is_said() {
@@ -51,11 +54,11 @@ impl Said {
         said
     }
 
-    /// The lines about this, but for what the kernel does about huge pages.
+    /// The lines about this, but for what the kernel and the build decide.
     fn about(&self, what: &str) -> Vec<&str> {
         let start = format!("{what}: ");
         let lines = self.0.lines().filter_map(|line| line.strip_prefix(&start));
-        lines.filter(|line| !line.contains("transparent_hugepage")).collect()
+        lines.filter(|line| GIVEN.iter().all(|given| !line.contains(given))).collect()
     }
 }
 

@@ -20,6 +20,9 @@ const INTERPOSED: bool = cfg!(feature = "interpose");
 const READ: &str = if INTERPOSED { "MALLOC_CONF" } else { "_RJEM_MALLOC_CONF" };
 const UNREAD: &str = if INTERPOSED { "_RJEM_MALLOC_CONF" } else { "MALLOC_CONF" };
 
+/// In the causes of what the kernel does about huge pages, and of the build's page size.
+const GIVEN: [&str; 2] = ["transparent_hugepage", "LG_PAGE"];
+
 /// What this program's other tests run it again for.
 #[test]
 fn the_notes_about_the_heap_are_said() {
@@ -35,8 +38,8 @@ fn the_notes_about_the_heap_are_said() {
     }
 }
 
-/// The notes in a process with these variables alone, but for what the kernel does about huge
-/// pages.
+/// The notes in a process with these variables alone, but for what the kernel and the build
+/// decide.
 fn notes(variables: &[(&str, &str)]) -> Vec<String> {
     lines("note: ", variables)
 }
@@ -52,7 +55,10 @@ fn lines(start: &str, variables: &[(&str, &str)]) -> Vec<String> {
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
     let lines = text.lines().filter_map(|line| line.strip_prefix(start));
-    lines.filter(|line| !line.contains("transparent_hugepage")).map(str::to_owned).collect()
+    lines
+        .filter(|line| GIVEN.iter().all(|given| !line.contains(given)))
+        .map(str::to_owned)
+        .collect()
 }
 
 #[test]

@@ -97,7 +97,8 @@ pub struct ArenaDecay {
     pub muzzy: DecayTime,
 }
 
-/// Reads what took effect. Some 50 us: one file of the kernel and one symbolic link.
+/// Reads what took effect. 20 to 50 us: one file of the kernel, one symbolic link, some 100
+/// controls.
 ///
 /// # Errors
 /// [`HostError::Mallctl`] where jemalloc refuses a control.
