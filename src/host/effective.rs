@@ -97,7 +97,7 @@ pub struct ArenaDecay {
     pub muzzy: DecayTime,
 }
 
-/// Reads what took effect. 20 to 50 us: one file of the kernel, one symbolic link, some 100
+/// Reads what took effect. 10 to 50 us: one file of the kernel, one symbolic link, some 100
 /// controls.
 ///
 /// # Errors
