@@ -98,3 +98,8 @@ struct Readme;
 #[cfg(doctest)]
 #[doc = include_str!("../docs/ARENA_OPTIONS.md")]
 struct ArenaOptionsPage;
+
+/// The code of the page on tuning, compiled.
+#[cfg(doctest)]
+#[doc = include_str!("../docs/TUNING.md")]
+struct TuningPage;

@@ -4,7 +4,7 @@
 
 use lowtide::ByteSize;
 use lowtide::decay::DecayTime;
-use lowtide::host::{self, HeapProfile};
+use lowtide::host::{self, Cause, ConfSource, HeapProfile};
 
 #[global_allocator]
 static HEAP: host::Heap = host::Heap;
@@ -24,8 +24,24 @@ fn what_the_profile_asks_for_is_in_effect() {
     assert_eq!(found.background_threads, found.background_threads_supported);
     assert_eq!(found.max_background_threads, 1);
     assert!(!found.hpa && found.is_global);
-    assert_eq!(found.differences_from(HeapProfile::LowMemory), []);
-    let settings = found.differences_from(HeapProfile::Balanced);
-    assert_eq!(settings.len(), 1, "{settings:?}");
-    assert!(settings[0].cause.contains(found.variable()), "{}", settings[0]);
+    assert_eq!(found.one_page_groups, Some(true));
+    assert_eq!(
+        found.asked_by_binary().and_then(|conf| conf.profile()),
+        Some(HeapProfile::LowMemory)
+    );
+    // But for the page size that jemalloc was built for, which no profile decides.
+    let differences = |profile: HeapProfile| {
+        let mut differences = found.differences_from(profile);
+        differences.retain(|found| found.cause != Cause::PageOfBuild);
+        differences
+    };
+    assert_eq!(differences(HeapProfile::LowMemory), []);
+    assert_eq!(found.ignored(), []);
+    let differences = differences(HeapProfile::Balanced);
+    let settings: Vec<_> = differences.iter().map(|found| found.setting).collect();
+    let all = ["max_background_threads", "narenas", "tcache_max", "thp", "slab_sizes"];
+    assert_eq!(settings, all, "{differences:?}");
+    let symbol = if found.serves_c { "malloc_conf" } else { "_rjem_malloc_conf" };
+    let cause = Cause::SetBy(ConfSource::Binary(symbol));
+    assert!(differences.iter().all(|found| found.cause == cause), "{differences:?}");
 }

@@ -14,7 +14,7 @@ use lowtide::ByteSize;
 use lowtide::clock::{Clock, SystemClock};
 use lowtide::decay::DecayTime;
 use lowtide::host::{
-    self, HeapProbe, HeapProfile, HeapSettings, HostError, LibcHeap, Outcome, Unsupported,
+    self, Cause, HeapProbe, HeapProfile, HeapSettings, HostError, LibcHeap, Outcome, Unsupported,
 };
 use tikv_jemalloc_ctl::{raw, thread as jemalloc_thread};
 
@@ -250,7 +250,11 @@ fn odd_values_become_differences_with_a_cause() {
         let settings: Vec<_> = applied.differences.iter().map(|d| d.setting).collect();
         assert_eq!(settings, ["dirty_decay_ms", "muzzy_decay_ms", "max_background_threads"]);
         assert_eq!(applied.dirty_decay, DecayTime::from_millis(1));
-        assert!(applied.differences.iter().all(|d| !d.cause.is_empty() && d.asked != d.found));
+        let bounds = Cause::Bounds { least: 1, most: u64::from(most) };
+        let causes: Vec<_> = applied.differences.iter().map(|d| &d.cause).collect();
+        let times = |cause| matches!(cause, &&Cause::WholeMilliseconds { .. });
+        assert!(causes[..2].iter().all(times) && *causes[2] == bounds, "{causes:?}");
+        assert!(applied.differences.iter().all(|d| d.asked != d.found));
         assert_eq!(applied.max_background_threads, before.max_background_threads);
 
         let none = HeapSettings { max_background_threads: Some(0), ..STILL };

@@ -1,53 +1,131 @@
-//! A profile that is asked for at run time, in a binary that carries another one: what jemalloc
-//! fixed before `main` stays, and that is said.
+//! What `Memory` says at its start about the heap's configuration: a profile that is asked for at
+//! run time in a binary that carries another one, and what the process was started with.
 //!
-//! One process, one `Memory` at a time: one test.
-#![cfg(feature = "memory")]
+//! The tests run this program again with other variables; the test that then runs says on its
+//! standard output which notes about the heap there are.
+#![cfg(all(feature = "memory", target_os = "linux"))]
 
+use std::process::Command;
 use std::time::Duration;
 
 use lowtide::Memory;
-use lowtide::config::Profile;
-use lowtide::host::{HeapProfile, effective};
+use lowtide::host::HeapProfile;
 
 #[global_allocator]
 static HEAP: lowtide::host::Heap = lowtide::host::Heap;
 
 lowtide::heap_profile!(balanced);
 
-/// The notes about the heap with which a `Memory` of this profile starts.
-fn heap_notes(profile: Option<Profile>) -> Vec<String> {
-    let builder = Memory::builder();
-    let builder = match profile {
-        Some(profile) => builder.profile(profile),
-        None => builder,
+const INTERPOSED: bool = cfg!(feature = "interpose");
+const READ: &str = if INTERPOSED { "MALLOC_CONF" } else { "_RJEM_MALLOC_CONF" };
+const UNREAD: &str = if INTERPOSED { "_RJEM_MALLOC_CONF" } else { "MALLOC_CONF" };
+
+/// In the causes of what the kernel does about huge pages, and of the build's page size.
+const GIVEN: [&str; 2] = ["transparent_hugepage", "LG_PAGE"];
+
+/// What this program's other tests run it again for.
+#[test]
+fn the_notes_about_the_heap_are_said() {
+    let memory = match Memory::start() {
+        Ok(memory) => memory,
+        Err(error) => return println!("\nrefused: {error}"),
     };
-    let memory = builder.start().expect("one runs at a time");
     let notes = memory.notes();
     assert!(memory.shutdown(Duration::from_secs(5)).is_clean());
-    notes.into_iter().filter(|note| note.about == "heap").map(|note| note.text).collect()
+    println!();
+    for note in notes.iter().filter(|note| note.about == "heap") {
+        println!("note: {}", note.text);
+    }
+}
+
+/// The notes in a process with these variables alone, but for what the kernel and the build
+/// decide.
+fn notes(variables: &[(&str, &str)]) -> Vec<String> {
+    lines("note: ", variables)
+}
+
+fn lines(start: &str, variables: &[(&str, &str)]) -> Vec<String> {
+    let own = std::env::current_exe().expect("this program");
+    let output = Command::new(own)
+        .args(["--exact", "the_notes_about_the_heap_are_said", "--nocapture"])
+        .env_clear()
+        .envs(variables.iter().copied())
+        .output()
+        .expect("runs");
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
+    let lines = text.lines().filter_map(|line| line.strip_prefix(start));
+    lines
+        .filter(|line| GIVEN.iter().all(|given| !line.contains(given)))
+        .map(str::to_owned)
+        .collect()
+}
+
+#[test]
+fn a_process_that_is_as_asked_has_no_note() {
+    assert_eq!(notes(&[]), [""; 0], "nobody asked for a profile");
+    assert_eq!(notes(&[("LOWTIDE_PROFILE", "balanced")]), [""; 0], "the profile that it carries");
 }
 
 /// Bug: `LOWTIDE_PROFILE=low-memory` over a binary that carries `balanced` started with four arenas
 /// and large thread caches, and said nothing.
 #[test]
 fn what_a_profile_cannot_change_any_more_is_noted_with_the_variable_that_could() {
-    if !effective().expect("jemalloc answers").differences_from(HeapProfile::Balanced).is_empty() {
-        println!("skipped: the environment overrides what this binary carries");
-        return;
-    }
-    let notes = heap_notes(Some(Profile::LowMemory));
+    let notes = notes(&[("LOWTIDE_PROFILE", "low-memory")]);
     assert_eq!(notes.len(), 1, "{notes:?}");
     let conf = HeapProfile::LowMemory.conf().to_str().expect("ASCII");
     for part in [
         "low-memory",
-        "narenas is 4 instead of 2",
-        "tcache_max is",
-        "thp is",
-        &format!("_RJEM_MALLOC_CONF={conf}"),
+        "narenas is 4 instead of 2 (set by the binary's symbol ",
+        "tcache_max is 32768 instead of 4096",
+        "thp is default instead of never",
+        "slab_sizes is default instead of 1-16384:1",
     ] {
         assert!(notes[0].contains(part), "{part:?} is missing in: {}", notes[0]);
     }
-    assert_eq!(heap_notes(Some(Profile::Balanced)), [""; 0], "the profile that it carries");
-    assert_eq!(heap_notes(None), [""; 0], "nobody asked for a profile");
+    assert!(notes[0].ends_with(&format!("; start the process with {READ}={conf}")), "{notes:?}");
+}
+
+/// Bug: throughput names no arena count, so that its string left the binary's in force.
+#[test]
+fn the_variable_and_string_that_a_note_names_are_what_mends_it() {
+    for profile in ["low-memory", "throughput"] {
+        let before = notes(&[("LOWTIDE_PROFILE", profile)]);
+        let part = before.iter().find(|note| note.contains("in force in part"));
+        let part = part.unwrap_or_else(|| panic!("{profile}: {before:?}"));
+        let (_, set) = part.split_once("start the process with ").expect("how to mend it");
+        let (variable, value) = set.split_once('=').expect("a variable and its value");
+        let mut after = notes(&[("LOWTIDE_PROFILE", profile), (variable, value)]);
+        // The binary has 2 background threads at most, and nothing later can raise that.
+        let threads = "max_background_threads: asked 4, found 2";
+        after.retain(|note| !note.starts_with(threads));
+        assert_eq!(after, [""; 0], "{profile} with {set}");
+    }
+}
+
+#[test]
+fn what_the_variable_says_and_we_move_is_noted() {
+    let notes = notes(&[(READ, "dirty_decay_ms:0,background_thread:false")]);
+    let moved = format!("dirty_decay_ms is moved from 0, set by the variable {READ}, to 1000: ");
+    assert!(notes.iter().any(|note| note.starts_with(&moved)), "{notes:?}");
+    let threads = "background_thread is moved from false, ";
+    let supported = lowtide::host::background_threads_supported();
+    assert!(!supported || notes.iter().any(|note| note.starts_with(threads)), "{notes:?}");
+}
+
+#[test]
+fn what_jemalloc_ignores_is_noted_whoever_asked() {
+    let notes = notes(&[(READ, "narenas:many"), (UNREAD, "narenas:2")]);
+    let refused = "narenas: asked \"many\", found 4: jemalloc refused";
+    assert!(notes[0].starts_with(refused), "{notes:?}");
+    let unread = format!("this build of jemalloc does not read {UNREAD}: it reads {READ}");
+    assert!(notes[1].ends_with(&unread), "{notes:?}");
+    assert_eq!(notes.len(), 2, "{notes:?}");
+}
+
+#[test]
+fn a_profile_of_no_such_name_refuses_the_start() {
+    let refused = lines("refused: ", &[("LOWTIDE_PROFILE", "low_memory")]);
+    let expected = "LOWTIDE_PROFILE=\"low_memory\": expected low-memory, balanced or throughput";
+    assert_eq!(refused, [expected]);
 }

@@ -168,6 +168,12 @@ pub fn read() -> Result<Settings, ConfigError> {
     settings(std::env::vars_os())
 }
 
+/// What a variable of others says, such as jemalloc's; what is not UTF-8 in it is replaced.
+#[expect(clippy::disallowed_methods, reason = "this is the one reader of the environment")]
+pub(crate) fn of_others(name: &str) -> Option<String> {
+    std::env::var_os(name).map(|text| text.to_string_lossy().into_owned())
+}
+
 /// The settings in these variables; those without our prefix are passed over.
 ///
 /// # Errors

@@ -9,12 +9,12 @@
 //!
 //! Invariant: `arenas_set + arenas_uninitialised = arenas`.
 
-use std::fmt;
 use std::time::Duration;
 
 use crate::decay::DecayTime;
 
 use super::arenas;
+use super::cause::{Cause, Difference};
 use super::error::HostError;
 use super::mallctl::{self as ctl, Key};
 
@@ -38,28 +38,8 @@ pub struct HeapSettings {
     pub max_background_threads: Option<u32>,
 }
 
-/// A setting that came out otherwise than asked.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Difference {
-    /// jemalloc's name for it.
-    pub setting: &'static str,
-    /// What was asked for.
-    pub asked: String,
-    /// What is in effect.
-    pub found: String,
-    /// Why, as far as is known.
-    pub cause: String,
-}
-
-impl fmt::Display for Difference {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { setting, asked, found, cause } = self;
-        write!(f, "{setting}: asked {asked}, found {found}: {cause}")
-    }
-}
-
 /// What came of settings: the values in effect, read back.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Applied {
     /// Arenas that have the decay times now.
     pub arenas_set: u32,
@@ -160,13 +140,13 @@ fn set_decay(
         cause,
     };
     if let Some((arena, found)) = pass.changed {
-        let cause = format!("something else keeps setting it in arena {arena}");
+        let cause = Cause::SetElsewhere { arena: Some(arena) };
         differences.push(difference(decay_from_ms(found), cause));
     } else if found != asked {
         let cause = if found == decay_from_ms(asked_ms) {
-            format!("jemalloc counts whole milliseconds, from 1 to {DECAY_MS_MAX}")
+            Cause::WholeMilliseconds { most: DECAY_MS_MAX }
         } else {
-            "something else set it at the same time".to_owned()
+            Cause::SetElsewhere { arena: None }
         };
         differences.push(difference(found, cause));
     }
@@ -221,9 +201,9 @@ fn set_max_threads(
     let found = u32::try_from(found).unwrap_or(u32::MAX);
     if let Some(asked) = settings.max_background_threads.filter(|&asked| asked != found) {
         let cause = match (supported, possible(asked)) {
-            (false, _) => NO_THREADS.to_owned(),
-            (true, false) => format!("jemalloc takes 1 to {at_start}, which was fixed at start"),
-            (true, true) => "something else set it at the same time".to_owned(),
+            (false, _) => Cause::NoBackgroundThreads,
+            (true, false) => Cause::Bounds { least: 1, most: at_start as u64 },
+            (true, true) => Cause::SetElsewhere { arena: None },
         };
         let (asked, found) = (asked.to_string(), found.to_string());
         differences.push(Difference { setting: "max_background_threads", asked, found, cause });
@@ -231,16 +211,14 @@ fn set_max_threads(
     Ok(found)
 }
 
-const NO_THREADS: &str = "this build of jemalloc cannot run background threads on this platform";
-
 /// Switches background threads, and returns whether they are on.
 fn set_threads(asked: bool, differences: &mut Vec<Difference>) -> Result<bool, HostError> {
-    let mut cause = NO_THREADS.to_owned();
+    let mut cause = Cause::NoBackgroundThreads;
     let mut found = false;
     if background_threads_supported() {
-        "something else set it at the same time".clone_into(&mut cause);
+        cause = Cause::SetElsewhere { arena: None };
         if let Err(error) = ctl::BACKGROUND_THREAD.write(asked) {
-            cause = error.to_string();
+            cause = Cause::Error(error);
             // jemalloc marks them as on before it starts them, also where that fails.
             if asked {
                 ctl::BACKGROUND_THREAD.write(false)?;
@@ -307,17 +285,5 @@ mod tests {
         }
         let longest = decay_to_ms(DecayTime::Within(Duration::MAX));
         assert_eq!(longest, isize::try_from(DECAY_MS_MAX).unwrap());
-    }
-
-    #[test]
-    fn a_difference_reads_as_a_sentence() {
-        let difference = Difference {
-            setting: "background_thread",
-            asked: "true".into(),
-            found: "false".into(),
-            cause: NO_THREADS.into(),
-        };
-        let text = difference.to_string();
-        assert!(text.starts_with("background_thread: asked true, found false: "), "{text}");
     }
 }

@@ -1,21 +1,22 @@
 //! What configuration took effect when the process started, read back from jemalloc.
 //!
 //! jemalloc reports a bad or misnamed setting at most on standard error and runs on, so what was
-//! asked for proves nothing. It reads and sets nothing; what can change while the process runs is
-//! told by [`apply`](super::apply).
+//! asked for proves nothing. It sets nothing, and compares nothing: that is
+//! [`EffectiveConf::differences_from`], and for what can change while the process runs
+//! [`apply`](super::apply). It reads one file of the kernel and one symbolic link, never the
+//! environment: what jemalloc read there it tells itself.
 //!
-//! Invariant: every field is jemalloc's own answer.
+//! Invariant: every field is jemalloc's own answer, or the kernel's.
 
 use std::fmt;
 
 use crate::bytes::ByteSize;
 use crate::decay::DecayTime;
 
-use super::conf::{Difference, background_threads_supported, decay_from_ms};
+use super::conf::{background_threads_supported, decay_from_ms};
 use super::error::HostError;
 use super::mallctl::{self as ctl, Key, Text};
-use super::profile::HeapProfile;
-use super::{allocator, conf};
+use super::{allocator, arenas, compare, conf};
 
 /// jemalloc's configuration as it took effect at start. Displayed in one line.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -28,8 +29,20 @@ pub struct EffectiveConf {
     /// Whether C's do.
     pub serves_c: bool,
     /// The string that the binary carries for jemalloc (as `heap_profile!` does), where it found
-    /// one. The environment may have overridden parts of it.
+    /// one. Later places may have overridden parts of it: the four fields after the next.
     pub conf_of_binary: Option<&'static str>,
+    /// The string given when jemalloc was built; read before that of the binary.
+    pub conf_of_build: Option<&'static str>,
+    /// The name that the symbolic link `/etc/_rjem_malloc.conf` (`/etc/malloc.conf` where jemalloc
+    /// serves C) refers to.
+    pub conf_of_symlink: Option<String>,
+    /// The value of the environment variable, as it was at start.
+    pub conf_of_variable: Option<String>,
+    /// The string under the binary's second symbol, which wins over all others.
+    pub conf_of_harder: Option<&'static str>,
+    /// Places that other builds of jemalloc read and this one does not, and what stands there: by
+    /// itself it looks at the symbolic link only.
+    pub unread: Vec<(&'static str, String)>,
     /// Automatic arenas (`opt.narenas`), among which threads are spread.
     pub arenas_at_start: u32,
     /// Arena indices that exist now, initialised or not.
@@ -40,6 +53,13 @@ pub struct EffectiveConf {
     pub thread_cache_max: ByteSize,
     /// jemalloc's own page; not below the kernel's.
     pub page: ByteSize,
+    /// The kernel's page; zero where it is not known (other than Linux).
+    pub kernel_page: ByteSize,
+    /// What the kernel does about huge pages: `always`, `madvise`, `never`.
+    pub kernel_thp: Option<&'static str>,
+    /// Whether blocks of every small size stand in the fewest pages that they fit (`slab_sizes:
+    /// 1-16384:1`), as low-memory asks; any other layout is false.
+    pub one_page_groups: Option<bool>,
     /// What it does about huge pages: `default`, `always`, `never`.
     pub thp: &'static str,
     /// Huge pages for its own books: `disabled`, `auto`, `always`.
@@ -54,6 +74,8 @@ pub struct EffectiveConf {
     pub dirty_decay: DecayTime,
     /// Muzzy decay at start.
     pub muzzy_decay: DecayTime,
+    /// The arenas that have other decay times now.
+    pub arenas_apart: Vec<ArenaDecay>,
     /// Whether background threads are possible in this build.
     pub background_threads_supported: bool,
     /// Whether they were on at start.
@@ -64,29 +86,52 @@ pub struct EffectiveConf {
     pub profiler: bool,
 }
 
-/// Reads what took effect.
+/// The decay times of one arena.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ArenaDecay {
+    /// Its index.
+    pub arena: u32,
+    /// Dirty decay.
+    pub dirty: DecayTime,
+    /// Muzzy decay.
+    pub muzzy: DecayTime,
+}
+
+/// Reads what took effect. 10 to 50 us: one file of the kernel, one symbolic link, some 100
+/// controls.
 ///
 /// # Errors
 /// [`HostError::Mallctl`] where jemalloc refuses a control.
 pub fn effective() -> Result<EffectiveConf, HostError> {
+    let serves_c = allocator::serves_c();
+    let decay = (ctl::OPT_DIRTY_DECAY.read()?, ctl::OPT_MUZZY_DECAY.read()?);
     Ok(EffectiveConf {
         version: text(&ctl::VERSION)?,
         is_global: allocator::is_global(),
-        serves_c: allocator::serves_c(),
-        // Refused (ENOENT) where the binary carries none.
+        serves_c,
+        // Each is refused (ENOENT) where there is none.
         conf_of_binary: ctl::OPT_CONF_FROM_BINARY.read().unwrap_or(None),
+        conf_of_build: ctl::CONFIG_CONF.read().unwrap_or(None).filter(|text| !text.is_empty()),
+        conf_of_symlink: ctl::OPT_CONF_FROM_SYMLINK.copy().unwrap_or(None),
+        conf_of_variable: ctl::OPT_CONF_FROM_VARIABLE.copy().unwrap_or(None),
+        conf_of_harder: ctl::OPT_CONF_FROM_HARDER.read().unwrap_or(None),
+        unread: unread_symlink(serves_c).into_iter().collect(),
         arenas_at_start: ctl::OPT_ARENAS.read()?,
         arenas: ctl::ARENAS_COUNT.read()?,
         thread_caches: ctl::OPT_THREAD_CACHE.read()?,
         thread_cache_max: ByteSize::of(ctl::OPT_THREAD_CACHE_MAX.read()?),
         page: ByteSize::of(ctl::ARENAS_PAGE.read()?),
+        kernel_page: kernel_page(),
+        kernel_thp: kernel_thp(),
+        one_page_groups: one_page_groups().ok(),
         thp: text(&ctl::OPT_THP)?,
         metadata_thp: text(&ctl::OPT_METADATA_THP)?,
         percpu_arena: text(&ctl::OPT_PERCPU_ARENA)?,
         hpa: ctl::OPT_HPA.read()?,
         retain: ctl::OPT_RETAIN.read()?,
-        dirty_decay: decay_from_ms(ctl::OPT_DIRTY_DECAY.read()?),
-        muzzy_decay: decay_from_ms(ctl::OPT_MUZZY_DECAY.read()?),
+        dirty_decay: decay_from_ms(decay.0),
+        muzzy_decay: decay_from_ms(decay.1),
+        arenas_apart: arenas_apart(decay)?,
         background_threads_supported: background_threads_supported(),
         background_threads: ctl::OPT_BACKGROUND_THREAD.read()?,
         max_background_threads: u32::try_from(ctl::OPT_MAX_BACKGROUND_THREADS.read()?)
@@ -99,40 +144,55 @@ fn text<const N: usize>(key: &Key<Text, N>) -> Result<&'static str, HostError> {
     Ok(key.read()?.unwrap_or("unknown"))
 }
 
-impl EffectiveConf {
-    /// The environment variable from which this jemalloc reads its configuration at start.
-    #[must_use]
-    pub const fn variable(&self) -> &'static str {
-        if self.serves_c { "MALLOC_CONF" } else { "_RJEM_MALLOC_CONF" }
-    }
+/// The arenas whose decay times are not these.
+fn arenas_apart(start: (isize, isize)) -> Result<Vec<ArenaDecay>, HostError> {
+    let _kept = arenas::keep();
+    let count = ctl::ARENAS_COUNT.read()?.min(ctl::ARENA_LIMIT);
+    let apart = (0..count).filter_map(|arena| {
+        // Reading is refused where no arena is initialised, and only there.
+        let dirty = ctl::ARENA_DIRTY_DECAY.read_in(arena).ok()?;
+        let muzzy = ctl::ARENA_MUZZY_DECAY.read_in(arena).ok()?;
+        let (dirty, muzzy, other) =
+            (decay_from_ms(dirty), decay_from_ms(muzzy), (dirty, muzzy) != start);
+        other.then_some(ArenaDecay { arena, dirty, muzzy })
+    });
+    Ok(apart.collect())
+}
 
-    /// What a profile fixes at start and is otherwise in this process: empty when the process was
-    /// started with it. Set by the macro [`heap_profile!`](crate::heap_profile), or by
-    /// [`variable`](Self::variable) with the profile's string.
-    ///
-    /// Block layout (`slab_sizes`) cannot be read back, and what can be set later is not compared.
-    #[must_use]
-    pub fn differences_from(&self, profile: HeapProfile) -> Vec<Difference> {
-        let conf = profile.conf().to_str().unwrap_or("");
-        let asked = conf.split(',').filter_map(|setting| setting.split_once(':'));
-        let found = |name: &str| match name {
-            "narenas" => Some(("narenas", self.arenas_at_start.to_string())),
-            "tcache_max" => Some(("tcache_max", self.thread_cache_max.get().to_string())),
-            "thp" => Some(("thp", self.thp.to_owned())),
-            "metadata_thp" => Some(("metadata_thp", self.metadata_thp.to_owned())),
-            _ => None,
-        };
-        asked
-            .filter_map(|(name, value)| found(name).map(|(name, found)| (name, value, found)))
-            .filter(|(_, asked, found)| asked != found)
-            .map(|(setting, asked, found)| Difference {
-                setting,
-                asked: asked.to_owned(),
-                found,
-                cause: format!("fixed at start: start the process with {}={conf}", self.variable()),
-            })
-            .collect()
+/// Whether every small size has the fewest pages that one block of it needs.
+fn one_page_groups() -> Result<bool, HostError> {
+    let page = ctl::ARENAS_PAGE.read()?;
+    for bin in 0..ctl::ARENAS_BINS.read()? {
+        let (size, group) = (ctl::BIN_SIZE.read_of(bin)?, ctl::BIN_GROUP.read_of(bin)?);
+        if group > size.next_multiple_of(page.max(1)) {
+            return Ok(false);
+        }
     }
+    Ok(true)
+}
+
+#[cfg(target_os = "linux")]
+fn kernel_page() -> ByteSize {
+    super::libc_heap::kernel_page()
+}
+
+#[cfg(not(target_os = "linux"))]
+const fn kernel_page() -> ByteSize {
+    ByteSize::ZERO
+}
+
+/// What the kernel does about huge pages: the word in brackets.
+fn kernel_thp() -> Option<&'static str> {
+    let text = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").ok()?;
+    let modes = ["always", "madvise", "never"];
+    modes.into_iter().find(|mode| text.contains(&format!("[{mode}]")))
+}
+
+/// The symbolic link that this build does not follow, where there is one.
+fn unread_symlink(serves_c: bool) -> Option<(&'static str, String)> {
+    let path = compare::unread_symlink(serves_c);
+    let name = std::fs::read_link(path).ok()?;
+    Some((path, name.to_string_lossy().into_owned()))
 }
 
 impl fmt::Display for EffectiveConf {
@@ -148,7 +208,7 @@ impl fmt::Display for EffectiveConf {
             f,
             "jemalloc {} global={} serves_c={} arenas={} tcache_max={cache} page={} thp={} \
              metadata_thp={} percpu_arena={} hpa={} retain={} dirty_decay={} muzzy_decay={} \
-             background_threads=({threads}) profiler={} conf_of_binary={:?} variable={}",
+             background_threads=({threads}) profiler={} conf_of_binary={:?} variable={}={:?}",
             self.version,
             yes(self.is_global),
             yes(self.serves_c),
@@ -164,6 +224,7 @@ impl fmt::Display for EffectiveConf {
             yes(self.profiler),
             self.conf_of_binary.unwrap_or(""),
             self.variable(),
+            self.conf_of_variable.as_deref().unwrap_or(""),
         )
     }
 }
@@ -177,27 +238,5 @@ mod tests {
         let line = effective().unwrap().to_string();
         assert!(line.starts_with("jemalloc 5."), "{line}");
         assert_eq!(line.lines().count(), 1);
-    }
-
-    #[test]
-    fn a_difference_names_the_variable_and_the_string_to_set() {
-        let found = EffectiveConf {
-            arenas_at_start: 4,
-            thread_cache_max: ByteSize::kib(32),
-            thp: "default",
-            metadata_thp: "disabled",
-            serves_c: false,
-            ..effective().unwrap()
-        };
-        let settings: Vec<_> =
-            found.differences_from(HeapProfile::LowMemory).iter().map(|d| d.setting).collect();
-        assert_eq!(settings, ["narenas", "tcache_max", "thp"]);
-        let differences = found.differences_from(HeapProfile::LowMemory);
-        assert_eq!((&*differences[0].asked, &*differences[0].found), ("2", "4"));
-        assert!(differences[0].cause.contains("_RJEM_MALLOC_CONF=background_thread:true"));
-        assert!(found.differences_from(HeapProfile::Balanced).is_empty());
-        assert!(found.differences_from(HeapProfile::Throughput).is_empty());
-        let interposed = EffectiveConf { serves_c: true, ..found };
-        assert_eq!(interposed.variable(), "MALLOC_CONF");
     }
 }

@@ -34,6 +34,9 @@ pub(crate) const ARENA_LIMIT: u32 = (1 << 12) - 1;
 /// Marks a control whose value is a C string that lives as long as the process.
 pub(crate) struct Text;
 
+/// Marks a control whose value is a C string that a program could overwrite later.
+pub(crate) struct Copied;
+
 /// Types that are plain numbers to C as to Rust.
 pub(crate) trait Number: Copy {}
 impl Number for bool {}
@@ -43,7 +46,8 @@ impl Number for usize {}
 impl Number for isize {}
 
 /// The table. Types from jemalloc 5.3.1's manual, section "MALLCTL NAMESPACE", and `ctl.c`:
-/// `size_t` is usize, `ssize_t` isize, `unsigned` u32, `uint64_t` u64, `const char *` [`Text`].
+/// `size_t` is usize, `ssize_t` isize, `unsigned` u32, `uint64_t` u64, `const char *` [`Text`] or
+/// [`Copied`].
 /// 4096 stands for all arenas (`MALLCTL_ARENAS_ALL`).
 macro_rules! table {
     ($($key:ident: $value:ty, $components:literal, $name:literal;)*) => {
@@ -66,6 +70,9 @@ table! {
 
     ARENAS_COUNT: u32, 2, c"arenas.narenas";
     ARENAS_PAGE: usize, 2, c"arenas.page";
+    ARENAS_BINS: u32, 2, c"arenas.nbins";
+    BIN_SIZE: usize, 4, c"arenas.bin.0.size";
+    BIN_GROUP: usize, 4, c"arenas.bin.0.slab_size"; // tidy: foreign word
     ARENAS_DIRTY_DECAY: isize, 2, c"arenas.dirty_decay_ms";
     ARENAS_MUZZY_DECAY: isize, 2, c"arenas.muzzy_decay_ms";
     ARENA_DIRTY_DECAY: isize, 3, c"arena.0.dirty_decay_ms";
@@ -113,7 +120,11 @@ table! {
     OPT_MUZZY_DECAY: isize, 2, c"opt.muzzy_decay_ms";
     OPT_BACKGROUND_THREAD: bool, 2, c"opt.background_thread";
     OPT_MAX_BACKGROUND_THREADS: usize, 2, c"opt.max_background_threads";
+    CONFIG_CONF: Text, 2, c"config.malloc_conf";
     OPT_CONF_FROM_BINARY: Text, 3, c"opt.malloc_conf.global_var";
+    OPT_CONF_FROM_SYMLINK: Copied, 3, c"opt.malloc_conf.symlink";
+    OPT_CONF_FROM_VARIABLE: Copied, 3, c"opt.malloc_conf.env_var";
+    OPT_CONF_FROM_HARDER: Text, 3, c"opt.malloc_conf.global_var_2_conf_harder";
 }
 
 impl<T, const N: usize> Key<T, N> {
@@ -242,10 +253,31 @@ impl<const N: usize> Key<Text, N> {
             return Ok(None);
         }
         // SAFETY: not null, and every `Text` of the table is a string literal inside jemalloc
-        // (`version`, names of modes) or the static string of the process's `malloc_conf` symbol,
-        // which jemalloc has itself read up to its NUL.
+        // (`version`, `config.malloc_conf`, names of modes) or the static string of one of the
+        // process's `malloc_conf` symbols, which jemalloc has itself read up to its NUL.
         let text = unsafe { CStr::from_ptr(text) };
         Ok(text.to_str().ok())
+    }
+}
+
+impl<const N: usize> Key<Copied, N> {
+    /// A copy of the text; `None` where jemalloc has none. What is not UTF-8 is replaced.
+    pub(crate) fn copy(&self) -> Result<Option<String>, HostError> {
+        let numbers = self.numbers()?;
+        // SAFETY: the table gives the control's C type as `const char *`; any pointer is valid.
+        let found = unsafe { raw::read_mib::<*const c_char>(&numbers) };
+        let text = found.map_err(|error| self.refused(Act::Read, Refusal::explained(error)))?;
+        if text.is_null() {
+            return Ok(None);
+        }
+        // SAFETY: not null, and each `Copied` of the table is a string that jemalloc keeps a
+        // pointer to for as long as the process lives: its own copy of the link's name, which it
+        // never frees (`malloc_init_hard_a0_locked`), or what `getenv` gave it before `main`
+        // (`obtain_malloc_conf`): a part of the block that the kernel put above the stack, which
+        // stays and ends in NULs whatever the environment is set to later. It is copied within
+        // this call, so nobody holds a reference to bytes that a program could write over.
+        let text = unsafe { CStr::from_ptr(text) };
+        Ok(Some(text.to_string_lossy().into_owned()))
     }
 }
 
@@ -299,6 +331,28 @@ impl<const N: usize> Key<(), N> {
     }
 }
 
+/// Options that jemalloc 5.3.1 takes and has no control for (`conf.c` without `ctl.c`).
+const WITHOUT_CONTROL: &[&str] = &[
+    "bin_shards",
+    "calloc_madvise_threshold",
+    "hpa_hugification_threshold_ratio",
+    "hpa_purge_threshold_ratio",
+    "lg_tcache_max",
+    "narenas_ratio",
+    "prof_log",
+    "prof_unbias",
+    "san_guard_large",
+    "san_guard_small",
+    "tcache_ncached_max",
+];
+
+/// Whether jemalloc knows a setting of this name at start. Names have letters, digits and `_`.
+pub(crate) fn knows_option(name: &str) -> bool {
+    let mut numbers = [0; 2];
+    let control = format!("opt.{name}\0");
+    WITHOUT_CONTROL.contains(&name) || raw::name_to_mib(control.as_bytes(), &mut numbers).is_ok()
+}
+
 /// The number of components of a control's name.
 const fn components(name: &CStr) -> usize {
     let bytes = name.to_bytes();
@@ -348,6 +402,16 @@ mod tests {
         for arena in [ARENA_LIMIT, 4096, u32::MAX] {
             let error = ARENA_DIRTY_DECAY.write_in(arena, 1000).unwrap_err();
             assert!(error.to_string().contains(&arena.to_string()), "{error}");
+        }
+    }
+
+    #[test]
+    fn options_are_known_by_their_controls_or_by_name() {
+        for name in ["narenas", "dirty_decay_ms", "abort_conf", "prof", "bin_shards", "hpa"] {
+            assert!(knows_option(name), "{name}");
+        }
+        for name in ["", "narena", "arenas", "background_threads", "malloc_conf_x"] {
+            assert!(!knows_option(name), "{name}");
         }
     }
 

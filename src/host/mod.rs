@@ -27,10 +27,14 @@ mod allocator;
 #[cfg(feature = "api2")]
 mod api2;
 mod arenas;
+mod asked;
+mod cause;
 mod classes;
+mod compare;
 mod conf;
 mod effective;
 mod error;
+mod knobs;
 mod libc_heap;
 mod mallctl;
 mod profile;
@@ -41,9 +45,11 @@ pub use allocator::{Heap, is_global, serves_c};
 pub use arenas::{
     ARENA_NAME_MAX, HostArena, HostArenaError, HostArenaStats, RetireRefused, StillHeld,
 };
+pub use asked::HeapConf;
+pub use cause::{Cause, ConfSource, Difference};
 pub use classes::{SizeClass, ThreadTotals, thread_totals};
-pub use conf::{Applied, Difference, HeapSettings, apply, background_threads_supported};
-pub use effective::{EffectiveConf, effective};
+pub use conf::{Applied, HeapSettings, apply, background_threads_supported};
+pub use effective::{ArenaDecay, EffectiveConf, effective};
 pub use error::{Act, HostError, Refusal, Unsupported};
 pub use libc_heap::{LibcHeap, libc_heap};
 pub use profile::HeapProfile;
@@ -53,3 +59,6 @@ pub use stats::{HeapGlance, HeapProbe, HeapSnapshot};
 /// What the expansion of [`heap_profile!`](crate::heap_profile) needs; not for use by hand.
 #[doc(hidden)]
 pub use allocator::ConfSymbol;
+/// The same.
+#[doc(hidden)]
+pub use knobs::ConfText;

@@ -3,7 +3,8 @@
 //! jemalloc fixes its arena count, block layout and thread-cache size before `main`, from a string
 //! that it finds under a symbol of the binary. The macro exports that symbol; a library must not,
 //! because two of them do not link. What can be changed later is in
-//! [`HeapSettings`].
+//! [`HeapSettings`]. Which settings may stand on top of a profile, and their checks, are in
+//! `knobs`.
 //!
 //! Left out on purpose: a dirty decay of 0 (5 to 8 times the CPU) and `hpa` (twice the memory at
 //! rest).
@@ -86,7 +87,8 @@ impl fmt::Display for HeapProfile {
     }
 }
 
-/// Fixes what jemalloc can be told only before `main`: `low_memory`, `balanced` or `throughput`.
+/// Fixes what jemalloc can be told only before `main`: `low_memory`, `balanced` or `throughput`,
+/// and settings of one's own on top.
 ///
 /// Once, in the binary (a second one does not link), beside the global allocator. It exports the
 /// profile's string (see [`HeapProfile::conf`](crate::host::HeapProfile::conf)) as
@@ -98,25 +100,62 @@ impl fmt::Display for HeapProfile {
 /// ```
 /// #[global_allocator]
 /// static HEAP: lowtide::host::Heap = lowtide::host::Heap;
-/// lowtide::heap_profile!(low_memory);
+/// lowtide::heap_profile!(low_memory, narenas: 3, dirty_decay_ms: 2_000);
 ///
-/// assert_eq!(lowtide::host::effective().unwrap().arenas_at_start, 2);
+/// assert_eq!(lowtide::host::effective().unwrap().arenas_at_start, 3);
 /// ```
 ///
-/// Any other name does not compile:
+/// # Settings
+///
+/// Each by jemalloc's name, once, with a literal value; docs/TUNING.md says what each costs.
+///
+/// | setting | value |
+/// |---|---|
+/// | `background_thread` | `true`, `false` |
+/// | `max_background_threads` | 1 to 64; what a later place says can only lower it |
+/// | `narenas` | 1 to 4094 |
+/// | `tcache_max` | bytes, 8 to 32768 |
+/// | `dirty_decay_ms` | ms, 1 to 3600000 |
+/// | `muzzy_decay_ms` | ms, 0 to 3600000 |
+/// | `thp` | `default`, `always`, `never` |
+/// | `metadata_thp` | `disabled`, `auto`, `always` |
+/// | `slab_sizes` | `default`, `one_page` |
+///
+/// Anything else does not compile, and the message says what was expected:
 /// ```compile_fail
 /// lowtide::heap_profile!(lowmemory);
 /// ```
+/// ```compile_fail
+/// lowtide::heap_profile!(balanced, dirty_decay_ms: 0); // 5 to 8 times the CPU
+/// ```
+/// ```compile_fail
+/// lowtide::heap_profile!(balanced, hpa: true); // twice the memory at rest
+/// ```
+/// ```compile_fail
+/// lowtide::heap_profile!(balanced, narenas: 5000); // 1 to 4094
+/// ```
+/// ```compile_fail
+/// lowtide::heap_profile!(balanced, arenas: 8); // jemalloc calls it narenas
+/// ```
+///
+/// # Where unsafe code is forbidden
+///
+/// It compiles under `#![forbid(unsafe_code)]` too: the compiler does not report that lint inside
+/// macros of other crates, and the exported static is all that the expansion has of unsafe code.
+/// Where a rule goes further, docs/TUNING.md has three other ways: allocator and macro in a crate
+/// of their own, which the binary names (`use that_crate as _;`); the variable
+/// `_RJEM_MALLOC_CONF`, set by whoever starts the process; and `JEMALLOC_SYS_WITH_MALLOC_CONF` in
+/// the `[env]` of `.cargo/config.toml`, which is built into jemalloc.
 #[macro_export]
 macro_rules! heap_profile {
-    (low_memory) => {
-        $crate::__heap_profile_export!(LowMemory);
+    (low_memory $($own:tt)*) => {
+        $crate::__heap_profile_export!(LowMemory $($own)*);
     };
-    (balanced) => {
-        $crate::__heap_profile_export!(Balanced);
+    (balanced $($own:tt)*) => {
+        $crate::__heap_profile_export!(Balanced $($own)*);
     };
-    (throughput) => {
-        $crate::__heap_profile_export!(Throughput);
+    (throughput $($own:tt)*) => {
+        $crate::__heap_profile_export!(Throughput $($own)*);
     };
     ($($other:tt)*) => {
         ::core::compile_error!(
@@ -129,17 +168,27 @@ macro_rules! heap_profile {
 #[doc(hidden)]
 #[macro_export]
 macro_rules! __heap_profile_export {
-    ($profile:ident) => {
+    ($profile:ident $(, $name:ident : $value:tt)* $(,)?) => {
         const _: () = {
+            const TEXT: &$crate::host::ConfText = &$crate::host::ConfText::of(
+                $crate::host::HeapProfile::$profile,
+                &[$((::core::stringify!($name), ::core::stringify!($value))),*],
+            );
             #[used]
             #[unsafe(export_name = "_rjem_malloc_conf")]
             static PREFIXED: $crate::host::ConfSymbol =
-                $crate::host::ConfSymbol::new($crate::host::HeapProfile::$profile.conf());
+                $crate::host::ConfSymbol::new(TEXT.as_c_str());
             #[used]
             #[unsafe(export_name = "malloc_conf")]
             static PLAIN: $crate::host::ConfSymbol =
-                $crate::host::ConfSymbol::new($crate::host::HeapProfile::$profile.conf());
+                $crate::host::ConfSymbol::new(TEXT.as_c_str());
         };
+    };
+    ($profile:ident $($other:tt)*) => {
+        ::core::compile_error!(
+            "heap_profile! takes settings after the name, each as `setting: value` with a literal \
+             value, separated by commas, such as heap_profile!(balanced, narenas: 8)"
+        );
     };
 }
 

@@ -10,20 +10,21 @@ use std::time::Duration;
 
 use crate::bytes::ByteSize;
 use crate::clock::{Bell, Clock, Moment, SystemClock};
-use crate::config::{Config, DeviceChoice, DeviceRung, Profile, Settings, Source, env};
+use crate::config::{Config, DeviceChoice, DeviceRung, Profile, Settings, env};
 use crate::control::{
     self, Admission, Budget, Ladder, Maintenance, Resources, Signals, Worker, run_control,
     run_worker,
 };
 use crate::device::driver::Driver;
 use crate::fork::Birth;
-use crate::host::{self, Difference, HeapProbe, HeapProfile, HeapSettings};
+use crate::host::{self, HeapProbe, HeapSettings};
 use crate::sync::{Mutex, lock};
 
 use super::arenas::Arenas;
 use super::device::DeviceWatch;
 use super::driver::open_driver;
 use super::error::{Note, StartError};
+use super::found::{at_start_otherwise, moved};
 use super::hands::{Hook, IdleGranules, WorkerHands};
 use super::published::Gone;
 use super::scopes::Scopes;
@@ -44,6 +45,8 @@ const STACK: ByteSize = ByteSize::kib(256);
 pub struct Builder {
     code: Settings,
     environment: Settings,
+    /// What stands in jemalloc's variable that this build does not read.
+    unread: Option<String>,
     clock: Option<Arc<dyn Clock>>,
     hook: Option<Hook>,
     stack: Option<ByteSize>,
@@ -114,6 +117,8 @@ impl Builder {
     /// [`StartError::Config`] with every unknown variable and every bad value.
     pub fn with_environment(mut self) -> Result<Self, StartError> {
         self.environment = env::read()?;
+        let found = host::effective().ok();
+        self.unread = found.and_then(|found| env::of_others(found.unread_variable()));
         Ok(self)
     }
 
@@ -185,7 +190,7 @@ impl Builder {
     fn start_claimed(self, config: Config, claim: Arc<Claim>) -> Result<Memory, StartError> {
         let mut notes = Vec::new();
         let driver = open_driver(&config, self.driver, &mut notes)?;
-        let heap = settle_heap(&config, &mut notes);
+        let heap = settle_heap(&config, self.unread, &mut notes);
         let signals = open_signals(&config, self.signals, &mut notes);
         let clock = self.clock.unwrap_or_else(|| Arc::new(SystemClock::new()));
         let (signals, arenas) = (Arc::new(signals), Arenas::default());
@@ -347,7 +352,11 @@ fn settle_limit(config: &Config, mut signals: Signals, notes: &mut Vec<Note>) ->
 }
 
 /// Moves the heap's settings, and notes what was not taken over.
-fn settle_heap(config: &Config, notes: &mut Vec<Note>) -> Option<HeapProbe> {
+fn settle_heap(
+    config: &Config,
+    unread: Option<String>,
+    notes: &mut Vec<Note>,
+) -> Option<HeapProbe> {
     let mut note = |text| notes.push(Note { about: "heap", text });
     if !host::is_global() {
         note(
@@ -365,45 +374,19 @@ fn settle_heap(config: &Config, notes: &mut Vec<Note>) -> Option<HeapProbe> {
         background_threads: threads > 0,
         max_background_threads: (threads > 0).then_some(threads),
     };
+    let at_start = host::effective().ok().filter(|found| found.is_global);
     match host::apply(&settings) {
         Ok(applied) => {
             applied.differences.iter().for_each(|difference| note(difference.to_string()));
+            let found = at_start.as_ref();
+            found.into_iter().flat_map(|it| moved(it, &settings, &applied)).for_each(&mut note);
         }
         Err(error) => note(error.to_string()),
     }
-    if let Some(text) = fixed_otherwise(config) {
-        note(text);
+    if let Some(found) = at_start.map(|found| found.with_unread(unread)) {
+        at_start_otherwise(config, &found).into_iter().for_each(&mut note);
     }
     HeapProbe::new().map_err(|error| note(error.to_string())).ok()
-}
-
-/// What the profile that somebody asked for needs at start and this process was started without.
-/// A profile that nobody asked for says nothing: the binary may well carry another one on purpose.
-fn fixed_otherwise(config: &Config) -> Option<String> {
-    if config.profile.source == Source::Default || !host::is_global() {
-        return None;
-    }
-    let asked = match config.profile.value {
-        Profile::LowMemory => HeapProfile::LowMemory,
-        Profile::Balanced => HeapProfile::Balanced,
-        Profile::Throughput => HeapProfile::Throughput,
-    };
-    let found = host::effective().ok()?;
-    let differences = found.differences_from(asked);
-    let list = differences.iter().map(|difference| {
-        let Difference { setting, asked, found, .. } = difference;
-        format!("{setting} is {found} instead of {asked}")
-    });
-    (!differences.is_empty()).then(|| {
-        format!(
-            "profile {} is in force in part; fixed at start otherwise: {}; start the process with \
-             {}={}",
-            config.profile.value,
-            list.collect::<Vec<_>>().join(", "),
-            found.variable(),
-            asked.conf().to_string_lossy(),
-        )
-    })
 }
 
 /// How often the device is asked for its free memory at least: a neighbour that takes it does not

@@ -13,6 +13,7 @@ mod builder;
 mod device;
 mod driver;
 mod error;
+mod found;
 #[cfg(feature = "cuda")]
 mod governors;
 mod hands;

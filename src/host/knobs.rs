@@ -1,0 +1,567 @@
+//! jemalloc's settings that this crate offers and compares: one table, and the string they are
+//! written in.
+//!
+//! Pure: it reads nothing and asks nobody. The table serves the macro
+//! [`heap_profile!`](crate::heap_profile), which checks and writes a string while the program is
+//! compiled, and the comparison of what was asked with what took effect.
+//!
+//! Left out on purpose: `hpa` (twice the memory at rest), and a dirty decay of 0 (5 to 8 times the
+//! CPU).
+//!
+//! Invariant: a setting that the macro takes is one that jemalloc takes.
+
+use std::ffi::CStr;
+
+use super::profile::HeapProfile;
+
+/// One setting.
+pub(super) struct Knob {
+    /// jemalloc's name for it.
+    pub(super) name: &'static str,
+    /// What the macro takes.
+    takes: Takes,
+    /// What jemalloc would have without being asked; written, it takes back what an earlier
+    /// string asked. `None` where nothing takes it back.
+    pub(super) default: Option<&'static str>,
+    /// Whether it can be moved while the process runs.
+    pub(super) moves: bool,
+    /// What the macro says to anything else.
+    expected: &'static str,
+}
+
+enum Takes {
+    /// A whole number, both ends included.
+    Number(u64, u64),
+    /// One of these words, each with what is written for it.
+    Word(&'static [(&'static str, &'static str)]),
+}
+
+const BOOL: Takes = Takes::Word(&[("true", "true"), ("false", "false")]);
+
+/// The small block groups of [`HeapProfile::LowMemory`]: for every size the fewest pages.
+pub(super) const ONE_PAGE: &str = "1-16384:1";
+
+/// The table. Bounds are jemalloc's own (5.3.1, `conf.c`) but for those of the decay times: longer
+/// than an hour is most likely a wrong unit, which is a guess.
+pub(super) const KNOBS: [Knob; 9] = [
+    Knob {
+        name: "background_thread",
+        takes: BOOL,
+        default: Some("false"),
+        moves: true,
+        expected: "heap_profile!: background_thread takes true or false",
+    },
+    Knob {
+        name: "max_background_threads",
+        takes: Takes::Number(1, 64),
+        default: None, // A later string can lower it and never raise it.
+        moves: true,
+        expected: "heap_profile!: max_background_threads takes a whole number from 1 to 64",
+    },
+    Knob {
+        name: "narenas",
+        takes: Takes::Number(1, 4094),
+        default: Some("default"),
+        moves: false,
+        expected: "heap_profile!: narenas takes a whole number from 1 to 4094",
+    },
+    Knob {
+        name: "tcache_max",
+        takes: Takes::Number(8, 32_768),
+        default: Some("32768"),
+        moves: false,
+        expected: "heap_profile!: tcache_max takes a whole number of bytes from 8 to 32768",
+    },
+    Knob {
+        name: "dirty_decay_ms",
+        takes: Takes::Number(1, 3_600_000),
+        default: Some("10000"),
+        moves: true,
+        expected: "heap_profile!: dirty_decay_ms takes a whole number of ms from 1 to 3600000 (0 \
+                   would cost 5 to 8 times the CPU)",
+    },
+    Knob {
+        name: "muzzy_decay_ms",
+        takes: Takes::Number(0, 3_600_000),
+        default: Some("0"),
+        moves: true,
+        expected: "heap_profile!: muzzy_decay_ms takes a whole number of ms from 0 to 3600000",
+    },
+    Knob {
+        name: "thp",
+        takes: Takes::Word(&[("default", "default"), ("always", "always"), ("never", "never")]),
+        default: Some("default"),
+        moves: false,
+        expected: "heap_profile!: thp takes default, always or never",
+    },
+    Knob {
+        name: "metadata_thp",
+        takes: Takes::Word(&[("disabled", "disabled"), ("auto", "auto"), ("always", "always")]),
+        default: Some("disabled"),
+        moves: false,
+        expected: "heap_profile!: metadata_thp takes disabled, auto or always",
+    },
+    Knob {
+        name: "slab_sizes",
+        takes: Takes::Word(&[("default", "default"), ("one_page", ONE_PAGE)]),
+        default: Some("default"),
+        moves: false,
+        expected: "heap_profile!: slab_sizes takes default or one_page",
+    },
+];
+
+const UNKNOWN: &str = "heap_profile!: expected a setting of background_thread, \
+                       max_background_threads, narenas, tcache_max, dirty_decay_ms, \
+                       muzzy_decay_ms, thp, metadata_thp, slab_sizes";
+const HPA: &str = "heap_profile!: hpa is not offered: it keeps twice the memory at rest; expected \
+                   another setting, such as narenas";
+const TWICE: &str = "heap_profile!: a setting stands twice; expected each once";
+const TOO_LONG: &str = "heap_profile!: the settings together are too long";
+
+/// The setting of this name.
+pub(super) const fn knob(name: &str) -> Option<&'static Knob> {
+    const TABLE: &[Knob] = &KNOBS;
+    let mut at = 0;
+    while at < TABLE.len() {
+        if same(TABLE[at].name.as_bytes(), name.as_bytes()) {
+            return Some(&TABLE[at]);
+        }
+        at += 1;
+    }
+    None
+}
+
+/// The most bytes of a string, its NUL included; all settings together take some 250.
+const TEXT_MAX: usize = 512;
+
+/// A configuration string, put together while the program is compiled.
+#[doc(hidden)]
+#[derive(Clone, Copy, Debug)]
+pub struct ConfText {
+    bytes: [u8; TEXT_MAX],
+    len: usize,
+}
+
+impl ConfText {
+    /// The string of a profile with settings of one's own in place of its own, or after them.
+    ///
+    /// # Panics
+    /// While the program is compiled: says which setting was expected to be what.
+    #[must_use]
+    pub const fn of(profile: HeapProfile, own: &[(&str, &str)]) -> Self {
+        match Self::compose(profile, own) {
+            Ok(text) => text,
+            Err(expected) => panic!("{}", expected),
+        }
+    }
+
+    /// The string, as C wants it.
+    ///
+    /// # Panics
+    /// Never: the bytes behind the text are 0.
+    #[must_use]
+    pub const fn as_c_str(&self) -> &CStr {
+        match CStr::from_bytes_until_nul(&self.bytes) {
+            Ok(text) => text,
+            Err(_) => panic!("{}", TOO_LONG),
+        }
+    }
+
+    /// The same with what was expected as a value.
+    pub(super) const fn compose(
+        profile: HeapProfile,
+        own: &[(&str, &str)],
+    ) -> Result<Self, &'static str> {
+        let mut text = Self { bytes: [0; TEXT_MAX], len: 0 };
+        let mut rest = profile.conf().to_bytes();
+        while !rest.is_empty() {
+            let (setting, after) = cut(rest, b',');
+            let (name, _) = cut(setting, b':');
+            let written = match position(own, name) {
+                Some(at) => text.push_setting(own[at].0, own[at].1),
+                None => text.push(setting),
+            };
+            if let Err(expected) = written {
+                return Err(expected);
+            }
+            rest = after;
+        }
+        let mut at = 0;
+        while at < own.len() {
+            let name = own[at].0.as_bytes();
+            let written = match position(own, name) {
+                Some(first) if first != at => Err(TWICE),
+                _ if names(profile.conf().to_bytes(), name) => Ok(()),
+                _ => text.push_setting(own[at].0, own[at].1),
+            };
+            if let Err(expected) = written {
+                return Err(expected);
+            }
+            at += 1;
+        }
+        Ok(text)
+    }
+
+    /// Appends one setting as it stands in the source, checked.
+    const fn push_setting(&mut self, name: &str, value: &str) -> Result<(), &'static str> {
+        let knob = match knob(name) {
+            Some(knob) => knob,
+            None if same(name.as_bytes(), b"hpa") => return Err(HPA),
+            None => return Err(UNKNOWN),
+        };
+        if let Err(expected) = self.push(name.as_bytes()) {
+            return Err(expected);
+        }
+        let value = value.as_bytes();
+        match knob.takes {
+            Takes::Number(least, most) => match digits(value) {
+                Some(number) if least <= number && number <= most => {
+                    self.push_bytes(b":");
+                    self.push_digits(value);
+                    Ok(())
+                }
+                _ => Err(knob.expected),
+            },
+            Takes::Word(words) => {
+                let mut at = 0;
+                while at < words.len() {
+                    if same(words[at].0.as_bytes(), value) {
+                        self.push_bytes(b":");
+                        self.push_bytes(words[at].1.as_bytes());
+                        return Ok(());
+                    }
+                    at += 1;
+                }
+                Err(knob.expected)
+            }
+        }
+    }
+
+    /// Appends after a comma, where something stands before.
+    const fn push(&mut self, setting: &[u8]) -> Result<(), &'static str> {
+        // Room for a value of any length that passes its check.
+        if self.len + setting.len() + 32 > TEXT_MAX {
+            return Err(TOO_LONG);
+        }
+        if self.len > 0 {
+            self.push_bytes(b",");
+        }
+        self.push_bytes(setting);
+        Ok(())
+    }
+
+    const fn push_bytes(&mut self, bytes: &[u8]) {
+        let mut at = 0;
+        while at < bytes.len() {
+            self.bytes[self.len] = bytes[at];
+            self.len += 1;
+            at += 1;
+        }
+    }
+
+    /// Appends a number as jemalloc reads it: in decimal digits, no zero before them.
+    const fn push_digits(&mut self, number: &[u8]) {
+        let mut at = 0;
+        let mut leads = true;
+        while at < number.len() {
+            let last = at + 1 == number.len();
+            leads = leads && !last && (number[at] == b'0' || number[at] == b'_');
+            if number[at] != b'_' && !leads {
+                self.bytes[self.len] = number[at];
+                self.len += 1;
+            }
+            at += 1;
+        }
+    }
+}
+
+/// A number of Rust's, in decimal digits and underscores.
+const fn digits(text: &[u8]) -> Option<u64> {
+    let (mut number, mut at) = (0_u64, 0);
+    while at < text.len() {
+        let digit = text[at];
+        if digit.is_ascii_digit() {
+            number = number.saturating_mul(10).saturating_add((digit - b'0') as u64);
+        } else if digit != b'_' || at == 0 {
+            return None;
+        }
+        at += 1;
+    }
+    if text.is_empty() { None } else { Some(number) }
+}
+
+/// What stands before and after the first such byte.
+const fn cut(text: &[u8], by: u8) -> (&[u8], &[u8]) {
+    let mut at = 0;
+    while at < text.len() {
+        if text[at] == by {
+            let (before, after) = text.split_at(at);
+            let (_, after) = after.split_at(1);
+            return (before, after);
+        }
+        at += 1;
+    }
+    (text, &[])
+}
+
+/// Where a setting of this name stands first.
+const fn position(own: &[(&str, &str)], name: &[u8]) -> Option<usize> {
+    let mut at = 0;
+    while at < own.len() {
+        if same(own[at].0.as_bytes(), name) {
+            return Some(at);
+        }
+        at += 1;
+    }
+    None
+}
+
+/// Whether a string sets this.
+const fn names(mut conf: &[u8], name: &[u8]) -> bool {
+    while !conf.is_empty() {
+        let (setting, after) = cut(conf, b',');
+        if same(cut(setting, b':').0, name) {
+            return true;
+        }
+        conf = after;
+    }
+    false
+}
+
+const fn same(one: &[u8], other: &[u8]) -> bool {
+    let mut at = 0;
+    while at < one.len() && at < other.len() {
+        if one[at] != other[at] {
+            return false;
+        }
+        at += 1;
+    }
+    one.len() == other.len()
+}
+
+/// A piece of a configuration string, as jemalloc reads it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Piece<'a> {
+    /// A name and a value.
+    Setting(&'a str, &'a str),
+    /// From here on jemalloc reads no further: a name breaks off, or holds what no name does.
+    Broken(&'a str),
+}
+
+/// The pieces of a string, by the rules of `conf_next` in jemalloc's `conf.c`.
+pub(super) fn pieces(text: &str) -> impl Iterator<Item = Piece<'_>> {
+    let mut rest = Some(text).filter(|text| !text.is_empty());
+    std::iter::from_fn(move || {
+        let text = rest.take()?;
+        let in_name = |c: char| c.is_ascii_alphanumeric() || c == '_';
+        let end = text.find(|c| !in_name(c)).unwrap_or(text.len());
+        let Some(value) = text[end..].strip_prefix(':') else {
+            return Some(Piece::Broken(text));
+        };
+        let (value, after) = value.split_once(',').unwrap_or((value, ""));
+        rest = Some(after).filter(|after| !after.is_empty());
+        Some(Piece::Setting(&text[..end], value))
+    })
+}
+
+/// What a value means to jemalloc.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Meaning {
+    /// This, as jemalloc itself would write it.
+    Value(String),
+    /// What it would be without being asked.
+    Default,
+    /// Nothing: it is refused, and what was set before stays.
+    Refused,
+}
+
+impl Knob {
+    /// What jemalloc makes of this text.
+    pub(super) fn meaning(&self, text: &str) -> Meaning {
+        let resets = matches!(self.name, "narenas" | "slab_sizes");
+        if resets && text == "default" {
+            return Meaning::Default;
+        }
+        let number = |least: i128| number(text).filter(|number| *number >= least);
+        let word = |words: &[&'static str]| {
+            // The first that begins so, as jemalloc compares.
+            words.iter().find(|word| word.starts_with(text)).map(ToString::to_string)
+        };
+        let value = match self.name {
+            "background_thread" => [text].into_iter().find(|t| matches!(*t, "true" | "false")),
+            "slab_sizes" => Some(text),
+            _ => None,
+        };
+        let value = value.map(str::to_owned).or_else(|| match self.name {
+            "narenas" => number(1).map(|number| number.to_string()),
+            "tcache_max" | "max_background_threads" => number(0).map(|number| number.to_string()),
+            "dirty_decay_ms" | "muzzy_decay_ms" => number(-1).map(|number| number.to_string()),
+            "thp" => word(&["default", "always", "never", "not supported"]),
+            "metadata_thp" => word(&["disabled", "auto", "always"]),
+            _ => None,
+        });
+        value.map_or(Meaning::Refused, Meaning::Value)
+    }
+
+    /// What jemalloc takes, for whoever wrote something else.
+    pub(super) const fn expects(&self) -> &'static str {
+        match self.takes {
+            Takes::Word(_) => match self.name.as_bytes() {
+                b"background_thread" => "true or false",
+                b"thp" => "default, always or never",
+                b"metadata_thp" => "disabled, auto or always",
+                _ => "default, or such as 1-16384:1",
+            },
+            Takes::Number(..) => match self.name.as_bytes() {
+                b"narenas" => "default, or a whole number from 1 to 4094",
+                b"dirty_decay_ms" | b"muzzy_decay_ms" => "whole milliseconds, 0 at once, -1 never",
+                _ => "a whole number",
+            },
+        }
+    }
+}
+
+/// A number as C reads it: decimal, `0x` hexadecimal, `0` octal, with a sign, after white space.
+fn number(text: &str) -> Option<i128> {
+    let text = text.trim_ascii_start();
+    let (negative, digits) = match text.strip_prefix(['-', '+']) {
+        Some(digits) => (text.starts_with('-'), digits),
+        None => (false, text),
+    };
+    if !digits.starts_with(|c: char| c.is_ascii_digit()) {
+        return None;
+    }
+    let hexadecimal = digits.strip_prefix("0x").or_else(|| digits.strip_prefix("0X"));
+    let found = match (hexadecimal, digits.strip_prefix('0')) {
+        (Some(digits), _) => u64::from_str_radix(digits, 16),
+        (None, Some(digits)) if !digits.is_empty() => u64::from_str_radix(digits, 8),
+        _ => digits.parse(),
+    };
+    let found = i128::from(found.ok()?);
+    Some(if negative { -found } else { found })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn composed(profile: HeapProfile, own: &[(&str, &str)]) -> Result<String, &'static str> {
+        ConfText::compose(profile, own).map(|text| text.as_c_str().to_str().unwrap().to_owned())
+    }
+
+    #[test]
+    fn a_profile_alone_is_its_own_string() {
+        for profile in HeapProfile::ALL {
+            assert_eq!(composed(profile, &[]).as_deref(), Ok(profile.conf().to_str().unwrap()));
+        }
+    }
+
+    #[test]
+    fn own_settings_stand_in_place_of_the_profiles_or_after_them() {
+        let own = [("tcache_max", "8_192"), ("narenas", "8"), ("slab_sizes", "one_page")];
+        assert_eq!(
+            composed(HeapProfile::Balanced, &own).as_deref(),
+            Ok("background_thread:true,max_background_threads:2,narenas:8,dirty_decay_ms:1000,\
+                muzzy_decay_ms:0,tcache_max:8192,slab_sizes:1-16384:1")
+        );
+        let all: Vec<_> = KNOBS.iter().map(|knob| (knob.name, widest(knob))).collect();
+        for profile in HeapProfile::ALL {
+            let text = composed(profile, &all).unwrap();
+            assert_eq!(pieces(&text).count(), KNOBS.len(), "{text}");
+        }
+    }
+
+    /// The longest value that passes.
+    fn widest(knob: &Knob) -> &'static str {
+        match knob.takes {
+            Takes::Number(_, most) => match most {
+                64 => "64",
+                4094 => "4_094",
+                32_768 => "0000000032768",
+                _ => "3_600_000",
+            },
+            Takes::Word(words) => words.last().unwrap().0,
+        }
+    }
+
+    #[test]
+    fn a_bad_setting_is_refused_with_what_was_expected() {
+        for (own, part) in [
+            (("narenas", "0"), "narenas takes a whole number from 1 to 4094"),
+            (("narenas", "4095"), "from 1 to 4094"),
+            (("narenas", "eight"), "from 1 to 4094"),
+            (("narenas", "8usize"), "from 1 to 4094"),
+            (("narenas", "0x8"), "from 1 to 4094"),
+            (("narenas", "99999999999999999999999"), "from 1 to 4094"),
+            (("dirty_decay_ms", "0"), "5 to 8 times the CPU"),
+            (("dirty_decay_ms", "1000.5"), "whole number of ms"),
+            (("tcache_max", "7"), "bytes from 8 to 32768"),
+            (("thp", "sometimes"), "default, always or never"),
+            (("background_thread", "yes"), "true or false"),
+            (("slab_sizes", "two_pages"), "default or one_page"),
+            (("hpa", "true"), "twice the memory"),
+            (("arenas", "8"), "expected a setting of background_thread"),
+            (("", ""), "expected a setting of"),
+        ] {
+            let error = composed(HeapProfile::Balanced, &[own]).expect_err("refused");
+            assert!(error.contains(part), "{own:?}: {error}");
+        }
+        let twice = [("narenas", "2"), ("narenas", "4")];
+        assert_eq!(composed(HeapProfile::Balanced, &twice), Err(TWICE));
+        let twice = [("tcache_max", "64"), ("tcache_max", "64")];
+        assert_eq!(composed(HeapProfile::Balanced, &twice), Err(TWICE));
+    }
+
+    #[test]
+    fn what_the_macro_says_is_what_the_table_checks() {
+        for knob in &KNOBS {
+            assert!(UNKNOWN.contains(knob.name), "{}", knob.name);
+            assert!(knob.expected.contains(knob.name), "{}", knob.expected);
+            let parts: Vec<String> = match knob.takes {
+                Takes::Number(least, most) => vec![format!("from {least} to {most}")],
+                Takes::Word(words) => words.iter().map(|(word, _)| (*word).to_owned()).collect(),
+            };
+            assert!(parts.iter().all(|part| knob.expected.contains(part)), "{}", knob.expected);
+            assert!(knob.default.is_none_or(|text| knob.meaning(text) != Meaning::Refused));
+        }
+    }
+
+    #[test]
+    fn strings_are_read_as_jemalloc_reads_them() {
+        let read = |text| pieces(text).collect::<Vec<_>>();
+        assert_eq!(read(""), []);
+        assert_eq!(
+            read("narenas:2,slab_sizes:1-64:1|65-128:2,"),
+            [Piece::Setting("narenas", "2"), Piece::Setting("slab_sizes", "1-64:1|65-128:2")]
+        );
+        // A space before a name ends the reading; one in a value belongs to it.
+        assert_eq!(
+            read("narenas: 2, thp:never"),
+            [Piece::Setting("narenas", " 2"), Piece::Broken(" thp:never")]
+        );
+        assert_eq!(read("narenas=2,thp:never"), [Piece::Broken("narenas=2,thp:never")]);
+        assert_eq!(read("thp:,narenas"), [Piece::Setting("thp", ""), Piece::Broken("narenas")]);
+    }
+
+    #[test]
+    fn values_mean_what_jemalloc_makes_of_them() {
+        let value = |text: &str| Meaning::Value(text.to_owned());
+        for (name, text, meaning) in [
+            ("narenas", "default", Meaning::Default),
+            ("narenas", "0x10", value("16")),
+            ("narenas", "010", value("8")),
+            ("narenas", "0", Meaning::Refused),
+            ("narenas", "two", Meaning::Refused),
+            ("narenas", " 2", value("2")),
+            ("narenas", "2 ", Meaning::Refused),
+            ("narenas", "", Meaning::Refused),
+            ("dirty_decay_ms", "-1", value("-1")),
+            ("dirty_decay_ms", "-2", Meaning::Refused),
+            ("thp", "n", value("never")),
+            ("thp", "on", Meaning::Refused),
+            ("background_thread", "TRUE", Meaning::Refused),
+        ] {
+            assert_eq!(knob(name).unwrap().meaning(text), meaning, "{name}:{text}");
+        }
+    }
+}

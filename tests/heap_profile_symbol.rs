@@ -1,0 +1,44 @@
+//! A binary that exports jemalloc's configuration itself: its string is what took effect, and the
+//! cause of each difference from a profile.
+#![cfg(feature = "heap")]
+#![expect(unsafe_code, reason = "the symbol that jemalloc reads, by hand")]
+
+use std::ffi::{CStr, c_char};
+
+use lowtide::ByteSize;
+use lowtide::host::{self, Cause, ConfSource, HeapProfile};
+
+#[global_allocator]
+static HEAP: host::Heap = host::Heap;
+
+const CONF: &CStr = c"narenas:3,background_thread:true,dirty_decay_ms:1000,tcache_max:4096";
+
+/// As C has it: a pointer to the string.
+#[repr(transparent)]
+struct Conf(*const c_char);
+
+// SAFETY: the pointer is to a literal, which is never written.
+unsafe impl Sync for Conf {}
+
+#[used]
+#[cfg_attr(not(feature = "interpose"), unsafe(export_name = "_rjem_malloc_conf"))]
+#[cfg_attr(feature = "interpose", unsafe(export_name = "malloc_conf"))]
+static OTHER: Conf = Conf(CONF.as_ptr());
+
+const SYMBOL: &str = if cfg!(feature = "interpose") { "malloc_conf" } else { "_rjem_malloc_conf" };
+
+#[test]
+fn a_symbol_of_the_binarys_own_is_the_cause_of_what_differs_from_a_profile() {
+    let found = host::effective().unwrap();
+    assert_eq!(found.conf_of_binary, CONF.to_str().ok());
+    assert_eq!((found.arenas_at_start, found.thread_cache_max), (3, ByteSize::kib(4)));
+    assert_eq!(found.asked_by_binary().and_then(|conf| conf.profile()), None);
+    let differences = found.differences_from(HeapProfile::LowMemory);
+    let of = |setting: &str| differences.iter().find(|found| found.setting == setting);
+    let narenas = of("narenas").expect("3 are not 2");
+    assert_eq!((&*narenas.asked, &*narenas.found), ("2", "3"));
+    assert_eq!(narenas.cause, Cause::SetBy(ConfSource::Binary(SYMBOL)));
+    assert_eq!(of("tcache_max"), None, "they agree on that");
+    assert_eq!(of("slab_sizes").map(|found| &found.cause), Some(&Cause::NotAsked));
+    assert!(narenas.to_string().contains(SYMBOL), "{narenas}");
+}
