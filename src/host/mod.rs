@@ -25,6 +25,7 @@
 
 mod allocator;
 mod arenas;
+mod binding;
 mod conf;
 mod effective;
 mod error;
@@ -32,18 +33,21 @@ mod libc_heap;
 mod mallctl;
 mod profile;
 mod purge;
+mod recall;
 mod stats;
 
 pub use allocator::{Heap, is_global, serves_c};
 pub use arenas::{
     ARENA_NAME_MAX, HostArena, HostArenaError, HostArenaStats, RetireRefused, StillHeld,
 };
+pub use binding::ArenaBinding;
 pub use conf::{Applied, Difference, HeapSettings, apply, background_threads_supported};
 pub use effective::{EffectiveConf, effective};
 pub use error::{Act, HostError, Refusal, Unsupported};
 pub use libc_heap::{LibcHeap, libc_heap};
 pub use profile::HeapProfile;
 pub use purge::{Outcome, Part, PurgeReport, decay_tick, flush_thread_cache, purge, purge_now};
+pub use recall::{flush_if_recalled, on_thread_park, recall_thread_caches};
 pub use stats::{HeapGlance, HeapProbe, HeapSnapshot};
 
 /// What the expansion of [`heap_profile!`](crate::heap_profile) needs; not for use by hand.

@@ -16,6 +16,7 @@ mod error;
 #[cfg(feature = "cuda")]
 mod governors;
 mod hands;
+mod heap;
 mod published;
 mod scopes;
 mod sensor;
@@ -23,6 +24,7 @@ mod shared;
 mod shrink;
 mod sleep;
 mod snapshot;
+mod threads;
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -47,6 +49,7 @@ pub use scopes::{ArenaReport, ArenaUse, Replaced, ScopeError, Slot, SlotKind, Sl
 pub use shared::Purged;
 pub use shrink::{Run, ShrinkError, ShrinkFailure, ShrinkOutcome, Shrunk, ShrunkTarget};
 pub use snapshot::{BudgetSnapshot, DeviceSnapshot, MemorySnapshot};
+pub use threads::on_thread_start;
 
 use shared::Shared;
 
