@@ -165,6 +165,44 @@ fn a_purge_gives_back_what_a_burst_left_and_a_second_one_finds_nothing() {
 }
 
 #[test]
+fn muzzy_pages_are_told_from_dirty_ones() {
+    alone(|| {
+        let probe = HeapProbe::new().unwrap();
+        let size = ByteSize::mib(32);
+        host::purge_now().unwrap();
+        let dirty_decay = DecayTime::from_millis(1);
+        let lazily = HeapSettings { dirty_decay, muzzy_decay: DecayTime::Never, ..STILL };
+        host::apply(&lazily).unwrap();
+        drop(burst(512, 64 << 10));
+        let clock = SystemClock::new();
+        let deadline = clock.now() + Duration::from_secs(30);
+        while probe.snapshot().unwrap().dirty > SLOP {
+            assert!(clock.now() < deadline, "{:?}", probe.snapshot());
+            host::decay_tick().unwrap();
+        }
+        host::apply(&HeapSettings { muzzy_decay: DecayTime::Never, ..STILL }).unwrap();
+        let muzzy = probe.snapshot().unwrap().muzzy;
+        drop(burst(8, 1 << 20));
+        let report = host::purge_now().unwrap();
+        assert_eq!(
+            report.jemalloc.released(),
+            report.dirty().saturating_add(report.muzzy),
+            "{report:?}"
+        );
+        if muzzy.is_zero() {
+            println!("skipped: this kernel gives nothing back lazily");
+            return;
+        }
+        assert!(muzzy >= size.scaled(0.9), "{muzzy}");
+        // Those that the second burst took again are dirty.
+        assert!(report.muzzy >= muzzy.saturating_sub(ByteSize::mib(9)), "{report:?}");
+        assert!(report.muzzy <= muzzy, "{report:?}");
+        let nothing = host::purge_now().unwrap();
+        assert!(nothing.muzzy < SLOP && nothing.dirty() < SLOP, "{nothing:?}");
+    });
+}
+
+#[test]
 fn a_snapshot_and_a_glance_allocate_nothing() {
     alone(|| {
         let probe = HeapProbe::new().unwrap();

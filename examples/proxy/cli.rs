@@ -15,6 +15,7 @@ use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioExecutor;
 use lowtide::metrics::prometheus;
 use lowtide::{BoxError, ByteSize, Memory};
+use tokio::runtime::Handle;
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::app;
@@ -100,10 +101,21 @@ pub(crate) fn main(arguments: impl Iterator<Item = OsString>) -> Result<(), BoxE
                 .from_env_lossy(),
         )
         .init();
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .on_thread_start(lowtide::memory::on_thread_start)
+        .on_thread_park(lowtide::host::on_thread_park)
+        .build()?;
     match cli.command {
         None => runtime.block_on(run(cli)),
         Some(Command::Healthcheck) => runtime.block_on(healthcheck(cli.listen)),
+    }
+}
+
+/// Has parked workers run, so that they empty their caches when they park again.
+fn wake(runtime: &Handle) {
+    for _ in 0..runtime.metrics().num_workers() {
+        runtime.spawn(async {});
     }
 }
 
@@ -111,8 +123,12 @@ async fn run(cli: Cli) -> Result<(), BoxError> {
     let recorder =
         prometheus::configure(prometheus::PrometheusBuilder::new())?.install_recorder()?;
     let upkeep = recorder.clone();
-    let memory =
-        Memory::builder().with_environment()?.after_publish(move || upkeep.run_upkeep()).start()?;
+    let workers = Handle::current();
+    let memory = Memory::builder()
+        .with_environment()?
+        .after_publish(move || upkeep.run_upkeep())
+        .after_recall(move || wake(&workers))
+        .start()?;
     let options = app::Options {
         listen: cli.listen,
         upstream: cli.upstream,

@@ -7,6 +7,8 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
+use crate::bytes::ByteSize;
+use crate::control::PurgeGrowth;
 use crate::decay::DecayTime;
 
 /// A named set of resolved settings.
@@ -18,6 +20,7 @@ use crate::decay::DecayTime;
 /// | jemalloc's background threads | 1 | 2 | 4 |
 /// | heap is purged when quiet for | 1s | 2s | never |
 /// | heap of a busy service is purged each | 10s | 30s | never |
+/// | and when it kept more for a while, from | 16 MiB, 5 % | 64 MiB, 10 % | never |
 /// | idle resources are unloaded after | 60s | 300s | 900s |
 ///
 /// The same under every profile: the ceiling, 0.80 of the limit, and metrics each second
@@ -93,6 +96,17 @@ impl Profile {
         }
     }
 
+    /// When growth of what the heaps keep is worth a purge. The amounts are guesses; it must have
+    /// lasted for twice the decay time, in which dirty pages go by themselves.
+    pub(super) const fn purge_growth(self) -> Option<PurgeGrowth> {
+        let hold = Duration::from_secs(2);
+        match self {
+            Self::LowMemory => Some(PurgeGrowth { floor: ByteSize::mib(16), part: 0.05, hold }),
+            Self::Balanced => Some(PurgeGrowth { floor: ByteSize::mib(64), part: 0.10, hold }),
+            Self::Throughput => None,
+        }
+    }
+
     /// The idle time of resources that set none of their own.
     pub(super) const fn idle_unload(self) -> Duration {
         match self {
@@ -134,6 +148,14 @@ mod tests {
             DecayTime::Within(within) => time(Some(within)),
             other => format!("{other:?}"),
         };
+        let growth = |growth: Option<PurgeGrowth>| {
+            growth.map_or_else(
+                || "never".to_owned(),
+                |PurgeGrowth { floor, part, .. }| {
+                    format!("{} MiB, {:.0} %", floor.get() >> 20, part * 100.0)
+                },
+            )
+        };
         let of = |value: &dyn Fn(Profile) -> String| Profile::ALL.map(value).join(" | ");
         for (name, values) in [
             ("heap decay", of(&|profile| decay(profile.heap_decay()))),
@@ -141,6 +163,7 @@ mod tests {
             ("background threads", of(&|profile| profile.background_threads().to_string())),
             ("purged when quiet for", of(&|profile| time(profile.purge_when_idle_for()))),
             ("busy service is purged each", of(&|profile| time(profile.purge_interval()))),
+            ("kept more for a while, from", of(&|profile| growth(profile.purge_growth()))),
             ("resources are unloaded after", of(&|profile| time(Some(profile.idle_unload())))),
         ] {
             let row = format!("{name} | {values} |\n");

@@ -8,6 +8,7 @@ use std::time::Duration;
 use super::profile::Profile;
 use super::settings::{ConfigError, DeviceChoice, DeviceRung, Fault, Settings};
 use crate::bytes::ByteSize;
+use crate::control::PurgeGrowth;
 use crate::decay::DecayTime;
 use crate::device::{Contents, SleepConfig, SleepOptions};
 
@@ -80,6 +81,9 @@ pub struct Config {
     pub purge_when_idle_for: Option<Duration>,
     /// How often a busy service purges its heap; `None`: only under pressure.
     pub purge_interval: Resolved<Option<Duration>>,
+    /// When growth of what the heaps keep is worth a purge, as the profile says; `None`: never, and
+    /// never where the interval says that only pressure is.
+    pub purge_growth: Option<PurgeGrowth>,
     /// Idle time of resources without their own; [`Duration::MAX`] for never.
     pub idle_unload: Resolved<Duration>,
     /// How often metrics are published.
@@ -108,6 +112,8 @@ impl Config {
         check(environment)?;
         let profile = pick_or(environment.profile, code.profile, Profile::default());
         let base = profile.value;
+        let purge_interval =
+            pick(environment.purge_interval, code.purge_interval, base.purge_interval());
         Ok(Self {
             profile,
             memory_limit: pick_or(
@@ -152,11 +158,8 @@ impl Config {
                 base.background_threads(),
             ),
             purge_when_idle_for: base.purge_when_idle_for(),
-            purge_interval: pick(
-                environment.purge_interval,
-                code.purge_interval,
-                base.purge_interval(),
-            ),
+            purge_interval,
+            purge_growth: base.purge_growth().filter(|_| purge_interval.value.is_some()),
             idle_unload: pick(environment.idle_unload, code.idle_unload, base.idle_unload()),
             metrics_interval: pick_or(
                 environment.metrics_interval,
@@ -306,6 +309,19 @@ mod tests {
         assert_eq!(Some(sleep.residency), residency);
         assert_eq!(sleep.options.stable, Contents::Keep);
         assert_eq!(sleep.options.dynamic, Contents::Discard);
+    }
+
+    #[test]
+    fn a_busy_service_that_is_purged_only_under_pressure_is_not_purged_for_growth() {
+        let of = |profile, purge_interval| {
+            let code = Settings { profile: Some(profile), purge_interval, ..Settings::default() };
+            Config::resolve(&code, &Settings::default()).expect("valid").purge_growth
+        };
+        for profile in [Profile::LowMemory, Profile::Balanced] {
+            assert!(of(profile, None).is_some(), "{profile}");
+            assert_eq!(of(profile, Some(None)), None, "{profile}");
+        }
+        assert_eq!(of(Profile::Throughput, Some(Some(Duration::from_secs(1)))), None);
     }
 
     #[test]

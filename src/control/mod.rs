@@ -43,7 +43,7 @@ pub mod watermark;
 pub use admission::{Admission, AdmissionStats, Cost, Permit, Priority};
 pub use ledger::{Books, Budget, Correction, Ledger, Measured, Shortfall};
 pub use maintenance::{
-    Hands, Job, JobQueue, Jobs, Maintenance, PressureState, Sample, Sensor, Settings,
+    Hands, Job, JobQueue, Jobs, Maintenance, PressureState, PurgeGrowth, Sample, Sensor, Settings,
     SettingsError, Tick, Trigger, Worker, run_control, run_worker,
 };
 pub use managed::{
@@ -53,5 +53,5 @@ pub use managed::{
 pub use pressure::{Band, Level, Pressure, Thresholds, ThresholdsError};
 pub use reclaim::{Ask, Ladder, LadderError, Pace, Reclaim, Recovered};
 pub use rejected::{Rejected, ShedReason};
-pub use signal::{Glance, Limit, LimitSource, Resident, Signal, SignalError, Signals};
+pub use signal::{Cpus, Glance, Limit, LimitSource, Resident, Signal, SignalError, Signals};
 pub use watermark::{DeviceLook, Tide, Verdict, Watermark};

@@ -69,33 +69,42 @@ mod platform {
         keepcost: usize,
     }
 
+    /// `int malloc_trim(size_t pad)` and `struct mallinfo2 mallinfo2(void)`. Safe to call: whoever
+    /// makes one vouches for that.
+    type Trim = extern "C" fn(usize) -> c_int;
+    type Info = extern "C" fn() -> MallInfo2;
+
     pub(super) fn trim() -> Result<bool, Unsupported> {
-        static FOUND: OnceLock<Option<unsafe extern "C" fn(usize) -> c_int>> = OnceLock::new();
-        let found = FOUND.get_or_init(|| {
-            // SAFETY: glibc declares `int malloc_trim(size_t pad)` (malloc.h), which is this type;
-            // the pointer is not null.
-            symbol(c"malloc_trim").map(|found| unsafe {
-                mem::transmute::<NonNull<c_void>, unsafe extern "C" fn(usize) -> c_int>(found)
-            })
-        });
+        static FOUND: OnceLock<Option<Trim>> = OnceLock::new();
+        trim_by(*FOUND.get_or_init(|| {
+            // SAFETY: glibc declares the function so (malloc.h); the pointer is not null. Any
+            // thread may call it with any number ("MT-Safe", malloc_trim(3)): only pages without a
+            // block are given back.
+            symbol(c"malloc_trim")
+                .map(|found| unsafe { mem::transmute::<NonNull<c_void>, Trim>(found) })
+        }))
+    }
+
+    /// 0 keeps the least at the top of the heap.
+    fn trim_by(found: Option<Trim>) -> Result<bool, Unsupported> {
         let trim = found.ok_or(Unsupported::SymbolMissing("malloc_trim"))?;
-        // SAFETY: thread-safe ("MT-Safe", malloc_trim(3)); 0 keeps the least at the top of the
-        // heap; only pages without a block are given back.
-        Ok(unsafe { trim(0) } != 0)
+        Ok(trim(0) != 0)
     }
 
     pub(super) fn read() -> Result<LibcHeap, Unsupported> {
-        static FOUND: OnceLock<Option<unsafe extern "C" fn() -> MallInfo2>> = OnceLock::new();
-        let found = FOUND.get_or_init(|| {
-            // SAFETY: glibc declares `struct mallinfo2 mallinfo2(void)` (malloc.h), which is this
-            // type; the pointer is not null.
-            symbol(c"mallinfo2").map(|found| unsafe {
-                mem::transmute::<NonNull<c_void>, unsafe extern "C" fn() -> MallInfo2>(found)
-            })
-        });
+        static FOUND: OnceLock<Option<Info>> = OnceLock::new();
+        read_by(*FOUND.get_or_init(|| {
+            // SAFETY: glibc declares the function so (malloc.h); the pointer is not null. Any
+            // thread may call it ("MT-Safe", mallinfo2(3)): it takes nothing, locks each arena
+            // while it reads it, and returns a plain value.
+            symbol(c"mallinfo2")
+                .map(|found| unsafe { mem::transmute::<NonNull<c_void>, Info>(found) })
+        }))
+    }
+
+    fn read_by(found: Option<Info>) -> Result<LibcHeap, Unsupported> {
         let mallinfo2 = found.ok_or(Unsupported::SymbolMissing("mallinfo2"))?;
-        // SAFETY: takes nothing, locks each arena while it reads it, and returns a plain value.
-        let info = unsafe { mallinfo2() };
+        let info = mallinfo2();
         let maps = ByteSize::of(info.hblkhd);
         Ok(LibcHeap {
             held: ByteSize::of(info.arena).saturating_add(maps),
@@ -120,22 +129,62 @@ mod platform {
             assert!(symbol(c"malloc_trim").is_some());
             assert!(symbol(c"lowtide_has_no_such_function").is_none());
         }
+
+        extern "C" fn found_pages(pad: usize) -> c_int {
+            c_int::from(pad == 0)
+        }
+
+        extern "C" fn found_none(_: usize) -> c_int {
+            0
+        }
+
+        #[test]
+        fn a_trim_gave_something_back_or_nothing_or_there_is_no_such_function() {
+            assert_eq!(trim_by(Some(found_pages)), Ok(true));
+            assert_eq!(trim_by(Some(found_none)), Ok(false));
+            assert_eq!(trim_by(None), Err(Unsupported::SymbolMissing("malloc_trim")));
+            assert_eq!(read_by(None), Err(Unsupported::SymbolMissing("mallinfo2")));
+        }
     }
 }
 
 #[cfg(not(all(target_os = "linux", target_env = "gnu")))]
-mod platform {
+use without_glibc as platform;
+
+/// Where there is no such heap; compiled into every test, so that it is more than a type check of
+/// platforms that nobody builds.
+#[cfg(any(test, not(all(target_os = "linux", target_env = "gnu"))))]
+mod without_glibc {
     use super::{LibcHeap, Unsupported};
 
-    const REASON: Unsupported =
-        if cfg!(target_os = "linux") { Unsupported::NotGlibc } else { Unsupported::NotLinux };
+    /// Why: the nearest cause.
+    pub(super) const fn reason(is_linux: bool) -> Unsupported {
+        if is_linux { Unsupported::NotGlibc } else { Unsupported::NotLinux }
+    }
 
     pub(super) const fn trim() -> Result<bool, Unsupported> {
-        Err(REASON)
+        Err(reason(cfg!(target_os = "linux")))
     }
 
     pub(super) const fn read() -> Result<LibcHeap, Unsupported> {
-        Err(REASON)
+        Err(reason(cfg!(target_os = "linux")))
+    }
+}
+
+#[cfg(test)]
+mod tests_without_glibc {
+    use super::*;
+
+    #[test]
+    fn other_c_libraries_and_other_systems_are_told_apart() {
+        assert_eq!(without_glibc::reason(true), Unsupported::NotGlibc);
+        assert_eq!(without_glibc::reason(false), Unsupported::NotLinux);
+        let here = without_glibc::reason(cfg!(target_os = "linux"));
+        assert_eq!(without_glibc::trim(), Err(here));
+        assert_eq!(without_glibc::read(), Err(here));
+        if cfg!(not(all(target_os = "linux", target_env = "gnu"))) {
+            assert_eq!((trim(), libc_heap()), (Err(here), Err(here)), "it is what runs here");
+        }
     }
 }
 

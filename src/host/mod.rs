@@ -28,6 +28,7 @@ mod allocator;
 mod api2;
 mod arenas;
 mod asked;
+mod binding;
 mod cause;
 mod classes;
 mod compare;
@@ -39,6 +40,7 @@ mod libc_heap;
 mod mallctl;
 mod profile;
 mod purge;
+mod recall;
 mod stats;
 
 pub use allocator::{Heap, is_global, serves_c};
@@ -46,6 +48,7 @@ pub use arenas::{
     ARENA_NAME_MAX, HostArena, HostArenaError, HostArenaStats, RetireRefused, StillHeld,
 };
 pub use asked::HeapConf;
+pub use binding::ArenaBinding;
 pub use cause::{Cause, ConfSource, Difference};
 pub use classes::{SizeClass, ThreadTotals, thread_totals};
 pub use conf::{Applied, HeapSettings, apply, background_threads_supported};
@@ -54,6 +57,7 @@ pub use error::{Act, HostError, Refusal, Unsupported};
 pub use libc_heap::{LibcHeap, libc_heap};
 pub use profile::HeapProfile;
 pub use purge::{Outcome, Part, PurgeReport, decay_tick, flush_thread_cache, purge, purge_now};
+pub use recall::{flush_if_recalled, on_thread_park, recall_thread_caches};
 pub use stats::{HeapGlance, HeapProbe, HeapSnapshot};
 
 /// What the expansion of [`heap_profile!`](crate::heap_profile) needs; not for use by hand.

@@ -12,7 +12,9 @@ use crate::bytes::ByteSize;
 use crate::clock::{Clock, SystemClock};
 
 use super::error::{HostError, Unsupported};
-use super::{allocator, arenas, libc_heap, mallctl, stats};
+use super::recall::recall_thread_caches;
+use super::stats::Backed;
+use super::{allocator, arenas, libc_heap, mallctl};
 
 /// What came of giving back one heap's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -61,6 +63,10 @@ pub struct PurgeReport {
     /// jemalloc: how much less memory its statistics show behind its pages (resident and muzzy),
     /// by one refresh before and one after. What other threads allocated in between is subtracted.
     pub jemalloc: Part,
+    /// The part of jemalloc's bytes that were muzzy: given back lazily before, and taken by the
+    /// kernel only now. The rest were dirty. jemalloc purges both kinds in one go, so there is one
+    /// time for them.
+    pub muzzy: ByteSize,
     /// glibc: how much smaller the process's anonymous resident memory became (`/proc/self/statm`,
     /// resident less shared) while glibc trimmed. glibc itself says only yes or no. It is of
     /// the whole process, so what other threads touched or gave back meanwhile is in it, and the
@@ -74,12 +80,20 @@ impl PurgeReport {
     pub const fn released(&self) -> ByteSize {
         self.jemalloc.released().saturating_add(self.libc.released())
     }
+
+    /// The part of jemalloc's bytes that were dirty.
+    #[must_use]
+    pub const fn dirty(&self) -> ByteSize {
+        self.jemalloc.released().saturating_sub(self.muzzy)
+    }
 }
 
 /// Gives back all unused memory of the heap now.
 ///
-/// Empties the calling thread's cache, purges every jemalloc arena, then has glibc trim its own
-/// heap. Caches of other threads stay (see [`flush_thread_cache`]); memory that is live is never
+/// Calls back the caches of threads that cooperate
+/// ([`recall_thread_caches`](super::recall_thread_caches)), empties the calling thread's, purges
+/// every jemalloc arena, then has glibc trim its own heap. It waits for no other thread: what those
+/// give up later is dirty until it decays or the next purge takes it. Memory that is live is never
 /// touched. Blocks for about 0.1 ms for each MiB given back, twice the cost of
 /// [`HeapProbe::snapshot`](super::HeapProbe::snapshot) besides; threads that allocate meanwhile
 /// wait on single arenas for parts of it. Allocates nothing but the one block with which
@@ -88,7 +102,8 @@ impl PurgeReport {
 /// # Errors
 /// [`HostError::Mallctl`] where jemalloc refuses; then glibc has not been asked.
 pub fn purge(clock: &dyn Clock) -> Result<PurgeReport, HostError> {
-    Ok(PurgeReport { jemalloc: purge_jemalloc(clock)?, libc: trim_libc(clock) })
+    let (jemalloc, muzzy) = purge_jemalloc(clock)?;
+    Ok(PurgeReport { jemalloc, muzzy, libc: trim_libc(clock, libc_heap::trim) })
 }
 
 /// As [`purge`], with times by the machine's clock.
@@ -128,25 +143,30 @@ pub fn decay_tick() -> Result<(), HostError> {
     mallctl::ARENAS_DECAY.perform()
 }
 
-fn purge_jemalloc(clock: &dyn Clock) -> Result<Part, HostError> {
-    let before = stats::backed()?;
+/// What came of jemalloc, and how much of that was muzzy.
+fn purge_jemalloc(clock: &dyn Clock) -> Result<(Part, ByteSize), HostError> {
+    let before = Backed::read()?;
     let start = clock.now();
+    recall_thread_caches();
     flush_thread_cache()?;
     let kept = arenas::keep();
     mallctl::ARENAS_PURGE.perform()?;
     drop(kept);
     let took = clock.now() - start;
-    let mut outcome = Outcome::between(before, stats::backed()?);
+    let after = Backed::read()?;
+    let mut outcome = Outcome::between(before.bytes(), after.bytes());
     if outcome == Outcome::NothingToRelease && !allocator::is_global() {
         outcome = Outcome::Unsupported(Unsupported::NoJemalloc);
     }
-    Ok(Part { outcome, took })
+    let part = Part { outcome, took };
+    Ok((part, before.muzzy.saturating_sub(after.muzzy).min(part.released())))
 }
 
-fn trim_libc(clock: &dyn Clock) -> Part {
+/// What came of glibc, by whoever trims it.
+fn trim_libc(clock: &dyn Clock, trim: impl FnOnce() -> Result<bool, Unsupported>) -> Part {
     let before = anonymous_resident();
     let start = clock.now();
-    let trimmed = libc_heap::trim();
+    let trimmed = trim();
     let took = clock.now() - start;
     let outcome = match trimmed {
         Ok(false) => Outcome::NothingToRelease,
@@ -201,9 +221,10 @@ mod tests {
         let part = |outcome| Part { outcome, took: Duration::ZERO };
         let report = PurgeReport {
             jemalloc: part(Outcome::Released(ByteSize::mib(5))),
+            muzzy: ByteSize::mib(2),
             libc: part(Outcome::Unsupported(Unsupported::NotGlibc)),
         };
-        assert_eq!(report.released(), ByteSize::mib(5));
+        assert_eq!((report.released(), report.dirty()), (ByteSize::mib(5), ByteSize::mib(3)));
     }
 
     #[cfg(target_os = "linux")]
@@ -214,6 +235,27 @@ mod tests {
             assert_eq!(anonymous_pages(broken), None, "{broken:?}");
         }
         assert!(anonymous_resident() > ByteSize::kib(100));
+    }
+
+    #[test]
+    fn what_the_trim_answers_is_what_is_told() {
+        let clock = ManualClock::new();
+        let told = |answer| trim_libc(&clock, || answer).outcome;
+        assert_eq!(told(Ok(false)), Outcome::NothingToRelease);
+        for reason in [
+            Unsupported::SymbolMissing("malloc_trim"),
+            Unsupported::NotGlibc,
+            Unsupported::NotLinux,
+        ] {
+            assert_eq!(told(Err(reason)), Outcome::Unsupported(reason));
+        }
+        let step = Duration::from_millis(7);
+        let part = trim_libc(&clock, || {
+            clock.advance(step);
+            Ok(true)
+        });
+        assert_eq!(part.took, step);
+        assert!(!matches!(part.outcome, Outcome::Unsupported(_)), "it says that it gave back");
     }
 
     #[test]

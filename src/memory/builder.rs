@@ -17,21 +17,21 @@ use crate::control::{
 };
 use crate::device::driver::Driver;
 use crate::fork::Birth;
-use crate::host::{self, HeapProbe, HeapSettings};
+use crate::host::{self, ArenaBinding};
 use crate::sync::{Mutex, lock};
 
 use super::arenas::Arenas;
 use super::device::DeviceWatch;
 use super::driver::open_driver;
 use super::error::{Note, StartError};
-use super::found::{at_start_otherwise, moved};
 use super::hands::{Hook, IdleGranules, WorkerHands};
+use super::heap::settle_heap;
 use super::published::Gone;
 use super::scopes::Scopes;
 use super::sensor::MemorySensor;
 use super::shared::{Purges, Shared};
 use super::shrink::ShrinksAsked;
-use super::{Claim, Ends, Inner, Memory, Started, Threads};
+use super::{Claim, Ends, Inner, Memory, Started, Threads, threads};
 
 /// Stack of a thread of ours. Both call little; what they touch of it is a few KiB.
 const STACK: ByteSize = ByteSize::kib(256);
@@ -49,6 +49,7 @@ pub struct Builder {
     unread: Option<String>,
     clock: Option<Arc<dyn Clock>>,
     hook: Option<Hook>,
+    recall_hook: Option<Hook>,
     stack: Option<ByteSize>,
     signals: Option<Signals>,
     driver: Option<Arc<dyn Driver>>,
@@ -137,6 +138,29 @@ impl Builder {
         self
     }
 
+    /// Called on the worker when it is about to purge the heap and has called back the caches of
+    /// threads that cooperate ([`host::recall_thread_caches`]): the place to wake threads that are
+    /// parked, since those run nothing by themselves. It must not wait for them.
+    ///
+    /// ```
+    /// # async fn start() -> Result<(), lowtide::BoxError> {
+    /// let runtime = tokio::runtime::Handle::current();
+    /// let memory = lowtide::Memory::builder().after_recall(move || {
+    ///     // A task that does nothing wakes a worker, which calls `on_thread_park` when it parks.
+    ///     for _ in 0..runtime.metrics().num_workers() {
+    ///         runtime.spawn(async {});
+    ///     }
+    /// });
+    /// # memory.start()?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn after_recall(mut self, hook: impl FnMut() + Send + 'static) -> Self {
+        self.recall_hook = Some(Box::new(hook));
+        self
+    }
+
     /// Other signals than those of this process, for tests.
     #[doc(hidden)]
     #[must_use]
@@ -190,15 +214,15 @@ impl Builder {
     fn start_claimed(self, config: Config, claim: Arc<Claim>) -> Result<Memory, StartError> {
         let mut notes = Vec::new();
         let driver = open_driver(&config, self.driver, &mut notes)?;
-        let heap = settle_heap(&config, self.unread, &mut notes);
         let signals = open_signals(&config, self.signals, &mut notes);
+        let heap = settle_heap(&config, signals.cpus(), self.unread, &mut notes);
         let clock = self.clock.unwrap_or_else(|| Arc::new(SystemClock::new()));
         let (signals, arenas) = (Arc::new(signals), Arenas::default());
         let host_backed = driver.as_ref().is_none_or(|driver| driver.capabilities().host_backed);
         let sensor = MemorySensor {
             clock: Arc::clone(&clock),
             signals: Arc::clone(&signals),
-            heap,
+            heap: heap.probe,
             arenas: arenas.clone(),
             host_backed,
             device_limit: config.device_limit.value,
@@ -210,7 +234,10 @@ impl Builder {
         let joined = Arc::default();
         let ladder = ladder(&joined, &resources, host_backed);
         let mut maintenance = Maintenance::new(
-            settings(&config, host_backed),
+            control::Settings {
+                heap_decay_interval: heap.decay_interval,
+                ..settings(&config, host_backed)
+            },
             Box::new(sensor),
             admission.clone(),
             resources.clone(),
@@ -226,8 +253,9 @@ impl Builder {
             state: maintenance.state(),
             queue: maintenance.queue(),
             driver,
-            heap,
+            heap: heap.probe,
             signals,
+            bound_arenas: threads::arena_binding().map(ArenaBinding::arenas),
             notes: Mutex::new(Vec::new()),
             purges: Purges::default(),
             claim,
@@ -243,8 +271,8 @@ impl Builder {
         let hands = WorkerHands {
             shared: Arc::clone(&shared),
             hook: self.hook,
+            recall_hook: self.recall_hook,
             hook_at: Moment::ORIGIN,
-            drives_decay: !host::background_threads_supported(),
             knows_device: false,
         };
         let worker = maintenance.worker(Box::new(hands));
@@ -252,7 +280,7 @@ impl Builder {
         let first = maintenance.tick(shared.clock.now());
         shared.queue.push(first.jobs);
         let memory = launch(&shared, maintenance, worker, self.stack.unwrap_or(STACK))?;
-        report(&memory);
+        report(&memory, heap.background_threads);
         Ok(memory)
     }
 }
@@ -312,6 +340,7 @@ impl Threads {
             .stack_size(stack)
             .spawn(move || {
                 let _ends = ends;
+                threads::on_thread_start();
                 run();
             })
             .map_err(|error| StartError::Thread { name, error })?;
@@ -351,44 +380,6 @@ fn settle_limit(config: &Config, mut signals: Signals, notes: &mut Vec<Note>) ->
     signals
 }
 
-/// Moves the heap's settings, and notes what was not taken over.
-fn settle_heap(
-    config: &Config,
-    unread: Option<String>,
-    notes: &mut Vec<Note>,
-) -> Option<HeapProbe> {
-    let mut note = |text| notes.push(Note { about: "heap", text });
-    if !host::is_global() {
-        note(
-            "jemalloc is not the global allocator, so what Rust allocates is neither measured nor \
-             purged: add `#[global_allocator] static HEAP: lowtide::host::Heap = \
-             lowtide::host::Heap;` to the binary"
-                .to_owned(),
-        );
-    }
-    let threads = config.background_threads.value;
-    let settings = HeapSettings {
-        dirty_decay: config.heap_decay.value,
-        // Muzzy pages stay in the resident set until the kernel wants them: given back at once.
-        muzzy_decay: crate::decay::DecayTime::AtOnce,
-        background_threads: threads > 0,
-        max_background_threads: (threads > 0).then_some(threads),
-    };
-    let at_start = host::effective().ok().filter(|found| found.is_global);
-    match host::apply(&settings) {
-        Ok(applied) => {
-            applied.differences.iter().for_each(|difference| note(difference.to_string()));
-            let found = at_start.as_ref();
-            found.into_iter().flat_map(|it| moved(it, &settings, &applied)).for_each(&mut note);
-        }
-        Err(error) => note(error.to_string()),
-    }
-    if let Some(found) = at_start.map(|found| found.with_unread(unread)) {
-        at_start_otherwise(config, &found).into_iter().for_each(&mut note);
-    }
-    HeapProbe::new().map_err(|error| note(error.to_string())).ok()
-}
-
 /// How often the device is asked for its free memory at least: a neighbour that takes it does not
 /// wait for metrics.
 const DEVICE_INTERVAL_MAX: Duration = Duration::from_secs(1);
@@ -400,6 +391,7 @@ fn settings(config: &Config, host_backed: bool) -> control::Settings {
         ceiling: config.ceiling.value,
         quiet: config.purge_when_idle_for.unwrap_or(Duration::MAX),
         purge_interval: config.purge_interval.value,
+        purge_growth: config.purge_growth,
         publish_interval: Some(published),
         device_interval: (!host_backed).then(|| published.min(DEVICE_INTERVAL_MAX)),
         ..defaults
@@ -424,10 +416,11 @@ fn ladder(
 }
 
 /// Says once what runs.
-fn report(memory: &Memory) {
+fn report(memory: &Memory, background_threads: u32) {
     let config = memory.config();
     let limit = memory.0.shared.state.limit();
     let limit = if limit == ByteSize::MAX { "none".to_owned() } else { limit.to_string() };
+    let cpus = memory.0.shared.signals.cpus();
     let at_start = host::effective();
     let at_start = at_start.map_or_else(|error| error.to_string(), |conf| conf.to_string());
     tracing::info!(
@@ -436,7 +429,10 @@ fn report(memory: &Memory) {
         limit,
         device = %config.device.value,
         heap_decay = ?config.heap_decay.value,
-        background_threads = config.background_threads.value,
+        background_threads,
+        cpus = cpus.whole(),
+        cpu_quota_milli = cpus.quota_milli,
+        bound_arenas = memory.0.shared.bound_arenas,
         heap_at_start = at_start,
         "memory is managed"
     );

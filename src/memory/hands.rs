@@ -19,21 +19,26 @@ use super::snapshot::DeviceSnapshot;
 /// may have been installed meanwhile, and telling is a sixth of what publishing costs.
 const HOOK_EVERY: Duration = Duration::from_secs(5);
 
-/// Called on the worker after metrics were published.
+/// The application's, called on the worker: after metrics were published, or as caches are called
+/// back.
 pub(super) type Hook = Box<dyn FnMut() + Send>;
 
 pub(super) struct WorkerHands {
     pub(super) shared: Arc<Shared>,
     pub(super) hook: Option<Hook>,
     pub(super) hook_at: Moment,
-    /// Heap decay is ours to drive: jemalloc has no background threads here.
-    pub(super) drives_decay: bool,
+    /// Wakes threads that are parked, so that they empty their caches.
+    pub(super) recall_hook: Option<Hook>,
     /// Whether the device's memory was published the last time.
     pub(super) knows_device: bool,
 }
 
 impl Hands for WorkerHands {
     fn purge(&mut self, trigger: Trigger) -> Recovered {
+        if let Some(hook) = &mut self.recall_hook {
+            host::recall_thread_caches();
+            hook();
+        }
         Recovered::of(self.shared.purge(trigger).released())
     }
 
@@ -51,6 +56,12 @@ impl Hands for WorkerHands {
         self.shared.sweep();
     }
 
+    fn decay_heap(&mut self) {
+        if let Err(error) = host::decay_tick() {
+            self.shared.note(Note { about: "heap", text: error.to_string() });
+        }
+    }
+
     fn sleep_device(&mut self, now: Moment) -> bool {
         self.shared.sleep_next(now)
     }
@@ -60,11 +71,6 @@ impl Hands for WorkerHands {
     }
 
     fn publish(&mut self, now: Moment) {
-        if self.drives_decay
-            && let Err(error) = host::decay_tick()
-        {
-            self.shared.note(Note { about: "heap", text: error.to_string() });
-        }
         let upkeep = now >= self.hook_at;
         if upkeep {
             self.hook_at = now + HOOK_EVERY;

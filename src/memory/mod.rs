@@ -17,6 +17,7 @@ mod found;
 #[cfg(feature = "cuda")]
 mod governors;
 mod hands;
+mod heap;
 mod own_arena;
 mod published;
 mod resources;
@@ -26,6 +27,7 @@ mod shared;
 mod shrink;
 mod sleep;
 mod snapshot;
+mod threads;
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -48,6 +50,7 @@ pub use scopes::{ArenaReport, ArenaUse, Replaced, ScopeError, Slot, SlotKind, Sl
 pub use shared::Purged;
 pub use shrink::{Run, ShrinkError, ShrinkFailure, ShrinkOutcome, Shrunk, ShrunkTarget};
 pub use snapshot::{BudgetSnapshot, DeviceSnapshot, MemorySnapshot};
+pub use threads::on_thread_start;
 
 use shared::Shared;
 

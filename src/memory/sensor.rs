@@ -53,6 +53,14 @@ pub(super) struct Refresh {
     physical: ByteSize,
 }
 
+/// The heap at a sample.
+struct HeapNow {
+    /// At the last refresh.
+    live: ByteSize,
+    active: ByteSize,
+    purgeable: ByteSize,
+}
+
 impl Refresh {
     /// What is purgeable now. A page that is no longer active is purgeable, until it is given
     /// back and no longer physical; one that became active was purgeable, or is new and physical.
@@ -68,8 +76,8 @@ impl Refresh {
 }
 
 impl MemorySensor {
-    /// The heap at the last refresh, and what is purgeable of it now.
-    fn heap(&mut self, now: Moment, physical: ByteSize) -> Option<(HeapSnapshot, ByteSize)> {
+    /// The heap at the last refresh, and what is active and what purgeable of it now.
+    fn heap(&mut self, now: Moment, physical: ByteSize) -> Option<HeapNow> {
         let probe = self.heap.as_ref()?;
         let active = probe.glance().ok()?.active;
         // Where nothing has moved a refresh would find the same, and it is half of what an idle
@@ -84,7 +92,8 @@ impl MemorySensor {
             self.refresh_at = now + (cost * EPOCH_SHARE).min(EPOCH_MAX);
         }
         let last = self.last.as_ref()?;
-        Some((last.heap, last.purgeable_now(active, physical)))
+        let purgeable = last.purgeable_now(active, physical);
+        Some(HeapNow { live: last.heap.live, active, purgeable })
     }
 }
 
@@ -110,10 +119,13 @@ impl Sensor for MemorySensor {
         let heap = self.heap(now, signal.physical);
         let mut sample =
             Sample { physical: signal.physical, limit: signal.limit, ..Sample::default() };
-        if let Some((heap, purgeable)) = heap {
+        sample.anonymous = signal.anonymous.unwrap_or(ByteSize::ZERO);
+        if let Some(heap) = heap {
             sample.heap_live = heap.live;
             sample.heap_active = heap.active;
-            sample.purgeable = purgeable;
+            sample.purgeable = heap.purgeable;
+            // By the active pages of now: stale ones would show a burst as growth.
+            sample.kept = sample.anonymous.saturating_sub(heap.active);
         }
         let (mut committed, mut idle) = (ByteSize::ZERO, ByteSize::ZERO);
         self.arenas.each(|arena| {
@@ -127,6 +139,7 @@ impl Sensor for MemorySensor {
         if self.host_backed {
             sample.purgeable = sample.purgeable.saturating_add(idle);
             sample.decaying = idle;
+            sample.kept = sample.kept.saturating_sub(committed);
         } else {
             sample.device_committed = committed;
             sample.device_idle = idle;

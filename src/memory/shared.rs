@@ -19,7 +19,8 @@ use crate::control::{
 use crate::device::driver::Driver;
 use crate::device::{ArenaConfig, DeviceArena};
 use crate::fork::Birth;
-use crate::host::{self, HeapProbe, HostError, Outcome, PurgeReport};
+use crate::host::{self, HeapProbe, HostError, PurgeReport};
+use crate::metrics::record;
 use crate::sync::{Mutex, lock};
 
 use super::arenas::Arenas;
@@ -45,6 +46,7 @@ pub(super) struct Shared {
     pub(super) driver: Option<Arc<dyn Driver>>,
     pub(super) heap: Option<HeapProbe>,
     pub(super) signals: Arc<Signals>,
+    pub(super) bound_arenas: Option<u32>,
     pub(super) notes: Mutex<Vec<Note>>,
     pub(super) purges: Purges,
     pub(super) claim: Arc<Claim>,
@@ -61,7 +63,8 @@ pub(super) struct Shared {
 #[derive(Debug, Default)]
 pub(super) struct Purges {
     by_trigger: [AtomicU64; Trigger::ALL.len()],
-    jemalloc_bytes: AtomicU64,
+    dirty_bytes: AtomicU64,
+    muzzy_bytes: AtomicU64,
     libc_bytes: AtomicU64,
 }
 
@@ -70,9 +73,9 @@ impl Purges {
         self.by_trigger[trigger as usize].load(Ordering::Relaxed)
     }
 
-    /// Bytes given back, by heap.
-    pub(super) fn bytes(&self) -> [(&'static str, u64); 2] {
-        [("jemalloc", &self.jemalloc_bytes), ("libc", &self.libc_bytes)]
+    /// Bytes given back, by heap; jemalloc's muzzy pages apart from the rest.
+    pub(super) fn bytes(&self) -> [(&'static str, u64); 3] {
+        [("jemalloc", &self.dirty_bytes), ("muzzy", &self.muzzy_bytes), ("libc", &self.libc_bytes)]
             .map(|(heap, bytes)| (heap, bytes.load(Ordering::Relaxed)))
     }
 }
@@ -165,7 +168,6 @@ impl Shared {
         let device = arenas.iter().map(of).sum();
         let took = self.clock.now() - start;
         self.purges.by_trigger[trigger as usize].fetch_add(1, Ordering::Relaxed);
-        crate::metrics::record::purge_duration(took);
         let purged = Purged { heap, device, took };
         tracing::debug!(
             target: "lowtide",
@@ -182,8 +184,9 @@ impl Shared {
         let heap = host::purge(&*self.clock);
         match &heap {
             Ok(report) => {
-                Purges::add(&self.purges.jemalloc_bytes, report.jemalloc.outcome);
-                Purges::add(&self.purges.libc_bytes, report.libc.outcome);
+                self.purges.add(report);
+                record::purge_duration("jemalloc", report.jemalloc.took);
+                record::purge_duration("libc", report.libc.took);
             }
             Err(error) => self.note(Note { about: "heap", text: error.to_string() }),
         }
@@ -251,6 +254,8 @@ impl Shared {
             device_memory: driver.and_then(|driver| self.device.snapshot(driver)),
             stuck_total: driver.map_or(0, Driver::stuck_total),
             signal,
+            cpus: self.signals.cpus(),
+            bound_arenas: self.bound_arenas,
             oom_kills: self.signals.oom_kills(),
             physical: signal.physical,
             purgeable: self.state.purgeable(),
@@ -266,9 +271,13 @@ impl Shared {
 }
 
 impl Purges {
-    fn add(bytes: &AtomicU64, outcome: Outcome) {
-        if let Outcome::Released(released) = outcome {
-            bytes.fetch_add(released.get(), Ordering::Relaxed);
+    fn add(&self, report: &PurgeReport) {
+        for (total, bytes) in [
+            (&self.dirty_bytes, report.dirty()),
+            (&self.muzzy_bytes, report.muzzy),
+            (&self.libc_bytes, report.libc.released()),
+        ] {
+            total.fetch_add(bytes.get(), Ordering::Relaxed);
         }
     }
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
 use crate::config::Profile;
-use crate::control::{AdmissionStats, Level, ResourceStats, Signal};
+use crate::control::{AdmissionStats, Cpus, Level, ResourceStats, Signal};
 use crate::device::ArenaSnapshot;
 use crate::host::HeapSnapshot;
 
@@ -31,6 +31,11 @@ pub struct MemorySnapshot {
     pub stuck_total: u64,
     /// What the kernel says, read now.
     pub signal: Signal,
+    /// The CPUs that this process can keep busy, as they were at the start.
+    pub cpus: Cpus,
+    /// Over how many of the heap's arenas its threads are spread, those that were started through
+    /// [`on_thread_start`](super::on_thread_start); `None` where that cannot be known.
+    pub bound_arenas: Option<u32>,
     /// Processes of the cgroup that the kernel has killed for memory, where it says so.
     pub oom_kills: Option<u64>,
     /// What counts against the host's limit.

@@ -88,12 +88,13 @@ table! {
     HEAP_BACKGROUND_THREADS: Gauge "lowtide_heap_background_threads" Count []
         "jemalloc background threads that run.";
     HEAP_PURGES: Counter "lowtide_heap_purges_total" Count ["trigger"]
-        "Purges of the heap that this crate ran, by trigger (pressure, manual, unload, idle, \
-         periodic).";
+        "Purges of the heap that this crate ran, by trigger (pressure, manual, unload, growth, \
+         idle, periodic).";
     HEAP_PURGED: Counter "lowtide_heap_purged_bytes_total" Bytes ["heap"]
-        "Physical bytes given back by those purges, by heap (jemalloc or libc).";
-    HEAP_PURGE_SECONDS: Histogram "lowtide_heap_purge_duration_seconds" Seconds []
-        "How long a purge took.";
+        "Physical bytes given back by those purges, by heap (jemalloc without its muzzy pages, \
+         muzzy, libc).";
+    HEAP_PURGE_SECONDS: Histogram "lowtide_heap_purge_duration_seconds" Seconds ["heap"]
+        "How long a purge took, by heap (jemalloc with its muzzy pages, libc).";
     PROCESS_RESIDENT: Gauge "lowtide_process_resident_bytes" Bytes []
         "The process's resident set, as the kernel says.";
     DEVICE_LIVE: Gauge "lowtide_device_live_bytes" Bytes ["device", "arena"]

@@ -69,9 +69,9 @@ pub fn purged(heap: &'static str, bytes: u64) {
     counter!(name::HEAP_PURGED.name, "heap" => heap).absolute(bytes);
 }
 
-/// How long one purge took.
-pub fn purge_duration(took: Duration) {
-    histogram!(name::HEAP_PURGE_SECONDS.name).record(took.as_secs_f64());
+/// How long one purge of a heap took.
+pub fn purge_duration(heap: &'static str, took: Duration) {
+    histogram!(name::HEAP_PURGE_SECONDS.name, "heap" => heap).record(took.as_secs_f64());
 }
 
 /// A device arena.

@@ -22,6 +22,8 @@ pub enum Trigger {
     Manual,
     /// A resource has been unloaded.
     Unload,
+    /// What the heaps keep has grown.
+    Growth,
     /// Nothing is going on.
     Idle,
     /// It was time to.
@@ -30,17 +32,17 @@ pub enum Trigger {
 
 impl Trigger {
     /// All triggers, the most urgent first.
-    pub const ALL: [Self; 5] =
-        [Self::Pressure, Self::Manual, Self::Unload, Self::Idle, Self::Periodic];
+    pub const ALL: [Self; 6] =
+        [Self::Pressure, Self::Manual, Self::Unload, Self::Growth, Self::Idle, Self::Periodic];
 
     /// Whether the control loop posts it, at its pace; the others run whenever they are asked for.
     pub(super) const fn is_paced(self) -> bool {
-        matches!(self, Self::Pressure | Self::Idle | Self::Periodic)
+        matches!(self, Self::Pressure | Self::Growth | Self::Idle | Self::Periodic)
     }
 
     /// Whether it leaves alone what leaves by itself in its time: there is no hurry.
     pub(crate) const fn leaves_decaying(self) -> bool {
-        matches!(self, Self::Idle | Self::Periodic)
+        matches!(self, Self::Growth | Self::Idle | Self::Periodic)
     }
 
     /// Its label in metrics.
@@ -50,6 +52,7 @@ impl Trigger {
             Self::Pressure => "pressure",
             Self::Manual => "manual",
             Self::Unload => "unload",
+            Self::Growth => "growth",
             Self::Idle => "idle",
             Self::Periodic => "periodic",
         }
@@ -73,6 +76,8 @@ pub enum Job {
     UnloadIdle,
     /// Give back what the device arenas have let decay.
     DecayDevice,
+    /// Have the heap give back what its decay times let go.
+    DecayHeap,
     /// Look how much memory the device has left, and give idle memory back where that is little.
     SampleDevice,
     /// Publish metrics.
@@ -84,7 +89,7 @@ pub enum Job {
 /// Places: the lower, the more urgent. The rungs of the ladder come after the pressure purge.
 const RUNG_FIRST: usize = 1;
 const MANUAL: usize = RUNG_FIRST + Ladder::RUNGS_MAX;
-const PLACES: usize = MANUAL + 9;
+const PLACES: usize = MANUAL + 11;
 const _: () = assert!(PLACES <= 64, "each job has a bit of its own");
 
 impl Job {
@@ -98,12 +103,14 @@ impl Job {
             Self::UnloadIdle => MANUAL + 1,
             Self::Purge { trigger: Trigger::Unload } => MANUAL + 2,
             Self::DecayDevice => MANUAL + 3,
-            Self::SampleDevice => MANUAL + 4,
-            Self::Purge { trigger: Trigger::Idle } => MANUAL + 5,
-            Self::Purge { trigger: Trigger::Periodic } => MANUAL + 6,
-            Self::Publish => MANUAL + 7,
+            Self::DecayHeap => MANUAL + 4,
+            Self::SampleDevice => MANUAL + 5,
+            Self::Purge { trigger: Trigger::Growth } => MANUAL + 6,
+            Self::Purge { trigger: Trigger::Idle } => MANUAL + 7,
+            Self::Purge { trigger: Trigger::Periodic } => MANUAL + 8,
+            Self::Publish => MANUAL + 9,
             // It may copy for long, and nobody waits for it.
-            Self::SleepDevice => MANUAL + 8,
+            Self::SleepDevice => MANUAL + 10,
         })
     }
 
@@ -113,7 +120,9 @@ impl Job {
             Job::UnloadIdle,
             Job::Purge { trigger: Trigger::Unload },
             Job::DecayDevice,
+            Job::DecayHeap,
             Job::SampleDevice,
+            Job::Purge { trigger: Trigger::Growth },
             Job::Purge { trigger: Trigger::Idle },
             Job::Purge { trigger: Trigger::Periodic },
             Job::Publish,

@@ -6,11 +6,12 @@
 //! [`run_control`] on one, [`run_worker`] on the other.
 //!
 //! Invariants: `next > now`, and `next - now <= idle_tick`; nothing is purged but for pressure, an
-//! unload, a request of an operator, or where
+//! unload, a request of an operator, growth ([`PurgeGrowth`]), or where
 //! `purgeable - decaying > max(purge_floor, purge_part x live)`; levels act on physical bytes,
 //! allowances on required ones.
 
 mod jobs;
+mod purging;
 mod state;
 mod worker;
 
@@ -29,8 +30,10 @@ use super::managed::Resources;
 use super::pressure::{Level, Pressure, Thresholds};
 use super::reclaim::{Ladder, Pace};
 use super::signal::Limit;
+use purging::Growth;
 
 pub use jobs::{Job, JobQueue, Jobs, Trigger};
+pub use purging::PurgeGrowth;
 pub use state::PressureState;
 pub use worker::{Hands, Worker, run_control, run_worker};
 
@@ -45,6 +48,11 @@ pub struct Sample {
     /// The part of that which leaves by itself in its time: idle bytes of arenas on host memory.
     /// A purge takes it under pressure, when it is asked for and after an unload.
     pub decaying: ByteSize,
+    /// Anonymous memory of this process.
+    pub anonymous: ByteSize,
+    /// The part of it that neither live pages of the heap nor arenas account for: what the heap
+    /// keeps, and all that C code's heap holds.
+    pub kept: ByteSize,
     /// The host's limit.
     pub limit: Limit,
     /// Bytes of blocks that the application holds on the heap.
@@ -74,6 +82,8 @@ impl Default for Sample {
             physical: ByteSize::ZERO,
             purgeable: ByteSize::ZERO,
             decaying: ByteSize::ZERO,
+            anonymous: ByteSize::ZERO,
+            kept: ByteSize::ZERO,
             limit: Limit::UNKNOWN,
             heap_live: ByteSize::ZERO,
             heap_active: ByteSize::ZERO,
@@ -122,6 +132,11 @@ pub struct Settings {
     pub purge_floor: ByteSize,
     /// Nor is less than this part of the live bytes; .25 by default.
     pub purge_part: f64,
+    /// When growth is worth a purge; `None`, the default, for never.
+    pub purge_growth: Option<PurgeGrowth>,
+    /// Time between ticks of the heap's decay while there is something to decay; `None`, the
+    /// default, where the allocator has threads of its own for that.
+    pub heap_decay_interval: Option<Duration>,
     /// Time between publications of metrics; 1 s by default, `None` for off.
     pub publish_interval: Option<Duration>,
     /// Time between looks at the memory that the device has left; `None`, the default, where there
@@ -140,6 +155,8 @@ impl Default for Settings {
             purge_interval: Some(Duration::from_secs(30)),
             purge_floor: ByteSize::mib(16),
             purge_part: 0.25,
+            purge_growth: None,
+            heap_decay_interval: None,
             publish_interval: Some(Duration::from_secs(1)),
             device_interval: None,
         }
@@ -181,11 +198,13 @@ impl Settings {
                 return Err(SettingsError::Part { name, value });
             }
         }
+        self.purge_growth.map_or(Ok(()), |growth| growth.check())?;
         let times = [
             ("active_tick", Some(self.active_tick)),
             ("purge_interval", self.purge_interval),
             ("publish_interval", self.publish_interval),
             ("device_interval", self.device_interval),
+            ("heap_decay_interval", self.heap_decay_interval),
         ];
         for (name, time) in times {
             if time.is_some_and(|time| time.is_zero()) {
@@ -236,6 +255,8 @@ pub struct Maintenance {
     purged_at: Moment,
     /// The least that was purgeable since the last purge began.
     purgeable_low: ByteSize,
+    growth: Growth,
+    decayed_at: Option<Moment>,
     published_at: Option<Moment>,
     /// When the device was last looked at.
     looked_at: Option<Moment>,
@@ -275,6 +296,8 @@ impl Maintenance {
             quiet_since: None,
             purged_at: Moment::ORIGIN,
             purgeable_low: ByteSize::MAX,
+            growth: Growth::new(),
+            decayed_at: None,
             published_at: None,
             looked_at: None,
         })
@@ -324,6 +347,10 @@ impl Maintenance {
         if sleep_due <= now {
             jobs.insert(Job::SleepDevice);
         }
+        // Nothing to decay: an idle service is not woken for it.
+        let every = self.settings.heap_decay_interval;
+        let every = every.filter(|_| sample.purgeable > sample.decaying);
+        let decay_due = decide(Job::DecayHeap, every, &mut self.decayed_at, now, &mut jobs);
         // Before they are published.
         let every = self.settings.device_interval;
         let look_due = decide(Job::SampleDevice, every, &mut self.looked_at, now, &mut jobs);
@@ -335,7 +362,7 @@ impl Maintenance {
             self.settings.idle_tick
         };
         let due = resources_due.min(sample.device_decay_due).min(sleep_due);
-        let due = due.min(publish_due).min(look_due);
+        let due = due.min(publish_due).min(look_due).min(decay_due);
         // What is due already has been posted: looked at again no sooner than an active tick on.
         let next = due.max(now + self.settings.active_tick).min(now + step);
         self.last = Some(sample);
@@ -382,35 +409,6 @@ impl Maintenance {
         // The device's level unloads; only the host's sheds, since what does not fit the device
         // is refused by its ledger and nothing is killed.
         self.admission.set_level(self.host.pressure.level());
-    }
-
-    /// Whether to purge, and why. The pace is one for all: a purge takes what there is.
-    fn decide_purge(&mut self, sample: &Sample, now: Moment, jobs: &mut Jobs) {
-        let quiet = self.is_quiet(now);
-        let part = sample.heap_live.scaled(self.settings.purge_part);
-        let worth = self.settings.purge_floor.max(part);
-        let much = sample.purgeable.saturating_sub(sample.decaying) > worth;
-        self.purgeable_low = self.purgeable_low.min(sample.purgeable);
-        if sample.purgeable.saturating_sub(self.purgeable_low) > worth {
-            // Purges were useless while all was live; now load has fallen, and a pause of 10 s
-            // would keep the level where it is.
-            self.purge.forgive();
-        }
-        let periodic = self.settings.purge_interval;
-        let trigger = if self.host.pressure.level() >= Level::Elevated {
-            Trigger::Pressure
-        } else if much && quiet {
-            Trigger::Idle
-        } else if much && periodic.is_some_and(|every| now - self.purged_at >= every) {
-            Trigger::Periodic
-        } else {
-            return;
-        };
-        if self.purge.start(now) {
-            self.purged_at = now;
-            self.purgeable_low = sample.purgeable;
-            jobs.insert(Job::Purge { trigger });
-        }
     }
 
     /// Whether no request has been held or admitted for the quiet time.

@@ -27,6 +27,9 @@ pub trait Hands: Send {
     /// Gives back what the device arenas have let decay.
     fn decay_device(&mut self, now: Moment);
 
+    /// Has the heap give back what its decay times let go. Default: nothing.
+    fn decay_heap(&mut self) {}
+
     /// Lets the device arena fall asleep that has been idle for longest, and no other; says whether
     /// more are due. Default: nothing.
     fn sleep_device(&mut self, now: Moment) -> bool {
@@ -101,6 +104,7 @@ impl Worker {
                 self.purge_after_unload(unloaded > 0);
             }
             Job::DecayDevice => self.hands.decay_device(now),
+            Job::DecayHeap => self.hands.decay_heap(),
             // One at a time: what came meanwhile and is more urgent goes before the next.
             Job::SleepDevice if self.hands.sleep_device(now) => {
                 self.queue.push_one(Job::SleepDevice);

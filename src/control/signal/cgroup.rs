@@ -24,6 +24,8 @@ use super::{Limit, LimitSource, SignalError};
 
 /// How many levels are looked at, the leaf included. systemd and Kubernetes nest below ten.
 const LEVELS_MAX: usize = 32;
+/// The controller's name on version 1.
+const MEMORY: &[u8] = b"memory";
 /// Amounts from here on mean "no limit": version 1 writes 2^63 rounded down to a page.
 const UNLIMITED_FROM: u64 = 1 << 62;
 
@@ -111,9 +113,10 @@ impl Cgroup {
             }
         };
         // Version 1 first: on a hybrid host the `0::` line exists without a memory controller.
-        for (names, path) in [(&V1, path_v1(&lines)), (&V2, path_v2(&lines))] {
+        for (names, path) in [(&V1, path_v1(&lines, MEMORY)), (&V2, path_v2(&lines))] {
             let Some(path) = path else { continue };
-            let Some(place) = place(&mounts, path, names.high.is_some()) else { continue };
+            let controller = names.high.is_none().then_some(MEMORY);
+            let Some(place) = place(&mounts, path, controller) else { continue };
             let mut notes = Vec::new();
             if let Some(found) = Self::open(names, root, &place, &mut notes) {
                 if place.outside {
@@ -137,11 +140,9 @@ impl Cgroup {
         place: &Place,
         notes: &mut Vec<SignalError>,
     ) -> Option<Self> {
-        let mount = root.join(place.mount.strip_prefix("/").unwrap_or(&place.mount));
-        let leaf = mount.join(&place.below);
         let mut levels = Vec::new();
         let mut events = None;
-        for folder in leaf.ancestors().take_while(|folder| folder.starts_with(&mount)) {
+        for folder in &place.folders(root) {
             let usage = KeptFile::open(&folder.join(names.usage)).ok();
             if levels.is_empty() {
                 // Levels below a group whose controller is off are charged to that group.
@@ -263,13 +264,13 @@ fn stat_of(text: &[u8], names: &Names) -> Stat {
     }
 }
 
-/// The path in the line of version 1's memory controller.
-fn path_v1(lines: &[u8]) -> Option<&[u8]> {
-    path_where(lines, |controllers| controllers.split(|&byte| byte == b',').any(|c| c == b"memory"))
+/// The path in the line of a controller of version 1.
+pub(super) fn path_v1<'a>(lines: &'a [u8], controller: &[u8]) -> Option<&'a [u8]> {
+    path_where(lines, |list| list.split(|&byte| byte == b',').any(|one| one == controller))
 }
 
 /// The path in the `0::` line.
-fn path_v2(lines: &[u8]) -> Option<&[u8]> {
+pub(super) fn path_v2(lines: &[u8]) -> Option<&[u8]> {
     path_where(lines, <[u8]>::is_empty)
 }
 
@@ -283,7 +284,7 @@ fn path_where(lines: &[u8], wanted: impl Fn(&[u8]) -> bool) -> Option<&[u8]> {
 
 /// Where a cgroup is to be read.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Place {
+pub(super) struct Place {
     mount: PathBuf,
     root: PathBuf,
     below: PathBuf,
@@ -291,11 +292,24 @@ struct Place {
     outside: bool,
 }
 
-/// The folder of `path` under the mounts of its hierarchy.
-fn place(mounts: &[u8], path: &[u8], version_2: bool) -> Option<Place> {
+impl Place {
+    /// The cgroup's own folder and those of its ancestors up to the mount, in a file tree at
+    /// `root`.
+    pub(super) fn folders(&self, root: &Path) -> Vec<PathBuf> {
+        let mount = root.join(self.mount.strip_prefix("/").unwrap_or(&self.mount));
+        let leaf = mount.join(&self.below);
+        let ancestors = leaf.ancestors().take_while(|folder| folder.starts_with(&mount));
+        ancestors.map(Path::to_owned).collect()
+    }
+}
+
+/// The folder of `path` under the mounts of its hierarchy: that of a controller of version 1, or
+/// the one of version 2.
+pub(super) fn place(mounts: &[u8], path: &[u8], controller: Option<&[u8]>) -> Option<Place> {
     let path = Path::new(OsStr::from_bytes(path));
     let mut fallback = None;
-    for (root, mount) in mounts.split(|&byte| byte == b'\n').filter_map(|l| mount_of(l, version_2))
+    for (root, mount) in
+        mounts.split(|&byte| byte == b'\n').filter_map(|line| mount_of(line, controller))
     {
         let below = path
             .strip_prefix(&root)
@@ -316,17 +330,18 @@ fn place(mounts: &[u8], path: &[u8], version_2: bool) -> Option<Place> {
 
 /// Root and mount point of a line `id parent dev root mount options... - type source options`,
 /// where it mounts the hierarchy that is looked for (proc(5)).
-fn mount_of(line: &[u8], version_2: bool) -> Option<(PathBuf, PathBuf)> {
+fn mount_of(line: &[u8], controller: Option<&[u8]>) -> Option<(PathBuf, PathBuf)> {
     let mut fields = line.split(|&byte| byte == b' ');
     let root = unescaped(fields.nth(3)?);
     let mount = unescaped(fields.next()?);
     let mut after = fields.skip_while(|&field| field != b"-").skip(1);
     let kind = after.next()?;
     let options = after.nth(1)?;
-    let ours = if version_2 {
-        kind == b"cgroup2"
-    } else {
-        kind == b"cgroup" && options.split(|&byte| byte == b',').any(|option| option == b"memory")
+    let ours = match controller {
+        None => kind == b"cgroup2",
+        Some(name) => {
+            kind == b"cgroup" && options.split(|&byte| byte == b',').any(|option| option == name)
+        }
     };
     ours.then_some((root, mount))
 }
@@ -355,12 +370,12 @@ mod tests {
 
     #[test]
     fn the_path_is_that_of_the_memory_controller() {
-        assert_eq!(path_v1(HYBRID), Some(&b"/api/94cf"[..]));
+        assert_eq!(path_v1(HYBRID, MEMORY), Some(&b"/api/94cf"[..]));
         assert_eq!(path_v2(HYBRID), Some(&b"/sys"[..]));
-        assert_eq!(path_v1(b"0::/user.slice\n"), None);
+        assert_eq!(path_v1(b"0::/user.slice\n", MEMORY), None);
         assert_eq!(path_v2(b"0::/a:b\n"), Some(&b"/a:b"[..]));
         for broken in [&b""[..], b"\n", b"4", b"4:memory", b"\xff\xfe:\xff"] {
-            assert_eq!(path_v1(broken), None);
+            assert_eq!(path_v1(broken, MEMORY), None);
             assert_eq!(path_v2(broken), None);
         }
     }
@@ -370,24 +385,24 @@ mod tests {
         let mounts = b"31 23 0:28 / /sys/fs/cgroup rw - tmpfs tmpfs rw,mode=755\n\
             35 31 0:32 /docker/ab /sys/fs/cgroup/memory ro,x master:9 - cgroup cgroup rw,memory\n\
             41 31 0:38 / /sys/fs/cgroup/uni\\040fied rw - cgroup2 cgroup2 rw\n";
-        let v1 = place(mounts, b"/docker/ab", false).expect("found");
+        let v1 = place(mounts, b"/docker/ab", Some(MEMORY)).expect("found");
         assert_eq!(v1.mount, Path::new("/sys/fs/cgroup/memory"));
         assert_eq!((v1.below.as_path(), v1.outside), (Path::new(""), false));
-        let nested = place(mounts, b"/docker/ab/worker", false).expect("found");
+        let nested = place(mounts, b"/docker/ab/worker", Some(MEMORY)).expect("found");
         assert_eq!(nested.below, Path::new("worker"));
         // Not a path below it, though its text begins with it.
-        assert!(place(mounts, b"/docker/abc", false).expect("found").outside);
-        let v2 = place(mounts, b"/a/b", true).expect("found");
+        assert!(place(mounts, b"/docker/abc", Some(MEMORY)).expect("found").outside);
+        let v2 = place(mounts, b"/a/b", None).expect("found");
         assert_eq!(v2.mount, Path::new("/sys/fs/cgroup/uni fied"));
         assert_eq!(v2.below, Path::new("a/b"));
-        assert!(place(mounts, b"/../other", true).expect("found").outside);
+        assert!(place(mounts, b"/../other", None).expect("found").outside);
     }
 
     #[test]
     fn broken_mountinfo_lines_are_passed_over() {
         for line in ["", "1 2 3", "1 2 0:1 / /m rw", "1 2 0:1 / /m rw - cgroup", "- - - - - -"] {
-            assert_eq!(mount_of(line.as_bytes(), false), None, "{line:?}");
-            assert_eq!(mount_of(line.as_bytes(), true), None, "{line:?}");
+            assert_eq!(mount_of(line.as_bytes(), Some(MEMORY)), None, "{line:?}");
+            assert_eq!(mount_of(line.as_bytes(), None), None, "{line:?}");
         }
         assert_eq!(unescaped(b"a\\04"), Path::new("a\\04"));
         assert_eq!(unescaped(b"\\134x"), Path::new("\\x"));

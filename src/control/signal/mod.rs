@@ -8,11 +8,14 @@
 //! The limit is a minimum over the cgroup's ancestors, less what other members of that ancestor
 //! hold, because a kill does not ask whose bytes they were. Without a limit it is the machine's
 //! memory. On other systems than Linux nothing is there to read, and [`Signals::missing`] says so.
+//! Beside memory there is one thing more, read once: how many CPUs the process can keep busy
+//! ([`Cpus`]).
 //!
 //! Invariant: `physical = max(held, anonymous resident)` in a cgroup with a limit, `rss` elsewhere;
 //! `held = max(usage - inactive_file - active_file, anon + shmem)`.
 
 mod cgroup;
+mod cpu;
 mod file;
 mod statm;
 
@@ -25,6 +28,8 @@ use crate::bytes::ByteSize;
 
 use cgroup::Cgroup;
 use file::{KeptFile, read_whole};
+
+pub use cpu::Cpus;
 
 /// Where a limit comes from.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -93,6 +98,8 @@ impl Default for Limit {
 pub struct Signal {
     /// The process's resident set.
     pub rss: Option<ByteSize>,
+    /// The part of it that belongs to no file and no shared memory.
+    pub anonymous: Option<ByteSize>,
     /// What counts against the limit; zero where nothing could be read.
     pub physical: ByteSize,
     /// What must not be passed.
@@ -176,6 +183,7 @@ pub struct Signals {
     cgroup: Option<Cgroup>,
     machine: Option<ByteSize>,
     given: Option<ByteSize>,
+    cpus: Cpus,
     missing: Arc<[SignalError]>,
 }
 
@@ -213,7 +221,8 @@ impl Signals {
         let page = read_whole(&proc.join("self/auxv")).ok();
         let page = page.and_then(|auxv| statm::page_of(&auxv));
         let signals = Self::of_parts(statm, machine, cgroup, missing);
-        Self { status, page: page.unwrap_or(signals.page), ..signals }
+        let cpus = Cpus::read(root);
+        Self { status, page: page.unwrap_or(signals.page), cpus, ..signals }
     }
 
     fn of_parts(
@@ -223,7 +232,22 @@ impl Signals {
         missing: Vec<SignalError>,
     ) -> Self {
         let page = statm::PAGE_USUAL;
-        Self { statm, status: None, page, cgroup, machine, given: None, missing: missing.into() }
+        Self {
+            statm,
+            status: None,
+            page,
+            cgroup,
+            machine,
+            given: None,
+            cpus: Cpus::of_thread(),
+            missing: missing.into(),
+        }
+    }
+
+    /// The CPUs that this process can keep busy, as they were at the open.
+    #[must_use]
+    pub const fn cpus(&self) -> Cpus {
+        self.cpus
     }
 
     /// With a limit from configuration. It lowers what was found and never raises it: the kernel
@@ -249,6 +273,7 @@ impl Signals {
             .as_ref()
             .and_then(|file| file.read(|text| statm::resident_of(text, self.page)).flatten());
         let rss = resident.map(|resident| resident.rss);
+        let anonymous = resident.map(|resident| resident.anon);
         let group = self.cgroup.as_ref().map(Cgroup::sample).unwrap_or_default();
         let found = group
             .limit
@@ -262,11 +287,11 @@ impl Signals {
         // A machine's limit is compared with this process, a cgroup's with all that it holds.
         let physical = match group.held {
             Some(held) if group.limit.is_some() || rss.is_none() => {
-                held.max(resident.map_or(ByteSize::ZERO, |resident| resident.anon))
+                held.max(anonymous.unwrap_or(ByteSize::ZERO))
             }
             _ => rss.unwrap_or(ByteSize::ZERO),
         };
-        Signal { rss, physical, limit, charged: group.charged }
+        Signal { rss, anonymous, physical, limit, charged: group.charged }
     }
 
     /// Whether anything may have moved since the reading before: two reads in place of a sample's

@@ -1,0 +1,250 @@
+//! Whether the heap is to be purged now, and why.
+//!
+//! Pressure, a quiet service, a time that has passed, and growth: a busy service is never quiet,
+//! and what its heaps keep would else grow until memory is short. It purges nothing itself.
+//!
+//! Growth is looked for in [`Sample::kept`], anonymous memory that no live page of the heap and no
+//! arena accounts for. Resident bytes would do for a service that holds the same all day, but a
+//! loaded model is growth of them and nothing to purge. Retained bytes are resident less live ones
+//! of jemalloc: the holes in its pages are among them, which no purge returns, and what C code's
+//! heap keeps is not, which a trim does return.
+//!
+//! Invariants: a purge for growth starts only where `kept - low > max(floor, part x anonymous at
+//! low)` held at every sample of `hold`, with `low` the least since the last purge began; and
+//! `1 MiB` that the last purge found kept stands for 10 ms of pause before the next one for growth.
+
+use std::time::Duration;
+
+use crate::bytes::ByteSize;
+use crate::clock::Moment;
+use crate::control::pressure::Level;
+
+use super::{Job, Jobs, Maintenance, Sample, SettingsError, Trigger};
+
+/// When growth is worth a purge.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PurgeGrowth {
+    /// Growth of less than this is not worth one.
+    pub floor: ByteSize,
+    /// Nor is growth of less than this part of the anonymous memory from which it grew; above 0, at
+    /// most 1.
+    pub part: f64,
+    /// It must have stayed for this long: pages that decay by themselves cost nobody a fault, and
+    /// those that the next request takes again would be faulted in again.
+    pub hold: Duration,
+}
+
+impl PurgeGrowth {
+    pub(super) fn check(&self) -> Result<(), SettingsError> {
+        if !(self.part > 0.0 && self.part <= 1.0) {
+            return Err(SettingsError::Part { name: "purge_growth.part", value: self.part });
+        }
+        Ok(())
+    }
+}
+
+/// A purge takes about 0.1 ms for each MiB; a hundred times as long lies between two for growth,
+/// so that they take a hundredth of a core at most.
+const PAUSE_PER_MIB: Duration = Duration::from_micros(100 * 100);
+
+/// Since when memory that a purge may return has grown.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Growth {
+    /// The least that was kept since the last purge began, and the anonymous memory beside it.
+    low: ByteSize,
+    base: ByteSize,
+    /// Since when it has been too much.
+    since: Option<Moment>,
+    /// No purge for growth before this.
+    next: Moment,
+}
+
+impl Growth {
+    pub(super) const fn new() -> Self {
+        Self { low: ByteSize::MAX, base: ByteSize::ZERO, since: None, next: Moment::ORIGIN }
+    }
+
+    /// Whether it has grown for long enough to be worth a purge.
+    fn is_due(&mut self, settings: PurgeGrowth, sample: &Sample, now: Moment) -> bool {
+        if sample.kept <= self.low {
+            (self.low, self.base) = (sample.kept, sample.anonymous);
+        }
+        let worth = settings.floor.max(self.base.scaled(settings.part));
+        if sample.kept.saturating_sub(self.low) <= worth {
+            self.since = None;
+            return false;
+        }
+        let since = *self.since.get_or_insert(now);
+        now - since >= settings.hold && now >= self.next
+    }
+
+    /// A purge begins, for whatever reason.
+    fn purged(&mut self, sample: &Sample, now: Moment) {
+        let mib = u32::try_from(sample.kept.get() >> 20).unwrap_or(u32::MAX);
+        *self = Self {
+            low: sample.kept,
+            base: sample.anonymous,
+            since: None,
+            next: now + PAUSE_PER_MIB.saturating_mul(mib),
+        };
+    }
+}
+
+impl Maintenance {
+    /// Whether to purge, and why. The pace is one for all: a purge takes what there is.
+    pub(super) fn decide_purge(&mut self, sample: &Sample, now: Moment, jobs: &mut Jobs) {
+        let quiet = self.is_quiet(now);
+        let part = sample.heap_live.scaled(self.settings.purge_part);
+        let worth = self.settings.purge_floor.max(part);
+        let much = sample.purgeable.saturating_sub(sample.decaying) > worth;
+        self.purgeable_low = self.purgeable_low.min(sample.purgeable);
+        if sample.purgeable.saturating_sub(self.purgeable_low) > worth {
+            // Purges were useless while all was live; now load has fallen, and a pause of 10 s
+            // would keep the level where it is.
+            self.purge.forgive();
+        }
+        let growth = self.settings.purge_growth;
+        let grown = growth.is_some_and(|growth| self.growth.is_due(growth, sample, now));
+        let periodic = self.settings.purge_interval;
+        let trigger = if self.host.pressure.level() >= Level::Elevated {
+            Trigger::Pressure
+        } else if much && quiet {
+            Trigger::Idle
+        } else if grown {
+            Trigger::Growth
+        } else if much && periodic.is_some_and(|every| now - self.purged_at >= every) {
+            Trigger::Periodic
+        } else {
+            return;
+        };
+        if self.purge.start(now) {
+            self.purged_at = now;
+            self.purgeable_low = sample.purgeable;
+            self.growth.purged(sample, now);
+            jobs.insert(Job::Purge { trigger });
+        }
+    }
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::control::admission::{Admission, Cost};
+    use crate::control::maintenance::{Sensor, Settings};
+    use crate::control::managed::Resources;
+    use crate::control::reclaim::Ladder;
+    use crate::sync::{Mutex, lock};
+
+    const SETTINGS: PurgeGrowth =
+        PurgeGrowth { floor: ByteSize::mib(64), part: 0.10, hold: Duration::from_secs(2) };
+
+    fn at(millis: u64) -> Moment {
+        Moment::after_origin(Duration::from_millis(millis))
+    }
+
+    fn kept(mib: u64) -> Sample {
+        let kept = ByteSize::mib(mib);
+        Sample { kept, anonymous: ByteSize::mib(200).saturating_add(kept), ..Sample::default() }
+    }
+
+    #[test]
+    fn growth_counts_from_the_lowest_point_and_only_when_it_stays() {
+        let mut growth = Growth::new();
+        let mut due = |millis, mib| growth.is_due(SETTINGS, &kept(mib), at(millis));
+        assert!(!due(0, 100) && !due(1_000, 20), "the low is 20 MiB");
+        assert!(!due(2_000, 84), "64 MiB more are not more than 64 MiB");
+        assert!(!due(3_000, 85) && !due(4_999, 300), "not for long enough");
+        assert!(!due(4_999, 84), "it went by itself");
+        assert!(!due(5_000, 85) && !due(6_999, 85));
+        assert!(due(7_000, 85));
+    }
+
+    #[test]
+    fn a_large_service_is_not_purged_for_a_small_part_of_it() {
+        let mut growth = Growth::new();
+        let sample = |mib| Sample {
+            kept: ByteSize::mib(mib),
+            anonymous: ByteSize::mib(2_000),
+            ..Sample::default()
+        };
+        assert!(!growth.is_due(SETTINGS, &sample(0), at(0)));
+        for (step, mib) in [(1, 200), (2, 200)] {
+            assert!(!growth.is_due(SETTINGS, &sample(mib), at(step * 60_000)), "a tenth at most");
+        }
+        assert!(!growth.is_due(SETTINGS, &sample(201), at(200_000)));
+        assert!(growth.is_due(SETTINGS, &sample(201), at(202_000)));
+    }
+
+    #[test]
+    fn the_pause_after_a_purge_goes_by_the_bytes_that_it_found() {
+        for (mib, pause) in [(100, 2_000), (1_000, 10_000)] {
+            let mut growth = Growth::new();
+            growth.purged(&kept(mib), at(0));
+            let mut due = |millis, mib| growth.is_due(SETTINGS, &kept(mib), at(millis));
+            assert!(!due(0, 10) && !due(0, 500), "low, and high again at once");
+            assert!(!due(pause - 1, 500), "{mib} MiB");
+            assert!(due(pause, 500), "{mib} MiB");
+        }
+    }
+
+    #[test]
+    fn what_a_purge_did_not_return_asks_for_no_other_one() {
+        let mut growth = Growth::new();
+        assert!(!growth.is_due(SETTINGS, &kept(10), at(0)));
+        assert!(!growth.is_due(SETTINGS, &kept(400), at(0)));
+        assert!(growth.is_due(SETTINGS, &kept(400), at(2_000)));
+        growth.purged(&kept(400), at(2_000));
+        for hour in 1..100 {
+            assert!(!growth.is_due(SETTINGS, &kept(400), at(hour * 3_600_000)));
+        }
+    }
+
+    struct Seen(Arc<Mutex<Sample>>);
+
+    impl Sensor for Seen {
+        fn sample(&mut self, _: Moment) -> Sample {
+            *lock(&self.0)
+        }
+    }
+
+    /// Why a service that holds a request is purged while it keeps 300 MiB more than at its start.
+    fn purged_within_20s(purge_growth: Option<PurgeGrowth>, purgeable: u64) -> Vec<Trigger> {
+        let settings = Settings { purge_growth, publish_interval: None, ..Settings::default() };
+        let sample = Arc::new(Mutex::new(kept(20)));
+        let admission = Admission::new();
+        let _busy = admission.try_admit(Cost::ZERO).expect("nothing is held");
+        let (resources, ladder) = (Resources::new(), Ladder::default());
+        let sensor = Box::new(Seen(Arc::clone(&sample)));
+        let loops = Maintenance::new(settings, sensor, admission, resources, ladder);
+        let mut loops = loops.expect("valid");
+        let mut triggers = Vec::new();
+        for second in 0..20 {
+            let now = at(second * 1_000);
+            triggers.extend(loops.tick(now).jobs.filter_map(|job| match job {
+                Job::Purge { trigger } => Some(trigger),
+                _ => None,
+            }));
+            let purgeable = ByteSize::mib(purgeable);
+            *lock(&sample) = Sample { purgeable, ..kept(320) };
+        }
+        triggers
+    }
+
+    #[test]
+    fn a_busy_service_that_keeps_more_is_purged_once_though_its_heap_shows_nothing_purgeable() {
+        // The heap of C code: nobody counts what is idle there.
+        assert_eq!(purged_within_20s(Some(SETTINGS), 0), [Trigger::Growth]);
+        assert_eq!(purged_within_20s(Some(SETTINGS), 300), [Trigger::Growth]);
+        assert_eq!(purged_within_20s(None, 300), [], "the interval is 30 s");
+    }
+
+    #[test]
+    fn growth_by_a_part_that_is_none_is_refused() {
+        for part in [0.0, -0.1, 1.1, f64::NAN] {
+            let error = PurgeGrowth { part, ..SETTINGS }.check().expect_err("refused");
+            assert!(matches!(error, SettingsError::Part { name: "purge_growth.part", .. }));
+        }
+    }
+}

@@ -1,0 +1,133 @@
+//! The heap's settings at a start: moved where they can move, with a note of what cannot.
+//!
+//! It decides nothing later: who drives the heap's decay is settled here, once.
+//!
+//! Invariant: `decay_interval` is set where jemalloc runs no threads of its own, and only there.
+
+use std::time::Duration;
+
+use crate::config::{Config, Resolved, Source};
+use crate::control::Cpus;
+use crate::decay::DecayTime;
+use crate::host::{self, HeapProbe, HeapSettings};
+
+use super::error::Note;
+use super::found::{at_start_otherwise, moved};
+
+/// The heap as a start left it.
+pub(super) struct SettledHeap {
+    /// `None` where jemalloc's statistics cannot be read.
+    pub(super) probe: Option<HeapProbe>,
+    /// How often its decay is to be driven; `None` where jemalloc's own threads do that, or where
+    /// there is nothing to drive.
+    pub(super) decay_interval: Option<Duration>,
+    /// jemalloc's threads at most, as it says; 0 where they are off.
+    pub(super) background_threads: u32,
+}
+
+/// jemalloc's threads at most: no more than CPUs can be kept busy, unless somebody asked for more
+/// than a profile does.
+fn threads_for(asked: Resolved<u32>, cpus: Cpus) -> u32 {
+    match (asked.source, cpus.whole()) {
+        (Source::Profile, Some(cpus)) => asked.value.min(cpus),
+        _ => asked.value,
+    }
+}
+
+/// In a decay time jemalloc's curve is looked at so often: a quarter of the time late at most.
+const LOOKS_PER_DECAY: u32 = 4;
+/// No more often than this, though a decay time were shorter.
+const DECAY_INTERVAL_MIN: Duration = Duration::from_millis(20);
+/// No less often: what is due leaves within seconds, not all of it at the end of a long time.
+const DECAY_INTERVAL_MAX: Duration = Duration::from_secs(2);
+
+/// How often a heap without threads of its own is to be decayed; `None` where nothing decays, or
+/// all of it at once, which jemalloc does as it frees.
+fn decay_interval(decay: DecayTime) -> Option<Duration> {
+    match decay {
+        DecayTime::Within(time) => {
+            Some((time / LOOKS_PER_DECAY).clamp(DECAY_INTERVAL_MIN, DECAY_INTERVAL_MAX))
+        }
+        DecayTime::AtOnce | DecayTime::Never => None,
+    }
+}
+
+/// Moves the heap's settings, and notes what was not taken over.
+pub(super) fn settle_heap(
+    config: &Config,
+    cpus: Cpus,
+    unread: Option<String>,
+    notes: &mut Vec<Note>,
+) -> SettledHeap {
+    let mut note = |text| notes.push(Note { about: "heap", text });
+    if !host::is_global() {
+        note(
+            "jemalloc is not the global allocator, so what Rust allocates is neither measured nor \
+             purged: add `#[global_allocator] static HEAP: lowtide::host::Heap = \
+             lowtide::host::Heap;` to the binary"
+                .to_owned(),
+        );
+    }
+    let threads = threads_for(config.background_threads, cpus);
+    let settings = HeapSettings {
+        dirty_decay: config.heap_decay.value,
+        // Muzzy pages stay in the resident set until the kernel wants them: given back at once.
+        muzzy_decay: DecayTime::AtOnce,
+        background_threads: threads > 0,
+        max_background_threads: (threads > 0).then_some(threads),
+    };
+    let mut background_threads = 0;
+    let at_start = host::effective().ok().filter(|found| found.is_global);
+    match host::apply(&settings) {
+        Ok(applied) => {
+            if applied.background_threads {
+                background_threads = applied.max_background_threads;
+            }
+            applied.differences.iter().for_each(|difference| note(difference.to_string()));
+            let found = at_start.as_ref();
+            found.into_iter().flat_map(|it| moved(it, &settings, &applied)).for_each(&mut note);
+        }
+        Err(error) => note(error.to_string()),
+    }
+    if let Some(found) = at_start.map(|found| found.with_unread(unread)) {
+        at_start_otherwise(config, &found).into_iter().for_each(&mut note);
+    }
+    SettledHeap {
+        probe: HeapProbe::new().map_err(|error| note(error.to_string())).ok(),
+        decay_interval: decay_interval(config.heap_decay.value).filter(|_| background_threads == 0),
+        background_threads,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn jemalloc_has_no_more_threads_than_cpus_unless_somebody_asked_for_them() {
+        let threads = |source, value, quota_milli| {
+            let cpus = Cpus { allowed: Some(64), quota_milli };
+            threads_for(Resolved { value, source }, cpus)
+        };
+        assert_eq!(threads(Source::Profile, 4, Some(1_500)), 2);
+        assert_eq!(threads(Source::Profile, 4, None), 4);
+        assert_eq!(threads(Source::Environment, 4, Some(1_500)), 4);
+        assert_eq!(threads(Source::Profile, 0, Some(1_500)), 0);
+        let unknown = Resolved { value: 4, source: Source::Profile };
+        assert_eq!(threads_for(unknown, Cpus::default()), 4);
+    }
+
+    #[test]
+    fn decay_is_driven_a_few_times_in_each_decay_time_within_bounds() {
+        for (decay, expected) in [
+            (DecayTime::Never, None),
+            (DecayTime::AtOnce, None),
+            (DecayTime::from_millis(1), Some(20)),
+            (DecayTime::from_millis(1_000), Some(250)),
+            (DecayTime::from_millis(10_000), Some(2_000)),
+            (DecayTime::Within(Duration::MAX), Some(2_000)),
+        ] {
+            assert_eq!(decay_interval(decay), expected.map(Duration::from_millis), "{decay:?}");
+        }
+    }
+}
