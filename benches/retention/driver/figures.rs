@@ -90,9 +90,12 @@ impl Figures {
 }
 
 fn shown(value: Option<f64>) -> String {
-    value.map_or_else(|| "-".to_owned(), |value| {
-        if value < 100.0 { format!("{value:.2}") } else { format!("{value:.0}") }
-    })
+    value.map_or_else(
+        || "-".to_owned(),
+        |value| {
+            if value < 100.0 { format!("{value:.2}") } else { format!("{value:.0}") }
+        },
+    )
 }
 
 /// The value in the middle; the mean of two.

@@ -51,7 +51,11 @@ fn all(figures: &Figures) -> Vec<(&'static str, f64, Option<f64>)> {
             of("retention.balanced.cpu_per_op_ratio"),
         ),
         ("p99 while purging each second", 1.5, of("retention.balanced_purging.p99_ratio")),
-        ("balanced: CPU per operation / trim_100ms", 0.5, burst("balanced", "cpu_us", "trim_100ms")),
+        (
+            "balanced: CPU per operation / trim_100ms",
+            0.5,
+            burst("balanced", "cpu_us", "trim_100ms"),
+        ),
         ("over base after unloading, own arena", 0.005, of("unload.own_arena.over_base_ratio")),
         (
             "the same over that of shared + purge",

@@ -3,7 +3,7 @@
 //! Invariant: each way has the same model and the same neighbours.
 
 use lowtide::host::HeapProfile;
-use retention::{BoxError, count};
+use retention::BoxError;
 
 use crate::contestants::{self, Contestant, GLIBC};
 use crate::figures::Figures;
@@ -38,19 +38,22 @@ pub(crate) fn unload(figures: &mut Figures, rounds: usize) -> Result<(), BoxErro
     Ok(())
 }
 
-/// Loads and unloads one two hundred times in an arena of its own.
+/// Loads and unloads one two hundred times in an arena that is retired with it each time, and then
+/// in one that is purged and kept.
 pub(crate) fn cycles(figures: &mut Figures) -> Result<(), BoxError> {
-    let arguments = ["cycles", &CYCLE_MIB.to_string(), &CYCLES.to_string()];
-    let running = Running::start(&way("own_arena"), &arguments)?;
-    let said = running.expect("cycles")?;
-    running.end()?;
-    let of = |name| field(&said, name);
-    let name = |end: &str| format!("cycles.{}.{end}", count(CYCLES));
-    figures.add(&name("resident_slope_kib"), of("slope")? / 1024.0, "KiB");
-    figures.add(&name("descriptor_growth"), of("descriptors")?, "descriptors");
-    figures.add(&name("thread_growth"), of("threads")?, "threads");
-    figures.add(&name("arena_growth"), of("arenas")?, "arenas");
-    println!("cycles:{said}");
+    for (name, after) in [("own_arena", ""), ("kept_arena", "_kept")] {
+        let arguments = ["cycles", &CYCLE_MIB.to_string(), &CYCLES.to_string()];
+        let running = Running::start(&way(name), &arguments)?;
+        let said = running.expect("cycles")?;
+        running.end()?;
+        let of = |name| field(&said, name);
+        let name = |end: &str| format!("cycles.{CYCLES}{after}.{end}");
+        figures.add(&name("resident_slope_kib"), of("slope")? / 1024.0, "KiB");
+        figures.add(&name("descriptor_growth"), of("descriptors")?, "descriptors");
+        figures.add(&name("thread_growth"), of("threads")?, "threads");
+        figures.add(&name("arena_growth"), of("arenas")?, "arenas");
+        println!("cycles{after}:{said}");
+    }
     Ok(())
 }
 

@@ -56,9 +56,10 @@ pub(crate) fn draw(path: &Path, courses: &[Course]) -> Result<(), BoxError> {
         let shown = course.points.iter().filter(|(at, _)| TIMES.contains(at)).copied();
         let line = LineSeries::new(shown, style);
         let ends = course.points.last().map_or(0.0, |(_, mib)| *mib);
-        chart.draw_series(line)?.label(format!("{} ({ends:.0})", course.name)).legend(
-            move |(x, y)| PathElement::new(vec![(x, y), (x + 22, y)], style),
-        );
+        chart
+            .draw_series(line)?
+            .label(format!("{} ({ends:.0})", course.name))
+            .legend(move |(x, y)| PathElement::new(vec![(x, y), (x + 22, y)], style));
     }
     chart
         .configure_series_labels()

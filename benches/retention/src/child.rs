@@ -76,7 +76,11 @@ impl Act {
 ///
 /// # Errors
 /// Whatever goes wrong.
-pub fn run(act: Act, allocator: &dyn Allocator, place: &mut dyn model::Place) -> Result<(), BoxError> {
+pub fn run(
+    act: Act,
+    allocator: &dyn Allocator,
+    place: &mut dyn model::Place,
+) -> Result<(), BoxError> {
     match act {
         Act::Burst { threads, operations, held, .. } => {
             say("traffic")?;

@@ -47,26 +47,32 @@ impl Place for Purged {
     }
 }
 
-/// An arena of the model's own, which is retired with it.
+/// An arena of the model's own, which is retired with it; then the heap is purged.
 #[derive(Default)]
-struct OwnArena(Option<HostArena>);
+struct OwnArena {
+    arena: Option<HostArena>,
+    /// Whether it is purged and kept for the next model in place of that.
+    keeps: bool,
+}
 
 impl Place for OwnArena {
     fn within(&mut self, act: &mut dyn FnMut()) -> Result<(), BoxError> {
-        let arena = match self.0.take() {
+        let arena = match self.arena.take() {
             Some(arena) => arena,
             None => HostArena::new("model")?,
         };
-        let arena = self.0.insert(arena);
+        let arena = self.arena.insert(arena);
         Ok(arena.scope(act)?)
     }
 
     fn leave(&mut self) -> Result<(), BoxError> {
-        match self.0.take() {
-            Some(arena) => Ok(arena.retire()?),
-            // Before the base is taken; the others purge then, too.
-            None => host::purge_now().map(drop).map_err(Into::into),
+        match self.arena.take() {
+            Some(arena) if self.keeps => self.arena.insert(arena).purge()?,
+            Some(arena) => arena.retire()?,
+            None => {}
         }
+        // What the neighbours have freed: as the way that shares the heap does.
+        Purged.leave()
     }
 
     fn arenas(&self) -> u64 {
@@ -93,6 +99,10 @@ fn main() -> Result<(), BoxError> {
         }
         "shared_purge" => run(act, &lowtide, &mut Purged),
         "own_arena" => run(act, &lowtide, &mut OwnArena::default()),
-        other => Err(format!("{other:?}: expected shared, purging, shared_purge or own_arena").into()),
+        "kept_arena" => run(act, &lowtide, &mut OwnArena { keeps: true, ..OwnArena::default() }),
+        other => Err(format!(
+            "{other:?}: expected shared, purging, shared_purge, own_arena or kept_arena"
+        )
+        .into()),
     }
 }

@@ -1,4 +1,4 @@
-//! A model that is loaded, used and unloaded while two neighbours work.
+//! A model that is loaded, used and unloaded while neighbours work.
 //!
 //! It consists of tensors (each power of two from 1 KiB to 16 MiB as likely as another) up to its
 //! size and of short strings, 667 to a MiB. Using it allocates and frees work space on the thread
@@ -8,6 +8,8 @@
 #![expect(clippy::disallowed_methods, reason = "real processes, real time")]
 
 use std::hint::black_box;
+use std::mem;
+use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -25,7 +27,7 @@ pub trait Place {
     /// Where that cannot be.
     fn within(&mut self, act: &mut dyn FnMut()) -> Result<(), BoxError>;
 
-    /// Before the base is taken, and when the model is gone.
+    /// When the model is gone, and before each look at what is resident without it.
     ///
     /// # Errors
     /// Where what is to be done then fails.
@@ -83,15 +85,24 @@ struct Model {
 
 const STRINGS_PER_MIB: u64 = 667;
 /// Looks at resident memory, of which the median counts: the neighbours' moves about.
-const LOOKS: usize = 31;
-const LOOK_EVERY: Duration = Duration::from_millis(20);
+const LOOKS: usize = 15;
+const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// Jemalloc's decay and the neighbours have come to rest after this.
 const SETTLE: Duration = Duration::from_millis(2_500);
-/// Requests that a neighbour holds.
+/// Blocks that a neighbour holds, and strings of 16 to 512 bytes.
 const HELD: usize = 400;
-/// A pause of each neighbour after so many operations: busy, and not a flood.
-const OPERATIONS: usize = 50;
-const PAUSE: Duration = Duration::from_millis(1);
+const HELD_STRINGS: usize = 10_000;
+/// What it does before it is looked at: its slack has come to rest then.
+const WARM: usize = 10_000;
+/// One of so many trades is for any of its blocks, the others for as small a part of them: most
+/// blocks come and go, and some that come beside the model stay for long, as those of caches do.
+const COLD: usize = 16;
+/// A pause of each neighbour after so much: busy, and not a flood.
+const OPERATIONS: usize = 20;
+const PAUSE: Duration = Duration::from_millis(10);
+/// Neighbours: more than lowtide's profiles have arenas, so that some share one with the model's
+/// thread where the heap is shared.
+const NEIGHBOURS: usize = 8;
 
 impl Model {
     fn load(mib: u64, chance: &mut Chance) -> Self {
@@ -128,12 +139,11 @@ pub fn unload(
 ) -> Result<Unloaded, BoxError> {
     beside_neighbours(allocator, || {
         std::thread::sleep(SETTLE);
-        place.leave()?;
-        let base = resident()?;
+        let base = looks(place)?;
         let mut chance = Chance::new(7);
         let mut model = None;
         place.within(&mut || model = Some(Model::load(mib, &mut chance)))?;
-        let loaded = resident()?;
+        let loaded = Process::own().resident()?;
         place.within(&mut || {
             if let Some(model) = &model {
                 model.infer(&mut chance);
@@ -142,7 +152,7 @@ pub fn unload(
         place.within(&mut || model = None)?;
         place.leave()?;
         std::thread::sleep(SETTLE);
-        let after = resident()?;
+        let after = looks(place)?;
         Ok(Unloaded { base, loaded, after })
     })
 }
@@ -187,11 +197,13 @@ fn counts(own: &Process, place: &dyn Place) -> Result<[i64; 3], BoxError> {
     Ok([i64::try_from(own.descriptors()?)?, i64::try_from(own.threads()?)?, arenas])
 }
 
-/// The median of some looks at what is resident.
-fn resident() -> Result<u64, BoxError> {
+/// The median of some looks at what is resident, each when the place has been left: just after a
+/// purge where that is the way, so that what the neighbours have freed a moment ago is not in it.
+fn looks(place: &mut dyn Place) -> Result<u64, BoxError> {
     let own = Process::own();
     let mut looks = Vec::with_capacity(LOOKS);
     for _ in 0..LOOKS {
+        place.leave()?;
         looks.push(own.resident()?);
         std::thread::sleep(LOOK_EVERY);
     }
@@ -204,12 +216,13 @@ fn beside_neighbours<T>(
     act: impl FnOnce() -> Result<T, BoxError>,
 ) -> Result<T, BoxError> {
     let traffic = allocator.begin();
-    let stop = AtomicBool::new(false);
+    let (ready, stop) = (Barrier::new(NEIGHBOURS + 1), AtomicBool::new(false));
     let done = std::thread::scope(|scope| {
-        for seed in [1, 2] {
-            let stop = &stop;
-            scope.spawn(move || neighbour(seed, stop));
+        for seed in 0..NEIGHBOURS {
+            let (ready, stop) = (&ready, &stop);
+            scope.spawn(move || neighbour(seed as u64, ready, stop));
         }
+        ready.wait();
         let done = act();
         stop.store(true, Ordering::Relaxed);
         done
@@ -218,17 +231,42 @@ fn beside_neighbours<T>(
     done
 }
 
-/// Holds and replaces blocks of up to 256 KiB until it is told to stop.
-fn neighbour(seed: u64, stop: &AtomicBool) {
+/// Holds blocks of up to 256 KiB until it is told to stop. Two at a time are dropped and allocated
+/// anew, each at the other's place: what it holds is the same number of bytes at any time, so that
+/// the base does not move by chance.
+fn neighbour(seed: u64, ready: &Barrier, stop: &AtomicBool) {
     let mut chance = Chance::new(seed);
-    let mut held: Vec<_> = (0..HELD * 4).map(|_| block(chance.size(4, 18))).collect();
-    while !stop.load(Ordering::Relaxed) {
-        for _ in 0..OPERATIONS {
-            let at = chance.below(held.len());
-            if let Some(slot) = held.get_mut(at) {
-                *slot = block(chance.size(4, 18));
+    let mut held: Vec<_> = (0..HELD).map(|_| block(chance.size(4, 18))).collect();
+    let mut strings: Vec<_> = (0..HELD_STRINGS).map(|_| block(chance.size(4, 9))).collect();
+    let mut work = |times: usize| {
+        for _ in 0..times {
+            trade(&mut held, &mut chance);
+            for _ in 0..HELD_STRINGS / HELD {
+                trade(&mut strings, &mut chance);
             }
         }
+    };
+    work(WARM);
+    ready.wait();
+    while !stop.load(Ordering::Relaxed) {
+        work(OPERATIONS);
         std::thread::sleep(PAUSE);
+    }
+}
+
+fn trade(held: &mut [Vec<u8>], chance: &mut Chance) {
+    let [first, second] = [(); 2].map(|()| {
+        let hot = chance.below(COLD) > 0;
+        chance.below(if hot { held.len() / COLD } else { held.len() })
+    });
+    if first == second {
+        return;
+    }
+    let mut take = |at: usize| held.get_mut(at).map(mem::take).unwrap_or_default();
+    let sizes = [take(first), take(second)].map(|block| block.capacity());
+    for (at, size) in [(second, sizes[0]), (first, sizes[1])] {
+        if let Some(place) = held.get_mut(at) {
+            *place = block(size);
+        }
     }
 }
