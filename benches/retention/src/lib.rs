@@ -6,7 +6,6 @@
 //!
 //! Invariant: with the same arguments every allocator is asked for the same blocks, in the same
 //! order on each thread.
-#![expect(clippy::print_stdout, reason = "a program that tells another what it did")]
 
 pub mod chance;
 pub mod child;

@@ -115,6 +115,7 @@ pub fn play(
 }
 
 /// The work of one thread; what it holds at its end.
+#[expect(clippy::vec_box, reason = "a request is a block of its own, as in a service")]
 fn work(size: Size, chance: &mut Chance, latency: &mut Histogram) -> Vec<Box<Request>> {
     let many = size.held * 10;
     let mut held = Vec::with_capacity(many);
