@@ -56,6 +56,10 @@ struct Found {
 }
 
 const SAMPLE_EVERY: Duration = Duration::from_millis(50);
+/// Operations of a thread in each phase where processor time is all that counts: traffic of some 20
+/// s. jemalloc's default decay is 10 s, so within a shorter time it gives back nothing and pays for
+/// nothing.
+const PAIR_OPERATIONS: usize = 240_000;
 /// The look at which processor time is taken.
 const CPU_LOOK: u64 = 2;
 const LATENCY: [&str; 4] = ["p50", "p95", "p99", "p999"];
@@ -114,7 +118,8 @@ fn note(figures: &mut Figures, who: &Contestant, plan: &Plan, found: &Found) {
 
 /// Balanced against jemalloc's default, pair by pair: processor time and nothing else.
 pub(crate) fn pairs(figures: &mut Figures, plan: &Plan, pairs: usize) -> Result<(), BoxError> {
-    let plan = Plan { looks: &[0, CPU_LOOK], ..plan.clone() };
+    let mut plan = Plan { looks: &[0, CPU_LOOK], ..plan.clone() };
+    plan.arguments[2] = PAIR_OPERATIONS.to_string();
     let plain = contestants::named(&["jemalloc_default"]);
     let plain = plain.first().ok_or("no jemalloc")?;
     let balanced = contestants::lowtide(HeapProfile::Balanced);

@@ -1,7 +1,7 @@
 //! A service on tokio under three allocators, and what sends it requests.
 //!
 //! Connections send one request after the other: few of them, then many, then none for ten
-//! seconds. Bodies are JSON, of which each power of two from 2 KiB to 256 KiB is as likely as
+//! seconds. Bodies are JSON, of which each power of two from 2 KiB to 128 KiB is as likely as
 //! another.
 //!
 //! Invariant: every allocator gets the same requests on each connection.

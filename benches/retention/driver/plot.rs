@@ -11,8 +11,10 @@ use retention::BoxError;
 use crate::burst::Course;
 
 const SIZE: (u32, u32) = (1000, 560);
+/// Width of the legend, on the right.
+const LEGEND: u32 = 190;
 const TIMES: std::ops::Range<f64> = -4.0..10.0;
-const MEMORY: std::ops::Range<f64> = 60.0..1_200.0;
+const MEMORY: std::ops::Range<f64> = 80.0..1_200.0;
 
 /// By allocator: its colour, and how wide its line is.
 const STYLES: [(&str, RGBColor, u32); 12] = [
@@ -39,7 +41,7 @@ pub(crate) fn draw(path: &Path, courses: &[Course]) -> Result<(), BoxError> {
         .margin(12)
         .x_label_area_size(42)
         .y_label_area_size(60)
-        .right_y_label_area_size(170)
+        .margin_right(LEGEND)
         .build_cartesian_2d(TIMES, MEMORY.log_scale())?;
     chart
         .configure_mesh()
@@ -49,24 +51,20 @@ pub(crate) fn draw(path: &Path, courses: &[Course]) -> Result<(), BoxError> {
         .light_line_style(TRANSPARENT)
         .bold_line_style(RGBColor(225, 225, 225))
         .draw()?;
-    for course in courses {
+    for (at, course) in courses.iter().enumerate() {
         let known = STYLES.iter().find(|(name, ..)| *name == course.name);
         let (color, width) = known.map_or((BLACK, 1), |(_, color, width)| (*color, *width));
         let style = color.stroke_width(width);
         let shown = course.points.iter().filter(|(at, _)| TIMES.contains(at)).copied();
-        let line = LineSeries::new(shown, style);
-        let ends = course.points.last().map_or(0.0, |(_, mib)| *mib);
-        chart
-            .draw_series(line)?
-            .label(format!("{} ({ends:.0})", course.name))
-            .legend(move |(x, y)| PathElement::new(vec![(x, y), (x + 22, y)], style));
+        chart.draw_series(LineSeries::new(shown, style))?;
+        // The legend beside the chart, by hand: plotters keeps its own within it.
+        let left = i32::try_from(SIZE.0 - LEGEND)? + 12;
+        let top = 60 + 22 * i32::try_from(at)?;
+        area.draw(&PathElement::new(vec![(left, top), (left + 24, top)], style))?;
+        let last = course.points.last().map_or(0.0, |(_, mib)| *mib);
+        let text = format!("{}: {last:.0}", course.name);
+        area.draw(&Text::new(text, (left + 30, top - 6), ("sans-serif", 13)))?;
     }
-    chart
-        .configure_series_labels()
-        .position(SeriesLabelPosition::Coordinate(760, 10))
-        .legend_area_size(28)
-        .label_font(("sans-serif", 13))
-        .draw()?;
     area.present()?;
     Ok(())
 }
