@@ -1,0 +1,67 @@
+//! What single acts cost: instructions of a pair, a scrape, a purge.
+//!
+//! Instructions are counted by callgrind: of a loop three times as long less one, less the same of
+//! an empty loop. Invariant: what starting the process takes is in no figure.
+
+use std::process::Command;
+
+use lowtide::host::HeapProfile;
+use retention::{BoxError, count};
+
+use crate::contestants::{self, CONF, COSTS, Contestant};
+use crate::figures::Figures;
+use crate::process::{Running, field};
+
+const PAIRS: u64 = 50_000;
+
+/// All of it.
+pub(crate) fn measure(figures: &mut Figures, smoke: bool) -> Result<(), BoxError> {
+    let balanced = contestants::lowtide(HeapProfile::Balanced);
+    let costs = Contestant { program: COSTS, way: String::new(), ..balanced };
+    // Nothing decays meanwhile: the purge finds all of it.
+    let kept = Some((CONF, "dirty_decay_ms:-1,muzzy_decay_ms:0".to_owned()));
+    let keeps = Contestant { variable: kept, ..costs.clone() };
+    let said = once(&costs, "scrape")?;
+    figures.add("heap.scrape.us", field(&said, "us")?, "us");
+    figures.add("heap.scrape.allocations", field(&said, "allocations")?, "allocations");
+    let said = once(&keeps, "purge")?;
+    figures.add("heap.purge.ms_per_mib", field(&said, "ms_per_mib")?, "ms");
+    if smoke {
+        return Ok(());
+    }
+    match (pair(&costs, "heap"), pair(&costs, "plain"), pair(&costs, "nothing")) {
+        (Ok(heap), Ok(plain), Ok(nothing)) => {
+            figures.add("heap.pair.instructions", heap - nothing, "instructions");
+            figures.add("heap.pair.plain_instructions", plain - nothing, "instructions");
+        }
+        (Err(error), ..) | (_, Err(error), _) | (.., Err(error)) => println!("skipped: {error}"),
+    }
+    Ok(())
+}
+
+fn once(who: &Contestant, act: &str) -> Result<String, BoxError> {
+    let running = Running::start(who, &[act])?;
+    let said = running.expect(act)?;
+    running.end()?;
+    println!("{act}:{said}");
+    Ok(said)
+}
+
+fn pair(who: &Contestant, of: &str) -> Result<f64, String> {
+    let (once, thrice) = (collected(who, of, PAIRS)?, collected(who, of, 3 * PAIRS)?);
+    Ok((thrice - once) / count(2 * PAIRS))
+}
+
+fn collected(who: &Contestant, of: &str, times: u64) -> Result<f64, String> {
+    let output = Command::new("valgrind")
+        .args(["--tool=callgrind", "--callgrind-out-file=/dev/null", who.program])
+        .args(["pair", of, &times.to_string()])
+        // Background threads would be counted as well.
+        .env(CONF, "narenas:4")
+        .output()
+        .map_err(|_| "no valgrind".to_owned())?;
+    let text = String::from_utf8_lossy(&output.stderr);
+    let line = text.lines().find_map(|line| line.split_once("Collected : "));
+    line.and_then(|(_, count)| count.trim().parse().ok())
+        .ok_or_else(|| format!("valgrind: {}", text.lines().last().unwrap_or_default()))
+}

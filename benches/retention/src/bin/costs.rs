@@ -1,0 +1,160 @@
+//! What single acts of the heap cost, in a process of its own: a pair, a scrape, a purge.
+//!
+//! Its global allocator is lowtide's, with a count of allocations around it. A pair is called on
+//! the allocators themselves, past that count.
+//!
+//! Invariant: a loop of pairs differs from the empty one by the two calls and nothing else.
+#![expect(unsafe_code, reason = "allocators are called by hand, and counted")]
+#![expect(clippy::disallowed_methods, reason = "it measures real time")]
+
+use std::alloc::{GlobalAlloc, Layout};
+use std::hint::black_box;
+use std::ptr;
+use std::sync::Barrier;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use clap::{Parser, ValueEnum};
+use lowtide::host::{self, HeapProbe};
+use retention::child::say;
+use retention::{BoxError, count, mib};
+use tikv_jemallocator::Jemalloc;
+
+#[global_allocator]
+static HEAP: Counted = Counted;
+
+static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
+
+struct Counted;
+
+// SAFETY: each call goes on to `Heap` unchanged, which keeps the contract; a count is added.
+unsafe impl GlobalAlloc for Counted {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the caller's promise is the one asked for here.
+        unsafe { host::Heap.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
+        // SAFETY: the caller's promise is the one asked for here.
+        unsafe { host::Heap.dealloc(block, layout) }
+    }
+
+    unsafe fn realloc(&self, block: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the caller's promise is the one asked for here.
+        unsafe { host::Heap.realloc(block, layout, size) }
+    }
+}
+
+/// Takes nothing and gives nothing: the loop without an allocator.
+struct Nothing;
+
+// SAFETY: it never gives memory out, so there is none to be used wrongly.
+unsafe impl GlobalAlloc for Nothing {
+    unsafe fn alloc(&self, _: Layout) -> *mut u8 {
+        ptr::null_mut()
+    }
+
+    unsafe fn dealloc(&self, _: *mut u8, _: Layout) {}
+}
+
+#[derive(Clone, Debug, Parser)]
+enum Act {
+    /// So many allocations of 64 bytes and their frees.
+    Pair {
+        /// Of whom.
+        of: Of,
+        /// How many.
+        times: u64,
+    },
+    /// A snapshot of the statistics with 64 threads.
+    Scrape,
+    /// A purge, by how much it gives back.
+    Purge,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum Of {
+    Heap,
+    Plain,
+    Nothing,
+}
+
+const THREADS: usize = 64;
+const SCRAPES: usize = 301;
+const PURGES: usize = 11;
+/// What each purge finds, in blocks of 1 MiB.
+const PURGED_MIB: usize = 256;
+
+fn main() -> Result<(), BoxError> {
+    match Act::parse() {
+        Act::Pair { of: Of::Heap, times } => pairs(&host::Heap, times),
+        Act::Pair { of: Of::Plain, times } => pairs(&Jemalloc, times),
+        Act::Pair { of: Of::Nothing, times } => pairs(&Nothing, times),
+        Act::Scrape => return scrape(),
+        Act::Purge => return purge(),
+    }
+    Ok(())
+}
+
+fn pairs<A: GlobalAlloc>(heap: &A, times: u64) {
+    let layout = Layout::new::<[u64; 8]>();
+    for _ in 0..times {
+        // SAFETY: the layout has a size.
+        let block = black_box(unsafe { heap.alloc(black_box(layout)) });
+        // SAFETY: the block is this allocator's, with this layout, and is given back once.
+        unsafe { heap.dealloc(block, black_box(layout)) };
+    }
+}
+
+fn scrape() -> Result<(), BoxError> {
+    let barrier = Barrier::new(THREADS + 1);
+    std::thread::scope(|scope| {
+        for _ in 0..THREADS {
+            scope.spawn(|| {
+                let held: Vec<_> = (4..16).map(|power| vec![1_u8; 1 << power]).collect();
+                barrier.wait();
+                barrier.wait();
+                drop(black_box(held));
+            });
+        }
+        barrier.wait();
+        let measured = scrapes();
+        barrier.wait();
+        measured
+    })
+}
+
+fn scrapes() -> Result<(), BoxError> {
+    let probe = HeapProbe::new()?;
+    let mut micros = Vec::with_capacity(SCRAPES);
+    let before = ALLOCATIONS.load(Ordering::Relaxed);
+    for _ in 0..SCRAPES {
+        let start = Instant::now();
+        black_box(probe.snapshot()?);
+        micros.push(start.elapsed().as_secs_f64() * 1e6);
+    }
+    let allocations = ALLOCATIONS.load(Ordering::Relaxed) - before;
+    say(&format!("scrape us={} allocations={}", median(&mut micros), count(allocations)))
+}
+
+fn purge() -> Result<(), BoxError> {
+    let mut each = Vec::new();
+    for _ in 0..PURGES {
+        let blocks: Vec<_> = (0..PURGED_MIB).map(|_| vec![1_u8; 1 << 20]).collect();
+        drop(black_box(blocks));
+        let report = host::purge_now()?.jemalloc;
+        let released = mib(report.released().get());
+        if released < 1.0 {
+            return Err(format!("a purge gave back {released} MiB: expected 256").into());
+        }
+        each.push(report.took.as_secs_f64() * 1e3 / released);
+    }
+    say(&format!("purge ms_per_mib={}", median(&mut each)))
+}
+
+fn median(values: &mut [f64]) -> f64 {
+    values.sort_unstable_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(0.0)
+}

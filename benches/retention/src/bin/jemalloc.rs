@@ -1,0 +1,18 @@
+//! Under jemalloc as `tikv-jemallocator` brings it, told by its variable or not at all.
+
+use clap::Parser as _;
+use retention::child::{Cli, run};
+use retention::workload::model::Shared;
+use retention::{Allocator, BoxError};
+use tikv_jemallocator::Jemalloc;
+
+#[global_allocator]
+static HEAP: Jemalloc = Jemalloc;
+
+struct Plain;
+
+impl Allocator for Plain {}
+
+fn main() -> Result<(), BoxError> {
+    run(Cli::parse().act, &Plain, &mut Shared)
+}

@@ -1,0 +1,108 @@
+//! Under lowtide: its heap, and a `Memory` with the profile that it is told.
+//!
+//! jemalloc's own settings come by its variable, so that one program has every profile. A thread
+//! that rests empties its cache, as the crate says of threads that park. The traffic is one permit:
+//! while it is held the service is not quiet.
+#![expect(clippy::disallowed_methods, reason = "it purges in real time")]
+
+use std::any::Any;
+use std::time::Duration;
+
+use clap::Parser as _;
+use lowtide::config::Profile;
+use lowtide::control::Cost;
+use lowtide::host::{self, HostArena};
+use lowtide::{ByteSize, Memory};
+use retention::child::{Cli, run};
+use retention::workload::model::{Place, Shared};
+use retention::{Allocator, BoxError};
+
+#[global_allocator]
+static HEAP: host::Heap = host::Heap;
+
+struct Lowtide(Memory);
+
+impl Allocator for Lowtide {
+    fn begin(&self) -> Box<dyn Any> {
+        Box::new(self.0.admission().try_admit(Cost::host(ByteSize::mib(1))))
+    }
+
+    fn rest(&self) {
+        let _ = host::flush_thread_cache();
+    }
+}
+
+/// The process's heap, purged when the model is gone.
+struct Purged;
+
+impl Place for Purged {
+    fn within(&mut self, act: &mut dyn FnMut()) -> Result<(), BoxError> {
+        act();
+        Ok(())
+    }
+
+    fn leave(&mut self) -> Result<(), BoxError> {
+        host::purge_now()?;
+        Ok(())
+    }
+}
+
+/// An arena of the model's own, which is retired with it; then the heap is purged.
+#[derive(Default)]
+struct OwnArena {
+    arena: Option<HostArena>,
+    /// Whether it is purged and kept for the next model in place of that.
+    keeps: bool,
+}
+
+impl Place for OwnArena {
+    fn within(&mut self, act: &mut dyn FnMut()) -> Result<(), BoxError> {
+        let arena = match self.arena.take() {
+            Some(arena) => arena,
+            None => HostArena::new("model")?,
+        };
+        let arena = self.arena.insert(arena);
+        Ok(arena.scope(act)?)
+    }
+
+    fn leave(&mut self) -> Result<(), BoxError> {
+        match self.arena.take() {
+            Some(arena) if self.keeps => self.arena.insert(arena).purge()?,
+            Some(arena) => arena.retire()?,
+            None => {}
+        }
+        // What the neighbours have freed: as the way that shares the heap does.
+        Purged.leave()
+    }
+
+    fn arenas(&self) -> u64 {
+        let snapshot = host::HeapProbe::new().and_then(|probe| probe.snapshot());
+        snapshot.map_or(0, |heap| u64::from(heap.arenas))
+    }
+}
+
+fn main() -> Result<(), BoxError> {
+    let act = Cli::parse().act;
+    let (profile, way) = act.way().split_once('/').unwrap_or((act.way(), ""));
+    let profile: Profile = profile.parse()?;
+    let lowtide = Lowtide(Memory::builder().profile(profile).start()?);
+    match way {
+        "" | "shared" => run(act, &lowtide, &mut Shared),
+        "purging" => {
+            std::thread::spawn(|| {
+                loop {
+                    std::thread::sleep(Duration::from_secs(1));
+                    let _ = host::purge_now();
+                }
+            });
+            run(act, &lowtide, &mut Shared)
+        }
+        "shared_purge" => run(act, &lowtide, &mut Purged),
+        "own_arena" => run(act, &lowtide, &mut OwnArena::default()),
+        "kept_arena" => run(act, &lowtide, &mut OwnArena { keeps: true, ..OwnArena::default() }),
+        other => Err(format!(
+            "{other:?}: expected shared, purging, shared_purge, own_arena or kept_arena"
+        )
+        .into()),
+    }
+}
