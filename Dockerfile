@@ -25,7 +25,7 @@ COPY LICENSE-MIT LICENSE-APACHE /usr/share/doc/lowtide-proxy/
 # and after it from this variable, which wins. It is HeapProfile::LowMemory.conf() to the letter; a
 # test compares them. Both are needed: either alone leaves half of the profile behind.
 ENV LOWTIDE_PROFILE=low-memory \
-    _RJEM_MALLOC_CONF=background_thread:true,max_background_threads:1,narenas:2,tcache_max:4096,dirty_decay_ms:1000,muzzy_decay_ms:0,thp:never,metadata_thp:disabled,slab_sizes:1-16384:1
+    _RJEM_MALLOC_CONF=background_thread:true,max_background_threads:1,narenas:2,dirty_decay_ms:1000,muzzy_decay_ms:0,thp:never,metadata_thp:disabled,slab_sizes:1-16384:1,cache_oblivious:false
 
 # An orderly end takes PROXY_GRACE and at most 5 s more; `docker stop` kills after 10 s.
 ENV PROXY_LISTEN=0.0.0.0:8080 \

@@ -2,7 +2,6 @@
 #![cfg(feature = "heap")]
 #![forbid(unsafe_code)]
 
-use lowtide::ByteSize;
 use lowtide::decay::DecayTime;
 use lowtide::host::{self, Cause, ConfSource, HeapProfile};
 
@@ -17,7 +16,7 @@ fn what_the_profile_asks_for_is_in_effect() {
     println!("{found}");
     assert_eq!(found.conf_of_binary, HeapProfile::LowMemory.conf().to_str().ok());
     assert_eq!(found.arenas_at_start, 2);
-    assert_eq!(found.thread_cache_max, ByteSize::kib(4));
+    assert!(!found.cache_oblivious);
     assert_eq!((found.thp, found.metadata_thp), ("never", "disabled"));
     assert_eq!(found.dirty_decay, DecayTime::from_millis(1_000));
     assert_eq!(found.muzzy_decay, DecayTime::AtOnce);
@@ -39,7 +38,7 @@ fn what_the_profile_asks_for_is_in_effect() {
     assert_eq!(found.ignored(), []);
     let differences = differences(HeapProfile::Balanced);
     let settings: Vec<_> = differences.iter().map(|found| found.setting).collect();
-    let all = ["max_background_threads", "narenas", "tcache_max", "thp", "slab_sizes"];
+    let all = ["max_background_threads", "narenas", "thp", "slab_sizes"];
     assert_eq!(settings, all, "{differences:?}");
     let symbol = if found.serves_c { "malloc_conf" } else { "_rjem_malloc_conf" };
     let cause = Cause::SetBy(ConfSource::Binary(symbol));

@@ -23,7 +23,7 @@ fn what_is_asked_on_top_of_a_profile_is_in_effect_and_known() {
     let found = host::effective().unwrap();
     println!("{found}");
     let text = "background_thread:false,max_background_threads:2,narenas:8,dirty_decay_ms:2000,\
-                muzzy_decay_ms:0,tcache_max:8192,thp:never";
+                muzzy_decay_ms:0,cache_oblivious:false,tcache_max:8192,thp:never";
     assert_eq!(found.conf_of_binary, Some(text));
     assert_eq!(found.arenas_at_start, 8);
     assert_eq!(found.thread_cache_max, ByteSize::kib(8));

@@ -5,13 +5,12 @@
 
 use std::ffi::{CStr, c_char};
 
-use lowtide::ByteSize;
 use lowtide::host::{self, Cause, ConfSource, HeapProfile};
 
 #[global_allocator]
 static HEAP: host::Heap = host::Heap;
 
-const CONF: &CStr = c"narenas:3,background_thread:true,dirty_decay_ms:1000,tcache_max:4096";
+const CONF: &CStr = c"narenas:3,background_thread:true,dirty_decay_ms:1000,cache_oblivious:false";
 
 /// As C has it: a pointer to the string.
 #[repr(transparent)]
@@ -31,14 +30,14 @@ const SYMBOL: &str = if cfg!(feature = "interpose") { "malloc_conf" } else { "_r
 fn a_symbol_of_the_binarys_own_is_the_cause_of_what_differs_from_a_profile() {
     let found = host::effective().unwrap();
     assert_eq!(found.conf_of_binary, CONF.to_str().ok());
-    assert_eq!((found.arenas_at_start, found.thread_cache_max), (3, ByteSize::kib(4)));
+    assert_eq!((found.arenas_at_start, found.cache_oblivious), (3, false));
     assert_eq!(found.asked_by_binary().and_then(|conf| conf.profile()), None);
     let differences = found.differences_from(HeapProfile::LowMemory);
     let of = |setting: &str| differences.iter().find(|found| found.setting == setting);
     let narenas = of("narenas").expect("3 are not 2");
     assert_eq!((&*narenas.asked, &*narenas.found), ("2", "3"));
     assert_eq!(narenas.cause, Cause::SetBy(ConfSource::Binary(SYMBOL)));
-    assert_eq!(of("tcache_max"), None, "they agree on that");
+    assert_eq!(of("cache_oblivious"), None, "they agree on that");
     assert_eq!(of("slab_sizes").map(|found| &found.cause), Some(&Cause::NotAsked));
     assert!(narenas.to_string().contains(SYMBOL), "{narenas}");
 }

@@ -258,7 +258,7 @@ fn a_scope_that_does_not_end_keeps_its_arena() {
     assert!(is_there());
     drop(end);
     other.join().expect("no panic").expect("bound");
-    assert!(!is_there(), "its last owner retired it");
+    assert!(!is_there(), "its last owner gave it up");
 }
 
 #[test]

@@ -22,7 +22,7 @@ use super::profile::HeapProfile;
 /// assert_eq!(own.profile(), Some(HeapProfile::Balanced));
 /// assert_eq!(own.own(), [("narenas", "8")]);
 /// // The same wish on top of another profile.
-/// assert!(own.on(HeapProfile::LowMemory).text().contains("narenas:8,tcache_max:4096"));
+/// assert!(own.on(HeapProfile::LowMemory).text().contains("narenas:8,dirty_decay_ms"));
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HeapConf {

@@ -179,6 +179,7 @@ impl EffectiveConf {
             "muzzy_decay_ms" => super::conf::decay_to_ms(self.muzzy_decay).to_string(),
             "thp" => self.thp.to_owned(),
             "metadata_thp" => self.metadata_thp.to_owned(),
+            "cache_oblivious" => self.cache_oblivious.to_string(),
             "slab_sizes" => {
                 let one_page = self.one_page_groups?;
                 (if one_page { super::knobs::ONE_PAGE } else { "default" }).to_owned()
@@ -370,6 +371,7 @@ mod tests {
             thp: value("thp").map_or("default", |_| "never"),
             metadata_thp: "disabled",
             one_page_groups: Some(value("slab_sizes").is_some()),
+            cache_oblivious: value("cache_oblivious").is_none(),
             dirty_decay: if binary.is_some() { second } else { DecayTime::from_millis(10_000) },
             muzzy_decay: DecayTime::AtOnce,
             background_threads_supported: true,
@@ -403,7 +405,6 @@ mod tests {
             [
                 ("max_background_threads", BINARY),
                 ("narenas", BINARY),
-                ("tcache_max", Cause::NotAsked),
                 ("thp", Cause::NotAsked),
                 ("slab_sizes", Cause::NotAsked)
             ]
@@ -411,7 +412,10 @@ mod tests {
         // Bug: throughput names no arena count, so four arenas in place of four a CPU were none.
         let differences = found.differences_from(HeapProfile::Throughput);
         let settings: Vec<_> = differences.iter().map(|found| found.setting).collect();
-        assert_eq!(settings, ["max_background_threads", "narenas", "dirty_decay_ms"]);
+        assert_eq!(
+            settings,
+            ["max_background_threads", "narenas", "dirty_decay_ms", "cache_oblivious"]
+        );
     }
 
     /// Bug: the string of another profile left settings of the binary in force, which it does not
@@ -423,7 +427,7 @@ mod tests {
         assert_eq!(
             text,
             "background_thread:true,dirty_decay_ms:10000,muzzy_decay_ms:0,narenas:default,\
-             tcache_max:32768,thp:default,metadata_thp:disabled,slab_sizes:default"
+             thp:default,metadata_thp:disabled,slab_sizes:default,cache_oblivious:true"
         );
         let low = HeapProfile::LowMemory.conf().to_str().unwrap();
         assert_eq!(found.variable_for(&HeapProfile::LowMemory.into()), low);
@@ -434,12 +438,12 @@ mod tests {
         let mut found = started_with(Some(HeapProfile::Balanced));
         found.conf_of_binary = Some(
             "background_thread:true,max_background_threads:2,narenas:9,dirty_decay_ms:1000,\
-             muzzy_decay_ms:0",
+             muzzy_decay_ms:0,cache_oblivious:false",
         );
         found.arenas_at_start = 9;
         assert_eq!(found.differences_from(found.asked_by(HeapProfile::Balanced)), []);
         let low = found.asked_by(HeapProfile::LowMemory);
-        assert_eq!((low.value("narenas"), low.value("tcache_max")), (Some("9"), Some("4096")));
+        assert_eq!((low.value("narenas"), low.value("thp")), (Some("9"), Some("never")));
         // A string of other making is nobody's wish for another profile.
         found.conf_of_binary = Some("narenas:9");
         assert_eq!(found.asked_by(HeapProfile::Balanced), HeapProfile::Balanced.into());
@@ -450,7 +454,7 @@ mod tests {
         let found = started_with(None);
         let differences = found.differences_from(HeapProfile::Balanced);
         let all = differences.iter().all(|it| it.cause == Cause::NoSymbol("_rjem_malloc_conf"));
-        assert!(all && differences.len() == 4, "{differences:?}");
+        assert!(all && differences.len() == 5, "{differences:?}");
     }
 
     #[test]

@@ -64,6 +64,8 @@ pub struct EffectiveConf {
     pub thp: &'static str,
     /// Huge pages for its own books: `disabled`, `auto`, `always`.
     pub metadata_thp: &'static str,
+    /// Whether it adds a page to blocks of 16 KiB and more, so that they begin at odd places.
+    pub cache_oblivious: bool,
     /// Whether arenas go with CPUs: `disabled`, `percpu`, `phycpu`.
     pub percpu_arena: &'static str,
     /// Whether its huge-page allocator is on.
@@ -126,6 +128,7 @@ pub fn effective() -> Result<EffectiveConf, HostError> {
         one_page_groups: one_page_groups().ok(),
         thp: text(&ctl::OPT_THP)?,
         metadata_thp: text(&ctl::OPT_METADATA_THP)?,
+        cache_oblivious: ctl::OPT_CACHE_OBLIVIOUS.read()?,
         percpu_arena: text(&ctl::OPT_PERCPU_ARENA)?,
         hpa: ctl::OPT_HPA.read()?,
         retain: ctl::OPT_RETAIN.read()?,
@@ -207,8 +210,9 @@ impl fmt::Display for EffectiveConf {
         write!(
             f,
             "jemalloc {} global={} serves_c={} arenas={} tcache_max={cache} page={} thp={} \
-             metadata_thp={} percpu_arena={} hpa={} retain={} dirty_decay={} muzzy_decay={} \
-             background_threads=({threads}) profiler={} conf_of_binary={:?} variable={}={:?}",
+             metadata_thp={} cache_oblivious={} percpu_arena={} hpa={} retain={} dirty_decay={} \
+             muzzy_decay={} background_threads=({threads}) profiler={} conf_of_binary={:?} \
+             variable={}={:?}",
             self.version,
             yes(self.is_global),
             yes(self.serves_c),
@@ -216,6 +220,7 @@ impl fmt::Display for EffectiveConf {
             self.page.exact(),
             self.thp,
             self.metadata_thp,
+            yes(self.cache_oblivious),
             self.percpu_arena,
             yes(self.hpa),
             yes(self.retain),

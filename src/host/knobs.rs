@@ -43,7 +43,7 @@ pub(super) const ONE_PAGE: &str = "1-16384:1";
 
 /// The table. Bounds are jemalloc's own (5.3.1, `conf.c`) but for those of the decay times: longer
 /// than an hour is most likely a wrong unit, which is a guess.
-pub(super) const KNOBS: [Knob; 9] = [
+pub(super) const KNOBS: [Knob; 10] = [
     Knob {
         name: "background_thread",
         takes: BOOL,
@@ -108,11 +108,19 @@ pub(super) const KNOBS: [Knob; 9] = [
         moves: false,
         expected: "heap_profile!: slab_sizes takes default or one_page",
     },
+    Knob {
+        name: "cache_oblivious",
+        takes: BOOL,
+        default: Some("true"),
+        moves: false,
+        expected: "heap_profile!: cache_oblivious takes true or false",
+    },
 ];
 
 const UNKNOWN: &str = "heap_profile!: expected a setting of background_thread, \
                        max_background_threads, narenas, tcache_max, dirty_decay_ms, \
-                       muzzy_decay_ms, thp, metadata_thp, slab_sizes";
+                       muzzy_decay_ms, thp, metadata_thp, slab_sizes, \
+                       cache_oblivious";
 const HPA: &str = "heap_profile!: hpa is not offered: it keeps twice the memory at rest; expected \
                    another setting, such as narenas";
 const TWICE: &str = "heap_profile!: a setting stands twice; expected each once";
@@ -388,7 +396,9 @@ impl Knob {
             words.iter().find(|word| word.starts_with(text)).map(ToString::to_string)
         };
         let value = match self.name {
-            "background_thread" => [text].into_iter().find(|t| matches!(*t, "true" | "false")),
+            "background_thread" | "cache_oblivious" => {
+                [text].into_iter().find(|t| matches!(*t, "true" | "false"))
+            }
             "slab_sizes" => Some(text),
             _ => None,
         };
@@ -407,7 +417,7 @@ impl Knob {
     pub(super) const fn expects(&self) -> &'static str {
         match self.takes {
             Takes::Word(_) => match self.name.as_bytes() {
-                b"background_thread" => "true or false",
+                b"background_thread" | b"cache_oblivious" => "true or false",
                 b"thp" => "default, always or never",
                 b"metadata_thp" => "disabled, auto or always",
                 _ => "default, or such as 1-16384:1",
@@ -462,7 +472,7 @@ mod tests {
         assert_eq!(
             composed(HeapProfile::Balanced, &own).as_deref(),
             Ok("background_thread:true,max_background_threads:2,narenas:8,dirty_decay_ms:1000,\
-                muzzy_decay_ms:0,tcache_max:8192,slab_sizes:1-16384:1")
+                muzzy_decay_ms:0,cache_oblivious:false,tcache_max:8192,slab_sizes:1-16384:1")
         );
         let all: Vec<_> = KNOBS.iter().map(|knob| (knob.name, widest(knob))).collect();
         for profile in HeapProfile::ALL {

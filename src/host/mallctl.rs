@@ -113,6 +113,7 @@ table! {
     OPT_THREAD_CACHE_MAX: usize, 2, c"opt.tcache_max";
     OPT_THP: Text, 2, c"opt.thp";
     OPT_METADATA_THP: Text, 2, c"opt.metadata_thp";
+    OPT_CACHE_OBLIVIOUS: bool, 2, c"opt.cache_oblivious";
     OPT_PERCPU_ARENA: Text, 2, c"opt.percpu_arena";
     OPT_HPA: bool, 2, c"opt.hpa";
     OPT_RETAIN: bool, 2, c"opt.retain";

@@ -10,7 +10,7 @@
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use crate::control::{Enclosure, LoadError};
-use crate::host::{self, ARENA_NAME_MAX, HostArena};
+use crate::host::{self, ARENA_NAME_MAX, HostArena, HostArenaStats};
 
 use super::error::Note;
 use super::shared::Shared;
@@ -58,7 +58,7 @@ impl Enclosure for OwnArena {
             load();
             return Ok(());
         };
-        // A panic of the loader retires it, or keeps it for another.
+        // A panic of the loader drops it: it is kept for another.
         if let Err(error) = arena.scope(&mut *load) {
             self.note(&error);
             load();
@@ -73,9 +73,17 @@ impl Enclosure for OwnArena {
         if arena.scope(&mut *unload).is_err() {
             unload();
         }
-        if let Err(refused) = arena.retire() {
-            let (name, cause) = (&self.name, &refused.cause);
-            tracing::debug!(target: "lowtide", name, %cause, "a resource's heap arena was kept");
+        if let Ok(HostArenaStats { active, .. }) = arena.stats()
+            && !active.is_zero()
+        {
+            let name = &self.name;
+            tracing::debug!(
+                target: "lowtide",
+                name,
+                %active,
+                "a resource's heap arena is not empty"
+            );
         }
+        // Dropped, and so kept for the next load of whatever.
     }
 }

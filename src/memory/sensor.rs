@@ -59,6 +59,7 @@ struct HeapNow {
     live: ByteSize,
     active: ByteSize,
     purgeable: ByteSize,
+    cached: ByteSize,
 }
 
 impl Refresh {
@@ -93,7 +94,8 @@ impl MemorySensor {
         }
         let last = self.last.as_ref()?;
         let purgeable = last.purgeable_now(active, physical);
-        Some(HeapNow { live: last.heap.live, active, purgeable })
+        let HeapSnapshot { live, thread_caches: cached, .. } = last.heap;
+        Some(HeapNow { live, active, purgeable, cached })
     }
 }
 
@@ -124,6 +126,7 @@ impl Sensor for MemorySensor {
             sample.heap_live = heap.live;
             sample.heap_active = heap.active;
             sample.purgeable = heap.purgeable;
+            sample.cached = heap.cached;
             // By the active pages of now: stale ones would show a burst as growth.
             sample.kept = sample.anonymous.saturating_sub(heap.active);
         }

@@ -48,6 +48,9 @@ pub struct Sample {
     /// The part of that which leaves by itself in its time: idle bytes of arenas on host memory.
     /// A purge takes it under pressure, when it is asked for and after an unload.
     pub decaying: ByteSize,
+    /// Blocks that threads have freed and keep: a purge asks for them, and they go where their
+    /// threads answer.
+    pub cached: ByteSize,
     /// Anonymous memory of this process.
     pub anonymous: ByteSize,
     /// The part of it that neither live pages of the heap nor arenas account for: what the heap
@@ -82,6 +85,7 @@ impl Default for Sample {
             physical: ByteSize::ZERO,
             purgeable: ByteSize::ZERO,
             decaying: ByteSize::ZERO,
+            cached: ByteSize::ZERO,
             anonymous: ByteSize::ZERO,
             kept: ByteSize::ZERO,
             limit: Limit::UNKNOWN,
@@ -255,6 +259,8 @@ pub struct Maintenance {
     purged_at: Moment,
     /// The least that was purgeable since the last purge began.
     purgeable_low: ByteSize,
+    /// Whether thread caches were asked for since it became quiet.
+    recalled: bool,
     growth: Growth,
     decayed_at: Option<Moment>,
     published_at: Option<Moment>,
@@ -296,6 +302,7 @@ impl Maintenance {
             quiet_since: None,
             purged_at: Moment::ORIGIN,
             purgeable_low: ByteSize::MAX,
+            recalled: false,
             growth: Growth::new(),
             decayed_at: None,
             published_at: None,

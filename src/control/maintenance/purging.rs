@@ -96,7 +96,11 @@ impl Maintenance {
         let quiet = self.is_quiet(now);
         let part = sample.heap_live.scaled(self.settings.purge_part);
         let worth = self.settings.purge_floor.max(part);
-        let much = sample.purgeable.saturating_sub(sample.decaying) > worth;
+        let purgeable = sample.purgeable.saturating_sub(sample.decaying);
+        let much = purgeable > worth;
+        // Caches go where their threads answer, and nobody knows where: once in each quiet time.
+        self.recalled &= quiet;
+        let cached = !self.recalled && purgeable.saturating_add(sample.cached) > worth;
         self.purgeable_low = self.purgeable_low.min(sample.purgeable);
         if sample.purgeable.saturating_sub(self.purgeable_low) > worth {
             // Purges were useless while all was live; now load has fallen, and a pause of 10 s
@@ -108,7 +112,7 @@ impl Maintenance {
         let periodic = self.settings.purge_interval;
         let trigger = if self.host.pressure.level() >= Level::Elevated {
             Trigger::Pressure
-        } else if much && quiet {
+        } else if quiet && (much || cached) {
             Trigger::Idle
         } else if grown {
             Trigger::Growth
@@ -119,6 +123,7 @@ impl Maintenance {
         };
         if self.purge.start(now) {
             self.purged_at = now;
+            self.recalled = quiet;
             self.purgeable_low = sample.purgeable;
             self.growth.purged(sample, now);
             jobs.insert(Job::Purge { trigger });
@@ -134,7 +139,7 @@ mod tests {
     use crate::control::admission::{Admission, Cost};
     use crate::control::maintenance::{Sensor, Settings};
     use crate::control::managed::Resources;
-    use crate::control::reclaim::Ladder;
+    use crate::control::reclaim::{Ladder, Recovered};
     use crate::sync::{Mutex, lock};
 
     const SETTINGS: PurgeGrowth =
@@ -238,6 +243,33 @@ mod tests {
         assert_eq!(purged_within_20s(Some(SETTINGS), 0), [Trigger::Growth]);
         assert_eq!(purged_within_20s(Some(SETTINGS), 300), [Trigger::Growth]);
         assert_eq!(purged_within_20s(None, 300), [], "the interval is 30 s");
+    }
+
+    #[test]
+    fn thread_caches_are_asked_for_once_in_each_quiet_time() {
+        let settings = Settings { publish_interval: None, ..Settings::default() };
+        let cached = Sample { cached: ByteSize::mib(100), ..Sample::default() };
+        let admission = Admission::new();
+        let (resources, ladder) = (Resources::new(), Ladder::default());
+        let sensor = Box::new(Seen(Arc::new(Mutex::new(cached))));
+        let loops = Maintenance::new(settings, sensor, admission.clone(), resources, ladder);
+        let mut loops = loops.expect("valid");
+        let mut purges = Vec::new();
+        for second in 0..300 {
+            if second % 100 == 50 {
+                drop(admission.try_admit(Cost::ZERO).expect("nothing is held"));
+            }
+            for job in loops.tick(at(second * 1_000)).jobs {
+                if let Job::Purge { trigger } = job {
+                    assert_eq!(trigger, Trigger::Idle);
+                    // No thread answered.
+                    let end = at(second * 1_000 + 10);
+                    loops.purge.finish(ByteSize::mib(1), Recovered::NOTHING, end);
+                    purges.push(second / 50);
+                }
+            }
+        }
+        assert_eq!(purges, [0, 1, 3, 5], "when it starts, and after each request");
     }
 
     #[test]
