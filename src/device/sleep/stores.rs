@@ -72,7 +72,7 @@ impl Between {
     }
 
     /// Puts stores by, or hands those back that are to be given back.
-    fn put(&mut self, saved: Saved) -> Option<Saved> {
+    pub(super) fn put(&mut self, saved: Saved) -> Option<Saved> {
         if let Self::Keep(kept) = self { kept.replace(saved) } else { Some(saved) }
     }
 }
@@ -287,14 +287,6 @@ impl Shared {
         let stream = books.sleep.stream.filter(|_| books.sleep.may_be_copied());
         drop(books);
         stream.is_none_or(|stream| self.wait_for_own(stream).is_ok())
-    }
-
-    /// After a wake: the stores stay for the next sleep, or are given back.
-    pub(super) fn set_by(&self, saved: Saved) {
-        let over = self.books().sleep.between.put(saved);
-        if let Some(over) = over {
-            self.let_go(over);
-        }
     }
 
     /// Says whether stores stay between sleeps; gives back those that do.

@@ -10,7 +10,7 @@
 
 use std::cell::RefCell;
 
-use super::phase::Phase;
+use super::phase::{Phase, Sleep};
 use super::stores::{Place, is_booking};
 use super::{ArenaState, Woken};
 use crate::bytes::ByteSize;
@@ -186,14 +186,16 @@ impl Shared {
 
     /// Awake: the copies are given up, and their host memory unless it is to stay.
     fn stand_up(&self, returns: &[Return], restored: ByteSize) -> Woken {
-        let mut saved = None;
+        let mut over = None;
         let woken = Woken { committed: returns.iter().map(|to| to.size).sum(), restored };
         self.arrive_at(Phase::Awake, |books| {
             for to in returns {
                 books.end_commit(to.region, to.run, true, &*self.clock);
             }
             books.note_committed();
-            saved = books.sleep.saved.take();
+            // What stays for the next sleep does so under the lock: it is never out of the books.
+            let Sleep { saved: stores, between, .. } = &mut books.sleep;
+            over = stores.take().and_then(|stores| between.put(stores));
             books.sleep.awake_since = self.clock.now();
             books.sleep.left_at = books.sleep.awake_since;
             books.end_wake(None);
@@ -201,8 +203,8 @@ impl Shared {
             self.fronts.set_asleep(false);
             books.tell_wake(&*self.clock, Some(woken));
         });
-        if let Some(saved) = saved {
-            self.set_by(saved);
+        if let Some(over) = over {
+            self.let_go(over);
         }
         let (arena, committed) = (&self.name, woken.committed);
         tracing::info!(arena, %committed, %restored, "the arena woke");
