@@ -5,7 +5,6 @@
 #![cfg(all(feature = "memory", target_os = "linux"))]
 #![expect(unsafe_code, reason = "fork and waitpid are C calls")]
 
-use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -20,7 +19,7 @@ use tikv_jemalloc_ctl::{background_thread, max_background_threads, raw};
 
 mod support;
 
-use support::{PATIENCE, threads, turn, until_no_threads};
+use support::{PATIENCE, run_again, threads, turn, until_no_threads};
 
 #[global_allocator]
 static HEAP: lowtide::host::Heap = lowtide::host::Heap;
@@ -257,15 +256,9 @@ fn describe(memory: &Memory) -> String {
 /// Runs this program again with these variables alone, and gives what it said: first without, then
 /// with settings in code.
 fn with_variables(variables: &[(&str, &str)]) -> (String, String) {
-    let own = std::env::current_exe().expect("this program");
-    let output = Command::new(own)
-        .args(["--exact", "memory_starts_as_the_environment_of_this_process_says", "--nocapture"])
-        .env_clear()
-        .envs(variables.iter().copied())
-        .output()
-        .expect("runs");
+    let test = "memory_starts_as_the_environment_of_this_process_says";
+    let output = run_again(test, variables);
     let text = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
     let line = |start: &str| {
         let found = text.lines().find_map(|line| line.strip_prefix(start));
         found.unwrap_or_else(|| panic!("no {start:?} in {text}")).to_owned()

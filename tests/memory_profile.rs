@@ -5,11 +5,14 @@
 //! standard output which notes about the heap there are.
 #![cfg(all(feature = "memory", target_os = "linux"))]
 
-use std::process::Command;
 use std::time::Duration;
 
 use lowtide::Memory;
 use lowtide::host::HeapProfile;
+
+mod support;
+
+use support::run_again;
 
 #[global_allocator]
 static HEAP: lowtide::host::Heap = lowtide::host::Heap;
@@ -45,15 +48,8 @@ fn notes(variables: &[(&str, &str)]) -> Vec<String> {
 }
 
 fn lines(start: &str, variables: &[(&str, &str)]) -> Vec<String> {
-    let own = std::env::current_exe().expect("this program");
-    let output = Command::new(own)
-        .args(["--exact", "the_notes_about_the_heap_are_said", "--nocapture"])
-        .env_clear()
-        .envs(variables.iter().copied())
-        .output()
-        .expect("runs");
+    let output = run_again("the_notes_about_the_heap_are_said", variables);
     let text = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
     let lines = text.lines().filter_map(|line| line.strip_prefix(start));
     lines
         .filter(|line| GIVEN.iter().all(|given| !line.contains(given)))

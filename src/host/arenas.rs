@@ -5,8 +5,9 @@
 //! the thread's cache emptied before and after: else blocks of the arena would be handed out after
 //! the scope, and blocks from before it within. An arena is destroyed only when nothing can point
 //! into it: nobody is in a scope, and it has no active page, where thread caches count as active.
-//! Else it is kept, purged, for the next that asks for one. Nothing here allocates but the list of
-//! all: a control path that did so in a scope would pin the arena it serves.
+//! Else, and where it is only dropped, it is kept, purged, for the next that asks for one. Nothing
+//! here allocates but the list of all: a control path that did so in a scope would pin the arena
+//! it serves.
 //!
 //! Invariant: `destroyed => active pages = 0 and no scope`; an index is in one `HostArena`, or
 //! kept, or of jemalloc's own.
@@ -370,7 +371,7 @@ impl Drop for HostArena {
     /// Keeps it, purged, for another. In a forked child does nothing.
     fn drop(&mut self) {
         if self.birth.is_here() {
-            let _ = self.purge(); // what stays is what something points to, and decays else
+            let _ = self.purge(); // where it is refused, what is unused decays
             let mut slots = keep();
             let is_bound = slots.slots.get(self.index as usize).is_none_or(|slot| slot.is_bound);
             slots.put(self.index, Slot { name: ArenaName::NONE, is_kept: true, is_bound });

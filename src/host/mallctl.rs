@@ -13,7 +13,7 @@
 
 use std::ffi::{CStr, c_char};
 use std::marker::PhantomData;
-use std::ptr;
+use std::ptr::{self, NonNull};
 use std::sync::OnceLock;
 
 use tikv_jemalloc_ctl::raw;
@@ -36,6 +36,11 @@ pub(crate) struct Text;
 
 /// Marks a control whose value is a C string that a program could overwrite later.
 pub(crate) struct Copied;
+
+/// Kinds of text that C gives a pointer to.
+pub(crate) trait Pointed {}
+impl Pointed for Text {}
+impl Pointed for Copied {}
 
 /// Types that are plain numbers to C as to Rust.
 pub(crate) trait Number: Copy {}
@@ -243,20 +248,25 @@ impl<T> Key<T, 3> {
     }
 }
 
-impl<const N: usize> Key<Text, N> {
-    /// The text; `None` where jemalloc has none, or none in UTF-8.
-    pub(crate) fn read(&self) -> Result<Option<&'static str>, HostError> {
+impl<T: Pointed, const N: usize> Key<T, N> {
+    /// Where the text is; `None` where jemalloc has none.
+    fn pointer(&self) -> Result<Option<NonNull<c_char>>, HostError> {
         let numbers = self.numbers()?;
         // SAFETY: the table gives the control's C type as `const char *`; any pointer is valid.
         let found = unsafe { raw::read_mib::<*const c_char>(&numbers) };
         let text = found.map_err(|error| self.refused(Act::Read, Refusal::explained(error)))?;
-        if text.is_null() {
-            return Ok(None);
-        }
+        Ok(NonNull::new(text.cast_mut()))
+    }
+}
+
+impl<const N: usize> Key<Text, N> {
+    /// The text; `None` where jemalloc has none, or none in UTF-8.
+    pub(crate) fn read(&self) -> Result<Option<&'static str>, HostError> {
+        let Some(text) = self.pointer()? else { return Ok(None) };
         // SAFETY: not null, and every `Text` of the table is a string literal inside jemalloc
         // (`version`, `config.malloc_conf`, names of modes) or the static string of one of the
         // process's `malloc_conf` symbols, which jemalloc has itself read up to its NUL.
-        let text = unsafe { CStr::from_ptr(text) };
+        let text = unsafe { CStr::from_ptr(text.as_ptr()) };
         Ok(text.to_str().ok())
     }
 }
@@ -264,20 +274,14 @@ impl<const N: usize> Key<Text, N> {
 impl<const N: usize> Key<Copied, N> {
     /// A copy of the text; `None` where jemalloc has none. What is not UTF-8 is replaced.
     pub(crate) fn copy(&self) -> Result<Option<String>, HostError> {
-        let numbers = self.numbers()?;
-        // SAFETY: the table gives the control's C type as `const char *`; any pointer is valid.
-        let found = unsafe { raw::read_mib::<*const c_char>(&numbers) };
-        let text = found.map_err(|error| self.refused(Act::Read, Refusal::explained(error)))?;
-        if text.is_null() {
-            return Ok(None);
-        }
+        let Some(text) = self.pointer()? else { return Ok(None) };
         // SAFETY: not null, and each `Copied` of the table is a string that jemalloc keeps a
         // pointer to for as long as the process lives: its own copy of the link's name, which it
         // never frees (`malloc_init_hard_a0_locked`), or what `getenv` gave it before `main`
         // (`obtain_malloc_conf`): a part of the block that the kernel put above the stack, which
         // stays and ends in NULs whatever the environment is set to later. It is copied within
         // this call, so nobody holds a reference to bytes that a program could write over.
-        let text = unsafe { CStr::from_ptr(text) };
+        let text = unsafe { CStr::from_ptr(text.as_ptr()) };
         Ok(Some(text.to_string_lossy().into_owned()))
     }
 }

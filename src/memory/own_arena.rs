@@ -5,7 +5,7 @@
 //! jemalloc does not serve this process, or no arena can be had, the resource is loaded into the
 //! heap that all share: a worse place, and no reason to refuse a request.
 //!
-//! Invariant: `arena is there <=> its resource is loaded, or its last load failed`.
+//! Invariant: `arena is there => its resource is loaded, or its last load failed`.
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 

@@ -6,6 +6,7 @@
 
 use std::fs;
 use std::path::Path;
+use std::process::{Command, Output};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
@@ -24,6 +25,20 @@ const MIB: u64 = 1 << 20;
 pub(crate) fn turn() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
     TURN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Runs a test of this program again, in a process with these variables alone; what it printed.
+pub(crate) fn run_again(test: &str, variables: &[(&str, &str)]) -> Output {
+    let own = std::env::current_exe().expect("this program");
+    let output = Command::new(own)
+        .args(["--exact", test, "--nocapture"])
+        .env_clear()
+        .envs(variables.iter().copied())
+        .output()
+        .expect("runs");
+    let [text, errors] = [&output.stdout, &output.stderr].map(|of| String::from_utf8_lossy(of));
+    assert!(output.status.success(), "{text}{errors}");
+    output
 }
 
 /// Waits for a condition.
