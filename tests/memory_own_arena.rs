@@ -4,12 +4,13 @@
 use std::collections::BTreeMap;
 use std::panic;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use lowtide::ByteSize;
 use lowtide::control::{Backoff, LoadError};
 use lowtide::host::{Heap, HostArena, HostArenaStats};
 use lowtide::memory::Memory;
+use lowtide::metrics::prometheus::{self, PrometheusBuilder};
 
 mod support;
 
@@ -60,6 +61,42 @@ fn what_a_loader_allocates_is_in_an_arena_of_the_resources_name_and_goes_with_it
     assert_eq!(kept.len(), 1, "one, for the next: {kept:?}");
     let (name, stats) = &kept[0];
     assert_eq!((name.as_str(), stats.live, stats.active), ("", ByteSize::ZERO, ByteSize::ZERO));
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
+#[test]
+fn a_resources_arena_is_in_the_metrics_and_reads_zero_once_it_is_unloaded() {
+    let _turn = turn();
+    let builder = prometheus::configure(PrometheusBuilder::new()).expect("buckets");
+    let recorder = builder.install_recorder().expect("the only one");
+    let memory = Memory::builder().start().expect("starts");
+    let seen = memory.register(memory.managed("seen", || Ok(model()))).expect("registered");
+    let shows = |what: &dyn Fn(f64) -> bool| {
+        let end = Instant::now() + SOON;
+        let line = "lowtide_heap_arena_live_bytes{heap_arena=\"seen\"} ";
+        let shown = || {
+            let text = recorder.render();
+            let value = text.lines().find_map(|found| found.strip_prefix(line)).map(str::parse);
+            value.is_some_and(|value| what(value.expect("a number")))
+        };
+        // Published each second, by a thread of the memory's own.
+        while !shown() {
+            assert!(Instant::now() < end, "{}", recorder.render());
+            std::thread::yield_now();
+        }
+    };
+    let held = seen.acquire_blocking().expect("loads");
+    let named = memory.snapshot().heap_arenas;
+    assert_eq!(named.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>(), ["seen"]);
+    shows(&|bytes| bytes > 4e6);
+    let text = recorder.render();
+    let other = text.lines().find_map(|line| line.strip_prefix("lowtide_process_other_bytes "));
+    let other: f64 = other.expect("published").parse().expect("a number");
+    assert!(other > 1e6, "the program's own pages at least: {other}");
+    drop(held);
+    assert!(seen.unload_now(SOON).expect("free"));
+    assert_eq!(memory.snapshot().heap_arenas, []);
+    shows(&|bytes| bytes.to_bits() == 0);
     assert!(memory.shutdown(SOON).is_clean());
 }
 

@@ -74,6 +74,15 @@ pub struct HostArenaStats {
     pub muzzy: ByteSize,
 }
 
+impl HostArenaStats {
+    /// Backed bytes beyond what is live: `active + dirty + muzzy - live`.
+    #[must_use]
+    pub const fn retained(&self) -> ByteSize {
+        let backed = self.active.saturating_add(self.dirty).saturating_add(self.muzzy);
+        backed.saturating_sub(self.live)
+    }
+}
+
 /// Why there is no such arena.
 #[derive(Clone, Debug, Error, PartialEq)]
 #[non_exhaustive]
@@ -275,8 +284,13 @@ impl HostArena {
     /// # Errors
     /// [`HostError`].
     pub fn all() -> Result<Vec<(String, HostArenaStats)>, HostError> {
-        let mut slots = keep();
         refresh()?;
+        Self::all_as_refreshed()
+    }
+
+    /// The same as of the last refresh.
+    pub(crate) fn all_as_refreshed() -> Result<Vec<(String, HostArenaStats)>, HostError> {
+        let mut slots = keep();
         let ours = |slot: &Slot| slot.is_kept || slot.name != ArenaName::NONE;
         let indices = (0..).zip(slots.known().iter()).filter(|(_, slot)| ours(slot));
         indices.map(|(index, slot)| Ok((slot.name.text().to_owned(), stats_of(index)?))).collect()

@@ -273,6 +273,7 @@ impl Builder {
             hook: self.hook,
             recall_hook: self.recall_hook,
             hook_at: Moment::ORIGIN,
+            heap_arenas: Vec::new(),
             knows_device: false,
         };
         let worker = maintenance.worker(Box::new(hands));

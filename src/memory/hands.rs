@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use crate::clock::Moment;
 use crate::control::{Ask, Budget, Hands, Reclaim, Recovered, Trigger};
-use crate::host;
+use crate::host::{self, HostArenaStats};
 use crate::metrics::record;
 use crate::sync::{Mutex, lock};
 
@@ -19,6 +19,9 @@ use super::snapshot::DeviceSnapshot;
 /// may have been installed meanwhile, and telling is a sixth of what publishing costs.
 const HOOK_EVERY: Duration = Duration::from_secs(5);
 
+/// Series by name are bounded, whatever names a service makes up.
+const HEAP_ARENAS_MAX: usize = 64;
+
 /// The application's, called on the worker: after metrics were published, or as caches are called
 /// back.
 pub(super) type Hook = Box<dyn FnMut() + Send>;
@@ -29,6 +32,8 @@ pub(super) struct WorkerHands {
     pub(super) hook_at: Moment,
     /// Wakes threads that are parked, so that they empty their caches.
     pub(super) recall_hook: Option<Hook>,
+    /// Names of dedicated heap arenas that were published.
+    pub(super) heap_arenas: Vec<String>,
     /// Whether the device's memory was published the last time.
     pub(super) knows_device: bool,
 }
@@ -86,6 +91,10 @@ impl Hands for WorkerHands {
         if let Some(heap) = &snapshot.heap {
             record::heap(heap);
         }
+        self.publish_heap_arenas(&snapshot.heap_arenas);
+        if let Some(other) = snapshot.other() {
+            record::process_other(other);
+        }
         for trigger in Trigger::ALL {
             record::purges(trigger.name(), self.shared.purges.total(trigger));
         }
@@ -118,6 +127,24 @@ impl Hands for WorkerHands {
 }
 
 impl WorkerHands {
+    /// Those that are, and nothing for those that were. A name stays known once it was published;
+    /// beyond [`HEAP_ARENAS_MAX`] no new ones are.
+    fn publish_heap_arenas(&mut self, arenas: &[(String, HostArenaStats)]) {
+        for (name, stats) in arenas {
+            if !self.heap_arenas.contains(name) {
+                if self.heap_arenas.len() == HEAP_ARENAS_MAX {
+                    continue;
+                }
+                self.heap_arenas.push(name.clone());
+            }
+            record::heap_arena(name, stats);
+        }
+        let is_gone = |name: &&String| !arenas.iter().any(|(other, _)| other == *name);
+        for name in self.heap_arenas.iter().filter(is_gone) {
+            record::heap_arena(name, &HostArenaStats::default());
+        }
+    }
+
     fn publish_device(&mut self, stuck_total: u64, device: Option<&DeviceSnapshot>) {
         let figures = device.map(|device| record::Device {
             total: device.total,

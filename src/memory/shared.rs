@@ -19,7 +19,7 @@ use crate::control::{
 use crate::device::driver::Driver;
 use crate::device::{ArenaConfig, DeviceArena};
 use crate::fork::Birth;
-use crate::host::{self, HeapProbe, HostError, PurgeReport};
+use crate::host::{self, HeapProbe, HostArena, HostArenaStats, HostError, PurgeReport};
 use crate::metrics::record;
 use crate::sync::{Mutex, lock};
 
@@ -246,9 +246,12 @@ impl Shared {
         let signal = self.signals.sample();
         let driver = self.driver.as_deref().filter(|_| here);
         let (arenas, draining) = if here { self.arenas.parted() } else { Default::default() };
+        let heap = self.heap.as_ref().and_then(|heap| heap.snapshot().ok());
+        let heap_arenas = if here && heap.is_some() { heap_arenas() } else { Vec::new() };
         MemorySnapshot {
             profile: self.config.profile.value,
-            heap: self.heap.as_ref().and_then(|heap| heap.snapshot().ok()),
+            heap,
+            heap_arenas,
             arenas: arenas.iter().map(DeviceArena::snapshot).collect(),
             draining: draining.iter().map(DeviceArena::snapshot).collect(),
             device_memory: driver.and_then(|driver| self.device.snapshot(driver)),
@@ -268,6 +271,13 @@ impl Shared {
             since_epoch: self.clock.since_epoch(),
         }
     }
+}
+
+/// Those that have a name, as of the last refresh of jemalloc's statistics.
+fn heap_arenas() -> Vec<(String, HostArenaStats)> {
+    let mut arenas = HostArena::all_as_refreshed().unwrap_or_default();
+    arenas.retain(|(name, _)| !name.is_empty());
+    arenas
 }
 
 impl Purges {

@@ -7,7 +7,7 @@ use crate::clock::Moment;
 use crate::config::Profile;
 use crate::control::{AdmissionStats, Cpus, Level, ResourceStats, Signal};
 use crate::device::ArenaSnapshot;
-use crate::host::HeapSnapshot;
+use crate::host::{HeapSnapshot, HostArenaStats};
 
 use super::error::Note;
 
@@ -19,6 +19,8 @@ pub struct MemorySnapshot {
     pub profile: Profile,
     /// The process heap; `None` where jemalloc's statistics cannot be read.
     pub heap: Option<HeapSnapshot>,
+    /// The dedicated arenas of the heap that have a name now, those of resources among them.
+    pub heap_arenas: Vec<(String, HostArenaStats)>,
     /// The device arenas that were opened here.
     pub arenas: Vec<ArenaSnapshot>,
     /// Arenas that were replaced or left by their last user, and still have live blocks.
@@ -63,6 +65,13 @@ impl MemorySnapshot {
     #[must_use]
     pub const fn required(&self) -> ByteSize {
         self.physical.saturating_sub(self.purgeable)
+    }
+
+    /// What is resident and not jemalloc's: stacks, mapped files, heaps of C code, and what arenas
+    /// hold of the host's memory. `None` where one of the two figures is not known.
+    #[must_use]
+    pub fn other(&self) -> Option<ByteSize> {
+        Some(self.signal.rss?.saturating_sub(self.heap.as_ref()?.resident))
     }
 
     /// When a moment was, on the wall clock, since the Unix epoch.

@@ -83,6 +83,12 @@ table! {
         "Address space kept for reuse; no physical memory stands behind it.";
     HEAP_THREAD_CACHES: Gauge "lowtide_heap_thread_cache_bytes" Bytes []
         "Bytes of free blocks in jemalloc's thread caches.";
+    HEAP_ARENA_LIVE: Gauge "lowtide_heap_arena_live_bytes" Bytes ["heap_arena"]
+        "Bytes of blocks in a dedicated heap arena that the application holds; that of a resource \
+         has its name.";
+    HEAP_ARENA_RETAINED: Gauge "lowtide_heap_arena_retained_bytes" Bytes ["heap_arena"]
+        "Backed bytes that a dedicated heap arena keeps beyond what is live: active, dirty and \
+         muzzy minus live.";
     HEAP_ARENAS: Gauge "lowtide_heap_arenas" Count []
         "jemalloc arenas.";
     HEAP_BACKGROUND_THREADS: Gauge "lowtide_heap_background_threads" Count []
@@ -97,6 +103,9 @@ table! {
         "How long a purge took, by heap (jemalloc with its muzzy pages, libc).";
     PROCESS_RESIDENT: Gauge "lowtide_process_resident_bytes" Bytes []
         "The process's resident set, as the kernel says.";
+    PROCESS_OTHER: Gauge "lowtide_process_other_bytes" Bytes []
+        "The part of the resident set that is not jemalloc's: stacks, mapped files, heaps of C \
+         code, and what arenas hold of the host's memory.";
     DEVICE_LIVE: Gauge "lowtide_device_live_bytes" Bytes ["device", "arena"]
         "Bytes of device blocks held by the application, after rounding.";
     DEVICE_ASLEEP: Gauge "lowtide_device_asleep_bytes" Bytes ["device", "arena"]

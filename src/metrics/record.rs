@@ -59,6 +59,20 @@ pub fn heap(heap: &crate::host::HeapSnapshot) {
     gauge!(name::HEAP_BACKGROUND_THREADS.name).set(f64::from(heap.background_threads));
 }
 
+/// A dedicated heap arena; one that is gone has nothing.
+#[cfg(feature = "heap")]
+pub fn heap_arena(name: &str, arena: &crate::host::HostArenaStats) {
+    let label = || name.to_owned();
+    gauge!(name::HEAP_ARENA_LIVE.name, "heap_arena" => label()).set(arena.live.as_f64());
+    gauge!(name::HEAP_ARENA_RETAINED.name, "heap_arena" => label()).set(arena.retained().as_f64());
+}
+
+/// What is resident and not jemalloc's.
+#[cfg(feature = "heap")]
+pub fn process_other(bytes: crate::bytes::ByteSize) {
+    gauge!(name::PROCESS_OTHER.name).set(bytes.as_f64());
+}
+
 /// How many purges a trigger has started.
 pub fn purges(trigger: &'static str, total: u64) {
     counter!(name::HEAP_PURGES.name, "trigger" => trigger).absolute(total);

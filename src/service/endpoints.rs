@@ -125,6 +125,7 @@ fn document(snapshot: &MemorySnapshot) -> Value {
         "profile": snapshot.profile.name(),
         "host": {
             "rss_bytes": snapshot.signal.rss.map(ByteSize::get),
+            "other_bytes": snapshot.other().map(ByteSize::get),
             "physical_bytes": snapshot.physical.get(),
             "purgeable_bytes": snapshot.purgeable.get(),
             "required_bytes": snapshot.required().get(),
@@ -145,6 +146,15 @@ fn document(snapshot: &MemorySnapshot) -> Value {
             "mapped_bytes": heap.mapped.get(),
             "unbacked_bytes": heap.unbacked.get(),
             "thread_cache_bytes": heap.thread_caches.get(),
+            "arenas": snapshot
+                .heap_arenas
+                .iter()
+                .map(|(name, arena)| json!({
+                    "name": name,
+                    "live_bytes": arena.live.get(),
+                    "retained_bytes": arena.retained().get(),
+                }))
+                .collect::<Vec<_>>(),
         })),
         "device": {
             "budget": budget(&snapshot.device),

@@ -63,6 +63,11 @@ fn all(figures: &Figures) -> Vec<(&'static str, f64, Option<f64>)> {
             part("unload.own_arena.over_base_ratio", "unload.shared_purge.over_base_ratio"),
         ),
         ("200 cycles: resident slope, KiB", 8.0, of("cycles.200.resident_slope_kib")),
+        (
+            "the same where each arena is retired, KiB",
+            8.0,
+            of("cycles.200_retired.resident_slope_kib"),
+        ),
         ("200 cycles: descriptors more", 0.0, of("cycles.200.descriptor_growth")),
         ("200 cycles: threads more", 0.0, of("cycles.200.thread_growth")),
         ("200 cycles: arenas more", 0.0, of("cycles.200.arena_growth")),

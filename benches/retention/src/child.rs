@@ -99,8 +99,8 @@ pub fn run(
         Act::Http { .. } => http::serve(allocator),
         Act::Unload { mib, .. } => {
             let outcome = model::unload(mib, allocator, place)?;
-            let (base, loaded, after) = (outcome.base, outcome.loaded, outcome.after);
-            say(&format!("unload base={base} loaded={loaded} after={after}"))
+            let model::Unloaded { base, loaded, after, again } = outcome;
+            say(&format!("unload base={base} loaded={loaded} after={after} again={again}"))
         }
         Act::Cycles { mib, times, .. } => {
             let outcome = model::cycles(mib, times, allocator, place)?;

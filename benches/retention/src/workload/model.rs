@@ -63,6 +63,8 @@ pub struct Unloaded {
     pub loaded: u64,
     /// After.
     pub after: u64,
+    /// After a second one of its size.
+    pub again: u64,
 }
 
 /// What many cycles left.
@@ -128,7 +130,7 @@ impl Model {
     }
 }
 
-/// Loads a model of this size, uses it and unloads it once.
+/// Loads a model of this size, uses it and unloads it, twice.
 ///
 /// # Errors
 /// Those of the place.
@@ -140,21 +142,27 @@ pub fn unload(
     beside_neighbours(allocator, || {
         std::thread::sleep(SETTLE);
         let base = looks(place)?;
-        let mut chance = Chance::new(7);
-        let mut model = None;
-        place.within(&mut || model = Some(Model::load(mib, &mut chance)))?;
-        let loaded = Process::own().resident()?;
-        place.within(&mut || {
-            if let Some(model) = &model {
-                model.infer(&mut chance);
-            }
-        })?;
-        place.within(&mut || model = None)?;
-        place.leave()?;
-        std::thread::sleep(SETTLE);
-        let after = looks(place)?;
-        Ok(Unloaded { base, loaded, after })
+        let (loaded, after) = once(mib, place)?;
+        let (_, again) = once(mib, place)?;
+        Ok(Unloaded { base, loaded, after, again })
     })
+}
+
+/// Resident bytes with a model and after it.
+fn once(mib: u64, place: &mut dyn Place) -> Result<(u64, u64), BoxError> {
+    let mut chance = Chance::new(7);
+    let mut model = None;
+    place.within(&mut || model = Some(Model::load(mib, &mut chance)))?;
+    let loaded = Process::own().resident()?;
+    place.within(&mut || {
+        if let Some(model) = &model {
+            model.infer(&mut chance);
+        }
+    })?;
+    place.within(&mut || model = None)?;
+    place.leave()?;
+    std::thread::sleep(SETTLE);
+    Ok((loaded, looks(place)?))
 }
 
 /// Loads, uses and unloads a model of this size many times.
