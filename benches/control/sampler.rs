@@ -1,0 +1,89 @@
+//! What the control loop takes: its thread's time on a processor while a request is held, so that
+//! it ticks each 10 ms, in a process of 2 GiB with thousands of mappings; and one reading.
+//!
+//! Invariant: nothing but the loop runs in the process while its thread is watched.
+
+use std::hint::black_box;
+use std::time::{Duration, Instant};
+
+use lowtide::control::{Cost, Signals};
+use lowtide::device::Region;
+use lowtide::host::{HeapProbe, thread_totals};
+use lowtide::{BoxError, ByteSize, Memory};
+
+use crate::look::Look;
+use crate::table::Figures;
+
+const RESIDENT: ByteSize = ByteSize::gib(2);
+/// Blocks of a granule each: every other one is given back, so that each stands in a mapping of its
+/// own.
+const GRANULES: usize = 4000;
+const GRANULE: usize = 2 << 20;
+const WATCHED: Duration = Duration::from_secs(5);
+const READINGS: u32 = 2000;
+const DEADLINE: Duration = Duration::from_secs(20);
+
+pub(crate) fn measure(quick: bool, figures: &mut Figures) -> Result<(), BoxError> {
+    let memory = Memory::builder().start()?;
+    let (resident, granules) = if quick { (ByteSize::mib(64), 40) } else { (RESIDENT, GRANULES) };
+    let held = vec![1_u8; resident.as_usize().ok_or("no such size here")?];
+    let arena = memory.open_arena("maps")?;
+    let mut blocks = Vec::with_capacity(granules);
+    for _ in 0..granules {
+        blocks.push(Some(arena.alloc::<u8>(GRANULE, Region::Stable)?));
+    }
+    for block in blocks.iter_mut().step_by(2) {
+        *block = None;
+    }
+    memory.purge()?;
+    let maps = std::fs::read_to_string("/proc/self/maps")?.lines().count();
+    println!("sampler: {} resident, {maps} mappings", memory.snapshot().physical);
+    figures.add("sampler.mappings", f64::from(u32::try_from(maps)?), "mappings");
+
+    let permit = memory.admission().try_admit(Cost::host(ByteSize::mib(1)))?;
+    let nanos = || -> Result<u64, BoxError> {
+        let look = Look::at(std::process::id())?;
+        let control = |name: &str| "lowtide-control".starts_with(name);
+        let thread = look.threads.into_values().find(|thread| control(&thread.name));
+        Ok(thread.ok_or("no control thread")?.nanos)
+    };
+    let (before, start) = (nanos()?, Instant::now());
+    std::thread::sleep(if quick { WATCHED / 10 } else { WATCHED });
+    let spent = Duration::from_nanos(nanos()? - before);
+    figures.add("sampler.cpu_ratio", spent.div_duration_f64(start.elapsed()), "of a core");
+    drop(permit);
+
+    let (signals, heap) = (Signals::open(), HeapProbe::new()?);
+    let read = || {
+        black_box(signals.sample());
+        drop(black_box(heap.glance()));
+    };
+    let mut micros = Vec::with_capacity(READINGS as usize);
+    let bytes_before = thread_totals()?.allocated;
+    for _ in 0..READINGS {
+        let start = Instant::now();
+        read();
+        micros.push(start.elapsed().as_secs_f64() * 1e6);
+    }
+    let bytes = thread_totals()?.allocated - bytes_before;
+    micros.sort_by(f64::total_cmp);
+    let middle = micros.get(micros.len() / 2).copied().unwrap_or(f64::NAN);
+    figures.add("sampler.read_us", middle, "us");
+    figures.add("sampler.allocated_bytes", f64::from(u32::try_from(bytes)?), "bytes");
+    let refresh = |micros: &mut Vec<f64>| {
+        let start = Instant::now();
+        drop(black_box(heap.snapshot()));
+        micros.push(start.elapsed().as_secs_f64() * 1e6);
+    };
+    micros.clear();
+    for _ in 0..READINGS / 10 {
+        refresh(&mut micros);
+    }
+    micros.sort_by(f64::total_cmp);
+    let middle = micros.get(micros.len() / 2).copied().unwrap_or(f64::NAN);
+    figures.add("sampler.refresh_us", middle, "us");
+    drop((held, blocks));
+    arena.close()?;
+    let ended = memory.shutdown(DEADLINE);
+    if ended.is_clean() { Ok(()) } else { Err(ended.to_string().into()) }
+}
