@@ -397,6 +397,24 @@ fn the_loop_is_slow_when_nothing_goes_on_and_fast_when_something_does() {
 }
 
 #[test]
+fn steps_are_shortened_at_random_and_never_drawn_out() {
+    let settings = Settings { publish_interval: None, jitter: 0.1, ..Settings::default() };
+    let mut rig = Rig::new(settings, ByteSize::gib(1), ByteSize::mib(10));
+    let mut steps = Vec::new();
+    for _ in 0..200 {
+        let now = rig.clock.now();
+        let tick = rig.maintenance.tick(now);
+        rig.clock.advance(tick.next - now);
+        steps.push(tick.next - now);
+    }
+    steps.sort_unstable();
+    let (least, most) = (steps[0], steps[199]);
+    assert!(least >= 225 * MILLI && most <= 250 * MILLI, "{least:?} to {most:?}");
+    // Of 200 draws none in the first or the last fifth: one in 10^19.
+    assert!(least < 230 * MILLI && most > 245 * MILLI, "{least:?} to {most:?}");
+}
+
+#[test]
 fn device_decay_and_publication_come_when_they_are_due() {
     let mut rig = Rig::new(Settings::default(), ByteSize::gib(1), ByteSize::mib(10));
     let due = Moment::ORIGIN + Duration::from_millis(333);
@@ -479,5 +497,11 @@ fn settings_that_make_no_sense_are_refused() {
     assert_eq!(error, SettingsError::ZeroTime { name: "active_tick" });
     let error = refused(Settings { idle_tick: MILLI, ..default });
     assert!(matches!(error, SettingsError::Ticks { .. }));
+    for jitter in [-0.1, 0.51, f64::NAN] {
+        let error = refused(Settings { jitter, ..default });
+        assert!(matches!(error, SettingsError::Jitter { .. }), "{jitter}: {error}");
+    }
+    let error = refused(Settings { share: 0.0, ..default });
+    assert!(matches!(error, SettingsError::Part { name: "share", .. }));
     assert!(Jobs::default().is_empty());
 }

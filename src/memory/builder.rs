@@ -385,6 +385,10 @@ fn settle_limit(config: &Config, mut signals: Signals, notes: &mut Vec<Note>) ->
 /// wait for metrics.
 const DEVICE_INTERVAL_MAX: Duration = Duration::from_secs(1);
 
+/// By how much steps between samples are shortened at most. A guess: services that were started
+/// together are out of step after some ten ticks.
+const JITTER: f64 = 0.1;
+
 fn settings(config: &Config, host_backed: bool) -> control::Settings {
     let published = config.metrics_interval.value;
     let defaults = control::Settings::default();
@@ -394,6 +398,7 @@ fn settings(config: &Config, host_backed: bool) -> control::Settings {
         purge_interval: config.purge_interval.value,
         purge_growth: config.purge_growth,
         publish_interval: Some(published),
+        jitter: JITTER,
         device_interval: (!host_backed).then(|| published.min(DEVICE_INTERVAL_MAX)),
         ..defaults
     }

@@ -119,6 +119,7 @@ impl Hands for WorkerHands {
             }
             record::resource(resource, resource.last_used.map(|moment| snapshot.on_wall(moment)));
         }
+        record::ticks(self.shared.state.ticks_total(), self.shared.state.take_lateness());
         record::sampler(snapshot.since_epoch, self.shared.clock.now() - start);
         if upkeep && let Some(hook) = &mut self.hook {
             hook();

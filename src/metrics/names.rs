@@ -227,6 +227,10 @@ table! {
         "When the figures were last taken, in seconds since the Unix epoch.";
     SAMPLER_SECONDS: Histogram "lowtide_sampler_duration_seconds" Seconds []
         "How long taking and publishing the figures took.";
+    SAMPLER_TICKS: Counter "lowtide_sampler_ticks_total" Count []
+        "Ticks of the control loop.";
+    SAMPLER_LATENESS: Gauge "lowtide_sampler_lateness_seconds" Seconds []
+        "How long after its time a tick began at most, since the figures before.";
     BUILD_INFO: Gauge "lowtide_build_info" Count ["version", "profile", "allocator"]
         "Always 1; the labels say what runs.";
 }

@@ -38,6 +38,13 @@ pub fn sampler(since_epoch: Duration, took: Duration) {
     histogram!(name::SAMPLER_SECONDS.name).record(took.as_secs_f64());
 }
 
+/// The control loop's own figures.
+#[cfg(feature = "control")]
+pub fn ticks(total: u64, lateness: Duration) {
+    counter!(name::SAMPLER_TICKS.name).absolute(total);
+    gauge!(name::SAMPLER_LATENESS.name).set(lateness.as_secs_f64());
+}
+
 /// The process heap.
 #[cfg(feature = "heap")]
 pub fn heap(heap: &crate::host::HeapSnapshot) {

@@ -5,17 +5,19 @@
 //! allocates nothing. The worker ([`Worker`]) does the jobs. Whoever owns the threads drives both:
 //! [`run_control`] on one, [`run_worker`] on the other.
 //!
-//! Invariants: `next > now`, and `next - now <= idle_tick`; nothing is purged but for pressure, an
+//! Invariants: `next > now`, and `next - now <= max(idle_tick, active_tick)`; nothing is purged but for pressure, an
 //! unload, a request of an operator, growth ([`PurgeGrowth`]), or where
 //! `purgeable - decaying > max(purge_floor, purge_part x live)`; levels act on physical bytes,
 //! allowances on required ones.
 
 mod jobs;
+mod pacer;
 mod purging;
 mod state;
 mod worker;
 
 use std::fmt;
+use std::hash::{BuildHasher as _, RandomState};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -128,6 +130,12 @@ pub struct Settings {
     pub active_tick: Duration,
     /// Time between samples else; 250 ms by default.
     pub idle_tick: Duration,
+    /// The part by which steps between samples are shortened at random, so that the services of a
+    /// fleet do not sample, and purge, in step; 0 by default.
+    pub jitter: f64,
+    /// The part of a core that sampling may take: ticks come less often where they cost more; .01
+    /// by default.
+    pub share: f64,
     /// Without requests for this long the service is idle; 1 s by default.
     pub quiet: Duration,
     /// Time between periodic purges; 30 s by default, `None` for off.
@@ -155,6 +163,8 @@ impl Default for Settings {
             ceiling: 0.80,
             active_tick: Duration::from_millis(10),
             idle_tick: Duration::from_millis(250),
+            jitter: 0.0,
+            share: 0.01,
             quiet: Duration::from_secs(1),
             purge_interval: Some(Duration::from_secs(30)),
             purge_floor: ByteSize::mib(16),
@@ -179,6 +189,12 @@ pub enum SettingsError {
         /// What was given.
         value: f64,
     },
+    /// A jitter that is none.
+    #[error("jitter is {value}: expected 0 to 0.5")]
+    Jitter {
+        /// What was given.
+        value: f64,
+    },
     /// A time of zero, at which a loop would never rest.
     #[error("{name} is zero: expected a time")]
     ZeroTime {
@@ -197,10 +213,15 @@ pub enum SettingsError {
 
 impl Settings {
     fn check(&self) -> Result<(), SettingsError> {
-        for (name, value) in [("ceiling", self.ceiling), ("purge_part", self.purge_part)] {
+        let parts =
+            [("ceiling", self.ceiling), ("purge_part", self.purge_part), ("share", self.share)];
+        for (name, value) in parts {
             if !(value > 0.0 && value <= 1.0) {
                 return Err(SettingsError::Part { name, value });
             }
+        }
+        if !(0.0..=0.5).contains(&self.jitter) {
+            return Err(SettingsError::Jitter { value: self.jitter });
         }
         self.purge_growth.map_or(Ok(()), |growth| growth.check())?;
         let times = [
@@ -266,6 +287,8 @@ pub struct Maintenance {
     published_at: Option<Moment>,
     /// When the device was last looked at.
     looked_at: Option<Moment>,
+    /// Where the jitter stands; of no value to anybody, and another in each process.
+    chance: u64,
 }
 
 impl Maintenance {
@@ -307,6 +330,7 @@ impl Maintenance {
             decayed_at: None,
             published_at: None,
             looked_at: None,
+            chance: RandomState::new().hash_one(0_u8) | 1,
         })
     }
 
@@ -368,6 +392,7 @@ impl Maintenance {
         } else {
             self.settings.idle_tick
         };
+        let step = self.jittered(step);
         let due = resources_due.min(sample.device_decay_due).min(sleep_due);
         let due = due.min(publish_due).min(look_due).min(decay_due);
         // What is due already has been posted: looked at again no sooner than an active tick on.
@@ -375,6 +400,16 @@ impl Maintenance {
         self.last = Some(sample);
         debug_assert!(next > now, "the loop would not rest");
         Tick { next, jobs }
+    }
+
+    /// A step, shortened at random.
+    fn jittered(&mut self, step: Duration) -> Duration {
+        // Marsaglia's xorshift: any sequence does that differs from process to process.
+        self.chance ^= self.chance << 13;
+        self.chance ^= self.chance >> 7;
+        self.chance ^= self.chance << 17;
+        let part = f64::from(u32::try_from(self.chance >> 32).unwrap_or(0)) / f64::from(u32::MAX);
+        step.mul_f64(1.0 - self.settings.jitter * part)
     }
 
     /// Leaves admission to itself, when this loop ends and the service does not: no level, and what

@@ -27,6 +27,8 @@ pub struct PressureState {
     levels: [AtomicU8; 2],
     entered: [AtomicU64; 4],
     sampled_at: AtomicU64,
+    ticks: AtomicU64,
+    late: AtomicU64,
 }
 
 impl PressureState {
@@ -88,6 +90,26 @@ impl PressureState {
     pub fn sampled_at(&self) -> Moment {
         let nanos = self.sampled_at.load(Ordering::Relaxed);
         Moment::after_origin(Duration::from_nanos(nanos))
+    }
+
+    /// How often the loop has ticked.
+    #[must_use]
+    pub fn ticks_total(&self) -> u64 {
+        self.ticks.load(Ordering::Relaxed)
+    }
+
+    /// How long after its time a tick began at most, since this was last asked: what the machine
+    /// kept the loop from, and how old a sample could be.
+    #[must_use]
+    pub fn take_lateness(&self) -> Duration {
+        Duration::from_nanos(self.late.swap(0, Ordering::Relaxed))
+    }
+
+    /// Counts a tick that began so long after its time.
+    pub(super) fn note_tick(&self, late: Duration) {
+        self.ticks.fetch_add(1, Ordering::Relaxed);
+        let nanos = u64::try_from(late.as_nanos()).unwrap_or(u64::MAX);
+        self.late.fetch_max(nanos, Ordering::Relaxed);
     }
 
     pub(super) fn set_sample(&self, sample: &Sample, limit: ByteSize, now: Moment) {

@@ -17,7 +17,8 @@ use crate::control::reclaim::{Ask, Ladder, Pace, Recovered};
 use crate::sync::caught;
 
 use super::jobs::{Job, JobQueue, Trigger};
-use super::{Maintenance, PressureState};
+use super::pacer::Pacer;
+use super::{Maintenance, PressureState, Settings};
 
 /// What the worker cannot do by itself; `memory` implements it over heap, arenas and metrics.
 pub trait Hands: Send {
@@ -152,20 +153,45 @@ pub fn run_control(
     bell: &Arc<Bell>,
     stop: &AtomicBool,
 ) {
-    let queue = maintenance.queue();
+    let mut turns = Turns::new(maintenance, clock.now());
     // Ends when it is told to; each turn waits until the next sample.
     while !stop.load(Ordering::Acquire) {
+        clock.wait_until(bell, turns.turn(clock));
+    }
+}
+
+/// The loop's turns.
+struct Turns<'a> {
+    maintenance: &'a mut Maintenance,
+    queue: Arc<JobQueue>,
+    state: Arc<PressureState>,
+    pacer: Pacer,
+    /// When the next one is to be.
+    due: Moment,
+}
+
+impl<'a> Turns<'a> {
+    fn new(maintenance: &'a mut Maintenance, now: Moment) -> Self {
+        let Settings { share, idle_tick, .. } = maintenance.settings;
+        let (queue, state) = (maintenance.queue(), maintenance.state());
+        Self { maintenance, queue, state, pacer: Pacer::new(share, idle_tick), due: now }
+    }
+
+    /// Ticks; says when to come again.
+    fn turn(&mut self, clock: &dyn Clock) -> Moment {
         let now = clock.now();
+        self.state.note_tick(now - self.due);
         // A sensor that panics costs its tick, not the thread: the allowances stay as they were.
-        let ticked = caught(|| maintenance.tick(now));
+        let ticked = caught(|| self.maintenance.tick(now));
         let next = match ticked {
             Ok(tick) => {
-                queue.push(tick.jobs);
+                self.queue.push(tick.jobs);
                 tick.next
             }
-            Err(_) => now + maintenance.settings.idle_tick,
+            Err(_) => now + self.maintenance.settings.idle_tick,
         };
-        clock.wait_until(bell, next);
+        self.due = self.pacer.next(now, clock.now() - now, next);
+        self.due
     }
 }
 
@@ -176,12 +202,13 @@ mod tests {
     use super::*;
     use crate::bytes::ByteSize;
     use crate::clock::ManualClock;
-    use crate::control::admission::Admission;
+    use crate::control::admission::{Admission, Cost};
     use crate::control::maintenance::{Sample, Sensor, Settings};
     use crate::control::signal::Limit;
     use crate::sync::{Mutex, lock};
 
     const SECOND: Duration = Duration::from_secs(1);
+    const MILLI: Duration = Duration::from_millis(1);
 
     /// A host of 100 MiB, and arenas that are due; a purge gives nothing back.
     #[derive(Default)]
@@ -246,6 +273,43 @@ mod tests {
         let maintenance = maintenance.expect("valid");
         let worker = maintenance.worker(Box::new(Does(Arc::clone(&world))));
         (world, maintenance, worker)
+    }
+
+    #[test]
+    fn a_tick_that_came_late_is_told_once_and_costly_ones_come_less_often() {
+        /// Each sample takes 3 ms of the clock.
+        struct Dear(Arc<ManualClock>);
+
+        impl Sensor for Dear {
+            fn sample(&mut self, _: Moment) -> Sample {
+                self.0.advance(3 * MILLI);
+                Sample::default()
+            }
+        }
+
+        let clock = Arc::new(ManualClock::new());
+        let settings = Settings { publish_interval: None, ..Settings::default() };
+        let sensor = Box::new(Dear(Arc::clone(&clock)));
+        let admission = Admission::new();
+        let _held = admission.try_admit(Cost::host(ByteSize::mib(1))).expect("no limit");
+        let (resources, ladder) = (Resources::new(), Ladder::default());
+        let made = Maintenance::new(settings, sensor, admission, resources, ladder);
+        let mut maintenance = made.expect("valid");
+        let mut turns = Turns::new(&mut maintenance, clock.now());
+        let mut rests = Vec::new();
+        for _ in 0..10 {
+            let begun = clock.now();
+            let next = turns.turn(&*clock);
+            rests.push((next - begun).as_millis());
+            clock.advance(next - clock.now());
+        }
+        assert_eq!(rests, [10, 10, 10, 10, 10, 10, 10, 250, 250, 250], "300 ms, at most 250");
+        assert_eq!(turns.state.take_lateness(), Duration::ZERO, "each in its time");
+        clock.advance(40 * MILLI);
+        turns.turn(&*clock);
+        assert_eq!(turns.state.ticks_total(), 11);
+        assert_eq!(turns.state.take_lateness(), 40 * MILLI);
+        assert_eq!(turns.state.take_lateness(), Duration::ZERO, "told once");
     }
 
     #[test]
