@@ -18,7 +18,7 @@ const CYCLES: u64 = 200;
 /// Loads and unloads a model in each way.
 pub(crate) fn unload(figures: &mut Figures, rounds: usize) -> Result<(), BoxError> {
     for round in 1..=rounds {
-        for name in ["shared", "shared_purge", "own_arena", "glibc_trim"] {
+        for name in ["shared", "shared_purge", "own_arena", "retired_arena", "glibc_trim"] {
             let running = Running::start(&way(name), &["unload", &MODEL_MIB.to_string()])?;
             let said = running.expect("unload")?;
             running.end()?;
@@ -43,7 +43,7 @@ pub(crate) fn unload(figures: &mut Figures, rounds: usize) -> Result<(), BoxErro
 /// Loads and unloads one two hundred times in an arena that is purged and kept, as resources of a
 /// `Memory` have theirs, and then in one that is retired with it each time.
 pub(crate) fn cycles(figures: &mut Figures) -> Result<(), BoxError> {
-    for (name, after) in [("kept_arena", ""), ("own_arena", "_retired")] {
+    for (name, after) in [("own_arena", ""), ("retired_arena", "_retired")] {
         let arguments = ["cycles", &CYCLE_MIB.to_string(), &CYCLES.to_string()];
         let running = Running::start(&way(name), &arguments)?;
         let said = running.expect("cycles")?;

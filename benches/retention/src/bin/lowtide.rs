@@ -47,12 +47,13 @@ impl Place for Purged {
     }
 }
 
-/// An arena of the model's own, which is retired with it; then the heap is purged.
+/// An arena of the model's own, which is purged and kept for the next model, as a `Memory` does for
+/// its resources; then the heap is purged.
 #[derive(Default)]
 struct OwnArena {
     arena: Option<HostArena>,
-    /// Whether it is purged and kept for the next model in place of that.
-    keeps: bool,
+    /// Whether it is retired with its model in place of that.
+    retires: bool,
 }
 
 impl Place for OwnArena {
@@ -67,8 +68,8 @@ impl Place for OwnArena {
 
     fn leave(&mut self) -> Result<(), BoxError> {
         match self.arena.take() {
-            Some(arena) if self.keeps => self.arena.insert(arena).purge()?,
-            Some(arena) => arena.retire()?,
+            Some(arena) if self.retires => arena.retire()?,
+            Some(arena) => self.arena.insert(arena).purge()?,
             None => {}
         }
         // What the neighbours have freed: as the way that shares the heap does.
@@ -99,9 +100,9 @@ fn main() -> Result<(), BoxError> {
         }
         "shared_purge" => run(act, &lowtide, &mut Purged),
         "own_arena" => run(act, &lowtide, &mut OwnArena::default()),
-        "kept_arena" => run(act, &lowtide, &mut OwnArena { keeps: true, ..OwnArena::default() }),
+        "retired_arena" => run(act, &lowtide, &mut OwnArena { retires: true, arena: None }),
         other => Err(format!(
-            "{other:?}: expected shared, purging, shared_purge, own_arena or kept_arena"
+            "{other:?}: expected shared, purging, shared_purge, own_arena or retired_arena"
         )
         .into()),
     }
