@@ -8,14 +8,20 @@
 //! each budget; after a rejection nothing is booked for it.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::time::Duration;
 
 use crate::bytes::ByteSize;
 
 use super::ledger::{Budget, Ledger, Shortfall, Standing};
+use super::permit::Permit;
 use super::pressure::Level;
 use super::rejected::{Rejected, ShedReason};
+use super::size_class::SizeClass;
+use super::tally::{BudgetCounts, ClassStats, Counts, Place, STRIPES, Tally};
+
+/// Nobody is told to come again later than after this.
+const RETRY_MAX: Duration = Duration::from_secs(60);
 
 /// What a request or resource will hold at its peak, by budget.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -101,21 +107,55 @@ impl AdmissionStats {
     }
 }
 
+/// What permits and doors share.
 #[derive(Debug, Default)]
-struct Shared {
-    host: Ledger,
-    device: Ledger,
+pub(super) struct Core {
+    pub(super) host: Ledger,
+    pub(super) device: Ledger,
     level: AtomicU8,
     closed: AtomicBool,
-    admitted: AtomicU64,
-    finished: AtomicU64,
-    shed: [AtomicU64; 4],
+}
+
+/// What the permits of one stripe keep alive: its strong count, less the door's own, is how many
+/// of them there are.
+#[derive(Debug)]
+pub(super) struct Shard {
+    pub(super) core: Arc<Core>,
+    pub(super) tally: Tally,
+}
+
+#[derive(Debug)]
+struct Door {
+    core: Arc<Core>,
+    /// Each of its own, so that a clone for a permit writes to no line that another thread writes.
+    shards: [Arc<Shard>; STRIPES],
+    /// For standing permits, which are no requests.
+    standing: Arc<Shard>,
+}
+
+impl Door {
+    fn new(core: Core) -> Self {
+        let core = Arc::new(core);
+        let shard = || Arc::new(Shard { core: Arc::clone(&core), tally: Tally::default() });
+        Self { shards: std::array::from_fn(|_| shard()), standing: shard(), core }
+    }
+
+    /// The calling thread's stripe.
+    fn shard(&self, place: Place) -> &Arc<Shard> {
+        self.shards.get(place.stripe).unwrap_or(&self.standing)
+    }
 }
 
 /// The door: cheap to clone, all clones are one. Admits everything until a limit is known.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct Admission {
-    shared: Arc<Shared>,
+    door: Arc<Door>,
+}
+
+impl Default for Admission {
+    fn default() -> Self {
+        Self { door: Arc::new(Door::new(Core::default())) }
+    }
 }
 
 impl Admission {
@@ -133,7 +173,7 @@ impl Admission {
     #[must_use]
     pub fn with_limit(ceiling: ByteSize) -> Self {
         let host = Ledger::with_ceiling(ceiling);
-        Self { shared: Arc::new(Shared { host, ..Shared::default() }) }
+        Self { door: Arc::new(Door::new(Core { host, ..Core::default() })) }
     }
 
     /// Admits a request of normal priority.
@@ -150,18 +190,27 @@ impl Admission {
     /// # Errors
     /// [`Rejected`], with the numbers; it is counted.
     pub fn try_admit_with(&self, cost: Cost, priority: Priority) -> Result<Permit, Rejected> {
-        let booked = if priority == Priority::Exempt {
-            Cost {
-                host: self.shared.host.book_exempt(cost.host),
-                device: self.shared.device.book_exempt(cost.device),
-            }
-        } else {
-            let booked = self.pass_level(priority).and_then(|()| self.book(cost));
-            booked.map_err(|rejected| self.shared.count(rejected))?
-        };
-        self.shared.admitted.fetch_add(1, Ordering::Relaxed);
+        let place = Place::here();
+        let shard = self.door.shard(place);
         let exempt = priority == Priority::Exempt;
-        Ok(Permit { shared: Arc::clone(&self.shared), held: Held::Request(booked), exempt })
+        let booked = if exempt {
+            let booked = Cost {
+                host: shard.core.host.book_exempt(cost.host),
+                device: shard.core.device.book_exempt(cost.device),
+            };
+            shard.tally.admit_exempt(place, booked.host, booked.device);
+            booked
+        } else {
+            let spread = || shard.tally.spread(place);
+            let passed = shard.core.pass_level(priority, &spread);
+            let booked = passed.and_then(|()| shard.core.book(cost, &spread));
+            let booked = booked.inspect_err(|rejected| {
+                shard.tally.shed(place, rejected.reason(), rejected.shortage());
+            })?;
+            shard.tally.admit(place, booked.host, booked.device);
+            booked
+        };
+        Ok(Permit::request(Arc::clone(shard), booked, exempt))
     }
 
     /// Books what a resource holds while it is loaded: counted once, not multiplied, and not among
@@ -170,68 +219,92 @@ impl Admission {
     /// # Errors
     /// [`Rejected`]; it is not counted among the requests shed.
     pub fn try_stand(&self, cost: Cost) -> Result<Permit, Rejected> {
-        self.pass_level(Priority::High)?;
-        let host = stand(&self.shared.host, cost.host);
-        let host = host.map_err(|short| self.shared.full(Budget::Host, short))?;
-        match stand(&self.shared.device, cost.device) {
-            Ok(device) => {
-                let held = Held::Standing(Some((host, device)));
-                Ok(Permit { shared: Arc::clone(&self.shared), held, exempt: false })
-            }
+        let place = Place::here();
+        let spread = || self.door.shard(place).tally.spread(place);
+        let core = &self.door.core;
+        core.pass_level(Priority::High, &spread)?;
+        let host = stand(&core.host, cost.host);
+        let host = host.map_err(|short| core.full(Budget::Host, short, &spread))?;
+        match stand(&core.device, cost.device) {
+            Ok(device) => Ok(Permit::standing(Arc::clone(&self.door.standing), host, device)),
             Err(short) => {
-                self.shared.host.release_standing(host);
-                Err(self.shared.full(Budget::Device, short))
+                core.host.release_standing(host);
+                Err(core.full(Budget::Device, short, &spread))
             }
         }
     }
 
     /// Ends admission: all that comes now is [`Rejected::ShuttingDown`], but for what is exempt.
     pub fn close(&self) {
-        self.shared.closed.store(true, Ordering::Release);
+        self.door.core.closed.store(true, Ordering::Release);
     }
 
     /// Whether admission has ended.
     #[must_use]
     pub fn is_closed(&self) -> bool {
-        self.shared.closed.load(Ordering::Acquire)
+        self.door.core.closed.load(Ordering::Acquire)
     }
 
     /// The level by which requests are shed now.
     #[must_use]
     pub fn level(&self) -> Level {
-        Level::from_u8(self.shared.level.load(Ordering::Relaxed))
+        self.door.core.level()
     }
 
     /// Sets the level by which requests are shed. Called by the control loop.
     pub fn set_level(&self, level: Level) {
-        self.shared.level.store(level.as_u8(), Ordering::Relaxed);
+        self.door.core.level.store(level.as_u8(), Ordering::Relaxed);
     }
 
     /// The account of a budget.
     #[must_use]
     pub fn ledger(&self, budget: Budget) -> &Ledger {
         match budget {
-            Budget::Host => &self.shared.host,
-            Budget::Device => &self.shared.device,
+            Budget::Host => &self.door.core.host,
+            Budget::Device => &self.door.core.device,
         }
     }
 
-    /// What has been admitted and shed.
+    /// What has been admitted and shed. Reads some hundred counters; what goes on meanwhile may be
+    /// in one figure and not in another.
     #[must_use]
     pub fn stats(&self) -> AdmissionStats {
-        // `finished` first: a permit that ends in between must not make `held` negative.
-        let finished_total = self.shared.finished.load(Ordering::Acquire);
+        let mut counts = Counts::default();
+        let mut held = 0;
+        for shard in &self.door.shards {
+            counts.add(&shard.tally);
+            held += Arc::strong_count(shard) as u64 - 1;
+        }
         AdmissionStats {
-            admitted_total: self.shared.admitted.load(Ordering::Relaxed),
-            finished_total,
-            shed: std::array::from_fn(|at| {
-                self.shared.shed.get(at).map_or(0, |count| count.load(Ordering::Relaxed))
-            }),
+            admitted_total: counts.admitted,
+            finished_total: counts.admitted.saturating_sub(held),
+            shed: counts.shed,
         }
     }
 
-    fn pass_level(&self, priority: Priority) -> Result<(), Rejected> {
-        if self.is_closed() {
+    /// What has been admitted and shed for want of room in a budget, by size: all classes, from
+    /// the smallest. Of the device's those requests only that asked for some of it.
+    #[must_use]
+    pub fn classes(&self, budget: Budget) -> [ClassStats; SizeClass::COUNT] {
+        self.counts(budget).classes
+    }
+
+    pub(super) fn counts(&self, budget: Budget) -> BudgetCounts {
+        let mut counts = BudgetCounts::default();
+        for shard in &self.door.shards {
+            counts.add(&shard.tally, budget);
+        }
+        counts
+    }
+}
+
+impl Core {
+    fn level(&self) -> Level {
+        Level::from_u8(self.level.load(Ordering::Relaxed))
+    }
+
+    fn pass_level(&self, priority: Priority, spread: &dyn Fn() -> u64) -> Result<(), Rejected> {
+        if self.closed.load(Ordering::Acquire) {
             return Err(Rejected::ShuttingDown);
         }
         let level = self.level();
@@ -243,27 +316,78 @@ impl Admission {
         if !sheds {
             return Ok(());
         }
-        Err(Rejected::Pressure { level, retry_after: self.shared.retry_after() })
+        Err(Rejected::Pressure { level, retry_after: self.retry_after(None, spread()) })
     }
 
-    fn book(&self, cost: Cost) -> Result<Cost, Rejected> {
-        let host = book(&self.shared.host, cost.host);
-        let host = host.map_err(|short| self.shared.full(Budget::Host, short))?;
-        let device = book(&self.shared.device, cost.device).map_err(|short| {
-            self.shared.host.release(host);
-            self.shared.full(Budget::Device, short)
+    fn book(&self, cost: Cost, spread: &dyn Fn() -> u64) -> Result<Cost, Rejected> {
+        let host = book(&self.host, cost.host, Ledger::try_book);
+        let host = host.map_err(|short| self.full(Budget::Host, short, spread))?;
+        let device = book(&self.device, cost.device, Ledger::try_book).map_err(|short| {
+            self.host.release(host);
+            self.full(Budget::Device, short, spread)
         })?;
         Ok(Cost { host, device })
+    }
+
+    /// Books more of the host's memory for a request of this much: what was booked.
+    pub(super) fn book_more(
+        &self,
+        held: ByteSize,
+        bytes: ByteSize,
+        spread: &dyn Fn() -> u64,
+    ) -> Result<ByteSize, Rejected> {
+        book(&self.host, bytes, Ledger::try_book_more).map_err(|short| {
+            // What it holds already and what it asks for must fit together, ever.
+            let total = held.saturating_add(bytes);
+            let never = total > self.host.ceiling();
+            let short = Shortfall { asked: if never { total } else { bytes }, ..short };
+            self.full(Budget::Host, short, spread)
+        })
+    }
+
+    fn full(&self, budget: Budget, short: Shortfall, spread: &dyn Fn() -> u64) -> Rejected {
+        let ledger = match budget {
+            Budget::Host => &self.host,
+            Budget::Device => &self.device,
+        };
+        let Shortfall { asked, booked, allowance } = short;
+        let ceiling = ledger.ceiling();
+        if asked > ceiling {
+            return Rejected::TooLarge { budget, asked, ceiling };
+        }
+        let retry_after = self.retry_after(ledger.wait_for(&short), spread());
+        let (booked, allowance) = (ledger.in_bytes(booked), ledger.in_bytes(allowance));
+        Rejected::Full { budget, asked, booked, allowance, retry_after }
+    }
+
+    /// As long as it takes for what is missing to come free, where that is known; else from 1 s at
+    /// no pressure to 4 s at critical, a guess. Up to as much again is added, so that clients do
+    /// not come back at once: by a number that differs from one to the next.
+    fn retry_after(&self, wait: Option<Duration>, spread: u64) -> Duration {
+        let seconds = match wait {
+            Some(wait) => wait.as_secs() + u64::from(wait.subsec_nanos() > 0),
+            None => 1 + u64::from(self.level.load(Ordering::Relaxed)),
+        };
+        let seconds = seconds.clamp(1, RETRY_MAX.as_secs() / 2);
+        Duration::from_secs(seconds + spread % (seconds + 1))
     }
 }
 
 /// Books for a request and says what was booked, which is what has to be released. Where no limit
 /// is known nothing is refused: it is as much as 64 bits hold.
-fn book(ledger: &Ledger, bytes: ByteSize) -> Result<ByteSize, Shortfall> {
+fn book(
+    ledger: &Ledger,
+    bytes: ByteSize,
+    how: impl Fn(&Ledger, ByteSize) -> Result<(), Shortfall>,
+) -> Result<ByteSize, Shortfall> {
+    // Most requests ask for nothing of the device.
+    if bytes.is_zero() {
+        return Ok(bytes);
+    }
     if ledger.ceiling() == ByteSize::MAX {
         return Ok(ledger.book_exempt(bytes));
     }
-    ledger.try_book(bytes).map(|()| bytes)
+    how(ledger, bytes).map(|()| bytes)
 }
 
 /// Books what stays. Where no limit is known nothing is refused: nothing is booked where 64 bits
@@ -274,132 +398,6 @@ fn stand(ledger: &Ledger, bytes: ByteSize) -> Result<Standing, Shortfall> {
         return ledger.try_book_standing(ByteSize::ZERO);
     }
     booked
-}
-
-impl Shared {
-    fn full(&self, budget: Budget, short: Shortfall) -> Rejected {
-        let ledger = match budget {
-            Budget::Host => &self.host,
-            Budget::Device => &self.device,
-        };
-        let Shortfall { asked, booked, allowance } = short;
-        let ceiling = ledger.ceiling();
-        if asked > ceiling {
-            return Rejected::TooLarge { budget, asked, ceiling };
-        }
-        let (booked, allowance) = (ledger.in_bytes(booked), ledger.in_bytes(allowance));
-        Rejected::Full { budget, asked, booked, allowance, retry_after: self.retry_after() }
-    }
-
-    fn count(&self, rejected: Rejected) -> Rejected {
-        if let Some(count) = self.shed.get(rejected.reason() as usize) {
-            count.fetch_add(1, Ordering::Relaxed);
-        }
-        rejected
-    }
-
-    /// From 1 s at no pressure to 4 s at critical, plus up to as much again: a guess, spread by
-    /// the number of requests shed so that clients do not come back at once.
-    fn retry_after(&self) -> Duration {
-        let level = u64::from(self.level.load(Ordering::Relaxed));
-        let shed: u64 = self.shed.iter().map(|count| count.load(Ordering::Relaxed)).sum();
-        let spread = shed.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32;
-        Duration::from_secs(1 + level + spread % (2 + level))
-    }
-}
-
-#[derive(Debug)]
-enum Held {
-    Request(Cost),
-    /// `None` only while it is being dropped.
-    Standing(Option<(Standing, Standing)>),
-}
-
-/// The right to hold bytes; dropping it gives them back.
-#[derive(Debug)]
-#[must_use = "dropping a permit gives its bytes back at once"]
-pub struct Permit {
-    shared: Arc<Shared>,
-    held: Held,
-    /// Grows as it was booked: beyond the allowance.
-    exempt: bool,
-}
-
-impl Permit {
-    /// What it holds.
-    #[must_use]
-    pub const fn cost(&self) -> Cost {
-        match &self.held {
-            Held::Request(cost) => *cost,
-            Held::Standing(Some((host, device))) => {
-                Cost { host: host.bytes(), device: device.bytes() }
-            }
-            Held::Standing(None) => Cost::ZERO,
-        }
-    }
-
-    /// Books more of the host's memory: a body turned out larger than it said. What is admitted is
-    /// not shed by level, since ending it is what frees memory. The permit of a request that was
-    /// exempt always grows.
-    ///
-    /// # Errors
-    /// [`Rejected`], which is counted; the permit keeps what it has. A standing permit does not
-    /// grow: [`Rejected::TooLarge`] with its own cost as the ceiling.
-    pub fn grow(&mut self, bytes: ByteSize) -> Result<(), Rejected> {
-        let budget = Budget::Host;
-        let ceiling = self.cost().host;
-        let Held::Request(cost) = &mut self.held else {
-            let asked = ceiling.saturating_add(bytes);
-            return Err(self.shared.count(Rejected::TooLarge { budget, asked, ceiling }));
-        };
-        let total = cost.host.saturating_add(bytes);
-        let host = &self.shared.host;
-        let booked = if self.exempt { Ok(host.book_exempt(bytes)) } else { book(host, bytes) };
-        let booked = booked.map_err(|short| {
-            // What it holds already and what it asks for must fit together, ever.
-            let never = total > self.shared.host.ceiling();
-            let short = Shortfall { asked: if never { total } else { bytes }, ..short };
-            self.shared.count(self.shared.full(budget, short))
-        })?;
-        cost.host = cost.host.saturating_add(booked);
-        Ok(())
-    }
-
-    /// Gives some of the host's memory back early; at most what it holds. Does nothing on a
-    /// standing permit.
-    pub fn shrink(&mut self, bytes: ByteSize) {
-        if let Held::Request(cost) = &mut self.held {
-            let part = bytes.min(cost.host);
-            cost.host = cost.host.saturating_sub(part);
-            self.shared.host.release(part);
-        }
-    }
-
-    /// Says that the resource of a standing permit is loaded, and so part of what is measured.
-    pub fn settle(&mut self) {
-        if let Held::Standing(Some((host, device))) = &mut self.held {
-            self.shared.host.settle(host);
-            self.shared.device.settle(device);
-        }
-    }
-}
-
-impl Drop for Permit {
-    fn drop(&mut self) {
-        match &mut self.held {
-            Held::Request(cost) => {
-                self.shared.host.release(cost.host);
-                self.shared.device.release(cost.device);
-                self.shared.finished.fetch_add(1, Ordering::Release);
-            }
-            Held::Standing(held) => {
-                if let Some((host, device)) = held.take() {
-                    self.shared.host.release_standing(host);
-                    self.shared.device.release_standing(device);
-                }
-            }
-        }
-    }
 }
 
 #[cfg(all(test, not(lowtide_loom)))]
