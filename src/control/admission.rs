@@ -1,27 +1,25 @@
 //! Admission by bytes: what a request will hold is booked before it starts, in every budget.
 //!
-//! Admission decides with two atomic operations and one load; it reads no file, takes no lock and
-//! waits for nothing. It does not measure: the control loop corrects the ledgers and sets the
-//! level. A [`Permit`] gives back what it holds when it is dropped.
+//! Admission decides with one compare-and-exchange and some loads; it reads no file, takes no lock
+//! and waits for nothing. It does not measure: the control loop corrects the ledgers and sets the
+//! level. A [`Permit`] gives back what it holds when it is dropped. What both work on is the desk
+//! behind the door (`desk`).
 //!
 //! Invariant: `booked = sum of the costs of live permits` (standing permits by their units), in
 //! each budget; after a rejection nothing is booked for it.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
-use std::time::Duration;
+use std::sync::atomic::Ordering;
 
 use crate::bytes::ByteSize;
 
-use super::ledger::{Budget, Ledger, Shortfall, Standing};
+use super::desk::Desk;
+use super::ledger::{Budget, Ledger};
 use super::permit::Permit;
 use super::pressure::Level;
 use super::rejected::{Rejected, ShedReason};
 use super::size_class::SizeClass;
-use super::tally::{BudgetCounts, ClassStats, Counts, Place, STRIPES, Tally};
-
-/// Nobody is told to come again later than after this.
-const RETRY_MAX: Duration = Duration::from_secs(60);
+use super::tally::{BudgetCounts, ClassStats};
 
 /// What a request or resource will hold at its peak, by budget.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -107,54 +105,27 @@ impl AdmissionStats {
     }
 }
 
-/// What permits and doors share.
-#[derive(Debug, Default)]
-pub(super) struct Core {
-    pub(super) host: Ledger,
-    pub(super) device: Ledger,
-    level: AtomicU8,
-    closed: AtomicBool,
-}
-
-/// What the permits of one stripe keep alive: its strong count, less the door's own, is how many
-/// of them there are.
-#[derive(Debug)]
-pub(super) struct Shard {
-    pub(super) core: Arc<Core>,
-    pub(super) tally: Tally,
-}
-
-#[derive(Debug)]
-struct Door {
-    core: Arc<Core>,
-    /// Each of its own, so that a clone for a permit writes to no line that another thread writes.
-    shards: [Arc<Shard>; STRIPES],
-    /// For standing permits, which are no requests.
-    standing: Arc<Shard>,
-}
-
-impl Door {
-    fn new(core: Core) -> Self {
-        let core = Arc::new(core);
-        let shard = || Arc::new(Shard { core: Arc::clone(&core), tally: Tally::default() });
-        Self { shards: std::array::from_fn(|_| shard()), standing: shard(), core }
-    }
-
-    /// The calling thread's stripe.
-    fn shard(&self, place: Place) -> &Arc<Shard> {
-        self.shards.get(place.stripe).unwrap_or(&self.standing)
-    }
-}
-
 /// The door: cheap to clone, all clones are one. Admits everything until a limit is known.
 #[derive(Clone, Debug)]
 pub struct Admission {
-    door: Arc<Door>,
+    desk: &'static Desk,
+    /// Held by the clones, not by permits.
+    _open: Arc<Open>,
+}
+
+/// Gives the desk back when the last clone of a door goes.
+#[derive(Debug)]
+struct Open(&'static Desk);
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.0.leave();
+    }
 }
 
 impl Default for Admission {
     fn default() -> Self {
-        Self { door: Arc::new(Door::new(Core::default())) }
+        Self::at(Ledger::new())
     }
 }
 
@@ -172,8 +143,13 @@ impl Admission {
     /// correct the ledgers.
     #[must_use]
     pub fn with_limit(ceiling: ByteSize) -> Self {
-        let host = Ledger::with_ceiling(ceiling);
-        Self { door: Arc::new(Door::new(Core { host, ..Core::default() })) }
+        Self::at(Ledger::with_ceiling(ceiling))
+    }
+
+    /// With this account of the host's memory, as it begins.
+    fn at(host: Ledger) -> Self {
+        let desk = Desk::take(&host);
+        Self { desk, _open: Arc::new(Open(desk)) }
     }
 
     /// Admits a request of normal priority.
@@ -189,28 +165,9 @@ impl Admission {
     ///
     /// # Errors
     /// [`Rejected`], with the numbers; it is counted.
+    #[inline]
     pub fn try_admit_with(&self, cost: Cost, priority: Priority) -> Result<Permit, Rejected> {
-        let place = Place::here();
-        let shard = self.door.shard(place);
-        let exempt = priority == Priority::Exempt;
-        let booked = if exempt {
-            let booked = Cost {
-                host: shard.core.host.book_exempt(cost.host),
-                device: shard.core.device.book_exempt(cost.device),
-            };
-            shard.tally.admit_exempt(place, booked.host, booked.device);
-            booked
-        } else {
-            let spread = || shard.tally.spread(place);
-            let passed = shard.core.pass_level(priority, &spread);
-            let booked = passed.and_then(|()| shard.core.book(cost, &spread));
-            let booked = booked.inspect_err(|rejected| {
-                shard.tally.shed(place, rejected.reason(), rejected.shortage());
-            })?;
-            shard.tally.admit(place, booked.host, booked.device);
-            booked
-        };
-        Ok(Permit::request(Arc::clone(shard), booked, exempt))
+        self.desk.admit(cost, priority)
     }
 
     /// Books what a resource holds while it is loaded: counted once, not multiplied, and not among
@@ -219,65 +176,45 @@ impl Admission {
     /// # Errors
     /// [`Rejected`]; it is not counted among the requests shed.
     pub fn try_stand(&self, cost: Cost) -> Result<Permit, Rejected> {
-        let place = Place::here();
-        let spread = || self.door.shard(place).tally.spread(place);
-        let core = &self.door.core;
-        core.pass_level(Priority::High, &spread)?;
-        let host = stand(&core.host, cost.host);
-        let host = host.map_err(|short| core.full(Budget::Host, short, &spread))?;
-        match stand(&core.device, cost.device) {
-            Ok(device) => Ok(Permit::standing(Arc::clone(&self.door.standing), host, device)),
-            Err(short) => {
-                core.host.release_standing(host);
-                Err(core.full(Budget::Device, short, &spread))
-            }
-        }
+        self.desk.stand(cost).map(|(host, device)| Permit::standing(self.desk, host, device))
     }
 
     /// Ends admission: all that comes now is [`Rejected::ShuttingDown`], but for what is exempt.
     pub fn close(&self) {
-        self.door.core.closed.store(true, Ordering::Release);
+        self.desk.closed.store(true, Ordering::Release);
     }
 
     /// Whether admission has ended.
     #[must_use]
     pub fn is_closed(&self) -> bool {
-        self.door.core.closed.load(Ordering::Acquire)
+        self.desk.closed.load(Ordering::Acquire)
     }
 
     /// The level by which requests are shed now.
     #[must_use]
     pub fn level(&self) -> Level {
-        self.door.core.level()
+        self.desk.level()
     }
 
     /// Sets the level by which requests are shed. Called by the control loop.
     pub fn set_level(&self, level: Level) {
-        self.door.core.level.store(level.as_u8(), Ordering::Relaxed);
+        self.desk.level.store(level.as_u8(), Ordering::Relaxed);
     }
 
     /// The account of a budget.
     #[must_use]
     pub fn ledger(&self, budget: Budget) -> &Ledger {
-        match budget {
-            Budget::Host => &self.door.core.host,
-            Budget::Device => &self.door.core.device,
-        }
+        self.desk.ledger(budget)
     }
 
     /// What has been admitted and shed. Reads some hundred counters; what goes on meanwhile may be
     /// in one figure and not in another.
     #[must_use]
     pub fn stats(&self) -> AdmissionStats {
-        let mut counts = Counts::default();
-        let mut held = 0;
-        for shard in &self.door.shards {
-            counts.add(&shard.tally);
-            held += Arc::strong_count(shard) as u64 - 1;
-        }
+        let counts = self.desk.counts();
         AdmissionStats {
             admitted_total: counts.admitted,
-            finished_total: counts.admitted.saturating_sub(held),
+            finished_total: counts.finished,
             shed: counts.shed,
         }
     }
@@ -290,118 +227,14 @@ impl Admission {
     }
 
     pub(super) fn counts(&self, budget: Budget) -> BudgetCounts {
-        let mut counts = BudgetCounts::default();
-        for shard in &self.door.shards {
-            counts.add(&shard.tally, budget);
-        }
-        counts
+        self.desk.budget_counts(budget)
     }
-}
-
-impl Core {
-    fn level(&self) -> Level {
-        Level::from_u8(self.level.load(Ordering::Relaxed))
-    }
-
-    fn pass_level(&self, priority: Priority, spread: &dyn Fn() -> u64) -> Result<(), Rejected> {
-        if self.closed.load(Ordering::Acquire) {
-            return Err(Rejected::ShuttingDown);
-        }
-        let level = self.level();
-        let sheds = match level {
-            Level::None | Level::Elevated => false,
-            Level::High => priority == Priority::Low,
-            Level::Critical => priority != Priority::Exempt,
-        };
-        if !sheds {
-            return Ok(());
-        }
-        Err(Rejected::Pressure { level, retry_after: self.retry_after(None, spread()) })
-    }
-
-    fn book(&self, cost: Cost, spread: &dyn Fn() -> u64) -> Result<Cost, Rejected> {
-        let host = book(&self.host, cost.host, Ledger::try_book);
-        let host = host.map_err(|short| self.full(Budget::Host, short, spread))?;
-        let device = book(&self.device, cost.device, Ledger::try_book).map_err(|short| {
-            self.host.release(host);
-            self.full(Budget::Device, short, spread)
-        })?;
-        Ok(Cost { host, device })
-    }
-
-    /// Books more of the host's memory for a request of this much: what was booked.
-    pub(super) fn book_more(
-        &self,
-        held: ByteSize,
-        bytes: ByteSize,
-        spread: &dyn Fn() -> u64,
-    ) -> Result<ByteSize, Rejected> {
-        book(&self.host, bytes, Ledger::try_book_more).map_err(|short| {
-            // What it holds already and what it asks for must fit together, ever.
-            let total = held.saturating_add(bytes);
-            let never = total > self.host.ceiling();
-            let short = Shortfall { asked: if never { total } else { bytes }, ..short };
-            self.full(Budget::Host, short, spread)
-        })
-    }
-
-    fn full(&self, budget: Budget, short: Shortfall, spread: &dyn Fn() -> u64) -> Rejected {
-        let ledger = match budget {
-            Budget::Host => &self.host,
-            Budget::Device => &self.device,
-        };
-        let Shortfall { asked, booked, allowance } = short;
-        let ceiling = ledger.ceiling();
-        if asked > ceiling {
-            return Rejected::TooLarge { budget, asked, ceiling };
-        }
-        let retry_after = self.retry_after(ledger.wait_for(&short), spread());
-        let (booked, allowance) = (ledger.in_bytes(booked), ledger.in_bytes(allowance));
-        Rejected::Full { budget, asked, booked, allowance, retry_after }
-    }
-
-    /// As long as it takes for what is missing to come free, where that is known; else from 1 s at
-    /// no pressure to 4 s at critical, a guess. Up to as much again is added, so that clients do
-    /// not come back at once: by a number that differs from one to the next.
-    fn retry_after(&self, wait: Option<Duration>, spread: u64) -> Duration {
-        let seconds = match wait {
-            Some(wait) => wait.as_secs() + u64::from(wait.subsec_nanos() > 0),
-            None => 1 + u64::from(self.level.load(Ordering::Relaxed)),
-        };
-        let seconds = seconds.clamp(1, RETRY_MAX.as_secs() / 2);
-        Duration::from_secs(seconds + spread % (seconds + 1))
-    }
-}
-
-/// Books for a request and says what was booked, which is what has to be released. Where no limit
-/// is known nothing is refused: it is as much as 64 bits hold.
-fn book(
-    ledger: &Ledger,
-    bytes: ByteSize,
-    how: impl Fn(&Ledger, ByteSize) -> Result<(), Shortfall>,
-) -> Result<ByteSize, Shortfall> {
-    // Most requests ask for nothing of the device.
-    if bytes.is_zero() {
-        return Ok(bytes);
-    }
-    if ledger.ceiling() == ByteSize::MAX {
-        return Ok(ledger.book_exempt(bytes));
-    }
-    how(ledger, bytes).map(|()| bytes)
-}
-
-/// Books what stays. Where no limit is known nothing is refused: nothing is booked where 64 bits
-/// are full.
-fn stand(ledger: &Ledger, bytes: ByteSize) -> Result<Standing, Shortfall> {
-    let booked = ledger.try_book_standing(bytes);
-    if booked.is_err() && ledger.ceiling() == ByteSize::MAX {
-        return ledger.try_book_standing(ByteSize::ZERO);
-    }
-    booked
 }
 
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
     use crate::control::ledger::{Correction, Measured};
 

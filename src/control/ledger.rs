@@ -147,12 +147,27 @@ impl Ledger {
         }
     }
 
+    /// Begins anew as the other one is. Nobody books meanwhile, and nothing is booked.
+    pub(crate) fn begin(&self, other: &Self) {
+        debug_assert!(self.booked().is_zero(), "{} are booked", self.booked());
+        for (mine, theirs) in self.figures().into_iter().zip(other.figures()) {
+            mine.store(theirs.load(Ordering::Relaxed), Ordering::Relaxed);
+        }
+    }
+
+    fn figures(&self) -> [&AtomicU64; 11] {
+        let Self { booked, allowance, ceiling, alone, k, berth, drain, pause_ms, .. } = self;
+        let Self { units, standing, settled, .. } = self;
+        [booked, allowance, ceiling, alone, k, berth, drain, pause_ms, units, standing, settled]
+    }
+
     /// Books bytes of a request if they fit and leave the berth; no bytes always fit. One
     /// compare-and-exchange, tried again only when another thread's booking came in between.
     ///
     /// # Errors
     /// Where the bytes fit neither beside what is booked nor alone (see the module), or the sum
     /// does not fit 64 bits; nothing is booked then.
+    #[inline]
     pub(crate) fn try_book(&self, bytes: ByteSize) -> Result<(), Shortfall> {
         let berth = self.berth.load(Ordering::Relaxed);
         self.book_request(bytes, berth.saturating_sub(bytes.get()))
@@ -167,6 +182,7 @@ impl Ledger {
         self.book_request(bytes, 0)
     }
 
+    #[inline]
     fn book_request(&self, bytes: ByteSize, left: u64) -> Result<(), Shortfall> {
         let alone = self.alone.load(Ordering::Relaxed);
         let few = few(self.ceiling()).get();
@@ -177,6 +193,7 @@ impl Ledger {
 
     /// Books bytes where the allowance has room and so much of it is left, or where what is booked
     /// before them does no harm.
+    #[inline]
     fn book_where(
         &self,
         bytes: ByteSize,
@@ -234,6 +251,7 @@ impl Ledger {
     }
 
     /// Gives back bytes that were booked, no more than were.
+    #[inline]
     pub(crate) fn release(&self, bytes: ByteSize) {
         if bytes.is_zero() {
             return;

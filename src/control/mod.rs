@@ -32,6 +32,7 @@
 
 pub mod admission;
 mod correction;
+mod desk;
 mod fairness;
 pub mod ledger;
 pub mod maintenance;

@@ -5,49 +5,46 @@
 //!
 //! Invariant: what it says that it holds is what is booked for it, until its drop gives it back.
 
-use std::sync::Arc;
-
 use crate::bytes::ByteSize;
 
-use super::admission::{Cost, Shard};
+use super::admission::Cost;
+use super::desk::Desk;
 use super::ledger::{Budget, Standing};
 use super::rejected::Rejected;
-use super::tally::Place;
 
 #[derive(Debug)]
 enum Held {
     Request(Cost),
-    /// `None` only while it is being dropped.
-    Standing(Option<(Standing, Standing)>),
+    /// Apart, so that a request's permit is small: it is moved about. `None` only while it is being
+    /// dropped.
+    Standing(Option<Box<(Standing, Standing)>>),
 }
 
 /// The right to hold bytes; dropping it gives them back.
 #[derive(Debug)]
 #[must_use = "dropping a permit gives its bytes back at once"]
 pub struct Permit {
-    shard: Arc<Shard>,
+    desk: &'static Desk,
     held: Held,
     /// Grows as it was booked: beyond the allowance.
     exempt: bool,
 }
 
 impl Permit {
-    pub(super) const fn request(shard: Arc<Shard>, cost: Cost, exempt: bool) -> Self {
-        Self { shard, held: Held::Request(cost), exempt }
+    pub(super) const fn request(desk: &'static Desk, cost: Cost, exempt: bool) -> Self {
+        Self { desk, held: Held::Request(cost), exempt }
     }
 
-    pub(super) const fn standing(shard: Arc<Shard>, host: Standing, device: Standing) -> Self {
-        Self { shard, held: Held::Standing(Some((host, device))), exempt: false }
+    pub(super) fn standing(desk: &'static Desk, host: Standing, device: Standing) -> Self {
+        Self { desk, held: Held::Standing(Some(Box::new((host, device)))), exempt: false }
     }
 
     /// What it holds.
     #[must_use]
-    pub const fn cost(&self) -> Cost {
+    pub fn cost(&self) -> Cost {
         match &self.held {
             Held::Request(cost) => *cost,
-            Held::Standing(Some((host, device))) => {
-                Cost { host: host.bytes(), device: device.bytes() }
-            }
+            Held::Standing(Some(both)) => Cost { host: both.0.bytes(), device: both.1.bytes() },
             Held::Standing(None) => Cost::ZERO,
         }
     }
@@ -60,23 +57,13 @@ impl Permit {
     /// [`Rejected`], which is counted; the permit keeps what it has. A standing permit does not
     /// grow: [`Rejected::TooLarge`] with its own cost as the ceiling.
     pub fn grow(&mut self, bytes: ByteSize) -> Result<(), Rejected> {
-        let Shard { core, tally } = &*self.shard;
-        let shed = |rejected: Rejected| {
-            tally.shed_growth(rejected.reason());
-            rejected
-        };
+        let held = self.cost().host;
         let Held::Request(cost) = &mut self.held else {
-            let (budget, ceiling) = (Budget::Host, self.cost().host);
-            let asked = ceiling.saturating_add(bytes);
-            return Err(shed(Rejected::TooLarge { budget, asked, ceiling }));
+            let asked = held.saturating_add(bytes);
+            let rejected = Rejected::TooLarge { budget: Budget::Host, asked, ceiling: held };
+            return Err(self.desk.shed(rejected));
         };
-        let booked = if self.exempt {
-            core.host.book_exempt(bytes)
-        } else {
-            let spread = || tally.spread(Place::here());
-            core.book_more(cost.host, bytes, &spread).map_err(shed)?
-        };
-        tally.grow(booked);
+        let booked = self.desk.grow(held, bytes, self.exempt)?;
         cost.host = cost.host.saturating_add(booked);
         Ok(())
     }
@@ -87,15 +74,16 @@ impl Permit {
         if let Held::Request(cost) = &mut self.held {
             let part = bytes.min(cost.host);
             cost.host = cost.host.saturating_sub(part);
-            self.shard.core.host.release(part);
+            self.desk.host.release(part);
         }
     }
 
     /// Says that the resource of a standing permit is loaded, and so part of what is measured.
     pub fn settle(&mut self) {
-        if let Held::Standing(Some((host, device))) = &mut self.held {
-            self.shard.core.host.settle(host);
-            self.shard.core.device.settle(device);
+        if let Held::Standing(Some(both)) = &mut self.held {
+            let (host, device) = &mut **both;
+            self.desk.host.settle(host);
+            self.desk.device.settle(device);
         }
     }
 }
@@ -103,15 +91,11 @@ impl Permit {
 impl Drop for Permit {
     fn drop(&mut self) {
         match &mut self.held {
-            Held::Request(cost) => {
-                // Then the stripe's count falls, with the field.
-                self.shard.core.host.release(cost.host);
-                self.shard.core.device.release(cost.device);
-            }
+            Held::Request(cost) => self.desk.finish(*cost),
             Held::Standing(held) => {
-                if let Some((host, device)) = held.take() {
-                    self.shard.core.host.release_standing(host);
-                    self.shard.core.device.release_standing(device);
+                if let Some(both) = held.take() {
+                    let (host, device) = *both;
+                    self.desk.unload(host, device);
                 }
             }
         }

@@ -43,17 +43,20 @@ pub(super) struct Place {
 
 impl Place {
     /// The calling thread's. One of the shared where the thread is about to end.
+    #[inline]
     pub(super) fn here() -> Self {
         HELD.try_with(|held| held.0).unwrap_or(Self { stripe: OWNED, owned: false })
     }
 
     /// Adds where this thread may.
+    #[inline]
     fn add(self, counter: &AtomicU64, amount: u64) {
         if self.owned {
             let sum = counter.load(Ordering::Relaxed).wrapping_add(amount);
-            counter.store(sum, Ordering::Relaxed);
+            // Release: what is counted has happened. Costs nothing on x86.
+            counter.store(sum, Ordering::Release);
         } else {
-            counter.fetch_add(amount, Ordering::Relaxed);
+            counter.fetch_add(amount, Ordering::Release);
         }
     }
 }
@@ -104,22 +107,32 @@ struct ClassTally {
 pub(super) struct Tally {
     classes: [[ClassTally; SizeClass::COUNT]; 2],
     exempt: AtomicU64,
+    /// Requests whose permits were dropped on this thread, wherever they were admitted.
+    finished: AtomicU64,
     shed: [AtomicU64; 4],
-    /// From here on written by any thread, because a permit is dropped and grown on another
-    /// thread than it was made.
-    grown: Grown,
-}
-
-#[derive(Debug, Default)]
-#[repr(align(128))]
-struct Grown {
     /// Bytes booked by requests other than by admission in a class, by budget.
     beside: [AtomicU64; 2],
-    shed: [AtomicU64; 4],
+    stood: AtomicU64,
+    unloaded: AtomicU64,
 }
 
 impl Tally {
+    /// Begins anew. Nobody counts here meanwhile.
+    pub(super) fn begin(&self) {
+        for class in self.classes.iter().flatten() {
+            let ClassTally { admitted, admitted_bytes, shed, shed_bytes } = class;
+            for counter in [admitted, admitted_bytes, shed, shed_bytes] {
+                counter.store(0, Ordering::Relaxed);
+            }
+        }
+        let single = [&self.exempt, &self.finished, &self.stood, &self.unloaded];
+        for counter in single.into_iter().chain(&self.shed).chain(&self.beside) {
+            counter.store(0, Ordering::Relaxed);
+        }
+    }
+
     /// A request was admitted with these bytes.
+    #[inline]
     pub(super) fn admit(&self, place: Place, host: ByteSize, device: ByteSize) {
         self.count(Budget::Host, host, |class| {
             place.add(&class.admitted, 1);
@@ -136,14 +149,29 @@ impl Tally {
     /// One that is exempt was admitted with these bytes: it is in no class.
     pub(super) fn admit_exempt(&self, place: Place, host: ByteSize, device: ByteSize) {
         place.add(&self.exempt, 1);
-        for (beside, bytes) in self.grown.beside.iter().zip([host, device]) {
-            if !bytes.is_zero() {
-                beside.fetch_add(bytes.get(), Ordering::Relaxed);
-            }
+        for (beside, bytes) in self.beside.iter().zip([host, device]) {
+            place.add(beside, bytes.get());
         }
     }
 
+    /// A request ended.
+    #[inline]
+    pub(super) fn finish(&self, place: Place) {
+        place.add(&self.finished, 1);
+    }
+
+    /// A resource was booked.
+    pub(super) fn stand(&self, place: Place) {
+        place.add(&self.stood, 1);
+    }
+
+    /// One was given back.
+    pub(super) fn unload(&self, place: Place) {
+        place.add(&self.unloaded, 1);
+    }
+
     /// A request was shed; by class where it did not fit this budget.
+    #[cold]
     pub(super) fn shed(&self, place: Place, reason: ShedReason, full: Option<(Budget, ByteSize)>) {
         if let Some(counter) = self.shed.get(reason as usize) {
             place.add(counter, 1);
@@ -156,17 +184,10 @@ impl Tally {
         }
     }
 
-    /// A permit of this stripe grew by these bytes of the host's.
-    pub(super) fn grow(&self, bytes: ByteSize) {
-        if let Some(beside) = self.grown.beside.first() {
-            beside.fetch_add(bytes.get(), Ordering::Relaxed);
-        }
-    }
-
-    /// A permit of this stripe was not to grow.
-    pub(super) fn shed_growth(&self, reason: ShedReason) {
-        if let Some(counter) = self.grown.shed.get(reason as usize) {
-            counter.fetch_add(1, Ordering::Relaxed);
+    /// A request grew by these bytes of the host's.
+    pub(super) fn grow(&self, place: Place, bytes: ByteSize) {
+        if let Some(beside) = self.beside.first() {
+            place.add(beside, bytes.get());
         }
     }
 
@@ -178,6 +199,7 @@ impl Tally {
             >> 32
     }
 
+    #[inline]
     fn count(&self, budget: Budget, bytes: ByteSize, add: impl Fn(&ClassTally)) {
         let classes = self.classes.get(budget as usize);
         if let Some(class) = classes.and_then(|list| list.get(SizeClass::of(bytes).place())) {
@@ -204,25 +226,39 @@ pub struct ClassStats {
 /// The sum of all stripes.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Counts {
-    pub(super) exempt: u64,
-    pub(super) shed: [u64; 4],
     /// Requests admitted, the exempt among them.
     pub(super) admitted: u64,
+    pub(super) finished: u64,
+    pub(super) shed: [u64; 4],
+    stood: u64,
+    unloaded: u64,
 }
 
 impl Counts {
-    /// Adds a stripe.
+    /// Adds what a stripe says has ended. All stripes' ends are added before their beginnings.
+    pub(super) fn add_ended(&mut self, tally: &Tally) {
+        // Acquire: who sees an end sees the beginning, and all that was given back before it.
+        self.finished += tally.finished.load(Ordering::Acquire);
+        self.unloaded += tally.unloaded.load(Ordering::Acquire);
+    }
+
+    /// Adds what a stripe says has begun.
     pub(super) fn add(&mut self, tally: &Tally) {
-        let admitted = tally.classes.first().map_or(0, |host| {
-            host.iter().map(|class| class.admitted.load(Ordering::Relaxed)).sum()
-        });
-        let exempt = tally.exempt.load(Ordering::Relaxed);
-        self.exempt += exempt;
-        self.admitted += admitted + exempt;
-        let grown = &tally.grown.shed;
-        for ((sum, counter), grown) in self.shed.iter_mut().zip(&tally.shed).zip(grown) {
-            *sum += counter.load(Ordering::Relaxed) + grown.load(Ordering::Relaxed);
+        if let Some(host) = tally.classes.first() {
+            let each = host.iter().map(|class| class.admitted.load(Ordering::Relaxed));
+            self.admitted += each.sum::<u64>();
         }
+        self.admitted += tally.exempt.load(Ordering::Relaxed);
+        self.stood += tally.stood.load(Ordering::Relaxed);
+        for (sum, counter) in self.shed.iter_mut().zip(&tally.shed) {
+            *sum += counter.load(Ordering::Relaxed);
+        }
+    }
+
+    /// Permits that have not been dropped, of requests and resources.
+    pub(super) const fn held(&self) -> u64 {
+        let requests = self.admitted.saturating_sub(self.finished);
+        requests.saturating_add(self.stood.saturating_sub(self.unloaded))
     }
 }
 
@@ -254,7 +290,7 @@ impl BudgetCounts {
             add(&mut sum.shed_total, &class.shed);
             add(&mut sum.shed_bytes_total, &class.shed_bytes);
         }
-        if let Some(beside) = tally.grown.beside.get(budget as usize) {
+        if let Some(beside) = tally.beside.get(budget as usize) {
             add(&mut self.beside, beside);
         }
     }
@@ -310,9 +346,9 @@ mod tests {
                         tally.admit(place, ByteSize::mib(1), ByteSize::new(at % 2));
                         let full = Some((Budget::Host, ByteSize::mib(8)));
                         tally.shed(place, ShedReason::Full, full);
-                        // As on a permit of another stripe.
-                        tallies[at as usize % STRIPES].grow(ByteSize::new(3));
-                        tallies[at as usize % STRIPES].shed_growth(ShedReason::TooLarge);
+                        tally.grow(place, ByteSize::new(3));
+                        tally.shed(place, ShedReason::TooLarge, None);
+                        tally.finish(place);
                     }
                 });
             }
@@ -320,12 +356,13 @@ mod tests {
         let (mut counts, mut host) = (Counts::default(), BudgetCounts::default());
         let mut device = BudgetCounts::default();
         for tally in &tallies {
+            counts.add_ended(tally);
             counts.add(tally);
             host.add(tally, Budget::Host);
             device.add(tally, Budget::Device);
         }
         let all = EACH * threads;
-        assert_eq!((counts.admitted, counts.exempt), (all, 0));
+        assert_eq!((counts.admitted, counts.finished, counts.held()), (all, all, 0));
         assert_eq!(counts.shed, [all, all, 0, 0]);
         assert_eq!(host.beside, 3 * all);
         let class = |bytes| host.classes[SizeClass::of(bytes).place()];

@@ -259,3 +259,105 @@ fn under_overload_each_size_has_its_share_and_hardly_less_is_admitted_in_all() {
         }
     }
 }
+
+#[test]
+fn a_load_that_fits_meets_no_berth() {
+    println!("seed {SEED:#x}");
+    for k in [1.2, 2.0] {
+        for mix in &MIXES {
+            let (fair, unfair) = pair(k, mix, 0.5, 120);
+            assert_eq!((fair.berth_most, fair.sheds), (ByteSize::ZERO, unfair.sheds));
+            // Nearly what fits: a few large ones are turned away by chance, and small ones hardly.
+            let (fair, unfair) = pair(k, mix, 0.75, 120);
+            assert!(fair.held_back <= 0.001 * fair.offered_all());
+            assert!(fair.admitted_all() >= 0.998 * unfair.admitted_all());
+        }
+    }
+}
+
+/// What is shed after the load has fallen is shed while what was admitted before ends.
+#[test]
+fn a_berth_goes_with_the_overload_and_comes_with_the_next() {
+    println!("seed {SEED:#x}");
+    for mix in &MIXES {
+        let mut model = Model::new(1.2, true, SEED);
+        let _ = model.run(mix, 0.75, Duration::from_secs(20));
+        let over = model.run(mix, 4.0, Duration::from_secs(20));
+        assert!(over.least_share() >= 0.4, "from the first moment: {:.2?}", over.shares());
+        let _ending = model.run(mix, 0.5, Duration::from_secs(2));
+        let fits = model.run(mix, 0.5, Duration::from_secs(30));
+        println!("then {:?}", fits.sheds);
+        assert_eq!((fits.berth_most, fits.sheds), (ByteSize::ZERO, [0; 3]));
+        let _settling = model.run(mix, 4.0, Duration::from_secs(6));
+        let settled = model.run(mix, 4.0, Duration::from_secs(10));
+        println!("again {:.2?}", settled.shares());
+        assert!(settled.least_share() >= 0.5, "{:.2?}", settled.shares());
+    }
+}
+
+#[test]
+fn a_class_that_was_not_there_has_its_share_within_seconds() {
+    println!("seed {SEED:#x}");
+    let mut model = Model::new(1.2, true, SEED);
+    let _ = model.run(&MIXES[1], 4.0, Duration::from_secs(30));
+    let _settling = model.run(&MIXES[2], 4.0, Duration::from_secs(4));
+    let settled = model.run(&MIXES[2], 4.0, Duration::from_secs(8));
+    println!("larger ones: {:.2?}", settled.shares());
+    assert!(settled.least_share() >= 0.5, "{:.2?}", settled.shares());
+    let _settling = model.run(&MIXES[1], 4.0, Duration::from_secs(4));
+    let settled = model.run(&MIXES[1], 4.0, Duration::from_secs(8));
+    println!("smaller ones: {:.2?}", settled.shares());
+    assert!(settled.least_share() >= 0.5, "{:.2?}", settled.shares());
+}
+
+#[test]
+fn who_offers_only_what_never_fits_takes_nothing_from_others() {
+    println!("seed {SEED:#x}");
+    let mix = &MIXES[0];
+    let time = Duration::from_secs(60);
+    for part in [0.35, 0.6, 0.99] {
+        let size = ByteSize::mib(1).scaled(part * CEILING / 1.2);
+        let client = Client { size, rate: 20.0 };
+        // The room for one of them is never empty, but by a load that leaves it.
+        let mut model = Model::new(1.2, true, SEED);
+        let _ = model.run(mix, 1.5, Duration::from_secs(10));
+        model.client = Some(client);
+        let found = model.run(mix, 4.0, time);
+        let without = Model::new(1.2, false, SEED).run(mix, 4.0, time);
+        println!(
+            "client of {size}: shares {:.2?}, goodput {:.3}, berth at most {}",
+            found.shares(),
+            found.admitted_all() / without.admitted_all(),
+            found.berth_most,
+        );
+        assert!(found.berth_most <= mix[2].0, "{}", found.berth_most);
+        assert!(found.least_share() >= 0.5);
+        assert!(found.admitted_all() >= 0.95 * without.admitted_all());
+    }
+}
+
+/// The worst that fits a berth: each as large as the largest berth may be, and few.
+#[test]
+fn who_offers_the_largest_that_has_a_berth_costs_others_no_more_than_the_price() {
+    println!("seed {SEED:#x}");
+    let mix = &MIXES[0];
+    let allowance = CEILING / 1.2 * 1_048_576.0;
+    for (load, rate) in [(1.2, 0.5), (2.0, 0.5), (4.0, 0.5), (4.0, 5.0)] {
+        let client = Client { size: ByteSize::new(1).scaled(allowance / 3.0), rate };
+        let [fair, unfair] = [true, false].map(|is_fair| {
+            let mut model = Model::new(1.2, is_fair, SEED);
+            model.client = Some(client);
+            let time = Duration::from_secs(120);
+            let outcome = model.run(mix, load, time);
+            let all = model.admission.classes(Budget::Host);
+            let all: u64 = all.iter().map(|class| class.admitted_bytes_total).sum();
+            (outcome, ByteSize::new(all).as_f64())
+        });
+        println!(
+            "{rate} a second at {load}x: shares {:.2?}; goodput with the client's x{:.3}",
+            fair.0.shares(),
+            fair.1 / unfair.1
+        );
+        assert!(fair.1 >= 0.9 * unfair.1, "{} of {}", fair.1, unfair.1);
+    }
+}
