@@ -236,6 +236,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
+    use crate::control::fairness::Balance;
     use crate::control::ledger::{Correction, Measured};
 
     /// A door whose ceilings are these; the allowances are half of them at K = 2, but for a request
@@ -409,6 +410,52 @@ mod tests {
         drop((model, first));
         drop(admission.try_admit(cost(100)).expect("fits to the byte"));
         assert_eq!(booked(&admission), NOTHING);
+    }
+
+    #[test]
+    fn hints_follow_what_comes_free_and_differ_from_one_to_the_next() {
+        let admission = Admission::with_limit(ByteSize::mib(100));
+        let _held = admission.try_admit(Cost::host(ByteSize::mib(90))).expect("fits");
+        let hints = |mib| -> Vec<u64> {
+            let shed = || admission.try_admit(Cost::host(ByteSize::mib(mib))).expect_err("full");
+            let hints = std::iter::repeat_with(|| shed().retry_after().expect("later").as_secs());
+            hints.take(200).collect()
+        };
+        let ends = |hints: &[u64]| (hints.iter().min().copied(), hints.iter().max().copied());
+        assert_eq!(ends(&hints(30)), (Some(1), Some(2)), "nothing is known to come free");
+        let drain = ByteSize::mib(4);
+        let balance = Balance { drain, pause: Duration::from_millis(1500), ..Balance::default() };
+        admission.ledger(Budget::Host).balance(balance);
+        assert_eq!(ends(&hints(30)), (Some(5), Some(10)), "20 MiB at 4 a second, and as much");
+        assert_eq!(ends(&hints(11)), (Some(2), Some(4)), "no sooner than others who ask");
+        admission.ledger(Budget::Host).balance(Balance { drain: ByteSize::new(1), ..balance });
+        assert_eq!(ends(&hints(100)), (Some(30), Some(60)), "and never later than in a minute");
+    }
+
+    #[test]
+    fn requests_are_counted_by_size_and_budget() {
+        let admission = door(100, 100);
+        let count = |budget, bytes| {
+            let class = admission.classes(budget)[SizeClass::of(bytes).place()];
+            assert_eq!(class.class, SizeClass::of(bytes));
+            (class.admitted_total, class.admitted_bytes_total, class.shed_total)
+        };
+        let (large, small) = (ByteSize::mib(30), ByteSize::mib(1));
+        let cost = Cost::host(large).and_device(small);
+        let mut permit = admission.try_admit(cost).expect("fits");
+        permit.grow(small).expect("fits");
+        assert!(admission.try_admit(cost).is_err(), "the host is full");
+        assert!(admission.try_admit(Cost::host(small).and_device(ByteSize::mib(96))).is_err());
+        assert!(admission.try_admit(Cost::host(ByteSize::mib(101))).is_err(), "too large");
+        let exempt = admission.try_admit_with(cost, Priority::Exempt).expect("exempt");
+        assert_eq!(count(Budget::Host, large), (1, large.get(), 1));
+        assert_eq!(count(Budget::Host, small), (0, 0, 0), "what lacks of the device");
+        assert_eq!(count(Budget::Device, ByteSize::mib(96)), (0, 0, 1));
+        assert_eq!(count(Budget::Device, small), (1, small.get(), 0));
+        assert_eq!(admission.stats().shed, [1, 2, 0, 0]);
+        assert_eq!((admission.stats().admitted_total, admission.stats().held()), (2, 2));
+        drop((permit, exempt));
+        assert_eq!(admission.stats().held(), 0);
     }
 
     #[test]

@@ -439,6 +439,15 @@ mod tests {
         }
     }
 
+    impl Ledger {
+        /// Books as often as it fits, at least until `sum` is booked: why it fits no more.
+        fn book_and_fill(&self, each: ByteSize, sum: ByteSize) -> Shortfall {
+            let short = std::iter::repeat_with(|| self.try_book(each)).find_map(Result::err);
+            assert!(self.booked() >= sum, "{} are booked", self.booked());
+            short.expect("an allowance ends")
+        }
+    }
+
     fn requests(mib: u64) -> Books {
         Books { requests: ByteSize::mib(mib), ..Books::default() }
     }
@@ -457,6 +466,47 @@ mod tests {
         let standing = ledger.try_book_standing(ByteSize::MAX).expect("no limit");
         ledger.release_standing(standing);
         assert_eq!(ledger.booked(), ByteSize::ZERO);
+    }
+
+    #[test]
+    fn a_berth_is_left_free_by_smaller_requests_and_taken_by_those_it_is_for() {
+        let ledger = Ledger::with_ceiling(ByteSize::mib(100));
+        let berth = ByteSize::mib(8);
+        ledger.balance(Balance { berth, ..Balance::default() });
+        let short = ledger.book_and_fill(ByteSize::mib(1), ByteSize::mib(93));
+        // 93 of 93: one more would leave 6 of the 8 MiB, besides its own.
+        assert_eq!((short.booked, short.allowance), (ByteSize::mib(93), ByteSize::mib(93)));
+        assert!(ledger.try_book(ByteSize::new(1)).is_err(), "be it as small as it may");
+        assert_eq!(ledger.try_book(ByteSize::ZERO), Ok(()), "no bytes always fit");
+        assert!(ledger.try_book(berth).is_err(), "7 MiB are left");
+        ledger.release(ByteSize::mib(1));
+        ledger.try_book(berth).expect("the berth is its own");
+        ledger.release(ByteSize::mib(4));
+        assert!(ledger.try_book(ByteSize::mib(4)).is_err(), "another berth is to be left");
+        ledger.try_book_more(ByteSize::mib(2)).expect("who is admitted grows into it");
+        let standing = ledger.try_book_standing(ByteSize::mib(1)).expect("so does what stands");
+        ledger.release_standing(standing);
+        ledger.balance(Balance::default());
+        ledger.try_book(ByteSize::mib(2)).expect("no berth any more");
+        assert_eq!(ledger.booked(), ledger.allowance());
+    }
+
+    #[test]
+    fn nobody_waits_for_less_than_what_is_missing_takes_to_come_free() {
+        let ledger = Ledger::with_ceiling(ByteSize::mib(100));
+        ledger.try_book(ByteSize::mib(90)).expect("fits");
+        let wait = |mib| ledger.wait_for(&ledger.try_book(ByteSize::mib(mib)).expect_err("full"));
+        assert_eq!(wait(30), None, "nothing is known to come free");
+        let pause = Duration::from_secs(3);
+        let drain = ByteSize::mib(4);
+        ledger.balance(Balance { berth: ByteSize::ZERO, drain, pause });
+        assert_eq!(wait(30), Some(Duration::from_secs(5)), "20 MiB at 4 a second");
+        assert_eq!(wait(11), Some(pause), "others ask as well");
+        ledger.balance(Balance { berth: ByteSize::mib(30), drain, pause });
+        assert_eq!(wait(1), Some(Duration::from_secs(5)), "it has to leave the berth");
+        let most = Balance { drain: ByteSize::new(1), pause, ..Balance::default() };
+        ledger.balance(most);
+        assert!(wait(100).is_some_and(|wait| wait > Duration::from_secs(1 << 20)));
     }
 
     #[test]
@@ -705,6 +755,29 @@ mod models {
                 thread.join().expect("no panic");
             }
             assert_eq!(ledger.booked(), ByteSize::ZERO);
+        });
+    }
+
+    /// Whoever comes first, a small one never takes the room of a large one.
+    #[test]
+    fn a_small_request_that_is_admitted_leaves_room_for_the_berth() {
+        loom::model(|| {
+            let ledger = loom::sync::Arc::new(Ledger::new());
+            ledger.allowance.store(10, Ordering::Relaxed);
+            ledger.ceiling.store(10, Ordering::Relaxed);
+            ledger.berth.store(6, Ordering::Relaxed);
+            let threads = [3, 3].map(|bytes| {
+                let ledger = loom::sync::Arc::clone(&ledger);
+                loom::thread::spawn(move || ledger.try_book(ByteSize::new(bytes)).is_ok())
+            });
+            let large = ledger.try_book(ByteSize::new(6)).is_ok();
+            let small = threads.map(|thread| thread.join().expect("no panic"));
+            let count = small.into_iter().filter(|admitted| *admitted).count();
+            assert!(ledger.booked() <= ByteSize::new(10));
+            assert!(count <= if large { 1 } else { 2 }, "large {large}, small {small:?}");
+            assert!(large || count == 2, "who was refused was refused for those admitted");
+            let booked = if large { 6 } else { 0 } + 3 * count as u64;
+            assert_eq!(ledger.booked(), ByteSize::new(booked));
         });
     }
 

@@ -11,8 +11,9 @@ use crate::bytes::ByteSize;
 use crate::control::admission::{Admission, Cost};
 use crate::control::ledger::Budget;
 use crate::control::permit::Permit;
+use crate::control::tally::BudgetCounts;
 
-use super::{Fairness, Seen};
+use super::{Balance, Fairness, Seen};
 
 const TICK: Duration = Duration::from_millis(10);
 /// Of the limit of 256 MiB that is filled.
@@ -121,6 +122,8 @@ impl Outcome {
 }
 
 struct Model {
+    /// As of the last look.
+    balance: Balance,
     admission: Admission,
     fairness: Option<Fairness>,
     random: Random,
@@ -134,6 +137,7 @@ impl Model {
     fn new(k: f64, is_fair: bool, seed: u64) -> Self {
         let allowance = ByteSize::mib(1).scaled(CEILING / k);
         Self {
+            balance: Balance::default(),
             admission: Admission::with_limit(allowance),
             fairness: is_fair.then(Fairness::default),
             random: Random::new(seed),
@@ -214,7 +218,8 @@ impl Model {
         let ledger = self.admission.ledger(Budget::Host);
         if let Some(fairness) = &mut self.fairness {
             let counts = self.admission.counts(Budget::Host);
-            ledger.balance(fairness.update(Seen::of(ledger, TICK), &counts));
+            self.balance = fairness.update(Seen::of(ledger, TICK), &counts);
+            ledger.balance(self.balance);
         }
         assert!(self.berth().get() <= self.allowance().get() / 3);
     }
@@ -359,5 +364,50 @@ fn who_offers_the_largest_that_has_a_berth_costs_others_no_more_than_the_price()
             fair.1 / unfair.1
         );
         assert!(fair.1 >= 0.9 * unfair.1, "{} of {}", fair.1, unfair.1);
+    }
+}
+
+#[test]
+fn what_comes_free_is_what_was_admitted_shared_with_all_who_ask() {
+    println!("seed {SEED:#x}");
+    for load in [0.5, 2.0, 4.0] {
+        let mut model = Model::new(1.2, true, SEED);
+        let _ = model.run(&MIXES[0], load, Duration::from_secs(20));
+        let found = model.run(&MIXES[0], load, Duration::from_secs(12));
+        let ratio = found.admitted_all() / found.offered_all();
+        let expected = found.admitted_all() / 12.0 * ratio;
+        let Balance { drain, pause, .. } = model.balance;
+        println!("{load}x: {drain} a second, pause {pause:?}; ratio {ratio:.2}");
+        assert!((drain.as_f64() / expected - 1.0).abs() < 0.3, "{drain}, not {expected}");
+        assert!((pause.as_secs_f64() * ratio - 1.0).abs() < 0.2, "{pause:?} at {ratio}");
+    }
+    // Once nobody holds anything and nothing comes, it is forgotten.
+    let mut model = Model::new(1.2, true, SEED);
+    let _ = model.run(&MIXES[0], 4.0, Duration::from_secs(20));
+    let _ = model.run(&MIXES[0], 1e-9, Duration::from_secs(60));
+    assert!(model.balance.drain < ByteSize::kib(64), "{}", model.balance.drain);
+}
+
+#[test]
+fn without_a_limit_there_is_no_berth() {
+    let mut fairness = Fairness::default();
+    let mut counts = BudgetCounts::default();
+    let mut seen = Seen { since: TICK, allowance: ByteSize::MAX, ..Seen::default() };
+    for turn in 0..200 {
+        for class in &mut counts.classes {
+            class.shed_total += 1;
+            class.shed_bytes_total += class.class.bound().get().min(1 << 40);
+        }
+        assert_eq!(fairness.update(seen, &counts).berth, ByteSize::ZERO, "turn {turn}");
+    }
+    // Nor is there one in no room at all, and figures at their ends do no harm.
+    for allowance in [ByteSize::ZERO, ByteSize::new(2), ByteSize::new(u64::MAX - 1)] {
+        seen = Seen { allowance, booked: ByteSize::MAX, requests: ByteSize::MAX, ..seen };
+        for class in &mut counts.classes {
+            class.admitted_bytes_total = class.admitted_bytes_total.wrapping_add(u64::MAX / 3);
+            class.shed_total += 9;
+        }
+        let balance = fairness.update(seen, &counts);
+        assert!(balance.berth.get() <= allowance.get() / 3, "{}", balance.berth);
     }
 }
