@@ -227,6 +227,8 @@ fn figures(scrape: &Scrape) {
         ("lowtide_pressure_shed_total", Some(("reason", "too_large")), 1.0),
         ("lowtide_pressure_shed_total", Some(("reason", "full")), 1.0),
         ("lowtide_pressure_booked_bytes", Some(("budget", "host")), 0.0),
+        ("lowtide_admission_requests_total", Some(("outcome", "shed")), 1.0),
+        ("lowtide_admission_berth_bytes", Some(("budget", "host")), 0.0),
         ("lowtide_device_limit_bytes", Some(("arena", "weights")), mib(4)),
         ("lowtide_device_live_bytes", Some(("arena", "weights")), 0.0),
         ("lowtide_device_live_peak_bytes", Some(("arena", "weights")), mib(1)),

@@ -260,6 +260,10 @@ fn check_host(host: &Value) {
     assert_eq!(figure("required_bytes"), required);
     let budget = &host["budget"];
     assert_eq!((&budget["level"], &budget["booked_bytes"]), (&json!("none"), &mib(8)));
+    let class = json!({
+        "size_class": "2MiB", "admitted": 1, "admitted_bytes": mib(2), "shed": 0, "shed_bytes": 0,
+    });
+    assert_eq!((&budget["size_classes"], &budget["berth_bytes"]), (&json!([class]), &mib(0)));
     assert_eq!((&budget["ceiling_bytes"], &budget["multiplier"]), (&mib(80), &json!(2.0)));
 }
 

@@ -1,21 +1,25 @@
 //! Admission by bytes: what a request will hold is booked before it starts, in every budget.
 //!
-//! Admission decides with two atomic operations and one load; it reads no file, takes no lock and
-//! waits for nothing. It does not measure: the control loop corrects the ledgers and sets the
-//! level. A [`Permit`] gives back what it holds when it is dropped.
+//! Admission decides with one compare-and-exchange and some loads; it reads no file, takes no lock
+//! and waits for nothing. It does not measure: the control loop corrects the ledgers and sets the
+//! level. A [`Permit`] gives back what it holds when it is dropped. What both work on is the desk
+//! behind the door (`desk`).
 //!
 //! Invariant: `booked = sum of the costs of live permits` (standing permits by their units), in
 //! each budget; after a rejection nothing is booked for it.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
-use std::time::Duration;
+use std::sync::atomic::Ordering;
 
 use crate::bytes::ByteSize;
 
-use super::ledger::{Budget, Ledger, Shortfall, Standing};
+use super::desk::Desk;
+use super::ledger::{Budget, Ledger};
+use super::permit::Permit;
 use super::pressure::Level;
 use super::rejected::{Rejected, ShedReason};
+use super::size_class::SizeClass;
+use super::tally::{BudgetCounts, ClassStats};
 
 /// What a request or resource will hold at its peak, by budget.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -101,21 +105,28 @@ impl AdmissionStats {
     }
 }
 
-#[derive(Debug, Default)]
-struct Shared {
-    host: Ledger,
-    device: Ledger,
-    level: AtomicU8,
-    closed: AtomicBool,
-    admitted: AtomicU64,
-    finished: AtomicU64,
-    shed: [AtomicU64; 4],
+/// The door: cheap to clone, all clones are one. Admits everything until a limit is known.
+#[derive(Clone, Debug)]
+pub struct Admission {
+    desk: &'static Desk,
+    /// Held by the clones, not by permits.
+    _open: Arc<Open>,
 }
 
-/// The door: cheap to clone, all clones are one. Admits everything until a limit is known.
-#[derive(Clone, Debug, Default)]
-pub struct Admission {
-    shared: Arc<Shared>,
+/// Gives the desk back when the last clone of a door goes.
+#[derive(Debug)]
+struct Open(&'static Desk);
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.0.leave();
+    }
+}
+
+impl Default for Admission {
+    fn default() -> Self {
+        Self::at(Ledger::new())
+    }
 }
 
 impl Admission {
@@ -132,8 +143,13 @@ impl Admission {
     /// correct the ledgers.
     #[must_use]
     pub fn with_limit(ceiling: ByteSize) -> Self {
-        let host = Ledger::with_ceiling(ceiling);
-        Self { shared: Arc::new(Shared { host, ..Shared::default() }) }
+        Self::at(Ledger::with_ceiling(ceiling))
+    }
+
+    /// With this account of the host's memory, as it begins.
+    fn at(host: Ledger) -> Self {
+        let desk = Desk::take(&host);
+        Self { desk, _open: Arc::new(Open(desk)) }
     }
 
     /// Admits a request of normal priority.
@@ -149,19 +165,9 @@ impl Admission {
     ///
     /// # Errors
     /// [`Rejected`], with the numbers; it is counted.
+    #[inline]
     pub fn try_admit_with(&self, cost: Cost, priority: Priority) -> Result<Permit, Rejected> {
-        let booked = if priority == Priority::Exempt {
-            Cost {
-                host: self.shared.host.book_exempt(cost.host),
-                device: self.shared.device.book_exempt(cost.device),
-            }
-        } else {
-            let booked = self.pass_level(priority).and_then(|()| self.book(cost));
-            booked.map_err(|rejected| self.shared.count(rejected))?
-        };
-        self.shared.admitted.fetch_add(1, Ordering::Relaxed);
-        let exempt = priority == Priority::Exempt;
-        Ok(Permit { shared: Arc::clone(&self.shared), held: Held::Request(booked), exempt })
+        self.desk.admit(cost, priority)
     }
 
     /// Books what a resource holds while it is loaded: counted once, not multiplied, and not among
@@ -170,241 +176,67 @@ impl Admission {
     /// # Errors
     /// [`Rejected`]; it is not counted among the requests shed.
     pub fn try_stand(&self, cost: Cost) -> Result<Permit, Rejected> {
-        self.pass_level(Priority::High)?;
-        let host = stand(&self.shared.host, cost.host);
-        let host = host.map_err(|short| self.shared.full(Budget::Host, short))?;
-        match stand(&self.shared.device, cost.device) {
-            Ok(device) => {
-                let held = Held::Standing(Some((host, device)));
-                Ok(Permit { shared: Arc::clone(&self.shared), held, exempt: false })
-            }
-            Err(short) => {
-                self.shared.host.release_standing(host);
-                Err(self.shared.full(Budget::Device, short))
-            }
-        }
+        self.desk.stand(cost).map(|(host, device)| Permit::standing(self.desk, host, device))
     }
 
     /// Ends admission: all that comes now is [`Rejected::ShuttingDown`], but for what is exempt.
     pub fn close(&self) {
-        self.shared.closed.store(true, Ordering::Release);
+        self.desk.closed.store(true, Ordering::Release);
     }
 
     /// Whether admission has ended.
     #[must_use]
     pub fn is_closed(&self) -> bool {
-        self.shared.closed.load(Ordering::Acquire)
+        self.desk.closed.load(Ordering::Acquire)
     }
 
     /// The level by which requests are shed now.
     #[must_use]
     pub fn level(&self) -> Level {
-        Level::from_u8(self.shared.level.load(Ordering::Relaxed))
+        self.desk.level()
     }
 
     /// Sets the level by which requests are shed. Called by the control loop.
     pub fn set_level(&self, level: Level) {
-        self.shared.level.store(level.as_u8(), Ordering::Relaxed);
+        self.desk.level.store(level.as_u8(), Ordering::Relaxed);
     }
 
     /// The account of a budget.
     #[must_use]
     pub fn ledger(&self, budget: Budget) -> &Ledger {
-        match budget {
-            Budget::Host => &self.shared.host,
-            Budget::Device => &self.shared.device,
-        }
+        self.desk.ledger(budget)
     }
 
-    /// What has been admitted and shed.
+    /// What has been admitted and shed. Reads some hundred counters; what goes on meanwhile may be
+    /// in one figure and not in another.
     #[must_use]
     pub fn stats(&self) -> AdmissionStats {
-        // `finished` first: a permit that ends in between must not make `held` negative.
-        let finished_total = self.shared.finished.load(Ordering::Acquire);
+        let counts = self.desk.counts();
         AdmissionStats {
-            admitted_total: self.shared.admitted.load(Ordering::Relaxed),
-            finished_total,
-            shed: std::array::from_fn(|at| {
-                self.shared.shed.get(at).map_or(0, |count| count.load(Ordering::Relaxed))
-            }),
+            admitted_total: counts.admitted,
+            finished_total: counts.finished,
+            shed: counts.shed,
         }
     }
 
-    fn pass_level(&self, priority: Priority) -> Result<(), Rejected> {
-        if self.is_closed() {
-            return Err(Rejected::ShuttingDown);
-        }
-        let level = self.level();
-        let sheds = match level {
-            Level::None | Level::Elevated => false,
-            Level::High => priority == Priority::Low,
-            Level::Critical => priority != Priority::Exempt,
-        };
-        if !sheds {
-            return Ok(());
-        }
-        Err(Rejected::Pressure { level, retry_after: self.shared.retry_after() })
-    }
-
-    fn book(&self, cost: Cost) -> Result<Cost, Rejected> {
-        let host = book(&self.shared.host, cost.host);
-        let host = host.map_err(|short| self.shared.full(Budget::Host, short))?;
-        let device = book(&self.shared.device, cost.device).map_err(|short| {
-            self.shared.host.release(host);
-            self.shared.full(Budget::Device, short)
-        })?;
-        Ok(Cost { host, device })
-    }
-}
-
-/// Books for a request and says what was booked, which is what has to be released. Where no limit
-/// is known nothing is refused: it is as much as 64 bits hold.
-fn book(ledger: &Ledger, bytes: ByteSize) -> Result<ByteSize, Shortfall> {
-    if ledger.ceiling() == ByteSize::MAX {
-        return Ok(ledger.book_exempt(bytes));
-    }
-    ledger.try_book(bytes).map(|()| bytes)
-}
-
-/// Books what stays. Where no limit is known nothing is refused: nothing is booked where 64 bits
-/// are full.
-fn stand(ledger: &Ledger, bytes: ByteSize) -> Result<Standing, Shortfall> {
-    let booked = ledger.try_book_standing(bytes);
-    if booked.is_err() && ledger.ceiling() == ByteSize::MAX {
-        return ledger.try_book_standing(ByteSize::ZERO);
-    }
-    booked
-}
-
-impl Shared {
-    fn full(&self, budget: Budget, short: Shortfall) -> Rejected {
-        let ledger = match budget {
-            Budget::Host => &self.host,
-            Budget::Device => &self.device,
-        };
-        let Shortfall { asked, booked, allowance } = short;
-        let ceiling = ledger.ceiling();
-        if asked > ceiling {
-            return Rejected::TooLarge { budget, asked, ceiling };
-        }
-        let (booked, allowance) = (ledger.in_bytes(booked), ledger.in_bytes(allowance));
-        Rejected::Full { budget, asked, booked, allowance, retry_after: self.retry_after() }
-    }
-
-    fn count(&self, rejected: Rejected) -> Rejected {
-        if let Some(count) = self.shed.get(rejected.reason() as usize) {
-            count.fetch_add(1, Ordering::Relaxed);
-        }
-        rejected
-    }
-
-    /// From 1 s at no pressure to 4 s at critical, plus up to as much again: a guess, spread by
-    /// the number of requests shed so that clients do not come back at once.
-    fn retry_after(&self) -> Duration {
-        let level = u64::from(self.level.load(Ordering::Relaxed));
-        let shed: u64 = self.shed.iter().map(|count| count.load(Ordering::Relaxed)).sum();
-        let spread = shed.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32;
-        Duration::from_secs(1 + level + spread % (2 + level))
-    }
-}
-
-#[derive(Debug)]
-enum Held {
-    Request(Cost),
-    /// `None` only while it is being dropped.
-    Standing(Option<(Standing, Standing)>),
-}
-
-/// The right to hold bytes; dropping it gives them back.
-#[derive(Debug)]
-#[must_use = "dropping a permit gives its bytes back at once"]
-pub struct Permit {
-    shared: Arc<Shared>,
-    held: Held,
-    /// Grows as it was booked: beyond the allowance.
-    exempt: bool,
-}
-
-impl Permit {
-    /// What it holds.
+    /// What has been admitted and shed for want of room in a budget, by size: all classes, from
+    /// the smallest. Of the device's those requests only that asked for some of it.
     #[must_use]
-    pub const fn cost(&self) -> Cost {
-        match &self.held {
-            Held::Request(cost) => *cost,
-            Held::Standing(Some((host, device))) => {
-                Cost { host: host.bytes(), device: device.bytes() }
-            }
-            Held::Standing(None) => Cost::ZERO,
-        }
+    pub fn classes(&self, budget: Budget) -> [ClassStats; SizeClass::COUNT] {
+        self.counts(budget).classes
     }
 
-    /// Books more of the host's memory: a body turned out larger than it said. What is admitted is
-    /// not shed by level, since ending it is what frees memory. The permit of a request that was
-    /// exempt always grows.
-    ///
-    /// # Errors
-    /// [`Rejected`], which is counted; the permit keeps what it has. A standing permit does not
-    /// grow: [`Rejected::TooLarge`] with its own cost as the ceiling.
-    pub fn grow(&mut self, bytes: ByteSize) -> Result<(), Rejected> {
-        let budget = Budget::Host;
-        let ceiling = self.cost().host;
-        let Held::Request(cost) = &mut self.held else {
-            let asked = ceiling.saturating_add(bytes);
-            return Err(self.shared.count(Rejected::TooLarge { budget, asked, ceiling }));
-        };
-        let total = cost.host.saturating_add(bytes);
-        let host = &self.shared.host;
-        let booked = if self.exempt { Ok(host.book_exempt(bytes)) } else { book(host, bytes) };
-        let booked = booked.map_err(|short| {
-            // What it holds already and what it asks for must fit together, ever.
-            let never = total > self.shared.host.ceiling();
-            let short = Shortfall { asked: if never { total } else { bytes }, ..short };
-            self.shared.count(self.shared.full(budget, short))
-        })?;
-        cost.host = cost.host.saturating_add(booked);
-        Ok(())
-    }
-
-    /// Gives some of the host's memory back early; at most what it holds. Does nothing on a
-    /// standing permit.
-    pub fn shrink(&mut self, bytes: ByteSize) {
-        if let Held::Request(cost) = &mut self.held {
-            let part = bytes.min(cost.host);
-            cost.host = cost.host.saturating_sub(part);
-            self.shared.host.release(part);
-        }
-    }
-
-    /// Says that the resource of a standing permit is loaded, and so part of what is measured.
-    pub fn settle(&mut self) {
-        if let Held::Standing(Some((host, device))) = &mut self.held {
-            self.shared.host.settle(host);
-            self.shared.device.settle(device);
-        }
-    }
-}
-
-impl Drop for Permit {
-    fn drop(&mut self) {
-        match &mut self.held {
-            Held::Request(cost) => {
-                self.shared.host.release(cost.host);
-                self.shared.device.release(cost.device);
-                self.shared.finished.fetch_add(1, Ordering::Release);
-            }
-            Held::Standing(held) => {
-                if let Some((host, device)) = held.take() {
-                    self.shared.host.release_standing(host);
-                    self.shared.device.release_standing(device);
-                }
-            }
-        }
+    pub(super) fn counts(&self, budget: Budget) -> BudgetCounts {
+        self.desk.budget_counts(budget)
     }
 }
 
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
+    use crate::control::fairness::Balance;
     use crate::control::ledger::{Correction, Measured};
 
     /// A door whose ceilings are these; the allowances are half of them at K = 2, but for a request
@@ -578,6 +410,52 @@ mod tests {
         drop((model, first));
         drop(admission.try_admit(cost(100)).expect("fits to the byte"));
         assert_eq!(booked(&admission), NOTHING);
+    }
+
+    #[test]
+    fn hints_follow_what_comes_free_and_differ_from_one_to_the_next() {
+        let admission = Admission::with_limit(ByteSize::mib(100));
+        let _held = admission.try_admit(Cost::host(ByteSize::mib(90))).expect("fits");
+        let hints = |mib| -> Vec<u64> {
+            let shed = || admission.try_admit(Cost::host(ByteSize::mib(mib))).expect_err("full");
+            let hints = std::iter::repeat_with(|| shed().retry_after().expect("later").as_secs());
+            hints.take(200).collect()
+        };
+        let ends = |hints: &[u64]| (hints.iter().min().copied(), hints.iter().max().copied());
+        assert_eq!(ends(&hints(30)), (Some(1), Some(2)), "nothing is known to come free");
+        let drain = ByteSize::mib(4);
+        let balance = Balance { drain, pause: Duration::from_millis(1500), ..Balance::default() };
+        admission.ledger(Budget::Host).balance(balance);
+        assert_eq!(ends(&hints(30)), (Some(5), Some(10)), "20 MiB at 4 a second, and as much");
+        assert_eq!(ends(&hints(11)), (Some(2), Some(4)), "no sooner than others who ask");
+        admission.ledger(Budget::Host).balance(Balance { drain: ByteSize::new(1), ..balance });
+        assert_eq!(ends(&hints(100)), (Some(30), Some(60)), "and never later than in a minute");
+    }
+
+    #[test]
+    fn requests_are_counted_by_size_and_budget() {
+        let admission = door(100, 100);
+        let count = |budget, bytes| {
+            let class = admission.classes(budget)[SizeClass::of(bytes).place()];
+            assert_eq!(class.class, SizeClass::of(bytes));
+            (class.admitted_total, class.admitted_bytes_total, class.shed_total)
+        };
+        let (large, small) = (ByteSize::mib(30), ByteSize::mib(1));
+        let cost = Cost::host(large).and_device(small);
+        let mut permit = admission.try_admit(cost).expect("fits");
+        permit.grow(small).expect("fits");
+        assert!(admission.try_admit(cost).is_err(), "the host is full");
+        assert!(admission.try_admit(Cost::host(small).and_device(ByteSize::mib(96))).is_err());
+        assert!(admission.try_admit(Cost::host(ByteSize::mib(101))).is_err(), "too large");
+        let exempt = admission.try_admit_with(cost, Priority::Exempt).expect("exempt");
+        assert_eq!(count(Budget::Host, large), (1, large.get(), 1));
+        assert_eq!(count(Budget::Host, small), (0, 0, 0), "what lacks of the device");
+        assert_eq!(count(Budget::Device, ByteSize::mib(96)), (0, 0, 1));
+        assert_eq!(count(Budget::Device, small), (1, small.get(), 0));
+        assert_eq!(admission.stats().shed, [1, 2, 0, 0]);
+        assert_eq!((admission.stats().admitted_total, admission.stats().held()), (2, 2));
+        drop((permit, exempt));
+        assert_eq!(admission.stats().held(), 0);
     }
 
     #[test]

@@ -1,8 +1,7 @@
 //! The account of booked bytes of one budget, and how measurement corrects it.
 //!
-//! [`Ledger`] is shared and atomic: an admission is one compare-and-exchange. [`Correction`] is
-//! owned by the control loop and says what may be booked. Neither sheds by level nor reads a
-//! signal.
+//! [`Ledger`] is shared and atomic: an admission is one compare-and-exchange. What may be booked it
+//! is told by the control loop ([`Correction`]). It neither sheds by level nor reads a signal.
 //!
 //! Two kinds of bookings. A request's is an estimate: it counts `K` times, with `K` learned from
 //! measurement. A resource's (a loaded model) is *standing*: it stays for hours, its size is known,
@@ -10,51 +9,27 @@
 //! takes `units = F / K` of the allowance when it is booked, and the allowance is raised by those
 //! units from the next correction on, when `F` has become part of `other`.
 //!
-//! `K` is measured on requests that were admitted, so a `K` that refuses all of them would stay
-//! for ever. Therefore, where nothing has been measured for a while, a request that is nearly
-//! alone counts once: it is the measurement. Its estimate is taken at its word, once.
+//! While large requests get less than their share, each request has to leave room as if it were as
+//! large as one of them: the *berth* ([`Fairness`](super::Fairness) says how large it is).
 //!
-//! Invariants: at every booking `booked + asked <= allowance`, or `requests <= ceiling / 32` and
-//! `asked <= alone`; with `requests = booked - units`, `required = physical - purgeable` and
-//! `pending` the standing bytes not yet loaded,
-//! `other = max(base + standing, required - K x requests + pending)`,
-//! `allowance = (ceiling - other) / K + units` and
-//! `alone = ceiling - other - K x ceiling / 32`, or 0 while `K` is being measured;
-//! `K = max(1.05 x measured, (1 - .005 x min(8 x measured, 1)) x K)` held within 1 to 5: bytes
-//! that are booked and not used yet are no evidence that they will not be. What is not measured
-//! goes back to where it started, slowly.
+//! Invariants: at every admission `booked + max(asked, berth) <= allowance`, or
+//! `requests <= ceiling / 32` and `asked <= alone`, so that no request is refused for want of room
+//! where a larger one would be admitted. Who is admitted and grows may take the berth.
 
 use std::fmt;
+use std::num::NonZero;
+use std::ops::Deref;
+use std::time::Duration;
 
 use thiserror::Error;
 
 use crate::bytes::ByteSize;
 use crate::sync::atomic::{AtomicU64, Ordering};
 
-/// `K` before anything is measured: safe for estimates that are half of the truth.
-pub const K_START: f64 = 2.0;
-/// `K` is never less: an estimate is never taken for too high.
-pub const K_MIN: f64 = 1.0;
-/// `K` is never more.
-pub const K_MAX: f64 = 5.0;
+use super::correction::few;
+use super::fairness::Balance;
 
-/// What is added to a measured `K`.
-const K_MARGIN: f64 = 1.05;
-/// The part of `K` that goes with a tick in which less was measured: half of it in 1.4 s of ticks
-/// of 10 ms.
-const K_DECAY: f64 = 0.005;
-/// It goes in full where requests hold one in so many of the bytes that they booked, and in part
-/// where they hold less. A guess: well-meant estimates are peaks and hold a tenth on average.
-const K_EVIDENCE: f64 = 8.0;
-/// The part of the way back to [`K_START`] that `K` goes with a tick without a measurement: half of
-/// it in three minutes of an idle service. A guess.
-const K_FORGETTING: f64 = 0.001;
-/// `K` is measured only where requests have booked at least the ceiling divided by this: below it
-/// the noise of the sample is larger than what it measures.
-const MEASURED_PART: u64 = 32;
-/// After so many corrections without a measurement a request that is nearly alone counts once: two
-/// seconds of an idle service. A guess.
-const UNMEASURED: u32 = 8;
+pub use super::correction::{Books, Correction, K_MAX, K_MIN, K_START, Measured};
 
 /// Whose bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -90,7 +65,7 @@ pub struct Shortfall {
     pub asked: ByteSize,
     /// What was booked at that moment.
     pub booked: ByteSize,
-    /// What may be booked.
+    /// What may be booked: less the part of the berth that a request of this size leaves free.
     pub allowance: ByteSize,
 }
 
@@ -116,7 +91,7 @@ impl Standing {
 /// exactly what they took.
 #[derive(Debug)]
 pub struct Ledger {
-    booked: AtomicU64,
+    booked: OwnLine,
     /// Written by the control loop only.
     allowance: AtomicU64,
     /// Written by the control loop only.
@@ -125,6 +100,14 @@ pub struct Ledger {
     alone: AtomicU64,
     /// Bits of an `f64`. Written by the control loop only.
     k: AtomicU64,
+    /// What each request has to leave room for. Written by the control loop only.
+    berth: AtomicU64,
+    /// Bytes a second that come free for those who were refused; 0 where nothing does or nothing
+    /// is known. Written by the control loop only.
+    drain: AtomicU64,
+    /// The least time after which they should come again, in milliseconds. Written by the control
+    /// loop only.
+    pause_ms: AtomicU64,
     /// What standing bookings hold of `booked`.
     units: AtomicU64,
     standing: AtomicU64,
@@ -137,11 +120,14 @@ impl Ledger {
     #[must_use]
     pub fn new() -> Self {
         Self {
-            booked: AtomicU64::new(0),
+            booked: OwnLine(AtomicU64::new(0)),
             allowance: AtomicU64::new(u64::MAX),
             ceiling: AtomicU64::new(u64::MAX),
             alone: AtomicU64::new(0),
             k: AtomicU64::new(K_START.to_bits()),
+            berth: AtomicU64::new(0),
+            drain: AtomicU64::new(0),
+            pause_ms: AtomicU64::new(0),
             units: AtomicU64::new(0),
             standing: AtomicU64::new(0),
             settled: AtomicU64::new(0),
@@ -161,26 +147,63 @@ impl Ledger {
         }
     }
 
-    /// Books bytes of a request if they fit; no bytes always fit. One compare-and-exchange, tried
-    /// again only when another thread's booking came in between.
+    /// Begins anew as the other one is. Nobody books meanwhile, and nothing is booked.
+    pub(crate) fn begin(&self, other: &Self) {
+        debug_assert!(self.booked().is_zero(), "{} are booked", self.booked());
+        for (mine, theirs) in self.figures().into_iter().zip(other.figures()) {
+            mine.store(theirs.load(Ordering::Relaxed), Ordering::Relaxed);
+        }
+    }
+
+    fn figures(&self) -> [&AtomicU64; 11] {
+        let Self { booked, allowance, ceiling, alone, k, berth, drain, pause_ms, .. } = self;
+        let Self { units, standing, settled, .. } = self;
+        [booked, allowance, ceiling, alone, k, berth, drain, pause_ms, units, standing, settled]
+    }
+
+    /// Books bytes of a request if they fit and leave the berth; no bytes always fit. One
+    /// compare-and-exchange, tried again only when another thread's booking came in between.
     ///
     /// # Errors
     /// Where the bytes fit neither beside what is booked nor alone (see the module), or the sum
     /// does not fit 64 bits; nothing is booked then.
+    #[inline]
     pub(crate) fn try_book(&self, bytes: ByteSize) -> Result<(), Shortfall> {
+        let berth = self.berth.load(Ordering::Relaxed);
+        self.book_request(bytes, berth.saturating_sub(bytes.get()))
+    }
+
+    /// The same for what is admitted already and grows: it takes the berth as well, since to turn
+    /// it away would waste what was done for it.
+    ///
+    /// # Errors
+    /// As for [`Ledger::try_book`].
+    pub(crate) fn try_book_more(&self, bytes: ByteSize) -> Result<(), Shortfall> {
+        self.book_request(bytes, 0)
+    }
+
+    #[inline]
+    fn book_request(&self, bytes: ByteSize, left: u64) -> Result<(), Shortfall> {
         let alone = self.alone.load(Ordering::Relaxed);
         let few = few(self.ceiling()).get();
-        self.book_where(bytes, |booked| {
+        self.book_where(bytes, left, |booked| {
             bytes.get() <= alone && booked.saturating_sub(self.units.load(Ordering::Relaxed)) <= few
         })
     }
 
-    /// Books bytes where the allowance has room, or what is booked before them does no harm.
-    fn book_where(&self, bytes: ByteSize, harmless: impl Fn(u64) -> bool) -> Result<(), Shortfall> {
+    /// Books bytes where the allowance has room and so much of it is left, or where what is booked
+    /// before them does no harm.
+    #[inline]
+    fn book_where(
+        &self,
+        bytes: ByteSize,
+        left: u64,
+        harmless: impl Fn(u64) -> bool,
+    ) -> Result<(), Shortfall> {
         if bytes.is_zero() {
             return Ok(());
         }
-        let allowance = self.allowance.load(Ordering::Relaxed);
+        let allowance = self.allowance.load(Ordering::Relaxed).saturating_sub(left);
         let mut booked = self.booked.load(Ordering::Relaxed);
         // Ends: a failed exchange means that another one succeeded (or, rarely, a spurious one).
         loop {
@@ -208,6 +231,9 @@ impl Ledger {
     /// Books as much of the bytes as 64 bits hold, whatever the allowance says: for what is exempt.
     /// Says what was booked, which is what has to be released.
     pub(crate) fn book_exempt(&self, bytes: ByteSize) -> ByteSize {
+        if bytes.is_zero() {
+            return bytes;
+        }
         let mut booked = self.booked.load(Ordering::Relaxed);
         loop {
             let sum = booked.saturating_add(bytes.get());
@@ -225,7 +251,11 @@ impl Ledger {
     }
 
     /// Gives back bytes that were booked, no more than were.
+    #[inline]
     pub(crate) fn release(&self, bytes: ByteSize) {
+        if bytes.is_zero() {
+            return;
+        }
         let before = self.booked.fetch_sub(bytes.get(), Ordering::Relaxed);
         debug_assert!(before >= bytes.get(), "released {bytes}, booked were {before} bytes");
     }
@@ -236,7 +266,7 @@ impl Ledger {
     /// As for [`Ledger::try_book`].
     pub(crate) fn try_book_standing(&self, bytes: ByteSize) -> Result<Standing, Shortfall> {
         let units = units_of(bytes, self.k());
-        self.book_where(ByteSize::new(units), |_| false)
+        self.book_where(ByteSize::new(units), 0, |_| false)
             .map_err(|short| Shortfall { asked: bytes, ..short })?;
         // After the booking: a correction in between takes the units for a request's, which is
         // the same room.
@@ -324,6 +354,31 @@ impl Ledger {
         f64::from_bits(self.k.load(Ordering::Relaxed))
     }
 
+    /// What each request has to leave room for now, be it smaller itself; none while larger ones
+    /// get their share, and where no control loop runs.
+    #[must_use]
+    pub fn berth(&self) -> ByteSize {
+        ByteSize::new(self.berth.load(Ordering::Relaxed))
+    }
+
+    /// After what time who was refused may find room, as far as is known: the time in which what
+    /// was missing comes free, shared with all who are refused.
+    pub(crate) fn wait_for(&self, short: &Shortfall) -> Option<Duration> {
+        let drain = NonZero::new(self.drain.load(Ordering::Relaxed))?.get();
+        let missing = short.booked.saturating_add(short.asked).saturating_sub(short.allowance);
+        let millis = u128::from(missing.get()) * 1000 / u128::from(drain);
+        let least = self.pause_ms.load(Ordering::Relaxed);
+        Some(Duration::from_millis(u64::try_from(millis).unwrap_or(u64::MAX).max(least)))
+    }
+
+    /// Publishes how the room is to be shared. Called by one owner.
+    pub(crate) fn balance(&self, balance: Balance) {
+        self.berth.store(balance.berth.get(), Ordering::Relaxed);
+        self.drain.store(balance.drain.get(), Ordering::Relaxed);
+        let pause = u64::try_from(balance.pause.as_millis()).unwrap_or(u64::MAX);
+        self.pause_ms.store(pause, Ordering::Relaxed);
+    }
+
     /// Publishes what the control loop found. Called by one owner.
     pub fn correct(&self, correction: &mut Correction, measured: Measured) {
         let books = Books {
@@ -346,6 +401,19 @@ impl Default for Ledger {
     }
 }
 
+/// A counter on cache lines of its own: what all threads write does not slow what all read.
+#[derive(Debug)]
+#[repr(align(128))]
+struct OwnLine(AtomicU64);
+
+impl Deref for OwnLine {
+    type Target = AtomicU64;
+
+    fn deref(&self) -> &AtomicU64 {
+        &self.0
+    }
+}
+
 /// The allowance that `bytes` of standing memory take at this `K`, rounded up; none for no bytes,
 /// which always fit, and all of it for [`ByteSize::MAX`].
 fn units_of(bytes: ByteSize, k: f64) -> u64 {
@@ -356,128 +424,9 @@ fn units_of(bytes: ByteSize, k: f64) -> u64 {
     }
 }
 
-/// What requests may have booked for one more to be nearly alone.
-fn few(ceiling: ByteSize) -> ByteSize {
-    ByteSize::new(ceiling.get() / MEASURED_PART)
-}
-
-/// What a sample says about one budget.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Measured {
-    /// What counts against the limit.
-    pub physical: ByteSize,
-    /// The part of it that a purge of ours gives back.
-    pub purgeable: ByteSize,
-    /// What may be held altogether; [`ByteSize::MAX`] where no limit is known.
-    pub ceiling: ByteSize,
-}
-
-/// What a ledger holds at one instant.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Books {
-    /// Booked by requests.
-    pub requests: ByteSize,
-    /// What standing bookings take of the allowance.
-    pub units: ByteSize,
-    /// Booked by resources.
-    pub standing: ByteSize,
-    /// The part of `standing` that is loaded.
-    pub settled: ByteSize,
-}
-
-/// What is learned from samples: pure, owned by the control loop.
-#[derive(Clone, Debug)]
-pub struct Correction {
-    k: f64,
-    /// What is held when nothing is booked.
-    base: ByteSize,
-    /// Whether next to nothing was booked at the last sample either.
-    quiet: bool,
-    /// Updates since `K` was last measured.
-    unmeasured: u32,
-    alone: ByteSize,
-}
-
-impl Correction {
-    /// Nothing learned yet.
-    #[must_use]
-    pub const fn new() -> Self {
-        Self {
-            k: K_START,
-            base: ByteSize::ZERO,
-            quiet: true,
-            unmeasured: UNMEASURED,
-            alone: ByteSize::ZERO,
-        }
-    }
-
-    /// By how much estimates are multiplied.
-    #[must_use]
-    pub const fn k(&self) -> f64 {
-        self.k
-    }
-
-    /// What is held when nothing is booked.
-    #[must_use]
-    pub const fn base(&self) -> ByteSize {
-        self.base
-    }
-
-    /// Learns from a sample and says what may be booked.
-    pub fn update(&mut self, books: Books, measured: Measured) -> ByteSize {
-        let required = measured.physical.saturating_sub(measured.purgeable);
-        self.learn_base(books, required, measured.ceiling);
-        self.learn_k(books, required, measured.ceiling);
-        debug_assert!((K_MIN..=K_MAX).contains(&self.k), "K is {}", self.k);
-        if measured.ceiling == ByteSize::MAX {
-            return ByteSize::MAX;
-        }
-        let pending = books.standing.saturating_sub(books.settled);
-        let unbooked = required.saturating_sub(books.requests.scaled(self.k));
-        let other = unbooked.saturating_add(pending).max(self.base.saturating_add(books.standing));
-        let room = measured.ceiling.saturating_sub(other);
-        self.alone = match self.unmeasured {
-            UNMEASURED.. => room.saturating_sub(few(measured.ceiling).scaled(self.k)),
-            _ => ByteSize::ZERO,
-        };
-        room.scaled(1.0 / self.k).saturating_add(books.units)
-    }
-
-    /// The base is what is held while next to nothing is booked: taken after two quiet samples,
-    /// because memory goes a little later than its booking. It is never more than what is held
-    /// beside requests now.
-    fn learn_base(&mut self, books: Books, required: ByteSize, ceiling: ByteSize) {
-        let quiet = books.requests <= few(ceiling);
-        let held = required.saturating_sub(books.settled);
-        let held = if quiet { held.saturating_sub(books.requests.scaled(self.k)) } else { held };
-        self.base = if quiet && self.quiet { held } else { self.base.min(held) };
-        self.quiet = quiet;
-    }
-
-    fn learn_k(&mut self, books: Books, required: ByteSize, ceiling: ByteSize) {
-        if books.requests.is_zero() || books.requests < few(ceiling) {
-            self.unmeasured = self.unmeasured.saturating_add(1);
-            self.k += K_FORGETTING * (K_START - self.k);
-            return;
-        }
-        self.unmeasured = 0;
-        // All standing bytes are taken off, loaded or not: a load must not look like a wrong
-        // estimate.
-        let held = required.saturating_sub(self.base).saturating_sub(books.standing);
-        let measured = held.as_f64() / books.requests.as_f64();
-        let decayed = self.k * (1.0 - K_DECAY * (K_EVIDENCE * measured).min(1.0));
-        self.k = (K_MARGIN * measured).max(decayed).clamp(K_MIN, K_MAX);
-    }
-}
-
-impl Default for Correction {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
+    use super::super::correction::{K_FORGETTING, UNMEASURED};
     use super::*;
 
     const CEILING: ByteSize = ByteSize::mib(800);
@@ -487,6 +436,15 @@ mod tests {
             physical: ByteSize::mib(physical),
             purgeable: ByteSize::mib(purgeable),
             ceiling: CEILING,
+        }
+    }
+
+    impl Ledger {
+        /// Books as often as it fits, at least until `sum` is booked: why it fits no more.
+        fn book_and_fill(&self, each: ByteSize, sum: ByteSize) -> Shortfall {
+            let short = std::iter::repeat_with(|| self.try_book(each)).find_map(Result::err);
+            assert!(self.booked() >= sum, "{} are booked", self.booked());
+            short.expect("an allowance ends")
         }
     }
 
@@ -508,6 +466,47 @@ mod tests {
         let standing = ledger.try_book_standing(ByteSize::MAX).expect("no limit");
         ledger.release_standing(standing);
         assert_eq!(ledger.booked(), ByteSize::ZERO);
+    }
+
+    #[test]
+    fn a_berth_is_left_free_by_smaller_requests_and_taken_by_those_it_is_for() {
+        let ledger = Ledger::with_ceiling(ByteSize::mib(100));
+        let berth = ByteSize::mib(8);
+        ledger.balance(Balance { berth, ..Balance::default() });
+        let short = ledger.book_and_fill(ByteSize::mib(1), ByteSize::mib(93));
+        // 93 of 93: one more would leave 6 of the 8 MiB, besides its own.
+        assert_eq!((short.booked, short.allowance), (ByteSize::mib(93), ByteSize::mib(93)));
+        assert!(ledger.try_book(ByteSize::new(1)).is_err(), "be it as small as it may");
+        assert_eq!(ledger.try_book(ByteSize::ZERO), Ok(()), "no bytes always fit");
+        assert!(ledger.try_book(berth).is_err(), "7 MiB are left");
+        ledger.release(ByteSize::mib(1));
+        ledger.try_book(berth).expect("the berth is its own");
+        ledger.release(ByteSize::mib(4));
+        assert!(ledger.try_book(ByteSize::mib(4)).is_err(), "another berth is to be left");
+        ledger.try_book_more(ByteSize::mib(2)).expect("who is admitted grows into it");
+        let standing = ledger.try_book_standing(ByteSize::mib(1)).expect("so does what stands");
+        ledger.release_standing(standing);
+        ledger.balance(Balance::default());
+        ledger.try_book(ByteSize::mib(2)).expect("no berth any more");
+        assert_eq!(ledger.booked(), ledger.allowance());
+    }
+
+    #[test]
+    fn nobody_waits_for_less_than_what_is_missing_takes_to_come_free() {
+        let ledger = Ledger::with_ceiling(ByteSize::mib(100));
+        ledger.try_book(ByteSize::mib(90)).expect("fits");
+        let wait = |mib| ledger.wait_for(&ledger.try_book(ByteSize::mib(mib)).expect_err("full"));
+        assert_eq!(wait(30), None, "nothing is known to come free");
+        let pause = Duration::from_secs(3);
+        let drain = ByteSize::mib(4);
+        ledger.balance(Balance { berth: ByteSize::ZERO, drain, pause });
+        assert_eq!(wait(30), Some(Duration::from_secs(5)), "20 MiB at 4 a second");
+        assert_eq!(wait(11), Some(pause), "others ask as well");
+        ledger.balance(Balance { berth: ByteSize::mib(30), drain, pause });
+        assert_eq!(wait(1), Some(Duration::from_secs(5)), "it has to leave the berth");
+        let most = Balance { drain: ByteSize::new(1), pause, ..Balance::default() };
+        ledger.balance(most);
+        assert!(wait(100).is_some_and(|wait| wait > Duration::from_secs(1 << 20)));
     }
 
     #[test]
@@ -731,6 +730,7 @@ mod tests {
 
 #[cfg(all(test, lowtide_loom))]
 mod models {
+    use super::super::correction::MEASURED_PART;
     use super::*;
 
     #[test]
@@ -755,6 +755,29 @@ mod models {
                 thread.join().expect("no panic");
             }
             assert_eq!(ledger.booked(), ByteSize::ZERO);
+        });
+    }
+
+    /// Whoever comes first, a small one never takes the room of a large one.
+    #[test]
+    fn a_small_request_that_is_admitted_leaves_room_for_the_berth() {
+        loom::model(|| {
+            let ledger = loom::sync::Arc::new(Ledger::new());
+            ledger.allowance.store(10, Ordering::Relaxed);
+            ledger.ceiling.store(10, Ordering::Relaxed);
+            ledger.berth.store(6, Ordering::Relaxed);
+            let threads = [3, 3].map(|bytes| {
+                let ledger = loom::sync::Arc::clone(&ledger);
+                loom::thread::spawn(move || ledger.try_book(ByteSize::new(bytes)).is_ok())
+            });
+            let large = ledger.try_book(ByteSize::new(6)).is_ok();
+            let small = threads.map(|thread| thread.join().expect("no panic"));
+            let count = small.into_iter().filter(|admitted| *admitted).count();
+            assert!(ledger.booked() <= ByteSize::new(10));
+            assert!(count <= if large { 1 } else { 2 }, "large {large}, small {small:?}");
+            assert!(large || count == 2, "who was refused was refused for those admitted");
+            let booked = if large { 6 } else { 0 } + 3 * count as u64;
+            assert_eq!(ledger.booked(), ByteSize::new(booked));
         });
     }
 

@@ -31,16 +31,22 @@
 //! Invariant: `booked + asked <= allowance` at every admission that is not exempt.
 
 pub mod admission;
+mod correction;
+mod desk;
+mod fairness;
 pub mod ledger;
 pub mod maintenance;
 pub mod managed;
+mod permit;
 pub mod pressure;
 pub mod reclaim;
 mod rejected;
 pub mod signal;
+mod size_class;
+mod tally;
 pub mod watermark;
 
-pub use admission::{Admission, AdmissionStats, Cost, Permit, Priority};
+pub use admission::{Admission, AdmissionStats, Cost, Priority};
 pub use ledger::{Books, Budget, Correction, Ledger, Measured, Shortfall};
 pub use maintenance::{
     Hands, Job, JobQueue, Jobs, Maintenance, PressureState, PurgeGrowth, Sample, Sensor, Settings,
@@ -50,8 +56,11 @@ pub use managed::{
     Acquire, AcquireError, AddError, Backoff, Enclosure, LoadError, Managed, ManagedBuilder,
     Resource, ResourceStats, Resources, UnloadError, UnloadReason, Unloads, Use,
 };
+pub use permit::Permit;
 pub use pressure::{Band, Level, Pressure, Thresholds, ThresholdsError};
 pub use reclaim::{Ask, Ladder, LadderError, Pace, Reclaim, Recovered};
 pub use rejected::{Rejected, ShedReason};
 pub use signal::{Cpus, Glance, Limit, LimitSource, Resident, Signal, SignalError, Signals};
+pub use size_class::SizeClass;
+pub use tally::ClassStats;
 pub use watermark::{DeviceLook, Tide, Verdict, Watermark};

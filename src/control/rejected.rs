@@ -37,7 +37,8 @@ pub enum Rejected {
         asked: ByteSize,
         /// What is booked, a resource by its whole bytes.
         booked: ByteSize,
-        /// What may be booked, counted alike.
+        /// What may be booked by a request of this size, counted alike: where larger ones are
+        /// behind, less than by them ([`Ledger::berth`](super::Ledger::berth)).
         allowance: ByteSize,
         /// When to try again: whole seconds, spread so that clients do not come back together.
         retry_after: Duration,
@@ -64,6 +65,14 @@ impl Rejected {
             Self::Full { .. } => ShedReason::Full,
             Self::Pressure { .. } => ShedReason::Pressure,
             Self::ShuttingDown => ShedReason::ShuttingDown,
+        }
+    }
+
+    /// What did not fit, where it may fit later.
+    pub(crate) const fn shortage(&self) -> Option<(Budget, ByteSize)> {
+        match self {
+            Self::Full { budget, asked, .. } => Some((*budget, *asked)),
+            Self::TooLarge { .. } | Self::Pressure { .. } | Self::ShuttingDown => None,
         }
     }
 

@@ -111,6 +111,7 @@ impl Hands for WorkerHands {
         }
         for budget in [Budget::Host, Budget::Device] {
             record::ledger(self.shared.admission.ledger(budget), budget);
+            record::classes(budget, &self.shared.admission.classes(budget));
         }
         record::admission(&snapshot.admission);
         for resource in &snapshot.resources {

@@ -241,6 +241,8 @@ impl Shared {
                 ceiling: ledger.ceiling(),
                 multiplier: ledger.k(),
                 level: self.state.level(budget),
+                berth: ledger.berth(),
+                classes: self.admission.classes(budget),
             }
         };
         let signal = self.signals.sample();

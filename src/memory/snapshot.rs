@@ -5,7 +5,7 @@ use std::time::Duration;
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
 use crate::config::Profile;
-use crate::control::{AdmissionStats, Cpus, Level, ResourceStats, Signal};
+use crate::control::{AdmissionStats, ClassStats, Cpus, Level, ResourceStats, Signal, SizeClass};
 use crate::device::ArenaSnapshot;
 use crate::host::{HeapSnapshot, HostArenaStats};
 
@@ -119,4 +119,9 @@ pub struct BudgetSnapshot {
     pub multiplier: f64,
     /// The pressure on it.
     pub level: Level,
+    /// What each request has to leave room for, be it smaller itself, because larger ones are
+    /// behind; none while all have their share.
+    pub berth: ByteSize,
+    /// Its requests by size.
+    pub classes: [ClassStats; SizeClass::COUNT],
 }

@@ -207,6 +207,16 @@ table! {
         "Requests admitted.";
     PRESSURE_SHED: Counter "lowtide_pressure_shed_total" Count ["reason"]
         "Requests turned away, by reason (too_large, full, pressure, shutting_down).";
+    ADMISSION_REQUESTS: Counter "lowtide_admission_requests_total" Count
+        ["budget", "size_class", "outcome"]
+        "Requests admitted (but the exempt) and shed because they did not fit the budget, by size: \
+         the bound of the class, or larger; a class appears with its first request.";
+    ADMISSION_BYTES: Counter "lowtide_admission_bytes_total" Bytes
+        ["budget", "size_class", "outcome"]
+        "Bytes of those requests, as they were estimated.";
+    ADMISSION_BERTH: Gauge "lowtide_admission_berth_bytes" Bytes ["budget"]
+        "What each request has to leave room for, be it smaller itself, because larger ones are \
+         behind; 0 while all have their share.";
     PRESSURE_TRANSITIONS: Counter "lowtide_pressure_transitions_total" Count ["to"]
         "Changes of the pressure level, by the level reached (none, elevated, high, critical).";
     PRESSURE_OOM_KILLS: Counter "lowtide_pressure_oom_kills_total" Count []

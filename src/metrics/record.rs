@@ -231,6 +231,29 @@ pub fn ledger(ledger: &crate::control::Ledger, budget: crate::control::Budget) {
         gauge!(name::PRESSURE_ALLOWANCE.name, "budget" => label).set(allowance);
         gauge!(name::PRESSURE_MULTIPLIER.name, "budget" => label).set(ledger.k());
     }
+    gauge!(name::ADMISSION_BERTH.name, "budget" => label).set(ledger.berth().as_f64());
+}
+
+/// One budget's requests by size; classes of which none came are left out.
+#[cfg(feature = "control")]
+pub fn classes(budget: crate::control::Budget, classes: &[crate::control::ClassStats]) {
+    for class in classes {
+        if class.admitted_total == 0 && class.shed_total == 0 {
+            continue;
+        }
+        for (outcome, requests, bytes) in [
+            ("admitted", class.admitted_total, class.admitted_bytes_total),
+            ("shed", class.shed_total, class.shed_bytes_total),
+        ] {
+            let labels = [
+                ("budget", budget.name()),
+                ("size_class", class.class.name()),
+                ("outcome", outcome),
+            ];
+            counter!(name::ADMISSION_REQUESTS.name, &labels).absolute(requests);
+            counter!(name::ADMISSION_BYTES.name, &labels).absolute(bytes);
+        }
+    }
 }
 
 /// Requests admitted and turned away.

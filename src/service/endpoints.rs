@@ -236,6 +236,19 @@ fn budget(budget: &BudgetSnapshot) -> Value {
         "allowance_bytes": limit(budget.allowance),
         "ceiling_bytes": limit(budget.ceiling),
         "multiplier": budget.multiplier,
+        "berth_bytes": budget.berth.get(),
+        "size_classes": budget
+            .classes
+            .iter()
+            .filter(|class| class.admitted_total + class.shed_total > 0)
+            .map(|class| json!({
+                "size_class": class.class.name(),
+                "admitted": class.admitted_total,
+                "admitted_bytes": class.admitted_bytes_total,
+                "shed": class.shed_total,
+                "shed_bytes": class.shed_bytes_total,
+            }))
+            .collect::<Vec<_>>(),
     })
 }
 

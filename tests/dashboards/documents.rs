@@ -25,7 +25,8 @@ Values of the labels, where the list does not give them: `arena` and `resource` 
 the application gave. `device` is always `0`: a `Memory` has one device, whatever its number for
 CUDA; processes on several devices differ by `instance`. `budget` is `host` or `device`. `profile`
 is `low-memory`, `balanced` or `throughput`, `version` the crate's, `allocator` `jemalloc`. Series
-of triggers, reasons, outcomes and levels are there from the start, at 0.
+of triggers, reasons, outcomes and levels are there from the start, at 0; those of a size class come
+with its first request.
 
 ";
 

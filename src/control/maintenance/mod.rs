@@ -10,6 +10,7 @@
 //! `purgeable - decaying > max(purge_floor, purge_part x live)`; levels act on physical bytes,
 //! allowances on required ones.
 
+mod account;
 mod jobs;
 mod pacer;
 mod purging;
@@ -27,11 +28,12 @@ use crate::bytes::ByteSize;
 use crate::clock::Moment;
 
 use super::admission::Admission;
-use super::ledger::{Budget, Correction, Measured};
+use super::ledger::{Budget, Measured};
 use super::managed::Resources;
-use super::pressure::{Level, Pressure, Thresholds};
+use super::pressure::{Level, Thresholds};
 use super::reclaim::{Ladder, Pace};
 use super::signal::Limit;
+use account::Account;
 use purging::Growth;
 
 pub use jobs::{Job, JobQueue, Jobs, Trigger};
@@ -244,14 +246,6 @@ impl Settings {
     }
 }
 
-/// The level and the learned figures of one budget.
-#[derive(Debug)]
-struct Account {
-    budget: Budget,
-    pressure: Pressure,
-    correction: Correction,
-}
-
 /// What a tick decided.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tick {
@@ -274,6 +268,8 @@ pub struct Maintenance {
     host: Account,
     device: Account,
     last: Option<Sample>,
+    /// When that was.
+    ticked: Option<Moment>,
     /// Requests admitted by the last tick, and since when none has come or been held.
     admitted: u64,
     quiet_since: Option<Moment>,
@@ -304,11 +300,7 @@ impl Maintenance {
         ladder: Ladder,
     ) -> Result<Self, SettingsError> {
         settings.check()?;
-        let account = |budget| Account {
-            budget,
-            pressure: Pressure::new(settings.thresholds),
-            correction: Correction::new(),
-        };
+        let account = |budget| Account::new(budget, settings.thresholds);
         Ok(Self {
             settings,
             sensor,
@@ -321,6 +313,7 @@ impl Maintenance {
             host: account(Budget::Host),
             device: account(Budget::Device),
             last: None,
+            ticked: None,
             admitted: 0,
             quiet_since: None,
             purged_at: Moment::ORIGIN,
@@ -417,14 +410,12 @@ impl Maintenance {
     /// critical moment would refuse for ever. A closed door stays closed.
     pub fn leave(&mut self) {
         for account in [&mut self.host, &mut self.device] {
-            let ledger = self.admission.ledger(account.budget);
-            let measured = Measured { ceiling: ledger.ceiling(), ..Measured::default() };
-            ledger.correct(&mut account.correction, measured);
+            account.leave(&self.admission);
         }
         self.admission.set_level(Level::None);
     }
 
-    /// Levels and allowances.
+    /// Levels, allowances and berths.
     fn account(&mut self, sample: &Sample, now: Moment) {
         let limit = if sample.limit.is_known() { sample.limit.bytes } else { ByteSize::MAX };
         let device_limit = sample.device_limit.unwrap_or(ByteSize::MAX);
@@ -432,13 +423,14 @@ impl Maintenance {
             (&mut self.host, sample.physical, sample.purgeable, limit),
             (&mut self.device, sample.device_committed, sample.device_idle, device_limit),
         ];
+        let since = self.ticked.map_or(Duration::ZERO, |at| now - at);
+        self.ticked = Some(now);
         let mark = self.settings.thresholds.band(Level::Elevated).map_or(1.0, |band| band.down);
         for (account, physical, purgeable, limit) in budgets {
             let level = account.pressure.update(now, physical, limit);
             let ceiling =
                 if limit == ByteSize::MAX { limit } else { limit.scaled(self.settings.ceiling) };
-            let ledger = self.admission.ledger(account.budget);
-            ledger.correct(&mut account.correction, Measured { physical, purgeable, ceiling });
+            account.correct(&self.admission, Measured { physical, purgeable, ceiling }, since);
             let wanted = if limit == ByteSize::MAX {
                 ByteSize::ZERO
             } else {

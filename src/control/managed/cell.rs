@@ -15,7 +15,8 @@ use std::thread::{self, ThreadId};
 use std::time::Duration;
 
 use crate::clock::{Bell, Clock, Moment};
-use crate::control::admission::{Admission, Permit};
+use crate::control::admission::Admission;
+use crate::control::permit::Permit;
 use crate::fork::Birth;
 use crate::sync::{Condvar, Mutex, MutexGuard, caught, lock, wait};
 
