@@ -144,9 +144,8 @@ impl Desk {
         let booked = if exempt {
             self.host.book_exempt(bytes)
         } else {
-            self.book_more(held, bytes, place).map_err(|rejected| {
+            self.book_more(held, bytes, place).inspect_err(|rejected| {
                 self.tally(place).shed(place, rejected.reason(), None);
-                rejected
             })?
         };
         self.tally(place).grow(place, booked);

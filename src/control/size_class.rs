@@ -33,9 +33,9 @@ pub struct SizeClass(u8);
 
 impl SizeClass {
     /// How many there are.
-    pub const COUNT: usize = 24;
+    pub const COUNT: usize = Self::LAST as usize + 1;
 
-    const LAST: u32 = Self::COUNT as u32 - 1;
+    const LAST: u32 = 23;
 
     /// The class of a request.
     #[must_use]
