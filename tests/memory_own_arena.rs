@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use lowtide::ByteSize;
-use lowtide::control::{Backoff, LoadError};
+use lowtide::control::{Backoff, Budget, Cost, LoadError, Resource as _};
 use lowtide::host::{Heap, HostArena, HostArenaStats};
 use lowtide::memory::Memory;
 use lowtide::metrics::prometheus::{self, PrometheusBuilder};
@@ -97,6 +97,28 @@ fn a_resources_arena_is_in_the_metrics_and_reads_zero_once_it_is_unloaded() {
     assert!(seen.unload_now(SOON).expect("free"));
     assert_eq!(memory.snapshot().heap_arenas, []);
     shows(&|bytes| bytes.to_bits() == 0);
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
+#[test]
+fn a_resource_that_holds_more_than_it_said_is_booked_by_what_it_holds() {
+    let _turn = turn();
+    let memory = Memory::builder().memory_limit(ByteSize::gib(4)).start().expect("starts");
+    let said = Cost::host(ByteSize::mib(1));
+    let heavy = memory.register(memory.managed("heavy", || Ok(model())).cost(said));
+    let heavy = heavy.expect("registered");
+    let stood = || memory.admission().ledger(Budget::Host).standing();
+    assert_eq!(heavy.stats().cost, said);
+    let held = heavy.acquire_blocking().expect("loads");
+    let measured = heavy.stats().measured.expect("it has an arena");
+    assert!(measured > ByteSize::mib(4), "{measured}");
+    assert_eq!(stood(), measured, "and so booked");
+    drop(held);
+    assert!(heavy.unload_now(SOON).expect("free"));
+    assert_eq!(stood(), ByteSize::ZERO);
+    let stats = heavy.stats();
+    assert_eq!(stats.recovered_bytes_total, measured, "all of it went");
+    assert_eq!(stats.cost, Cost::host(measured), "the next load books what this one held");
     assert!(memory.shutdown(SOON).is_clean());
 }
 

@@ -275,6 +275,20 @@ impl Ledger {
         Ok(Standing { bytes, units, settled: false })
     }
 
+    /// Books more for what will stay, up to these bytes in all, whatever the allowance says.
+    pub(crate) fn raise(&self, standing: &mut Standing, bytes: ByteSize) {
+        let more = bytes.saturating_sub(standing.bytes);
+        let units = self.book_exempt(ByteSize::new(units_of(more, self.k()))).get();
+        // As for a new booking.
+        self.standing.fetch_add(more.get(), Ordering::Relaxed);
+        self.units.fetch_add(units, Ordering::Relaxed);
+        if standing.settled {
+            self.settled.fetch_add(more.get(), Ordering::Relaxed);
+        }
+        standing.bytes = standing.bytes.saturating_add(more);
+        standing.units = standing.units.saturating_add(units);
+    }
+
     /// Says that what was booked is loaded now, and so part of what is measured.
     pub(crate) fn settle(&self, standing: &mut Standing) {
         if !std::mem::replace(&mut standing.settled, true) {
@@ -689,6 +703,26 @@ mod tests {
         ledger.correct(&mut correction, sample(100, 0));
         assert!(near(room(&ledger), 350));
         assert_eq!((ledger.booked(), ledger.standing()), (ByteSize::ZERO, ByteSize::ZERO));
+    }
+
+    #[test]
+    fn what_stands_is_raised_beyond_the_allowance_and_given_back_whole() {
+        let ledger = Ledger::new();
+        ledger.correct(&mut Correction::new(), sample(0, 0));
+        for settled in [false, true] {
+            let mut model = ledger.try_book_standing(ByteSize::mib(10)).expect("fits");
+            if settled {
+                ledger.settle(&mut model);
+            }
+            ledger.raise(&mut model, ByteSize::mib(5));
+            assert_eq!(ledger.standing(), ByteSize::mib(10), "it is never lowered");
+            ledger.raise(&mut model, ByteSize::gib(3));
+            assert_eq!((ledger.standing(), model.bytes()), (ByteSize::gib(3), ByteSize::gib(3)));
+            assert_eq!(ledger.requests(), ByteSize::ZERO);
+            ledger.raise(&mut model, ByteSize::MAX);
+            ledger.release_standing(model);
+            assert_eq!((ledger.booked(), ledger.standing()), (ByteSize::ZERO, ByteSize::ZERO));
+        }
     }
 
     #[test]

@@ -80,8 +80,16 @@ impl Permit {
 
     /// Says that the resource of a standing permit is loaded, and so part of what is measured.
     pub fn settle(&mut self) {
+        self.settle_at(ByteSize::ZERO);
+    }
+
+    /// The same, with the bytes of the host's memory that it was found to hold. Where they are more
+    /// than it booked it books them, whatever the allowance says: they are there, and would be
+    /// taken for wrong estimates of requests.
+    pub fn settle_at(&mut self, held: ByteSize) {
         if let Held::Standing(Some(both)) = &mut self.held {
             let (host, device) = &mut **both;
+            self.desk.host.raise(host, held);
             self.desk.host.settle(host);
             self.desk.device.settle(device);
         }

@@ -9,6 +9,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
+use crate::bytes::ByteSize;
 use crate::control::{Enclosure, LoadError};
 use crate::host::{self, ARENA_NAME_MAX, HostArena, HostArenaStats};
 
@@ -67,15 +68,15 @@ impl Enclosure for OwnArena {
         Ok(())
     }
 
-    fn unload(&self, unload: &mut dyn FnMut()) {
-        let Some(arena) = self.take() else { return };
+    fn unload(&self, unload: &mut dyn FnMut()) -> Option<ByteSize> {
+        let arena = self.take()?;
+        let before = arena.stats().map(|stats| stats.active).unwrap_or_default();
         // In a scope, so that what is freed does not stay in this thread's cache.
         if arena.scope(&mut *unload).is_err() {
             unload();
         }
-        if let Ok(HostArenaStats { active, .. }) = arena.stats()
-            && !active.is_zero()
-        {
+        let HostArenaStats { active, .. } = arena.stats().ok()?;
+        if !active.is_zero() {
             let name = &self.name;
             tracing::debug!(
                 target: "lowtide",
@@ -84,6 +85,12 @@ impl Enclosure for OwnArena {
                 "a resource's heap arena is not empty"
             );
         }
-        // Dropped, and so kept for the next load of whatever.
+        // Dropped, and so purged and kept for the next load of whatever.
+        Some(before.saturating_sub(active))
+    }
+
+    fn held(&self) -> Option<ByteSize> {
+        let arena = self.arena.lock().unwrap_or_else(PoisonError::into_inner);
+        Some(arena.as_ref()?.stats().ok()?.active)
     }
 }

@@ -292,6 +292,11 @@ pub fn resource(stats: &crate::control::ResourceStats, last_used: Option<Duratio
         counter!(name::RESOURCE_UNLOADS.name, "resource" => label(), "reason" => reason.name())
             .absolute(stats.unloads.total(reason));
     }
+    if let Some(measured) = stats.measured {
+        gauge!(name::RESOURCE_MEASURED.name, "resource" => label()).set(measured.as_f64());
+    }
+    counter!(name::RESOURCE_RECOVERED.name, "resource" => label())
+        .absolute(stats.recovered_bytes_total.get());
     let load = stats.load_time.as_secs_f64();
     gauge!(name::RESOURCE_LOAD_SECONDS.name, "resource" => label()).set(load);
 }

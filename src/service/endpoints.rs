@@ -265,6 +265,9 @@ fn resource(stats: &ResourceStats, last_used: Option<Duration>) -> Value {
             .map(|reason| (reason.name().to_owned(), json!(stats.unloads.total(reason))))
             .into_iter()
             .collect::<serde_json::Map<_, _>>(),
+        "cost_bytes": { "host": stats.cost.host.get(), "device": stats.cost.device.get() },
+        "measured_bytes": stats.measured.map(ByteSize::get),
+        "recovered_bytes": stats.recovered_bytes_total.get(),
         "last_used_seconds": last_used.map(|at| at.as_secs_f64()),
         "last_load_seconds": stats.load_time.as_secs_f64(),
     })

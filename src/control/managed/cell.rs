@@ -14,8 +14,9 @@ use std::task::Waker;
 use std::thread::{self, ThreadId};
 use std::time::Duration;
 
+use crate::bytes::ByteSize;
 use crate::clock::{Bell, Clock, Moment};
-use crate::control::admission::Admission;
+use crate::control::admission::{Admission, Cost};
 use crate::control::permit::Permit;
 use crate::fork::Birth;
 use crate::sync::{Condvar, Mutex, MutexGuard, caught, lock, wait};
@@ -64,6 +65,10 @@ pub(super) struct State<T> {
     unload_panics: u64,
     load_time: Duration,
     unload_time: Duration,
+    /// What it held after its last load, where that was measured.
+    measured: Option<ByteSize>,
+    /// What its unloads gave back, as far as that was measured.
+    recovered: ByteSize,
 }
 
 /// What a caller has to do next.
@@ -108,6 +113,8 @@ impl<T: Send + Sync + 'static> Cell<T> {
             unload_panics: 0,
             load_time: Duration::ZERO,
             unload_time: Duration::ZERO,
+            measured: None,
+            recovered: ByteSize::ZERO,
         };
         let (state, changed) = (Mutex::new(state), Condvar::new());
         Self { parts, clock, admission, birth: Birth::now(), state, changed }
@@ -206,13 +213,21 @@ impl<T: Send + Sync + 'static> Cell<T> {
             }
             Phase::Empty | Phase::Ready(_) => {}
         }
-        let booked = self.admission.as_ref().map(|door| door.try_stand(self.parts.cost));
+        let cost = self.cost(state);
+        let booked = self.admission.as_ref().map(|door| door.try_stand(cost));
         let permit = booked.transpose().map_err(|rejected| {
             state.loads_refused += 1;
             AcquireError::Rejected { name: name(), rejected }
         })?;
         state.phase = Phase::Loading(None);
         Ok(Step::Load(permit))
+    }
+
+    /// What the next load books: what its builder said, and where the last one was found to hold
+    /// more, as much.
+    fn cost(&self, state: &State<T>) -> Cost {
+        let Cost { host, device } = self.parts.cost;
+        Cost { host: host.max(state.measured.unwrap_or_default()), device }
     }
 
     pub(super) fn load_elsewhere(cell: &Arc<Self>, permit: Option<Permit>) {
@@ -237,14 +252,17 @@ impl<T: Send + Sync + 'static> Cell<T> {
             let _ = ManuallyDrop::new((loaded, permit));
             return;
         }
+        let held = self.parts.enclosure.as_ref().filter(|_| loaded.is_ok());
+        let held = held.and_then(|enclosure| caught(|| enclosure.held()).unwrap_or_default());
         let now = self.clock.now();
         let mut state = lock(&self.state);
         debug_assert!(matches!(state.phase, Phase::Loading(_)), "a load ended that never began");
         match loaded {
             Ok(value) => {
                 if let Some(permit) = &mut permit {
-                    permit.settle();
+                    permit.settle_at(held.unwrap_or_default());
                 }
+                state.measured = held.or(state.measured);
                 state.loads_ok += 1;
                 state.failures_in_a_row = 0;
                 state.loaded_at = now;
@@ -362,7 +380,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
     /// Cleans up off the lock, then lets new loads begin.
     fn take_apart(&self, loaded: Loaded<T>, reason: UnloadReason) {
         let start = self.clock.now();
-        let panicked = !self.clean_up(loaded);
+        let recovered = self.clean_up(loaded);
         if !self.birth.is_here() {
             return; // the clean-up forked, and this is the child
         }
@@ -371,20 +389,22 @@ impl<T: Send + Sync + 'static> Cell<T> {
         debug_assert!(matches!(state.phase, Phase::Unloading(_)) && state.guards == 0);
         state.phase = Phase::Empty;
         state.unloads.count(reason);
-        state.unload_panics += u64::from(panicked);
+        state.unload_panics += u64::from(recovered.is_err());
+        let recovered = recovered.ok().flatten().unwrap_or_default();
+        state.recovered = state.recovered.saturating_add(recovered);
         state.unload_time = took;
         self.wake_all(state);
     }
 
-    /// The one clean-up of every way out; `false` where it panicked.
-    fn clean_up(&self, loaded: Loaded<T>) -> bool {
+    /// The one clean-up of every way out: what it gave back, or how it panicked.
+    fn clean_up(&self, loaded: Loaded<T>) -> Result<Option<ByteSize>, String> {
         let Loaded { value, permit } = loaded;
         let value = Arc::into_inner(value);
         debug_assert!(value.is_some(), "a value is taken apart while it is held");
-        let ended = caught(|| value.map(|value| self.parts.take_apart(value)));
+        let ended = caught(|| value.and_then(|value| self.parts.take_apart(value)));
         // Only now: what it held is booked until it is gone.
         drop(permit);
-        ended.is_ok()
+        ended
     }
 
     pub(super) fn close(&self) {
@@ -407,7 +427,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
             loading: matches!(state.phase, Phase::Loading(_)),
             guards: state.guards,
             waiting: state.waiting,
-            cost: self.parts.cost,
+            cost: self.cost(&state),
             loads_ok_total: state.loads_ok,
             loads_failed_total: state.loads_failed,
             loads_refused_total: state.loads_refused,
@@ -416,6 +436,8 @@ impl<T: Send + Sync + 'static> Cell<T> {
             last_used: state.last_used,
             load_time: state.load_time,
             unload_time: state.unload_time,
+            measured: state.measured,
+            recovered_bytes_total: state.recovered,
         }
     }
 

@@ -4,6 +4,8 @@
 //!
 //! Invariant: a load is run at most once by a call, a clean-up exactly once.
 
+use crate::bytes::ByteSize;
+
 use super::error::LoadError;
 use super::parts::Parts;
 
@@ -19,8 +21,14 @@ pub trait Enclosure: Send + Sync {
     /// Why it was not run.
     fn load(&self, load: &mut dyn FnMut()) -> Result<(), LoadError>;
 
-    /// Runs a clean-up, before it returns; one that it does not run is run after it.
-    fn unload(&self, unload: &mut dyn FnMut());
+    /// Runs a clean-up, before it returns; one that it does not run is run after it. Says how many
+    /// bytes of the host's memory went with it, where it can tell.
+    fn unload(&self, unload: &mut dyn FnMut()) -> Option<ByteSize>;
+
+    /// The bytes of the host's memory that it holds now, where it can tell: asked after each load.
+    fn held(&self) -> Option<ByteSize> {
+        None
+    }
 }
 
 impl<T> Parts<T> {
@@ -36,17 +44,17 @@ impl<T> Parts<T> {
         loaded.unwrap_or_else(|| Err(LoadError::new("its enclosure did not run the loader")))
     }
 
-    /// Takes what was loaded apart, on this thread.
-    pub(super) fn take_apart(&self, value: T) {
+    /// Takes what was loaded apart, on this thread; what went with it, where that was measured.
+    pub(super) fn take_apart(&self, value: T) -> Option<ByteSize> {
         let mut value = Some(value);
         let mut unload = || {
             if let Some(value) = value.take() {
                 (self.unload)(value);
             }
         };
-        if let Some(enclosure) = &self.enclosure {
-            enclosure.unload(&mut unload);
-        }
+        let enclosure = self.enclosure.as_ref();
+        let recovered = enclosure.and_then(|enclosure| enclosure.unload(&mut unload));
         unload();
+        recovered
     }
 }

@@ -88,7 +88,8 @@ pub struct ResourceStats {
     pub guards: usize,
     /// Callers that wait for it.
     pub waiting: usize,
-    /// What it books while it is loaded.
+    /// What its next load books: what its builder said, or what it was found to hold where that is
+    /// more.
     pub cost: Cost,
     /// Loads that succeeded.
     pub loads_ok_total: u64,
@@ -106,6 +107,11 @@ pub struct ResourceStats {
     pub load_time: Duration,
     /// How long the last clean-up took.
     pub unload_time: Duration,
+    /// What it held of the host's memory right after its last load, where its enclosure can tell: a
+    /// heap arena of its own can.
+    pub measured: Option<ByteSize>,
+    /// Bytes that its unloads gave back, as far as its enclosure could tell.
+    pub recovered_bytes_total: ByteSize,
 }
 
 impl ResourceStats {
@@ -126,6 +132,8 @@ impl ResourceStats {
             last_used: None,
             load_time: Duration::ZERO,
             unload_time: Duration::ZERO,
+            measured: None,
+            recovered_bytes_total: ByteSize::ZERO,
         }
     }
 }
@@ -251,6 +259,15 @@ impl IdleResources {
         }
     }
 
+    /// What an unload gave back: what was measured of it, or what was booked.
+    fn given_back(&self, before: &ResourceStats, after: &ResourceStats) -> ByteSize {
+        let measured = after.recovered_bytes_total.saturating_sub(before.recovered_bytes_total);
+        if self.budget == Budget::Host && !measured.is_zero() {
+            return measured;
+        }
+        self.bytes(before)
+    }
+
     /// The larger, the sooner it goes.
     fn score(&self, stats: &ResourceStats, now: Moment) -> f64 {
         let idle = now - stats.last_used.unwrap_or(Moment::ORIGIN);
@@ -294,7 +311,7 @@ impl Reclaim for IdleResources {
                 break;
             }
             if resource.unload(UnloadReason::Pressure) {
-                recovered = recovered.saturating_add(self.bytes(&stats));
+                recovered = recovered.saturating_add(self.given_back(&stats, &resource.stats()));
             }
         }
         Recovered::of(recovered)
