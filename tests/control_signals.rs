@@ -14,6 +14,10 @@ const V1_MOUNTS: &str = "31 23 0:28 / /sys/fs/cgroup rw,relatime - tmpfs tmpfs r
     35 31 0:32 / /sys/fs/cgroup/memory rw,relatime shared:9 - cgroup cgroup rw,memory\n";
 const V2_MOUNT: &str =
     "41 31 0:38 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n";
+const PSI: &str = "some avg10=2.50 avg60=0.00 avg300=0.00 total=7000\n\
+    full avg10=0.25 avg60=0.00 avg300=0.00 total=3000\n";
+/// What version 1 alone has to say of PSI.
+const NO_PSI: SignalError = SignalError::NoPsi { path: None };
 
 /// A file tree with a process of 40 MiB (10 MiB of them files) on a machine of 32 GiB.
 struct Tree(TempDir);
@@ -54,6 +58,8 @@ impl Tree {
         self.write(&at("memory.max"), &format!("{limit}\n"));
         self.write(&at("memory.high"), "max\n");
         self.write(&at("memory.events"), "low 0\nhigh 0\nmax 3\noom 1\noom_kill 2\n");
+        self.write(&at("cgroup.type"), "domain\n");
+        self.write(&at("memory.pressure"), PSI);
     }
 
     fn v1(&self, folder: &str, group: Group, hierarchical: u64) {
@@ -122,6 +128,7 @@ fn version_2_counts_what_is_held_against_the_hard_limit() {
             physical: ByteSize::mib(100),
             limit: limit(512, LimitSource::Cgroup),
             charged: Some(ByteSize::mib(90)),
+            limit_is_stale: false,
         }
     );
     assert_eq!(signals.oom_kills(), Some(2));
@@ -228,6 +235,7 @@ fn version_1_takes_the_hierarchys_limit_and_its_totals() {
             physical: ByteSize::mib(100),
             limit: limit(256, LimitSource::Cgroup),
             charged: Some(ByteSize::mib(90)),
+            limit_is_stale: false,
         }
     );
     assert_eq!(signals.oom_kills(), Some(4));
@@ -239,7 +247,7 @@ fn version_1_in_a_container_is_read_below_the_root_of_its_mount() {
     let tree = Tree::new("4:memory:/docker/ab\n", mounts);
     tree.v1("", GROUP, 512 * MIB);
     let signals = tree.open();
-    assert_eq!(signals.missing(), []);
+    assert_eq!(signals.missing(), [NO_PSI]);
     assert_eq!(signals.sample().limit, limit(512, LimitSource::Cgroup));
 }
 
@@ -267,7 +275,7 @@ fn a_version_2_line_without_a_memory_controller_is_no_cgroup() {
     let tree = Tree::new("0::/app\n", V2_MOUNT);
     tree.write("sys/fs/cgroup/app/cgroup.procs", "1\n");
     let signals = tree.open();
-    assert_eq!(signals.missing(), [SignalError::NoCgroup]);
+    assert_eq!(signals.missing(), [SignalError::NoCgroup, NO_PSI]);
     assert_eq!(signals.sample().limit, limit(32 << 10, LimitSource::Machine));
     assert_eq!(signals.sample().physical, ByteSize::mib(40));
 }
@@ -282,7 +290,8 @@ fn a_private_namespace_is_read_at_its_mount() {
     tree.v2("", GROUP);
     let signals = tree.open();
     assert_eq!(signals.sample().limit, limit(512, LimitSource::Cgroup));
-    assert!(matches!(signals.missing(), [SignalError::Outside { .. }]), "{:?}", signals.missing());
+    let missing = signals.missing();
+    assert!(matches!(missing, [SignalError::Outside { .. }, NO_PSI]), "{missing:?}");
 }
 
 #[test]

@@ -274,6 +274,7 @@ impl Builder {
             recall_hook: self.recall_hook,
             hook_at: Moment::ORIGIN,
             knows_device: false,
+            kills_logged: 0,
         };
         let worker = maintenance.worker(Box::new(hands));
         // The first sample is taken here, so that the first request meets a true allowance.
