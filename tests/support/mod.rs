@@ -129,7 +129,12 @@ impl Tree {
 
     /// The cgroup's limit is this from now on.
     pub(crate) fn limit(&self, limit: ByteSize) {
-        self.cgroup("memory.max", &limit.get().to_string());
+        self.limit_text(&limit.get().to_string());
+    }
+
+    /// The file of its limit says this.
+    pub(crate) fn limit_text(&self, text: &str) {
+        self.cgroup("memory.max", text);
     }
 
     /// Its tasks have waited for memory so long, some of them and all.
