@@ -38,6 +38,9 @@ pub struct Endpoints {
 }
 
 impl Endpoints {
+    /// The paths that are answered, for [`MemoryLayer::exempt_paths`](super::MemoryLayer).
+    pub const PATHS: [&str; 4] = ["/healthz", "/readyz", "/memory", "/metrics"];
+
     /// Answers for this memory; without one they say that it was not started.
     #[must_use]
     pub fn new(memory: Option<Memory>) -> Self {
