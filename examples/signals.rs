@@ -48,8 +48,10 @@ fn main() -> ExitCode {
 
 fn line(signals: &Signals) -> String {
     let sample = signals.sample();
-    let bytes = |size: Option<ByteSize>| size.map_or("-".to_owned(), |size| size.get().to_string());
-    let count = |count: Option<u64>| count.map_or("-".to_owned(), |count| count.to_string());
+    let bytes =
+        |size: Option<ByteSize>| size.map_or_else(|| "-".to_owned(), |size| size.get().to_string());
+    let count =
+        |count: Option<u64>| count.map_or_else(|| "-".to_owned(), |count| count.to_string());
     let events = signals.events().unwrap_or_default();
     let counts =
         |EventCounts { high, max, oom, oom_kill }| [high, max, oom, oom_kill].map(count).join(",");
@@ -57,7 +59,7 @@ fn line(signals: &Signals) -> String {
     let total = |psi: Psi| psi.some.total.as_micros().to_string();
     format!(
         "cgroup={} limit={} source={} physical={} rss={} charged={} own={} above={} psi={}",
-        signals.cgroup().map_or("-".into(), |folder| folder.display().to_string()),
+        signals.cgroup().map_or_else(|| "-".to_owned(), |folder| folder.display().to_string()),
         sample.limit.bytes.get(),
         sample.limit.source.name(),
         sample.physical.get(),
@@ -65,6 +67,6 @@ fn line(signals: &Signals) -> String {
         bytes(sample.charged),
         counts(events.own),
         counts(events.above),
-        psi.map_or("-".to_owned(), total),
+        psi.map_or_else(|| "-".to_owned(), total),
     )
 }
