@@ -60,7 +60,10 @@ pub use permit::Permit;
 pub use pressure::{Band, Level, Pressure, Thresholds, ThresholdsError};
 pub use reclaim::{Ask, Ladder, LadderError, Pace, Reclaim, Recovered};
 pub use rejected::{Rejected, ShedReason};
-pub use signal::{Cpus, Glance, Limit, LimitSource, Resident, Signal, SignalError, Signals};
+pub use signal::{
+    Cpus, EventCounts, Glance, Limit, LimitSource, MemoryEvents, Psi, Resident, Signal,
+    SignalError, Signals, Stall,
+};
 pub use size_class::SizeClass;
 pub use tally::ClassStats;
 pub use watermark::{DeviceLook, Tide, Verdict, Watermark};

@@ -275,6 +275,7 @@ impl Builder {
             hook_at: Moment::ORIGIN,
             heap_arenas: Vec::new(),
             knows_device: false,
+            kills_logged: 0,
         };
         let worker = maintenance.worker(Box::new(hands));
         // The first sample is taken here, so that the first request meets a true allowance.

@@ -2,6 +2,7 @@
 //!
 //! Runs on `lowtide-worker` alone. An error of a mechanism is a note, never a panic.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,7 +14,7 @@ use crate::sync::{Mutex, lock};
 
 use super::error::Note;
 use super::shared::Shared;
-use super::snapshot::DeviceSnapshot;
+use super::snapshot::{DeviceSnapshot, MemorySnapshot};
 
 /// How often at most the application's hook runs, and the recorder is told what the metrics are: it
 /// may have been installed meanwhile, and telling is a sixth of what publishing costs.
@@ -36,6 +37,8 @@ pub(super) struct WorkerHands {
     pub(super) heap_arenas: Vec<String>,
     /// Whether the device's memory was published the last time.
     pub(super) knows_device: bool,
+    /// Kills in the own cgroup that have been logged.
+    pub(super) kills_logged: u64,
 }
 
 impl Hands for WorkerHands {
@@ -106,9 +109,7 @@ impl Hands for WorkerHands {
         }
         self.publish_device(snapshot.stuck_total, snapshot.device_memory.as_ref());
         record::pressure(&snapshot.signal, &self.shared.state);
-        if let Some(total) = snapshot.oom_kills {
-            record::oom_kills(total);
-        }
+        self.publish_kernel(&snapshot);
         for budget in [Budget::Host, Budget::Device] {
             record::ledger(self.shared.admission.ledger(budget), budget);
             record::classes(budget, &self.shared.admission.classes(budget));
@@ -144,6 +145,43 @@ impl WorkerHands {
         let is_gone = |name: &&String| !arenas.iter().any(|(other, _)| other == *name);
         for name in self.heap_arenas.iter().filter(is_gone) {
             record::heap_arena(name, &HostArenaStats::default());
+        }
+    }
+
+    /// What the kernel counts of the cgroup; a kill is logged once.
+    fn publish_kernel(&mut self, snapshot: &MemorySnapshot) {
+        if let Some(total) = snapshot.oom_kills {
+            record::oom_kills(total);
+        }
+        if let Some(events) = &snapshot.events {
+            record::events("own", events.own);
+            record::events("above", events.above);
+            let kills = events.own.oom_kill.unwrap_or(0);
+            if kills > self.kills_logged {
+                let killed = kills - self.kills_logged;
+                self.kills_logged = kills;
+                tracing::warn!(
+                    target: "lowtide",
+                    killed,
+                    limit = %snapshot.signal.limit.bytes,
+                    physical = %snapshot.physical,
+                    "the kernel killed processes of the cgroup"
+                );
+            }
+        }
+        if let Some(psi) = snapshot.psi {
+            record::psi(psi);
+        }
+        if snapshot.signal.limit_is_stale {
+            let start = "a limit of the cgroup cannot be read any more";
+            let limit = snapshot.signal.limit;
+            let text = format!(
+                "{start}: {} ({}) stands as it was last read; expected readable files in {:?}",
+                limit.bytes,
+                limit.source.name(),
+                snapshot.cgroup.as_deref().unwrap_or_else(|| Path::new("")),
+            );
+            self.shared.note_once(start, Note { about: "signals", text });
         }
     }
 

@@ -5,6 +5,7 @@
 //!
 //! Invariant: `purges[t]` counts each purge of trigger `t` once, when it has ended.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -262,6 +263,9 @@ impl Shared {
             cpus: self.signals.cpus(),
             bound_arenas: self.bound_arenas,
             oom_kills: self.signals.oom_kills(),
+            events: self.signals.events(),
+            psi: self.signals.psi(),
+            cgroup: self.signals.cgroup().map(Path::to_owned),
             physical: signal.physical,
             purgeable: self.state.purgeable(),
             host: budget(Budget::Host),

@@ -1,11 +1,14 @@
 //! Every figure of a `Memory` at one instant: plain values for endpoints, metrics and tests.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
 use crate::config::Profile;
-use crate::control::{AdmissionStats, ClassStats, Cpus, Level, ResourceStats, Signal, SizeClass};
+use crate::control::{
+    AdmissionStats, ClassStats, Cpus, Level, MemoryEvents, Psi, ResourceStats, Signal, SizeClass,
+};
 use crate::device::ArenaSnapshot;
 use crate::host::{HeapSnapshot, HostArenaStats};
 
@@ -40,6 +43,13 @@ pub struct MemorySnapshot {
     pub bound_arenas: Option<u32>,
     /// Processes of the cgroup that the kernel has killed for memory, where it says so.
     pub oom_kills: Option<u64>,
+    /// Limits reached and processes killed since the start, in the own cgroup and above it; `None`
+    /// without a cgroup.
+    pub events: Option<MemoryEvents>,
+    /// How much time the own cgroup loses for memory, where it says so. Advisory.
+    pub psi: Option<Psi>,
+    /// The folder of the memory cgroup that is read.
+    pub cgroup: Option<PathBuf>,
     /// What counts against the host's limit.
     pub physical: ByteSize,
     /// The part of it that a purge gives back, as of the last sample.

@@ -221,6 +221,15 @@ table! {
         "Changes of the pressure level, by the level reached (none, elevated, high, critical).";
     PRESSURE_OOM_KILLS: Counter "lowtide_pressure_oom_kills_total" Count []
         "Processes of the cgroup that the kernel has killed for memory; absent without a cgroup.";
+    PRESSURE_EVENTS: Counter "lowtide_pressure_events_total" Count ["group", "event"]
+        "What the kernel counted since the start (high, max, oom, oom_kill), in the own cgroup \
+         (own) and in those of its ancestors that have a limit (above); absent where no file \
+         says it.";
+    PRESSURE_STALL: Gauge "lowtide_pressure_stall_ratio" Count ["kind"]
+        "The part of the last ten seconds that tasks of the own cgroup waited for memory (PSI), by \
+         kind (some, full). Advisory; absent where the kernel shows none, as the total after it.";
+    PRESSURE_STALL_TOTAL: Counter "lowtide_pressure_stall_microseconds_total" Microseconds ["kind"]
+        "How long they waited since the cgroup was made.";
     RESOURCE_LOADED: Gauge "lowtide_resource_loaded" Count ["resource"]
         "Whether the resource is loaded: 1 or 0.";
     RESOURCE_GUARDS: Gauge "lowtide_resource_guards" Count ["resource"]

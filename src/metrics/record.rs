@@ -219,6 +219,28 @@ pub fn oom_kills(total: u64) {
     counter!(name::PRESSURE_OOM_KILLS.name).absolute(total);
 }
 
+/// What the kernel has counted of the own cgroup (`own`), or of those above it (`above`), since the
+/// start.
+#[cfg(feature = "control")]
+pub fn events(group: &'static str, counts: crate::control::EventCounts) {
+    for (event, total) in counts.by_name() {
+        if let Some(total) = total {
+            counter!(name::PRESSURE_EVENTS.name, "group" => group, "event" => event)
+                .absolute(total);
+        }
+    }
+}
+
+/// How much time the own cgroup loses for memory.
+#[cfg(feature = "control")]
+pub fn psi(psi: crate::control::Psi) {
+    for (kind, stall) in psi.by_name() {
+        gauge!(name::PRESSURE_STALL.name, "kind" => kind).set(stall.avg10);
+        let total = u64::try_from(stall.total.as_micros()).unwrap_or(u64::MAX);
+        counter!(name::PRESSURE_STALL_TOTAL.name, "kind" => kind).absolute(total);
+    }
+}
+
 /// One budget's ledger.
 #[cfg(feature = "control")]
 pub fn ledger(ledger: &crate::control::Ledger, budget: crate::control::Budget) {

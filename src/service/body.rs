@@ -34,8 +34,10 @@ impl<R> ResponseBody<R> {
         Self { kind: Kind::Held { body, permit } }
     }
 
+    /// An empty text is the end at once, so that HTTP/2 sends the head alone.
     pub(super) fn refused(text: String) -> Self {
-        Self { kind: Kind::Refused { text: Some(text.into()) } }
+        let text = Some(text.into()).filter(|text: &Bytes| !text.is_empty());
+        Self { kind: Kind::Refused { text } }
     }
 }
 

@@ -12,7 +12,7 @@ use http::{HeaderValue, Response, StatusCode};
 use serde_json::{Value, json};
 
 use crate::bytes::ByteSize;
-use crate::control::{Level, ResourceStats, ShedReason, UnloadReason};
+use crate::control::{EventCounts, Level, ResourceStats, ShedReason, Stall, UnloadReason};
 use crate::device::ArenaSnapshot;
 use crate::memory::{BudgetSnapshot, Memory, MemorySnapshot};
 
@@ -38,6 +38,9 @@ pub struct Endpoints {
 }
 
 impl Endpoints {
+    /// The paths that are answered, for [`MemoryLayer::exempt_paths`](super::MemoryLayer).
+    pub const PATHS: [&str; 4] = ["/healthz", "/readyz", "/memory", "/metrics"];
+
     /// Answers for this memory; without one they say that it was not started.
     #[must_use]
     pub fn new(memory: Option<Memory>) -> Self {
@@ -131,6 +134,19 @@ fn document(snapshot: &MemorySnapshot) -> Value {
             "required_bytes": snapshot.required().get(),
             "charged_bytes": snapshot.signal.charged.map(ByteSize::get),
             "oom_kills": snapshot.oom_kills,
+            "events": snapshot.events.map(|events| json!({
+                "own": counts(events.own),
+                "above": counts(events.above),
+            })),
+            "psi": snapshot.psi.map(|psi| {
+                let stall = |stall: Stall| json!({
+                    "avg10": stall.avg10,
+                    "total_seconds": stall.total.as_secs_f64(),
+                });
+                json!({ "some": stall(psi.some), "full": stall(psi.full) })
+            }),
+            "cgroup": snapshot.cgroup.as_ref().map(|folder| folder.display().to_string()),
+            "limit_is_stale": snapshot.signal.limit_is_stale,
             "limit_bytes": limit(snapshot.signal.limit.bytes),
             "limit_source": snapshot.signal.limit.source.name(),
             "budget": budget(&snapshot.host),
@@ -185,6 +201,11 @@ fn document(snapshot: &MemorySnapshot) -> Value {
             .collect::<Vec<_>>(),
         "notes": notes(snapshot),
     })
+}
+
+/// Counts under the kernel's names; null where it does not say.
+fn counts(counts: EventCounts) -> Value {
+    counts.by_name().map(|(name, count)| (name.to_owned(), json!(count))).into_iter().collect()
 }
 
 fn arena(arena: &ArenaSnapshot) -> Value {

@@ -7,6 +7,7 @@
 //! Invariant: every admitted request books its estimate exactly once and gives back what it booked
 //! when its response body, and every handle a handler took, are gone.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
@@ -15,7 +16,7 @@ use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
 use http::request::Parts;
-use http::{Request, Response};
+use http::{HeaderName, HeaderValue, Method, Request, Response};
 use http_body::Body;
 use pin_project_lite::pin_project;
 use tower_layer::Layer;
@@ -25,65 +26,121 @@ use crate::control::{Admission, Cost, Priority};
 
 use super::body::ResponseBody;
 use super::drain::Drain;
+use super::estimate::{Estimate, Estimated};
 use super::permit::SharedPermit;
-use super::rejection::rejection;
+use super::rejection::{ProblemJson, Reject};
 
-/// What a request will need, told from its head: a closure that gives its [`Cost`], or its cost and
-/// [`Priority`], is one.
-///
-/// ```
-/// use http::request::Parts;
-/// use lowtide::ByteSize;
-/// use lowtide::control::{Admission, Cost, Priority};
-/// use lowtide::service::MemoryLayer;
-///
-/// let flat = |_: &Parts| Cost::host(ByteSize::mib(1));
-/// let by_path = |head: &Parts| match head.uri.path() {
-///     "/report" => (Cost::host(ByteSize::mib(64)), Priority::Low), // shed first
-///     _ => (Cost::host(ByteSize::mib(1)), Priority::Normal),
-/// };
-/// let admission = Admission::with_limit(ByteSize::gib(1));
-/// let _layer = MemoryLayer::new(admission.clone(), flat);
-/// let _layer = MemoryLayer::new(admission, by_path);
-/// ```
-pub trait Estimate: Send + Sync + 'static {
-    /// The bytes it will need at its peak, and how it fares under pressure.
-    fn estimate(&self, head: &Parts) -> (Cost, Priority);
-}
-
-impl<F, R> Estimate for F
-where
-    F: Fn(&Parts) -> R + Send + Sync + 'static,
-    R: Into<(Cost, Priority)>,
-{
-    fn estimate(&self, head: &Parts) -> (Cost, Priority) {
-        self(head).into()
-    }
-}
+/// Whether a request is let through.
+type Exempt = Arc<dyn Fn(&Parts) -> bool + Send + Sync>;
 
 /// Admits requests by the bytes that they will need.
 pub struct MemoryLayer<E> {
     admission: Admission,
     estimate: Arc<E>,
+    exempt: Option<Exempt>,
+    reject: Arc<dyn Reject>,
 }
 
 impl<E: Estimate> MemoryLayer<E> {
-    /// A layer over this admission. Put routes that must answer under pressure (readiness,
-    /// metrics) outside it.
+    /// A layer over this admission, that answers [`ProblemJson`] and exempts nothing. Put routes
+    /// that must answer under pressure (readiness, metrics) outside it, or exempt them.
     pub fn new(admission: Admission, estimate: E) -> Self {
-        Self { admission, estimate: Arc::new(estimate) }
+        let reject = Arc::new(ProblemJson);
+        Self { admission, estimate: Arc::new(estimate), exempt: None, reject }
     }
+
+    /// Answers what is turned away with this: [`Grpc`](super::Grpc), or a closure of one's own.
+    #[must_use]
+    pub fn with_rejection(mut self, reject: impl Reject) -> Self {
+        self.reject = Arc::new(reject);
+        self
+    }
+
+    /// Lets requests through for which this is true, as well as those exempt before: they are never
+    /// shed, not even while the service ends. Their estimate is not asked for: they book nothing
+    /// unless a handler grows the permit, which then never fails.
+    ///
+    /// Who can make a request exempt can take all memory. So let it rest on what clients cannot
+    /// choose freely: see [`MemoryLayer::exempt_paths`] and [`MemoryLayer::exempt_header`].
+    #[must_use]
+    pub fn exempt(mut self, is_exempt: impl Fn(&Parts) -> bool + Send + Sync + 'static) -> Self {
+        self.exempt = Some(match self.exempt.take() {
+            Some(before) => Arc::new(move |head: &Parts| before(head) || is_exempt(head)),
+            None => Arc::new(is_exempt),
+        });
+        self
+    }
+
+    /// Lets GET and HEAD requests of these paths through: readiness, metrics. Whole paths, letter
+    /// by letter, without a query: a path below one of them is another path.
+    ///
+    /// ```
+    /// use lowtide::ByteSize;
+    /// use lowtide::control::Admission;
+    /// use lowtide::service::{ContentLength, Endpoints, MemoryLayer};
+    ///
+    /// let admission = Admission::with_limit(ByteSize::gib(1));
+    /// let _layer = MemoryLayer::new(admission, ContentLength::new(ByteSize::mib(1)))
+    ///     .exempt_paths(Endpoints::PATHS);
+    /// ```
+    #[must_use]
+    pub fn exempt_paths<P: Into<String>>(self, paths: impl IntoIterator<Item = P>) -> Self {
+        let paths: BTreeSet<String> = paths.into_iter().map(Into::into).collect();
+        self.exempt(move |head| {
+            [Method::GET, Method::HEAD].contains(&head.method) && paths.contains(head.uri.path())
+        })
+    }
+
+    /// Lets requests through that carry this secret in this header: calls of the service to itself,
+    /// which would otherwise wait for memory that their caller holds. Draw the secret at the start
+    /// and give it to nobody else; a name alone would let everybody through.
+    ///
+    /// # Panics
+    /// Where the secret is shorter than 16 bytes.
+    #[must_use]
+    pub fn exempt_header(self, name: HeaderName, secret: &HeaderValue) -> Self {
+        let length = secret.len();
+        assert!(length >= SECRET_MIN, "a secret of {length} bytes: expected {SECRET_MIN} or more");
+        let secret = secret.clone();
+        self.exempt(move |head| {
+            let same = |value: &HeaderValue| alike(value.as_bytes(), secret.as_bytes());
+            head.headers.get(&name).is_some_and(same)
+        })
+    }
+}
+
+/// The shortest secret, in bytes: as long as a UUID's bits.
+const SECRET_MIN: usize = 16;
+
+/// Whether both are the same, in a time that does not say where they differ.
+fn alike(one: &[u8], other: &[u8]) -> bool {
+    let differing = one.iter().zip(other).fold(0, |sum, (one, other)| sum | (one ^ other));
+    one.len() == other.len() && differing == 0
 }
 
 impl<E> Clone for MemoryLayer<E> {
     fn clone(&self) -> Self {
-        Self { admission: self.admission.clone(), estimate: Arc::clone(&self.estimate) }
+        Self {
+            admission: self.admission.clone(),
+            estimate: Arc::clone(&self.estimate),
+            exempt: self.exempt.clone(),
+            reject: Arc::clone(&self.reject),
+        }
     }
 }
 
 impl<E> fmt::Debug for MemoryLayer<E> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("MemoryLayer").finish_non_exhaustive()
+    }
+}
+
+impl<E: Estimate> MemoryLayer<E> {
+    fn estimated(&self, head: &Parts) -> Estimated {
+        if self.exempt.as_ref().is_some_and(|is_exempt| is_exempt(head)) {
+            return Estimated { cost: Cost::ZERO, priority: Priority::Exempt, lesson: None };
+        }
+        self.estimate.estimate_to_learn(head)
     }
 }
 
@@ -125,10 +182,10 @@ where
 
     fn call(&mut self, request: Request<Q>) -> Self::Future {
         let (mut head, body) = request.into_parts();
-        let (cost, priority) = self.layer.estimate.estimate(&head);
+        let Estimated { cost, priority, lesson } = self.layer.estimated(&head);
         let state = match self.layer.admission.try_admit_with(cost, priority) {
             Ok(permit) => {
-                let permit = SharedPermit::new(permit);
+                let permit = SharedPermit::new(permit, lesson);
                 head.extensions.insert(permit.clone());
                 let future = self.inner.call(Request::from_parts(head, body));
                 State::Admitted { future, permit: Some(permit) }
@@ -136,10 +193,8 @@ where
             Err(rejected) => {
                 let path = head.uri.path();
                 tracing::debug!(target: "lowtide", %rejected, path, "turned away");
-                State::Rejected {
-                    rest: Drain::new(&head, body),
-                    response: Some(rejection(&rejected)),
-                }
+                let response = self.layer.reject.reject(&rejected, &head);
+                State::Rejected { rest: Drain::new(&head, body), response: Some(response) }
             }
         };
         ResponseFuture { state }

@@ -8,13 +8,17 @@
 mod body;
 mod drain;
 mod endpoints;
+mod estimate;
 mod layer;
+mod learned;
 mod permit;
 mod rejection;
 
 pub use body::ResponseBody;
 pub use drain::DRAIN_MAX;
 pub use endpoints::Endpoints;
-pub use layer::{Estimate, MemoryLayer, MemoryService, ResponseFuture};
+pub use estimate::{Constant, ContentLength, Estimate, Estimated, FromHeader};
+pub use layer::{MemoryLayer, MemoryService, ResponseFuture};
+pub use learned::{Learned, Lesson, ROUTES_MAX};
 pub use permit::SharedPermit;
-pub use rejection::{rejection, unavailable};
+pub use rejection::{Grpc, ProblemJson, Reject, rejection, unavailable};

@@ -4,12 +4,114 @@
 use std::time::Duration;
 
 use http::header::{CONTENT_TYPE, RETRY_AFTER};
+use http::request::Parts;
 use http::{HeaderValue, Response, StatusCode};
 
 use crate::control::{AcquireError, Rejected};
 
+/// `RESOURCE_EXHAUSTED` and `UNAVAILABLE` of gRPC.
+const RESOURCE_EXHAUSTED: u16 = 8;
+const UNAVAILABLE: u16 = 14;
 /// When to try again where somebody has to act first. A guess.
 const ACT_FIRST: Duration = Duration::from_secs(30);
+
+/// How a request is answered that was turned away: a closure is one, too.
+///
+/// ```
+/// use http::request::Parts;
+/// use http::{Response, StatusCode};
+/// use lowtide::ByteSize;
+/// use lowtide::control::{Admission, Rejected};
+/// use lowtide::service::{ContentLength, MemoryLayer};
+///
+/// let plain = |rejected: &Rejected, _: &Parts| {
+///     let mut response = Response::new(format!("{}\n", rejected.reason().name()));
+///     *response.status_mut() = StatusCode::TOO_MANY_REQUESTS;
+///     response
+/// };
+/// let admission = Admission::with_limit(ByteSize::gib(1));
+/// let _layer = MemoryLayer::new(admission, ContentLength::new(ByteSize::mib(1)))
+///     .with_rejection(plain);
+/// ```
+pub trait Reject: Send + Sync + 'static {
+    /// The answer to the request with this head.
+    fn reject(&self, rejected: &Rejected, head: &Parts) -> Response<String>;
+}
+
+impl<F> Reject for F
+where
+    F: Fn(&Rejected, &Parts) -> Response<String> + Send + Sync + 'static,
+{
+    fn reject(&self, rejected: &Rejected, head: &Parts) -> Response<String> {
+        self(rejected, head)
+    }
+}
+
+/// Answers with [`rejection`].
+#[derive(Clone, Copy, Debug, Default)]
+pub struct ProblemJson;
+
+impl Reject for ProblemJson {
+    fn reject(&self, rejected: &Rejected, _: &Parts) -> Response<String> {
+        rejection(rejected)
+    }
+}
+
+/// Answers gRPC as gRPC, and other requests with [`rejection`], so that a server of both needs one
+/// layer.
+///
+/// A client of gRPC reads a status of gRPC, not one of HTTP: `RESOURCE_EXHAUSTED` in a response of
+/// trailers only, with `grpc-retry-pushback-ms`, which is when to try again, or -1 where that would
+/// not help. A service that ends is `UNAVAILABLE` without it, so that the client goes elsewhere.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Grpc;
+
+impl Reject for Grpc {
+    fn reject(&self, rejected: &Rejected, head: &Parts) -> Response<String> {
+        let kind = head.headers.get(CONTENT_TYPE);
+        match kind.filter(|kind| kind.as_bytes().starts_with(b"application/grpc")) {
+            Some(kind) => trailers_only(rejected, kind.clone()),
+            None => rejection(rejected),
+        }
+    }
+}
+
+/// "Trailers-Only -> HTTP-Status Content-Type Trailers" (PROTOCOL-HTTP2.md of gRPC).
+fn trailers_only(rejected: &Rejected, kind: HeaderValue) -> Response<String> {
+    let (status, pushback) = match rejected {
+        Rejected::ShuttingDown => (UNAVAILABLE, None),
+        _ => (RESOURCE_EXHAUSTED, Some(rejected.retry_after())),
+    };
+    let mut response = Response::new(String::new());
+    let headers = response.headers_mut();
+    headers.insert(CONTENT_TYPE, kind);
+    headers.insert("grpc-status", HeaderValue::from(status));
+    if let Ok(message) = HeaderValue::from_str(&percent_encoded(&rejected.to_string())) {
+        headers.insert("grpc-message", message);
+    }
+    // "If the value for pushback is negative or unparseable, then it will be seen as the server
+    // asking the client not to retry at all" (gRFC A6).
+    if let Some(after) = pushback {
+        let ms = after.map_or(-1, |after| i64::try_from(after.as_millis()).unwrap_or(i64::MAX));
+        headers.insert("grpc-retry-pushback-ms", HeaderValue::from(ms));
+    }
+    response
+}
+
+/// As `grpc-message` has it: what is no printable ASCII, and `%`, in hexadecimal.
+fn percent_encoded(text: &str) -> String {
+    use std::fmt::Write as _;
+    let mut encoded = String::with_capacity(text.len());
+    for byte in text.bytes() {
+        if matches!(byte, b' '..=b'~') && byte != b'%' {
+            encoded.push(char::from(byte));
+        } else {
+            // Writing to a string does not fail.
+            let _ = write!(encoded, "%{byte:02X}");
+        }
+    }
+    encoded
+}
 
 /// The answer to a request that was turned away, as problem+json (RFC 9457): 413 where it can
 /// never fit, 503 with Retry-After (in whole seconds, at least 1) else. For a resource that cannot

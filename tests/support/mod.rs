@@ -111,6 +111,8 @@ impl Tree {
         tree.limit(limit);
         tree.cgroup("memory.high", "max");
         tree.cgroup("memory.events", "low 0\nhigh 0\nmax 0\noom 0\noom_kill 0");
+        tree.cgroup("cgroup.type", "domain");
+        tree.stall(0, 0);
         tree.hold(10);
         tree
     }
@@ -127,7 +129,27 @@ impl Tree {
 
     /// The cgroup's limit is this from now on.
     pub(crate) fn limit(&self, limit: ByteSize) {
-        self.cgroup("memory.max", &limit.get().to_string());
+        self.limit_text(&limit.get().to_string());
+    }
+
+    /// The file of its limit says this.
+    pub(crate) fn limit_text(&self, text: &str) {
+        self.cgroup("memory.max", text);
+    }
+
+    /// Its tasks have waited for memory so long, some of them and all.
+    pub(crate) fn stall(&self, some_us: u64, full_us: u64) {
+        let line = |kind, total| format!("{kind} avg10=1.50 avg60=0.00 avg300=0.00 total={total}");
+        let text = format!("{}\n{}", line("some", some_us), line("full", full_us));
+        self.cgroup("memory.pressure", &text);
+    }
+
+    /// The kernel has killed so many of its processes since it was made.
+    pub(crate) fn killed(&self, count: u64) {
+        self.cgroup(
+            "memory.events",
+            &format!("low 0\nhigh 0\nmax 7\noom {count}\noom_kill {count}"),
+        );
     }
 
     pub(crate) fn open(&self) -> Signals {

@@ -19,6 +19,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::bytes::ByteSize;
 
+use super::events::{EventFiles, EventNames, MemoryEvents};
 use super::file::{KeptFile, keyed, number, read_whole};
 use super::{Limit, LimitSource, SignalError};
 
@@ -35,7 +36,7 @@ struct Names {
     usage: &'static str,
     max: &'static str,
     high: Option<&'static str>,
-    events: &'static str,
+    events: EventNames,
     inactive_file: &'static [u8],
     active_file: &'static [u8],
     anon: &'static [u8],
@@ -46,7 +47,11 @@ const V1: Names = Names {
     usage: "memory.usage_in_bytes",
     max: "memory.limit_in_bytes",
     high: None,
-    events: "memory.oom_control",
+    events: EventNames {
+        events: "memory.oom_control",
+        local: None,
+        failcnt: Some("memory.failcnt"),
+    },
     inactive_file: b"total_inactive_file",
     active_file: b"total_active_file",
     anon: b"total_rss",
@@ -57,7 +62,11 @@ const V2: Names = Names {
     usage: "memory.current",
     max: "memory.max",
     high: Some("memory.high"),
-    events: "memory.events",
+    events: EventNames {
+        events: "memory.events",
+        local: Some("memory.events.local"),
+        failcnt: None,
+    },
     inactive_file: b"inactive_file",
     active_file: b"active_file",
     anon: b"anon",
@@ -68,18 +77,30 @@ const V2: Names = Names {
 #[derive(Debug)]
 pub(super) struct Cgroup {
     names: &'static Names,
+    folder: PathBuf,
     levels: Vec<Group>,
-    events: Option<KeptFile>,
+    /// Of version 1, as last read; `u64::MAX` for none. As the values below: a file that cannot be
+    /// read leaves the limit where it was.
+    hierarchical_last: AtomicU64,
 }
 
 #[derive(Debug)]
 struct Group {
     usage: Option<KeptFile>,
     stat: Option<KeptFile>,
-    max: Option<KeptFile>,
-    high: Option<KeptFile>,
-    /// The limit last read; `u64::MAX` for none. Written by whoever samples.
-    limit_last: AtomicU64,
+    max: LimitFile,
+    high: LimitFile,
+    events: EventFiles,
+    /// What the other members of it held when that was last known.
+    others_last: AtomicU64,
+}
+
+/// A file that holds a limit, and what was last read of it; `u64::MAX` for none. Written by whoever
+/// samples.
+#[derive(Debug)]
+struct LimitFile {
+    file: Option<KeptFile>,
+    last: AtomicU64,
 }
 
 /// One reading of it.
@@ -89,6 +110,8 @@ pub(super) struct Reading {
     pub(super) held: Option<ByteSize>,
     pub(super) charged: Option<ByteSize>,
     pub(super) limit: Option<Limit>,
+    /// A file on which the limit rests could not be read or understood.
+    pub(super) is_stale: bool,
 }
 
 /// What `memory.stat` says of one level.
@@ -141,15 +164,12 @@ impl Cgroup {
         notes: &mut Vec<SignalError>,
     ) -> Option<Self> {
         let mut levels = Vec::new();
-        let mut events = None;
-        for folder in &place.folders(root) {
+        let mut own = None;
+        for folder in place.folders(root) {
             let usage = KeptFile::open(&folder.join(names.usage)).ok();
-            if levels.is_empty() {
-                // Levels below a group whose controller is off are charged to that group.
-                if usage.is_none() {
-                    continue;
-                }
-                events = KeptFile::open(&folder.join(names.events)).ok();
+            // Levels below a group whose controller is off are charged to that group.
+            if levels.is_empty() && usage.is_none() {
+                continue;
             }
             if levels.len() == LEVELS_MAX {
                 notes.push(SignalError::Deep { looked_at: LEVELS_MAX });
@@ -162,28 +182,33 @@ impl Cgroup {
             levels.push(Group {
                 usage,
                 stat: stat.ok(),
-                max: KeptFile::open(&folder.join(names.max)).ok(),
-                high: names.high.and_then(|high| KeptFile::open(&folder.join(high)).ok()),
-                limit_last: AtomicU64::new(u64::MAX),
+                max: LimitFile::open(Some(names.max), &folder, notes),
+                high: LimitFile::open(names.high, &folder, notes),
+                events: EventFiles::open(&folder, &names.events, levels.is_empty()),
+                others_last: AtomicU64::new(0),
             });
+            own.get_or_insert(folder);
         }
-        (!levels.is_empty()).then_some(Self { names, levels, events })
+        let folder = own?;
+        Some(Self { names, folder, levels, hierarchical_last: AtomicU64::new(u64::MAX) })
     }
 
     /// Reads usage and limits now.
     pub(super) fn sample(&self) -> Reading {
         let Some(leaf) = self.levels.first() else { return Reading::default() };
+        let mut is_stale = false;
         let stat = leaf.stat(self.names);
         let held = leaf.held(stat);
-        let hierarchical = stat.hierarchical_limit.filter(|&limit| limit < UNLIMITED_FROM);
+        let hierarchical = self.hierarchical(stat, &mut is_stale);
         let mut limit = hierarchical.map(|limit| (limit, LimitSource::Cgroup));
         for (depth, group) in self.levels.iter().enumerate() {
-            let Some((own, source)) = group.limit() else { continue };
+            let Some((own, source)) = group.limit(&mut is_stale) else { continue };
             // Version 1 without `use_hierarchy`: a smaller limit above is not ours.
             if depth > 0 && hierarchical.is_some_and(|bound| own < bound) {
                 continue;
             }
-            let others = if depth == 0 { 0 } else { group.held_by_others(self.names, held) };
+            let others =
+                if depth == 0 { 0 } else { group.held_by_others(self.names, held, &mut is_stale) };
             let bound = own.saturating_sub(others);
             if limit.is_none_or(|(least, _)| bound < least) {
                 limit = Some((bound, source));
@@ -193,7 +218,43 @@ impl Cgroup {
             held: held.map(ByteSize::new),
             charged: stat.charged.map(ByteSize::new),
             limit: limit.map(|(bytes, source)| Limit { bytes: ByteSize::new(bytes), source }),
+            is_stale,
         }
+    }
+
+    /// The limit that version 1 derives from all levels, those that are not visible here included.
+    fn hierarchical(&self, stat: Stat, is_stale: &mut bool) -> Option<u64> {
+        if self.names.high.is_some() {
+            return None;
+        }
+        let read = stat.hierarchical_limit.map(|limit| {
+            let limit = if limit < UNLIMITED_FROM { limit } else { u64::MAX };
+            self.hierarchical_last.store(limit, Ordering::Relaxed);
+            limit
+        });
+        let limit = read.unwrap_or_else(|| {
+            *is_stale = true;
+            self.hierarchical_last.load(Ordering::Relaxed)
+        });
+        (limit != u64::MAX).then_some(limit)
+    }
+
+    /// The folder of the group that is charged.
+    pub(super) fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// What happened since the open, in the leaf and in the ancestors that have a limit.
+    pub(super) fn events(&self) -> MemoryEvents {
+        let mut events = MemoryEvents::default();
+        for (depth, group) in self.levels.iter().enumerate() {
+            if depth == 0 {
+                events.own = group.events.counts();
+            } else if group.limit(&mut false).is_some() {
+                events.above = events.above.with(group.events.counts());
+            }
+        }
+        events
     }
 
     /// What the leaf is charged with, page cache included.
@@ -204,7 +265,7 @@ impl Cgroup {
 
     /// Processes of the leaf that were killed for memory.
     pub(super) fn oom_kills(&self) -> Option<u64> {
-        self.events.as_ref()?.read(|text| keyed(text, b"oom_kill")).flatten()
+        self.levels.first()?.events.oom_kills()
     }
 }
 
@@ -221,26 +282,57 @@ impl Group {
         Some(usage.saturating_sub(stat.cache?).max(stat.charged.unwrap_or(0)))
     }
 
-    /// What the other members of this ancestor hold.
-    fn held_by_others(&self, names: &Names, leaf: Option<u64>) -> u64 {
-        let all = self.held(self.stat(names));
-        all.zip(leaf).map_or(0, |(all, ours)| all.saturating_sub(ours))
+    /// What the other members of this ancestor hold, or held when that could last be told.
+    fn held_by_others(&self, names: &Names, leaf: Option<u64>, is_stale: &mut bool) -> u64 {
+        match self.held(self.stat(names)).zip(leaf) {
+            Some((all, ours)) => {
+                let others = all.saturating_sub(ours);
+                self.others_last.store(others, Ordering::Relaxed);
+                others
+            }
+            None => {
+                *is_stale = true;
+                self.others_last.load(Ordering::Relaxed)
+            }
+        }
     }
 
     /// The own limit of this level, the smaller of hard and soft.
-    fn limit(&self) -> Option<(u64, LimitSource)> {
-        let value = |file: &Option<KeptFile>| file.as_ref().and_then(|file| file.read(limit_of));
-        let max = match value(&self.max) {
-            Some(Some(limit)) => limit,
-            // Unreadable or not understood: as it was.
-            Some(None) | None => self.limit_last.load(Ordering::Relaxed),
-        };
-        self.limit_last.store(max, Ordering::Relaxed);
-        let high = value(&self.high).flatten().unwrap_or(u64::MAX);
-        match (max, high) {
+    fn limit(&self, is_stale: &mut bool) -> Option<(u64, LimitSource)> {
+        match (self.max.read(is_stale), self.high.read(is_stale)) {
             (u64::MAX, u64::MAX) => None,
             (max, high) if high < max => Some((high, LimitSource::High)),
             (max, _) => Some((max, LimitSource::Cgroup)),
+        }
+    }
+}
+
+impl LimitFile {
+    /// Opens the file of this name, where there is one, and says where it holds no limit.
+    fn open(name: Option<&str>, folder: &Path, notes: &mut Vec<SignalError>) -> Self {
+        let path = name.map(|name| folder.join(name));
+        let file = path.as_deref().and_then(|path| KeptFile::open(path).ok());
+        let opened = Self { file, last: AtomicU64::new(u64::MAX) };
+        let mut is_stale = false;
+        opened.read(&mut is_stale);
+        if let Some(path) = path.filter(|_| is_stale) {
+            notes.push(SignalError::Malformed { path, expected: "a limit: bytes, or `max`" });
+        }
+        opened
+    }
+
+    /// The limit now, or as it was where the file is unreadable or not understood.
+    fn read(&self, is_stale: &mut bool) -> u64 {
+        let Some(file) = &self.file else { return u64::MAX };
+        match file.read(limit_of).flatten() {
+            Some(limit) => {
+                self.last.store(limit, Ordering::Relaxed);
+                limit
+            }
+            None => {
+                *is_stale = true;
+                self.last.load(Ordering::Relaxed)
+            }
         }
     }
 }
@@ -297,9 +389,15 @@ impl Place {
     /// `root`.
     pub(super) fn folders(&self, root: &Path) -> Vec<PathBuf> {
         let mount = root.join(self.mount.strip_prefix("/").unwrap_or(&self.mount));
-        let leaf = mount.join(&self.below);
+        // Joined with nothing it would end in a slash.
+        let leaf: PathBuf = mount.components().chain(self.below.components()).collect();
         let ancestors = leaf.ancestors().take_while(|folder| folder.starts_with(&mount));
         ancestors.map(Path::to_owned).collect()
+    }
+
+    /// The own folder; `None` where the mount stands for it.
+    pub(super) fn folder_of_own(&self, root: &Path) -> Option<PathBuf> {
+        self.folders(root).into_iter().next().filter(|_| !self.outside)
     }
 }
 
@@ -308,9 +406,13 @@ impl Place {
 pub(super) fn place(mounts: &[u8], path: &[u8], controller: Option<&[u8]>) -> Option<Place> {
     let path = Path::new(OsStr::from_bytes(path));
     let mut fallback = None;
-    for (root, mount) in
-        mounts.split(|&byte| byte == b'\n').filter_map(|line| mount_of(line, controller))
-    {
+    let mut lines = mounts.split(|&byte| byte == b'\n');
+    while let Some(line) = lines.next() {
+        let Some((root, mount)) = mount_of(line, controller) else { continue };
+        // What is mounted over by a later line cannot be reached.
+        if lines.clone().any(|later| mount_point(later).is_some_and(|point| point == mount)) {
+            continue;
+        }
         let below = path
             .strip_prefix(&root)
             .ok()
@@ -326,6 +428,10 @@ pub(super) fn place(mounts: &[u8], path: &[u8], controller: Option<&[u8]>) -> Op
         }
     }
     fallback
+}
+
+fn mount_point(line: &[u8]) -> Option<PathBuf> {
+    line.split(|&byte| byte == b' ').nth(4).map(unescaped)
 }
 
 /// Root and mount point of a line `id parent dev root mount options... - type source options`,

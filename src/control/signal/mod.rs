@@ -16,7 +16,9 @@
 
 mod cgroup;
 mod cpu;
+mod events;
 mod file;
+mod psi;
 mod statm;
 
 use std::path::{Path, PathBuf};
@@ -30,6 +32,8 @@ use cgroup::Cgroup;
 use file::{KeptFile, read_whole};
 
 pub use cpu::Cpus;
+pub use events::{EventCounts, MemoryEvents};
+pub use psi::{Psi, Stall};
 
 /// Where a limit comes from.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -107,6 +111,9 @@ pub struct Signal {
     /// Anonymous and shared memory that the cgroup is charged with: what no reclaim of the kernel
     /// gives back without swap.
     pub charged: Option<ByteSize>,
+    /// Whether a file on which the limit rests cannot be read or understood now, so that the limit
+    /// is the last that could be.
+    pub limit_is_stale: bool,
 }
 
 /// What shows that something moved; see [`Signals::glance`].
@@ -164,6 +171,19 @@ pub enum SignalError {
         /// How many levels are looked at.
         looked_at: usize,
     },
+    /// The own cgroup shows no pressure (PSI): the kernel has none (`CONFIG_PSI`, `psi=0`), version
+    /// 2 is not mounted here, or this is the root, whose figures are the machine's.
+    #[error(
+        "no memory pressure (PSI) of the own cgroup is known: {}",
+        path.as_ref().map_or_else(
+            || "no cgroup of version 2 below the root is visible".to_owned(),
+            |path| format!("{} cannot be read", path.display()),
+        )
+    )]
+    NoPsi {
+        /// The file that would have it, where there is a cgroup.
+        path: Option<PathBuf>,
+    },
     /// This system has no such signals.
     #[error("memory signals are read from /proc and cgroups, which {system} does not have")]
     Unsupported {
@@ -181,6 +201,7 @@ pub struct Signals {
     status: Option<KeptFile>,
     page: ByteSize,
     cgroup: Option<Cgroup>,
+    pressure: Option<KeptFile>,
     machine: Option<ByteSize>,
     given: Option<ByteSize>,
     cpus: Cpus,
@@ -217,12 +238,13 @@ impl Signals {
             Err(error) => note(Err(error), &mut missing),
         };
         let cgroup = Cgroup::find(root, &mut missing);
+        let pressure = psi::find(root, &mut missing);
         let status = note(KeptFile::open(&proc.join("self/status")), &mut missing);
         let page = read_whole(&proc.join("self/auxv")).ok();
         let page = page.and_then(|auxv| statm::page_of(&auxv));
         let signals = Self::of_parts(statm, machine, cgroup, missing);
         let cpus = Cpus::read(root);
-        Self { status, page: page.unwrap_or(signals.page), cpus, ..signals }
+        Self { status, pressure, page: page.unwrap_or(signals.page), cpus, ..signals }
     }
 
     fn of_parts(
@@ -237,6 +259,7 @@ impl Signals {
             status: None,
             page,
             cgroup,
+            pressure: None,
             machine,
             given: None,
             cpus: Cpus::of_thread(),
@@ -291,7 +314,8 @@ impl Signals {
             }
             _ => rss.unwrap_or(ByteSize::ZERO),
         };
-        Signal { rss, anonymous, physical, limit, charged: group.charged }
+        let (charged, limit_is_stale) = (group.charged, group.is_stale);
+        Signal { rss, anonymous, physical, limit, charged, limit_is_stale }
     }
 
     /// Whether anything may have moved since the reading before: two reads in place of a sample's
@@ -313,6 +337,27 @@ impl Signals {
     #[must_use]
     pub fn oom_kills(&self) -> Option<u64> {
         self.cgroup.as_ref()?.oom_kills()
+    }
+
+    /// Limits reached and processes killed since this was opened, in the own cgroup and in the
+    /// ancestors that limit it; `None` without a cgroup. A read for each level and more, so it is
+    /// for metrics: once a second will do.
+    #[must_use]
+    pub fn events(&self) -> Option<MemoryEvents> {
+        self.cgroup.as_ref().map(Cgroup::events)
+    }
+
+    /// How much time the own cgroup loses for memory; `None` where that is not known
+    /// ([`SignalError::NoPsi`]). Advisory, and for metrics: 10 us measured.
+    #[must_use]
+    pub fn psi(&self) -> Option<Psi> {
+        self.pressure.as_ref()?.read(psi::psi_of).flatten()
+    }
+
+    /// The folder of the memory cgroup that is read: the nearest one that is charged.
+    #[must_use]
+    pub fn cgroup(&self) -> Option<&Path> {
+        self.cgroup.as_ref().map(Cgroup::folder)
     }
 
     /// The resident set by kind. Dearer than a sample (25 us measured): for metrics.

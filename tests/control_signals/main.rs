@@ -1,108 +1,19 @@
-//! Signals over file trees as they are found in containers and on hosts.
+//! Signals over file trees as they are found in containers and on hosts: written ones here, those
+//! that real kernels showed in `corpus`.
 
 use std::fs;
 use std::path::Path;
+use std::time::Duration;
 
 use lowtide::ByteSize;
-use lowtide::control::{Cpus, Limit, LimitSource, Signal, SignalError, Signals};
-use tempfile::TempDir;
+use lowtide::control::{Limit, LimitSource, Signal, SignalError, Signals};
 
-const MIB: u64 = 1 << 20;
-const V1_NO_LIMIT: u64 = 9_223_372_036_854_771_712;
-const V1_MOUNTS: &str = "31 23 0:28 / /sys/fs/cgroup rw,relatime - tmpfs tmpfs rw,mode=755\n\
-    32 31 0:29 / /sys/fs/cgroup/cpu rw,relatime - cgroup cgroup rw,cpu\n\
-    35 31 0:32 / /sys/fs/cgroup/memory rw,relatime shared:9 - cgroup cgroup rw,memory\n";
-const V2_MOUNT: &str =
-    "41 31 0:38 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n";
+#[cfg(target_os = "linux")]
+mod corpus;
+mod cpus;
+mod tree;
 
-/// A file tree with a process of 40 MiB (10 MiB of them files) on a machine of 32 GiB.
-struct Tree(TempDir);
-
-impl Tree {
-    fn new(cgroup: &str, mounts: &str) -> Self {
-        let tree = Self(tempfile::tempdir().expect("a folder"));
-        tree.write("proc/self/statm", "20000 10240 2560 5 0 123 0\n");
-        tree.write(
-            "proc/self/status",
-            "Name:\tx\nRssAnon:\t30720 kB\nRssFile:\t8192 kB\nRssShmem:\t2048 kB\n",
-        );
-        tree.write("proc/meminfo", "MemTotal:       33554432 kB\nMemFree:  1 kB\n");
-        tree.write("proc/self/cgroup", cgroup);
-        tree.write("proc/self/mountinfo", mounts);
-        tree
-    }
-
-    fn write(&self, path: &str, text: &str) {
-        let path = self.0.path().join(path);
-        fs::create_dir_all(path.parent().expect("a folder")).expect("created");
-        fs::write(path, text).expect("written");
-    }
-
-    fn v2(&self, folder: &str, group: Group) {
-        let Group { usage, inactive_file, active_file, anon, shmem, limit } = group;
-        let at = |file| format!("sys/fs/cgroup/{folder}/{file}");
-        self.write(&at("memory.current"), &format!("{usage}\n"));
-        self.write(
-            &at("memory.stat"),
-            &format!(
-                "anon {anon}\nfile 1\nkernel 100\nshmem {shmem}\nfile_mapped 5\ninactive_anon 9\n\
-                 active_anon 8\ninactive_file {inactive_file}\nactive_file {active_file}\n\
-                 unevictable 0\n"
-            ),
-        );
-        let limit = limit.map_or_else(|| "max".to_owned(), |limit| limit.to_string());
-        self.write(&at("memory.max"), &format!("{limit}\n"));
-        self.write(&at("memory.high"), "max\n");
-        self.write(&at("memory.events"), "low 0\nhigh 0\nmax 3\noom 1\noom_kill 2\n");
-    }
-
-    fn v1(&self, folder: &str, group: Group, hierarchical: u64) {
-        let Group { usage, inactive_file, active_file, anon, shmem, limit } = group;
-        let at = |file| format!("sys/fs/cgroup/memory/{folder}/{file}");
-        self.write(&at("memory.usage_in_bytes"), &format!("{usage}\n"));
-        self.write(
-            &at("memory.stat"),
-            &format!(
-                "cache 1\nrss 2\nshmem 3\ninactive_file 4\n\
-                 hierarchical_memory_limit {hierarchical}\n\
-                 hierarchical_memsw_limit {V1_NO_LIMIT}\ntotal_cache 9\ntotal_rss {anon}\n\
-                 total_shmem {shmem}\ntotal_inactive_file {inactive_file}\n\
-                 total_active_file {active_file}\n"
-            ),
-        );
-        let limit = limit.unwrap_or(V1_NO_LIMIT);
-        self.write(&at("memory.limit_in_bytes"), &format!("{limit}\n"));
-        self.write(&at("memory.oom_control"), "oom_kill_disable 0\nunder_oom 0\noom_kill 4\n");
-    }
-
-    fn root(&self) -> &Path {
-        self.0.path()
-    }
-
-    fn open(&self) -> Signals {
-        Signals::open_at(self.root())
-    }
-}
-
-#[derive(Clone, Copy)]
-struct Group {
-    usage: u64,
-    inactive_file: u64,
-    active_file: u64,
-    anon: u64,
-    shmem: u64,
-    limit: Option<u64>,
-}
-
-/// 300 MiB charged, 200 of them page cache that goes by itself.
-const GROUP: Group = Group {
-    usage: 300 * MIB,
-    inactive_file: 150 * MIB,
-    active_file: 50 * MIB,
-    anon: 80 * MIB,
-    shmem: 10 * MIB,
-    limit: Some(512 * MIB),
-};
+use tree::{GROUP, Group, MIB, NO_PSI, PSI, Tree, V1_MOUNTS, V2_MOUNT};
 
 fn limit(mib: u64, source: LimitSource) -> Limit {
     Limit { bytes: ByteSize::mib(mib), source }
@@ -122,6 +33,7 @@ fn version_2_counts_what_is_held_against_the_hard_limit() {
             physical: ByteSize::mib(100),
             limit: limit(512, LimitSource::Cgroup),
             charged: Some(ByteSize::mib(90)),
+            limit_is_stale: false,
         }
     );
     assert_eq!(signals.oom_kills(), Some(2));
@@ -206,6 +118,130 @@ fn a_limit_changed_at_run_time_is_seen_and_one_that_cannot_be_read_stays() {
     assert_eq!(signals.sample().physical, ByteSize::mib(40), "against the machine it is the rss");
 }
 
+/// The bug: a `memory.high` that could not be read was none, and the limit rose to the hard one.
+#[test]
+fn a_soft_ceiling_that_could_not_be_read_was_none() {
+    let tree = Tree::new("0::/app\n", V2_MOUNT);
+    tree.v2("app", GROUP);
+    tree.write("sys/fs/cgroup/app/memory.high", "134217728\n");
+    let signals = tree.open();
+    for text in ["", "garbage\n", "\u{0}\u{1}"] {
+        tree.write("sys/fs/cgroup/app/memory.high", text);
+        let sample = signals.sample();
+        assert_eq!(sample.limit, limit(128, LimitSource::High), "{text:?}");
+        assert!(sample.limit_is_stale, "{text:?}");
+    }
+    tree.write("sys/fs/cgroup/app/memory.high", "67108864\n");
+    let sample = signals.sample();
+    assert_eq!((sample.limit, sample.limit_is_stale), (limit(64, LimitSource::High), false));
+}
+
+/// The bug: an ancestor's limit rose by what its other members hold, when a file with what they or
+/// we hold broke; and on version 1 a limit that `memory.stat` alone shows was gone.
+#[test]
+fn a_broken_stat_raised_the_limit_of_an_ancestor() {
+    let tree = Tree::new("0::/pod/app\n", V2_MOUNT);
+    tree.v2("pod/app", Group { limit: None, ..GROUP });
+    let crowded = Group { usage: 360 * MIB, anon: 140 * MIB, limit: Some(200 * MIB), ..GROUP };
+    tree.v2("pod", crowded);
+    let signals = tree.open();
+    assert_eq!(signals.sample().limit, limit(140, LimitSource::Cgroup));
+    for (file, text) in [
+        ("pod/memory.stat", "anon 12\ninac"),
+        ("pod/memory.current", "\u{fffd}"),
+        ("pod/app/memory.stat", ""),
+        ("pod/app/memory.current", "nothing"),
+    ] {
+        let path = format!("sys/fs/cgroup/{file}");
+        let whole = fs::read_to_string(tree.root().join(&path)).expect("written above");
+        tree.write(&path, text);
+        let sample = signals.sample();
+        assert_eq!(sample.limit, limit(140, LimitSource::Cgroup), "{file}");
+        assert!(sample.limit_is_stale, "{file}");
+        tree.write(&path, &whole);
+        assert!(!signals.sample().limit_is_stale, "{file}");
+    }
+
+    let tree = Tree::new("4:memory:/docker/ab\n1:cpu:/\n", V1_MOUNTS);
+    tree.v1("docker/ab", Group { limit: None, ..GROUP }, 256 * MIB);
+    let signals = tree.open();
+    assert_eq!(signals.sample().limit, limit(256, LimitSource::Cgroup));
+    tree.write("sys/fs/cgroup/memory/docker/ab/memory.stat", "cache 1\nrss");
+    let sample = signals.sample();
+    assert_eq!((sample.limit, sample.limit_is_stale), (limit(256, LimitSource::Cgroup), true));
+}
+
+#[test]
+fn a_limit_that_is_no_limit_at_the_open_is_said() {
+    let tree = Tree::new("0::/app\n", V2_MOUNT);
+    tree.v2("app", GROUP);
+    tree.write("sys/fs/cgroup/app/memory.max", "a lot\n");
+    let signals = tree.open();
+    let [SignalError::Malformed { path, .. }] = signals.missing() else {
+        panic!("{:?}", signals.missing());
+    };
+    assert!(path.ends_with("sys/fs/cgroup/app/memory.max"), "{path:?}");
+    assert_eq!(signals.sample().limit.source, LimitSource::Machine);
+    assert!(signals.sample().limit_is_stale);
+}
+
+#[test]
+fn a_limit_below_what_is_held_and_one_above_again_are_seen_by_the_next_sample() {
+    for v2 in [true, false] {
+        let (lines, mounts) =
+            if v2 { ("0::/app\n", V2_MOUNT) } else { ("4:memory:/app\n", V1_MOUNTS) };
+        let tree = Tree::new(lines, mounts);
+        let set = |mib: u64| {
+            let group = Group { limit: Some(mib * MIB), ..GROUP };
+            if v2 { tree.v2("app", group) } else { tree.v1("app", group, mib * MIB) }
+        };
+        set(512);
+        let signals = tree.open();
+        for mib in [512, 50, 1, 4096, 101] {
+            set(mib);
+            let sample = signals.sample();
+            assert_eq!(sample.limit, limit(mib, LimitSource::Cgroup));
+            assert_eq!(sample.physical, ByteSize::mib(100), "held, whatever the limit");
+        }
+    }
+}
+
+/// The bug: the covered mount was taken, since it comes first.
+#[test]
+fn a_mount_over_the_hierarchys_own_hid_where_the_cgroup_is() {
+    let mounts =
+        format!("{V2_MOUNT}52 41 0:38 /docker/ab /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n");
+    let tree = Tree::new("0::/docker/ab\n", &mounts);
+    tree.v2("", GROUP);
+    let signals = tree.open();
+    assert_eq!(signals.missing(), []);
+    assert_eq!(signals.psi().map(|psi| psi.some.total), Some(Duration::from_millis(7)));
+    assert_eq!(signals.cgroup(), Some(&*tree.root().join("sys/fs/cgroup")));
+}
+
+#[test]
+fn stalls_are_those_of_the_own_cgroup_and_never_the_machines() {
+    let tree = Tree::new("0::/app\n", V2_MOUNT);
+    tree.v2("app", GROUP);
+    tree.write("sys/fs/cgroup/memory.pressure", PSI);
+    tree.write("proc/pressure/memory", PSI);
+    let signals = tree.open();
+    let psi = signals.psi().expect("its own");
+    assert!((psi.some.avg10 - 0.025).abs() < 1e-9 && (psi.full.avg10 - 0.0025).abs() < 1e-9);
+    let before = signals.sample();
+    let stalled = PSI.replace("2.50", "99.00").replace("0.25", "98.00");
+    tree.write("sys/fs/cgroup/app/memory.pressure", &stalled);
+    assert!(signals.psi().is_some_and(|psi| psi.full.avg10 > 0.9));
+    assert_eq!(signals.sample(), before, "no sample has it, so nothing is shed for it");
+    tree.write("sys/fs/cgroup/app/memory.pressure", "some avg10=");
+    assert_eq!(signals.psi(), None);
+    // In the root of the hierarchy the file is the machine's.
+    let tree = Tree::new("0::/\n", V2_MOUNT);
+    tree.write("sys/fs/cgroup/memory.pressure", PSI);
+    let signals = tree.open();
+    assert_eq!((signals.psi(), signals.missing()), (None, &[SignalError::NoCgroup, NO_PSI][..]));
+}
+
 #[test]
 fn a_group_whose_controller_is_off_is_charged_to_the_one_above() {
     let tree = Tree::new("0::/app/worker\n", V2_MOUNT);
@@ -228,6 +264,7 @@ fn version_1_takes_the_hierarchys_limit_and_its_totals() {
             physical: ByteSize::mib(100),
             limit: limit(256, LimitSource::Cgroup),
             charged: Some(ByteSize::mib(90)),
+            limit_is_stale: false,
         }
     );
     assert_eq!(signals.oom_kills(), Some(4));
@@ -239,7 +276,7 @@ fn version_1_in_a_container_is_read_below_the_root_of_its_mount() {
     let tree = Tree::new("4:memory:/docker/ab\n", mounts);
     tree.v1("", GROUP, 512 * MIB);
     let signals = tree.open();
-    assert_eq!(signals.missing(), []);
+    assert_eq!(signals.missing(), [NO_PSI]);
     assert_eq!(signals.sample().limit, limit(512, LimitSource::Cgroup));
 }
 
@@ -267,7 +304,7 @@ fn a_version_2_line_without_a_memory_controller_is_no_cgroup() {
     let tree = Tree::new("0::/app\n", V2_MOUNT);
     tree.write("sys/fs/cgroup/app/cgroup.procs", "1\n");
     let signals = tree.open();
-    assert_eq!(signals.missing(), [SignalError::NoCgroup]);
+    assert_eq!(signals.missing(), [SignalError::NoCgroup, NO_PSI]);
     assert_eq!(signals.sample().limit, limit(32 << 10, LimitSource::Machine));
     assert_eq!(signals.sample().physical, ByteSize::mib(40));
 }
@@ -282,7 +319,8 @@ fn a_private_namespace_is_read_at_its_mount() {
     tree.v2("", GROUP);
     let signals = tree.open();
     assert_eq!(signals.sample().limit, limit(512, LimitSource::Cgroup));
-    assert!(matches!(signals.missing(), [SignalError::Outside { .. }]), "{:?}", signals.missing());
+    let missing = signals.missing();
+    assert!(matches!(missing, [SignalError::Outside { .. }, NO_PSI]), "{missing:?}");
 }
 
 #[test]
@@ -337,60 +375,4 @@ fn this_machine_can_be_read() {
         assert!(sample.rss.is_some_and(|rss| rss > ByteSize::kib(100)));
         assert!(sample.limit.is_known());
     }
-}
-
-/// A process that may run on `allowed` CPUs, in a cgroup of both versions' paths.
-fn tree_of_cpus(allowed: &str, cgroup: &str, mounts: &str) -> Tree {
-    let tree = Tree::new(cgroup, mounts);
-    tree.write("proc/self/status", &format!("Name:\tx\nCpus_allowed_list:\t{allowed}\n"));
-    tree
-}
-
-#[test]
-fn a_quota_of_cpu_time_is_the_least_of_the_cgroup_and_its_ancestors() {
-    let tree = tree_of_cpus("0-63", "0::/pod/app\n", V2_MOUNT);
-    assert_eq!(tree.open().cpus(), Cpus { allowed: Some(64), quota_milli: None });
-    tree.write("sys/fs/cgroup/pod/app/cpu.max", "max 100000\n");
-    assert_eq!(tree.open().cpus().whole(), Some(64));
-    tree.write("sys/fs/cgroup/pod/cpu.max", "200000 100000\n");
-    let cpus = tree.open().cpus();
-    assert_eq!((cpus.quota_milli, cpus.whole()), (Some(2_000), Some(2)), "a parent's quota");
-    tree.write("sys/fs/cgroup/pod/app/cpu.max", "150000 100000\n");
-    let cpus = tree.open().cpus();
-    assert_eq!((cpus.quota_milli, cpus.whole()), (Some(1_500), Some(2)));
-    for broken in ["", "max\n", "x 100000\n", "100000\n", "100000 0\n", "-1 100000\n"] {
-        tree.write("sys/fs/cgroup/pod/app/cpu.max", broken);
-        assert_eq!(tree.open().cpus().quota_milli, Some(2_000), "{broken:?}");
-    }
-}
-
-#[test]
-fn a_quota_of_version_1_is_found_at_its_own_controller_also_beside_version_2() {
-    let mounts = format!(
-        "{V1_MOUNTS}33 31 0:30 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct\n\
-         41 31 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n"
-    )
-    .replace(
-        "/sys/fs/cgroup/cpu rw,relatime - cgroup cgroup rw,cpu\n",
-        "/x rw - cgroup c rw,pids\n",
-    );
-    let lines = "4:memory:/other\n3:cpu,cpuacct:/docker/ab\n0::/system.slice\n";
-    let tree = tree_of_cpus("0-3,8", lines, &mounts);
-    let folder = "sys/fs/cgroup/cpu,cpuacct/docker/ab";
-    let quota = |quota: &str| {
-        tree.write(&format!("{folder}/cpu.cfs_quota_us"), quota);
-        tree.write(&format!("{folder}/cpu.cfs_period_us"), "50000\n");
-        tree.open().cpus()
-    };
-    assert_eq!(quota("-1\n"), Cpus { allowed: Some(5), quota_milli: None });
-    assert_eq!(quota("150000\n").whole(), Some(3));
-    assert_eq!(quota("5000000\n").whole(), Some(5), "more than it may run on");
-}
-
-#[test]
-fn where_nothing_is_said_of_cpus_the_machine_is_asked_or_nothing_is_known() {
-    let tree = Tree::new("0::/app\n", V2_MOUNT);
-    assert_eq!(tree.open().cpus(), Cpus::default());
-    assert_eq!(tree.open().cpus().whole(), None);
-    assert!(Signals::open().cpus().whole() >= Some(1), "this machine has one");
 }

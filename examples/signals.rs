@@ -1,0 +1,72 @@
+//! What lowtide finds of its memory limit and of the kernel's counts, on this system.
+//!
+//! `cargo run --example signals`: one line of `name=value`. With `--hold 64m` it holds that much
+//! memory first; with `--watch` it prints a line for each line that it reads, so that a script can
+//! change the cgroup in between. `.ci/limits` runs it under cgroups of every kind.
+//!
+//! Exit code 0: a limit was found; 1: none.
+//!
+//! Invariant: it reads what a service reads, through the same type, and writes to no cgroup.
+#![expect(clippy::print_stdout, reason = "the figures are the product")]
+
+use std::io::BufRead;
+use std::process::ExitCode;
+
+use clap::Parser;
+use lowtide::ByteSize;
+use lowtide::control::{EventCounts, Psi, Signals};
+
+/// What lowtide finds of its memory limit on this system.
+#[derive(Parser)]
+struct Args {
+    /// Holds this much memory.
+    #[arg(long, default_value = "0")]
+    hold: ByteSize,
+    /// Prints a line now and one for each line of the input.
+    #[arg(long)]
+    watch: bool,
+}
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    let signals = Signals::open();
+    // Written to, so that there is memory behind every page.
+    let held = vec![1_u8; args.hold.as_usize().unwrap_or(usize::MAX)];
+    println!("{}", line(&signals));
+    if args.watch {
+        for _ in std::io::stdin().lock().lines().map_while(Result::ok) {
+            println!("{}", line(&signals));
+        }
+    }
+    for missing in signals.missing() {
+        println!("missing: {missing}");
+    }
+    let found = signals.sample().limit.is_known();
+    // Used after the last line, so that it was held until then.
+    if found && held.iter().all(|&byte| byte == 1) { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+fn line(signals: &Signals) -> String {
+    let sample = signals.sample();
+    let bytes =
+        |size: Option<ByteSize>| size.map_or_else(|| "-".to_owned(), |size| size.get().to_string());
+    let count =
+        |count: Option<u64>| count.map_or_else(|| "-".to_owned(), |count| count.to_string());
+    let events = signals.events().unwrap_or_default();
+    let counts =
+        |EventCounts { high, max, oom, oom_kill }| [high, max, oom, oom_kill].map(count).join(",");
+    let psi = signals.psi();
+    let total = |psi: Psi| psi.some.total.as_micros().to_string();
+    format!(
+        "cgroup={} limit={} source={} physical={} rss={} charged={} own={} above={} psi={}",
+        signals.cgroup().map_or_else(|| "-".to_owned(), |folder| folder.display().to_string()),
+        sample.limit.bytes.get(),
+        sample.limit.source.name(),
+        sample.physical.get(),
+        bytes(sample.rss),
+        bytes(sample.charged),
+        counts(events.own),
+        counts(events.above),
+        psi.map_or_else(|| "-".to_owned(), total),
+    )
+}

@@ -1,0 +1,314 @@
+//! An estimator that learns: for each route what its requests really held.
+//!
+//! It learns from [`SharedPermit`](super::SharedPermit): from what handlers say that they hold
+//! (`hold`), and from permits that had to grow. A request whose handler says nothing teaches
+//! nothing, since what was booked for it is no news. Of each route a histogram over
+//! eighths of powers of two is kept, in which old requests fade: each time that [`WINDOW`] are in it
+//! all counts are halved. The estimate is its 95th percentile, which nineteen of twenty requests
+//! do not pass; what the others need is what the ledger's multiplier is for.
+//!
+//! Invariant: `estimate >= 95 % of what the histogram holds`, and at most an eighth more than the
+//! largest of those; memory is at most [`ROUTES_MAX`] + 1 routes of about one KiB.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+
+use http::request::Parts;
+
+use crate::bytes::ByteSize;
+use crate::control::{Cost, Priority};
+use crate::sync::atomic::{AtomicU64, Ordering};
+use crate::sync::{Mutex, lock};
+
+use super::estimate::{Estimate, Estimated};
+
+/// Routes that are told apart; those that come later share one estimate.
+pub const ROUTES_MAX: usize = 256;
+/// Requests after which what is known counts half. A guess: minutes of a busy route.
+const WINDOW: u32 = 512;
+/// Requests before the guess is given up: until then the estimate is the larger of the two.
+const LESSONS_MIN: u32 = 8;
+/// The part of requests that the estimate is enough for, in percent.
+const PERCENTILE: u32 = 95;
+/// Buckets of a power of two.
+const PARTS: usize = 8;
+/// 0 to 7 have buckets of their own, then come eight for each power of two.
+const BUCKETS: usize = (64 - 2) * PARTS;
+
+/// What requests of a route need, learned from those before. Cheap to ask: a look-up under a lock
+/// and a load.
+///
+/// ```
+/// use http::request::Parts;
+/// use lowtide::ByteSize;
+/// use lowtide::control::Admission;
+/// use lowtide::service::{Learned, MemoryLayer};
+///
+/// // By method and first segment of the path: a bounded set, since clients choose paths.
+/// let route = |head: &Parts| {
+///     let first = head.uri.path().split('/').nth(1).unwrap_or_default();
+///     (head.method.to_string(), first.to_owned())
+/// };
+/// let estimate = Learned::new(ByteSize::mib(4), route); // until it is known
+/// let _layer = MemoryLayer::new(Admission::with_limit(ByteSize::gib(1)), estimate);
+/// ```
+///
+/// In the handler, wherever the amount is known:
+///
+/// ```
+/// # use lowtide::ByteSize;
+/// # use lowtide::control::Rejected;
+/// # use lowtide::service::SharedPermit;
+/// fn decoded(permit: &SharedPermit, image: &[u8]) -> Result<(), Rejected> {
+///     permit.hold(ByteSize::of(image.len())) // books more where it is more than was booked
+/// }
+/// ```
+pub struct Learned<K, F> {
+    key: F,
+    guess: ByteSize,
+    device: ByteSize,
+    priority: Priority,
+    routes: Mutex<Routes<K>>,
+}
+
+struct Routes<K> {
+    known: BTreeMap<K, Arc<Route>>,
+    rest: Arc<Route>,
+}
+
+/// Where what a request held goes: a route's memory of it.
+#[derive(Clone)]
+pub struct Lesson(Arc<Route>);
+
+impl Lesson {
+    /// A request held this much at its peak. Takes the route's own lock for about a microsecond.
+    pub fn learn(&self, held: ByteSize) {
+        self.0.learn(held);
+    }
+}
+
+impl fmt::Debug for Lesson {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Lesson").field("estimate", &self.0.estimate()).finish()
+    }
+}
+
+impl<K: Ord, F: Fn(&Parts) -> K> Learned<K, F> {
+    /// By the route that `key` gives, beginning with a guess.
+    pub fn new(guess: ByteSize, key: F) -> Self {
+        let routes = Routes { known: BTreeMap::new(), rest: Arc::new(Route::new(guess)) };
+        let (device, priority) = (ByteSize::ZERO, Priority::Normal);
+        Self { key, guess, device, priority, routes: Mutex::new(routes) }
+    }
+
+    /// And always this much of the device's memory, which is not learned.
+    #[must_use]
+    pub fn and_device(mut self, bytes: ByteSize) -> Self {
+        self.device = bytes;
+        self
+    }
+
+    /// At this priority.
+    #[must_use]
+    pub fn priority(mut self, priority: Priority) -> Self {
+        self.priority = priority;
+        self
+    }
+
+    fn route(&self, head: &Parts) -> Arc<Route> {
+        // Outside the lock: it is the caller's, and may take its time or panic.
+        let key = (self.key)(head);
+        let mut routes = lock(&self.routes);
+        if let Some(route) = routes.known.get(&key) {
+            return Arc::clone(route);
+        }
+        if routes.known.len() >= ROUTES_MAX {
+            return Arc::clone(&routes.rest);
+        }
+        let route = Arc::new(Route::new(self.guess));
+        routes.known.insert(key, Arc::clone(&route));
+        route
+    }
+}
+
+impl<K, F> Estimate for Learned<K, F>
+where
+    K: Ord + Send + 'static,
+    F: Fn(&Parts) -> K + Send + Sync + 'static,
+{
+    fn estimate(&self, head: &Parts) -> (Cost, Priority) {
+        let Estimated { cost, priority, .. } = self.estimate_to_learn(head);
+        (cost, priority)
+    }
+
+    fn estimate_to_learn(&self, head: &Parts) -> Estimated {
+        let route = self.route(head);
+        let cost = Cost::host(route.estimate()).and_device(self.device);
+        Estimated { cost, priority: self.priority, lesson: Some(Lesson(route)) }
+    }
+}
+
+impl<K, F> fmt::Debug for Learned<K, F> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let routes = lock(&self.routes).known.len();
+        f.debug_struct("Learned").field("routes", &routes).finish_non_exhaustive()
+    }
+}
+
+/// What one route has shown.
+struct Route {
+    estimate: AtomicU64,
+    guess: ByteSize,
+    seen: Mutex<Seen>,
+}
+
+impl Route {
+    fn new(guess: ByteSize) -> Self {
+        let estimate = AtomicU64::new(guess.get());
+        Self { estimate, guess, seen: Mutex::new(Seen::new()) }
+    }
+
+    fn estimate(&self) -> ByteSize {
+        ByteSize::new(self.estimate.load(Ordering::Relaxed))
+    }
+
+    fn learn(&self, held: ByteSize) {
+        let mut seen = lock(&self.seen);
+        seen.add(held);
+        let enough = seen.high();
+        let estimate = if seen.lessons < LESSONS_MIN { enough.max(self.guess) } else { enough };
+        self.estimate.store(estimate.get(), Ordering::Relaxed);
+    }
+}
+
+/// A histogram in which old requests fade.
+struct Seen {
+    counts: Box<[u16; BUCKETS]>,
+    /// The sum of them.
+    count: u32,
+    /// The largest ever, so that requests that are all alike are estimated to the byte.
+    largest: ByteSize,
+    /// Requests in all, as far as it matters.
+    lessons: u32,
+}
+
+impl Seen {
+    fn new() -> Self {
+        Self { counts: Box::new([0; BUCKETS]), count: 0, largest: ByteSize::ZERO, lessons: 0 }
+    }
+
+    fn add(&mut self, held: ByteSize) {
+        if self.count >= WINDOW {
+            self.counts.iter_mut().for_each(|count| *count /= 2);
+            self.count = self.counts.iter().copied().map(u32::from).sum();
+        }
+        if let Some(count) = self.counts.get_mut(bucket(held.get())) {
+            *count += 1; // at most WINDOW
+            self.count += 1;
+        }
+        self.largest = self.largest.max(held);
+        self.lessons = self.lessons.saturating_add(1);
+    }
+
+    /// What is enough for [`PERCENTILE`] of them.
+    fn high(&self) -> ByteSize {
+        let wanted = (self.count * PERCENTILE).div_ceil(100);
+        let mut below = 0;
+        for (at, &count) in self.counts.iter().enumerate() {
+            below += u32::from(count);
+            if below >= wanted {
+                return ByteSize::new(most_of(at)).min(self.largest);
+            }
+        }
+        self.largest
+    }
+}
+
+/// The bucket of an amount.
+fn bucket(amount: u64) -> usize {
+    let power = amount.checked_ilog2().unwrap_or(0) as usize;
+    if power < 3 {
+        return usize::try_from(amount).unwrap_or(0);
+    }
+    let part = usize::try_from(amount >> (power - 3)).unwrap_or(0) % PARTS;
+    (power - 2) * PARTS + part
+}
+
+/// The largest amount of a bucket.
+fn most_of(bucket: usize) -> u64 {
+    if bucket < PARTS {
+        return bucket as u64;
+    }
+    let (shift, part) = (bucket / PARTS - 1, (bucket % PARTS) as u64);
+    // The bucket above the last would begin at 2^64, whose bits are shifted out.
+    ((PARTS as u64 + part + 1) << shift).wrapping_sub(1)
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use super::*;
+
+    fn learn(route: &Route, held: impl IntoIterator<Item = u64>) {
+        held.into_iter().for_each(|held| route.learn(ByteSize::new(held)));
+    }
+
+    #[test]
+    fn every_amount_lies_in_one_bucket_that_is_an_eighth_wide() {
+        let mut above = None;
+        for at in 0..BUCKETS {
+            let most = most_of(at);
+            assert_eq!(bucket(most), at, "{most}");
+            if let Some(first) = above {
+                assert_eq!(bucket(first), at, "{first}");
+                assert!(most - first <= first / 8, "{first} to {most}");
+            }
+            above = most.checked_add(1);
+        }
+        assert_eq!(above, None, "the last one ends where 64 bits do");
+    }
+
+    #[test]
+    fn requests_that_are_alike_are_estimated_to_the_byte_once_the_guess_is_given_up() {
+        let route = Route::new(ByteSize::mib(64));
+        for nth in 1..=LESSONS_MIN {
+            assert_eq!(route.estimate(), ByteSize::mib(64), "{nth}");
+            learn(&route, [1_000_003]);
+        }
+        assert_eq!(route.estimate(), ByteSize::new(1_000_003));
+        let low = Route::new(ByteSize::ZERO);
+        learn(&low, [5 << 20]);
+        assert_eq!(low.estimate(), ByteSize::mib(5), "a guess that is too low is no bound");
+    }
+
+    #[test]
+    fn nineteen_of_twenty_fit_and_one_giant_in_fifty_moves_nothing() {
+        let route = Route::new(ByteSize::mib(1));
+        let giant = |nth: u64| if nth % 50 == 49 { 1 << 30 } else { (1 + nth % 20) << 20 };
+        learn(&route, (0..5_000).map(giant));
+        let estimate = route.estimate();
+        assert!(estimate >= ByteSize::mib(19), "{estimate}");
+        assert!(estimate <= ByteSize::new((20 << 20) * 9 / 8), "{estimate}");
+    }
+
+    #[test]
+    fn what_changed_is_learned_within_a_few_windows_up_and_down() {
+        let route = Route::new(ByteSize::mib(1));
+        let window = usize::try_from(WINDOW).expect("small");
+        for size in [8 << 20, 1 << 10, 100 << 20, 0] {
+            learn(&route, std::iter::repeat_n(size, 4 * window));
+            let most = most_of(bucket(size));
+            assert!((size..=most).contains(&route.estimate().get()), "{}", route.estimate());
+        }
+    }
+
+    #[test]
+    fn nothing_and_everything_are_amounts_like_others() {
+        let route = Route::new(ByteSize::mib(1));
+        learn(&route, std::iter::repeat_n(u64::MAX, 10));
+        assert_eq!(route.estimate(), ByteSize::MAX);
+        let route = Route::new(ByteSize::MAX);
+        learn(&route, std::iter::repeat_n(0, 10));
+        assert_eq!(route.estimate(), ByteSize::ZERO);
+    }
+}

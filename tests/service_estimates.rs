@@ -1,0 +1,333 @@
+//! Estimators that are ready, what learns, what is exempt, and when a permit is taken.
+#![cfg(feature = "service")]
+
+use std::convert::Infallible;
+use std::future::{Future, ready};
+use std::pin::pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+
+use bytes::Bytes;
+use http::request::{Builder, Parts};
+use http::{HeaderName, HeaderValue, Request, Response, StatusCode, Version};
+use http_body_util::{Empty, Full};
+use lowtide::ByteSize;
+use lowtide::control::{Admission, Budget, Cost, Level, Priority};
+use lowtide::service::{
+    Constant, ContentLength, Endpoints, Estimate, Estimated, FromHeader, Learned, MemoryLayer,
+    ROUTES_MAX, SharedPermit,
+};
+use tower::{Layer, Service, service_fn};
+use tower_test::mock;
+
+const CEILING: ByteSize = ByteSize::mib(100);
+
+type Asked = Request<Empty<Bytes>>;
+type Answer = Response<Full<Bytes>>;
+
+fn head(request: Builder) -> Parts {
+    request.body(()).expect("a valid head").into_parts().0
+}
+
+fn asked(request: Builder) -> Asked {
+    request.body(Empty::new()).expect("a valid head")
+}
+
+fn booked(admission: &Admission) -> ByteSize {
+    admission.ledger(Budget::Host).booked()
+}
+
+/// A future that is ready at the first poll.
+fn now<F: Future>(future: F) -> F::Output {
+    let mut context = Context::from_waker(Waker::noop());
+    match pin!(future).poll(&mut context) {
+        Poll::Ready(output) => output,
+        Poll::Pending => panic!("pending"),
+    }
+}
+
+fn host(estimate: &impl Estimate, request: Builder) -> ByteSize {
+    let (cost, priority) = estimate.estimate(&head(request));
+    assert_eq!((cost.device, priority), (ByteSize::ZERO, Priority::Normal));
+    cost.host
+}
+
+#[test]
+fn a_body_costs_its_length_times_the_factor_and_never_less_than_the_least() {
+    let estimate = ContentLength::new(ByteSize::mib(3)).factor(2.5).least(ByteSize::kib(4));
+    let post = || Request::post("/").header("content-length", 1_000_000);
+    assert_eq!(host(&estimate, post()), ByteSize::new(2_500_000));
+    for (length, expected) in [
+        ("0", ByteSize::kib(4)),
+        ("1", ByteSize::kib(4)),
+        ("18446744073709551615", ByteSize::MAX),
+        ("99999999999999999999999999", ByteSize::MAX),
+        ("", ByteSize::mib(3)),
+        ("-1", ByteSize::mib(3)),
+        ("1, 1", ByteSize::mib(3)),
+        ("1e3", ByteSize::mib(3)),
+    ] {
+        let request = Request::post("/").header("content-length", length);
+        assert_eq!(host(&estimate, request), expected, "{length:?}");
+    }
+    let nothing = ContentLength::new(ByteSize::MAX).factor(0.0);
+    assert_eq!(host(&nothing, post()), ByteSize::ZERO);
+    let sized = |length: u64| Request::post("/").header("content-length", length);
+    let exact = ContentLength::new(ByteSize::ZERO);
+    assert_eq!(host(&exact, sized(u64::MAX)), ByteSize::MAX, "not a byte less by rounding");
+}
+
+#[test]
+fn a_body_of_unknown_length_is_told_from_no_body() {
+    let estimate = ContentLength::new(ByteSize::mib(3));
+    let (none, unknown) = (ByteSize::ZERO, ByteSize::mib(3));
+    let pieces = ("transfer-encoding", "chunked"); // tidy: foreign word
+    for (request, expected) in [
+        (Request::get("/"), none),
+        (Request::post("/"), none),
+        (Request::post("/").header(pieces.0, pieces.1), unknown),
+        (Request::get("/").header(pieces.0, pieces.1), unknown),
+        (Request::post("/").header(pieces.0, pieces.1).header("content-length", 5), unknown),
+        (Request::get("/").version(Version::HTTP_2), none),
+        (Request::post("/").version(Version::HTTP_2), unknown),
+        (Request::delete("/").version(Version::HTTP_3), unknown),
+    ] {
+        let text = format!("{request:?}");
+        assert_eq!(host(&estimate, request), expected, "{text}");
+    }
+}
+
+#[test]
+fn a_header_says_what_is_needed_and_nonsense_says_nothing() {
+    let name = HeaderName::from_static("x-memory-needed");
+    let estimate = FromHeader::new(name, ByteSize::mib(1)).least(ByteSize::new(10));
+    let with = |value: &str| Request::get("/").header("x-memory-needed", value);
+    for (value, expected) in [
+        ("4096", ByteSize::kib(4)),
+        ("512m", ByteSize::mib(512)),
+        ("0", ByteSize::new(10)),
+        ("18446744073709551616", ByteSize::MAX),
+        ("much", ByteSize::mib(1)),
+        ("", ByteSize::mib(1)),
+    ] {
+        assert_eq!(host(&estimate, with(value)), expected, "{value:?}");
+    }
+    let two = with("1MiB").header("x-memory-needed", "3MiB").header("x-memory-needed", "x");
+    assert_eq!(host(&estimate, two), ByteSize::mib(3), "the largest");
+}
+
+#[test]
+fn estimates_of_nothing_and_of_everything_book_nothing_or_are_refused_as_never_fitting() {
+    let admission = Admission::with_limit(CEILING);
+    let answer = |bytes: ByteSize| {
+        let constant = Constant::new(Cost::host(bytes));
+        let handler = |_: Asked| ready(Ok::<_, Infallible>(Answer::default()));
+        let mut service = MemoryLayer::new(admission.clone(), constant).layer(service_fn(handler));
+        let response = now(service.call(asked(Request::get("/")))).expect("no error");
+        (response.status(), booked(&admission))
+    };
+    assert_eq!(answer(ByteSize::ZERO), (StatusCode::OK, ByteSize::ZERO));
+    assert_eq!(answer(CEILING), (StatusCode::OK, CEILING));
+    assert_eq!(answer(ByteSize::MAX), (StatusCode::PAYLOAD_TOO_LARGE, ByteSize::ZERO));
+    assert_eq!(booked(&admission), ByteSize::ZERO);
+}
+
+/// One estimator for the layer, and for the test to ask.
+struct Shared<E>(Arc<E>);
+
+impl<E: Estimate> Estimate for Shared<E> {
+    fn estimate(&self, head: &Parts) -> (Cost, Priority) {
+        self.0.estimate(head)
+    }
+
+    fn estimate_to_learn(&self, head: &Parts) -> Estimated {
+        self.0.estimate_to_learn(head)
+    }
+}
+
+/// A service whose requests hold what their header says, and tell the permit.
+fn serve<E: Estimate>(
+    admission: &Admission,
+    estimate: E,
+) -> impl Service<Asked, Response = Response<impl Sized>, Error = Infallible> {
+    let handler = |request: Asked| {
+        let held = request.headers().get("held").and_then(|held| held.to_str().ok()?.parse().ok());
+        let permit = request.extensions().get::<SharedPermit>().expect("put there");
+        let fits = held.map(|held| permit.hold(ByteSize::new(held)));
+        assert_eq!(permit.peak().map(ByteSize::get), held);
+        let fits = fits.is_none_or(|fits| fits.is_ok());
+        ready(Ok::<_, Infallible>(Response::new(Full::<Bytes>::from(fits.to_string()))))
+    };
+    MemoryLayer::new(admission.clone(), estimate).layer(service_fn(handler))
+}
+
+fn by_path(head: &Parts) -> String {
+    head.uri.path().to_owned()
+}
+
+#[test]
+fn a_route_learns_what_its_requests_said_to_hold_and_others_do_not() {
+    let admission = Admission::with_limit(CEILING);
+    let estimate = Arc::new(Learned::new(ByteSize::mib(8), by_path));
+    let asking = Arc::clone(&estimate);
+    let mut service = serve(&admission, Shared(estimate));
+    let of = |path: &str| host(&*asking, Request::get(path));
+    for (path, held) in [("/small", 1_000_u64), ("/large", 20 << 20)] {
+        for _ in 0..40 {
+            let request = Request::get(path).header("held", held);
+            drop(now(service.call(asked(request))).expect("no error"));
+        }
+        assert_eq!(of(path), ByteSize::new(held), "{path}");
+    }
+    for _ in 0..40 {
+        drop(now(service.call(asked(Request::get("/silent")))).expect("no error"));
+    }
+    assert_eq!(of("/silent"), ByteSize::mib(8), "what was only booked is no news");
+    assert_eq!(booked(&admission), ByteSize::ZERO);
+    // Of a request that is turned away half-way the wish counts, or it would never be estimated.
+    for _ in 0..10 {
+        let request = Request::get("/wish").header("held", CEILING.get() + 1);
+        drop(now(service.call(asked(request))).expect("no error"));
+    }
+    assert_eq!(of("/wish").get(), CEILING.get() + 1);
+}
+
+#[test]
+fn a_permit_that_grew_teaches_and_one_that_only_shrank_does_not() {
+    let admission = Admission::with_limit(CEILING);
+    for (grows, learned) in [(true, 10), (false, 4)] {
+        let estimate = Shared(Arc::new(Learned::new(ByteSize::mib(4), |_: &Parts| ())));
+        let asking = Shared(Arc::clone(&estimate.0));
+        let handler = move |request: Asked| {
+            let permit = request.extensions().get::<SharedPermit>().expect("put there");
+            if grows {
+                permit.grow(ByteSize::mib(6)).expect("fits");
+            }
+            permit.shrink(ByteSize::mib(3));
+            ready(Ok::<_, Infallible>(Answer::default()))
+        };
+        let mut service = MemoryLayer::new(admission.clone(), estimate).layer(service_fn(handler));
+        drop(now(service.call(asked(Request::get("/")))).expect("no error"));
+        assert_eq!(host(&asking, Request::get("/")), ByteSize::mib(learned));
+    }
+}
+
+#[test]
+fn routes_beyond_the_bound_share_one_estimate() {
+    let estimate = Learned::new(ByteSize::mib(1), by_path);
+    let lesson = |path: String| {
+        estimate.estimate_to_learn(&head(Request::get(path))).lesson.expect("it learns")
+    };
+    for nth in 0..ROUTES_MAX {
+        lesson(format!("/known/{nth}"));
+    }
+    for nth in 0..10_000 {
+        lesson(format!("/made-up/{nth}")).learn(ByteSize::mib(7));
+    }
+    assert_eq!(host(&estimate, Request::get("/made-up/x")), ByteSize::mib(7));
+    assert_eq!(host(&estimate, Request::get("/known/0")), ByteSize::mib(1));
+    assert!(format!("{estimate:?}").contains(&format!("routes: {ROUTES_MAX}")), "{estimate:?}");
+}
+
+#[test]
+fn exempt_paths_are_answered_while_all_else_is_shed_and_nothing_like_them_is() {
+    let admission = Admission::with_limit(CEILING);
+    let most = Constant::new(Cost::host(CEILING));
+    let handler = |_: Asked| ready(Ok::<_, Infallible>(Answer::default()));
+    let layer = MemoryLayer::new(admission.clone(), most).exempt_paths(Endpoints::PATHS);
+    let mut service = layer.layer(service_fn(handler));
+    let _held = admission.try_admit(Cost::host(CEILING)).expect("fits");
+    admission.set_level(Level::Critical);
+    for closed in [false, true] {
+        if closed {
+            admission.close();
+        }
+        for (method, path, served) in [
+            ("GET", "/readyz", true),
+            ("HEAD", "/healthz", true),
+            ("GET", "/metrics?name[]=up", true),
+            ("GET", "/memory", true),
+            ("POST", "/metrics", false),
+            ("GET", "/readyz/", false),
+            ("GET", "/Readyz", false),
+            ("GET", "/readyz/../upload", false),
+            ("GET", "/%72eadyz", false),
+            ("GET", "//readyz", false),
+            ("GET", "/upload?to=/readyz", false),
+        ] {
+            let request = asked(Request::builder().method(method).uri(path));
+            let status = now(service.call(request)).expect("no error").status();
+            assert_eq!(status == StatusCode::OK, served, "{method} {path}: {status}");
+        }
+    }
+    assert_eq!(booked(&admission), CEILING, "they book nothing");
+}
+
+#[test]
+fn calls_to_oneself_pass_by_a_secret_and_by_nothing_less() {
+    const SECRET: &str = "8f14e45f-ceea-467f-a0e6-b1e5d2f3a901";
+    let admission = Admission::with_limit(CEILING);
+    let name = HeaderName::from_static("x-own-call");
+    let handler = |request: Asked| {
+        let permit = request.extensions().get::<SharedPermit>().expect("put there");
+        assert!(permit.grow(ByteSize::gib(1)).is_ok(), "it grows beyond the ceiling");
+        ready(Ok::<_, Infallible>(Answer::default()))
+    };
+    let mut service = MemoryLayer::new(admission.clone(), Constant::new(Cost::ZERO))
+        .exempt(|head| head.uri.path() == "/first")
+        .exempt_header(name, &HeaderValue::from_static(SECRET))
+        .layer(service_fn(handler));
+    admission.close();
+    let mut status = |value: Option<&str>, path: &str| {
+        let request = Request::get(path);
+        let request = match value {
+            Some(value) => request.header("x-own-call", value),
+            None => request,
+        };
+        now(service.call(asked(request))).expect("no error").status()
+    };
+    assert_eq!(status(Some(SECRET), "/"), StatusCode::OK);
+    assert_eq!(status(None, "/first"), StatusCode::OK, "what was exempt before stays so");
+    let upper = SECRET.to_uppercase();
+    for wrong in [None, Some(""), Some("1"), Some(&SECRET[..35]), Some(&upper)] {
+        assert_eq!(status(wrong, "/"), StatusCode::SERVICE_UNAVAILABLE, "{wrong:?}");
+    }
+    assert_eq!(booked(&admission), ByteSize::ZERO);
+}
+
+#[test]
+#[should_panic(expected = "a secret of 0 bytes: expected 16 or more")]
+fn a_secret_that_everybody_guesses_is_refused() {
+    let layer = MemoryLayer::new(Admission::new(), Constant::new(Cost::ZERO));
+    let _ =
+        layer.exempt_header(HeaderName::from_static("x-own-call"), &HeaderValue::from_static(""));
+}
+
+/// The bug elsewhere: permits taken in `poll_ready` are held by idle connections, and by callers
+/// that wait for their turn and never come.
+#[test]
+fn being_ready_takes_no_permit_however_long_it_waits() {
+    let admission = Admission::with_limit(CEILING);
+    let (inner, mut handle) = mock::pair::<Asked, Answer>();
+    let mut service =
+        MemoryLayer::new(admission.clone(), Constant::new(Cost::host(CEILING))).layer(inner);
+    let mut context = Context::from_waker(Waker::noop());
+    handle.allow(0);
+    for _ in 0..100 {
+        assert!(service.poll_ready(&mut context).is_pending(), "as the inner service says");
+        assert_eq!(booked(&admission), ByteSize::ZERO);
+    }
+    handle.allow(1);
+    assert!(matches!(service.poll_ready(&mut context), Poll::Ready(Ok(()))));
+    assert!(matches!(service.poll_ready(&mut context), Poll::Ready(Ok(()))), "asked twice");
+    assert_eq!((booked(&admission), admission.stats().admitted_total), (ByteSize::ZERO, 0));
+    let mut future = Box::pin(service.call(asked(Request::get("/"))));
+    assert_eq!((booked(&admission), admission.stats().admitted_total), (CEILING, 1));
+    assert!(future.as_mut().poll(&mut context).is_pending());
+    let (_, respond) = now(handle.next_request()).expect("it was passed on");
+    respond.send_error("the inner error");
+    let Poll::Ready(Err(error)) = future.as_mut().poll(&mut context) else { panic!("an error") };
+    assert_eq!(error.to_string(), "the inner error", "of the inner service's own type");
+    drop(future);
+    assert_eq!(booked(&admission), ByteSize::ZERO);
+}
