@@ -57,7 +57,7 @@ fn page_cache(runner: &mut Runner) -> Result<(), BoxError> {
     let bed = Bed::start(&runner.settings(Policy::Lowtide, 1.0))?;
     let file = Scratch::new()?;
     let entrance = bed.group.entrance();
-    let mib = runner.limit.get() >> 20;
+    let mib = (runner.limit.get() >> 20) * 5 / 4;
     let fill = format!("dd if=/dev/zero of=\"$1\" bs=1M count={mib} conv=fsync 2>/dev/null");
     within(&entrance, &file.0, &fill)?.wait()?;
     within(&entrance, &file.0, "cat \"$1\" \"$1\" >/dev/null")?.wait()?;
@@ -131,11 +131,10 @@ fn device(runner: &mut Runner) -> Result<(), BoxError> {
     }
     let report = &outcome.report;
     println!(
-        "  device: {:.0} of {DEVICE} committed at most, {} admitted without room, K {:.2}; the \
-         host held {:.0} MiB of {HOST}",
+        "  device: {:.0} of {DEVICE} committed at most, {} admitted without room; the host held \
+         {:.0} MiB of {HOST}",
         count(report.device_peak_bytes) / MIB,
         report.unplaced,
-        report.device_k,
         measures.peak_mib,
     );
     measures.tell("device.4x.heavy", &mut runner.figures);

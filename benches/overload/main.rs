@@ -13,6 +13,7 @@
 #[path = "../../examples/proxy/app.rs"]
 #[allow(dead_code, reason = "the proxy itself uses more of it")]
 mod app;
+mod books;
 mod cases;
 mod cell;
 #[path = "../../examples/tide/cgroup.rs"]

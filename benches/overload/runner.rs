@@ -16,8 +16,9 @@ use crate::schedule::Offer;
 use crate::service::Settings;
 use crate::table;
 
-/// A static budget or a concurrency limit that dies for real is lowered so often at most.
-const TRIES: u32 = 12;
+/// The least static budget that is run for real, in percent of the limit: 20 MiB for the service
+/// itself and what it retains are not what kills.
+const STATIC_LEAST: u32 = 40;
 /// The load at which fixed settings are chosen and compared.
 const COMPARED: f64 = 4.0;
 
@@ -106,21 +107,27 @@ impl Runner {
         Ok(found.ok_or("no fixed setting survives in the model")?)
     }
 
-    /// Runs the best fixed setting that survives for real: the model's best, and where that dies
-    /// the next lower. Returns its goodput and what it was.
-    fn best_alive(&mut self, start: Policy, plan: Plan) -> Result<Option<(f64, Policy)>, BoxError> {
-        let mut policy = start;
-        for _ in 0..TRIES {
-            let plan = Plan { policy, ..plan };
+    /// Runs fixed settings for real, from the model's best down to the least, and finds the highest
+    /// that survives by halving what is left: a lower one holds less. Returns its goodput.
+    fn best_alive(&mut self, best: Policy, plan: Plan) -> Result<Option<(f64, Policy)>, BoxError> {
+        let settings = up_to(best);
+        let (mut alive, mut dead, mut next) = (0, settings.len(), settings.len() - 1);
+        let mut found = None;
+        while alive < dead {
+            let plan = Plan { policy: settings[next], ..plan };
             let (measures, outcome) = self.attempt(plan)?;
             if outcome.death.is_none() {
-                measures.tell(&cell_name(plan), &mut self.figures);
-                return Ok(Some((measures.goodput_mib, policy)));
+                found = Some((plan, measures));
+                alive = next + 1;
+            } else {
+                dead = next;
             }
-            let Some(lower) = lower(policy) else { break };
-            policy = lower;
+            next = usize::midpoint(alive, dead);
         }
-        Ok(None)
+        Ok(found.map(|(plan, measures)| {
+            measures.tell(&cell_name(plan), &mut self.figures);
+            (measures.goodput_mib, plan.policy)
+        }))
     }
 
     /// Ours beside the best fixed settings at the load of the comparison; returns the settings
@@ -149,16 +156,18 @@ impl Runner {
     }
 }
 
-fn lower(policy: Policy) -> Option<Policy> {
-    match policy {
-        Policy::Static(Some(percent)) if percent > STEP => {
-            Some(Policy::Static(Some(percent - STEP)))
+/// The settings of a kind up to this one, of which the first is not the best for sure.
+fn up_to(best: Policy) -> Vec<Policy> {
+    match best {
+        Policy::Static(Some(percent)) => {
+            let steps = (STATIC_LEAST.min(percent)..=percent).step_by(STEP as usize);
+            steps.map(|percent| Policy::Static(Some(percent))).collect()
         }
         Policy::Concurrency(most) => {
-            let lower = CONCURRENCY.into_iter().filter(|other| *other < most);
-            lower.max().map(Policy::Concurrency)
+            let lower = CONCURRENCY.into_iter().filter(|other| *other <= most);
+            lower.map(Policy::Concurrency).collect()
         }
-        _ => None,
+        other => vec![other],
     }
 }
 

@@ -14,7 +14,7 @@ use axum::http::request::Parts;
 use axum::middleware::from_fn;
 use axum::routing::get;
 use axum::{Json, Router};
-use lowtide::control::{Admission, Cost, ShedReason};
+use lowtide::control::{Admission, Budget, Cost, ShedReason};
 use lowtide::decay::DecayTime;
 use lowtide::device::DeviceArena;
 use lowtide::device::driver::sim::{DriverCosts, Order, SimDriver, SimOptions};
@@ -25,6 +25,7 @@ use serde::{Deserialize, Serialize};
 use tokio::net::TcpListener;
 
 use crate::app::{self, FORWARD_COST};
+use crate::books::Books;
 use crate::hold::{self, Unplaced};
 use crate::policy::Policy;
 use crate::watch::Watch;
@@ -54,10 +55,11 @@ pub(crate) struct Report {
     pub(crate) level_changes: u64,
     /// Requests turned away, by reason.
     pub(crate) shed: Vec<(String, u64)>,
-    /// By what the host's estimates are multiplied.
-    pub(crate) k: f64,
-    /// The same of the device's.
-    pub(crate) device_k: f64,
+    /// What estimates were multiplied by while the ledger was at least half full, in the ledger
+    /// that binds.
+    pub(crate) k: Vec<f64>,
+    /// MiB that were booked then.
+    pub(crate) booked_mib: Vec<f64>,
     /// The most that the arena had committed.
     pub(crate) device_peak_bytes: u64,
     /// Requests that were admitted and for which the arena had no room.
@@ -88,13 +90,19 @@ async fn start(settings: &Settings) -> Result<(app::Running, std::net::SocketAdd
         _ => None,
     };
     let (watch, unplaced) = (Watch::new(), Unplaced::default());
+    let budget = if arena.is_some() { Budget::Device } else { Budget::Host };
+    let books = memory.as_ref().map(|memory| Books::watch(memory, budget)).transpose()?;
     let routes = hold::routes(arena.clone(), Arc::clone(&unplaced));
     let routes = admitted(routes, policy, settings, memory.as_ref())?;
     let watching = watch.clone();
     let routes = routes.layer(from_fn(move |request, next| watching.clone().run(request, next)));
     let (told, texts) = (memory.clone(), recorder.clone());
     let report = move || {
-        let report = reported(&watch, &unplaced, told.as_ref(), arena.as_ref(), &texts.render());
+        let mut report =
+            reported(&watch, &unplaced, told.as_ref(), arena.as_ref(), &texts.render());
+        if let Some(books) = &books {
+            (report.k, report.booked_mib) = books.told();
+        }
         async move { Json(report) }
     };
     let routes = routes.route("/report", get(report));
@@ -183,9 +191,8 @@ fn reported(
         ..Report::default()
     };
     if let Some(memory) = memory {
-        let snapshot = memory.snapshot();
-        (report.k, report.device_k) = (snapshot.host.multiplier, snapshot.device.multiplier);
-        let shed = |why: ShedReason| (why.name().to_owned(), snapshot.admission.shed_total(why));
+        let stats = memory.admission().stats();
+        let shed = |why: ShedReason| (why.name().to_owned(), stats.shed_total(why));
         report.shed = ShedReason::ALL.map(shed).into();
     }
     report

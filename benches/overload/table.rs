@@ -3,7 +3,7 @@
 //! Invariant: a cell that is void says so, and why.
 
 use crate::cell::Outcome;
-use crate::figures::count;
+use crate::figures::{count, quantile};
 use crate::measures::{MIB, Measures};
 
 /// The heading.
@@ -55,8 +55,11 @@ pub(crate) fn line(
     if outcome.death.is_some() {
         text += &format!(" at {}", outcome.peak_parts);
     }
-    if outcome.report.k > 0.0 {
-        text += &format!("; K {:.2}", outcome.report.k);
+    let report = &outcome.report;
+    if !report.k.is_empty() {
+        let [half, most] = [0.5, 0.99].map(|part| quantile(&report.k, part));
+        let booked = quantile(&report.booked_mib, 0.5);
+        text += &format!("; K {half:.2} (p99 {most:.2}), booked {booked:.0}");
     }
     if let Some(why) = measures.void() {
         text += &format!("; VOID: {why}");
@@ -77,7 +80,8 @@ pub(crate) fn legend(bases: &[f64]) -> String {
         "served/s and MiB/s: of the steady part. shed, fail: of the bytes offered. share: a class's \
          part of the served bytes\nover its part of the offered ones. added p99: latency of what \
          was served less its hold. shed p99: in the service,\nwithout waits for the refused body. \
-         peak: MiB; at most {base:.0} MiB before the first request. lvl/s: changes of level."
+         peak: MiB; at most {base:.0} MiB before the first request. lvl/s: changes of level. K, booked: \
+         medians of what lowtide's\nledger said while it was at least half full, in MiB."
     )
 }
 
