@@ -116,7 +116,14 @@ fn main() -> ExitCode {
         println!("overload: a bench of minutes, not a test: run `cargo bench --bench overload`");
         return ExitCode::SUCCESS;
     }
-    let cli = Cli::parse();
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        // Not clap's own exit code, which is 2 and means something else here.
+        Err(error) => {
+            let _ = error.print();
+            return if error.use_stderr() { ExitCode::FAILURE } else { ExitCode::SUCCESS };
+        }
+    };
     let child = match (&cli.serve, &cli.generate) {
         (Some(settings), _) => Some(service::serve(settings)),
         (_, Some(order)) => Some(load::generate(order)),
@@ -154,7 +161,7 @@ fn all(cli: &Cli) -> Result<bool, BoxError> {
     };
     let mut runner = Runner {
         limit: cli.limit,
-        lasts: cli.lasts.unwrap_or(Duration::from_secs(usual)),
+        lasts: cli.lasts.unwrap_or_else(|| Duration::from_secs(usual)),
         seed: cli.seed,
         figures: Figures::default(),
         bases: Vec::new(),
@@ -172,8 +179,8 @@ fn all(cli: &Cli) -> Result<bool, BoxError> {
         println!("{}", mix::explained(mix, cli.limit));
     }
     println!("\n{}", table::heading());
-    let chosen = !(cli.policy.is_empty() && cli.load.is_empty() && cli.mix.is_empty())
-        || !cli.estimate.is_empty();
+    let given = [cli.policy.len(), cli.load.len(), cli.mix.len(), cli.estimate.len()];
+    let chosen = given.iter().any(|&count| count > 0);
     let held = if cli.ci {
         modes::ci(&mut runner)?
     } else if let Some(runs) = cli.survive {

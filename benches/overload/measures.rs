@@ -38,6 +38,8 @@ pub(crate) struct Measures {
     pub(crate) shares: [f64; CLASSES.len()],
     /// Latency of what was served beyond the hold that it asked for.
     pub(crate) p99_ms: f64,
+    /// The same of each class.
+    pub(crate) p99s_ms: [f64; CLASSES.len()],
     /// A refusal in the service without waits for its body, and with them.
     pub(crate) shed_p99_ms: f64,
     /// As said.
@@ -94,6 +96,10 @@ impl Measures {
             sheds: sums.map(|sum| sum.sheds),
             shares: sums.map(share),
             p99_ms: p99(Fate::Served, |one| one.took - one.hold),
+            p99s_ms: std::array::from_fn(|class| {
+                let which = |one: &Seen| one.fate == Fate::Served && one.class == class;
+                self::p99(seen, which, |one| one.took - one.hold)
+            }),
             shed_p99_ms: refusals(1),
             shed_whole_p99_ms: refusals(0),
             shed_client_p99_ms: p99(Fate::Shed, |one| one.took),
@@ -125,6 +131,9 @@ impl Measures {
         add("void", f64::from(u8::from(self.void().is_some())), "cells");
         for (class, share) in CLASSES.iter().zip(self.shares) {
             add(&format!("share.{class}"), share, "ratio");
+        }
+        for (class, late) in CLASSES.iter().zip(self.p99s_ms) {
+            add(&format!("p99_ms.{class}"), late, "ms");
         }
         add("goodput_mib_s", self.goodput_mib, "MiB/s");
         add("p99_ms", self.p99_ms, "ms");

@@ -76,13 +76,14 @@ pub(crate) fn line(
 /// What stands below the table.
 pub(crate) fn legend(bases: &[f64]) -> String {
     let base = bases.iter().copied().fold(0.0, f64::max);
-    format!(
-        "served/s and MiB/s: of the steady part. shed, fail: of the bytes offered. share: a class's \
-         part of the served bytes\nover its part of the offered ones. added p99: latency of what \
-         was served less its hold. shed p99: in the service,\nwithout waits for the refused body. \
-         peak: MiB; at most {base:.0} MiB before the first request. lvl/s: changes of level. K, booked: \
-         medians of what lowtide's\nledger said while it was at least half full, in MiB."
-    )
+    let lines = [
+        "served/s, MiB/s: of the steady part. shed, fail: of the bytes offered. share: a class's",
+        "part of the served bytes over its part of the offered ones. added p99: latency of what",
+        "was served less its hold. shed p99: in the service, without waits for the refused body.",
+        "lvl/s: changes of level. K, booked: medians of what lowtide's ledger said while it was at",
+        "least half full, in MiB. peak: MiB;",
+    ];
+    format!("{} at most {base:.0} MiB before the first request.", lines.join("\n"))
 }
 
 /// MiB before the first request.
