@@ -86,7 +86,10 @@ struct Cli {
     /// The limit of the service's memory cgroup.
     #[arg(long, default_value = "256m")]
     limit: ByteSize,
-    /// Every policy, load and mix: hours.
+    /// Open connections of the proxy at most; more wait to be accepted.
+    #[arg(long, default_value_t = 1024)]
+    connections: usize,
+    /// Every policy, load and mix: an hour and a half.
     #[arg(long)]
     grid: bool,
     /// So many runs of lowtide, drawn by the seed over loads, estimates and mixes.
@@ -163,6 +166,7 @@ fn all(cli: &Cli) -> Result<bool, BoxError> {
         limit: cli.limit,
         lasts: cli.lasts.unwrap_or_else(|| Duration::from_secs(usual)),
         seed: cli.seed,
+        connections: cli.connections,
         figures: Figures::default(),
         bases: Vec::new(),
         lost: Vec::new(),

@@ -44,6 +44,8 @@ pub(crate) struct Runner {
     pub(crate) lasts: Duration,
     /// Of arrivals, sizes and holds.
     pub(crate) seed: u64,
+    /// Open connections of the proxy at most.
+    pub(crate) connections: usize,
     /// What was found.
     pub(crate) figures: Figures,
     /// MiB before the first request, of each cell.
@@ -79,6 +81,7 @@ impl Runner {
             policy: policy.to_string(),
             estimate,
             limit_bytes: self.limit.get(),
+            connections: self.connections,
             device_bytes: None,
             decay_off: false,
         }

@@ -40,6 +40,8 @@ pub(crate) struct Settings {
     pub(crate) estimate: f64,
     /// The limit of the cgroup.
     pub(crate) limit_bytes: u64,
+    /// Open connections of the proxy at most.
+    pub(crate) connections: usize,
     /// Where the second copy lies in the memory of a simulated device with this limit.
     pub(crate) device_bytes: Option<u64>,
     /// Whether jemalloc never gives a page back by itself.
@@ -113,13 +115,9 @@ async fn start(settings: &Settings) -> Result<(app::Running, std::net::SocketAdd
         upstream: Some(format!("http://{back}/").parse()?),
         ..app::Options::default()
     };
-    // As many as may come: what admits here is the policy.
-    options.limits.connections = CONNECTIONS;
+    options.limits.connections = settings.connections;
     Ok((app::start(options, memory, move || recorder.render()).await?, back))
 }
-
-/// Above the requests that the load process keeps under way.
-const CONNECTIONS: usize = 5000;
 
 fn admitted(
     routes: Router,

@@ -60,6 +60,8 @@ pub(crate) fn line(
         let [half, most] = [0.5, 0.99].map(|part| quantile(&report.k, part));
         let booked = quantile(&report.booked_mib, 0.5);
         text += &format!("; K {half:.2} (p99 {most:.2}), booked {booked:.0}");
+        let reasons = report.shed.iter().filter(|(_, count)| *count > 0);
+        text += &reasons.map(|(why, count)| format!(", {count} {why}")).collect::<String>();
     }
     if let Some(why) = measures.void() {
         text += &format!("; VOID: {why}");
@@ -81,7 +83,7 @@ pub(crate) fn legend(bases: &[f64]) -> String {
         "part of the served bytes over its part of the offered ones. added p99: latency of what",
         "was served less its hold. shed p99: in the service, without waits for the refused body.",
         "lvl/s: changes of level. K, booked: medians of what lowtide's ledger said while it was at",
-        "least half full, in MiB. peak: MiB;",
+        "least half full, in MiB; then what was turned away, by reason. peak: MiB;",
     ];
     format!("{} at most {base:.0} MiB before the first request.", lines.join("\n"))
 }
