@@ -16,8 +16,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use futures_util::stream;
-use http_body_util::{BodyExt as _, StreamBody, combinators::BoxBody};
+use futures_util::{StreamExt as _, stream};
+use http_body_util::{BodyExt as _, StreamBody, combinators::UnsyncBoxBody};
 use hyper::body::Frame;
 use hyper::header::CONTENT_LENGTH;
 use hyper::{Method, Request, StatusCode};
@@ -39,7 +39,7 @@ const UNDER_WAY_MAX: usize = 4096;
 /// weighs next to nothing on this side.
 const PIECE: usize = 64 << 10;
 
-type Body = BoxBody<Bytes, Infallible>;
+type Body = UnsyncBoxBody<Bytes, Infallible>;
 
 /// What the load process is told.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -48,6 +48,8 @@ pub(crate) struct Order {
     pub(crate) to: SocketAddr,
     /// What it is offered.
     pub(crate) offer: Offer,
+    /// For how many milliseconds each body is sent, piece by piece; 0: as fast as it goes.
+    pub(crate) body_millis: u64,
 }
 
 /// What a request came to.
@@ -93,6 +95,7 @@ struct Shared {
     to: SocketAddr,
     client: Client<HttpConnector, Body>,
     piece: Bytes,
+    body: Duration,
     tally: Mutex<Tally>,
     under_way: AtomicUsize,
     stopped: Arc<AtomicBool>,
@@ -114,6 +117,7 @@ pub(crate) fn generate(order: &str) -> Result<(), BoxError> {
         to: order.to,
         client: Client::builder(TokioExecutor::new()).build_http(),
         piece: Bytes::from(vec![b'x'; PIECE]),
+        body: Duration::from_millis(order.body_millis),
         tally: Mutex::default(),
         under_way: AtomicUsize::new(0),
         stopped,
@@ -147,7 +151,7 @@ async fn offered(shared: &Arc<Shared>, offer: &Offer) {
             shared.under_way.fetch_sub(1, Ordering::Relaxed);
         });
     }
-    let end = start + offer.lasts() + HOLD[1] + DRAIN;
+    let end = start + offer.lasts() + shared.body + HOLD[1] + DRAIN;
     // Ends with the last answer, the service, or the time.
     while shared.under_way.load(Ordering::Relaxed) > 0
         && !shared.is_stopped()
@@ -198,12 +202,19 @@ impl Shared {
             Ok::<_, Infallible>(Frame::data(piece))
         });
         let pieces: Vec<_> = pieces.collect();
+        let gap = self.body / u32::try_from(pieces.len()).unwrap_or(u32::MAX).max(1);
+        let paced = stream::iter(pieces).then(move |piece| async move {
+            if !gap.is_zero() {
+                tokio::time::sleep(gap).await;
+            }
+            piece
+        });
         let request = Request::builder()
             .method(Method::POST)
             .uri(format!("http://{}/hold", self.to))
             .header(CONTENT_LENGTH, length)
             .header(HOLD_HEADER, millis(arrival.hold))
-            .body(StreamBody::new(stream::iter(pieces)).boxed())
+            .body(StreamBody::new(paced).boxed_unsync())
             .map_err(|error| error.to_string())?;
         let answer = self.client.request(request).await.map_err(|error| error.to_string())?;
         let status = answer.status();

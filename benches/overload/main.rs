@@ -86,6 +86,9 @@ struct Cli {
     /// The limit of the service's memory cgroup.
     #[arg(long, default_value = "256m")]
     limit: ByteSize,
+    /// How long each body takes to send; it holds what has arrived for as much longer.
+    #[arg(long, default_value = "0s", value_parser = humantime::parse_duration)]
+    body: Duration,
     /// Open connections of the proxy at most; more wait to be accepted.
     #[arg(long, default_value_t = 1024)]
     connections: usize,
@@ -167,6 +170,7 @@ fn all(cli: &Cli) -> Result<bool, BoxError> {
         lasts: cli.lasts.unwrap_or_else(|| Duration::from_secs(usual)),
         seed: cli.seed,
         connections: cli.connections,
+        body: cli.body,
         figures: Figures::default(),
         bases: Vec::new(),
         lost: Vec::new(),

@@ -46,6 +46,8 @@ pub(crate) struct Runner {
     pub(crate) seed: u64,
     /// Open connections of the proxy at most.
     pub(crate) connections: usize,
+    /// How long each body takes to send; zero: as fast as it goes.
+    pub(crate) body: Duration,
     /// What was found.
     pub(crate) figures: Figures,
     /// MiB before the first request, of each cell.
@@ -66,7 +68,7 @@ impl Runner {
         let Plan { policy, load, mix, estimate } = plan;
         let settings = self.settings(policy, estimate);
         let offer = Offer::steady(mix, load * mix.fits(self.limit), self.lasts, self.seed);
-        let outcome = Bed::start(&settings)?.offer(offer.clone())?;
+        let outcome = Bed::start(&settings)?.offer_slowly(offer.clone(), self.body)?;
         let measures = Measures::of(&offer, &outcome);
         self.say(&policy.to_string(), plan, &measures, &outcome);
         if policy == Policy::Lowtide && (outcome.death.is_some() || outcome.oom_kills > 0) {
