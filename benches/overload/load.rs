@@ -1,239 +1,244 @@
-//! Load: open loop, at seeded Poisson times, with bodies of three sizes.
+//! The load process: an open loop in a process of its own, outside the service's cgroup.
 //!
 //! A request is sent when its time has come, however many are under way, and its latency counts
 //! from that time. How late the sending itself began is recorded, so that a sender that cannot
-//! keep up shows. What was to be sent but was not answered in time counts as failed, all of it.
+//! keep up shows. It judges nothing: what came of each request goes to standard output. It ends
+//! early when its standard input does, which is how it is told that the service is dead.
 //!
-//! Invariant: `ok + shed + failed = offered` in each class of size.
+//! Invariant: each request of the offer has exactly one outcome.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
+use std::io::Read as _;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use futures_util::stream;
-use http_body_util::{BodyExt as _, StreamBody, combinators::BoxBody};
+use futures_util::{StreamExt as _, stream};
+use http_body_util::{BodyExt as _, StreamBody, combinators::UnsyncBoxBody};
 use hyper::body::Frame;
 use hyper::header::CONTENT_LENGTH;
 use hyper::{Method, Request, StatusCode};
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
-use lowtide::{BoxError, ByteSize};
+use lowtide::BoxError;
+use serde::{Deserialize, Serialize};
 
-use crate::corpus::Corpus;
-use crate::model::Chance;
+use crate::hold::HOLD_HEADER;
+use crate::mix::HOLD;
+use crate::schedule::{Arrival, Offer, millis};
 
-/// Sizes of bodies, and how many of a hundred requests have them.
-pub(crate) const CLASSES: [(ByteSize, u64); 3] =
-    [(ByteSize::kib(64), 70), (ByteSize::mib(1), 25), (ByteSize::mib(8), 5)];
-/// After the last request's time, answers are waited for this long.
+/// After the longest hold, answers are waited for this long.
 const DRAIN: Duration = Duration::from_millis(1500);
 /// Requests under way at once at most: sockets are not without end. What comes beyond fails.
 const UNDER_WAY_MAX: usize = 4096;
+/// Bytes that are sent in one piece at most: views of one copy, so that a request under way
+/// weighs next to nothing on this side.
+const PIECE: usize = 64 << 10;
 
-/// The mix in words.
-pub(crate) fn mix() -> String {
-    CLASSES.map(|(size, part)| format!("{size} {part} %")).join(", ")
+type Body = UnsyncBoxBody<Bytes, Infallible>;
+
+/// What the load process is told.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Order {
+    /// The service.
+    pub(crate) to: SocketAddr,
+    /// What it is offered.
+    pub(crate) offer: Offer,
+    /// For how many milliseconds each body is sent, piece by piece; 0: as fast as it goes.
+    pub(crate) body_millis: u64,
 }
 
-type Body = BoxBody<Bytes, Infallible>;
-
 /// What a request came to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Fate {
-    Ok,
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Fate {
+    /// Answered 2xx.
+    Served,
+    /// Answered 503.
     Shed,
+    /// Anything else, and nothing.
     Failed,
 }
 
-/// What came back, of one run.
-#[derive(Clone, Debug, Default)]
+/// One request, times in milliseconds.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(crate) struct Seen {
+    /// Its class.
+    pub(crate) class: usize,
+    /// Bytes of its body.
+    pub(crate) bytes: u64,
+    /// What it came to.
+    pub(crate) fate: Fate,
+    /// When it was to be sent, since the start.
+    pub(crate) at: f64,
+    /// How late the sending began.
+    pub(crate) late: f64,
+    /// From that time to the end of the answer.
+    pub(crate) took: f64,
+    /// For which it was to hold its memory.
+    pub(crate) hold: f64,
+}
+
+/// What came back.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Tally {
-    /// By class: offered, answered 2xx, answered 503.
-    pub(crate) classes: [[u64; 3]; CLASSES.len()],
-    /// Answers 2xx while load was offered, and the bytes of their requests.
-    pub(crate) ok_in_time: u64,
-    /// As said.
-    pub(crate) ok_in_time_bytes: u64,
-    /// Milliseconds from a request's time to the end of its answer 2xx, and of its answer 503.
-    pub(crate) ok_millis: Vec<f64>,
-    /// As said.
-    pub(crate) shed_millis: Vec<f64>,
-    /// Milliseconds from a request's time to the beginning of its sending.
-    pub(crate) late_millis: Vec<f64>,
+    /// Every request.
+    pub(crate) seen: Vec<Seen>,
     /// Failures, by what they were.
     pub(crate) failures: BTreeMap<String, u64>,
-}
-
-impl Tally {
-    /// The requests of all classes: offered, answered 2xx, answered 503.
-    pub(crate) fn sums(&self) -> [u64; 3] {
-        self.classes.iter().fold([0; 3], |[a, b, c], [x, y, z]| [a + x, b + y, c + z])
-    }
-}
-
-/// What is to be offered.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Offer {
-    /// Requests a second.
-    pub(crate) rate: u32,
-    /// How long.
-    pub(crate) lasts: Duration,
-    /// Of arrivals, sizes and texts.
-    pub(crate) seed: u64,
 }
 
 struct Shared {
     to: SocketAddr,
     client: Client<HttpConnector, Body>,
+    piece: Bytes,
+    body: Duration,
     tally: Mutex<Tally>,
     under_way: AtomicUsize,
+    stopped: Arc<AtomicBool>,
 }
 
-/// Offers it to the service; ends early once `dead` is set.
-pub(crate) fn run(
-    to: SocketAddr,
-    corpus: &Corpus,
-    offer: Offer,
-    dead: &AtomicBool,
-) -> Result<Tally, BoxError> {
+/// Offers what the order says and prints the tally.
+pub(crate) fn generate(order: &str) -> Result<(), BoxError> {
+    let order: Order = serde_json::from_str(order)?;
     let mut runtime = tokio::runtime::Builder::new_multi_thread();
     let runtime = runtime.worker_threads(1).enable_all().build()?;
+    let stopped = Arc::new(AtomicBool::new(false));
+    let stop = Arc::clone(&stopped);
+    // Ends with the standard input, or with the process.
+    std::thread::spawn(move || {
+        let _ = std::io::stdin().read_to_end(&mut Vec::new());
+        stop.store(true, Ordering::Relaxed);
+    });
     let shared = Arc::new(Shared {
-        to,
+        to: order.to,
         client: Client::builder(TokioExecutor::new()).build_http(),
+        piece: Bytes::from(vec![b'x'; PIECE]),
+        body: Duration::from_millis(order.body_millis),
         tally: Mutex::default(),
         under_way: AtomicUsize::new(0),
+        stopped,
     });
-    runtime.block_on(offered(&shared, corpus, offer, dead));
+    runtime.block_on(offered(&shared, &order.offer));
     // What is still under way has had its time.
-    runtime.shutdown_timeout(Duration::from_secs(1));
+    runtime.shutdown_timeout(Duration::from_millis(200));
     let tally = shared.tally.lock().unwrap_or_else(PoisonError::into_inner);
-    Ok(tally.clone())
+    serde_json::to_writer(std::io::stdout().lock(), &*tally)?;
+    Ok(())
 }
 
-async fn offered(shared: &Arc<Shared>, corpus: &Corpus, offer: Offer, dead: &AtomicBool) {
+async fn offered(shared: &Arc<Shared>, offer: &Offer) {
+    let arrivals = offer.arrivals();
     let start = Instant::now();
-    for (at, class, mut chance) in schedule(offer) {
-        shared.with_tally(|tally| tally.classes[class][0] += 1);
-        let time = start + at;
-        if dead.load(Ordering::Relaxed) {
-            shared.failed("not sent: the service was dead");
+    for arrival in arrivals {
+        let time = start + arrival.at;
+        if shared.is_stopped() {
+            shared.failed(arrival, "not sent: the service was dead");
             continue;
         }
         tokio::time::sleep_until(time.into()).await;
-        if shared.under_way.fetch_add(1, Ordering::Relaxed) >= UNDER_WAY_MAX {
-            shared.under_way.fetch_sub(1, Ordering::Relaxed);
-            shared.failed("not sent: too many under way");
+        if shared.under_way.load(Ordering::Relaxed) >= UNDER_WAY_MAX {
+            shared.failed(arrival, "not sent: too many under way");
             continue;
         }
-        let size = CLASSES[class].0.as_usize().unwrap_or(0);
-        let pieces = corpus.cut(size, &mut chance);
+        shared.under_way.fetch_add(1, Ordering::Relaxed);
         let shared = Arc::clone(shared);
-        let end = start + offer.lasts;
         tokio::spawn(async move {
-            shared.one(pieces, class, time, end).await;
+            shared.one(arrival, time).await;
             shared.under_way.fetch_sub(1, Ordering::Relaxed);
         });
     }
-    let end = start + offer.lasts + DRAIN;
+    let end = start + offer.lasts() + shared.body + HOLD[1] + DRAIN;
     // Ends with the last answer, the service, or the time.
     while shared.under_way.load(Ordering::Relaxed) > 0
-        && !dead.load(Ordering::Relaxed)
+        && !shared.is_stopped()
         && Instant::now() < end
     {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
 }
 
-/// When each request comes, its class, and the chance that cuts its text.
-fn schedule(offer: Offer) -> impl Iterator<Item = (Duration, usize, Chance)> {
-    let mut chance = Chance(offer.seed);
-    let mut at = 0.0;
-    std::iter::from_fn(move || {
-        // The gap between two arrivals of a Poisson process (exponential).
-        at -= (1.0 - unit(chance.bits())).ln() / f64::from(offer.rate);
-        let draw = chance.bits() % 100;
-        let mut sum = 0;
-        let class = CLASSES.iter().position(|(_, part)| {
-            sum += part;
-            draw < sum
-        });
-        let text = Chance(chance.bits());
-        let at = Duration::from_secs_f64(at);
-        (at < offer.lasts).then(|| (at, class.unwrap_or(0), text))
-    })
-}
-
-/// A number in [0, 1).
-fn unit(bits: u64) -> f64 {
-    f64::from(u32::try_from(bits >> 32).unwrap_or(0)) / (f64::from(u32::MAX) + 1.0)
-}
-
 impl Shared {
+    fn is_stopped(&self) -> bool {
+        self.stopped.load(Ordering::Relaxed)
+    }
+
     fn with_tally(&self, change: impl FnOnce(&mut Tally)) {
         change(&mut self.tally.lock().unwrap_or_else(PoisonError::into_inner));
     }
 
-    fn failed(&self, what: &str) {
-        self.with_tally(|tally| *tally.failures.entry(what.to_owned()).or_default() += 1);
+    fn failed(&self, arrival: Arrival, what: &str) {
+        let seen = seen(arrival, Fate::Failed, Duration::ZERO, Duration::ZERO);
+        self.with_tally(|tally| {
+            tally.seen.push(seen);
+            *tally.failures.entry(what.to_owned()).or_default() += 1;
+        });
     }
 
-    /// Sends one request, reads its answer to the end and counts it.
-    async fn one(&self, pieces: Vec<Bytes>, class: usize, time: Instant, end: Instant) {
+    /// Sends one request, reads its answer to the end and writes down what came of it. One that is
+    /// not over when the time is up is the parent's to miss: it counts as failed there.
+    async fn one(&self, arrival: Arrival, time: Instant) {
         let late = time.elapsed();
-        let length: usize = pieces.iter().map(Bytes::len).sum();
-        let fate = self.send(pieces, length).await;
-        let (took, in_time) = (millis(time.elapsed()), Instant::now() < end);
+        let (fate, failure) = match self.send(arrival).await {
+            Ok(fate) => (fate, None),
+            Err(what) => (Fate::Failed, Some(what)),
+        };
+        let seen = seen(arrival, fate, late, time.elapsed());
         self.with_tally(|tally| {
-            tally.late_millis.push(millis(late));
-            match fate {
-                Ok(Fate::Ok) => {
-                    tally.classes[class][1] += 1;
-                    tally.ok_millis.push(took);
-                    if in_time {
-                        tally.ok_in_time += 1;
-                        tally.ok_in_time_bytes += length as u64;
-                    }
-                }
-                Ok(Fate::Shed) => {
-                    tally.classes[class][2] += 1;
-                    tally.shed_millis.push(took);
-                }
-                Ok(Fate::Failed) => *tally.failures.entry("cut off".to_owned()).or_default() += 1,
-                Err(what) => *tally.failures.entry(what).or_default() += 1,
+            tally.seen.push(seen);
+            if let Some(what) = failure {
+                *tally.failures.entry(what).or_default() += 1;
             }
         });
     }
 
-    async fn send(&self, pieces: Vec<Bytes>, length: usize) -> Result<Fate, String> {
-        let frames = pieces.into_iter().map(|piece| Ok::<_, Infallible>(Frame::data(piece)));
+    async fn send(&self, arrival: Arrival) -> Result<Fate, String> {
+        let length = arrival.size.as_usize().unwrap_or(0);
+        let pieces = (0..length.div_ceil(PIECE)).map(|at| {
+            let piece = self.piece.slice(..PIECE.min(length - at * PIECE));
+            Ok::<_, Infallible>(Frame::data(piece))
+        });
+        let pieces: Vec<_> = pieces.collect();
+        let gap = self.body / u32::try_from(pieces.len()).unwrap_or(u32::MAX).max(1);
+        let paced = stream::iter(pieces).then(move |piece| async move {
+            if !gap.is_zero() {
+                tokio::time::sleep(gap).await;
+            }
+            piece
+        });
         let request = Request::builder()
             .method(Method::POST)
-            .uri(format!("http://{}/words", self.to))
+            .uri(format!("http://{}/hold", self.to))
             .header(CONTENT_LENGTH, length)
-            .body(StreamBody::new(stream::iter(frames)).boxed())
+            .header(HOLD_HEADER, millis(arrival.hold))
+            .body(StreamBody::new(paced).boxed_unsync())
             .map_err(|error| error.to_string())?;
         let answer = self.client.request(request).await.map_err(|error| error.to_string())?;
         let status = answer.status();
         let mut body = answer.into_body();
         while let Some(frame) = body.frame().await {
-            if frame.is_err() {
-                return Ok(Fate::Failed);
-            }
+            frame.map_err(|_| "an answer was cut off".to_owned())?;
         }
         match status {
-            status if status.is_success() => Ok(Fate::Ok),
+            status if status.is_success() => Ok(Fate::Served),
             StatusCode::SERVICE_UNAVAILABLE => Ok(Fate::Shed),
             status => Err(status.to_string()),
         }
     }
 }
 
-fn millis(time: Duration) -> f64 {
-    time.as_secs_f64() * 1e3
+fn seen(arrival: Arrival, fate: Fate, late: Duration, took: Duration) -> Seen {
+    let millis = |time: Duration| time.as_secs_f64() * 1e3;
+    Seen {
+        class: arrival.class,
+        bytes: arrival.size.get(),
+        fate,
+        at: millis(arrival.at),
+        late: millis(late),
+        took: millis(took),
+        hold: millis(arrival.hold),
+    }
 }

@@ -1,36 +1,48 @@
 //! Overload: what keeps a service alive when more comes in than its memory can hold.
 //!
 //! The proxy of `examples/proxy` runs as a child process in a memory cgroup of its own, under
-//! open-loop load from this process, which is outside that cgroup: requests come at seeded Poisson
-//! times whether or not the last ones were answered, and latency counts from the time at which a
-//! request was to be sent. The same load meets each policy in turn. It judges nothing but one
-//! thing: whether the kernel killed the service under lowtide.
+//! open-loop load from another process: requests come at seeded Poisson times whether or not the
+//! last ones were answered, each holds its memory for seconds, and latency counts from the time at
+//! which a request was to be sent. The same load meets each policy in turn.
 //!
-//! Exit codes: 0 done; 1 lowtide's service was killed, or a run could not be made; 2 no memory
-//! cgroup can be made here.
+//! Exit codes: 0 done; 1 lowtide's service was killed, or a cell could not be run, or (`--ci`)
+//! nothing died without admission; 2 no memory cgroup can be made here.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 
 #[path = "../../examples/proxy/app.rs"]
 #[allow(dead_code, reason = "the proxy itself uses more of it")]
 mod app;
+mod books;
+mod cases;
+mod cell;
 #[path = "../../examples/tide/cgroup.rs"]
 #[allow(dead_code, reason = "the tide enters its cgroup itself")]
 mod cgroup;
 mod charge;
-mod corpus;
 #[path = "../../examples/proxy/embed.rs"]
 mod embed;
+mod figures;
 #[path = "../../examples/proxy/forward.rs"]
 mod forward;
+mod gates;
+mod goals;
+mod hold;
 mod load;
+mod measures;
+mod mix;
 #[path = "../../examples/proxy/model.rs"]
 mod model;
-mod run;
+mod modes;
+mod oracle;
+mod policy;
+mod runner;
+mod schedule;
 mod service;
 mod table;
 #[path = "../../examples/proxy/upstream.rs"]
 mod upstream;
+mod watch;
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -38,9 +50,10 @@ use std::time::{Duration, Instant};
 use clap::Parser;
 use lowtide::{BoxError, ByteSize};
 
-use crate::corpus::Corpus;
-use crate::run::{Outcome, Plan};
-use crate::service::Policy;
+use crate::figures::Figures;
+use crate::mix::Mix;
+use crate::policy::Policy;
+use crate::runner::Runner;
 
 #[global_allocator]
 static HEAP: lowtide::host::Heap = lowtide::host::Heap;
@@ -49,84 +62,91 @@ lowtide::heap_profile!(balanced);
 
 #[derive(Clone, Debug, Parser)]
 #[command(about = "A service in a small memory cgroup, under more load than it can hold")]
+#[expect(clippy::struct_excessive_bools, reason = "arguments of a command")]
 struct Cli {
-    /// One repetition of shorter runs, at the lowest and the highest rate: under 40 seconds.
-    #[arg(long)]
-    quick: bool,
-    /// Requests a second that are offered, in turn.
-    #[arg(long, value_delimiter = ',', default_values_t = [15, 60, 180])]
-    rates: Vec<u32>,
-    /// How often each pair of policy and rate is run.
-    #[arg(long, default_value_t = 3)]
-    repetitions: u32,
-    /// How long requests are offered in one run.
-    #[arg(long, default_value = "4s", value_parser = humantime::parse_duration)]
-    lasts: Duration,
+    /// These policies alone: none, conc48 (a number), rss250, rss10, fresh, static (the best) or
+    /// static80 (percent), lowtide.
+    #[arg(long, value_delimiter = ',')]
+    policy: Vec<Policy>,
+    /// Load, times what fits; several in turn. With `--policy`, 4 where it is not given.
+    #[arg(long, value_delimiter = ',')]
+    load: Vec<f64>,
+    /// Which sizes of bodies.
+    #[arg(long, value_delimiter = ',')]
+    mix: Vec<Mix>,
+    /// What estimates are multiplied by, to make them wrong.
+    #[arg(long, value_delimiter = ',')]
+    estimate: Vec<f64>,
+    /// Of arrivals, sizes and holds, the same for each policy; of what `--survive` draws.
+    #[arg(long, default_value_t = 7)]
+    seed: u64,
+    /// How long requests are offered: 8 s, in the grid 20 s, of drawn runs 30 s.
+    #[arg(long, value_parser = humantime::parse_duration)]
+    lasts: Option<Duration>,
     /// The limit of the service's memory cgroup.
     #[arg(long, default_value = "256m")]
     limit: ByteSize,
-    /// Seed of arrivals, sizes and texts; each repetition has its own, the same for each policy.
-    #[arg(long, default_value_t = 7)]
-    seed: u64,
-    /// Run only these policies.
+    /// How long each body takes to send; it holds what has arrived for as much longer.
+    #[arg(long, default_value = "0s", value_parser = humantime::parse_duration)]
+    body: Duration,
+    /// Open connections of the proxy at most; more wait to be accepted.
+    #[arg(long, default_value_t = 1024)]
+    connections: usize,
+    /// Every policy, load and mix: an hour and a half.
     #[arg(long)]
-    only: Vec<Policy>,
-    /// Be the service, under this policy.
+    grid: bool,
+    /// So many runs of lowtide, drawn by the seed over loads, estimates and mixes.
+    #[arg(long, value_name = "RUNS")]
+    survive: Option<u32>,
+    /// The cases of lowtide's own alone: a fall of the load, and a device that binds.
+    #[arg(long)]
+    cases: bool,
+    /// Three short runs of lowtide and one without admission, which has to die: under 90 seconds.
+    #[arg(long)]
+    ci: bool,
+    /// Be the service.
     #[arg(long, hide = true)]
-    serve: Option<Policy>,
+    serve: Option<String>,
+    /// Be the load process.
+    #[arg(long, hide = true)]
+    generate: Option<String>,
     /// Cargo says this when benches are asked for.
     #[arg(long, hide = true)]
     bench: bool,
 }
 
-impl Cli {
-    /// The runs in the order in which they are made: the policies take turns.
-    fn plans(&self) -> Vec<Plan> {
-        let policies = if self.only.is_empty() { Policy::ALL.to_vec() } else { self.only.clone() };
-        let mut rates = self.rates.clone();
-        if self.quick && rates.len() > 2 {
-            rates.drain(1..rates.len() - 1);
-        }
-        let mut plans = Vec::new();
-        for repetition in 0..if self.quick { 1 } else { self.repetitions.max(1) } {
-            for &rate in &rates {
-                plans.extend(policies.iter().map(|&policy| Plan {
-                    policy,
-                    rate,
-                    lasts: if self.quick { self.lasts.min(QUICK) } else { self.lasts },
-                    limit: self.limit,
-                    seed: self.seed + u64::from(repetition),
-                }));
-            }
-        }
-        plans
-    }
-}
-
-/// How long requests are offered in a quick run.
-const QUICK: Duration = Duration::from_millis(2500);
-
 fn main() -> ExitCode {
     // Cargo's tests start benches too, without that word and with arguments of their own.
-    if !std::env::args().any(|argument| argument == "--bench" || argument == "--serve") {
+    let ours = ["--bench", "--serve", "--generate"];
+    if !std::env::args().any(|argument| ours.contains(&argument.as_str())) {
         println!("overload: a bench of minutes, not a test: run `cargo bench --bench overload`");
         return ExitCode::SUCCESS;
     }
-    let cli = Cli::parse();
-    if let Some(policy) = cli.serve {
-        return match service::serve(policy) {
-            Ok(()) => ExitCode::SUCCESS,
-            Err(error) => {
-                eprintln!("overload, {}: {error}", policy.name());
-                ExitCode::FAILURE
-            }
-        };
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        // Not clap's own exit code, which is 2 and means something else here.
+        Err(error) => {
+            let _ = error.print();
+            return if error.use_stderr() { ExitCode::FAILURE } else { ExitCode::SUCCESS };
+        }
+    };
+    let child = match (&cli.serve, &cli.generate) {
+        (Some(settings), _) => Some(service::serve(settings)),
+        (_, Some(order)) => Some(load::generate(order)),
+        _ => None,
+    };
+    if let Some(ended) = child {
+        return code(ended.map(|()| true));
     }
-    if let Err(cause) = run::check() {
+    if let Err(cause) = cell::check() {
         eprintln!("overload: needs a memory cgroup of its own (root, or a delegated one): {cause}");
         return ExitCode::from(2);
     }
-    match all(&cli) {
+    code(all(&cli))
+}
+
+fn code(ended: Result<bool, BoxError>) -> ExitCode {
+    match ended {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {
@@ -136,32 +156,57 @@ fn main() -> ExitCode {
     }
 }
 
-/// Makes every run and prints what came of it; whether lowtide's service survived all of its runs.
+/// Runs what was asked for and prints what came of it; whether lowtide's service survived.
 fn all(cli: &Cli) -> Result<bool, BoxError> {
     let start = Instant::now();
-    let corpus = Corpus::of_this_project()?;
-    let plans = cli.plans();
+    let usual = match (cli.grid, cli.survive, cli.ci) {
+        (true, _, _) => 20,
+        (_, Some(_), _) => 30,
+        (_, _, true) => 10,
+        _ => 8,
+    };
+    let mut runner = Runner {
+        limit: cli.limit,
+        lasts: cli.lasts.unwrap_or_else(|| Duration::from_secs(usual)),
+        seed: cli.seed,
+        connections: cli.connections,
+        body: cli.body,
+        figures: Figures::default(),
+        bases: Vec::new(),
+        lost: Vec::new(),
+    };
     println!(
-        "a proxy with its text service in a memory cgroup of {}, open-loop load; bodies {}; seed \
-         {}; {} runs",
+        "the proxy and a service that holds bodies, in a memory cgroup of {}; open-loop load for \
+         {} s a cell, seed {}",
         cli.limit,
-        load::mix(),
-        cli.seed,
-        plans.len()
+        runner.lasts.as_secs_f64(),
+        cli.seed
     );
-    let mut outcomes: Vec<(Plan, Outcome)> = Vec::new();
-    for plan in plans {
-        let outcome = run::run(&plan, &corpus)?;
-        println!("{}", table::line(&plan, &outcome));
-        outcomes.push((plan, outcome));
+    let mixes = if cli.mix.is_empty() { Mix::ALL.to_vec() } else { cli.mix.clone() };
+    for mix in mixes {
+        println!("{}", mix::explained(mix, cli.limit));
     }
-    println!("\nmedians\n{}", table::table(&outcomes));
-    print!("{}{}", table::figures(&outcomes), table::sender(&outcomes));
+    println!("\n{}", table::heading());
+    let given = [cli.policy.len(), cli.load.len(), cli.mix.len(), cli.estimate.len()];
+    let chosen = given.iter().any(|&count| count > 0);
+    let held = if cli.ci {
+        modes::ci(&mut runner)?
+    } else if let Some(runs) = cli.survive {
+        modes::survive(&mut runner, runs)?
+    } else if cli.cases {
+        cases::all(&mut runner).map(|()| true)?
+    } else if cli.grid {
+        modes::grid(&mut runner)?
+    } else if chosen {
+        modes::chosen(&mut runner, cli)?
+    } else {
+        modes::short(&mut runner)?
+    };
+    println!("\n{}\n\n{}", table::legend(&runner.bases), goals::told(&runner.figures));
+    print!("{}", runner.figures.text());
     println!("took {:.0} s", start.elapsed().as_secs_f64());
-    let killed = |(plan, outcome): &(Plan, Outcome)| plan.policy == Policy::Lowtide && outcome.died;
-    let survived = !outcomes.iter().any(killed);
-    if !survived {
-        println!("FAILED: the service under lowtide did not survive every run");
+    if !runner.lost.is_empty() {
+        println!("FAILED: the service under lowtide did not survive {}", runner.lost.join(", "));
     }
-    Ok(survived)
+    Ok(held && runner.lost.is_empty())
 }

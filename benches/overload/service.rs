@@ -1,168 +1,204 @@
 //! The service under load, in a process of its own: the proxy under one policy.
 //!
 //! The policies differ in what admits a request and in nothing else: one binary, the same settings
-//! of jemalloc at start, the same proxy and text service. The thresholds stand where lowtide's
-//! layer stands, before the text service; they are this bench's own. It ends when its standard
-//! input does.
+//! of jemalloc at start, the same proxy and text service behind it. It judges nothing; what it saw
+//! it says at `/report`, at the text service's own address, beside all admission. It ends when its
+//! standard input does.
 
-use std::convert::Infallible;
-use std::io::Read as _;
 use std::net::Ipv4Addr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use axum::Router;
-use axum::extract::Request;
-use axum::http::StatusCode;
-use axum::response::{IntoResponse as _, Response};
-use futures_util::future::BoxFuture;
-use http_body_util::BodyExt as _;
-use lowtide::control::Signals;
+use axum::http::request::Parts;
+use axum::middleware::from_fn;
+use axum::routing::get;
+use axum::{Json, Router};
+use lowtide::control::{Admission, Budget, Cost, ShedReason};
+use lowtide::decay::DecayTime;
+use lowtide::device::DeviceArena;
+use lowtide::device::driver::sim::{DriverCosts, Order, SimDriver, SimOptions};
 use lowtide::metrics::prometheus;
-use lowtide::{BoxError, Memory};
+use lowtide::service::MemoryLayer;
+use lowtide::{BoxError, ByteSize, Memory};
+use serde::{Deserialize, Serialize};
 use tokio::net::TcpListener;
-use tower::{Layer, Service, ServiceExt as _};
 
-use crate::{app, upstream};
+use crate::app::{self, FORWARD_COST};
+use crate::books::Books;
+use crate::hold::{self, Unplaced};
+use crate::policy::Policy;
+use crate::watch::Watch;
+use crate::{gates, mix};
 
-/// The part of the limit at which a threshold sheds.
-const THRESHOLD: f64 = 0.85;
-
-/// What admits a request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
-pub(crate) enum Policy {
-    /// Nothing: every request is served.
-    None,
-    /// A threshold on the resident set, sampled each 250 ms.
-    Rss250,
-    /// A threshold on the resident set, sampled each 10 ms.
-    Rss10,
-    /// lowtide, with its defaults.
-    Lowtide,
+/// How the service is to be.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Settings {
+    /// The name of what admits.
+    pub(crate) policy: String,
+    /// What an estimate from the body's length is multiplied by, to make it wrong.
+    pub(crate) estimate: f64,
+    /// The limit of the cgroup.
+    pub(crate) limit_bytes: u64,
+    /// Open connections of the proxy at most.
+    pub(crate) connections: usize,
+    /// Where the second copy lies in the memory of a simulated device with this limit.
+    pub(crate) device_bytes: Option<u64>,
+    /// Whether jemalloc never gives a page back by itself.
+    pub(crate) decay_off: bool,
 }
 
-impl Policy {
-    /// All of them, in the order in which they take turns.
-    pub(crate) const ALL: [Self; 4] = [Self::None, Self::Rss250, Self::Rss10, Self::Lowtide];
-
-    /// Its name on the command line and in the table.
-    pub(crate) const fn name(self) -> &'static str {
-        match self {
-            Self::None => "none",
-            Self::Rss250 => "rss250",
-            Self::Rss10 => "rss10",
-            Self::Lowtide => "lowtide",
-        }
-    }
+/// What the service saw.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub(crate) struct Report {
+    /// Milliseconds of each refusal at the text service: whole, and without waits for its body.
+    pub(crate) refusals: Vec<[f32; 2]>,
+    /// Changes of lowtide's level on the host.
+    pub(crate) level_changes: u64,
+    /// Requests turned away, by reason.
+    pub(crate) shed: Vec<(String, u64)>,
+    /// What estimates were multiplied by while the ledger was at least half full, in the ledger
+    /// that binds.
+    pub(crate) k: Vec<f64>,
+    /// MiB that were booked then.
+    pub(crate) booked_mib: Vec<f64>,
+    /// The most that the arena had committed.
+    pub(crate) device_peak_bytes: u64,
+    /// Requests that were admitted and for which the arena had no room.
+    pub(crate) unplaced: u64,
 }
 
-/// Serves until standard input ends. Prints `listening ADDRESS` when requests are welcome.
-pub(crate) fn serve(policy: Policy) -> Result<(), BoxError> {
+/// Serves until standard input ends. Prints `listening FRONT BACK` when requests are welcome.
+pub(crate) fn serve(settings: &str) -> Result<(), BoxError> {
+    let settings: Settings = serde_json::from_str(settings)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    let running = runtime.block_on(start(policy))?;
-    println!("listening {}", running.address);
-    let mut rest = Vec::new();
-    std::io::stdin().read_to_end(&mut rest)?;
+    let (running, back) = runtime.block_on(start(&settings))?;
+    println!("listening {} {back}", running.address);
+    std::io::copy(&mut std::io::stdin(), &mut std::io::sink())?;
     Ok(())
 }
 
-async fn start(policy: Policy) -> Result<app::Running, BoxError> {
-    let options = app::Options::default();
-    match policy {
-        Policy::None => app::start(options, None, String::new).await,
-        Policy::Rss250 => behind_threshold(options, Duration::from_millis(250)).await,
-        Policy::Rss10 => behind_threshold(options, Duration::from_millis(10)).await,
-        Policy::Lowtide => {
-            let recorder =
-                prometheus::configure(prometheus::PrometheusBuilder::new())?.install_recorder()?;
-            let upkeep = recorder.clone();
-            let memory = Memory::builder().after_publish(move || upkeep.run_upkeep()).start()?;
-            app::start(options, Some(memory), move || recorder.render()).await
+/// The text service behind the policy, and the proxy before it.
+async fn start(settings: &Settings) -> Result<(app::Running, std::net::SocketAddr), BoxError> {
+    let policy: Policy = settings.policy.parse()?;
+    let recorder =
+        prometheus::configure(prometheus::PrometheusBuilder::new())?.install_recorder()?;
+    let memory = match policy {
+        Policy::Lowtide => Some(memory(settings, recorder.clone())?),
+        _ => None,
+    };
+    let arena = match (&memory, settings.device_bytes) {
+        (Some(memory), Some(_)) => Some(memory.open_arena("requests")?),
+        _ => None,
+    };
+    let (watch, unplaced) = (Watch::new(), Unplaced::default());
+    let budget = if arena.is_some() { Budget::Device } else { Budget::Host };
+    let books = memory.as_ref().map(|memory| Books::watch(memory, budget)).transpose()?;
+    let routes = hold::routes(arena.clone(), Arc::clone(&unplaced));
+    let routes = admitted(routes, policy, settings, memory.as_ref())?;
+    let watching = watch.clone();
+    let routes = routes.layer(from_fn(move |request, next| watching.clone().run(request, next)));
+    let (told, texts) = (memory.clone(), recorder.clone());
+    let report = move || {
+        let mut report =
+            reported(&watch, &unplaced, told.as_ref(), arena.as_ref(), &texts.render());
+        if let Some(books) = &books {
+            (report.k, report.booked_mib) = books.told();
         }
-    }
-}
-
-/// The proxy without a memory, before a text service behind a threshold.
-async fn behind_threshold(
-    mut options: app::Options,
-    every: Duration,
-) -> Result<app::Running, BoxError> {
+        async move { Json(report) }
+    };
+    let routes = routes.route("/report", get(report));
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
-    options.upstream = Some(format!("http://{}/", listener.local_addr()?).parse()?);
-    let routes: Router = upstream::routes().layer(Threshold::watch(every)?);
+    let back = listener.local_addr()?;
     tokio::spawn(async move { axum::serve(listener, routes).await });
-    app::start(options, None, String::new).await
+    let mut options = app::Options {
+        upstream: Some(format!("http://{back}/").parse()?),
+        ..app::Options::default()
+    };
+    options.limits.connections = settings.connections;
+    Ok((app::start(options, memory, move || recorder.render()).await?, back))
 }
 
-/// A layer that sheds while the resident set, as last sampled, is above the threshold.
-#[derive(Clone, Debug)]
-struct Threshold {
-    above: Arc<AtomicBool>,
-}
-
-impl Threshold {
-    fn watch(every: Duration) -> std::io::Result<Self> {
-        let above = Arc::new(AtomicBool::new(false));
-        let (signals, told) = (Signals::open(), Arc::clone(&above));
-        // Ends with the process.
-        std::thread::Builder::new().name("threshold".to_owned()).spawn(move || {
-            loop {
-                let signal = signals.sample();
-                let mark = signal.limit.bytes.scaled(THRESHOLD);
-                told.store(signal.rss.is_some_and(|rss| rss > mark), Ordering::Relaxed);
-                std::thread::sleep(every);
-            }
-        })?;
-        Ok(Self { above })
-    }
-}
-
-impl<S> Layer<S> for Threshold {
-    type Service = Guarded<S>;
-
-    fn layer(&self, inner: S) -> Guarded<S> {
-        Guarded { inner, above: Arc::clone(&self.above) }
-    }
-}
-
-#[derive(Clone, Debug)]
-struct Guarded<S> {
-    inner: S,
-    above: Arc<AtomicBool>,
-}
-
-impl<S> Service<Request> for Guarded<S>
-where
-    S: Service<Request, Response = Response, Error = Infallible> + Clone + Send + 'static,
-    S::Future: Send,
-{
-    type Response = Response;
-    type Error = Infallible;
-    type Future = BoxFuture<'static, Result<Response, Infallible>>;
-
-    fn poll_ready(
-        &mut self,
-        cx: &mut std::task::Context<'_>,
-    ) -> std::task::Poll<Result<(), Infallible>> {
-        self.inner.poll_ready(cx)
-    }
-
-    fn call(&mut self, request: Request) -> Self::Future {
-        if self.above.load(Ordering::Relaxed) {
-            return Box::pin(async move { Ok(shed(request).await) });
+fn admitted(
+    routes: Router,
+    policy: Policy,
+    settings: &Settings,
+    memory: Option<&Memory>,
+) -> Result<Router, BoxError> {
+    let (wrong, on_device) = (settings.estimate, settings.device_bytes.is_some());
+    let held = move |head: &Parts| {
+        let length = head.headers.get("content-length").and_then(|text| text.to_str().ok());
+        let body = ByteSize::new(length.and_then(|text| text.parse().ok()).unwrap_or(0));
+        if on_device {
+            Cost::host(body.scaled(wrong)).and_device(body.scaled(wrong))
+        } else {
+            Cost::host(mix::held(body).scaled(wrong))
         }
-        Box::pin(self.inner.clone().oneshot(request))
-    }
+    };
+    Ok(match policy {
+        Policy::None => routes,
+        Policy::Concurrency(most) => gates::concurrency(routes, most),
+        Policy::Rss250 => gates::sampled(routes, Duration::from_millis(250))?,
+        Policy::Rss10 => gates::sampled(routes, Duration::from_millis(10))?,
+        Policy::Fresh => gates::fresh(routes),
+        Policy::Static(percent) => {
+            let part = f64::from(percent.ok_or("a static budget without a number")?) / 100.0;
+            let admission = Admission::with_limit(ByteSize::new(settings.limit_bytes).scaled(part));
+            // The proxy has no layer of its own then: its part is booked here as well.
+            let whole = move |head: &Parts| held(head).and_host(FORWARD_COST);
+            routes.layer(MemoryLayer::new(admission, whole))
+        }
+        Policy::Lowtide => {
+            let memory = memory.ok_or("lowtide without its memory")?;
+            routes.layer(MemoryLayer::new(memory.admission().clone(), held))
+        }
+    })
 }
 
-/// Answers 503 when the body has been read and thrown away frame by frame, since a connection that
-/// is closed on a client that still sends looks broken to it.
-async fn shed(request: Request) -> Response {
-    let mut body = request.into_body();
-    // Ends with the body; this bench's own are at most 8 MiB.
-    while let Some(Ok(frame)) = body.frame().await {
-        drop(frame);
+fn memory(settings: &Settings, upkeep: prometheus::PrometheusHandle) -> Result<Memory, BoxError> {
+    let mut builder = Memory::builder().after_publish(move || upkeep.run_upkeep());
+    if settings.decay_off {
+        builder = builder.heap_decay(DecayTime::Never);
     }
-    (StatusCode::SERVICE_UNAVAILABLE, [("retry-after", "1")], "not enough memory\n").into_response()
+    if let Some(bytes) = settings.device_bytes {
+        // A device of which nobody else takes anything; the host cannot reach its memory, which
+        // therefore takes none of the host's.
+        let device = SimDriver::new(SimOptions {
+            order: Order::Synchronous,
+            costs: DriverCosts::zero(),
+            context_floor: ByteSize::ZERO,
+            ..SimOptions::default()
+        });
+        builder = builder.driver(Arc::new(device)).device_limit(ByteSize::new(bytes));
+    }
+    Ok(builder.start()?)
+}
+
+fn reported(
+    watch: &Watch,
+    unplaced: &Unplaced,
+    memory: Option<&Memory>,
+    arena: Option<&DeviceArena>,
+    metrics: &str,
+) -> Report {
+    let mut report = Report {
+        refusals: watch.refusals(),
+        unplaced: unplaced.load(Ordering::Relaxed),
+        device_peak_bytes: arena.map_or(0, |arena| arena.snapshot().committed_peak.get()),
+        level_changes: transitions(metrics),
+        ..Report::default()
+    };
+    if let Some(memory) = memory {
+        let stats = memory.admission().stats();
+        let shed = |why: ShedReason| (why.name().to_owned(), stats.shed_total(why));
+        report.shed = ShedReason::ALL.map(shed).into();
+    }
+    report
+}
+
+/// The sum of the changes of level, as the metrics tell them.
+fn transitions(metrics: &str) -> u64 {
+    let name = "lowtide_pressure_transitions_total{";
+    let counts = metrics.lines().filter(|line| line.starts_with(name));
+    counts.filter_map(|line| line.rsplit_once(' ')?.1.parse::<u64>().ok()).sum()
 }

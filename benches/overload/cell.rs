@@ -1,0 +1,278 @@
+//! One cell: a service in a fresh cgroup, load on it from another process, and what became of both.
+//!
+//! The service's death is an outcome, not a fault. Every wait has an end, and both processes end
+//! with the cell. Invariant: the cgroup is gone when the cell is over.
+
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::net::{SocketAddr, TcpStream};
+use std::os::unix::process::ExitStatusExt as _;
+use std::path::Path;
+use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use lowtide::{BoxError, ByteSize};
+
+use crate::cgroup::Group;
+use crate::charge::{self, Ticks};
+use crate::load::{Order, Tally};
+use crate::schedule::{Offer, millis};
+use crate::service::{Report, Settings};
+
+/// How long the service may take to listen.
+const START_PATIENCE: Duration = Duration::from_secs(10);
+/// How long a killed process may take to be gone, and its cgroup to be empty.
+const END_PATIENCE: Duration = Duration::from_secs(5);
+/// How long the service may take to say what it saw.
+const ASK_PATIENCE: Duration = Duration::from_secs(2);
+/// How often the cgroup is looked at.
+const LOOK_EVERY: Duration = Duration::from_millis(5);
+
+/// Signal 9, by which the kernel kills for memory.
+const SIGKILL: i32 = 9;
+
+/// What came of a cell.
+#[derive(Clone, Debug)]
+pub(crate) struct Outcome {
+    /// How the service ended before it was told to, where it did.
+    pub(crate) death: Option<String>,
+    /// How many processes of the cgroup the kernel killed for memory.
+    pub(crate) oom_kills: u64,
+    /// Highest working set of the cgroup that was seen, and what it was made of.
+    pub(crate) peak: ByteSize,
+    /// As said.
+    pub(crate) peak_parts: String,
+    /// Working set before the first request.
+    pub(crate) base: ByteSize,
+    /// The part of the processors' time that was used while load was offered.
+    pub(crate) busy: f64,
+    /// What came back.
+    pub(crate) tally: Tally,
+    /// What the service saw; nothing where it died.
+    pub(crate) report: Report,
+}
+
+/// Whether a cgroup with a limit can be made here.
+pub(crate) fn check() -> Result<(), String> {
+    let group = Group::make(&name("check"), Some(ByteSize::mib(64).get()))?;
+    let charge = charge::working_set(&group.folder);
+    let seen = charge.is_some() && charge::oom_kills(&group.folder).is_some();
+    seen.then_some(()).ok_or_else(|| "its charge and its events cannot be read".to_owned())
+}
+
+fn name(what: &str) -> String {
+    format!("lowtide-overload-{}-{what}", std::process::id())
+}
+
+/// A service in its cgroup.
+pub(crate) struct Bed {
+    /// The cgroup.
+    pub(crate) group: Group,
+    service: Process,
+    front: SocketAddr,
+    back: SocketAddr,
+    base: ByteSize,
+}
+
+impl Bed {
+    /// Starts the service and waits until it listens.
+    pub(crate) fn start(settings: &Settings) -> Result<Self, BoxError> {
+        let group = Group::make(&name("run"), Some(settings.limit_bytes))?;
+        let mut service = serve(settings, &group)?;
+        let (front, back) = service.addresses()?;
+        let base = charge::working_set(&group.folder).unwrap_or_default();
+        Ok(Self { group, service, front, back, base })
+    }
+
+    /// Puts the offered load on it, and ends it.
+    pub(crate) fn offer(self, offer: Offer) -> Result<Outcome, BoxError> {
+        self.offer_slowly(offer, Duration::ZERO)
+    }
+
+    /// The same with bodies that take so long to send.
+    pub(crate) fn offer_slowly(
+        mut self,
+        offer: Offer,
+        body: Duration,
+    ) -> Result<Outcome, BoxError> {
+        let order = Order { to: self.front, offer, body_millis: millis(body) };
+        let lasts = order.offer.lasts();
+        let mut load = generate(&order)?;
+        let output = load.0.stdout.take().ok_or("no pipe from the load process")?;
+        let looks = Looks::new(self.base);
+        let text = std::thread::scope(|scope| {
+            let input = load.0.stdin.take();
+            scope.spawn(|| looks.look(&self.group.folder, &mut self.service, input, lasts));
+            let mut text = String::new();
+            let read = BufReader::new(output).read_to_string(&mut text);
+            looks.over.store(true, Ordering::Relaxed);
+            read.map(|_| text)
+        })?;
+        load.end()?;
+        let ended = self.service.ended();
+        let report = if ended.is_none() { ask(self.back)? } else { Report::default() };
+        let oom_kills = charge::oom_kills(&self.group.folder).unwrap_or_default();
+        self.service.end()?;
+        remove(&self.group.folder);
+        let busy = looks.busy.into_inner().unwrap_or_default();
+        Ok(Outcome {
+            death: ended.map(|status| how(status, oom_kills)),
+            oom_kills,
+            peak: ByteSize::new(looks.peak.into_inner()),
+            peak_parts: looks.parts.into_inner().unwrap_or_default(),
+            base: self.base,
+            busy,
+            tally: serde_json::from_str(&text).map_err(|error| format!("no tally: {error}"))?,
+            report,
+        })
+    }
+}
+
+/// What is seen from beside while load is offered.
+struct Looks {
+    over: AtomicBool,
+    peak: AtomicU64,
+    parts: std::sync::Mutex<String>,
+    busy: std::sync::Mutex<f64>,
+}
+
+impl Looks {
+    fn new(base: ByteSize) -> Self {
+        Self {
+            over: AtomicBool::new(false),
+            peak: AtomicU64::new(base.get()),
+            parts: std::sync::Mutex::default(),
+            busy: std::sync::Mutex::default(),
+        }
+    }
+
+    /// Looks until the load is over or the service has ended, of which the load process is told by
+    /// the end of its input.
+    fn look(
+        &self,
+        folder: &Path,
+        service: &mut Process,
+        input: Option<ChildStdin>,
+        lasts: Duration,
+    ) {
+        let (start, before) = (Instant::now(), Ticks::now());
+        let mut input = input;
+        while !self.over.load(Ordering::Relaxed) {
+            let seen = charge::working_set(folder).unwrap_or_default().get();
+            let highest = self.peak.fetch_max(seen, Ordering::Relaxed);
+            if seen > highest + (4 << 20) {
+                set(&self.parts, charge::parts(folder));
+            }
+            if input.is_some() && service.ended().is_some() {
+                input = None;
+            }
+            // Until the load ends: what drains afterwards is no load.
+            if start.elapsed() < lasts && input.is_some() {
+                set(&self.busy, Ticks::now().busy_since(before));
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
+    }
+}
+
+fn set<T>(place: &std::sync::Mutex<T>, value: T) {
+    *place.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = value;
+}
+
+/// Starts the service inside the cgroup: a shell enters it and becomes the service, so that nothing
+/// of the service is charged elsewhere.
+fn serve(settings: &Settings, group: &Group) -> Result<Process, BoxError> {
+    let enter = "ulimit -S -n \"$(ulimit -H -n)\"; echo $$ >\"$0\" && exec \"$@\"";
+    let mut command = Command::new("/bin/sh");
+    command.args(["-c", enter]).arg(group.entrance()).arg(std::env::current_exe()?);
+    command.arg("--serve").arg(serde_json::to_string(settings)?);
+    if settings.decay_off {
+        command.env("_RJEM_MALLOC_CONF", "dirty_decay_ms:-1,muzzy_decay_ms:-1");
+    }
+    Ok(Process(command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?))
+}
+
+/// Starts the load process, which needs as many sockets as there are requests under way.
+fn generate(order: &Order) -> Result<Process, BoxError> {
+    let run = "ulimit -S -n \"$(ulimit -H -n)\"; exec \"$@\"";
+    let mut command = Command::new("/bin/sh");
+    command.args(["-c", run, "load"]).arg(std::env::current_exe()?);
+    command.arg("--generate").arg(serde_json::to_string(order)?);
+    Ok(Process(command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?))
+}
+
+fn how(status: ExitStatus, kills: u64) -> String {
+    if status.signal() == Some(SIGKILL) && kills > 0 {
+        "OOM-killed".to_owned()
+    } else {
+        format!("died ({status}, {kills} OOM kills)")
+    }
+}
+
+/// A process of ours; it is killed when this is dropped.
+struct Process(Child);
+
+impl Process {
+    /// Waits until it listens, and says where.
+    fn addresses(&mut self) -> Result<(SocketAddr, SocketAddr), BoxError> {
+        let output = self.0.stdout.take().ok_or("no pipe from the service")?;
+        let (tell, told) = mpsc::sync_channel(1);
+        // Ends with the first line, or with the service.
+        std::thread::spawn(move || {
+            let mut line = String::new();
+            let read = BufReader::new(output).read_line(&mut line);
+            let _ = tell.send(read.map(|_| line));
+        });
+        let line = told.recv_timeout(START_PATIENCE)??;
+        let addresses =
+            line.trim().strip_prefix("listening ").and_then(|rest| rest.split_once(' '));
+        let (front, back) = addresses.ok_or_else(|| format!("the service said {line:?}"))?;
+        Ok((front.parse()?, back.parse()?))
+    }
+
+    /// How it ended, where it has.
+    fn ended(&mut self) -> Option<ExitStatus> {
+        self.0.try_wait().ok().flatten()
+    }
+
+    /// Kills it and waits until it is gone.
+    fn end(&mut self) -> Result<(), BoxError> {
+        let deadline = Instant::now() + END_PATIENCE;
+        let _ = self.0.kill();
+        while self.ended().is_none() {
+            if Instant::now() > deadline {
+                return Err("a process cannot be killed".into());
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.end();
+    }
+}
+
+/// Removes the cgroup, which may take a moment after its last process.
+fn remove(folder: &Path) {
+    let deadline = Instant::now() + END_PATIENCE;
+    while folder.exists() && Instant::now() < deadline {
+        if std::fs::remove_dir(folder).is_err() {
+            std::thread::sleep(LOOK_EVERY);
+        }
+    }
+}
+
+/// What the service says it saw.
+fn ask(back: SocketAddr) -> Result<Report, BoxError> {
+    let mut stream = TcpStream::connect_timeout(&back, ASK_PATIENCE)?;
+    stream.set_read_timeout(Some(ASK_PATIENCE))?;
+    write!(stream, "GET /report HTTP/1.1\r\nhost: {back}\r\nconnection: close\r\n\r\n")?;
+    let mut text = String::new();
+    stream.read_to_string(&mut text)?;
+    let (_, body) = text.split_once("\r\n\r\n").ok_or("the service's report has no body")?;
+    Ok(serde_json::from_str(body)?)
+}

@@ -1,0 +1,77 @@
+//! `POST /hold`: collects the body whole, keeps a second copy as large as it, and holds both for as
+//! long as the request asks. It is what makes memory, and not the processor, the shortage.
+//!
+//! With an arena the second copy is a block of device memory instead. It admits nothing: that is
+//! for whoever stands in front. Invariant: what a request held is freed before it is answered.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::Body;
+use axum::extract::Request;
+use axum::http::StatusCode;
+use axum::routing::post;
+use http_body_util::BodyExt as _;
+use lowtide::device::{DeviceArena, Region};
+
+/// The header that says for how many milliseconds.
+pub(crate) const HOLD_HEADER: &str = "x-hold-millis";
+
+/// Requests that were admitted and for which the arena had no room.
+pub(crate) type Unplaced = Arc<AtomicU64>;
+
+/// The route.
+pub(crate) fn routes(arena: Option<DeviceArena>, unplaced: Unplaced) -> Router {
+    let answer = move |request: Request| {
+        let (arena, unplaced) = (arena.clone(), Arc::clone(&unplaced));
+        async move { hold(request, arena, &unplaced).await }
+    };
+    Router::new().route("/hold", post(answer))
+}
+
+async fn hold(
+    request: Request,
+    arena: Option<DeviceArena>,
+    unplaced: &AtomicU64,
+) -> (StatusCode, &'static str) {
+    let asked = header(&request, HOLD_HEADER).map(Duration::from_millis);
+    let length = header(&request, "content-length").and_then(|length| usize::try_from(length).ok());
+    let (Some(asked), Some(length)) = (asked, length) else {
+        return (StatusCode::BAD_REQUEST, "a hold and a length are needed\n");
+    };
+    let Some(text) = collected(request.into_body(), length).await else {
+        return (StatusCode::BAD_REQUEST, "the body ended early\n");
+    };
+    let (mut copy, mut block) = (Vec::new(), None);
+    match &arena {
+        None => copy = text.clone(),
+        Some(arena) => match arena.alloc::<u8>(length, Region::Dynamic) {
+            Ok(buffer) => block = Some(buffer),
+            Err(_) => {
+                unplaced.fetch_add(1, Ordering::Relaxed);
+                return (StatusCode::INSUFFICIENT_STORAGE, "the arena has no room\n");
+            }
+        },
+    }
+    tokio::time::sleep(asked).await;
+    // Read after the wait, so that both are held until here.
+    let whole = block.is_some() || copy == text;
+    drop((text, copy, block));
+    if whole { (StatusCode::OK, "held\n") } else { (StatusCode::BAD_REQUEST, "not the same\n") }
+}
+
+async fn collected(mut body: Body, length: usize) -> Option<Vec<u8>> {
+    let mut text = Vec::with_capacity(length);
+    while let Some(frame) = body.frame().await {
+        if let Ok(data) = frame.ok()?.into_data() {
+            text.extend_from_slice(&data);
+        }
+    }
+    (text.len() == length).then_some(text)
+}
+
+fn header(request: &Request, name: &str) -> Option<u64> {
+    request.headers().get(name)?.to_str().ok()?.parse().ok()
+}

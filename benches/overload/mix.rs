@@ -1,0 +1,121 @@
+//! The mixes of body sizes, what a request takes, and how many requests a second fit.
+//!
+//! Arithmetic only; nothing here is measured. Requests come at Poisson times and each takes its
+//! bytes for its hold, so that what all of them take at one instant is a compound Poisson sum:
+//! `mean = rate x hold x E[taken]`, `variance = rate x hold x E[taken^2]`.
+//!
+//! Invariant: at the rate that fits `mean + SIGMAS x deviation = ceiling x limit - base`.
+
+use std::time::Duration;
+
+use lowtide::ByteSize;
+use serde::{Deserialize, Serialize};
+
+use crate::app::FORWARD_COST;
+
+/// Of a hundred requests, how many are of each class.
+pub(crate) const PARTS: [u64; 3] = [70, 25, 5];
+/// The classes, as figures name them.
+pub(crate) const CLASSES: [&str; 3] = ["small", "medium", "large"];
+/// The body, collected whole, and a second copy of it.
+const COPIES: u64 = 2;
+/// A request holds its memory for a time between these two, all of them as likely.
+pub(crate) const HOLD: [Duration; 2] = [Duration::from_millis(1500), Duration::from_millis(2500)];
+/// What the service holds beside its requests: 2 MiB before the first, and the buffers of idle
+/// connections. Room enough, by a guess.
+pub(crate) const BASE: ByteSize = ByteSize::mib(12);
+/// The part of the limit up to which is filled: lowtide's default.
+pub(crate) const CEILING: f64 = 0.80;
+/// A load fits where the sum of what requests take passes the ceiling this rarely: about .13 % of
+/// the time, were it a normal distribution; somewhat more, as its large side is the long one.
+const SIGMAS: f64 = 3.0;
+
+/// Which sizes come.
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum, Serialize, Deserialize,
+)]
+pub(crate) enum Mix {
+    /// 64 KiB, 1 MiB, 8 MiB: half of the bytes are in one of twenty requests.
+    Heavy,
+    /// 16 KiB, 256 KiB, 4 MiB.
+    Small,
+    /// 256 KiB, 2 MiB, 16 MiB.
+    Large,
+}
+
+impl Mix {
+    /// All of them.
+    pub(crate) const ALL: [Self; 3] = [Self::Heavy, Self::Small, Self::Large];
+
+    /// Its name in figures.
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Heavy => "heavy",
+            Self::Small => "small",
+            Self::Large => "large",
+        }
+    }
+
+    /// The size of the bodies of each class.
+    pub(crate) const fn sizes(self) -> [ByteSize; 3] {
+        match self {
+            Self::Heavy => [ByteSize::kib(64), ByteSize::mib(1), ByteSize::mib(8)],
+            Self::Small => [ByteSize::kib(16), ByteSize::kib(256), ByteSize::mib(4)],
+            Self::Large => [ByteSize::kib(256), ByteSize::mib(2), ByteSize::mib(16)],
+        }
+    }
+
+    /// The mean of a figure of the size over the classes.
+    fn mean(self, of: impl Fn(ByteSize) -> f64) -> f64 {
+        let parts = PARTS.map(|part| f64::from(u32::try_from(part).unwrap_or(0)) / 100.0);
+        self.sizes().into_iter().zip(parts).map(|(size, part)| part * of(size)).sum()
+    }
+
+    /// Requests a second that fit under this limit of the host's memory.
+    pub(crate) fn fits(self, limit: ByteSize) -> f64 {
+        self.fits_in(limit.scaled(CEILING).saturating_sub(BASE), taken)
+    }
+
+    /// Requests a second that fit under this limit of a device's memory, where each has one block
+    /// as large as its body.
+    pub(crate) fn fits_device(self, limit: ByteSize) -> f64 {
+        self.fits_in(limit.scaled(CEILING), |size| size)
+    }
+
+    fn fits_in(self, room: ByteSize, taken: impl Fn(ByteSize) -> ByteSize) -> f64 {
+        let hold = (HOLD[0] + HOLD[1]).as_secs_f64() / 2.0;
+        let room = room.as_f64();
+        let mean = hold * self.mean(|size| taken(size).as_f64());
+        let square = hold * self.mean(|size| taken(size).as_f64().powi(2));
+        // mean x^2 + SIGMAS sqrt(square) x = room, with x the root of the rate.
+        let half = SIGMAS * square.sqrt() / 2.0;
+        let root = ((half * half + mean * room).sqrt() - half) / mean;
+        root * root
+    }
+}
+
+/// What a body takes in the text service while it is held: collected, and copied.
+pub(crate) fn held(size: ByteSize) -> ByteSize {
+    ByteSize::new(size.get() * COPIES)
+}
+
+/// What a request takes in all, with its two connections.
+pub(crate) fn taken(size: ByteSize) -> ByteSize {
+    held(size).saturating_add(FORWARD_COST)
+}
+
+/// The arithmetic in words.
+pub(crate) fn explained(mix: Mix, limit: ByteSize) -> String {
+    let sizes = mix.sizes();
+    let parts: Vec<String> =
+        sizes.iter().zip(PARTS).map(|(size, part)| format!("{size} {part} %")).collect();
+    format!(
+        "{}: {}; a request takes {COPIES} x its body + {FORWARD_COST} for {:.1} to {:.1} s; \
+         {CEILING} x {limit} - {BASE} hold the mean and {SIGMAS} deviations of {:.1} a second",
+        mix.name(),
+        parts.join(", "),
+        HOLD[0].as_secs_f64(),
+        HOLD[1].as_secs_f64(),
+        mix.fits(limit),
+    )
+}

@@ -1,0 +1,135 @@
+//! Which cells are run: the short table, what was chosen, the grid, the drawn runs, the check.
+//!
+//! It decides what is run and nothing of what comes of it, but for the check, which is none where
+//! the load does not kill.
+
+use lowtide::BoxError;
+
+use crate::Cli;
+use crate::cases;
+use crate::figures::count;
+use crate::mix::Mix;
+use crate::model::Chance;
+use crate::policy::{CONCURRENCY, Policy};
+use crate::runner::{Plan, Runner};
+
+const LOADS: [f64; 5] = [0.5, 1.0, 2.0, 4.0, 8.0];
+const ESTIMATES: [f64; 3] = [0.5, 1.0, 2.0];
+/// Loads of the runs that are drawn, and of those with wrong estimates in the grid.
+const HIGH: [f64; 3] = [2.0, 4.0, 8.0];
+
+/// A table of three to four minutes.
+pub(crate) fn short(runner: &mut Runner) -> Result<bool, BoxError> {
+    let (mix, estimate) = (Mix::Heavy, 1.0);
+    for policy in [Policy::None, Policy::Rss250, Policy::Rss10, Policy::Fresh] {
+        runner.run(Plan { policy, load: 4.0, mix, estimate })?;
+    }
+    let fixed = runner.compare(mix, estimate)?;
+    for policy in fixed.into_iter().chain([Policy::Rss10, Policy::Lowtide]) {
+        runner.run(Plan { policy, load: 1.0, mix, estimate })?;
+    }
+    // What the way of a request takes by itself shows where nothing is admitted or refused.
+    for policy in [Policy::None, Policy::Lowtide] {
+        runner.run(Plan { policy, load: 0.5, mix, estimate })?;
+    }
+    cases::all(runner)?;
+    Ok(true)
+}
+
+/// Every combination of what was given.
+pub(crate) fn chosen(runner: &mut Runner, cli: &Cli) -> Result<bool, BoxError> {
+    let or = |given: &[f64], usual: f64| {
+        if given.is_empty() { vec![usual] } else { given.to_vec() }
+    };
+    let mixes = if cli.mix.is_empty() { vec![Mix::Heavy] } else { cli.mix.clone() };
+    let policies = if cli.policy.is_empty() { vec![Policy::Lowtide] } else { cli.policy.clone() };
+    for mix in mixes {
+        for &estimate in &or(&cli.estimate, 1.0) {
+            for &load in &or(&cli.load, 4.0) {
+                for &policy in &policies {
+                    let plan = Plan { policy, load, mix, estimate };
+                    let policy = resolved(runner, plan)?;
+                    runner.run(Plan { policy, ..plan })?;
+                }
+            }
+        }
+    }
+    Ok(true)
+}
+
+fn resolved(runner: &Runner, plan: Plan) -> Result<Policy, BoxError> {
+    match plan.policy {
+        Policy::Static(None) => runner.best(plan.policy, plan),
+        policy => Ok(policy),
+    }
+}
+
+/// Everything: each policy at each load of each mix, the best fixed settings and ours with wrong
+/// estimates as well, and the cases.
+pub(crate) fn grid(runner: &mut Runner) -> Result<bool, BoxError> {
+    let others = [Policy::None, Policy::Rss250, Policy::Rss10, Policy::Fresh];
+    for mix in Mix::ALL {
+        let fixed = runner.compare(mix, 1.0)?;
+        let limits = CONCURRENCY.map(Policy::Concurrency);
+        let budgets = fixed.iter().copied().filter(|one| matches!(one, Policy::Static(_)));
+        let all: Vec<Policy> =
+            others.into_iter().chain(limits).chain(budgets).chain([Policy::Lowtide]).collect();
+        for load in LOADS {
+            for &policy in &all {
+                let compared =
+                    load == 4.0 && (policy == Policy::Lowtide || fixed.contains(&policy));
+                if !compared {
+                    runner.run(Plan { policy, load, mix, estimate: 1.0 })?;
+                }
+            }
+        }
+        for estimate in [ESTIMATES[0], ESTIMATES[2]] {
+            for load in HIGH {
+                let budget = all.iter().copied().filter(|one| matches!(one, Policy::Static(_)));
+                for policy in budget.chain([Policy::Lowtide]) {
+                    runner.run(Plan { policy, load, mix, estimate })?;
+                }
+            }
+        }
+    }
+    cases::all(runner)?;
+    Ok(true)
+}
+
+/// Runs of lowtide, drawn by the seed.
+pub(crate) fn survive(runner: &mut Runner, runs: u32) -> Result<bool, BoxError> {
+    let (seed, mut chance) = (runner.seed, Chance(runner.seed));
+    let mut draw = |count: usize| usize::try_from(chance.bits() >> 33).unwrap_or(0) % count;
+    let mut kills = 0;
+    for run in 0..runs {
+        let plan = Plan {
+            policy: Policy::Lowtide,
+            load: HIGH[draw(HIGH.len())],
+            mix: Mix::ALL[draw(Mix::ALL.len())],
+            estimate: ESTIMATES[draw(ESTIMATES.len())],
+        };
+        runner.seed = seed + u64::from(run);
+        kills += runner.run(plan)?.1.oom_kills;
+    }
+    runner.seed = seed;
+    println!("{runs} runs drawn by seed {seed}: {kills} OOM kills");
+    runner.figures.add("overload.survive.runs", f64::from(runs), "runs");
+    runner.figures.add("overload.survive.oom_kills", count(kills), "kills");
+    Ok(true)
+}
+
+/// Three short runs of lowtide, and one without admission: where that one lives, the load was none.
+pub(crate) fn ci(runner: &mut Runner) -> Result<bool, BoxError> {
+    for (load, mix, estimate) in
+        [(2.0, Mix::Small, 2.0), (4.0, Mix::Heavy, 1.0), (8.0, Mix::Large, 0.5)]
+    {
+        runner.run(Plan { policy: Policy::Lowtide, load, mix, estimate })?;
+    }
+    let plan = Plan { policy: Policy::None, load: 4.0, mix: Mix::Heavy, estimate: 1.0 };
+    let (_, outcome) = runner.run(plan)?;
+    let bound = outcome.oom_kills > 0;
+    if !bound {
+        println!("FAILED: the service without admission was not OOM-killed: the load is too low");
+    }
+    Ok(bound)
+}

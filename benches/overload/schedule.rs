@@ -1,0 +1,99 @@
+//! When requests come, of what size, and how long each holds its memory: all from a seed.
+//!
+//! The load process sends by it and the model in this process computes with it, so that both meet
+//! the same requests. Invariant: the same offer gives the same requests, in order of their times.
+
+use std::time::Duration;
+
+use lowtide::ByteSize;
+use serde::{Deserialize, Serialize};
+
+use crate::mix::{HOLD, Mix, PARTS};
+use crate::model::Chance;
+
+/// Load of one rate.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(crate) struct Phase {
+    /// Requests a second.
+    pub(crate) rate: f64,
+    /// How long.
+    pub(crate) millis: u64,
+}
+
+/// What is to be offered: phases one after another.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Offer {
+    /// Which sizes.
+    pub(crate) mix: Mix,
+    /// As said.
+    pub(crate) phases: Vec<Phase>,
+    /// Of arrivals, sizes and holds.
+    pub(crate) seed: u64,
+}
+
+/// A request to come.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Arrival {
+    /// Since the start of the load.
+    pub(crate) at: Duration,
+    /// Which of the classes.
+    pub(crate) class: usize,
+    /// Of its body.
+    pub(crate) size: ByteSize,
+    /// For which it is to hold its memory.
+    pub(crate) hold: Duration,
+}
+
+impl Offer {
+    /// Load of one rate.
+    pub(crate) fn steady(mix: Mix, rate: f64, lasts: Duration, seed: u64) -> Self {
+        Self { mix, phases: vec![Phase { rate, millis: millis(lasts) }], seed }
+    }
+
+    /// How long all of it lasts.
+    pub(crate) fn lasts(&self) -> Duration {
+        Duration::from_millis(self.phases.iter().map(|phase| phase.millis).sum())
+    }
+
+    /// The requests.
+    pub(crate) fn arrivals(&self) -> Vec<Arrival> {
+        let mut chance = Chance(self.seed);
+        let (mut all, mut begin) = (Vec::new(), Duration::ZERO);
+        for phase in &self.phases {
+            let end = begin + Duration::from_millis(phase.millis);
+            let mut at = begin.as_secs_f64();
+            loop {
+                // The gap between two arrivals of a Poisson process (exponential).
+                at -= (1.0 - unit(chance.bits())).ln() / phase.rate;
+                if at >= end.as_secs_f64() {
+                    break;
+                }
+                let class = class_of(chance.bits() % 100);
+                let hold = HOLD[0] + (HOLD[1] - HOLD[0]).mul_f64(unit(chance.bits()));
+                let size = self.mix.sizes()[class];
+                all.push(Arrival { at: Duration::from_secs_f64(at), class, size, hold });
+            }
+            begin = end;
+        }
+        all
+    }
+}
+
+fn class_of(draw: u64) -> usize {
+    let mut sum = 0;
+    let below = |part: &u64| {
+        sum += part;
+        draw < sum
+    };
+    PARTS.iter().position(below).unwrap_or(0)
+}
+
+/// A number in [0, 1).
+pub(crate) fn unit(bits: u64) -> f64 {
+    f64::from(u32::try_from(bits >> 32).unwrap_or(0)) / (f64::from(u32::MAX) + 1.0)
+}
+
+/// Whole milliseconds.
+pub(crate) fn millis(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}
