@@ -21,6 +21,15 @@ extern "C" fn in_child() {
     GENERATION.fetch_add(1, Ordering::Relaxed);
 }
 
+/// Has these called around each fork, on the thread that forks: the one before it in the parent,
+/// the other after it in the parent and in the child. A failure leaves them out.
+#[cfg(feature = "heap")]
+pub(crate) fn around(before: extern "C" fn(), after: extern "C" fn()) {
+    // SAFETY: these are functions of the required type with static lifetime; what they may do in a
+    // child is their author's to keep to.
+    let _ = unsafe { libc::pthread_atfork(Some(before), Some(after), Some(after)) };
+}
+
 /// The process generation in which something was made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Birth(u64);

@@ -7,12 +7,14 @@ use std::ffi::CStr;
 use std::hint::black_box;
 use std::os::unix::process::ExitStatusExt as _;
 use std::process::Command;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::{env, ptr};
 
-use lowtide::host::{self, Heap, HostArena, HostArenaError, StillHeld};
+use lowtide::decay::DecayTime;
+use lowtide::host::{self, Heap, HostArena, HostArenaError, HostError, StillHeld};
 
 #[global_allocator]
 static HEAP: Heap = Heap;
@@ -286,4 +288,116 @@ fn when_arenas_run_out_that_is_an_error_and_the_heap_goes_on() {
     drop(within);
     one.retire().expect("empty");
     three.retire().expect("empty");
+}
+
+/// Bug: the thread stayed in the arena for ever, with all that it allocated from then on, since
+/// jemalloc lets none go back to the arena of a CPU; each load of a resource left one more arena.
+#[test]
+fn where_arenas_go_with_cpus_no_thread_is_bound_and_buffers_are_had_all_the_same() {
+    if !is_task("by cpu") {
+        let test = "where_arenas_go_with_cpus_no_thread_is_bound_and_buffers_are_had_all_the_same";
+        let mut command = child(test, "by cpu");
+        let status = command.env("_RJEM_MALLOC_CONF", "percpu_arena:percpu").status();
+        assert!(status.expect("it runs").success());
+        return;
+    }
+    let found = host::effective().expect("statistics").percpu_arena;
+    if found == "disabled" {
+        return; // a kernel or a library that does not say which CPU it is
+    }
+    let arena = HostArena::new("by cpu").expect("an arena");
+    let refused = arena.scope(|| unreachable!("refused before")).map(|()| "it ran");
+    assert_eq!(refused, Err(HostError::ArenasByCpu { found }));
+    let beside = black_box(vec![1_u8; 4 << 20]);
+    assert!(arena.stats().expect("statistics").active.is_zero(), "the thread is not in it");
+    let mut within = allocator_api2::vec::Vec::with_capacity_in(beside.len(), &arena);
+    within.extend_from_slice(&beside);
+    assert!(arena.stats().expect("statistics").live.get() >= 4 << 20);
+    drop(within);
+    arena.retire().expect("empty");
+}
+
+/// Bug: what was kept had the decay time that its last owner gave it.
+#[test]
+fn one_that_was_kept_decays_as_the_heap_does() {
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    let never = || {
+        let apart = host::effective().expect("statistics").arenas_apart;
+        apart.iter().filter(|arena| arena.dirty == DecayTime::Never).count()
+    };
+    let arena = HostArena::new("never").expect("an arena");
+    arena.set_decay(DecayTime::Never).expect("set");
+    assert_eq!(never(), 1);
+    drop(arena);
+    let next = HostArena::new("as the heap").expect("an arena");
+    assert_eq!(never(), 0);
+    next.retire().expect("empty");
+}
+
+/// Bug: the child of a fork found the lock held that keeps arenas from being destroyed, by a thread
+/// that was not there, and waited for ever.
+#[test]
+fn a_child_of_a_fork_never_waits_for_a_thread_that_was_among_the_arenas() {
+    if !is_task("fork") {
+        let test = "a_child_of_a_fork_never_waits_for_a_thread_that_was_among_the_arenas";
+        let status = child(test, "fork").status().expect("it runs");
+        assert!(status.success(), "{status}");
+        return;
+    }
+    let (ends, turns) = (AtomicBool::new(false), AtomicU64::new(0));
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            while !ends.load(Ordering::Relaxed) {
+                HostArena::new("busy").expect("an arena").retire().expect("empty");
+                host::effective().expect("statistics");
+                turns.fetch_add(1, Ordering::Relaxed);
+            }
+        });
+        let mut statuses = Vec::new();
+        for _ in 0..40 {
+            let seen = turns.load(Ordering::Relaxed);
+            while turns.load(Ordering::Relaxed) < seen + 2 {
+                thread::yield_now();
+            }
+            // SAFETY: the child calls what is looked at here, and ends; where it hangs it is ended.
+            let child = unsafe { libc::fork() };
+            if child == 0 {
+                // SAFETY: as above.
+                let _ = unsafe { libc::alarm(20) };
+                let is_done = HostArena::new("child").is_ok() && host::decay_tick().is_ok();
+                // SAFETY: ends the child at once.
+                unsafe { libc::_exit(i32::from(!is_done)) };
+            }
+            let mut status = 0;
+            // SAFETY: waits for the child, whose status goes to a local.
+            let waited = unsafe { libc::waitpid(child, &raw mut status, 0) };
+            statuses.push((waited == child, status));
+            if status != 0 {
+                break;
+            }
+        }
+        ends.store(true, Ordering::Relaxed);
+        assert!(statuses.iter().all(|status| *status == (true, 0)), "{statuses:?}");
+    });
+}
+
+/// Bug: where another thread had made an arena since the figures were refreshed there were none of
+/// any, and all of them read 0 in metrics.
+#[test]
+fn arenas_are_listed_while_others_are_made() {
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    let lasting = HostArena::new("lasting").expect("an arena");
+    let ends = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            while !ends.load(Ordering::Relaxed) {
+                HostArena::new("passing").expect("an arena").retire().expect("empty");
+            }
+        });
+        let is_listed = |_| Ok(HostArena::all()?.iter().any(|(of, _)| of == "lasting"));
+        let listed: Result<Vec<bool>, HostError> = (0..2_000).map(is_listed).collect();
+        ends.store(true, Ordering::Relaxed);
+        assert!(listed.expect("figures of all").into_iter().all(|is_listed| is_listed));
+    });
+    lasting.retire().expect("empty");
 }

@@ -4,9 +4,10 @@
 use std::collections::BTreeMap;
 use std::panic;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use lowtide::ByteSize;
+use lowtide::clock::{Clock as _, SystemClock};
 use lowtide::control::{Backoff, Budget, Cost, LoadError, Resource as _};
 use lowtide::host::{Heap, HostArena, HostArenaStats};
 use lowtide::memory::Memory;
@@ -72,7 +73,8 @@ fn a_resources_arena_is_in_the_metrics_and_reads_zero_once_it_is_unloaded() {
     let memory = Memory::builder().start().expect("starts");
     let seen = memory.register(memory.managed("seen", || Ok(model()))).expect("registered");
     let shows = |what: &dyn Fn(f64) -> bool| {
-        let end = Instant::now() + SOON;
+        let clock = SystemClock::new();
+        let end = clock.now() + SOON;
         let line = "lowtide_heap_arena_live_bytes{heap_arena=\"seen\"} ";
         let shown = || {
             let text = recorder.render();
@@ -81,7 +83,7 @@ fn a_resources_arena_is_in_the_metrics_and_reads_zero_once_it_is_unloaded() {
         };
         // Published each second, by a thread of the memory's own.
         while !shown() {
-            assert!(Instant::now() < end, "{}", recorder.render());
+            assert!(clock.now() < end, "{}", recorder.render());
             std::thread::yield_now();
         }
     };

@@ -13,16 +13,18 @@
 //! kept, or of jemalloc's own.
 #![expect(unsafe_code, reason = "destroying an arena takes its memory from whoever points there")]
 
+use std::cell::RefCell;
 use std::ffi::CStr;
 use std::fmt;
 use std::mem::ManuallyDrop;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use thiserror::Error;
 
 use crate::bytes::ByteSize;
 use crate::decay::DecayTime;
-use crate::fork::Birth;
+use crate::fork::{self, Birth};
 
 use super::conf::decay_to_ms;
 use super::error::{Act, HostError};
@@ -208,8 +210,34 @@ impl Slots {
 
 /// Keeps arenas from being destroyed for as long as it is held. Who goes over all of them needs it:
 /// jemalloc 5.3.1 looks them up under a lock of its own, and works on them without it.
+///
+/// A fork waits for whoever holds it, as it does for jemalloc's own locks: else it would stay held
+/// in the child, by a thread that is not there.
 pub(super) fn keep() -> MutexGuard<'static, Slots> {
+    static HEEDS_FORKS: AtomicBool = AtomicBool::new(false);
+    if !HEEDS_FORKS.swap(true, Ordering::Relaxed) {
+        // Handlers of before a fork run last registered first. Jemalloc's are there once it has
+        // been asked anything, so that this lock is taken before its own, as everywhere.
+        let _ = ctl::ARENAS_PAGE.read();
+        fork::around(before_fork, after_fork);
+    }
     SLOTS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+thread_local! {
+    /// What `keep` gives, held by a thread that forks.
+    static OVER_FORK: RefCell<Option<ManuallyDrop<MutexGuard<'static, Slots>>>> =
+        const { RefCell::new(None) };
+}
+
+extern "C" fn before_fork() {
+    let kept = ManuallyDrop::new(SLOTS.lock().unwrap_or_else(PoisonError::into_inner));
+    OVER_FORK.with(|held| held.replace(Some(kept)));
+}
+
+/// In the parent, and in the child, whose one thread is the one that forked.
+extern "C" fn after_fork() {
+    OVER_FORK.with(RefCell::take).map(ManuallyDrop::into_inner);
 }
 
 impl HostArena {
@@ -234,10 +262,14 @@ impl HostArena {
         };
         let arena = Self { index, name: text, birth: Birth::now() };
         slots.put(index, Slot { name: text, ..Slot::NONE });
+        // Who goes over all of them finds figures of each.
+        let refreshed = refresh();
         drop(slots);
         // From here on the drop of `arena` gives the index back.
+        refreshed?;
         ctl::ARENA_NAME.write_in(index, text.c_str())?;
-        refresh()?;
+        // Who had one that was kept may have given it another.
+        ctl::ARENA_DIRTY_DECAY.write_in(index, ctl::ARENAS_DIRTY_DECAY.read()?)?;
         Ok(arena)
     }
 
@@ -258,9 +290,13 @@ impl HostArena {
     /// blocking tasks; it cannot be held over an `.await`.
     ///
     /// # Errors
-    /// [`HostError`], and the closure has not run.
+    /// [`HostError`], and the closure has not run. [`HostError::ArenasByCpu`] where jemalloc runs
+    /// with `percpu_arena`.
     pub fn scope<T>(&self, act: impl FnOnce() -> T) -> Result<T, HostError> {
         self.check_birth()?;
+        if let Some(found) = ctl::OPT_PERCPU_ARENA.read()?.filter(|mode| *mode != "disabled") {
+            return Err(HostError::ArenasByCpu { found });
+        }
         flush_thread_cache()?;
         let before = ctl::THREAD_ARENA.exchange(self.index)?;
         let _bound = Bound { before, index: self.index };
@@ -307,7 +343,9 @@ impl HostArena {
         unsafe { ctl::ARENA_PURGE.perform_in(self.index) }
     }
 
-    /// How long its unused pages may stay.
+    /// How long its unused pages may stay; as elsewhere in the heap, unless this is called. Where
+    /// the arena is kept for the next, that is forgotten; so it is when a `Memory` starts, or
+    /// [`apply`](super::apply) sets all arenas.
     ///
     /// # Errors
     /// [`HostError`].

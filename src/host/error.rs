@@ -31,6 +31,16 @@ pub enum HostError {
          (a library named by JEMALLOC_OVERRIDE must be built with statistics)"
     )]
     NoStatistics,
+    /// jemalloc has an arena for each CPU, and lets no thread go back to them that was bound to
+    /// another.
+    #[error(
+        "a thread could not leave the arena again: expected opt.percpu_arena = disabled, found \
+         {found}"
+    )]
+    ArenasByCpu {
+        /// What `percpu_arena` is.
+        found: &'static str,
+    },
     /// The object was made before a fork, and this is the child.
     #[error("made before a fork and used in the child: make a new one in the child")]
     Forked,

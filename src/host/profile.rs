@@ -121,6 +121,7 @@ impl fmt::Display for HeapProfile {
 /// | `thp` | `default`, `always`, `never` |
 /// | `metadata_thp` | `disabled`, `auto`, `always` |
 /// | `slab_sizes` | `default`, `one_page` |
+/// | `cache_oblivious` | `true`, `false` |
 ///
 /// Anything else does not compile, and the message says what was expected:
 /// ```compile_fail
