@@ -20,7 +20,7 @@ use crate::sim::seen::Seen;
 use crate::sim::{best, days};
 
 /// Failures that are shown in full.
-const SHOWN: usize = 5;
+const SHOWN: usize = 40;
 
 #[derive(Clone, Debug, Parser)]
 #[command(about = "The whole controller in virtual time")]

@@ -215,13 +215,14 @@ impl Scenario {
         }
     }
 
-    /// Requests a second that fill what admission fills, on average.
+    /// Requests a second that fill what admission fills on average, by what they say and by what is
+    /// true.
     pub(crate) fn fitting_rate(&self) -> f64 {
         let resource = self.resource.map_or(0.0, |_| RESOURCE);
         let room = CEILING.mul_add(self.build.limit, -self.build.base - resource);
         // The body is there for all of the time but half of its arrival.
         let held = HOLD * 0.5_f64.mul_add(-self.arrives, 1.0);
-        room / (self.mix.mean() * self.truth.factor * held)
+        room / (self.mix.mean() * self.truth.factor.max(1.0) * held)
     }
 }
 

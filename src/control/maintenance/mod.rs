@@ -25,7 +25,7 @@ use crate::bytes::ByteSize;
 use crate::clock::Moment;
 
 use super::admission::Admission;
-use super::ledger::{Budget, Correction, Measured};
+use super::ledger::{Budget, Correction, Measured, Turnover};
 use super::managed::Resources;
 use super::pressure::{Level, Pressure, Thresholds};
 use super::reclaim::{Ladder, Pace};
@@ -253,6 +253,8 @@ pub struct Maintenance {
     host: Account,
     device: Account,
     last: Option<Sample>,
+    /// When the last tick was, and how many requests had ended by then.
+    ticked: (Moment, u64),
     /// Requests admitted by the last tick, and since when none has come or been held.
     admitted: u64,
     quiet_since: Option<Moment>,
@@ -298,6 +300,7 @@ impl Maintenance {
             host: account(Budget::Host),
             device: account(Budget::Device),
             last: None,
+            ticked: (Moment::ORIGIN, 0),
             admitted: 0,
             quiet_since: None,
             purged_at: Moment::ORIGIN,
@@ -391,6 +394,7 @@ impl Maintenance {
 
     /// Levels and allowances.
     fn account(&mut self, sample: &Sample, now: Moment) {
+        let turnover = self.turnover(now);
         let limit = if sample.limit.is_known() { sample.limit.bytes } else { ByteSize::MAX };
         let device_limit = sample.device_limit.unwrap_or(ByteSize::MAX);
         let budgets = [
@@ -403,7 +407,8 @@ impl Maintenance {
             let ceiling =
                 if limit == ByteSize::MAX { limit } else { limit.scaled(self.settings.ceiling) };
             let ledger = self.admission.ledger(account.budget);
-            ledger.correct(&mut account.correction, Measured { physical, purgeable, ceiling });
+            let measured = Measured { physical, purgeable, ceiling, turnover };
+            ledger.correct(&mut account.correction, measured);
             let wanted = if limit == ByteSize::MAX {
                 ByteSize::ZERO
             } else {
@@ -416,6 +421,14 @@ impl Maintenance {
         // The device's level unloads; only the host's sheds, since what does not fit the device
         // is refused by its ledger and nothing is killed.
         self.admission.set_level(self.host.pressure.level());
+    }
+
+    /// What has become of requests since the last tick.
+    fn turnover(&mut self, now: Moment) -> Turnover {
+        let stats = self.admission.stats();
+        let (then, ended) = std::mem::replace(&mut self.ticked, (now, stats.finished_total));
+        let ended = stats.finished_total.saturating_sub(ended);
+        Turnover { time: now - then, ended, held: stats.held() }
     }
 
     /// Whether no request has been held or admitted for the quiet time.
