@@ -118,15 +118,16 @@ fn scenarios(cli: &Cli) -> usize {
 /// The worst of the runs that held.
 fn summary(all: &[(Scenario, Seen)]) {
     let of = |kind: Kind| all.iter().filter(move |(scenario, _)| scenario.kind == kind);
-    let worst = |kind: Kind, value: fn(&(Scenario, Seen)) -> f64| {
-        of(kind).map(value).fold(0.0, f64::max)
-    };
+    let worst =
+        |kind: Kind, value: fn(&(Scenario, Seen)) -> f64| of(kind).map(value).fold(0.0, f64::max);
     let peak = all.iter().map(|(_, seen)| seen.peak).fold(0.0, f64::max);
     figure("peak", 100.0 * peak, "%");
     let changes = worst(Kind::Overload, |(one, seen)| seen.changes_per_second(2.0, one.lasts));
     figure("overload.level_changes_per_s", changes, "1/s");
     let shed = |(_, seen): &(Scenario, Seen)| seen.shed_mib() / seen.offered_mib().max(1e-9);
-    figure("fits.shed_bytes_ratio", worst(Kind::Fits, shed), "ratio");
+    let learned = |(_, seen): &(Scenario, Seen)| seen.learned.shed_ratio();
+    figure("fits.shed_bytes_ratio", worst(Kind::Fits, learned), "ratio");
+    figure("fits.with_start.shed_bytes_ratio", worst(Kind::Fits, shed), "ratio");
     let after = |(one, seen): &(Scenario, Seen)| {
         let fell = match one.load {
             sim::load::Load::Step { at, .. } => at,
@@ -161,7 +162,7 @@ fn compared(seeds: u64) -> usize {
 
 /// A month; whether it failed.
 fn month(seed: u64, days: u32) -> usize {
-    let month = days::run(seed, days);
+    let month = days::run(seed, days, sim::load::DAY);
     for fault in &month.faults {
         eprintln!("{days} days, seed {seed}: {fault}");
     }

@@ -40,14 +40,8 @@ pub(crate) struct Compared {
 
 /// A steady scenario of 256 MiB at this many times what fits.
 pub(crate) fn steady(seed: u64, mix: Mix, factor: f64, times: f64) -> Scenario {
-    let build = Build {
-        limit: 256.0,
-        base: 20.0,
-        decay: Some(1.0),
-        caches: 2.0,
-        holes: 0.02,
-        files: 0.3,
-    };
+    let build =
+        Build { limit: 256.0, base: 20.0, decay: Some(1.0), caches: 2.0, holes: 0.02, files: 0.3 };
     Scenario {
         seed,
         kind: Kind::Overload,

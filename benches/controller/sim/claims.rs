@@ -8,8 +8,7 @@ use std::time::Duration;
 use lowtide::clock::Moment;
 use lowtide::control::{Level, Settings};
 
-use super::load::Load;
-use super::scenario::{Kind, RESOURCE, Scenario};
+use super::scenario::{Kind, Scenario};
 use super::seen::Seen;
 use super::world::World;
 
@@ -62,9 +61,7 @@ pub(crate) fn faults(scenario: &Scenario, seen: &Seen) -> Vec<String> {
             faults.push(what());
         }
     };
-    claim(seen.killed.is_none(), &|| {
-        format!("killed at {:.3} s", seen.killed.unwrap_or_default())
-    });
+    claim(seen.killed.is_none(), &|| format!("killed at {:.3} s", seen.killed.unwrap_or_default()));
     claim(!seen.beyond, &|| "the plant held more than its limit and lived".to_owned());
     claim(seen.hasty == 0, &|| format!("{} purges came before their pace", seen.hasty));
     claim(seen.end.panics == 0, &|| format!("{} jobs panicked", seen.end.panics));
@@ -90,10 +87,10 @@ pub(crate) fn faults(scenario: &Scenario, seen: &Seen) -> Vec<String> {
     match scenario.kind {
         Kind::Overload => steady(scenario, seen, &mut claim),
         Kind::Fits => {
-            let part = seen.shed_mib() / seen.offered_mib().max(1e-9);
+            let part = seen.learned.shed_ratio();
             claim(part <= 0.01, &|| format!("{:.2} % of what fits is shed", 100.0 * part));
-            claim(seen.shed[0].requests == 0, &|| {
-                format!("{} small ones of what fits are shed", seen.shed[0].requests)
+            claim(seen.learned.small == 0, &|| {
+                format!("{} small ones of what fits are shed", seen.learned.small)
             });
         }
         Kind::Change => {
@@ -136,18 +133,5 @@ impl Scenario {
     pub(super) fn largest(&self, second: f64) -> f64 {
         let truth = self.truth.at(second) * (1.0 + self.truth.noise);
         self.mix.largest() * truth.max(1.0)
-    }
-
-    /// How often what is learned is looked at.
-    pub(super) fn look_every(&self) -> Duration {
-        match self.load {
-            Load::Days { .. } => Duration::from_secs(3600),
-            _ => Duration::from_millis(50),
-        }
-    }
-
-    /// The most that may be loaded.
-    pub(crate) fn resident(&self) -> f64 {
-        self.resource.map_or(0.0, |_| RESOURCE)
     }
 }

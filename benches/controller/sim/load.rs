@@ -63,8 +63,8 @@ pub(crate) enum Load {
     Sine { low: f64, high: f64, period: f64 },
     /// Low but for a short time in each period.
     Spikes { low: f64, high: f64, period: f64, width: f64 },
-    /// A service's days: nothing at night, a morning, a peak and an afternoon.
-    Days { high: f64 },
+    /// A service's days, of so many seconds: nothing at night, a morning, a peak, an afternoon.
+    Days { high: f64, day: f64 },
 }
 
 /// Seconds of a day.
@@ -111,20 +111,16 @@ impl Load {
                 (high - low).mul_add(part, low)
             }
             Self::Spikes { low, high, period, width } => {
-                if (second / period).fract() * period < width {
-                    high
-                } else {
-                    low
-                }
+                if (second / period).fract() * period < width { high } else { low }
             }
-            Self::Days { high } => high * of_day(second % DAY / 3600.0),
+            Self::Days { high, day } => high * of_day((second / day).fract() * 24.0),
         }
     }
 
     /// For how long the load stays about the same, in seconds.
     pub(crate) const fn grain(self) -> f64 {
         match self {
-            Self::Days { .. } => 5.0,
+            Self::Days { day, .. } => day / 20_000.0,
             _ => 0.02,
         }
     }

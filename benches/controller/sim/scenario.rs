@@ -7,7 +7,7 @@
 use std::time::Duration;
 
 use super::chance::Chance;
-use super::load::{Load, MIXES, Mix};
+use super::load::{DAY, Load, MIXES, Mix};
 use super::plant::Build;
 
 /// The part of the limit that a controller with default settings fills.
@@ -22,7 +22,7 @@ pub(crate) enum Kind {
     Overload,
     /// Overload that falls to a quarter of what fits.
     Fall,
-    /// Less than fits, always.
+    /// A quarter of what fits on average: by chance it is twice that for a moment.
     Fits,
     /// The truth behind the estimates changes in the midst of overload.
     Change,
@@ -179,8 +179,8 @@ impl Scenario {
             }
             Kind::Fits => {
                 self.load = chance.pick(&[
-                    Load::Constant(0.35),
-                    Load::Sine { low: 0.0, high: 0.35, period: 3.0 },
+                    Load::Constant(0.25),
+                    Load::Sine { low: 0.0, high: 0.3, period: 3.0 },
                     Load::Square { low: 0.05, high: 0.3, period: 2.0 },
                 ]);
                 self.lasts = 20.0;
@@ -209,7 +209,7 @@ impl Scenario {
                 }
             }
             Kind::Days => {
-                self.load = Load::Days { high: 4.0 };
+                self.load = Load::Days { high: 4.0, day: DAY };
                 self.resource = Some(0.2);
             }
         }

@@ -26,6 +26,23 @@ impl Counts {
     }
 }
 
+/// Of the time after the first seconds, in which estimates count twice because nothing has been
+/// measured.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Learned {
+    offered: Counts,
+    shed: Counts,
+    /// Those of the smallest class among them.
+    pub(crate) small: u64,
+}
+
+impl Learned {
+    /// The part of the bytes that was shed.
+    pub(crate) fn shed_ratio(&self) -> f64 {
+        self.shed.mib / self.offered.mib.max(1e-9)
+    }
+}
+
 /// What is left when the load has been over for ten seconds.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct End {
@@ -59,6 +76,7 @@ pub(crate) struct Seen {
     pub(crate) offered: [Counts; 3],
     pub(crate) served: [Counts; 3],
     pub(crate) shed: [Counts; 3],
+    pub(crate) learned: Learned,
     /// Of those shed, by reason in the order of [`ShedReason::ALL`].
     pub(crate) reasons: [u64; 4],
     /// When the last one was shed, and the last one that would have fitted for a quarter of a
@@ -91,12 +109,17 @@ pub(crate) struct Seen {
 
 /// The shortest pause between two purges that the loop decides on.
 const PACE: Duration = Duration::from_millis(100);
+/// From this second on something has been learned: two lives of requests are over.
+const LEARNED: f64 = 6.0;
 /// After so long with room a shed is a wasted one.
 const ROOMY: f64 = 0.25;
 
 impl Seen {
     pub(super) fn offers(&mut self, class: usize, mib: f64, second: f64, roomy: bool) {
         self.offered[class].add(mib);
+        if second >= LEARNED {
+            self.learned.offered.add(mib);
+        }
         if !roomy {
             self.roomy_since = None;
         } else if self.roomy_since.is_none() {
@@ -107,6 +130,10 @@ impl Seen {
     pub(super) fn sheds(&mut self, class: usize, mib: f64, second: f64, reason: ShedReason) {
         self.shed[class].add(mib);
         self.reasons[reason as usize] += 1;
+        if second >= LEARNED {
+            self.learned.shed.add(mib);
+            self.learned.small += u64::from(class == 0);
+        }
         self.last_shed = Some(second);
         if self.roomy_since.is_some_and(|since| second - since > ROOMY) {
             self.last_wasted = Some(second);

@@ -76,10 +76,8 @@ impl World {
     /// admitted, whatever the controller says.
     pub(crate) fn new(scenario: Scenario, settings: Settings, budget: Option<f64>) -> Arc<Self> {
         let (admission, resources) = (Admission::new(), Resources::new());
-        let door = budget.map_or_else(
-            || admission.clone(),
-            |mib| Admission::with_limit(bytes(mib)),
-        );
+        let door =
+            budget.map_or_else(|| admission.clone(), |mib| Admission::with_limit(bytes(mib)));
         let clock = Arc::new(ManualClock::new());
         let world = Arc::new_cyclic(|weak: &Weak<Self>| {
             let ladder = Ladder::new(vec![resources.reclaimer(Budget::Host)]);
