@@ -29,7 +29,7 @@ use crate::sync::atomic::{AtomicU64, Ordering};
 use super::correction::few;
 use super::fairness::Balance;
 
-pub use super::correction::{Books, Correction, K_MAX, K_MIN, K_START, Measured};
+pub use super::correction::{Books, Correction, K_MAX, K_MIN, K_START, Measured, Turnover};
 
 /// Whose bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -450,6 +450,7 @@ mod tests {
             physical: ByteSize::mib(physical),
             purgeable: ByteSize::mib(purgeable),
             ceiling: CEILING,
+            ..Measured::default()
         }
     }
 
@@ -573,7 +574,7 @@ mod tests {
         for measured in [400, 50] {
             let mut correction = Correction::new();
             for _ in 0..2000 {
-                let _ = correction.update(requests(80), sample(measured, 0));
+                let _ = correction.update(requests(100), sample(measured, 0));
             }
             assert!((correction.k() - K_START).abs() > 0.9, "{}", correction.k());
             for _ in 0..4 * 60 * 30 {
@@ -581,6 +582,62 @@ mod tests {
             }
             assert!((correction.k() - K_START).abs() < 0.01, "{}", correction.k());
         }
+    }
+
+    fn after(millis: u64, ended: u64, held: u64, physical: u64) -> Measured {
+        let turnover = Turnover { time: Duration::from_millis(millis), ended, held };
+        Measured { turnover, ..sample(physical, 0) }
+    }
+
+    /// The bug: bodies that arrive within half of a request's life hold little at first. `K` fell
+    /// until they were there, and by then more had been admitted than the limit could hold.
+    #[test]
+    fn bodies_that_were_still_arriving_taught_that_estimates_are_too_high() {
+        let mut correction = Correction::new();
+        for held in 1..=200 {
+            let _ = correction.update(requests(300), after(10, 0, 100, 3 * held));
+        }
+        assert!(correction.k() > 0.99 * K_START, "{}", correction.k());
+        // They end one by one, others come and arrive: what the first ones held is known.
+        for _ in 0..200 {
+            let _ = correction.update(requests(300), after(10, 1, 100, 250));
+        }
+        assert!(correction.k() > 0.99 * K_START, "{}", correction.k());
+        // Three generations later it is not true any more.
+        for _ in 0..500 {
+            let _ = correction.update(requests(300), after(10, 1, 100, 250));
+        }
+        assert!(correction.k() < 0.6 * K_START, "{}", correction.k());
+    }
+
+    /// The bug: what a neighbour held was taken for the last requests' as a load ended, `K` rose to
+    /// 5, and the next burst was shed.
+    #[test]
+    fn a_neighbour_was_taken_for_a_wrong_estimate_when_a_load_ended() {
+        let mut correction = Correction::new();
+        for booked in (30..400).rev() {
+            let _ = correction.update(requests(booked), after(10, 1, booked, booked + 90));
+        }
+        assert!(correction.k() < 2.1, "{}", correction.k());
+        // It counts once all the same.
+        let allowance = correction.update(requests(30), after(10, 1, 30, 120)).as_f64();
+        let room = ByteSize::mib(800 - 120).as_f64();
+        assert!(allowance * correction.k() <= room + 30.1 * correction.k() * 1_048_576.0);
+    }
+
+    /// The bug: `K` fell by ticks, so that a loop which ticks 100 ms late needed ten times as long
+    /// to find out what is true.
+    #[test]
+    fn a_late_loop_learned_slowly() {
+        let k = |millis, ticks: u64| {
+            let mut correction = Correction::new();
+            for _ in 0..ticks {
+                let _ = correction.update(requests(300), after(millis, 100, 100, 300));
+            }
+            correction.k()
+        };
+        let (soon, late) = (k(10, 100), k(100, 10));
+        assert!((soon / late - 1.0).abs() < 0.05, "{soon} and {late}");
     }
 
     /// The bug: one small request at any time was enough for the base never to be learned, so that

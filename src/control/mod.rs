@@ -47,7 +47,7 @@ mod tally;
 pub mod watermark;
 
 pub use admission::{Admission, AdmissionStats, Cost, Priority};
-pub use ledger::{Books, Budget, Correction, Ledger, Measured, Shortfall};
+pub use ledger::{Books, Budget, Correction, Ledger, Measured, Shortfall, Turnover};
 pub use maintenance::{
     Hands, Job, JobQueue, Jobs, Maintenance, PressureState, PurgeGrowth, Sample, Sensor, Settings,
     SettingsError, Tick, Trigger, Worker, run_control, run_worker,

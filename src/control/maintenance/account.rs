@@ -5,8 +5,6 @@
 //! Invariant: at each tick the ledger is corrected first and shared out after, so that no berth is
 //! measured by an allowance of before.
 
-use std::time::Duration;
-
 use crate::control::admission::Admission;
 use crate::control::fairness::{Balance, Fairness, Seen};
 use crate::control::ledger::{Budget, Correction, Measured};
@@ -27,8 +25,9 @@ impl Account {
         Self { budget, pressure: Pressure::new(thresholds), correction, fairness }
     }
 
-    /// What may be booked, and what of it is a berth, this long after the last time.
-    pub(super) fn correct(&mut self, admission: &Admission, measured: Measured, since: Duration) {
+    /// What may be booked, and what of it is a berth.
+    pub(super) fn correct(&mut self, admission: &Admission, measured: Measured) {
+        let since = measured.turnover.time;
         let ledger = admission.ledger(self.budget);
         ledger.correct(&mut self.correction, measured);
         let balance = self.fairness.update(Seen::of(ledger, since), &admission.counts(self.budget));

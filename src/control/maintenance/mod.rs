@@ -28,7 +28,7 @@ use crate::bytes::ByteSize;
 use crate::clock::Moment;
 
 use super::admission::Admission;
-use super::ledger::{Budget, Measured};
+use super::ledger::{Budget, Measured, Turnover};
 use super::managed::Resources;
 use super::pressure::{Level, Thresholds};
 use super::reclaim::{Ladder, Pace};
@@ -268,8 +268,8 @@ pub struct Maintenance {
     host: Account,
     device: Account,
     last: Option<Sample>,
-    /// When that was.
-    ticked: Option<Moment>,
+    /// When the last tick was, and how many requests had ended by then.
+    ticked: (Moment, u64),
     /// Requests admitted by the last tick, and since when none has come or been held.
     admitted: u64,
     quiet_since: Option<Moment>,
@@ -313,7 +313,7 @@ impl Maintenance {
             host: account(Budget::Host),
             device: account(Budget::Device),
             last: None,
-            ticked: None,
+            ticked: (Moment::ORIGIN, 0),
             admitted: 0,
             quiet_since: None,
             purged_at: Moment::ORIGIN,
@@ -417,20 +417,20 @@ impl Maintenance {
 
     /// Levels, allowances and berths.
     fn account(&mut self, sample: &Sample, now: Moment) {
+        let turnover = self.turnover(now);
         let limit = if sample.limit.is_known() { sample.limit.bytes } else { ByteSize::MAX };
         let device_limit = sample.device_limit.unwrap_or(ByteSize::MAX);
         let budgets = [
             (&mut self.host, sample.physical, sample.purgeable, limit),
             (&mut self.device, sample.device_committed, sample.device_idle, device_limit),
         ];
-        let since = self.ticked.map_or(Duration::ZERO, |at| now - at);
-        self.ticked = Some(now);
         let mark = self.settings.thresholds.band(Level::Elevated).map_or(1.0, |band| band.down);
         for (account, physical, purgeable, limit) in budgets {
             let level = account.pressure.update(now, physical, limit);
             let ceiling =
                 if limit == ByteSize::MAX { limit } else { limit.scaled(self.settings.ceiling) };
-            account.correct(&self.admission, Measured { physical, purgeable, ceiling }, since);
+            let measured = Measured { physical, purgeable, ceiling, turnover };
+            account.correct(&self.admission, measured);
             let wanted = if limit == ByteSize::MAX {
                 ByteSize::ZERO
             } else {
@@ -443,6 +443,14 @@ impl Maintenance {
         // The device's level unloads; only the host's sheds, since what does not fit the device
         // is refused by its ledger and nothing is killed.
         self.admission.set_level(self.host.pressure.level());
+    }
+
+    /// What has become of requests since the last tick.
+    fn turnover(&mut self, now: Moment) -> Turnover {
+        let stats = self.admission.stats();
+        let (then, ended) = std::mem::replace(&mut self.ticked, (now, stats.finished_total));
+        let ended = stats.finished_total.saturating_sub(ended);
+        Turnover { time: now - then, ended, held: stats.held() }
     }
 
     /// Whether no request has been held or admitted for the quiet time.

@@ -1,0 +1,62 @@
+//! Chance from a seed: the same seed gives the same run.
+//!
+//! The generator is `SplitMix64`. It reads nothing but its seed.
+//!
+//! Invariant: `unit` lies in `[0, 1)`.
+
+use std::time::Duration;
+
+/// The generator.
+#[derive(Clone, Debug)]
+pub(crate) struct Chance(u64);
+
+impl Chance {
+    pub(crate) const fn new(seed: u64) -> Self {
+        Self(seed)
+    }
+
+    pub(crate) const fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        mixed ^ (mixed >> 31)
+    }
+
+    /// A number in `[0, 1)`.
+    #[expect(clippy::cast_precision_loss, reason = "53 bits fit a float")]
+    pub(crate) fn unit(&mut self) -> f64 {
+        (self.next() >> 11) as f64 / (1_u64 << 53) as f64
+    }
+
+    /// A number between two.
+    pub(crate) fn between(&mut self, low: f64, high: f64) -> f64 {
+        (high - low).mul_add(self.unit(), low)
+    }
+
+    /// Evenly by logarithm between two.
+    pub(crate) fn around(&mut self, low: f64, high: f64) -> f64 {
+        self.between(low.ln(), high.ln()).exp()
+    }
+
+    /// Whether something of this probability happens.
+    pub(crate) fn happens(&mut self, part: f64) -> bool {
+        self.unit() < part
+    }
+
+    /// The gap to the next arrival of a Poisson process of this rate a second.
+    pub(crate) fn gap(&mut self, rate: f64) -> f64 {
+        -(1.0 - self.unit()).ln() / rate
+    }
+
+    /// One of them.
+    pub(crate) fn pick<T: Copy>(&mut self, of: &[T]) -> T {
+        let at = usize::try_from(self.next() >> 33).unwrap_or(0) % of.len();
+        of[at]
+    }
+
+    /// A time between two.
+    pub(crate) fn time(&mut self, low: Duration, high: Duration) -> Duration {
+        low + high.saturating_sub(low).mul_f64(self.unit())
+    }
+}

@@ -1,0 +1,121 @@
+//! A month of days: quiet nights, a busy morning, minutes of overload, hours of little.
+//!
+//! What is learned by day must be gone by night, each night the same, and what an idle service does
+//! must not become more.
+//!
+//! Invariant: nights are compared at three o'clock, hours after the last request.
+
+use std::time::Duration;
+
+use lowtide::clock::Moment;
+use lowtide::control::Settings;
+
+use super::best;
+use super::load::{Load, MIXES};
+use super::scenario::{Kind, Scenario};
+use super::seen::{Look, Seen};
+use super::world::World;
+
+/// Looks a day, one an hour; nights are compared at three o'clock.
+const LOOKS: u32 = 24;
+const NIGHT: usize = 3;
+/// Jobs of the worker an hour at most: one publication a second, and some for the busy hours.
+const JOBS_PER_HOUR: f64 = 4600.0;
+
+/// What came of a month.
+#[derive(Clone, Debug)]
+pub(crate) struct Month {
+    pub(crate) days: u32,
+    pub(crate) seen: Seen,
+    /// Jobs of the worker an hour, on average.
+    pub(crate) jobs_per_hour: f64,
+    /// The most that two nights differ: K, and MiB of the allowance and of what is physical.
+    pub(crate) k_drift: f64,
+    pub(crate) allowance_drift: f64,
+    pub(crate) physical_drift: f64,
+    pub(crate) faults: Vec<String>,
+}
+
+/// The scenario of so many days of so many seconds.
+pub(crate) fn month(seed: u64, days: u32, day: f64) -> Scenario {
+    let steady = best::steady(seed, MIXES[0], 1.0, 1.0);
+    Scenario {
+        kind: Kind::Days,
+        load: Load::Days { high: 4.0, day },
+        lasts: day * f64::from(days),
+        resource: Some(0.2),
+        ..steady
+    }
+}
+
+/// Runs so many days of so many seconds.
+pub(crate) fn run(seed: u64, days: u32, day: f64) -> Month {
+    let scenario = month(seed, days, day);
+    let world = World::new(scenario.clone(), Settings::default(), None);
+    world.play(Moment::after_origin(Duration::from_secs_f64(scenario.lasts)));
+    let seen = world.finish();
+    let each = usize::try_from(LOOKS).unwrap_or(1);
+    let nights: Vec<Look> = seen.looks.iter().skip(NIGHT).step_by(each).copied().collect();
+    let spread = |of: fn(&Look) -> f64| {
+        let each = nights.iter().skip(1).map(of);
+        each.clone().fold(f64::MIN, f64::max) - each.fold(f64::MAX, f64::min)
+    };
+    let mut month = Month {
+        days,
+        jobs_per_hour: per_hour(seen.jobs, scenario.lasts / 3600.0),
+        k_drift: spread(|look| look.k),
+        allowance_drift: spread(|look| look.allowance),
+        physical_drift: spread(|look| look.physical),
+        seen,
+        faults: Vec::new(),
+    };
+    month.judge(&nights);
+    month
+}
+
+impl Month {
+    fn judge(&mut self, nights: &[Look]) {
+        let mut faults = Vec::new();
+        let mut claim = |holds: bool, what: String| {
+            if !holds {
+                faults.push(what);
+            }
+        };
+        let seen = &self.seen;
+        claim(nights.len() == usize::try_from(self.days).unwrap_or(0), {
+            format!("{} nights in {} days", nights.len(), self.days)
+        });
+        claim(seen.killed.is_none(), format!("killed at {:?} s", seen.killed));
+        claim(seen.end.panics == 0, format!("{} jobs panicked", seen.end.panics));
+        claim(seen.hasty == 0, format!("{} purges came before their pace", seen.hasty));
+        let booked = nights.iter().map(|look| look.booked).fold(0.0, f64::max);
+        claim(booked == 0.0, format!("{booked} MiB stay booked at night"));
+        claim(self.k_drift <= 0.01, format!("K drifts by {}", self.k_drift));
+        claim(self.allowance_drift <= 2.0, {
+            format!("the allowance drifts by {} MiB", self.allowance_drift)
+        });
+        claim(self.physical_drift <= 16.5, {
+            format!("what is held drifts by {} MiB", self.physical_drift)
+        });
+        claim(self.jobs_per_hour <= JOBS_PER_HOUR, {
+            format!("{} jobs an hour", self.jobs_per_hour)
+        });
+        claim(seen.wasted == 0, format!("{} were shed that had room", seen.wasted));
+        self.faults = faults;
+    }
+}
+
+#[expect(clippy::cast_precision_loss, reason = "jobs of a month are far below 2^52")]
+fn per_hour(jobs: u64, hours: f64) -> f64 {
+    jobs as f64 / hours
+}
+
+impl Scenario {
+    /// How often what is learned is looked at.
+    pub(super) fn look_every(&self) -> Duration {
+        match self.load {
+            Load::Days { day, .. } => Duration::from_secs_f64(day / f64::from(LOOKS)),
+            _ => Duration::from_millis(50),
+        }
+    }
+}

@@ -1,0 +1,19 @@
+//! A simulator in virtual time of the whole controller: the real one over a fake process.
+//!
+//! `plant` is the process in its cgroup, `load` what is offered, `scenario` what a seed means,
+//! `world` joins them with the crate's own loop, door, worker and resource, `claims` says what must
+//! hold. `best` compares with the best fixed budget, `days` runs a month. No policy is written here.
+//!
+//! Invariant: the same seed gives the same run, on every machine with the same floats.
+
+pub(crate) mod best;
+mod chance;
+pub(crate) mod claims;
+pub(crate) mod days;
+mod events;
+pub(crate) mod load;
+mod plant;
+mod requests;
+pub(crate) mod scenario;
+pub(crate) mod seen;
+mod world;

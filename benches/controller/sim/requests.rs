@@ -1,0 +1,234 @@
+//! Requests: how they come, what they hold while they last, and how they end.
+//!
+//! A request books what it says before it starts, and touches what is true as its body arrives, in
+//! parts. The door is the crate's; nothing here admits.
+//!
+//! Invariant: a request's memory is freed once, at its end or where it is given up.
+
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use lowtide::clock::Moment;
+use lowtide::control::{Budget, Cost, Permit, Use};
+use lowtide::sync::lock;
+
+use super::events::Event;
+use super::plant::bytes;
+use super::scenario::{HOLD, HOLD_SPREAD};
+use super::world::{Weight, World};
+
+/// A body of this much or more arrives in several parts.
+const PARTS_FROM: f64 = 0.25;
+const PARTS: u32 = 8;
+/// Who waits for the resource asks again after this.
+const ASK_EVERY: Duration = Duration::from_millis(10);
+
+/// One request.
+pub(super) struct Request {
+    class: usize,
+    /// MiB by its estimate, and in truth.
+    said: f64,
+    truth: f64,
+    /// MiB that it holds by now.
+    held: f64,
+    parts_left: u32,
+    part_every: Duration,
+    permit: Option<Permit>,
+    guard: Option<Use<Weight>>,
+}
+
+/// Those that are under way, each in a seat.
+#[derive(Default)]
+pub(super) struct Requests {
+    seats: Vec<(u64, Option<Request>)>,
+    empty: Vec<usize>,
+    serial: u64,
+    claimed: f64,
+}
+
+impl Requests {
+    /// What all of them need, by what they say or by what is true.
+    pub(super) const fn claimed(&self) -> f64 {
+        self.claimed
+    }
+
+    fn sit(&mut self, request: Request) -> (usize, u64) {
+        self.serial += 1;
+        self.claimed += request.said.max(request.truth);
+        let serial = self.serial;
+        if let Some(seat) = self.empty.pop() {
+            self.seats[seat] = (serial, Some(request));
+            return (seat, serial);
+        }
+        self.seats.push((serial, Some(request)));
+        (self.seats.len() - 1, serial)
+    }
+
+    fn of(&mut self, seat: usize, serial: u64) -> Option<&mut Request> {
+        let (found, request) = self.seats.get_mut(seat)?;
+        request.as_mut().filter(|_| *found == serial)
+    }
+
+    fn leave(&mut self, seat: usize, serial: u64) -> Option<Request> {
+        self.of(seat, serial)?;
+        let request = self.seats[seat].1.take()?;
+        self.empty.push(seat);
+        self.claimed = (self.claimed - request.said.max(request.truth)).max(0.0);
+        Some(request)
+    }
+}
+
+impl World {
+    /// The next arrival is posted, and one comes.
+    pub(super) fn arrival(&self, comes: bool) {
+        let start = {
+            let state = &mut *lock(&self.state);
+            let second = state.now.since_origin().as_secs_f64();
+            if second >= self.scenario.lasts {
+                return;
+            }
+            let rate = self.scenario.load.at(second) * self.scenario.fitting_rate();
+            let grain = self.scenario.load.grain();
+            let gap = if rate > 0.0 { state.chance.gap(rate) } else { grain };
+            let next = state.now + Duration::from_secs_f64(gap.min(grain));
+            state.events.post(next, Event::Arrival { comes: gap < grain });
+            comes.then_some((state.now, second))
+        };
+        if let Some((now, second)) = start {
+            self.come(now, second);
+        }
+    }
+
+    fn come(&self, now: Moment, second: f64) {
+        let standing = self.admission.ledger(Budget::Host).standing();
+        let (class, said, truth, wants) = {
+            let state = &mut *lock(&self.state);
+            let chance = &mut state.chance;
+            let class = self.scenario.mix.draw(chance);
+            let said = self.scenario.mix.classes[class].0;
+            let noise = 1.0 + self.scenario.truth.noise;
+            let truth = said * self.scenario.truth.at(second) * chance.around(1.0 / noise, noise);
+            let wants = self.scenario.resource.is_some_and(|part| chance.happens(part));
+            let largest = self.scenario.largest(second);
+            let roomy = state.claimed(standing) + largest <= 0.4 * state.plant.limit();
+            state.seen.offers(class, said, second, roomy);
+            (class, said, truth, wants)
+        };
+        let permit = self.door.try_admit(Cost::host(bytes(said)));
+        let state = &mut *lock(&self.state);
+        let permit = match permit {
+            Ok(permit) => permit,
+            Err(rejected) => {
+                state.seen.sheds(class, said, second, rejected.reason());
+                return;
+            }
+        };
+        let away = state.chance.between(1.0 - HOLD_SPREAD / HOLD, 1.0 + HOLD_SPREAD / HOLD);
+        let lasts = Duration::from_secs_f64(HOLD * away);
+        let parts = if said >= PARTS_FROM { PARTS } else { 1 };
+        let request = Request {
+            class,
+            said,
+            truth,
+            held: 0.0,
+            parts_left: parts,
+            part_every: lasts.mul_f64(self.scenario.arrives / f64::from(parts)),
+            permit: Some(permit),
+            guard: None,
+        };
+        let (seat, serial) = state.requests.sit(request);
+        state.events.post(now, Event::Part { seat, serial });
+        state.events.post(now + lasts, Event::End { seat, serial });
+        if wants {
+            state.events.post(now, Event::Ask { seat, serial });
+        }
+    }
+
+    /// A part of the body arrives.
+    pub(super) fn part(&self, seat: usize, serial: u64) {
+        let state = &mut *lock(&self.state);
+        let now = state.now;
+        let Some(request) = state.requests.of(seat, serial) else { return };
+        let Some(permit) = &mut request.permit else { return };
+        let part = (request.truth - request.held) / f64::from(request.parts_left);
+        let beyond = bytes(request.held + part).saturating_sub(permit.cost().host);
+        if self.scenario.grows && !beyond.is_zero() && permit.grow(beyond).is_err() {
+            state.seen.given_up += 1;
+            if let Some(request) = state.requests.leave(seat, serial) {
+                state.plant.free(now, request.held);
+            }
+            return;
+        }
+        request.held += part;
+        request.parts_left -= 1;
+        if request.parts_left > 0 {
+            state.events.post(now + request.part_every, Event::Part { seat, serial });
+        }
+        state.plant.allocate(now, part);
+    }
+
+    /// A request asks for the resource, and waits while it is loaded.
+    pub(super) fn ask(&self, seat: usize, serial: u64) {
+        let Some(managed) = self.managed() else { return };
+        {
+            let state = &mut *lock(&self.state);
+            let stats = lowtide::control::Resource::stats(managed);
+            // The worker may be taking it apart, on this very thread.
+            if stats.loading || self.working.load(Ordering::Relaxed) {
+                state.events.post(state.now + ASK_EVERY, Event::Ask { seat, serial });
+                return;
+            }
+            if state.requests.of(seat, serial).is_none() {
+                return;
+            }
+        }
+        let guard = managed.acquire_blocking();
+        let state = &mut *lock(&self.state);
+        match guard {
+            Ok(guard) => {
+                if let Some(request) = state.requests.of(seat, serial)
+                    && request.permit.is_some()
+                {
+                    request.guard = Some(guard);
+                }
+            }
+            Err(_) => {
+                state.seen.unserved += 1;
+                if let Some(request) = state.requests.leave(seat, serial) {
+                    state.plant.free(state.now, request.held);
+                }
+            }
+        }
+    }
+
+    /// A request ends: its permit and guard go, and its memory with them or a little later.
+    pub(super) fn end(&self, seat: usize, serial: u64) {
+        let lingers = self.scenario.lingers;
+        let state = &mut *lock(&self.state);
+        let (now, second) = (state.now, state.now.since_origin().as_secs_f64());
+        let Some(request) = state.requests.of(seat, serial) else { return };
+        request.permit = None;
+        request.guard = None;
+        if second <= self.scenario.lasts {
+            let (class, said) = (request.class, request.said);
+            state.seen.serves(class, said);
+        }
+        let late = state.chance.time(Duration::ZERO, lingers);
+        if late.is_zero() {
+            Self::release(state, seat, serial);
+        } else {
+            state.events.post(now + late, Event::Freed { seat, serial });
+        }
+    }
+
+    /// The memory of a request goes.
+    pub(super) fn freed(&self, seat: usize, serial: u64) {
+        Self::release(&mut lock(&self.state), seat, serial);
+    }
+
+    fn release(state: &mut super::world::State, seat: usize, serial: u64) {
+        if let Some(request) = state.requests.leave(seat, serial) {
+            state.plant.free(state.now, request.held);
+        }
+    }
+}

@@ -1,0 +1,255 @@
+//! What a seed means: a process, a load, wrong estimates, a late sampler, and what must hold.
+//!
+//! A scenario is plain values; nothing runs here.
+//!
+//! Invariant: the same seed is the same scenario.
+
+use std::time::Duration;
+
+use super::chance::Chance;
+use super::load::{DAY, Load, MIXES, Mix};
+use super::plant::Build;
+
+/// The part of the limit that a controller with default settings fills.
+pub(crate) const CEILING: f64 = 0.80;
+/// MiB of the managed resource.
+pub(crate) const RESOURCE: f64 = 60.0;
+
+/// What a run is about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// Steady overload.
+    Overload,
+    /// Overload that falls to a quarter of what fits.
+    Fall,
+    /// A quarter of what fits on average: by chance it is twice that for a moment.
+    Fits,
+    /// The truth behind the estimates changes in the midst of overload.
+    Change,
+    /// Any load beside neighbours, changing limits and a resource.
+    Wild,
+    /// Days of traffic.
+    Days,
+}
+
+impl Kind {
+    /// Those that seeds take turns in.
+    pub(crate) const ALL: [Self; 5] =
+        [Self::Overload, Self::Fall, Self::Fits, Self::Change, Self::Wild];
+
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Overload => "overload",
+            Self::Fall => "fall",
+            Self::Fits => "fits",
+            Self::Change => "change",
+            Self::Wild => "wild",
+            Self::Days => "days",
+        }
+    }
+}
+
+/// What estimates are worth: a request holds `estimate x factor`, more or less.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Truth {
+    pub(crate) factor: f64,
+    /// A request's own factor lies between `1 / (1 + noise)` and `1 + noise`.
+    pub(crate) noise: f64,
+    /// From a second on it is another factor.
+    pub(crate) change: Option<(f64, f64)>,
+}
+
+impl Truth {
+    /// The factor at this second.
+    pub(crate) fn at(&self, second: f64) -> f64 {
+        match self.change {
+            Some((at, factor)) if second >= at => factor,
+            _ => self.factor,
+        }
+    }
+}
+
+/// How much later than it asked for the loop ticks.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Late {
+    /// Up to this always, evenly.
+    Always(Duration, Duration),
+    /// A millisecond or so, and in this part of the ticks 10 to 250 ms.
+    Sometimes(f64),
+}
+
+/// What the loop reads and when.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sampler {
+    pub(crate) late: Late,
+    /// A sample is that of the tick before.
+    pub(crate) stale: bool,
+    /// One tick in so many begins a moment in which no limit can be read.
+    pub(crate) blind: Option<f64>,
+}
+
+/// Somebody else in the cgroup.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Neighbour {
+    /// The most that it holds, as a part of the limit.
+    pub(crate) part: f64,
+    /// How long it takes to grow to that; then it leaves, and so on.
+    pub(crate) within: f64,
+}
+
+/// One run.
+#[derive(Clone, Debug)]
+pub(crate) struct Scenario {
+    pub(crate) seed: u64,
+    pub(crate) kind: Kind,
+    pub(crate) build: Build,
+    pub(crate) mix: Mix,
+    pub(crate) load: Load,
+    /// Seconds of load; ten more without follow.
+    pub(crate) lasts: f64,
+    pub(crate) truth: Truth,
+    /// The part of a request's time within which its body arrives.
+    pub(crate) arrives: f64,
+    /// A request's memory goes up to so much later than its booking.
+    pub(crate) lingers: Duration,
+    /// A body that turns out larger than it said books more, and is given up where that fails.
+    pub(crate) grows: bool,
+    pub(crate) sampler: Sampler,
+    /// How late the worker begins at most.
+    pub(crate) worker_late: Duration,
+    pub(crate) neighbour: Option<Neighbour>,
+    /// The limit is another part of the first one from a second on.
+    pub(crate) limits: Vec<(f64, f64)>,
+    /// One request in so many needs the resource; `None` where there is none.
+    pub(crate) resource: Option<f64>,
+}
+
+impl Scenario {
+    /// The scenario of a seed.
+    pub(crate) fn of(seed: u64) -> Self {
+        let kinds = u64::try_from(Kind::ALL.len()).unwrap_or(1);
+        let kind = Kind::ALL[usize::try_from(seed % kinds).unwrap_or(0)];
+        Self::of_kind(seed, kind)
+    }
+
+    /// A scenario of this kind.
+    pub(crate) fn of_kind(seed: u64, kind: Kind) -> Self {
+        let chance = &mut Chance::new(seed);
+        let limit = chance.pick(&[128.0, 256.0, 256.0, 1024.0]);
+        let mut mix = chance.pick(&MIXES);
+        if mix.largest() > 0.05 * limit && kind != Kind::Wild {
+            // A body of an eighth of the limit is shed by chance alone.
+            mix = MIXES[1];
+        }
+        let high = chance.pick(&[2.0, 4.0, 8.0]);
+        let build = Build::draw(chance, limit);
+        let truth = Truth {
+            factor: chance.around(0.5, 2.0),
+            noise: chance.pick(&[0.0, 0.2, 0.5]),
+            change: None,
+        };
+        let sampler = Sampler::draw(chance);
+        let mut scenario = Self {
+            seed,
+            kind,
+            build,
+            mix,
+            load: Load::Constant(high),
+            lasts: 12.0,
+            truth,
+            arrives: chance.between(0.02, 0.5),
+            lingers: chance.pick(&[Duration::ZERO, Duration::from_millis(5)]),
+            grows: chance.happens(0.25),
+            sampler,
+            worker_late: chance.pick(&[Duration::ZERO, Duration::from_millis(20)]),
+            neighbour: None,
+            limits: Vec::new(),
+            resource: None,
+        };
+        scenario.make(chance, high);
+        scenario
+    }
+
+    /// What is special to its kind.
+    fn make(&mut self, chance: &mut Chance, high: f64) {
+        match self.kind {
+            Kind::Overload => {}
+            Kind::Fall => {
+                self.load = Load::Step { from: high, to: 0.25, at: 8.0 };
+            }
+            Kind::Fits => {
+                self.load = chance.pick(&[
+                    Load::Constant(0.25),
+                    Load::Sine { low: 0.0, high: 0.3, period: 3.0 },
+                    Load::Square { low: 0.05, high: 0.3, period: 2.0 },
+                ]);
+                self.lasts = 20.0;
+            }
+            Kind::Change => {
+                let (one, other) = chance.pick(&[(0.5, 1.0), (1.0, 2.0), (2.0, 0.5), (1.0, 0.5)]);
+                self.truth.factor = one;
+                self.truth.change = Some((8.0, other));
+                self.lasts = 20.0;
+            }
+            Kind::Wild => {
+                self.load = Load::draw(chance);
+                if chance.happens(0.5) {
+                    let part = chance.between(0.02, 0.2);
+                    let within = part / chance.between(0.005, 0.03);
+                    self.neighbour = Some(Neighbour { part, within });
+                }
+                if chance.happens(0.4) {
+                    self.limits = vec![(4.0, 0.95), (5.0, 0.9), (6.0, 0.85), (9.0, 1.2)];
+                }
+                if self.build.limit > 200.0 && chance.happens(0.5) {
+                    self.resource = Some(chance.pick(&[0.2, 0.02]));
+                }
+                if chance.happens(0.3) {
+                    self.sampler.blind = Some(0.002);
+                }
+            }
+            Kind::Days => {
+                self.load = Load::Days { high: 4.0, day: DAY };
+                self.resource = Some(0.2);
+            }
+        }
+    }
+
+    /// Requests a second that fill what admission fills on average, by what they say and by what is
+    /// true.
+    pub(crate) fn fitting_rate(&self) -> f64 {
+        let resource = self.resource.map_or(0.0, |_| RESOURCE);
+        let room = CEILING.mul_add(self.build.limit, -self.build.base - resource);
+        // The body is there for all of the time but half of its arrival.
+        let held = HOLD * 0.5_f64.mul_add(-self.arrives, 1.0);
+        room / (self.mix.mean() * self.truth.factor.max(1.0) * held)
+    }
+}
+
+/// Seconds that a request lasts, on average, and how far from that it may be.
+pub(crate) const HOLD: f64 = 2.0;
+pub(crate) const HOLD_SPREAD: f64 = 0.5;
+
+impl Sampler {
+    fn draw(chance: &mut Chance) -> Self {
+        let millis = Duration::from_millis;
+        let late = chance.pick(&[
+            Late::Sometimes(0.0),
+            Late::Sometimes(0.002),
+            Late::Sometimes(0.02),
+            Late::Always(millis(10), millis(50)),
+            Late::Always(millis(10), millis(250)),
+        ]);
+        Self { late, stale: chance.happens(0.3), blind: None }
+    }
+
+    /// How late this tick is.
+    pub(crate) fn lateness(&self, chance: &mut Chance) -> Duration {
+        let millis = Duration::from_millis;
+        match self.late {
+            Late::Always(low, high) => chance.time(low, high),
+            Late::Sometimes(part) if chance.happens(part) => chance.time(millis(10), millis(250)),
+            Late::Sometimes(_) => chance.time(Duration::ZERO, millis(2)),
+        }
+    }
+}

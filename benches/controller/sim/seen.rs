@@ -1,0 +1,208 @@
+//! What is seen of a run, for its claims and figures.
+//!
+//! It judges nothing.
+//!
+//! Invariant: `admitted + shed = offered` in each class, in requests and in MiB.
+
+use std::time::Duration;
+
+use lowtide::ByteSize;
+use lowtide::clock::Moment;
+use lowtide::control::{Level, ShedReason, Trigger};
+
+use super::plant::{MIB, Plant};
+
+/// Of one class of sizes: requests and MiB.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Counts {
+    pub(crate) requests: u64,
+    pub(crate) mib: f64,
+}
+
+impl Counts {
+    fn add(&mut self, mib: f64) {
+        self.requests += 1;
+        self.mib += mib;
+    }
+}
+
+/// Of the time after the first seconds, in which estimates count twice because nothing has been
+/// measured.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Learned {
+    offered: Counts,
+    shed: Counts,
+    /// Those of the smallest class among them.
+    pub(crate) small: u64,
+}
+
+impl Learned {
+    /// The part of the bytes that was shed.
+    pub(crate) fn shed_ratio(&self) -> f64 {
+        self.shed.mib / self.offered.mib.max(1e-9)
+    }
+}
+
+/// What is left when the load has been over for ten seconds.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct End {
+    pub(crate) booked: ByteSize,
+    pub(crate) standing: ByteSize,
+    pub(crate) held: u64,
+    pub(crate) panics: u64,
+    /// Whether a fiftieth of the limit is admitted.
+    pub(crate) admits: bool,
+    pub(crate) level: Level,
+    pub(crate) live: f64,
+    pub(crate) dirty: f64,
+    pub(crate) base: f64,
+}
+
+/// One look at what is learned.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Look {
+    pub(crate) second: f64,
+    pub(crate) k: f64,
+    /// MiB.
+    pub(crate) allowance: f64,
+    pub(crate) booked: f64,
+    pub(crate) physical: f64,
+    pub(crate) required: f64,
+}
+
+/// All of it.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Seen {
+    pub(crate) offered: [Counts; 3],
+    pub(crate) served: [Counts; 3],
+    pub(crate) shed: [Counts; 3],
+    pub(crate) learned: Learned,
+    /// Of those shed, by reason in the order of [`ShedReason::ALL`].
+    pub(crate) reasons: [u64; 4],
+    /// When the last one was shed, and the last one that would have fitted for a quarter of a
+    /// second by then.
+    pub(crate) last_shed: Option<f64>,
+    pub(crate) last_wasted: Option<f64>,
+    pub(crate) wasted: u64,
+    /// Since when there has been room for each that comes.
+    roomy_since: Option<f64>,
+    /// Given up because the permit could not grow.
+    pub(crate) given_up: u64,
+    /// Without the resource.
+    pub(crate) unserved: u64,
+    pub(crate) ticks: u64,
+    pub(crate) jobs: u64,
+    /// Changes of level: the second, and the new one.
+    pub(crate) levels: Vec<(f64, Level)>,
+    pub(crate) looks: Vec<Look>,
+    pub(crate) purges: [u64; Trigger::ALL.len()],
+    pub(crate) purged: f64,
+    purge_ended: Option<Moment>,
+    /// Purges of the loop that began sooner than 100 ms after the one before.
+    pub(crate) hasty: u64,
+    /// Whether the page cache ever was beyond the limit: the plant is wrong.
+    pub(crate) beyond: bool,
+    pub(crate) peak: f64,
+    pub(crate) killed: Option<f64>,
+    pub(crate) end: End,
+}
+
+/// The shortest pause between two purges that the loop decides on.
+const PACE: Duration = Duration::from_millis(100);
+/// From this second on something has been learned: two lives of requests are over.
+const LEARNED: f64 = 6.0;
+/// After so long with room a shed is a wasted one.
+const ROOMY: f64 = 0.25;
+
+impl Seen {
+    pub(super) fn offers(&mut self, class: usize, mib: f64, second: f64, roomy: bool) {
+        self.offered[class].add(mib);
+        if second >= LEARNED {
+            self.learned.offered.add(mib);
+        }
+        if !roomy {
+            self.roomy_since = None;
+        } else if self.roomy_since.is_none() {
+            self.roomy_since = Some(second);
+        }
+    }
+
+    pub(super) fn sheds(&mut self, class: usize, mib: f64, second: f64, reason: ShedReason) {
+        self.shed[class].add(mib);
+        self.reasons[reason as usize] += 1;
+        if second >= LEARNED {
+            self.learned.shed.add(mib);
+            self.learned.small += u64::from(class == 0);
+        }
+        self.last_shed = Some(second);
+        if self.roomy_since.is_some_and(|since| second - since > ROOMY) {
+            self.last_wasted = Some(second);
+            self.wasted += 1;
+        }
+    }
+
+    pub(super) fn serves(&mut self, class: usize, mib: f64) {
+        self.served[class].add(mib);
+    }
+
+    pub(super) fn purge_begins(&mut self, trigger: Trigger, now: Moment, within: bool) {
+        let paced = !matches!(trigger, Trigger::Manual | Trigger::Unload);
+        let hasty = self.purge_ended.is_some_and(|ended| now - ended < PACE);
+        self.hasty += u64::from(paced && hasty);
+        self.beyond |= !within;
+    }
+
+    pub(super) fn purge_ends(&mut self, trigger: Trigger, now: Moment, mib: f64) {
+        self.purges[trigger as usize] += 1;
+        self.purged += mib;
+        if !matches!(trigger, Trigger::Manual | Trigger::Unload) {
+            self.purge_ended = Some(now);
+        }
+    }
+
+    pub(super) fn look(
+        &mut self,
+        second: f64,
+        k: f64,
+        allowance: ByteSize,
+        booked: ByteSize,
+        plant: &Plant,
+    ) {
+        self.looks.push(Look {
+            second,
+            k,
+            allowance: allowance.as_f64() / MIB,
+            booked: booked.as_f64() / MIB,
+            physical: plant.physical(),
+            required: plant.required(),
+        });
+    }
+
+    /// MiB of all classes.
+    pub(crate) fn offered_mib(&self) -> f64 {
+        self.offered.iter().map(|class| class.mib).sum()
+    }
+
+    pub(crate) fn shed_mib(&self) -> f64 {
+        self.shed.iter().map(|class| class.mib).sum()
+    }
+
+    pub(crate) fn served_mib(&self) -> f64 {
+        self.served.iter().map(|class| class.mib).sum()
+    }
+
+    /// What each class got of its proportional share of the bytes served.
+    pub(crate) fn shares(&self) -> [f64; 3] {
+        let (offered, served) = (self.offered_mib(), self.served_mib());
+        let part = |of: f64, whole: f64| if whole > 0.0 { of / whole } else { 0.0 };
+        std::array::from_fn(|at| {
+            part(part(self.served[at].mib, served), part(self.offered[at].mib, offered))
+        })
+    }
+
+    /// Changes of level a second between two seconds.
+    pub(crate) fn changes_per_second(&self, from: f64, to: f64) -> f64 {
+        let within = self.levels.iter().filter(|(at, _)| (from..to).contains(at)).count();
+        f64::from(u32::try_from(within).unwrap_or(u32::MAX)) / (to - from)
+    }
+}

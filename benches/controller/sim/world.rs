@@ -1,0 +1,364 @@
+//! The real controller over the plant: loop, door, worker and resource, driven event by event.
+//!
+//! [`Maintenance`], [`Admission`], `Worker`, [`Ladder`] and [`Resources`] are the crate's own;
+//! sensor, hands, loader and clock are fakes. What takes time on the worker or in a loader lets the
+//! world go on meanwhile: it plays the events of that time and then returns, so that the real code
+//! around it sees the clock where it would be. Nothing decides anything here.
+//!
+//! Invariants: one thread plays all; no lock is held while the controller runs, so that what it
+//! calls may take it; `now` of the clock is the moment of the event that is played.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::time::Duration;
+
+use lowtide::ByteSize;
+use lowtide::clock::{ManualClock, Moment};
+use lowtide::control::{
+    Admission, Budget, Cost, Hands, Ladder, Level, Maintenance, Managed, Recovered, Resources,
+    Sample, Sensor, Settings, Trigger, Worker,
+};
+use lowtide::sync::lock;
+
+use super::chance::Chance;
+use super::events::{Event, Events};
+use super::plant::{Plant, bytes};
+use super::requests::Requests;
+use super::scenario::{RESOURCE, Scenario};
+use super::seen::Seen;
+
+/// A purge takes 0.1 ms for each MiB; it gives back in steps of 2 ms.
+const PURGE_STEP: Duration = Duration::from_millis(2);
+const PURGE_STEP_MIB: f64 = 20.0;
+/// A load takes ten such steps.
+const LOAD_STEP: Duration = Duration::from_millis(30);
+/// How often the neighbour and the limit move.
+const AROUND_EVERY: Duration = Duration::from_millis(50);
+/// For how long the limit cannot be read in a blind moment.
+const BLIND: Duration = Duration::from_millis(100);
+
+/// What a managed resource is made of here.
+#[derive(Debug)]
+pub(crate) struct Weight;
+
+/// What changes as the world goes on.
+pub(super) struct State {
+    pub(super) now: Moment,
+    pub(super) chance: Chance,
+    pub(super) events: Events,
+    pub(super) plant: Plant,
+    pub(super) requests: Requests,
+    pub(super) seen: Seen,
+    /// The sample before, where samples are stale.
+    before: Option<Sample>,
+    blind_until: Moment,
+    limits: usize,
+    level: Level,
+}
+
+/// One run as it goes.
+pub(crate) struct World {
+    pub(super) scenario: Scenario,
+    pub(super) clock: Arc<ManualClock>,
+    pub(super) admission: Admission,
+    /// Who admits requests: a fixed budget in place of the controller, where one is compared.
+    pub(super) door: Admission,
+    pub(super) resources: Resources,
+    pub(super) state: Mutex<State>,
+    maintenance: Mutex<Maintenance>,
+    worker: Mutex<Worker>,
+    pub(super) working: AtomicBool,
+    managed: OnceLock<Managed<Weight>>,
+}
+
+impl World {
+    /// A world in which nothing has happened. With a budget, that many MiB of estimates are
+    /// admitted, whatever the controller says.
+    pub(crate) fn new(scenario: Scenario, settings: Settings, budget: Option<f64>) -> Arc<Self> {
+        let (admission, resources) = (Admission::new(), Resources::new());
+        let door =
+            budget.map_or_else(|| admission.clone(), |mib| Admission::with_limit(bytes(mib)));
+        let clock = Arc::new(ManualClock::new());
+        let world = Arc::new_cyclic(|weak: &Weak<Self>| {
+            let ladder = Ladder::new(vec![resources.reclaimer(Budget::Host)]);
+            let maintenance = Maintenance::new(
+                settings,
+                Box::new(Senses(Weak::clone(weak))),
+                admission.clone(),
+                resources.clone(),
+                ladder.unwrap_or_default(),
+            );
+            let maintenance = maintenance.unwrap_or_else(|error| panic!("settings: {error}"));
+            let worker = maintenance.worker(Box::new(Does(Weak::clone(weak))));
+            Self {
+                state: Mutex::new(State::new(&scenario)),
+                scenario,
+                clock,
+                admission,
+                door,
+                resources,
+                maintenance: Mutex::new(maintenance),
+                worker: Mutex::new(worker),
+                working: AtomicBool::new(false),
+                managed: OnceLock::new(),
+            }
+        });
+        if world.scenario.resource.is_some() {
+            world.manage();
+        }
+        world
+    }
+
+    /// The resource: 60 MiB, which leave after five idle seconds.
+    fn manage(self: &Arc<Self>) {
+        let (loads, goes) = (Arc::downgrade(self), Arc::downgrade(self));
+        let loader = move || {
+            if let Some(world) = loads.upgrade() {
+                for _ in 0..10 {
+                    world.pass(LOAD_STEP);
+                    let state = &mut *lock(&world.state);
+                    state.plant.allocate(state.now, RESOURCE / 10.0);
+                }
+            }
+            Ok(Weight)
+        };
+        let managed = Managed::builder("model", loader)
+            .idle(Duration::from_secs(5))
+            .min_residency(Duration::from_secs(2))
+            .cost(Cost::host(bytes(RESOURCE)))
+            .unload(move |_| {
+                if let Some(world) = goes.upgrade() {
+                    world.pass(LOAD_STEP);
+                    let state = &mut *lock(&world.state);
+                    state.plant.free(state.now, RESOURCE);
+                }
+            })
+            .build(Arc::clone(&self.clock) as _, Some(self.admission.clone()));
+        if self.resources.add(Arc::new(managed.clone())).is_ok() {
+            let _ = self.managed.set(managed);
+        }
+    }
+
+    pub(super) fn managed(&self) -> Option<&Managed<Weight>> {
+        self.managed.get()
+    }
+
+    /// Lets time pass.
+    pub(super) fn pass(&self, time: Duration) {
+        let until = lock(&self.state).now + time;
+        self.play(until);
+    }
+
+    /// Plays all events until then. Called again by what takes time within an event.
+    pub(crate) fn play(&self, until: Moment) {
+        // Ends: each event takes the time on, or is one of finitely many of its moment.
+        loop {
+            let (step, event) = {
+                let state = &mut *lock(&self.state);
+                let next = state.events.next(until);
+                let to = next.map_or(until, |(at, _)| at).max(state.now);
+                let step = to - state.now;
+                state.now = to;
+                (step, next)
+            };
+            if !step.is_zero() {
+                self.clock.advance(step);
+            }
+            let Some((_, event)) = event else { return };
+            match event {
+                Event::Tick => self.tick(),
+                Event::Work => self.work(),
+                Event::Around => self.around(),
+                Event::Look => self.look(),
+                Event::Arrival { comes } => self.arrival(comes),
+                Event::Part { seat, serial } => self.part(seat, serial),
+                Event::Ask { seat, serial } => self.ask(seat, serial),
+                Event::End { seat, serial } => self.end(seat, serial),
+                Event::Freed { seat, serial } => self.freed(seat, serial),
+            }
+        }
+    }
+
+    fn tick(&self) {
+        let now = lock(&self.state).now;
+        let tick = {
+            let mut maintenance = lock(&self.maintenance);
+            let tick = maintenance.tick(now);
+            maintenance.queue().push(tick.jobs);
+            tick
+        };
+        let level = self.admission.level();
+        let state = &mut *lock(&self.state);
+        state.seen.ticks += 1;
+        state.seen.jobs += u64::try_from(tick.jobs.count()).unwrap_or(0);
+        if level != state.level {
+            state.level = level;
+            state.seen.levels.push((now.since_origin().as_secs_f64(), level));
+        }
+        let late = self.scenario.sampler.lateness(&mut state.chance);
+        state.events.post(tick.next + late, Event::Tick);
+        if !tick.jobs.is_empty() && !self.working.load(Ordering::Relaxed) {
+            let late = state.chance.time(Duration::ZERO, self.scenario.worker_late);
+            state.events.post(now + late, Event::Work);
+        }
+    }
+
+    /// The worker does what waits for it, one job after the other.
+    fn work(&self) {
+        if self.working.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        let queue = lock(&self.maintenance).queue();
+        // Nobody else takes it: `working` says so.
+        let mut worker = lock(&self.worker);
+        while let Some(job) = queue.pop() {
+            worker.run(job, &*self.clock);
+        }
+        self.working.store(false, Ordering::Relaxed);
+    }
+
+    /// The neighbour and the limit move.
+    fn around(&self) {
+        let state = &mut *lock(&self.state);
+        let (now, second) = (state.now, state.now.since_origin().as_secs_f64());
+        let first = self.scenario.build.limit;
+        if let Some(neighbour) = self.scenario.neighbour {
+            let part = (second / neighbour.within).fract() * neighbour.part;
+            let stays = second < self.scenario.lasts;
+            state.plant.set_neighbour(now, if stays { part * first } else { 0.0 });
+        }
+        if let Some(&(at, part)) = self.scenario.limits.get(state.limits)
+            && second >= at
+            && state.plant.set_limit(now, part * first)
+        {
+            state.limits += 1;
+        }
+        state.events.post(now + AROUND_EVERY, Event::Around);
+    }
+
+    fn look(&self) {
+        let ledger = self.admission.ledger(Budget::Host);
+        let (k, allowance) = (ledger.k(), ledger.allowance_bytes());
+        let booked = ledger.requests();
+        let state = &mut *lock(&self.state);
+        let second = state.now.since_origin().as_secs_f64();
+        state.seen.look(second, k, allowance, booked, &state.plant);
+        let every = self.scenario.look_every();
+        state.events.post(state.now + every, Event::Look);
+    }
+
+    /// What came of it, and what is left at the end.
+    pub(crate) fn finish(&self) -> Seen {
+        let ledger = self.admission.ledger(Budget::Host);
+        let held = self.admission.stats().held();
+        let probe = self.admission.try_admit(Cost::host(bytes(0.02 * self.scenario.build.limit)));
+        let panics = lock(&self.worker).panics_total();
+        let admits = probe.is_ok();
+        drop(probe);
+        let state = lock(&self.state);
+        let mut seen = state.seen.clone();
+        seen.end.booked = ledger.requests();
+        seen.end.standing = ledger.standing();
+        seen.end.held = held;
+        seen.end.panics = panics;
+        seen.end.admits = admits;
+        seen.end.level = self.admission.level();
+        seen.end.live = state.plant.live();
+        seen.end.dirty = state.plant.dirty();
+        seen.end.base = state.plant.base();
+        seen.peak = state.plant.peak();
+        seen.killed = state.plant.killed().map(|at| at.since_origin().as_secs_f64());
+        seen
+    }
+
+    /// Takes the parts out that know the world.
+    fn sample(&self) -> Sample {
+        let state = &mut *lock(&self.state);
+        let now = state.now;
+        if let Some(part) = self.scenario.sampler.blind
+            && now >= state.blind_until
+            && state.chance.happens(part)
+        {
+            state.blind_until = now + BLIND;
+        }
+        let knows = now >= state.blind_until;
+        let fresh = state.plant.sample(now, knows);
+        if self.scenario.sampler.stale {
+            return state.before.replace(fresh).unwrap_or(fresh);
+        }
+        fresh
+    }
+
+    /// Gives back what is dirty now, step by step.
+    fn purge(&self, trigger: Trigger) -> Recovered {
+        let mut left = {
+            let state = &mut *lock(&self.state);
+            state.plant.recall(0.5);
+            let usage = state.plant.usage();
+            state.seen.purge_begins(trigger, state.now, usage <= state.plant.limit());
+            state.plant.dirty()
+        };
+        let mut given = 0.0;
+        // Ends: each turn takes a step's MiB off, or finds nothing more.
+        while left > 0.0 {
+            self.pass(PURGE_STEP.mul_f64((left / PURGE_STEP_MIB).clamp(0.01, 1.0)));
+            let state = &mut *lock(&self.state);
+            let step = state.plant.give_back(state.now, left.min(PURGE_STEP_MIB));
+            given += step;
+            left -= PURGE_STEP_MIB;
+        }
+        let state = &mut *lock(&self.state);
+        state.seen.purge_ends(trigger, state.now, given);
+        Recovered::of(bytes(given))
+    }
+}
+
+impl State {
+    fn new(scenario: &Scenario) -> Self {
+        let mut events = Events::default();
+        events.post(Moment::ORIGIN, Event::Tick);
+        events.post(Moment::ORIGIN, Event::Look);
+        if scenario.neighbour.is_some() || !scenario.limits.is_empty() {
+            events.post(Moment::ORIGIN, Event::Around);
+        }
+        // The loop has half a second before the first request.
+        let start = Moment::after_origin(Duration::from_millis(500));
+        events.post(start, Event::Arrival { comes: false });
+        Self {
+            now: Moment::ORIGIN,
+            chance: Chance::new(!scenario.seed),
+            events,
+            plant: Plant::new(scenario.build),
+            requests: Requests::default(),
+            seen: Seen::default(),
+            before: None,
+            blind_until: Moment::ORIGIN,
+            limits: 0,
+            level: Level::None,
+        }
+    }
+
+    /// What requests and resources need by what they say or by what is true, whichever is more.
+    pub(super) fn claimed(&self, standing: ByteSize) -> f64 {
+        let standing = standing.as_f64() / super::plant::MIB;
+        self.plant.base() + self.plant.neighbour() + self.requests.claimed() + standing
+    }
+}
+
+struct Senses(Weak<World>);
+
+impl Sensor for Senses {
+    fn sample(&mut self, _: Moment) -> Sample {
+        self.0.upgrade().map_or_else(Sample::default, |world| world.sample())
+    }
+}
+
+struct Does(Weak<World>);
+
+impl Hands for Does {
+    fn purge(&mut self, trigger: Trigger) -> Recovered {
+        self.0.upgrade().map_or(Recovered::NOTHING, |world| world.purge(trigger))
+    }
+
+    fn decay_device(&mut self, _: Moment) {}
+}
