@@ -415,3 +415,30 @@ fn without_a_limit_there_is_no_berth() {
         assert!(balance.berth.get() <= allowance.get() / 3, "{}", balance.berth);
     }
 }
+
+#[test]
+fn a_few_sheds_are_chance_and_more_are_overload() {
+    let allowance = ByteSize::mib(100);
+    let seen = Seen { since: TICK, allowance, booked: ByteSize::mib(93), ..Seen::default() };
+    let mut fairness = Fairness::default();
+    let mut counts = BudgetCounts::default();
+    let large = ByteSize::mib(8);
+    let _first = fairness.update(seen, &counts);
+    let mut berths = Vec::new();
+    for _ in 0..6 {
+        if let Some(class) = counts.classes.get_mut(9) {
+            assert_eq!(class.class.bound(), large);
+            class.shed_total += 1;
+            class.shed_bytes_total += large.get();
+        }
+        if let Some(class) = counts.classes.get_mut(6) {
+            class.admitted_total += 8;
+            class.admitted_bytes_total += large.get();
+        }
+        berths.push(fairness.update(seen, &counts).berth);
+    }
+    // As many bytes of smaller ones were admitted, and most of a berth is empty already.
+    println!("{berths:?}");
+    assert_eq!(berths[..4], [ByteSize::ZERO; 4], "four, and the first has faded a little");
+    assert_eq!(berths[4..], [large; 2]);
+}
