@@ -10,7 +10,7 @@
 //! units from the next correction on, when `F` has become part of `other`.
 //!
 //! While large requests get less than their share, each request has to leave room as if it were as
-//! large as one of them: the *berth* ([`Fairness`](super::Fairness) says how large it is).
+//! large as one of them: the *berth* (how large it is the module `fairness` says).
 //!
 //! Invariants: at every admission `booked + max(asked, berth) <= allowance`, or
 //! `requests <= ceiling / 32` and `asked <= alone`, so that no request is refused for want of room

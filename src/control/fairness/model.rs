@@ -173,12 +173,12 @@ impl Model {
                 self.offer(next, mix[class].0, Some((&mut outcome, class)));
                 next += self.random.wait(rate);
             }
-            if let (Some(client), Some(at)) = (self.client, &mut next_of_client) {
-                if *at < tick {
-                    let when = *at;
-                    *at += self.random.wait(client.rate);
-                    self.offer(when, client.size, None);
-                }
+            if let (Some(client), Some(at)) = (self.client, &mut next_of_client)
+                && *at < tick
+            {
+                let when = *at;
+                *at += self.random.wait(client.rate);
+                self.offer(when, client.size, None);
             }
             self.end_until(tick);
             self.now = tick;
@@ -231,11 +231,12 @@ impl Model {
 
 const SEED: u64 = 0x7ab1;
 
-fn pair(k: f64, mix: &Mix, load: f64, time: u64) -> (Outcome, Outcome) {
+/// With berths and without, and the figures as a line.
+fn pair(k: f64, mix: &Mix, load: f64, time: u64) -> (Outcome, Outcome, String) {
     let time = Duration::from_secs(time);
     let [fair, unfair] = [true, false].map(|is| Model::new(k, is, SEED).run(mix, load, time));
     let goodput = fair.admitted_all() / unfair.admitted_all();
-    println!(
+    let line = format!(
         "K {k} mix of {} at {load:>4}x: shares {:.2?}, without {:.2?}; goodput x{goodput:.3}; \
          shed {:.3}, of it held back {:.4}; sheds {:?}",
         mix[2].0.exact(),
@@ -245,7 +246,7 @@ fn pair(k: f64, mix: &Mix, load: f64, time: u64) -> (Outcome, Outcome) {
         fair.held_back / fair.offered_all(),
         fair.sheds,
     );
-    (fair, unfair)
+    (fair, unfair, line)
 }
 
 #[test]
@@ -254,7 +255,8 @@ fn under_overload_each_size_has_its_share_and_hardly_less_is_admitted_in_all() {
     for k in [1.2, 2.0] {
         for mix in &MIXES {
             for load in [1.5, 2.0, 4.0, 8.0] {
-                let (fair, unfair) = pair(k, mix, load, 60);
+                let (fair, unfair, line) = pair(k, mix, load, 60);
+                println!("{line}");
                 let large = mix[2].0.as_f64() / (CEILING / k * 1_048_576.0);
                 assert!(fair.least_share() >= 0.5, "{:.3?}", fair.shares());
                 // Berths of a seventh of all there is cost more than small ones do.
@@ -270,10 +272,12 @@ fn a_load_that_fits_meets_no_berth() {
     println!("seed {SEED:#x}");
     for k in [1.2, 2.0] {
         for mix in &MIXES {
-            let (fair, unfair) = pair(k, mix, 0.5, 120);
+            let (fair, unfair, line) = pair(k, mix, 0.5, 120);
+            println!("{line}");
             assert_eq!((fair.berth_most, fair.sheds), (ByteSize::ZERO, unfair.sheds));
             // Nearly what fits: a few large ones are turned away by chance, and small ones hardly.
-            let (fair, unfair) = pair(k, mix, 0.75, 120);
+            let (fair, unfair, line) = pair(k, mix, 0.75, 120);
+            println!("{line}");
             assert!(fair.held_back <= 0.001 * fair.offered_all());
             assert!(fair.admitted_all() >= 0.998 * unfair.admitted_all());
         }
@@ -410,4 +414,31 @@ fn without_a_limit_there_is_no_berth() {
         let balance = fairness.update(seen, &counts);
         assert!(balance.berth.get() <= allowance.get() / 3, "{}", balance.berth);
     }
+}
+
+#[test]
+fn a_few_sheds_are_chance_and_more_are_overload() {
+    let allowance = ByteSize::mib(100);
+    let seen = Seen { since: TICK, allowance, booked: ByteSize::mib(93), ..Seen::default() };
+    let mut fairness = Fairness::default();
+    let mut counts = BudgetCounts::default();
+    let large = ByteSize::mib(8);
+    let _first = fairness.update(seen, &counts);
+    let mut berths = Vec::new();
+    for _ in 0..6 {
+        if let Some(class) = counts.classes.get_mut(9) {
+            assert_eq!(class.class.bound(), large);
+            class.shed_total += 1;
+            class.shed_bytes_total += large.get();
+        }
+        if let Some(class) = counts.classes.get_mut(6) {
+            class.admitted_total += 8;
+            class.admitted_bytes_total += large.get();
+        }
+        berths.push(fairness.update(seen, &counts).berth);
+    }
+    // As many bytes of smaller ones were admitted, and most of a berth is empty already.
+    println!("{berths:?}");
+    assert_eq!(berths[..4], [ByteSize::ZERO; 4], "four, and the first has faded a little");
+    assert_eq!(berths[4..], [large; 2]);
 }
