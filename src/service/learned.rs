@@ -2,10 +2,10 @@
 //!
 //! It learns from [`SharedPermit`](super::SharedPermit): from what handlers say that they hold
 //! (`hold`), and from permits that had to grow. A request whose handler says nothing teaches
-//! nothing, since what was booked for it is no news. Of each route a histogram over
-//! eighths of powers of two is kept, in which old requests fade: each time that [`WINDOW`] are in it
-//! all counts are halved. The estimate is its 95th percentile, which nineteen of twenty requests
-//! do not pass; what the others need is what the ledger's multiplier is for.
+//! nothing, since what was booked for it is no news. Of each route a histogram over eighths of
+//! powers of two is kept, in which old requests fade: each time that `WINDOW` are in it all counts
+//! are halved. The estimate is its 95th percentile, which nineteen of twenty requests do not pass;
+//! what the others need is what the ledger's multiplier is for.
 //!
 //! Invariant: `estimate >= 95 % of what the histogram holds`, and at most an eighth more than the
 //! largest of those; memory is at most [`ROUTES_MAX`] + 1 routes of about one KiB.

@@ -8,7 +8,7 @@ use std::time::Duration;
 use lowtide::ByteSize;
 use lowtide::control::{Limit, LimitSource, Signal, SignalError, Signals};
 
-#[cfg(target_os = "linux")]
+#[cfg(all(target_os = "linux", not(lowtide_loom)))] // `procfs` is not built for models
 mod corpus;
 mod cpus;
 mod tree;

@@ -8,7 +8,8 @@ use tempfile::TempDir;
 
 pub(crate) const MIB: u64 = 1 << 20;
 const V1_NO_LIMIT: u64 = 9_223_372_036_854_771_712;
-pub(crate) const V1_MOUNTS: &str = "31 23 0:28 / /sys/fs/cgroup rw,relatime - tmpfs tmpfs rw,mode=755\n\
+pub(crate) const V1_MOUNTS: &str = "\
+    31 23 0:28 / /sys/fs/cgroup rw,relatime - tmpfs tmpfs rw,mode=755\n\
     32 31 0:29 / /sys/fs/cgroup/cpu rw,relatime - cgroup cgroup rw,cpu\n\
     35 31 0:32 / /sys/fs/cgroup/memory rw,relatime shared:9 - cgroup cgroup rw,memory\n";
 pub(crate) const V2_MOUNT: &str =
