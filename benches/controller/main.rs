@@ -76,7 +76,8 @@ fn one(seed: u64) -> ExitCode {
     let seen = claims::run(&scenario, lowtide::control::Settings::default(), None);
     for look in seen.looks.iter().step_by(10) {
         println!(
-            "{:>6.2} s  K {:.3}  booked {:>6.1}  allowance {:>7.1}  physical {:>6.1}  required {:>6.1}",
+            "{:>6.2} s  K {:.3}  booked {:>6.1}  allowance {:>7.1}\
+            \u{20} physical {:>6.1}  required {:>6.1}",
             look.second, look.k, look.booked, look.allowance, look.physical, look.required
         );
     }

@@ -6,7 +6,8 @@
 //! never. The page cache takes what is left of the limit and gives it up to whoever touches memory.
 //! The plant admits nothing and purges nothing by itself.
 //!
-//! Invariants: `physical = base + live + cached + holes + dirty + neighbour`; the kernel kills where
+//! Invariants: `physical = base + live + cached + holes + dirty + neighbour`; the kernel kills
+//! where
 //! `physical > limit`, since nothing but page cache can be reclaimed.
 
 use lowtide::ByteSize;

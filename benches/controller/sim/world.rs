@@ -295,7 +295,7 @@ impl World {
             let state = &mut *lock(&self.state);
             state.plant.recall(0.5);
             let usage = state.plant.usage();
-            state.seen.purge_begins(trigger, state.now, usage <= state.plant.limit());
+            state.seen.purge_begins(trigger, state.now, usage <= state.plant.limit() + 0.001);
             state.plant.dirty()
         };
         let mut given = 0.0;
