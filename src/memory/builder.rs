@@ -268,15 +268,7 @@ impl Builder {
         });
         notes.into_iter().for_each(|note| shared.note(note));
         *lock(&joined) = Some(Arc::clone(&shared));
-        let hands = WorkerHands {
-            shared: Arc::clone(&shared),
-            hook: self.hook,
-            recall_hook: self.recall_hook,
-            hook_at: Moment::ORIGIN,
-            heap_arenas: Vec::new(),
-            knows_device: false,
-            kills_logged: 0,
-        };
+        let hands = WorkerHands::new(&shared, self.hook, self.recall_hook);
         let worker = maintenance.worker(Box::new(hands));
         // The first sample is taken here, so that the first request meets a true allowance.
         let first = maintenance.tick(shared.clock.now());

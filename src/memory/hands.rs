@@ -28,17 +28,17 @@ const HEAP_ARENAS_MAX: usize = 64;
 pub(super) type Hook = Box<dyn FnMut() + Send>;
 
 pub(super) struct WorkerHands {
-    pub(super) shared: Arc<Shared>,
-    pub(super) hook: Option<Hook>,
-    pub(super) hook_at: Moment,
+    shared: Arc<Shared>,
+    hook: Option<Hook>,
+    hook_at: Moment,
     /// Wakes threads that are parked, so that they empty their caches.
-    pub(super) recall_hook: Option<Hook>,
+    recall_hook: Option<Hook>,
     /// Names of dedicated heap arenas that were published.
-    pub(super) heap_arenas: Vec<String>,
+    heap_arenas: Vec<String>,
     /// Whether the device's memory was published the last time.
-    pub(super) knows_device: bool,
+    knows_device: bool,
     /// Kills in the own cgroup that have been logged.
-    pub(super) kills_logged: u64,
+    kills_logged: u64,
 }
 
 impl Hands for WorkerHands {
@@ -130,6 +130,19 @@ impl Hands for WorkerHands {
 }
 
 impl WorkerHands {
+    /// Those of a `Memory` that has published nothing yet, with the application's hooks.
+    pub(super) fn new(shared: &Arc<Shared>, hook: Option<Hook>, recall: Option<Hook>) -> Self {
+        Self {
+            shared: Arc::clone(shared),
+            hook,
+            hook_at: Moment::ORIGIN,
+            recall_hook: recall,
+            heap_arenas: Vec::new(),
+            knows_device: false,
+            kills_logged: 0,
+        }
+    }
+
     /// Those that are, and nothing for those that were. A name stays known once it was published;
     /// beyond [`HEAP_ARENAS_MAX`] no new ones are.
     fn publish_heap_arenas(&mut self, arenas: &[(String, HostArenaStats)]) {

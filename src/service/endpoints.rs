@@ -14,6 +14,7 @@ use serde_json::{Value, json};
 use crate::bytes::ByteSize;
 use crate::control::{EventCounts, Level, ResourceStats, ShedReason, Stall, UnloadReason};
 use crate::device::ArenaSnapshot;
+use crate::host::HostArenaStats;
 use crate::memory::{BudgetSnapshot, Memory, MemorySnapshot};
 
 const TEXT: &str = "text/plain; charset=utf-8";
@@ -138,13 +139,7 @@ fn document(snapshot: &MemorySnapshot) -> Value {
                 "own": counts(events.own),
                 "above": counts(events.above),
             })),
-            "psi": snapshot.psi.map(|psi| {
-                let stall = |stall: Stall| json!({
-                    "avg10": stall.avg10,
-                    "total_seconds": stall.total.as_secs_f64(),
-                });
-                json!({ "some": stall(psi.some), "full": stall(psi.full) })
-            }),
+            "psi": snapshot.psi.map(|psi| json!({ "some": stall(psi.some), "full": stall(psi.full) })),
             "cgroup": snapshot.cgroup.as_ref().map(|folder| folder.display().to_string()),
             "limit_is_stale": snapshot.signal.limit_is_stale,
             "limit_bytes": limit(snapshot.signal.limit.bytes),
@@ -162,15 +157,7 @@ fn document(snapshot: &MemorySnapshot) -> Value {
             "mapped_bytes": heap.mapped.get(),
             "unbacked_bytes": heap.unbacked.get(),
             "thread_cache_bytes": heap.thread_caches.get(),
-            "arenas": snapshot
-                .heap_arenas
-                .iter()
-                .map(|(name, arena)| json!({
-                    "name": name,
-                    "live_bytes": arena.live.get(),
-                    "retained_bytes": arena.retained().get(),
-                }))
-                .collect::<Vec<_>>(),
+            "arenas": snapshot.heap_arenas.iter().map(heap_arena).collect::<Vec<_>>(),
         })),
         "device": {
             "budget": budget(&snapshot.device),
@@ -206,6 +193,18 @@ fn document(snapshot: &MemorySnapshot) -> Value {
 /// Counts under the kernel's names; null where it does not say.
 fn counts(counts: EventCounts) -> Value {
     counts.by_name().map(|(name, count)| (name.to_owned(), json!(count))).into_iter().collect()
+}
+
+fn stall(stall: Stall) -> Value {
+    json!({ "avg10": stall.avg10, "total_seconds": stall.total.as_secs_f64() })
+}
+
+fn heap_arena((name, arena): &(String, HostArenaStats)) -> Value {
+    json!({
+        "name": name,
+        "live_bytes": arena.live.get(),
+        "retained_bytes": arena.retained().get(),
+    })
 }
 
 fn arena(arena: &ArenaSnapshot) -> Value {
