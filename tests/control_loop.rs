@@ -396,6 +396,22 @@ fn the_loop_is_slow_when_nothing_goes_on_and_fast_when_something_does() {
     assert_eq!(step(&mut rig), 10 * MILLI, "more than half is required");
 }
 
+/// The bug: while no limit could be read everything was admitted, whatever the limit had been.
+#[test]
+fn a_limit_that_cannot_be_read_for_a_moment_admitted_everybody() {
+    let settings = Settings { publish_interval: None, ..Settings::default() };
+    let mut rig = Rig::new(settings, ByteSize::gib(1), ByteSize::mib(10));
+    rig.run(Duration::from_millis(300));
+    let before = rig.admission.ledger(Budget::Host).allowance();
+    rig.memory.with(|memory| memory.sample.limit = Limit::UNKNOWN);
+    rig.run(Duration::from_secs(2));
+    assert_eq!(rig.admission.ledger(Budget::Host).allowance(), before);
+    assert!(rig.admission.try_admit(Cost::host(ByteSize::gib(2))).is_err());
+    rig.memory.with(|memory| memory.sample.limit = Limit::given(ByteSize::mib(512)));
+    rig.run(Duration::from_secs(1));
+    assert!(rig.admission.ledger(Budget::Host).allowance() < before);
+}
+
 #[test]
 fn steps_are_shortened_at_random_and_never_drawn_out() {
     let settings = Settings { publish_interval: None, jitter: 0.1, ..Settings::default() };

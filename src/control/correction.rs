@@ -40,7 +40,7 @@ const K_DECAY_TIMES: f64 = 25.0;
 /// time alone `K` fell between two cohorts, and each was larger than the one before. Found with
 /// `benches/controller`: two are too few for bodies that take half of a life to arrive.
 const GENERATIONS: usize = 3;
-/// `K` rises only where requests have booked the ceiling divided by this: beside fewer bytes, what
+/// `K` moves only where requests have booked the ceiling divided by this: beside fewer bytes, what
 /// threads or neighbours hold would be taken for theirs. It counts once all the same, as `other`.
 const EVIDENT_PART: u64 = 8;
 /// Weight of the newest measure in their average, by which it is seen whether the first bodies are
@@ -247,7 +247,7 @@ impl Correction {
         }
         let rising = evident && self.peaks.is_rising(measured);
         let peak = K_MARGIN * self.peaks.largest().max(measured);
-        let decay = if rising { 0.0 } else { sample.turnover.decay() };
+        let decay = if rising || !evident { 0.0 } else { sample.turnover.decay() };
         let decayed = self.k * (1.0 - decay * (K_EVIDENCE * measured).min(1.0));
         // What is held beside few booked bytes counts once, among `other`.
         let most = if evident { K_MAX } else { self.k };

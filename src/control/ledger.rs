@@ -782,14 +782,26 @@ mod tests {
         }
     }
 
+    /// The bug: at a cold start, while little was booked and less had arrived, `K` fell to 1.58
+    /// within half a second, and the burst that it let in was killed.
+    #[test]
+    fn k_fell_while_too_little_was_booked_to_tell() {
+        let mut correction = Correction::new();
+        let _ = correction.update(requests(0), sample(100, 0));
+        for _ in 0..50 {
+            let _ = correction.update(requests(90), sample(110, 0));
+        }
+        assert!((correction.k() - K_START).abs() < 1e-9, "{}", correction.k());
+    }
+
     #[test]
     fn a_load_beside_requests_is_no_wrong_estimate() {
         let standing = ByteSize::mib(500);
         for settled in [ByteSize::ZERO, standing] {
             let mut correction = Correction::new();
             let _ = correction.update(requests(0), sample(100, 0));
-            let books = Books { standing, settled, ..requests(50) };
-            let _ = correction.update(books, sample(650, 0));
+            let books = Books { standing, settled, ..requests(100) };
+            let _ = correction.update(books, sample(700, 0));
             assert!((correction.k() - 0.995 * K_START).abs() < 1e-9, "{}", correction.k());
         }
     }

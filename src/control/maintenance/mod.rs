@@ -355,7 +355,11 @@ impl Maintenance {
 
     /// Samples and decides. Allocates nothing.
     pub fn tick(&mut self, now: Moment) -> Tick {
-        let sample = self.sensor.sample(now);
+        let mut sample = self.sensor.sample(now);
+        // A limit that was known is there still: that it cannot be read now admits nobody.
+        if let Some(last) = self.last.filter(|_| !sample.limit.is_known()) {
+            sample.limit = last.limit;
+        }
         self.account(&sample, now);
         let mut jobs = Jobs::default();
         self.decide_purge(&sample, now, &mut jobs);
