@@ -36,11 +36,15 @@ pub(crate) fn measure(rounds: usize, figures: &mut Figures) -> Result<(), BoxErr
         black_box(signals.sample());
     };
     for _ in 0..rounds {
-        figures.add("admission.one_threads_ns", alone(TURNS, admit), "ns");
-        figures.add("admission.two_threads_ns", beside(TURNS, &admit), "ns");
+        let (one, two) = (alone(TURNS, admit), beside(TURNS, &admit));
+        let floors = (alone(TURNS, atomics), beside(TURNS, &atomics));
+        figures.add("admission.one_threads_ns", one, "ns");
+        figures.add("admission.two_threads_ns", two, "ns");
         figures.add("admission.rejected_ns", alone(TURNS, reject), "ns");
-        figures.add("admission.atomics_one_ns", alone(TURNS, atomics), "ns");
-        figures.add("admission.atomics_two_ns", beside(TURNS, &atomics), "ns");
+        figures.add("admission.atomics_one_ns", floors.0, "ns");
+        figures.add("admission.atomics_two_ns", floors.1, "ns");
+        figures.add("admission.one_over_atomics", one / floors.0, "ratio");
+        figures.add("admission.two_over_atomics", two / floors.1, "ratio");
         figures.add("admission.semaphore_one_ns", alone(TURNS, permits), "ns");
         figures.add("admission.semaphore_two_ns", beside(TURNS, &permits), "ns");
         figures.add("admission.kept_files_ns", alone(TURNS / 1000, read), "ns");

@@ -4,8 +4,10 @@
 //! Invariant: nothing but the loop runs in the process while its thread is watched.
 
 use std::hint::black_box;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use lowtide::clock::{Bell, Clock as _, SystemClock};
 use lowtide::control::{Cost, Signals};
 use lowtide::device::Region;
 use lowtide::host::{HeapProbe, thread_totals};
@@ -19,6 +21,7 @@ const RESIDENT: ByteSize = ByteSize::gib(2);
 /// own.
 const GRANULES: usize = 4000;
 const GRANULE: usize = 2 << 20;
+const TICK: Duration = Duration::from_millis(10);
 const WATCHED: Duration = Duration::from_secs(5);
 const READINGS: u32 = 2000;
 const DEADLINE: Duration = Duration::from_secs(20);
@@ -40,13 +43,9 @@ pub(crate) fn measure(quick: bool, figures: &mut Figures) -> Result<(), BoxError
     println!("sampler: {} resident, {maps} mappings", memory.snapshot().physical);
     figures.add("sampler.mappings", f64::from(u32::try_from(maps)?), "mappings");
 
+    floor(figures)?;
     let permit = memory.admission().try_admit(Cost::host(ByteSize::mib(1)))?;
-    let nanos = || -> Result<u64, BoxError> {
-        let look = Look::at(std::process::id())?;
-        let control = |name: &str| "lowtide-control".starts_with(name);
-        let thread = look.threads.into_values().find(|thread| control(&thread.name));
-        Ok(thread.ok_or("no control thread")?.nanos)
-    };
+    let nanos = || nanos_of("lowtide-control");
     let (before, start) = (nanos()?, Instant::now());
     std::thread::sleep(if quick { WATCHED / 10 } else { WATCHED });
     let spent = Duration::from_nanos(nanos()? - before);
@@ -86,4 +85,32 @@ pub(crate) fn measure(quick: bool, figures: &mut Figures) -> Result<(), BoxError
     arena.close()?;
     let ended = memory.shutdown(DEADLINE);
     if ended.is_clean() { Ok(()) } else { Err(ended.to_string().into()) }
+}
+
+/// Nanoseconds on a processor of the thread with this name.
+fn nanos_of(name: &str) -> Result<u64, BoxError> {
+    let threads = Look::at(std::process::id())?.threads;
+    let thread = threads.into_values().find(|thread| thread.name == name);
+    Ok(thread.ok_or_else(|| format!("no thread {name}"))?.nanos)
+}
+
+/// What a thread takes that is woken each 10 ms and does nothing: no sampler can take less.
+fn floor(figures: &mut Figures) -> Result<(), BoxError> {
+    let (clock, bell, stop) = (SystemClock::new(), Bell::new(), AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        let idler = || {
+            while !stop.load(Ordering::Acquire) {
+                clock.wait_until(&bell, clock.now() + TICK);
+            }
+        };
+        std::thread::Builder::new().name("idler".to_owned()).spawn_scoped(scope, idler)?;
+        std::thread::sleep(TICK * 10); // it names itself when it runs
+        let (before, start) = (nanos_of("idler"), Instant::now());
+        std::thread::sleep(WATCHED / 2);
+        let (after, wall) = (nanos_of("idler"), start.elapsed());
+        stop.store(true, Ordering::Release);
+        let spent = Duration::from_nanos(after? - before?);
+        figures.add("sampler.floor_cpu_ratio", spent.div_duration_f64(wall), "of a core");
+        Ok(())
+    })
 }
