@@ -9,8 +9,8 @@ use std::time::Duration;
 use lowtide::ByteSize;
 use lowtide::clock::{Bell, Clock, ManualClock, Moment};
 use lowtide::control::{
-    Admission, Budget, Cost, Hands, Job, Jobs, Ladder, Level, Limit, Maintenance, Managed, Permit,
-    Recovered, Resource, Resources, Sample, Sensor, Settings, SettingsError, ShedReason, Trigger,
+    Admission, Budget, Cost, Hands, Job, Ladder, Level, Limit, Maintenance, Managed, Permit,
+    Recovered, Resource, Resources, Sample, Sensor, Settings, ShedReason, Trigger,
 };
 use lowtide::sync::lock;
 
@@ -491,33 +491,4 @@ fn the_threads_run_until_they_are_told_to_stop_and_outlive_panics() {
         control.join().expect("no panic");
         worker.join().expect("no panic");
     });
-}
-
-#[test]
-fn settings_that_make_no_sense_are_refused() {
-    let refused = |settings| {
-        let sensor = Box::new(FakeSensor(Shared::default()));
-        let made = Maintenance::new(
-            settings,
-            sensor,
-            Admission::new(),
-            Resources::new(),
-            Ladder::default(),
-        );
-        made.map(|_| ()).expect_err("refused")
-    };
-    let default = Settings::default();
-    let error = refused(Settings { ceiling: f64::NAN, ..default });
-    assert!(matches!(error, SettingsError::Part { name: "ceiling", .. }));
-    let error = refused(Settings { active_tick: Duration::ZERO, ..default });
-    assert_eq!(error, SettingsError::ZeroTime { name: "active_tick" });
-    let error = refused(Settings { idle_tick: MILLI, ..default });
-    assert!(matches!(error, SettingsError::Ticks { .. }));
-    for jitter in [-0.1, 0.51, f64::NAN] {
-        let error = refused(Settings { jitter, ..default });
-        assert!(matches!(error, SettingsError::Jitter { .. }), "{jitter}: {error}");
-    }
-    let error = refused(Settings { share: 0.0, ..default });
-    assert!(matches!(error, SettingsError::Part { name: "share", .. }));
-    assert!(Jobs::default().is_empty());
 }

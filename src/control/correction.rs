@@ -12,10 +12,10 @@
 //! `other = max(base + standing, required - K x requests + pending)`,
 //! `allowance = (ceiling - other) / K + units` and
 //! `alone = ceiling - other - K x ceiling / 32`, or 0 while `K` is being measured;
-//! `K = max(1.05 x peak, (1 - .005 x min(8 x measured, 1)) x K)` held within 1 to 5, with `peak` the
-//! largest measure of the last three generations of requests, and .005 for each 10 ms: bytes that
-//! are booked and not used yet are no evidence that they will not be. What is not measured goes back
-//! to where it started, slowly.
+//! `K = max(1.05 x peak, (1 - .005 x min(8 x measured, 1)) x K)` held within 1 to 5, with `peak`
+//! the largest measure of the last three generations of requests, and .005 for each 10 ms: bytes
+//! that are booked and not used yet are no evidence that they will not be. What is not measured
+//! goes back to where it started, slowly.
 
 use std::time::Duration;
 

@@ -1,9 +1,9 @@
 //! The sensor: kernel signals, heap and arenas joined into one sample.
 //!
 //! Runs on the control thread: no allocation, no driver call, some ten to thirty microseconds.
-//! jemalloc's statistics are refreshed no more often than their measured cost allows (0.1 % of a
-//! core, a third of what sampling may take): about every 20 ms in a busy process with few threads,
-//! every quarter of a second in a large one, and never while nothing moves. Between two refreshes what is purgeable follows from
+//! jemalloc's statistics are refreshed no more often than their measured cost allows (0.3 % of a
+//! core): about every 20 ms in a busy process with few threads, every quarter of a second in a
+//! large one, and never while nothing moves. Between two refreshes what is purgeable follows from
 //! figures that cost next to nothing, because a fresh physical size less a stale purgeable one is
 //! wrong by all that was freed or given back since.
 //!
@@ -21,7 +21,7 @@ use crate::host::{HeapProbe, HeapSnapshot};
 use super::arenas::Arenas;
 
 /// The part of a core that refreshing jemalloc's statistics may take: one in so many.
-const EPOCH_SHARE: u32 = 1000;
+const EPOCH_SHARE: u32 = 333;
 /// Refreshed at least this often, whatever it costs.
 const EPOCH_MAX: Duration = Duration::from_millis(250);
 /// The kernel's signals are read at least this often while nothing of ours moves: two of three

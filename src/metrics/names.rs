@@ -241,8 +241,8 @@ table! {
     RESOURCE_UNLOADS: Counter "lowtide_resource_unloads_total" Count ["resource", "reason"]
         "Unloads, by reason (idle, pressure, manual, shutdown).";
     RESOURCE_MEASURED: Gauge "lowtide_resource_measured_bytes" Bytes ["resource"]
-        "What the resource held of the host's memory right after its last load; absent where it has \
-         no heap arena of its own.";
+        "What the resource held of the host's memory right after its last load; absent where it \
+         has no heap arena of its own.";
     RESOURCE_RECOVERED: Counter "lowtide_resource_recovered_bytes_total" Bytes ["resource"]
         "Bytes of the host's memory that its unloads gave back, as far as that was measured.";
     RESOURCE_LOAD_SECONDS: Gauge "lowtide_resource_last_load_seconds" Seconds ["resource"]

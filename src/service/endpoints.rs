@@ -139,7 +139,10 @@ fn document(snapshot: &MemorySnapshot) -> Value {
                 "own": counts(events.own),
                 "above": counts(events.above),
             })),
-            "psi": snapshot.psi.map(|psi| json!({ "some": stall(psi.some), "full": stall(psi.full) })),
+            "psi": snapshot.psi.map(|psi| json!({
+                "some": stall(psi.some),
+                "full": stall(psi.full),
+            })),
             "cgroup": snapshot.cgroup.as_ref().map(|folder| folder.display().to_string()),
             "limit_is_stale": snapshot.signal.limit_is_stale,
             "limit_bytes": limit(snapshot.signal.limit.bytes),

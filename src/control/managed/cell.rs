@@ -7,6 +7,8 @@
 //! Invariants: `guards > 0 => Ready`; with `guards = 0` the phase holds the only reference to the
 //! value; wakers held = futures that wait and have not been woken, at most `waiting`.
 
+mod guards;
+
 use std::collections::BTreeMap;
 use std::mem::{self, ManuallyDrop};
 use std::sync::{Arc, PoisonError};
@@ -453,36 +455,6 @@ impl<T: Send + Sync + 'static> Cell<T> {
             return Ok(());
         }
         Err(UnloadError::Forked { name: Arc::clone(&self.parts.name) })
-    }
-}
-
-impl<T> State<T> {
-    /// Counts a guard, if there is a value.
-    fn guarded(&mut self) -> Option<Arc<T>> {
-        let Phase::Ready(loaded) = &self.phase else { return None };
-        let value = Arc::clone(&loaded.value);
-        self.guards += 1;
-        Some(value)
-    }
-
-    /// Takes the value out, if nobody holds it; its clean-up is then the caller's.
-    fn unguarded(&mut self) -> Option<Loaded<T>> {
-        if self.guards > 0 || !matches!(self.phase, Phase::Ready(_)) {
-            return None;
-        }
-        match mem::replace(&mut self.phase, Phase::Unloading(thread::current().id())) {
-            Phase::Ready(loaded) => Some(loaded),
-            other => {
-                self.phase = other;
-                None
-            }
-        }
-    }
-
-    fn ring_drainers(&self) {
-        for bell in &self.drainers {
-            bell.ring();
-        }
     }
 }
 

@@ -1,0 +1,41 @@
+//! Guards of a resource as its state counts them: given, and the value taken out when none is left.
+//!
+//! Called with the lock held; it waits for nothing and runs nobody's code.
+//!
+//! Invariant: a value is taken out only with `guards = 0`, and then its clean-up is the caller's.
+
+use std::mem;
+use std::sync::Arc;
+use std::thread;
+
+use super::{Loaded, Phase, State};
+
+impl<T> State<T> {
+    /// Counts a guard, if there is a value.
+    pub(super) fn guarded(&mut self) -> Option<Arc<T>> {
+        let Phase::Ready(loaded) = &self.phase else { return None };
+        let value = Arc::clone(&loaded.value);
+        self.guards += 1;
+        Some(value)
+    }
+
+    /// Takes the value out, if nobody holds it; its clean-up is then the caller's.
+    pub(super) fn unguarded(&mut self) -> Option<Loaded<T>> {
+        if self.guards > 0 || !matches!(self.phase, Phase::Ready(_)) {
+            return None;
+        }
+        match mem::replace(&mut self.phase, Phase::Unloading(thread::current().id())) {
+            Phase::Ready(loaded) => Some(loaded),
+            other => {
+                self.phase = other;
+                None
+            }
+        }
+    }
+
+    pub(super) fn ring_drainers(&self) {
+        for bell in &self.drainers {
+            bell.ring();
+        }
+    }
+}
