@@ -23,6 +23,7 @@ use lowtide::service::MemoryLayer;
 use lowtide::{BoxError, ByteSize, Memory};
 use serde::{Deserialize, Serialize};
 use tokio::net::TcpListener;
+use tokio::sync::watch;
 
 use crate::app::{self, FORWARD_COST};
 use crate::books::Books;
@@ -110,7 +111,14 @@ async fn start(settings: &Settings) -> Result<(app::Running, std::net::SocketAdd
     let routes = routes.route("/report", get(report));
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await?;
     let back = listener.local_addr()?;
-    tokio::spawn(async move { axum::serve(listener, routes).await });
+    // With the proxy's own bound on hyper's buffers, which no request books: else connections that
+    // are kept open hold nearly as much as the bodies.
+    let (until, stopped) = watch::channel(false);
+    let serving = app::serve::serve(listener, routes, None, stopped);
+    tokio::spawn(async move {
+        let _until = until;
+        serving.await
+    });
     let mut options = app::Options {
         upstream: Some(format!("http://{back}/").parse()?),
         ..app::Options::default()
