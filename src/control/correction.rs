@@ -260,3 +260,197 @@ impl Default for Correction {
         Self::new()
     }
 }
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use super::*;
+
+    const CEILING: ByteSize = ByteSize::mib(800);
+
+    fn sample(physical: u64, purgeable: u64) -> Measured {
+        Measured {
+            physical: ByteSize::mib(physical),
+            purgeable: ByteSize::mib(purgeable),
+            ceiling: CEILING,
+            ..Measured::default()
+        }
+    }
+
+    fn requests(mib: u64) -> Books {
+        Books { requests: ByteSize::mib(mib), ..Books::default() }
+    }
+
+    fn after(millis: u64, ended: u64, held: u64, physical: u64) -> Measured {
+        let turnover = Turnover { time: Duration::from_millis(millis), ended, held };
+        Measured { turnover, ..sample(physical, 0) }
+    }
+
+    #[test]
+    fn k_rises_at_once_falls_slowly_and_stays_within_its_bounds() {
+        let mut correction = Correction::new();
+        let _ = correction.update(requests(100), sample(300, 0));
+        assert!((correction.k() - 1.05 * 3.0).abs() < 1e-9, "{}", correction.k());
+        let _ = correction.update(requests(100), sample(100, 0));
+        assert!((correction.k() - 0.995 * 1.05 * 3.0).abs() < 1e-9);
+        let _ = correction.update(requests(100), sample(100_000, 0));
+        assert!((correction.k() - K_MAX).abs() < 1e-9);
+        for _ in 0..400 {
+            let _ = correction.update(requests(100), sample(90, 0));
+        }
+        assert!((correction.k() - K_MIN).abs() < 1e-9);
+        // Too little is booked to measure against.
+        let _ = correction.update(requests(1), sample(500, 0));
+        assert!((correction.k() - K_MIN - K_FORGETTING).abs() < 1e-9);
+    }
+
+    /// The bug: bytes that a client had announced and did not send were taken for an estimate that
+    /// was too high, `K` fell to 1 within seconds, and the burst after that did not fit.
+    #[test]
+    fn announced_bytes_that_did_not_come_taught_that_estimates_are_too_high() {
+        let mut correction = Correction::new();
+        for _ in 0..500 {
+            let _ = correction.update(requests(600), sample(1, 0));
+        }
+        assert!(correction.k() > 0.95 * K_START, "{}", correction.k());
+    }
+
+    /// The bug: what a burst had taught stayed for as long as nothing large came.
+    #[test]
+    fn what_was_learned_stayed_for_ever_in_an_idle_service() {
+        for measured in [400, 50] {
+            let mut correction = Correction::new();
+            for _ in 0..2000 {
+                let _ = correction.update(requests(100), sample(measured, 0));
+            }
+            assert!((correction.k() - K_START).abs() > 0.9, "{}", correction.k());
+            for _ in 0..4 * 60 * 30 {
+                let _ = correction.update(requests(0), sample(10, 0));
+            }
+            assert!((correction.k() - K_START).abs() < 0.01, "{}", correction.k());
+        }
+    }
+
+    /// The bug: bodies that arrive within half of a request's life hold little at first. `K` fell
+    /// until they were there, and by then more had been admitted than the limit could hold.
+    #[test]
+    fn bodies_that_were_still_arriving_taught_that_estimates_are_too_high() {
+        let mut correction = Correction::new();
+        for held in 1..=200 {
+            let _ = correction.update(requests(300), after(10, 0, 100, 3 * held));
+        }
+        assert!(correction.k() > 0.99 * K_START, "{}", correction.k());
+        // They end one by one, others come and arrive: what the first ones held is known.
+        for _ in 0..200 {
+            let _ = correction.update(requests(300), after(10, 1, 100, 250));
+        }
+        assert!(correction.k() > 0.99 * K_START, "{}", correction.k());
+        // Three generations later it is not true any more.
+        for _ in 0..500 {
+            let _ = correction.update(requests(300), after(10, 1, 100, 250));
+        }
+        assert!(correction.k() < 0.6 * K_START, "{}", correction.k());
+    }
+
+    /// The bug: what a neighbour held was taken for the last requests' as a load ended, `K` rose to
+    /// 5, and the next burst was shed.
+    #[test]
+    fn a_neighbour_was_taken_for_a_wrong_estimate_when_a_load_ended() {
+        let mut correction = Correction::new();
+        for booked in (30..400).rev() {
+            let _ = correction.update(requests(booked), after(10, 1, booked, booked + 90));
+        }
+        assert!(correction.k() < 2.1, "{}", correction.k());
+        // It counts once all the same.
+        let allowance = correction.update(requests(30), after(10, 1, 30, 120)).as_f64();
+        let room = ByteSize::mib(800 - 120).as_f64();
+        assert!(allowance * correction.k() <= room + 30.1 * correction.k() * 1_048_576.0);
+    }
+
+    /// The bug: `K` fell by ticks, so that a loop which ticks 100 ms late needed ten times as long
+    /// to find out what is true.
+    #[test]
+    fn a_late_loop_learned_slowly() {
+        let k = |millis, ticks: u64| {
+            let mut correction = Correction::new();
+            for _ in 0..ticks {
+                let _ = correction.update(requests(300), after(millis, 100, 100, 300));
+            }
+            correction.k()
+        };
+        let (soon, late) = (k(10, 100), k(100, 10));
+        assert!((soon / late - 1.0).abs() < 0.05, "{soon} and {late}");
+    }
+
+    /// The bug: one small request at any time was enough for the base never to be learned, so that
+    /// the service's own growth was taken for a wrong estimate.
+    #[test]
+    fn one_small_request_kept_the_base_from_being_learned() {
+        let mut correction = Correction::new();
+        for held in (10..=310).step_by(10) {
+            let _ = correction.update(requests(1), sample(held, 0));
+        }
+        assert_eq!(
+            correction.base(),
+            ByteSize::mib(310).saturating_sub(ByteSize::mib(1).scaled(correction.k()))
+        );
+        let _ = correction.update(requests(50), sample(350, 0));
+        assert!(correction.k() < 1.1 * K_START, "{}", correction.k());
+    }
+
+    #[test]
+    fn the_base_is_learned_when_quiet_and_purgeable_bytes_do_not_count() {
+        let mut correction = Correction::new();
+        let _ = correction.update(requests(0), sample(500, 400));
+        assert_eq!(correction.base(), ByteSize::mib(100));
+        // The first quiet sample after work may still see its memory.
+        let _ = correction.update(requests(50), sample(200, 0));
+        let _ = correction.update(requests(0), sample(400, 0));
+        assert_eq!(correction.base(), ByteSize::mib(100));
+        let _ = correction.update(requests(0), sample(120, 0));
+        assert_eq!(correction.base(), ByteSize::mib(120));
+        // Held is less than the base while busy: the base was too high.
+        let _ = correction.update(requests(30), sample(90, 0));
+        assert_eq!(correction.base(), ByteSize::mib(90));
+    }
+
+    #[test]
+    fn the_allowance_is_what_the_formula_says() {
+        let mut correction = Correction::new();
+        let allowance = correction.update(requests(0), sample(100, 0));
+        assert_eq!(allowance, ByteSize::mib((800 - 100) / 2));
+        // Twice over the ceiling: nothing may be booked, and nothing wraps.
+        let full = correction.update(requests(0), sample(1600, 0));
+        assert_eq!(full, ByteSize::ZERO);
+        let none = Measured { ceiling: ByteSize::MAX, ..sample(1600, 0) };
+        assert_eq!(correction.update(requests(0), none), ByteSize::MAX);
+        let huge = Books { requests: ByteSize::MAX, units: ByteSize::MAX, ..Books::default() };
+        let extreme = Measured { physical: ByteSize::MAX, ..sample(0, 0) };
+        assert_eq!(correction.update(huge, extreme), ByteSize::MAX);
+        let zero = Measured { ceiling: ByteSize::ZERO, ..sample(10, 0) };
+        assert_eq!(correction.update(requests(10), zero), ByteSize::ZERO);
+    }
+
+    /// The bug: at a cold start, while little was booked and less had arrived, `K` fell to 1.58
+    /// within half a second, and the burst that it let in was killed.
+    #[test]
+    fn k_fell_while_too_little_was_booked_to_tell() {
+        let mut correction = Correction::new();
+        let _ = correction.update(requests(0), sample(100, 0));
+        for _ in 0..50 {
+            let _ = correction.update(requests(90), sample(110, 0));
+        }
+        assert!((correction.k() - K_START).abs() < 1e-9, "{}", correction.k());
+    }
+
+    #[test]
+    fn a_load_beside_requests_is_no_wrong_estimate() {
+        let standing = ByteSize::mib(500);
+        for settled in [ByteSize::ZERO, standing] {
+            let mut correction = Correction::new();
+            let _ = correction.update(requests(0), sample(100, 0));
+            let books = Books { standing, settled, ..requests(100) };
+            let _ = correction.update(books, sample(700, 0));
+            assert!((correction.k() - 0.995 * K_START).abs() < 1e-9, "{}", correction.k());
+        }
+    }
+}
