@@ -4,7 +4,8 @@
 //! A process has one `Memory`, so the tests of one program take turns.
 #![allow(dead_code, reason = "each test program takes its part of this")]
 
-use std::fs;
+use std::fs::{self, File};
+use std::io::Write as _;
 use std::path::Path;
 use std::process::{Command, Output};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -160,10 +161,17 @@ impl Tree {
         self.write(&format!("sys/fs/cgroup/app/{file}"), &format!("{text}\n"));
     }
 
+    /// As the kernel changes such a file: whoever reads it meanwhile sees the old text or the new,
+    /// never an empty file, because it is written over, not emptied first.
     fn write(&self, path: &str, text: &str) {
         let path: &Path = &self.0.path().join(path);
         fs::create_dir_all(path.parent().expect("a folder")).expect("created");
-        fs::write(path, text).expect("written");
+        let mut file =
+            File::options().create(true).truncate(false).write(true).open(path).expect("opened");
+        let length = usize::try_from(file.metadata().expect("of a file").len()).expect("small");
+        let mut text = text.to_owned();
+        text.extend(std::iter::repeat_n('\n', length.saturating_sub(text.len())));
+        file.write_all(text.as_bytes()).expect("written");
     }
 }
 
