@@ -16,7 +16,7 @@ use lowtide::control::{
 
 mod panics;
 mod support;
-use support::{Gate, Model, PATIENCE, block_on, until};
+use support::{Gate, Holds, Model, PATIENCE, block_on, until};
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -230,6 +230,25 @@ fn the_cost_is_booked_before_the_load_and_until_after_the_clean_up() {
     let AcquireError::Rejected { rejected, .. } = error else { panic!("{error:?}") };
     assert_eq!(rejected, Rejected::ShuttingDown);
     assert_eq!(managed.stats().loads_failed_total, 0);
+}
+
+/// Bug: what a resource without a cost was found to hold was asked for at its next load, which was
+/// refused for ever where that was more than the ledger can hold.
+#[test]
+fn a_resource_that_declares_no_cost_is_never_refused_for_what_it_was_found_to_hold() {
+    let (declared, found) = (ByteSize::mib(1), ByteSize::mib(9));
+    for (cost, next) in [(Cost::ZERO, Cost::ZERO), (Cost::host(declared), Cost::host(found))] {
+        let admission = Admission::with_limit(ByteSize::mib(8));
+        let managed = Managed::builder("model", || Ok(()))
+            .cost(cost)
+            .enclosure(Some(Arc::new(Holds(found))))
+            .build(Arc::new(ManualClock::new()), Some(admission.clone()));
+        drop(managed.acquire_blocking().expect("fits"));
+        assert_eq!(admission.ledger(Budget::Host).standing(), found, "it is there, so it counts");
+        assert_eq!(managed.stats().cost, next);
+        assert!(managed.unload(UnloadReason::Asked));
+        assert_eq!(managed.acquire_blocking().is_ok(), cost == next, "{cost:?}");
+    }
 }
 
 #[test]

@@ -8,7 +8,9 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, Thread};
 use std::time::Duration;
 
+use lowtide::ByteSize;
 use lowtide::clock::Clock as _;
+use lowtide::control::{Enclosure, LoadError};
 use lowtide::sync::lock;
 
 pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
@@ -67,6 +69,25 @@ impl Model {
 impl Drop for Model {
     fn drop(&mut self) {
         self.copies.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// An enclosure in which this much is found after each load.
+pub(crate) struct Holds(pub(crate) ByteSize);
+
+impl Enclosure for Holds {
+    fn load(&self, load: &mut dyn FnMut()) -> Result<(), LoadError> {
+        load();
+        Ok(())
+    }
+
+    fn unload(&self, unload: &mut dyn FnMut()) -> Option<ByteSize> {
+        unload();
+        None
+    }
+
+    fn held(&self) -> Option<ByteSize> {
+        Some(self.0)
     }
 }
 

@@ -226,10 +226,11 @@ impl<T: Send + Sync + 'static> Cell<T> {
     }
 
     /// What the next load books: what its builder said, and where the last one was found to hold
-    /// more, as much.
+    /// more, as much. A builder that said nothing asked for no admission: nothing refuses it.
     fn cost(&self, state: &State<T>) -> Cost {
         let Cost { host, device } = self.parts.cost;
-        Cost { host: host.max(state.measured.unwrap_or_default()), device }
+        let learned = state.measured.filter(|_| !host.is_zero()).unwrap_or_default();
+        Cost { host: host.max(learned), device }
     }
 
     pub(super) fn load_elsewhere(cell: &Arc<Self>, permit: Option<Permit>) {

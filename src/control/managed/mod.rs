@@ -89,7 +89,11 @@ impl<T: Send + Sync + 'static> ManagedBuilder<T> {
         self
     }
 
-    /// What it holds while it is loaded; booked before the load. Nothing by default.
+    /// What it holds while it is loaded; booked before the load, which is refused where that does
+    /// not fit. Where it was found to hold more of the host's memory the last time, that is booked.
+    ///
+    /// Nothing by default: no load is refused for its size then, and what it is found to hold is
+    /// booked once it is there.
     #[must_use]
     pub fn cost(mut self, cost: Cost) -> Self {
         self.parts.cost = cost;

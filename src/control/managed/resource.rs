@@ -89,7 +89,7 @@ pub struct ResourceStats {
     /// Callers that wait for it.
     pub waiting: usize,
     /// What its next load books: what its builder said, or what it was found to hold where that is
-    /// more.
+    /// more and the builder said anything.
     pub cost: Cost,
     /// Loads that succeeded.
     pub loads_ok_total: u64,
