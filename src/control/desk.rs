@@ -64,7 +64,8 @@ impl Desk {
             // Its atomics are of one run of a model.
             return;
         }
-        if let Ok(mut left) = LEFT.lock() {
+        // Tried, as above. Where another door comes or goes at this moment, the desk is let go.
+        if let Ok(mut left) = LEFT.try_lock() {
             left.push(self);
         }
     }
@@ -235,7 +236,7 @@ impl Desk {
     }
 
     /// Books more of the host's memory for a request of this much: what was booked.
-    pub(super) fn book_more(
+    fn book_more(
         &self,
         held: ByteSize,
         bytes: ByteSize,
