@@ -1,26 +1,26 @@
 //! Chance from a seed: the same seed gives the same run.
 //!
-//! The generator is `SplitMix64`. It reads nothing but its seed.
+//! The generator is that of the other benches. It reads nothing but its seed.
 //!
 //! Invariant: `unit` lies in `[0, 1)`.
+
+#[path = "../../index/chance.rs"]
+#[allow(dead_code, reason = "sizes of device blocks are drawn elsewhere")]
+mod splitmix;
 
 use std::time::Duration;
 
 /// The generator.
 #[derive(Clone, Debug)]
-pub(crate) struct Chance(u64);
+pub(crate) struct Chance(splitmix::Chance);
 
 impl Chance {
     pub(crate) const fn new(seed: u64) -> Self {
-        Self(seed)
+        Self(splitmix::Chance::new(seed))
     }
 
     pub(crate) const fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        mixed ^ (mixed >> 31)
+        self.0.next()
     }
 
     /// A number in `[0, 1)`.

@@ -29,7 +29,8 @@ pub(crate) struct Month {
     pub(crate) seen: Seen,
     /// Jobs of the worker an hour, on average.
     pub(crate) jobs_per_hour: f64,
-    /// The most that two nights differ: K, and MiB of the allowance and of what is physical.
+    /// The most that two nights after the first differ: K, and MiB of the allowance and of what is
+    /// physical. Zero where there are not two.
     pub(crate) k_drift: f64,
     pub(crate) allowance_drift: f64,
     pub(crate) physical_drift: f64,
@@ -58,7 +59,7 @@ pub(crate) fn run(seed: u64, days: u32, day: f64) -> Month {
     let nights: Vec<Look> = seen.looks.iter().skip(NIGHT).step_by(each).copied().collect();
     let spread = |of: fn(&Look) -> f64| {
         let each = nights.iter().skip(1).map(of);
-        each.clone().fold(f64::MIN, f64::max) - each.fold(f64::MAX, f64::min)
+        (each.clone().fold(f64::MIN, f64::max) - each.fold(f64::MAX, f64::min)).max(0.0)
     };
     let mut month = Month {
         days,
