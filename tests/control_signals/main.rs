@@ -19,23 +19,25 @@ fn limit(mib: u64, source: LimitSource) -> Limit {
     Limit { bytes: ByteSize::mib(mib), source }
 }
 
+/// What [`GROUP`] shows of itself under a hard limit of this much.
+fn sampled(mib: u64) -> Signal {
+    Signal {
+        rss: Some(ByteSize::mib(40)),
+        anonymous: Some(ByteSize::mib(30)),
+        physical: ByteSize::mib(100),
+        limit: limit(mib, LimitSource::Cgroup),
+        charged: Some(ByteSize::mib(90)),
+        limit_is_stale: false,
+    }
+}
+
 #[test]
 fn version_2_counts_what_is_held_against_the_hard_limit() {
     let tree = Tree::new("0::/app\n", V2_MOUNT);
     tree.v2("app", GROUP);
     let signals = tree.open();
     assert_eq!(signals.missing(), []);
-    assert_eq!(
-        signals.sample(),
-        Signal {
-            rss: Some(ByteSize::mib(40)),
-            anonymous: Some(ByteSize::mib(30)),
-            physical: ByteSize::mib(100),
-            limit: limit(512, LimitSource::Cgroup),
-            charged: Some(ByteSize::mib(90)),
-            limit_is_stale: false,
-        }
-    );
+    assert_eq!(signals.sample(), sampled(512));
     assert_eq!(signals.oom_kills(), Some(2));
     let resident = signals.resident().expect("read");
     assert_eq!(
@@ -256,17 +258,7 @@ fn version_1_takes_the_hierarchys_limit_and_its_totals() {
     let tree = Tree::new("4:memory:/docker/ab\n1:cpu:/\n", V1_MOUNTS);
     tree.v1("docker/ab", Group { limit: None, ..GROUP }, 256 * MIB);
     let signals = tree.open();
-    assert_eq!(
-        signals.sample(),
-        Signal {
-            rss: Some(ByteSize::mib(40)),
-            anonymous: Some(ByteSize::mib(30)),
-            physical: ByteSize::mib(100),
-            limit: limit(256, LimitSource::Cgroup),
-            charged: Some(ByteSize::mib(90)),
-            limit_is_stale: false,
-        }
-    );
+    assert_eq!(signals.sample(), sampled(256));
     assert_eq!(signals.oom_kills(), Some(4));
 }
 
