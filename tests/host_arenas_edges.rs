@@ -317,7 +317,7 @@ fn where_arenas_go_with_cpus_no_thread_is_bound_and_buffers_are_had_all_the_same
     arena.retire().expect("empty");
 }
 
-/// Bug: what was kept had the decay time that its last owner gave it.
+/// Bug: what was kept had the decay time that its last owner gave it, and so had its next owner.
 #[test]
 fn one_that_was_kept_decays_as_the_heap_does() {
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -329,8 +329,25 @@ fn one_that_was_kept_decays_as_the_heap_does() {
     arena.set_decay(DecayTime::Never).expect("set");
     assert_eq!(never(), 1);
     drop(arena);
+    assert_eq!(never(), 0);
     let next = HostArena::new("as the heap").expect("an arena");
     assert_eq!(never(), 0);
+    next.retire().expect("empty");
+}
+
+/// Bug: what had stayed in one that was kept was shown as its next owner's, though another that was
+/// kept held nothing.
+#[test]
+fn of_those_that_were_kept_the_emptiest_is_taken_first() {
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    let arenas = ["one", "two", "three"].map(|name| HostArena::new(name).expect("an arena"));
+    let within = |arena: &HostArena| arena.scope(|| black_box(vec![1_u8; 1 << 20]));
+    let [first, second, third] = arenas.each_ref().map(|arena| within(arena).expect("a scope"));
+    drop(arenas);
+    drop(second);
+    let next = HostArena::new("next").expect("an arena");
+    assert!(next.stats().expect("statistics").active.get() < 1 << 20);
+    drop((first, third));
     next.retire().expect("empty");
 }
 

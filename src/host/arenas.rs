@@ -201,10 +201,15 @@ impl Slots {
         }
     }
 
-    /// An index that was kept, taken.
+    /// An index that was kept, taken: the one in which least stayed, because statistics show that
+    /// as the next owner's.
     fn take_kept(&mut self) -> Option<u32> {
-        let at = self.known().iter().position(|slot| slot.is_kept && !slot.is_bound)?;
-        u32::try_from(at).ok()
+        let kept = (0..).zip(self.known().iter());
+        let mut kept = kept.filter(|(_, slot)| slot.is_kept && !slot.is_bound).peekable();
+        // What stayed may be gone by now.
+        let _ = kept.peek().map(|_| refresh());
+        let pages = |index| ctl::STATS_ARENA_ACTIVE_PAGES.read_of(index).unwrap_or(usize::MAX);
+        kept.map(|(index, _)| index).min_by_key(|&index| pages(index))
     }
 }
 
@@ -268,7 +273,7 @@ impl HostArena {
         // From here on the drop of `arena` gives the index back.
         refreshed?;
         ctl::ARENA_NAME.write_in(index, text.c_str())?;
-        // Who had one that was kept may have given it another.
+        // Who had one that was kept may have given it another, and failed to take it back.
         ctl::ARENA_DIRTY_DECAY.write_in(index, ctl::ARENAS_DIRTY_DECAY.read()?)?;
         Ok(arena)
     }
@@ -423,7 +428,11 @@ impl Drop for HostArena {
     /// Keeps it, purged, for another. In a forked child does nothing.
     fn drop(&mut self) {
         if self.birth.is_here() {
-            let _ = self.purge(); // where it is refused, what is unused decays
+            // What is unused decays where the purge is refused, and what stays once it is freed.
+            let _ = ctl::ARENAS_DIRTY_DECAY
+                .read()
+                .and_then(|time| ctl::ARENA_DIRTY_DECAY.write_in(self.index, time));
+            let _ = self.purge();
             let mut slots = keep();
             let is_bound = slots.slots.get(self.index as usize).is_none_or(|slot| slot.is_bound);
             slots.put(self.index, Slot { name: ArenaName::NONE, is_kept: true, is_bound });

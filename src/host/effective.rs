@@ -207,12 +207,15 @@ impl fmt::Display for EffectiveConf {
             (true, false) => "off".to_owned(),
         };
         let cache = if self.thread_caches { self.thread_cache_max.exact() } else { "off".into() };
+        let variable = &self.conf_of_variable;
+        let variable =
+            variable.as_ref().map_or_else(|| "unset".to_owned(), |conf| format!("{conf:?}"));
         write!(
             f,
             "jemalloc {} global={} serves_c={} arenas={} tcache_max={cache} page={} thp={} \
              metadata_thp={} cache_oblivious={} percpu_arena={} hpa={} retain={} dirty_decay={} \
              muzzy_decay={} background_threads=({threads}) profiler={} conf_of_binary={:?} \
-             variable={}={:?}",
+             {}={variable}",
             self.version,
             yes(self.is_global),
             yes(self.serves_c),
@@ -229,7 +232,6 @@ impl fmt::Display for EffectiveConf {
             yes(self.profiler),
             self.conf_of_binary.unwrap_or(""),
             self.variable(),
-            self.conf_of_variable.as_deref().unwrap_or(""),
         )
     }
 }

@@ -216,7 +216,8 @@ impl Memory {
     }
 
     /// Purges heap and arenas now, on this thread: about 0.1 ms for each MiB given back. Not for a
-    /// thread of an async runtime; see [`Memory::request_purge`].
+    /// thread of an async runtime; see [`Memory::request_purge`]. [`Builder::after_recall`] is not
+    /// called: that is the worker's.
     ///
     /// # Errors
     /// [`MemoryError::Forked`].

@@ -85,7 +85,7 @@ table! {
         "Bytes of free blocks in jemalloc's thread caches.";
     HEAP_ARENA_LIVE: Gauge "lowtide_heap_arena_live_bytes" Bytes ["heap_arena"]
         "Bytes of blocks in a dedicated heap arena that the application holds; that of a resource \
-         has its name.";
+         has its name. The first 64 names that a process publishes.";
     HEAP_ARENA_RETAINED: Gauge "lowtide_heap_arena_retained_bytes" Bytes ["heap_arena"]
         "Backed bytes that a dedicated heap arena keeps beyond what is live: active, dirty and \
          muzzy minus live.";
