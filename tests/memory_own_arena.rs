@@ -3,12 +3,16 @@
 
 use std::collections::BTreeMap;
 use std::panic;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use lowtide::ByteSize;
 use lowtide::clock::{Clock as _, SystemClock};
 use lowtide::control::{Backoff, Budget, Cost, LoadError, Resource as _};
+use lowtide::decay::DecayTime;
+use lowtide::device::driver::sim::{SimDriver, SimOptions};
+use lowtide::device::{DeviceArena, Region};
 use lowtide::host::{Heap, HostArena, HostArenaStats};
 use lowtide::memory::Memory;
 use lowtide::metrics::prometheus::{self, PrometheusBuilder};
@@ -112,16 +116,46 @@ fn a_resource_that_holds_more_than_it_said_is_booked_by_what_it_holds() {
     let stood = || memory.admission().ledger(Budget::Host).standing();
     assert_eq!(heavy.stats().cost, said);
     let held = heavy.acquire_blocking().expect("loads");
-    let measured = heavy.stats().measured.expect("it has an arena");
+    let measured = heavy.stats().measured.expect("it has an arena").host;
     assert!(measured > ByteSize::mib(4), "{measured}");
     assert_eq!(stood(), measured, "and so booked");
     drop(held);
     assert!(heavy.unload_now(SOON).expect("free"));
     assert_eq!(stood(), ByteSize::ZERO);
     let stats = heavy.stats();
-    assert_eq!(stats.recovered_bytes_total, measured, "all of it went");
+    assert_eq!(stats.recovered_total.host, measured, "all of it went");
     assert_eq!(stats.cost, Cost::host(measured), "the next load books what this one held");
     assert!(memory.shutdown(SOON).is_clean());
+}
+
+/// Where the arena lies in the host's memory, its bytes are the host's.
+#[test]
+fn what_a_resource_holds_in_its_device_arena_is_found_booked_and_given_back() {
+    let _turn = turn();
+    let sim = || Arc::new(SimDriver::new(SimOptions::default()));
+    for (name, budget) in [("on the host", Budget::Host), ("apart", Budget::Device)] {
+        let builder =
+            Memory::builder().memory_limit(ByteSize::gib(4)).device_decay(DecayTime::Never);
+        let builder = if budget == Budget::Host { builder } else { builder.driver(sim()) };
+        let memory = builder.start().expect("starts");
+        let arena = memory.open_arena("weights").expect("opens");
+        let load = |arena: &DeviceArena| Ok(arena.alloc::<u8>(9 << 20, Region::Stable)?);
+        let said = memory.cost(ByteSize::ZERO, ByteSize::mib(1));
+        let weights = memory.register(memory.managed_in(&arena, name, load).cost(said));
+        let weights = weights.expect("registered");
+        let part = |cost: Cost| if budget == Budget::Host { cost.host } else { cost.device };
+        let stood = || memory.admission().ledger(budget).standing();
+        drop(weights.acquire_blocking().expect("loads"));
+        let measured = part(weights.stats().measured.expect("it has arenas"));
+        assert!(measured >= ByteSize::mib(9) && measured < ByteSize::mib(14), "{measured}");
+        assert_eq!(stood(), measured, "{name}");
+        assert!(weights.unload_now(SOON).expect("free"));
+        assert_eq!((stood(), arena.snapshot().committed), (ByteSize::ZERO, ByteSize::ZERO));
+        let stats = weights.stats();
+        assert!(part(stats.recovered_total) >= ByteSize::mib(9), "{stats:?}");
+        assert_eq!(part(stats.cost), measured, "the next load books what this one held");
+        assert!(memory.shutdown(SOON).is_clean());
+    }
 }
 
 #[test]

@@ -197,21 +197,21 @@ fn model(
             ArenaConfig::new("embedder"),
         )?,
     };
-    let load = {
-        let arena = arena.clone();
-        move || Model::load(&arena, weights, seed).map_err(LoadError::new)
-    };
+    let load = move |arena: &DeviceArena| Model::load(arena, weights, seed).map_err(LoadError::new);
     let model = match memory {
         Some(memory) => {
             let cost = memory.cost(ByteSize::ZERO, Model::weight_bytes(weights));
-            let mut builder = memory.managed("embedder", load).cost(cost);
+            let mut builder = memory.managed_in(&arena, "embedder", load).cost(cost);
             if let Some(idle) = options.idle_unload {
                 builder = builder.idle(idle);
             }
             memory.register(builder)?
         }
-        None => Managed::builder("embedder", load)
-            .build(Arc::new(lowtide::clock::SystemClock::new()), None),
+        None => {
+            let arena = arena.clone();
+            Managed::builder("embedder", move || load(&arena))
+                .build(Arc::new(lowtide::clock::SystemClock::new()), None)
+        }
     };
     Ok((arena, model))
 }

@@ -80,16 +80,17 @@ impl Permit {
 
     /// Says that the resource of a standing permit is loaded, and so part of what is measured.
     pub fn settle(&mut self) {
-        self.settle_at(ByteSize::ZERO);
+        self.settle_at(Cost::ZERO);
     }
 
-    /// The same, with the bytes of the host's memory that it was found to hold. Where they are more
-    /// than it booked it books them, whatever the allowance says: they are there, and would be
-    /// taken for wrong estimates of requests.
-    pub fn settle_at(&mut self, held: ByteSize) {
+    /// The same, with what it was found to hold. Where that is more than it booked it books it,
+    /// whatever the allowance says: it is there, and would be taken for wrong estimates of
+    /// requests.
+    pub fn settle_at(&mut self, held: Cost) {
         if let Held::Standing(Some(both)) = &mut self.held {
             let (host, device) = &mut **both;
-            self.desk.host.raise(host, held);
+            self.desk.host.raise(host, held.host);
+            self.desk.device.raise(device, held.device);
             self.desk.host.settle(host);
             self.desk.device.settle(device);
         }

@@ -1,16 +1,18 @@
-//! A resource's host memory in a heap arena of its own, so that all of it goes when the resource
-//! is unloaded, whatever was allocated beside it meanwhile.
+//! A resource's memory in arenas of its own, so that all of it goes when the resource is unloaded,
+//! whatever was allocated beside it meanwhile, and so that it is known how much it is.
 //!
-//! What the loader's own thread allocates lies there, and not what threads do that it starts. Where
-//! jemalloc does not serve this process, or no arena can be had, the resource is loaded into the
-//! heap that all share: a worse place, and no reason to refuse a request.
+//! In the heap arena lies what the loader's own thread allocates, and not what threads do that it
+//! starts. Where jemalloc does not serve this process, or no arena can be had, the resource is
+//! loaded into the heap that all share: a worse place, and no reason to refuse a request. The
+//! device arena is whoever's who registered the resource; here it is measured, and purged.
 //!
 //! Invariant: `arena is there => its resource is loaded, or its last load failed`.
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use crate::bytes::ByteSize;
-use crate::control::{Enclosure, LoadError};
+use crate::control::{Cost, Enclosure, LoadError};
+use crate::device::DeviceArena;
 use crate::host::{self, ARENA_NAME_MAX, HostArena, HostArenaStats};
 
 use super::error::Note;
@@ -19,16 +21,22 @@ use super::shared::Shared;
 pub(super) struct OwnArena {
     name: String,
     arena: Mutex<Option<HostArena>>,
+    /// In which nothing lies but what the resource holds.
+    device: Option<DeviceArena>,
     /// Weak: the registry holds the resource.
     shared: Weak<Shared>,
 }
 
 impl OwnArena {
     /// For the resource of this name, which the arena has too, as much of it as fits.
-    pub(super) fn of(name: &str, shared: &Arc<Shared>) -> Arc<dyn Enclosure> {
+    pub(super) fn of(
+        name: &str,
+        shared: &Arc<Shared>,
+        device: Option<DeviceArena>,
+    ) -> Arc<dyn Enclosure> {
         let end = (0..=ARENA_NAME_MAX.min(name.len())).rev().find(|at| name.is_char_boundary(*at));
         let name = name.get(..end.unwrap_or_default()).unwrap_or_default().to_owned();
-        Arc::new(Self { name, arena: Mutex::new(None), shared: Arc::downgrade(shared) })
+        Arc::new(Self { name, arena: Mutex::new(None), device, shared: Arc::downgrade(shared) })
     }
 
     fn take(&self) -> Option<HostArena> {
@@ -68,7 +76,29 @@ impl Enclosure for OwnArena {
         Ok(())
     }
 
-    fn unload(&self, unload: &mut dyn FnMut()) -> Option<ByteSize> {
+    fn unload(&self, unload: &mut dyn FnMut()) -> Option<Cost> {
+        let committed = |arena: &DeviceArena| arena.snapshot().committed;
+        let before = self.device.as_ref().map(committed);
+        let host = self.unload_from_heap(unload);
+        unload(); // where it has not run
+        let device = self.device.as_ref().zip(before).map(|(arena, before)| {
+            // Where the driver refuses, what is idle decays.
+            let _ = arena.purge();
+            before.saturating_sub(committed(arena))
+        });
+        self.cost(host, device)
+    }
+
+    fn held(&self) -> Option<Cost> {
+        let arena = self.arena.lock().unwrap_or_else(PoisonError::into_inner);
+        let host = arena.as_ref().and_then(|arena| arena.stats().ok()).map(|stats| stats.active);
+        self.cost(host, self.device.as_ref().map(|arena| arena.snapshot().active))
+    }
+}
+
+impl OwnArena {
+    /// Runs the clean-up and says what the heap arena gave back, where there is one.
+    fn unload_from_heap(&self, unload: &mut dyn FnMut()) -> Option<ByteSize> {
         let arena = self.take()?;
         let before = arena.stats().map(|stats| stats.active).unwrap_or_default();
         // In a scope, so that what is freed does not stay in this thread's cache.
@@ -89,8 +119,15 @@ impl Enclosure for OwnArena {
         Some(before.saturating_sub(active))
     }
 
-    fn held(&self) -> Option<ByteSize> {
-        let arena = self.arena.lock().unwrap_or_else(PoisonError::into_inner);
-        Some(arena.as_ref()?.stats().ok()?.active)
+    /// What was found in both; the device arena's in the host's budget where it lies there.
+    fn cost(&self, host: Option<ByteSize>, device: Option<ByteSize>) -> Option<Cost> {
+        host.or(device)?;
+        let (host, device) = (host.unwrap_or_default(), device.unwrap_or_default());
+        let arena = self.device.as_ref();
+        Some(if arena.is_some_and(|arena| arena.capabilities().host_backed) {
+            Cost::host(host).and_host(device)
+        } else {
+            Cost::host(host).and_device(device)
+        })
     }
 }

@@ -1,14 +1,15 @@
 //! Resources: what is loaded on first use and unloaded when it has been idle, joined with heap,
 //! ledger and worker.
 //!
-//! How a resource lives is `control`'s; here it gets its idle time, a heap arena of its own, and
-//! somebody who unloads it.
+//! How a resource lives is `control`'s; here it gets its idle time, arenas of its own, and somebody
+//! who unloads it.
 //!
 //! Invariant: a registered resource is unloaded by the worker, booked with the ledgers.
 
 use std::sync::Arc;
 
 use crate::control::{LoadError, Managed, ManagedBuilder, Resource as _};
+use crate::device::DeviceArena;
 
 use super::own_arena::OwnArena;
 use super::{Memory, MemoryError};
@@ -50,9 +51,49 @@ impl Memory {
         name: &str,
         load: impl Fn() -> Result<T, LoadError> + Send + Sync + 'static,
     ) -> ManagedBuilder<T> {
+        self.enclosed(name, None, load)
+    }
+
+    /// The same for a resource whose device memory lies in this arena, with nothing else: what is
+    /// found there after a load is what it is booked by, where that is more than its
+    /// [`cost`](ManagedBuilder::cost), and what its clean-up frees goes back to the driver at once.
+    /// What a request allocates there while it uses the resource may stay until the arena decays.
+    ///
+    /// ```
+    /// use lowtide::device::Region;
+    /// use lowtide::{ByteSize, Memory};
+    ///
+    /// let memory = Memory::builder().start()?;
+    /// let arena = memory.open_arena("embedder")?;
+    /// let weights = memory.managed_in(&arena, "weights", |arena| {
+    ///     Ok(arena.alloc_from(&vec![1.0_f32; 1 << 20], Region::Stable)?)
+    /// });
+    /// let weights = memory.register(weights.cost(memory.cost(ByteSize::ZERO, ByteSize::mib(1))))?;
+    /// drop(weights.acquire_blocking()?);
+    /// let stats = weights.stats();
+    /// let found = stats.cost.host.saturating_add(stats.cost.device);
+    /// assert!(found >= ByteSize::mib(4)); // not 1: so much the next load books
+    /// # Ok::<(), lowtide::BoxError>(())
+    /// ```
+    pub fn managed_in<T: Send + Sync + 'static>(
+        &self,
+        arena: &DeviceArena,
+        name: &str,
+        load: impl Fn(&DeviceArena) -> Result<T, LoadError> + Send + Sync + 'static,
+    ) -> ManagedBuilder<T> {
+        let of_load = arena.clone();
+        self.enclosed(name, Some(arena.clone()), move || load(&of_load))
+    }
+
+    fn enclosed<T: Send + Sync + 'static>(
+        &self,
+        name: &str,
+        device: Option<DeviceArena>,
+        load: impl Fn() -> Result<T, LoadError> + Send + Sync + 'static,
+    ) -> ManagedBuilder<T> {
         let shared = &self.0.shared;
         let builder = Managed::builder(name, load).idle(shared.config.idle_unload.value);
-        builder.enclosure(Some(OwnArena::of(name, shared)))
+        builder.enclosure(Some(OwnArena::of(name, shared, device)))
     }
 
     /// Builds the resource and has it unloaded when it has been idle, or under pressure. It stays

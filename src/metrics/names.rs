@@ -240,11 +240,12 @@ table! {
         "Loads, by outcome: ok, failed, or refused for want of memory.";
     RESOURCE_UNLOADS: Counter "lowtide_resource_unloads_total" Count ["resource", "reason"]
         "Unloads, by reason (idle, pressure, manual, shutdown).";
-    RESOURCE_MEASURED: Gauge "lowtide_resource_measured_bytes" Bytes ["resource"]
-        "What the resource held of the host's memory right after its last load; absent where it \
-         has no heap arena of its own.";
-    RESOURCE_RECOVERED: Counter "lowtide_resource_recovered_bytes_total" Bytes ["resource"]
-        "Bytes of the host's memory that its unloads gave back, as far as that was measured.";
+    RESOURCE_MEASURED: Gauge "lowtide_resource_measured_bytes" Bytes ["resource", "budget"]
+        "What the resource held right after its last load, by budget (host, device); absent where \
+         it has no arena of its own.";
+    RESOURCE_RECOVERED: Counter "lowtide_resource_recovered_bytes_total" Bytes
+        ["resource", "budget"]
+        "Bytes that its unloads gave back, by budget, as far as that was measured.";
     RESOURCE_LOAD_SECONDS: Gauge "lowtide_resource_last_load_seconds" Seconds ["resource"]
         "How long the last load took.";
     SAMPLER_LAST_RUN: Gauge "lowtide_sampler_last_run_timestamp_seconds" Seconds []

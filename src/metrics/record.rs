@@ -315,10 +315,16 @@ pub fn resource(stats: &crate::control::ResourceStats, last_used: Option<Duratio
             .absolute(stats.unloads.total(reason));
     }
     if let Some(measured) = stats.measured {
-        gauge!(name::RESOURCE_MEASURED.name, "resource" => label()).set(measured.as_f64());
+        for (budget, bytes) in [("host", measured.host), ("device", measured.device)] {
+            gauge!(name::RESOURCE_MEASURED.name, "resource" => label(), "budget" => budget)
+                .set(bytes.as_f64());
+        }
     }
-    counter!(name::RESOURCE_RECOVERED.name, "resource" => label())
-        .absolute(stats.recovered_bytes_total.get());
+    let recovered = stats.recovered_total;
+    for (budget, bytes) in [("host", recovered.host), ("device", recovered.device)] {
+        counter!(name::RESOURCE_RECOVERED.name, "resource" => label(), "budget" => budget)
+            .absolute(bytes.get());
+    }
     let load = stats.load_time.as_secs_f64();
     gauge!(name::RESOURCE_LOAD_SECONDS.name, "resource" => label()).set(load);
 }

@@ -12,7 +12,7 @@ use http::{HeaderValue, Response, StatusCode};
 use serde_json::{Value, json};
 
 use crate::bytes::ByteSize;
-use crate::control::{EventCounts, Level, ResourceStats, ShedReason, Stall, UnloadReason};
+use crate::control::{Cost, EventCounts, Level, ResourceStats, ShedReason, Stall, UnloadReason};
 use crate::device::ArenaSnapshot;
 use crate::host::HostArenaStats;
 use crate::memory::{BudgetSnapshot, Memory, MemorySnapshot};
@@ -288,12 +288,16 @@ fn resource(stats: &ResourceStats, last_used: Option<Duration>) -> Value {
             .map(|reason| (reason.name().to_owned(), json!(stats.unloads.total(reason))))
             .into_iter()
             .collect::<serde_json::Map<_, _>>(),
-        "cost_bytes": { "host": stats.cost.host.get(), "device": stats.cost.device.get() },
-        "measured_bytes": stats.measured.map(ByteSize::get),
-        "recovered_bytes": stats.recovered_bytes_total.get(),
+        "cost_bytes": cost(stats.cost),
+        "measured_bytes": stats.measured.map(cost),
+        "recovered_bytes": cost(stats.recovered_total),
         "last_used_seconds": last_used.map(|at| at.as_secs_f64()),
         "last_load_seconds": stats.load_time.as_secs_f64(),
     })
+}
+
+fn cost(of: Cost) -> Value {
+    json!({ "host": of.host.get(), "device": of.device.get() })
 }
 
 fn notes(snapshot: &MemorySnapshot) -> Vec<String> {

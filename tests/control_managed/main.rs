@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use lowtide::ByteSize;
 use lowtide::clock::{Clock, ManualClock, Moment};
+use lowtide::control::ledger::{Correction, Measured};
 use lowtide::control::{
     AcquireError, Admission, Backoff, Budget, Cost, LoadError, Managed, Rejected, Resource,
     Resources, UnloadError, UnloadReason,
@@ -237,17 +238,33 @@ fn the_cost_is_booked_before_the_load_and_until_after_the_clean_up() {
 #[test]
 fn a_resource_that_declares_no_cost_is_never_refused_for_what_it_was_found_to_hold() {
     let (declared, found) = (ByteSize::mib(1), ByteSize::mib(9));
-    for (cost, next) in [(Cost::ZERO, Cost::ZERO), (Cost::host(declared), Cost::host(found))] {
-        let admission = Admission::with_limit(ByteSize::mib(8));
-        let managed = Managed::builder("model", || Ok(()))
-            .cost(cost)
-            .enclosure(Some(Arc::new(Holds(found))))
-            .build(Arc::new(ManualClock::new()), Some(admission.clone()));
-        drop(managed.acquire_blocking().expect("fits"));
-        assert_eq!(admission.ledger(Budget::Host).standing(), found, "it is there, so it counts");
-        assert_eq!(managed.stats().cost, next);
-        assert!(managed.unload(UnloadReason::Asked));
-        assert_eq!(managed.acquire_blocking().is_ok(), cost == next, "{cost:?}");
+    for in_budget in [Cost::host, Cost::device] {
+        let (declared, found) = (in_budget(declared), in_budget(found));
+        for (cost, next) in [(Cost::ZERO, Cost::ZERO), (declared, found)] {
+            let admission = Admission::with_limit(ByteSize::mib(8));
+            let measured = Measured { ceiling: ByteSize::mib(8), ..Measured::default() };
+            admission.ledger(Budget::Device).correct(&mut Correction::new(), measured);
+            let managed = Managed::builder("model", || Ok(()))
+                .cost(cost)
+                .enclosure(Some(Arc::new(Holds(found))))
+                .build(Arc::new(ManualClock::new()), Some(admission.clone()));
+            drop(managed.acquire_blocking().expect("fits"));
+            let stands = |budget| admission.ledger(budget).standing();
+            let stood = Cost::host(stands(Budget::Host)).and_device(stands(Budget::Device));
+            assert_eq!(stood, found, "it is there, so it counts");
+            assert_eq!(managed.stats().cost, next);
+            let resources = Resources::new();
+            assert_eq!(resources.add(Arc::new(managed.clone())), Ok(()));
+            let ask = lowtide::control::Ask {
+                bytes: ByteSize::new(1),
+                level: lowtide::control::Level::High,
+                now: Moment::ORIGIN,
+            };
+            let goes = |budget| resources.reclaimer(budget).reclaim(ask).bytes;
+            assert_eq!(Cost::host(goes(Budget::Host)).and_device(goes(Budget::Device)), found);
+            assert!(!managed.stats().loaded);
+            assert_eq!(managed.acquire_blocking().is_ok(), cost == next, "{cost:?}");
+        }
     }
 }
 

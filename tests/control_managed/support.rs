@@ -8,9 +8,8 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, Thread};
 use std::time::Duration;
 
-use lowtide::ByteSize;
 use lowtide::clock::Clock as _;
-use lowtide::control::{Enclosure, LoadError};
+use lowtide::control::{Cost, Enclosure, LoadError};
 use lowtide::sync::lock;
 
 pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
@@ -73,7 +72,7 @@ impl Drop for Model {
 }
 
 /// An enclosure in which this much is found after each load.
-pub(crate) struct Holds(pub(crate) ByteSize);
+pub(crate) struct Holds(pub(crate) Cost);
 
 impl Enclosure for Holds {
     fn load(&self, load: &mut dyn FnMut()) -> Result<(), LoadError> {
@@ -81,12 +80,12 @@ impl Enclosure for Holds {
         Ok(())
     }
 
-    fn unload(&self, unload: &mut dyn FnMut()) -> Option<ByteSize> {
+    fn unload(&self, unload: &mut dyn FnMut()) -> Option<Cost> {
         unload();
         None
     }
 
-    fn held(&self) -> Option<ByteSize> {
+    fn held(&self) -> Option<Cost> {
         Some(self.0)
     }
 }

@@ -68,9 +68,9 @@ pub(super) struct State<T> {
     load_time: Duration,
     unload_time: Duration,
     /// What it held after its last load, where that was measured.
-    measured: Option<ByteSize>,
+    measured: Option<Cost>,
     /// What its unloads gave back, as far as that was measured.
-    recovered: ByteSize,
+    recovered: Cost,
 }
 
 /// What a caller has to do next.
@@ -116,7 +116,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
             load_time: Duration::ZERO,
             unload_time: Duration::ZERO,
             measured: None,
-            recovered: ByteSize::ZERO,
+            recovered: Cost::ZERO,
         };
         let (state, changed) = (Mutex::new(state), Condvar::new());
         Self { parts, clock, admission, birth: Birth::now(), state, changed }
@@ -226,11 +226,12 @@ impl<T: Send + Sync + 'static> Cell<T> {
     }
 
     /// What the next load books: what its builder said, and where the last one was found to hold
-    /// more, as much. A builder that said nothing asked for no admission: nothing refuses it.
+    /// more, as much. Of a budget of which the builder said nothing it asked for no admission.
     fn cost(&self, state: &State<T>) -> Cost {
+        let learned = state.measured.unwrap_or_default();
+        let asks = |said: ByteSize, learned| if said.is_zero() { said } else { said.max(learned) };
         let Cost { host, device } = self.parts.cost;
-        let learned = state.measured.filter(|_| !host.is_zero()).unwrap_or_default();
-        Cost { host: host.max(learned), device }
+        Cost { host: asks(host, learned.host), device: asks(device, learned.device) }
     }
 
     pub(super) fn load_elsewhere(cell: &Arc<Self>, permit: Option<Permit>) {
@@ -394,13 +395,13 @@ impl<T: Send + Sync + 'static> Cell<T> {
         state.unloads.count(reason);
         state.unload_panics += u64::from(recovered.is_err());
         let recovered = recovered.ok().flatten().unwrap_or_default();
-        state.recovered = state.recovered.saturating_add(recovered);
+        state.recovered = state.recovered.and_host(recovered.host).and_device(recovered.device);
         state.unload_time = took;
         self.wake_all(state);
     }
 
     /// The one clean-up of every way out: what it gave back, or how it panicked.
-    fn clean_up(&self, loaded: Loaded<T>) -> Result<Option<ByteSize>, String> {
+    fn clean_up(&self, loaded: Loaded<T>) -> Result<Option<Cost>, String> {
         let Loaded { value, permit } = loaded;
         let value = Arc::into_inner(value);
         debug_assert!(value.is_some(), "a value is taken apart while it is held");
@@ -440,7 +441,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
             load_time: state.load_time,
             unload_time: state.unload_time,
             measured: state.measured,
-            recovered_bytes_total: state.recovered,
+            recovered_total: state.recovered,
         }
     }
 

@@ -4,7 +4,7 @@
 //!
 //! Invariant: a load is run at most once by a call, a clean-up exactly once.
 
-use crate::bytes::ByteSize;
+use crate::control::admission::Cost;
 
 use super::error::LoadError;
 use super::parts::Parts;
@@ -21,12 +21,13 @@ pub trait Enclosure: Send + Sync {
     /// Why it was not run.
     fn load(&self, load: &mut dyn FnMut()) -> Result<(), LoadError>;
 
-    /// Runs a clean-up, before it returns; one that it does not run is run after it. Says how many
-    /// bytes of the host's memory went with it, where it can tell.
-    fn unload(&self, unload: &mut dyn FnMut()) -> Option<ByteSize>;
+    /// Runs a clean-up, before it returns; one that it does not run is run after it. Says what went
+    /// with it, where it can tell; nothing of a budget of which it cannot.
+    fn unload(&self, unload: &mut dyn FnMut()) -> Option<Cost>;
 
-    /// The bytes of the host's memory that it holds now, where it can tell: asked after each load.
-    fn held(&self) -> Option<ByteSize> {
+    /// What it holds now, where it can tell: asked after each load. Nothing of a budget of which it
+    /// cannot.
+    fn held(&self) -> Option<Cost> {
         None
     }
 }
@@ -45,7 +46,7 @@ impl<T> Parts<T> {
     }
 
     /// Takes what was loaded apart, on this thread; what went with it, where that was measured.
-    pub(super) fn take_apart(&self, value: T) -> Option<ByteSize> {
+    pub(super) fn take_apart(&self, value: T) -> Option<Cost> {
         let mut value = Some(value);
         let mut unload = || {
             if let Some(value) = value.take() {

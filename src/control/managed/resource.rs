@@ -107,11 +107,12 @@ pub struct ResourceStats {
     pub load_time: Duration,
     /// How long the last clean-up took.
     pub unload_time: Duration,
-    /// What it held of the host's memory right after its last load, where its enclosure can tell: a
-    /// heap arena of its own can.
-    pub measured: Option<ByteSize>,
-    /// Bytes that its unloads gave back, as far as its enclosure could tell.
-    pub recovered_bytes_total: ByteSize,
+    /// What it held right after its last load, where its enclosure can tell: a heap arena of its
+    /// own can of the host's memory, a device arena of its own of the device's. Nothing of a budget
+    /// of which it cannot.
+    pub measured: Option<Cost>,
+    /// What its unloads gave back in all, as far as its enclosure could tell.
+    pub recovered_total: Cost,
 }
 
 impl ResourceStats {
@@ -133,7 +134,7 @@ impl ResourceStats {
             load_time: Duration::ZERO,
             unload_time: Duration::ZERO,
             measured: None,
-            recovered_bytes_total: ByteSize::ZERO,
+            recovered_total: Cost::ZERO,
         }
     }
 }
@@ -252,20 +253,23 @@ struct IdleResources {
 }
 
 impl IdleResources {
+    /// What it holds: what it was found to, or what it was said to where that is more.
     fn bytes(&self, stats: &ResourceStats) -> ByteSize {
+        self.part_of(stats.cost).max(self.part_of(stats.measured.unwrap_or_default()))
+    }
+
+    const fn part_of(&self, cost: Cost) -> ByteSize {
         match self.budget {
-            Budget::Host => stats.cost.host,
-            Budget::Device => stats.cost.device,
+            Budget::Host => cost.host,
+            Budget::Device => cost.device,
         }
     }
 
     /// What an unload gave back: what was measured of it, or what was booked.
     fn given_back(&self, before: &ResourceStats, after: &ResourceStats) -> ByteSize {
-        let measured = after.recovered_bytes_total.saturating_sub(before.recovered_bytes_total);
-        if self.budget == Budget::Host && !measured.is_zero() {
-            return measured;
-        }
-        self.bytes(before)
+        let total = |stats: &ResourceStats| self.part_of(stats.recovered_total);
+        let measured = total(after).saturating_sub(total(before));
+        if measured.is_zero() { self.bytes(before) } else { measured }
     }
 
     /// The larger, the sooner it goes.
