@@ -1,4 +1,4 @@
-//! Admission under tonic: who is turned away reads RESOURCE_EXHAUSTED, and when to come again.
+//! Admission under tonic: who is turned away reads `RESOURCE_EXHAUSTED`, and when to come again.
 //!
 //! `cargo run --example embedded_in_tonic` starts a service whose one method takes as many MiB as
 //! it is told, and calls it four times: with 1 MiB, with what never fits, beside a neighbour that
