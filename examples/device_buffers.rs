@@ -1,9 +1,9 @@
 //! Device memory as typed buffers: taken, used through a lease, put to sleep, given back.
 //!
-//! `cargo run --example device_buffers` opens an arena over the host driver, so that it runs without
-//! a GPU; the calls are the same on one, where a buffer is viewed through cudarc instead of as a
-//! slice. It shows live against committed memory at each step, and fails where memory that nothing
-//! needs stays committed.
+//! `cargo run --example device_buffers` opens an arena over the host driver, so that it runs
+//! without a GPU; the calls are the same on one, where a buffer is viewed through cudarc instead of
+//! as a slice. It shows live against committed memory at each step, and fails where memory that
+//! nothing needs stays committed.
 #![forbid(unsafe_code)]
 #![expect(clippy::print_stdout, reason = "the figures are the product")]
 
@@ -61,8 +61,8 @@ fn main() -> Result<(), BoxError> {
         return Err("memory that nothing needs stays committed".into());
     }
 
-    // Asleep, the address stays and the memory behind it goes. What can be had again, as weights from
-    // a file can, need not be kept: then the buffer says after the wake that it has to be filled.
+    // Asleep, the address stays and the memory behind it goes. What can be had again, as weights
+    // from a file can, need not be kept: after the wake the buffer says that it has to be filled.
     weights.set_contents(Some(Contents::Discard))?;
     println!("    sleep gave back {}", arena.sleep(SleepOptions::default())?.released);
     show("asleep", &arena);

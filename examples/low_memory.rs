@@ -1,10 +1,10 @@
-//! The low-memory profile under four times the load that fits: what does not fit is turned away, the
-//! limit is never met, and what was taken goes back at once.
+//! The low-memory profile under four times the load that fits: what does not fit is turned away,
+//! the limit is never met, and what was taken goes back at once.
 //!
-//! `cargo run --example low_memory` gives itself 64 MiB beyond what is held at the start, keeps four
-//! times as many requests at the door as fit, and says what was served, what was shed, how high
-//! memory rose and where it was a moment later. It ends with what ONNX Runtime beside it would be
-//! told.
+//! `cargo run --example low_memory` gives itself 64 MiB beyond what is held at the start, keeps
+//! four times as many requests at the door as fit, and says what was served, what was shed, how
+//! high memory rose and where it was a moment later. It ends with what ONNX Runtime beside it would
+//! be told.
 #![expect(clippy::print_stdout, reason = "the figures are the product")]
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

@@ -1,9 +1,9 @@
-//! A model that is loaded on first use, once for all who wait, and unloaded when nobody asks for it.
+//! A model that is loaded on first use, once for all who wait, and unloaded when nobody asks.
 //!
 //! `cargo run --example managed_model` asks eight times at once, waits until the model has gone by
-//! itself, and asks again: two loads in all. The weights lie in a device arena, over the host driver
-//! here, and are booked before they are loaded, so that a model that does not fit is refused and the
-//! service goes on.
+//! itself, and asks again: two loads in all. The weights lie in a device arena, over the host
+//! driver here, and are booked before they are loaded, so that a model that does not fit is refused
+//! and the service goes on.
 #![forbid(unsafe_code)]
 #![expect(clippy::print_stdout, reason = "the figures are the product")]
 

@@ -1,5 +1,5 @@
-//! What is written for operators agrees with the code: variables, their defaults, the image, and the
-//! files for Compose, Kubernetes and systemd (`files`).
+//! What is written for operators agrees with the code: variables, their defaults, the image, and
+//! the files for Compose, Kubernetes and systemd (`files`).
 //!
 //! It reads text; that the image builds and runs is for `.ci/docker` and `.ci/image` to try.
 //!

@@ -1,8 +1,8 @@
 //! The examples that a reader starts with, each run as a program to its end.
 //!
-//! An example checks what it shows and fails where that does not hold, so its exit status is what is
-//! tested here, and that it says what a person would look for. Cargo is asked to build and run each:
-//! `cargo test` has built them already, and a change to one is never missed.
+//! An example checks what it shows and fails where that does not hold, so its exit status is what
+//! is tested here, and that it says what a person would look for. Cargo is asked to build and run
+//! each: `cargo test` has built them already, and a change to one is never missed.
 //!
 //! Invariant: an example of this list ends by itself with 0, and is shorter than 120 lines.
 #![cfg(all(feature = "memory", target_os = "linux"))]
