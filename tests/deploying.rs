@@ -1,6 +1,9 @@
-//! What is written for operators agrees with the code: variables, their defaults, the image.
+//! What is written for operators agrees with the code: variables, their defaults, the image, and
+//! the files for Compose, Kubernetes and systemd (`files`).
 //!
-//! It reads text; that the image builds and runs is for `.ci/docker` to try.
+//! It reads text; that the image builds and runs is for `.ci/docker` and `.ci/image` to try.
+//!
+//! Invariant: a default, a name or a limit that stands in two places is the same in both.
 #![cfg(feature = "memory")]
 
 use std::collections::BTreeSet;
@@ -9,9 +12,12 @@ use std::path::Path;
 use std::time::Duration;
 
 use lowtide::config::env::VARIABLES;
-use lowtide::config::{Config, Profile, Settings};
+use lowtide::config::{Config, OrtPlace, OrtSetting, Profile, Settings};
 use lowtide::decay::DecayTime;
 use lowtide::host::HeapProfile;
+
+#[path = "deploying/files.rs"]
+mod files;
 
 const GUIDE: &str = "docs/DEPLOYING.md";
 
@@ -104,8 +110,11 @@ fn every_variable_of_the_proxy_has_its_row() {
 #[test]
 fn what_is_set_for_operators_are_variables_that_exist() {
     let known: BTreeSet<_> = VARIABLES.iter().map(|variable| variable.name.to_owned()).collect();
-    for file in ["Dockerfile", "compose.yaml"] {
-        let set = names(&text(file), "LOWTIDE_");
+    for file in files::ALL {
+        let text = text(file);
+        // What is said of them, in comments, may name a part: `LOWTIDE_*`.
+        let code: String = text.lines().filter(|line| !line.trim().starts_with('#')).collect();
+        let set = names(&code, "LOWTIDE_");
         assert!(!set.is_empty(), "{file} sets none");
         assert!(set.is_subset(&known), "{file}: {:?}", set.difference(&known));
     }
@@ -117,7 +126,8 @@ fn the_image_starts_jemalloc_with_the_low_memory_profile_to_the_letter() {
     let conf = HeapProfile::LowMemory.conf().to_str().expect("ASCII");
     let image = text("Dockerfile");
     assert!(image.contains("LOWTIDE_PROFILE=low-memory"), "the run-time half of the profile");
-    for (file, text) in [("Dockerfile", image), (GUIDE, text(GUIDE))] {
+    let unit = "deploy/lowtide-proxy.service";
+    for (file, text) in [("Dockerfile", image), (GUIDE, text(GUIDE)), (unit, text(unit))] {
         let set: Vec<_> = text
             .split("_RJEM_MALLOC_CONF=")
             .skip(1)
@@ -126,5 +136,30 @@ fn the_image_starts_jemalloc_with_the_low_memory_profile_to_the_letter() {
             .collect();
         assert!(!set.is_empty(), "{file} sets it nowhere");
         assert!(set.iter().all(|found| *found == conf), "{file}: {set:?}, expected {conf}");
+    }
+}
+
+/// The table of the guide is the code's, so that nobody has to print it to know it.
+#[test]
+fn the_settings_of_onnx_runtime_in_the_guide_are_the_profiles() {
+    let guide = text(GUIDE);
+    let settings = Profile::ALL.map(|profile| profile.onnxruntime(7));
+    for setting in &settings[0] {
+        let value = |of: &Vec<OrtSetting>| {
+            let found = of.iter().find(|other| other.key == setting.key);
+            found
+                .map_or(
+                    "as it is",
+                    |found| if found.value == "7" { "the CPUs" } else { &found.value },
+                )
+                .to_owned()
+        };
+        let place = match setting.place {
+            OrtPlace::SessionEntry => "entry",
+            _ => "option",
+        };
+        let cells = settings.each_ref().map(value).join(" | ");
+        let row = format!("| `{}` | {place} | {cells} |", setting.key);
+        assert!(guide.contains(&row), "{GUIDE} has no row {row}");
     }
 }
