@@ -194,9 +194,9 @@ table! {
         "Those of them that panicked.";
     DEVICE_LOCK_CONTENDED: Counter "lowtide_device_lock_contended_total" Count ["device", "arena"]
         "Times that a thread found a lock of the arena taken.";
-    DEVICE_LOCK_WAIT: Counter "lowtide_device_lock_wait_microseconds_total" Microseconds
-        ["device", "arena"]
-        "How long threads have waited for the arena's lock.";
+    DEVICE_LOCK_WAIT: Gauge "lowtide_device_lock_wait_seconds" Seconds ["device", "arena"]
+        "How long threads have waited for the arena's lock, in all; a gauge, since counters hold \
+         whole numbers.";
     DEVICE_LENT: Gauge "lowtide_device_lent_bytes" Bytes ["device", "arena"]
         "Bytes of blocks whose addresses are lent to foreign code; the arena does not sleep \
          meanwhile.";
@@ -278,8 +278,8 @@ table! {
     PRESSURE_STALL: Gauge "lowtide_pressure_stall_ratio" Count ["kind"]
         "The part of the last ten seconds that tasks of the own cgroup waited for memory (PSI), by \
          kind (some, full). Advisory; absent where the kernel shows none, as the total after it.";
-    PRESSURE_STALL_TOTAL: Counter "lowtide_pressure_stall_microseconds_total" Microseconds ["kind"]
-        "How long they waited since the cgroup was made.";
+    PRESSURE_STALL_TOTAL: Gauge "lowtide_pressure_stall_seconds" Seconds ["kind"]
+        "How long they waited since the cgroup was made; a gauge, since counters hold whole numbers.";
     RESOURCE_LOADED: Gauge "lowtide_resource_loaded" Count ["resource"]
         "Whether the resource is loaded: 1 or 0.";
     RESOURCE_GUARDS: Gauge "lowtide_resource_guards" Count ["resource"]

@@ -157,7 +157,7 @@ pub fn arena(arena: &crate::device::ArenaSnapshot) {
 
 #[cfg(feature = "device")]
 fn arena_totals(arena: &crate::device::ArenaSnapshot, labels: &[(&'static str, String); 2]) {
-    let lock_wait = u64::try_from(arena.lock_wait_total.as_micros()).unwrap_or(u64::MAX);
+    gauge!(name::DEVICE_LOCK_WAIT.name, labels).set(arena.lock_wait_total.as_secs_f64());
     for (metric, total) in [
         (name::DEVICE_SLEEPS, arena.sleeps_total),
         (name::DEVICE_WAKES, arena.wakes_total),
@@ -175,7 +175,6 @@ fn arena_totals(arena: &crate::device::ArenaSnapshot, labels: &[(&'static str, S
         (name::DEVICE_SHORTAGE_CALLBACKS, arena.shortage_callbacks_total),
         (name::DEVICE_SHORTAGE_PANICS, arena.shortage_panics_total),
         (name::DEVICE_LOCK_CONTENDED, arena.lock_contended_total),
-        (name::DEVICE_LOCK_WAIT, lock_wait),
         (name::DEVICE_RELEASE_PANICS, arena.release_panics_total),
         (name::DEVICE_PARKED_ERRORS, arena.parked_errors_total),
     ] {
@@ -289,8 +288,8 @@ pub fn events(group: &'static str, counts: crate::control::EventCounts) {
 pub fn psi(psi: crate::control::Psi) {
     for (kind, stall) in psi.by_name() {
         gauge!(name::PRESSURE_STALL.name, "kind" => kind).set(stall.avg10);
-        let total = u64::try_from(stall.total.as_micros()).unwrap_or(u64::MAX);
-        counter!(name::PRESSURE_STALL_TOTAL.name, "kind" => kind).absolute(total);
+        let total = stall.total.as_secs_f64();
+        gauge!(name::PRESSURE_STALL_TOTAL.name, "kind" => kind).set(total);
     }
 }
 

@@ -220,7 +220,7 @@ impl Check<'_> {
         let arguments: Vec<&Expr> = call.args.args.iter().map(|argument| &**argument).collect();
         match (call.func.name, arguments.as_slice()) {
             ("time", []) => None,
-            (name @ ("rate" | "increase" | "delta"), [range]) => self.range(name, range),
+            (name @ ("rate" | "increase" | "delta" | "deriv"), [range]) => self.range(name, range),
             (name @ "predict_linear", [range, _]) => self.range(name, range),
             ("histogram_quantile", [_, buckets]) => {
                 let mut labels = self.expr(buckets).unwrap_or_default();
