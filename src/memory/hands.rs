@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use crate::clock::Moment;
 use crate::control::{Ask, Budget, Hands, Reclaim, Recovered, Trigger};
+use crate::device::driver::Rung;
 use crate::host::{self, HostArenaStats};
 use crate::metrics::record;
 use crate::sync::{Mutex, lock};
@@ -22,6 +23,8 @@ const HOOK_EVERY: Duration = Duration::from_secs(5);
 
 /// Series by name are bounded, whatever names a service makes up.
 const HEAP_ARENAS_MAX: usize = 64;
+/// The same for device arenas and their rungs.
+const RUNGS_MAX: usize = 64;
 
 /// The application's, called on the worker: after metrics were published, or as caches are called
 /// back.
@@ -35,6 +38,8 @@ pub(super) struct WorkerHands {
     recall_hook: Option<Hook>,
     /// Names of dedicated heap arenas that were published.
     heap_arenas: Vec<String>,
+    /// Device arenas that were published, and the rung of each.
+    rungs: Vec<(String, Rung)>,
     /// Whether the device's memory was published the last time.
     knows_device: bool,
     /// Kills in the own cgroup that have been logged.
@@ -107,6 +112,7 @@ impl Hands for WorkerHands {
         for arena in &self.shared.gone.published(&snapshot.arenas, &snapshot.draining) {
             record::arena(arena);
         }
+        self.publish_rungs(&snapshot);
         self.publish_device(snapshot.stuck_total, snapshot.device_memory.as_ref());
         record::pressure(&snapshot.signal, &self.shared.state);
         self.publish_kernel(&snapshot);
@@ -121,6 +127,7 @@ impl Hands for WorkerHands {
             }
             record::resource(resource, resource.last_used.map(|moment| snapshot.on_wall(moment)));
         }
+        record::notes(snapshot.notes.len());
         record::ticks(self.shared.state.ticks_total(), self.shared.state.take_lateness());
         record::sampler(snapshot.since_epoch, self.shared.clock.now() - start);
         if upkeep && let Some(hook) = &mut self.hook {
@@ -138,6 +145,7 @@ impl WorkerHands {
             hook_at: Moment::ORIGIN,
             recall_hook: recall,
             heap_arenas: Vec::new(),
+            rungs: Vec::new(),
             knows_device: false,
             kills_logged: 0,
         }
@@ -158,6 +166,23 @@ impl WorkerHands {
         let is_gone = |name: &&String| !arenas.iter().any(|(other, _)| other == *name);
         for name in self.heap_arenas.iter().filter(is_gone) {
             record::heap_arena(name, &HostArenaStats::default());
+        }
+    }
+
+    /// On which rung each device arena is open. A pair that was published stays, at 0 once it is
+    /// not open any more; beyond [`RUNGS_MAX`] no new ones are.
+    fn publish_rungs(&mut self, snapshot: &MemorySnapshot) {
+        let open = || snapshot.arenas.iter().chain(&snapshot.draining);
+        for arena in open() {
+            let is_known =
+                |(name, rung): &(String, Rung)| *name == arena.name && *rung == arena.rung;
+            if self.rungs.len() < RUNGS_MAX && !self.rungs.iter().any(is_known) {
+                self.rungs.push((arena.name.clone(), arena.rung));
+            }
+        }
+        for (name, rung) in &self.rungs {
+            let is_open = open().any(|arena| arena.name == *name && arena.rung == *rung);
+            record::arena_info(name, *rung, is_open);
         }
     }
 
