@@ -49,8 +49,7 @@ overload() {
 }
 
 # survives LIMIT_MIB SECONDS UNLOAD_S: serves, loads, lives through the overload with its model,
-# unloads it when it has been idle for the profile's time, and loads it again. UNLOAD_S of 0 leaves
-# out the last two. Prints figures `low_memory.LIMIT_MIB.*`.
+# unloads it when it has been idle, for UNLOAD_S at most, and loads it again. Prints figures `low_memory.LIMIT_MIB.*`.
 survives() {
     local limit=$1 load now peak=0 status embedded=0 refused=0 served shed
     await "it is ready" ready
@@ -89,12 +88,9 @@ survives() {
     # The model's 64 MiB stay until it is idle; 24 MiB for everything else.
     await "memory falls back" fell_to $(((64 + 24) << 20))
     printf 'figure low_memory.%s.physical_after %s bytes\n' "$limit" "$(figure physical_bytes)"
-    if [ "$3" -gt 0 ]; then
-        PATIENCE_S=$3 await "the idle model goes" model_is_gone
-        await "memory falls back" fell_to $((24 << 20))
-        printf 'figure low_memory.%s.physical_unloaded %s bytes\n' "$limit" \
-            "$(figure physical_bytes)"
-        [ "$(embed)" = 200 ] || fail "the model does not load again"
-        is_at_most 2 "$(figure loads)" || fail "the model was not loaded twice"
-    fi
+    PATIENCE_S=$3 await "the idle model goes" model_is_gone
+    await "memory falls back" fell_to $((24 << 20))
+    printf 'figure low_memory.%s.physical_unloaded %s bytes\n' "$limit" "$(figure physical_bytes)"
+    [ "$(embed)" = 200 ] || fail "the model does not load again"
+    is_at_most 2 "$(figure loads)" || fail "the model was not loaded twice"
 }

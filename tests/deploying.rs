@@ -88,23 +88,67 @@ fn short(time: Duration) -> String {
     humantime::format_duration(time).to_string()
 }
 
-#[test]
-fn every_variable_of_the_proxy_has_its_row() {
+/// The proxy's source, all of it.
+fn proxy() -> String {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/proxy");
     let parts = fs::read_dir(folder).expect("the proxy's modules").map(|entry| {
         let name = entry.expect("an entry").file_name();
         text(&format!("examples/proxy/{}", name.to_string_lossy()))
     });
-    let source: String = parts.chain([text("examples/proxy.rs")]).collect();
-    let own: BTreeSet<_> = source
-        .split("env = \"")
-        .skip(1)
-        .filter_map(|after| after.split_once('"').map(|(name, _)| name.to_owned()))
-        .collect();
+    parts.chain([text("examples/proxy.rs")]).collect()
+}
+
+/// What stands in the source up to a mark.
+fn until<'a>(text: &'a str, mark: &str) -> &'a str {
+    text.split_once(mark).map_or(text, |(before, _)| before)
+}
+
+/// Each option of the proxy: its variable, and its default where it has one.
+fn options(source: &str) -> Vec<(String, Option<String>)> {
+    let all = source.split("env = \"").skip(1);
+    all.map(|after| {
+        let option = until(after, ",\n    ");
+        let quoted = option.split_once("default_value = \"").map(|(_, value)| until(value, "\""));
+        let number = option.split_once("default_value_t = ").map(|(_, value)| until(value, ")"));
+        (until(after, "\"").to_owned(), quoted.or(number).map(str::to_owned))
+    })
+    .collect()
+}
+
+#[test]
+fn every_variable_of_the_proxy_has_its_row_with_its_default_and_the_images_value() {
+    let image = text("Dockerfile");
+    let own = options(&proxy());
     assert!(own.len() >= 6, "the proxy's variables are not found any more: {own:?}");
-    for name in own {
-        assert!(row(&name).is_some(), "{name} has no row in {GUIDE}");
+    assert!(own.iter().any(|(_, default)| default.as_deref() == Some("64m")), "{own:?}");
+    for (name, default) in own {
+        let cells = row(&name).unwrap_or_else(|| panic!("{name} has no row in {GUIDE}"));
+        if let Some(default) = default {
+            assert_eq!(cells[1], format!("`{default}`"), "the default of {name}");
+        } else {
+            assert!(!cells[1].contains('`'), "{name} has no default of its own: {cells:?}");
+        }
+        let set = image.split_once(&format!("{name}="));
+        let set = set.map(|(_, value)| value.split([' ', '\n']).next().unwrap_or_default());
+        assert_eq!(cells[2], set.map_or_else(String::new, |value| format!("`{value}`")), "{name}");
     }
+}
+
+/// What the guide and the load of `.ci` say that a request to `/words` books.
+#[test]
+fn what_a_text_is_booked_with_is_the_same_in_code_guide_and_load() {
+    let source = proxy();
+    for (what, code) in [
+        ("a factor of 10", "const WORDS_FACTOR: u64 = 10;"),
+        ("256 KiB besides", "saturating_mul(WORDS_FACTOR).saturating_add(256 << 10)"),
+        ("128 KiB to forward it", "const BUFFER_MAX: usize = 32 << 10;"),
+        ("four of these", "ByteSize::of(4 * forward::BUFFER_MAX)"),
+    ] {
+        assert!(source.contains(code), "the proxy's code has no longer {what}: {code}");
+    }
+    assert!(text(GUIDE).contains("`/words`: 10 bytes for each byte of body and 256 KiB;"));
+    assert!(text(GUIDE).contains("forwarded: 128 KiB"));
+    assert!(text(".ci/overload.sh").contains("COST_KIB=$((BODY_KIB * 10 + 256 + 128))"));
 }
 
 #[test]
