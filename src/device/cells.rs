@@ -2,7 +2,8 @@
 //!
 //! For pages that show an arena again and again. Unlike [`DeviceArena::map`] it lists no block, has
 //! no address, and leaves the fronts of threads alone: what those keep shows as live. Blocks whose
-//! memory is on its way show as asleep.
+//! memory is on its way show as asleep. Addresses with nothing in them, which are most, have no
+//! cell.
 //!
 //! Invariants: `active + idle <= size` of every cell; of the sums of a region, `active + idle` is
 //! what is committed; `cells <= cells_max`.
@@ -27,7 +28,7 @@ pub struct ArenaCells {
     pub regions: Vec<RegionCells>,
 }
 
-/// A region in cells, from its first offset up to the last that has memory or a block.
+/// A region in cells of one size.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RegionCells {
@@ -37,7 +38,7 @@ pub struct RegionCells {
     pub cell: ByteSize,
     /// Its live blocks.
     pub blocks: u64,
-    /// From the first address on.
+    /// Those with memory or a block, in address order.
     pub cells: Vec<Cell>,
 }
 
@@ -45,6 +46,8 @@ pub struct RegionCells {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Cell {
+    /// Which it is of the region: the first is 0.
+    pub nth: u64,
     /// Bytes of live blocks; more than is active where they are asleep.
     pub live: ByteSize,
     /// Bytes of freed blocks that the device may still use.
@@ -90,121 +93,124 @@ impl DeviceArena {
 
 fn region_cells(books: &Books, region: Region, cells_max: usize) -> RegionCells {
     let books_of = books.region(region);
-    let mut strip = Strip::new(cells_max);
-    let mut backed = Vec::new();
+    let strip = || Strip::new(cells_max.max(2));
+    let (mut backed, mut active) = (strip(), strip());
+    let (mut live, mut pending) = (strip(), strip());
+    let mut runs = Vec::new();
     for (run, state) in books_of.segment.stretches().into_iter().flat_map(|it| it.backed) {
-        strip.add(run, |cell| &mut cell.backed);
+        backed.add(run);
         match state {
-            Some(GranuleState::Active) => strip.add(run, |cell| &mut cell.active),
+            Some(GranuleState::Active) => active.add(run),
             Some(GranuleState::Idle) => {}
-            None => backed.push(run),
+            None => runs.push(run),
         }
     }
-    let mut touched = Touched { backed: &backed, at: None };
+    let mut touched = Touched { backed: &runs, at: None };
     let granule = books.bytes_of(1);
-    let mut pending = books_of.pending.spans().peekable();
+    let mut freed = books_of.pending.spans().peekable();
     let mut blocks = 0;
-    for live in books_of.live_spans() {
-        while let Some(freed) = pending.next_if(|freed| freed.offset < live.offset) {
-            strip.add(freed, |cell| &mut cell.pending);
-            touched.touch(freed, granule, &mut strip);
+    for block in books_of.live_spans() {
+        while let Some(freed) = freed.next_if(|freed| freed.offset < block.offset) {
+            pending.add(freed);
+            touched.touch(freed, granule, &mut active);
         }
         blocks += 1;
-        strip.add(live, |cell| &mut cell.live);
-        touched.touch(live, granule, &mut strip);
+        live.add(block);
+        touched.touch(block, granule, &mut active);
     }
-    for freed in pending {
-        strip.add(freed, |cell| &mut cell.pending);
-        touched.touch(freed, granule, &mut strip);
+    for freed in freed {
+        pending.add(freed);
+        touched.touch(freed, granule, &mut active);
     }
-    touched.flush(&mut strip);
-    let cell = ByteSize::new(strip.size);
-    RegionCells { region: region.name(), cell, blocks, cells: strip.finish() }
+    touched.flush(&mut active);
+    let (cell, cells) = joined([live, pending, active, backed], cells_max.max(2));
+    RegionCells { region: region.name(), cell: ByteSize::new(cell), blocks, cells }
 }
 
-/// The cells while they are filled.
+/// Cells with all four sums (live, pending, active, backed), of the smallest size of which there
+/// are few enough.
+fn joined(mut strips: [Strip; 4], cells_max: usize) -> (u64, Vec<Cell>) {
+    let mut size = strips.iter().map(|strip| strip.size).max().unwrap_or(CELL_MIN);
+    // Ends: with each turn cells are twice as large, and one holds everything at last.
+    loop {
+        strips.iter_mut().for_each(|strip| strip.fold_to(size));
+        let mut places: Vec<_> =
+            strips.iter().flat_map(|strip| strip.sums.iter().map(|(nth, _)| *nth)).collect();
+        places.sort_unstable();
+        places.dedup();
+        if places.len() > cells_max {
+            size *= 2;
+            continue;
+        }
+        let mut sums = strips.map(|strip| strip.sums.into_iter().peekable());
+        let cell = |nth| {
+            let [live, pending, active, backed] = sums
+                .each_mut()
+                .map(|sums| sums.next_if(|(at, _)| *at == nth).map_or(0, |(_, sum)| sum));
+            debug_assert!(active <= backed && backed <= size, "{active} <= {backed} <= {size}");
+            let [live, pending, active, idle] =
+                [live, pending, active, backed - active].map(ByteSize::new);
+            Cell { nth, live, pending, active, idle }
+        };
+        return (size, places.into_iter().map(cell).collect());
+    }
+}
+
+/// The bytes of spans that come in address order, by cell; cells without any are left out.
 struct Strip {
     size: u64,
     most: usize,
-    sums: Vec<Sums>,
-}
-
-#[derive(Clone, Copy, Default)]
-struct Sums {
-    live: u64,
-    pending: u64,
-    backed: u64,
-    active: u64,
+    /// Which cell, and its bytes.
+    sums: Vec<(u64, u64)>,
 }
 
 impl Strip {
-    fn new(cells_max: usize) -> Self {
-        Self { size: CELL_MIN, most: cells_max.max(2), sums: Vec::new() }
+    const fn new(most: usize) -> Self {
+        Self { size: CELL_MIN, most, sums: Vec::new() }
     }
 
-    /// Adds the bytes of a span to one sum of each cell that it lies in.
+    /// Adds the bytes of a span, which begins where the last one ended or after it.
     #[inline]
-    fn add(&mut self, span: Span, sum: impl Fn(&mut Sums) -> &mut u64) {
+    fn add(&mut self, span: Span) {
         if span.size == 0 {
             return;
         }
-        self.reach(span.end());
+        // Ends: a span of whatever length lies in two cells at last, and all others in as many.
+        while span.size / self.size >= (self.most - self.most.min(self.sums.len())) as u64
+            && span.size / self.size > 0
+        {
+            self.fold_to(self.size * 2);
+        }
         let mut at = span.offset;
         while at < span.end() {
             let nth = at / self.size;
             let end = ((nth + 1) * self.size).min(span.end());
-            if let Some(sums) = usize::try_from(nth).ok().and_then(|nth| self.sums.get_mut(nth)) {
-                *sum(sums) += end - at;
+            match self.sums.last_mut() {
+                Some((last, sum)) if *last == nth => *sum += end - at,
+                _ => self.sums.push((nth, end - at)),
             }
             at = end;
         }
+        while self.sums.len() > self.most {
+            self.fold_to(self.size * 2);
+        }
     }
 
-    /// Has cells up to this offset, twice as large ones where they would be too many.
-    #[inline]
-    fn reach(&mut self, end: u64) {
-        let wanted = |size: u64| usize::try_from(end.div_ceil(size)).unwrap_or(usize::MAX);
-        if wanted(self.size) <= self.sums.len() {
+    /// Makes its cells so large.
+    fn fold_to(&mut self, size: u64) {
+        if size == self.size {
             return;
         }
-        while wanted(self.size) > self.most {
-            self.size *= 2;
-            let halves = self.sums.len().div_ceil(2);
-            for nth in 0..halves {
-                let one = self.sums.get(2 * nth).copied().unwrap_or_default();
-                let other = self.sums.get(2 * nth + 1).copied().unwrap_or_default();
-                if let Some(sums) = self.sums.get_mut(nth) {
-                    *sums = one.with(other);
-                }
+        let times = size / self.size;
+        self.size = size;
+        self.sums.iter_mut().for_each(|(nth, _)| *nth /= times);
+        self.sums.dedup_by(|(nth, sum), (before, sum_before)| {
+            let is_one = nth == before;
+            if is_one {
+                *sum_before += *sum;
             }
-            self.sums.truncate(halves);
-        }
-        let cells = wanted(self.size).max(self.sums.len());
-        self.sums.resize(cells, Sums::default());
-    }
-
-    fn finish(self) -> Vec<Cell> {
-        let cell = |sums: Sums| {
-            debug_assert!(sums.active <= sums.backed && sums.backed <= self.size);
-            Cell {
-                live: ByteSize::new(sums.live),
-                pending: ByteSize::new(sums.pending),
-                active: ByteSize::new(sums.active),
-                idle: ByteSize::new(sums.backed - sums.active),
-            }
-        };
-        self.sums.into_iter().map(cell).collect()
-    }
-}
-
-impl Sums {
-    const fn with(self, other: Self) -> Self {
-        Self {
-            live: self.live + other.live,
-            pending: self.pending + other.pending,
-            backed: self.backed + other.backed,
-            active: self.active + other.active,
-        }
+            is_one
+        });
     }
 }
 
@@ -239,7 +245,7 @@ impl Touched<'_> {
             let (from, to) = (run.offset.max(start), run.end().min(end));
             if from < to {
                 let both = Span { offset: from, size: to - from };
-                strip.add(both, |cell| &mut cell.active);
+                strip.add(both);
             }
             if run.end() > end {
                 return; // the next may touch it too
@@ -287,6 +293,7 @@ mod tests {
             let snapshot = arena.snapshot();
             for (told, found) in snapshot.regions.iter().zip(&cells.regions) {
                 assert!(found.cells.len() <= cells_max, "{} cells", found.cells.len());
+                assert!(found.cells.is_sorted_by(|one, next| one.nth < next.nth));
                 let live = told.live.saturating_add(told.cached);
                 assert_eq!(sum(found, |cell| cell.live), live, "{cells_max}");
                 assert_eq!(sum(found, |cell| cell.active), told.active, "{cells_max}");
@@ -297,6 +304,20 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn addresses_without_anything_have_no_cell() {
+        let arena = arena(ByteSize::gib(1024));
+        let small = arena.alloc::<u8>(100, Region::Dynamic).expect("room");
+        let large = arena.alloc::<u8>(3 << 20, Region::Dynamic).expect("room");
+        let region = arena.cells(512).regions.remove(1);
+        assert_eq!(region.blocks, 2);
+        let ends = region.cells.first().zip(region.cells.last());
+        let (first, last) = ends.expect("some cells");
+        assert!(last.nth - first.nth > 512, "they lie far apart, as small and large blocks do");
+        assert!(region.cell <= ByteSize::kib(64), "and are drawn finely: {}", region.cell);
+        drop((small, large));
     }
 
     #[test]

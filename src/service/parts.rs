@@ -78,18 +78,19 @@ fn arena((name, cells): &(String, ArenaCells)) -> Value {
     })
 }
 
-/// Runs of equal cells: how many, and of each the bytes that are live, pending, active and idle.
+/// Runs of equal cells: the first, how many, and of each the bytes that are live, pending, active
+/// and idle.
 fn region(region: &RegionCells) -> Value {
     let mut runs: Vec<(u64, Cell)> = Vec::new();
     for &cell in &region.cells {
         match runs.last_mut() {
-            Some((count, last)) if *last == cell => *count += 1,
+            Some((count, last)) if continues(last, *count, &cell) => *count += 1,
             _ => runs.push((1, cell)),
         }
     }
     let run = |(count, cell): &(u64, Cell)| {
         let bytes = [cell.live, cell.pending, cell.active, cell.idle].map(ByteSize::get);
-        json!([count, bytes[0], bytes[1], bytes[2], bytes[3]])
+        json!([cell.nth, count, bytes[0], bytes[1], bytes[2], bytes[3]])
     };
     json!({
         "region": region.region,
@@ -97,6 +98,12 @@ fn region(region: &RegionCells) -> Value {
         "cell_bytes": region.cell.get(),
         "cells": runs.iter().map(run).collect::<Vec<_>>(),
     })
+}
+
+/// Whether a cell is the next after a run, and like it.
+fn continues(run: &Cell, count: u64, cell: &Cell) -> bool {
+    let parts = |cell: &Cell| [cell.live, cell.pending, cell.active, cell.idle];
+    cell.nth == run.nth + count && parts(cell) == parts(run)
 }
 
 /// By column: names once, not for each point.

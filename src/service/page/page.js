@@ -103,19 +103,21 @@
     const names = [`${what}_live`, `${what}_retained`];
     if (!place.firstChild) {
       const picture = drawn("svg", { class: "chart", viewBox: "0 0 300 100", preserveAspectRatio: "none",
-        role: "img", "aria-label": `Live and retained bytes of the ${what} over the last five minutes; the table below holds the figures` });
+        role: "img", "aria-label": `Live and retained bytes of the ${what} over the last minutes; the table below holds the figures` });
       picture.append(drawn("line", { x1: 0, x2: 300, y1: 50, y2: 50 }),
         drawn("path", { class: "retained" }), drawn("path", { class: "live" }));
       place.append(
         make("figure", {},
           make("div", { class: "axis" }, make("span"), make("span")), picture,
-          make("div", { class: "axis" }, make("span", {}, "5 min ago"), make("span", {}, "now")),
+          make("div", { class: "axis" }, make("span"), make("span", {}, "now")),
           make("figcaption", {}, make("ul", { class: "key" }, swatch("live", "live"), swatch("retained", "retained")))),
         make("details", {}, make("summary", {}, `Figures of the ${what}`), make("div")));
     }
     const now = trail[trail.length - 1];
     const top = Math.max(1, ...trail.map((point) => point[names[0]] + point[names[1]]));
-    const x = (point) => (300 * (1 - (now.at - point.at) / SPAN_S)).toFixed(1);
+    const span = Math.min(SPAN_S, Math.max(60, Math.ceil((now.at - trail[0].at) / 60) * 60));
+    const x = (point) => (300 * (1 - (now.at - point.at) / span)).toFixed(1);
+    write(place.querySelectorAll(".axis")[1].firstChild, `${span / 60} min ago`);
     const area = (of) => {
       const line = trail.map((point) => `${x(point)},${(100 - 96 * of(point) / top).toFixed(1)}`);
       return `M${x(trail[0])},100L${line.join("L")}L${x(now)},100Z`;
@@ -148,34 +150,49 @@
     return { live: backed, pending: waits, holes: free - waits, idle, asleep,
       bare: Math.max(0, cell - active - idle - asleep) };
   };
-  const map = (canvas, region) => {
-    const count = region.cells.reduce((all, run) => all + run[0], 0);
+  // Cells in their order. A short way without any is bare cells; a long one is a break.
+  const BARE_MAX = 8, BREAK = null;
+  const cellsOf = (region) => {
+    const list = [];
+    let next = region.cells.length ? region.cells[0][0] : 0;
+    for (const [first, times, ...bytes] of region.cells) {
+      const bare = first - next;
+      if (bare > BARE_MAX) list.push(BREAK);
+      else for (let nth = 0; nth < bare; nth++) list.push(parted(region.cell_bytes, 0, 0, 0, 0));
+      const parts = parted(region.cell_bytes, ...bytes);
+      for (let nth = 0; nth < times; nth++) list.push(parts);
+      next = first + times;
+    }
+    return list;
+  };
+  const map = (canvas, region, cells) => {
     const width = canvas.clientWidth, scale = window.devicePixelRatio || 1;
-    if (!width || !count) return;
-    const across = Math.min(count, Math.max(32, Math.floor(width / 4)));
-    const rows = Math.ceil(count / across), high = rows > 4 ? 16 : 26, gap = 3;
+    if (!width) return;
+    const across = Math.min(Math.max(cells.length, 48), Math.max(48, Math.floor(width / 4)));
+    const rows = Math.ceil(cells.length / across), high = rows > 4 ? 16 : 26, gap = 3;
     canvas.width = Math.round(width * scale);
     canvas.height = Math.round(rows * (high + gap) * scale);
     canvas.style.height = `${rows * (high + gap)}px`;
     const style = getComputedStyle(document.documentElement), pen = canvas.getContext("2d");
-    const colour = Object.fromEntries(KINDS.map((kind) => [kind, style.getPropertyValue(`--${kind}`)]));
+    const colour = Object.fromEntries([...KINDS, "soft"].map((kind) => [kind, style.getPropertyValue(`--${kind}`)]));
     pen.scale(scale, scale);
     const step = width / across;
-    let nth = 0;
-    for (const [times, ...bytes] of region.cells) {
-      const parts = parted(region.cell_bytes, ...bytes);
-      for (let left = times; left > 0; left--, nth++) {
-        const x = (nth % across) * step, row = Math.floor(nth / across) * (high + gap);
-        let y = row + high;
-        for (const kind of KINDS) {
-          const tall = high * parts[kind] / region.cell_bytes;
-          if (tall <= 0) continue;
-          pen.fillStyle = colour[kind];
-          pen.fillRect(x, y - tall, Math.max(1, step - (step > 3 ? .5 : 0)), tall);
-          y -= tall;
-        }
+    cells.forEach((parts, nth) => {
+      const x = (nth % across) * step, row = Math.floor(nth / across) * (high + gap);
+      if (parts === BREAK) {
+        pen.fillStyle = colour.soft;
+        for (const part of [.25, .5, .75]) pen.fillRect(x + step / 2 - 1, row + high * part - 1, 2, 2);
+        return;
       }
-    }
+      let y = row + high;
+      for (const kind of KINDS) {
+        const tall = high * parts[kind] / region.cell_bytes;
+        if (tall <= 0) continue;
+        pen.fillStyle = colour[kind];
+        pen.fillRect(x, y - tall, Math.max(1, step - (step > 3 ? .5 : 0)), tall);
+        y -= tall;
+      }
+    });
   };
   const arenaHead = (arena, drains) => {
     const state = drains ? "is replaced and drains" : `is ${arena.state}`;
@@ -214,20 +231,19 @@
         make("figure", { class: "region" }, make("canvas", { role: "img",
           "aria-label": `Map of the ${region.region} region of ${item.arena.name}; the table below holds the sums` }),
         make("figcaption")), (figure, region) => {
-        map(figure.firstChild, region);
-        const count = region.cells.reduce((all, run) => all + run[0], 0);
-        write(figure.lastChild, `${region.region}: ${plural(region.blocks, "block")} in ` +
-          `${size(count * region.cell_bytes)} of addresses, ${plural(count, "cell")} of ${size(region.cell_bytes)}`);
+        const cells = cellsOf(region);
+        map(figure.firstChild, region, cells);
+        write(figure.lastChild, `${region.region}: ${plural(region.blocks, "block")}; each cell is ` +
+          `${size(region.cell_bytes)} of addresses` +
+          (cells.includes(BREAK) ? "; three dots stand for a long bare stretch" : ""));
       });
       const details = article.lastChild;
       if (!details.open && details.lastChild.firstChild) return;
       const sums = regions.map((region) => {
         const sum = { region: region.region, blocks: region.blocks };
         for (const kind of KINDS) sum[kind] = 0;
-        for (const [times, ...bytes] of region.cells) {
-          const parts = parted(region.cell_bytes, ...bytes);
-          for (const kind of KINDS) sum[kind] += times * parts[kind];
-        }
+        for (const parts of cellsOf(region).filter((one) => one !== BREAK))
+          for (const kind of KINDS) sum[kind] += parts[kind];
         return sum;
       });
       table(details.lastChild, `What lies in ${item.arena.name}, by region`, [
