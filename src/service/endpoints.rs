@@ -109,14 +109,19 @@ impl Endpoints {
     #[must_use]
     pub fn answer_request<B>(&self, request: &Request<B>) -> Option<Response<String>> {
         let path = request.uri().path();
-        if path == "/memory" {
-            return Some(self.asked(request).unwrap_or_else(|error| {
+        let mut answer = if path == "/memory" {
+            self.asked(request).unwrap_or_else(|error| {
                 let (status, none) = (StatusCode::BAD_REQUEST, Duration::ZERO);
                 problem(status, "the query cannot be used", "query", &error.to_string(), none)
-            }));
-        }
-        let verb = || self.admin.as_ref()?.answer(request, self.memory.as_ref());
-        self.answer(path).or_else(verb)
+            })
+        } else {
+            let verb = || self.admin.as_ref()?.answer(request, self.memory.as_ref());
+            self.answer(path).or_else(verb)?
+        };
+        answer.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+        let nosniff = HeaderValue::from_static("nosniff");
+        answer.headers_mut().insert(X_CONTENT_TYPE_OPTIONS, nosniff);
+        Some(answer)
     }
 
     /// The answer to this path, whatever else is asked; `None` for a path that is none of these.
@@ -411,7 +416,5 @@ pub(super) fn answer(status: StatusCode, kind: &'static str, body: String) -> Re
     *response.status_mut() = status;
     response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(kind));
     response.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
-    let nosniff = HeaderValue::from_static("nosniff");
-    response.headers_mut().insert(X_CONTENT_TYPE_OPTIONS, nosniff);
     response
 }

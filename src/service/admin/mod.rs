@@ -128,7 +128,7 @@ impl Admin {
             Err(refusal) => refusal,
             Ok(()) => match (memory, verb) {
                 (None, _) => ended("no memory is managed here"),
-                (Some(memory), Some(verb)) => ask(request, memory, verb),
+                (Some(memory), Some(verb)) => self.ask(request, memory, verb),
                 (Some(memory), None) => picture(request, memory),
             },
         })
@@ -151,10 +151,43 @@ impl Admin {
                 &format!("at most {} at once, then one a second", VERBS.0),
                 Duration::ZERO,
             );
-            let seconds = HeaderValue::from(wait.as_secs() + 1);
+            let seconds = wait.as_secs() + u64::from(wait.subsec_nanos() > 0);
+            let seconds = HeaderValue::from(seconds.max(1));
             refusal.headers_mut().insert(RETRY_AFTER, seconds);
             refusal
         })
+    }
+
+    /// Has the worker do it, and logs that, or why not.
+    fn ask<B>(
+        &self,
+        request: &Request<B>,
+        memory: &Memory,
+        name: &'static str,
+    ) -> Response<String> {
+        let peer = request.extensions().get::<Peer>().map(|peer| peer.0);
+        let refused = |reason| self.log(self.clock.now(), request.uri().path(), reason, peer);
+        let verb = match read(request.uri().query(), name) {
+            Ok(verb) => verb,
+            Err(error) => {
+                refused("query");
+                return wrong_query(&error);
+            }
+        };
+        let about = verb.about().to_owned();
+        match memory.ask(verb) {
+            Ok(errand) => {
+                let verb = name;
+                tracing::info!(target: "lowtide", verb, about, errand, ?peer, "a verb was asked for");
+                let told = json!({ "errand": errand, "verb": verb, "about": about });
+                answer(StatusCode::ACCEPTED, JSON, pretty(&told))
+            }
+            Err(error) => {
+                let (reason, answer) = not_asked(&error);
+                refused(reason);
+                answer
+            }
+        }
     }
 
     /// Logs a refusal, unless many were logged just now.
@@ -174,23 +207,6 @@ impl Admin {
 impl fmt::Debug for Admin {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Admin").field("needs_token", &self.needs_token()).finish_non_exhaustive()
-    }
-}
-
-fn ask<B>(request: &Request<B>, memory: &Memory, name: &'static str) -> Response<String> {
-    let verb = match read(request.uri().query(), name) {
-        Ok(verb) => verb,
-        Err(error) => return wrong_query(&error),
-    };
-    let about = verb.about().to_owned();
-    match memory.ask(verb) {
-        Ok(errand) => {
-            let peer = request.extensions().get::<Peer>().map(|peer| peer.0);
-            tracing::info!(target: "lowtide", verb = name, about, errand, ?peer, "a verb was asked for");
-            let told = json!({ "errand": errand, "verb": name, "about": about });
-            answer(StatusCode::ACCEPTED, JSON, pretty(&told))
-        }
-        Err(error) => not_asked(&error),
     }
 }
 
@@ -273,17 +289,19 @@ fn refusal(refused: Refused) -> Response<String> {
     response
 }
 
-fn not_asked(error: &AskError) -> Response<String> {
+/// Why an errand was not taken on, in a word and as an answer.
+fn not_asked(error: &AskError) -> (&'static str, Response<String>) {
     let (detail, none) = (error.to_string(), Duration::ZERO);
     match error {
         AskError::UnknownArena { .. } | AskError::UnknownResource { .. } => {
-            problem(StatusCode::NOT_FOUND, "there is none of that name", "unknown", &detail, none)
+            let (status, title) = (StatusCode::NOT_FOUND, "there is none of that name");
+            ("unknown", problem(status, title, "unknown", &detail, none))
         }
         AskError::Full { .. } => {
-            let status = StatusCode::SERVICE_UNAVAILABLE;
-            problem(status, "too many errands wait", "full", &detail, Duration::from_secs(1))
+            let (status, title) = (StatusCode::SERVICE_UNAVAILABLE, "too many errands wait");
+            ("full", problem(status, title, "full", &detail, Duration::from_secs(1)))
         }
-        _ => ended(&detail),
+        _ => ("ended", ended(&detail)),
     }
 }
 

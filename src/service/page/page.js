@@ -280,15 +280,14 @@
   };
 
   const ledgers = (told) => {
-    const rows = ["host", "device"].map((name) => ({ name, ...told[name].budget,
-      limit_bytes: name === "host" ? told.host.limit_bytes : told.device.budget.ceiling_bytes }));
+    const rows = ["host", "device"].map((name) => ({ name, ...told[name].budget }));
     table($("ledgers"), "What is booked in each budget, and how much may be", [
       ["Budget", (row) => row.name],
       ["Pressure", (row, cell) => { cell.className = `level-${row.level}`; return row.level; }],
       ["Booked", (row) => size(row.booked_bytes), "number"],
       ["Allowance", (row) => size(row.allowance_bytes), "number"],
       ["Ceiling", (row) => size(row.ceiling_bytes), "number"],
-      ["Limit", (row) => size(row.limit_bytes), "number"],
+      ["Limit", (row) => row.name === "host" ? size(told.host.limit_bytes) : "of each arena", "number"],
       ["Multiplier", (row) => row.multiplier.toFixed(2), "number"],
       ["Of the allowance", (row, cell) => {
         if (!cell.firstChild) cell.append(make("span", { class: "bar", "aria-hidden": "true" }, make("span")), make("span"));
