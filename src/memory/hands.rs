@@ -14,8 +14,10 @@ use crate::metrics::record;
 use crate::sync::{Mutex, lock};
 
 use super::error::Note;
+use super::events::Watch;
 use super::shared::Shared;
 use super::snapshot::{DeviceSnapshot, MemorySnapshot};
+use super::trail::TrailPoint;
 
 /// How often at most the application's hook runs, and the recorder is told what the metrics are: it
 /// may have been installed meanwhile, and telling is a sixth of what publishing costs.
@@ -44,6 +46,8 @@ pub(super) struct WorkerHands {
     knows_device: bool,
     /// Kills in the own cgroup that have been logged.
     kills_logged: u64,
+    /// What was seen at the last publication.
+    watch: Watch,
 }
 
 impl Hands for WorkerHands {
@@ -79,6 +83,11 @@ impl Hands for WorkerHands {
         self.shared.sleep_next(now)
     }
 
+    fn errand(&mut self) -> bool {
+        let shared = Arc::clone(&self.shared);
+        shared.errand(|| self.purge(Trigger::Manual).bytes)
+    }
+
     fn sample_device(&mut self, now: Moment) {
         self.shared.sample_device(now);
     }
@@ -95,6 +104,8 @@ impl Hands for WorkerHands {
         self.shared.sweep();
         let start = self.shared.clock.now();
         let snapshot = self.shared.snapshot();
+        self.watch.see(&snapshot, &self.shared.events);
+        self.shared.trail.add(TrailPoint::of(&snapshot));
         record::build_info(snapshot.profile.name());
         if let Some(heap) = &snapshot.heap {
             record::heap(heap);
@@ -148,6 +159,7 @@ impl WorkerHands {
             rungs: Vec::new(),
             knows_device: false,
             kills_logged: 0,
+            watch: Watch::default(),
         }
     }
 
