@@ -124,38 +124,35 @@ impl Admin {
         if *request.method() != method {
             return Some(wrong_method(request.method(), allowed));
         }
-        Some(match self.check(request, path) {
-            Err(refusal) => refusal,
-            Ok(()) => match (memory, verb) {
-                (None, _) => ended("no memory is managed here"),
-                (Some(memory), Some(verb)) => self.ask(request, memory, verb),
-                (Some(memory), None) => picture(request, memory),
-            },
-        })
+        let refused = self.refuse(request, path);
+        Some(refused.unwrap_or_else(|| match (memory, verb) {
+            (None, _) => ended("no memory is managed here"),
+            (Some(memory), Some(verb)) => self.ask(request, memory, verb),
+            (Some(memory), None) => picture(request, memory),
+        }))
     }
 
-    fn check<B>(&self, request: &Request<B>, path: &str) -> Result<(), Response<String>> {
+    /// Who may not ask, or not so often, is told so.
+    fn refuse<B>(&self, request: &Request<B>, path: &str) -> Option<Response<String>> {
         let now = self.clock.now();
         let peer = request.extensions().get::<Peer>().map(|peer| peer.0);
-        guard::check(request, self.token.as_ref()).map_err(|refused| {
+        if let Err(refused) = guard::check(request, self.token.as_ref()) {
             self.log(now, path, refused.reason(), peer);
-            refusal(refused)
-        })?;
-        let taken = lock(&self.buckets).verbs.take(now);
-        taken.map_err(|wait| {
-            self.log(now, path, "rate", peer);
-            let mut refusal = problem(
-                StatusCode::TOO_MANY_REQUESTS,
-                "too many verbs",
-                "rate",
-                &format!("at most {} at once, then one a second", VERBS.0),
-                Duration::ZERO,
-            );
-            let seconds = wait.as_secs() + u64::from(wait.subsec_nanos() > 0);
-            let seconds = HeaderValue::from(seconds.max(1));
-            refusal.headers_mut().insert(RETRY_AFTER, seconds);
-            refusal
-        })
+            return Some(refusal(refused));
+        }
+        let wait = lock(&self.buckets).verbs.take(now).err()?;
+        self.log(now, path, "rate", peer);
+        let mut refusal = problem(
+            StatusCode::TOO_MANY_REQUESTS,
+            "too many verbs",
+            "rate",
+            &format!("at most {} at once, then one a second", VERBS.0),
+            Duration::ZERO,
+        );
+        let seconds = wait.as_secs() + u64::from(wait.subsec_nanos() > 0);
+        let seconds = HeaderValue::from(seconds.max(1));
+        refusal.headers_mut().insert(RETRY_AFTER, seconds);
+        Some(refusal)
     }
 
     /// Has the worker do it, and logs that, or why not.
