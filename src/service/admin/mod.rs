@@ -124,38 +124,37 @@ impl Admin {
         if *request.method() != method {
             return Some(wrong_method(request.method(), allowed));
         }
-        Some(match self.check(request, path) {
-            Err(refusal) => refusal,
-            Ok(()) => match (memory, verb) {
-                (None, _) => ended("no memory is managed here"),
-                (Some(memory), Some(verb)) => self.ask(request, memory, verb),
-                (Some(memory), None) => picture(request, memory),
-            },
+        if let Some(refusal) = self.refused(request, path) {
+            return Some(refusal);
+        }
+        Some(match (memory, verb) {
+            (None, _) => ended("no memory is managed here"),
+            (Some(memory), Some(verb)) => self.ask(request, memory, verb),
+            (Some(memory), None) => picture(request, memory),
         })
     }
 
-    fn check<B>(&self, request: &Request<B>, path: &str) -> Result<(), Response<String>> {
+    /// What a request is told that is not heard; `None` where it is.
+    fn refused<B>(&self, request: &Request<B>, path: &str) -> Option<Response<String>> {
         let now = self.clock.now();
         let peer = request.extensions().get::<Peer>().map(|peer| peer.0);
-        guard::check(request, self.token.as_ref()).map_err(|refused| {
+        if let Err(refused) = guard::check(request, self.token.as_ref()) {
             self.log(now, path, refused.reason(), peer);
-            refusal(refused)
-        })?;
+            return Some(refusal(refused));
+        }
         let taken = lock(&self.buckets).verbs.take(now);
-        taken.map_err(|wait| {
-            self.log(now, path, "rate", peer);
-            let mut refusal = problem(
-                StatusCode::TOO_MANY_REQUESTS,
-                "too many verbs",
-                "rate",
-                &format!("at most {} at once, then one a second", VERBS.0),
-                Duration::ZERO,
-            );
-            let seconds = wait.as_secs() + u64::from(wait.subsec_nanos() > 0);
-            let seconds = HeaderValue::from(seconds.max(1));
-            refusal.headers_mut().insert(RETRY_AFTER, seconds);
-            refusal
-        })
+        let wait = taken.err()?;
+        self.log(now, path, "rate", peer);
+        let mut refusal = problem(
+            StatusCode::TOO_MANY_REQUESTS,
+            "too many verbs",
+            "rate",
+            &format!("at most {} at once, then one a second", VERBS.0),
+            Duration::ZERO,
+        );
+        let seconds = wait.as_secs() + u64::from(wait.subsec_nanos() > 0);
+        refusal.headers_mut().insert(RETRY_AFTER, HeaderValue::from(seconds.max(1)));
+        Some(refusal)
     }
 
     /// Has the worker do it, and logs that, or why not.
