@@ -76,24 +76,29 @@ fn run() -> Result<bool, BoxError> {
     Ok(held)
 }
 
-/// Allocates until so many blocks are live, of 1 to 512 bytes; of those that were allocated every
-/// third is freed again, so that there are holes.
+/// Allocates blocks of 1 to 512 bytes, a tenth too many, and frees others by chance until so many
+/// are left, so that there are holes everywhere.
 fn fill(
     arena: &DeviceArena,
     count: usize,
     blocks: &mut Vec<Buffer<u8>>,
     chance: &mut u64,
 ) -> Result<(), BoxError> {
-    let mut freed = 0;
-    while blocks.len() < count {
+    while blocks.len() < count + count / 10 {
         *chance = chance.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(1);
         let size = 1 + usize::try_from(*chance >> 55)?;
         blocks.push(arena.alloc(size, Region::Dynamic)?);
-        if blocks.len() % 3 == 0 && freed < count / 2 {
+        // A tenth of the places are taken a second time, so that neighbours in memory are none
+        // in the books.
+        if (*chance >> 40) % 10 == 0 {
             let nth = usize::try_from(*chance >> 33)? % blocks.len();
             drop(blocks.swap_remove(nth));
-            freed += 1;
         }
+    }
+    while blocks.len() > count {
+        *chance = chance.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(1);
+        let nth = usize::try_from(*chance >> 33)? % blocks.len();
+        drop(blocks.swap_remove(nth));
     }
     Ok(())
 }

@@ -13,6 +13,7 @@ use super::books::Books;
 use super::index::Span;
 use super::picture::GranuleState;
 use super::region::Region;
+use super::segment::Run;
 use crate::bytes::ByteSize;
 
 /// Bytes of the smallest cell: less is not told apart in a picture of an arena.
@@ -61,7 +62,8 @@ pub struct Cell {
 impl DeviceArena {
     /// Where everything lies now, each region in at most `cells_max` cells (at least 2).
     ///
-    /// Holds the lock for a walk over all blocks, some 10 ns for each, and allocates the cells and
+    /// Holds the lock for a walk over all blocks, some ns for each where the arena is awake, and
+    /// allocates the cells and
     /// an entry for each run of committed granules. Nothing in a forked child.
     ///
     /// ```
@@ -95,36 +97,71 @@ fn region_cells(books: &Books, region: Region, cells_max: usize) -> RegionCells 
     let books_of = books.region(region);
     let strip = || Strip::new(cells_max.max(2));
     let (mut backed, mut active) = (strip(), strip());
-    let (mut live, mut pending) = (strip(), strip());
-    let mut runs = Vec::new();
+    let granule = books.bytes_of(1);
     for (run, state) in books_of.segment.stretches().into_iter().flat_map(|it| it.backed) {
         backed.add(run);
         match state {
             Some(GranuleState::Active) => active.add(run),
             Some(GranuleState::Idle) => {}
-            None => runs.push(run),
+            None => {
+                let run = Run::of(&books_of.segment.granules_of(run));
+                let mut touched = books_of.segment.touched_runs(run);
+                touched.sort_unstable_by_key(|run| run.range().start);
+                for run in touched {
+                    let (offset, size) =
+                        (run.range().start as u64 * granule, run.granules() * granule);
+                    active.add(Span { offset, size });
+                }
+            }
         }
     }
-    let mut touched = Touched { backed: &runs, at: None };
-    let granule = books.bytes_of(1);
-    let mut freed = books_of.pending.spans().peekable();
-    let mut blocks = 0;
-    for block in books_of.live_spans() {
-        while let Some(freed) = freed.next_if(|freed| freed.offset < block.offset) {
-            pending.add(freed);
-            touched.touch(freed, granule, &mut active);
+    // Mostly all blocks lie where memory is, so that the cells are known, and any order will do. A
+    // block that sleeps may lie elsewhere.
+    let spread = spread(books_of.live_spans_unordered(), &backed);
+    let (live, blocks) = spread.unwrap_or_else(|| {
+        let (mut live, mut blocks) = (strip(), 0);
+        for block in books_of.live_spans() {
+            live.add(block);
+            blocks += 1;
         }
-        blocks += 1;
-        live.add(block);
-        touched.touch(block, granule, &mut active);
-    }
-    for freed in freed {
-        pending.add(freed);
-        touched.touch(freed, granule, &mut active);
-    }
-    touched.flush(&mut active);
+        (live, blocks)
+    });
+    let mut pending = strip();
+    books_of.pending.spans().for_each(|freed| pending.add(freed));
     let (cell, cells) = joined([live, pending, active, backed], cells_max.max(2));
     RegionCells { region: region.name(), cell: ByteSize::new(cell), blocks, cells }
+}
+
+/// Adds spans, in any order, to the cells in which there is memory; how many spans it were. `None`
+/// where one lies in another.
+fn spread(spans: impl Iterator<Item = Span>, backed: &Strip) -> Option<(Strip, u64)> {
+    let shift = backed.size.trailing_zeros(); // a power of two
+    let mut sums: Vec<_> = backed.sums.iter().map(|(nth, _)| (*nth, 0)).collect();
+    // Runs of cells: the first, the one after the last, and the place of the first.
+    let mut runs: Vec<(u64, u64, usize)> = Vec::new();
+    for (place, (nth, _)) in sums.iter().enumerate() {
+        match runs.last_mut() {
+            Some((_, after, _)) if after == nth => *after += 1,
+            _ => runs.push((*nth, nth + 1, place)),
+        }
+    }
+    let (mut found, mut count) = ((0, 0, 0), 0);
+    for span in spans {
+        count += 1;
+        let mut at = span.offset;
+        while at < span.end() {
+            let nth = at >> shift;
+            if nth < found.0 || nth >= found.1 {
+                let next = runs.partition_point(|(_, after, _)| *after <= nth);
+                found = *runs.get(next).filter(|(first, ..)| *first <= nth)?;
+            }
+            let end = ((nth + 1) << shift).min(span.end());
+            let (_, sum) = sums.get_mut(found.2 + usize::try_from(nth - found.0).ok()?)?;
+            *sum += end - at;
+            at = end;
+        }
+    }
+    Some((Strip { size: backed.size, most: backed.most, sums }, count))
 }
 
 /// Cells with all four sums (live, pending, active, backed), of the smallest size of which there
@@ -211,47 +248,6 @@ impl Strip {
             }
             is_one
         });
-    }
-}
-
-/// Granules that blocks touch, joined as they come, and booked where there is memory.
-struct Touched<'a> {
-    /// Runs of granules with memory of which it is not known whether a block touches them.
-    backed: &'a [Span],
-    /// Where the granules that are joined so far begin and end.
-    at: Option<(u64, u64)>,
-}
-
-impl Touched<'_> {
-    #[inline]
-    fn touch(&mut self, span: Span, granule: u64, strip: &mut Strip) {
-        let start = span.offset / granule * granule;
-        let end = span.end().next_multiple_of(granule);
-        match &mut self.at {
-            Some((_, until)) if start <= *until => *until = end.max(*until),
-            _ => {
-                self.flush(strip);
-                self.at = Some((start, end));
-            }
-        }
-    }
-
-    fn flush(&mut self, strip: &mut Strip) {
-        let Some((start, end)) = self.at.take() else { return };
-        while let Some((run, rest)) = self.backed.split_first() {
-            if run.offset >= end {
-                return;
-            }
-            let (from, to) = (run.offset.max(start), run.end().min(end));
-            if from < to {
-                let both = Span { offset: from, size: to - from };
-                strip.add(both);
-            }
-            if run.end() > end {
-                return; // the next may touch it too
-            }
-            self.backed = rest;
-        }
     }
 }
 

@@ -124,23 +124,26 @@ impl Admin {
         if *request.method() != method {
             return Some(wrong_method(request.method(), allowed));
         }
-        let refused = self.refuse(request, path);
-        Some(refused.unwrap_or_else(|| match (memory, verb) {
+        if let Some(refusal) = self.refused(request, path) {
+            return Some(refusal);
+        }
+        Some(match (memory, verb) {
             (None, _) => ended("no memory is managed here"),
             (Some(memory), Some(verb)) => self.ask(request, memory, verb),
             (Some(memory), None) => picture(request, memory),
-        }))
+        })
     }
 
-    /// Who may not ask, or not so often, is told so.
-    fn refuse<B>(&self, request: &Request<B>, path: &str) -> Option<Response<String>> {
+    /// What a request is told that is not heard; `None` where it is.
+    fn refused<B>(&self, request: &Request<B>, path: &str) -> Option<Response<String>> {
         let now = self.clock.now();
         let peer = request.extensions().get::<Peer>().map(|peer| peer.0);
         if let Err(refused) = guard::check(request, self.token.as_ref()) {
             self.log(now, path, refused.reason(), peer);
             return Some(refusal(refused));
         }
-        let wait = lock(&self.buckets).verbs.take(now).err()?;
+        let taken = lock(&self.buckets).verbs.take(now);
+        let wait = taken.err()?;
         self.log(now, path, "rate", peer);
         let mut refusal = problem(
             StatusCode::TOO_MANY_REQUESTS,
@@ -150,8 +153,7 @@ impl Admin {
             Duration::ZERO,
         );
         let seconds = wait.as_secs() + u64::from(wait.subsec_nanos() > 0);
-        let seconds = HeaderValue::from(seconds.max(1));
-        refusal.headers_mut().insert(RETRY_AFTER, seconds);
+        refusal.headers_mut().insert(RETRY_AFTER, HeaderValue::from(seconds.max(1)));
         Some(refusal)
     }
 
