@@ -8,7 +8,7 @@
 
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use http_body_util::{BodyExt as _, Empty};
 use hyper_util::client::legacy::Client;
@@ -107,9 +107,7 @@ fn samples_pile_up_until_the_workers_hook_runs_the_upkeep() {
     });
     let piled = live().saturating_sub(before);
     assert!(piled > ByteSize::mib(4), "{piled} for {PILE} samples");
-    let deadline = Instant::now() + Duration::from_secs(60);
     advance_until(&clock, Duration::from_millis(250), "the pile is gone", || {
-        assert!(Instant::now() < deadline, "the upkeep did not run");
         live().saturating_sub(before) < ByteSize::mib(1)
     });
     assert!(memory.shutdown(Duration::from_secs(5)).is_clean());

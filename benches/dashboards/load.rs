@@ -30,14 +30,20 @@ pub(crate) struct Phase {
 }
 
 impl Phase {
+    /// Embeddings alone: the model is to be loaded, and beside texts it may not find the room.
+    const fn embeddings(name: &'static str, seconds: u64) -> Self {
+        Self { embedders: 2, ..Self::pause(name, seconds) }
+    }
+
     const fn pause(name: &'static str, seconds: u64) -> Self {
         Self { name, seconds, readers: 0, text_bytes: 0, embedders: 0, giant: false }
     }
 }
 
-/// In their order; the first two are for one proxy.
-pub(crate) const PHASES: [Phase; 8] = [
-    Phase::pause("nothing", 5),
+/// In their order; the first three are for one proxy.
+pub(crate) const PHASES: [Phase; 11] = [
+    Phase::pause("nothing", 3),
+    Phase::embeddings("the model is loaded", 3),
     Phase {
         name: "a load that fits",
         seconds: 12,
@@ -47,8 +53,9 @@ pub(crate) const PHASES: [Phase; 8] = [
         giant: false,
     },
     Phase::pause("the arena falls asleep", 7),
+    Phase::embeddings("it wakes", 3),
     Phase {
-        name: "it wakes",
+        name: "more than before",
         seconds: 6,
         readers: 3,
         text_bytes: 512 << 10,
@@ -64,8 +71,9 @@ pub(crate) const PHASES: [Phase; 8] = [
         giant: true,
     },
     Phase::pause("the model is unloaded", 15),
+    Phase::embeddings("it is loaded again", 3),
     Phase {
-        name: "it is loaded again",
+        name: "a load that fits again",
         seconds: 8,
         readers: 3,
         text_bytes: 256 << 10,

@@ -56,6 +56,7 @@ pub(crate) const PANELS: &[Named] = &[
     constant("What counts against the limit", "E", LIMIT),
     empty("What counts against the limit", "D", CGROUP),
     constant("Booked and allowance", "D", LIMIT),
+    constant("Booked and allowance", "C", "a berth is kept only while larger requests are behind"),
     constant("Who says the limit", "AB", INFO),
     empty("OOM kills", "A", CGROUP),
     empty("Limits reached", "A", CGROUP),

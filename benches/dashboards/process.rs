@@ -36,7 +36,7 @@ const SETTINGS: [(&str, &str); 11] = [
     ("LOWTIDE_PURGE_INTERVAL", "5s"),
     ("LOWTIDE_METRICS_INTERVAL", "500ms"),
     ("PROXY_IDLE_UNLOAD", "10s"),
-    ("RUST_LOG", "warn"),
+    ("RUST_LOG", "error"),
 ];
 
 #[derive(Debug)]

@@ -279,7 +279,8 @@ table! {
         "The part of the last ten seconds that tasks of the own cgroup waited for memory (PSI), by \
          kind (some, full). Advisory; absent where the kernel shows none, as the total after it.";
     PRESSURE_STALL_TOTAL: Gauge "lowtide_pressure_stall_seconds" Seconds ["kind"]
-        "How long they waited since the cgroup was made; a gauge, since counters hold whole numbers.";
+        "How long they waited since the cgroup was made; a gauge, since counters hold whole \
+         numbers.";
     RESOURCE_LOADED: Gauge "lowtide_resource_loaded" Count ["resource"]
         "Whether the resource is loaded: 1 or 0.";
     RESOURCE_GUARDS: Gauge "lowtide_resource_guards" Count ["resource"]

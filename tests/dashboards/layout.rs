@@ -126,7 +126,7 @@ fn annotations(dashboard: &Value, known: &Known, found: &mut Findings) {
         let mut expect = |holds, what| found.expect(holds, format!("annotation {name}: {what}"));
         expect(text(one, "/datasource/uid") == SOURCE, "expected the chosen data source");
         expect(one["enable"] == true, "expected it enabled");
-        expect(text(one, "/iconColor") != "", "expected a colour");
+        expect(!text(one, "/iconColor").is_empty(), "expected a colour");
         let expr = text(one, "/expr");
         expect(expr.ends_with("> 0"), "expected what is above 0");
         let query = promql::check(expr, Place::Panel, known);
