@@ -184,7 +184,7 @@ fn the_six_verbs_do_what_they_say_on_the_worker() {
     assert!(arena.snapshot().idle.is_zero());
     let told = memory.events();
     let told = told.iter().filter(|event| event.kind == "errand").count();
-    assert_eq!(told, 8, "each is an event");
+    assert_eq!(told, 7, "each is an event");
     drop(kept);
     assert!(memory.shutdown(SOON).is_clean());
     let (status, told) = service.ask(&post("purge"));

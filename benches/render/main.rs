@@ -90,7 +90,7 @@ fn fill(
         blocks.push(arena.alloc(size, Region::Dynamic)?);
         // A tenth of the places are taken a second time, so that neighbours in memory are none
         // in the books.
-        if (*chance >> 40) % 10 == 0 {
+        if (*chance >> 40).is_multiple_of(10) {
             let nth = usize::try_from(*chance >> 33)? % blocks.len();
             drop(blocks.swap_remove(nth));
         }

@@ -5,7 +5,8 @@
 //! they are as old as a publication, and what came and went between two is not seen. It is no log:
 //! what should be kept goes through `tracing`.
 //!
-//! Invariant: `events <= EVENTS_MAX`; adjoining events of one kind about one thing are one event.
+//! Invariant: `events <= EVENTS_MAX`; adjoining events of one kind about one thing are one event,
+//! but for errands, of which each was asked for.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt::Write as _;
@@ -28,8 +29,8 @@ const TEXT_MAX: usize = 400;
 pub struct Event {
     /// When it was seen last, since the Unix epoch.
     pub at: Duration,
-    /// Of which kind: `purge`, `level`, `sleep`, `wake`, `load`, `unload`, `shed`, `kill`, `note` or
-    /// `errand`.
+    /// Of which kind: `purge`, `level`, `sleep`, `wake`, `load`, `unload`, `shed`, `kill`, `note`
+    /// or `errand`.
     pub kind: &'static str,
     /// What it is about: an arena, a resource, a budget, a trigger.
     pub about: String,
@@ -52,6 +53,7 @@ impl Events {
         let mut events = lock(&self.0);
         if let Some(last) = events.back_mut().filter(|last| last.kind == kind)
             && last.about == about
+            && kind != "errand"
         {
             (last.at, last.text, last.times) = (at, text, last.times.saturating_add(1));
             return;

@@ -38,7 +38,7 @@ pub trait Hands: Send {
         false
     }
 
-    /// Does one thing that an operator asked for; says whether more are asked for. Default: nothing.
+    /// Does one thing that an operator asked for; says whether more are. Default: nothing.
     fn errand(&mut self) -> bool {
         false
     }

@@ -176,9 +176,15 @@ impl Admin {
         let about = verb.about().to_owned();
         match memory.ask(verb) {
             Ok(errand) => {
-                let verb = name;
-                tracing::info!(target: "lowtide", verb, about, errand, ?peer, "a verb was asked for");
-                let told = json!({ "errand": errand, "verb": verb, "about": about });
+                tracing::info!(
+                    target: "lowtide",
+                    verb = name,
+                    about,
+                    errand,
+                    ?peer,
+                    "a verb was asked for"
+                );
+                let told = json!({ "errand": errand, "verb": name, "about": about });
                 answer(StatusCode::ACCEPTED, JSON, pretty(&told))
             }
             Err(error) => {
