@@ -29,6 +29,8 @@ const STAND_IN: &str = "the device that stands in has one size, and its context 
 const FOREIGN: &str = "the proxy lends and adopts nothing";
 const FAULTLESS: &str = "a fault that the load does not bring about";
 const MOMENT: &str = "activations live for a moment, and the figures are taken between two";
+const FAST: &str = "a load may be over between two scrapes";
+const MEET: &str = "on few cores threads may never meet at a lock";
 const SHORTAGE: &str = "an arena is never short here: admission turns away before it is";
 
 /// The panels.
@@ -62,6 +64,10 @@ pub(crate) const PANELS: &[Named] = &[
     empty("Limits reached", "A", CGROUP),
     empty("Waits for memory", "AB", CGROUP),
     constant("Held by resources", "A", "each load of the model holds as much"),
+    constant("Being loaded", "A", FAST),
+    constant("Callers that wait", "A", FAST),
+    constant("Locks found taken", "A", MEET),
+    constant("Waits for a lock", "A", MEET),
     constant("Clean-ups that panicked", "A", FAULTLESS),
 ];
 
