@@ -69,9 +69,9 @@
 //! ([`DeviceArena::compact`]), callbacks when memory is short ([`DeviceArena::on_shortage`]),
 //! recordings that can be replayed ([`record`]), a picture of what lies where
 //! ([`DeviceArena::map`]), host memory for copies ([`PinnedPool`]), offsets for buffers of known
-//! lifetimes ([`plan`]), and the [block index](index) by itself. With the feature `cuda`, arenas in CUDA memory and buffers as cudarc's slices are in
-//! `driver::cuda`. The parts say what they do through `tracing`: `docs/OPERATING.md` lists the
-//! events.
+//! lifetimes ([`plan`]), and the [block index](index) by itself. With the feature `cuda`, arenas
+//! in CUDA memory and buffers as cudarc's slices are in `driver::cuda`. The parts say what they do
+//! through `tracing`: `docs/OPERATING.md` lists the events.
 //!
 //! Invariant: `active + idle = committed <= reserved`, for every arena at every instant.
 

@@ -22,7 +22,7 @@ fn events(problem: &Problem) -> Vec<(i64, bool, usize)> {
     events
 }
 
-/// ggml-alloc.c: free blocks in the order of offsets, the last of which reaches to the end of the
+/// `ggml-alloc.c`: free blocks in the order of offsets, the last of which reaches to the end of the
 /// address space; best fit among all but that, the later one of equal ones.
 pub(crate) fn ggml(problem: &Problem) -> u64 {
     let mut free: Vec<(u64, u64)> = vec![(0, u64::MAX / 2)];
@@ -56,7 +56,7 @@ pub(crate) fn ggml(problem: &Problem) -> u64 {
     peak
 }
 
-/// mem_pattern_planner.h: the gap that wastes least, the first one of equal ones; what lies
+/// `mem_pattern_planner.h`: the gap that wastes least, the first one of equal ones; what lies
 /// between the last block and the peak so far is a gap as well. Events come as in a trace.
 pub(crate) fn onnx_runtime(problem: &Problem) -> u64 {
     let mut blocks: Vec<(u64, u64, usize)> = Vec::new();

@@ -9,9 +9,18 @@ use lowtide::device::plan::{Demand, Gap, Problem, Window};
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Kind {
     pub(crate) aligned: bool,
-    pub(crate) gaps: bool,
-    pub(crate) windows: bool,
+    pub(crate) gaps: Gaps,
     pub(crate) fixed: bool,
+}
+
+/// Which gaps lifetimes may have.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Gaps {
+    #[default]
+    None,
+    Empty,
+    /// Of which some leave a window.
+    Windows,
 }
 
 /// A generator: xorshift64*.
@@ -46,13 +55,13 @@ pub(crate) fn problem(seed: u64, most: u64, kind: Kind) -> Problem {
         if kind.aligned {
             demand.align = [1, 1, 2, 4, 3][usize::try_from(random.below(5)).expect("small")];
         }
-        if kind.gaps && random.below(2) == 0 {
+        if kind.gaps != Gaps::None && random.below(2) == 0 {
             let start = random.step(live.start, live.end);
             let span = start..random.step(start, live.end);
             let low = random.below(size + 1);
             let low = if random.below(2) == 0 { 0 } else { low };
             let window = Window { low, high: low + random.below(size - low + 1) };
-            let window = (kind.windows && random.below(2) == 0).then_some(window);
+            let window = (kind.gaps == Gaps::Windows && random.below(2) == 0).then_some(window);
             demand.gaps.push(Gap { span, window });
         }
         if kind.fixed && number == 0 && random.below(2) == 0 {

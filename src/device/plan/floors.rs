@@ -62,7 +62,11 @@ impl Floors {
                 (None, Some(other)) => *other,
                 (None, None) => break,
             };
-            if one == Some(&own) { next += 1 } else { waits += 1 }
+            if one == Some(&own) {
+                next += 1
+            } else {
+                waits += 1
+            }
             let most_that_fits = room.saturating_sub(offset_of(own));
             for piece in pieces(rank_of(own)) {
                 for word in piece.from as usize / 64..=(piece.to as usize - 1) / 64 {
@@ -133,11 +137,8 @@ impl Floors {
         self.cuts.clear();
         self.cuts.push(group.from);
         for word in group.from as usize / 64..(group.to as usize).div_ceil(64) {
-            let within = if group.to - group.from > 1 {
-                bits(group.from, group.to, word)
-            } else {
-                0
-            };
+            let within =
+                if group.to - group.from > 1 { bits(group.from, group.to, word) } else { 0 };
             let mut open = within & !self.seen[word];
             while open != 0 {
                 let section = u32::try_from(word).unwrap_or(0) * 64 + open.trailing_zeros();

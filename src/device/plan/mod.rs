@@ -41,7 +41,7 @@ mod floors;
 mod order;
 mod part;
 mod place;
-mod plan;
+mod planned;
 mod probe;
 mod problem;
 mod search;
@@ -50,9 +50,8 @@ mod solve;
 mod union;
 mod verify;
 
-
 pub use csv::{CsvError, CsvFault, CsvWriteError, Ends};
 pub use error::{PlanError, PlanFault};
-pub use plan::Plan;
+pub use planned::Plan;
 pub use problem::{BufferId, Demand, Gap, Problem, Role, Window};
 pub use solve::{Budget, Planner};

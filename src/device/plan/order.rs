@@ -77,14 +77,14 @@ pub(super) enum Within {
 /// All rules with their fits, the cheapest to find good plans with first.
 pub(super) fn all() -> Vec<(Rule, Fit)> {
     let mut all = vec![
-        (Rule::Birth, Fit::BestHighest),       // GGML's allocator
-        (Rule::Trace, Fit::BestBelowPeak),     // ONNX Runtime's memory pattern
+        (Rule::Birth, Fit::BestHighest),   // GGML's allocator
+        (Rule::Trace, Fit::BestBelowPeak), // ONNX Runtime's memory pattern
         (Rule::BirthLargest, Fit::BestBelowPeak),
         (Rule::Size, Fit::First),
-        (Rule::Size, Fit::Best),               // TFLite, XLA by space
+        (Rule::Size, Fit::Best), // TFLite, XLA by space
         (Rule::Area, Fit::First),
         (Rule::Area, Fit::Best),
-        (Rule::Duration, Fit::Best),           // XLA by time
+        (Rule::Duration, Fit::Best), // XLA by time
         (Rule::Duration, Fit::First),
         (Rule::BirthLargest, Fit::First),
         (Rule::Birth, Fit::First),
@@ -109,12 +109,10 @@ pub(super) fn order(traits: &[Traits], rule: Rule) -> Vec<u32> {
         Rule::BirthLargest => {
             order.sort_by_key(|item| (of(*item).birth, Reverse(of(*item).size), of(*item).shape));
         }
-        Rule::Size => order.sort_by_key(|item| {
-            (Reverse((of(*item).size, of(*item).duration)), of(*item).shape)
-        }),
-        Rule::Duration => order.sort_by_key(|item| {
-            (Reverse((of(*item).duration, of(*item).size)), of(*item).shape)
-        }),
+        Rule::Size => order
+            .sort_by_key(|item| (Reverse((of(*item).size, of(*item).duration)), of(*item).shape)),
+        Rule::Duration => order
+            .sort_by_key(|item| (Reverse((of(*item).duration, of(*item).size)), of(*item).shape)),
         Rule::Area => order.sort_by_key(|item| (Reverse(of(*item).area), of(*item).shape)),
         Rule::Classes(ratio, within) => by_classes(traits, &mut order, ratio, within),
     }
@@ -143,7 +141,8 @@ impl Classes {
     fn new(Ratio(up, down): Ratio, largest: u64) -> Self {
         let next = |at: &u64| (at + 1).max(at.saturating_mul(up) / down);
         let each = up == down;
-        let starts = std::iter::successors(Some(1), |at| Some(next(at)).filter(|at| *at <= largest));
+        let starts =
+            std::iter::successors(Some(1), |at| Some(next(at)).filter(|at| *at <= largest));
         Self(if each { Vec::new() } else { starts.collect() })
     }
 

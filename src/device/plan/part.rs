@@ -80,7 +80,8 @@ impl Part {
         let mut most = None;
         while let (Some(a), Some(b)) = (lows.first(), highs.first()) {
             if a.from < b.to && b.from < a.to {
-                let top = if self.is_sliding { a.high } else { a.high.next_multiple_of(self.grain) };
+                let top =
+                    if self.is_sliding { a.high } else { a.high.next_multiple_of(self.grain) };
                 most = most.max(Some(top.cast_signed() - b.low.cast_signed()));
             }
             if a.to <= b.to { lows = &lows[1..] } else { highs = &highs[1..] }
@@ -138,7 +139,7 @@ fn unit(shapes: &Shapes) -> u64 {
     loop {
         // An alignment that divides the unit costs nothing, a multiple of it is one in units.
         let agreed = shapes.list.iter().fold(unit, |unit, shape| {
-            let agrees = unit % shape.align == 0 || shape.align % unit == 0;
+            let agrees = unit.is_multiple_of(shape.align) || shape.align.is_multiple_of(unit);
             if agrees { unit } else { gcd(unit, shape.align) }
         });
         if agreed == unit {
@@ -171,7 +172,7 @@ fn part(shapes: &Shapes, members: &[u32], unit: u64) -> Part {
             shape,
             size: own.iter().map(|piece| piece.high).max().unwrap_or(0),
             height: 0,
-            align: if unit % source.align == 0 { 1 } else { source.align / unit },
+            align: if unit.is_multiple_of(source.align) { 1 } else { source.align / unit },
             fixed: source.fixed.map(|offset| offset / unit),
             from: own.first().map_or(0, |piece| piece.from),
             to: own.last().map_or(0, |piece| piece.to),

@@ -152,7 +152,7 @@ impl<'a> Search<'a> {
             self.enter(all, 0)
         };
         loop {
-            if self.nodes > limit || self.nodes % NODES_PER_STOP == 0 && stop() {
+            if self.nodes > limit || self.nodes.is_multiple_of(NODES_PER_STOP) && stop() {
                 break;
             }
             done = match done {
@@ -433,7 +433,6 @@ pub(super) const fn offset_of(key: u64) -> u64 {
     key >> RANK_BITS
 }
 
-#[expect(clippy::cast_possible_truncation, reason = "16 bits are left")]
 pub(super) const fn rank_of(key: u64) -> usize {
     (key & ((1 << RANK_BITS) - 1)) as usize
 }

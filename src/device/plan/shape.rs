@@ -197,7 +197,8 @@ fn shared_needs(
             coming += 1;
         }
         let windows = live.iter().map(|at| members[*at].window);
-        let around = windows.reduce(|a, b| Window { low: a.low.min(b.low), high: a.high.max(b.high) });
+        let around =
+            windows.reduce(|a, b| Window { low: a.low.min(b.low), high: a.high.max(b.high) });
         let Some(window) = around else { continue };
         match needs[from..].last_mut() {
             Some(last) if last.end == first && last.window == window => last.end = end,
@@ -293,7 +294,8 @@ mod tests {
             let found = Shapes::of(&problem);
             assert_eq!(found.is_ok(), legal);
             if let Err(error) = found {
-                let expected = "child: begins at step 2 in the place of view, which is live until 4";
+                let expected =
+                    "child: begins at step 2 in the place of view, which is live until 4";
                 assert_eq!(error.to_string(), expected);
             }
         }

@@ -14,7 +14,7 @@ use super::error::PlanError;
 use super::order::{self, Traits};
 use super::part::{Part, Parts};
 use super::place::Placer;
-use super::plan::Plan;
+use super::planned::Plan;
 use super::probe::Probe;
 use super::problem::Problem;
 use super::search::{HEIGHT_MAX, ITEMS_MAX};
@@ -152,7 +152,11 @@ fn spread(problem: &Problem, shapes: &Shapes, roots: &[u64]) -> Vec<u64> {
 /// How far one part has come.
 enum Track<'a> {
     /// By rules only.
-    Ruled { peak: u64, bound: u64, offsets: Vec<u64> },
+    Ruled {
+        peak: u64,
+        bound: u64,
+        offsets: Vec<u64>,
+    },
     Probed(Box<Probe<'a>>),
 }
 

@@ -4,7 +4,7 @@
 //! takes plans from anywhere.
 //!
 //! Invariant: offsets pass exactly if no byte is needed by two shapes at one step, every offset is
-//! a multiple of its buffer's alignment, and whatever is fixed or shares memory is where it must be.
+//! a multiple of its buffer's alignment, and what is fixed or shares memory is where it must be.
 
 use std::collections::BTreeMap;
 
