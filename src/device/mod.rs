@@ -68,10 +68,10 @@
 //! foreign code keeps ([`Buffer::lend`]) and memory of its own ([`DeviceArena::adopt`]), compaction
 //! ([`DeviceArena::compact`]), callbacks when memory is short ([`DeviceArena::on_shortage`]),
 //! recordings that can be replayed ([`record`]), a picture of what lies where
-//! ([`DeviceArena::map`]), host memory for copies ([`PinnedPool`]), and the [block index](index) by
-//! itself. With the feature `cuda`, arenas in CUDA memory and buffers as cudarc's slices are in
-//! `driver::cuda`. The parts say what they do through `tracing`: `docs/OPERATING.md` lists the
-//! events.
+//! ([`DeviceArena::map`]), host memory for copies ([`PinnedPool`]), offsets for buffers of known
+//! lifetimes ([`plan`]), and the [block index](index) by itself. With the feature `cuda`, arenas
+//! in CUDA memory and buffers as cudarc's slices are in `driver::cuda`. The parts say what they do
+//! through `tracing`: `docs/OPERATING.md` lists the events.
 //!
 //! Invariant: `active + idle = committed <= reserved`, for every arena at every instant.
 
@@ -101,6 +101,7 @@ mod pending;
 pub mod picture;
 mod pieces;
 mod pinned;
+pub mod plan;
 mod planted;
 mod proof;
 mod ranges;

@@ -1,0 +1,57 @@
+//! The lifetime planner: offsets for buffers whose lifetimes are known, with the smallest peak.
+//!
+//! Memory that is planned is reserved once and then served without a search: who runs the plan
+//! looks offsets up. A [`Problem`] is buffers with sizes, alignments and lifetimes, some of which
+//! share memory; a [`Planner`] makes a [`Plan`] of it within a budget. It allocates no device
+//! memory and runs nothing.
+//!
+//! How: the problem is taken apart in time and made small (`part`); a portfolio of rules gives a
+//! first plan (`order`, `place`), which is never worse than those of GGML, ONNX Runtime, TFLite and
+//! XLA, since their rules are among them; then heights between the lower bound and the best so far
+//! are probed by an exact search (`probe`, `search`, `floors`). Whatever comes of it is verified by
+//! code that knows nothing of the solver (`verify`).
+//!
+//! ```
+//! use lowtide::ByteSize;
+//! use lowtide::clock::SystemClock;
+//! use lowtide::device::plan::{Demand, Planner, Problem, Role};
+//!
+//! let mut problem = Problem::new();
+//! let input = Demand { role: Role::Input, ..Demand::new("tokens", ByteSize::kib(4), 0..1) };
+//! let input = problem.add(input)?;
+//! let hidden = problem.add(Demand::new("hidden", ByteSize::kib(64), 0..3))?;
+//! let attention = problem.add(Demand::new("attention", ByteSize::kib(32), 1..3))?;
+//! let output = problem.add(Demand::new("output", ByteSize::kib(64), 2..4))?;
+//! problem.reuse(output, hidden)?; // written in its place, at the step that reads it last
+//!
+//! let plan = Planner::new(&SystemClock::new()).plan(&problem)?;
+//! assert_eq!(plan.peak(), ByteSize::kib(96)); // and not 164
+//! assert_eq!(plan.offset(output), plan.offset(hidden));
+//! assert_eq!(plan.offset(input), plan.offset(attention)); // never live together
+//! # Ok::<(), lowtide::device::plan::PlanError>(())
+//! ```
+//!
+//! Invariants: no plan leaves here that was not verified; the same problem and the same budget of
+//! nodes give the same plan.
+
+mod chance;
+mod csv;
+mod error;
+mod floors;
+mod order;
+mod part;
+mod place;
+mod planned;
+mod probe;
+mod problem;
+mod search;
+mod shape;
+mod solve;
+mod union;
+mod verify;
+
+pub use csv::{CsvError, CsvFault, CsvWriteError, Ends};
+pub use error::{PlanError, PlanFault};
+pub use planned::Plan;
+pub use problem::{BufferId, Demand, Gap, Problem, Role, Window};
+pub use solve::{Budget, Planner};

@@ -1,0 +1,152 @@
+//! Orders in which items are placed: simple rules, each good for something.
+//!
+//! The rules of GGML, ONNX Runtime, TFLite, TVM and XLA are among them, so that a plan is never
+//! worse than theirs. It places nothing.
+//!
+//! Invariant: an order names each item of its part once.
+
+use std::cmp::Reverse;
+
+use super::part::Part;
+use super::place::Fit;
+use super::shape::{Need, Shapes};
+
+/// What an order looks at, for one item.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Traits {
+    /// Its first step, the steps from there to its end, and the number of its shape.
+    birth: i64,
+    duration: u64,
+    shape: u32,
+    size: u64,
+    area: u128,
+}
+
+impl Traits {
+    /// Of all items of a part.
+    pub(super) fn of(part: &Part, shapes: &Shapes) -> Vec<Self> {
+        let traits = |item: &super::part::Item| {
+            let needs = shapes.needs(item.shape as usize);
+            let birth = needs.first().map_or(0, |need: &Need| need.first);
+            let duration = needs.last().map_or(0, |need| need.end.abs_diff(birth));
+            let area = u128::from(item.size) * u128::from(duration);
+            Self { birth, duration, shape: item.shape, size: item.size, area }
+        };
+        part.items.iter().map(traits).collect()
+    }
+}
+
+impl Traits {
+    pub(super) const fn duration(&self) -> u64 {
+        self.duration
+    }
+}
+
+/// How items are ordered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Rule {
+    /// As they were given.
+    Trace,
+    /// By their first steps, then as they were given: the order in which an allocator sees them.
+    Birth,
+    /// By their first steps, the largest first of those that begin together.
+    BirthLargest,
+    /// The largest first, the longest first of those.
+    Size,
+    /// The longest first, the largest first of those.
+    Duration,
+    /// The largest product of both first.
+    Area,
+    /// By classes of sizes, the largest first, and by this within a class.
+    Classes(Ratio, Within),
+}
+
+/// The size at which a class begins, by that of the one below it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Ratio(u64, u64);
+
+/// What counts within a class.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Within {
+    Birth,
+    Death,
+    Duration,
+    Area,
+}
+
+/// All rules with their fits, the cheapest to find good plans with first.
+pub(super) fn all() -> Vec<(Rule, Fit)> {
+    let mut all = vec![
+        (Rule::Birth, Fit::BestHighest),   // GGML's allocator
+        (Rule::Trace, Fit::BestBelowPeak), // ONNX Runtime's memory pattern
+        (Rule::BirthLargest, Fit::BestBelowPeak),
+        (Rule::Size, Fit::First),
+        (Rule::Size, Fit::Best), // TFLite, XLA by space
+        (Rule::Area, Fit::First),
+        (Rule::Area, Fit::Best),
+        (Rule::Duration, Fit::Best), // XLA by time
+        (Rule::Duration, Fit::First),
+        (Rule::BirthLargest, Fit::First),
+        (Rule::Birth, Fit::First),
+    ];
+    let withins = [Within::Birth, Within::Duration, Within::Death, Within::Area];
+    for ratio in [Ratio(1, 1), Ratio(2, 1), Ratio(3, 2), Ratio(5, 4), Ratio(11, 10)] {
+        for within in withins {
+            all.push((Rule::Classes(ratio, within), Fit::First));
+            all.push((Rule::Classes(ratio, within), Fit::Best));
+        }
+    }
+    all
+}
+
+/// The items in the order of a rule.
+pub(super) fn order(traits: &[Traits], rule: Rule) -> Vec<u32> {
+    let mut order: Vec<u32> = (0..).take(traits.len()).collect();
+    let of = |item: u32| &traits[item as usize];
+    match rule {
+        Rule::Trace => order.sort_by_key(|item| of(*item).shape),
+        Rule::Birth => order.sort_by_key(|item| (of(*item).birth, of(*item).shape)),
+        Rule::BirthLargest => {
+            order.sort_by_key(|item| (of(*item).birth, Reverse(of(*item).size), of(*item).shape));
+        }
+        Rule::Size => order
+            .sort_by_key(|item| (Reverse((of(*item).size, of(*item).duration)), of(*item).shape)),
+        Rule::Duration => order
+            .sort_by_key(|item| (Reverse((of(*item).duration, of(*item).size)), of(*item).shape)),
+        Rule::Area => order.sort_by_key(|item| (Reverse(of(*item).area), of(*item).shape)),
+        Rule::Classes(ratio, within) => by_classes(traits, &mut order, ratio, within),
+    }
+    order
+}
+
+fn by_classes(traits: &[Traits], order: &mut [u32], ratio: Ratio, within: Within) {
+    let classes = Classes::new(ratio, traits.iter().map(|own| own.size).max().unwrap_or(0));
+    order.sort_by_cached_key(|item| {
+        let own = &traits[*item as usize];
+        let end = i128::from(own.birth) + i128::from(own.duration);
+        let second = match within {
+            Within::Birth => i128::from(own.birth),
+            Within::Death => -end,
+            Within::Duration => -i128::from(own.duration),
+            Within::Area => -i128::try_from(own.area).unwrap_or(i128::MAX),
+        };
+        (Reverse(classes.of(own.size)), second, own.shape)
+    });
+}
+
+/// Sizes at which classes begin; none where each size is one.
+struct Classes(Vec<u64>);
+
+impl Classes {
+    fn new(Ratio(up, down): Ratio, largest: u64) -> Self {
+        let next = |at: &u64| (at + 1).max(at.saturating_mul(up) / down);
+        let each = up == down;
+        let starts =
+            std::iter::successors(Some(1), |at| Some(next(at)).filter(|at| *at <= largest));
+        Self(if each { Vec::new() } else { starts.collect() })
+    }
+
+    fn of(&self, size: u64) -> u64 {
+        if self.0.is_empty() { size } else { self.0.partition_point(|start| *start <= size) as u64 }
+    }
+}

@@ -1,0 +1,231 @@
+//! A problem made small: parts that do not meet in time, with small numbers for sizes and times.
+//!
+//! Sizes are divided by what they, and the offsets that are possible, have in common. Of time only
+//! sections are left: spans in which nothing begins or ends, and of those only the ones that no
+//! neighbour's buffers include all of. It places nothing.
+//!
+//! Invariants: two items overlap in time where their pieces share a section; an offset in units
+//! times `unit` is an offset in bytes, and some best plan has only such offsets.
+
+use std::ops::Range;
+
+use super::problem::Window;
+use super::shape::{Need, Shapes, gcd};
+
+/// What an item needs in some sections, in units.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Piece {
+    pub(super) from: u32,
+    pub(super) to: u32,
+    pub(super) low: u64,
+    pub(super) high: u64,
+}
+
+/// One shape, in units and sections.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Item {
+    /// Its number among all shapes.
+    pub(super) shape: u32,
+    /// Where its highest window ends.
+    pub(super) size: u64,
+    /// The size as others see it from above: up to where the next one can begin.
+    pub(super) height: u64,
+    pub(super) align: u64,
+    pub(super) fixed: Option<u64>,
+    /// From its first section to its last one, gaps included.
+    pub(super) from: u32,
+    pub(super) to: u32,
+    pub(super) pieces: Range<u32>,
+}
+
+/// Items that meet in time, directly or through others.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Part {
+    pub(super) items: Vec<Item>,
+    pub(super) pieces: Vec<Piece>,
+    pub(super) sections: u32,
+    /// All offsets are multiples of it.
+    pub(super) grain: u64,
+    /// Whether an item needs a window that begins above its own start: the order of offsets is not
+    /// the order from below then.
+    pub(super) is_sliding: bool,
+    /// No plan has a smaller peak.
+    pub(super) bound: u64,
+}
+
+impl Part {
+    pub(super) fn pieces(&self, item: usize) -> &[Piece] {
+        let Range { start, end } = self.items[item].pieces.clone();
+        &self.pieces[start as usize..end as usize]
+    }
+
+    /// What a piece takes of its sections at least, but for the topmost one's.
+    pub(super) const fn weight(&self, piece: &Piece) -> u64 {
+        (piece.high - piece.low).next_multiple_of(self.grain)
+    }
+
+    /// The height that offsets come to.
+    pub(super) fn peak(&self, offsets: &[u64]) -> u64 {
+        let top = |(item, offset): (&Item, &u64)| offset + item.size;
+        self.items.iter().zip(offsets).map(top).max().unwrap_or(0)
+    }
+
+    /// How far above `below`'s offset that of `above` has to be; `None` where they never meet.
+    pub(super) fn lift(&self, below: usize, above: usize) -> Option<i64> {
+        let (low, high) = (&self.items[below], &self.items[above]);
+        if low.to <= high.from || high.to <= low.from {
+            return None;
+        }
+        let (mut lows, mut highs) = (self.pieces(below), self.pieces(above));
+        let mut most = None;
+        while let (Some(a), Some(b)) = (lows.first(), highs.first()) {
+            if a.from < b.to && b.from < a.to {
+                let top =
+                    if self.is_sliding { a.high } else { a.high.next_multiple_of(self.grain) };
+                most = most.max(Some(top.cast_signed() - b.low.cast_signed()));
+            }
+            if a.to <= b.to { lows = &lows[1..] } else { highs = &highs[1..] }
+        }
+        most
+    }
+}
+
+/// A whole problem, made small.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Parts {
+    /// The one with the highest bound first.
+    pub(super) list: Vec<Part>,
+    /// Bytes.
+    pub(super) unit: u64,
+}
+
+impl Parts {
+    /// Takes a problem apart. O(n log n).
+    pub(super) fn of(shapes: &Shapes) -> Self {
+        let unit = unit(shapes);
+        let mut order: Vec<u32> = (0..).take(shapes.list.len()).collect();
+        order.retain(|at| !shapes.needs(*at as usize).is_empty());
+        order.sort_by_key(|at| (shapes.needs(*at as usize)[0].first, *at));
+        let (mut parts, mut from, mut end) = (Vec::new(), 0, i64::MIN);
+        for at in 0..=order.len() {
+            let needs = order.get(at).map(|shape| shapes.needs(*shape as usize));
+            if needs.is_none_or(|needs| needs[0].first >= end) && from < at {
+                parts.push(part(shapes, &order[from..at], unit));
+                from = at;
+            }
+            end = end.max(needs.and_then(<[Need]>::last).map_or(end, |need| need.end));
+        }
+        parts.sort_by_key(|part| std::cmp::Reverse(part.bound));
+        Self { list: parts, unit }
+    }
+
+    /// No plan has a smaller peak, in units.
+    pub(super) fn bound(&self) -> u64 {
+        self.list.iter().map(|part| part.bound).max().unwrap_or(0)
+    }
+}
+
+/// What all offsets of some best plan are multiples of.
+fn unit(shapes: &Shapes) -> u64 {
+    let windows = |at: usize| shapes.needs(at).iter().map(|need| need.window);
+    let of_sizes = (0..shapes.list.len())
+        .flat_map(windows)
+        .fold(0, |unit, Window { low, high }| gcd(gcd(unit, low), high));
+    let of_fixed = |unit, fixed: Option<u64>| fixed.map_or(unit, |offset| gcd(unit, offset));
+    let mut unit = shapes.list.iter().fold(of_sizes, |unit, shape| of_fixed(unit, shape.fixed));
+    if unit == 0 {
+        return 1;
+    }
+    loop {
+        // An alignment that divides the unit costs nothing, a multiple of it is one in units.
+        let agreed = shapes.list.iter().fold(unit, |unit, shape| {
+            let agrees = unit.is_multiple_of(shape.align) || shape.align.is_multiple_of(unit);
+            if agrees { unit } else { gcd(unit, shape.align) }
+        });
+        if agreed == unit {
+            return unit;
+        }
+        unit = agreed;
+    }
+}
+
+/// One part of the shapes, whose sections follow each other without a break.
+fn part(shapes: &Shapes, members: &[u32], unit: u64) -> Part {
+    let sections = sections(shapes, members);
+    let index = |time: i64| {
+        u32::try_from(sections.partition_point(|first| *first < time)).unwrap_or(u32::MAX)
+    };
+    let mut part = Part { sections: index(i64::MAX), ..Part::default() };
+    for &shape in members {
+        let first = u32::try_from(part.pieces.len()).unwrap_or(u32::MAX);
+        for need in shapes.needs(shape as usize) {
+            let (low, high) = (need.window.low / unit, need.window.high / unit);
+            let (from, to) = (index(need.first), index(need.end));
+            debug_assert!(from < to, "a need without a section");
+            part.pieces.push(Piece { from, to, low, high });
+            part.is_sliding |= low > 0;
+        }
+        let last = u32::try_from(part.pieces.len()).unwrap_or(u32::MAX);
+        let own = &part.pieces[first as usize..];
+        let source = &shapes.list[shape as usize];
+        part.items.push(Item {
+            shape,
+            size: own.iter().map(|piece| piece.high).max().unwrap_or(0),
+            height: 0,
+            align: if unit.is_multiple_of(source.align) { 1 } else { source.align / unit },
+            fixed: source.fixed.map(|offset| offset / unit),
+            from: own.first().map_or(0, |piece| piece.from),
+            to: own.last().map_or(0, |piece| piece.to),
+            pieces: first..last,
+        });
+    }
+    let grains = part.items.iter().map(|item| gcd(item.align, item.fixed.unwrap_or(0)));
+    part.grain = if part.is_sliding { 1 } else { grains.fold(0, gcd).max(1) };
+    for item in &mut part.items {
+        item.height = item.size.next_multiple_of(part.grain);
+    }
+    part.bound = bound(&part);
+    part
+}
+
+/// The first steps of the sections that are kept: where something begins, and something ends
+/// before anything else begins.
+fn sections(shapes: &Shapes, members: &[u32]) -> Vec<i64> {
+    let needs = members.iter().flat_map(|shape| shapes.needs(*shape as usize));
+    let mut events: Vec<(i64, bool)> =
+        needs.flat_map(|need| [(need.first, true), (need.end, false)]).collect();
+    events.sort_unstable(); // ends before starts
+    let mut kept = Vec::new();
+    let mut begun = None;
+    for (time, begins) in events {
+        if begins {
+            begun = Some(time);
+        } else {
+            kept.extend(begun.take());
+        }
+    }
+    kept
+}
+
+/// The largest sum of what is needed at once, with the loss to alignments where it is certain.
+fn bound(part: &Part) -> u64 {
+    let mut events = Vec::with_capacity(part.pieces.len() * 2);
+    let (mut single, mut pad) = (0, 0);
+    for (at, item) in part.items.iter().enumerate() {
+        single = single.max(item.fixed.unwrap_or(0) + item.size);
+        for piece in part.pieces(at) {
+            let sum = part.weight(piece);
+            pad = pad.max(sum - (piece.high - piece.low));
+            events.push((piece.from, true, sum));
+            events.push((piece.to, false, sum));
+        }
+    }
+    events.sort_unstable();
+    let (mut live, mut most) = (0, 0);
+    for (_, begins, sum) in events {
+        live = if begins { live + sum } else { live - sum };
+        most = most.max(live);
+    }
+    // The topmost one needs no room above it.
+    single.max(most - pad)
+}

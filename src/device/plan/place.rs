@@ -1,0 +1,180 @@
+//! Offsets one after the other: each item goes to a gap that is free for all its time.
+//!
+//! How good a plan is depends on the order, which others choose; `order` has many. It takes nothing
+//! back. First fit takes the lowest gap, best fit the one that leaves least; the last two are the
+//! rules of GGML's allocator and of ONNX Runtime's memory pattern, to the letter.
+//!
+//! Invariant: no two items that were placed overlap.
+
+use super::part::Part;
+
+/// Which of the gaps that are large enough an item takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Fit {
+    /// The lowest.
+    First,
+    /// The one that leaves least, of equal ones the lowest; above all others where none is.
+    Best,
+    /// The one that leaves least, of equal ones the highest; above all others where none is.
+    BestHighest,
+    /// As `Best`, where what lies between the topmost and the peak so far is a gap as well.
+    BestBelowPeak,
+}
+
+/// Where items lie so far.
+#[derive(Debug)]
+pub(super) struct Placer<'a> {
+    part: &'a Part,
+    /// In the order of offsets.
+    placed: Vec<Placed>,
+    /// From where to where an item cannot begin: for items with gaps or windows.
+    closed: Vec<(i64, i64)>,
+    offsets: Vec<u64>,
+    peak: u64,
+    is_plain: bool,
+}
+
+/// One item that has its place.
+#[derive(Clone, Copy, Debug)]
+struct Placed {
+    offset: u64,
+    top: u64,
+    from: u32,
+    to: u32,
+    item: u32,
+}
+
+impl<'a> Placer<'a> {
+    pub(super) fn new(part: &'a Part) -> Self {
+        let count = part.items.len();
+        let is_plain = !part.is_sliding && part.pieces.len() == count;
+        let (placed, closed) = (Vec::with_capacity(count), Vec::new());
+        Self { part, placed, closed, offsets: vec![0; count], peak: 0, is_plain }
+    }
+
+    /// Places all items in this order, those with fixed offsets first; stops where the peak comes
+    /// to `enough`. Says the peak, where it is below that.
+    pub(super) fn run(&mut self, order: &[u32], fit: Fit, enough: u64) -> Option<u64> {
+        self.placed.clear();
+        self.peak = 0;
+        let is_fixed = |item: &&u32| self.part.items[**item as usize].fixed.is_some();
+        let fixed: Vec<u32> = order.iter().filter(is_fixed).copied().collect();
+        for item in fixed {
+            let offset = self.part.items[item as usize].fixed.unwrap_or(0);
+            self.put(item, offset);
+        }
+        for &item in order {
+            if self.part.items[item as usize].fixed.is_none() {
+                let offset = self.find(item, fit);
+                self.put(item, offset);
+            }
+            if self.peak >= enough {
+                return None;
+            }
+        }
+        Some(self.peak)
+    }
+
+    /// Where the items lie, by their number.
+    pub(super) fn offsets(&self) -> &[u64] {
+        &self.offsets
+    }
+
+    fn put(&mut self, item: u32, offset: u64) {
+        let own = &self.part.items[item as usize];
+        let top = offset + own.height;
+        let placed = Placed { offset, top, from: own.from, to: own.to, item };
+        let at = self.placed.partition_point(|other| other.offset <= offset);
+        self.placed.insert(at, placed);
+        self.offsets[item as usize] = offset;
+        self.peak = self.peak.max(offset + own.size);
+    }
+
+    fn find(&mut self, item: u32, fit: Fit) -> u64 {
+        let own = &self.part.items[item as usize];
+        let mut gaps = Gaps { at: 0, size: own.height, align: own.align, fit, best: None };
+        if self.is_plain {
+            for other in &self.placed {
+                let apart = other.to <= own.from || own.to <= other.from;
+                if !apart && gaps.pass(other.offset, other.top) {
+                    break;
+                }
+            }
+        } else {
+            self.close(item as usize);
+            gaps.size = 0;
+            for (first, end) in &self.closed {
+                if gaps.pass(first.cast_unsigned(), end.cast_unsigned()) {
+                    break;
+                }
+            }
+        }
+        gaps.take(self.peak, own.size)
+    }
+
+    /// Lists the offsets, in their order, at which an item would overlap others.
+    fn close(&mut self, item: usize) {
+        self.closed.clear();
+        for other in &self.placed {
+            let (below, above) = (other.item as usize, item);
+            let (Some(up), Some(down)) =
+                (self.part.lift(below, above), self.part.lift(above, below))
+            else {
+                continue;
+            };
+            let offset = other.offset.cast_signed();
+            let (first, end) = ((offset - down + 1).max(0), offset + up);
+            if first < end {
+                self.closed.push((first, end));
+            }
+        }
+        self.closed.sort_unstable();
+    }
+}
+
+/// The search for a gap, from below.
+struct Gaps {
+    /// Below it nothing is free any more.
+    at: u64,
+    size: u64,
+    align: u64,
+    fit: Fit,
+    /// What it leaves, and where it is.
+    best: Option<(u64, u64)>,
+}
+
+impl Gaps {
+    /// Passes what is not free; says whether the gap is found.
+    fn pass(&mut self, first: u64, end: u64) -> bool {
+        // Where items are given by the offsets that they close, `size` is 0 and a gap is closed by
+        // the first such offset.
+        let end_of_gap = first;
+        if self.at + self.size <= end_of_gap && self.offer(end_of_gap - self.at - self.size) {
+            return true;
+        }
+        if end > self.at {
+            self.at = if self.align > 1 { end.next_multiple_of(self.align) } else { end };
+        }
+        false
+    }
+
+    /// Offers the gap at `at`, of which so much is left; says whether it is taken at once.
+    fn offer(&mut self, left: u64) -> bool {
+        let better = match self.best {
+            None => true,
+            Some((least, _)) => left < least || left == least && self.fit == Fit::BestHighest,
+        };
+        // A gap of no length is between two that adjoin, unless nothing is to be placed there.
+        if better && (self.size > 0 || left > 0) {
+            self.best = Some((left, self.at));
+        }
+        self.fit == Fit::First && self.best.is_some()
+    }
+
+    fn take(mut self, peak: u64, size: u64) -> u64 {
+        if self.fit == Fit::BestBelowPeak && self.at + size <= peak {
+            self.offer(peak - self.at - size);
+        }
+        self.best.map_or(self.at, |(_, at)| at)
+    }
+}

@@ -1,0 +1,242 @@
+//! Probes of a part's height: which height is tried next, in which order, and at how many nodes.
+//!
+//! The bound is probed first; where that fails the height goes half of the way back to the best
+//! that is known, and so on. A height is probed with all orders of a round before the next one is
+//! tried. Where nothing is left between, the rounds get longer. Which sections ended branches is
+//! remembered: items in those go to the front, from the second round on. It reads no time: who
+//! calls stops between probes.
+//!
+//! Invariants: `low <= peak`; every height below `low` was proved to be too small, and `peak` was
+//! reached.
+
+use super::chance::Chance;
+use super::order::Traits;
+use super::part::Part;
+use super::search::{Search, Verdict};
+
+/// What the items of a search are ordered by: the largest value first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Trait {
+    /// Sections, and steps, from its first to its last.
+    Width,
+    Duration,
+    /// The largest total of a section that it is in, and the sum of all of these.
+    Total,
+    Totals,
+    Size,
+    Area,
+    /// How many items it meets, and how large they are together.
+    Met,
+    MetSize,
+    /// Sections with a total near the bound.
+    Tight,
+    /// The earliest first, and the last to end first.
+    Early,
+    Late,
+}
+
+/// The orders of a round: by the first trait, then by the second. Each of them was the only one to
+/// solve some instance at few nodes (measured by the bench `plan`).
+const ORDERS: [(Trait, Trait); 16] = [
+    (Trait::Total, Trait::Area),
+    (Trait::Width, Trait::Total),
+    (Trait::Area, Trait::Total),
+    (Trait::Late, Trait::Duration),
+    (Trait::Early, Trait::Tight),
+    (Trait::Total, Trait::Met),
+    (Trait::Met, Trait::Area),
+    (Trait::Early, Trait::Area),
+    (Trait::MetSize, Trait::Width),
+    (Trait::Total, Trait::Duration),
+    (Trait::Tight, Trait::Early),
+    (Trait::Width, Trait::Late),
+    (Trait::Totals, Trait::Area),
+    (Trait::Early, Trait::Size),
+    (Trait::Tight, Trait::Met),
+    (Trait::Late, Trait::Area),
+];
+
+/// A section is tight where less than a 50th of the height is left.
+const TIGHT: u64 = 50;
+
+/// How far blame can take an item: its weight is that of its most blamed section.
+const WEIGHT_ONE: u64 = 1 << 10;
+
+/// The probes of one part.
+#[derive(Debug)]
+pub(super) struct Probe<'a> {
+    search: Search<'a>,
+    /// By order and item: both traits in one number.
+    scores: Vec<Vec<u64>>,
+    chance: Chance,
+    pub(super) low: u64,
+    pub(super) peak: u64,
+    pub(super) offsets: Vec<u64>,
+    /// The height is this part of the way from the peak to the bound: as a power of one half.
+    shrink: u32,
+    /// Whether the height lies on the way to the goal; else it is the goal.
+    descends: bool,
+    round: u32,
+    rounds_at_goal: u32,
+    at: usize,
+    pub(super) nodes: u64,
+}
+
+impl<'a> Probe<'a> {
+    /// Probes of a part for which offsets of this peak are known.
+    pub(super) fn new(part: &'a Part, traits: &[Traits], peak: u64, offsets: Vec<u64>) -> Self {
+        let values = Values::of(part, traits);
+        Self {
+            search: Search::new(part),
+            scores: ORDERS.iter().map(|(first, second)| values.scores(*first, *second)).collect(),
+            chance: Chance::new(0x51_7C_C1_B7_27_22_0A_95),
+            low: part.bound,
+            peak,
+            offsets,
+            shrink: 1,
+            descends: false,
+            round: 0,
+            rounds_at_goal: 0,
+            at: 0,
+            nodes: 0,
+        }
+    }
+
+    /// Probes once, towards `goal`. Where less than that is of use to nobody, `is_enough` says so;
+    /// `stop` is asked now and then.
+    pub(super) fn step(
+        &mut self,
+        goal: u64,
+        is_enough: bool,
+        nodes: u64,
+        stop: &mut dyn FnMut() -> bool,
+    ) {
+        debug_assert!(self.low < self.peak && goal < self.peak, "nothing to probe");
+        let low = self.low.max(goal);
+        if low + 1 == self.peak || is_enough {
+            self.descends = false;
+        }
+        let shrink = if self.descends { self.shrink } else { 0 };
+        let height = self.peak - ((self.peak - low) >> shrink).max(1);
+        let round = if self.descends { self.round } else { self.rounds_at_goal };
+        let order = self.order(round);
+        // Enough for a descent to the bottom and as many ways back.
+        let limit = (2 * order.len() as u64 + 64) << (round / 2).min(32);
+        let verdict = self.search.run(&order, height, limit.min(nodes), stop);
+        self.nodes += self.search.nodes();
+        match verdict {
+            Verdict::Found => {
+                self.offsets = self.search.offsets();
+                self.peak = self.search.part().peak(&self.offsets);
+                self.at = 0;
+            }
+            Verdict::Failed => {
+                self.low = height + 1;
+                (self.at, self.rounds_at_goal) = (0, 0);
+            }
+            Verdict::Stopped => self.missed(height),
+        }
+    }
+
+    /// After a round: the goal and what lies on the way to it are tried in turn.
+    fn missed(&mut self, height: u64) {
+        self.at += 1;
+        if self.at < ORDERS.len() {
+            return;
+        }
+        self.at = 0;
+        if !self.descends {
+            self.rounds_at_goal += 1;
+            self.descends = true;
+        } else if height + 1 < self.peak {
+            self.shrink += 1;
+            self.descends = false;
+        } else {
+            (self.shrink, self.round) = (1, self.round + 1);
+            self.descends = false;
+        }
+    }
+
+    /// What no plan of the part is below.
+    pub(super) fn proved(&self) -> u64 {
+        let part = self.search.part();
+        // Where windows slide, an item may be below another one at a step and above it at the next,
+        // which the search does not look for.
+        if part.is_sliding { part.bound } else { self.low }
+    }
+
+    /// The next order: that of the table in the first round, then one that blame and chance move.
+    fn order(&mut self, round: u32) -> Vec<u32> {
+        let scores = &self.scores[self.at];
+        let (blame, part) = (self.search.blame(), self.search.part());
+        let mean = blame.mean();
+        let is_first = round == 0;
+        let mut keys: Vec<(u64, u32)> = Vec::with_capacity(scores.len());
+        for (item, score) in (0_u32..).zip(scores) {
+            let own = &part.items[item as usize];
+            let weight = blame.weight(own.from, own.to, mean, WEIGHT_ONE).min(1 << 16);
+            let noise = WEIGHT_ONE + self.chance.below(WEIGHT_ONE / 2);
+            let moved = (score >> 10) * (weight + WEIGHT_ONE / 8) / WEIGHT_ONE * noise;
+            keys.push((if is_first { *score } else { moved }, item));
+        }
+        keys.sort_unstable_by_key(|(score, item)| (std::cmp::Reverse(*score), *item));
+        keys.into_iter().map(|(_, item)| item).collect()
+    }
+}
+
+/// The traits of all items.
+struct Values<'a> {
+    part: &'a Part,
+    traits: &'a [Traits],
+    totals: Vec<u64>,
+}
+
+impl<'a> Values<'a> {
+    fn of(part: &'a Part, traits: &'a [Traits]) -> Self {
+        let mut totals = vec![0; part.sections as usize];
+        for piece in &part.pieces {
+            for total in &mut totals[piece.from as usize..piece.to as usize] {
+                *total += part.weight(piece);
+            }
+        }
+        Self { part, traits, totals }
+    }
+
+    /// Both traits in one number: 21 bits of the one, 21 bits of the other.
+    fn scores(&self, first: Trait, second: Trait) -> Vec<u64> {
+        let scaled = |values: Vec<u64>| {
+            let most = values.iter().max().copied().unwrap_or(0).max(1);
+            let scale = move |value: u64| u128::from(value) * ((1 << 21) - 1) / u128::from(most);
+            values.into_iter().map(move |value| u64::try_from(scale(value)).unwrap_or(0))
+        };
+        let (first, second) = (scaled(self.all(first)), scaled(self.all(second)));
+        first.zip(second).map(|(first, second)| first << 21 | second).collect()
+    }
+
+    fn all(&self, which: Trait) -> Vec<u64> {
+        (0..self.part.items.len()).map(|item| self.one(which, item)).collect()
+    }
+
+    fn one(&self, which: Trait, at: usize) -> u64 {
+        let (item, items) = (&self.part.items[at], &self.part.items);
+        let totals = &self.totals[item.from as usize..item.to as usize];
+        let width = u64::from(item.to - item.from);
+        let met = || items.iter().filter(|other| other.from < item.to && item.from < other.to);
+        match which {
+            Trait::Width => width,
+            Trait::Duration => self.traits[at].duration(),
+            Trait::Total => totals.iter().max().copied().unwrap_or(0),
+            Trait::Totals => totals.iter().sum(),
+            Trait::Size => item.size,
+            Trait::Area => item.size.saturating_mul(width),
+            Trait::Met => met().count() as u64,
+            Trait::MetSize => met().map(|other| other.size).sum(),
+            Trait::Tight => {
+                let near = self.part.bound - self.part.bound / TIGHT;
+                totals.iter().filter(|total| **total >= near).count() as u64
+            }
+            Trait::Early => u64::from(self.part.sections - item.from),
+            Trait::Late => u64::from(item.to),
+        }
+    }
+}

@@ -1,0 +1,287 @@
+//! What is to be planned: buffers with sizes and lifetimes, and which share memory.
+//!
+//! It checks what it is given and solves nothing. A time is a step of whoever runs the plan: an
+//! index into a graph's nodes, or a tick of a trace. A lifetime is half-open: `3..5` is live at
+//! steps 3 and 4. What buffers that share memory are together stands in `shape`.
+//!
+//! Invariants: every buffer's gaps lie in its lifetime, in order, and do not overlap; the sizes
+//! with their alignments and all fixed offsets sum up to at most [`TOTAL_MAX`].
+
+use std::fmt;
+use std::ops::Range;
+
+use super::error::PlanError;
+use super::part::Parts;
+use super::shape::Shapes;
+use super::union::Unions;
+use crate::bytes::ByteSize;
+
+/// What all buffers may have together, alignments counted: sums and differences of offsets then
+/// stay within 63 bits.
+pub(super) const TOTAL_MAX: u64 = u64::MAX >> 2;
+
+/// A buffer of a problem: its number, in the order in which it was added.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct BufferId(pub(super) u32);
+
+impl BufferId {
+    /// The number, counted from 0.
+    #[must_use]
+    pub const fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// Part of a buffer, in bytes from its start: `low` up to and without `high`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Window {
+    /// The first byte.
+    pub low: u64,
+    /// The first byte after it.
+    pub high: u64,
+}
+
+impl fmt::Display for Window {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.low, self.high)
+    }
+}
+
+/// A part of a lifetime in which only a window of the buffer is needed, or nothing.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Gap {
+    /// When: half-open.
+    pub span: Range<i64>,
+    /// What is still needed; `None`: nothing.
+    pub window: Option<Window>,
+}
+
+/// What a buffer is to its surroundings.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Role {
+    /// Written first, read last, by what the plan is for.
+    #[default]
+    Inner,
+    /// There before the first step: live from then on, so that no two inputs share memory.
+    Input,
+    /// Read after the last step: live until then, so that nothing comes into its place.
+    Output,
+    /// Both: a weight that is trained, or a cache.
+    Through,
+    /// Memory of the caller's own: it gets no offset.
+    External,
+}
+
+/// One buffer: what it needs, and when.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Demand {
+    /// Its name, for errors and pictures; it need not be the only one of that name.
+    pub name: String,
+    /// Its size; none at all is allowed.
+    pub size: ByteSize,
+    /// Its offset is a multiple of this many bytes; 1 where anything will do.
+    pub align: u64,
+    /// The steps at which it is live: half-open; none at all is allowed.
+    pub live: Range<i64>,
+    /// Parts of `live` in which less of it is needed, in order.
+    pub gaps: Vec<Gap>,
+    /// Where it has to be.
+    pub offset: Option<u64>,
+    /// What it is to its surroundings.
+    pub role: Role,
+}
+
+impl Demand {
+    /// A buffer of this size that is live at these steps: no alignment, no gaps.
+    #[must_use]
+    pub fn new(name: impl Into<String>, size: ByteSize, live: Range<i64>) -> Self {
+        let (align, gaps, offset) = (1, Vec::new(), None);
+        Self { name: name.into(), size, align, live, gaps, offset, role: Role::Inner }
+    }
+
+    fn check(&self) -> Result<(), PlanError> {
+        let name = || self.name.clone();
+        let (size, Range { start: first, end }) = (self.size.get(), self.live.clone());
+        if end < first {
+            return Err(PlanError::Inverted { name: name(), first, end });
+        }
+        if self.align == 0 {
+            return Err(PlanError::NoAlign { name: name() });
+        }
+        let mut from = first;
+        for gap in &self.gaps {
+            let Range { start, end: gap_end } = gap.span;
+            if start < from || gap_end < start || gap_end > end {
+                let (first, until) = (start, end);
+                return Err(PlanError::Gap { name: name(), first, end: gap_end, from, until });
+            }
+            if let Some(window) = gap.window.filter(|w| w.low > w.high || w.high > size) {
+                return Err(PlanError::Window { name: name(), window, size });
+            }
+            from = gap_end;
+        }
+        match self.offset {
+            Some(offset) if offset % self.align != 0 => {
+                Err(PlanError::FixedMisaligned { name: name(), offset, align: self.align })
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Buffers to plan, in the order in which they were added.
+///
+/// ```
+/// use lowtide::ByteSize;
+/// use lowtide::device::plan::{Demand, Problem};
+///
+/// let mut problem = Problem::new();
+/// let weights = problem.add(Demand::new("hidden", ByteSize::kib(64), 0..2))?;
+/// let logits = problem.add(Demand::new("logits", ByteSize::kib(16), 1..3))?;
+/// problem.reuse(logits, weights)?; // written in the place of what is read for the last time
+/// assert_eq!(problem.lower_bound()?, ByteSize::kib(64));
+/// # Ok::<(), lowtide::device::plan::PlanError>(())
+/// ```
+#[derive(Clone, Debug, Default)]
+pub struct Problem {
+    demands: Vec<Demand>,
+    pub(super) unions: Unions,
+    /// What the sizes, the alignments and the fixed offsets sum up to so far.
+    total: u64,
+}
+
+impl Problem {
+    /// A problem without buffers.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds a buffer.
+    ///
+    /// # Errors
+    /// [`PlanError`], where the buffer is wrong in itself, or one too many.
+    pub fn add(&mut self, demand: Demand) -> Result<BufferId, PlanError> {
+        demand.check()?;
+        let Ok(number) = u32::try_from(self.demands.len()) else {
+            return Err(PlanError::TooMany { name: demand.name, limit: u32::MAX });
+        };
+        let parts = [Some(demand.size.get()), Some(demand.align - 1), demand.offset];
+        let sum = |sum: u64, part: u64| sum.checked_add(part).filter(|sum| *sum <= TOTAL_MAX);
+        let Some(total) = parts.into_iter().flatten().try_fold(self.total, sum) else {
+            let (name, size) = (demand.name, demand.size);
+            return Err(PlanError::TooLarge { name, size, limit: ByteSize::new(TOTAL_MAX) });
+        };
+        self.total = total;
+        self.demands.push(demand);
+        self.unions.add();
+        Ok(BufferId(number))
+    }
+
+    /// Says that `view` is part of `of`, from the byte `at` on: it has no memory of its own, and
+    /// `of` keeps all of it for as long as `view` is live.
+    ///
+    /// # Errors
+    /// [`PlanError`], where it shares memory already, reaches beyond `of`, or cannot lie there.
+    pub fn view(&mut self, view: BufferId, of: BufferId, at: u64) -> Result<(), PlanError> {
+        self.share(view, of, at, false)
+    }
+
+    /// Says that `child` is written in the place of `parent`, from its first byte on. The step at
+    /// which `child` begins may be the last one of `parent` and of every view of it; that is
+    /// checked when the problem is solved, as views may be added later.
+    ///
+    /// # Errors
+    /// [`PlanError`], where it shares memory already, is larger than `parent`, or cannot lie there.
+    pub fn reuse(&mut self, child: BufferId, parent: BufferId) -> Result<(), PlanError> {
+        self.share(child, parent, 0, true)
+    }
+
+    fn share(
+        &mut self,
+        child: BufferId,
+        over: BufferId,
+        at: u64,
+        replaces: bool,
+    ) -> Result<(), PlanError> {
+        let (below, above) = (self.known(over)?, self.known(child)?);
+        let names = || (self.named(child), self.named(over));
+        let (size, room) = (above.size.get(), below.size.get());
+        if at.checked_add(size).is_none_or(|end| end > room) {
+            let (name, over) = names();
+            return Err(PlanError::BeyondOther { name, size, over, at, room });
+        }
+        if replaces && self.is_external(over) {
+            let (name, over) = names();
+            return Err(PlanError::ReuseOfExternal { name, over });
+        }
+        if !above.gaps.is_empty() || !below.gaps.is_empty() {
+            let (name, over) = names();
+            return Err(PlanError::CannotShare { name, over, at });
+        }
+        if !self.unions.join(child.0, over.0, at, replaces) {
+            let (name, over) = (self.named(child), self.named(over));
+            return Err(PlanError::SharedTwice { name, over });
+        }
+        Ok(())
+    }
+
+    fn known(&self, id: BufferId) -> Result<&Demand, PlanError> {
+        let unknown = PlanError::Unknown { number: id.0, count: self.demands.len() };
+        self.demands.get(id.index()).ok_or(unknown)
+    }
+
+    fn named(&self, id: BufferId) -> String {
+        self.demands[id.index()].name.clone()
+    }
+
+    /// The buffers, in the order in which they were added.
+    #[must_use]
+    pub fn demands(&self) -> &[Demand] {
+        &self.demands
+    }
+
+    /// All numbers of buffers, in order.
+    pub fn ids(&self) -> impl ExactSizeIterator<Item = BufferId> + use<> {
+        (0..u32::try_from(self.demands.len()).unwrap_or(u32::MAX)).map(BufferId)
+    }
+
+    /// Whether the buffer, or the one that it is a view of, is the caller's own memory.
+    #[must_use]
+    pub fn is_external(&self, id: BufferId) -> bool {
+        let root = self.unions.root(id.0).0;
+        [id.index(), root as usize]
+            .into_iter()
+            .any(|at| self.demands.get(at).is_some_and(|demand| demand.role == Role::External))
+    }
+
+    /// What any plan needs: the most that is live at once, with what alignments certainly cost.
+    /// O(n log n).
+    ///
+    /// # Errors
+    /// [`PlanError`], where buffers cannot share memory as they were said to.
+    pub fn lower_bound(&self) -> Result<ByteSize, PlanError> {
+        let parts = Parts::of(&Shapes::of(self)?);
+        Ok(ByteSize::new(parts.bound() * parts.unit))
+    }
+
+    /// From the first step of any buffer with memory to the end of the last one.
+    pub(super) fn span(&self) -> Range<i64> {
+        let own = self.demands.iter().filter(|d| d.role != Role::External && !d.live.is_empty());
+        let first = own.clone().map(|demand| demand.live.start).min();
+        let end = own.map(|demand| demand.live.end).max();
+        first.unwrap_or(0)..end.unwrap_or(0)
+    }
+
+    /// The steps at which a buffer needs its memory, by its role.
+    pub(super) fn held(&self, demand: &Demand, span: &Range<i64>) -> Range<i64> {
+        let live = demand.live.clone();
+        match demand.role {
+            Role::Inner | Role::External => live,
+            Role::Input => live.start.min(span.start)..live.end,
+            Role::Output => live.start..live.end.max(span.end),
+            Role::Through => live.start.min(span.start)..live.end.max(span.end),
+        }
+    }
+}

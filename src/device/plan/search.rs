@@ -1,0 +1,451 @@
+//! Exact search: whether the items of a part fit below a given height, and how.
+//!
+//! Depth first, from below. Of all solutions only those are looked at in which no item could be
+//! lower with all others where they are; items are placed in the order of their offsets, each on
+//! what it meets below. (The idea is MiniMalloc's: Moffitt, ASPLOS 2023.) It knows no time and no
+//! best: who calls probes one height after the other.
+//!
+//! What ends a branch early:
+//! * floors: no item that is left can begin in a section below the lowest of those that are left
+//!   there; floor and what is left of the section must not pass the height (`floors`);
+//! * an item that could still be placed wholly below an offset is placed before it;
+//! * what lies below the last offset, and can no longer be placed there, has to be raised by
+//!   another item first;
+//! * items that fall apart in time are searched apart, so that one does not try the other's ways;
+//! * what was left once, at offsets as low, and did not fit, does not fit the second time. That is
+//!   known by a hash of 64 bits.
+//!
+//! Invariants: every list on the stack is in the order of its keys; `totals` is the sum of what is
+//! left in each section; `Found` comes with offsets below the height for all items.
+
+use super::floors::{Blame, Floors};
+use super::part::{Part, Piece};
+
+/// Bits of a key that are an item's rank.
+const RANK_BITS: u32 = 16;
+
+/// The most items that a search has numbers for, and the height below which its keys have room.
+pub(super) const ITEMS_MAX: usize = 1 << RANK_BITS;
+pub(super) const HEIGHT_MAX: u64 = 1 << (62 - RANK_BITS);
+
+/// States that are remembered as dead ends: 256 KiB.
+const DEAD_ENDS: usize = 1 << 14;
+
+/// Nodes between two questions whether to stop: about 0.5 ms.
+const NODES_PER_STOP: u64 = 32;
+
+/// What came of a search.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Verdict {
+    /// The offsets are there.
+    Found,
+    /// There are none in which each pair of items has one order from below: proved.
+    Failed,
+    /// The nodes or the time ran out.
+    Stopped,
+}
+
+/// An item as the search wants it, by its rank in the order.
+#[derive(Clone, Debug)]
+pub(super) struct Body {
+    pub(super) from: u32,
+    pub(super) to: u32,
+    pub(super) size: u64,
+    pub(super) height: u64,
+    align: u64,
+    pub(super) fixed: Option<u64>,
+    /// Its number in the part.
+    item: u32,
+    /// Whether it has one piece, which begins at its offset.
+    is_plain: bool,
+}
+
+impl Body {
+    /// How much it raises any item that it meets, at least.
+    pub(super) const fn least_lift(&self) -> u64 {
+        if self.is_plain { self.height } else { 1 }
+    }
+}
+
+/// A list of keys on the stack that meet in time, and the sections that they are in.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Group {
+    pub(super) start: usize,
+    pub(super) end: usize,
+    pub(super) from: u32,
+    pub(super) to: u32,
+}
+
+/// A group whose items are being placed.
+#[derive(Clone, Copy, Debug)]
+struct Frame {
+    group: Group,
+    /// No item may come before this key.
+    least: u64,
+    hash: u64,
+    /// The item that is placed, and the offset from which on none can be placed next.
+    at: usize,
+    ceiling: u64,
+    /// What is left after it: where on the stack, which groups, and which of them is searched.
+    mark: usize,
+    groups: usize,
+    next: usize,
+}
+
+/// A search over one part.
+#[derive(Debug)]
+pub(super) struct Search<'a> {
+    part: &'a Part,
+    bodies: Vec<Body>,
+    totals: Vec<u64>,
+    floors: Floors,
+    stack: Vec<u64>,
+    groups: Vec<Group>,
+    frames: Vec<Frame>,
+    /// Those that an item raises.
+    raised: Vec<u64>,
+    dead_ends: Vec<(u64, u64)>,
+    offsets: Vec<u64>,
+    height: u64,
+    nodes: u64,
+    runs: u64,
+}
+
+impl<'a> Search<'a> {
+    pub(super) fn new(part: &'a Part) -> Self {
+        debug_assert!(part.items.len() <= ITEMS_MAX, "more items than ranks");
+        let sections = part.sections as usize;
+        Self {
+            part,
+            bodies: Vec::new(),
+            totals: vec![0; sections],
+            floors: Floors::new(sections),
+            stack: Vec::new(),
+            groups: Vec::new(),
+            frames: Vec::new(),
+            raised: Vec::new(),
+            dead_ends: vec![(0, 0); DEAD_ENDS],
+            offsets: vec![0; part.items.len()],
+            height: 0,
+            nodes: 0,
+            runs: 0,
+        }
+    }
+
+    /// Looks for offsets below `height`, preferring items in this order, at no more than `limit`
+    /// nodes and until it is told to stop.
+    pub(super) fn run(
+        &mut self,
+        order: &[u32],
+        height: u64,
+        limit: u64,
+        stop: &mut dyn FnMut() -> bool,
+    ) -> Verdict {
+        debug_assert!(height < HEIGHT_MAX, "a height that keys have no room for");
+        (self.height, self.nodes, self.runs) = (height, 0, self.runs + 1);
+        self.start(order);
+        let all = Group { start: 0, end: self.stack.len(), from: 0, to: self.part.sections };
+        let least = |body: &Body| body.fixed.unwrap_or(0) + body.size;
+        let mut done = if self.bodies.iter().any(|body| least(body) > height) {
+            Some(Verdict::Failed)
+        } else {
+            self.enter(all, 0)
+        };
+        loop {
+            if self.nodes > limit || self.nodes.is_multiple_of(NODES_PER_STOP) && stop() {
+                break;
+            }
+            done = match done {
+                None => self.advance(),
+                Some(verdict) if self.frames.is_empty() => {
+                    self.floors.blame.settle();
+                    return verdict;
+                }
+                Some(Verdict::Found) => self.next_group(),
+                Some(_) => {
+                    self.take_back();
+                    None
+                }
+            };
+        }
+        self.floors.blame.settle();
+        Verdict::Stopped
+    }
+
+    fn start(&mut self, order: &[u32]) {
+        let part = self.part;
+        let body = |&item: &u32| {
+            let own = &part.items[item as usize];
+            let pieces = part.pieces(item as usize);
+            Body {
+                from: own.from,
+                to: own.to,
+                size: own.size,
+                height: own.height,
+                align: own.align,
+                fixed: own.fixed,
+                item,
+                is_plain: pieces.len() == 1 && pieces[0].low == 0,
+            }
+        };
+        self.bodies.clear();
+        self.bodies.extend(order.iter().map(body));
+        self.stack.clear();
+        self.groups.clear();
+        self.frames.clear();
+        self.totals.fill(0);
+        for rank in 0..self.bodies.len() {
+            self.stack.push(key(self.bodies[rank].fixed.unwrap_or(0), rank));
+            self.add(rank);
+        }
+        self.stack.sort_unstable();
+    }
+
+    pub(super) const fn part(&self) -> &'a Part {
+        self.part
+    }
+
+    /// Nodes of the last run.
+    pub(super) const fn nodes(&self) -> u64 {
+        self.nodes
+    }
+
+    /// Which sections ended branches, in the last run and, less so, in those before.
+    pub(super) const fn blame(&self) -> &Blame {
+        &self.floors.blame
+    }
+
+    /// The offsets that were found, by the item's number.
+    pub(super) fn offsets(&self) -> Vec<u64> {
+        let mut offsets = vec![0; self.bodies.len()];
+        for (body, offset) in self.bodies.iter().zip(&self.offsets) {
+            offsets[body.item as usize] = *offset;
+        }
+        offsets
+    }
+
+    fn pieces(&self, rank: usize) -> &'a [Piece] {
+        self.part.pieces(self.bodies[rank].item as usize)
+    }
+
+    fn add(&mut self, rank: usize) {
+        for piece in self.pieces(rank) {
+            let weight = self.part.weight(piece);
+            let totals = &mut self.totals[piece.from as usize..piece.to as usize];
+            totals.iter_mut().for_each(|total| *total += weight);
+        }
+    }
+
+    fn remove(&mut self, rank: usize) {
+        for piece in self.pieces(rank) {
+            let weight = self.part.weight(piece);
+            let totals = &mut self.totals[piece.from as usize..piece.to as usize];
+            totals.iter_mut().for_each(|total| *total -= weight);
+        }
+    }
+
+    /// Begins with a group; says at once where that is known to fail.
+    fn enter(&mut self, group: Group, least: u64) -> Option<Verdict> {
+        if group.start == group.end {
+            return Some(Verdict::Found);
+        }
+        let list = &self.stack[group.start..group.end];
+        let hash = list.iter().fold(self.runs, |hash, key| hash.wrapping_add(mixed(*key)));
+        let (known, known_least) = self.dead_ends[slot(hash)];
+        if known == hash && known_least <= least {
+            return Some(Verdict::Failed);
+        }
+        self.nodes += 1;
+        let mut ceiling = u64::MAX;
+        if !self.part.is_sliding {
+            let room = self.height.next_multiple_of(self.part.grain);
+            let (part, bodies) = (self.part, &self.bodies);
+            let pieces = |rank: usize| part.pieces(bodies[rank].item as usize);
+            let heights = (self.height, room);
+            match self.floors.of(list, least, heights, group, bodies, pieces, &self.totals) {
+                Some(found) => ceiling = found,
+                None => {
+                    self.dead_ends[slot(hash)] = (hash, least);
+                    return Some(Verdict::Failed);
+                }
+            }
+        }
+        let (mark, groups) = (self.stack.len(), self.groups.len());
+        let at = group.start;
+        self.frames.push(Frame { group, least, hash, at, ceiling, mark, groups, next: groups });
+        None
+    }
+
+    /// Places the next item of the last frame; where there is none the group failed.
+    fn advance(&mut self) -> Option<Verdict> {
+        let Frame { group, least, hash, ceiling, .. } = *self.last();
+        while self.last().at < group.end {
+            let at = self.last().at;
+            let own = self.stack[at];
+            if offset_of(own) >= ceiling {
+                break;
+            }
+            if own >= least {
+                self.remove(rank_of(own));
+                let mark = self.stack.len();
+                if self.place(group, at) {
+                    self.take_apart(Group { start: mark, end: self.stack.len(), ..group });
+                    return self.enter_group();
+                }
+                self.take_back();
+            } else {
+                self.last().at += 1;
+            }
+        }
+        self.dead_ends[slot(hash)] = (hash, least);
+        self.frames.pop();
+        Some(Verdict::Failed)
+    }
+
+    /// The frame that is searched: callers have pushed one.
+    fn last(&mut self) -> &mut Frame {
+        let last = self.frames.len() - 1;
+        &mut self.frames[last]
+    }
+
+    /// Enters the next of the groups that are left after the last frame's item; without one its
+    /// group is placed.
+    fn enter_group(&mut self) -> Option<Verdict> {
+        let Frame { next, at, mark, groups, .. } = *self.last();
+        let own = self.stack[at];
+        if next < self.groups.len() {
+            let least = if self.part.is_sliding { 0 } else { own };
+            return self.enter(self.groups[next], least);
+        }
+        self.offsets[rank_of(own)] = offset_of(own);
+        self.add(rank_of(own));
+        self.stack.truncate(mark);
+        self.groups.truncate(groups);
+        self.frames.pop();
+        Some(Verdict::Found)
+    }
+
+    fn next_group(&mut self) -> Option<Verdict> {
+        self.last().next += 1;
+        self.enter_group()
+    }
+
+    /// Takes the last frame's item back, so that it tries the one after.
+    fn take_back(&mut self) {
+        let Frame { at, mark, groups, .. } = *self.last();
+        self.add(rank_of(self.stack[at]));
+        self.stack.truncate(mark);
+        self.groups.truncate(groups);
+        let frame = self.last();
+        (frame.at, frame.next) = (at + 1, groups);
+    }
+
+    /// Writes what is left of a group after one is placed behind it on the stack; `false` where
+    /// one of the others cannot be placed any more.
+    fn place(&mut self, group: Group, placed: usize) -> bool {
+        let (offset, rank) = (offset_of(self.stack[placed]), rank_of(self.stack[placed]));
+        let (from, to, is_plain) =
+            (self.bodies[rank].from, self.bodies[rank].to, self.bodies[rank].is_plain);
+        let top = offset + self.bodies[rank].height;
+        let mark = self.stack.len();
+        self.raised.clear();
+        for at in group.start..group.end {
+            let own = self.stack[at];
+            let other = &self.bodies[rank_of(own)];
+            if other.to <= from || to <= other.from {
+                self.stack.push(own);
+                continue;
+            }
+            if at == placed {
+                continue;
+            }
+            let least = if is_plain && other.is_plain {
+                top
+            } else {
+                let lift = self.part.lift(self.bodies[rank].item as usize, other.item as usize);
+                lift.map_or(0, |lift| offset.saturating_add_signed(lift))
+            };
+            let least = if other.align > 1 { least.next_multiple_of(other.align) } else { least };
+            if least <= offset_of(own) {
+                self.stack.push(own);
+            } else if least + other.size > self.height || other.fixed.is_some() {
+                self.floors.blame.span(from.max(other.from), to.min(other.to));
+                return false;
+            } else {
+                self.raised.push(key(least, rank_of(own)));
+            }
+        }
+        self.raised.sort_unstable();
+        self.merge(mark);
+        true
+    }
+
+    /// Merges the raised ones into the sorted list that ends the stack.
+    fn merge(&mut self, mark: usize) {
+        let mut low = self.stack.len();
+        self.stack.resize(low + self.raised.len(), 0);
+        let (mut high, mut next) = (self.raised.len(), self.stack.len());
+        while high > 0 {
+            next -= 1;
+            if low > mark && self.stack[low - 1] > self.raised[high - 1] {
+                low -= 1;
+                self.stack[next] = self.stack[low];
+            } else {
+                high -= 1;
+                self.stack[next] = self.raised[high];
+            }
+        }
+    }
+
+    /// Lists the groups into which one falls where nothing crosses from a section into the next.
+    fn take_apart(&mut self, group: Group) {
+        let list = &self.stack[group.start..group.end];
+        let spans = list.iter().map(|key| &self.bodies[rank_of(*key)]);
+        let Some(cuts) = self.floors.cuts(spans.map(|body| (body.from, body.to)), group) else {
+            if group.start < group.end {
+                self.groups.push(group);
+            }
+            return;
+        };
+        for pair in cuts.windows(2) {
+            let (from, to) = (pair[0], pair[1]);
+            let start = self.stack.len();
+            for at in group.start..group.end {
+                let own = self.stack[at];
+                let body = &self.bodies[rank_of(own)];
+                if body.from >= from && body.to <= to {
+                    self.stack.push(own);
+                }
+            }
+            if start < self.stack.len() {
+                self.groups.push(Group { start, end: self.stack.len(), from, to });
+            }
+        }
+    }
+}
+
+/// An item's lowest offset, and its rank: keys are in the order in which items may be placed.
+pub(super) const fn key(offset: u64, rank: usize) -> u64 {
+    offset << RANK_BITS | rank as u64
+}
+
+pub(super) const fn offset_of(key: u64) -> u64 {
+    key >> RANK_BITS
+}
+
+pub(super) const fn rank_of(key: u64) -> usize {
+    (key & ((1 << RANK_BITS) - 1)) as usize
+}
+
+/// A key's share of a hash. (The finalizer of splitmix64, S. Vigna 2015.)
+const fn mixed(key: u64) -> u64 {
+    let mixed = key.wrapping_add(0x9E37_79B9_7F4A_7C15);
+    let mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    mixed ^ (mixed >> 31)
+}
+
+#[expect(clippy::cast_possible_truncation, reason = "it is below the number of dead ends")]
+const fn slot(hash: u64) -> usize {
+    (hash % DEAD_ENDS as u64) as usize
+}
