@@ -330,8 +330,8 @@ fn a_compaction_empties_segments_and_its_gain_was_foretold() {
     bed.end();
 }
 
-/// Bug: where blocks had been had by their address, that of a planned move was looked for though the
-/// block had been freed meanwhile and its segment was gone.
+/// Bug: where blocks had been had by their address, that of a planned move was looked for though
+/// the block had been freed meanwhile and its segment was gone.
 #[test]
 fn a_move_of_a_block_that_is_gone_with_its_segment_is_skipped() {
     let bed = Bed::plain();
