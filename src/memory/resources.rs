@@ -20,7 +20,7 @@ impl Memory {
     ///
     /// The loader must not hold this `Memory`: the registry holds the loader, so that the two would
     /// keep each other, and the threads, for ever, unless [`Memory::shutdown`] is called. Let it
-    /// hold what it needs, mostly a [`DeviceArena`](crate::device::DeviceArena), or a
+    /// hold what it needs, mostly a [`DeviceArena`], or a
     /// [`WeakMemory`](super::WeakMemory). The same holds for
     /// the clean-up.
     ///
