@@ -60,6 +60,7 @@ impl Memory {
     /// What a request allocates there while it uses the resource may stay until the arena decays.
     ///
     /// ```
+    /// use lowtide::control::Resource as _;
     /// use lowtide::device::Region;
     /// use lowtide::{ByteSize, Memory};
     ///
