@@ -63,8 +63,8 @@ impl DeviceArena {
     /// Where everything lies now, each region in at most `cells_max` cells (at least 2).
     ///
     /// Holds the lock for a walk over all blocks, some ns for each where the arena is awake, and
-    /// allocates the cells and
-    /// an entry for each run of committed granules. Nothing in a forked child.
+    /// allocates the cells and an entry for each run of committed granules. Nothing in a forked
+    /// child.
     ///
     /// ```
     /// # use std::sync::Arc;

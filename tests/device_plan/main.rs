@@ -16,7 +16,7 @@ use lowtide::clock::ManualClock;
 use lowtide::device::plan::{Budget, Demand, Ends, Gap, Plan, Planner, Problem, Role, Window};
 use random::{Gaps, Kind};
 
-/// Random problems in a test; the bench `plan` has a hundred thousand.
+/// Random problems of each kind.
 const SMALL: u64 = 300;
 
 const EVERYTHING: Kind = Kind { aligned: true, gaps: Gaps::Windows, fixed: true };

@@ -55,7 +55,8 @@ impl Plan {
         self.peak.saturating_sub(self.bound)
     }
 
-    /// Whether it is proved that no plan has a smaller peak.
+    /// Whether it is proved that no plan has a smaller peak. Where a search proved it, that rests
+    /// on no two of its states having the same hash of 64 bits.
     #[must_use]
     pub fn is_optimal(&self) -> bool {
         self.peak == self.bound
