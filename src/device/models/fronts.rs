@@ -6,23 +6,34 @@ use super::*;
 
 #[test]
 fn a_front_that_is_emptied_hands_nothing_out_twice() {
-    loom::model(|| {
-        let (arena, driver) = open(4);
-        for _ in 0..6 {
-            assert!(pass(&arena, 256));
-        }
-        assert!(!arena.snapshot().cached.is_zero(), "the size is hot");
-        let trim = |arena: &DeviceArena| {
-            arena.trim(ByteSize::ZERO).expect("gives back");
-        };
-        both(arena, &driver, trim, |arena| {
-            let held = arena.alloc::<u8>(256, Region::Dynamic).expect("room");
-            let other = arena.alloc::<u8>(256, Region::Dynamic).expect("room");
-            // What is on its way from the front to the books counts as live meanwhile. A block
-            // that was handed out twice would be freed twice, which the books refuse.
-            assert!(arena.glance().live >= ByteSize::new(512));
-            drop((held, other));
-        });
+    loom::model(|| emptied_beside(1));
+}
+
+/// With one preemption less than the others: there are ten times as many steps.
+#[test]
+fn a_front_that_is_emptied_hands_two_blocks_out_once_each() {
+    let mut few = loom::model::Builder::new();
+    few.preemption_bound = Some(2);
+    few.check(|| emptied_beside(2));
+}
+
+/// A front is emptied beside so many allocations from it.
+fn emptied_beside(count: usize) {
+    let (arena, driver) = open(4);
+    for _ in 0..6 {
+        assert!(pass(&arena, 256));
+    }
+    assert!(!arena.snapshot().cached.is_zero(), "the size is hot");
+    let trim = |arena: &DeviceArena| {
+        arena.trim(ByteSize::ZERO).expect("gives back");
+    };
+    both(arena, &driver, trim, move |arena| {
+        let alloc = |_| arena.alloc::<u8>(256, Region::Dynamic).expect("room");
+        let held: Vec<_> = (0..count).map(alloc).collect();
+        // What is on its way from the front to the books counts as live meanwhile. A block
+        // that was handed out twice would be freed twice, which the books refuse.
+        assert!(arena.glance().live >= ByteSize::of(256 * count));
+        drop(held);
     });
 }
 
