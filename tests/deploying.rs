@@ -60,6 +60,7 @@ fn the_defaults_in_the_rows_are_those_of_the_profiles() {
         };
         for (name, default) in [
             ("LOWTIDE_CEILING", format!("{:.2}", config.ceiling.value)),
+            ("LOWTIDE_MULTIPLIER", config.multiplier.value.to_string()),
             ("LOWTIDE_DEVICE", config.device.value.to_string()),
             ("LOWTIDE_DEVICE_WATERMARK", format!("{:.2}", config.device_watermark.value)),
             ("LOWTIDE_DEVICE_RUNG", config.device_rung.value.to_string()),

@@ -220,6 +220,19 @@ fn admission_follows_what_is_measured_and_names_the_numbers() {
 }
 
 #[test]
+fn who_says_that_estimates_are_right_is_taken_at_their_word_from_the_start() {
+    let _turn = turn();
+    let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(1000)));
+    let memory = still(&clock, &tree).ceiling(0.5).multiplier(1.0).start().expect("starts");
+    memory.purge().expect("so that little is purgeable");
+    assert!((memory.snapshot().host.multiplier - 1.0).abs() < 1e-9);
+    let permit = memory.admission().try_admit(Cost::host(ByteSize::mib(400)));
+    assert!(permit.is_ok(), "{permit:?}: it fits once and not twice");
+    drop(permit);
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
+#[test]
 fn a_resource_that_costs_nothing_books_no_byte_and_loads_though_nothing_fits() {
     let _turn = turn();
     let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(1000)));

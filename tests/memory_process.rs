@@ -202,6 +202,7 @@ fn describe(memory: &Memory) -> String {
         profile,
         memory_limit,
         ceiling,
+        multiplier,
         device,
         device_rung,
         device_limit,
@@ -232,6 +233,8 @@ fn describe(memory: &Memory) -> String {
         format!("memory_limit={limit} ({})", memory_limit.source),
         format!("held={} ({})", held.bytes.exact(), held.source.name()),
         format!("ceiling={} ({})", ceiling.value, ceiling.source),
+        format!("multiplier={} ({})", multiplier.value, multiplier.source),
+        format!("K={}", memory.snapshot().host.multiplier),
         format!("device={} ({})", device.value, device.source),
         format!("device_rung={} ({})", device_rung.value, device_rung.source),
         format!("device_limit={} ({})", device_limit.value.exact(), device_limit.source),
@@ -275,6 +278,7 @@ fn each_variable_reaches_what_it_sets() {
         ("LOWTIDE_PROFILE", "low-memory"),
         ("LOWTIDE_MEMORY_LIMIT", "48m"),
         ("LOWTIDE_CEILING", "0.25"),
+        ("LOWTIDE_MULTIPLIER", "1.25"),
         ("LOWTIDE_DEVICE", "host"),
         ("LOWTIDE_DEVICE_RUNG", "plain"),
         ("LOWTIDE_DEVICE_LIMIT", "6m"),
@@ -295,6 +299,8 @@ fn each_variable_reaches_what_it_sets() {
         "memory_limit=48MiB (environment)",
         "held=48MiB (override)",
         "ceiling=0.25 (environment)",
+        "multiplier=1.25 (environment)",
+        "K=1.25;",
         "device=host (environment)",
         "device_rung=plain (environment)",
         "device_limit=6MiB (environment)",
@@ -317,7 +323,7 @@ fn each_variable_reaches_what_it_sets() {
     }
     let (bare, _) = with_variables(&[("LOWTIDE_BACKGROUND_THREADS", "0")]);
     assert!(bare.contains(" threads, on: false; background_threads=0 (environment)"), "{bare}");
-    assert_eq!(env::VARIABLES.len(), 17, "a variable was added that this test does not name");
+    assert_eq!(env::VARIABLES.len(), 18, "a variable was added that this test does not name");
 }
 
 #[test]

@@ -3,7 +3,8 @@
 //! The proxy of `examples/proxy` runs as a child process in a memory cgroup of its own, under
 //! open-loop load from another process: requests come at seeded Poisson times whether or not the
 //! last ones were answered, each holds its memory for seconds, and latency counts from the time at
-//! which a request was to be sent. The same load meets each policy in turn.
+//! which a request was to be sent. The same load meets each policy in turn. lowtide's service takes
+//! the `LOWTIDE_*` variables that this process has.
 //!
 //! Exit codes: 0 done; 1 lowtide's service was killed, or a cell could not be run, or (`--ci`)
 //! nothing died without admission; 2 no memory cgroup can be made here.

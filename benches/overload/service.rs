@@ -164,7 +164,9 @@ fn admitted(
 }
 
 fn memory(settings: &Settings, upkeep: prometheus::PrometheusHandle) -> Result<Memory, BoxError> {
-    let mut builder = Memory::builder().after_publish(move || upkeep.run_upkeep());
+    // So that a setting can be tried by its variable.
+    let mut builder = Memory::builder().with_environment()?;
+    builder = builder.after_publish(move || upkeep.run_upkeep());
     if settings.decay_off {
         builder = builder.heap_decay(DecayTime::Never);
     }

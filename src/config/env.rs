@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use super::settings::{ConfigError, DeviceChoice, DeviceRung, Fault, Settings};
 use crate::bytes::ByteSize;
+use crate::control::ledger::{K_MAX, K_MIN};
 use crate::decay::DecayTime;
 use crate::device::Contents;
 
@@ -37,6 +38,8 @@ pub struct Variable {
 ///   it) or 1.5GiB; unset: the cgroup's or the machine's
 /// * `LOWTIDE_CEILING`: part of the limit up to which requests are admitted: 0.8 or 80%; above
 ///   0, at most 1
+/// * `LOWTIDE_MULTIPLIER`: what a request may need over its estimate until that is measured: 1
+///   where estimates are known to be right, at most 5
 /// * `LOWTIDE_DEVICE`: auto, cuda, cuda:1 (a number), cuda:GPU-... or cuda:MIG-... (a UUID), host
 ///   or none: where device arenas live
 /// * `LOWTIDE_DEVICE_RUNG`: auto, virtual-memory, pool, plain or managed: in which way CUDA memory
@@ -78,6 +81,12 @@ pub const VARIABLES: &[Variable] = &[
         name: "LOWTIDE_CEILING",
         help: "part of the limit up to which requests are admitted: 0.8 or 80%; above 0, at most 1",
         put: |settings, text| put(&mut settings.ceiling, ratio(text)),
+    },
+    Variable {
+        name: "LOWTIDE_MULTIPLIER",
+        help: "what a request may need over its estimate until that is measured: 1 where estimates \
+               are known to be right, at most 5",
+        put: |settings, text| put(&mut settings.multiplier, multiplier(text)),
     },
     Variable {
         name: "LOWTIDE_DEVICE",
@@ -246,6 +255,11 @@ fn ratio(text: &str) -> Result<f64, &'static str> {
     valid.ok_or("a number in (0, 1], or a percentage up to 100%")
 }
 
+fn multiplier(text: &str) -> Result<f64, &'static str> {
+    let valid = text.parse().ok().filter(|factor| (K_MIN..=K_MAX).contains(factor));
+    valid.ok_or("a number in [1, 5]")
+}
+
 fn share(text: &str) -> Result<f64, &'static str> {
     let valid = part(text).filter(|share| (0.0..1.0).contains(share));
     valid.ok_or("a number in [0, 1), or a percentage below 100%")
@@ -316,6 +330,7 @@ mod tests {
             ("LOWTIDE_PROFILE", "low-memory"),
             ("LOWTIDE_MEMORY_LIMIT", "512m"),
             ("LOWTIDE_CEILING", "0.75"),
+            ("LOWTIDE_MULTIPLIER", "1.5"),
             ("LOWTIDE_DEVICE", "host"),
             ("LOWTIDE_DEVICE_RUNG", "pool"),
             ("LOWTIDE_DEVICE_LIMIT", "1GiB"),
@@ -336,6 +351,7 @@ mod tests {
             profile: Some(Profile::LowMemory),
             memory_limit: Some(ByteSize::mib(512)),
             ceiling: Some(0.75),
+            multiplier: Some(1.5),
             device: Some(DeviceChoice::Host),
             device_rung: Some(DeviceRung::Pool),
             device_limit: Some(ByteSize::gib(1)),
@@ -352,7 +368,7 @@ mod tests {
             metrics_interval: Some(Duration::from_secs(2)),
         };
         assert_eq!(found, Ok(expected));
-        assert_eq!(VARIABLES.len(), 17, "a variable was added that this test does not name");
+        assert_eq!(VARIABLES.len(), 18, "a variable was added that this test does not name");
     }
 
     #[test]

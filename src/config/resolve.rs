@@ -9,6 +9,7 @@ use super::profile::Profile;
 use super::settings::{ConfigError, DeviceChoice, DeviceRung, Fault, Settings};
 use crate::bytes::ByteSize;
 use crate::control::PurgeGrowth;
+use crate::control::ledger::{K_MAX, K_MIN, K_START};
 use crate::decay::DecayTime;
 use crate::device::{Contents, SleepConfig, SleepOptions};
 
@@ -54,6 +55,8 @@ pub struct Config {
     pub memory_limit: Resolved<Option<ByteSize>>,
     /// Part of the limit up to which requests are admitted.
     pub ceiling: Resolved<f64>,
+    /// What a booked byte is taken to need until that is measured.
+    pub multiplier: Resolved<f64>,
     /// Where device arenas live.
     pub device: Resolved<DeviceChoice>,
     /// In which way CUDA memory is had.
@@ -122,6 +125,7 @@ impl Config {
                 None,
             ),
             ceiling: pick_or(environment.ceiling, code.ceiling, Self::CEILING),
+            multiplier: pick_or(environment.multiplier, code.multiplier, K_START),
             device: pick_or(environment.device, code.device, DeviceChoice::Auto),
             device_rung: pick_or(environment.device_rung, code.device_rung, DeviceRung::Auto),
             device_limit: pick_or(environment.device_limit, code.device_limit, ByteSize::MAX),
@@ -217,6 +221,10 @@ fn check(settings: &Settings) -> Result<(), ConfigError> {
         let holds = ceiling > 0.0 && ceiling <= 1.0;
         demand(holds, "ceiling", ceiling.to_string(), "a number in (0, 1]");
     }
+    if let Some(multiplier) = settings.multiplier {
+        let holds = (K_MIN..=K_MAX).contains(&multiplier);
+        demand(holds, "multiplier", multiplier.to_string(), "a number in [1, 5]");
+    }
     if let Some(part) = settings.device_watermark {
         demand(
             (0.0..1.0).contains(&part),
@@ -280,14 +288,15 @@ mod tests {
     fn values_from_code_are_checked_too() {
         let code = Settings {
             ceiling: Some(f64::NAN),
+            multiplier: Some(0.9),
             device_watermark: Some(1.0),
             memory_limit: Some(ByteSize::ZERO),
             idle_unload: Some(Duration::ZERO),
             device_sleep_after: Some(Some(Duration::ZERO)),
             ..Settings::default()
         };
-        let error = Config::resolve(&code, &Settings::default()).expect_err("five faults");
-        assert_eq!(error.faults.len(), 5, "{error}");
+        let error = Config::resolve(&code, &Settings::default()).expect_err("six faults");
+        assert_eq!(error.faults.len(), 6, "{error}");
     }
 
     #[test]

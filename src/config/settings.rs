@@ -21,6 +21,8 @@ pub struct Settings {
     pub memory_limit: Option<ByteSize>,
     /// Part of the limit up to which requests are admitted, in (0, 1].
     pub ceiling: Option<f64>,
+    /// What a booked byte is taken to need until that is measured, in [1, 5].
+    pub multiplier: Option<f64>,
     /// Where device arenas live.
     pub device: Option<DeviceChoice>,
     /// In which way CUDA memory is had.

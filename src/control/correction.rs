@@ -21,7 +21,8 @@ use std::time::Duration;
 
 use crate::bytes::ByteSize;
 
-/// `K` before anything is measured: safe for estimates that are half of the truth.
+/// `K` before anything is measured, unless somebody knows better: safe for estimates that are half
+/// of the truth.
 pub const K_START: f64 = 2.0;
 /// `K` is never less: an estimate is never taken for too high.
 pub const K_MIN: f64 = 1.0;
@@ -49,8 +50,8 @@ const TREND_WEIGHT: f64 = 0.05;
 /// It goes in full where requests hold one in so many of the bytes that they booked, and in part
 /// where they hold less. A guess: well-meant estimates are peaks and hold a tenth on average.
 const K_EVIDENCE: f64 = 8.0;
-/// The part of the way back to [`K_START`] that `K` goes with a tick without a measurement: half of
-/// it in three minutes of an idle service. A guess.
+/// The part of the way back to where it started that `K` goes with a tick without a measurement:
+/// half of it in three minutes of an idle service. A guess.
 pub(super) const K_FORGETTING: f64 = 0.001;
 /// `K` is measured only where requests have booked at least the ceiling divided by this: below it
 /// the noise of the sample is larger than what it measures.
@@ -163,6 +164,8 @@ pub struct Correction {
     base: ByteSize,
     /// Whether next to nothing was booked at the last sample either.
     quiet: bool,
+    /// `K` before anything is measured.
+    start: f64,
     /// Updates since `K` was last measured.
     unmeasured: u32,
     pub(super) alone: ByteSize,
@@ -170,11 +173,20 @@ pub struct Correction {
 }
 
 impl Correction {
-    /// Nothing learned yet.
+    /// Nothing learned yet: `K` begins with [`K_START`].
     #[must_use]
     pub const fn new() -> Self {
+        Self::starting_at(K_START)
+    }
+
+    /// Nothing learned yet, and `K` begins with this: what requests may need over their estimates.
+    /// It is held within [`K_MIN`] to [`K_MAX`].
+    #[must_use]
+    pub const fn starting_at(start: f64) -> Self {
+        let start = start.max(K_MIN).min(K_MAX); // in this order: no number is `K_MIN`
         Self {
-            k: K_START,
+            k: start,
+            start,
             base: ByteSize::ZERO,
             quiet: true,
             unmeasured: UNMEASURED,
@@ -229,7 +241,7 @@ impl Correction {
     fn learn_k(&mut self, books: Books, required: ByteSize, sample: Measured) {
         if books.requests.is_zero() || books.requests < few(sample.ceiling) {
             self.unmeasured = self.unmeasured.saturating_add(1);
-            self.k += K_FORGETTING * (K_START - self.k);
+            self.k += K_FORGETTING * (self.start - self.k);
             return;
         }
         if self.unmeasured >= UNMEASURED {
@@ -283,6 +295,21 @@ pub(super) mod tests {
     fn after(millis: u64, ended: u64, held: u64, physical: u64) -> Measured {
         let turnover = Turnover { time: Duration::from_millis(millis), ended, held };
         Measured { turnover, ..sample(physical, 0) }
+    }
+
+    #[test]
+    fn k_begins_where_it_is_told_to_within_its_bounds_and_goes_back_there() {
+        for (start, k) in [(1.0, 1.0), (3.0, 3.0), (0.2, K_MIN), (9.0, K_MAX), (f64::NAN, K_MIN)] {
+            let correction = Correction::starting_at(start);
+            assert!((correction.k() - k).abs() < 1e-9, "{start}: {}", correction.k());
+        }
+        let mut correction = Correction::starting_at(1.0);
+        let _ = correction.update(requests(200), sample(500, 0));
+        assert!(correction.k() > 2.0, "{}", correction.k());
+        for _ in 0..20_000 {
+            let _ = correction.update(requests(0), sample(0, 0));
+        }
+        assert!((correction.k() - 1.0).abs() < 0.01, "{}", correction.k());
     }
 
     #[test]

@@ -78,6 +78,10 @@ impl Builder {
         memory_limit: ByteSize;
         /// Part of the limit up to which requests are admitted, in (0, 1]; 0.80 by default.
         ceiling: f64;
+        /// What a booked byte is taken to need until that is measured, in [1, 5]; 2 by default,
+        /// which is safe for estimates of half the truth. With 1, where estimates are known to be
+        /// right, nothing that fits is turned away in the first seconds.
+        multiplier: f64;
         /// Where device arenas live; the best that works by default.
         device: DeviceChoice;
         /// In which way CUDA memory is had; the first that works by default.
@@ -393,6 +397,7 @@ fn settings(config: &Config, host_backed: bool) -> control::Settings {
     let defaults = control::Settings::default();
     control::Settings {
         ceiling: config.ceiling.value,
+        multiplier: config.multiplier.value,
         quiet: config.purge_when_idle_for.unwrap_or(Duration::MAX),
         purge_interval: config.purge_interval.value,
         purge_growth: config.purge_growth,

@@ -20,8 +20,8 @@ pub(super) struct Account {
 }
 
 impl Account {
-    pub(super) fn new(budget: Budget, thresholds: Thresholds) -> Self {
-        let (correction, fairness) = (Correction::new(), Fairness::default());
+    pub(super) fn new(budget: Budget, thresholds: Thresholds, multiplier: f64) -> Self {
+        let (correction, fairness) = (Correction::starting_at(multiplier), Fairness::default());
         Self { budget, pressure: Pressure::new(thresholds), correction, fairness }
     }
 

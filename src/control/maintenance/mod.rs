@@ -174,7 +174,7 @@ impl Maintenance {
         ladder: Ladder,
     ) -> Result<Self, SettingsError> {
         settings.check()?;
-        let account = |budget| Account::new(budget, settings.thresholds);
+        let account = |budget| Account::new(budget, settings.thresholds, settings.multiplier);
         Ok(Self {
             settings,
             sensor,

@@ -10,6 +10,7 @@ use std::time::Duration;
 use thiserror::Error;
 
 use crate::bytes::ByteSize;
+use crate::control::ledger::{K_MAX, K_MIN, K_START};
 use crate::control::pressure::Thresholds;
 
 use super::PurgeGrowth;
@@ -21,6 +22,8 @@ pub struct Settings {
     pub thresholds: Thresholds,
     /// The part of the limit that admission fills; .80 by default, found together with the marks.
     pub ceiling: f64,
+    /// What a booked byte is taken to need until that is measured, in [1, 5]; 2 by default.
+    pub multiplier: f64,
     /// Time between samples while requests are held, memory grows, or more than half of the limit
     /// is required; 10 ms by default (a sampler of 250 ms cost a fifth of the goodput).
     pub active_tick: Duration,
@@ -57,6 +60,7 @@ impl Default for Settings {
         Self {
             thresholds: Thresholds::default(),
             ceiling: 0.80,
+            multiplier: K_START,
             active_tick: Duration::from_millis(10),
             idle_tick: Duration::from_millis(250),
             jitter: 0.0,
@@ -82,6 +86,12 @@ pub enum SettingsError {
     Part {
         /// The setting.
         name: &'static str,
+        /// What was given.
+        value: f64,
+    },
+    /// A multiplier that is none.
+    #[error("multiplier is {value}: expected 1 to 5")]
+    Multiplier {
         /// What was given.
         value: f64,
     },
@@ -115,6 +125,9 @@ impl Settings {
             if !(value > 0.0 && value <= 1.0) {
                 return Err(SettingsError::Part { name, value });
             }
+        }
+        if !(K_MIN..=K_MAX).contains(&self.multiplier) {
+            return Err(SettingsError::Multiplier { value: self.multiplier });
         }
         if !(0.0..=0.5).contains(&self.jitter) {
             return Err(SettingsError::Jitter { value: self.jitter });
