@@ -1,10 +1,15 @@
-//! Settings of the control loop that make no sense are refused before it begins, and named.
+//! The control loop without a service: settings that make no sense are refused before it begins,
+//! and named; what one tick says, and in which order.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 use std::time::Duration;
 
+use lowtide::ByteSize;
 use lowtide::clock::Moment;
 use lowtide::control::{
-    Admission, Jobs, Ladder, Maintenance, Resources, Sample, Sensor, Settings, SettingsError,
+    Admission, Budget, Jobs, Ladder, Level, Limit, Maintenance, Resources, Sample, Sensor,
+    Settings, SettingsError,
 };
 
 struct Nothing;
@@ -46,4 +51,40 @@ fn settings_that_make_no_sense_are_refused() {
     let error = refused(Settings { share: 0.0, ..default });
     assert!(matches!(error, SettingsError::Part { name: "share", .. }));
     assert!(Jobs::default().is_empty());
+}
+
+/// At its limit, nearly.
+struct Full;
+
+impl Sensor for Full {
+    fn sample(&mut self, _: Moment) -> Sample {
+        let (physical, limit) = (ByteSize::mib(99), Limit::given(ByteSize::mib(100)));
+        Sample { physical, limit, ..Sample::default() }
+    }
+}
+
+/// The bug: a level was told to everybody before requests were shed by it.
+#[test]
+fn a_level_that_is_seen_is_in_force() {
+    for round in 0..300 {
+        let (admission, resources) = (Admission::new(), Resources::new());
+        let (settings, sensor, ladder) = (Settings::default(), Box::new(Full), Ladder::default());
+        let mut maintenance =
+            Maintenance::new(settings, sensor, admission.clone(), resources, ladder)
+                .expect("settings");
+        let (state, ready) = (maintenance.state(), AtomicBool::new(false));
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                ready.store(true, Ordering::Release);
+                while state.level(Budget::Host) == Level::None {
+                    std::hint::spin_loop();
+                }
+                assert_eq!(admission.level(), Level::Critical, "round {round}");
+            });
+            while !ready.load(Ordering::Acquire) {
+                std::hint::spin_loop();
+            }
+            let _ = maintenance.tick(Moment::ORIGIN);
+        });
+    }
 }

@@ -303,24 +303,27 @@ impl Maintenance {
             (&mut self.device, sample.device_committed, sample.device_idle, device_limit),
         ];
         let mark = self.settings.thresholds.band(Level::Elevated).map_or(1.0, |band| band.down);
-        for (account, physical, purgeable, limit) in budgets {
-            let level = account.pressure.update(now, physical, limit);
+        let wanted = budgets.map(|(account, physical, purgeable, limit)| {
+            let _ = account.pressure.update(now, physical, limit);
             let ceiling =
                 if limit == ByteSize::MAX { limit } else { limit.scaled(self.settings.ceiling) };
             let measured = Measured { physical, purgeable, ceiling, turnover };
             account.correct(&self.admission, measured);
-            let wanted = if limit == ByteSize::MAX {
+            if limit == ByteSize::MAX {
                 ByteSize::ZERO
             } else {
                 physical.saturating_sub(limit.scaled(mark))
-            };
-            self.state.set_level(account.budget, level, wanted);
-        }
+            }
+        });
         self.state.set_sample(sample, limit, now);
         self.state.set_entered(&self.host.pressure);
         // The device's level unloads; only the host's sheds, since what does not fit the device
         // is refused by its ledger and nothing is killed.
         self.admission.set_level(self.host.pressure.level());
+        // Last of all: who sees a level finds it in force.
+        for (account, wanted) in [&self.host, &self.device].into_iter().zip(wanted) {
+            self.state.set_level(account.budget, account.pressure.level(), wanted);
+        }
     }
 
     /// What has become of requests since the last tick.

@@ -68,7 +68,7 @@ impl PressureState {
     pub fn level(&self, budget: Budget) -> Level {
         self.levels
             .get(budget as usize)
-            .map_or(Level::None, |level| Level::from_u8(level.load(Ordering::Relaxed)))
+            .map_or(Level::None, |level| Level::from_u8(level.load(Ordering::Acquire)))
     }
 
     /// What a budget would have to give back to come under the lowest mark.
@@ -123,7 +123,7 @@ impl PressureState {
 
     pub(super) fn set_level(&self, budget: Budget, level: Level, wanted: ByteSize) {
         if let Some(place) = self.levels.get(budget as usize) {
-            place.store(level.as_u8(), Ordering::Relaxed);
+            place.store(level.as_u8(), Ordering::Release);
         }
         if let Some(place) = self.wanted.get(budget as usize) {
             place.store(wanted.get(), Ordering::Relaxed);
