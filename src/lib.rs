@@ -103,3 +103,13 @@ struct ArenaOptionsPage;
 #[cfg(doctest)]
 #[doc = include_str!("../docs/TUNING.md")]
 struct TuningPage;
+
+/// The code of the page for operators, compiled.
+#[cfg(doctest)]
+#[doc = include_str!("../docs/OPERATING.md")]
+struct OperatingPage;
+
+/// The code of the page on recordings, compiled.
+#[cfg(doctest)]
+#[doc = include_str!("../docs/RECORDING.md")]
+struct RecordingPage;
