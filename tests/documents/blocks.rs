@@ -273,6 +273,42 @@ fn links_lead_to_files_and_headings_that_are_there() {
     none(&faults);
 }
 
+/// The page that follows an allocation leaves prefixes and folders out, for its tables to be read.
+#[test]
+fn modules_and_short_names_of_metrics_in_tables_exist() {
+    const PAGE: &str = "docs/LIFE_OF_AN_ALLOCATION.md";
+    const FOLDERS: &[&str] = &["", "device/", "control/", "service/", "host/", "memory/"];
+    const PREFIXES: &[&str] = &["lowtide_heap", "lowtide_device_", "lowtide_pressure_"];
+    let (mut faults, mut count) = (Vec::new(), 0);
+    let text = text(PAGE);
+    for row in text.lines().filter(|line| line.starts_with("| ") && line.contains('`')) {
+        let cells: Vec<_> = row.trim_matches('|').split('|').collect();
+        let quoted = |cell: usize| cells.get(cell).copied().unwrap_or_default().split('`').skip(1);
+        for module in quoted(1).step_by(2) {
+            count += 1;
+            let is_there = |folder: &&str| {
+                let path = root().join(format!("src/{folder}{module}"));
+                path.exists() || path.with_extension("rs").exists()
+            };
+            if !FOLDERS.iter().any(is_there) {
+                faults.push(format!("{PAGE}: {module}: no such part"));
+            }
+        }
+        for name in quoted(3).step_by(2).filter(|name| !name.contains(':')) {
+            count += 1;
+            let known = |prefix: &&str| {
+                TABLE.iter().any(|one| one.name == name || one.name == format!("{prefix}{name}"))
+            };
+            let known = PREFIXES.iter().any(|prefix| known(prefix));
+            if !known && !name.starts_with("lowtide_process") {
+                faults.push(format!("{PAGE}: {name}: no such metric"));
+            }
+        }
+    }
+    assert!(count > 40, "the tables are not found any more: {count}");
+    none(&faults);
+}
+
 #[cfg(feature = "service")]
 #[test]
 fn routes_that_pages_name_are_answered() {

@@ -1,0 +1,171 @@
+//! What the two threads of a `Memory` take: the control thread for a tick, the worker for a
+//! publication.
+//!
+//! Both wait on the clock that the `Memory` was given, and do one turn of their work between two
+//! waits. So a clock that writes down what lies between them measures the real loops, over the real
+//! kernel and heap, and what they allocate. Between two ticks it takes memory and touches it, so
+//! that each finds that something moved: the dear case.
+//!
+//! Invariant: what the clock does itself lies outside of what it measures.
+
+use std::cell::Cell;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use lowtide::clock::{Bell, Clock, Moment, SystemClock, Wake};
+use lowtide::config::DeviceChoice;
+use lowtide::control::Cost;
+use lowtide::host::thread_totals;
+use lowtide::{BoxError, ByteSize, Memory};
+
+/// Turns of each kind that are measured.
+const TICKS: usize = 2001;
+const PACED: usize = 301;
+const PUBLICATIONS: usize = 501;
+/// What is taken between two ticks, and how often that is given up.
+const TOUCHED: usize = 64 << 10;
+const HELD_MAX: usize = 512;
+const PUBLISHED_EACH: Duration = Duration::from_millis(10);
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Microseconds of either, and bytes.
+const GOAL_US: f64 = 25.0;
+/// The goal is for so many series.
+const SERIES: f64 = 100.0;
+
+thread_local! {
+    /// When this thread's turn began, and what it had allocated by then.
+    static BEGUN: Cell<Option<(Instant, u64)>> = const { Cell::new(None) };
+}
+
+/// What was written down of one thread.
+#[derive(Debug, Default)]
+struct Turns {
+    took: Vec<Duration>,
+    /// Those in which anything was allocated.
+    allocated: usize,
+}
+
+/// The clock.
+#[derive(Debug)]
+struct Watch {
+    clock: SystemClock,
+    control: Mutex<Turns>,
+    worker: Mutex<Turns>,
+    /// Memory that moves between two ticks.
+    held: Mutex<Vec<Vec<u8>>>,
+    /// Whether the control thread goes on without a wait.
+    hurries: AtomicBool,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Watch {
+    fn new() -> Self {
+        let turns = || Mutex::new(Turns { took: Vec::with_capacity(1 << 16), allocated: 0 });
+        let (clock, held) = (SystemClock::new(), Mutex::default());
+        let hurries = AtomicBool::new(false);
+        Self { clock, control: turns(), worker: turns(), held, hurries }
+    }
+
+    fn ends(&self, of: &Mutex<Turns>) {
+        let (now, allocated) = (Instant::now(), thread_totals().map_or(0, |it| it.allocated));
+        if let Some((begun, before)) = BEGUN.take() {
+            let mut turns = lock(of);
+            turns.took.push(now - begun);
+            turns.allocated += usize::from(allocated != before);
+        }
+    }
+
+    fn moves_memory(&self) {
+        let mut held = lock(&self.held);
+        if held.len() >= HELD_MAX {
+            held.clear();
+        }
+        held.push(vec![1; TOUCHED]);
+    }
+
+    /// The median of the next turns in us, and in how many of them something was allocated.
+    fn median(&self, of: &Mutex<Turns>, count: usize) -> Result<(f64, usize), BoxError> {
+        *lock(of) = Turns { took: Vec::with_capacity(1 << 16), allocated: 0 };
+        let deadline = Instant::now() + PATIENCE;
+        while lock(of).took.len() < count {
+            if Instant::now() > deadline {
+                return Err(format!("{count} turns were not made in {PATIENCE:?}").into());
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let mut turns = std::mem::take(&mut *lock(of));
+        turns.took.truncate(count);
+        turns.took.sort_unstable();
+        let median = turns.took.get(count / 2).ok_or("nothing was timed")?;
+        Ok((median.as_secs_f64() * 1e6, turns.allocated))
+    }
+}
+
+impl Clock for Watch {
+    fn now(&self) -> Moment {
+        self.clock.now()
+    }
+
+    fn since_epoch(&self) -> Duration {
+        self.clock.since_epoch()
+    }
+
+    fn wait_until(&self, bell: &Arc<Bell>, deadline: Moment) -> Wake {
+        let is_control = deadline != Moment::NEVER;
+        self.ends(if is_control { &self.control } else { &self.worker });
+        let until = if is_control {
+            self.moves_memory();
+            if self.hurries.load(Ordering::Relaxed) { self.clock.now() } else { deadline }
+        } else {
+            deadline
+        };
+        let wake = self.clock.wait_until(bell, until);
+        let allocated = thread_totals().map_or(0, |it| it.allocated);
+        BEGUN.set(Some((Instant::now(), allocated)));
+        wake
+    }
+}
+
+/// Prints the figures; whether the goals were held. `series` counts what the recorder shows.
+pub(crate) fn measure(series: impl Fn() -> usize) -> Result<bool, BoxError> {
+    let watch = Arc::new(Watch::new());
+    let clock: Arc<dyn Clock> = watch.clone();
+    let builder = Memory::builder().clock(clock).device(DeviceChoice::Host);
+    let memory = builder.metrics_interval(PUBLISHED_EACH).purge_interval(None).start()?;
+    let arena = memory.open_arena("weights")?;
+    let block = arena.alloc::<u8>(1 << 20, lowtide::device::Region::Dynamic)?;
+    let (published, _) = watch.median(&watch.worker, PUBLICATIONS)?;
+    let series = u32::try_from(series())?;
+    let hundred = published * SERIES / f64::from(series).max(SERIES);
+    println!("figure publish.all_us {published:.1} us");
+    println!("figure publish.series {series} series");
+    println!("figure publish.median_us {hundred:.1} us");
+
+    let permit = memory.admission().try_admit(Cost::host(ByteSize::mib(1)))?;
+    let (paced, paced_allocated) = watch.median(&watch.control, PACED)?;
+    watch.hurries.store(true, Ordering::Relaxed);
+    let (tick, allocated) = watch.median(&watch.control, TICKS)?;
+    watch.hurries.store(false, Ordering::Relaxed);
+    println!("figure tick.median_us {tick:.1} us");
+    println!("figure tick.paced_us {paced:.1} us");
+    println!("figure tick.allocations {} ticks", allocated + paced_allocated);
+    drop((permit, block));
+    println!("{}", memory.shutdown(Duration::from_secs(5)));
+    let mut held = true;
+    for (what, found, most) in [
+        ("publish.median_us", hundred, GOAL_US),
+        ("tick.median_us", tick, GOAL_US),
+        ("tick.allocations", f64::from(u32::try_from(allocated + paced_allocated)?), 0.0),
+    ] {
+        if found > most {
+            held = false;
+            println!("missed: {what} is {found:.1}, at most {most}");
+        }
+    }
+    Ok(held)
+}
