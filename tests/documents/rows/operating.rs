@@ -89,6 +89,10 @@ fn routes() -> Rows {
             values![of("src/service/parts.rs", "CELLS_MAX")],
         ),
         (
+            "`again_in_seconds` says when, a second for each {} blocks",
+            values![of("src/service/parts.rs", "BLOCKS_EACH_SECOND")],
+        ),
+        (
             "The document stays under {}.",
             values![constant("benches/render/main.rs", "BYTES_MAX").size()],
         ),

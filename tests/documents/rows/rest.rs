@@ -2,6 +2,8 @@
 //!
 //! Invariant: as in `rows`.
 
+use std::time::Duration;
+
 use lowtide::ByteSize;
 use lowtide::config::Config;
 use lowtide::config::arena::CUARENA_MARGIN;
@@ -24,6 +26,12 @@ fn multiplier() -> Vec<String> {
 fn readme() -> Vec<Row> {
     let berth = constant("src/control/fairness.rs", "BERTH_PART").number();
     assert!((berth - 3.0).abs() < f64::EPSILON, "the page says a third");
+    // Its three runs: with lowtide, with jemalloc's defaults, with half of the limit.
+    let tide = |name| constant("examples/tide/run.rs", name).time();
+    let [warm_up, quiet, burst] = ["WARM_UP", "QUIET", "BURST"].map(tide);
+    let rest = ["IDLE_UNLOAD", "AFTER_UNLOAD", "HALF_BURST"].map(tide).into_iter().sum();
+    let looks = Duration::from_secs(10);
+    let lasts: Duration = 2 * (warm_up + quiet + burst) + looks + rest;
     of_page(
         "README.md",
         [
@@ -31,6 +39,7 @@ fn readme() -> Vec<Row> {
                 "Both need a Rust toolchain ({} or newer)",
                 values![between("Cargo.toml", "\nrust-version = \"", "\"")],
             ),
+            ("Once built, the first takes about {}.", values![spoken(lasts)]),
             ("multiplies estimates by it: {} until it has measured, then between {} and {}.", {
                 multiplier()
             }),
