@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use lowtide::clock::{Bell, Clock, Moment, SystemClock, Wake};
 use lowtide::config::DeviceChoice;
-use lowtide::control::{Budget, Cost};
+use lowtide::control::{Budget, Cost, Signals};
 use lowtide::device::Region;
 use lowtide::host::{purge_now, thread_totals};
 use lowtide::metrics::prometheus::PrometheusBuilder;
@@ -168,7 +168,10 @@ pub(crate) fn measure() -> Result<bool, BoxError> {
     let (still, still_allocated) = watch.median(&watch.control, TICKS)?;
     watch.hurries.store(false, Ordering::Relaxed);
     let allocated = f64::from(u32::try_from(allocated + woken_allocated + still_allocated)?);
+    let signals = Signals::open();
+    let files = timed_after(|| watch.moves_memory(), || drop(black_box(signals.sample())))?;
     println!("figure tick.median_us {tick:.1} us");
+    println!("figure tick.files_us {files:.1} us");
     println!("figure tick.still_us {still:.1} us");
     println!("figure tick.woken_us {woken:.1} us");
     println!("figure tick.allocations {allocated} ticks");
@@ -214,9 +217,15 @@ fn written(memory: &Memory) -> Result<(f64, f64), BoxError> {
 }
 
 /// The median time of some calls, in us.
-fn timed(mut act: impl FnMut()) -> Result<f64, BoxError> {
+fn timed(act: impl FnMut()) -> Result<f64, BoxError> {
+    timed_after(|| {}, act)
+}
+
+/// The same, each after something that is not timed.
+fn timed_after(mut before: impl FnMut(), mut act: impl FnMut()) -> Result<f64, BoxError> {
     let mut took: Vec<_> = (0..TIMED)
         .map(|_| {
+            before();
             let begun = Instant::now();
             act();
             begun.elapsed()

@@ -1,7 +1,8 @@
 //! Snapshots, written under the names of the table: one function for each part.
 //!
-//! About 50 ns for each figure with a recorder, 4 ns without one. It may allocate (a recorder may):
-//! never called from an allocator or from the control thread.
+//! 50 to 300 ns for each figure with a recorder, by labels and machine (`benches/render`), 4 ns
+//! without one. It may allocate (a recorder may): never called from an allocator or from the control
+//! thread.
 
 use std::time::Duration;
 

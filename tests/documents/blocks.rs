@@ -299,7 +299,7 @@ fn modules_and_short_names_of_metrics_in_tables_exist() {
             let known = |prefix: &&str| {
                 TABLE.iter().any(|one| one.name == name || one.name == format!("{prefix}{name}"))
             };
-            let known = PREFIXES.iter().any(|prefix| known(prefix));
+            let known = PREFIXES.iter().any(known);
             if !known && !name.starts_with("lowtide_process") {
                 faults.push(format!("{PAGE}: {name}: no such metric"));
             }

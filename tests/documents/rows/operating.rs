@@ -230,7 +230,8 @@ fn heap_alerts() -> Rows {
             ],
         ),
         (
-            "more than {} of the active pages is not live, for {}, and more than {} of it are holes",
+            "more than {} of the active pages is not live, for {}, and more than {} of it are \
+             holes",
             values![
                 percent(fragmented.after("fragmentation:ratio > ")),
                 spoken(fragmented.lasts),
