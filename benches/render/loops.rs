@@ -169,7 +169,12 @@ pub(crate) fn measure() -> Result<bool, BoxError> {
     watch.hurries.store(false, Ordering::Relaxed);
     let allocated = f64::from(u32::try_from(allocated + woken_allocated + still_allocated)?);
     let signals = Signals::open();
-    let files = timed_after(|| watch.moves_memory(), || drop(black_box(signals.sample())))?;
+    let files = timed_after(
+        || watch.moves_memory(),
+        || {
+            black_box(signals.sample());
+        },
+    )?;
     println!("figure tick.median_us {tick:.1} us");
     println!("figure tick.files_us {files:.1} us");
     println!("figure tick.still_us {still:.1} us");

@@ -1,8 +1,8 @@
 //! Snapshots, written under the names of the table: one function for each part.
 //!
 //! 50 to 300 ns for each figure with a recorder, by labels and machine (`benches/render`), 4 ns
-//! without one. It may allocate (a recorder may): never called from an allocator or from the control
-//! thread.
+//! without one. It may allocate (a recorder may): never called from an allocator or from the
+//! control thread.
 
 use std::time::Duration;
 
