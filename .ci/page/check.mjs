@@ -157,6 +157,29 @@ const keys = async (browser, at) => {
   return tab;
 };
 
+// Where the service says that the map is dear, the page asks for it that much less often, and for
+// the figures as ever.
+const seldom = async (browser, at) => {
+  const tab = await browser.tab(() => {});
+  for (const part of ["Page", "Runtime"]) await tab.call(`${part}.enable`);
+  await tab.call("Page.addScriptToEvaluateOnNewDocument", { source: `
+    window.asked = [];
+    const real = window.fetch;
+    window.fetch = async (address, options) => {
+      asked.push(String(address).includes("map"));
+      const answer = await real(address, options), told = await answer.json();
+      for (const of of told.map ?? []) of.again_in_seconds = 3;
+      return new Response(JSON.stringify(told), { status: answer.status });
+    };` });
+  await tab.call("Page.navigate", { url: `${at}/memory` });
+  await until("seven polls were sent", () => tab.run("(window.asked ?? []).length >= 7"), 15_000);
+  const asked = await tab.run("asked.slice(0, 7).map(Number).join('')");
+  expect(asked === "1001001", `of seven polls these asked for the map: ${asked}, expected 1001001`);
+  expect(await tab.run("[...document.querySelectorAll('figcaption')].some((one) => one.textContent.includes('drawn each 3 s'))"),
+    "the page does not say how old a map may be");
+  await tab.close();
+};
+
 const browser = await open(chromium);
 const proxy = await start();
 try {
@@ -170,6 +193,7 @@ try {
   await stop();
   const slowest = Math.max(...first);
   expect(slowest <= FIRST_MAX_MS, `the first picture came after ${slowest.toFixed(0)} ms: at most ${FIRST_MAX_MS}`);
+  await seldom(browser, proxy.at);
   const tab = await keys(browser, proxy.at);
   proxy.child.kill("SIGTERM");
   await until("the page says that nobody answers", () => tab.run("!document.getElementById('trouble').hidden"));

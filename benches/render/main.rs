@@ -1,4 +1,5 @@
-//! Render: what an answer of `/metrics` and of `/memory` costs, with few blocks and with many.
+//! Render: what an answer of `/metrics` and of `/memory` costs, with few blocks and with many; and
+//! what the two threads behind it take (`loops`).
 //!
 //! A real `Memory` on the host driver, with a recorder for Prometheus; an arena with a thousand
 //! blocks of a few hundred bytes, then with a million. `/memory` is asked for as the page does,
@@ -8,6 +9,8 @@
 //! Exit codes: 0 every goal held; 1 one was missed, or a run failed.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
+
+mod loops;
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -45,6 +48,7 @@ fn main() -> ExitCode {
 fn run() -> Result<bool, BoxError> {
     let recorder = prometheus::configure(prometheus::PrometheusBuilder::new())?;
     let recorder = recorder.install_recorder()?;
+    let held = loops::measure()?;
     let memory = Memory::builder().device(DeviceChoice::Host).start()?;
     let arena = memory.open_arena("weights")?;
     // Metrics show once the worker has published them.
@@ -56,7 +60,7 @@ fn run() -> Result<bool, BoxError> {
         std::thread::sleep(Duration::from_millis(10));
     }
     let endpoints = Endpoints::new(Some(memory.clone())).with_metrics(move || recorder.render());
-    let (mut blocks, mut chance, mut held) = (Vec::new(), SEED, true);
+    let (mut blocks, mut chance, mut held) = (Vec::new(), SEED, held);
     for (count, of, answers, goals) in CASES {
         fill(&arena, count, &mut blocks, &mut chance)?;
         for ((name, address), goal) in

@@ -107,7 +107,7 @@ impl MemorySensor {
         match self.read {
             Some((then, before, signal)) if before == glance && now - then < SIGNAL_MAX => signal,
             _ => {
-                let signal = self.signals.sample();
+                let signal = self.signals.sample_after(glance);
                 self.read = Some((now, glance, signal));
                 signal
             }

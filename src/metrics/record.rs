@@ -1,11 +1,14 @@
 //! Snapshots, written under the names of the table: one function for each part.
 //!
-//! About 50 ns for each figure with a recorder, 4 ns without one. It may allocate (a recorder may):
-//! never called from an allocator or from the control thread.
+//! 50 to 300 ns for each figure with a recorder, by labels and machine (`benches/render`), 4 ns
+//! without one. It may allocate (a recorder may): never called from an allocator or from the
+//! control thread.
 
 use std::time::Duration;
 
-use metrics::{counter, describe_counter, describe_gauge, describe_histogram, gauge, histogram};
+use metrics::{
+    SharedString, counter, describe_counter, describe_gauge, describe_histogram, gauge, histogram,
+};
 
 use super::names::{self as name, Kind, TABLE};
 
@@ -36,6 +39,12 @@ pub fn build_info(profile: &'static str) {
 pub fn sampler(since_epoch: Duration, took: Duration) {
     gauge!(name::SAMPLER_LAST_RUN.name).set(since_epoch.as_secs_f64());
     histogram!(name::SAMPLER_SECONDS.name).record(took.as_secs_f64());
+}
+
+/// A label's value that many series have: copied once, not for each of them.
+#[cfg(any(feature = "heap", feature = "device", feature = "control"))]
+fn shared(value: &str) -> SharedString {
+    SharedString::from_shared(std::sync::Arc::from(value))
 }
 
 /// A count as a gauge has it.
@@ -80,7 +89,8 @@ pub fn heap(heap: &crate::host::HeapSnapshot) {
 /// A dedicated heap arena; one that is gone has nothing.
 #[cfg(feature = "heap")]
 pub fn heap_arena(name: &str, arena: &crate::host::HostArenaStats) {
-    let label = || name.to_owned();
+    let name_of = shared(name);
+    let label = || name_of.clone();
     gauge!(name::HEAP_ARENA_LIVE.name, "heap_arena" => label()).set(arena.live.as_f64());
     gauge!(name::HEAP_ARENA_RETAINED.name, "heap_arena" => label()).set(arena.retained().as_f64());
     gauge!(name::HEAP_ARENA_ACTIVE.name, "heap_arena" => label()).set(arena.active.as_f64());
@@ -114,7 +124,7 @@ pub fn purge_duration(heap: &'static str, took: Duration) {
 pub fn arena(arena: &crate::device::ArenaSnapshot) {
     use crate::bytes::ByteSize;
     // One device so far: the host's memory, or the first of its kind.
-    let labels = [("device", "0".to_owned()), ("arena", arena.name.clone())];
+    let labels = [("device", SharedString::const_str("0")), ("arena", shared(&arena.name))];
     let limit = (arena.limit != ByteSize::MAX).then_some((name::DEVICE_LIMIT, arena.limit));
     let sizes = [
         (name::DEVICE_LIVE, arena.live),
@@ -142,9 +152,9 @@ pub fn arena(arena: &crate::device::ArenaSnapshot) {
     gauge!(name::DEVICE_LEASES.name, &labels).set(f64::from(arena.leases));
     gauge!(name::DEVICE_STATE.name, &labels).set(f64::from(arena.state as u8));
     arena_totals(arena, &labels);
-    let with = |label, value: &str| {
+    let with = |label, value: &'static str| {
         let [device, arena] = labels.clone();
-        [device, arena, (label, value.to_owned())]
+        [device, arena, (label, SharedString::const_str(value))]
     };
     for (act, total) in [("trim", arena.trimmed_bytes_total), ("shrink", arena.shrunk_bytes_total)]
     {
@@ -156,7 +166,7 @@ pub fn arena(arena: &crate::device::ArenaSnapshot) {
 }
 
 #[cfg(feature = "device")]
-fn arena_totals(arena: &crate::device::ArenaSnapshot, labels: &[(&'static str, String); 2]) {
+fn arena_totals(arena: &crate::device::ArenaSnapshot, labels: &[(&'static str, SharedString); 2]) {
     gauge!(name::DEVICE_LOCK_WAIT.name, labels).set(arena.lock_wait_total.as_secs_f64());
     for (metric, total) in [
         (name::DEVICE_SLEEPS, arena.sleeps_total),
@@ -346,7 +356,7 @@ pub fn admission(stats: &crate::control::AdmissionStats) {
 #[cfg(feature = "control")]
 pub fn resource(stats: &crate::control::ResourceStats, last_used: Option<Duration>) {
     use crate::control::{Budget, UnloadReason};
-    let resource = stats.name.to_string();
+    let resource = shared(&stats.name);
     let label = || resource.clone();
     for (metric, value) in [
         (name::RESOURCE_LOADED, f64::from(u8::from(stats.loaded))),

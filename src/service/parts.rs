@@ -16,6 +16,10 @@ use super::asked::QueryError;
 /// Cells of all arenas together: as many as a wide screen shows; each is at most some 60 bytes.
 const CELLS_MAX: usize = 2048;
 
+/// Blocks that a map may walk each second. Meanwhile it holds their arena's lock, 11 ns for each
+/// block as measured by `benches/render`: of that second a thousandth.
+const BLOCKS_EACH_SECOND: u64 = 100_000;
+
 /// A part, by the name under which it is asked for and told.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Part {
@@ -71,11 +75,20 @@ impl Part {
 }
 
 fn arena((name, cells): &(String, ArenaCells)) -> Value {
+    let blocks = cells.regions.iter().map(|region| region.blocks);
     json!({
         "arena": name,
+        "again_in_seconds": again(blocks.sum()),
         "granule_bytes": cells.granularity.get(),
         "regions": cells.regions.iter().map(region).collect::<Vec<_>>(),
     })
+}
+
+/// After how many seconds whoever looks on is to ask for a map again, of an arena with so many
+/// blocks.
+const fn again(blocks: u64) -> u64 {
+    let seconds = blocks.div_ceil(BLOCKS_EACH_SECOND);
+    if seconds == 0 { 1 } else { seconds }
 }
 
 /// Runs of equal cells: the first, how many, and of each the bytes that are live, pending, active
@@ -145,4 +158,23 @@ fn errand(errand: &Errand) -> Value {
 /// To the millisecond.
 pub(super) fn seconds(at: std::time::Duration) -> f64 {
     (at.as_secs_f64() * 1e3).round() / 1e3
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_map_of_an_arena_with_many_blocks_is_asked_for_less_often() {
+        for (blocks, seconds) in [
+            (0, 1),
+            (1, 1),
+            (100_000, 1),
+            (100_001, 2),
+            (1_000_000, 10),
+            (u64::MAX, u64::MAX / 100_000 + 1),
+        ] {
+            assert_eq!(again(blocks), seconds, "{blocks} blocks");
+        }
+    }
 }

@@ -105,6 +105,22 @@ fn a_soft_ceiling_below_the_hard_limit_is_the_limit() {
     assert_eq!(signals.sample().limit, limit(512, LimitSource::Cgroup));
 }
 
+/// A tick in which memory moved read two files twice.
+#[test]
+fn a_sample_after_a_glance_reads_limits_and_not_again_what_the_glance_read() {
+    let tree = Tree::new("0::/app\n", V2_MOUNT);
+    tree.v2("app", GROUP);
+    let signals = tree.open();
+    let (sample, glance) = (signals.sample(), signals.glance());
+    tree.write("proc/self/statm", "20000 12000 2560 5 0 123 0\n");
+    tree.write("sys/fs/cgroup/app/memory.current", "268435456\n");
+    assert_ne!(signals.glance(), glance, "both files have moved");
+    assert_eq!(signals.sample_after(glance), sample);
+    tree.write("sys/fs/cgroup/app/memory.max", "134217728\n");
+    assert_eq!(signals.sample_after(glance).limit, limit(128, LimitSource::Cgroup));
+    assert_ne!(signals.sample(), sample);
+}
+
 #[test]
 fn a_limit_changed_at_run_time_is_seen_and_one_that_cannot_be_read_stays() {
     let tree = Tree::new("0::/app\n", V2_MOUNT);

@@ -123,6 +123,14 @@ struct Stat {
     hierarchical_limit: Option<u64>,
 }
 
+impl Stat {
+    /// Usage without the cache that the kernel drops by itself; `None` rather than a figure with
+    /// cache in it, because cache must never shed a request.
+    fn held_of(self, usage: Option<u64>) -> Option<u64> {
+        Some(usage?.saturating_sub(self.cache?).max(self.charged.unwrap_or(0)))
+    }
+}
+
 impl Cgroup {
     /// Finds the memory cgroup; `None`, with a line in `missing`, where there is none to see.
     pub(super) fn find(root: &Path, missing: &mut Vec<SignalError>) -> Option<Self> {
@@ -193,12 +201,12 @@ impl Cgroup {
         Some(Self { names, folder, levels, hierarchical_last: AtomicU64::new(u64::MAX) })
     }
 
-    /// Reads usage and limits now.
-    pub(super) fn sample(&self) -> Reading {
+    /// Reads limits now, and what the usage, just read, is made of.
+    pub(super) fn sample(&self, usage: Option<ByteSize>) -> Reading {
         let Some(leaf) = self.levels.first() else { return Reading::default() };
         let mut is_stale = false;
         let stat = leaf.stat(self.names);
-        let held = leaf.held(stat);
+        let held = stat.held_of(usage.map(ByteSize::get));
         let hierarchical = self.hierarchical(stat, &mut is_stale);
         let mut limit = hierarchical.map(|limit| (limit, LimitSource::Cgroup));
         for (depth, group) in self.levels.iter().enumerate() {
@@ -275,11 +283,9 @@ impl Group {
         read.unwrap_or_default()
     }
 
-    /// Usage without the cache that the kernel drops by itself; `None` rather than a figure with
-    /// cache in it, because cache must never shed a request.
+    /// What all members hold.
     fn held(&self, stat: Stat) -> Option<u64> {
-        let usage = self.usage.as_ref().and_then(|file| file.read(number)).flatten()?;
-        Some(usage.saturating_sub(stat.cache?).max(stat.charged.unwrap_or(0)))
+        stat.held_of(self.usage.as_ref().and_then(|file| file.read(number)).flatten())
     }
 
     /// What the other members of this ancestor hold, or held when that could last be told.

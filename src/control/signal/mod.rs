@@ -123,7 +123,7 @@ pub struct Signal {
 /// What shows that something moved; see [`Signals::glance`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Glance {
-    rss: Option<ByteSize>,
+    resident: Option<statm::Statm>,
     usage: Option<ByteSize>,
 }
 
@@ -295,13 +295,16 @@ impl Signals {
     /// as it was last read. A few microseconds; allocates nothing.
     #[must_use]
     pub fn sample(&self) -> Signal {
-        let resident = self
-            .statm
-            .as_ref()
-            .and_then(|file| file.read(|text| statm::resident_of(text, self.page)).flatten());
-        let rss = resident.map(|resident| resident.rss);
-        let anonymous = resident.map(|resident| resident.anon);
-        let group = self.cgroup.as_ref().map(Cgroup::sample).unwrap_or_default();
+        self.sample_after(self.glance())
+    }
+
+    /// The same after a glance of just now, whose two files are not read again.
+    #[must_use]
+    pub fn sample_after(&self, glance: Glance) -> Signal {
+        let rss = glance.resident.map(|resident| resident.rss);
+        let anonymous = glance.resident.map(|resident| resident.anon);
+        let group = self.cgroup.as_ref().map(|group| group.sample(glance.usage));
+        let group = group.unwrap_or_default();
         let found = group
             .limit
             .or_else(|| self.machine.map(|bytes| Limit { bytes, source: LimitSource::Machine }));
@@ -327,11 +330,10 @@ impl Signals {
     /// limit, or what others hold beside them, may have changed.
     #[must_use]
     pub fn glance(&self) -> Glance {
-        let resident = |file: &KeptFile| {
-            file.read(|text| statm::resident_of(text, self.page)).flatten().map(|now| now.rss)
-        };
+        let resident =
+            |file: &KeptFile| file.read(|text| statm::resident_of(text, self.page)).flatten();
         Glance {
-            rss: self.statm.as_ref().and_then(resident),
+            resident: self.statm.as_ref().and_then(resident),
             usage: self.cgroup.as_ref().and_then(Cgroup::usage),
         }
     }

@@ -207,7 +207,7 @@
     // The map lists the same arenas, in the order in which they were opened; a name that drains
     // may be there twice.
     const maps = new Map();
-    for (const of of told.map) maps.set(of.arena, [...(maps.get(of.arena) || []), of]);
+    for (const of of lastMaps) maps.set(of.arena, [...(maps.get(of.arena) || []), of]);
     const items = list.map(({ arena, drains }, nth) => ({ arena, drains, nth,
       map: drains ? (maps.get(arena.name) || []).shift() : (maps.get(arena.name) || []).pop() }));
     const place = $("arenas");
@@ -235,7 +235,8 @@
         map(figure.firstChild, region, cells);
         write(figure.lastChild, `${region.region}: ${plural(region.blocks, "block")}; each cell is ` +
           `${size(region.cell_bytes)} of addresses` +
-          (cells.includes(BREAK) ? "; three dots stand for a long bare stretch" : ""));
+          (cells.includes(BREAK) ? "; three dots stand for a long bare stretch" : "") +
+          (item.map.again_in_seconds > 1 ? `; drawn each ${lasting(item.map.again_in_seconds)}` : ""));
       });
       const details = article.lastChild;
       if (!details.open && details.lastChild.firstChild) return;
@@ -358,7 +359,7 @@
         { method: "POST", headers: headers(), cache: "no-store" });
       const told = await answer.json();
       say(answer.ok ? `Asked for: ${what}.` : `Not done: ${what}. ${told.detail}.`, true);
-      if (answer.ok) { asked.set(told.errand, what); look(); }
+      if (answer.ok) { asked.set(told.errand, what); mapsAt = 0; look(); }
     } catch (error) {
       say(`Not done: ${what}. ${error.message}.`, true);
     } finally {
@@ -391,6 +392,7 @@
     for (const errand of hears.list.filter((one) => asked.has(one.id) && one.outcome)) {
       say(`${asked.get(errand.id)}: ${errand.state}. ${errand.outcome}.`, true);
       asked.delete(errand.id);
+      mapsAt = 0;
     }
     table($("errands"), "What was asked for last, the newest first", [
       ["When", (row) => clock(row.asked_at_seconds), "when"],
@@ -421,8 +423,18 @@
     level = now;
   };
 
+  // A map walks all blocks under their arena's lock, so the service says when to ask again. In
+  // between the last one stands; after a verb it is asked for with the next figures.
+  let lastMaps = [], mapsAt = 0;
+  const takeMaps = (maps) => {
+    lastMaps = maps;
+    const again = Math.max(1, ...maps.map((of) => of.again_in_seconds));
+    mapsAt = performance.now() + (again - 0.5) * EVERY_MS;
+  };
+
   const show = (told) => {
     if (!told.managed) throw new Error("no memory is managed in this process");
+    if (told.map) takeMaps(told.map);
     remember(told);
     errands(told);
     tiles(told);
@@ -446,7 +458,8 @@
     if (asking || document.hidden) return;
     asking = new AbortController();
     const late = setTimeout(() => asking && asking.abort(new Error("no answer in 5 s")), PATIENCE_MS);
-    const parts = ["map", "events", "errands", ...(gap ? ["trail"] : [])];
+    const parts = ["events", "errands", ...(gap ? ["trail"] : []),
+      ...(gap || performance.now() >= mapsAt ? ["map"] : [])];
     let next = EVERY_MS;
     try {
       const answer = await fetch(`${location.pathname}?format=json&with=${parts}`,

@@ -1,0 +1,242 @@
+//! What the two threads of a `Memory` take: the control thread for a tick, the worker for a
+//! publication; and of that, writing the series.
+//!
+//! Both wait on the clock that the `Memory` was given, and do one turn of their work between two
+//! waits. So a clock that writes down what lies between them measures the real loops, over the real
+//! kernel and heap, and what they allocate. Between two ticks it takes memory and touches it, so
+//! that each finds that something moved: the dear case.
+//!
+//! Invariant: what the clock does itself lies outside of what it measures.
+
+use std::cell::Cell;
+use std::hint::black_box;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use lowtide::clock::{Bell, Clock, Moment, SystemClock, Wake};
+use lowtide::config::DeviceChoice;
+use lowtide::control::{Budget, Cost, Signals};
+use lowtide::device::Region;
+use lowtide::host::{purge_now, thread_totals};
+use lowtide::metrics::prometheus::PrometheusBuilder;
+use lowtide::metrics::record;
+use lowtide::{BoxError, ByteSize, Memory};
+
+/// Turns of each kind that are measured.
+const TICKS: usize = 2001;
+const WOKEN: usize = 301;
+const PUBLICATIONS: usize = 501;
+const TIMED: usize = 1001;
+/// What is taken between two ticks: more than the kernel's counters may be behind. And how often
+/// all of it is given back, so that what is taken next is new to the kernel as well.
+const TOUCHED: usize = 1 << 20;
+const HELD_MAX: usize = 64;
+const PUBLISHED_EACH: Duration = Duration::from_millis(10);
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Microseconds of either, and bytes.
+const GOAL_US: f64 = 25.0;
+/// The goal is for so many series.
+const SERIES: u32 = 100;
+/// The same goal over the floor: it was set where one gauge without a label took 53 ns.
+const GOAL_OVER_FLOOR: f64 = 25_000.0 / (53.0 * 100.0);
+
+thread_local! {
+    /// When this thread's turn began, and what it had allocated by then.
+    static BEGUN: Cell<Option<(Instant, u64)>> = const { Cell::new(None) };
+}
+
+/// What was written down of one thread.
+#[derive(Debug, Default)]
+struct Turns {
+    took: Vec<Duration>,
+    /// Those in which anything was allocated.
+    allocated: usize,
+}
+
+/// The clock.
+#[derive(Debug)]
+struct Watch {
+    clock: SystemClock,
+    control: Mutex<Turns>,
+    worker: Mutex<Turns>,
+    /// Memory that moves between two ticks.
+    held: Mutex<Vec<Vec<u8>>>,
+    moves: AtomicBool,
+    /// Whether the control thread goes on without a wait.
+    hurries: AtomicBool,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Watch {
+    fn new() -> Self {
+        let turns = || Mutex::new(Turns { took: Vec::with_capacity(1 << 16), allocated: 0 });
+        let (clock, held) = (SystemClock::new(), Mutex::default());
+        let (moves, hurries) = (AtomicBool::new(true), AtomicBool::new(false));
+        Self { clock, control: turns(), worker: turns(), held, moves, hurries }
+    }
+
+    fn ends(&self, of: &Mutex<Turns>) {
+        let (now, allocated) = (Instant::now(), thread_totals().map_or(0, |it| it.allocated));
+        if let Some((begun, before)) = BEGUN.take() {
+            let mut turns = lock(of);
+            turns.took.push(now - begun);
+            turns.allocated += usize::from(allocated != before);
+        }
+    }
+
+    fn moves_memory(&self) {
+        let mut held = lock(&self.held);
+        if held.len() >= HELD_MAX {
+            held.clear();
+            drop(purge_now());
+        }
+        held.push(vec![1; TOUCHED]);
+    }
+
+    /// The median of the next turns in us, and in how many of them something was allocated.
+    fn median(&self, of: &Mutex<Turns>, count: usize) -> Result<(f64, usize), BoxError> {
+        *lock(of) = Turns { took: Vec::with_capacity(1 << 16), allocated: 0 };
+        let deadline = Instant::now() + PATIENCE;
+        while lock(of).took.len() < count {
+            if Instant::now() > deadline {
+                return Err(format!("{count} turns were not made in {PATIENCE:?}").into());
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let mut turns = std::mem::take(&mut *lock(of));
+        turns.took.truncate(count);
+        turns.took.sort_unstable();
+        let median = turns.took.get(count / 2).ok_or("nothing was timed")?;
+        Ok((median.as_secs_f64() * 1e6, turns.allocated))
+    }
+}
+
+impl Clock for Watch {
+    fn now(&self) -> Moment {
+        self.clock.now()
+    }
+
+    fn since_epoch(&self) -> Duration {
+        self.clock.since_epoch()
+    }
+
+    fn wait_until(&self, bell: &Arc<Bell>, deadline: Moment) -> Wake {
+        let is_control = deadline != Moment::NEVER;
+        self.ends(if is_control { &self.control } else { &self.worker });
+        let until = if is_control {
+            if self.moves.load(Ordering::Relaxed) {
+                self.moves_memory();
+            }
+            if self.hurries.load(Ordering::Relaxed) { self.clock.now() } else { deadline }
+        } else {
+            deadline
+        };
+        let wake = self.clock.wait_until(bell, until);
+        let allocated = thread_totals().map_or(0, |it| it.allocated);
+        BEGUN.set(Some((Instant::now(), allocated)));
+        wake
+    }
+}
+
+/// Prints the figures; whether the goals were held.
+pub(crate) fn measure() -> Result<bool, BoxError> {
+    let watch = Arc::new(Watch::new());
+    let clock: Arc<dyn Clock> = watch.clone();
+    let builder = Memory::builder().clock(clock).device(DeviceChoice::Host);
+    let memory = builder.metrics_interval(PUBLISHED_EACH).purge_interval(None).start()?;
+    let arena = memory.open_arena("weights")?;
+    let block = arena.alloc::<u8>(1 << 20, Region::Dynamic)?;
+    let (all, _) = watch.median(&watch.worker, PUBLICATIONS)?;
+    let snapshot = timed(|| drop(black_box(memory.snapshot())))?;
+    let (hundred, floor) = written(&memory)?;
+    println!("figure publish.median_us {hundred:.1} us");
+    println!("figure publish.floor_us {floor:.1} us");
+    println!("figure publish.over_floor {:.2} times", hundred / floor);
+    println!("figure publish.snapshot_us {snapshot:.1} us");
+    println!("figure publish.woken_us {all:.1} us");
+
+    let permit = memory.admission().try_admit(Cost::host(ByteSize::mib(1)))?;
+    let (woken, woken_allocated) = watch.median(&watch.control, WOKEN)?;
+    watch.hurries.store(true, Ordering::Relaxed);
+    let (tick, allocated) = watch.median(&watch.control, TICKS)?;
+    watch.moves.store(false, Ordering::Relaxed);
+    let (still, still_allocated) = watch.median(&watch.control, TICKS)?;
+    watch.hurries.store(false, Ordering::Relaxed);
+    let allocated = f64::from(u32::try_from(allocated + woken_allocated + still_allocated)?);
+    let signals = Signals::open();
+    let files = timed_after(
+        || watch.moves_memory(),
+        || {
+            black_box(signals.sample());
+        },
+    )?;
+    println!("figure tick.median_us {tick:.1} us");
+    println!("figure tick.files_us {files:.1} us");
+    println!("figure tick.still_us {still:.1} us");
+    println!("figure tick.woken_us {woken:.1} us");
+    println!("figure tick.allocations {allocated} ticks");
+    drop((permit, block));
+    println!("{}", memory.shutdown(Duration::from_secs(5)));
+    let mut held = true;
+    for (what, found, most) in [
+        ("publish.median_us", hundred, GOAL_US),
+        ("publish.over_floor", hundred / floor, GOAL_OVER_FLOOR),
+        ("tick.median_us", tick, GOAL_US),
+        ("tick.allocations", allocated, 0.0),
+    ] {
+        if found > most {
+            held = false;
+            println!("missed: {what} is {found:.1}, at most {most}");
+        }
+    }
+    Ok(held)
+}
+
+/// What it takes to write a hundred series to the recorder, in us: those of a heap, an arena, both
+/// budgets and admission, as the worker writes them, one time after the other. And the least that
+/// the recorder takes for as many: one name, without a label, found at once.
+fn written(memory: &Memory) -> Result<(f64, f64), BoxError> {
+    let snapshot = memory.snapshot();
+    let write = || {
+        snapshot.heap.iter().for_each(record::heap);
+        snapshot.arenas.iter().for_each(record::arena);
+        for budget in [Budget::Host, Budget::Device] {
+            record::ledger(memory.admission().ledger(budget), budget);
+        }
+        record::admission(&snapshot.admission);
+    };
+    // How many they are, another recorder shows.
+    let other = PrometheusBuilder::new().build_recorder();
+    metrics::with_local_recorder(&other, write);
+    let shown = other.handle().render();
+    let series = shown.lines().filter(|line| !line.is_empty() && !line.starts_with('#')).count();
+    println!("figure publish.series {series} series");
+    let floor = timed(|| (0..SERIES).for_each(|_| metrics::gauge!("lowtide_floor").set(1.0)))?;
+    let hundred = timed(write)? * f64::from(SERIES) / f64::from(u32::try_from(series)?);
+    Ok((hundred, floor))
+}
+
+/// The median time of some calls, in us.
+fn timed(act: impl FnMut()) -> Result<f64, BoxError> {
+    timed_after(|| {}, act)
+}
+
+/// The same, each after something that is not timed.
+fn timed_after(mut before: impl FnMut(), mut act: impl FnMut()) -> Result<f64, BoxError> {
+    let mut took: Vec<_> = (0..TIMED)
+        .map(|_| {
+            before();
+            let begun = Instant::now();
+            act();
+            begun.elapsed()
+        })
+        .collect();
+    took.sort_unstable();
+    let median = took.get(TIMED / 2).ok_or("nothing was timed")?;
+    Ok(median.as_secs_f64() * 1e6)
+}

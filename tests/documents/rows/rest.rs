@@ -1,0 +1,196 @@
+//! The other pages: the README, tuning, arena options, recordings, words, how it is built.
+//!
+//! Invariant: as in `rows`.
+
+use std::time::Duration;
+
+use lowtide::ByteSize;
+use lowtide::config::Config;
+use lowtide::config::arena::CUARENA_MARGIN;
+use lowtide::control::SizeClass;
+use lowtide::device::HostDriver;
+use lowtide::device::driver::Driver as _;
+use lowtide::host::HeapProfile;
+
+use super::{Row, jemalloc, k, rows as of_page, ticks, values};
+use crate::code::{between, constant, how_often, part, size, spoken, time};
+
+pub(super) fn rows() -> Vec<Row> {
+    [readme(), tuning(), options(), glossary(), built(), others()].into_iter().flatten().collect()
+}
+
+fn multiplier() -> Vec<String> {
+    ["K_START", "K_MIN", "K_MAX"].map(|name| k(name).to_string()).into()
+}
+
+fn readme() -> Vec<Row> {
+    let berth = constant("src/control/fairness.rs", "BERTH_PART").number();
+    assert!((berth - 3.0).abs() < f64::EPSILON, "the page says a third");
+    // Its three runs: with lowtide, with jemalloc's defaults, with half of the limit.
+    let tide = |name| constant("examples/tide/run.rs", name).time();
+    let [warm_up, quiet, burst] = ["WARM_UP", "QUIET", "BURST"].map(tide);
+    let rest = ["IDLE_UNLOAD", "AFTER_UNLOAD", "HALF_BURST"].map(tide).into_iter().sum();
+    let looks = Duration::from_secs(10);
+    let lasts: Duration = 2 * (warm_up + quiet + burst) + looks + rest;
+    of_page(
+        "README.md",
+        [
+            (
+                "Both need a Rust toolchain ({} or newer)",
+                values![between("Cargo.toml", "\nrust-version = \"", "\"")],
+            ),
+            ("Once built, the first takes about {}.", values![spoken(lasts)]),
+            ("multiplies estimates by it: {} until it has measured, then between {} and {}.", {
+                multiplier()
+            }),
+            ("larger than a third of what may be booked", values![]),
+        ],
+    )
+}
+
+fn tuning() -> Vec<Row> {
+    let [low, balanced, throughput] =
+        [HeapProfile::LowMemory, HeapProfile::Balanced, HeapProfile::Throughput];
+    for (name, value) in [("background_thread", "true"), ("muzzy_decay_ms", "0")] {
+        let found = HeapProfile::ALL.map(|profile| jemalloc(profile, name));
+        assert_eq!(found, [value; 3], "the page gives one value of {name} for all");
+    }
+    for name in ["tcache_max", "metadata_thp"] {
+        let found = HeapProfile::ALL.map(|profile| jemalloc(profile, name));
+        assert!(found.iter().all(|value| *value == found[0]), "{name}: {found:?}");
+    }
+    assert_eq!(jemalloc(low, "cache_oblivious"), jemalloc(balanced, "cache_oblivious"));
+    let conf = balanced.conf().to_str().expect("ASCII");
+    of_page(
+        "docs/TUNING.md",
+        [
+            ("### `background_thread` `true` in every profile.", values![]),
+            (
+                "### `max_background_threads` {}, in low-memory {} (guess).",
+                values![
+                    jemalloc(balanced, "max_background_threads"),
+                    jemalloc(low, "max_background_threads")
+                ],
+            ),
+            (
+                "### `narenas` {} in balanced (guess), {} in low-memory,",
+                values![jemalloc(balanced, "narenas"), jemalloc(low, "narenas")],
+            ),
+            (
+                "### `dirty_decay_ms` {}; in throughput {}, which is jemalloc's default.",
+                values![
+                    jemalloc(balanced, "dirty_decay_ms"),
+                    jemalloc(throughput, "dirty_decay_ms")
+                ],
+            ),
+            ("### `muzzy_decay_ms` {}.", values![jemalloc(balanced, "muzzy_decay_ms")]),
+            (
+                "### `tcache_max` jemalloc's {} bytes in every profile.",
+                values![jemalloc(balanced, "tcache_max")],
+            ),
+            (
+                "### `thp` jemalloc's `{}`, which leaves it to the kernel; `{}` in low-memory.",
+                values![jemalloc(balanced, "thp"), jemalloc(low, "thp")],
+            ),
+            (
+                "### `metadata_thp` `{}`, also jemalloc's default.",
+                values![jemalloc(balanced, "metadata_thp")],
+            ),
+            (
+                "### `slab_sizes` `one_page` in low-memory (written `{}`)",
+                values![jemalloc(low, "slab_sizes")],
+            ),
+            (
+                "### `cache_oblivious` `{}` in low-memory and balanced; jemalloc's `{}` in \
+                 throughput.",
+                values![
+                    jemalloc(balanced, "cache_oblivious"),
+                    jemalloc(throughput, "cache_oblivious")
+                ],
+            ),
+            ("JEMALLOC_SYS_WITH_MALLOC_CONF = \"{}\"", values![conf]),
+        ],
+    )
+}
+
+fn options() -> Vec<Row> {
+    assert_eq!(Config::METRICS_INTERVAL.as_secs(), 1, "the page says within a second");
+    of_page(
+        "docs/ARENA_OPTIONS.md",
+        [
+            (
+                "rounded to granules ({} on the host driver)",
+                values![size(HostDriver::new().capabilities().granularity.get())],
+            ),
+            (
+                "all that the device has left less {}.",
+                values![format!("{} MiB", CUARENA_MARGIN.get() >> 20)],
+            ),
+            ("the control loop's next tick ({}), and", values![ticks()]),
+            ("the worker has seen that, within a second.", values![]),
+            (
+                "count among the {} that a `Memory` may have",
+                values![constant("src/memory/arenas.rs", "ARENAS_MAX").count()],
+            ),
+        ],
+    )
+}
+
+fn glossary() -> Vec<Row> {
+    let points = constant("src/memory/trail.rs", "POINTS_MAX").number();
+    let class = SizeClass::of(ByteSize::ZERO).bound();
+    of_page(
+        "docs/GLOSSARY.md",
+        [
+            ("fills at most: {} of it by default |", values![format!("{:.2}", Config::CEILING)]),
+            ("{} until measured, held within {} to {} |", multiplier()),
+            (
+                "under {} x (1 - size / allowance) of its proportional share",
+                values![part(constant("src/control/fairness.rs", "TARGET").number())],
+            ),
+            ("powers of two from {} to 64 GiB,", values![size(class.get())]),
+            (
+                "at each of the last publications: {} of them |",
+                values![spoken(Config::METRICS_INTERVAL.mul_f64(points))],
+            ),
+            (
+                "a refusal; the last {} are kept |",
+                values![constant("src/memory/events.rs", "EVENTS_MAX").count()],
+            ),
+        ],
+    )
+}
+
+fn built() -> Vec<Row> {
+    let sensor = "src/memory/sensor.rs";
+    let share = constant(sensor, "EPOCH_SHARE").number();
+    of_page(
+        "docs/ARCHITECTURE.md",
+        [
+            ("Estimates are multiplied by it: {} until measured, then {} to {}.", multiplier()),
+            ("samples every {},", values![ticks()]),
+            ("no more often than {} % of a core allows", values![format!("{:.1}", 100.0 / share)]),
+            ("reads the rest every {}.", values![time(constant(sensor, "SIGNAL_MAX").time())]),
+            (
+                "cut into pieces no longer than the slide, at most {},",
+                values![constant("src/device/compact/plan.rs", "PIECES_MAX").count()],
+            ),
+            ("The control thread's tick lengthens from {}.", values![ticks()]),
+        ],
+    )
+}
+
+fn others() -> Vec<Row> {
+    let mut all = of_page(
+        "docs/METRICS.md",
+        [("facade, {} by default, to", values![how_often(Config::METRICS_INTERVAL)])],
+    );
+    all.extend(of_page(
+        "docs/RECORDING.md",
+        [(
+            "about every {} the thread that happens to be there",
+            values![constant("src/device/record/lines.rs", "DUE_FROM").size()],
+        )],
+    ));
+    all
+}
