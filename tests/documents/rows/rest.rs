@@ -143,7 +143,7 @@ fn glossary() -> Vec<Row> {
         "docs/GLOSSARY.md",
         [
             ("fills at most: {} of it by default |", values![format!("{:.2}", Config::CEILING)]),
-            ("{} until measured, held within {} to {} |", multiplier()),
+            ("{} until measured (`LOWTIDE_MULTIPLIER`), held within {} to {} |", multiplier()),
             (
                 "under {} x (1 - size / allowance) of its proportional share",
                 values![part(constant("src/control/fairness.rs", "TARGET").number())],
