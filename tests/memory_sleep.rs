@@ -18,7 +18,7 @@ use lowtide::device::driver::{Driver as _, StreamHandle};
 use lowtide::device::{
     ArenaSnapshot, ArenaState, Buffer, Contents, DeviceArena, DeviceError, Region, SleepOptions,
 };
-use lowtide::memory::{Builder, Slot};
+use lowtide::memory::{Builder, ErrandState, Slot, Verb};
 use lowtide::{ByteSize, Memory};
 
 mod support;
@@ -432,6 +432,25 @@ fn a_shutdown_while_it_sleeps_leaves_the_contents_to_their_owner() {
     assert!(refused.to_string().contains("shutting down"), "{refused}");
     bed.assert_marked(&model, 9);
     drop(model);
+    bed.end([arena]);
+}
+
+/// The bug: the worker waited two seconds for memory that it was itself to give back.
+#[test]
+fn a_wake_that_was_asked_for_keeps_the_worker_from_nothing() {
+    let (_turn, bed) = (turn(), Bed::new());
+    let memory = bed.builder().device_sleep_after(None).start().expect("starts");
+    let arena = memory.open_arena("model").expect("opens");
+    let kept = bed.model(&arena, Region::Dynamic, 1);
+    arena.sleep(SleepOptions::default()).expect("asleep");
+    bed.sim.set_neighbours(ByteSize::gib(1024));
+    memory.ask(Verb::Wake { arena: "model".to_owned() }).expect("heard");
+    until("it ends", || matches!(memory.errands()[0].state, ErrandState::Failed(_)));
+    bed.sim.set_neighbours(ByteSize::ZERO);
+    bed.assert_marked(&kept, 1);
+    drop(kept);
+    assert!(memory.shutdown(SOON).is_clean());
+    drop(memory);
     bed.end([arena]);
 }
 

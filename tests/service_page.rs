@@ -75,6 +75,7 @@ fn a_query_that_means_nothing_is_refused_by_name() {
     for (query, about) in [
         ("format=xml", r#"format="xml": expected json or html"#),
         ("with=map,everything", r#"with="everything": expected map, trail, events, errands"#),
+        ("with=map,trail,map", r#""map" is given twice"#),
         ("wth=map", r#""wth" means nothing here: expected format or with"#),
         ("format=json&format=html", r#""format" is given twice"#),
         ("with=%zz", "the query is not percent-encoded"),
@@ -155,6 +156,7 @@ fn the_map_tells_blocks_holes_idle_bare_and_asleep_bytes_without_addresses() {
     let first = arena.alloc::<u8>(3 << 20, Region::Stable).expect("room");
     let second = arena.alloc::<u8>(1 << 20, Region::Stable).expect("room");
     let sums = || {
+        clock.advance(SECOND); // a map is told for a while
         let told = told(&endpoints, ALL);
         let map = &told["map"][0];
         assert_eq!(map["arena"], "weights");
@@ -179,6 +181,30 @@ fn the_map_tells_blocks_holes_idle_bare_and_asleep_bytes_without_addresses() {
     arena.sleep(SleepOptions { drain, stable: discard, dynamic: discard }).expect("asleep");
     assert_eq!(sums(), (1, [ByteSize::mib(1), none, none, none]));
     drop(second);
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
+/// The bug: each that looked on had all blocks walked under the lock of their arena, and one that
+/// named the map a thousand times a thousand times.
+#[test]
+fn a_map_is_kept_for_who_else_asks_until_its_time_or_until_arenas_change() {
+    let _turn = turn();
+    let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(100)));
+    let memory = start(&clock, &tree);
+    let endpoints = Endpoints::new(Some(memory.clone()));
+    let arena = memory.open_arena("weights").expect("opens");
+    let blocks = || told(&endpoints, ALL)["map"][0]["regions"][0]["blocks"].as_u64();
+    assert_eq!(blocks(), Some(0));
+    let alloc = || arena.alloc::<u8>(1 << 20, Region::Stable).expect("room");
+    let first = alloc();
+    clock.advance(Duration::from_millis(499));
+    assert_eq!(blocks(), Some(0), "as it was told before");
+    clock.advance(Duration::from_millis(1));
+    assert_eq!(blocks(), Some(1), "who asks each second is told anew");
+    let second = alloc();
+    memory.open_arena("another").expect("opens");
+    assert_eq!(blocks(), Some(2), "of all arenas that there are");
+    drop((first, second));
     assert!(memory.shutdown(SOON).is_clean());
 }
 

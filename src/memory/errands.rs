@@ -271,6 +271,11 @@ impl Memory {
         }
         let id = shared.errands.add(verb, shared.clock.since_epoch())?;
         shared.queue.push_one(Job::Errand);
+        if shared.queue.is_closed() {
+            // It closed meanwhile, and may have dropped the job; where it did not, it is done.
+            shared.errands.end(id, ErrandState::Failed(AskError::Ended.to_string()), None);
+            return Err(AskError::Ended);
+        }
         Ok(id)
     }
 
@@ -359,7 +364,8 @@ impl Shared {
                 Ok(format!("{} given back, {} offloaded", slept.released, slept.offloaded))
             }
             Verb::Wake { .. } => {
-                let woken = arena()?.wake().map_err(said)?;
+                // Nor here: what is short would be given back by this very worker.
+                let woken = arena()?.wake_at_once().map_err(said)?;
                 Ok(format!("{} committed, {} restored", woken.committed, woken.restored))
             }
             Verb::Unload { resource } => self.unload_named(resource),

@@ -274,6 +274,18 @@ impl Memory {
         arenas.iter().map(|arena| (arena.name().to_owned(), arena.cells(each))).collect()
     }
 
+    /// The names of the arenas in that order.
+    #[cfg(feature = "service")]
+    pub(crate) fn arena_names(&self) -> Vec<String> {
+        self.0.shared.arenas().iter().map(|arena| arena.name().to_owned()).collect()
+    }
+
+    /// The time by the clock that it goes by.
+    #[cfg(feature = "service")]
+    pub(crate) fn now(&self) -> Moment {
+        self.0.shared.clock.now()
+    }
+
     /// Ends it in order: admits nothing more, waits for resources that are in use, unloads them,
     /// and joins the threads. Blocks until the deadline at most, and a second longer where a job is
     /// under way; not for a thread of an async runtime. A second call finds nothing left to do; one

@@ -23,7 +23,7 @@ use crate::memory::{BudgetSnapshot, Memory, MemorySnapshot};
 use super::admin::Admin;
 use super::asked::{Format, Query, QueryError};
 use super::page;
-use super::parts::{Part, seconds};
+use super::parts::{Maps, Part, seconds};
 use super::rejection::problem;
 
 const TEXT: &str = "text/plain; charset=utf-8";
@@ -48,6 +48,7 @@ pub struct Endpoints {
     memory: Option<Memory>,
     metrics: Option<Box<dyn Fn() -> String + Send + Sync>>,
     admin: Option<Admin>,
+    maps: Maps,
 }
 
 impl Endpoints {
@@ -68,7 +69,7 @@ impl Endpoints {
     /// Answers for this memory; without one they say that it was not started.
     #[must_use]
     pub fn new(memory: Option<Memory>) -> Self {
-        Self { memory, metrics: None, admin: None }
+        Self { memory, metrics: None, admin: None, maps: Maps::default() }
     }
 
     /// Has `/metrics` answer what this gives, in the Prometheus text format.
@@ -203,7 +204,7 @@ impl Endpoints {
         let body = match (&self.memory, &mut body) {
             (Some(memory), Value::Object(members)) if !parts.is_empty() => {
                 let needs_token = self.admin.as_ref().map(Admin::needs_token);
-                parts.iter().for_each(|part| part.add(memory, needs_token, members));
+                parts.iter().for_each(|part| part.add(memory, &self.maps, needs_token, members));
                 format!("{body}\n")
             }
             (_, body) => pretty(body),

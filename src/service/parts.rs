@@ -5,11 +5,15 @@
 //!
 //! Invariant: the cells of all arenas are at most [`CELLS_MAX`], but four for each arena.
 
+use std::time::Duration;
+
 use serde_json::{Map, Value, json};
 
 use crate::bytes::ByteSize;
+use crate::clock::Moment;
 use crate::device::{ArenaCells, Cell, RegionCells};
 use crate::memory::{Errand, Event, Memory, TrailPoint};
+use crate::sync::{Mutex, lock};
 
 use super::asked::QueryError;
 
@@ -17,7 +21,8 @@ use super::asked::QueryError;
 const CELLS_MAX: usize = 2048;
 
 /// Blocks that a map may walk each second. Meanwhile it holds their arena's lock, 11 ns for each
-/// block as measured by `benches/render`: of that second a thousandth.
+/// block as measured by `benches/render`: of that second a thousandth, or two, since a map is kept
+/// for half of the time after which it is to be asked for again.
 const BLOCKS_EACH_SECOND: u64 = 100_000;
 
 /// A part, by the name under which it is asked for and told.
@@ -51,18 +56,27 @@ impl Part {
                 expected: Self::ALL.map(Self::name).join(", "),
             })
         };
-        text.split(',').filter(|name| !name.is_empty()).map(part).collect()
+        let mut parts = Vec::new();
+        for name in text.split(',').filter(|name| !name.is_empty()) {
+            let part = part(name)?;
+            if parts.contains(&part) {
+                return Err(QueryError::Twice { name: part.name() });
+            }
+            parts.push(part);
+        }
+        Ok(parts)
     }
 
     /// Adds it to the document. `needs_token` is about errands: `None` where there are none.
     pub(super) fn add(
         self,
         memory: &Memory,
+        maps: &Maps,
         needs_token: Option<bool>,
         to: &mut Map<String, Value>,
     ) {
         let value = match self {
-            Self::Map => memory.cells(CELLS_MAX).iter().map(arena).collect(),
+            Self::Map => maps.of(memory),
             Self::Trail => trail(&memory.trail()),
             Self::Events => memory.events().iter().map(event).collect(),
             Self::Errands => needs_token.map_or(Value::Null, |needs_token| {
@@ -74,11 +88,44 @@ impl Part {
     }
 }
 
+/// The maps that were told last. Whoever asks meanwhile is told the same, so that no number of
+/// those who look on has the locks of arenas held for longer.
+#[derive(Debug, Default)]
+pub(super) struct Maps(Mutex<Option<Kept>>);
+
+/// Maps of arenas of these names, and until when they are told.
+#[derive(Debug)]
+struct Kept {
+    names: Vec<String>,
+    until: Moment,
+    maps: Value,
+}
+
+impl Maps {
+    fn of(&self, memory: &Memory) -> Value {
+        let (now, names) = (memory.now(), memory.arena_names());
+        let mut kept = lock(&self.0);
+        if let Some(kept) = kept.as_ref().filter(|kept| now < kept.until && kept.names == names) {
+            return kept.maps.clone();
+        }
+        let cells = memory.cells(CELLS_MAX);
+        let maps: Value = cells.iter().map(arena).collect();
+        let most = cells.iter().map(|(_, cells)| again(blocks(cells))).max();
+        // Whoever asks again when told to is told anew.
+        let until = now + Duration::from_secs(most.unwrap_or(1)).mul_f64(0.5);
+        *kept = Some(Kept { names, until, maps: maps.clone() });
+        maps
+    }
+}
+
+fn blocks(cells: &ArenaCells) -> u64 {
+    cells.regions.iter().map(|region| region.blocks).sum()
+}
+
 fn arena((name, cells): &(String, ArenaCells)) -> Value {
-    let blocks = cells.regions.iter().map(|region| region.blocks);
     json!({
         "arena": name,
-        "again_in_seconds": again(blocks.sum()),
+        "again_in_seconds": again(blocks(cells)),
         "granule_bytes": cells.granularity.get(),
         "regions": cells.regions.iter().map(region).collect::<Vec<_>>(),
     })
@@ -156,7 +203,7 @@ fn errand(errand: &Errand) -> Value {
 }
 
 /// To the millisecond.
-pub(super) fn seconds(at: std::time::Duration) -> f64 {
+pub(super) fn seconds(at: Duration) -> f64 {
     (at.as_secs_f64() * 1e3).round() / 1e3
 }
 

@@ -256,6 +256,19 @@ impl DeviceArena {
         Ok(woken)
     }
 
+    /// The same for a thread that has other things to do: where it is on its way up or down already
+    /// that is an error, and where memory is short it does not wait for it.
+    ///
+    /// # Errors
+    /// As [`DeviceArena::wake`].
+    pub(crate) fn wake_at_once(&self) -> Result<Woken, DeviceError> {
+        let shared = self.shared();
+        shared.check_open()?;
+        let woken = shared.wake_at_once()?;
+        shared.debug_validate();
+        Ok(woken)
+    }
+
     /// Whether its memory can be used now; awake, once it is closed.
     #[must_use]
     pub fn state(&self) -> ArenaState {

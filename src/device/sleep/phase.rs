@@ -267,7 +267,7 @@ impl Shared {
                     }
                     books.sleep.phase = Phase::Waking;
                     drop(books);
-                    self.rise()?;
+                    self.rise(self.sleep.patience)?;
                     books = self.books();
                 }
             }

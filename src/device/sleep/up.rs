@@ -9,6 +9,7 @@
 //! copied to where no block is.
 
 use std::cell::RefCell;
+use std::time::Duration;
 
 use super::phase::{Phase, Sleep};
 use super::stores::{Place, is_booking};
@@ -73,7 +74,7 @@ impl Shared {
             Phase::Asleep => {
                 books.sleep.phase = Phase::Waking;
                 drop(books);
-                self.rise()
+                self.rise(self.sleep.patience)
             }
             Phase::Waking if is_within() => Err(self.not_awake(&books)),
             Phase::Waking => {
@@ -86,15 +87,29 @@ impl Shared {
         }
     }
 
-    /// From waking to awake, or asleep again.
-    pub(super) fn rise(&self) -> Result<Woken, DeviceError> {
+    /// Wakes the arena where it is asleep, and waits for nobody: neither for who moves it now, nor
+    /// for memory.
+    pub(super) fn wake_at_once(&self) -> Result<Woken, DeviceError> {
+        let mut books = self.books();
+        if books.sleep.phase != Phase::Asleep {
+            return Err(self.not_awake(&books));
+        }
+        books.sleep.phase = Phase::Waking;
+        drop(books);
+        self.rise(Duration::ZERO)
+    }
+
+    /// From waking to awake, or asleep again; for memory that is short it waits so long.
+    pub(super) fn rise(&self, patience: Duration) -> Result<Woken, DeviceError> {
         let mut books = self.books();
         let runs = books.begin_rise();
         let copies = !books.wanted_places().is_empty();
         drop(books);
         let returning = RefCell::new(Returning { runs, back: 0 });
-        let outcome =
-            self.check_capture(copies).and_then(|()| self.have_back(&returning)).and_then(|()| {
+        let outcome = self
+            .check_capture(copies)
+            .and_then(|()| self.have_back(&returning, patience))
+            .and_then(|()| {
                 self.copy_back(Books::wanted_places).map_err(|error| self.told_of_copies(error))
             });
         let Returning { runs, back } = returning.into_inner();
@@ -116,9 +131,13 @@ impl Shared {
 
     /// Commits all that is to come back; asks the callbacks for more where memory is short, and
     /// waits a while.
-    fn have_back(&self, returning: &RefCell<Returning>) -> Result<(), DeviceError> {
+    fn have_back(
+        &self,
+        returning: &RefCell<Returning>,
+        patience: Duration,
+    ) -> Result<(), DeviceError> {
         let mut retries = RETRIES;
-        let pause = self.sleep.patience / RETRIES;
+        let pause = patience / RETRIES;
         // Rung by nobody: only time goes by.
         let bell = Bell::new();
         loop {

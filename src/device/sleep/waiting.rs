@@ -69,7 +69,7 @@ impl Future for Entering {
                 books.sleep.tell(&mut this.waits, &mut waker);
                 drop(books);
                 let arena = Arc::clone(&this.arena);
-                let rise = move || drop(arena.rise());
+                let rise = move || drop(arena.rise(arena.sleep.patience));
                 let thread = thread::Builder::new().name("lowtide-wake".to_owned());
                 if let Err(error) = thread.spawn(rise) {
                     return Poll::Ready(Err(this.arena.no_thread(&error)));

@@ -37,11 +37,15 @@
   };
   // Has one child for each item, by key and in order; those that were there stay.
   const keep = (parent, items, keyOf, create, change) => {
-    const there = new Map();
+    const there = new Map(), times = new Map();
     for (const child of [...parent.children]) there.set(child.dataset.key, child);
     let at = parent.firstElementChild;
     for (const item of items) {
-      const key = String(keyOf(item));
+      // Of items with the same key each has its own: a child that two share would be left behind.
+      let key = String(keyOf(item));
+      const nth = times.get(key) || 0;
+      times.set(key, nth + 1);
+      if (nth) key += `#${nth}`;
       let child = there.get(key);
       if (child) there.delete(key);
       else { child = create(item); child.dataset.key = key; }
@@ -208,6 +212,8 @@
     // may be there twice.
     const maps = new Map();
     for (const of of lastMaps) maps.set(of.arena, [...(maps.get(of.arena) || []), of]);
+    const names = list.map(({ arena, drains }) => `${drains}/${arena.name}`).join();
+    if (names !== mapped) { mapped = names; mapsAt = 0; }
     const items = list.map(({ arena, drains }, nth) => ({ arena, drains, nth,
       map: drains ? (maps.get(arena.name) || []).shift() : (maps.get(arena.name) || []).pop() }));
     const place = $("arenas");
@@ -425,7 +431,7 @@
 
   // A map walks all blocks under their arena's lock, so the service says when to ask again. In
   // between the last one stands; after a verb it is asked for with the next figures.
-  let lastMaps = [], mapsAt = 0;
+  let lastMaps = [], mapsAt = 0, mapped = "";
   const takeMaps = (maps) => {
     lastMaps = maps;
     const again = Math.max(1, ...maps.map((of) => of.again_in_seconds));

@@ -89,7 +89,7 @@ fn routes() -> Rows {
             values![of("src/service/parts.rs", "CELLS_MAX")],
         ),
         (
-            "`again_in_seconds` says when, a second for each {} blocks",
+            "`again_in_seconds` says when to ask again, a second for each {} blocks",
             values![of("src/service/parts.rs", "BLOCKS_EACH_SECOND")],
         ),
         (
