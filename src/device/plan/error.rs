@@ -156,6 +156,15 @@ pub enum PlanError {
         /// The first step at which that is not live any more.
         end: i64,
     },
+    /// Segments cannot have what a buffer needs: its offset is fixed, alignments have no common
+    /// multiple that can be counted with, or segments have no bytes.
+    #[error("{name}: a fixed offset or an alignment that segments of {limit} cannot have")]
+    NoSegment {
+        /// The buffer.
+        name: String,
+        /// The largest size of a segment.
+        limit: ByteSize,
+    },
     /// The plan that was made does not hold: an error of this crate, found before the plan left it.
     #[error("the plan that was made does not hold: {0}")]
     Refuted(Box<PlanFault>),

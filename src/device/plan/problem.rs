@@ -14,6 +14,7 @@ use super::error::PlanError;
 use super::part::Parts;
 use super::shape::Shapes;
 use super::union::Unions;
+use super::walls::Walls;
 use crate::bytes::ByteSize;
 
 /// What all buffers may have together, alignments counted: sums and differences of offsets then
@@ -232,6 +233,11 @@ impl Problem {
         self.demands.get(id.index()).ok_or(unknown)
     }
 
+    /// Fixes a buffer where a plan of it had it.
+    pub(super) fn pin(&mut self, id: BufferId, offset: u64) {
+        self.demands[id.index()].offset = Some(offset);
+    }
+
     fn named(&self, id: BufferId) -> String {
         self.demands[id.index()].name.clone()
     }
@@ -262,7 +268,7 @@ impl Problem {
     /// # Errors
     /// [`PlanError`], where buffers cannot share memory as they were said to.
     pub fn lower_bound(&self) -> Result<ByteSize, PlanError> {
-        let parts = Parts::of(&Shapes::of(self)?);
+        let parts = Parts::of(&Shapes::of(self)?, &Walls::default());
         Ok(ByteSize::new(parts.bound() * parts.unit))
     }
 

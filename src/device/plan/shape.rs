@@ -46,6 +46,21 @@ impl Shapes {
         self.list.get(at).map_or(&[], |shape| &self.needs[shape.from..end])
     }
 
+    /// Where the highest window of a shape ends.
+    pub(super) fn size(&self, at: usize) -> u64 {
+        self.needs(at).iter().map(|need| need.window.high).max().unwrap_or(0)
+    }
+
+    /// Whether two shapes are ever live at once, gaps not looked at.
+    pub(super) fn meet(&self, one: usize, other: usize) -> bool {
+        let span = |at: usize| {
+            let needs = self.needs(at);
+            needs.first().zip(needs.last()).map(|(first, last)| (first.first, last.end))
+        };
+        let spans = span(one).zip(span(other));
+        spans.is_some_and(|((from, to), (first, end))| from < end && first < to)
+    }
+
     /// The shapes, in the order of their roots, external ones apart.
     ///
     /// # Errors

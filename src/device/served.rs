@@ -1,0 +1,190 @@
+//! A plan's memory in an arena: reserved once, looked up without a search.
+//!
+//! One block on granules of its own for each of the plan's segments. The arena treats these as any
+//! others: they count as live, sleep and wake with it and keep their addresses meanwhile, and may
+//! move in a compaction between two leases. It plans nothing.
+//!
+//! Invariant: for every segment of the plan there is a block of at least its size.
+
+use std::fmt;
+
+use super::arena::DeviceArena;
+use super::buffer::Buffer;
+use super::driver::DeviceAddress;
+use super::error::DeviceError;
+use super::lease::Lease;
+use super::plan::{BufferId, Place, Plan};
+use super::region::Region;
+use crate::bytes::ByteSize;
+
+/// The memory of a [`Plan`], held in an arena until this is dropped.
+///
+/// ```
+/// # use std::sync::Arc;
+/// use lowtide::ByteSize;
+/// use lowtide::clock::SystemClock;
+/// use lowtide::device::plan::{Demand, Planner, Problem};
+/// use lowtide::device::{ArenaConfig, DeviceArena, HostDriver, Region};
+///
+/// let clock = Arc::new(SystemClock::new());
+/// let mut problem = Problem::new();
+/// let hidden = problem.add(Demand::new("hidden", ByteSize::kib(64), 0..2))?;
+/// let output = problem.add(Demand::new("output", ByteSize::kib(16), 1..3))?;
+/// let plan = Planner::new(&*clock).plan(&problem)?;
+///
+/// let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock, ArenaConfig::new("model"))?;
+/// let mut memory = arena.reserve_plan(&plan, Region::Dynamic)?;
+/// let lease = arena.enter()?;
+/// memory.slice_mut(&lease, output, ByteSize::kib(16))?.fill(7);
+/// let planned = memory.enter(&lease)?; // for the whole run: lookups only
+/// assert_ne!(planned.address(hidden), planned.address(output));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct PlanMemory {
+    arena: DeviceArena,
+    region: Region,
+    places: Box<[Place]>,
+    segments: Vec<Buffer<u8>>,
+    /// Where the segments were when they were last looked for.
+    bases: Vec<u64>,
+}
+
+impl fmt::Debug for PlanMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (buffers, bytes) = (self.places.len(), self.bytes());
+        write!(f, "PlanMemory {{ buffers: {buffers}, bytes: {bytes:?} }}")
+    }
+}
+
+impl DeviceArena {
+    /// Holds the memory of a plan: a block on granules of its own for each of its segments.
+    ///
+    /// # Errors
+    /// As [`DeviceArena::reserve`]; [`DeviceError::Unsupported`] where an alignment of the plan is
+    /// larger than a granule.
+    pub fn reserve_plan(&self, plan: &Plan, region: Region) -> Result<PlanMemory, DeviceError> {
+        let (places, segments) = (Box::default(), Vec::new());
+        let arena = self.clone();
+        let mut memory = PlanMemory { arena, region, places, segments, bases: Vec::new() };
+        memory.refit(plan)?;
+        Ok(memory)
+    }
+}
+
+impl PlanMemory {
+    /// Serves another plan from now on. Segments that are large enough stay, and so does what is in
+    /// them; others are replaced, and both are held meanwhile. It does not shrink: for that, drop
+    /// it and reserve anew.
+    ///
+    /// # Errors
+    /// As [`DeviceArena::reserve_plan`]; then the plan is as it was.
+    pub fn refit(&mut self, plan: &Plan) -> Result<(), DeviceError> {
+        let granule = self.arena.shared_arc().granule;
+        if !granule.get().is_multiple_of(plan.align()) {
+            let (what, rung) = ("alignments beyond a granule", self.arena.rung());
+            return Err(DeviceError::Unsupported { what, rung });
+        }
+        let mut larger = Vec::new();
+        for (at, size) in plan.segments().iter().enumerate() {
+            let length = size.as_usize().unwrap_or(usize::MAX);
+            if self.segments.get(at).is_none_or(|segment| segment.len() < length) {
+                larger.push((at, self.arena.reserve::<u8>(length, self.region)?));
+            }
+        }
+        for (at, segment) in larger {
+            match self.segments.get_mut(at) {
+                Some(old) => *old = segment,
+                None => self.segments.push(segment),
+            }
+        }
+        self.bases.resize(self.segments.len(), 0);
+        self.places = plan.places().into();
+        Ok(())
+    }
+
+    /// The bytes of all segments.
+    #[must_use]
+    pub fn bytes(&self) -> ByteSize {
+        self.segments.iter().map(Buffer::bytes).sum()
+    }
+
+    /// Where everything is while the lease is held: asked once for a run, then looked up.
+    ///
+    /// # Errors
+    /// As [`Buffer::address`].
+    pub fn enter<'a>(&'a mut self, lease: &'a Lease) -> Result<Planned<'a>, DeviceError> {
+        for (base, segment) in self.bases.iter_mut().zip(&self.segments) {
+            *base = segment.address(lease)?.map_or(0, DeviceAddress::get);
+        }
+        Ok(Planned { places: &self.places, bases: &self.bases, lease })
+    }
+
+    /// The first bytes of a planned buffer, on drivers with host access.
+    ///
+    /// # Errors
+    /// As [`Buffer::slice`].
+    ///
+    /// # Panics
+    /// If the number is not of the plan's problem, or so many bytes reach beyond the segment.
+    pub fn slice<'a>(
+        &'a self,
+        lease: &'a Lease,
+        id: BufferId,
+        size: ByteSize,
+    ) -> Result<&'a [u8], DeviceError> {
+        let range = self.range(id, size);
+        let segment = &self.segments[self.places[id.index()].segment as usize];
+        Ok(&segment.slice(lease)?[range])
+    }
+
+    /// The same, to write. Whoever writes a buffer that is not live writes into others.
+    ///
+    /// # Errors
+    /// As [`Buffer::slice`].
+    ///
+    /// # Panics
+    /// As [`PlanMemory::slice`].
+    pub fn slice_mut<'a>(
+        &'a mut self,
+        lease: &'a Lease,
+        id: BufferId,
+        size: ByteSize,
+    ) -> Result<&'a mut [u8], DeviceError> {
+        let range = self.range(id, size);
+        let segment = &mut self.segments[self.places[id.index()].segment as usize];
+        Ok(&mut segment.slice_mut(lease)?[range])
+    }
+
+    fn range(&self, id: BufferId, size: ByteSize) -> std::ops::Range<usize> {
+        let length = |bytes: u64| ByteSize::new(bytes).as_usize().unwrap_or(usize::MAX);
+        let start = length(self.places[id.index()].offset);
+        start..start.saturating_add(length(size.get()))
+    }
+}
+
+/// Where the buffers of a plan are while a lease is held.
+#[derive(Clone, Copy, Debug)]
+pub struct Planned<'a> {
+    places: &'a [Place],
+    bases: &'a [u64],
+    lease: &'a Lease,
+}
+
+impl Planned<'_> {
+    /// The address of a buffer. O(1), allocates nothing.
+    ///
+    /// # Panics
+    /// If the number is not of the plan's problem.
+    #[must_use]
+    #[inline]
+    pub fn address(&self, id: BufferId) -> DeviceAddress {
+        let place = self.places[id.index()];
+        DeviceAddress::new(self.bases[place.segment as usize] + place.offset)
+    }
+
+    /// The lease that keeps the addresses true.
+    #[must_use]
+    pub const fn lease(&self) -> &Lease {
+        self.lease
+    }
+}
