@@ -11,14 +11,14 @@ RUN --mount=type=cache,target=/usr/local/cargo/registry \
     find . -path ./target -prune -o -type f -exec touch {} + \
     && CARGO_PROFILE_RELEASE_DEBUG=0 CARGO_PROFILE_RELEASE_STRIP=symbols \
     cargo build --release --locked --example proxy \
-    && cp target/release/examples/proxy /build/proxy
+    && deploy/image-root target/release/examples/proxy /image
 
-FROM debian:bookworm-slim
+# Nothing but what is needed: the binary, the C library and its loader, a user without rights.
+FROM scratch
 LABEL org.opencontainers.image.title="lowtide-proxy" \
       org.opencontainers.image.description="A reverse proxy that gives its memory back" \
       org.opencontainers.image.licenses="MIT OR Apache-2.0"
-COPY --from=build /build/proxy /usr/local/bin/proxy
-COPY LICENSE-MIT LICENSE-APACHE /usr/share/doc/lowtide-proxy/
+COPY --from=build /image/ /
 
 # LOWTIDE_PROFILE moves what can move while the process runs. Arena count, thread caches and block
 # layout are fixed before main, from a string in the binary (the example carries the balanced one)
@@ -26,6 +26,14 @@ COPY LICENSE-MIT LICENSE-APACHE /usr/share/doc/lowtide-proxy/
 # test compares them. Both are needed: either alone leaves half of the profile behind.
 ENV LOWTIDE_PROFILE=low-memory \
     _RJEM_MALLOC_CONF=background_thread:true,max_background_threads:1,narenas:2,dirty_decay_ms:1000,muzzy_decay_ms:0,thp:never,metadata_thp:disabled,slab_sizes:1-16384:1,cache_oblivious:false
+
+# jemalloc serves Rust alone. What C code in the process allocates lies in glibc's heap, which would
+# have up to eight arenas for each core, and never gives their inner pages back by itself.
+ENV MALLOC_ARENA_MAX=2
+
+# Read by NVIDIA's container toolkit, and by nobody where there is none: libcuda and NVML.
+ENV NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
 
 # An orderly end takes PROXY_GRACE and at most 5 s more; `docker stop` kills after 10 s.
 ENV PROXY_LISTEN=0.0.0.0:8080 \

@@ -1,6 +1,9 @@
-//! What is written for operators agrees with the code: variables, their defaults, the image.
+//! What is written for operators agrees with the code: variables, their defaults, the image, and
+//! the files for Compose, Kubernetes and systemd (`files`).
 //!
-//! It reads text; that the image builds and runs is for `.ci/docker` to try.
+//! It reads text; that the image builds and runs is for `.ci/docker` and `.ci/image` to try.
+//!
+//! Invariant: a default, a name or a limit that stands in two places is the same in both.
 #![cfg(feature = "memory")]
 
 use std::collections::BTreeSet;
@@ -9,9 +12,12 @@ use std::path::Path;
 use std::time::Duration;
 
 use lowtide::config::env::VARIABLES;
-use lowtide::config::{Config, Profile, Settings};
+use lowtide::config::{Config, OrtPlace, OrtSetting, Profile, Settings};
 use lowtide::decay::DecayTime;
 use lowtide::host::HeapProfile;
+
+#[path = "deploying/files.rs"]
+mod files;
 
 const GUIDE: &str = "docs/DEPLOYING.md";
 
@@ -82,30 +88,77 @@ fn short(time: Duration) -> String {
     humantime::format_duration(time).to_string()
 }
 
-#[test]
-fn every_variable_of_the_proxy_has_its_row() {
+/// The proxy's source, all of it.
+fn proxy() -> String {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/proxy");
     let parts = fs::read_dir(folder).expect("the proxy's modules").map(|entry| {
         let name = entry.expect("an entry").file_name();
         text(&format!("examples/proxy/{}", name.to_string_lossy()))
     });
-    let source: String = parts.chain([text("examples/proxy.rs")]).collect();
-    let own: BTreeSet<_> = source
-        .split("env = \"")
-        .skip(1)
-        .filter_map(|after| after.split_once('"').map(|(name, _)| name.to_owned()))
-        .collect();
+    parts.chain([text("examples/proxy.rs")]).collect()
+}
+
+/// What stands in the source up to a mark.
+fn until<'a>(text: &'a str, mark: &str) -> &'a str {
+    text.split_once(mark).map_or(text, |(before, _)| before)
+}
+
+/// Each option of the proxy: its variable, and its default where it has one.
+fn options(source: &str) -> Vec<(String, Option<String>)> {
+    let all = source.split("env = \"").skip(1);
+    all.map(|after| {
+        let option = until(after, ",\n    ");
+        let quoted = option.split_once("default_value = \"").map(|(_, value)| until(value, "\""));
+        let number = option.split_once("default_value_t = ").map(|(_, value)| until(value, ")"));
+        (until(after, "\"").to_owned(), quoted.or(number).map(str::to_owned))
+    })
+    .collect()
+}
+
+#[test]
+fn every_variable_of_the_proxy_has_its_row_with_its_default_and_the_images_value() {
+    let image = text("Dockerfile");
+    let own = options(&proxy());
     assert!(own.len() >= 6, "the proxy's variables are not found any more: {own:?}");
-    for name in own {
-        assert!(row(&name).is_some(), "{name} has no row in {GUIDE}");
+    assert!(own.iter().any(|(_, default)| default.as_deref() == Some("64m")), "{own:?}");
+    for (name, default) in own {
+        let cells = row(&name).unwrap_or_else(|| panic!("{name} has no row in {GUIDE}"));
+        if let Some(default) = default {
+            assert_eq!(cells[1], format!("`{default}`"), "the default of {name}");
+        } else {
+            assert!(!cells[1].contains('`'), "{name} has no default of its own: {cells:?}");
+        }
+        let set = image.split_once(&format!("{name}="));
+        let set = set.map(|(_, value)| value.split([' ', '\n']).next().unwrap_or_default());
+        assert_eq!(cells[2], set.map_or_else(String::new, |value| format!("`{value}`")), "{name}");
     }
+}
+
+/// What the guide and the load of `.ci` say that a request to `/words` books.
+#[test]
+fn what_a_text_is_booked_with_is_the_same_in_code_guide_and_load() {
+    let source = proxy();
+    for (what, code) in [
+        ("a factor of 10", "const WORDS_FACTOR: u64 = 10;"),
+        ("256 KiB besides", "saturating_mul(WORDS_FACTOR).saturating_add(256 << 10)"),
+        ("128 KiB to forward it", "const BUFFER_MAX: usize = 32 << 10;"),
+        ("four of these", "ByteSize::of(4 * forward::BUFFER_MAX)"),
+    ] {
+        assert!(source.contains(code), "the proxy's code has no longer {what}: {code}");
+    }
+    assert!(text(GUIDE).contains("`/words`: 10 bytes for each byte of body and 256 KiB;"));
+    assert!(text(GUIDE).contains("forwarded: 128 KiB"));
+    assert!(text(".ci/overload.sh").contains("COST_KIB=$((BODY_KIB * 10 + 256 + 128))"));
 }
 
 #[test]
 fn what_is_set_for_operators_are_variables_that_exist() {
     let known: BTreeSet<_> = VARIABLES.iter().map(|variable| variable.name.to_owned()).collect();
-    for file in ["Dockerfile", "compose.yaml"] {
-        let set = names(&text(file), "LOWTIDE_");
+    for file in files::ALL {
+        let text = text(file);
+        // What is said of them, in comments, may name a part: `LOWTIDE_*`.
+        let code: String = text.lines().filter(|line| !line.trim().starts_with('#')).collect();
+        let set = names(&code, "LOWTIDE_");
         assert!(!set.is_empty(), "{file} sets none");
         assert!(set.is_subset(&known), "{file}: {:?}", set.difference(&known));
     }
@@ -117,7 +170,8 @@ fn the_image_starts_jemalloc_with_the_low_memory_profile_to_the_letter() {
     let conf = HeapProfile::LowMemory.conf().to_str().expect("ASCII");
     let image = text("Dockerfile");
     assert!(image.contains("LOWTIDE_PROFILE=low-memory"), "the run-time half of the profile");
-    for (file, text) in [("Dockerfile", image), (GUIDE, text(GUIDE))] {
+    let unit = "deploy/lowtide-proxy.service";
+    for (file, text) in [("Dockerfile", image), (GUIDE, text(GUIDE)), (unit, text(unit))] {
         let set: Vec<_> = text
             .split("_RJEM_MALLOC_CONF=")
             .skip(1)
@@ -126,5 +180,30 @@ fn the_image_starts_jemalloc_with_the_low_memory_profile_to_the_letter() {
             .collect();
         assert!(!set.is_empty(), "{file} sets it nowhere");
         assert!(set.iter().all(|found| *found == conf), "{file}: {set:?}, expected {conf}");
+    }
+}
+
+/// The table of the guide is the code's, so that nobody has to print it to know it.
+#[test]
+fn the_settings_of_onnx_runtime_in_the_guide_are_the_profiles() {
+    let guide = text(GUIDE);
+    let settings = Profile::ALL.map(|profile| profile.onnxruntime(7));
+    for setting in &settings[0] {
+        let value = |of: &Vec<OrtSetting>| {
+            let found = of.iter().find(|other| other.key == setting.key);
+            found
+                .map_or(
+                    "as it is",
+                    |found| if found.value == "7" { "the CPUs" } else { &found.value },
+                )
+                .to_owned()
+        };
+        let place = match setting.place {
+            OrtPlace::SessionEntry => "entry",
+            _ => "option",
+        };
+        let cells = settings.each_ref().map(value).join(" | ");
+        let row = format!("| `{}` | {place} | {cells} |", setting.key);
+        assert!(guide.contains(&row), "{GUIDE} has no row {row}");
     }
 }

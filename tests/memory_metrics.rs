@@ -186,6 +186,17 @@ fn the_scrape_and_the_table_say_the_same_once_there_is_a_recorder() {
         });
         twice && text.contains("# HELP lowtide_build_info")
     });
+    let closed = memory.open_arena("closed").expect("opens");
+    let info = |value| {
+        let line = format!(
+            "lowtide_device_arena_info{{device=\"0\",arena=\"closed\",rung=\"host\"}} {value}"
+        );
+        recorder.render().contains(&line)
+    };
+    advance_until(&clock, TICK, "the open arena is published", || info(1));
+    closed.close().expect("nothing is live");
+    drop(closed);
+    advance_until(&clock, TICK, "it is published as gone", || info(0));
     assert!(memory.shutdown(SOON).is_clean());
     let scrape = Scrape::parse(&recorder.render());
     every_series_stands_in_the_table(&scrape);
@@ -234,6 +245,18 @@ fn figures(scrape: &Scrape) {
         ("lowtide_device_live_peak_bytes", Some(("arena", "weights")), mib(1)),
         ("lowtide_device_alloc_failures_total", Some(("reason", "limit")), 1.0),
         ("lowtide_device_alloc_failures_total", Some(("reason", "device")), 0.0),
+        ("lowtide_device_state", Some(("arena", "weights")), 0.0),
+        ("lowtide_device_arena_info", Some(("rung", "host")), 1.0),
+        ("lowtide_device_arena_info", Some(("arena", "weights")), 1.0),
+        ("lowtide_device_asked_back_bytes_total", Some(("act", "shrink")), 0.0),
+        ("lowtide_pressure_limit_info", Some(("source", "cgroup")), 1.0),
+        ("lowtide_pressure_limit_info", Some(("source", "override")), 0.0),
+        ("lowtide_pressure_limit_stale", None, 0.0),
+        ("lowtide_pressure_ceiling_bytes", Some(("budget", "host")), mib(80)),
+        ("lowtide_admission_permits", None, 0.0),
+        ("lowtide_resource_waiting", Some(("resource", "model")), 0.0),
+        ("lowtide_resource_cost_bytes", Some(("resource", "model")), 0.0),
+        ("lowtide_resource_unload_panics_total", Some(("resource", "model")), 0.0),
         ("lowtide_heap_purges_total", Some(("trigger", "manual")), 2.0),
         ("lowtide_heap_purge_duration_seconds_count", Some(("heap", "jemalloc")), 1.0),
         ("lowtide_heap_purge_duration_seconds_count", Some(("heap", "libc")), 1.0),

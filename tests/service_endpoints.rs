@@ -204,7 +204,17 @@ fn the_memory_document_holds_every_figure_in_bytes_and_null_for_no_limit() {
     let endpoints = Endpoints::new(Some(memory.clone()));
     let (status, told) = get_json(&endpoints, "/memory");
     assert_eq!(status, StatusCode::OK);
-    let whole = ["device", "heap", "host", "managed", "notes", "profile", "requests", "resources"];
+    let whole = [
+        "at_seconds",
+        "device",
+        "heap",
+        "host",
+        "managed",
+        "notes",
+        "profile",
+        "requests",
+        "resources",
+    ];
     assert_eq!(keys(&told), BTreeSet::from(whole));
     assert_eq!((&told["profile"], &told["notes"]), (&json!("balanced"), &json!([])));
     check_host(&told["host"]);

@@ -146,9 +146,8 @@ fn lookups(figures: &mut Figures) {
     let mut random = random::Random::new(5);
     let count = problem.demands().len() as u64;
     let ids: Vec<_> = problem.ids().collect();
-    let order: Vec<_> = (0..4096)
-        .map(|_| ids[usize::try_from(random.below(count)).expect("below it")])
-        .collect();
+    let order: Vec<_> =
+        (0..4096).map(|_| ids[usize::try_from(random.below(count)).expect("below it")]).collect();
     let timed = median(5, || {
         let mut sum = 0_u64;
         for at in 0..LOOKUPS {

@@ -1,7 +1,8 @@
 //! The proxy as a library of its own, so that the demonstration, the bench and the tests can start
 //! it inside their process.
 //!
-//! Routes: `/metrics`, `/healthz`, `/readyz` and `/memory` are exempt from admission; `POST /embed`
+//! Routes: `/metrics`, `/healthz`, `/readyz` and `/memory`, and the verbs beneath it where they are
+//! heard, are exempt from admission; `POST /embed`
 //! and everything else, which is forwarded, pass the memory layer. With `memory: None` the same
 //! service runs unmanaged: nothing is timed, refused or given back.
 
@@ -18,11 +19,11 @@ use axum::extract::{ConnectInfo, Request};
 use axum::http::request::Parts;
 use axum::http::{StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
-use axum::routing::{get, post};
+use axum::routing::{any, get, post};
 use lowtide::ByteSize;
 use lowtide::control::{Cost, LoadError, Managed};
 use lowtide::device::{ArenaConfig, DeviceArena};
-use lowtide::service::{Endpoints, MemoryLayer};
+use lowtide::service::{Admin, AdminToken, Endpoints, MemoryLayer, Peer};
 use lowtide::{BoxError, Memory};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -53,6 +54,31 @@ pub(crate) struct Options {
     pub(crate) idle_unload: Option<Duration>,
     /// What clients may take.
     pub(crate) limits: Limits,
+    /// Whose verbs are heard.
+    pub(crate) hears: Hears,
+}
+
+/// Whose verbs are heard.
+#[derive(Clone, Debug, Default)]
+pub(crate) enum Hears {
+    /// Nobody's.
+    #[default]
+    Nobody,
+    /// Those of this machine.
+    Loopback,
+    /// Those of whoever has the token.
+    Token(AdminToken),
+}
+
+impl Hears {
+    fn admin(self) -> Option<Admin> {
+        let clock = Arc::new(lowtide::clock::SystemClock::new());
+        match self {
+            Self::Nobody => None,
+            Self::Loopback => Some(Admin::loopback(clock)),
+            Self::Token(token) => Some(Admin::with_token(clock, token)),
+        }
+    }
 }
 
 impl Default for Options {
@@ -64,6 +90,7 @@ impl Default for Options {
             seed: 1,
             idle_unload: None,
             limits: Limits::default(),
+            hears: Hears::default(),
         }
     }
 }
@@ -129,9 +156,14 @@ pub(crate) async fn start(
     let forward = Forward::new(&upstream)?;
     let (arena, model) = model(&options, memory.as_ref())?;
     let embedder = Embedder::new(model.clone());
-    let endpoints = Arc::new(Endpoints::new(memory.clone()).with_metrics(render));
+    let mut endpoints = Endpoints::new(memory.clone()).with_metrics(render);
+    let mut own = Endpoints::PATHS.to_vec();
+    if let Some(admin) = options.hears.clone().admin() {
+        endpoints = endpoints.with_admin(admin);
+        own.extend(Endpoints::ADMIN_PATHS);
+    }
     let memory_is_there = memory.is_some();
-    let routes = routes(forward, embedder, endpoints, memory);
+    let routes = routes(forward, embedder, (own, Arc::new(endpoints)), memory);
     servers.push(serve(front, routes, Some(options.limits.within_descriptors()), stopped));
     tracing::info!(%address, %upstream, managed = memory_is_there, "the proxy listens");
     Ok(Running { address, arena, model, stop, servers })
@@ -140,7 +172,7 @@ pub(crate) async fn start(
 fn routes(
     forward: Forward,
     embedder: Embedder,
-    endpoints: Arc<Endpoints>,
+    (own, endpoints): (Vec<&'static str>, Arc<Endpoints>),
     memory: Option<Memory>,
 ) -> Router {
     let embed = post(move |request| {
@@ -167,16 +199,21 @@ fn routes(
         };
         guarded = guarded.layer(MemoryLayer::new(admission, estimate));
     }
-    let own = get(move |request: Request| {
+    let answer = move |mut request: Request| {
         let endpoints = endpoints.clone();
         async move {
-            let answer = endpoints.answer(request.uri().path());
+            if let Some(ConnectInfo(peer)) = request.extensions().get().copied() {
+                request.extensions_mut().insert(Peer(peer));
+            }
+            let answer = endpoints.answer_request(&request);
             answer.map_or_else(not_found, |answer| answer.map(Body::from))
         }
-    });
-    ["/metrics", "/healthz", "/readyz", "/memory"]
-        .into_iter()
-        .fold(guarded, |routes, path| routes.route(path, own.clone()))
+    };
+    own.into_iter().fold(guarded, |routes, path| {
+        // A verb says itself which methods it has.
+        let is_verb = Endpoints::ADMIN_PATHS.contains(&path);
+        routes.route(path, if is_verb { any(answer.clone()) } else { get(answer.clone()) })
+    })
 }
 
 fn not_found() -> Response {

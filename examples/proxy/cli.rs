@@ -6,6 +6,7 @@
 use std::ffi::OsString;
 use std::io::IsTerminal as _;
 use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use axum::http::Uri;
@@ -14,6 +15,7 @@ use http_body_util::{BodyExt as _, Empty};
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioExecutor;
 use lowtide::metrics::prometheus;
+use lowtide::service::AdminToken;
 use lowtide::{BoxError, ByteSize, Memory};
 use tokio::runtime::Handle;
 use tokio::signal::unix::{SignalKind, signal};
@@ -59,6 +61,12 @@ struct Cli {
     /// (`ulimit -n` - 32) / 3.
     #[arg(long, env = "PROXY_CONNECTIONS", default_value = "512", value_parser = connections)]
     connections: usize,
+    /// Hear verbs (purge, trim, sleep, wake, unload, snapshot) of this machine, under /memory.
+    #[arg(long, env = "PROXY_ADMIN", conflicts_with = "admin_token_file")]
+    admin: bool,
+    /// Hear verbs of whoever has the token in this file: 32 to 256 characters, in one line.
+    #[arg(long, env = "PROXY_ADMIN_TOKEN_FILE")]
+    admin_token_file: Option<PathBuf>,
     #[command(subcommand)]
     command: Option<Command>,
 }
@@ -87,6 +95,14 @@ fn connections(text: &str) -> Result<usize, String> {
         Ok(count) if count > 0 => Ok(count),
         _ => Err("expected a number above 0".to_owned()),
     }
+}
+
+/// The token in a file, which ends with a line's end or without.
+fn token_in(file: &Path) -> Result<AdminToken, BoxError> {
+    let text = std::fs::read_to_string(file)
+        .map_err(|error| format!("the token in {} cannot be read: {error}", file.display()))?;
+    let token = AdminToken::new(text.trim_end_matches(['\r', '\n']));
+    Ok(token.map_err(|error| format!("{}: {error}", file.display()))?)
 }
 
 /// Runs the program with these arguments, the first of which is its name. Ends the process itself
@@ -120,6 +136,11 @@ fn wake(runtime: &Handle) {
 }
 
 async fn run(cli: Cli) -> Result<(), BoxError> {
+    let hears = match &cli.admin_token_file {
+        Some(file) => app::Hears::Token(token_in(file)?),
+        None if cli.admin => app::Hears::Loopback,
+        None => app::Hears::Nobody,
+    };
     let recorder =
         prometheus::configure(prometheus::PrometheusBuilder::new())?.install_recorder()?;
     let upkeep = recorder.clone();
@@ -140,6 +161,7 @@ async fn run(cli: Cli) -> Result<(), BoxError> {
             head_patience: cli.head_patience,
             connections: cli.connections,
         },
+        hears,
     };
     // Before it listens: whoever sees it listen may send a signal.
     let mut terminate = signal(SignalKind::terminate())?;

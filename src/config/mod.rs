@@ -10,10 +10,12 @@
 
 pub mod arena;
 pub mod env;
+mod onnxruntime;
 mod profile;
 mod resolve;
 mod settings;
 
+pub use onnxruntime::{OrtPlace, OrtSetting};
 pub use profile::Profile;
 pub use resolve::{Config, Resolved, Source};
 pub use settings::{ConfigError, DeviceChoice, DeviceRung, Fault, Settings};

@@ -262,12 +262,12 @@ impl Default for Correction {
 }
 
 #[cfg(all(test, not(lowtide_loom)))]
-mod tests {
+pub(super) mod tests {
     use super::*;
 
     const CEILING: ByteSize = ByteSize::mib(800);
 
-    fn sample(physical: u64, purgeable: u64) -> Measured {
+    pub(in crate::control) fn sample(physical: u64, purgeable: u64) -> Measured {
         Measured {
             physical: ByteSize::mib(physical),
             purgeable: ByteSize::mib(purgeable),

@@ -441,18 +441,8 @@ fn units_of(bytes: ByteSize, k: f64) -> u64 {
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
     use super::super::correction::UNMEASURED;
+    use super::super::correction::tests::sample;
     use super::*;
-
-    const CEILING: ByteSize = ByteSize::mib(800);
-
-    fn sample(physical: u64, purgeable: u64) -> Measured {
-        Measured {
-            physical: ByteSize::mib(physical),
-            purgeable: ByteSize::mib(purgeable),
-            ceiling: CEILING,
-            ..Measured::default()
-        }
-    }
 
     impl Ledger {
         /// Books as often as it fits, at least until `sum` is booked: why it fits no more.

@@ -79,6 +79,7 @@ mod aging;
 mod arena;
 mod books;
 mod buffer;
+mod cells;
 mod commit;
 mod compact;
 mod config;
@@ -124,6 +125,7 @@ mod view;
 
 pub use arena::DeviceArena;
 pub use buffer::Buffer;
+pub use cells::{ArenaCells, Cell, RegionCells};
 pub use compact::{BlockPin, CompactError, CompactOptions, Compacted, Goal, Moved, Stopped};
 pub use config::{ArenaConfig, Growth};
 pub use driver::host::HostDriver;

@@ -209,6 +209,12 @@ impl Ranges {
         low.chain(high)
     }
 
+    /// As [`BlockIndex::live_blocks_unordered`], of both ranges.
+    pub(super) fn live_unordered(&self) -> impl Iterator<Item = Span> {
+        let high = self.high.live_blocks_unordered().map(|span| up(span, self.high_at));
+        self.low.live_blocks_unordered().chain(high)
+    }
+
     /// As [`Ranges::blocks`], of one range.
     pub(super) fn blocks_of(&self, end: End) -> impl Iterator<Item = (Span, Option<BlockName>)> {
         let (index, at) = match end {

@@ -445,6 +445,11 @@ impl RegionBooks {
         self.live_blocks().map(|(span, _)| span)
     }
 
+    /// The same in no order, in a part of the time.
+    pub(super) fn live_spans_unordered(&self) -> impl Iterator<Item = Span> {
+        self.index.live_unordered().filter(|span| !self.segment.is_held(span.offset))
+    }
+
     /// The same, with their names.
     pub(super) fn live_blocks(&self) -> impl Iterator<Item = (Span, BlockName)> {
         let blocks = self.index.blocks().filter_map(|(span, name)| Some((span, name?)));

@@ -23,7 +23,9 @@ use crate::sync::{Mutex, lock};
 use super::arenas::Arenas;
 use super::device::DeviceWatch;
 use super::driver::open_driver;
+use super::errands::Errands;
 use super::error::{Note, StartError};
+use super::events::Events;
 use super::hands::{Hook, IdleGranules, WorkerHands};
 use super::heap::settle_heap;
 use super::published::Gone;
@@ -31,6 +33,7 @@ use super::scopes::Scopes;
 use super::sensor::MemorySensor;
 use super::shared::{Purges, Shared};
 use super::shrink::ShrinksAsked;
+use super::trail::Trail;
 use super::{Claim, Ends, Inner, Memory, Started, Threads, threads};
 
 /// Stack of a thread of ours. Both call little; what they touch of it is a few KiB.
@@ -263,6 +266,9 @@ impl Builder {
             scopes: Scopes::default(),
             gone: Gone::default(),
             shrinks: ShrinksAsked::default(),
+            events: Events::default(),
+            trail: Trail::default(),
+            errands: Errands::default(),
             #[cfg(feature = "cuda")]
             governors: super::governors::Governors::default(),
         });

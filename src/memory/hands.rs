@@ -8,13 +8,16 @@ use std::time::Duration;
 
 use crate::clock::Moment;
 use crate::control::{Ask, Budget, Hands, Reclaim, Recovered, Trigger};
+use crate::device::driver::Rung;
 use crate::host::{self, HostArenaStats};
 use crate::metrics::record;
 use crate::sync::{Mutex, lock};
 
 use super::error::Note;
+use super::events::Watch;
 use super::shared::Shared;
 use super::snapshot::{DeviceSnapshot, MemorySnapshot};
+use super::trail::TrailPoint;
 
 /// How often at most the application's hook runs, and the recorder is told what the metrics are: it
 /// may have been installed meanwhile, and telling is a sixth of what publishing costs.
@@ -22,6 +25,8 @@ const HOOK_EVERY: Duration = Duration::from_secs(5);
 
 /// Series by name are bounded, whatever names a service makes up.
 const HEAP_ARENAS_MAX: usize = 64;
+/// The same for device arenas and their rungs.
+const RUNGS_MAX: usize = 64;
 
 /// The application's, called on the worker: after metrics were published, or as caches are called
 /// back.
@@ -35,10 +40,14 @@ pub(super) struct WorkerHands {
     recall_hook: Option<Hook>,
     /// Names of dedicated heap arenas that were published.
     heap_arenas: Vec<String>,
+    /// Device arenas that were published, and the rung of each.
+    rungs: Vec<(String, Rung)>,
     /// Whether the device's memory was published the last time.
     knows_device: bool,
     /// Kills in the own cgroup that have been logged.
     kills_logged: u64,
+    /// What was seen at the last publication.
+    watch: Watch,
 }
 
 impl Hands for WorkerHands {
@@ -74,6 +83,11 @@ impl Hands for WorkerHands {
         self.shared.sleep_next(now)
     }
 
+    fn errand(&mut self) -> bool {
+        let shared = Arc::clone(&self.shared);
+        shared.errand(|| self.purge(Trigger::Manual).bytes)
+    }
+
     fn sample_device(&mut self, now: Moment) {
         self.shared.sample_device(now);
     }
@@ -90,6 +104,8 @@ impl Hands for WorkerHands {
         self.shared.sweep();
         let start = self.shared.clock.now();
         let snapshot = self.shared.snapshot();
+        self.watch.see(&snapshot, &self.shared.events);
+        self.shared.trail.add(TrailPoint::of(&snapshot));
         record::build_info(snapshot.profile.name());
         if let Some(heap) = &snapshot.heap {
             record::heap(heap);
@@ -107,6 +123,7 @@ impl Hands for WorkerHands {
         for arena in &self.shared.gone.published(&snapshot.arenas, &snapshot.draining) {
             record::arena(arena);
         }
+        self.publish_rungs(&snapshot);
         self.publish_device(snapshot.stuck_total, snapshot.device_memory.as_ref());
         record::pressure(&snapshot.signal, &self.shared.state);
         self.publish_kernel(&snapshot);
@@ -121,6 +138,7 @@ impl Hands for WorkerHands {
             }
             record::resource(resource, resource.last_used.map(|moment| snapshot.on_wall(moment)));
         }
+        record::notes(snapshot.notes.len());
         record::ticks(self.shared.state.ticks_total(), self.shared.state.take_lateness());
         record::sampler(snapshot.since_epoch, self.shared.clock.now() - start);
         if upkeep && let Some(hook) = &mut self.hook {
@@ -138,8 +156,10 @@ impl WorkerHands {
             hook_at: Moment::ORIGIN,
             recall_hook: recall,
             heap_arenas: Vec::new(),
+            rungs: Vec::new(),
             knows_device: false,
             kills_logged: 0,
+            watch: Watch::default(),
         }
     }
 
@@ -158,6 +178,23 @@ impl WorkerHands {
         let is_gone = |name: &&String| !arenas.iter().any(|(other, _)| other == *name);
         for name in self.heap_arenas.iter().filter(is_gone) {
             record::heap_arena(name, &HostArenaStats::default());
+        }
+    }
+
+    /// On which rung each device arena is open. A pair that was published stays, at 0 once it is
+    /// not open any more; beyond [`RUNGS_MAX`] no new ones are.
+    fn publish_rungs(&mut self, snapshot: &MemorySnapshot) {
+        let open = || snapshot.arenas.iter().chain(&snapshot.draining);
+        for arena in open() {
+            let is_known =
+                |(name, rung): &(String, Rung)| *name == arena.name && *rung == arena.rung;
+            if self.rungs.len() < RUNGS_MAX && !self.rungs.iter().any(is_known) {
+                self.rungs.push((arena.name.clone(), arena.rung));
+            }
+        }
+        for (name, rung) in &self.rungs {
+            let is_open = open().any(|arena| arena.name == *name && arena.rung == *rung);
+            record::arena_info(name, *rung, is_open);
         }
     }
 

@@ -12,7 +12,9 @@ mod arenas;
 mod builder;
 mod device;
 mod driver;
+mod errands;
 mod error;
+mod events;
 mod found;
 #[cfg(feature = "cuda")]
 mod governors;
@@ -28,6 +30,7 @@ mod shrink;
 mod sleep;
 mod snapshot;
 mod threads;
+mod trail;
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -40,17 +43,20 @@ use crate::clock::{Bell, Clock, Moment};
 use crate::config::Config;
 use crate::control::{Admission, Budget, Cost, Job, Resource, Trigger};
 use crate::control::{Level, ResourceStats};
-use crate::device::{ArenaConfig, DeviceArena};
+use crate::device::{ArenaCells, ArenaConfig, DeviceArena};
 use crate::fork::Birth;
 use crate::sync::{Mutex, lock};
 
 pub use builder::Builder;
+pub use errands::{AskError, Errand, ErrandState, Verb};
 pub use error::{MemoryError, Note, StartError};
+pub use events::Event;
 pub use scopes::{ArenaReport, ArenaUse, Replaced, ScopeError, Slot, SlotKind, SlotSnapshot};
 pub use shared::Purged;
 pub use shrink::{Run, ShrinkError, ShrinkFailure, ShrinkOutcome, Shrunk, ShrunkTarget};
 pub use snapshot::{BudgetSnapshot, DeviceSnapshot, MemorySnapshot};
 pub use threads::on_thread_start;
+pub use trail::TrailPoint;
 
 use shared::Shared;
 
@@ -241,6 +247,31 @@ impl Memory {
     #[must_use]
     pub fn snapshot(&self) -> MemorySnapshot {
         self.0.shared.snapshot()
+    }
+
+    /// The last events, oldest first: at most 64. None in a forked child.
+    #[must_use]
+    pub fn events(&self) -> Vec<Event> {
+        let shared = &self.0.shared;
+        if shared.birth.is_here() { shared.events.all() } else { Vec::new() }
+    }
+
+    /// A few figures at each of the last publications, oldest first: at most 300. None in a forked
+    /// child.
+    #[must_use]
+    pub fn trail(&self) -> Vec<TrailPoint> {
+        let shared = &self.0.shared;
+        if shared.birth.is_here() { shared.trail.all() } else { Vec::new() }
+    }
+
+    /// Where everything lies in each arena, those that serve first, then those that drain: by name,
+    /// in at most `cells_max` cells altogether (and never fewer than 4 for each arena). Costs
+    /// [`DeviceArena::cells`] for each.
+    #[must_use]
+    pub fn cells(&self, cells_max: usize) -> Vec<(String, ArenaCells)> {
+        let arenas = self.0.shared.arenas();
+        let each = cells_max / (2 * arenas.len()).max(1);
+        arenas.iter().map(|arena| (arena.name().to_owned(), arena.cells(each))).collect()
     }
 
     /// Ends it in order: admits nothing more, waits for resources that are in use, unloads them,

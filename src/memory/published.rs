@@ -10,7 +10,7 @@
 use std::collections::BTreeMap;
 
 use crate::bytes::ByteSize;
-use crate::device::ArenaSnapshot;
+use crate::device::{ArenaSnapshot, ArenaState};
 use crate::sync::{Mutex, lock};
 
 /// Names of arenas that are gone: at most as many as arenas can be open at a time.
@@ -29,6 +29,8 @@ impl Gone {
         (last.largest_free, last.leases) = (NONE, 0);
         (last.asleep, last.offloaded) = (NONE, NONE);
         (last.lent, last.adopted) = (NONE, NONE);
+        (last.pending, last.cached, last.metadata) = (NONE, NONE, NONE);
+        last.state = ArenaState::default();
         let mut gone = lock(&self.0);
         if let Some(sum) = gone.get_mut(&last.name) {
             add(sum, &last);
@@ -44,7 +46,7 @@ impl Gone {
         draining: &[ArenaSnapshot],
     ) -> Vec<ArenaSnapshot> {
         let mut sums = lock(&self.0).clone();
-        // Those that serve come last: the limit is theirs.
+        // Those that serve come last: limit, rung and state are theirs.
         for arena in draining.iter().chain(serving) {
             match sums.get_mut(&arena.name) {
                 Some(sum) => add(sum, arena),
@@ -69,14 +71,20 @@ fn add(sum: &mut ArenaSnapshot, other: &ArenaSnapshot) {
         (&mut sum.reserved, other.reserved),
         (&mut sum.holes, other.holes),
         (&mut sum.lent, other.lent),
+        (&mut sum.pending, other.pending),
+        (&mut sum.cached, other.cached),
+        (&mut sum.metadata, other.metadata),
         (&mut sum.adopted, other.adopted),
     ];
     for (size, more) in sizes {
         *size = size.saturating_add(more);
     }
     sum.live_peak = sum.live_peak.max(other.live_peak).max(sum.live);
+    sum.committed_peak = sum.committed_peak.max(other.committed_peak).max(sum.committed);
     sum.largest_free = sum.largest_free.max(other.largest_free);
     sum.limit = other.limit;
+    (sum.rung, sum.state) = (other.rung, other.state);
+    sum.lock_wait_total = sum.lock_wait_total.saturating_add(other.lock_wait_total);
     sum.leases = sum.leases.saturating_add(other.leases);
     let failures = &mut sum.alloc_failures_total;
     let totals = [
@@ -87,6 +95,15 @@ fn add(sum: &mut ArenaSnapshot, other: &ArenaSnapshot) {
         (&mut sum.wake_failures_total, other.wake_failures_total),
         (&mut sum.release_panics_total, other.release_panics_total),
         (&mut sum.parked_errors_total, other.parked_errors_total),
+        (&mut sum.remaps_total, other.remaps_total),
+        (&mut sum.remapped_bytes_total, other.remapped_bytes_total),
+        (&mut sum.moves_total, other.moves_total),
+        (&mut sum.moved_bytes_total, other.moved_bytes_total),
+        (&mut sum.trimmed_bytes_total, other.trimmed_bytes_total),
+        (&mut sum.shrunk_bytes_total, other.shrunk_bytes_total),
+        (&mut sum.shortage_callbacks_total, other.shortage_callbacks_total),
+        (&mut sum.shortage_panics_total, other.shortage_panics_total),
+        (&mut sum.lock_contended_total, other.lock_contended_total),
         (&mut sum.commits_total, other.commits_total),
         (&mut sum.decommits_total, other.decommits_total),
         (&mut sum.committed_bytes_total, other.committed_bytes_total),

@@ -20,9 +20,8 @@ impl Memory {
     ///
     /// The loader must not hold this `Memory`: the registry holds the loader, so that the two would
     /// keep each other, and the threads, for ever, unless [`Memory::shutdown`] is called. Let it
-    /// hold what it needs, mostly a [`DeviceArena`](crate::device::DeviceArena), or a
-    /// [`WeakMemory`](super::WeakMemory). The same holds for
-    /// the clean-up.
+    /// hold what it needs, mostly a [`DeviceArena`], or a [`WeakMemory`](super::WeakMemory). The
+    /// same holds for the clean-up.
     ///
     /// Where [`Heap`](crate::host::Heap) is the global allocator, what the loader allocates on its
     /// own thread lies in a [`HostArena`](crate::host::HostArena) of the resource's name, all of
@@ -60,6 +59,7 @@ impl Memory {
     /// What a request allocates there while it uses the resource may stay until the arena decays.
     ///
     /// ```
+    /// use lowtide::control::Resource as _;
     /// use lowtide::device::Region;
     /// use lowtide::{ByteSize, Memory};
     ///

@@ -26,11 +26,14 @@ use crate::sync::{Mutex, lock};
 
 use super::arenas::Arenas;
 use super::device::DeviceWatch;
+use super::errands::Errands;
 use super::error::{MemoryError, Note};
+use super::events::Events;
 use super::published::Gone;
 use super::scopes::Scopes;
 use super::shrink::ShrinksAsked;
 use super::snapshot::{BudgetSnapshot, MemorySnapshot};
+use super::trail::Trail;
 use super::{Claim, resource_stats};
 
 /// Notes that are kept; more of them would be noise.
@@ -56,6 +59,9 @@ pub(super) struct Shared {
     pub(super) gone: Gone,
     pub(super) shrinks: ShrinksAsked,
     pub(super) device: DeviceWatch,
+    pub(super) events: Events,
+    pub(super) trail: Trail,
+    pub(super) errands: Errands,
     #[cfg(feature = "cuda")]
     pub(super) governors: super::governors::Governors,
 }
@@ -114,6 +120,7 @@ impl Shared {
         if notes.len() < NOTES_MAX && !notes.contains(&note) {
             notes.push(note.clone());
             drop(notes);
+            self.events.add(self.clock.since_epoch(), "note", note.about, note.text.clone());
             tracing::warn!(target: "lowtide", about = note.about, "{}", note.text);
         }
     }
@@ -177,6 +184,10 @@ impl Shared {
             took = ?took,
             "purged"
         );
+        if !purged.released().is_zero() {
+            let text = format!("{} given back", purged.released());
+            self.events.add(self.clock.since_epoch(), "purge", trigger.name(), text);
+        }
         purged
     }
 

@@ -89,6 +89,10 @@ table! {
     HEAP_ARENA_RETAINED: Gauge "lowtide_heap_arena_retained_bytes" Bytes ["heap_arena"]
         "Backed bytes that a dedicated heap arena keeps beyond what is live: active, dirty and \
          muzzy minus live.";
+    HEAP_ARENA_ACTIVE: Gauge "lowtide_heap_arena_active_bytes" Bytes ["heap_arena"]
+        "Bytes of its pages with at least one live or cached block.";
+    HEAP_ARENA_PURGEABLE: Gauge "lowtide_heap_arena_purgeable_bytes" Bytes ["heap_arena"]
+        "Bytes of its unused pages, dirty and muzzy.";
     HEAP_ARENAS: Gauge "lowtide_heap_arenas" Count []
         "jemalloc arenas.";
     HEAP_BACKGROUND_THREADS: Gauge "lowtide_heap_background_threads" Count []
@@ -131,10 +135,23 @@ table! {
         "Largest free block on committed memory.";
     DEVICE_LIVE_PEAK: Gauge "lowtide_device_live_peak_bytes" Bytes ["device", "arena"]
         "Largest amount of live bytes since the arena was opened.";
+    DEVICE_COMMITTED_PEAK: Gauge "lowtide_device_committed_peak_bytes" Bytes ["device", "arena"]
+        "Largest amount of committed bytes since the arena was opened.";
+    DEVICE_PENDING: Gauge "lowtide_device_pending_bytes" Bytes ["device", "arena"]
+        "Bytes freed by the application that the device may still use.";
+    DEVICE_CACHED: Gauge "lowtide_device_cached_bytes" Bytes ["device", "arena"]
+        "Bytes of free blocks that the fronts of threads and lanes keep; part of the holes.";
+    DEVICE_METADATA: Gauge "lowtide_device_metadata_bytes" Bytes ["device", "arena"]
+        "Host memory of the arena's own books.";
     DEVICE_LIMIT: Gauge "lowtide_device_limit_bytes" Bytes ["device", "arena"]
         "What committed must not pass; absent where there is no limit.";
     DEVICE_LEASES: Gauge "lowtide_device_leases" Count ["device", "arena"]
         "Leases that are held now.";
+    DEVICE_STATE: Gauge "lowtide_device_state" Count ["device", "arena"]
+        "Whether the arena's memory can be used: 0 awake, 1 draining, 2 asleep, 3 waking.";
+    DEVICE_ARENA_INFO: Gauge "lowtide_device_arena_info" Count ["device", "arena", "rung"]
+        "1 while the arena is open on this rung (cuda_virtual_memory, cuda_pool, cuda_plain, \
+         host), 0 once it is not.";
     DEVICE_SLEEPS: Counter "lowtide_device_sleeps_total" Count ["device", "arena"]
         "Times that the arena fell asleep.";
     DEVICE_WAKES: Counter "lowtide_device_wakes_total" Count ["device", "arena"]
@@ -157,6 +174,29 @@ table! {
     DEVICE_DECOMMITTED_TOTAL: Counter "lowtide_device_decommit_bytes_total" Bytes
         ["device", "arena"]
         "Bytes given back to the driver, in all.";
+    DEVICE_REMAPS: Counter "lowtide_device_remaps_total" Count ["device", "arena"]
+        "Driver calls that moved the memory of idle granules to where some was needed.";
+    DEVICE_REMAPPED: Counter "lowtide_device_remap_bytes_total" Bytes ["device", "arena"]
+        "Bytes moved by those, in all.";
+    DEVICE_MOVES: Counter "lowtide_device_moves_total" Count ["device", "arena"]
+        "Blocks that compactions moved.";
+    DEVICE_MOVED: Counter "lowtide_device_moved_bytes_total" Bytes ["device", "arena"]
+        "Bytes of those blocks.";
+    DEVICE_ASKED_BACK: Counter "lowtide_device_asked_back_bytes_total" Bytes
+        ["device", "arena", "act"]
+        "Bytes given back because somebody asked and not because they decayed, by act (trim, \
+         purges among them; shrink).";
+    DEVICE_SHORTAGE_CALLBACKS: Counter "lowtide_device_shortage_callbacks_total" Count
+        ["device", "arena"]
+        "Calls of callbacks because memory was short.";
+    DEVICE_SHORTAGE_PANICS: Counter "lowtide_device_shortage_panics_total" Count
+        ["device", "arena"]
+        "Those of them that panicked.";
+    DEVICE_LOCK_CONTENDED: Counter "lowtide_device_lock_contended_total" Count ["device", "arena"]
+        "Times that a thread found a lock of the arena taken.";
+    DEVICE_LOCK_WAIT: Gauge "lowtide_device_lock_wait_seconds" Seconds ["device", "arena"]
+        "How long threads have waited for the arena's lock, in all; a gauge, since counters hold \
+         whole numbers.";
     DEVICE_LENT: Gauge "lowtide_device_lent_bytes" Bytes ["device", "arena"]
         "Bytes of blocks whose addresses are lent to foreign code; the arena does not sleep \
          meanwhile.";
@@ -187,6 +227,11 @@ table! {
         "Pressure on host memory: 0 none, 1 elevated, 2 high, 3 critical.";
     PRESSURE_LIMIT: Gauge "lowtide_pressure_limit_bytes" Bytes []
         "What host memory must not pass; /memory says who says so.";
+    PRESSURE_LIMIT_INFO: Gauge "lowtide_pressure_limit_info" Count ["source"]
+        "1 for who says the limit (cgroup, high, machine, override, unknown), 0 for the others.";
+    PRESSURE_LIMIT_STALE: Gauge "lowtide_pressure_limit_stale" Count []
+        "1 while a file of the cgroup that says the limit cannot be read, and what was read last \
+         stands.";
     PRESSURE_PHYSICAL: Gauge "lowtide_pressure_physical_bytes" Bytes []
         "What counts against the limit: the cgroup's usage less page cache, or the resident set.";
     PRESSURE_PURGEABLE: Gauge "lowtide_pressure_purgeable_bytes" Bytes []
@@ -198,6 +243,9 @@ table! {
          where no memory cgroup can be read.";
     PRESSURE_BOOKED: Gauge "lowtide_pressure_booked_bytes" Bytes ["budget"]
         "Bytes of admitted requests and loaded resources, as they were estimated.";
+    PRESSURE_CEILING: Gauge "lowtide_pressure_ceiling_bytes" Bytes ["budget"]
+        "Up to which amount admission fills memory at most; absent without a limit, as allowance \
+         and multiplier.";
     PRESSURE_ALLOWANCE: Gauge "lowtide_pressure_allowance_bytes" Bytes ["budget"]
         "Up to which amount of booked bytes requests are admitted now.";
     PRESSURE_MULTIPLIER: Gauge "lowtide_pressure_multiplier_ratio" Count ["budget"]
@@ -205,6 +253,8 @@ table! {
          2 at first.";
     PRESSURE_ADMITTED: Counter "lowtide_pressure_admitted_total" Count []
         "Requests admitted.";
+    ADMISSION_HELD: Gauge "lowtide_admission_permits" Count []
+        "Permits that are held now.";
     PRESSURE_SHED: Counter "lowtide_pressure_shed_total" Count ["reason"]
         "Requests turned away, by reason (too_large, full, pressure, shutting_down).";
     ADMISSION_REQUESTS: Counter "lowtide_admission_requests_total" Count
@@ -228,12 +278,19 @@ table! {
     PRESSURE_STALL: Gauge "lowtide_pressure_stall_ratio" Count ["kind"]
         "The part of the last ten seconds that tasks of the own cgroup waited for memory (PSI), by \
          kind (some, full). Advisory; absent where the kernel shows none, as the total after it.";
-    PRESSURE_STALL_TOTAL: Counter "lowtide_pressure_stall_microseconds_total" Microseconds ["kind"]
-        "How long they waited since the cgroup was made.";
+    PRESSURE_STALL_TOTAL: Gauge "lowtide_pressure_stall_seconds" Seconds ["kind"]
+        "How long they waited since the cgroup was made; a gauge, since counters hold whole \
+         numbers.";
     RESOURCE_LOADED: Gauge "lowtide_resource_loaded" Count ["resource"]
         "Whether the resource is loaded: 1 or 0.";
     RESOURCE_GUARDS: Gauge "lowtide_resource_guards" Count ["resource"]
         "Uses of the resource that are held now.";
+    RESOURCE_LOADING: Gauge "lowtide_resource_loading" Count ["resource"]
+        "Whether the resource is being loaded: 1 or 0.";
+    RESOURCE_WAITING: Gauge "lowtide_resource_waiting" Count ["resource"]
+        "Callers that wait for the resource.";
+    RESOURCE_COST: Gauge "lowtide_resource_cost_bytes" Bytes ["resource", "budget"]
+        "What the next load of the resource books.";
     RESOURCE_LAST_USED: Gauge "lowtide_resource_last_used_timestamp_seconds" Seconds ["resource"]
         "When the resource was last released, in seconds since the Unix epoch.";
     RESOURCE_LOADS: Counter "lowtide_resource_loads_total" Count ["resource", "outcome"]
@@ -248,6 +305,10 @@ table! {
         "Bytes that its unloads gave back, by budget, as far as that was measured.";
     RESOURCE_LOAD_SECONDS: Gauge "lowtide_resource_last_load_seconds" Seconds ["resource"]
         "How long the last load took.";
+    RESOURCE_UNLOAD_SECONDS: Gauge "lowtide_resource_last_unload_seconds" Seconds ["resource"]
+        "How long the last clean-up took.";
+    RESOURCE_UNLOAD_PANICS: Counter "lowtide_resource_unload_panics_total" Count ["resource"]
+        "Clean-ups that panicked.";
     SAMPLER_LAST_RUN: Gauge "lowtide_sampler_last_run_timestamp_seconds" Seconds []
         "When the figures were last taken, in seconds since the Unix epoch.";
     SAMPLER_SECONDS: Histogram "lowtide_sampler_duration_seconds" Seconds []
@@ -256,6 +317,8 @@ table! {
         "Ticks of the control loop.";
     SAMPLER_LATENESS: Gauge "lowtide_sampler_lateness_seconds" Seconds []
         "How long after its time a tick began at most, since the figures before.";
+    NOTES: Gauge "lowtide_notes" Count []
+        "Notes on what did not go as asked; /memory has their words.";
     BUILD_INFO: Gauge "lowtide_build_info" Count ["version", "profile", "allocator"]
         "Always 1; the labels say what runs.";
 }

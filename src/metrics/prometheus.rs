@@ -1,7 +1,11 @@
 //! What an application needs to serve these metrics with metrics-exporter-prometheus.
 //!
 //! It sets buckets and installs nothing. The application installs the recorder, renders it, and
-//! calls its upkeep every few seconds (`Memory::builder().after_publish(..)` is a place for that).
+//! calls its upkeep every few seconds (`Memory::builder().after_publish(..)` is a place for that),
+//! or samples of histograms pile up until the next scrape. Where the exporter listens by itself
+//! (its feature `http-listener`, `build` or `install`) its own task renders and runs the upkeep.
+//!
+//! Invariant: every histogram of the table has buckets, so that none is shown as a summary.
 //!
 //! With the features `service` and `prometheus`:
 //!

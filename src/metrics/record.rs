@@ -38,6 +38,17 @@ pub fn sampler(since_epoch: Duration, took: Duration) {
     histogram!(name::SAMPLER_SECONDS.name).record(took.as_secs_f64());
 }
 
+/// A count as a gauge has it.
+#[cfg(feature = "control")]
+fn count(count: u64) -> f64 {
+    f64::from(u32::try_from(count).unwrap_or(u32::MAX))
+}
+
+/// How many notes there are.
+pub fn notes(notes: usize) {
+    gauge!(name::NOTES.name).set(f64::from(u32::try_from(notes).unwrap_or(u32::MAX)));
+}
+
 /// The control loop's own figures.
 #[cfg(feature = "control")]
 pub fn ticks(total: u64, lateness: Duration) {
@@ -72,6 +83,9 @@ pub fn heap_arena(name: &str, arena: &crate::host::HostArenaStats) {
     let label = || name.to_owned();
     gauge!(name::HEAP_ARENA_LIVE.name, "heap_arena" => label()).set(arena.live.as_f64());
     gauge!(name::HEAP_ARENA_RETAINED.name, "heap_arena" => label()).set(arena.retained().as_f64());
+    gauge!(name::HEAP_ARENA_ACTIVE.name, "heap_arena" => label()).set(arena.active.as_f64());
+    let purgeable = arena.dirty.saturating_add(arena.muzzy);
+    gauge!(name::HEAP_ARENA_PURGEABLE.name, "heap_arena" => label()).set(purgeable.as_f64());
 }
 
 /// What is resident and not jemalloc's.
@@ -115,6 +129,10 @@ pub fn arena(arena: &crate::device::ArenaSnapshot) {
         (name::DEVICE_HOLES, arena.holes),
         (name::DEVICE_LARGEST_FREE, arena.largest_free),
         (name::DEVICE_LIVE_PEAK, arena.live_peak),
+        (name::DEVICE_COMMITTED_PEAK, arena.committed_peak),
+        (name::DEVICE_PENDING, arena.pending),
+        (name::DEVICE_CACHED, arena.cached),
+        (name::DEVICE_METADATA, arena.metadata),
         (name::DEVICE_LENT, arena.lent),
         (name::DEVICE_ADOPTED, arena.adopted),
     ];
@@ -122,6 +140,24 @@ pub fn arena(arena: &crate::device::ArenaSnapshot) {
         gauge!(metric.name, &labels).set(bytes.as_f64());
     }
     gauge!(name::DEVICE_LEASES.name, &labels).set(f64::from(arena.leases));
+    gauge!(name::DEVICE_STATE.name, &labels).set(f64::from(arena.state as u8));
+    arena_totals(arena, &labels);
+    let with = |label, value: &str| {
+        let [device, arena] = labels.clone();
+        [device, arena, (label, value.to_owned())]
+    };
+    for (act, total) in [("trim", arena.trimmed_bytes_total), ("shrink", arena.shrunk_bytes_total)]
+    {
+        counter!(name::DEVICE_ASKED_BACK.name, &with("act", act)).absolute(total);
+    }
+    for (reason, total) in arena.alloc_failures_total.by_reason() {
+        counter!(name::DEVICE_ALLOC_FAILURES.name, &with("reason", reason)).absolute(total);
+    }
+}
+
+#[cfg(feature = "device")]
+fn arena_totals(arena: &crate::device::ArenaSnapshot, labels: &[(&'static str, String); 2]) {
+    gauge!(name::DEVICE_LOCK_WAIT.name, labels).set(arena.lock_wait_total.as_secs_f64());
     for (metric, total) in [
         (name::DEVICE_SLEEPS, arena.sleeps_total),
         (name::DEVICE_WAKES, arena.wakes_total),
@@ -132,16 +168,26 @@ pub fn arena(arena: &crate::device::ArenaSnapshot) {
         (name::DEVICE_DECOMMITS, arena.decommits_total),
         (name::DEVICE_COMMITTED_TOTAL, arena.committed_bytes_total),
         (name::DEVICE_DECOMMITTED_TOTAL, arena.decommitted_bytes_total),
+        (name::DEVICE_REMAPS, arena.remaps_total),
+        (name::DEVICE_REMAPPED, arena.remapped_bytes_total),
+        (name::DEVICE_MOVES, arena.moves_total),
+        (name::DEVICE_MOVED, arena.moved_bytes_total),
+        (name::DEVICE_SHORTAGE_CALLBACKS, arena.shortage_callbacks_total),
+        (name::DEVICE_SHORTAGE_PANICS, arena.shortage_panics_total),
+        (name::DEVICE_LOCK_CONTENDED, arena.lock_contended_total),
         (name::DEVICE_RELEASE_PANICS, arena.release_panics_total),
         (name::DEVICE_PARKED_ERRORS, arena.parked_errors_total),
     ] {
-        counter!(metric.name, &labels).absolute(total);
+        counter!(metric.name, labels).absolute(total);
     }
-    for (reason, total) in arena.alloc_failures_total.by_reason() {
-        let [device, arena] = labels.clone();
-        let labels = [device, arena, ("reason", reason.to_owned())];
-        counter!(name::DEVICE_ALLOC_FAILURES.name, &labels).absolute(total);
-    }
+}
+
+/// Whether an arena is open on a rung.
+#[cfg(feature = "device")]
+pub fn arena_info(arena: &str, rung: crate::device::driver::Rung, is_open: bool) {
+    let labels = [("device", "0"), ("arena", arena), ("rung", rung.name())]
+        .map(|(label, value)| (label, value.to_owned()));
+    gauge!(name::DEVICE_ARENA_INFO.name, &labels).set(f64::from(u8::from(is_open)));
 }
 
 /// The memory of a device, whoever holds it.
@@ -193,11 +239,17 @@ pub fn device_unknown() {
 /// The host's pressure.
 #[cfg(feature = "control")]
 pub fn pressure(signal: &crate::control::Signal, state: &crate::control::PressureState) {
-    use crate::control::{Budget, Level};
+    use crate::control::{Budget, Level, LimitSource};
     gauge!(name::PRESSURE_LEVEL.name).set(f64::from(state.level(Budget::Host).as_u8()));
     if signal.limit.is_known() {
         gauge!(name::PRESSURE_LIMIT.name).set(signal.limit.bytes.as_f64());
     }
+    for source in LimitSource::ALL {
+        let says = signal.limit.source == source;
+        gauge!(name::PRESSURE_LIMIT_INFO.name, "source" => source.name())
+            .set(f64::from(u8::from(says)));
+    }
+    gauge!(name::PRESSURE_LIMIT_STALE.name).set(f64::from(u8::from(signal.limit_is_stale)));
     gauge!(name::PRESSURE_PHYSICAL.name).set(state.physical().as_f64());
     gauge!(name::PRESSURE_PURGEABLE.name).set(state.purgeable().as_f64());
     gauge!(name::PRESSURE_REQUIRED.name).set(state.required().as_f64());
@@ -236,8 +288,8 @@ pub fn events(group: &'static str, counts: crate::control::EventCounts) {
 pub fn psi(psi: crate::control::Psi) {
     for (kind, stall) in psi.by_name() {
         gauge!(name::PRESSURE_STALL.name, "kind" => kind).set(stall.avg10);
-        let total = u64::try_from(stall.total.as_micros()).unwrap_or(u64::MAX);
-        counter!(name::PRESSURE_STALL_TOTAL.name, "kind" => kind).absolute(total);
+        let total = stall.total.as_secs_f64();
+        gauge!(name::PRESSURE_STALL_TOTAL.name, "kind" => kind).set(total);
     }
 }
 
@@ -250,6 +302,7 @@ pub fn ledger(ledger: &crate::control::Ledger, budget: crate::control::Budget) {
     // Without a limit there is no allowance to show.
     if ledger.ceiling() != ByteSize::MAX {
         let allowance = ledger.allowance_bytes().as_f64();
+        gauge!(name::PRESSURE_CEILING.name, "budget" => label).set(ledger.ceiling().as_f64());
         gauge!(name::PRESSURE_ALLOWANCE.name, "budget" => label).set(allowance);
         gauge!(name::PRESSURE_MULTIPLIER.name, "budget" => label).set(ledger.k());
     }
@@ -282,6 +335,7 @@ pub fn classes(budget: crate::control::Budget, classes: &[crate::control::ClassS
 #[cfg(feature = "control")]
 pub fn admission(stats: &crate::control::AdmissionStats) {
     counter!(name::PRESSURE_ADMITTED.name).absolute(stats.admitted_total);
+    gauge!(name::ADMISSION_HELD.name).set(count(stats.held()));
     for reason in crate::control::ShedReason::ALL {
         let total = stats.shed_total(reason);
         counter!(name::PRESSURE_SHED.name, "reason" => reason.name()).absolute(total);
@@ -291,13 +345,23 @@ pub fn admission(stats: &crate::control::AdmissionStats) {
 /// A resource; `last_used` since the Unix epoch.
 #[cfg(feature = "control")]
 pub fn resource(stats: &crate::control::ResourceStats, last_used: Option<Duration>) {
-    use crate::control::UnloadReason;
+    use crate::control::{Budget, UnloadReason};
     let resource = stats.name.to_string();
     let label = || resource.clone();
-    gauge!(name::RESOURCE_LOADED.name, "resource" => label())
-        .set(f64::from(u8::from(stats.loaded)));
-    let guards = u32::try_from(stats.guards).unwrap_or(u32::MAX);
-    gauge!(name::RESOURCE_GUARDS.name, "resource" => label()).set(f64::from(guards));
+    for (metric, value) in [
+        (name::RESOURCE_LOADED, f64::from(u8::from(stats.loaded))),
+        (name::RESOURCE_LOADING, f64::from(u8::from(stats.loading))),
+        (name::RESOURCE_GUARDS, count(stats.guards as u64)),
+        (name::RESOURCE_WAITING, count(stats.waiting as u64)),
+        (name::RESOURCE_LOAD_SECONDS, stats.load_time.as_secs_f64()),
+        (name::RESOURCE_UNLOAD_SECONDS, stats.unload_time.as_secs_f64()),
+    ] {
+        gauge!(metric.name, "resource" => label()).set(value);
+    }
+    for (budget, cost) in [(Budget::Host, stats.cost.host), (Budget::Device, stats.cost.device)] {
+        gauge!(name::RESOURCE_COST.name, "resource" => label(), "budget" => budget.name())
+            .set(cost.as_f64());
+    }
     if let Some(last_used) = last_used {
         let at = last_used.as_secs_f64();
         gauge!(name::RESOURCE_LAST_USED.name, "resource" => label()).set(at);
@@ -325,6 +389,6 @@ pub fn resource(stats: &crate::control::ResourceStats, last_used: Option<Duratio
         counter!(name::RESOURCE_RECOVERED.name, "resource" => label(), "budget" => budget)
             .absolute(bytes.get());
     }
-    let load = stats.load_time.as_secs_f64();
-    gauge!(name::RESOURCE_LOAD_SECONDS.name, "resource" => label()).set(load);
+    counter!(name::RESOURCE_UNLOAD_PANICS.name, "resource" => label())
+        .absolute(stats.unload_panics_total);
 }

@@ -2,13 +2,16 @@
 //!
 //! Plain answers to paths; the application routes them, outside the memory layer. `/healthz` never
 //! fails for pressure; `/readyz` does while the level is critical or the service is ending. It says
-//! which arenas sleep, and they are ready: they wake when they are used.
+//! which arenas sleep, and they are ready: they wake when they are used. `/memory` is JSON, or the
+//! live page for who prefers HTML; the verbs beneath it are `admin`'s.
+//!
+//! Invariant: without [`Endpoints::with_admin`] no answer changes anything.
 
 use std::fmt;
 use std::time::Duration;
 
-use http::header::{CACHE_CONTROL, CONTENT_TYPE};
-use http::{HeaderValue, Response, StatusCode};
+use http::header::{CACHE_CONTROL, CONTENT_TYPE, VARY, X_CONTENT_TYPE_OPTIONS};
+use http::{HeaderValue, Request, Response, StatusCode};
 use serde_json::{Value, json};
 
 use crate::bytes::ByteSize;
@@ -17,9 +20,17 @@ use crate::device::ArenaSnapshot;
 use crate::host::HostArenaStats;
 use crate::memory::{BudgetSnapshot, Memory, MemorySnapshot};
 
+use super::admin::Admin;
+use super::asked::{Format, Query, QueryError};
+use super::page;
+use super::parts::{Part, seconds};
+use super::rejection::problem;
+
 const TEXT: &str = "text/plain; charset=utf-8";
+/// Of a query for the figures.
+const NAMES: &[&str] = &["format", "with"];
 const METRICS: &str = "text/plain; version=0.0.4; charset=utf-8";
-const JSON: &str = "application/json";
+pub(super) const JSON: &str = "application/json";
 
 /// The answers.
 ///
@@ -36,16 +47,28 @@ const JSON: &str = "application/json";
 pub struct Endpoints {
     memory: Option<Memory>,
     metrics: Option<Box<dyn Fn() -> String + Send + Sync>>,
+    admin: Option<Admin>,
 }
 
 impl Endpoints {
     /// The paths that are answered, for [`MemoryLayer::exempt_paths`](super::MemoryLayer).
     pub const PATHS: [&str; 4] = ["/healthz", "/readyz", "/memory", "/metrics"];
 
+    /// The paths that are answered besides with [`Endpoints::with_admin`].
+    pub const ADMIN_PATHS: [&str; 7] = [
+        "/memory/purge",
+        "/memory/trim",
+        "/memory/sleep",
+        "/memory/wake",
+        "/memory/unload",
+        "/memory/snapshot",
+        "/memory/picture",
+    ];
+
     /// Answers for this memory; without one they say that it was not started.
     #[must_use]
     pub fn new(memory: Option<Memory>) -> Self {
-        Self { memory, metrics: None }
+        Self { memory, metrics: None, admin: None }
     }
 
     /// Has `/metrics` answer what this gives, in the Prometheus text format.
@@ -55,13 +78,59 @@ impl Endpoints {
         self
     }
 
-    /// The answer to this path; `None` for a path that is none of these.
+    /// Hears verbs, as `admin` says: without this there are none. Their paths are
+    /// [`Endpoints::ADMIN_PATHS`], and need [`Endpoints::answer_request`].
+    #[must_use]
+    pub fn with_admin(mut self, admin: Admin) -> Self {
+        self.admin = Some(admin);
+        self
+    }
+
+    /// The answer to this request; `None` for one to a path that is none of these.
+    ///
+    /// As [`Endpoints::answer`], and beyond it: `/memory` answers the live page where the `Accept`
+    /// header prefers HTML (`?format=json` and `?format=html` go before the header), and adds to
+    /// the JSON what `?with=` names: `map`, `trail`, `events`, `errands`, with commas between them.
+    /// What a query says wrongly is 400.
+    ///
+    /// ```
+    /// use http::Request;
+    /// use lowtide::service::Endpoints;
+    ///
+    /// let endpoints = Endpoints::new(None);
+    /// let browser = Request::get("/memory").header("accept", "text/html,*/*;q=0.8").body(())?;
+    /// let answer = endpoints.answer_request(&browser).expect("one of its paths");
+    /// assert_eq!(answer.headers()["content-type"], "text/html; charset=utf-8");
+    /// let curl = Request::get("/memory").header("accept", "*/*").body(())?;
+    /// let answer = endpoints.answer_request(&curl).expect("one of its paths");
+    /// assert_eq!(answer.headers()["content-type"], "application/json");
+    /// # Ok::<(), http::Error>(())
+    /// ```
+    #[must_use]
+    pub fn answer_request<B>(&self, request: &Request<B>) -> Option<Response<String>> {
+        let path = request.uri().path();
+        let mut answer = if path == "/memory" {
+            self.asked(request).unwrap_or_else(|error| {
+                let (status, none) = (StatusCode::BAD_REQUEST, Duration::ZERO);
+                problem(status, "the query cannot be used", "query", &error.to_string(), none)
+            })
+        } else {
+            let verb = || self.admin.as_ref()?.answer(request, self.memory.as_ref());
+            self.answer(path).or_else(verb)?
+        };
+        answer.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+        let nosniff = HeaderValue::from_static("nosniff");
+        answer.headers_mut().insert(X_CONTENT_TYPE_OPTIONS, nosniff);
+        Some(answer)
+    }
+
+    /// The answer to this path, whatever else is asked; `None` for a path that is none of these.
     #[must_use]
     pub fn answer(&self, path: &str) -> Option<Response<String>> {
         match path {
             "/healthz" => Some(answer(StatusCode::OK, TEXT, "ok\n".to_owned())),
             "/readyz" => Some(self.ready()),
-            "/memory" => Some(self.memory()),
+            "/memory" => Some(self.memory(&[])),
             "/metrics" => {
                 let render = self.metrics.as_ref()?;
                 Some(answer(StatusCode::OK, METRICS, render()))
@@ -107,12 +176,41 @@ impl Endpoints {
         answer(status, JSON, pretty(&body))
     }
 
-    fn memory(&self) -> Response<String> {
-        let body = self
+    fn asked<B>(&self, request: &Request<B>) -> Result<Response<String>, QueryError> {
+        let query = Query::read(request.uri().query(), NAMES, "format or with")?;
+        let format = match query.get("format") {
+            None => Format::preferred(request.headers()),
+            Some("json") => Format::Json,
+            Some("html") => Format::Html,
+            Some(other) => {
+                let (value, expected) = (other.to_owned(), "json or html".to_owned());
+                return Err(QueryError::Value { name: "format", value, expected });
+            }
+        };
+        let parts = Part::read(query.get("with").unwrap_or_default())?;
+        Ok(match format {
+            Format::Html => page::answer(),
+            Format::Json => self.memory(&parts),
+        })
+    }
+
+    /// The figures, and these parts: where there are any, in one line, since a page reads it.
+    fn memory(&self, parts: &[Part]) -> Response<String> {
+        let mut body = self
             .memory
             .as_ref()
             .map_or_else(|| json!({ "managed": false }), |memory| document(&memory.snapshot()));
-        answer(StatusCode::OK, JSON, pretty(&body))
+        let body = match (&self.memory, &mut body) {
+            (Some(memory), Value::Object(members)) if !parts.is_empty() => {
+                let needs_token = self.admin.as_ref().map(Admin::needs_token);
+                parts.iter().for_each(|part| part.add(memory, needs_token, members));
+                format!("{body}\n")
+            }
+            (_, body) => pretty(body),
+        };
+        let mut answer = answer(StatusCode::OK, JSON, body);
+        answer.headers_mut().insert(VARY, HeaderValue::from_static("Accept"));
+        answer
     }
 }
 
@@ -127,6 +225,7 @@ fn document(snapshot: &MemorySnapshot) -> Value {
     json!({
         "managed": true,
         "profile": snapshot.profile.name(),
+        "at_seconds": seconds(snapshot.since_epoch),
         "host": {
             "rss_bytes": snapshot.signal.rss.map(ByteSize::get),
             "other_bytes": snapshot.other().map(ByteSize::get),
@@ -187,7 +286,7 @@ fn document(snapshot: &MemorySnapshot) -> Value {
         "resources": snapshot
             .resources
             .iter()
-            .map(|stats| resource(stats, stats.last_used.map(|at| snapshot.on_wall(at))))
+            .map(|stats| resource(stats, snapshot))
             .collect::<Vec<_>>(),
         "notes": notes(snapshot),
     })
@@ -275,7 +374,9 @@ fn budget(budget: &BudgetSnapshot) -> Value {
     })
 }
 
-fn resource(stats: &ResourceStats, last_used: Option<Duration>) -> Value {
+fn resource(stats: &ResourceStats, snapshot: &MemorySnapshot) -> Value {
+    let last_used = stats.last_used.map(|at| snapshot.on_wall(at));
+    let unload_in = stats.due.map(|due| due - snapshot.now);
     json!({
         "name": &*stats.name,
         "loaded": stats.loaded,
@@ -292,6 +393,7 @@ fn resource(stats: &ResourceStats, last_used: Option<Duration>) -> Value {
         "measured_bytes": stats.measured.map(cost),
         "recovered_bytes": cost(stats.recovered_total),
         "last_used_seconds": last_used.map(|at| at.as_secs_f64()),
+        "unload_in_seconds": unload_in.map(seconds),
         "last_load_seconds": stats.load_time.as_secs_f64(),
     })
 }
@@ -309,11 +411,11 @@ fn limit(size: ByteSize) -> Option<u64> {
     (size != ByteSize::MAX).then_some(size.get())
 }
 
-fn pretty(value: &Value) -> String {
+pub(super) fn pretty(value: &Value) -> String {
     format!("{value:#}\n")
 }
 
-fn answer(status: StatusCode, kind: &'static str, body: String) -> Response<String> {
+pub(super) fn answer(status: StatusCode, kind: &'static str, body: String) -> Response<String> {
     let mut response = Response::new(body);
     *response.status_mut() = status;
     response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(kind));

@@ -5,15 +5,20 @@
 //! Invariant: a request that is admitted holds its bytes until the last byte of its response has
 //! gone out or the connection has ended.
 
+mod admin;
+mod asked;
 mod body;
 mod drain;
 mod endpoints;
 mod estimate;
 mod layer;
 mod learned;
+mod page;
+mod parts;
 mod permit;
 mod rejection;
 
+pub use admin::{Admin, AdminToken, Peer, TokenError};
 pub use body::ResponseBody;
 pub use drain::DRAIN_MAX;
 pub use endpoints::Endpoints;

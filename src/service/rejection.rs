@@ -157,7 +157,8 @@ pub fn unavailable(error: &AcquireError) -> Response<String> {
     problem(status, title, error.reason(), &error.to_string(), retry_after)
 }
 
-fn problem(
+/// An answer as problem+json (RFC 9457); Retry-After with 503 alone.
+pub(super) fn problem(
     status: StatusCode,
     title: &str,
     reason: &str,

@@ -39,7 +39,7 @@ pub(crate) fn metrics() -> String {
 }
 
 /// Alerts without a section, and sections, metrics and panels (*in italics*) that do not exist.
-pub(crate) fn runbook(text: &str, rules: &Rules, dashboard: &Value) -> Vec<String> {
+pub(crate) fn runbook(text: &str, rules: &Rules, dashboards: &[Value]) -> Vec<String> {
     let mut faults = Vec::new();
     let alerts = rules.alerts();
     let headings: Vec<_> =
@@ -60,7 +60,8 @@ pub(crate) fn runbook(text: &str, rules: &Rules, dashboard: &Value) -> Vec<Strin
             faults.push(format!("{word}: {RUNBOOK} names a metric that does not exist"));
         }
     }
-    let panels = dashboard["panels"].as_array().map_or(&[][..], Vec::as_slice);
+    let panels: Vec<_> =
+        dashboards.iter().filter_map(|one| one["panels"].as_array()).flatten().collect();
     for title in italics(text) {
         if !panels.iter().any(|panel| panel["title"] == *title) {
             faults.push(format!("{title}: {RUNBOOK} names a panel that does not exist"));

@@ -1,4 +1,4 @@
-//! The dashboard: the rules of Grafana's own dashboard linter, and those of this house.
+//! The dashboards: the rules of Grafana's own dashboard linter, and those of this house.
 //!
 //! It reads the classic JSON model. It does not know all options of all panels: a misspelt option
 //! that no rule here names passes.
@@ -21,6 +21,10 @@ const TYPES: [&str; 4] = ["timeseries", "stat", "state-timeline", "table"];
 /// Units that panels may have; amounts are binary, as everywhere.
 const UNITS: [&str; 9] =
     ["bytes", "binBps", "percentunit", "s", "short", "none", "cpm", "ops", "reqps"];
+/// What every dashboard marks in the time of its panels.
+const ANNOTATIONS: [&str; 4] = ["sleep", "wake", "unload", "shed"];
+/// By which the dashboards find each other.
+const TAG: &str = "lowtide";
 
 /// What was found in a dashboard.
 #[derive(Debug, Default)]
@@ -42,6 +46,8 @@ pub(crate) fn check(dashboard: &Value, known: &Known) -> Findings {
     let mut found = Findings::default();
     head(dashboard, &mut found);
     variables(dashboard, &mut found);
+    annotations(dashboard, known, &mut found);
+    links(dashboard, &mut found);
     let panels = list(dashboard, "panels");
     found.expect(panels.len() > 5, "the dashboard is empty");
     let mut ids = BTreeSet::new();
@@ -80,8 +86,8 @@ fn variables(dashboard: &Value, found: &mut Findings) {
     let variables = variables.map_or(&[][..], Vec::as_slice);
     let names: Vec<_> = variables.iter().map(|variable| text(variable, "/name")).collect();
     found.expect(
-        names == ["datasource", "job", "instance"],
-        format!("variables {names:?}: expected datasource, job and instance"),
+        names == ["datasource", "job", "instance", "device"],
+        format!("variables {names:?}: expected datasource, job, instance and device"),
     );
     for variable in variables {
         let name = text(variable, "/name");
@@ -100,10 +106,49 @@ fn variables(dashboard: &Value, found: &mut Findings) {
         expect(text(variable, "/allValue") == ".+", "expected allValue .+");
         expect(variable["refresh"] == 2, "expected refresh 2, on a change of time");
         let query = text(variable, "/query/query");
-        let asks = query.strip_prefix("label_values(lowtide_build_info");
+        // What every service publishes, with a device or without.
+        let metric =
+            if name == "device" { "lowtide_device_stuck_total" } else { "lowtide_build_info" };
+        let asks = query.strip_prefix(&format!("label_values({metric}"));
         let label = asks.and_then(|rest| rest.strip_suffix(&format!(", {name})")));
-        expect(label.is_some(), "expected the values of its label in lowtide_build_info");
+        expect(label.is_some(), "expected the values of its label in a metric of every service");
     }
+}
+
+/// What happened is marked: from counters, so that it is marked whoever looks, and when.
+fn annotations(dashboard: &Value, known: &Known, found: &mut Findings) {
+    let list = dashboard.pointer("/annotations/list").and_then(Value::as_array);
+    let list = list.map_or(&[][..], Vec::as_slice);
+    let names: Vec<_> = list.iter().map(|one| text(one, "/name")).collect();
+    found.expect(names == ANNOTATIONS, format!("annotations {names:?}: expected {ANNOTATIONS:?}"));
+    for one in list {
+        let name = text(one, "/name");
+        let mut expect = |holds, what| found.expect(holds, format!("annotation {name}: {what}"));
+        expect(text(one, "/datasource/uid") == SOURCE, "expected the chosen data source");
+        expect(one["enable"] == true, "expected it enabled");
+        expect(!text(one, "/iconColor").is_empty(), "expected a colour");
+        let expr = text(one, "/expr");
+        expect(expr.ends_with("> 0"), "expected what is above 0");
+        let query = promql::check(expr, Place::Panel, known);
+        found.faults.extend(query.faults.iter().map(|fault| format!("annotation {name}: {fault}")));
+        let labels = query.labels.unwrap_or_default();
+        for label in placeholders(text(one, "/textFormat")).difference(&labels) {
+            found.faults.push(format!("annotation {name}: its series have no label {label}"));
+        }
+    }
+}
+
+/// Each dashboard leads to the others, with what was chosen.
+fn links(dashboard: &Value, found: &mut Findings) {
+    let is_tagged = list(dashboard, "tags").iter().any(|tag| tag == TAG);
+    found.expect(is_tagged, format!("tags: expected {TAG}"));
+    let leads = list(dashboard, "links").iter().any(|link| {
+        link["type"] == "dashboards"
+            && list(link, "tags").iter().any(|tag| tag == TAG)
+            && link["includeVars"] == true
+            && link["keepTime"] == true
+    });
+    found.expect(leads, format!("links: expected one to the dashboards with the tag {TAG}"));
 }
 
 fn panel(panel: &Value, title: &str, known: &Known, found: &mut Findings) {

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 use crate::promql::{self, Known, Place};
 use crate::rules::Rules;
-use crate::{dashboard, documents, layout, missing, read, sources};
+use crate::{dashboard, dashboards, documents, layout, missing, read, shown, sources};
 
 /// Expects that one of the faults says this.
 #[track_caller]
@@ -22,7 +22,7 @@ fn finds(expected: &str, faults: &[String]) {
 /// The faults of the dashboard with a value put at a pointer, where there must be one already.
 #[track_caller]
 fn with(pointer: &str, value: Value) -> Vec<String> {
-    let mut dashboard = dashboard();
+    let mut dashboard = dashboard("overview");
     *dashboard.pointer_mut(pointer).expect("a value to change") = value;
     layout::check(&dashboard, &Known::table()).faults
 }
@@ -36,7 +36,7 @@ fn faults_of_the_dashboards_head_and_variables_are_found() {
         ("/title", json!(""), "no title"),
         ("/graphTooltip", json!(0), "graphTooltip"),
         ("/editable", json!(true), "editable"),
-        ("/templating/list/0/name", json!("ds"), "expected datasource, job and instance"),
+        ("/templating/list/0/name", json!("ds"), "expected datasource, job, instance and device"),
         ("/templating/list/0/query", json!("loki"), "of type prometheus"),
         ("/templating/list/1/type", json!("custom"), "variable job: expected type query"),
         ("/templating/list/1/datasource/uid", json!("abc"), "the chosen data source"),
@@ -44,10 +44,21 @@ fn faults_of_the_dashboards_head_and_variables_are_found() {
         ("/templating/list/2/allValue", json!(".*"), "allValue"),
         ("/templating/list/2/refresh", json!(1), "refresh"),
         ("/templating/list/2/query/query", json!("label_values(up, instance)"), "the values of"),
+        ("/templating/list/3/query/query", json!("label_values(up, device)"), "the values of"),
+        ("/tags", json!([]), "tags: expected lowtide"),
+        ("/links/0/tags", json!(["other"]), "links: expected"),
+        ("/links/0/includeVars", json!(false), "links: expected"),
+        ("/annotations/list/0/name", json!("nap"), "annotations"),
+        ("/annotations/list/0/datasource/uid", json!("abc"), "annotation sleep: expected the"),
+        ("/annotations/list/1/enable", json!(false), "annotation wake: expected it enabled"),
+        ("/annotations/list/2/iconColor", json!(""), "annotation unload: expected a colour"),
+        ("/annotations/list/3/expr", json!("lowtide_nods > 0"), "is in no table"),
+        ("/annotations/list/3/expr", json!("lowtide_notes"), "expected what is above 0"),
+        ("/annotations/list/3/textFormat", json!("{{arena}}"), "have no label arena"),
     ] {
         finds(expected, &with(pointer, value));
     }
-    let mut dashboard = dashboard();
+    let mut dashboard = dashboard("overview");
     dashboard["__inputs"] = json!([]);
     finds("__inputs", &layout::check(&dashboard, &Known::table()).faults);
 }
@@ -90,8 +101,11 @@ fn faults_of_a_panels_query_are_found() {
         (r#"lowtide_heap_live_bytes{job="$job", instance=~"$instance"}"#, "expected job=~"),
         ("lowtide_device_allocs_total@", "a total without rate"),
         ("rate(lowtide_heap_live_bytes@[$__rate_interval])", "a gauge in rate"),
+        ("deriv(lowtide_device_allocs_total@[$__rate_interval])", "a total without rate"),
         ("rate(lowtide_device_allocs_total@[5m])", "panels have no other range"),
         ("sum by (arena) (lowtide_heap_live_bytes@)", "aggregated by arena"),
+        ("lowtide_device_leases@", "expected device=~"),
+        ("sum by (device) (topk(3, lowtide_heap_live_bytes@))", "aggregated by device"),
         ("lowtide_heap_live_bytes@ / lowtide_device_live_bytes@", "never match"),
         ("lowtide_heap_live_bytes@ / on (arena) lowtide_device_live_bytes@", "matched by arena"),
         (
@@ -146,7 +160,7 @@ fn an_alert_without_a_firing_or_a_silent_test_is_found() {
 
 #[test]
 fn a_metric_that_nothing_shows_is_found() {
-    let mut shown = layout::check(&dashboard(), &Known::table()).metrics;
+    let mut shown = shown();
     assert!(shown.remove("lowtide_device_leases"));
     finds("lowtide_device_leases: on no panel", &missing(&shown));
     assert_eq!(missing(&BTreeSet::new()).len(), lowtide::metrics::names::TABLE.len());
@@ -163,7 +177,7 @@ fn faults_of_the_documents_are_found() {
         ("*Multiplier*", "*Multiplicity*", "Multiplicity: docs/OPERATING.md names a panel"),
     ] {
         assert!(text.contains(from), "{from:?} is not in the runbook any more");
-        finds(expected, &documents::runbook(&text.replace(from, to), &rules, &dashboard()));
+        finds(expected, &documents::runbook(&text.replace(from, to), &rules, &dashboards()));
     }
     for (from, to, expected) in [
         ("| `idle memory decayed` | debug |", "| - | debug |", "\"idle memory decayed\" (debug)"),

@@ -18,6 +18,8 @@ use promql_parser::parser::{
 
 /// Labels that Prometheus gives each series it scrapes.
 const TARGET: [&str; 2] = ["job", "instance"];
+/// The label that panels choose by besides, where a series has it.
+const DEVICE: &str = "device";
 /// Stands for Grafana's variable, which does not parse; a range that nobody writes.
 const RATE_INTERVAL: &str = "4m17s";
 
@@ -156,7 +158,7 @@ impl Check<'_> {
             }
         }
         if self.place == Place::Panel {
-            for target in TARGET {
+            for target in TARGET.into_iter().chain(labels.contains(DEVICE).then_some(DEVICE)) {
                 let variable = format!("${target}");
                 let matched = matchers.matchers.iter().any(|matcher| {
                     matcher.name == target
@@ -172,6 +174,11 @@ impl Check<'_> {
 
     fn aggregate(&mut self, aggregate: &AggregateExpr) -> Labels {
         let inner = self.expr(&aggregate.expr).unwrap_or_default();
+        // They choose among series and leave them as they are.
+        let chooses = ["topk", "bottomk"].contains(&aggregate.op.to_string().as_str());
+        if chooses && aggregate.modifier.is_none() {
+            return Some(inner);
+        }
         let Some(modifier) = &aggregate.modifier else { return Some(BTreeSet::new()) };
         self.all_in(&modifier.labels().labels, &inner, "is aggregated by");
         Some(kept(&inner, modifier))
@@ -213,7 +220,7 @@ impl Check<'_> {
         let arguments: Vec<&Expr> = call.args.args.iter().map(|argument| &**argument).collect();
         match (call.func.name, arguments.as_slice()) {
             ("time", []) => None,
-            (name @ ("rate" | "increase" | "delta"), [range]) => self.range(name, range),
+            (name @ ("rate" | "increase" | "delta" | "deriv"), [range]) => self.range(name, range),
             (name @ "predict_linear", [range, _]) => self.range(name, range),
             ("histogram_quantile", [_, buckets]) => {
                 let mut labels = self.expr(buckets).unwrap_or_default();

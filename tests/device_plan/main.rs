@@ -15,10 +15,12 @@ use std::time::Duration;
 
 use lowtide::ByteSize;
 use lowtide::clock::ManualClock;
-use lowtide::device::plan::{Budget, Demand, Ends, Gap, Plan, PlanCache, Planner, Problem, Role, Unserved, Window};
+use lowtide::device::plan::{
+    Budget, Demand, Ends, Gap, Plan, PlanCache, Planner, Problem, Role, Unserved, Window,
+};
 use random::{Gaps, Kind};
 
-/// Random problems in a test; the bench `plan` has a hundred thousand.
+/// Random problems of each kind.
 const SMALL: u64 = 300;
 
 const EVERYTHING: Kind = Kind { aligned: true, gaps: Gaps::Windows, fixed: true };

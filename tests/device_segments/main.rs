@@ -330,6 +330,35 @@ fn a_compaction_empties_segments_and_its_gain_was_foretold() {
     bed.end();
 }
 
+/// Bug: where blocks had been had by their address, that of a planned move was looked for though
+/// the block had been freed meanwhile and its segment was gone.
+#[test]
+fn a_move_of_a_block_that_is_gone_with_its_segment_is_skipped() {
+    let bed = Bed::plain();
+    let by_address = bed.alloc_raw(ByteSize::mib(1), ByteSize::new(256), Region::Stable);
+    let by_address = by_address.expect("room");
+    let mut blocks = Vec::new();
+    for _ in 0..8 {
+        drop(bed.dynamic(16).expect("room"));
+        bed.settle();
+        blocks.extend((0..4).map(|_| bed.dynamic(4).expect("room")));
+    }
+    let mut nth = 0;
+    blocks.retain(|_| {
+        nth += 1;
+        nth % 4 == 1
+    });
+    bed.settle();
+    let done = bed.compact(CompactOptions::new(Region::Dynamic), |_| {
+        blocks.clear();
+        bed.settle();
+        bed.purge().expect("no call fails");
+    });
+    assert_eq!(done.expect("no call fails").moves, 1);
+    bed.free(by_address.at).expect("it is there");
+    bed.end();
+}
+
 #[test]
 fn who_sleeps_for_nothing_gives_all_back_and_live_blocks_keep_it_awake() {
     let bed = Bed::plain();

@@ -72,6 +72,8 @@ pub enum Job {
         /// Its rung on the ladder.
         rung: usize,
     },
+    /// Do what an operator asked for, one errand.
+    Errand,
     /// Unload the resources that are due.
     UnloadIdle,
     /// Give back what the device arenas have let decay.
@@ -89,7 +91,7 @@ pub enum Job {
 /// Places: the lower, the more urgent. The rungs of the ladder come after the pressure purge.
 const RUNG_FIRST: usize = 1;
 const MANUAL: usize = RUNG_FIRST + Ladder::RUNGS_MAX;
-const PLACES: usize = MANUAL + 11;
+const PLACES: usize = MANUAL + 12;
 const _: () = assert!(PLACES <= 64, "each job has a bit of its own");
 
 impl Job {
@@ -102,15 +104,16 @@ impl Job {
             Self::Purge { trigger: Trigger::Manual } => MANUAL,
             Self::UnloadIdle => MANUAL + 1,
             Self::Purge { trigger: Trigger::Unload } => MANUAL + 2,
-            Self::DecayDevice => MANUAL + 3,
-            Self::DecayHeap => MANUAL + 4,
-            Self::SampleDevice => MANUAL + 5,
-            Self::Purge { trigger: Trigger::Growth } => MANUAL + 6,
-            Self::Purge { trigger: Trigger::Idle } => MANUAL + 7,
-            Self::Purge { trigger: Trigger::Periodic } => MANUAL + 8,
-            Self::Publish => MANUAL + 9,
+            Self::Errand => MANUAL + 3,
+            Self::DecayDevice => MANUAL + 4,
+            Self::DecayHeap => MANUAL + 5,
+            Self::SampleDevice => MANUAL + 6,
+            Self::Purge { trigger: Trigger::Growth } => MANUAL + 7,
+            Self::Purge { trigger: Trigger::Idle } => MANUAL + 8,
+            Self::Purge { trigger: Trigger::Periodic } => MANUAL + 9,
+            Self::Publish => MANUAL + 10,
             // It may copy for long, and nobody waits for it.
-            Self::SleepDevice => MANUAL + 10,
+            Self::SleepDevice => MANUAL + 11,
         })
     }
 
@@ -119,6 +122,7 @@ impl Job {
             Job::Purge { trigger: Trigger::Manual },
             Job::UnloadIdle,
             Job::Purge { trigger: Trigger::Unload },
+            Job::Errand,
             Job::DecayDevice,
             Job::DecayHeap,
             Job::SampleDevice,

@@ -38,6 +38,11 @@ pub trait Hands: Send {
         false
     }
 
+    /// Does one thing that an operator asked for; says whether more are. Default: nothing.
+    fn errand(&mut self) -> bool {
+        false
+    }
+
     /// Looks how much memory the device has left, and gives idle memory back where that is little.
     /// Default: nothing.
     fn sample_device(&mut self, now: Moment) {
@@ -110,7 +115,9 @@ impl Worker {
             Job::SleepDevice if self.hands.sleep_device(now) => {
                 self.queue.push_one(Job::SleepDevice);
             }
-            Job::SleepDevice => {}
+            // The same here.
+            Job::Errand if self.hands.errand() => self.queue.push_one(Job::Errand),
+            Job::SleepDevice | Job::Errand => {}
             Job::SampleDevice => self.hands.sample_device(now),
             Job::Publish => self.hands.publish(now),
         }

@@ -438,6 +438,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
             unloads: state.unloads,
             unload_panics_total: state.unload_panics,
             last_used: state.last_used,
+            due: Some(self.due(&state)).filter(|due| *due != Moment::NEVER),
             load_time: state.load_time,
             unload_time: state.unload_time,
             measured: state.measured,

@@ -103,6 +103,9 @@ pub struct ResourceStats {
     pub unload_panics_total: u64,
     /// When its last guard was released; `None` before.
     pub last_used: Option<Moment>,
+    /// When it will be unloaded for idleness, if nobody uses it before; `None` while it is not
+    /// loaded, is used, or has no idle time.
+    pub due: Option<Moment>,
     /// How long the last successful load took.
     pub load_time: Duration,
     /// How long the last clean-up took.
@@ -131,6 +134,7 @@ impl ResourceStats {
             unloads: Unloads::default(),
             unload_panics_total: 0,
             last_used: None,
+            due: None,
             load_time: Duration::ZERO,
             unload_time: Duration::ZERO,
             measured: None,

@@ -52,6 +52,10 @@ pub enum LimitSource {
 }
 
 impl LimitSource {
+    /// All of them.
+    pub const ALL: [Self; 5] =
+        [Self::Cgroup, Self::High, Self::Machine, Self::Override, Self::Unknown];
+
     /// Its label in metrics.
     #[must_use]
     pub const fn name(self) -> &'static str {

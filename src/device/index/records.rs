@@ -104,6 +104,12 @@ impl Records {
         self.records.get(slot as usize)
     }
 
+    /// Every live block, in the order of the table, which is none.
+    pub(super) fn live(&self) -> impl Iterator<Item = Span> {
+        let records = self.records.iter().skip(1); // the sentinel reads as live
+        records.filter(|record| !record.is_free()).map(Record::span)
+    }
+
     /// The records for a run of changes: where they begin is looked up once.
     pub(super) fn table(&mut self) -> Table<'_> {
         Table(&mut self.records)

@@ -114,9 +114,7 @@ pub enum CsvWriteError {
     #[error("cannot be written: {0}")]
     Write(#[from] io::Error),
     /// The format has no word for what a buffer needs.
-    #[error(
-        "{name}: a name with a comma, shared memory, or a place in one of several segments"
-    )]
+    #[error("{name}: a name with a comma, shared memory, or a place in one of several segments")]
     Inexpressible {
         /// The buffer.
         name: String,
@@ -204,9 +202,9 @@ impl Problem {
             let Range { start, end } = self.held(demand, &span);
             let end = if is_inclusive { end.checked_sub(1) } else { Some(end) };
             let is_plain = !demand.name.contains([',', '\n', '\r']);
-            let Some(end) = end.filter(|_| {
-                is_plain && !has_segments && self.unions.over(id.0).is_none()
-            }) else {
+            let Some(end) =
+                end.filter(|_| is_plain && !has_segments && self.unions.over(id.0).is_none())
+            else {
                 return Err(CsvWriteError::Inexpressible { name: demand.name.clone() });
             };
             write!(to, "{},{start},{end},{}", demand.name, demand.size.get())?;

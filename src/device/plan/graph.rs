@@ -171,11 +171,7 @@ impl Graph {
     ///
     /// # Panics
     /// If `align` is zero.
-    pub fn problem_of(
-        &self,
-        kind: u32,
-        align: u64,
-    ) -> Result<(Problem, Vec<BufferId>), PlanError> {
+    pub fn problem_of(&self, kind: u32, align: u64) -> Result<(Problem, Vec<BufferId>), PlanError> {
         assert!(align > 0, "an alignment of no bytes");
         let mut problem = Problem::new();
         let mut ids = Vec::with_capacity(self.values.len());

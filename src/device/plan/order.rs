@@ -138,8 +138,8 @@ pub(super) type Ruled = (Rule, Fit);
 
 /// What allocators do that see buffers as they come.
 pub(super) const ONLINE: [Ruled; 3] = [
-    (Rule::Birth, Fit::BestHighest),         // GGML's graph allocator
-    (Rule::Birth, Fit::BestBelowPeak),       // ONNX Runtime's memory pattern
+    (Rule::Birth, Fit::BestHighest),          // GGML's graph allocator
+    (Rule::Birth, Fit::BestBelowPeak),        // ONNX Runtime's memory pattern
     (Rule::BirthLargest, Fit::BestBelowPeak), // the same, the largest first
 ];
 
@@ -162,8 +162,9 @@ pub(super) const OFFLINE: [Ruled; 10] = [
 pub(super) fn classes() -> impl Iterator<Item = Ruled> {
     let withins = [Within::Birth, Within::Duration, Within::Death, Within::Area];
     let ratios = [Ratio(1, 1), Ratio(2, 1), Ratio(3, 2), Ratio(5, 4), Ratio(11, 10)];
-    let rules =
-        ratios.into_iter().flat_map(move |ratio| withins.map(|within| Rule::Classes(ratio, within)));
+    let rules = ratios
+        .into_iter()
+        .flat_map(move |ratio| withins.map(|within| Rule::Classes(ratio, within)));
     rules.flat_map(|rule| [(rule, Fit::First), (rule, Fit::Best)])
 }
 

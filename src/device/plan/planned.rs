@@ -89,7 +89,8 @@ impl Plan {
         self.peak.saturating_sub(self.bound)
     }
 
-    /// Whether it is proved that no plan has a smaller peak.
+    /// Whether it is proved that no plan has a smaller peak. Where a search proved it, that rests
+    /// on no two of its states having the same hash of 64 bits.
     #[must_use]
     pub fn is_optimal(&self) -> bool {
         self.peak == self.bound
@@ -124,10 +125,11 @@ impl Plan {
             for demand in problem.demands() {
                 let align = demand.align;
                 let multiple = (common / gcd(common, align)).checked_mul(align);
-                common = multiple.filter(|multiple| *multiple <= TOTAL_MAX >> 32).ok_or_else(|| {
-                    let (name, offset) = (demand.name.clone(), 0);
-                    PlanFault::Misaligned { name, offset, align }
-                })?;
+                common =
+                    multiple.filter(|multiple| *multiple <= TOTAL_MAX >> 32).ok_or_else(|| {
+                        let (name, offset) = (demand.name.clone(), 0);
+                        PlanFault::Misaligned { name, offset, align }
+                    })?;
             }
             stride = stride.next_multiple_of(common);
         }

@@ -121,7 +121,8 @@ impl Walls {
             return 0;
         }
         let own = self.own.iter().find(|own| (own.start..own.end).contains(&offset));
-        let regular = || self.begin + (offset.max(self.begin) - self.begin) / self.stride * self.stride;
+        let regular =
+            || self.begin + (offset.max(self.begin) - self.begin) / self.stride * self.stride;
         own.map_or_else(regular, |own| own.start)
     }
 }
@@ -136,7 +137,9 @@ mod tests {
         let walls = Walls { own, begin: 14, stride: 4, size: 3 };
         let within = |low: u64, high: u64| {
             let begin = |nth: u64| 14 + 4 * nth;
-            [(0, 5), (6, 13)].into_iter().chain((0..9).map(|nth| (begin(nth), begin(nth) + 3)))
+            [(0, 5), (6, 13)]
+                .into_iter()
+                .chain((0..9).map(|nth| (begin(nth), begin(nth) + 3)))
                 .any(|(start, end)| start <= low && high <= end)
         };
         for offset in 0..30 {

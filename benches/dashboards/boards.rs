@@ -1,0 +1,117 @@
+//! What is shipped: the queries of the dashboards, and the rules.
+//!
+//! It reads; `judge` asks. Invariant: a query that Grafana would send is in the list, its variables
+//! replaced by what they stand for when all is chosen.
+
+use std::collections::BTreeSet;
+
+use lowtide::BoxError;
+use lowtide::metrics::names::{Kind, TABLE};
+use serde_json::Value;
+use yaml_rust2::{Yaml, YamlLoader};
+
+/// The dashboards.
+const FILES: [&str; 5] = ["overview", "heap", "device", "pressure_and_admission", "resources"];
+/// Variables, and what they stand for; a range holds five scrapes.
+const VARIABLES: [(&str, &str); 4] =
+    [("$__rate_interval", "5s"), ("$job", ".+"), ("$instance", ".+"), ("$device", ".+")];
+
+/// One query.
+#[derive(Clone, Debug)]
+pub(crate) struct Query {
+    /// The letter in its panel; empty for an annotation.
+    pub(crate) letter: String,
+    pub(crate) expr: String,
+}
+
+/// One panel, or one annotation.
+#[derive(Clone, Debug)]
+pub(crate) struct Panel {
+    pub(crate) board: &'static str,
+    pub(crate) title: String,
+    pub(crate) annotation: bool,
+    pub(crate) queries: Vec<Query>,
+}
+
+/// One rule.
+#[derive(Clone, Debug)]
+pub(crate) struct Rule {
+    pub(crate) name: String,
+    pub(crate) records: bool,
+    pub(crate) expr: String,
+}
+
+fn file(name: &str) -> Result<String, BoxError> {
+    let path = crate::root().join("dashboards").join(name);
+    Ok(std::fs::read_to_string(&path).map_err(|error| format!("{}: {error}", path.display()))?)
+}
+
+fn replaced(expr: &Value) -> String {
+    let expr = expr.as_str().unwrap_or_default().to_owned();
+    VARIABLES.iter().fold(expr, |expr, (name, value)| expr.replace(name, value))
+}
+
+/// The panels and annotations of all dashboards.
+pub(crate) fn read() -> Result<Vec<Panel>, BoxError> {
+    let mut panels = Vec::new();
+    for board in FILES {
+        let json: Value = serde_json::from_str(&file(&format!("{board}.json"))?)?;
+        let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
+        for panel in list(&json["panels"]) {
+            let queries: Vec<_> = list(&panel["targets"])
+                .iter()
+                .map(|target| Query {
+                    letter: target["refId"].as_str().unwrap_or_default().to_owned(),
+                    expr: replaced(&target["expr"]),
+                })
+                .collect();
+            if panel["type"] != "row" {
+                let title = panel["title"].as_str().unwrap_or_default().to_owned();
+                panels.push(Panel { board, title, annotation: false, queries });
+            }
+        }
+        for annotation in list(&json["annotations"]["list"]) {
+            let title = annotation["name"].as_str().unwrap_or_default().to_owned();
+            let queries =
+                vec![Query { letter: String::new(), expr: replaced(&annotation["expr"]) }];
+            panels.push(Panel { board, title, annotation: true, queries });
+        }
+    }
+    Ok(panels)
+}
+
+/// The rules.
+pub(crate) fn rules() -> Result<Vec<Rule>, BoxError> {
+    let documents = YamlLoader::load_from_str(&file("lowtide.rules.yml")?)?;
+    let list = |value: &Yaml| value.as_vec().cloned().unwrap_or_default();
+    let groups = documents.first().map(|document| list(&document["groups"])).unwrap_or_default();
+    let rules = groups.iter().flat_map(|group| list(&group["rules"]));
+    Ok(rules
+        .map(|rule| {
+            let text = |key: &str| rule[key].as_str().unwrap_or_default().to_owned();
+            let records = rule["record"].as_str().is_some();
+            let name = if records { text("record") } else { text("alert") };
+            Rule { name, records, expr: text("expr") }
+        })
+        .collect())
+}
+
+/// The metrics of the table that a text names, be it by a part of a histogram.
+pub(crate) fn metrics(text: &str) -> BTreeSet<&'static str> {
+    let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_' && c != ':');
+    let words: BTreeSet<_> = words.filter(|word| word.starts_with("lowtide_")).collect();
+    let named = |name: &str, kind: Kind| match kind {
+        Kind::Histogram => words.iter().any(|word| {
+            let part = word.strip_prefix(name).unwrap_or_default();
+            ["_bucket", "_sum", "_count"].contains(&part)
+        }),
+        _ => words.contains(name),
+    };
+    TABLE.iter().filter(|metric| named(metric.name, metric.kind)).map(|one| one.name).collect()
+}
+
+/// The metrics that a scrape shows: those that have series.
+pub(crate) fn scraped(text: &str) -> BTreeSet<&'static str> {
+    let series: Vec<_> = text.lines().filter(|line| !line.starts_with('#')).collect();
+    metrics(&series.join("\n"))
+}

@@ -1,0 +1,145 @@
+//! The dashboards against live data: the proxy under load, scraped by a real Prometheus, and every
+//! query of every panel, annotation and rule asked of it.
+//!
+//! Nothing is drawn, and no Grafana takes part. What a panel needs that this machine does not have
+//! is named in `named`, with a reason; what is named there and has it all the same is no fault.
+//!
+//! Exit codes: 0 all held; 1 something did not, and is named; 2 it could not be run.
+//!
+//! Invariant: a panel that is not named has series for each of its queries, and one that changes.
+#![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
+#![expect(
+    clippy::disallowed_methods,
+    reason = "real processes, and the time at which they are asked"
+)]
+
+mod boards;
+mod judge;
+mod load;
+mod named;
+mod process;
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode, Stdio};
+use std::time::Duration;
+
+use clap::Parser;
+use lowtide::BoxError;
+use tokio::time::sleep;
+
+use crate::judge::Report;
+use crate::process::{Prometheus, Proxy};
+
+#[derive(Clone, Debug, Parser)]
+#[command(about = "The dashboards against a real Prometheus and the proxy under load")]
+struct Cli {
+    /// The Prometheus server.
+    #[arg(long, default_value = "prometheus")]
+    prometheus: PathBuf,
+    /// Checks a live scrape.
+    #[arg(long, default_value = "promtool")]
+    promtool: PathBuf,
+    /// The proxy, as `cargo build --release --example proxy` makes it.
+    #[arg(long, default_value = "target/release/examples/proxy")]
+    proxy: PathBuf,
+    /// The simulation as a shared library: a second proxy finds its device in it.
+    #[arg(long)]
+    fake_driver: Option<PathBuf>,
+    /// A command to run while Prometheus still answers: `LOWTIDE_PROMETHEUS` is its address,
+    /// `LOWTIDE_FROM` and `LOWTIDE_TO` are the seconds of the load.
+    #[arg(long)]
+    then: Option<String>,
+    /// Cargo says this when benches are asked for.
+    #[arg(long, hide = true)]
+    bench: bool,
+}
+
+fn main() -> ExitCode {
+    // Cargo's tests start benches too, without that word and with arguments of their own.
+    if !std::env::args().any(|argument| argument == "--bench") {
+        println!("dashboards: a bench of two minutes: run .ci/dashboards/run");
+        return ExitCode::SUCCESS;
+    }
+    let cli = Cli::parse();
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
+    let outcome = runtime.map_err(BoxError::from).and_then(|runtime| runtime.block_on(run(&cli)));
+    match outcome {
+        Ok(report) => report.print(),
+        Err(error) => {
+            eprintln!("dashboards: {error}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+/// The folder of the repository.
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+async fn run(cli: &Cli) -> Result<Report, BoxError> {
+    let folder = tempfile::tempdir()?;
+    let mut targets = vec![process::free_port()?];
+    if cli.fake_driver.is_some() {
+        targets.push(process::free_port()?);
+    }
+    let mut proxies = vec![Proxy::start(&cli.proxy, targets[0], None)?];
+    proxies[0].ready().await?;
+    let mut prometheus = Prometheus::start(&cli.prometheus, folder.path(), &targets)?;
+    prometheus.ready().await?;
+    let from = judge::now()?;
+    let (first, rest) = load::PHASES.split_at(3);
+    load::run(&targets[..1], first).await?;
+    // A second one comes while the first works, as in a fleet that grows.
+    if let Some(library) = &cli.fake_driver {
+        let mut second = Proxy::start(&cli.proxy, targets[1], Some(library))?;
+        second.ready().await?;
+        proxies.push(second);
+    }
+    load::run(&targets, rest).await?;
+    // Two scrapes more, so that the end is in.
+    sleep(Duration::from_secs(3)).await;
+    let to = judge::now()?;
+    let mut report = Report::default();
+    let mut scraped = String::new();
+    for proxy in &mut proxies {
+        scraped.push_str(&proxy.metrics().await?);
+        proxy.lives()?;
+    }
+    check_metrics(&cli.promtool, &proxies[0].metrics().await?, &mut report)?;
+    judge::boards(&prometheus, &boards::read()?, from..to, &mut report).await?;
+    judge::rules(&prometheus, &boards::rules()?, from..to, &mut report).await?;
+    judge::names(&boards::read()?, &boards::rules()?, &scraped, &mut report);
+    if let Some(command) = &cli.then {
+        let status = Command::new("sh")
+            .args(["-c", command])
+            .env("LOWTIDE_PROMETHEUS", prometheus.url())
+            .env("LOWTIDE_FROM", from.to_string())
+            .env("LOWTIDE_TO", to.to_string())
+            .status()?;
+        report.expect(status.success(), || format!("{command}: {status}"));
+    }
+    Ok(report)
+}
+
+/// `promtool check metrics` has nothing to say of a live scrape.
+fn check_metrics(promtool: &Path, text: &str, report: &mut Report) -> Result<(), BoxError> {
+    use std::io::Write as _;
+    let mut child = Command::new(promtool)
+        .args(["check", "metrics"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .map_err(|error| format!("{}: {error}", promtool.display()))?;
+    if let Some(mut input) = child.stdin.take() {
+        input.write_all(text.as_bytes())?;
+    }
+    let output = child.wait_with_output()?;
+    let words = [output.stdout, output.stderr].concat();
+    let words = String::from_utf8_lossy(&words);
+    let clean = output.status.success() && words.trim().is_empty();
+    report.figure("dashboard.metrics_faults", words.lines().count());
+    report.expect(clean, || format!("promtool check metrics: {}", words.trim()));
+    Ok(())
+}

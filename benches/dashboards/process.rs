@@ -1,0 +1,231 @@
+//! The processes: proxies that are scraped, and the Prometheus that does.
+//!
+//! Each listens on a port of this machine that was free a moment ago, and ends with its value.
+//!
+//! Invariant: no process outlives the bench.
+
+use std::fmt::Write as _;
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use http_body_util::{BodyExt as _, Empty, Full};
+use hyper::Request;
+use hyper::body::Bytes;
+use hyper_util::client::legacy::Client;
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::TokioExecutor;
+use lowtide::BoxError;
+use serde_json::Value;
+use tokio::time::sleep;
+
+/// How long a process may take until it answers.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The settings of the proxies: small and impatient, so that within a minute all happens that
+/// happens in a day elsewhere.
+const SETTINGS: [(&str, &str); 11] = [
+    ("LOWTIDE_MEMORY_LIMIT", "132m"),
+    ("LOWTIDE_CEILING", "0.92"),
+    ("LOWTIDE_DEVICE_LIMIT", "128m"),
+    ("LOWTIDE_DEVICE_DECAY", "1s"),
+    ("LOWTIDE_DEVICE_SLEEP_AFTER", "3s"),
+    ("LOWTIDE_DEVICE_SLEEP_RESIDENCY", "1s"),
+    ("LOWTIDE_HEAP_DECAY", "2s"),
+    ("LOWTIDE_PURGE_INTERVAL", "5s"),
+    ("LOWTIDE_METRICS_INTERVAL", "500ms"),
+    ("PROXY_IDLE_UNLOAD", "10s"),
+    ("RUST_LOG", "error"),
+];
+
+#[derive(Debug)]
+struct Killed(Child);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// An address of this machine that was free a moment ago.
+pub(crate) fn free_port() -> Result<SocketAddr, BoxError> {
+    Ok(TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?)
+}
+
+/// The text of an address, where the answer is a good one.
+pub(crate) async fn get(url: &str) -> Result<String, BoxError> {
+    let client = Client::builder(TokioExecutor::new()).build_http::<Empty<Bytes>>();
+    let answer = client.get(url.parse()?).await?;
+    let status = answer.status();
+    let body = answer.into_body().collect().await?.to_bytes();
+    let text = String::from_utf8_lossy(&body).into_owned();
+    if status.is_success() { Ok(text) } else { Err(format!("{url}: {status}: {text}").into()) }
+}
+
+/// Sends requests with bodies.
+pub(crate) type Poster = Client<HttpConnector, Full<Bytes>>;
+
+pub(crate) fn poster() -> Poster {
+    Client::builder(TokioExecutor::new()).build_http()
+}
+
+/// Posts a body and reads the answer away; its status, and 0 where the connection broke.
+pub(crate) async fn post(client: &Poster, url: &str, kind: &str, body: Bytes) -> u16 {
+    let request = Request::post(url).header("content-type", kind).body(Full::new(body));
+    let Ok(request) = request else { return 0 };
+    let Ok(answer) = client.request(request).await else { return 0 };
+    let status = answer.status().as_u16();
+    let _ = answer.into_body().collect().await;
+    status
+}
+
+async fn answers(child: &mut Child, name: &str, url: &str) -> Result<(), BoxError> {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let error = match get(url).await {
+            Ok(_) => return Ok(()),
+            Err(error) => error,
+        };
+        if let Some(status) = child.try_wait()? {
+            return Err(format!("{name} ended: {status}").into());
+        }
+        if Instant::now() > deadline {
+            return Err(format!("{name} does not answer: {error}").into());
+        }
+        sleep(Duration::from_millis(100)).await;
+    }
+}
+
+/// A proxy that runs.
+#[derive(Debug)]
+pub(crate) struct Proxy {
+    address: SocketAddr,
+    child: Killed,
+}
+
+impl Proxy {
+    /// Starts it with its arenas in host memory, or on the device of a library that stands in for
+    /// CUDA's.
+    pub(crate) fn start(
+        program: &Path,
+        address: SocketAddr,
+        driver: Option<&Path>,
+    ) -> Result<Self, BoxError> {
+        let mut command = Command::new(program);
+        for (name, _) in std::env::vars_os() {
+            if name.to_string_lossy().starts_with("LOWTIDE_") {
+                command.env_remove(name);
+            }
+        }
+        command.envs(SETTINGS).env("PROXY_LISTEN", address.to_string());
+        match driver {
+            None => command.env("LOWTIDE_DEVICE", "host"),
+            // Room for its device, which is this machine's memory, and for what sleeps.
+            Some(library) => command
+                .env("LOWTIDE_DEVICE", "cuda")
+                .env("LOWTIDE_MEMORY_LIMIT", "384m")
+                .env("LD_PRELOAD", library),
+        };
+        let child = command
+            .stdin(Stdio::null())
+            .spawn()
+            .map_err(|error| format!("{}: {error}", program.display()))?;
+        Ok(Self { address, child: Killed(child) })
+    }
+
+    pub(crate) async fn ready(&mut self) -> Result<(), BoxError> {
+        let url = format!("http://{}/healthz", self.address);
+        answers(&mut self.child.0, "the proxy", &url).await
+    }
+
+    /// An error where it has ended.
+    pub(crate) fn lives(&mut self) -> Result<(), BoxError> {
+        let ended = self.child.0.try_wait()?;
+        ended.map_or(Ok(()), |status| Err(format!("the proxy ended: {status}").into()))
+    }
+
+    /// What it shows to Prometheus.
+    pub(crate) async fn metrics(&self) -> Result<String, BoxError> {
+        get(&format!("http://{}/metrics", self.address)).await
+    }
+}
+
+/// A Prometheus that runs.
+#[derive(Debug)]
+pub(crate) struct Prometheus {
+    address: SocketAddr,
+    child: Killed,
+}
+
+impl Prometheus {
+    /// Starts it over the shipped rules; it scrapes each target every second.
+    pub(crate) fn start(
+        program: &Path,
+        folder: &Path,
+        targets: &[SocketAddr],
+    ) -> Result<Self, BoxError> {
+        let address = free_port()?;
+        let rules = crate::root().join("dashboards/lowtide.rules.yml");
+        let named = targets.iter().zip(1..).map(|(target, nth)| {
+            format!("{{targets: [\"{target}\"], labels: {{instance: proxy-{nth}}}}}")
+        });
+        let targets = named.collect::<Vec<_>>().join(", ");
+        let text = format!(
+            "global: {{scrape_interval: 1s, evaluation_interval: 1s}}\n\
+             rule_files: [\"{}\"]\n\
+             scrape_configs: [{{job_name: lowtide, static_configs: [{targets}]}}]\n",
+            rules.display(),
+        );
+        let file = folder.join("prometheus.yml");
+        std::fs::write(&file, text)?;
+        let log = std::fs::File::create(folder.join("prometheus.log"))?;
+        let child = Command::new(program)
+            .arg(format!("--config.file={}", file.display()))
+            .arg(format!("--storage.tsdb.path={}", folder.join("data").display()))
+            .arg(format!("--web.listen-address={address}"))
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(log)
+            .spawn()
+            .map_err(|error| format!("{}: {error}", program.display()))?;
+        Ok(Self { address, child: Killed(child) })
+    }
+
+    pub(crate) async fn ready(&mut self) -> Result<(), BoxError> {
+        let url = format!("{}/-/ready", self.url());
+        answers(&mut self.child.0, "Prometheus", &url).await
+    }
+
+    pub(crate) fn url(&self) -> String {
+        format!("http://{}", self.address)
+    }
+
+    /// The series of an expression, at each second of the time.
+    pub(crate) async fn range(&self, expr: &str, from: u64, to: u64) -> Result<Value, BoxError> {
+        let query = encoded(expr);
+        let path = format!("query_range?query={query}&start={from}&end={to}&step=1");
+        self.api(&path).await
+    }
+
+    /// What stands under `data` in an answer of its interface.
+    pub(crate) async fn api(&self, path: &str) -> Result<Value, BoxError> {
+        let text = get(&format!("{}/api/v1/{path}", self.url())).await?;
+        let mut answer: Value = serde_json::from_str(&text)?;
+        Ok(answer["data"].take())
+    }
+}
+
+/// As a query of an address has it.
+fn encoded(text: &str) -> String {
+    let mut encoded = String::new();
+    for byte in text.bytes() {
+        if byte.is_ascii_alphanumeric() {
+            encoded.push(byte.into());
+        } else {
+            let _ = write!(encoded, "%{byte:02X}");
+        }
+    }
+    encoded
+}

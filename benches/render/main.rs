@@ -1,0 +1,122 @@
+//! Render: what an answer of `/metrics` and of `/memory` costs, with few blocks and with many.
+//!
+//! A real `Memory` on the host driver, with a recorder for Prometheus; an arena with a thousand
+//! blocks of a few hundred bytes, then with a million. `/memory` is asked for as the page does,
+//! with map, events and trail. Real time, the median of many answers: on a busy machine it says
+//! little.
+//!
+//! Exit codes: 0 every goal held; 1 one was missed, or a run failed.
+#![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
+#![expect(clippy::disallowed_methods, reason = "it measures real time")]
+
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use http::Request;
+use lowtide::config::DeviceChoice;
+use lowtide::device::{Buffer, DeviceArena, Region};
+use lowtide::metrics::prometheus;
+use lowtide::service::Endpoints;
+use lowtide::{BoxError, Memory};
+
+#[global_allocator]
+static HEAP: lowtide::host::Heap = lowtide::host::Heap;
+
+const SEED: u64 = 42;
+const MEMORY: &str = "/memory?format=json&with=map,trail,events,errands";
+
+/// How many blocks, the suffix of its figures, answers that are timed, and the goals in ms.
+const CASES: [(usize, &str, usize, [f64; 2]); 2] =
+    [(1_000, "1k", 201, [1.0, 5.0]), (1_000_000, "1m", 31, [50.0, 50.0])];
+/// Bytes of a document at most.
+const BYTES_MAX: usize = 1 << 20;
+
+fn main() -> ExitCode {
+    match run() {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("render: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run() -> Result<bool, BoxError> {
+    let recorder = prometheus::configure(prometheus::PrometheusBuilder::new())?;
+    let recorder = recorder.install_recorder()?;
+    let memory = Memory::builder().device(DeviceChoice::Host).start()?;
+    let arena = memory.open_arena("weights")?;
+    // Metrics show once the worker has published them.
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while memory.trail().is_empty() {
+        if Instant::now() > deadline {
+            return Err("the worker has published nothing in 30 s".into());
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let endpoints = Endpoints::new(Some(memory.clone())).with_metrics(move || recorder.render());
+    let (mut blocks, mut chance, mut held) = (Vec::new(), SEED, true);
+    for (count, of, answers, goals) in CASES {
+        fill(&arena, count, &mut blocks, &mut chance)?;
+        for ((name, address), goal) in
+            [("metrics", "/metrics"), ("memory", MEMORY)].into_iter().zip(goals)
+        {
+            let (ms, bytes) = timed(&endpoints, address, answers)?;
+            println!("figure render.{name}.ms_{of} {ms:.3} ms");
+            println!("figure render.{name}.bytes_{of} {bytes} bytes");
+            if ms > goal || bytes > BYTES_MAX {
+                held = false;
+                println!("missed: at most {goal} ms and {BYTES_MAX} bytes");
+            }
+        }
+    }
+    drop(blocks);
+    println!("{}", memory.shutdown(Duration::from_secs(5)));
+    Ok(held)
+}
+
+/// Allocates blocks of 1 to 512 bytes, a tenth too many, and frees others by chance until so many
+/// are left, so that there are holes everywhere.
+fn fill(
+    arena: &DeviceArena,
+    count: usize,
+    blocks: &mut Vec<Buffer<u8>>,
+    chance: &mut u64,
+) -> Result<(), BoxError> {
+    while blocks.len() < count + count / 10 {
+        *chance = chance.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(1);
+        let size = 1 + usize::try_from(*chance >> 55)?;
+        blocks.push(arena.alloc(size, Region::Dynamic)?);
+        // A tenth of the places are taken a second time, so that neighbours in memory are none
+        // in the books.
+        if (*chance >> 40).is_multiple_of(10) {
+            let nth = usize::try_from(*chance >> 33)? % blocks.len();
+            drop(blocks.swap_remove(nth));
+        }
+    }
+    while blocks.len() > count {
+        *chance = chance.wrapping_mul(0x5851_F42D_4C95_7F2D).wrapping_add(1);
+        let nth = usize::try_from(*chance >> 33)? % blocks.len();
+        drop(blocks.swap_remove(nth));
+    }
+    Ok(())
+}
+
+/// The median time of an answer, in ms, and its bytes.
+fn timed(endpoints: &Endpoints, address: &str, answers: usize) -> Result<(f64, usize), BoxError> {
+    let request = Request::get(address).body(())?;
+    let (mut times, mut bytes) = (Vec::with_capacity(answers), 0);
+    for _ in 0..answers {
+        let begun = Instant::now();
+        let answer = endpoints.answer_request(&request).ok_or("it is not answered")?;
+        times.push(begun.elapsed());
+        if !answer.status().is_success() {
+            return Err(format!("{address}: {}", answer.body()).into());
+        }
+        bytes = answer.body().len();
+    }
+    times.sort_unstable();
+    let median = times.get(answers / 2).ok_or("nothing was timed")?;
+    Ok((median.as_secs_f64() * 1e3, bytes))
+}

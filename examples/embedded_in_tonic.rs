@@ -1,0 +1,119 @@
+//! Admission under tonic: who is turned away reads `RESOURCE_EXHAUSTED`, and when to come again.
+//!
+//! `cargo run --example embedded_in_tonic` starts a service whose one method takes as many MiB as
+//! it is told, and calls it four times: with 1 MiB, with what never fits, beside a neighbour that
+//! holds all there is, and after it. Messages are bytes, so that nothing has to be generated.
+#![forbid(unsafe_code)]
+#![expect(clippy::print_stdout, reason = "what a client sees is the product")]
+
+use std::convert::Infallible;
+use std::future::{Ready, ready};
+use std::time::Duration;
+
+use axum::body::Body;
+use bytes::{Buf, BufMut, Bytes};
+use http::uri::PathAndQuery;
+use lowtide::control::{Cost, Rejected};
+use lowtide::service::{ContentLength, Grpc, MemoryLayer, SharedPermit};
+use lowtide::{BoxError, ByteSize, Memory};
+use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};
+use tonic::server::{Grpc as Server, UnaryService};
+use tonic::service::Routes;
+use tonic::transport::server::TcpIncoming;
+use tonic::transport::{self, Channel, Endpoint};
+use tonic::{Code, Request, Response, Status, client};
+
+const TAKE: &str = "/example.Tide/Take";
+
+#[derive(Clone, Copy, Default)]
+struct Raw;
+
+impl Codec for Raw {
+    type Encode = Bytes;
+    type Decode = Bytes;
+    type Encoder = Self;
+    type Decoder = Self;
+    fn encoder(&mut self) -> Self {
+        Self
+    }
+    fn decoder(&mut self) -> Self {
+        Self
+    }
+}
+impl Encoder for Raw {
+    type Item = Bytes;
+    type Error = Status;
+    fn encode(&mut self, item: Bytes, to: &mut EncodeBuf<'_>) -> Result<(), Status> {
+        to.put(item);
+        Ok(())
+    }
+}
+impl Decoder for Raw {
+    type Item = Bytes;
+    type Error = Status;
+    fn decode(&mut self, from: &mut DecodeBuf<'_>) -> Result<Option<Bytes>, Status> {
+        Ok(Some(from.copy_to_bytes(from.remaining())))
+    }
+}
+
+/// Takes as many MiB as the message says. The layer has booked an estimate made of the head; what
+/// only the message says is booked here, and a call that does not fit ends with a status.
+struct Tide;
+
+impl UnaryService<Bytes> for Tide {
+    type Response = Bytes;
+    type Future = Ready<Result<Response<Bytes>, Status>>;
+    fn call(&mut self, request: Request<Bytes>) -> Self::Future {
+        let permit = request.extensions().get::<SharedPermit>().cloned();
+        let asked = std::str::from_utf8(request.get_ref()).ok().and_then(|text| text.parse().ok());
+        let (Some(permit), Some(mib)) = (permit, asked) else {
+            return ready(Err(Status::invalid_argument("expected a number of MiB")));
+        };
+        let grown = permit.grow(ByteSize::mib(mib));
+        let full = |rejected: Rejected| Status::resource_exhausted(rejected.to_string());
+        ready(grown.map(|()| Response::new(format!("{mib} MiB served").into())).map_err(full))
+    }
+}
+
+#[tokio::main]
+async fn main() -> Result<(), BoxError> {
+    let memory = Memory::builder().memory_limit(ByteSize::gib(1)).start()?;
+    let estimate = ContentLength::new(ByteSize::kib(64)).least(ByteSize::kib(64));
+    let layer = MemoryLayer::new(memory.admission().clone(), estimate).with_rejection(Grpc);
+    let listener = tokio::net::TcpListener::bind(("127.0.0.1", 0)).await?;
+    let endpoint = Endpoint::from_shared(format!("http://{}", listener.local_addr()?))?;
+    // Of a generated service it is `.layer(layer).add_service(TideServer::new(Tide))`.
+    let take = tower::service_fn(async |request: http::Request<Body>| {
+        Ok::<_, Infallible>(Server::new(Raw).unary(Tide, request).await)
+    });
+    let routes = Routes::from(axum::Router::new().route_service(TAKE, take));
+    let server = transport::Server::builder().layer(layer).add_routes(routes);
+    tokio::spawn(server.serve_with_incoming(TcpIncoming::from(listener)));
+    let mut client = client::Grpc::new(endpoint.connect().await?);
+
+    call(&mut client, "1", Code::Ok).await?;
+    call(&mut client, "4096", Code::ResourceExhausted).await?;
+    let all = memory.snapshot().host.allowance;
+    let held = memory.admission().try_admit(Cost::host(all.saturating_sub(ByteSize::kib(32))))?;
+    println!("a neighbour holds {}", held.cost().host);
+    call(&mut client, "1", Code::ResourceExhausted).await?;
+    drop(held); // it ends
+    call(&mut client, "1", Code::Ok).await?;
+    let end = tokio::task::spawn_blocking(move || memory.shutdown(Duration::from_secs(5))).await?;
+    if end.is_clean() { Ok(()) } else { Err(end.to_string().into()) }
+}
+
+type Client = client::Grpc<Channel>;
+
+async fn call(client: &mut Client, message: &'static str, expected: Code) -> Result<(), BoxError> {
+    client.ready().await?;
+    let path = PathAndQuery::from_static(TAKE);
+    let answer =
+        client.unary(Request::new(Bytes::from_static(message.as_bytes())), path, Raw).await;
+    let (code, text) = match &answer {
+        Ok(text) => (Code::Ok, String::from_utf8_lossy(text.get_ref()).into_owned()),
+        Err(status) => (status.code(), status.message().to_owned()),
+    };
+    println!("take {message} MiB: {code:?}: {text}");
+    if code == expected { Ok(()) } else { Err(format!("expected {expected:?}").into()) }
+}

@@ -1,0 +1,116 @@
+//! A model that is loaded on first use, once for all who wait, and unloaded when nobody asks.
+//!
+//! `cargo run --example managed_model` asks eight times at once, waits until the model has gone by
+//! itself, and asks again: two loads in all. The weights lie in a device arena, over the host
+//! driver here, and are booked before they are loaded, so that a model that does not fit is refused
+//! and the service goes on.
+#![forbid(unsafe_code)]
+#![expect(clippy::print_stdout, reason = "the figures are the product")]
+
+use std::time::Duration;
+
+use lowtide::config::DeviceChoice;
+use lowtide::control::{LoadError, Managed};
+use lowtide::device::{Buffer, DeviceArena, Region};
+use lowtide::{BoxError, ByteSize, Memory};
+
+#[global_allocator]
+static HEAP: lowtide::host::Heap = lowtide::host::Heap;
+
+type Model = Managed<Buffer<f32>>;
+
+const WEIGHTS: ByteSize = ByteSize::mib(32);
+const IDLE: Duration = Duration::from_millis(300);
+/// Longer than anything here takes.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+fn load(arena: &DeviceArena) -> Result<Buffer<f32>, LoadError> {
+    let count = WEIGHTS.as_usize().unwrap_or(usize::MAX) / size_of::<f32>();
+    let mut weights = arena.alloc(count, Region::Stable).map_err(LoadError::new)?;
+    let lease = arena.enter().map_err(LoadError::new)?;
+    weights.slice_mut(&lease).map_err(LoadError::new)?.fill(0.5);
+    Ok(weights)
+}
+
+/// What a request does: a guard for as long as the model is needed, a lease for as long as its
+/// memory is read.
+async fn answer(arena: DeviceArena, model: Model) -> Result<f32, BoxError> {
+    let weights = model.acquire().await?;
+    let lease = arena.enter()?;
+    Ok(weights.slice(&lease)?.iter().take(1 << 10).sum())
+}
+
+#[tokio::main]
+async fn main() -> Result<(), BoxError> {
+    let memory = Memory::builder()
+        .memory_limit(ByteSize::mib(256))
+        .device(DeviceChoice::Host)
+        .device_decay(lowtide::decay::DecayTime::from_millis(100))
+        .start()?;
+    let arena = memory.open_arena("embedder")?;
+    let model = register(&memory, &arena, "embedder", WEIGHTS)?;
+    show(&memory, "before the first request");
+
+    let requests: Vec<_> =
+        (0..8).map(|_| tokio::spawn(answer(arena.clone(), model.clone()))).collect();
+    for request in requests {
+        request.await??;
+    }
+    show(&memory, "eight requests at once");
+    expect(loads(&memory) == 1, "loaded once, however many wait")?;
+
+    until(|| committed(&memory) == ByteSize::ZERO, "the idle model and its memory go").await?;
+    show(&memory, "nobody asked for a while");
+
+    answer(arena.clone(), model.clone()).await?;
+    show(&memory, "asked again");
+    expect(loads(&memory) == 2, "loaded again")?;
+
+    // One that books more than there is room for is refused, and all else goes on.
+    let large = register(&memory, &arena, "too large", ByteSize::gib(1))?;
+    let refused = large.acquire().await.err().ok_or("a model of 1 GiB fits 256 MiB")?;
+    println!("    refused: {refused}");
+    answer(arena, model).await?;
+    let end = tokio::task::spawn_blocking(move || memory.shutdown(Duration::from_secs(5))).await?;
+    println!("ended: {end}");
+    expect(end.is_clean(), "nothing is outstanding")
+}
+
+fn register(
+    memory: &Memory,
+    arena: &DeviceArena,
+    name: &str,
+    weights: ByteSize,
+) -> Result<Model, BoxError> {
+    let arena = arena.clone();
+    let model = memory.managed(name, move || load(&arena));
+    let model = model.cost(memory.cost(ByteSize::ZERO, weights)).idle(IDLE);
+    Ok(memory.register(model)?)
+}
+
+fn loads(memory: &Memory) -> u64 {
+    memory.snapshot().resources.iter().map(|resource| resource.loads_ok_total).sum()
+}
+
+fn committed(memory: &Memory) -> ByteSize {
+    memory.snapshot().arenas.iter().map(|arena| arena.committed).sum()
+}
+
+fn show(memory: &Memory, when: &str) {
+    let booked = memory.snapshot().host.booked;
+    let (loads, committed) = (loads(memory), committed(memory));
+    println!("{when:26} loads {loads}  committed {committed}  booked {booked}");
+}
+
+async fn until(mut holds: impl FnMut() -> bool, what: &str) -> Result<(), BoxError> {
+    let wait = async {
+        while !holds() {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, wait).await.map_err(|_| format!("never: {what}").into())
+}
+
+fn expect(holds: bool, what: &str) -> Result<(), BoxError> {
+    if holds { Ok(()) } else { Err(format!("does not hold: {what}").into()) }
+}

@@ -1,0 +1,135 @@
+//! What ONNX Runtime is told where it runs beside us: its settings, as keys and values, by profile.
+//!
+//! ONNX Runtime keeps what it has allocated in arenas of its own, which neither jemalloc nor a
+//! [`DeviceArena`](crate::device::DeviceArena) sees, and starts a thread for each core of the
+//! machine. These settings are what it offers against that. The crate does not link ONNX Runtime:
+//! whoever makes the session sets them. Its arena options are another thing
+//! ([`arena`](super::arena)).
+//!
+//! Invariant: a profile differs from ONNX Runtime's defaults only where a row says so.
+
+use std::borrow::Cow;
+
+use super::profile::Profile;
+
+/// Where ONNX Runtime takes a setting.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum OrtPlace {
+    /// An attribute of `SessionOptions`, by the name that its Python interface and the
+    /// `session_options` of a `genai_config.json` have for it. In C it is a function:
+    /// `DisableCpuMemArena`, `DisableMemPattern`, `SetIntraOpNumThreads`, `SetInterOpNumThreads`.
+    SessionOption,
+    /// A configuration entry of a session: `AddSessionConfigEntry`, `add_session_config_entry`.
+    SessionEntry,
+}
+
+/// One setting of ONNX Runtime.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct OrtSetting {
+    /// Where it is set.
+    pub place: OrtPlace,
+    /// Its name there.
+    pub key: &'static str,
+    /// Its value, as text.
+    pub value: Cow<'static, str>,
+}
+
+impl Profile {
+    /// What to set for each session of ONNX Runtime in this process. What is not named stays as
+    /// ONNX Runtime has it.
+    ///
+    /// | key | where | low-memory | balanced | throughput |
+    /// |---|---|---|---|---|
+    /// | `enable_cpu_mem_arena` | session option | false | false | as it is |
+    /// | `enable_mem_pattern` | session option | false | false | as it is |
+    /// | `session.use_device_allocator_for_initializers` | session entry | 1 | 1 | 1 |
+    /// | `intra_op_num_threads` | session option | 1 | the CPUs | the CPUs |
+    /// | `inter_op_num_threads` | session option | 1 | 1 | 1 |
+    /// | `session.intra_op.allow_spinning` | session entry | 0 | 0 | as it is |
+    ///
+    /// Without its CPU arena what ONNX Runtime frees goes back to the heap that serves C code, with
+    /// the pattern off it plans no block for a whole run, and initializers (the weights) do not
+    /// lie in an arena that would keep their largest step. ONNX Runtime counts the cores of the
+    /// machine, not those of the quota, and each thread has a stack and a part of the heap: so
+    /// `cpus` is the quota's ([`Cpus::whole`](crate::control::Cpus::whole)), at least 1. Spinning
+    /// threads take the quota of those that work.
+    ///
+    /// Which values a profile has is a guess by what the settings do; no run of ONNX Runtime stands
+    /// behind it. Sources: `onnxruntime_session_options_config_keys.h` and
+    /// `onnxruntime_c_api.h` of ONNX Runtime 1.2x. A run's
+    /// `memory.enable_memory_arena_shrinkage` is for sessions that have the arena: with `cpu:0` in
+    /// it "`DisableCpuMemArena()` API must not be called", so it is in no profile.
+    ///
+    /// ```
+    /// use lowtide::config::{OrtPlace, Profile};
+    ///
+    /// let settings = Profile::LowMemory.onnxruntime(4);
+    /// let arena = settings.iter().find(|setting| setting.key == "enable_cpu_mem_arena");
+    /// assert!(arena.is_some_and(|arena| arena.value == "false"));
+    /// for setting in &settings {
+    ///     match setting.place {
+    ///         OrtPlace::SessionOption => println!("options.{} = {}", setting.key, setting.value),
+    ///         _ => println!("entry {}={}", setting.key, setting.value),
+    ///     }
+    /// }
+    /// ```
+    #[must_use]
+    pub fn onnxruntime(self, cpus: u32) -> Vec<OrtSetting> {
+        use OrtPlace::{SessionEntry, SessionOption};
+        let cpus = cpus.max(1);
+        let gives_back = matches!(self, Self::LowMemory | Self::Balanced);
+        let threads = if self == Self::LowMemory { 1 } else { cpus };
+        let rows = [
+            (gives_back, SessionOption, "enable_cpu_mem_arena", Cow::Borrowed("false")),
+            (gives_back, SessionOption, "enable_mem_pattern", "false".into()),
+            (true, SessionEntry, "session.use_device_allocator_for_initializers", "1".into()),
+            (true, SessionOption, "intra_op_num_threads", threads.to_string().into()),
+            (true, SessionOption, "inter_op_num_threads", "1".into()),
+            (gives_back, SessionEntry, "session.intra_op.allow_spinning", "0".into()),
+        ];
+        let chosen = rows.into_iter().filter(|(holds, ..)| *holds);
+        chosen.map(|(_, place, key, value)| OrtSetting { place, key, value }).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_documented_table_is_what_the_code_says() {
+        let text = include_str!("onnxruntime.rs");
+        let rows: Vec<_> = text.lines().filter(|line| line.starts_with("    /// | `")).collect();
+        for row in &rows {
+            let cells: Vec<_> =
+                row.trim_start_matches([' ', '/']).trim_matches('|').split('|').collect();
+            let cells: Vec<_> = cells.iter().map(|cell| cell.trim().trim_matches('`')).collect();
+            for (profile, said) in Profile::ALL.into_iter().zip(&cells[2..]) {
+                let settings = profile.onnxruntime(7);
+                let found = settings.iter().find(|setting| setting.key == cells[0]);
+                let place = match found.map(|setting| setting.place) {
+                    Some(OrtPlace::SessionEntry) => "session entry",
+                    Some(OrtPlace::SessionOption) => "session option",
+                    None => cells[1],
+                };
+                let value = match found.map(|setting| &*setting.value) {
+                    Some("7") => "the CPUs",
+                    Some(value) => value,
+                    None => "as it is",
+                };
+                assert_eq!((cells[1], *said), (place, value), "{profile}: {row}");
+            }
+        }
+        let of_code = Profile::LowMemory.onnxruntime(7).len();
+        assert_eq!(rows.len(), of_code, "each key has a row");
+    }
+
+    #[test]
+    fn there_is_a_thread_even_where_no_cpu_was_counted() {
+        for setting in Profile::ALL.into_iter().flat_map(|profile| profile.onnxruntime(0)) {
+            assert_ne!((setting.key, &*setting.value), ("intra_op_num_threads", "0"));
+        }
+    }
+}

@@ -1,0 +1,218 @@
+//! The last events of a `Memory`, for people who look: purges, levels, sleeps, loads, refusals,
+//! kills, notes and errands.
+//!
+//! The worker sees most of them as differences between two snapshots when it publishes, so that
+//! they are as old as a publication, and what came and went between two is not seen. It is no log:
+//! what should be kept goes through `tracing`.
+//!
+//! Invariant: `events <= EVENTS_MAX`; adjoining events of one kind about one thing are one event,
+//! but for errands, of which each was asked for.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::fmt::Write as _;
+use std::time::Duration;
+
+use crate::control::{Level, ResourceStats, ShedReason, UnloadReason};
+use crate::device::ArenaSnapshot;
+use crate::sync::{Mutex, lock};
+
+use super::snapshot::MemorySnapshot;
+
+/// Events that are kept: a screen of them.
+const EVENTS_MAX: usize = 64;
+/// Bytes of an event's text that are kept.
+const TEXT_MAX: usize = 400;
+
+/// Something that happened.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Event {
+    /// When it was seen last, since the Unix epoch.
+    pub at: Duration,
+    /// Of which kind: `purge`, `level`, `sleep`, `wake`, `load`, `unload`, `shed`, `kill`, `note`
+    /// or `errand`.
+    pub kind: &'static str,
+    /// What it is about: an arena, a resource, a budget, a trigger.
+    pub about: String,
+    /// What happened, the last time.
+    pub text: String,
+    /// How often, one after the other.
+    pub times: u64,
+}
+
+/// The ring.
+#[derive(Debug, Default)]
+pub(super) struct Events(Mutex<VecDeque<Event>>);
+
+impl Events {
+    /// Keeps an event; the oldest makes way.
+    pub(super) fn add(&self, at: Duration, kind: &'static str, about: &str, mut text: String) {
+        while text.len() > TEXT_MAX {
+            text.pop();
+        }
+        let mut events = lock(&self.0);
+        if let Some(last) = events.back_mut().filter(|last| last.kind == kind)
+            && last.about == about
+            && kind != "errand"
+        {
+            (last.at, last.text, last.times) = (at, text, last.times.saturating_add(1));
+            return;
+        }
+        if events.len() == EVENTS_MAX {
+            events.pop_front();
+        }
+        events.push_back(Event { at, kind, about: about.to_owned(), text, times: 1 });
+    }
+
+    /// What is kept, oldest first.
+    pub(super) fn all(&self) -> Vec<Event> {
+        lock(&self.0).iter().cloned().collect()
+    }
+}
+
+/// What the worker saw last, to tell what has happened since.
+#[derive(Debug, Default)]
+pub(super) struct Watch {
+    seen: Option<Seen>,
+}
+
+#[derive(Debug)]
+struct Seen {
+    levels: [Level; 2],
+    /// Sleeps, wakes, failures to wake; by name.
+    arenas: BTreeMap<String, [u64; 3]>,
+    /// Loads, failures, unloads by reason; by name.
+    resources: BTreeMap<String, ([u64; 2], [u64; 4])>,
+    shed: [u64; ShedReason::ALL.len()],
+    kills: u64,
+}
+
+impl Watch {
+    /// Adds what has happened since the last snapshot.
+    pub(super) fn see(&mut self, snapshot: &MemorySnapshot, events: &Events) {
+        let now = Seen::of(snapshot);
+        if let Some(before) = self.seen.take() {
+            now.since(&before, |kind, about, text| {
+                events.add(snapshot.since_epoch, kind, about, text);
+            });
+        }
+        self.seen = Some(now);
+    }
+}
+
+impl Seen {
+    fn of(snapshot: &MemorySnapshot) -> Self {
+        let arena = |arena: &ArenaSnapshot| {
+            let counts = [arena.sleeps_total, arena.wakes_total, arena.wake_failures_total];
+            (arena.name.clone(), counts)
+        };
+        let resource = |stats: &ResourceStats| {
+            let loads = [stats.loads_ok_total, stats.loads_failed_total];
+            (stats.name.to_string(), (loads, UnloadReason::ALL.map(|why| stats.unloads.total(why))))
+        };
+        Self {
+            levels: [snapshot.host.level, snapshot.device.level],
+            arenas: snapshot.arenas.iter().map(arena).collect(),
+            resources: snapshot.resources.iter().map(resource).collect(),
+            shed: ShedReason::ALL.map(|why| snapshot.admission.shed_total(why)),
+            kills: snapshot.oom_kills.unwrap_or(0),
+        }
+    }
+
+    fn since(&self, before: &Self, mut tell: impl FnMut(&'static str, &str, String)) {
+        let levels = self.levels.into_iter().zip(before.levels).zip(["host", "device"]);
+        for ((level, was), budget) in levels.filter(|((level, was), _)| level != was) {
+            tell("level", budget, format!("pressure {}, was {}", level.name(), was.name()));
+        }
+        for (name, counts) in &self.arenas {
+            let was = before.arenas.get(name).unwrap_or(&[0; 3]);
+            let said = [("sleep", "fell asleep"), ("wake", "woke"), ("wake", "could not be woken")];
+            for ((count, was), (kind, text)) in counts.iter().zip(was).zip(said) {
+                if count > was {
+                    tell(kind, name, text.to_owned());
+                }
+            }
+        }
+        for (name, ([loads, failures], unloads)) in &self.resources {
+            let (none, no_unload) = ([0; 2], [0; 4]);
+            let was = before.resources.get(name);
+            let (was_loads, was_unloads) =
+                was.map_or((&none, &no_unload), |(loads, unloads)| (loads, unloads));
+            if *failures > was_loads[1] {
+                tell("load", name, "a load failed".to_owned());
+            }
+            let unloads = unloads.iter().zip(was_unloads).zip(UnloadReason::ALL);
+            for (_, why) in unloads.filter(|((count, was), _)| count > was) {
+                tell("unload", name, format!("unloaded: {}", why.name()));
+            }
+            if *loads > was_loads[0] {
+                tell("load", name, "loaded".to_owned());
+            }
+        }
+        let mut text = String::new();
+        let shed = self.shed.iter().zip(&before.shed).zip(ShedReason::ALL);
+        for ((count, was), why) in shed.filter(|((count, was), _)| count > was) {
+            let comma = if text.is_empty() { "" } else { ", " };
+            // Writing to a string does not fail.
+            let _ = write!(text, "{comma}{} {}", count - was, why.name());
+        }
+        if !text.is_empty() {
+            tell("shed", "requests", format!("turned away: {text}"));
+        }
+        if self.kills > before.kills {
+            let killed = self.kills - before.kills;
+            tell("kill", "cgroup", format!("the kernel killed {killed} for memory"));
+        }
+    }
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn events_are_bounded_in_number_and_length_and_repeats_are_one() {
+        let events = Events::default();
+        for nth in 0..200_u64 {
+            let (at, about) = (Duration::from_secs(nth), (nth / 2).to_string());
+            events.add(at, "note", &about, "ä".repeat(500));
+        }
+        let kept = events.all();
+        assert_eq!(kept.len(), EVENTS_MAX);
+        assert!(kept.iter().all(|event| event.times == 2 && event.text.len() <= TEXT_MAX));
+        assert_eq!(kept.last().map(|event| event.at), Some(Duration::from_secs(199)));
+        assert_eq!(kept[0].about, "36", "the oldest made way");
+    }
+
+    #[test]
+    fn a_difference_is_told_once_with_what_it_is_about() {
+        let before = Seen {
+            levels: [Level::None; 2],
+            arenas: BTreeMap::new(),
+            resources: BTreeMap::new(),
+            shed: [0, 7, 0, 0],
+            kills: 1,
+        };
+        let now = Seen {
+            levels: [Level::High, Level::None],
+            arenas: BTreeMap::from([("a".to_owned(), [1, 1, 0])]),
+            resources: BTreeMap::from([("m".to_owned(), ([1, 1], [0, 1, 0, 0]))]),
+            shed: [1, 10, 0, 0],
+            kills: 3,
+        };
+        let mut told = Vec::new();
+        now.since(&before, |kind, about, text| told.push(format!("{kind} {about}: {text}")));
+        let expected = [
+            "level host: pressure high, was none",
+            "sleep a: fell asleep",
+            "wake a: woke",
+            "load m: a load failed",
+            "unload m: unloaded: pressure",
+            "load m: loaded",
+            "shed requests: turned away: 1 too_large, 3 full",
+            "kill cgroup: the kernel killed 2 for memory",
+        ];
+        assert_eq!(told, expected);
+        now.since(&now, |kind, about, text| panic!("nothing new: {kind} {about}: {text}"));
+    }
+}

@@ -1,0 +1,92 @@
+//! The last minutes of a few figures, so that whoever begins to look does not begin with nothing.
+//!
+//! One point at each publication, in a ring that is allocated once. It measures nothing itself.
+//!
+//! Invariant: `points <= POINTS_MAX`, oldest first.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use crate::bytes::ByteSize;
+use crate::device::ArenaSnapshot;
+use crate::sync::{Mutex, lock};
+
+use super::snapshot::MemorySnapshot;
+
+/// Points that are kept: five minutes where metrics are published each second; 17 KiB.
+const POINTS_MAX: usize = 300;
+
+/// A few figures at one instant.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct TrailPoint {
+    /// When, since the Unix epoch.
+    pub at: Duration,
+    /// What counts against the host's limit.
+    pub physical: ByteSize,
+    /// Live bytes of the heap; zero where it cannot be read.
+    pub heap_live: ByteSize,
+    /// What the heap retains.
+    pub heap_retained: ByteSize,
+    /// Live bytes of all device arenas that have memory: what is asleep is not in it.
+    pub device_live: ByteSize,
+    /// What they retain.
+    pub device_retained: ByteSize,
+}
+
+impl TrailPoint {
+    pub(super) fn of(snapshot: &MemorySnapshot) -> Self {
+        let arenas = || snapshot.arenas.iter().chain(&snapshot.draining);
+        let heap = snapshot.heap.as_ref();
+        Self {
+            at: snapshot.since_epoch,
+            physical: snapshot.physical,
+            heap_live: heap.map_or(ByteSize::ZERO, |heap| heap.live),
+            heap_retained: heap.map_or(ByteSize::ZERO, |heap| heap.retained()),
+            device_live: arenas().map(|arena| arena.live.saturating_sub(arena.asleep)).sum(),
+            device_retained: arenas().map(ArenaSnapshot::retained).sum(),
+        }
+    }
+}
+
+/// The ring.
+#[derive(Debug)]
+pub(super) struct Trail(Mutex<VecDeque<TrailPoint>>);
+
+impl Default for Trail {
+    fn default() -> Self {
+        Self(Mutex::new(VecDeque::with_capacity(POINTS_MAX)))
+    }
+}
+
+impl Trail {
+    pub(super) fn add(&self, point: TrailPoint) {
+        let mut points = lock(&self.0);
+        if points.len() == POINTS_MAX {
+            points.pop_front();
+        }
+        points.push_back(point);
+    }
+
+    /// What is kept, oldest first.
+    pub(super) fn all(&self) -> Vec<TrailPoint> {
+        lock(&self.0).iter().copied().collect()
+    }
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_points_are_kept_oldest_first_without_growing() {
+        let trail = Trail::default();
+        let room = lock(&trail.0).capacity();
+        for nth in 0..1000 {
+            trail.add(TrailPoint { at: Duration::from_secs(nth), ..TrailPoint::default() });
+        }
+        let seconds: Vec<_> = trail.all().iter().map(|point| point.at.as_secs()).collect();
+        assert!(seconds.into_iter().eq(700..1000));
+        assert_eq!(lock(&trail.0).capacity(), room, "allocated once");
+    }
+}

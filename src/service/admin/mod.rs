@@ -1,0 +1,316 @@
+//! Verbs over HTTP: `POST /memory/purge`, `trim`, `sleep`, `wake`, `unload`, `snapshot`, and
+//! `GET /memory/picture`, the picture that a snapshot took.
+//!
+//! Off unless [`Endpoints::with_admin`](super::Endpoints::with_admin) is called. It checks who
+//! asks, and how often; the worker does what is asked for ([`Memory::ask`]). It never reads a
+//! body.
+//!
+//! Invariant: a verb is asked for only by a request that passed the guard and the bucket, and each
+//! of those is logged.
+
+mod guard;
+mod rate;
+mod token;
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use http::header::{ALLOW, CONTENT_SECURITY_POLICY, RETRY_AFTER, WWW_AUTHENTICATE};
+use http::{HeaderValue, Method, Request, Response, StatusCode};
+use serde_json::json;
+
+use crate::bytes::ParseByteSizeError;
+use crate::clock::{Clock, Moment};
+use crate::memory::{AskError, Memory, Verb};
+use crate::sync::{Mutex, lock};
+
+use super::asked::{Query, QueryError};
+use super::endpoints::{JSON, answer, pretty};
+use super::rejection::problem;
+
+pub use guard::Peer;
+pub use token::{AdminToken, TokenError};
+
+use guard::Refused;
+use rate::Bucket;
+
+/// Verbs at once, and how soon another may follow. Guesses: a person presses no faster.
+const VERBS: (u32, Duration) = (10, Duration::from_secs(1));
+/// Refusals that are logged at once, and how soon another is: the log is no target.
+const LOGGED: (u32, Duration) = (10, Duration::from_secs(1));
+
+const PICTURE: &str = "/memory/picture";
+const SVG: &str = "image/svg+xml";
+/// What a picture may do: nothing but look as it does.
+const PICTURE_POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; sandbox";
+
+/// How verbs are heard.
+///
+/// ```
+/// use std::sync::Arc;
+/// use http::{Request, StatusCode};
+/// use lowtide::Memory;
+/// use lowtide::clock::SystemClock;
+/// use lowtide::service::{Admin, Endpoints, Peer};
+///
+/// let memory = Memory::builder().start()?;
+/// let admin = Admin::loopback(Arc::new(SystemClock::new()));
+/// let endpoints = Endpoints::new(Some(memory)).with_admin(admin);
+/// let request = Request::post("/memory/purge")
+///     .header("host", "localhost:8080")
+///     .header("lowtide-admin", "1")
+///     .extension(Peer(([127, 0, 0, 1], 50_000).into()))
+///     .body(())?;
+/// let answer = endpoints.answer_request(&request).expect("one of its paths");
+/// assert_eq!(answer.status(), StatusCode::ACCEPTED);
+/// # Ok::<(), lowtide::BoxError>(())
+/// ```
+pub struct Admin {
+    token: Option<AdminToken>,
+    clock: Arc<dyn Clock>,
+    buckets: Mutex<Buckets>,
+}
+
+#[derive(Debug)]
+struct Buckets {
+    verbs: Bucket,
+    logged: Bucket,
+    /// Refusals that were not logged since one was.
+    unlogged: u64,
+}
+
+impl Admin {
+    /// For this machine alone, without a token: for requests whose [`Peer`] is a loopback address,
+    /// whose host is `localhost` or such an address, and that came through no proxy.
+    ///
+    /// Whoever may open a connection on this machine may then ask, all of its users included.
+    #[must_use]
+    pub fn loopback(clock: Arc<dyn Clock>) -> Self {
+        Self::new(clock, None)
+    }
+
+    /// For whoever has the token, from wherever, this machine included: `Authorization: Bearer` and
+    /// the token. Without TLS in front of it, whoever listens on the way has the token as well.
+    #[must_use]
+    pub fn with_token(clock: Arc<dyn Clock>, token: AdminToken) -> Self {
+        Self::new(clock, Some(token))
+    }
+
+    fn new(clock: Arc<dyn Clock>, token: Option<AdminToken>) -> Self {
+        let bucket = |(burst, every)| Bucket::new(burst, every, clock.now());
+        let (verbs, logged) = (bucket(VERBS), bucket(LOGGED));
+        Self { token, buckets: Mutex::new(Buckets { verbs, logged, unlogged: 0 }), clock }
+    }
+
+    pub(super) const fn needs_token(&self) -> bool {
+        self.token.is_some()
+    }
+
+    /// The answer to a request for one of these paths; `None` for others.
+    pub(super) fn answer<B>(
+        &self,
+        request: &Request<B>,
+        memory: Option<&Memory>,
+    ) -> Option<Response<String>> {
+        let path = request.uri().path();
+        let verb = path.strip_prefix("/memory/")?;
+        let verb = Verb::NAMES.into_iter().find(|name| *name == verb);
+        let (method, allowed) = match verb {
+            Some(_) => (Method::POST, "POST"),
+            None if path == PICTURE => (Method::GET, "GET"),
+            None => return None,
+        };
+        if *request.method() != method {
+            return Some(wrong_method(request.method(), allowed));
+        }
+        if let Some(refusal) = self.refused(request, path) {
+            return Some(refusal);
+        }
+        Some(match (memory, verb) {
+            (None, _) => ended("no memory is managed here"),
+            (Some(memory), Some(verb)) => self.ask(request, memory, verb),
+            (Some(memory), None) => picture(request, memory),
+        })
+    }
+
+    /// What a request is told that is not heard; `None` where it is.
+    fn refused<B>(&self, request: &Request<B>, path: &str) -> Option<Response<String>> {
+        let now = self.clock.now();
+        let peer = request.extensions().get::<Peer>().map(|peer| peer.0);
+        if let Err(refused) = guard::check(request, self.token.as_ref()) {
+            self.log(now, path, refused.reason(), peer);
+            return Some(refusal(refused));
+        }
+        let taken = lock(&self.buckets).verbs.take(now);
+        let wait = taken.err()?;
+        self.log(now, path, "rate", peer);
+        let mut refusal = problem(
+            StatusCode::TOO_MANY_REQUESTS,
+            "too many verbs",
+            "rate",
+            &format!("at most {} at once, then one a second", VERBS.0),
+            Duration::ZERO,
+        );
+        let seconds = wait.as_secs() + u64::from(wait.subsec_nanos() > 0);
+        refusal.headers_mut().insert(RETRY_AFTER, HeaderValue::from(seconds.max(1)));
+        Some(refusal)
+    }
+
+    /// Has the worker do it, and logs that, or why not.
+    fn ask<B>(
+        &self,
+        request: &Request<B>,
+        memory: &Memory,
+        name: &'static str,
+    ) -> Response<String> {
+        let peer = request.extensions().get::<Peer>().map(|peer| peer.0);
+        let refused = |reason| self.log(self.clock.now(), request.uri().path(), reason, peer);
+        let verb = match read(request.uri().query(), name) {
+            Ok(verb) => verb,
+            Err(error) => {
+                refused("query");
+                return wrong_query(&error);
+            }
+        };
+        let about = verb.about().to_owned();
+        match memory.ask(verb) {
+            Ok(errand) => {
+                tracing::info!(
+                    target: "lowtide",
+                    verb = name,
+                    about,
+                    errand,
+                    ?peer,
+                    "a verb was asked for"
+                );
+                let told = json!({ "errand": errand, "verb": name, "about": about });
+                answer(StatusCode::ACCEPTED, JSON, pretty(&told))
+            }
+            Err(error) => {
+                let (reason, answer) = not_asked(&error);
+                refused(reason);
+                answer
+            }
+        }
+    }
+
+    /// Logs a refusal, unless many were logged just now.
+    fn log(&self, now: Moment, path: &str, reason: &str, peer: Option<std::net::SocketAddr>) {
+        let unlogged = {
+            let mut buckets = lock(&self.buckets);
+            if buckets.logged.take(now).is_err() {
+                buckets.unlogged += 1;
+                return;
+            }
+            std::mem::take(&mut buckets.unlogged)
+        };
+        tracing::warn!(target: "lowtide", path, reason, ?peer, unlogged, "a verb was refused");
+    }
+}
+
+impl fmt::Debug for Admin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Admin").field("needs_token", &self.needs_token()).finish_non_exhaustive()
+    }
+}
+
+/// The verb of this name, with what the query says.
+fn read(query: Option<&str>, name: &str) -> Result<Verb, QueryError> {
+    let arena = |query: Option<&str>| {
+        let query = Query::read(query, &["arena"], "arena")?;
+        query.need("arena").map(str::to_owned)
+    };
+    Ok(match name {
+        "trim" => {
+            let query = Query::read(query, &["arena", "keep"], "arena or keep")?;
+            let text = query.get("keep").unwrap_or("0");
+            let keep = text.parse().map_err(|error: ParseByteSizeError| {
+                let expected = error.to_string();
+                QueryError::Value { name: "keep", value: text.to_owned(), expected }
+            })?;
+            Verb::Trim { arena: query.need("arena")?.to_owned(), keep }
+        }
+        "sleep" => Verb::Sleep { arena: arena(query)? },
+        "wake" => Verb::Wake { arena: arena(query)? },
+        "snapshot" => Verb::Snapshot { arena: arena(query)? },
+        "unload" => {
+            let query = Query::read(query, &["resource"], "resource")?;
+            Verb::Unload { resource: query.need("resource")?.to_owned() }
+        }
+        _ => {
+            Query::read(query, &[], "no query")?;
+            Verb::Purge
+        }
+    })
+}
+
+fn picture<B>(request: &Request<B>, memory: &Memory) -> Response<String> {
+    let read = Query::read(request.uri().query(), &["errand"], "errand").and_then(|query| {
+        let text = query.need("errand")?;
+        text.parse().map_err(|_| QueryError::Value {
+            name: "errand",
+            value: text.to_owned(),
+            expected: "the number of an errand".to_owned(),
+        })
+    });
+    let id = match read {
+        Ok(id) => id,
+        Err(error) => return wrong_query(&error),
+    };
+    let Some(svg) = memory.errand_picture(id) else {
+        let detail = format!("no picture of errand {id} is kept: expected the last snapshot's");
+        let title = "there is no such picture";
+        return problem(StatusCode::NOT_FOUND, title, "unknown", &detail, Duration::ZERO);
+    };
+    let mut response = answer(StatusCode::OK, SVG, svg.to_string());
+    let policy = HeaderValue::from_static(PICTURE_POLICY);
+    response.headers_mut().insert(CONTENT_SECURITY_POLICY, policy);
+    response
+}
+
+fn wrong_query(error: &QueryError) -> Response<String> {
+    let title = "the query cannot be used";
+    problem(StatusCode::BAD_REQUEST, title, "query", &error.to_string(), Duration::ZERO)
+}
+
+fn wrong_method(method: &Method, allowed: &'static str) -> Response<String> {
+    let status = StatusCode::METHOD_NOT_ALLOWED;
+    let detail = format!("{method}: expected {allowed}");
+    let mut response = problem(status, "wrong method", "method", &detail, Duration::ZERO);
+    response.headers_mut().insert(ALLOW, HeaderValue::from_static(allowed));
+    response
+}
+
+fn refusal(refused: Refused) -> Response<String> {
+    let (detail, none) = (refused.to_string(), Duration::ZERO);
+    if refused != Refused::Token {
+        return problem(StatusCode::FORBIDDEN, "not allowed", refused.reason(), &detail, none);
+    }
+    let title = "a token is needed";
+    let mut response = problem(StatusCode::UNAUTHORIZED, title, refused.reason(), &detail, none);
+    let challenge = HeaderValue::from_static("Bearer realm=\"lowtide\"");
+    response.headers_mut().insert(WWW_AUTHENTICATE, challenge);
+    response
+}
+
+/// Why an errand was not taken on, in a word and as an answer.
+fn not_asked(error: &AskError) -> (&'static str, Response<String>) {
+    let (detail, none) = (error.to_string(), Duration::ZERO);
+    match error {
+        AskError::UnknownArena { .. } | AskError::UnknownResource { .. } => {
+            let (status, title) = (StatusCode::NOT_FOUND, "there is none of that name");
+            ("unknown", problem(status, title, "unknown", &detail, none))
+        }
+        AskError::Full { .. } => {
+            let (status, title) = (StatusCode::SERVICE_UNAVAILABLE, "too many errands wait");
+            ("full", problem(status, title, "full", &detail, Duration::from_secs(1)))
+        }
+        _ => ("ended", ended(&detail)),
+    }
+}
+
+fn ended(detail: &str) -> Response<String> {
+    let status = StatusCode::SERVICE_UNAVAILABLE;
+    problem(status, "nobody does it", "ended", detail, Duration::from_secs(30))
+}

@@ -1,0 +1,493 @@
+"use strict";
+(() => {
+  const EVERY_MS = 1000, PATIENCE_MS = 5000, BACKOFF_MAX_MS = 30000, SPAN_S = 300;
+  const $ = (id) => document.getElementById(id);
+
+  // Texts. Sizes as everywhere in lowtide: binary units, one decimal.
+  const size = (bytes) => {
+    if (bytes === null || bytes === undefined) return "none";
+    for (const [unit, name] of [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [1024, "KiB"]])
+      if (bytes >= unit) return `${(bytes / unit).toFixed(1)} ${name}`;
+    return `${bytes} B`;
+  };
+  const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString([], { hour12: false });
+  const lasting = (seconds) => {
+    const s = Math.ceil(seconds);
+    return s < 120 ? `${s} s` : s < 7200 ? `${Math.round(s / 60)} min` : `${Math.round(s / 3600)} h`;
+  };
+  const plural = (count, one) => `${count} ${one}${count === 1 ? "" : "s"}`;
+
+  // Elements. What is there is changed only where its text changes, so that focus, selection and
+  // screen readers are left in peace.
+  const make = (tag, given = {}, ...children) => {
+    const element = document.createElement(tag);
+    for (const [name, value] of Object.entries(given))
+      if (value !== null && value !== undefined) element.setAttribute(name, value);
+    element.append(...children.filter((child) => child !== null));
+    return element;
+  };
+  const write = (element, text) => {
+    if (element.textContent !== String(text)) element.textContent = text;
+  };
+  const SVG = "http://www.w3.org/2000/svg";
+  const drawn = (tag, given = {}) => {
+    const element = document.createElementNS(SVG, tag);
+    for (const [name, value] of Object.entries(given)) element.setAttribute(name, value);
+    return element;
+  };
+  // Has one child for each item, by key and in order; those that were there stay.
+  const keep = (parent, items, keyOf, create, change) => {
+    const there = new Map();
+    for (const child of [...parent.children]) there.set(child.dataset.key, child);
+    let at = parent.firstElementChild;
+    for (const item of items) {
+      const key = String(keyOf(item));
+      let child = there.get(key);
+      if (child) there.delete(key);
+      else { child = create(item); child.dataset.key = key; }
+      if (child === at) at = at.nextElementSibling;
+      else parent.insertBefore(child, at);
+      change(child, item);
+    }
+    for (const child of there.values()) child.remove();
+  };
+
+  // A table; a column is [heading, value of a row, class]. A value may be an element to be filled.
+  const table = (place, caption, columns, rows, keyOf, none) => {
+    if (!place.firstChild) {
+      const heads = columns.map(([name, , kind]) =>
+        make("th", { scope: "col", class: kind }, name || make("span", { class: "unseen" }, "Verbs")));
+      place.append(
+        make("p", { class: "none" }, none),
+        make("div", { class: "scroll" }, make("table", { class: "cards" }, make("caption", {}, caption),
+          make("thead", {}, make("tr", {}, ...heads)), make("tbody"))));
+    }
+    const [empty, scroll] = place.children;
+    empty.hidden = rows.length > 0;
+    scroll.hidden = rows.length === 0;
+    keep(scroll.querySelector("tbody"), rows, keyOf,
+      () => make("tr", {}, ...columns.map(([name, , kind], nth) => nth === 0
+        ? make("th", { scope: "row", class: kind }) : make("td", { class: kind, "data-of": name }))),
+      (line, row) => columns.forEach(([, value, ], nth) => {
+        const cell = line.children[nth];
+        const text = value(row, cell);
+        if (text !== undefined) write(cell, text);
+      }));
+  };
+
+  // The last minutes: live below, retained on it.
+  const trail = [];
+  const COLUMNS = ["physical", "heap_live", "heap_retained", "device_live", "device_retained"];
+  const remember = (told) => {
+    const sum = (of) => [...told.device.arenas, ...told.device.draining].reduce((all, a) => all + of(a), 0);
+    if (told.trail) {
+      trail.length = 0;
+      told.trail.at_seconds.forEach((at, nth) => {
+        const point = { at };
+        for (const name of COLUMNS) point[name] = told.trail[`${name}_bytes`][nth];
+        trail.push(point);
+      });
+    }
+    trail.push({
+      at: told.at_seconds,
+      physical: told.host.physical_bytes,
+      heap_live: told.heap ? told.heap.live_bytes : 0,
+      heap_retained: told.heap ? told.heap.retained_bytes : 0,
+      device_live: sum((a) => Math.max(0, a.live_bytes - a.asleep_bytes)),
+      device_retained: sum((a) => a.retained_bytes),
+    });
+    while (trail.length > 2 * SPAN_S || (trail.length && trail[0].at < told.at_seconds - SPAN_S)) trail.shift();
+  };
+  const swatch = (kind, text) => make("li", {}, make("span", { class: `swatch of-${kind}`, "aria-hidden": "true" }), text);
+  const chart = (place, what) => {
+    const names = [`${what}_live`, `${what}_retained`];
+    if (!place.firstChild) {
+      const picture = drawn("svg", { class: "chart", viewBox: "0 0 300 100", preserveAspectRatio: "none",
+        role: "img", "aria-label": `Live and retained bytes of the ${what} over the last minutes; the table below holds the figures` });
+      picture.append(drawn("line", { x1: 0, x2: 300, y1: 50, y2: 50 }),
+        drawn("path", { class: "retained" }), drawn("path", { class: "live" }));
+      place.append(
+        make("figure", {},
+          make("div", { class: "axis" }, make("span"), make("span")), picture,
+          make("div", { class: "axis" }, make("span"), make("span", {}, "now")),
+          make("figcaption", {}, make("ul", { class: "key" }, swatch("live", "live"), swatch("retained", "retained")))),
+        make("details", {}, make("summary", {}, `Figures of the ${what}`), make("div")));
+    }
+    const now = trail[trail.length - 1];
+    const top = Math.max(1, ...trail.map((point) => point[names[0]] + point[names[1]]));
+    const span = Math.min(SPAN_S, Math.max(60, Math.ceil((now.at - trail[0].at) / 60) * 60));
+    const x = (point) => (300 * (1 - (now.at - point.at) / span)).toFixed(1);
+    write(place.querySelectorAll(".axis")[1].firstChild, `${span / 60} min ago`);
+    const area = (of) => {
+      const line = trail.map((point) => `${x(point)},${(100 - 96 * of(point) / top).toFixed(1)}`);
+      return `M${x(trail[0])},100L${line.join("L")}L${x(now)},100Z`;
+    };
+    place.querySelector("path.live").setAttribute("d", area((point) => point[names[0]]));
+    place.querySelector("path.retained").setAttribute("d", area((point) => point[names[0]] + point[names[1]]));
+    const [high, present] = place.querySelector(".axis").children;
+    write(high, `highest ${size(top)}`);
+    write(present, `live ${size(now[names[0]])}, retained ${size(now[names[1]])}`);
+    const details = place.querySelector("details");
+    if (!details.open && details.lastChild.firstChild) return;
+    const seen = new Set();
+    const rows = [...trail].reverse().filter((point) => {
+      const half = Math.floor(point.at / 30);
+      return !seen.has(half) && seen.add(half);
+    });
+    table(details.lastChild, `The ${what}, each half minute`, [
+      ["Time", (point) => clock(point.at), "when"],
+      ["Live", (point) => size(point[names[0]]), "number"],
+      ["Retained", (point) => size(point[names[1]]), "number"],
+    ], rows, (point) => Math.floor(point.at / 30), "No figures yet.");
+  };
+
+  // What lies where.
+  const KINDS = ["live", "pending", "holes", "idle", "asleep", "bare"];
+  const parted = (cell, live, pending, active, idle) => {
+    const backed = Math.min(live, active), asleep = live - backed;
+    const free = Math.max(0, active - backed);
+    const waits = Math.min(pending, free);
+    return { live: backed, pending: waits, holes: free - waits, idle, asleep,
+      bare: Math.max(0, cell - active - idle - asleep) };
+  };
+  // Cells in their order. A short way without any is bare cells; a long one is a break.
+  const BARE_MAX = 8, BREAK = null;
+  const cellsOf = (region) => {
+    const list = [];
+    let next = region.cells.length ? region.cells[0][0] : 0;
+    for (const [first, times, ...bytes] of region.cells) {
+      const bare = first - next;
+      if (bare > BARE_MAX) list.push(BREAK);
+      else for (let nth = 0; nth < bare; nth++) list.push(parted(region.cell_bytes, 0, 0, 0, 0));
+      const parts = parted(region.cell_bytes, ...bytes);
+      for (let nth = 0; nth < times; nth++) list.push(parts);
+      next = first + times;
+    }
+    return list;
+  };
+  const map = (canvas, region, cells) => {
+    const width = canvas.clientWidth, scale = window.devicePixelRatio || 1;
+    if (!width) return;
+    const across = Math.min(Math.max(cells.length, 48), Math.max(48, Math.floor(width / 4)));
+    const rows = Math.ceil(cells.length / across), high = rows > 4 ? 16 : 26, gap = 3;
+    canvas.width = Math.round(width * scale);
+    canvas.height = Math.round(rows * (high + gap) * scale);
+    canvas.style.height = `${rows * (high + gap)}px`;
+    const style = getComputedStyle(document.documentElement), pen = canvas.getContext("2d");
+    const colour = Object.fromEntries([...KINDS, "soft"].map((kind) => [kind, style.getPropertyValue(`--${kind}`)]));
+    pen.scale(scale, scale);
+    const step = width / across;
+    cells.forEach((parts, nth) => {
+      const x = (nth % across) * step, row = Math.floor(nth / across) * (high + gap);
+      if (parts === BREAK) {
+        pen.fillStyle = colour.soft;
+        for (const part of [.25, .5, .75]) pen.fillRect(x + step / 2 - 1, row + high * part - 1, 2, 2);
+        return;
+      }
+      let y = row + high;
+      for (const kind of KINDS) {
+        const tall = high * parts[kind] / region.cell_bytes;
+        if (tall <= 0) continue;
+        pen.fillStyle = colour[kind];
+        pen.fillRect(x, y - tall, Math.max(1, step - (step > 3 ? .5 : 0)), tall);
+        y -= tall;
+      }
+    });
+  };
+  const arenaHead = (arena, drains) => {
+    const state = drains ? "is replaced and drains" : `is ${arena.state}`;
+    const leases = arena.leases ? `, ${plural(arena.leases, "lease")}` : "";
+    const limit = arena.limit_bytes === null ? "" : ` of ${size(arena.limit_bytes)}`;
+    return `${state}, on ${arena.rung}: live ${size(arena.live_bytes)}, retained ${size(arena.retained_bytes)}, ` +
+      `committed ${size(arena.committed_bytes)}${limit}${leases}`;
+  };
+  const arenas = (told) => {
+    const list = [...told.device.arenas.map((arena) => ({ arena, drains: false })),
+      ...told.device.draining.map((arena) => ({ arena, drains: true }))];
+    // The map lists the same arenas, in the order in which they were opened; a name that drains
+    // may be there twice.
+    const maps = new Map();
+    for (const of of told.map) maps.set(of.arena, [...(maps.get(of.arena) || []), of]);
+    const items = list.map(({ arena, drains }, nth) => ({ arena, drains, nth,
+      map: drains ? (maps.get(arena.name) || []).shift() : (maps.get(arena.name) || []).pop() }));
+    const place = $("arenas");
+    if (!place.firstChild) place.append(make("p", { class: "none" }, "No arena is open."), make("div"));
+    place.firstChild.hidden = items.length > 0;
+    keep(place.lastChild, items, (item) => `${item.drains ? item.nth : ""}/${item.arena.name}`, (item) => {
+      const head = make("div", { class: "head" }, make("h3", {}, item.arena.name), make("p"));
+      return make("article", { class: "arena", "aria-label": `Arena ${item.arena.name}` }, head,
+        make("div", { class: "maps" }),
+        make("details", {}, make("summary", {}, `Figures of ${item.arena.name}`), make("div")));
+    }, (article, item) => {
+      write(article.querySelector("p"), arenaHead(item.arena, item.drains));
+      verbsOf(article.querySelector(".head"), item.drains ? [] : [
+        [0, "trim", "arena", item.arena.name, "Trim"],
+        [1, ...(item.arena.state === "asleep" ? ["wake", "arena", item.arena.name, "Wake"]
+          : ["sleep", "arena", item.arena.name, "Sleep"])],
+        [2, "snapshot", "arena", item.arena.name, "Snapshot"],
+      ]);
+      const regions = item.map ? item.map.regions.filter((region) => region.cells.length) : [];
+      keep(article.querySelector(".maps"), regions, (region) => region.region, (region) =>
+        make("figure", { class: "region" }, make("canvas", { role: "img",
+          "aria-label": `Map of the ${region.region} region of ${item.arena.name}; the table below holds the sums` }),
+        make("figcaption")), (figure, region) => {
+        const cells = cellsOf(region);
+        map(figure.firstChild, region, cells);
+        write(figure.lastChild, `${region.region}: ${plural(region.blocks, "block")}; each cell is ` +
+          `${size(region.cell_bytes)} of addresses` +
+          (cells.includes(BREAK) ? "; three dots stand for a long bare stretch" : ""));
+      });
+      const details = article.lastChild;
+      if (!details.open && details.lastChild.firstChild) return;
+      const sums = regions.map((region) => {
+        const sum = { region: region.region, blocks: region.blocks };
+        for (const kind of KINDS) sum[kind] = 0;
+        for (const parts of cellsOf(region).filter((one) => one !== BREAK))
+          for (const kind of KINDS) sum[kind] += parts[kind];
+        return sum;
+      });
+      table(details.lastChild, `What lies in ${item.arena.name}, by region`, [
+        ["Region", (sum) => sum.region],
+        ["Blocks", (sum) => sum.blocks, "number"],
+        ...KINDS.map((kind) => [kind[0].toUpperCase() + kind.slice(1), (sum) => size(sum[kind]), "number"]),
+      ], sums, (sum) => sum.region, "Nothing is committed.");
+    });
+  };
+
+  const tiles = (told) => {
+    const { host, heap, device, requests } = told;
+    const shed = Object.values(requests.shed).reduce((all, count) => all + count, 0);
+    const sum = (of) => [...device.arenas, ...device.draining].reduce((all, arena) => all + of(arena), 0);
+    const list = [
+      ["Pressure", host.budget.level, device.budget.level === "none" ? "" : `device: ${device.budget.level}`],
+      ["Physical", size(host.physical_bytes), host.limit_bytes === null ? "no limit"
+        : `of ${size(host.limit_bytes)} (${host.limit_source})`],
+      ["Purgeable", size(host.purgeable_bytes), "what a purge gives back"],
+      ["Heap, live", heap ? size(heap.live_bytes) : "not known", heap ? `${size(heap.retained_bytes)} retained` : ""],
+      ["Device, live", size(sum((a) => a.live_bytes)), `${size(sum((a) => a.retained_bytes))} retained`],
+      ["Requests", `${requests.held} held`, `${requests.admitted} admitted, ${shed} turned away`],
+    ];
+    if (host.oom_kills) list.push(["Kills", host.oom_kills, "by the kernel, for memory"]);
+    if (device.memory) list.push(["Device, free", size(device.memory.free_bytes), `of ${size(device.memory.total_bytes)}`]);
+    keep($("now"), list, ([name]) => name, ([name]) =>
+      make("div", {}, make("dt", {}, name), make("dd", {}, make("span"), make("span", { class: "more" }))),
+    (tile, [name, value, more]) => {
+      const [figure, beside] = tile.lastChild.children;
+      write(figure, value);
+      write(beside, more);
+      if (name === "Pressure") figure.className = `level-${value}`;
+    });
+  };
+
+  const ledgers = (told) => {
+    const rows = ["host", "device"].map((name) => ({ name, ...told[name].budget }));
+    table($("ledgers"), "What is booked in each budget, and how much may be", [
+      ["Budget", (row) => row.name],
+      ["Pressure", (row, cell) => { cell.className = `level-${row.level}`; return row.level; }],
+      ["Booked", (row) => size(row.booked_bytes), "number"],
+      ["Allowance", (row) => size(row.allowance_bytes), "number"],
+      ["Ceiling", (row) => size(row.ceiling_bytes), "number"],
+      ["Limit", (row) => row.name === "host" ? size(told.host.limit_bytes) : "of each arena", "number"],
+      ["Multiplier", (row) => row.multiplier.toFixed(2), "number"],
+      ["Of the allowance", (row, cell) => {
+        if (!cell.firstChild) cell.append(make("span", { class: "bar", "aria-hidden": "true" }, make("span")), make("span"));
+        const share = row.allowance_bytes ? Math.min(1, row.booked_bytes / row.allowance_bytes) : 0;
+        cell.firstChild.firstChild.style.width = `${100 * share}%`;
+        write(cell.lastChild, row.allowance_bytes === null ? "no limit" : `${Math.round(100 * share)} %`);
+      }],
+    ], rows, (row) => row.name, "");
+  };
+
+  const resources = (told) => table($("resources"), "Resources, and when they go if nobody uses them", [
+    ["Resource", (row) => row.name],
+    ["State", (row) => row.loaded ? "loaded" : row.waiting ? `loading, ${row.waiting} wait` : "unloaded"],
+    ["Guards", (row) => row.guards, "number"],
+    ["Booked when loaded", (row) => size(row.cost_bytes.host + row.cost_bytes.device), "number"],
+    ["Unloads in", (row) => row.unload_in_seconds === null
+      ? row.loaded ? (row.guards ? "held" : "never") : "–" : lasting(row.unload_in_seconds), "number"],
+    ["Loads", (row) => row.loads, "number"],
+    ["", (row, cell) => { verbsOf(cell, [[0, "unload", "resource", row.name, "Unload", !row.loaded]]); }],
+  ], told.resources, (row) => row.name, "No resource is registered.");
+
+  const events = (told) => table($("events"), "What happened last, as the worker saw it, the newest first", [
+    ["When", (row) => clock(row.at_seconds), "when"],
+    ["Kind", (row) => row.kind],
+    ["About", (row) => row.about || "all"],
+    ["What", (row) => row.times > 1 ? `${row.text} (${row.times} times)` : row.text, "wide"],
+  ], [...told.events].reverse(), (row) => `${row.at_seconds}/${row.kind}/${row.about}`, "Nothing has happened yet.");
+
+  const notes = (told) => {
+    const place = $("notes");
+    if (!place.firstChild) place.append(make("p", { class: "none" }, "Everything went as it was asked."), make("ul"));
+    place.firstChild.hidden = told.notes.length > 0;
+    keep(place.lastChild, told.notes, (note) => note, () => make("li", { class: "wide" }), (item, note) => write(item, note));
+  };
+
+  // Verbs: buttons that are there only while the service hears them.
+  let hears = null;
+  // Each is [place in the row, verb, kind of name, name, text, whether it is of no use now]: a
+  // button stays where it is when its verb changes, and so does the focus.
+  const verbsOf = (place, list) => {
+    let row = place.querySelector(".row");
+    if (!row) { row = make("div", { class: "row" }); place.append(row); }
+    keep(row, hears ? list : [], ([slot]) => slot, () => {
+      const button = make("button", { type: "button" }, make("span"), make("span", { class: "unseen" }));
+      button.addEventListener("click", () => ask(...button.told, button));
+      return button;
+    }, (button, [, verb, kind, name, text, off]) => {
+      button.told = [verb, kind, name];
+      write(button.firstChild, text);
+      write(button.lastChild, ` ${name}`);
+      if (off) button.setAttribute("aria-disabled", "true");
+      else if (!button.dataset.busy) button.removeAttribute("aria-disabled");
+    });
+  };
+  const headers = () => {
+    const token = $("token");
+    return { "lowtide-admin": "1", ...(token && token.value ? { authorization: `Bearer ${token.value}` } : {}) };
+  };
+  const here = (more) => location.pathname.replace(/\/+$/, "") + more;
+  const ask = async (verb, kind, name, button) => {
+    const what = name ? `${verb} ${name}` : verb;
+    if (button.getAttribute("aria-disabled") === "true") return;
+    button.setAttribute("aria-disabled", "true");
+    button.dataset.busy = "true";
+    try {
+      const query = kind ? `?${new URLSearchParams({ [kind]: name })}` : "";
+      const answer = await fetch(here(`/${verb}${query}`),
+        { method: "POST", headers: headers(), cache: "no-store" });
+      const told = await answer.json();
+      say(answer.ok ? `Asked for: ${what}.` : `Not done: ${what}. ${told.detail}.`, true);
+      if (answer.ok) { asked.set(told.errand, what); look(); }
+    } catch (error) {
+      say(`Not done: ${what}. ${error.message}.`, true);
+    } finally {
+      delete button.dataset.busy;
+      button.removeAttribute("aria-disabled");
+    }
+  };
+  const picture = async (id) => {
+    const answer = await fetch(here(`/picture?errand=${id}`), { headers: headers(), cache: "no-store" });
+    if (!answer.ok) { say((await answer.json()).detail, true); return; }
+    const link = make("a", { href: URL.createObjectURL(await answer.blob()), download: `arena-${id}.svg` });
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+  };
+  const asked = new Map();
+  const errands = (told) => {
+    hears = told.errands;
+    $("verbs").hidden = !hears;
+    if (!hears) return;
+    const place = $("hear");
+    if (!place.firstChild) {
+      const token = make("p", { class: "row" }, make("label", { for: "token" }, "Token"),
+        make("input", { id: "token", type: "password", autocomplete: "off", spellcheck: "false" }));
+      const purge = make("button", { type: "button" }, "Purge heap and arenas");
+      purge.addEventListener("click", () => ask("purge", null, "", purge));
+      place.append(token, make("p", { id: "did", class: "none" }, "Nothing was asked for from this page."),
+        make("div", { class: "row" }, purge));
+    }
+    place.firstChild.hidden = !hears.needs_token;
+    for (const errand of hears.list.filter((one) => asked.has(one.id) && one.outcome)) {
+      say(`${asked.get(errand.id)}: ${errand.state}. ${errand.outcome}.`, true);
+      asked.delete(errand.id);
+    }
+    table($("errands"), "What was asked for last, the newest first", [
+      ["When", (row) => clock(row.asked_at_seconds), "when"],
+      ["Verb", (row) => row.verb],
+      ["About", (row) => row.about || "all"],
+      ["State", (row) => row.state],
+      ["Outcome", (row) => row.outcome, "wide"],
+      ["", (row, cell) => {
+        const shows = row.verb === "snapshot" && row.state === "done";
+        if (shows && !cell.firstChild) {
+          const button = make("button", { type: "button" }, "Save", make("span", { class: "unseen" }, ` the picture of ${row.about}`));
+          button.addEventListener("click", () => picture(row.id));
+          cell.append(button);
+        }
+      }],
+    ], [...hears.list].reverse(), (row) => row.id, "Nothing was asked for yet.");
+  };
+
+  // What is said aloud: seldom, and each thing once.
+  const say = (text, asked) => {
+    write($("said"), text);
+    if (asked && $("did")) write($("did"), text);
+  };
+  let level = null;
+  const listen = (told) => {
+    const now = told.host.budget.level;
+    if (level !== null && now !== level) say(`Pressure is ${now}, was ${level}.`);
+    level = now;
+  };
+
+  const show = (told) => {
+    if (!told.managed) throw new Error("no memory is managed in this process");
+    remember(told);
+    errands(told);
+    tiles(told);
+    chart($("heap"), "heap");
+    chart($("device"), "device");
+    ledgers(told);
+    arenas(told);
+    resources(told);
+    events(told);
+    notes(told);
+    listen(told);
+    write($("state"), `Profile ${told.profile}. As of ${clock(told.at_seconds)}, each second.`);
+    document.documentElement.dataset.shown = "true";
+  };
+
+  // Asking: each second while somebody looks; less often while there is no answer.
+  let timer = 0, failures = 0, paused = false, asking = null, gap = true;
+  const later = (ms) => { clearTimeout(timer); if (!paused && !document.hidden) timer = setTimeout(look, ms); };
+  const look = async () => {
+    clearTimeout(timer);
+    if (asking || document.hidden) return;
+    asking = new AbortController();
+    const late = setTimeout(() => asking && asking.abort(new Error("no answer in 5 s")), PATIENCE_MS);
+    const parts = ["map", "events", "errands", ...(gap ? ["trail"] : [])];
+    let next = EVERY_MS;
+    try {
+      const answer = await fetch(`${location.pathname}?format=json&with=${parts}`,
+        { signal: asking.signal, headers: { accept: "application/json" }, cache: "no-store" });
+      if (!answer.ok) throw new Error(`the service answered ${answer.status}`);
+      show(await answer.json());
+      gap = false;
+      if (failures) say("The service answers again.");
+      failures = 0;
+      $("trouble").hidden = true;
+    } catch (error) {
+      if (!document.hidden) {
+        failures++;
+        gap = true;
+        next = Math.min(BACKOFF_MAX_MS, EVERY_MS * 2 ** failures);
+        const trouble = $("trouble");
+        if (trouble.hidden) write(trouble, `No figures since ${clock(Date.now() / 1000)}: ${error.message}. What is shown is old.`);
+        trouble.hidden = false;
+        write($("state"), `Asks again in ${lasting(next / 1000)}.`);
+      }
+    } finally {
+      clearTimeout(late);
+      asking = null;
+      later(next);
+    }
+  };
+  document.addEventListener("visibilitychange", () => {
+    if (document.hidden) { clearTimeout(timer); gap = true; if (asking) asking.abort(); }
+    else if (!paused) later(0);
+  });
+  const pause = $("pause");
+  pause.hidden = false;
+  pause.addEventListener("click", () => {
+    paused = !paused;
+    gap = true;
+    write(pause, paused ? "Go on" : "Pause");
+    if (paused) { clearTimeout(timer); write($("state"), "Paused."); } else later(0);
+  });
+  $("key").append(...KINDS.map((kind) => swatch(kind, {
+    live: "live", pending: "pending: freed, perhaps still worked on", holes: "holes: free beside live blocks",
+    idle: "idle: no block touches it", asleep: "asleep: live without memory", bare: "bare: no memory",
+  }[kind])));
+  later(0);
+})();

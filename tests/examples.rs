@@ -1,0 +1,74 @@
+//! The examples that a reader starts with, each run as a program to its end.
+//!
+//! An example checks what it shows and fails where that does not hold, so its exit status is what
+//! is tested here, and that it says what a person would look for. Cargo is asked to build and run
+//! each: `cargo test` has built them already, and a change to one is never missed.
+//!
+//! Invariant: an example of this list ends by itself with 0, and is shorter than 120 lines.
+#![cfg(all(feature = "memory", target_os = "linux"))]
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+const LINES_MAX: usize = 120;
+
+/// Each example, and what of its output a person would look for.
+const EXAMPLES: &[(&str, &[&str])] = &[
+    ("global_allocator", &["64 MiB in blocks of 1 KiB", "the purge gave back"]),
+    ("embedded_in_axum", &["THE TIDE GOES OUT", "can never fit", "ended: nothing outstanding"]),
+    ("embedded_in_tonic", &["1 MiB served", "ResourceExhausted", "a neighbour holds"]),
+    ("device_buffers", &["refused: ", "sleep gave back 16.0 MiB", "awake, filled again"]),
+    ("managed_model", &["refused: ", "loads 2", "ended: nothing outstanding"]),
+    ("low_memory", &["served", "shed", "after it: ", "enable_cpu_mem_arena = false"]),
+];
+
+fn source(name: &str) -> String {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("examples/{name}.rs"));
+    fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+fn run(name: &str) -> (Option<i32>, String) {
+    // In a package the crate is not its own development dependency: the features are named.
+    let features = "api2,cuda,memory-viz,service,prometheus,simulation";
+    let output = Command::new(env!("CARGO"))
+        .current_dir(env!("CARGO_MANIFEST_DIR"))
+        .args(["run", "--quiet", "--locked", "--features", features, "--example", name])
+        .env_remove("LOWTIDE_PROFILE") // whatever this process was started with
+        .output()
+        .expect("Cargo, which runs this test");
+    let [text, errors] = [&output.stdout, &output.stderr].map(|of| String::from_utf8_lossy(of));
+    (output.status.code(), format!("{text}{errors}"))
+}
+
+#[test]
+fn each_example_is_short_and_says_what_it_is() {
+    for (name, _) in EXAMPLES {
+        let text = source(name);
+        let lines = text.lines().count();
+        assert!(lines < LINES_MAX, "{name} has {lines} lines");
+        let run = format!("//! `cargo run --example {name}`");
+        assert!(text.contains(&run), "{name} does not say how it is run");
+    }
+}
+
+#[test]
+fn each_example_ends_by_itself_and_shows_what_it_says() {
+    for (name, expected) in EXAMPLES {
+        let (code, text) = run(name);
+        assert_eq!(code, Some(0), "{name}:\n{text}");
+        for part in *expected {
+            assert!(text.contains(part), "{name} does not say {part:?}:\n{text}");
+        }
+        println!("{name}\n{text}");
+    }
+}
+
+#[test]
+fn the_readme_names_each_example() {
+    let readme = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("README.md"));
+    let readme = readme.expect("README.md");
+    for (name, _) in EXAMPLES {
+        assert!(readme.contains(&format!("examples/{name}.rs")), "README.md does not name {name}");
+    }
+}
