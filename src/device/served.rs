@@ -79,7 +79,7 @@ impl PlanMemory {
     /// # Errors
     /// As [`DeviceArena::reserve_plan`]; then the plan is as it was.
     pub fn refit(&mut self, plan: &Plan) -> Result<(), DeviceError> {
-        let granule = self.arena.shared_arc().granule;
+        let granule = self.arena.shared().granule;
         if !granule.get().is_multiple_of(plan.align()) {
             let (what, rung) = ("alignments beyond a granule", self.arena.rung());
             return Err(DeviceError::Unsupported { what, rung });

@@ -161,23 +161,21 @@ impl Problem {
             placer.run(&order, fit, rule.is_online(), u64::MAX, &mut || false);
             placer.offsets().to_vec()
         };
-        let offsets: Vec<_> = parts.list.iter().map(by_rule).collect();
-        let offsets = offsets.iter().map(Vec::as_slice);
-        assembled(self, &shapes, &parts, &walls, offsets)
+        assembled(self, &shapes, &parts, &walls, parts.list.iter().map(by_rule))
     }
 }
 
 /// A plan of the offsets of all parts, verified; its bound is what is live at once.
-fn assembled<'o>(
+fn assembled<O: AsRef<[u64]>>(
     problem: &Problem,
     shapes: &Shapes,
     parts: &Parts,
     walls: &Walls,
-    offsets: impl Iterator<Item = &'o [u64]>,
+    offsets: impl Iterator<Item = O>,
 ) -> Result<Plan, PlanError> {
     let mut roots = vec![0; shapes.list.len()];
     for (part, offsets) in parts.list.iter().zip(offsets) {
-        for (item, offset) in part.items.iter().zip(offsets) {
+        for (item, offset) in part.items.iter().zip(offsets.as_ref()) {
             roots[item.shape as usize] = offset * parts.unit;
         }
     }
