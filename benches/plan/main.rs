@@ -172,13 +172,14 @@ fn against_brute_force(figures: &mut Figures, cli: &Cli) {
         Kind::default(),
         Kind { aligned: true, ..Kind::default() },
         Kind { gaps: Gaps::Empty, ..Kind::default() },
-        Kind { aligned: true, gaps: Gaps::Empty, fixed: true },
+        Kind { roles: true, shared: true, ..Kind::default() },
+        Kind { aligned: true, gaps: Gaps::Empty, fixed: true, roles: true, shared: true },
     ];
     let mut worse = 0_u32;
     for (seed, kind) in (cli.from..cli.from + cli.random).zip(kinds.iter().cycle()) {
-        let problem = random::problem(seed, 8, *kind);
+        let (problem, shares) = random::posed(seed, 8, *kind);
         let plan = solve(&problem, Duration::from_secs(10), 0);
-        if plan.peak().get() != brute::least_peak(&problem) || !plan.is_optimal() {
+        if plan.peak().get() != brute::least_peak(&problem, &shares) || !plan.is_optimal() {
             println!("seed {seed}: {kind:?}: not optimal");
             worse += 1;
         }

@@ -4,7 +4,8 @@
 //! others: they count as live, sleep and wake with it and keep their addresses meanwhile, and may
 //! move in a compaction between two leases. It plans nothing.
 //!
-//! Invariant: for every segment of the plan there is a block of at least its size.
+//! Invariant: for every segment of the plan there is a block of at least its size, also after an
+//! error.
 
 use std::fmt;
 
@@ -15,6 +16,7 @@ use super::error::DeviceError;
 use super::lease::Lease;
 use super::plan::{BufferId, Place, Plan};
 use super::region::Region;
+use super::sleep::Contents;
 use crate::bytes::ByteSize;
 
 /// The memory of a [`Plan`], held in an arena until this is dropped.
@@ -43,8 +45,11 @@ use crate::bytes::ByteSize;
 pub struct PlanMemory {
     arena: DeviceArena,
     region: Region,
-    places: Box<[Place]>,
+    places: Vec<Place>,
+    /// How much of each segment the plan needs; those beyond are kept for other plans.
+    needed: Vec<ByteSize>,
     segments: Vec<Buffer<u8>>,
+    contents: Option<Contents>,
     /// Where the segments were when they were last looked for.
     bases: Vec<u64>,
 }
@@ -63,9 +68,15 @@ impl DeviceArena {
     /// As [`DeviceArena::reserve`]; [`DeviceError::Unsupported`] where an alignment of the plan is
     /// larger than a granule.
     pub fn reserve_plan(&self, plan: &Plan, region: Region) -> Result<PlanMemory, DeviceError> {
-        let (places, segments) = (Box::default(), Vec::new());
-        let arena = self.clone();
-        let mut memory = PlanMemory { arena, region, places, segments, bases: Vec::new() };
+        let mut memory = PlanMemory {
+            arena: self.clone(),
+            region,
+            places: Vec::new(),
+            needed: Vec::new(),
+            segments: Vec::new(),
+            contents: None,
+            bases: Vec::new(),
+        };
         memory.refit(plan)?;
         Ok(memory)
     }
@@ -73,8 +84,9 @@ impl DeviceArena {
 
 impl PlanMemory {
     /// Serves another plan from now on. Segments that are large enough stay, and so does what is in
-    /// them; others are replaced, and both are held meanwhile. It does not shrink: for that, drop
-    /// it and reserve anew.
+    /// them; others are replaced, and both are held meanwhile. It does not shrink: see
+    /// [`PlanMemory::shrink`]. O(n); allocates nothing where all segments are large enough and no
+    /// plan before had fewer buffers.
     ///
     /// # Errors
     /// As [`DeviceArena::reserve_plan`]; then the plan is as it was.
@@ -84,11 +96,25 @@ impl PlanMemory {
             let (what, rung) = ("alignments beyond a granule", self.arena.rung());
             return Err(DeviceError::Unsupported { what, rung });
         }
+        self.reserve(plan.segments())?;
+        self.places.clear();
+        self.places.extend_from_slice(plan.places());
+        self.needed.clear();
+        self.needed.extend_from_slice(plan.segments());
+        Ok(())
+    }
+
+    /// Makes room for several plans, each of which is then served by [`PlanMemory::refit`] without
+    /// an allocation: `segments` is the largest of each segment, such as
+    /// [`PlanCache::segments`](super::plan::PlanCache::segments) has it. Nothing becomes smaller.
+    ///
+    /// # Errors
+    /// As [`DeviceArena::reserve`]; then everything is as it was.
+    pub fn reserve(&mut self, segments: &[ByteSize]) -> Result<(), DeviceError> {
         let mut larger = Vec::new();
-        for (at, size) in plan.segments().iter().enumerate() {
-            let length = size.as_usize().unwrap_or(usize::MAX);
-            if self.segments.get(at).is_none_or(|segment| segment.len() < length) {
-                larger.push((at, self.arena.reserve::<u8>(length, self.region)?));
+        for (at, size) in segments.iter().enumerate() {
+            if self.segments.get(at).is_none_or(|segment| segment.bytes() < *size) {
+                larger.push((at, self.segment(*size)?));
             }
         }
         for (at, segment) in larger {
@@ -97,9 +123,52 @@ impl PlanMemory {
                 None => self.segments.push(segment),
             }
         }
-        self.bases.resize(self.segments.len(), 0);
-        self.places = plan.places().into();
+        // One at least, where what needs no memory is looked up.
+        self.bases.resize(self.segments.len().max(1), 0);
         Ok(())
+    }
+
+    /// Gives back what the plan does not need: segments beyond its own, then those which take more
+    /// granules than it needs, one after the other. What was in the latter is lost. Says how many
+    /// bytes became free.
+    ///
+    /// # Errors
+    /// As [`DeviceArena::reserve`], where there is no room for a smaller one beside the old one;
+    /// then the plan is served as before, by segments of which some are smaller now.
+    pub fn shrink(&mut self) -> Result<ByteSize, DeviceError> {
+        let before = self.bytes();
+        self.segments.truncate(self.needed.len());
+        self.bases.truncate(self.needed.len().max(1));
+        for at in 0..self.segments.len() {
+            if self.segments[at].bytes() > self.needed[at] {
+                self.segments[at] = self.segment(self.needed[at])?;
+            }
+        }
+        Ok(before.saturating_sub(self.bytes()))
+    }
+
+    /// Says what becomes of the contents of all segments when the arena falls asleep, now and after
+    /// any refit; `None` for what its options say of the region. Activations of a run that ended
+    /// are best discarded.
+    ///
+    /// # Errors
+    /// As [`Buffer::set_contents`].
+    pub fn set_contents(&mut self, contents: Option<Contents>) -> Result<(), DeviceError> {
+        for segment in &mut self.segments {
+            segment.set_contents(contents)?;
+        }
+        self.contents = contents;
+        Ok(())
+    }
+
+    /// A block of granules of its own.
+    fn segment(&self, size: ByteSize) -> Result<Buffer<u8>, DeviceError> {
+        let length = size.as_usize().unwrap_or(usize::MAX);
+        let mut segment = self.arena.reserve::<u8>(length, self.region)?;
+        if self.contents.is_some() {
+            segment.set_contents(self.contents)?;
+        }
+        Ok(segment)
     }
 
     /// The bytes of all segments.
@@ -133,8 +202,10 @@ impl PlanMemory {
         size: ByteSize,
     ) -> Result<&'a [u8], DeviceError> {
         let range = self.range(id, size);
-        let segment = &self.segments[self.places[id.index()].segment as usize];
-        Ok(&segment.slice(lease)?[range])
+        match self.segments.get(self.places[id.index()].segment as usize) {
+            Some(segment) => Ok(&segment.slice(lease)?[range]),
+            None => Ok(&[][..range.len()]), // a plan of no bytes
+        }
     }
 
     /// The same, to write. Whoever writes a buffer that is not live writes into others.
@@ -151,8 +222,10 @@ impl PlanMemory {
         size: ByteSize,
     ) -> Result<&'a mut [u8], DeviceError> {
         let range = self.range(id, size);
-        let segment = &mut self.segments[self.places[id.index()].segment as usize];
-        Ok(&mut segment.slice_mut(lease)?[range])
+        match self.segments.get_mut(self.places[id.index()].segment as usize) {
+            Some(segment) => Ok(&mut segment.slice_mut(lease)?[range]),
+            None => Ok(&mut [][..range.len()]),
+        }
     }
 
     fn range(&self, id: BufferId, size: ByteSize) -> std::ops::Range<usize> {

@@ -44,8 +44,9 @@ fn total(graph: &mut Graph, last: ValueId, limit: u64, align: u64) -> u64 {
 fn max_size_too_many_tensors() {
     let graph = &mut Graph::new();
     let x: [ValueId; 3] = std::array::from_fn(|_| input(graph, 8));
-    let x3 = over(graph, 8, &[x[0], x[1]]);
+    // In the order of GGML's walk from the result down, here and below.
     let x4 = over(graph, 8, &[x[1], x[2]]);
+    let x3 = over(graph, 8, &[x[0], x[1]]);
     let x5 = over(graph, 8, &[x3, x[0]]);
     let x6 = over(graph, 8, &[x4, x5]);
     assert!(total(graph, x6, 16, 8) <= 16 + 16);
@@ -114,9 +115,9 @@ fn reuse_and_free() {
 fn merged_free_blocks(limit: u64) -> u64 {
     let graph = &mut Graph::new();
     let x: [ValueId; 3] = std::array::from_fn(|_| input(graph, 16));
+    let x5 = apart(graph, 24, &[x[2]]);
     let x3 = apart(graph, 4, &[x[0]]);
     let x4 = apart(graph, 4, &[x[1]]);
-    let x5 = apart(graph, 24, &[x[2]]);
     let x6 = over(graph, 4, &[x3, x4]);
     let x7 = apart(graph, 24, &[x6]);
     let x8 = over(graph, 24, &[x5, x7]);

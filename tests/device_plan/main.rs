@@ -5,7 +5,10 @@
 //! Nothing here reads time: budgets are nodes. Seeds are printed.
 
 mod brute;
+mod features;
 mod ggml;
+mod graphs;
+mod hazards;
 mod peers;
 mod random;
 mod served;
@@ -23,7 +26,8 @@ use random::{Gaps, Kind};
 /// Random problems of each kind.
 const SMALL: u64 = 300;
 
-const EVERYTHING: Kind = Kind { aligned: true, gaps: Gaps::Windows, fixed: true };
+const EVERYTHING: Kind =
+    Kind { aligned: true, gaps: Gaps::Windows, fixed: true, roles: true, shared: true };
 
 pub(crate) fn planned(problem: &Problem, nodes: u64, enough: u64) -> Plan {
     let clock = ManualClock::new();
@@ -68,9 +72,9 @@ fn instance(name: &str) -> Problem {
 /// Plans so many problems of a kind, and compares them with brute force.
 fn against_brute_force(kind: Kind, first: u64, count: u64) {
     for seed in first..first + count {
-        let problem = random::problem(seed, 8, kind);
+        let (problem, shares) = random::posed(seed, 8, kind);
         let plan = planned(&problem, 100_000, 0);
-        let least = brute::least_peak(&problem);
+        let least = brute::least_peak(&problem, &shares);
         assert!(plan.bound().get() <= least, "seed {seed}: the bound {} is wrong", plan.bound());
         // Where windows slide the search does not look at everything, and says so.
         if kind.gaps != Gaps::Windows || plan.is_optimal() {
@@ -91,6 +95,17 @@ fn alignments_gaps_and_fixed_offsets_are_solved_as_well_as_brute_force_does() {
     against_brute_force(Kind { gaps: Gaps::Empty, ..Kind::default() }, 20_000, SMALL);
     against_brute_force(Kind { fixed: true, ..Kind::default() }, 30_000, SMALL);
     against_brute_force(Kind { gaps: Gaps::Empty, ..EVERYTHING }, 40_000, SMALL);
+}
+
+#[test]
+fn roles_and_shared_memory_are_solved_as_well_as_brute_force_does() {
+    against_brute_force(Kind { roles: true, ..Kind::default() }, 60_000, SMALL);
+    against_brute_force(Kind { shared: true, ..Kind::default() }, 70_000, SMALL);
+    against_brute_force(
+        Kind { roles: true, shared: true, aligned: true, ..Kind::default() },
+        80_000,
+        SMALL,
+    );
 }
 
 #[test]
@@ -208,7 +223,7 @@ fn files_read_as_they_were_written() {
     for (seed, ends) in
         (0..200).flat_map(|seed| [Ends::HalfOpen, Ends::Inclusive].map(|e| (seed, e)))
     {
-        let problem = random::problem(seed, 8, EVERYTHING);
+        let problem = random::problem(seed, 8, Kind { roles: false, ..EVERYTHING });
         let mut text = Vec::new();
         problem.write_csv(&mut text, ends, None).expect("it can be written");
         let read = Problem::read_csv(text.as_slice(), Ends::AsNamed).expect("what was written");

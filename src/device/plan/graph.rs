@@ -1,12 +1,14 @@
 //! Problems out of graphs: nodes in the order in which they are computed, each with its operands.
 //!
-//! A node's result is live from its own step to that of the last node which reads it, or a view of
-//! it. Where a node may overwrite an operand, and is its last reader, the result takes that
-//! operand's place. It computes nothing and orders nothing.
+//! A node's result is live from its own step to that of the last node which reads it; of what is
+//! read through a view only, that part. Where a node may overwrite an operand, and is its last reader, the result takes that
+//! operand's place. Forward, backward and optimizer steps of a training are one graph, and so one
+//! plan. It computes nothing and orders nothing.
 //!
 //! Invariant: step `n` is that of the `n`th node; what is there before the first node is an input.
 
 use super::error::PlanError;
+use super::kinds::Kind;
 use super::problem::{BufferId, Demand, Problem, Role};
 use crate::bytes::ByteSize;
 
@@ -15,6 +17,8 @@ use crate::bytes::ByteSize;
 pub struct ValueId(usize);
 
 /// A graph whose nodes are added in the order in which they are computed.
+///
+/// Its methods panic where a [`ValueId`] is of another graph and beyond what this one has.
 ///
 /// ```
 /// use lowtide::ByteSize;
@@ -59,8 +63,14 @@ struct Value {
     is_kept: bool,
     kind: u32,
     first: i64,
-    /// After the last step that reads it, views of it included.
+    /// After the last step that reads it or makes a view of it.
     end: i64,
+    /// What it has its bytes of in the end, itself where it is no view, and from where on.
+    content: (usize, u64),
+    /// Of content: after the last step that reads any of it or makes a view of it, and whether any
+    /// of it is kept.
+    content_end: i64,
+    is_content_kept: bool,
 }
 
 impl Graph {
@@ -81,7 +91,10 @@ impl Graph {
     }
 
     /// The next node: reads its operands, writes its result. Where `overwrites` is set it may do so
-    /// in the place of an operand.
+    /// in the place of an operand, or of what that is a view of from its first byte on: the first
+    /// that nobody reads later, and of which it reads nothing by another name. So it has to read
+    /// each byte before it writes that byte, whichever operand it is: an operand whose elements
+    /// stand in another order forbids it.
     pub fn node(
         &mut self,
         name: impl Into<String>,
@@ -104,20 +117,16 @@ impl Graph {
         self.add(name.into(), size, Origin::View(of.0, at), &[], false)
     }
 
-    /// Says that a value is read after the last step: nothing comes into its place.
+    /// Says that a value is read after the last step: nothing comes into its place. Of what it is
+    /// a view of nothing else is kept.
     pub fn keep(&mut self, value: ValueId) {
-        let mut at = value.0;
-        loop {
-            self.values[at].is_kept = true;
-            match self.values[at].origin {
-                Origin::View(of, _) => at = of,
-                _ => return,
-            }
-        }
+        self.values[value.0].is_kept = true;
+        let content = self.values[value.0].content.0;
+        self.values[content].is_content_kept = true;
     }
 
-    /// Says in which kind of memory a value lies; it is 0 where nothing is said. Each kind has a
-    /// problem of its own, with the same steps.
+    /// Says in which kind of memory a value lies; it is 0 where nothing is said, and for a view
+    /// that of what it is of. Each kind has a problem of its own, with the same steps.
     pub fn set_kind(&mut self, value: ValueId, kind: u32) {
         self.values[value.0].kind = kind;
     }
@@ -134,22 +143,40 @@ impl Graph {
         let is_there = matches!(origin, Origin::Input | Origin::External);
         let first = if is_there { 0 } else { self.steps };
         let operands: Vec<usize> = operands.iter().map(|operand| operand.0).collect();
-        // A view keeps what it is of until it was made, and as long as it is read.
-        let viewed = if let Origin::View(of, _) = origin { Some(of) } else { None };
-        for operand in operands.iter().chain(&viewed) {
-            let mut at = *operand;
-            loop {
-                self.values[at].end = self.values[at].end.max(self.steps + 1);
-                match self.values[at].origin {
-                    Origin::View(of, _) => at = of,
-                    _ => break,
-                }
-            }
+        let end = self.steps + 1;
+        let (own, mut content) = (self.values.len(), (self.values.len(), 0));
+        // What a view is of is there until the view was made; from then on the view is, where
+        // anybody reads it.
+        let is_view = if let Origin::View(of, from) = origin {
+            let (root, at) = self.values[of].content;
+            content = (root, at.saturating_add(from));
+            self.values[of].end = self.values[of].end.max(end);
+            self.values[root].content_end = self.values[root].content_end.max(end);
+            true
+        } else {
+            false
+        };
+        for operand in &operands {
+            let below = &mut self.values[*operand];
+            below.end = below.end.max(end);
+            let root = below.content.0;
+            self.values[root].content_end = self.values[root].content_end.max(end);
         }
-        let (is_kept, kind, end) = (false, 0, first + 1);
-        let value = Value { name, size, origin, operands, overwrites, is_kept, kind, first, end };
-        self.values.push(value);
-        ValueId(self.values.len() - 1)
+        self.values.push(Value {
+            name,
+            size,
+            origin,
+            operands,
+            overwrites,
+            is_kept: false,
+            kind: 0,
+            first,
+            end: if is_view { first } else { first + 1 },
+            content,
+            content_end: first + 1,
+            is_content_kept: false,
+        });
+        ValueId(own)
     }
 
     /// The problem of the first kind of memory, and each value's buffer, in the order in which they
@@ -196,32 +223,69 @@ impl Graph {
             }
         }
         let mut taken = vec![false; self.values.len()];
-        for (at, value) in self.values.iter().enumerate().filter(|(_, value)| value.overwrites) {
-            let may = |operand: &&usize| self.may_replace(at, **operand, &taken);
-            let found = value.operands.iter().find(may).filter(|_| self.kind_of(at) == kind);
-            if let Some(&operand) = found {
-                taken[operand] = true;
-                problem.reuse(ids[at], ids[operand])?;
+        for at in 0..self.values.len() {
+            let found = self.replaced(at, &taken).filter(|_| self.kind_of(at) == kind);
+            if let Some(below) = found {
+                taken[below] = true;
+                problem.reuse(ids[at], ids[below])?;
             }
         }
         Ok((problem, ids))
     }
 
-    /// The kind of memory in which a value lies: a view's is that of what it is of.
-    fn kind_of(&self, at: usize) -> u32 {
-        let mut at = at;
-        while let Origin::View(of, _) = self.values[at].origin {
-            at = of;
+    /// The problems of several kinds of memory, the first for kind 0, with what each is called and
+    /// its largest segment size. A value has the same number in all of them.
+    ///
+    /// # Errors
+    /// As [`Graph::problem`].
+    ///
+    /// # Panics
+    /// If `align` is zero.
+    pub fn kinds(
+        &self,
+        align: u64,
+        named: &[(&str, Option<ByteSize>)],
+    ) -> Result<(Vec<Kind>, Vec<BufferId>), PlanError> {
+        let (mut kinds, mut ids) = (Vec::with_capacity(named.len()), Vec::new());
+        for (number, (name, segment_limit)) in (0..).zip(named) {
+            let (problem, own) = self.problem_of(number, align)?;
+            let (name, segment_limit) = (String::from(*name), *segment_limit);
+            kinds.push(Kind { name, problem, segment_limit });
+            ids = own;
         }
-        self.values[at].kind
+        let others = |at: &usize| self.kind_of(*at) as usize >= named.len();
+        if let Some(at) = (0..self.values.len()).find(others) {
+            let (name, number) = (self.values[at].name.clone(), self.kind_of(at));
+            return Err(PlanError::NoKind { name, number, count: named.len() });
+        }
+        Ok((kinds, ids))
     }
 
-    /// Whether a node is the last to read an operand that has memory of its own.
-    fn may_replace(&self, node: usize, operand: usize, taken: &[bool]) -> bool {
-        let (own, below) = (&self.values[node], &self.values[operand]);
-        let has_memory = matches!(below.origin, Origin::Input | Origin::Node);
-        let is_last = below.end == own.first + 1 && !below.is_kept;
-        let same = own.kind == below.kind;
-        same && has_memory && is_last && !taken[operand] && own.size <= below.size
+    /// The kind of memory in which a value lies: a view's is that of what it is of.
+    #[must_use]
+    pub fn kind(&self, value: ValueId) -> u32 {
+        self.kind_of(value.0)
+    }
+
+    fn kind_of(&self, at: usize) -> u32 {
+        self.values[self.values[at].content.0].kind
+    }
+
+    /// In whose place a node's result is written.
+    fn replaced(&self, node: usize, taken: &[bool]) -> Option<usize> {
+        let own = &self.values[node];
+        let may = |operand: &usize| {
+            let (content, from) = self.values[*operand].content;
+            let below = &self.values[content];
+            let is_single =
+                |other: &usize| other == operand || self.values[*other].content.0 != content;
+            let has_memory = matches!(below.origin, Origin::Input | Origin::Node);
+            let is_last = below.content_end == own.first + 1 && !below.is_content_kept;
+            let fits = from == 0 && own.size <= self.values[*operand].size;
+            let is_free = has_memory && is_last && !taken[content] && own.kind == below.kind;
+            (is_free && fits && own.operands.iter().all(is_single)).then_some(content)
+        };
+        let overwriting = Some(own).filter(|own| own.overwrites);
+        overwriting.and_then(|own| own.operands.iter().find_map(may))
     }
 }

@@ -180,8 +180,8 @@ impl Problem {
         Ok(BufferId(number))
     }
 
-    /// Says that `view` is part of `of`, from the byte `at` on: it has no memory of its own, and
-    /// `of` keeps all of it for as long as `view` is live.
+    /// Says that `view` is part of `of`, from the byte `at` on: it has no memory of its own. Where
+    /// it is live longer than `of`, that part of the memory stays, and the rest is free.
     ///
     /// # Errors
     /// [`PlanError`], where it shares memory already, reaches beyond `of`, or cannot lie there.
@@ -217,7 +217,8 @@ impl Problem {
             let (name, over) = names();
             return Err(PlanError::ReuseOfExternal { name, over });
         }
-        if !above.gaps.is_empty() || !below.gaps.is_empty() {
+        let is_elsewhere = above.role == Role::External && !self.is_external(over);
+        if is_elsewhere || !above.gaps.is_empty() || !below.gaps.is_empty() {
             let (name, over) = names();
             return Err(PlanError::CannotShare { name, over, at });
         }

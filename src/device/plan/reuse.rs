@@ -1,7 +1,8 @@
 //! Plans that serve more than one problem: smaller shapes, buckets of shapes, small changes.
 //!
 //! A plan serves another problem where every buffer is as large or smaller and everything else is
-//! the same: lifetimes, alignments, gaps, roles, fixed offsets, who shares whose memory. GGML
+//! the same: lifetimes, alignments, gaps, roles, fixed offsets, who shares whose memory. Memory of
+//! the caller's own may have any size. GGML
 //! compares numbers and sizes of tensors only, and then serves a graph wired otherwise with
 //! offsets at which it overwrites itself. Here all of it goes into a hash of 128 bits.
 //!
@@ -14,6 +15,7 @@ use thiserror::Error;
 use super::error::PlanError;
 use super::planned::Plan;
 use super::problem::{Demand, Problem};
+use super::shape::Shapes;
 use super::solve::Planner;
 use crate::bytes::ByteSize;
 
@@ -100,8 +102,8 @@ impl Plan {
         if problem.fingerprint() != self.fingerprint {
             return Err(Unserved::Shape);
         }
-        for (demand, planned) in problem.demands().iter().zip(&self.sizes) {
-            if demand.size > *planned {
+        for ((id, demand), planned) in problem.ids().zip(problem.demands()).zip(&self.sizes) {
+            if demand.size > *planned && !problem.is_external(id) {
                 let (name, size, planned) = (demand.name.clone(), demand.size, *planned);
                 return Err(Unserved::Larger { name, size, planned });
             }
@@ -112,9 +114,10 @@ impl Plan {
 
 impl Planner<'_> {
     /// Plans a problem that a few changes were made to: buffers that are as they were stay where
-    /// they were, others are placed around them. Faster than a new plan, and not as good.
+    /// they were, with all that shares their memory; others are placed around them. Buffers are
+    /// known by their numbers, so new ones come last. Faster than a new plan, and not as good.
     ///
-    /// Only for plans of one segment of problems in which nothing is shared: else it plans anew.
+    /// Only for plans of one segment that hold for `before`: else it plans anew.
     ///
     /// # Errors
     /// As [`Planner::plan`].
@@ -124,19 +127,29 @@ impl Planner<'_> {
         before: &Problem,
         plan: &Plan,
     ) -> Result<Plan, PlanError> {
-        let is_plain = problem.unions.is_trivial() && before.unions.is_trivial();
-        if plan.segments().len() != 1 || !is_plain {
+        let is_flat = plan.segments().len() <= 1 && self.segment_limit.is_none();
+        if !is_flat || plan.verify(before).is_err() {
             return self.plan(problem);
         }
+        let (now, old) = (Shapes::of(problem)?, Shapes::of(before)?);
         let mut pinned = problem.clone();
-        for id in problem.ids() {
-            let (now, old) = (&problem.demands()[id.index()], before.demands().get(id.index()));
-            if old == Some(now) && !problem.is_external(id) {
-                pinned.pin(id, plan.offset(id));
+        for (at, shape) in now.list.iter().enumerate() {
+            // Both lists are in the order of the roots.
+            let Ok(was) = old.list.binary_search_by_key(&shape.root, |old| old.root) else {
+                continue;
+            };
+            let is_aligned = plan.offset(shape.root).is_multiple_of(shape.align);
+            if is_aligned && shape.fixed == old.list[was].fixed && now.needs(at) == old.needs(was) {
+                pinned.pin(shape.root, plan.offset(shape.root));
             }
         }
-        let planned = self.plan(&pinned)?;
-        let bound = problem.lower_bound()?;
+        let planned = match self.plan(&pinned) {
+            // A new fixed offset, where something was.
+            Err(PlanError::FixedOverlap { .. }) => return self.plan(problem),
+            planned => planned?,
+        };
+        // What was proved of the pinned ones is nothing about the problem itself.
+        let bound = problem.lower_bound()?.min(planned.peak);
         Ok(Plan { fingerprint: problem.fingerprint(), bound, ..planned })
     }
 }

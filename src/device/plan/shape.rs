@@ -51,6 +51,23 @@ impl Shapes {
         self.needs(at).iter().map(|need| need.window.high).max().unwrap_or(0)
     }
 
+    /// The most bytes that are needed at one step, alignments not looked at. O(n log n).
+    pub(super) fn live_most(&self) -> u64 {
+        // Ends come before starts: they take away.
+        let events = self.needs.iter().flat_map(|need| {
+            let bytes = need.window.high - need.window.low;
+            [(need.first, true, bytes), (need.end, false, bytes)]
+        });
+        let mut events: Vec<_> = events.collect();
+        events.sort_unstable();
+        let (mut live, mut most) = (0, 0);
+        for (_, begins, bytes) in events {
+            live = if begins { live + bytes } else { live - bytes };
+            most = most.max(live);
+        }
+        most
+    }
+
     /// Whether two shapes are ever live at once, gaps not looked at.
     pub(super) fn meet(&self, one: usize, other: usize) -> bool {
         let span = |at: usize| {
@@ -82,7 +99,7 @@ impl Shapes {
                 shapes.list.push(shape);
             } else {
                 let shape = joined(problem, shape, members)?;
-                shared_needs(problem, &span, members, &mut shapes.needs)?;
+                shared_needs(problem, &span, &sharing, members, &mut shapes.needs)?;
                 shapes.list.push(shape);
             }
         }
@@ -113,17 +130,19 @@ fn own_needs(demand: &Demand, held: &Range<i64>, needs: &mut Vec<Need>) {
 struct Sharing {
     /// Root, member; only where anything is shared at all.
     pairs: Vec<(u32, u32)>,
+    /// Of each buffer: whose contents it has or is a view of.
+    contents: Vec<u32>,
 }
 
 impl Sharing {
     fn of(problem: &Problem) -> Self {
         if problem.unions.is_trivial() {
-            return Self { pairs: Vec::new() };
+            return Self { pairs: Vec::new(), contents: Vec::new() };
         }
         let mut pairs: Vec<_> =
             problem.ids().map(|id| (problem.unions.root(id.0).0, id.0)).collect();
         pairs.sort_unstable();
-        Self { pairs }
+        Self { pairs, contents: contents(problem) }
     }
 
     fn members(&self, root: BufferId) -> &[(u32, u32)] {
@@ -131,6 +150,27 @@ impl Sharing {
         let count = self.pairs[from..].partition_point(|pair| pair.0 == root.0);
         &self.pairs[from..from + count]
     }
+}
+
+/// Whose contents each buffer has: of a view, what it is a view of in the end. O(n): each walk ends
+/// at what is known.
+fn contents(problem: &Problem) -> Vec<u32> {
+    const UNKNOWN: u32 = u32::MAX;
+    let mut contents = vec![UNKNOWN; problem.demands().len()];
+    let mut walked = Vec::new();
+    for id in problem.ids() {
+        let mut at = id.0;
+        while contents[at as usize] == UNKNOWN {
+            walked.push(at);
+            match problem.unions.over(at) {
+                Some(over) if !problem.unions.replaces(at) => at = over,
+                _ => contents[at as usize] = at,
+            }
+        }
+        let content = contents[at as usize];
+        walked.drain(..).for_each(|at| contents[at as usize] = content);
+    }
+    contents
 }
 
 /// The alignment and the fixed offset of all members together.
@@ -182,6 +222,8 @@ struct Member<'a> {
     window: Window,
     /// The buffer whose contents it has or is a view of.
     content: u32,
+    /// When that begins.
+    written: i64,
     /// What it overwrites, by content.
     replaces: Option<u32>,
 }
@@ -190,10 +232,12 @@ struct Member<'a> {
 fn shared_needs(
     problem: &Problem,
     span: &Range<i64>,
+    sharing: &Sharing,
     members: &[(u32, u32)],
     needs: &mut Vec<Need>,
 ) -> Result<(), PlanError> {
-    let mut members: Vec<Member<'_>> = members.iter().map(|m| member(problem, span, m.1)).collect();
+    let member = |member: &(u32, u32)| member_of(problem, span, sharing, member.1);
+    let mut members: Vec<Member<'_>> = members.iter().map(member).collect();
     members.retain(|member| !member.held.is_empty() && member.window.low < member.window.high);
     members.sort_by_key(|member| (member.held.start, member.id));
     let mut times: Vec<i64> = members.iter().flat_map(|m| [m.held.start, m.held.end]).collect();
@@ -223,13 +267,13 @@ fn shared_needs(
     Ok(())
 }
 
-fn member<'a>(problem: &'a Problem, span: &Range<i64>, id: u32) -> Member<'a> {
-    let content = |mut id: u32| {
-        while let (Some(over), false) = (problem.unions.over(id), problem.unions.replaces(id)) {
-            id = over;
-        }
-        id
-    };
+fn member_of<'a>(
+    problem: &'a Problem,
+    span: &Range<i64>,
+    sharing: &Sharing,
+    id: u32,
+) -> Member<'a> {
+    let content = |id: u32| sharing.contents[id as usize];
     let demand = &problem.demands()[id as usize];
     let low = problem.unions.root(id).1;
     let own = content(id);
@@ -239,17 +283,21 @@ fn member<'a>(problem: &'a Problem, span: &Range<i64>, id: u32) -> Member<'a> {
         held: problem.held(demand, span),
         window: Window { low, high: low + demand.size.get() },
         content: own,
+        written: problem.held(&problem.demands()[own as usize], span).start,
         replaces: problem.unions.over(own).map(content),
     }
 }
 
 /// Two members that are live at once, the earlier one first: one content, or windows apart, or the
-/// step at which the second one overwrites the first.
+/// step at which one overwrites the other. Views of either may begin then too.
 fn check_reuse(first: &Member<'_>, second: &Member<'_>) -> Result<(), PlanError> {
     let apart = first.window.high <= second.window.low || second.window.high <= first.window.low;
-    let overwrites = second.replaces == Some(first.content)
-        && second.content == second.id
-        && first.held.end == second.held.start + 1;
+    let overwrites = |child: &Member<'_>, parent: &Member<'_>| {
+        child.replaces == Some(parent.content)
+            && parent.held.end == child.written + 1
+            && child.held.start >= child.written
+    };
+    let overwrites = overwrites(second, first) || overwrites(first, second);
     if first.content == second.content || apart || overwrites {
         return Ok(());
     }
@@ -313,6 +361,19 @@ mod tests {
                     "child: begins at step 2 in the place of view, which is live until 4";
                 assert_eq!(error.to_string(), expected);
             }
+        }
+    }
+
+    #[test]
+    fn a_view_of_what_overwrites_may_begin_with_it_and_not_before() {
+        for (begins, legal) in [(2, true), (3, true), (1, false)] {
+            let mut problem = Problem::new();
+            let parent = buffer(&mut problem, "parent", 24, 0..3);
+            let child = buffer(&mut problem, "child", 24, 2..4);
+            let view = buffer(&mut problem, "view", 8, begins..6);
+            problem.reuse(child, parent).expect("it is as large");
+            problem.view(view, child, 8).expect("it lies within");
+            assert_eq!(Shapes::of(&problem).is_ok(), legal, "from step {begins}");
         }
     }
 

@@ -18,7 +18,7 @@ use super::part::{Part, Parts};
 use super::place::Placer;
 use super::planned::{Place, Plan};
 use super::probe::Probe;
-use super::problem::Problem;
+use super::problem::{BufferId, Problem};
 use super::search::{HEIGHT_MAX, ITEMS_MAX};
 use super::shape::{Shapes, gcd};
 use super::walls::Walls;
@@ -62,10 +62,10 @@ impl Default for Budget {
 /// # Ok::<(), lowtide::device::plan::PlanError>(())
 /// ```
 pub struct Planner<'a> {
-    clock: &'a dyn Clock,
-    budget: Budget,
+    pub(super) clock: &'a dyn Clock,
+    pub(super) budget: Budget,
     enough: ByteSize,
-    segment_limit: Option<ByteSize>,
+    pub(super) segment_limit: Option<ByteSize>,
     on_better: Box<dyn FnMut(ByteSize) + 'a>,
 }
 
@@ -186,20 +186,24 @@ fn assembled<O: AsRef<[u64]>>(
         *end = (*end).max(offset + shapes.size(at));
     }
     let starts: Vec<u64> = segments.keys().copied().collect();
-    let place = |offset: u64| {
-        let start = walls.start(offset);
-        let segment = starts.partition_point(|other| *other < start);
-        Place { segment: u32::try_from(segment).unwrap_or(u32::MAX), offset: offset - start }
+    let flat = spread(problem, shapes, &roots);
+    // By the segment of what it shares memory of: a view of no bytes may lie at the end of that.
+    let place = |id: BufferId| {
+        let start = walls.start(flat[problem.unions.root(id.0).0 as usize]);
+        // What needs no memory may lie beyond all of them.
+        let segment = starts.partition_point(|other| *other < start).min(starts.len().max(1) - 1);
+        let offset = flat[id.index()].saturating_sub(start);
+        Place { segment: u32::try_from(segment).unwrap_or(u32::MAX), offset }
     };
-    let places: Box<[Place]> = spread(problem, shapes, &roots).into_iter().map(place).collect();
+    let places: Box<[Place]> = problem.ids().map(place).collect();
     let sizes = segments.iter().map(|(start, end)| ByteSize::new(end - start));
     let segments: Box<[ByteSize]> = sizes.collect();
     let peak = segments.iter().copied().sum();
-    // Walls raise the bound of the range, and say nothing about the sum of segments.
+    // Walls raise the bound of the range, and say nothing about the sum of segments; what alignments
+    // cost in one segment they need not cost in several.
     let is_flat = walls.is_none();
-    let live =
-        if is_flat { ByteSize::new(parts.bound() * parts.unit) } else { problem.lower_bound()? };
-    let bound = live.min(peak);
+    let live = if is_flat { parts.bound() * parts.unit } else { shapes.live_most() };
+    let bound = ByteSize::new(live).min(peak);
     let align = problem.demands().iter().fold(1_u64, |all, demand| {
         let common = (all / gcd(all, demand.align)).checked_mul(demand.align);
         common.unwrap_or(u64::MAX)
