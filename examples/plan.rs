@@ -11,9 +11,11 @@
 //! Invariant: what is printed about our own plan was verified.
 #![expect(clippy::print_stdout, reason = "the figures are the product")]
 
+#[path = "plan/drawing.rs"]
+mod drawing;
+
 use std::cell::Cell;
 use std::error::Error;
-use std::fmt::Write as _;
 use std::fs;
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -59,7 +61,9 @@ fn main() -> ExitCode {
 
 fn plan(args: &Args) -> Result<ExitCode, Box<dyn Error>> {
     let ends = if args.inclusive { Ends::Inclusive } else { Ends::AsNamed };
-    let problem = Problem::read_csv(File::open(&args.path)?, ends)
+    let file = File::open(&args.path);
+    let file = file.map_err(|error| format!("{}: {error}", args.path.display()))?;
+    let problem = Problem::read_csv(file, ends)
         .map_err(|error| format!("{}: {error}", args.path.display()))?;
     let bound = problem.lower_bound()?;
     println!("{}: {} buffers", args.path.display(), problem.demands().len());
@@ -91,7 +95,9 @@ fn plan(args: &Args) -> Result<ExitCode, Box<dyn Error>> {
     }
     println!("{}", verdict(&plan));
     if let Some(path) = &args.svg {
-        fs::write(path, drawn(&problem, &plan)?)?;
+        let title = args.path.file_name().unwrap_or_default().to_string_lossy();
+        fs::write(path, drawing::drawn(&title, &problem, &plan)?)
+            .map_err(|error| format!("{}: {error}", path.display()))?;
         println!("drawn in {}", path.display());
     }
     figures(&args.path, &problem, &plan, seconds)?;
@@ -135,48 +141,4 @@ fn figures(
         println!("figure plan.{name}.peer.{}.peak_per_bound {theirs:.4} ratio", heuristic.name());
     }
     Ok(())
-}
-
-/// The plan as a picture, 1,000 by 600.
-fn drawn(problem: &Problem, plan: &Plan) -> Result<String, Box<dyn Error>> {
-    const WIDTH: f64 = 1_000.0;
-    const HEIGHT: f64 = 600.0;
-    let demands = problem.demands();
-    let first = demands.iter().map(|demand| demand.live.start).min().unwrap_or(0);
-    let end = demands.iter().map(|demand| demand.live.end).max().unwrap_or(0);
-    let steps = ByteSize::new(end.abs_diff(first).max(1)).as_f64();
-    let across = |step: i64| ByteSize::new(step.abs_diff(first)).as_f64() / steps * WIDTH;
-    let peak = plan.peak().as_f64().max(1.0);
-    let up = |bytes: u64| HEIGHT - ByteSize::new(bytes).as_f64() / peak * HEIGHT;
-    let mut starts = vec![0];
-    for size in plan.segments() {
-        starts.push(starts.last().copied().unwrap_or(0) + size.get());
-    }
-    let mut svg = String::new();
-    writeln!(svg, "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {HEIGHT}'>")?;
-    writeln!(svg, "<rect width='{WIDTH}' height='{HEIGHT}' fill='#f4f4f2'/>")?;
-    for (id, demand) in problem.ids().zip(demands) {
-        if demand.live.is_empty() || demand.size.is_zero() {
-            continue;
-        }
-        let place = plan.place(id);
-        let low = starts[place.segment as usize] + place.offset;
-        let (left, right) = (across(demand.live.start), across(demand.live.end));
-        let (top, bottom) = (up(low + demand.size.get()), up(low));
-        // Neighbours in turn in other colours.
-        let hue = id.index() * 137 % 360;
-        write!(svg, "<rect x='{left:.2}' y='{top:.2}' width='{:.2}' ", right - left)?;
-        write!(svg, "height='{:.2}' fill='hsl({hue} 55% 62%)' stroke='#333' ", bottom - top)?;
-        writeln!(svg, "stroke-width='.3'><title>{}</title></rect>", escaped(&demand.name))?;
-    }
-    for start in starts.iter().skip(1) {
-        let at = up(*start);
-        writeln!(svg, "<path d='M0 {at:.2}H{WIDTH}' stroke='#000' stroke-dasharray='4'/>")?;
-    }
-    svg.push_str("</svg>\n");
-    Ok(svg)
-}
-
-fn escaped(name: &str) -> String {
-    name.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
 }

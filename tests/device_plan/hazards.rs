@@ -8,7 +8,7 @@ use lowtide::device::plan::{
     Bump, Demand, Graph, Kind, Plan, PlanError, Planner, Problem, Role, Unserved, ValueId,
 };
 
-use super::{peers, planned, planned_for};
+use super::{peer_segments, planned, planned_for};
 
 fn bytes(size: u64) -> ByteSize {
     ByteSize::new(size)
@@ -89,7 +89,7 @@ fn there_are_as_many_free_blocks_as_there_are() {
         problem.add(Demand::new("b", bytes(8 + at % 3), 0..end)).expect("it can be posed");
     }
     problem.add(Demand::new("late", bytes(64), 3..9)).expect("it can be posed");
-    assert_eq!(peers::ggml_segments(&problem, u64::MAX / 4), None, "where GGML ends");
+    assert_eq!(peer_segments::ggml_segments(&problem, u64::MAX / 4), None, "where GGML ends");
     let plan = planned(&problem, 0, 0);
     assert!(plan.peak() < plan.bound().scaled(1.1), "{} of {}", plan.peak(), plan.bound());
 }

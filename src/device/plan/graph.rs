@@ -16,6 +16,14 @@ use crate::bytes::ByteSize;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ValueId(usize);
 
+impl ValueId {
+    /// The number, in the order in which values were added, counted from 0.
+    #[must_use]
+    pub const fn index(self) -> usize {
+        self.0
+    }
+}
+
 /// A graph whose nodes are added in the order in which they are computed.
 ///
 /// Its methods panic where a [`ValueId`] is of another graph and beyond what this one has.
@@ -34,6 +42,7 @@ pub struct ValueId(usize);
 /// let (problem, buffers) = graph.problem(1)?;
 /// let plan = Planner::new(&SystemClock::new()).plan(&problem)?;
 /// assert_eq!(plan.peak(), ByteSize::kib(16)); // all of it in the place of `x`
+/// assert_eq!(plan.offset(buffers[y.index()]), plan.offset(buffers[x.index()]));
 /// # Ok::<(), lowtide::device::plan::PlanError>(())
 /// ```
 #[derive(Clone, Debug, Default)]
@@ -179,8 +188,7 @@ impl Graph {
         ValueId(own)
     }
 
-    /// The problem of the first kind of memory, and each value's buffer, in the order in which they
-    /// were added. Every offset is to be a multiple of `align`.
+    /// The problem of the first kind of memory, and each value's buffer, by [`ValueId::index`]. Every offset is to be a multiple of `align`.
     ///
     /// # Errors
     /// [`PlanError`], where a view reaches beyond its value, or sizes are too large.

@@ -13,6 +13,7 @@ use std::ops::Range;
 use super::error::PlanError;
 use super::part::Parts;
 use super::shape::Shapes;
+use super::solve::EXACT_MAX;
 use super::union::Unions;
 use super::walls::Walls;
 use crate::bytes::ByteSize;
@@ -271,6 +272,19 @@ impl Problem {
     pub fn lower_bound(&self) -> Result<ByteSize, PlanError> {
         let parts = Parts::of(&Shapes::of(self)?, &Walls::default());
         Ok(ByteSize::new(parts.bound() * parts.unit))
+    }
+
+    /// What a planner holds at most while it plans this, beside the problem itself. With `n` the
+    /// buffers and their gaps, and `m` the smaller of `n` and 2,000, beyond which no search is
+    /// exact: `64 KiB + 1 KiB n + 8 KiB m + 8 m^2` bytes, at most 50 MiB of it for the search.
+    /// About twice what was measured; a test holds it to that.
+    #[must_use]
+    pub fn planning_bytes(&self) -> ByteSize {
+        let gaps: usize = self.demands.iter().map(|demand| demand.gaps.len()).sum();
+        let all = ByteSize::of(self.demands.len() + gaps).get();
+        let searched = all.min(EXACT_MAX as u64);
+        let search = ByteSize::new((8 << 10) * searched + 8 * searched * searched);
+        ByteSize::kib(64).saturating_add(ByteSize::kib(all)).saturating_add(search)
     }
 
     /// From the first step of any buffer with memory to the end of the last one.

@@ -7,6 +7,7 @@
 //! Invariants: the pieces of a shape are in the order of time and do not overlap; every buffer with
 //! memory is in exactly one shape.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use super::error::PlanError;
@@ -244,18 +245,23 @@ fn shared_needs(
     times.sort_unstable();
     times.dedup();
     let from = needs.len();
-    let (mut coming, mut live) = (0, Vec::<usize>::new());
+    // What is live, by whose contents it has: only where those differ is there anything to check.
+    let (mut coming, mut live) = (0, BTreeMap::<u32, Vec<usize>>::new());
     for pair in times.windows(2) {
         let (first, end) = (pair[0], pair[1]);
-        live.retain(|at| members[*at].held.end > first);
-        while members.get(coming).is_some_and(|member| member.held.start <= first) {
-            for &other in &live {
-                check_reuse(&members[other], &members[coming])?;
+        live.retain(|_, same| {
+            same.retain(|at| members[*at].held.end > first);
+            !same.is_empty()
+        });
+        while let Some(member) = members.get(coming).filter(|m| m.held.start <= first) {
+            let others = live.iter().filter(|(content, _)| **content != member.content);
+            for &other in others.flat_map(|(_, same)| same) {
+                check_reuse(&members[other], member)?;
             }
-            live.push(coming);
+            live.entry(member.content).or_default().push(coming);
             coming += 1;
         }
-        let windows = live.iter().map(|at| members[*at].window);
+        let windows = live.values().flatten().map(|at| members[*at].window);
         let around =
             windows.reduce(|a, b| Window { low: a.low.min(b.low), high: a.high.max(b.high) });
         let Some(window) = around else { continue };
@@ -288,7 +294,7 @@ fn member_of<'a>(
     }
 }
 
-/// Two members that are live at once, the earlier one first: one content, or windows apart, or the
+/// Two members of other contents that are live at once, the earlier one first: windows apart, or the
 /// step at which one overwrites the other. Views of either may begin then too.
 fn check_reuse(first: &Member<'_>, second: &Member<'_>) -> Result<(), PlanError> {
     let apart = first.window.high <= second.window.low || second.window.high <= first.window.low;
@@ -298,7 +304,7 @@ fn check_reuse(first: &Member<'_>, second: &Member<'_>) -> Result<(), PlanError>
             && child.held.start >= child.written
     };
     let overwrites = overwrites(second, first) || overwrites(first, second);
-    if first.content == second.content || apart || overwrites {
+    if apart || overwrites {
         return Ok(());
     }
     // The one that overwrites is named first, where it is one of the two.
