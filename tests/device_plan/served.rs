@@ -182,22 +182,22 @@ fn a_simulated_device_finds_what_was_written_through_sleeps_and_compactions() {
 
 #[test]
 fn a_refit_that_finds_no_memory_leaves_the_plan_and_what_is_in_it() {
-    let (sim, arena, stream) = simulated(8);
-    let small = together(&[128 << 10, 128 << 10]);
+    let (sim, arena, stream) = simulated(64);
+    let small = together(&[1 << 20, 1 << 20]);
     let ids: Vec<BufferId> = small.ids().collect();
-    let plan = planned_for(&small, 100, Some(128 << 10));
+    let plan = planned_for(&small, 100, Some(1 << 20));
     let mut memory = arena.reserve_plan(&plan, Region::Stable).expect("room for it");
-    let large = planned_for(&together(&[256 << 10; 3]), 100, Some(256 << 10));
+    let large = planned_for(&together(&[4 << 20; 3]), 100, Some(4 << 20));
     let read = |memory: &mut PlanMemory, act: &dyn Fn(DeviceAddress)| {
         let lease = arena.enter().expect("an open arena");
         let planned = memory.enter(&lease).expect("an open arena");
         ids.iter().for_each(|id| act(planned.address(*id)));
         sim.stream_synchronize(stream).expect("done");
     };
-    let (size, mark) = (ByteSize::kib(128), Pattern::new(7));
+    let (size, mark) = (ByteSize::mib(1), Pattern::new(7));
     read(&mut memory, &|at| sim.fill(stream, at, size, mark).expect("queued"));
     let mut refused = 0;
-    for nth in 1..200 {
+    for nth in (1..400).step_by(23) {
         sim.fail_nth(Some(Call::Create), nth, SimError::OutOfMemory);
         let found = memory.refit(&large);
         sim.forget_failures();
@@ -206,8 +206,8 @@ fn a_refit_that_finds_no_memory_leaves_the_plan_and_what_is_in_it() {
         }
         refused += 1;
         assert!(found.expect_err("refused").is_out_of_memory());
-        assert_eq!(memory.bytes(), ByteSize::kib(256), "the plan is as it was");
-        assert_eq!(arena.snapshot().live, ByteSize::kib(256), "nothing of the other one stays");
+        assert_eq!(memory.bytes(), ByteSize::mib(2), "the plan is as it was");
+        assert_eq!(arena.snapshot().live, ByteSize::mib(2), "nothing of the other one stays");
         read(&mut memory, &|at| {
             let check = sim.check(stream, at, size, mark).expect("queued");
             sim.stream_synchronize(stream).expect("done");
