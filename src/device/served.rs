@@ -256,7 +256,6 @@ impl Planned<'_> {
     }
 
     /// The lease that keeps the addresses true.
-    #[must_use]
     pub const fn lease(&self) -> &Lease {
         self.lease
     }

@@ -106,7 +106,7 @@ fn fits(pieces: &[Piece], height: u64, offsets: &mut Vec<u64>) -> bool {
     let may = |offset: &u64| {
         let member = |(at, align, fixed): &(u64, u64, Option<u64>)| {
             let own = offset + at;
-            own % align == 0 && fixed.is_none_or(|fixed| fixed == own)
+            own.is_multiple_of(*align) && fixed.is_none_or(|fixed| fixed == own)
         };
         piece.members.iter().all(member)
     };

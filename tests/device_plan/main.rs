@@ -286,9 +286,8 @@ fn a_buffer_larger_than_a_segment_gets_its_own_which_others_share() {
     let plan = planned_for(&problem, 1_000, Some(16));
     let sizes: Vec<u64> = plan.segments().iter().map(|size| size.get()).collect();
     assert_eq!(sizes, [100, 8], "90 and 8 lie in the segment of the 100");
-    let limit = Some(0);
     let clock = ManualClock::new();
-    let mut planner = Planner::new(&clock).segments_of(ByteSize::new(limit.unwrap_or(0)));
+    let mut planner = Planner::new(&clock).segments_of(ByteSize::ZERO);
     let found = planner.plan(&problem).expect_err("no bytes");
     assert_eq!(
         found.to_string(),

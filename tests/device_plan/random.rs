@@ -6,6 +6,7 @@ use lowtide::ByteSize;
 use lowtide::device::plan::{Demand, Gap, Problem, Role, Window};
 
 /// What may be in a problem beside sizes and lifetimes.
+#[expect(clippy::struct_excessive_bools, reason = "each may be there without the others")]
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Kind {
     pub(crate) aligned: bool,

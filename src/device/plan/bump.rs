@@ -49,15 +49,12 @@ impl Bump {
         Self { taken: 0, capacity: capacity.get() }
     }
 
-    /// The offset of so many bytes, a multiple of `align`. O(1).
+    /// The offset of so many bytes, a multiple of `align`, where 0 counts as 1. O(1).
     ///
     /// # Errors
     /// [`BumpFull`]; the block is as it was.
-    ///
-    /// # Panics
-    /// If `align` is zero.
     pub fn take(&mut self, size: ByteSize, align: u64) -> Result<u64, BumpFull> {
-        assert!(align > 0, "an alignment of no bytes");
+        let align = align.max(1);
         let start = self.taken.checked_next_multiple_of(align);
         let start = start.unwrap_or(u64::MAX).min(self.capacity);
         let left = self.capacity - start;
@@ -77,10 +74,8 @@ impl Bump {
 }
 
 /// Places for sizes, one after the other, in segments of at most `limit`; what is larger gets a
-/// segment of its own. With the places the sizes of the segments. O(n).
-///
-/// # Panics
-/// If `align` is zero.
+/// segment of its own. With the places the sizes of the segments. O(n). An alignment of 0 counts
+/// as 1.
 #[must_use]
 pub fn packed(sizes: &[ByteSize], limit: ByteSize, align: u64) -> (Vec<Place>, Vec<ByteSize>) {
     let (mut places, mut segments) = (Vec::with_capacity(sizes.len()), Vec::new());

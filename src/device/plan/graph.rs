@@ -191,10 +191,7 @@ impl Graph {
     /// The problem of the first kind of memory, and each value's buffer, by [`ValueId::index`]. Every offset is to be a multiple of `align`.
     ///
     /// # Errors
-    /// [`PlanError`], where a view reaches beyond its value, or sizes are too large.
-    ///
-    /// # Panics
-    /// If `align` is zero.
+    /// [`PlanError`], where a view reaches beyond its value, sizes are too large, or `align` is 0.
     pub fn problem(&self, align: u64) -> Result<(Problem, Vec<BufferId>), PlanError> {
         self.problem_of(0, align)
     }
@@ -203,11 +200,7 @@ impl Graph {
     ///
     /// # Errors
     /// As [`Graph::problem`].
-    ///
-    /// # Panics
-    /// If `align` is zero.
     pub fn problem_of(&self, kind: u32, align: u64) -> Result<(Problem, Vec<BufferId>), PlanError> {
-        assert!(align > 0, "an alignment of no bytes");
         let mut problem = Problem::new();
         let mut ids = Vec::with_capacity(self.values.len());
         for (at, value) in self.values.iter().enumerate() {
@@ -246,9 +239,6 @@ impl Graph {
     ///
     /// # Errors
     /// As [`Graph::problem`].
-    ///
-    /// # Panics
-    /// If `align` is zero.
     pub fn kinds(
         &self,
         align: u64,
