@@ -16,9 +16,9 @@ struct Segment {
     used: u64,
 }
 
-/// `ggml-alloc.c` for segments of at most `limit`: the sum of what each was used of. `None` where there
-/// would be more than 256 free blocks, at which the process ends. The quirk is GGML's: the last
-/// segment with a block that fits wins, however well an earlier one fits.
+/// `ggml-alloc.c` for segments of at most `limit`: the sum of what each was used of. `None` where
+/// there would be more than 256 free blocks, at which the process ends. The quirk is GGML's: the
+/// last segment with a block that fits wins, however well an earlier one fits.
 pub(crate) fn ggml_segments(problem: &Problem, limit: u64) -> Option<u64> {
     let mut segments: Vec<Segment> = Vec::new();
     let mut places = vec![(0, 0); problem.demands().len()];

@@ -1,9 +1,9 @@
 //! Problems out of graphs: nodes in the order in which they are computed, each with its operands.
 //!
 //! A node's result is live from its own step to that of the last node which reads it; of what is
-//! read through a view only, that part. Where a node may overwrite an operand, and is its last reader, the result takes that
-//! operand's place. Forward, backward and optimizer steps of a training are one graph, and so one
-//! plan. It computes nothing and orders nothing.
+//! read through a view only, that part. Where a node may overwrite an operand, and is its last
+//! reader, the result takes that operand's place. Forward, backward and optimizer steps of a
+//! training are one graph, and so one plan. It computes nothing and orders nothing.
 //!
 //! Invariant: step `n` is that of the `n`th node; what is there before the first node is an input.
 
@@ -188,7 +188,8 @@ impl Graph {
         ValueId(own)
     }
 
-    /// The problem of the first kind of memory, and each value's buffer, by [`ValueId::index`]. Every offset is to be a multiple of `align`.
+    /// The problem of the first kind of memory, and each value's buffer, by
+    /// [`ValueId::index`]. Every offset is to be a multiple of `align`.
     ///
     /// # Errors
     /// [`PlanError`], where a view reaches beyond its value, sizes are too large, or `align` is 0.

@@ -294,8 +294,8 @@ fn member_of<'a>(
     }
 }
 
-/// Two members of other contents that are live at once, the earlier one first: windows apart, or the
-/// step at which one overwrites the other. Views of either may begin then too.
+/// Two members of other contents that are live at once, the earlier one first: windows apart, or
+/// the step at which one overwrites the other. Views of either may begin then too.
 fn check_reuse(first: &Member<'_>, second: &Member<'_>) -> Result<(), PlanError> {
     let apart = first.window.high <= second.window.low || second.window.high <= first.window.low;
     let overwrites = |child: &Member<'_>, parent: &Member<'_>| {

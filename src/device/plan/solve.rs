@@ -199,8 +199,8 @@ fn assembled<O: AsRef<[u64]>>(
     let sizes = segments.iter().map(|(start, end)| ByteSize::new(end - start));
     let segments: Box<[ByteSize]> = sizes.collect();
     let peak = segments.iter().copied().sum();
-    // Walls raise the bound of the range, and say nothing about the sum of segments; what alignments
-    // cost in one segment they need not cost in several.
+    // Walls raise the bound of the range, and say nothing about the sum of segments; what
+    // alignments cost in one segment they need not cost in several.
     let is_flat = walls.is_none();
     let live = if is_flat { parts.bound() * parts.unit } else { shapes.live_most() };
     let bound = ByteSize::new(live).min(peak);
