@@ -7,8 +7,8 @@
 //!
 //! Weights lie in the arena's stable region, activations in the dynamic one: on the host in one
 //! buffer for each text, at offsets that were planned when the model was loaded. Where the host
-//! cannot reach the arena's memory, the device computes. Invariant: the embedding of a text depends on the
-//! text, the seed and the shape alone, but for the rounding of sums.
+//! cannot reach the arena's memory, the device computes. Invariant: the embedding of a text depends
+//! on the text, the seed and the shape alone, but for the rounding of sums.
 
 #[path = "model_cuda.rs"]
 mod cuda;
