@@ -28,12 +28,13 @@ fn source(name: &str) -> String {
     fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
 }
 
-fn run(name: &str) -> (Option<i32>, String) {
+fn run(name: &str, arguments: &[&str]) -> (Option<i32>, String) {
     // In a package the crate is not its own development dependency: the features are named.
     let features = "api2,cuda,memory-viz,service,prometheus,simulation";
     let output = Command::new(env!("CARGO"))
         .current_dir(env!("CARGO_MANIFEST_DIR"))
-        .args(["run", "--quiet", "--locked", "--features", features, "--example", name])
+        .args(["run", "--quiet", "--locked", "--features", features, "--example", name, "--"])
+        .args(arguments)
         .env_remove("LOWTIDE_PROFILE") // whatever this process was started with
         .output()
         .expect("Cargo, which runs this test");
@@ -55,13 +56,39 @@ fn each_example_is_short_and_says_what_it_is() {
 #[test]
 fn each_example_ends_by_itself_and_shows_what_it_says() {
     for (name, expected) in EXAMPLES {
-        let (code, text) = run(name);
+        let (code, text) = run(name, &[]);
         assert_eq!(code, Some(0), "{name}:\n{text}");
         for part in *expected {
             assert!(text.contains(part), "{name} does not say {part:?}:\n{text}");
         }
         println!("{name}\n{text}");
     }
+}
+
+#[test]
+fn a_file_is_planned_beside_the_plans_of_others_and_drawn() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = |name: &str| folder.path().join(name).display().to_string();
+    let (svg, wrong) = (file("plan.svg"), file("wrong.csv"));
+    let data = "tests/data/planning/input.12.csv";
+    let (code, text) = run("plan", &[data, "--budget", "1s", "--svg", &svg]);
+    assert_eq!(code, Some(0), "{text}");
+    for part in ["live at once", "ggml", "tflite", "proved", "figure plan.input.12.proven 1"] {
+        assert!(text.contains(part), "{part:?} is not in:\n{text}");
+    }
+    let drawn = fs::read_to_string(&svg).expect("a picture");
+    assert!(drawn.starts_with("<svg") && drawn.ends_with("</svg>\n"), "{drawn}");
+    assert_eq!(drawn.matches("</title></rect>").count(), 5, "a rectangle for each buffer");
+    assert!(drawn.contains(">peak</text>") && drawn.contains(">bound</text>"));
+    let (code, text) = run("plan", &[data, "--segment-bytes", "4", "--capacity", "1"]);
+    assert_eq!(code, Some(1), "it needs more than that:\n{text}");
+    assert!(text.contains("segments"), "{text}");
+    fs::write(&wrong, "id,lower,upper,size\na,0,1,4\nb,5,1,4\n").expect("a file");
+    let (code, text) = run("plan", &[&wrong]);
+    assert_eq!(code, Some(2), "{text}");
+    assert!(text.contains("wrong.csv: line 3: b: live from 5 until before 1"), "{text}");
+    let (code, text) = run("plan", &[&file("none.csv")]);
+    assert_eq!((code, text.contains("none.csv: No such file")), (Some(2), true), "{text}");
 }
 
 #[test]

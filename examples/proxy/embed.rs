@@ -41,9 +41,10 @@ pub(crate) fn host_cost(body_bytes: u64) -> ByteSize {
     ByteSize::new(body_bytes.min(BODY_MAX.get()) * BODY_FACTOR + REST)
 }
 
-/// Device bytes that the activations of one request take at most: one text at a time.
+/// Device bytes that the activations of one request take at most: the rows of one text and their
+/// sum, in whose place the plan has their projection.
 pub(crate) const DEVICE_COST: ByteSize =
-    ByteSize::new((crate::model::NGRAMS_MAX * WIDTH * 4) as u64);
+    ByteSize::new(((crate::model::NGRAMS_MAX + 1) * WIDTH * 4) as u64);
 
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]

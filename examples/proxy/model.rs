@@ -5,9 +5,10 @@
 //! from a seed: texts that share n-grams come out close, others nearly at right angles. It learns
 //! nothing and knows no language; its memory behaves like that of a model that does.
 //!
-//! Weights lie in the arena's stable region, activations in the dynamic one. Where the host cannot
-//! reach the arena's memory, the device computes. Invariant: the embedding of a text depends on the
-//! text, the seed and the shape alone, but for the rounding of sums.
+//! Weights lie in the arena's stable region, activations in the dynamic one: on the host in one
+//! buffer for each text, at offsets that were planned when the model was loaded. Where the host
+//! cannot reach the arena's memory, the device computes. Invariant: the embedding of a text depends
+//! on the text, the seed and the shape alone, but for the rounding of sums.
 
 #[path = "model_cuda.rs"]
 mod cuda;
@@ -15,6 +16,8 @@ mod cuda;
 use cuda::Cuda;
 pub(crate) use cuda::ModelError;
 use lowtide::ByteSize;
+use lowtide::clock::SystemClock;
+use lowtide::device::plan::{BufferId, Graph, Plan, PlanError, Planner};
 use lowtide::device::{Buffer, DeviceArena, DeviceError, Lease, Region};
 
 /// Numbers in an embedding.
@@ -36,6 +39,41 @@ pub(crate) struct Model {
     rows: usize,
     /// Who computes, where the host cannot.
     cuda: Option<Cuda>,
+    /// Where activations lie, for texts of 1, 2, 4 ... [`NGRAMS_MAX`] n-grams.
+    activations: Vec<Activations>,
+}
+
+/// The activations of a text with so many n-grams: rows of the table, their sum, its projection.
+#[derive(Debug)]
+struct Activations {
+    plan: Plan,
+    gathered: BufferId,
+    pooled: BufferId,
+    projected: BufferId,
+}
+
+impl Activations {
+    fn planned(ngrams: usize) -> Result<Self, PlanError> {
+        let bytes = |rows: usize| ByteSize::of(rows * WIDTH * size_of::<f32>());
+        let mut graph = Graph::new();
+        let table = graph.external("table", ByteSize::ZERO);
+        let projection = graph.external("projection", ByteSize::ZERO);
+        let gathered = graph.node("gathered", bytes(ngrams), &[table], false);
+        let pooled = graph.node("pooled", bytes(1), &[gathered], false);
+        let projected = graph.node("projected", bytes(1), &[pooled, projection], false);
+        graph.keep(projected);
+        let (problem, ids) = graph.problem(align_of::<f32>() as u64)?;
+        let plan = Planner::new(&SystemClock::new()).plan(&problem)?;
+        let [gathered, pooled, projected] = [gathered, pooled, projected].map(|v| ids[v.index()]);
+        Ok(Self { plan, gathered, pooled, projected })
+    }
+
+    /// Where so many of an activation's numbers are.
+    fn range(&self, id: BufferId, numbers: usize) -> std::ops::Range<usize> {
+        let start = ByteSize::new(self.plan.offset(id)).as_usize().unwrap_or(usize::MAX);
+        let start = start / size_of::<f32>();
+        start..start.saturating_add(numbers)
+    }
 }
 
 impl Model {
@@ -59,7 +97,9 @@ impl Model {
             Some(cuda) => cuda.alloc(len),
         };
         let (table, projection) = (room(rows.saturating_mul(WIDTH))?, room(WIDTH * WIDTH)?);
-        let mut model = Self { arena: arena.clone(), table, projection, rows, cuda };
+        let lengths = (0..=NGRAMS_MAX.ilog2()).map(|bits| Activations::planned(1 << bits));
+        let activations = lengths.collect::<Result<_, _>>()?;
+        let mut model = Self { arena: arena.clone(), table, projection, rows, cuda, activations };
         let mut chance = Chance(seed);
         for weights in [&mut model.table, &mut model.projection] {
             let next = || chance.between_minus_one_and_one();
@@ -93,25 +133,30 @@ impl Model {
 
     /// The projection of the sum of these rows of the table.
     fn on_host(&self, rows: &[usize], lease: &Lease) -> Result<Vec<f32>, DeviceError> {
+        let bits = rows.len().max(1).next_power_of_two().ilog2() as usize;
+        let at = &self.activations[bits];
+        let numbers = at.plan.peak().as_usize().unwrap_or(usize::MAX) / size_of::<f32>();
+        let mut memory = self.arena.alloc::<f32>(numbers, Region::Dynamic)?;
+        let memory = memory.slice_mut(lease)?;
+        let ranges = [at.range(at.gathered, rows.len() * WIDTH), at.range(at.pooled, WIDTH)];
+        let [gathered, pooled] = memory.get_disjoint_mut(ranges).expect("both live at once");
         let table = self.table.slice(lease)?;
-        let mut gathered = self.arena.alloc::<f32>(rows.len() * WIDTH, Region::Dynamic)?;
-        let gathered = gathered.slice_mut(lease)?;
         for (place, row) in gathered.chunks_exact_mut(WIDTH).zip(rows) {
             place.copy_from_slice(&table[row * WIDTH..(row + 1) * WIDTH]);
         }
-        let mut pooled = self.arena.alloc::<f32>(WIDTH, Region::Dynamic)?;
-        let pooled = pooled.slice_mut(lease)?;
         pooled.fill(0.0);
         for row in gathered.chunks_exact(WIDTH) {
             for (sum, value) in pooled.iter_mut().zip(row) {
                 *sum += value;
             }
         }
+        let ranges = [at.range(at.pooled, WIDTH), at.range(at.projected, WIDTH)];
+        let [pooled, projected] = memory.get_disjoint_mut(ranges).expect("both live at once");
         let projection = self.projection.slice(lease)?;
-        Ok(projection
-            .chunks_exact(WIDTH)
-            .map(|row| row.iter().zip(&*pooled).map(|(weight, value)| weight * value).sum())
-            .collect())
+        for (value, row) in projected.iter_mut().zip(projection.chunks_exact(WIDTH)) {
+            *value = row.iter().zip(&*pooled).map(|(weight, value)| weight * value).sum();
+        }
+        Ok(projected.to_vec())
     }
 }
 

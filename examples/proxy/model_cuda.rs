@@ -35,6 +35,9 @@ pub(crate) enum ModelError {
     /// The arena.
     #[error(transparent)]
     Arena(#[from] DeviceError),
+    /// The planner of activations.
+    #[error(transparent)]
+    Plan(#[from] lowtide::device::plan::PlanError),
     /// cudarc, or the driver under it.
     #[error("CUDA: {0}")]
     Cuda(#[from] cudarc::driver::DriverError),

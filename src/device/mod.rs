@@ -113,6 +113,7 @@ mod region;
 mod remap;
 mod reserve;
 mod segment;
+mod served;
 mod shared;
 mod shortage;
 mod sleep;
@@ -143,6 +144,7 @@ pub use planted::Planted;
 pub use raw::RawBlock;
 pub use reclaim::Decayed;
 pub use region::Region;
+pub use served::{PlanMemory, Planned};
 pub use shortage::{Lack, Shortage, ShortageCallback};
 pub use sleep::{
     ArenaState, Contents, Entering, HostBudget, SleepConfig, SleepOptions, Slept, Woken,

@@ -10,7 +10,7 @@
 use lowtide::device::plan::Problem;
 
 /// Buffers in the order of events: at each step the frees, then the allocations as given.
-fn events(problem: &Problem) -> Vec<(i64, bool, usize)> {
+pub(crate) fn events(problem: &Problem) -> Vec<(i64, bool, usize)> {
     let mut events = Vec::new();
     for (at, demand) in problem.demands().iter().enumerate() {
         if !demand.live.is_empty() && !demand.size.is_zero() {

@@ -196,3 +196,16 @@ fn extreme_steps_and_sizes_do_not_overflow() {
     let plan = Planner::new(&clock).budget(budget).plan(&problem).expect("it has plans");
     assert_eq!((plan.peak().get(), plan.is_optimal()), (1 << 61, true));
 }
+
+#[test]
+fn a_million_buffers_have_a_plan_even_without_time() {
+    let mut problem = Problem::new();
+    for at in 0..1_000_000_i64 {
+        let size = ByteSize::new(1 + at.unsigned_abs() % 7);
+        problem.add(Demand::new("b", size, at..at + 5)).expect("it can be posed");
+    }
+    let budget = Budget { time: Duration::ZERO, nodes: u64::MAX };
+    let clock = ManualClock::new();
+    let plan = Planner::new(&clock).budget(budget).plan(&problem).expect("it has plans");
+    assert!(plan.peak() <= plan.bound().checked_mul(2).expect("small"), "{}", plan.peak());
+}

@@ -114,9 +114,7 @@ pub enum CsvWriteError {
     #[error("cannot be written: {0}")]
     Write(#[from] io::Error),
     /// The format has no word for what a buffer needs.
-    #[error(
-        "{name}: a name with a comma or a line's end, shared memory, or a last step of i64::MAX"
-    )]
+    #[error("{name}: a name with a comma, shared memory, or a place in one of several segments")]
     Inexpressible {
         /// The buffer.
         name: String,
@@ -181,6 +179,7 @@ impl Problem {
         plan: Option<&Plan>,
     ) -> Result<(), CsvWriteError> {
         let is_inclusive = ends == Ends::Inclusive;
+        let has_segments = plan.is_some_and(|plan| plan.segments().len() > 1);
         let own = || self.demands().iter().filter(|demand| demand.role != Role::External);
         let aligned = own().any(|demand| demand.align > 1);
         let placed = plan.is_some() || own().any(|demand| demand.offset.is_some());
@@ -203,7 +202,9 @@ impl Problem {
             let Range { start, end } = self.held(demand, &span);
             let end = if is_inclusive { end.checked_sub(1) } else { Some(end) };
             let is_plain = !demand.name.contains([',', '\n', '\r']);
-            let Some(end) = end.filter(|_| is_plain && self.unions.over(id.0).is_none()) else {
+            let Some(end) =
+                end.filter(|_| is_plain && !has_segments && self.unions.over(id.0).is_none())
+            else {
                 return Err(CsvWriteError::Inexpressible { name: demand.name.clone() });
             };
             write!(to, "{},{start},{end},{}", demand.name, demand.size.get())?;

@@ -126,8 +126,8 @@ pub enum PlanError {
         room: u64,
     },
     /// What shares another buffer's memory has gaps, or has to be elsewhere by its own alignment
-    /// or fixed offset.
-    #[error("{name}: cannot lie at {at} of {over}: its own gaps, alignment or offset forbid it")]
+    /// or fixed offset, or as memory of the caller's own.
+    #[error("{name}: cannot lie at {at} of {over}: its gaps, alignment, offset or role forbid it")]
     CannotShare {
         /// The buffer.
         name: String,
@@ -155,6 +155,39 @@ pub enum PlanError {
         over: String,
         /// The first step at which that is not live any more.
         end: i64,
+    },
+    /// Segments cannot have what a buffer needs: its offset is fixed, alignments have no common
+    /// multiple that can be counted with, or segments have no bytes.
+    #[error("{name}: a fixed offset or an alignment that segments of {limit} cannot have")]
+    NoSegment {
+        /// The buffer.
+        name: String,
+        /// The largest size of a segment.
+        limit: ByteSize,
+    },
+    /// A value lies in a kind of memory about which nothing was said.
+    #[error("{name}: in memory of kind {number}: expected one of the {count} that were named")]
+    NoKind {
+        /// The value.
+        name: String,
+        /// Its kind.
+        number: u32,
+        /// How many kinds there are.
+        count: usize,
+    },
+    /// Two kinds of memory have the same name: what lies in one of them would lie over the other.
+    #[error("memory {name}: named twice: expected one problem for each kind of memory")]
+    KindTwice {
+        /// The name of the kind.
+        name: String,
+    },
+    /// What is wrong with the problem of one kind of memory.
+    #[error("memory {kind}: {error}")]
+    InKind {
+        /// The name of the kind.
+        kind: String,
+        /// What is wrong.
+        error: Box<Self>,
     },
     /// The plan that was made does not hold: an error of this crate, found before the plan left it.
     #[error("the plan that was made does not hold: {0}")]

@@ -34,24 +34,36 @@
 //! Invariants: no plan leaves here that was not verified; the same problem and the same budget of
 //! nodes give the same plan.
 
+mod bump;
 mod chance;
 mod csv;
+mod dive;
 mod error;
 mod floors;
+mod graph;
+mod kinds;
 mod order;
 mod part;
 mod place;
 mod planned;
 mod probe;
 mod problem;
+mod reuse;
 mod search;
 mod shape;
 mod solve;
+mod totals;
 mod union;
 mod verify;
+mod walls;
 
+pub use bump::{Bump, BumpFull, packed};
 pub use csv::{CsvError, CsvFault, CsvWriteError, Ends};
 pub use error::{PlanError, PlanFault};
-pub use planned::Plan;
+pub use graph::{Graph, ValueId};
+pub use kinds::{JointPlan, Kind};
+pub use order::Heuristic;
+pub use planned::{Place, Plan};
 pub use problem::{BufferId, Demand, Gap, Problem, Role, Window};
+pub use reuse::{Fingerprint, PlanCache, Unserved};
 pub use solve::{Budget, Planner};

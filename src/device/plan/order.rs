@@ -45,8 +45,6 @@ impl Traits {
 /// How items are ordered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Rule {
-    /// As they were given.
-    Trace,
     /// By their first steps, then as they were given: the order in which an allocator sees them.
     Birth,
     /// By their first steps, the largest first of those that begin together.
@@ -74,29 +72,107 @@ pub(super) enum Within {
     Area,
 }
 
-/// All rules with their fits, the cheapest to find good plans with first.
-pub(super) fn all() -> Vec<(Rule, Fit)> {
-    let mut all = vec![
-        (Rule::Birth, Fit::BestHighest),   // GGML's allocator
-        (Rule::Trace, Fit::BestBelowPeak), // ONNX Runtime's memory pattern
-        (Rule::BirthLargest, Fit::BestBelowPeak),
-        (Rule::Size, Fit::First),
-        (Rule::Size, Fit::Best), // TFLite, XLA by space
-        (Rule::Area, Fit::First),
-        (Rule::Area, Fit::Best),
-        (Rule::Duration, Fit::Best), // XLA by time
-        (Rule::Duration, Fit::First),
-        (Rule::BirthLargest, Fit::First),
-        (Rule::Birth, Fit::First),
+/// Planners of others, each by one rule.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Heuristic {
+    /// GGML's graph allocator: as buffers come, into the gap that leaves least, the highest of
+    /// equal ones.
+    Ggml,
+    /// ONNX Runtime's memory pattern: as buffers come, into the gap that leaves least, where what
+    /// lies below the peak so far is a gap as well.
+    OnnxRuntime,
+    /// TFLite's greedy by size, and XLA's best fit by space: the largest first, best fit.
+    TfLite,
+    /// XLA's best fit by time: the longest first, best fit.
+    XlaByTime,
+    /// TFLite Micro's and TVM's greedy by size: the largest first, first fit.
+    LargestFirstFit,
+    /// The largest product of size and duration first, first fit.
+    AreaFirstFit,
+    /// As buffers come, first fit.
+    FirstFit,
+}
+
+impl Heuristic {
+    /// All of them.
+    pub const ALL: [Self; 7] = [
+        Self::Ggml,
+        Self::OnnxRuntime,
+        Self::TfLite,
+        Self::XlaByTime,
+        Self::LargestFirstFit,
+        Self::AreaFirstFit,
+        Self::FirstFit,
     ];
-    let withins = [Within::Birth, Within::Duration, Within::Death, Within::Area];
-    for ratio in [Ratio(1, 1), Ratio(2, 1), Ratio(3, 2), Ratio(5, 4), Ratio(11, 10)] {
-        for within in withins {
-            all.push((Rule::Classes(ratio, within), Fit::First));
-            all.push((Rule::Classes(ratio, within), Fit::Best));
+
+    /// Its name in figures: lower case, words joined by `_`.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Ggml => "ggml",
+            Self::OnnxRuntime => "onnx_runtime",
+            Self::TfLite => "tflite",
+            Self::XlaByTime => "xla_by_time",
+            Self::LargestFirstFit => "largest_first_fit",
+            Self::AreaFirstFit => "area_first_fit",
+            Self::FirstFit => "first_fit",
         }
     }
-    all
+
+    pub(super) const fn rule(self) -> Ruled {
+        match self {
+            Self::Ggml => (Rule::Birth, Fit::BestHighest),
+            Self::OnnxRuntime => (Rule::Birth, Fit::BestBelowPeak),
+            Self::TfLite => (Rule::Size, Fit::Best),
+            Self::XlaByTime => (Rule::Duration, Fit::Best),
+            Self::LargestFirstFit => (Rule::Size, Fit::First),
+            Self::AreaFirstFit => (Rule::Area, Fit::First),
+            Self::FirstFit => (Rule::Birth, Fit::First),
+        }
+    }
+}
+
+/// A rule, and the fit that goes with it.
+pub(super) type Ruled = (Rule, Fit);
+
+/// What allocators do that see buffers as they come.
+pub(super) const ONLINE: [Ruled; 3] = [
+    (Rule::Birth, Fit::BestHighest),          // GGML's graph allocator
+    (Rule::Birth, Fit::BestBelowPeak),        // ONNX Runtime's memory pattern
+    (Rule::BirthLargest, Fit::BestBelowPeak), // the same, the largest first
+];
+
+/// What planners do that see all buffers at once; the best ones for large parts come first
+/// (measured by the bench `plan`).
+pub(super) const OFFLINE: [Ruled; 10] = [
+    (Rule::Classes(Ratio(1, 1), Within::Birth), Fit::First),
+    (Rule::Size, Fit::Best), // TFLite, XLA by space
+    (Rule::Size, Fit::First),
+    (Rule::Classes(Ratio(3, 2), Within::Birth), Fit::Best),
+    (Rule::Area, Fit::First),
+    (Rule::Duration, Fit::Best), // XLA by time
+    (Rule::Area, Fit::Best),
+    (Rule::Duration, Fit::First),
+    (Rule::BirthLargest, Fit::First),
+    (Rule::Birth, Fit::First),
+];
+
+/// Classes of sizes, each in four orders with two fits.
+pub(super) fn classes() -> impl Iterator<Item = Ruled> {
+    let withins = [Within::Birth, Within::Duration, Within::Death, Within::Area];
+    let ratios = [Ratio(1, 1), Ratio(2, 1), Ratio(3, 2), Ratio(5, 4), Ratio(11, 10)];
+    let rules = ratios
+        .into_iter()
+        .flat_map(move |ratio| withins.map(|within| Rule::Classes(ratio, within)));
+    rules.flat_map(|rule| [(rule, Fit::First), (rule, Fit::Best)])
+}
+
+impl Rule {
+    /// Whether items come in the order of their first steps.
+    pub(super) const fn is_online(self) -> bool {
+        matches!(self, Self::Birth | Self::BirthLargest)
+    }
 }
 
 /// The items in the order of a rule.
@@ -104,7 +180,6 @@ pub(super) fn order(traits: &[Traits], rule: Rule) -> Vec<u32> {
     let mut order: Vec<u32> = (0..).take(traits.len()).collect();
     let of = |item: u32| &traits[item as usize];
     match rule {
-        Rule::Trace => order.sort_by_key(|item| of(*item).shape),
         Rule::Birth => order.sort_by_key(|item| (of(*item).birth, of(*item).shape)),
         Rule::BirthLargest => {
             order.sort_by_key(|item| (of(*item).birth, Reverse(of(*item).size), of(*item).shape));

@@ -11,6 +11,7 @@ use std::ops::Range;
 
 use super::problem::Window;
 use super::shape::{Need, Shapes, gcd};
+use super::walls::Walls;
 
 /// What an item needs in some sections, in units.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,6 +50,8 @@ pub(super) struct Part {
     /// Whether an item needs a window that begins above its own start: the order of offsets is not
     /// the order from below then.
     pub(super) is_sliding: bool,
+    /// Where nothing lies across.
+    pub(super) walls: Walls,
     /// No plan has a smaller peak.
     pub(super) bound: u64,
 }
@@ -68,6 +71,12 @@ impl Part {
     pub(super) fn peak(&self, offsets: &[u64]) -> u64 {
         let top = |(item, offset): (&Item, &u64)| offset + item.size;
         self.items.iter().zip(offsets).map(top).max().unwrap_or(0)
+    }
+
+    /// The lowest offset from here on at which an item is aligned and meets no wall.
+    pub(super) fn fit(&self, offset: u64, align: u64, size: u64) -> u64 {
+        let aligned = if align > 1 { offset.next_multiple_of(align) } else { offset };
+        if self.walls.is_none() { aligned } else { self.walls.fit(aligned, size) }
     }
 
     /// How far above `below`'s offset that of `above` has to be; `None` where they never meet.
@@ -101,8 +110,9 @@ pub(super) struct Parts {
 
 impl Parts {
     /// Takes a problem apart. O(n log n).
-    pub(super) fn of(shapes: &Shapes) -> Self {
-        let unit = unit(shapes);
+    pub(super) fn of(shapes: &Shapes, walls: &Walls) -> Self {
+        let unit = unit(shapes, walls);
+        let walls = walls.in_units(unit);
         let mut order: Vec<u32> = (0..).take(shapes.list.len()).collect();
         order.retain(|at| !shapes.needs(*at as usize).is_empty());
         order.sort_by_key(|at| (shapes.needs(*at as usize)[0].first, *at));
@@ -110,7 +120,8 @@ impl Parts {
         for at in 0..=order.len() {
             let needs = order.get(at).map(|shape| shapes.needs(*shape as usize));
             if needs.is_none_or(|needs| needs[0].first >= end) && from < at {
-                parts.push(part(shapes, &order[from..at], unit));
+                let walls = walls.clone();
+                parts.push(part(shapes, &order[from..at], unit, walls));
                 from = at;
             }
             end = end.max(needs.and_then(<[Need]>::last).map_or(end, |need| need.end));
@@ -126,7 +137,7 @@ impl Parts {
 }
 
 /// What all offsets of some best plan are multiples of.
-fn unit(shapes: &Shapes) -> u64 {
+fn unit(shapes: &Shapes, walls: &Walls) -> u64 {
     let windows = |at: usize| shapes.needs(at).iter().map(|need| need.window);
     let of_sizes = (0..shapes.list.len())
         .flat_map(windows)
@@ -136,6 +147,7 @@ fn unit(shapes: &Shapes) -> u64 {
     if unit == 0 {
         return 1;
     }
+    unit = walls.gcd(unit);
     loop {
         // An alignment that divides the unit costs nothing, a multiple of it is one in units.
         let agreed = shapes.list.iter().fold(unit, |unit, shape| {
@@ -150,12 +162,12 @@ fn unit(shapes: &Shapes) -> u64 {
 }
 
 /// One part of the shapes, whose sections follow each other without a break.
-fn part(shapes: &Shapes, members: &[u32], unit: u64) -> Part {
+fn part(shapes: &Shapes, members: &[u32], unit: u64, walls: Walls) -> Part {
     let sections = sections(shapes, members);
     let index = |time: i64| {
         u32::try_from(sections.partition_point(|first| *first < time)).unwrap_or(u32::MAX)
     };
-    let mut part = Part { sections: index(i64::MAX), ..Part::default() };
+    let mut part = Part { sections: index(i64::MAX), walls, ..Part::default() };
     for &shape in members {
         let first = u32::try_from(part.pieces.len()).unwrap_or(u32::MAX);
         for need in shapes.needs(shape as usize) {

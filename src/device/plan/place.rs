@@ -6,7 +6,10 @@
 //!
 //! Invariant: no two items that were placed overlap.
 
-use super::part::Part;
+use super::part::{Item, Part};
+
+/// Items between two questions whether to stop: about a millisecond where there are many.
+const ITEMS_PER_STOP: u32 = 128;
 
 /// Which of the gaps that are large enough an item takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,8 +56,18 @@ impl<'a> Placer<'a> {
     }
 
     /// Places all items in this order, those with fixed offsets first; stops where the peak comes
-    /// to `enough`. Says the peak, where it is below that.
-    pub(super) fn run(&mut self, order: &[u32], fit: Fit, enough: u64) -> Option<u64> {
+    /// to `enough`, or where it is told to. Says the peak, where it is below that.
+    ///
+    /// O(items x items); where the order is that of first sections, as `is_online` says, those that
+    /// have ended are forgotten: O(items x live).
+    pub(super) fn run(
+        &mut self,
+        order: &[u32],
+        fit: Fit,
+        is_online: bool,
+        enough: u64,
+        stop: &mut dyn FnMut() -> bool,
+    ) -> Option<u64> {
         self.placed.clear();
         self.peak = 0;
         let is_fixed = |item: &&u32| self.part.items[**item as usize].fixed.is_some();
@@ -63,7 +76,14 @@ impl<'a> Placer<'a> {
             let offset = self.part.items[item as usize].fixed.unwrap_or(0);
             self.put(item, offset);
         }
-        for &item in order {
+        for (&item, done) in order.iter().zip(1_u32..) {
+            if done % ITEMS_PER_STOP == 0 && stop() {
+                return None;
+            }
+            if is_online {
+                let now = self.part.items[item as usize].from;
+                self.placed.retain(|other| other.to > now);
+            }
             if self.part.items[item as usize].fixed.is_none() {
                 let offset = self.find(item, fit);
                 self.put(item, offset);
@@ -92,7 +112,8 @@ impl<'a> Placer<'a> {
 
     fn find(&mut self, item: u32, fit: Fit) -> u64 {
         let own = &self.part.items[item as usize];
-        let mut gaps = Gaps { at: 0, size: own.height, align: own.align, fit, best: None };
+        let mut gaps = Gaps { part: self.part, own, at: 0, size: own.height, fit, best: None };
+        gaps.at = self.part.fit(0, 1, own.size);
         if self.is_plain {
             for other in &self.placed {
                 let apart = other.to <= own.from || own.to <= other.from;
@@ -133,17 +154,18 @@ impl<'a> Placer<'a> {
 }
 
 /// The search for a gap, from below.
-struct Gaps {
+struct Gaps<'a> {
+    part: &'a Part,
+    own: &'a Item,
     /// Below it nothing is free any more.
     at: u64,
     size: u64,
-    align: u64,
     fit: Fit,
     /// What it leaves, and where it is.
     best: Option<(u64, u64)>,
 }
 
-impl Gaps {
+impl Gaps<'_> {
     /// Passes what is not free; says whether the gap is found.
     fn pass(&mut self, first: u64, end: u64) -> bool {
         // Where items are given by the offsets that they close, `size` is 0 and a gap is closed by
@@ -153,7 +175,7 @@ impl Gaps {
             return true;
         }
         if end > self.at {
-            self.at = if self.align > 1 { end.next_multiple_of(self.align) } else { end };
+            self.at = self.part.fit(end, self.own.align, self.own.size);
         }
         false
     }

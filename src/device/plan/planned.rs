@@ -7,37 +7,71 @@
 //! and that was proved.
 
 use super::error::PlanFault;
-use super::problem::{BufferId, Problem};
+use super::problem::{BufferId, Problem, TOTAL_MAX};
+use super::reuse::Fingerprint;
+use super::shape::{Shapes, gcd};
 use crate::bytes::ByteSize;
 
-/// Offsets for all buffers of a [`Problem`].
+/// Where a buffer lies.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Place {
+    /// Which of the plan's segments.
+    pub segment: u32,
+    /// Bytes from the segment's start.
+    pub offset: u64,
+}
+
+/// Places for all buffers of a [`Problem`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
-    pub(super) offsets: Box<[u64]>,
+    pub(super) places: Box<[Place]>,
+    /// How much memory each segment needs.
+    pub(super) segments: Box<[ByteSize]>,
     pub(super) peak: ByteSize,
     pub(super) bound: ByteSize,
     pub(super) nodes: u64,
+    /// What it was planned for.
+    pub(super) align: u64,
+    pub(super) fingerprint: Fingerprint,
+    pub(super) sizes: Box<[ByteSize]>,
 }
 
 impl Plan {
-    /// Where a buffer lies, in bytes from the start of the memory. Where it needs none, because it
-    /// is external, has no bytes or is never live, the offset means nothing. O(1).
+    /// Where a buffer lies, in bytes from the start of its segment: of the memory, where the plan
+    /// has one segment. Where it needs none, because it is external, has no bytes or is never live,
+    /// that means nothing. O(1).
     ///
     /// # Panics
     /// If the number is of another problem and beyond this one's.
     #[must_use]
     #[inline]
     pub fn offset(&self, id: BufferId) -> u64 {
-        self.offsets[id.index()]
+        self.places[id.index()].offset
     }
 
-    /// The offsets of all buffers, in their order.
+    /// The segment in which a buffer lies, and where. O(1).
+    ///
+    /// # Panics
+    /// As [`Plan::offset`].
     #[must_use]
-    pub const fn offsets(&self) -> &[u64] {
-        &self.offsets
+    #[inline]
+    pub fn place(&self, id: BufferId) -> Place {
+        self.places[id.index()]
     }
 
-    /// How much memory the plan needs.
+    /// The places of all buffers, in their order.
+    #[must_use]
+    pub const fn places(&self) -> &[Place] {
+        &self.places
+    }
+
+    /// How much memory each segment needs: one, unless the planner was told of a largest size.
+    #[must_use]
+    pub const fn segments(&self) -> &[ByteSize] {
+        &self.segments
+    }
+
+    /// How much memory the plan needs, in all segments together.
     #[must_use]
     pub const fn peak(&self) -> ByteSize {
         self.peak
@@ -62,21 +96,55 @@ impl Plan {
         self.peak == self.bound
     }
 
+    /// Offsets are good in memory that begins at a multiple of this many bytes: the least
+    /// multiple of all alignments, or `u64::MAX` where that is larger.
+    #[must_use]
+    pub const fn align(&self) -> u64 {
+        self.align
+    }
+
     /// Nodes of the exact search that it took.
     #[must_use]
     pub const fn nodes(&self) -> u64 {
         self.nodes
     }
 
-    /// Checks the plan against a problem: the one that it was made for, or another one.
+    /// Checks the plan against a problem: the one that it was made for, or another one. O(n log n).
     ///
     /// # Errors
     /// [`PlanFault`], for the first fault.
     pub fn verify(&self, problem: &Problem) -> Result<(), PlanFault> {
-        let needed = problem.verify(&self.offsets)?;
-        if needed > self.peak {
-            let (name, peak) = (String::from("the topmost buffer"), self.peak.get());
-            return Err(PlanFault::BeyondPeak { name, end: needed.get(), peak });
+        let (found, expected) = (self.places.len(), problem.demands().len());
+        if found != expected {
+            return Err(PlanFault::Count { found, expected });
+        }
+        // Segments are laid out apart, at multiples of every alignment.
+        let mut stride = self.segments.iter().max().map_or(0, |size| size.get());
+        if self.segments.len() > 1 {
+            let mut common = 1_u64;
+            for demand in problem.demands() {
+                let align = demand.align;
+                let multiple = (common / gcd(common, align)).checked_mul(align);
+                common =
+                    multiple.filter(|multiple| *multiple <= TOTAL_MAX >> 32).ok_or_else(|| {
+                        let (name, offset) = (demand.name.clone(), 0);
+                        PlanFault::Misaligned { name, offset, align }
+                    })?;
+            }
+            stride = stride.next_multiple_of(common);
+        }
+        let flat = |place: &Place| u64::from(place.segment) * stride + place.offset;
+        let flat: Vec<u64> = self.places.iter().map(flat).collect();
+        problem.verify(&flat)?;
+        let shapes = Shapes::of(problem)?;
+        for (at, shape) in shapes.list.iter().enumerate() {
+            let Place { segment, offset } = self.place(shape.root);
+            let size = self.segments.get(segment as usize).map_or(0, |size| size.get());
+            let end = shapes.needs(at).iter().map(|need| offset + need.window.high).max();
+            if let Some(end) = end.filter(|end| *end > size) {
+                let name = problem.demands()[shape.root.index()].name.clone();
+                return Err(PlanFault::BeyondPeak { name, end, peak: size });
+            }
         }
         Ok(())
     }

@@ -1,8 +1,9 @@
 //! Probes of a part's height: which height is tried next, in which order, and at how many nodes.
 //!
-//! The bound is probed first; where that fails the height goes half of the way back to the best
-//! that is known, and so on. A height is probed with all orders of a round before the next one is
-//! tried. Where nothing is left between, the rounds get longer. Which sections ended branches is
+//! Far from the bound the height goes half of the way to it at a time, else the bound is probed at
+//! once. Where that fails the height goes half of the way back to the best that is known, and so
+//! on, with the bound in between. A height is probed with all orders of a round before the next one
+//! is tried. Where nothing is left between, the rounds get longer. Which sections ended branches is
 //! remembered: items in those go to the front, from the second round on. It reads no time: who
 //! calls stops between probes.
 //!
@@ -78,7 +79,9 @@ pub(super) struct Probe<'a> {
     descends: bool,
     round: u32,
     rounds_at_goal: u32,
+    /// The next order, and how many of the round were tried at this height.
     at: usize,
+    tried: usize,
     pub(super) nodes: u64,
 }
 
@@ -94,10 +97,11 @@ impl<'a> Probe<'a> {
             peak,
             offsets,
             shrink: 1,
-            descends: false,
+            descends: is_far(peak, part.bound),
             round: 0,
             rounds_at_goal: 0,
             at: 0,
+            tried: 0,
             nodes: 0,
         }
     }
@@ -128,11 +132,12 @@ impl<'a> Probe<'a> {
             Verdict::Found => {
                 self.offsets = self.search.offsets();
                 self.peak = self.search.part().peak(&self.offsets);
-                self.at = 0;
+                self.tried = 0; // and the order that found it comes first again
+                self.descends &= is_far(self.peak, self.low);
             }
             Verdict::Failed => {
                 self.low = height + 1;
-                (self.at, self.rounds_at_goal) = (0, 0);
+                (self.tried, self.rounds_at_goal) = (0, 0);
             }
             Verdict::Stopped => self.missed(height),
         }
@@ -140,11 +145,12 @@ impl<'a> Probe<'a> {
 
     /// After a round: the goal and what lies on the way to it are tried in turn.
     fn missed(&mut self, height: u64) {
-        self.at += 1;
-        if self.at < ORDERS.len() {
+        self.at = (self.at + 1) % ORDERS.len();
+        self.tried += 1;
+        if self.tried < ORDERS.len() {
             return;
         }
-        self.at = 0;
+        self.tried = 0;
         if !self.descends {
             self.rounds_at_goal += 1;
             self.descends = true;
@@ -182,6 +188,11 @@ impl<'a> Probe<'a> {
         keys.sort_unstable_by_key(|(score, item)| (std::cmp::Reverse(*score), *item));
         keys.into_iter().map(|(_, item)| item).collect()
     }
+}
+
+/// Whether half of the way to the goal is more than what a search finds at once, as a rule.
+const fn is_far(peak: u64, low: u64) -> bool {
+    peak - low > low / 50
 }
 
 /// The traits of all items.

@@ -13,7 +13,9 @@ use std::ops::Range;
 use super::error::PlanError;
 use super::part::Parts;
 use super::shape::Shapes;
+use super::solve::EXACT_MAX;
 use super::union::Unions;
+use super::walls::Walls;
 use crate::bytes::ByteSize;
 
 /// What all buffers may have together, alignments counted: sums and differences of offsets then
@@ -179,8 +181,8 @@ impl Problem {
         Ok(BufferId(number))
     }
 
-    /// Says that `view` is part of `of`, from the byte `at` on: it has no memory of its own, and
-    /// `of` keeps all of it for as long as `view` is live.
+    /// Says that `view` is part of `of`, from the byte `at` on: it has no memory of its own. Where
+    /// it is live longer than `of`, that part of the memory stays, and the rest is free.
     ///
     /// # Errors
     /// [`PlanError`], where it shares memory already, reaches beyond `of`, or cannot lie there.
@@ -216,7 +218,8 @@ impl Problem {
             let (name, over) = names();
             return Err(PlanError::ReuseOfExternal { name, over });
         }
-        if !above.gaps.is_empty() || !below.gaps.is_empty() {
+        let is_elsewhere = above.role == Role::External && !self.is_external(over);
+        if is_elsewhere || !above.gaps.is_empty() || !below.gaps.is_empty() {
             let (name, over) = names();
             return Err(PlanError::CannotShare { name, over, at });
         }
@@ -230,6 +233,11 @@ impl Problem {
     fn known(&self, id: BufferId) -> Result<&Demand, PlanError> {
         let unknown = PlanError::Unknown { number: id.0, count: self.demands.len() };
         self.demands.get(id.index()).ok_or(unknown)
+    }
+
+    /// Fixes a buffer where a plan of it had it.
+    pub(super) fn pin(&mut self, id: BufferId, offset: u64) {
+        self.demands[id.index()].offset = Some(offset);
     }
 
     fn named(&self, id: BufferId) -> String {
@@ -262,8 +270,21 @@ impl Problem {
     /// # Errors
     /// [`PlanError`], where buffers cannot share memory as they were said to.
     pub fn lower_bound(&self) -> Result<ByteSize, PlanError> {
-        let parts = Parts::of(&Shapes::of(self)?);
+        let parts = Parts::of(&Shapes::of(self)?, &Walls::default());
         Ok(ByteSize::new(parts.bound() * parts.unit))
+    }
+
+    /// What a planner holds at most while it plans this, beside the problem itself. With `n` the
+    /// buffers and their gaps, and `m` the smaller of `n` and 2,000, beyond which no search is
+    /// exact: `64 KiB + 1 KiB n + 8 KiB m + 8 m^2` bytes, at most 50 MiB of it for the search.
+    /// About twice what was measured; a test holds it to that.
+    #[must_use]
+    pub fn planning_bytes(&self) -> ByteSize {
+        let gaps: usize = self.demands.iter().map(|demand| demand.gaps.len()).sum();
+        let all = ByteSize::of(self.demands.len() + gaps).get();
+        let searched = all.min(EXACT_MAX as u64);
+        let search = ByteSize::new((8 << 10) * searched + 8 * searched * searched);
+        ByteSize::kib(64).saturating_add(ByteSize::kib(all)).saturating_add(search)
     }
 
     /// From the first step of any buffer with memory to the end of the last one.

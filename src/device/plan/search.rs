@@ -195,7 +195,9 @@ impl<'a> Search<'a> {
         self.frames.clear();
         self.totals.fill(0);
         for rank in 0..self.bodies.len() {
-            self.stack.push(key(self.bodies[rank].fixed.unwrap_or(0), rank));
+            let body = &self.bodies[rank];
+            let lowest = body.fixed.unwrap_or_else(|| part.fit(0, 1, body.size));
+            self.stack.push(key(lowest, rank));
             self.add(rank);
         }
         self.stack.sort_unstable();
@@ -365,7 +367,7 @@ impl<'a> Search<'a> {
                 let lift = self.part.lift(self.bodies[rank].item as usize, other.item as usize);
                 lift.map_or(0, |lift| offset.saturating_add_signed(lift))
             };
-            let least = if other.align > 1 { least.next_multiple_of(other.align) } else { least };
+            let least = self.part.fit(least, other.align, other.size);
             if least <= offset_of(own) {
                 self.stack.push(own);
             } else if least + other.size > self.height || other.fixed.is_some() {

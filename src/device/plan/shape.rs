@@ -7,6 +7,7 @@
 //! Invariants: the pieces of a shape are in the order of time and do not overlap; every buffer with
 //! memory is in exactly one shape.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use super::error::PlanError;
@@ -46,6 +47,38 @@ impl Shapes {
         self.list.get(at).map_or(&[], |shape| &self.needs[shape.from..end])
     }
 
+    /// Where the highest window of a shape ends.
+    pub(super) fn size(&self, at: usize) -> u64 {
+        self.needs(at).iter().map(|need| need.window.high).max().unwrap_or(0)
+    }
+
+    /// The most bytes that are needed at one step, alignments not looked at. O(n log n).
+    pub(super) fn live_most(&self) -> u64 {
+        // Ends come before starts: they take away.
+        let events = self.needs.iter().flat_map(|need| {
+            let bytes = need.window.high - need.window.low;
+            [(need.first, true, bytes), (need.end, false, bytes)]
+        });
+        let mut events: Vec<_> = events.collect();
+        events.sort_unstable();
+        let (mut live, mut most) = (0, 0);
+        for (_, begins, bytes) in events {
+            live = if begins { live + bytes } else { live - bytes };
+            most = most.max(live);
+        }
+        most
+    }
+
+    /// Whether two shapes are ever live at once, gaps not looked at.
+    pub(super) fn meet(&self, one: usize, other: usize) -> bool {
+        let span = |at: usize| {
+            let needs = self.needs(at);
+            needs.first().zip(needs.last()).map(|(first, last)| (first.first, last.end))
+        };
+        let spans = span(one).zip(span(other));
+        spans.is_some_and(|((from, to), (first, end))| from < end && first < to)
+    }
+
     /// The shapes, in the order of their roots, external ones apart.
     ///
     /// # Errors
@@ -67,7 +100,7 @@ impl Shapes {
                 shapes.list.push(shape);
             } else {
                 let shape = joined(problem, shape, members)?;
-                shared_needs(problem, &span, members, &mut shapes.needs)?;
+                shared_needs(problem, &span, &sharing, members, &mut shapes.needs)?;
                 shapes.list.push(shape);
             }
         }
@@ -98,17 +131,19 @@ fn own_needs(demand: &Demand, held: &Range<i64>, needs: &mut Vec<Need>) {
 struct Sharing {
     /// Root, member; only where anything is shared at all.
     pairs: Vec<(u32, u32)>,
+    /// Of each buffer: whose contents it has or is a view of.
+    contents: Vec<u32>,
 }
 
 impl Sharing {
     fn of(problem: &Problem) -> Self {
         if problem.unions.is_trivial() {
-            return Self { pairs: Vec::new() };
+            return Self { pairs: Vec::new(), contents: Vec::new() };
         }
         let mut pairs: Vec<_> =
             problem.ids().map(|id| (problem.unions.root(id.0).0, id.0)).collect();
         pairs.sort_unstable();
-        Self { pairs }
+        Self { pairs, contents: contents(problem) }
     }
 
     fn members(&self, root: BufferId) -> &[(u32, u32)] {
@@ -116,6 +151,27 @@ impl Sharing {
         let count = self.pairs[from..].partition_point(|pair| pair.0 == root.0);
         &self.pairs[from..from + count]
     }
+}
+
+/// Whose contents each buffer has: of a view, what it is a view of in the end. O(n): each walk ends
+/// at what is known.
+fn contents(problem: &Problem) -> Vec<u32> {
+    const UNKNOWN: u32 = u32::MAX;
+    let mut contents = vec![UNKNOWN; problem.demands().len()];
+    let mut walked = Vec::new();
+    for id in problem.ids() {
+        let mut at = id.0;
+        while contents[at as usize] == UNKNOWN {
+            walked.push(at);
+            match problem.unions.over(at) {
+                Some(over) if !problem.unions.replaces(at) => at = over,
+                _ => contents[at as usize] = at,
+            }
+        }
+        let content = contents[at as usize];
+        walked.drain(..).for_each(|at| contents[at as usize] = content);
+    }
+    contents
 }
 
 /// The alignment and the fixed offset of all members together.
@@ -167,6 +223,8 @@ struct Member<'a> {
     window: Window,
     /// The buffer whose contents it has or is a view of.
     content: u32,
+    /// When that begins.
+    written: i64,
     /// What it overwrites, by content.
     replaces: Option<u32>,
 }
@@ -175,28 +233,35 @@ struct Member<'a> {
 fn shared_needs(
     problem: &Problem,
     span: &Range<i64>,
+    sharing: &Sharing,
     members: &[(u32, u32)],
     needs: &mut Vec<Need>,
 ) -> Result<(), PlanError> {
-    let mut members: Vec<Member<'_>> = members.iter().map(|m| member(problem, span, m.1)).collect();
+    let member = |member: &(u32, u32)| member_of(problem, span, sharing, member.1);
+    let mut members: Vec<Member<'_>> = members.iter().map(member).collect();
     members.retain(|member| !member.held.is_empty() && member.window.low < member.window.high);
     members.sort_by_key(|member| (member.held.start, member.id));
     let mut times: Vec<i64> = members.iter().flat_map(|m| [m.held.start, m.held.end]).collect();
     times.sort_unstable();
     times.dedup();
     let from = needs.len();
-    let (mut coming, mut live) = (0, Vec::<usize>::new());
+    // What is live, by whose contents it has: only where those differ is there anything to check.
+    let (mut coming, mut live) = (0, BTreeMap::<u32, Vec<usize>>::new());
     for pair in times.windows(2) {
         let (first, end) = (pair[0], pair[1]);
-        live.retain(|at| members[*at].held.end > first);
-        while members.get(coming).is_some_and(|member| member.held.start <= first) {
-            for &other in &live {
-                check_reuse(&members[other], &members[coming])?;
+        live.retain(|_, same| {
+            same.retain(|at| members[*at].held.end > first);
+            !same.is_empty()
+        });
+        while let Some(member) = members.get(coming).filter(|m| m.held.start <= first) {
+            let others = live.iter().filter(|(content, _)| **content != member.content);
+            for &other in others.flat_map(|(_, same)| same) {
+                check_reuse(&members[other], member)?;
             }
-            live.push(coming);
+            live.entry(member.content).or_default().push(coming);
             coming += 1;
         }
-        let windows = live.iter().map(|at| members[*at].window);
+        let windows = live.values().flatten().map(|at| members[*at].window);
         let around =
             windows.reduce(|a, b| Window { low: a.low.min(b.low), high: a.high.max(b.high) });
         let Some(window) = around else { continue };
@@ -208,13 +273,13 @@ fn shared_needs(
     Ok(())
 }
 
-fn member<'a>(problem: &'a Problem, span: &Range<i64>, id: u32) -> Member<'a> {
-    let content = |mut id: u32| {
-        while let (Some(over), false) = (problem.unions.over(id), problem.unions.replaces(id)) {
-            id = over;
-        }
-        id
-    };
+fn member_of<'a>(
+    problem: &'a Problem,
+    span: &Range<i64>,
+    sharing: &Sharing,
+    id: u32,
+) -> Member<'a> {
+    let content = |id: u32| sharing.contents[id as usize];
     let demand = &problem.demands()[id as usize];
     let low = problem.unions.root(id).1;
     let own = content(id);
@@ -224,18 +289,22 @@ fn member<'a>(problem: &'a Problem, span: &Range<i64>, id: u32) -> Member<'a> {
         held: problem.held(demand, span),
         window: Window { low, high: low + demand.size.get() },
         content: own,
+        written: problem.held(&problem.demands()[own as usize], span).start,
         replaces: problem.unions.over(own).map(content),
     }
 }
 
-/// Two members that are live at once, the earlier one first: one content, or windows apart, or the
-/// step at which the second one overwrites the first.
+/// Two members of other contents that are live at once, the earlier one first: windows apart, or
+/// the step at which one overwrites the other. Views of either may begin then too.
 fn check_reuse(first: &Member<'_>, second: &Member<'_>) -> Result<(), PlanError> {
     let apart = first.window.high <= second.window.low || second.window.high <= first.window.low;
-    let overwrites = second.replaces == Some(first.content)
-        && second.content == second.id
-        && first.held.end == second.held.start + 1;
-    if first.content == second.content || apart || overwrites {
+    let overwrites = |child: &Member<'_>, parent: &Member<'_>| {
+        child.replaces == Some(parent.content)
+            && parent.held.end == child.written + 1
+            && child.held.start >= child.written
+    };
+    let overwrites = overwrites(second, first) || overwrites(first, second);
+    if apart || overwrites {
         return Ok(());
     }
     // The one that overwrites is named first, where it is one of the two.
@@ -298,6 +367,19 @@ mod tests {
                     "child: begins at step 2 in the place of view, which is live until 4";
                 assert_eq!(error.to_string(), expected);
             }
+        }
+    }
+
+    #[test]
+    fn a_view_of_what_overwrites_may_begin_with_it_and_not_before() {
+        for (begins, legal) in [(2, true), (3, true), (1, false)] {
+            let mut problem = Problem::new();
+            let parent = buffer(&mut problem, "parent", 24, 0..3);
+            let child = buffer(&mut problem, "child", 24, 2..4);
+            let view = buffer(&mut problem, "view", 8, begins..6);
+            problem.reuse(child, parent).expect("it is as large");
+            problem.view(view, child, 8).expect("it lies within");
+            assert_eq!(Shapes::of(&problem).is_ok(), legal, "from step {begins}");
         }
     }
 

@@ -7,18 +7,21 @@
 //!
 //! Invariant: the plan is no worse than that of any rule that was run, and was verified.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Duration;
 
+use super::dive::{self, Dive};
 use super::error::PlanError;
-use super::order::{self, Traits};
+use super::order::{self, Heuristic, Traits};
 use super::part::{Part, Parts};
 use super::place::Placer;
-use super::planned::Plan;
+use super::planned::{Place, Plan};
 use super::probe::Probe;
-use super::problem::Problem;
+use super::problem::{BufferId, Problem};
 use super::search::{HEIGHT_MAX, ITEMS_MAX};
-use super::shape::Shapes;
+use super::shape::{Shapes, gcd};
+use super::walls::Walls;
 use crate::bytes::ByteSize;
 use crate::clock::{Clock, Moment};
 
@@ -59,9 +62,10 @@ impl Default for Budget {
 /// # Ok::<(), lowtide::device::plan::PlanError>(())
 /// ```
 pub struct Planner<'a> {
-    clock: &'a dyn Clock,
-    budget: Budget,
+    pub(super) clock: &'a dyn Clock,
+    pub(super) budget: Budget,
     enough: ByteSize,
+    pub(super) segment_limit: Option<ByteSize>,
     on_better: Box<dyn FnMut(ByteSize) + 'a>,
 }
 
@@ -77,7 +81,8 @@ impl<'a> Planner<'a> {
     #[must_use]
     pub fn new(clock: &'a dyn Clock) -> Self {
         let on_better = Box::new(|_| ());
-        Self { clock, budget: Budget::default(), enough: ByteSize::ZERO, on_better }
+        let (budget, enough, segment_limit) = (Budget::default(), ByteSize::ZERO, None);
+        Self { clock, budget, enough, segment_limit, on_better }
     }
 
     /// What each plan may spend.
@@ -90,6 +95,13 @@ impl<'a> Planner<'a> {
     #[must_use]
     pub fn enough(self, enough: ByteSize) -> Self {
         Self { enough, ..self }
+    }
+
+    /// Plans for segments of at most this size in place of one. A buffer that is larger gets a
+    /// segment of its own size, which others share where they are not live with it.
+    #[must_use]
+    pub fn segments_of(self, limit: ByteSize) -> Self {
+        Self { segment_limit: Some(limit), ..self }
     }
 
     /// Is called with the peak whenever a better one is found.
@@ -105,9 +117,13 @@ impl<'a> Planner<'a> {
     /// over each other.
     pub fn plan(&mut self, problem: &Problem) -> Result<Plan, PlanError> {
         let deadline = self.clock.now() + self.budget.time;
-        let shapes = Shapes::of(problem)?;
+        let mut shapes = Shapes::of(problem)?;
         problem.verify_fixed(&shapes)?;
-        let parts = Parts::of(&shapes);
+        let walls = match self.segment_limit {
+            Some(limit) => Walls::of(problem, &mut shapes, limit)?,
+            None => Walls::default(),
+        };
+        let parts = Parts::of(&shapes, &walls);
         let mut solver = Solver {
             clock: self.clock,
             deadline,
@@ -119,18 +135,84 @@ impl<'a> Planner<'a> {
             on_better: &mut *self.on_better,
         };
         let (tracks, bound) = solver.solve(&parts, &shapes);
-        let mut roots = vec![0; shapes.list.len()];
-        for (part, track) in parts.list.iter().zip(&tracks) {
-            for (item, offset) in part.items.iter().zip(track.offsets()) {
-                roots[item.shape as usize] = offset * parts.unit;
-            }
-        }
-        let offsets = spread(problem, &shapes, &roots);
-        let found = problem.verify(&offsets);
-        let peak = found.map_err(|fault| PlanError::Refuted(Box::new(fault)))?;
-        let bound = ByteSize::new(bound * parts.unit).min(peak);
-        Ok(Plan { offsets: offsets.into(), peak, bound, nodes: solver.spent })
+        let nodes = solver.spent;
+        let offsets = tracks.iter().map(Track::offsets);
+        let plan = assembled(problem, &shapes, &parts, &walls, offsets)?;
+        // What was proved of the range with walls is nothing about the segments' sum.
+        let bound = if walls.is_none() { bound * parts.unit } else { 0 };
+        Ok(Plan { bound: plan.bound.max(ByteSize::new(bound)).min(plan.peak), nodes, ..plan })
     }
+}
+
+impl Problem {
+    /// Plans by one rule and nothing else: what others would make of the problem.
+    ///
+    /// # Errors
+    /// As [`Planner::plan`].
+    pub fn plan_by(&self, rule: Heuristic) -> Result<Plan, PlanError> {
+        let shapes = Shapes::of(self)?;
+        self.verify_fixed(&shapes)?;
+        let walls = Walls::default();
+        let parts = Parts::of(&shapes, &walls);
+        let (rule, fit) = rule.rule();
+        let by_rule = |part: &Part| {
+            let mut placer = Placer::new(part);
+            let order = order::order(&Traits::of(part, &shapes), rule);
+            placer.run(&order, fit, rule.is_online(), u64::MAX, &mut || false);
+            placer.offsets().to_vec()
+        };
+        assembled(self, &shapes, &parts, &walls, parts.list.iter().map(by_rule))
+    }
+}
+
+/// A plan of the offsets of all parts, verified; its bound is what is live at once.
+fn assembled<O: AsRef<[u64]>>(
+    problem: &Problem,
+    shapes: &Shapes,
+    parts: &Parts,
+    walls: &Walls,
+    offsets: impl Iterator<Item = O>,
+) -> Result<Plan, PlanError> {
+    let mut roots = vec![0; shapes.list.len()];
+    for (part, offsets) in parts.list.iter().zip(offsets) {
+        for (item, offset) in part.items.iter().zip(offsets.as_ref()) {
+            roots[item.shape as usize] = offset * parts.unit;
+        }
+    }
+    // Segments by where they begin, with where what is in them ends.
+    let mut segments: BTreeMap<u64, u64> = BTreeMap::new();
+    for (at, offset) in roots.iter().enumerate().filter(|(at, _)| shapes.size(*at) > 0) {
+        let end = segments.entry(walls.start(*offset)).or_insert(0);
+        *end = (*end).max(offset + shapes.size(at));
+    }
+    let starts: Vec<u64> = segments.keys().copied().collect();
+    let flat = spread(problem, shapes, &roots);
+    // By the segment of what it shares memory of: a view of no bytes may lie at the end of that.
+    let place = |id: BufferId| {
+        let start = walls.start(flat[problem.unions.root(id.0).0 as usize]);
+        // What needs no memory may lie beyond all of them.
+        let segment = starts.partition_point(|other| *other < start).min(starts.len().max(1) - 1);
+        let offset = flat[id.index()].saturating_sub(start);
+        Place { segment: u32::try_from(segment).unwrap_or(u32::MAX), offset }
+    };
+    let places: Box<[Place]> = problem.ids().map(place).collect();
+    let sizes = segments.iter().map(|(start, end)| ByteSize::new(end - start));
+    let segments: Box<[ByteSize]> = sizes.collect();
+    let peak = segments.iter().copied().sum();
+    // Walls raise the bound of the range, and say nothing about the sum of segments; what
+    // alignments cost in one segment they need not cost in several.
+    let is_flat = walls.is_none();
+    let live = if is_flat { parts.bound() * parts.unit } else { shapes.live_most() };
+    let bound = ByteSize::new(live).min(peak);
+    let align = problem.demands().iter().fold(1_u64, |all, demand| {
+        let common = (all / gcd(all, demand.align)).checked_mul(demand.align);
+        common.unwrap_or(u64::MAX)
+    });
+    let sizes = problem.demands().iter().map(|demand| demand.size).collect();
+    let fingerprint = problem.fingerprint();
+    let plan = Plan { places, segments, peak, bound, nodes: 0, align, fingerprint, sizes };
+    plan.verify(problem).map_err(|fault| PlanError::Refuted(Box::new(fault)))?;
+    Ok(plan)
 }
 
 /// The offsets of all buffers, by those of the shapes that they are in.
@@ -183,6 +265,20 @@ impl Track<'_> {
     }
 }
 
+/// The best plan of a part so far.
+struct Best {
+    peak: u64,
+    offsets: Vec<u64>,
+}
+
+impl Best {
+    fn take(&mut self, peak: u64, offsets: &[u64]) {
+        self.peak = peak;
+        self.offsets.clear();
+        self.offsets.extend_from_slice(offsets);
+    }
+}
+
 /// One problem that is being solved.
 struct Solver<'a> {
     clock: &'a dyn Clock,
@@ -203,7 +299,7 @@ impl Solver<'_> {
         let mut tracks = Vec::with_capacity(parts.list.len());
         for part in &parts.list {
             let traits = Traits::of(part, shapes);
-            let (peak, offsets) = self.by_rules(part, &traits, goal);
+            let Best { peak, offsets } = self.by_rules(part, &traits, goal);
             let fits = part.items.len() <= EXACT_MAX.min(ITEMS_MAX) && peak < HEIGHT_MAX;
             tracks.push(if peak > goal && fits {
                 Track::Probed(Box::new(Probe::new(part, &traits, peak, offsets)))
@@ -217,27 +313,67 @@ impl Solver<'_> {
         (tracks, bound.max(proved))
     }
 
-    /// The best plan of a part by rules: all of them where time allows, the first one always.
-    fn by_rules(&self, part: &Part, traits: &[Traits], goal: u64) -> (u64, Vec<u64>) {
+    /// The best plan of a part by rules: the first one always, the others where time allows.
+    fn by_rules(&self, part: &Part, traits: &[Traits], goal: u64) -> Best {
+        let mut best = Best { peak: u64::MAX, offsets: Vec::new() };
+        let is_small = part.items.len() <= EXACT_MAX;
+        self.try_rules(part, traits, goal, &order::ONLINE, &mut best);
+        self.try_rules(part, traits, goal, &order::OFFLINE, &mut best);
+        // The search is better than more rules, where it can be used.
+        if !is_small {
+            self.by_dives(part, goal, &mut best);
+        }
+        if !is_small || part.is_sliding {
+            let classes: Vec<_> = order::classes().collect();
+            self.try_rules(part, traits, goal, &classes, &mut best);
+        }
+        best
+    }
+
+    fn try_rules(
+        &self,
+        part: &Part,
+        traits: &[Traits],
+        goal: u64,
+        rules: &[order::Ruled],
+        best: &mut Best,
+    ) {
         let mut placer = Placer::new(part);
-        let (mut best, mut offsets) = (u64::MAX, Vec::new());
-        for (rule, fit) in order::all() {
-            let found = placer.run(&order::order(traits, rule), fit, best);
-            if let Some(peak) = found {
-                best = peak;
-                offsets.clear();
-                offsets.extend_from_slice(placer.offsets());
+        for &(rule, fit) in rules {
+            let is_first = best.offsets.is_empty();
+            if best.peak <= goal || !is_first && self.is_over() {
+                return;
             }
-            if best <= goal || self.clock.now() >= self.deadline {
-                break;
+            let order = order::order(traits, rule);
+            let mut stop = || !is_first && self.is_over();
+            if let Some(peak) = placer.run(&order, fit, rule.is_online(), best.peak, &mut stop) {
+                best.take(peak, placer.offsets());
             }
         }
-        (best, offsets)
+    }
+
+    fn by_dives(&self, part: &Part, goal: u64, best: &mut Best) {
+        if !Dive::suits(part) {
+            return;
+        }
+        let mut dive = Dive::new(part);
+        for manner in dive::MANNERS {
+            if best.peak <= goal || self.is_over() {
+                return;
+            }
+            if let Some(peak) = dive.run(manner, best.peak, &mut || self.is_over()) {
+                best.take(peak, dive.offsets());
+            }
+        }
+    }
+
+    fn is_over(&self) -> bool {
+        self.clock.now() >= self.deadline
     }
 
     /// Lowers the highest part, until it cannot be lower or the budget ends.
     fn by_probes(&mut self, tracks: &mut [Track<'_>], goal: u64) {
-        while self.clock.now() < self.deadline && self.nodes > self.spent {
+        while !self.is_over() && self.nodes > self.spent {
             let highest = (0..tracks.len()).max_by_key(|at| tracks[*at].peak());
             let Some(Track::Probed(probe)) = highest.map(|at| &mut tracks[at]) else { return };
             if probe.peak <= goal || probe.low >= probe.peak {

@@ -1,0 +1,107 @@
+//! Several kinds of memory: a problem for each, and one joint plan of all.
+//!
+//! Kinds share steps and nothing else, so that each is solved by itself and the sum of their peaks
+//! is as small as each of them is. It knows names of kinds and no devices.
+//!
+//! Invariant: a joint plan has a verified plan for every kind, in the order of the kinds.
+
+use super::error::PlanError;
+use super::planned::Plan;
+use super::problem::Problem;
+use super::solve::{Budget, Planner};
+use crate::bytes::ByteSize;
+
+/// One kind of memory, with what is to lie in it.
+#[derive(Clone, Debug, Default)]
+pub struct Kind {
+    /// Its name, for errors; each kind has one of its own.
+    pub name: String,
+    /// What is to lie in it.
+    pub problem: Problem,
+    /// The largest size of a segment of it; `None` for one segment of any size.
+    pub segment_limit: Option<ByteSize>,
+}
+
+/// Plans for several kinds of memory.
+///
+/// ```
+/// use lowtide::ByteSize;
+/// use lowtide::clock::SystemClock;
+/// use lowtide::device::plan::{Demand, Kind, Planner, Problem};
+///
+/// let (mut device, mut host) = (Problem::new(), Problem::new());
+/// device.add(Demand::new("hidden", ByteSize::kib(64), 0..2))?;
+/// device.add(Demand::new("logits", ByteSize::kib(16), 1..3))?;
+/// let sampled = host.add(Demand::new("sampled", ByteSize::kib(4), 2..4))?;
+/// let limit = Some(ByteSize::kib(64));
+/// let kinds = [
+///     Kind { name: "device".into(), problem: device, segment_limit: limit },
+///     Kind { name: "host".into(), problem: host, segment_limit: None },
+/// ];
+/// let joint = Planner::new(&SystemClock::new()).plan_kinds(&kinds)?;
+/// assert_eq!(joint.plans()[0].segments().len(), 2);
+/// assert_eq!(joint.plans()[1].offset(sampled), 0);
+/// assert_eq!(joint.peak(), ByteSize::kib(64 + 16 + 4));
+/// # Ok::<(), lowtide::device::plan::PlanError>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct JointPlan {
+    plans: Vec<Plan>,
+}
+
+impl JointPlan {
+    /// The plan of each kind, in their order.
+    #[must_use]
+    pub fn plans(&self) -> &[Plan] {
+        &self.plans
+    }
+
+    /// What all kinds need together.
+    #[must_use]
+    pub fn peak(&self) -> ByteSize {
+        self.plans.iter().map(Plan::peak).sum()
+    }
+
+    /// What any plans of them need together.
+    #[must_use]
+    pub fn bound(&self) -> ByteSize {
+        self.plans.iter().map(Plan::bound).sum()
+    }
+}
+
+impl Planner<'_> {
+    /// Plans several kinds of memory, each with its own largest segment size in place of the
+    /// planner's. Each may spend what those before it left, shared evenly with those after it.
+    ///
+    /// # Errors
+    /// [`PlanError::KindTwice`]; [`PlanError::InKind`], as [`Planner::plan`] has it for one kind.
+    pub fn plan_kinds(&mut self, kinds: &[Kind]) -> Result<JointPlan, PlanError> {
+        for (at, kind) in kinds.iter().enumerate() {
+            if kinds[..at].iter().any(|other| other.name == kind.name) {
+                return Err(PlanError::KindTwice { name: kind.name.clone() });
+            }
+        }
+        let (budget, limit) = (self.budget, self.segment_limit);
+        let planned = self.plan_each(kinds, budget);
+        (self.budget, self.segment_limit) = (budget, limit);
+        Ok(JointPlan { plans: planned? })
+    }
+
+    fn plan_each(&mut self, kinds: &[Kind], all: Budget) -> Result<Vec<Plan>, PlanError> {
+        let deadline = self.clock.now() + all.time;
+        let (mut plans, mut nodes) = (Vec::with_capacity(kinds.len()), all.nodes);
+        for (kind, left) in kinds.iter().zip((1..=kinds.len()).rev()) {
+            let left = u32::try_from(left).unwrap_or(u32::MAX);
+            let time = (deadline - self.clock.now()) / left;
+            self.budget = Budget { time, nodes: nodes / u64::from(left) };
+            self.segment_limit = kind.segment_limit;
+            let plan = self.plan(&kind.problem).map_err(|error| PlanError::InKind {
+                kind: kind.name.clone(),
+                error: Box::new(error),
+            })?;
+            nodes -= plan.nodes().min(nodes);
+            plans.push(plan);
+        }
+        Ok(plans)
+    }
+}

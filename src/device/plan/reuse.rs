@@ -1,0 +1,206 @@
+//! Plans that serve more than one problem: smaller shapes, buckets of shapes, small changes.
+//!
+//! A plan serves another problem where every buffer is as large or smaller and everything else is
+//! the same: lifetimes, alignments, gaps, roles, fixed offsets, who shares whose memory. Memory of
+//! the caller's own may have any size. GGML
+//! compares numbers and sizes of tensors only, and then serves a graph wired otherwise with
+//! offsets at which it overwrites itself. Here all of it goes into a hash of 128 bits.
+//!
+//! Invariant: a plan that serves a problem passes `verify` for it.
+
+use std::collections::BTreeMap;
+
+use thiserror::Error;
+
+use super::error::PlanError;
+use super::planned::Plan;
+use super::problem::{Demand, Problem};
+use super::shape::Shapes;
+use super::solve::Planner;
+use crate::bytes::ByteSize;
+
+/// Everything of a problem but names and sizes, as a hash.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Fingerprint(u128);
+
+impl Fingerprint {
+    /// FNV-1a's offset basis and prime for 128 bits; here 64 bits go in at a time, and what the
+    /// product leaves at the top comes down again.
+    const EMPTY: Self = Self(0x6C62_272E_07BB_0142_62B8_2175_6295_C58D);
+    const PRIME: u128 = 0x0000_0000_0100_0000_0000_0000_0000_013B;
+
+    fn add(&mut self, value: u64) {
+        let product = (self.0 ^ u128::from(value)).wrapping_mul(Self::PRIME);
+        self.0 = (product ^ (product >> 61)).wrapping_mul(Self::PRIME);
+    }
+
+    fn add_demand(&mut self, demand: &Demand) {
+        let Demand { name: _, size: _, align, live, gaps, offset, role } = demand;
+        self.add(*align);
+        self.add(live.start.cast_unsigned());
+        self.add(live.end.cast_unsigned());
+        self.add(*role as u64);
+        self.add(u64::from(offset.is_some()));
+        self.add(offset.unwrap_or(0));
+        self.add(gaps.len() as u64);
+        for gap in gaps {
+            self.add(gap.span.start.cast_unsigned());
+            self.add(gap.span.end.cast_unsigned());
+            self.add(u64::from(gap.window.is_some()));
+            self.add(gap.window.map_or(0, |window| window.low));
+            self.add(gap.window.map_or(0, |window| window.high));
+        }
+    }
+}
+
+/// Why a plan does not serve a problem.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Unserved {
+    /// Lifetimes, alignments, gaps, roles, fixed offsets or who shares memory differ, or there are
+    /// more buffers or fewer.
+    #[error("the problem is not of the shape that was planned")]
+    Shape,
+    /// A buffer is larger than what was planned.
+    #[error("{name}: {size}, where {planned} was planned")]
+    Larger {
+        /// The buffer.
+        name: String,
+        /// Its size.
+        size: ByteSize,
+        /// The size that it was planned with.
+        planned: ByteSize,
+    },
+}
+
+impl Problem {
+    /// What has to be equal for a plan to serve two problems. O(n).
+    #[must_use]
+    pub fn fingerprint(&self) -> Fingerprint {
+        let mut hash = Fingerprint::EMPTY;
+        hash.add(self.demands().len() as u64);
+        for (id, demand) in self.ids().zip(self.demands()) {
+            hash.add_demand(demand);
+            let over = self.unions.over(id.0);
+            hash.add(u64::from(over.is_some()));
+            if let Some(over) = over {
+                hash.add(u64::from(over));
+                hash.add(u64::from(self.unions.replaces(id.0)));
+                hash.add(self.unions.root(id.0).1);
+            }
+        }
+        hash
+    }
+}
+
+impl Plan {
+    /// Whether the plan serves this problem as well. O(n); allocates nothing but for an error.
+    ///
+    /// # Errors
+    /// [`Unserved`], with the first buffer that is too large.
+    pub fn serves(&self, problem: &Problem) -> Result<(), Unserved> {
+        if problem.fingerprint() != self.fingerprint {
+            return Err(Unserved::Shape);
+        }
+        for ((id, demand), planned) in problem.ids().zip(problem.demands()).zip(&self.sizes) {
+            if demand.size > *planned && !problem.is_external(id) {
+                let (name, size, planned) = (demand.name.clone(), demand.size, *planned);
+                return Err(Unserved::Larger { name, size, planned });
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Planner<'_> {
+    /// Plans a problem that a few changes were made to: buffers that are as they were stay where
+    /// they were, with all that shares their memory; others are placed around them. Buffers are
+    /// known by their numbers, so new ones come last. Faster than a new plan, and not as good.
+    ///
+    /// Only for plans of one segment that hold for `before`: else it plans anew.
+    ///
+    /// # Errors
+    /// As [`Planner::plan`].
+    pub fn replan(
+        &mut self,
+        problem: &Problem,
+        before: &Problem,
+        plan: &Plan,
+    ) -> Result<Plan, PlanError> {
+        let is_flat = plan.segments().len() <= 1 && self.segment_limit.is_none();
+        if !is_flat || plan.verify(before).is_err() {
+            return self.plan(problem);
+        }
+        let (now, old) = (Shapes::of(problem)?, Shapes::of(before)?);
+        let mut pinned = problem.clone();
+        for (at, shape) in now.list.iter().enumerate() {
+            // Both lists are in the order of the roots.
+            let Ok(was) = old.list.binary_search_by_key(&shape.root, |old| old.root) else {
+                continue;
+            };
+            let is_aligned = plan.offset(shape.root).is_multiple_of(shape.align);
+            if is_aligned && shape.fixed == old.list[was].fixed && now.needs(at) == old.needs(was) {
+                pinned.pin(shape.root, plan.offset(shape.root));
+            }
+        }
+        let planned = match self.plan(&pinned) {
+            // A new fixed offset, where something was.
+            Err(PlanError::FixedOverlap { .. }) => return self.plan(problem),
+            planned => planned?,
+        };
+        // What was proved of the pinned ones is nothing about the problem itself.
+        let bound = problem.lower_bound()?.min(planned.peak);
+        Ok(Plan { fingerprint: problem.fingerprint(), bound, ..planned })
+    }
+}
+
+/// Plans by bucket of shapes, such as the next power of two of a batch.
+///
+/// Each bucket has one plan, for the largest problem of it so far.
+#[derive(Clone, Debug, Default)]
+pub struct PlanCache {
+    plans: BTreeMap<u64, Plan>,
+}
+
+impl PlanCache {
+    /// A cache without plans.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// The bucket's plan, where it serves the problem; else a new one in its place.
+    ///
+    /// # Errors
+    /// As [`Planner::plan`].
+    pub fn plan(
+        &mut self,
+        bucket: u64,
+        problem: &Problem,
+        planner: &mut Planner<'_>,
+    ) -> Result<&Plan, PlanError> {
+        if self.plans.get(&bucket).is_none_or(|plan| plan.serves(problem).is_err()) {
+            self.plans.insert(bucket, planner.plan(problem)?);
+        }
+        Ok(&self.plans[&bucket])
+    }
+
+    /// The plans by bucket.
+    #[must_use]
+    pub const fn plans(&self) -> &BTreeMap<u64, Plan> {
+        &self.plans
+    }
+
+    /// What memory for all of these plans has to have, segment by segment: the largest of each.
+    #[must_use]
+    pub fn segments(&self) -> Vec<ByteSize> {
+        let mut most: Vec<ByteSize> = Vec::new();
+        for plan in self.plans.values() {
+            most.resize(most.len().max(plan.segments().len()), ByteSize::ZERO);
+            for (most, size) in most.iter_mut().zip(plan.segments()) {
+                *most = (*most).max(*size);
+            }
+        }
+        most
+    }
+}
