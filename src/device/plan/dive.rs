@@ -91,10 +91,8 @@ impl<'a> Dive<'a> {
 
     pub(super) fn new(part: &'a Part) -> Self {
         debug_assert!(Self::suits(part), "gaps, windows or fixed offsets");
-        let mut all = Totals::new(part.sections);
-        for item in &part.items {
-            all.add(item.from, item.to, item.height);
-        }
+        let spans = part.items.iter().map(|item| (item.from, item.to, item.height));
+        let all = Totals::of(part.sections, spans);
         let (order, starts) = classes(part);
         Self {
             part,
@@ -127,8 +125,8 @@ impl<'a> Dive<'a> {
         self.placed
     }
 
-    /// Goes all the way, unless the peak comes to `enough` for certain or it is told to stop; says
-    /// the peak.
+    /// Goes all the way, unless the peak comes to `enough` for certain; says the peak. Once it is
+    /// told to stop it places what is left in haste, by the keys that it has.
     pub(super) fn run(
         &mut self,
         bonus: Bonus,
@@ -136,30 +134,29 @@ impl<'a> Dive<'a> {
         stop: &mut dyn FnMut() -> bool,
     ) -> Option<u64> {
         self.start(bonus);
-        let (mut peak, mut looked_at) = (0, 0_u32);
+        let (mut peak, mut looked_at, mut in_haste) = (0, 0_u32, false);
         // The topmost of a section may lack what its height is rounded up by.
         let enough_of_heights = enough.saturating_add(self.part.grain - 1);
         while let Some(mut top) = self.heap.peek_mut() {
             looked_at = looked_at.wrapping_add(1);
-            if looked_at.is_multiple_of(KEYS_PER_STOP) && stop() {
-                return None;
-            }
+            in_haste = in_haste || looked_at.is_multiple_of(KEYS_PER_STOP) && stop();
             let (known_offset, known_rest, number_of_class) = top.0.parts();
             let class = &mut self.classes[number_of_class as usize];
             let number = self.order[class.next as usize] as usize;
             let item = &self.part.items[number];
             let offset = aligned(self.tops.most(item.from, item.to), item);
-            if offset != known_offset {
+            if offset != known_offset && !in_haste {
                 top.0 = Key::new(offset, known_rest, number_of_class);
                 continue;
             }
             let left = self.left.most(item.from, item.to);
             let rest = rest(left + self.bonus[number], self.shift);
-            if rest != known_rest {
+            if rest != known_rest && !in_haste {
                 top.0 = Key::new(offset, rest, number_of_class);
                 continue;
             }
-            if offset + left >= enough_of_heights || offset + item.size >= enough {
+            let least = if in_haste { 0 } else { offset + left };
+            if least >= enough_of_heights || offset + item.size >= enough {
                 return None;
             }
             self.offsets[number] = offset;

@@ -37,6 +37,29 @@ impl Totals {
         Self { shift, values: zeros(), before: zeros(), after: zeros(), runs }
     }
 
+    /// The sums of what is needed in spans. O(spans + sections).
+    pub(super) fn of(sections: u32, spans: impl Iterator<Item = (u32, u32, u64)>) -> Self {
+        let mut all = Self::new(sections);
+        let mut ends = vec![0; all.values.len() + 1];
+        for (from, to, size) in spans {
+            all.values[from as usize] += size;
+            ends[to as usize] += size;
+        }
+        let mut sum = 0;
+        for (value, end) in all.values.iter_mut().zip(&ends) {
+            sum += *value;
+            sum -= end;
+            *value = sum;
+        }
+        for block in 0..all.runs[0].len() {
+            let start = block << all.shift;
+            all.settle(start, (start + (1 << all.shift)).min(all.values.len()));
+            all.runs[0][block] = all.after[start];
+        }
+        all.settle_runs(0, all.runs[0].len() - 1);
+        all
+    }
+
     pub(super) fn clear(&mut self) {
         for list in [&mut self.values, &mut self.before, &mut self.after] {
             list.fill(0);
@@ -91,6 +114,11 @@ impl Totals {
             }
             self.runs[0][block] = self.after[start];
         }
+        self.settle_runs(first, last);
+    }
+
+    /// Finds the largest of all runs that have a block of these.
+    fn settle_runs(&mut self, first: usize, last: usize) {
         for run in 1..self.runs.len() {
             let (half, whole) = (1 << (run - 1), 1 << run);
             let (shorter, longer) = self.runs.split_at_mut(run);
@@ -168,7 +196,10 @@ mod tests {
                 let most = list[from as usize..to as usize].iter().max().copied();
                 assert_eq!(Some(totals.most(from, to)), most, "{from}..{to} of {sections}");
             }
-            let mut other = Totals::new(sections);
+            let mut other = Totals::of(sections, spans.iter().copied());
+            assert_eq!(other.values, totals.values);
+            assert_eq!((&other.before, &other.after), (&totals.before, &totals.after));
+            assert_eq!(other.runs, totals.runs);
             other.copy(&totals);
             other.set(0, sections, 5_000);
             assert_eq!(other.most(0, sections), 5_000);
