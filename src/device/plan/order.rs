@@ -136,13 +136,13 @@ impl Heuristic {
 /// A rule, and the fit that goes with it.
 pub(super) type Ruled = (Rule, Fit);
 
-/// What is tried first: the fastest.
-pub(super) const FIRST: [Ruled; 1] = [(Rule::Birth, Fit::First)];
+/// What is run first, however little time there is: GGML's graph allocator.
+pub(super) const FIRST: [Ruled; 1] = [(Rule::Birth, Fit::BestHighest)];
 
 /// What allocators do that see buffers as they come.
 pub(super) const ONLINE: [Ruled; 3] = [
-    (Rule::Birth, Fit::BestHighest),          // GGML's graph allocator
-    (Rule::Birth, Fit::BestBelowPeak),        // ONNX Runtime's memory pattern
+    (Rule::Birth, Fit::First),
+    (Rule::Birth, Fit::BestBelowPeak), // ONNX Runtime's memory pattern
     (Rule::BirthLargest, Fit::BestBelowPeak), // the same, the largest first
 ];
 
