@@ -249,3 +249,75 @@ const fn aligned(offset: u64, item: &Item) -> u64 {
 fn rest(left: u64, shift: u32) -> u32 {
     u32::MAX - u32::try_from(left >> shift).unwrap_or(u32::MAX)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::part::Parts;
+    use super::super::problem::{Demand, Problem};
+    use super::super::shape::Shapes;
+    use super::super::walls::Walls;
+    use super::*;
+    use crate::bytes::ByteSize;
+
+    /// One part: a buffer is live all the time.
+    fn problem(seed: u64) -> Problem {
+        let mut chance = Chance::new(seed);
+        let mut problem = Problem::new();
+        let mut add = |size: u64, align: u64, live: std::ops::Range<i64>| {
+            let demand = Demand { align, ..Demand::new("some", ByteSize::new(size), live) };
+            problem.add(demand).expect("a plain buffer");
+        };
+        add(8, 1, 0..50);
+        for _ in 0..120 {
+            let first = chance.below(49).cast_signed();
+            let end = first + 1 + chance.below(12).cast_signed();
+            add(1 + chance.below(40), 1 << chance.below(4), first..end.min(50));
+        }
+        problem
+    }
+
+    /// The peak of a dive, in bytes, verified.
+    fn peak(
+        problem: &Problem,
+        bonus: Bonus,
+        enough: u64,
+        stop: &mut dyn FnMut() -> bool,
+    ) -> Option<u64> {
+        let shapes = Shapes::of(problem).expect("nothing is shared");
+        let parts = Parts::of(&shapes, &Walls::default());
+        assert_eq!((parts.list.len(), parts.unit), (1, 1));
+        let mut dive = Dive::new(&parts.list[0]);
+        let peak = dive.run(bonus, enough, stop)?;
+        let mut offsets = vec![0; problem.demands().len()];
+        for (item, offset) in parts.list[0].items.iter().zip(dive.offsets()) {
+            offsets[shapes.list[item.shape as usize].root.index()] = *offset;
+        }
+        let verified = problem.verify(&offsets).expect("nothing overlaps, all is aligned");
+        assert_eq!(verified.get(), peak);
+        Some(peak)
+    }
+
+    #[test]
+    fn nothing_that_dives_place_overlaps_and_none_is_left_out_in_haste() {
+        for seed in 1..40 {
+            let problem = problem(seed);
+            for bonus in [Bonus::None, Bonus::Drawn(1), Bonus::Drawn(64)] {
+                for hurries in [false, true] {
+                    let found = peak(&problem, bonus, u64::MAX, &mut || hurries);
+                    assert!(found.is_some(), "seed {seed}, {bonus:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_dive_gives_up_only_where_it_would_not_come_below_enough() {
+        for seed in 1..40 {
+            let problem = problem(seed);
+            let whole = peak(&problem, Bonus::None, u64::MAX, &mut || false).expect("no limit");
+            let above = peak(&problem, Bonus::None, whole + 1, &mut || false);
+            assert_eq!(above, Some(whole), "seed {seed}");
+            assert_eq!(peak(&problem, Bonus::None, whole, &mut || false), None, "seed {seed}");
+        }
+    }
+}

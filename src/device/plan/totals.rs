@@ -77,11 +77,6 @@ impl Totals {
         }
     }
 
-    /// Adds to the sections of a span. O(sections of the span + blocks).
-    pub(super) fn add(&mut self, from: u32, to: u32, size: u64) {
-        self.change(from, to, |total| total + size);
-    }
-
     /// Takes from the sections of a span. O(sections of the span + blocks).
     pub(super) fn remove(&mut self, from: u32, to: u32, size: u64) {
         self.change(from, to, |total| total - size);
@@ -183,7 +178,7 @@ mod tests {
                 let span = from as usize..to as usize;
                 if chance.below(3) > 0 || spans.is_empty() {
                     let size = chance.below(100);
-                    totals.add(from, to, size);
+                    totals.change(from, to, |total| total + size);
                     list[span].iter_mut().for_each(|sum| *sum += size);
                     spans.push((from, to, size));
                 } else {
