@@ -2,7 +2,7 @@
 //!
 //! Items are placed in the order of their offsets, as the exact search does it, and none is taken
 //! back. Of the lowest items the one comes next in whose sections most is left to place; where that
-//! is the same, or nearly, a bonus decides, which is drawn by chance for every dive but the first.
+//! is the same, or nearly, a bonus decides, drawn by chance for all but the first dives.
 //! Many dives find what one of them misses.
 //!
 //! Items of the same sections differ in nothing but their size and bonus. They are one class, and
@@ -53,8 +53,10 @@ struct Class {
 /// How a dive chooses among items of which none has clearly more left to place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Bonus {
-    /// The largest.
+    /// Among equals the largest.
     None,
+    /// All of its own size.
+    Size,
     /// Up to this fraction of its own size, drawn by chance.
     Drawn(u64),
 }
@@ -180,12 +182,14 @@ impl<'a> Dive<'a> {
         let items = &self.part.items;
         self.placed = 0;
         for (own, item) in self.bonus.iter_mut().zip(items) {
-            let Bonus::Drawn(part) = bonus else {
-                *own = 0;
-                continue;
+            *own = match bonus {
+                Bonus::None => 0,
+                Bonus::Size => item.size,
+                Bonus::Drawn(part) => {
+                    let drawn = u128::from(self.chance.below(1 << 16));
+                    u64::try_from((u128::from(item.size / part) * drawn) >> 16).unwrap_or(0)
+                }
             };
-            let share = u128::from(item.size / part) * u128::from(self.chance.below(1 << 16));
-            *own = u64::try_from(share >> 16).unwrap_or(0);
         }
         self.left.copy(&self.all);
         self.tops.clear();
@@ -301,7 +305,7 @@ mod tests {
     fn nothing_that_dives_place_overlaps_and_none_is_left_out_in_haste() {
         for seed in 1..40 {
             let problem = problem(seed);
-            for bonus in [Bonus::None, Bonus::Drawn(1), Bonus::Drawn(64)] {
+            for bonus in [Bonus::None, Bonus::Size, Bonus::Drawn(1), Bonus::Drawn(64)] {
                 for hurries in [false, true] {
                     let found = peak(&problem, bonus, u64::MAX, &mut || hurries);
                     assert!(found.is_some(), "seed {seed}, {bonus:?}");

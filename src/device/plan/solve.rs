@@ -35,7 +35,8 @@ const DRAWN: Bonus = Bonus::Drawn(64);
 /// The dives that come before all but the first rule.
 const DIVES: [Bonus; 8] = {
     let mut dives = [DRAWN; 8];
-    dives[0] = Bonus::None;
+    dives[0] = Bonus::Size;
+    dives[1] = Bonus::None;
     dives
 };
 
