@@ -12,6 +12,9 @@ use lowtide::device::plan::{Ends, Problem};
 /// What the instances of MiniMalloc's challenging set fit in.
 pub(crate) const CAPACITY: u64 = 1_048_576;
 
+/// The one with the most buffers.
+pub(crate) const LARGEST: &str = "S_1";
+
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Instance {
     pub(crate) name: &'static str,

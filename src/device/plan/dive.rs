@@ -1,66 +1,88 @@
-//! One way from the bottom to the top, with foresight: for parts that are too large to search.
+//! One way from the bottom to the top: for parts that are too large to search.
 //!
 //! Items are placed in the order of their offsets, as the exact search does it, and none is taken
-//! back. The height is the bound at first. What is placed must leave room for everything: no item
-//! that is left may be raised to where it and what is left of one of its sections pass the height.
-//! Of the lowest items the one with the least room to spare is tried first; where none of some
-//! tries leaves enough room, the one that lacks least is placed and the height grows by that.
+//! back. Of the lowest items the one comes next in whose sections most is left to place; where that
+//! is the same, or nearly, a bonus decides, drawn by chance for all but the first dives.
+//! Many dives find what one of them misses.
+//!
+//! Items of the same sections differ in nothing but their size and bonus. They are one class, and
+//! only the first of them is looked at. A heap has the classes by keys that were right once: since
+//! offsets only rise and totals only fall, the first key that is still right is the first of all.
 //!
 //! Only for parts without walls whose items each need one window at their start, none fixed.
 //!
-//! Invariant: `offset + largest total of a section <= height` for every item that is left.
+//! Invariant: no key in the heap is larger than it would be now.
 
-use super::part::Part;
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::collections::binary_heap::PeekMut;
+
+use super::chance::Chance;
+use super::part::{Item, Part};
 use super::totals::Totals;
+
+/// Bits of a key's part for what is left, at most 31.
+const COARSE: u32 = 31;
+
+/// Keys that are looked at between two questions whether to stop: some 0.1 ms.
+const KEYS_PER_STOP: u32 = 512;
+
+/// What classes are ordered by: the lowest offset of the first item; what is left to place in its
+/// sections, the most first; the class's number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Key(u128);
+
+impl Key {
+    fn new(offset: u64, rest: u32, class: u32) -> Self {
+        Self(u128::from(offset) << 64 | u128::from(rest) << 32 | u128::from(class))
+    }
+
+    #[expect(clippy::cast_possible_truncation, reason = "the parts of a key")]
+    const fn parts(self) -> (u64, u32, u32) {
+        ((self.0 >> 64) as u64, (self.0 >> 32) as u32, self.0 as u32)
+    }
+}
+
+/// Items of the same sections: where they stand in the order.
+#[derive(Clone, Copy, Debug)]
+struct Class {
+    next: u32,
+    end: u32,
+}
+
+/// How a dive chooses among items of which none has clearly more left to place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Bonus {
+    /// Among equals the largest.
+    None,
+    /// All of its own size.
+    Size,
+    /// Up to this fraction of its own size, drawn by chance.
+    Drawn(u64),
+}
 
 /// A part on its way to the top.
 #[derive(Debug)]
 pub(super) struct Dive<'a> {
     part: &'a Part,
-    /// The items that are left, in the order of their first sections.
-    left: Vec<Left>,
-    totals: Totals,
-    height: u64,
+    /// Items by class, within a class in the order in which they are placed.
+    order: Vec<u32>,
+    /// Where the items of each class begin.
+    starts: Vec<u32>,
+    classes: Vec<Class>,
+    bonus: Vec<u64>,
+    /// What is left counts in keys as so many bits less.
+    shift: u32,
+    heap: BinaryHeap<Reverse<Key>>,
+    /// What is to be placed in each section: all of it, and what is left.
+    all: Totals,
+    left: Totals,
+    /// Where each section is free from.
+    tops: Totals,
     offsets: Vec<u64>,
-    tried: Vec<usize>,
+    chance: Chance,
+    placed: u64,
 }
-
-/// An item that is left.
-#[derive(Clone, Copy, Debug)]
-struct Left {
-    from: u32,
-    to: u32,
-    /// The lowest offset at which it can be placed now; `PLACED` where it is.
-    offset: u64,
-    height: u64,
-    /// No smaller than the largest total of its sections: totals fall, and it is looked up again
-    /// only where it matters.
-    most: u64,
-    align: u64,
-    item: u32,
-    /// Among equals the largest goes first.
-    weight: u64,
-}
-
-const PLACED: u64 = u64::MAX;
-
-/// How a dive chooses.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Manner {
-    /// How many items are tried for a place before room is made.
-    pub(super) tries: usize,
-    /// What counts among equals: an item's size, its sections, or both.
-    pub(super) by_size: bool,
-    pub(super) by_width: bool,
-}
-
-/// Manners, the most promising first.
-pub(super) const MANNERS: [Manner; 4] = [
-    Manner { tries: 8, by_size: true, by_width: true },
-    Manner { tries: 8, by_size: true, by_width: false },
-    Manner { tries: 8, by_size: false, by_width: true },
-    Manner { tries: 64, by_size: true, by_width: true },
-];
 
 impl<'a> Dive<'a> {
     /// Whether a part can be dived through.
@@ -71,9 +93,24 @@ impl<'a> Dive<'a> {
 
     pub(super) fn new(part: &'a Part) -> Self {
         debug_assert!(Self::suits(part), "gaps, windows or fixed offsets");
-        let (left, tried) = (Vec::with_capacity(part.items.len()), Vec::new());
-        let totals = Totals::new(part.sections);
-        Self { part, left, totals, height: 0, offsets: vec![0; part.items.len()], tried }
+        let spans = part.items.iter().map(|item| (item.from, item.to, item.height));
+        let all = Totals::of(part.sections, spans);
+        let (order, starts) = classes(part);
+        Self {
+            part,
+            order,
+            starts,
+            classes: Vec::new(),
+            bonus: vec![0; part.items.len()],
+            shift: (2 * part.bound).checked_ilog2().unwrap_or(0).saturating_sub(COARSE),
+            heap: BinaryHeap::new(),
+            left: Totals::new(part.sections),
+            tops: Totals::new(part.sections),
+            all,
+            offsets: vec![0; part.items.len()],
+            chance: Chance::new(0x2545_F491_4F6C_DD1D),
+            placed: 0,
+        }
     }
 
     /// The offsets of the last run, by the items' numbers.
@@ -81,158 +118,210 @@ impl<'a> Dive<'a> {
         &self.offsets
     }
 
-    /// Goes all the way in this manner, unless the height comes to `enough` or it is told to stop;
-    /// says the peak.
+    pub(super) const fn part(&self) -> &'a Part {
+        self.part
+    }
+
+    /// How many items the last run placed.
+    pub(super) const fn placed(&self) -> u64 {
+        self.placed
+    }
+
+    /// Goes all the way, unless the peak comes to `enough` for certain; says the peak. Once it is
+    /// told to stop it places what is left in haste, by the keys that it has.
     pub(super) fn run(
         &mut self,
-        manner: Manner,
+        bonus: Bonus,
         enough: u64,
         stop: &mut dyn FnMut() -> bool,
     ) -> Option<u64> {
-        self.start(manner);
-        let mut placed = 0;
-        for step in 0..self.left.len() {
-            if step % 64 == 0 && stop() {
+        self.start(bonus);
+        let (mut peak, mut looked_at, mut in_haste) = (0, 0_u32, false);
+        // The topmost of a section may lack what its height is rounded up by.
+        let enough_of_heights = enough.saturating_add(self.part.grain - 1);
+        while let Some(mut top) = self.heap.peek_mut() {
+            looked_at = looked_at.wrapping_add(1);
+            in_haste = in_haste || looked_at.is_multiple_of(KEYS_PER_STOP) && stop();
+            let (known_offset, known_rest, number_of_class) = top.0.parts();
+            let class = &mut self.classes[number_of_class as usize];
+            let number = self.order[class.next as usize] as usize;
+            let item = &self.part.items[number];
+            let offset = aligned(self.tops.most(item.from, item.to), item);
+            if offset != known_offset && !in_haste {
+                top.0 = Key::new(offset, known_rest, number_of_class);
+                continue;
+            }
+            let left = self.left.most(item.from, item.to);
+            let rest = rest(left + self.bonus[number], self.shift);
+            if rest != known_rest && !in_haste {
+                top.0 = Key::new(offset, rest, number_of_class);
+                continue;
+            }
+            let least = if in_haste { 0 } else { offset + left };
+            if least >= enough_of_heights || offset + item.size >= enough {
                 return None;
             }
-            let at = self.choose(manner);
-            self.put(at);
-            placed += 1;
-            if self.height >= enough {
-                return None;
-            }
-            if placed * 4 > self.left.len() {
-                self.left.retain(|left| left.offset != PLACED);
-                placed = 0;
-            }
-            if self.left.is_empty() {
-                break;
+            self.offsets[number] = offset;
+            self.placed += 1;
+            peak = peak.max(offset + item.size);
+            self.tops.set(item.from, item.to, offset + item.height);
+            self.left.remove(item.from, item.to, item.height);
+            class.next += 1;
+            if class.next < class.end {
+                let next = self.order[class.next as usize] as usize;
+                let rest = self::rest(left - item.height + self.bonus[next], self.shift);
+                top.0 = Key::new(offset + item.height, rest, number_of_class);
+            } else {
+                PeekMut::pop(top);
             }
         }
-        Some(self.part.peak(&self.offsets))
+        Some(peak)
     }
 
-    fn start(&mut self, manner: Manner) {
-        self.height = self.part.bound.next_multiple_of(self.part.grain);
-        self.totals.clear();
-        for item in &self.part.items {
-            self.totals.add(item.from, item.to, item.height);
-        }
-        self.left.clear();
-        for (item, number) in self.part.items.iter().zip(0..) {
-            let width = u64::from(item.to - item.from);
-            let weight = match (manner.by_size, manner.by_width) {
-                (true, true) => item.size.saturating_mul(width),
-                (true, false) => item.size,
-                (false, true) => width,
-                (false, false) => 0,
+    fn start(&mut self, bonus: Bonus) {
+        let items = &self.part.items;
+        self.placed = 0;
+        for (own, item) in self.bonus.iter_mut().zip(items) {
+            *own = match bonus {
+                Bonus::None => 0,
+                Bonus::Size => item.size,
+                Bonus::Drawn(part) => {
+                    let drawn = u128::from(self.chance.below(1 << 16));
+                    u64::try_from((u128::from(item.size / part) * drawn) >> 16).unwrap_or(0)
+                }
             };
-            self.left.push(Left {
-                from: item.from,
-                to: item.to,
-                offset: 0,
-                height: item.height,
-                most: self.totals.most(item.from, item.to),
-                align: item.align,
-                item: number,
-                weight,
+        }
+        self.left.copy(&self.all);
+        self.tops.clear();
+        self.classes.clear();
+        let mut keys = std::mem::take(&mut self.heap).into_vec();
+        keys.clear();
+        let ends = self.starts[1..].iter();
+        for ((&next, &end), class) in self.starts.iter().zip(ends).zip(0_u32..) {
+            let members = &mut self.order[next as usize..end as usize];
+            members.sort_unstable_by_key(|member| {
+                let (bonus, size) = (self.bonus[*member as usize], items[*member as usize].size);
+                (Reverse((bonus, size)), *member)
             });
+            self.classes.push(Class { next, end });
+            let first = members[0] as usize;
+            let item = &items[first];
+            let rest = rest(self.all.most(item.from, item.to) + self.bonus[first], self.shift);
+            keys.push(Reverse(Key::new(0, rest, class)));
         }
-        self.left.sort_by_key(|left| (left.from, left.item));
-        // The topmost of a section may lack what it is rounded up by.
-        let most = self.left.iter().map(|left| left.most).max().unwrap_or(0);
-        self.height = self.height.max(most);
+        self.heap = BinaryHeap::from(keys);
+    }
+}
+
+/// Items by class, the class with the largest item times its sections first, and where each class
+/// begins and the last one ends.
+fn classes(part: &Part) -> (Vec<u32>, Vec<u32>) {
+    let count = u32::try_from(part.items.len()).unwrap_or(u32::MAX);
+    let class = |item: u32| {
+        let own = &part.items[item as usize];
+        (own.from, own.to, own.align)
+    };
+    let mut order: Vec<u32> = (0..count).collect();
+    order.sort_unstable_by_key(|item| (class(*item), *item));
+    let mut classes = Vec::new();
+    let mut rest = order.as_slice();
+    while let Some(first) = rest.first() {
+        let end = rest.partition_point(|item| class(*item) <= class(*first));
+        let (members, others) = rest.split_at(end);
+        classes.push(members);
+        rest = others;
+    }
+    classes.sort_by_cached_key(|members| {
+        let area = |item: &u32| {
+            let own = &part.items[*item as usize];
+            own.size.saturating_mul(u64::from(own.to - own.from))
+        };
+        Reverse(members.iter().map(area).max())
+    });
+    let mut starts = vec![0];
+    for members in &classes {
+        starts.push(starts[starts.len() - 1] + u32::try_from(members.len()).unwrap_or(u32::MAX));
+    }
+    (classes.concat(), starts)
+}
+
+const fn aligned(offset: u64, item: &Item) -> u64 {
+    if item.align > 1 { offset.next_multiple_of(item.align) } else { offset }
+}
+
+/// The more is left the smaller.
+fn rest(left: u64, shift: u32) -> u32 {
+    u32::MAX - u32::try_from(left >> shift).unwrap_or(u32::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::part::Parts;
+    use super::super::problem::{Demand, Problem};
+    use super::super::shape::Shapes;
+    use super::super::walls::Walls;
+    use super::*;
+    use crate::bytes::ByteSize;
+
+    /// One part: a buffer is live all the time.
+    fn problem(seed: u64) -> Problem {
+        let mut chance = Chance::new(seed);
+        let mut problem = Problem::new();
+        let mut add = |size: u64, align: u64, live: std::ops::Range<i64>| {
+            let demand = Demand { align, ..Demand::new("some", ByteSize::new(size), live) };
+            problem.add(demand).expect("a plain buffer");
+        };
+        add(8, 1, 0..50);
+        for _ in 0..120 {
+            let first = chance.below(49).cast_signed();
+            let end = first + 1 + chance.below(12).cast_signed();
+            add(1 + chance.below(40), 1 << chance.below(4), first..end.min(50));
+        }
+        problem
     }
 
-    /// The item to place next.
-    fn choose(&mut self, manner: Manner) -> usize {
-        let (mut best, mut least_lack) = (0, u64::MAX);
-        self.tried.clear();
-        while self.tried.len() < manner.tries {
-            let Some(at) = self.lowest() else { break };
-            self.tried.push(at);
-            let lack = self.lack(at, least_lack);
-            if lack < least_lack {
-                (best, least_lack) = (at, lack);
-            }
-            if lack == 0 {
-                break;
-            }
+    /// The peak of a dive, in bytes, verified.
+    fn peak(
+        problem: &Problem,
+        bonus: Bonus,
+        enough: u64,
+        stop: &mut dyn FnMut() -> bool,
+    ) -> Option<u64> {
+        let shapes = Shapes::of(problem).expect("nothing is shared");
+        let parts = Parts::of(&shapes, &Walls::default());
+        assert_eq!((parts.list.len(), parts.unit), (1, 1));
+        let mut dive = Dive::new(&parts.list[0]);
+        let peak = dive.run(bonus, enough, stop)?;
+        let mut offsets = vec![0; problem.demands().len()];
+        for (item, offset) in parts.list[0].items.iter().zip(dive.offsets()) {
+            offsets[shapes.list[item.shape as usize].root.index()] = *offset;
         }
-        self.height += if least_lack == u64::MAX { 0 } else { least_lack };
-        best
+        let verified = problem.verify(&offsets).expect("nothing overlaps, all is aligned");
+        assert_eq!(verified.get(), peak);
+        Some(peak)
     }
 
-    /// The lowest item that was not tried, of equally low ones the one with least room to spare.
-    fn lowest(&mut self) -> Option<usize> {
-        loop {
-            let mut best: Option<(usize, (u64, u64))> = None;
-            let mut lowest = PLACED - 1;
-            for (at, left) in self.left.iter().enumerate() {
-                if left.offset > lowest {
-                    continue;
+    #[test]
+    fn nothing_that_dives_place_overlaps_and_none_is_left_out_in_haste() {
+        for seed in 1..40 {
+            let problem = problem(seed);
+            for bonus in [Bonus::None, Bonus::Size, Bonus::Drawn(1), Bonus::Drawn(64)] {
+                for hurries in [false, true] {
+                    let found = peak(&problem, bonus, u64::MAX, &mut || hurries);
+                    assert!(found.is_some(), "seed {seed}, {bonus:?}");
                 }
-                let rank = (left.most, left.weight);
-                let better = left.offset < lowest || best.is_none_or(|(_, best)| rank > best);
-                if better && !self.tried.contains(&at) {
-                    lowest = left.offset;
-                    best = Some((at, rank));
-                }
             }
-            let (at, (known, _)) = best?;
-            let Left { from, to, .. } = self.left[at];
-            let most = self.totals.most(from, to);
-            if most == known {
-                return Some(at);
-            }
-            self.left[at].most = most;
         }
     }
 
-    /// By how much the height is too small where this item is placed next; some number of at least
-    /// `least`, where it is no smaller than that.
-    fn lack(&mut self, at: usize, least: u64) -> u64 {
-        let own = self.left[at];
-        let top = own.offset + own.height;
-        self.totals.remove(own.from, own.to, own.height);
-        let mut lack = 0;
-        for other_at in 0..self.left.len() {
-            let other = &mut self.left[other_at];
-            if other.from >= own.to {
-                break;
-            }
-            if other.to <= own.from || other.offset >= top || other_at == at {
-                continue;
-            }
-            let raised = if other.align > 1 { top.next_multiple_of(other.align) } else { top };
-            if raised + other.most <= self.height + lack {
-                continue;
-            }
-            other.most = self.totals.most(other.from, other.to);
-            lack = lack.max((raised + other.most).saturating_sub(self.height));
-            if lack >= least {
-                break;
-            }
-        }
-        self.totals.add(own.from, own.to, own.height);
-        lack
-    }
-
-    /// Places an item, and raises those that it is in the way of.
-    fn put(&mut self, at: usize) {
-        let own = self.left[at];
-        let top = own.offset + own.height;
-        self.totals.remove(own.from, own.to, own.height);
-        self.offsets[own.item as usize] = own.offset;
-        self.left[at].offset = PLACED;
-        for other in &mut self.left {
-            if other.from >= own.to {
-                break;
-            }
-            if other.to > own.from && other.offset < top {
-                other.offset =
-                    if other.align > 1 { top.next_multiple_of(other.align) } else { top };
-            }
+    #[test]
+    fn a_dive_gives_up_only_where_it_would_not_come_below_enough() {
+        for seed in 1..40 {
+            let problem = problem(seed);
+            let whole = peak(&problem, Bonus::None, u64::MAX, &mut || false).expect("no limit");
+            let above = peak(&problem, Bonus::None, whole + 1, &mut || false);
+            assert_eq!(above, Some(whole), "seed {seed}");
+            assert_eq!(peak(&problem, Bonus::None, whole, &mut || false), None, "seed {seed}");
         }
     }
 }

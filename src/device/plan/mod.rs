@@ -5,11 +5,11 @@
 //! share memory; a [`Planner`] makes a [`Plan`] of it within a budget. It allocates no device
 //! memory and runs nothing.
 //!
-//! How: the problem is taken apart in time and made small (`part`); a portfolio of rules gives a
-//! first plan (`order`, `place`), which is never worse than those of GGML, ONNX Runtime, TFLite and
-//! XLA, since their rules are among them; then heights between the lower bound and the best so far
-//! are probed by an exact search (`probe`, `search`, `floors`). Whatever comes of it is verified by
-//! code that knows nothing of the solver (`verify`).
+//! How: the problem is taken apart in time and made small (`part`); dives (`dive`) and a portfolio
+//! of rules (`order`, `place`) give a first plan, which is never worse than those of GGML, ONNX
+//! Runtime, TFLite and XLA, since their rules are among them; then heights between the lower bound
+//! and the best so far are probed by an exact search (`probe`, `search`, `floors`). Whatever comes
+//! of it is verified by code that knows nothing of the solver (`verify`).
 //!
 //! ```
 //! use lowtide::ByteSize;

@@ -136,16 +136,19 @@ impl Heuristic {
 /// A rule, and the fit that goes with it.
 pub(super) type Ruled = (Rule, Fit);
 
+/// What is run first, however little time there is: GGML's graph allocator.
+pub(super) const FIRST: [Ruled; 1] = [(Rule::Birth, Fit::BestHighest)];
+
 /// What allocators do that see buffers as they come.
 pub(super) const ONLINE: [Ruled; 3] = [
-    (Rule::Birth, Fit::BestHighest),          // GGML's graph allocator
-    (Rule::Birth, Fit::BestBelowPeak),        // ONNX Runtime's memory pattern
+    (Rule::Birth, Fit::First),
+    (Rule::Birth, Fit::BestBelowPeak), // ONNX Runtime's memory pattern
     (Rule::BirthLargest, Fit::BestBelowPeak), // the same, the largest first
 ];
 
 /// What planners do that see all buffers at once; the best ones for large parts come first
 /// (measured by the bench `plan`).
-pub(super) const OFFLINE: [Ruled; 10] = [
+pub(super) const OFFLINE: [Ruled; 9] = [
     (Rule::Classes(Ratio(1, 1), Within::Birth), Fit::First),
     (Rule::Size, Fit::Best), // TFLite, XLA by space
     (Rule::Size, Fit::First),
@@ -155,7 +158,6 @@ pub(super) const OFFLINE: [Ruled; 10] = [
     (Rule::Area, Fit::Best),
     (Rule::Duration, Fit::First),
     (Rule::BirthLargest, Fit::First),
-    (Rule::Birth, Fit::First),
 ];
 
 /// Classes of sizes, each in four orders with two fits.

@@ -74,6 +74,7 @@ impl Part {
     }
 
     /// The lowest offset from here on at which an item is aligned and meets no wall.
+    #[inline]
     pub(super) fn fit(&self, offset: u64, align: u64, size: u64) -> u64 {
         let aligned = if align > 1 { offset.next_multiple_of(align) } else { offset };
         if self.walls.is_none() { aligned } else { self.walls.fit(aligned, size) }

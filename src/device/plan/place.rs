@@ -76,15 +76,17 @@ impl<'a> Placer<'a> {
             let offset = self.part.items[item as usize].fixed.unwrap_or(0);
             self.put(item, offset);
         }
+        let mut now = 0;
         for (&item, done) in order.iter().zip(1_u32..) {
             if done % ITEMS_PER_STOP == 0 && stop() {
                 return None;
             }
-            if is_online {
-                let now = self.part.items[item as usize].from;
+            let own = &self.part.items[item as usize];
+            if is_online && own.from > now {
+                now = own.from;
                 self.placed.retain(|other| other.to > now);
             }
-            if self.part.items[item as usize].fixed.is_none() {
+            if own.fixed.is_none() {
                 let offset = self.find(item, fit);
                 self.put(item, offset);
             }
@@ -167,6 +169,7 @@ struct Gaps<'a> {
 
 impl Gaps<'_> {
     /// Passes what is not free; says whether the gap is found.
+    #[inline]
     fn pass(&mut self, first: u64, end: u64) -> bool {
         // Where items are given by the offsets that they close, `size` is 0 and a gap is closed by
         // the first such offset.
@@ -181,6 +184,7 @@ impl Gaps<'_> {
     }
 
     /// Offers the gap at `at`, of which so much is left; says whether it is taken at once.
+    #[inline]
     fn offer(&mut self, left: u64) -> bool {
         let better = match self.best {
             None => true,

@@ -2,10 +2,10 @@
 //!
 //! Far from the bound the height goes half of the way to it at a time, else the bound is probed at
 //! once. Where that fails the height goes half of the way back to the best that is known, and so
-//! on, with the bound in between. A height is probed with all orders of a round before the next one
-//! is tried. Where nothing is left between, the rounds get longer. Which sections ended branches is
-//! remembered: items in those go to the front, from the second round on. It reads no time: who
-//! calls stops between probes.
+//! on, with the bound in between. A height is probed with all orders of a round before the next
+//! one is tried. Where nothing is left between, the rounds get longer. Which sections ended
+//! branches is remembered: items in those go to the front, from the second round on. It reads no
+//! time: who calls stops between probes.
 //!
 //! Invariants: `low <= peak`; every height below `low` was proved to be too small, and `peak` was
 //! reached.

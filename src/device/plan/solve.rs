@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Duration;
 
-use super::dive::{self, Dive};
+use super::dive::{Bonus, Dive};
 use super::error::PlanError;
 use super::order::{self, Heuristic, Traits};
 use super::part::{Part, Parts};
@@ -29,12 +29,23 @@ use crate::clock::{Clock, Moment};
 /// is left for each level: 16 MiB for as many.
 pub(super) const EXACT_MAX: usize = 2_000;
 
+/// What dives draw for an item: up to this part of its size.
+const DRAWN: Bonus = Bonus::Drawn(64);
+
+/// The dives that come before all but the first rule.
+const DIVES: [Bonus; 8] = {
+    let mut dives = [DRAWN; 8];
+    dives[0] = Bonus::Size;
+    dives[1] = Bonus::None;
+    dives
+};
+
 /// What a planner may spend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Budget {
     /// Time, by the planner's clock. One rule is always run, however long it takes.
     pub time: Duration,
-    /// Nodes of the exact search, of some 5 to 50 us each.
+    /// Nodes of the exact search, and items that dives placed: of some 5 to 50 us each.
     pub nodes: u64,
 }
 
@@ -240,6 +251,13 @@ enum Track<'a> {
         offsets: Vec<u64>,
     },
     Probed(Box<Probe<'a>>),
+    Dived(Box<Dives<'a>>),
+}
+
+/// Dives through a part that is too large to search, and the best plan so far.
+struct Dives<'a> {
+    dive: Dive<'a>,
+    best: Best,
 }
 
 impl Track<'_> {
@@ -247,6 +265,7 @@ impl Track<'_> {
         match self {
             Self::Ruled { peak, .. } => *peak,
             Self::Probed(probe) => probe.peak,
+            Self::Dived(dives) => dives.best.peak,
         }
     }
 
@@ -254,6 +273,7 @@ impl Track<'_> {
         match self {
             Self::Ruled { bound, .. } => *bound,
             Self::Probed(probe) => probe.proved(),
+            Self::Dived(dives) => dives.dive.part().bound,
         }
     }
 
@@ -261,6 +281,7 @@ impl Track<'_> {
         match self {
             Self::Ruled { offsets, .. } => offsets,
             Self::Probed(probe) => &probe.offsets,
+            Self::Dived(dives) => &dives.best.offsets,
         }
     }
 }
@@ -298,36 +319,44 @@ impl Solver<'_> {
         let goal = bound.max(self.enough);
         let mut tracks = Vec::with_capacity(parts.list.len());
         for part in &parts.list {
-            let traits = Traits::of(part, shapes);
-            let Best { peak, offsets } = self.by_rules(part, &traits, goal);
-            let fits = part.items.len() <= EXACT_MAX.min(ITEMS_MAX) && peak < HEIGHT_MAX;
-            tracks.push(if peak > goal && fits {
-                Track::Probed(Box::new(Probe::new(part, &traits, peak, offsets)))
-            } else {
-                Track::Ruled { peak, bound: part.bound, offsets }
-            });
+            let track = self.track(part, shapes, goal);
+            tracks.push(track);
         }
         self.report(&tracks);
-        self.by_probes(&mut tracks, goal);
+        self.by_steps(&mut tracks, goal);
         let proved = tracks.iter().map(Track::bound).max().unwrap_or(0);
         (tracks, bound.max(proved))
     }
 
-    /// The best plan of a part by rules: the first one always, the others where time allows.
-    fn by_rules(&self, part: &Part, traits: &[Traits], goal: u64) -> Best {
+    /// A part's plan by rules: the first rule always, the others where time allows.
+    fn track<'p>(&mut self, part: &'p Part, shapes: &Shapes, goal: u64) -> Track<'p> {
+        let traits = Traits::of(part, shapes);
         let mut best = Best { peak: u64::MAX, offsets: Vec::new() };
-        let is_small = part.items.len() <= EXACT_MAX;
-        self.try_rules(part, traits, goal, &order::ONLINE, &mut best);
-        self.try_rules(part, traits, goal, &order::OFFLINE, &mut best);
-        // The search is better than more rules, where it can be used.
-        if !is_small {
-            self.by_dives(part, goal, &mut best);
+        let is_small = part.items.len() <= EXACT_MAX.min(ITEMS_MAX);
+        self.try_rules(part, &traits, goal, &order::FIRST, &mut best);
+        // Dives are better than all other rules, and faster where there are many items.
+        let mut dive = Dive::suits(part).then(|| Dive::new(part));
+        for bonus in DIVES {
+            if let Some(dive) = &mut dive {
+                self.try_dive(dive, bonus, goal, &mut best);
+            }
         }
+        self.try_rules(part, &traits, goal, &order::ONLINE, &mut best);
+        self.try_rules(part, &traits, goal, &order::OFFLINE, &mut best);
+        if let Some(dive) = dive.filter(|_| !is_small) {
+            return Track::Dived(Box::new(Dives { dive, best }));
+        }
+        // The search is better than more rules, where it can be used.
         if !is_small || part.is_sliding {
             let classes: Vec<_> = order::classes().collect();
-            self.try_rules(part, traits, goal, &classes, &mut best);
+            self.try_rules(part, &traits, goal, &classes, &mut best);
         }
-        best
+        let Best { peak, offsets } = best;
+        if is_small && peak > goal && peak < HEIGHT_MAX {
+            Track::Probed(Box::new(Probe::new(part, &traits, peak, offsets)))
+        } else {
+            Track::Ruled { peak, bound: part.bound, offsets }
+        }
     }
 
     fn try_rules(
@@ -352,18 +381,14 @@ impl Solver<'_> {
         }
     }
 
-    fn by_dives(&self, part: &Part, goal: u64, best: &mut Best) {
-        if !Dive::suits(part) {
+    fn try_dive(&mut self, dive: &mut Dive<'_>, bonus: Bonus, goal: u64, best: &mut Best) {
+        if best.peak <= goal || self.is_over() {
             return;
         }
-        let mut dive = Dive::new(part);
-        for manner in dive::MANNERS {
-            if best.peak <= goal || self.is_over() {
-                return;
-            }
-            if let Some(peak) = dive.run(manner, best.peak, &mut || self.is_over()) {
-                best.take(peak, dive.offsets());
-            }
+        let found = dive.run(bonus, best.peak, &mut || self.is_over());
+        self.spent += dive.placed();
+        if let Some(peak) = found {
+            best.take(peak, dive.offsets());
         }
     }
 
@@ -372,21 +397,31 @@ impl Solver<'_> {
     }
 
     /// Lowers the highest part, until it cannot be lower or the budget ends.
-    fn by_probes(&mut self, tracks: &mut [Track<'_>], goal: u64) {
+    fn by_steps(&mut self, tracks: &mut [Track<'_>], goal: u64) {
         while !self.is_over() && self.nodes > self.spent {
-            let highest = (0..tracks.len()).max_by_key(|at| tracks[*at].peak());
-            let Some(Track::Probed(probe)) = highest.map(|at| &mut tracks[at]) else { return };
-            if probe.peak <= goal || probe.low >= probe.peak {
+            let Some(highest) = (0..tracks.len()).max_by_key(|at| tracks[*at].peak()) else {
                 return;
+            };
+            match &mut tracks[highest] {
+                Track::Probed(probe) if probe.peak > goal && probe.low < probe.peak => {
+                    self.probe(probe, goal);
+                }
+                Track::Dived(dives) if dives.best.peak > goal => {
+                    self.try_dive(&mut dives.dive, DRAWN, goal, &mut dives.best);
+                }
+                _ => return,
             }
-            let (clock, deadline) = (self.clock, self.deadline);
-            let before = probe.nodes;
-            let is_enough = self.enough >= probe.low;
-            let nodes = self.nodes - self.spent;
-            probe.step(goal, is_enough, nodes, &mut || clock.now() >= deadline);
-            self.spent += probe.nodes - before;
             self.report(tracks);
         }
+    }
+
+    fn probe(&mut self, probe: &mut Probe<'_>, goal: u64) {
+        let (clock, deadline) = (self.clock, self.deadline);
+        let before = probe.nodes;
+        let is_enough = self.enough >= probe.low;
+        let nodes = self.nodes - self.spent;
+        probe.step(goal, is_enough, nodes, &mut || clock.now() >= deadline);
+        self.spent += probe.nodes - before;
     }
 
     fn report(&mut self, tracks: &[Track<'_>]) {
