@@ -1,9 +1,10 @@
 //! Plans the buffers of a CSV file, and shows the plan beside those of others.
 //!
 //! `cargo run --release --example plan -- FILE.csv [--capacity N] [--segment-bytes N]
-//! [--budget 10s] [--svg OUT]`. The file is one of MiniMalloc's or idealloc's; `--inclusive` says
-//! that its upper ends are the last steps, whatever the column is called. The picture has time
-//! across and addresses up, a segment above the other.
+//! [--budget 10s] [--svg OUT]`. The file is one of MiniMalloc's or idealloc's, such as those in
+//! `tests/data/planning`; a file knows no views and no roles, for which there is `Graph`.
+//! `--inclusive` says that its upper ends are the last steps, whatever the column is called. The
+//! picture has time across and addresses up, a segment above the other.
 //!
 //! Exit code 0: there is a plan, within the capacity where one was given; 1: it needs more; 2: the
 //! file could not be read or planned.

@@ -8,6 +8,7 @@
 //! error.
 
 use std::fmt;
+use std::ops::Range;
 
 use super::arena::DeviceArena;
 use super::buffer::Buffer;
@@ -20,6 +21,10 @@ use super::sleep::Contents;
 use crate::bytes::ByteSize;
 
 /// The memory of a [`Plan`], held in an arena until this is dropped.
+///
+/// On the host its buffers are slices. On a device they are addresses for kernels: the work has to
+/// have ended before the memory is dropped or refitted, and the lease is to be held until it was
+/// queued, with [`Lease::record_use`] for the lane of its stream.
 ///
 /// ```
 /// # use std::sync::Arc;
@@ -37,8 +42,10 @@ use crate::bytes::ByteSize;
 /// let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock, ArenaConfig::new("model"))?;
 /// let mut memory = arena.reserve_plan(&plan, Region::Dynamic)?;
 /// let lease = arena.enter()?;
-/// memory.slice_mut(&lease, output, ByteSize::kib(16))?.fill(7);
-/// let planned = memory.enter(&lease)?; // for the whole run: lookups only
+/// let sizes = [(hidden, ByteSize::kib(64)), (output, ByteSize::kib(16))];
+/// let [hidden_bytes, output_bytes] = memory.slices_mut(&lease, sizes)?;
+/// output_bytes.copy_from_slice(&hidden_bytes[..16 << 10]); // both are live at step 1
+/// let planned = memory.enter(&lease)?; // on a device, for the whole run: lookups only
 /// assert_ne!(planned.address(hidden), planned.address(output));
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -194,7 +201,8 @@ impl PlanMemory {
     /// As [`Buffer::slice`].
     ///
     /// # Panics
-    /// If the number is not of the plan's problem, or so many bytes reach beyond the segment.
+    /// If the number is not of the plan's problem, is that of memory of the caller's own, or so
+    /// many bytes reach beyond the segment.
     pub fn slice<'a>(
         &'a self,
         lease: &'a Lease,
@@ -228,7 +236,41 @@ impl PlanMemory {
         }
     }
 
-    fn range(&self, id: BufferId, size: ByteSize) -> std::ops::Range<usize> {
+    /// Several buffers at once, to compute from some of them into others: what is live at one step
+    /// does not overlap. Allocates nothing.
+    ///
+    /// # Errors
+    /// As [`Buffer::slice`].
+    ///
+    /// # Panics
+    /// As [`PlanMemory::slice`], and where two of them overlap.
+    pub fn slices_mut<'a, const N: usize>(
+        &'a mut self,
+        lease: &'a Lease,
+        buffers: [(BufferId, ByteSize); N],
+    ) -> Result<[&'a mut [u8]; N], DeviceError> {
+        let ranges = buffers.map(|(id, size)| self.range(id, size));
+        let segment_of = |nth: usize| self.places[buffers[nth].0.index()].segment as usize;
+        let segments: [usize; N] = std::array::from_fn(segment_of);
+        let mut order: [usize; N] = std::array::from_fn(|nth| nth);
+        order.sort_unstable_by_key(|nth| (segments[*nth], ranges[*nth].start, ranges[*nth].end));
+        let mut slices: [&'a mut [u8]; N] = std::array::from_fn(|_| <&mut [u8]>::default());
+        let mut next = order.into_iter().peekable();
+        for (at, segment) in self.segments.iter_mut().enumerate() {
+            let (mut rest, mut passed) = (segment.slice_mut(lease)?, 0);
+            while let Some(nth) = next.next_if(|nth| segments[*nth] == at) {
+                let Range { start, end } = ranges[nth].clone();
+                assert!(start >= passed, "two of the buffers overlap at {start}");
+                let (own, above) = rest[start - passed..].split_at_mut(end - start);
+                (slices[nth], rest, passed) = (own, above, end);
+            }
+        }
+        let empty = |nth: usize| ranges[nth].is_empty();
+        assert!(next.all(empty), "memory of the caller's own is not in the plan's");
+        Ok(slices)
+    }
+
+    fn range(&self, id: BufferId, size: ByteSize) -> Range<usize> {
         let length = |bytes: u64| ByteSize::new(bytes).as_usize().unwrap_or(usize::MAX);
         let start = length(self.places[id.index()].offset);
         start..start.saturating_add(length(size.get()))
@@ -244,15 +286,17 @@ pub struct Planned<'a> {
 }
 
 impl Planned<'_> {
-    /// The address of a buffer. O(1), allocates nothing.
+    /// The address of a buffer; `None` for what lies in memory of the caller's own. O(1), allocates
+    /// nothing.
     ///
     /// # Panics
     /// If the number is not of the plan's problem.
     #[must_use]
     #[inline]
-    pub fn address(&self, id: BufferId) -> DeviceAddress {
+    pub fn address(&self, id: BufferId) -> Option<DeviceAddress> {
         let place = self.places[id.index()];
-        DeviceAddress::new(self.bases[place.segment as usize] + place.offset)
+        let base = self.bases.get(place.segment as usize)?;
+        Some(DeviceAddress::new(base + place.offset))
     }
 
     /// The lease that keeps the addresses true.

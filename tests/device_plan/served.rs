@@ -10,7 +10,7 @@ use lowtide::device::driver::sim::{
     Call, DriverCosts, Handles, Outcome, Pattern, SimDriver, SimOptions,
 };
 use lowtide::device::driver::{DeviceAddress, Driver as _, StreamHandle};
-use lowtide::device::plan::{BufferId, Demand, Plan, PlanCache, Planner, Problem};
+use lowtide::device::plan::{BufferId, Demand, Plan, PlanCache, Planner, Problem, Role};
 use lowtide::device::{
     ArenaConfig, Buffer, CompactOptions, Contents, DeviceArena, DeviceError, HostDriver,
     PlanMemory, Region, SleepOptions,
@@ -73,7 +73,7 @@ fn addresses_are_those_of_the_plan_and_stay_through_a_sleep() {
         let lease = arena.enter().expect("an open arena");
         memory.slice_mut(&lease, ids[0], ByteSize::new(1)).expect("host memory")[0] = 3;
         let planned = memory.enter(&lease).expect("an open arena");
-        ids.iter().map(|id| planned.address(*id).get()).collect::<Vec<_>>()
+        ids.iter().map(|id| planned.address(*id).expect("ours").get()).collect::<Vec<_>>()
     };
     let before = all();
     let base = before[0] - plan.offset(ids[0]);
@@ -160,7 +160,7 @@ fn a_simulated_device_finds_what_was_written_through_sleeps_and_compactions() {
                 _ => {}
             }
             let lease = arena.enter().expect("an open arena");
-            let address = memory.enter(&lease).expect("an open arena").address(id);
+            let address = memory.enter(&lease).expect("an open arena").address(id).expect("ours");
             let size = problem.demands()[id.index()].size;
             let mark = Pattern::new(id.index() as u64);
             if begins {
@@ -191,7 +191,7 @@ fn a_refit_that_finds_no_memory_leaves_the_plan_and_what_is_in_it() {
     let read = |memory: &mut PlanMemory, act: &dyn Fn(DeviceAddress)| {
         let lease = arena.enter().expect("an open arena");
         let planned = memory.enter(&lease).expect("an open arena");
-        ids.iter().for_each(|id| act(planned.address(*id)));
+        ids.iter().for_each(|id| act(planned.address(*id).expect("ours")));
         sim.stream_synchronize(stream).expect("done");
     };
     let (size, mark) = (ByteSize::mib(1), Pattern::new(7));
@@ -266,6 +266,20 @@ fn memory_for_all_plans_of_a_cache_is_reserved_once() {
     assert_eq!((arena.snapshot().reserves_total, memory.bytes()), (reserves, bytes));
 }
 
+/// The bug: two problems of a bucket, each larger in one buffer, took each other's place for ever.
+#[test]
+fn a_bucket_has_one_plan_for_all_problems_that_differ_in_sizes_only() {
+    let clock = ManualClock::new();
+    let (mut cache, mut planner) = (PlanCache::new(), Planner::new(&clock));
+    let problems = [[384, 128], [256, 256]].map(|sizes| together(&sizes.map(|size| size << 10)));
+    for problem in &problems {
+        cache.plan(7, problem, &mut planner).expect("it has plans");
+    }
+    let plan = &cache.plans()[&7];
+    assert_eq!(plan.peak(), ByteSize::kib(384 + 256));
+    assert!(problems.iter().all(|problem| plan.serves(problem).is_ok()));
+}
+
 #[test]
 fn contents_that_need_not_be_kept_are_not_copied_by_a_sleep() {
     let (sim, arena, _) = simulated(64);
@@ -297,4 +311,47 @@ fn alignments_that_no_block_has_and_plans_of_nothing_are_answered() {
     let id = nothing.ids().next().expect("one");
     let _ = memory.enter(&lease).expect("an open arena").address(id);
     assert!(arena.snapshot().live.is_zero());
+}
+
+#[test]
+fn slices_of_several_buffers_are_had_at_once_and_are_theirs() {
+    let (mut problem, size) = (Problem::new(), ByteSize::kib(24));
+    for name in ["a", "b", "c", "d"] {
+        problem.add(Demand::new(name, size, 0..2)).expect("it can be posed");
+    }
+    let mine = Demand { role: Role::External, ..Demand::new("mine", size, 0..2) };
+    let mine = problem.add(mine).expect("it can be posed");
+    let ids: Vec<BufferId> = problem.ids().collect();
+    for limit in [None, Some(48 << 10)] {
+        let (plan, arena) = (planned_for(&problem, 100, limit), arena(ByteSize::mib(64)));
+        let mut memory = arena.reserve_plan(&plan, Region::Dynamic).expect("room for it");
+        let lease = arena.enter().expect("an open arena");
+        let buffers = [3, 0, 2, 1].map(|nth| (ids[nth], size));
+        let slices = memory.slices_mut(&lease, buffers).expect("host memory");
+        for (slice, mark) in slices.into_iter().zip(1_u8..) {
+            assert_eq!(ByteSize::of(slice.len()), size);
+            slice.fill(mark);
+        }
+        for ((id, size), mark) in buffers.into_iter().zip(1_u8..) {
+            let slice = memory.slice(&lease, id, size).expect("host memory");
+            assert!(slice.iter().all(|byte| *byte == mark), "{limit:?}: {id:?}");
+        }
+        let none = memory.slices_mut(&lease, [(mine, ByteSize::ZERO)]).expect("host memory");
+        assert!(none[0].is_empty());
+        let planned = memory.enter(&lease).expect("an open arena");
+        assert_eq!(planned.address(mine), None, "it is nowhere in the plan's memory");
+    }
+}
+
+#[test]
+#[should_panic(expected = "overlap")]
+fn slices_that_overlap_are_not_given() {
+    let problem = together(&[1 << 10]);
+    let arena = arena(ByteSize::mib(64));
+    let plan = planned(&problem, 10, 0);
+    let mut memory = arena.reserve_plan(&plan, Region::Dynamic).expect("room for it");
+    let lease = arena.enter().expect("an open arena");
+    let id = problem.ids().next().expect("one");
+    let twice = [(id, ByteSize::new(2)), (id, ByteSize::new(1))];
+    drop(memory.slices_mut(&lease, twice));
 }

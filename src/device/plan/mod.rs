@@ -3,13 +3,15 @@
 //! Memory that is planned is reserved once and then served without a search: who runs the plan
 //! looks offsets up. A [`Problem`] is buffers with sizes, alignments and lifetimes, some of which
 //! share memory; a [`Planner`] makes a [`Plan`] of it within a budget. It allocates no device
-//! memory and runs nothing.
+//! memory and runs nothing: an arena holds and serves it
+//! ([`DeviceArena::reserve_plan`](super::DeviceArena::reserve_plan)).
 //!
 //! How: the problem is taken apart in time and made small (`part`); dives (`dive`) and a portfolio
-//! of rules (`order`, `place`) give a first plan, which is never worse than those of GGML, ONNX
-//! Runtime, TFLite and XLA, since their rules are among them; then heights between the lower bound
-//! and the best so far are probed by an exact search (`probe`, `search`, `floors`). Whatever comes
-//! of it is verified by code that knows nothing of the solver (`verify`).
+//! of rules (`order`, `place`) give a first plan, which is no worse than those of GGML, ONNX
+//! Runtime, TFLite and XLA where the budget lets all rules run, since theirs are among them; then
+//! heights between the lower bound and the best so far are probed by an exact search (`probe`,
+//! `search`, `floors`). Whatever comes of it is verified by code that knows nothing of the solver
+//! (`verify`).
 //!
 //! ```
 //! use lowtide::ByteSize;
@@ -31,8 +33,8 @@
 //! # Ok::<(), lowtide::device::plan::PlanError>(())
 //! ```
 //!
-//! Invariants: no plan leaves here that was not verified; the same problem and the same budget of
-//! nodes give the same plan.
+//! Invariants: no plan leaves here that was not verified; without a limit of time (a `Budget::time`
+//! of `Duration::MAX`) the same problem and the same budget of nodes give the same plan.
 
 mod bump;
 mod chance;

@@ -1,7 +1,7 @@
 //! Orders in which items are placed: simple rules, each good for something.
 //!
-//! The rules of GGML, ONNX Runtime, TFLite, TVM and XLA are among them, so that a plan is never
-//! worse than theirs. It places nothing.
+//! The rules of GGML, ONNX Runtime, TFLite, TVM and XLA are among them, so that a plan is no
+//! worse than theirs where all of them were run. It places nothing.
 //!
 //! Invariant: an order names each item of its part once.
 

@@ -15,10 +15,15 @@ use crate::bytes::ByteSize;
 /// Where a buffer lies.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Place {
-    /// Which of the plan's segments.
+    /// Which of the plan's segments; [`Place::ELSEWHERE`] for memory of the caller's own.
     pub segment: u32,
     /// Bytes from the segment's start.
     pub offset: u64,
+}
+
+impl Place {
+    /// The segment of what lies in memory of the caller's own.
+    pub const ELSEWHERE: u32 = u32::MAX;
 }
 
 /// Places for all buffers of a [`Problem`].
@@ -133,7 +138,10 @@ impl Plan {
             }
             stride = stride.next_multiple_of(common);
         }
-        let flat = |place: &Place| u64::from(place.segment) * stride + place.offset;
+        let flat = |place: &Place| match place.segment {
+            Place::ELSEWHERE => 0, // which nobody looks at
+            segment => u64::from(segment) * stride + place.offset,
+        };
         let flat: Vec<u64> = self.places.iter().map(flat).collect();
         problem.verify(&flat)?;
         let shapes = Shapes::of(problem)?;

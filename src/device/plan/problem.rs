@@ -240,6 +240,15 @@ impl Problem {
         self.demands[id.index()].offset = Some(offset);
     }
 
+    /// The same, where no buffer is smaller than in another problem of the same fingerprint.
+    pub(super) fn at_least(&self, sizes: &[ByteSize]) -> Self {
+        let mut larger = self.clone();
+        for (demand, size) in larger.demands.iter_mut().zip(sizes) {
+            demand.size = demand.size.max(*size);
+        }
+        larger
+    }
+
     fn named(&self, id: BufferId) -> String {
         self.demands[id.index()].name.clone()
     }

@@ -1,10 +1,11 @@
 //! Plans that serve more than one problem: smaller shapes, buckets of shapes, small changes.
 //!
 //! A plan serves another problem where every buffer is as large or smaller and everything else is
-//! the same: lifetimes, alignments, gaps, roles, fixed offsets, who shares whose memory. Memory of
-//! the caller's own may have any size. GGML
-//! compares numbers and sizes of tensors only, and then serves a graph wired otherwise with
-//! offsets at which it overwrites itself. Here all of it goes into a hash of 128 bits.
+//! the same: lifetimes, alignments, gaps, roles, fixed offsets, who shares whose memory and from
+//! which byte on: a view at a third of a size that changes is another problem each time, one at a
+//! fixed stride is not. Memory of the caller's own may have any size. GGML compares numbers and
+//! sizes of tensors only, and then serves a graph wired otherwise with offsets at which it
+//! overwrites itself. Here all of it goes into a hash of 128 bits.
 //!
 //! Invariant: a plan that serves a problem passes `verify` for it.
 
@@ -156,7 +157,9 @@ impl Planner<'_> {
 
 /// Plans by bucket of shapes, such as the next power of two of a batch.
 ///
-/// Each bucket has one plan, for the largest problem of it so far.
+/// Each bucket has one plan, in which every buffer is as large as it was in any problem so far. For
+/// problems of one fingerprint that is soon planned no more; one of another fingerprint takes the
+/// bucket's place, so give those buckets of their own.
 #[derive(Clone, Debug, Default)]
 pub struct PlanCache {
     plans: BTreeMap<u64, Plan>,
@@ -169,7 +172,8 @@ impl PlanCache {
         Self::default()
     }
 
-    /// The bucket's plan, where it serves the problem; else a new one in its place.
+    /// The bucket's plan, where it serves the problem; else a new one in its place, which serves
+    /// both where only sizes differ.
     ///
     /// # Errors
     /// As [`Planner::plan`].
@@ -180,7 +184,13 @@ impl PlanCache {
         planner: &mut Planner<'_>,
     ) -> Result<&Plan, PlanError> {
         if self.plans.get(&bucket).is_none_or(|plan| plan.serves(problem).is_err()) {
-            self.plans.insert(bucket, planner.plan(problem)?);
+            let before = self.plans.get(&bucket);
+            let same = before.filter(|plan| plan.fingerprint == problem.fingerprint());
+            let plan = match same {
+                Some(before) => planner.plan(&problem.at_least(&before.sizes))?,
+                None => planner.plan(problem)?,
+            };
+            self.plans.insert(bucket, plan);
         }
         Ok(&self.plans[&bucket])
     }

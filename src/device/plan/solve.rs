@@ -109,7 +109,9 @@ impl<'a> Planner<'a> {
     }
 
     /// Plans for segments of at most this size in place of one. A buffer that is larger gets a
-    /// segment of its own size, which others share where they are not live with it.
+    /// segment of its own size, which others share where they are not live with it. Where the limit
+    /// is zero, an offset is fixed, or the least multiple of all alignments is beyond 256 MiB there
+    /// is no plan: [`PlanError::NoSegment`].
     #[must_use]
     pub fn segments_of(self, limit: ByteSize) -> Self {
         Self { segment_limit: Some(limit), ..self }
@@ -200,6 +202,9 @@ fn assembled<O: AsRef<[u64]>>(
     let flat = spread(problem, shapes, &roots);
     // By the segment of what it shares memory of: a view of no bytes may lie at the end of that.
     let place = |id: BufferId| {
+        if problem.is_external(id) {
+            return Place { segment: Place::ELSEWHERE, offset: 0 };
+        }
         let start = walls.start(flat[problem.unions.root(id.0).0 as usize]);
         // What needs no memory may lie beyond all of them.
         let segment = starts.partition_point(|other| *other < start).min(starts.len().max(1) - 1);
