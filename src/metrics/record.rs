@@ -6,9 +6,9 @@
 
 use std::time::Duration;
 
-use metrics::{
-    SharedString, counter, describe_counter, describe_gauge, describe_histogram, gauge, histogram,
-};
+#[cfg(any(feature = "heap", feature = "device", feature = "control"))]
+use metrics::SharedString;
+use metrics::{counter, describe_counter, describe_gauge, describe_histogram, gauge, histogram};
 
 use super::names::{self as name, Kind, TABLE};
 

@@ -261,7 +261,7 @@ impl DeviceArena {
     ///
     /// # Errors
     /// As [`DeviceArena::wake`].
-    pub(crate) fn wake_at_once(&self) -> Result<Woken, DeviceError> {
+    pub fn wake_at_once(&self) -> Result<Woken, DeviceError> {
         let shared = self.shared();
         shared.check_open()?;
         let woken = shared.wake_at_once()?;
