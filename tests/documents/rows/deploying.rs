@@ -76,7 +76,8 @@ fn formulas() -> Vec<Row> {
         PAGE,
         [
             (
-                "| what a booked byte was found to need; `LOWTIDE_MULTIPLIER`, {}, until measured, then {} to {} |",
+                "| what a booked byte was found to need; `LOWTIDE_MULTIPLIER`, {}, until \
+                 measured, then {} to {} |",
                 values![start.to_string(), least.to_string(), most.to_string()],
             ),
             ("| ceiling | `LOWTIDE_CEILING` | {} |", values![ceiling.clone()]),
@@ -158,6 +159,7 @@ fn proxy() -> Vec<Row> {
                     constant(serve, "DESCRIPTORS").count()
                 ],
             ),
+            ("with {} connections of its own;", values![constant(serve, "OPERATORS").count()]),
         ],
     )
 }
