@@ -283,6 +283,8 @@ fn request_alerts() -> Rows {
     let thrashing = Alert::named("LowtideResourceThrashing");
     let fail = Alert::named("LowtideResourceLoadsFail");
     let kill = Alert::named("LowtideOomKill");
+    let down = Alert::named("LowtideDown");
+    let restarts = Alert::named("LowtideRestarts");
     let each = std::time::Duration::from_secs_f64(1.0 / shed.after("rate5m > "));
     vec![
         (
@@ -296,6 +298,11 @@ fn request_alerts() -> Rows {
         ),
         ("has failed within the last {}. Every request", values![spoken(fail.window())]),
         ("for memory within the last {} (`lowtide_pressure", values![spoken(kill.window())]),
+        ("**Means** for {} an instance that has been scraped", values![spoken(down.lasts)]),
+        (
+            "has started {} times or more within {}: `lowtide_sampler",
+            values![word(restarts.after("[30m])) > ") + 1.0), spoken(restarts.window())],
+        ),
     ]
 }
 
