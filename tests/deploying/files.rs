@@ -151,6 +151,11 @@ fn the_pod_has_one_limit_few_rights_and_time_to_end() {
     assert_eq!(pod["securityContext"]["runAsNonRoot"].as_bool(), Some(true));
     assert_eq!(pod["securityContext"]["runAsUser"].as_i64(), Some(USER), "as in the image");
     let proxy = &pod["containers"][0];
+    let image = proxy["image"].as_str().unwrap_or_default();
+    let tag = image.split_once('/').and_then(|(_, name)| name.split_once(':'));
+    let version = env!("CARGO_PKG_VERSION");
+    assert_eq!(tag, Some(("lowtide-proxy", version)), "the bug: {image} is docker.io's latest");
+    assert!(text("docs/DEPLOYING.md").contains(&format!("docker push {image}\n")));
     let resources = &proxy["resources"];
     assert_eq!(resources["requests"]["memory"], resources["limits"]["memory"]);
     assert!(resources["requests"]["cpu"].as_str().is_some());
