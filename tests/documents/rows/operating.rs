@@ -69,6 +69,7 @@ fn levels() -> Rows {
         ("| critical | {} | {} |", band(Level::Critical)),
         ("arenas are purged, at most {} and less often", values![how_often(pause)]),
         ("left one step at a time after {} below", values![time(marks.dwell())]),
+        ("has been read away, up to {} of it,", values![size(lowtide::service::DRAIN_MAX.get())]),
         (
             "so fast that the limit is {} samples away",
             values![word(constant("src/control/pressure.rs", "TICKS_TO_FULL").number())],
