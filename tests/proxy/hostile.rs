@@ -46,10 +46,7 @@ async fn announced_bodies_that_never_came_held_the_allowance_for_ever() {
         }
         until("nothing is held", || proxy.held() == 0).await;
     }
-    assert_eq!(
-        crate::support::ask(proxy.at, post("/words", "text/plain", "a")).await.status(),
-        200
-    );
+    assert_eq!(ask(proxy.at, post("/words", "text/plain", "a")).await.status(), 200);
     proxy.end().await;
 }
 
