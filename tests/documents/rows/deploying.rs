@@ -76,8 +76,8 @@ fn formulas() -> Vec<Row> {
         PAGE,
         [
             (
-                "| what a booked byte was found to need; `LOWTIDE_MULTIPLIER`, {}, until \
-                 measured, then {} to {} |",
+                "| what a booked byte was found to need; `LOWTIDE_MULTIPLIER`, {}, until measured, \
+                 then {} to {} |",
                 values![start.to_string(), least.to_string(), most.to_string()],
             ),
             ("| ceiling | `LOWTIDE_CEILING` | {} |", values![ceiling.clone()]),
