@@ -2,9 +2,9 @@
 //!
 //! `cargo run --example embedded_in_axum` starts the service on a free port, asks it as clients
 //! would (one request that fits, one that never could, its readiness, its metrics) and ends it as
-//! SIGTERM would. With `--serve` it serves on port 8080 until SIGTERM instead.
+//! SIGTERM would. With `--serve` it serves on port 8080 until SIGTERM or Ctrl-C instead.
 //!
-//! It is the service of the README with a client beside it.
+//! It is the service of the README, with a limit of its own and a client beside it.
 #![forbid(unsafe_code)]
 #![expect(clippy::print_stdout, reason = "what a client sees is the product")]
 
@@ -12,8 +12,8 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::http::{StatusCode, Uri};
-use axum::{Router, body::Body, routing::post};
+use axum::http::StatusCode;
+use axum::{Router, body::Body, extract::Request, routing::post};
 use lowtide::metrics::prometheus::{self, PrometheusBuilder};
 use lowtide::service::{ContentLength, Endpoints, MemoryLayer};
 use lowtide::{BoxError, ByteSize, Memory};
@@ -23,6 +23,7 @@ use tokio::signal::unix::{SignalKind, signal};
 
 #[global_allocator]
 static HEAP: lowtide::host::Heap = lowtide::host::Heap;
+lowtide::heap_profile!(balanced); // what jemalloc reads before `main`
 
 #[tokio::main]
 async fn main() -> Result<(), BoxError> {
@@ -40,10 +41,10 @@ async fn main() -> Result<(), BoxError> {
     let listener = TcpListener::bind(("127.0.0.1", if serve { 8080 } else { 0 })).await?;
     let address = listener.local_addr()?;
     println!("listens on http://{address}");
-    let mut term = signal(SignalKind::terminate())?;
+    let (mut term, mut int) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
     let end = async move {
-        tokio::select! { _ = term.recv() => {} _ = stopped => {} }
+        tokio::select! { _ = term.recv() => {} _ = int.recv() => {} _ = stopped => {} }
     };
     let server = axum::serve(listener, routes).with_graceful_shutdown(end);
     let server = tokio::spawn(server.into_future());
@@ -65,8 +66,8 @@ fn routes(memory: &Memory, endpoints: Endpoints) -> Router {
     // What a request will need: its body and what is made of it, 2 MiB where its length is unknown.
     let estimate = ContentLength::new(ByteSize::mib(2)).factor(2.0).least(ByteSize::kib(16));
     let state = Arc::new(endpoints);
-    let answer = |uri: Uri| async move {
-        let found = state.answer(uri.path()).ok_or(StatusCode::NOT_FOUND);
+    let answer = |request: Request| async move {
+        let found = state.answer_request(&request).ok_or(StatusCode::NOT_FOUND);
         found.map(|text| text.map(Body::from))
     };
     Router::new()

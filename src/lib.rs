@@ -34,8 +34,10 @@
 //! # Ok::<(), lowtide::BoxError>(())
 //! ```
 //!
-//! **Admission.** A request books the bytes that it will need, or is turned away at once: 503 and
-//! when to come again. By hand, or for a whole router (feature `service`; axum here, tonic alike).
+//! **Admission.** A request books the bytes that it will need, or is turned away: 503 and when to
+//! come again. It waits for no room; on HTTP/1 up to 64 MiB of its body are read before that answer
+//! (`service::DRAIN_MAX`). By hand, or for a whole router (feature `service`; axum here, tonic
+//! alike).
 //!
 //! ```
 //! use lowtide::control::Cost;

@@ -2,8 +2,9 @@
 //! it inside their process.
 //!
 //! Routes: `/metrics`, `/healthz`, `/readyz` and `/memory`, and the verbs beneath it where they are
-//! heard, are exempt from admission; `POST /embed`
-//! and everything else, which is forwarded, pass the memory layer. With `memory: None` the same
+//! heard, are exempt from admission; `POST /embed` and everything else, which is forwarded, pass
+//! the memory layer. Where operators have an address of their own, the former are answered there
+//! alone, beyond the reach of clients and of their connections. With `memory: None` the same
 //! service runs unmanaged: nothing is timed, refused or given back.
 
 pub(crate) mod patience;
@@ -29,7 +30,7 @@ use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
-use self::serve::{Limits, serve};
+use self::serve::{Limits, OPERATORS, serve};
 use crate::embed::{self, Embedder};
 use crate::forward::{self, Forward};
 use crate::model::Model;
@@ -44,6 +45,8 @@ pub(crate) const FORWARD_COST: ByteSize = ByteSize::of(4 * forward::BUFFER_MAX);
 pub(crate) struct Options {
     /// Where it listens; port 0 for any.
     pub(crate) listen: SocketAddr,
+    /// Where operators are answered; `None`: where it listens.
+    pub(crate) operators: Option<SocketAddr>,
     /// Where requests go; `None` starts a small upstream in this process.
     pub(crate) upstream: Option<Uri>,
     /// Size of the model's weight table.
@@ -85,6 +88,7 @@ impl Default for Options {
     fn default() -> Self {
         Self {
             listen: SocketAddr::from(([127, 0, 0, 1], 0)),
+            operators: None,
             upstream: None,
             weights: ByteSize::mib(64),
             seed: 1,
@@ -100,6 +104,8 @@ impl Default for Options {
 pub(crate) struct Running {
     /// Where it listens.
     pub(crate) address: SocketAddr,
+    /// Where operators are answered.
+    pub(crate) operators: SocketAddr,
     /// The arena of the model.
     pub(crate) arena: DeviceArena,
     /// The model.
@@ -128,10 +134,11 @@ pub(crate) async fn start(
     render: impl Fn() -> String + Send + Sync + 'static,
 ) -> Result<Running, BoxError> {
     // First what may well fail, so that nothing is left of a start that did.
-    let front = TcpListener::bind(options.listen)
-        .await
-        .map_err(|error| format!("cannot listen on {}: {error}", options.listen))?;
-    let address = front.local_addr()?;
+    let (front, address) = listen(options.listen).await?;
+    let aside = match options.operators {
+        Some(at) => Some(listen(at).await?),
+        None => None,
+    };
     let (stop, stopped) = watch::channel(false);
     let mut servers = Vec::new();
     let upstream = match &options.upstream {
@@ -162,19 +169,32 @@ pub(crate) async fn start(
         endpoints = endpoints.with_admin(admin);
         own.extend(Endpoints::ADMIN_PATHS);
     }
-    let memory_is_there = memory.is_some();
-    let routes = routes(forward, embedder, (own, Arc::new(endpoints)), memory);
+    let managed = memory.is_some();
+    let for_operators = |routes| operators_routes(routes, own, Arc::new(endpoints));
+    let mut routes = clients_routes(forward, embedder, memory);
+    let mut operators = address;
+    if let Some((listener, at)) = aside {
+        let limits = Limits { connections: OPERATORS, ..options.limits };
+        let theirs = for_operators(Router::new());
+        servers.push(serve(listener, theirs, Some(limits), stopped.clone()));
+        operators = at;
+    } else {
+        routes = for_operators(routes);
+    }
     servers.push(serve(front, routes, Some(options.limits.within_descriptors()), stopped));
-    tracing::info!(%address, %upstream, managed = memory_is_there, "the proxy listens");
-    Ok(Running { address, arena, model, stop, servers })
+    tracing::info!(%address, %operators, %upstream, managed, "the proxy listens");
+    Ok(Running { address, operators, arena, model, stop, servers })
 }
 
-fn routes(
-    forward: Forward,
-    embedder: Embedder,
-    (own, endpoints): (Vec<&'static str>, Arc<Endpoints>),
-    memory: Option<Memory>,
-) -> Router {
+async fn listen(at: SocketAddr) -> Result<(TcpListener, SocketAddr), BoxError> {
+    let listener =
+        TcpListener::bind(at).await.map_err(|error| format!("cannot listen on {at}: {error}"))?;
+    let address = listener.local_addr()?;
+    Ok((listener, address))
+}
+
+/// What passes the memory layer.
+fn clients_routes(forward: Forward, embedder: Embedder, memory: Option<Memory>) -> Router {
     let embed = post(move |request| {
         let embedder = embedder.clone();
         async move { embedder.answer(request).await }
@@ -199,6 +219,11 @@ fn routes(
         };
         guarded = guarded.layer(MemoryLayer::new(admission, estimate));
     }
+    guarded
+}
+
+/// Adds what is answered at these paths, outside the memory layer.
+fn operators_routes(routes: Router, own: Vec<&'static str>, endpoints: Arc<Endpoints>) -> Router {
     let answer = move |mut request: Request| {
         let endpoints = endpoints.clone();
         async move {
@@ -209,7 +234,7 @@ fn routes(
             answer.map_or_else(not_found, |answer| answer.map(Body::from))
         }
     };
-    own.into_iter().fold(guarded, |routes, path| {
+    own.into_iter().fold(routes, |routes, path| {
         // A verb says itself which methods it has.
         let is_verb = Endpoints::ADMIN_PATHS.contains(&path);
         routes.route(path, if is_verb { any(answer.clone()) } else { get(answer.clone()) })

@@ -3,14 +3,16 @@
 //! It forwards nothing itself; `app` does. Invariant: from the first request that is taken on,
 //! SIGTERM ends the program in order, within the grace and what the memory's end takes.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::io::IsTerminal as _;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use axum::http::Uri;
-use clap::{Parser, Subcommand};
+use clap::builder::BoolishValueParser;
+use clap::error::ErrorKind;
+use clap::{CommandFactory as _, Parser, Subcommand};
 use http_body_util::{BodyExt as _, Empty};
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioExecutor;
@@ -33,6 +35,10 @@ struct Cli {
     /// Where to listen.
     #[arg(long, env = "PROXY_LISTEN", default_value = "127.0.0.1:8080", global = true)]
     listen: SocketAddr,
+    /// Where operators are answered, on connections of their own: /healthz, /readyz, /metrics,
+    /// /memory and verbs, which --listen then forwards as all else. Unset, or the same: there.
+    #[arg(long, env = "PROXY_OPERATORS", global = true)]
+    operators: Option<SocketAddr>,
     /// Where requests go, e.g. <http://10.0.0.7:9000>; without it a small text service is started.
     #[arg(long, env = "PROXY_UPSTREAM", value_parser = upstream)]
     upstream: Option<Uri>,
@@ -58,11 +64,11 @@ struct Cli {
     #[arg(default_value = "10s")]
     head_patience: Duration,
     /// Connections at once; others wait. Each takes up to 3 descriptors: no more are taken than
-    /// (`ulimit -n` - 32) / 3.
+    /// (`ulimit -n` - 48) / 3.
     #[arg(long, env = "PROXY_CONNECTIONS", default_value = "512", value_parser = connections)]
     connections: usize,
     /// Hear verbs (purge, trim, sleep, wake, unload, snapshot) of this machine, under /memory.
-    #[arg(long, env = "PROXY_ADMIN", conflicts_with = "admin_token_file")]
+    #[arg(long, env = "PROXY_ADMIN", value_parser = BoolishValueParser::new())]
     admin: bool,
     /// Hear verbs of whoever has the token in this file: 32 to 256 characters, in one line.
     #[arg(long, env = "PROXY_ADMIN_TOKEN_FILE")]
@@ -73,7 +79,7 @@ struct Cli {
 
 #[derive(Clone, Copy, Debug, Subcommand)]
 enum Command {
-    /// Asks the proxy at --listen for /healthz and exits 0 when it is well.
+    /// Asks the proxy at --operators, or else --listen, for /healthz and exits 0 when it is well.
     Healthcheck,
 }
 
@@ -109,8 +115,16 @@ fn token_in(file: &Path) -> Result<AdminToken, BoxError> {
 /// where they are wrong or ask for help.
 pub(crate) fn main(arguments: impl Iterator<Item = OsString>) -> Result<(), BoxError> {
     let cli = Cli::parse_from(arguments);
+    // Not clap's `conflicts_with`: a variable that says `false` would be a conflict to that.
+    if cli.admin && cli.admin_token_file.is_some() {
+        let text = "--admin (PROXY_ADMIN) hears all of this machine: expected it, or \
+                    --admin-token-file (PROXY_ADMIN_TOKEN_FILE), not both";
+        Cli::command().error(ErrorKind::ArgumentConflict, text).exit();
+    }
+    #[expect(clippy::disallowed_methods, reason = "no setting: what all programs go by")]
+    let no_color = std::env::var_os("NO_COLOR");
     tracing_subscriber::fmt()
-        .with_ansi(std::io::stdout().is_terminal())
+        .with_ansi(is_coloured(std::io::stdout().is_terminal(), no_color.as_deref()))
         .with_env_filter(
             tracing_subscriber::EnvFilter::builder()
                 .with_default_directive(tracing::Level::INFO.into())
@@ -124,8 +138,15 @@ pub(crate) fn main(arguments: impl Iterator<Item = OsString>) -> Result<(), BoxE
         .build()?;
     match cli.command {
         None => runtime.block_on(run(cli)),
-        Some(Command::Healthcheck) => runtime.block_on(healthcheck(cli.listen)),
+        Some(Command::Healthcheck) => {
+            runtime.block_on(healthcheck(cli.operators.unwrap_or(cli.listen)))
+        }
     }
+}
+
+/// Whether the log has colour codes: on a terminal, unless `NO_COLOR` says something.
+pub(crate) fn is_coloured(is_terminal: bool, no_color: Option<&OsStr>) -> bool {
+    is_terminal && no_color.is_none_or(OsStr::is_empty)
 }
 
 /// Has parked workers run, so that they empty their caches when they park again.
@@ -152,6 +173,7 @@ async fn run(cli: Cli) -> Result<(), BoxError> {
         .start()?;
     let options = app::Options {
         listen: cli.listen,
+        operators: cli.operators.filter(|at| *at != cli.listen),
         upstream: cli.upstream,
         weights: cli.weights,
         seed: cli.seed,

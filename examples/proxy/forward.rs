@@ -81,6 +81,12 @@ impl Forward {
         *request.uri_mut() = target;
         *request.version_mut() = Version::HTTP_11;
         prepare(request.headers_mut(), from);
+        // Without a word of it the client library sends no body with GET and HEAD.
+        let is_announced = request.headers().contains_key(CONTENT_LENGTH);
+        if !is_announced && !request.body().is_end_stream() {
+            let chunked = HeaderValue::from_static("chunked");
+            request.headers_mut().insert(TRANSFER_ENCODING, chunked);
+        }
         match self.client.request(request).await {
             Ok(answer) if answer.status() == StatusCode::SWITCHING_PROTOCOLS => {
                 self.failed("it switched protocols, and nobody asked it to")
@@ -125,8 +131,10 @@ fn prepare(headers: &mut HeaderMap, from: Option<SocketAddr>) {
     }
     // Answered here: the client library sends the body whatever the upstream says.
     headers.remove(EXPECT);
+    // What the client wrote there itself goes: an upstream that makes links of it would believe it.
+    headers.remove(&FORWARDED_HOST);
     if let Some(host) = headers.remove(HOST) {
-        headers.entry(&FORWARDED_HOST).or_insert(host);
+        headers.insert(&FORWARDED_HOST, host);
     }
     let Some(from) = from else { return };
     // One line: some read the first alone, which would be the client's own.

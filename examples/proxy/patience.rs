@@ -1,10 +1,10 @@
 //! How long a request's body is waited for.
 //!
-//! A request is booked whole when its head is there, so a client that announces a body and sends
-//! none would hold memory that others could have. Waiting spends a credit, and what arrives earns
-//! it back: a body of a known length at [`RATE_MIN`], one of unknown length, which is booked only
-//! as it arrives, wholly with each piece. Only waiting for the client counts, not for whoever reads
-//! the body. Invariant: credit <= patience, and a body without credit has ended in [`Late`].
+//! A request is booked when its head is there, so a client that promises a body and sends none
+//! would hold memory that others could have. Waiting spends a credit, and what arrives earns it
+//! back by its bytes, at [`RATE_MIN`], whether the length was announced or not. Only waiting for
+//! the client counts, not for whoever reads the body. Invariant: credit <= patience, and a body
+//! without credit has ended in [`Late`].
 
 use std::error::Error;
 use std::pin::Pin;
@@ -17,7 +17,7 @@ use axum::response::{IntoResponse, Response};
 use http_body::{Frame, SizeHint};
 use tokio::time::{Instant, Sleep, sleep};
 
-/// Bytes a second that a body of a known length may come at for ever. A guess: a poor line's pace.
+/// Bytes a second that a body may come at for ever. A guess: a poor line's pace.
 const RATE_MIN: u32 = 16 << 10;
 
 /// The client took too long to send the body.
@@ -54,12 +54,10 @@ impl<B> Patient<B> {
         Self { body, patience, credit: patience, waiting: None }
     }
 
-    fn arrived(&mut self, bytes: usize, is_announced: bool) {
+    fn arrived(&mut self, bytes: usize) {
         let Some((since, _)) = self.waiting.take() else { return };
-        let earned = match u32::try_from(bytes) {
-            Ok(bytes) if is_announced => Duration::from_secs(1) * bytes / RATE_MIN,
-            _ => self.patience,
-        };
+        let bytes = u32::try_from(bytes).unwrap_or(u32::MAX);
+        let earned = Duration::from_secs(1) * bytes / RATE_MIN;
         self.credit = self.credit.saturating_sub(since.elapsed());
         self.credit = self.credit.saturating_add(earned).min(self.patience);
     }
@@ -76,11 +74,10 @@ where
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
-        let is_announced = self.body.size_hint().exact().is_some();
         if let Poll::Ready(frame) = Pin::new(&mut self.body).poll_frame(cx) {
             let bytes = |frame: &Frame<Bytes>| frame.data_ref().map_or(0, Bytes::len);
             let bytes = frame.as_ref().and_then(|frame| frame.as_ref().ok()).map_or(0, bytes);
-            self.arrived(bytes, is_announced);
+            self.arrived(bytes);
             return Poll::Ready(frame.map(|frame| frame.map_err(Into::into)));
         }
         let credit = self.credit;

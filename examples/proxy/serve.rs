@@ -26,8 +26,11 @@ use crate::forward;
 /// Descriptors that one connection may take: its own, one to the upstream, and the far end of that
 /// where the upstream is in this process.
 const DESCRIPTORS: usize = 3;
-/// Descriptors that are kept for everything else.
-const DESCRIPTORS_SPARE: usize = 32;
+/// Connections that operators have at once, where they have an address of their own: a Prometheus
+/// or two, probes, a browser. Each takes one descriptor.
+pub(crate) const OPERATORS: usize = 16;
+/// Descriptors that are kept for everything else, operators among it.
+const DESCRIPTORS_SPARE: usize = 48;
 
 /// What clients may take.
 #[derive(Clone, Copy, Debug)]

@@ -29,7 +29,8 @@ use crate::decay::DecayTime;
 pub enum Profile {
     /// Smallest idle size: short decay, early unload. Costs some CPU after each quiet spell.
     LowMemory,
-    /// Gives memory back within seconds at no measurable cost in CPU.
+    /// Gives memory back within seconds. In the bench that cost 20 to 34 % more CPU than jemalloc's
+    /// defaults over a burst of 5 s, and nothing that showed over 20 s of traffic.
     #[default]
     Balanced,
     /// Keeps memory for the next burst; gives it back late, and at once under pressure.

@@ -34,6 +34,11 @@ use super::rejection::{ProblemJson, Reject};
 type Exempt = Arc<dyn Fn(&Parts) -> bool + Send + Sync>;
 
 /// Admits requests by the bytes that they will need.
+///
+/// What is booked stays booked until the response has gone out, however long the body takes to
+/// come. Bodies need a timeout around this layer (`tower_http::timeout::RequestBodyTimeoutLayer`,
+/// say): `axum::serve` has none, and an announced body that never comes holds its booking for ever.
+/// A refusal waits for a body too, up to [`DRAIN_MAX`](super::DRAIN_MAX) of it on HTTP/1.
 pub struct MemoryLayer<E> {
     admission: Admission,
     estimate: Arc<E>,

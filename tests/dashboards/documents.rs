@@ -104,9 +104,10 @@ pub(crate) fn events(sources: &[(String, String)], text: &str) -> Vec<String> {
     faults
 }
 
-/// What stands between single stars, its lines joined.
+/// What stands between single stars, its lines joined; in code a star is no such thing.
 fn italics(text: &str) -> Vec<String> {
-    let lines = text.replace("**", "").replace("\n* ", "\n");
+    let prose: String = text.split("```").step_by(2).collect();
+    let lines = prose.replace("**", "").replace("\n* ", "\n");
     let parts = lines.split('*').skip(1).step_by(2);
     parts.map(|part| part.split_whitespace().collect::<Vec<_>>().join(" ")).collect()
 }

@@ -41,7 +41,7 @@ struct Series {
 pub(crate) struct Known(BTreeMap<String, Series>);
 
 impl Known {
-    /// The metrics of the table, histograms by their three series.
+    /// The metrics of the table, histograms by their three series, and `up`.
     pub(crate) fn table() -> Self {
         let mut known = Self::default();
         for metric in TABLE {
@@ -58,6 +58,9 @@ impl Known {
                 known.0.insert(format!("{}{suffix}", metric.name), series);
             }
         }
+        // Prometheus's own, of each target.
+        let labels = TARGET.into_iter().map(str::to_owned).collect();
+        known.0.insert("up".to_owned(), Series { labels, rises: false, metric: "up".to_owned() });
         known
     }
 
@@ -220,7 +223,10 @@ impl Check<'_> {
         let arguments: Vec<&Expr> = call.args.args.iter().map(|argument| &**argument).collect();
         match (call.func.name, arguments.as_slice()) {
             ("time", []) => None,
-            (name @ ("rate" | "increase" | "delta" | "deriv"), [range]) => self.range(name, range),
+            (
+                name @ ("rate" | "increase" | "resets" | "delta" | "deriv" | "last_over_time"),
+                [range],
+            ) => self.range(name, range),
             (name @ "predict_linear", [range, _]) => self.range(name, range),
             ("histogram_quantile", [_, buckets]) => {
                 let mut labels = self.expr(buckets).unwrap_or_default();
@@ -246,7 +252,7 @@ impl Check<'_> {
         if variable != (self.place == Place::Panel) {
             self.fault("$__rate_interval is for panels, and panels have no other range");
         }
-        self.selector(&range.vs, matches!(function, "rate" | "increase"))
+        self.selector(&range.vs, matches!(function, "rate" | "increase" | "resets"))
     }
 
     fn all_in(&mut self, labels: &[String], among: &BTreeSet<String>, what: &str) {

@@ -20,6 +20,8 @@ const END_S: u64 = 5;
 /// How long `docker stop` waits before it kills.
 const DOCKER_STOP_S: u64 = 10;
 const PORT: &str = "8080";
+/// Where operators are answered, and nobody else.
+const OPERATORS: &str = "8081";
 const USER: i64 = 10_001;
 
 fn yaml(file: &str) -> Vec<Yaml> {
@@ -65,7 +67,8 @@ fn the_image_is_the_binary_and_its_libraries_without_root_or_shell() {
         assert!(!image.contains(newer), "{newer} is for newer engines");
     }
     assert!(seconds(set(&image, "PROXY_GRACE")) + END_S < DOCKER_STOP_S);
-    assert!(image.contains(&format!("EXPOSE {PORT}\n")));
+    assert!(image.contains(&format!("EXPOSE {PORT} {OPERATORS}\n")));
+    assert_eq!(set(&image, "PROXY_OPERATORS"), format!("0.0.0.0:{OPERATORS}"));
     assert_eq!(set(&image, "PROXY_LISTEN"), format!("0.0.0.0:{PORT}"));
 }
 
@@ -117,7 +120,7 @@ fn each_service_of_the_compose_file_has_few_rights_a_limit_and_files_that_exist(
 fn what_watches_the_proxy_in_the_compose_file_finds_it() {
     let (compose, prometheus) = (&yaml("compose.yaml")[0], &yaml("deploy/prometheus.yml")[0]);
     let targets = &prometheus["scrape_configs"][0]["static_configs"][0]["targets"];
-    assert_eq!(strings(targets), [format!("proxy:{PORT}")]);
+    assert_eq!(strings(targets), [format!("proxy:{OPERATORS}")]);
     let alerts = &prometheus["alerting"]["alertmanagers"][0]["static_configs"][0]["targets"];
     assert_eq!(strings(alerts), ["alertmanager:9093"]);
     let mounted = strings(&compose["services"]["prometheus"]["volumes"]).join("\n");
@@ -148,6 +151,11 @@ fn the_pod_has_one_limit_few_rights_and_time_to_end() {
     assert_eq!(pod["securityContext"]["runAsNonRoot"].as_bool(), Some(true));
     assert_eq!(pod["securityContext"]["runAsUser"].as_i64(), Some(USER), "as in the image");
     let proxy = &pod["containers"][0];
+    let image = proxy["image"].as_str().unwrap_or_default();
+    let tag = image.split_once('/').and_then(|(_, name)| name.split_once(':'));
+    let version = env!("CARGO_PKG_VERSION");
+    assert_eq!(tag, Some(("lowtide-proxy", version)), "the bug: {image} is docker.io's latest");
+    assert!(text("docs/DEPLOYING.md").contains(&format!("docker push {image}\n")));
     let resources = &proxy["resources"];
     assert_eq!(resources["requests"]["memory"], resources["limits"]["memory"]);
     assert!(resources["requests"]["cpu"].as_str().is_some());
@@ -156,10 +164,12 @@ fn the_pod_has_one_limit_few_rights_and_time_to_end() {
     assert_eq!(rights["allowPrivilegeEscalation"].as_bool(), Some(false));
     assert_eq!(strings(&rights["capabilities"]["drop"]), ["ALL"]);
     assert_eq!(proxy["ports"][0]["containerPort"].as_i64(), PORT.parse().ok());
+    let operators = &proxy["ports"][1];
+    assert_eq!(operators["containerPort"].as_i64(), OPERATORS.parse().ok());
     for probe in ["startupProbe", "livenessProbe", "readinessProbe"] {
         let asks = &proxy[probe]["httpGet"];
         assert_eq!(asks["path"].as_str(), Some("/healthz"), "{probe}: it never fails for pressure");
-        assert_eq!(asks["port"], proxy["ports"][0]["name"], "{probe}");
+        assert_eq!(asks["port"], operators["name"], "{probe}: clients do not keep it waiting");
     }
     let env = |name| {
         let all = proxy["env"].as_vec()?.iter();
@@ -176,8 +186,11 @@ fn the_pod_has_one_limit_few_rights_and_time_to_end() {
     let scraped = &chosen["podMetricsEndpoints"][0];
     assert_eq!(
         (&scraped["port"], scraped["path"].as_str()),
-        (&proxy["ports"][0]["name"], Some("/metrics"))
+        (&operators["name"], Some("/metrics"))
     );
+    let published = documents[1]["spec"]["ports"].as_vec().expect("ports");
+    assert_eq!(published.len(), 1, "the bug: the service published /memory, /metrics and verbs");
+    assert_eq!(published[0]["targetPort"], proxy["ports"][0]["name"]);
 }
 
 #[test]
@@ -189,6 +202,7 @@ fn the_unit_limits_memory_gives_no_rights_and_waits_for_the_end() {
         "Environment=MALLOC_ARENA_MAX=2",
         "MemoryMax=256M",
         "MemorySwapMax=0",
+        "TasksMax=512",
         "DynamicUser=yes",
         "NoNewPrivileges=yes",
         "CapabilityBoundingSet=",
@@ -197,6 +211,7 @@ fn the_unit_limits_memory_gives_no_rights_and_waits_for_the_end() {
     ] {
         assert!(unit.lines().any(|other| other == line), "no {line}");
     }
+    assert_eq!(set(&unit, "PROXY_OPERATORS"), format!("127.0.0.1:{OPERATORS}"));
     assert!(!unit.contains("\nMemoryHigh="), "the crate would take it for the limit");
     assert!(!unit.contains("\nProcSubset="), "/proc/meminfo is read");
     let patience: u64 = set(&unit, "TimeoutStopSec").parse().expect("seconds");

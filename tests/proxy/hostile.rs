@@ -8,9 +8,10 @@ use std::time::Duration;
 use lowtide::ByteSize;
 
 use crate::app::Options;
-use crate::app::serve::{Limits, connections_within};
-use crate::support::{Managed, get, post};
-use crate::wire::{PATIENCE, Wire, until};
+use crate::app::serve::{Limits, OPERATORS, connections_within};
+use crate::app::{self, Hears};
+use crate::support::{Managed, WEIGHTS, ask, get, post};
+use crate::wire::{PATIENCE, Upstream, Wire, until, within};
 
 const SHORT: Duration = Duration::from_millis(100);
 
@@ -45,10 +46,7 @@ async fn announced_bodies_that_never_came_held_the_allowance_for_ever() {
         }
         until("nothing is held", || proxy.held() == 0).await;
     }
-    assert_eq!(
-        crate::support::ask(proxy.at, post("/words", "text/plain", "a")).await.status(),
-        200
-    );
+    assert_eq!(ask(proxy.at, post("/words", "text/plain", "a")).await.status(), 200);
     proxy.end().await;
 }
 
@@ -71,26 +69,33 @@ async fn a_refusal_waited_for_ever_for_a_body_that_never_came() {
     proxy.end().await;
 }
 
-/// A timeout between two pieces alone would be paid with a byte at a time.
+/// A timeout between two pieces alone would be paid with a byte at a time. The bug: it was, where
+/// the length was not announced: each piece, of one byte, earned the whole patience back.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_body_that_comes_byte_by_byte_runs_out_of_credit() {
-    let proxy = proxy(short_of_bodies()).await;
-    let mut client = Wire::connect(proxy.at).await;
-    client.send(announce("/words", 4_000_000)).await;
-    let (mut reader, mut writer) = client.0.into_inner().into_split();
-    let drip = tokio::spawn(async move {
-        let mut drop = tokio::time::interval(SHORT / 10);
-        while tokio::io::AsyncWriteExt::write_all(&mut writer, b"x").await.is_ok() {
-            drop.tick().await;
-        }
-    });
-    let mut answer = [0; 12];
-    let read = tokio::io::AsyncReadExt::read_exact(&mut reader, &mut answer);
-    crate::wire::within("an answer", read).await.expect("an answer");
-    assert_eq!(&answer, b"HTTP/1.1 408");
-    drop(reader);
-    crate::wire::within("it is told", drip).await.expect("no panic");
-    until("nothing is held", || proxy.held() == 0).await;
+    // Long beside the pause between two bytes: a busy machine is not to end it by itself.
+    let limits = Limits { body_patience: 10 * SHORT, ..Limits::default() };
+    let proxy = proxy(limits).await;
+    let chunked = "POST /words HTTP/1.1\r\nhost: here\r\ntransfer-encoding: chunked\r\n\r\n";
+    let announced = announce("/words", 4_000_000);
+    for (head, piece) in [(announced.as_str(), "x"), (chunked, "1\r\nx\r\n")] {
+        let mut client = Wire::connect(proxy.at).await;
+        client.send(head).await;
+        let (mut reader, mut writer) = client.0.into_inner().into_split();
+        let drip = tokio::spawn(async move {
+            let mut drop = tokio::time::interval(SHORT / 10);
+            while tokio::io::AsyncWriteExt::write_all(&mut writer, piece.as_bytes()).await.is_ok() {
+                drop.tick().await;
+            }
+        });
+        let mut answer = [0; 12];
+        let read = tokio::io::AsyncReadExt::read_exact(&mut reader, &mut answer);
+        within("an answer", read).await.expect("an answer");
+        assert_eq!(&answer, b"HTTP/1.1 408", "{head}");
+        drop(reader);
+        within("it is told", drip).await.expect("no panic");
+        until("nothing is held", || proxy.held() == 0).await;
+    }
     proxy.end().await;
 }
 
@@ -161,13 +166,83 @@ async fn no_more_connections_are_served_than_there_are_places() {
     proxy.end().await;
 }
 
+/// The bug: clients that had all connections, and were busy, had operators wait as well, and who
+/// goes by `/healthz` restarted a service that was well.
+#[tokio::test(flavor = "multi_thread")]
+async fn clients_with_all_the_connections_had_operators_wait() {
+    let limits = Limits { head_patience: 4 * PATIENCE, connections: 2, ..Limits::default() };
+    let operators = Some(([127, 0, 0, 1], 0).into());
+    let options = Options { limits, operators, ..Options::default() };
+    let proxy = Managed::with(options, |builder| builder).await;
+    let (clients, operators) = (proxy.at, proxy.running().operators);
+    let mut open = Vec::new();
+    for _ in 0..2 {
+        let mut client = Wire::connect(clients).await;
+        client.send("GET / HTTP/1.1\r\nhost: here\r\n\r\n").await;
+        assert_eq!(client.answer().await.status(), 200);
+        open.push(client);
+    }
+    for path in ["/healthz", "/readyz", "/memory", "/metrics"] {
+        assert_eq!(get(operators, path).await.status(), 200, "{path}");
+    }
+    // Their own are bounded too, and take none of the clients'.
+    drop(open);
+    let mut open = Vec::new();
+    for _ in 0..OPERATORS {
+        let mut operator = Wire::connect(operators).await;
+        operator.send("GET /healthz HTTP/1.1\r\nhost: here\r\n\r\n").await;
+        assert_eq!(operator.answer().await.status(), 200);
+        open.push(operator);
+    }
+    let mut waits = Wire::connect(operators).await;
+    waits.send("GET /healthz HTTP/1.1\r\nhost: here\r\n\r\n").await;
+    let early = tokio::time::timeout(SHORT, waits.0.get_mut().readable()).await;
+    assert!(early.is_err(), "answered, and all places were taken");
+    assert_eq!(get(clients, "/").await.status(), 200);
+    drop((open, waits));
+    proxy.end().await;
+}
+
+/// The bug: the port of the clients answered what is for operators, verbs among it.
+#[tokio::test]
+async fn clients_were_answered_what_only_operators_are_to_know() {
+    let upstream = Upstream::new().await;
+    let options = Options {
+        upstream: Some(upstream.uri("")),
+        operators: Some(([127, 0, 0, 1], 0).into()),
+        hears: Hears::Loopback,
+        weights: WEIGHTS,
+        ..Options::default()
+    };
+    let proxy = app::start(options, None, String::new).await.expect("the proxy starts");
+    for path in ["/healthz", "/readyz", "/memory", "/metrics", "/memory/purge"] {
+        let serve = async {
+            let mut wire = upstream.accept().await;
+            let seen = wire.request().await;
+            wire.send("HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 4\r\n\r\nmine")
+                .await;
+            seen.first
+        };
+        let (seen, answer) = tokio::join!(serve, get(proxy.address, path));
+        assert_eq!((seen, answer.text()), (format!("GET {path} HTTP/1.1"), "mine".to_owned()));
+    }
+    for path in ["/", "/elsewhere"] {
+        assert_eq!(get(proxy.operators, path).await.status(), 404, "{path} went on");
+    }
+    let embed = post("/embed", "application/json", "{}");
+    assert_eq!(ask(proxy.operators, embed).await.status(), 404);
+    let verb = "POST /memory/purge HTTP/1.1\r\nhost: localhost\r\nlowtide-admin: 1\r\n\r\n";
+    let answer = ask(proxy.operators, verb).await;
+    assert_eq!(answer.status(), 503, "heard, and no memory is managed here: {answer:?}");
+}
+
 #[test]
 fn connections_are_no_more_than_there_are_descriptors_for() {
     let limits = |files: &str| {
         format!("Limit  Soft Limit  Hard Limit  Units\nMax open files  {files}  9  files\n")
     };
-    assert_eq!(connections_within(&limits("128")), Some(32));
-    assert_eq!(connections_within(&limits("1024")), Some(330));
+    assert_eq!(connections_within(&limits("128")), Some(26));
+    assert_eq!(connections_within(&limits("1024")), Some(325));
     assert_eq!(connections_within(&limits("8")), Some(1), "one, however few");
     assert_eq!(connections_within(&limits("unlimited")), None);
     assert_eq!(connections_within(""), None);

@@ -174,6 +174,47 @@ async fn the_upstream_is_told_its_own_host_the_clients_host_and_who_asks() {
     assert_eq!(seen.header("x-forwarded-for").as_deref(), Some("127.0.0.1"));
 }
 
+/// The bug: what a client wrote there itself stayed, in place of the host that it had asked for.
+#[tokio::test]
+async fn a_client_could_forge_the_host_that_it_asked_for() {
+    let upstream = Upstream::new().await;
+    let proxy = plain(&upstream).await;
+    let forged = "x-forwarded-host: evil.example\r\nx-forwarded-host: worse.example\r\n";
+    let request = format!("GET / HTTP/1.1\r\nhost: shop.example\r\n{forged}\r\n");
+    let (seen, _) = exchange(&upstream, proxy.address, &request, OK).await;
+    assert_eq!(seen.header("x-forwarded-host").as_deref(), Some("shop.example"));
+    let request = format!("GET / HTTP/1.0\r\n{forged}\r\n");
+    let (seen, _) = exchange(&upstream, proxy.address, &request, OK).await;
+    assert_eq!(seen.header("x-forwarded-host"), None, "it named no host");
+}
+
+/// The bug: a body in pieces was dropped on its way where the method has none by custom.
+#[tokio::test]
+async fn the_body_of_a_get_in_pieces_was_dropped() {
+    let upstream = Upstream::new().await;
+    let proxy = plain(&upstream).await;
+    for method in ["GET", "HEAD", "DELETE", "POST"] {
+        for framing in ["transfer-encoding: chunked\r\n\r\n2\r\nbo\r\n2\r\ndy\r\n0\r\n\r\n", ""] {
+            let rest = if framing.is_empty() { "content-length: 4\r\n\r\nbody" } else { framing };
+            let request = format!("{method} / HTTP/1.1\r\nhost: here\r\n{rest}");
+            let serve = async {
+                let mut wire = upstream.accept().await;
+                let seen = wire.request().await;
+                let length = if method == "HEAD" { "" } else { "content-length: 0\r\n" };
+                wire.send(format!("HTTP/1.1 200 OK\r\nconnection: close\r\n{length}\r\n")).await;
+                seen
+            };
+            let (seen, answer) = tokio::join!(serve, ask(proxy.address, &request));
+            assert_eq!((seen.text().as_str(), seen.whole), ("body", true), "{request:?}");
+            assert_eq!(answer.status(), 200, "{request:?}");
+        }
+    }
+    // And none is made up.
+    let (seen, _) =
+        exchange(&upstream, proxy.address, "GET / HTTP/1.1\r\nhost: here\r\n\r\n", OK).await;
+    assert_eq!(seen.header("transfer-encoding"), None);
+}
+
 #[tokio::test]
 async fn an_upgrade_is_not_passed_and_a_tunnel_is_refused() {
     let upstream = Upstream::new().await;

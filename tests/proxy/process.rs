@@ -43,7 +43,8 @@ fn command(arguments: &[&str]) -> Command {
 
 /// A program that ends by itself: its exit code, and what it wrote.
 async fn run(mut command: Command) -> (Option<i32>, String) {
-    let mut program = Program { child: command.spawn().expect("it starts"), at: None };
+    let mut program =
+        Program { child: command.spawn().expect("it starts"), at: None, operators: None };
     let code = program.code().await;
     let mut text = String::new();
     program.child.stdout.take().expect("piped").read_to_string(&mut text).expect("text");
@@ -55,6 +56,7 @@ async fn run(mut command: Command) -> (Option<i32>, String) {
 struct Program {
     child: Child,
     at: Option<SocketAddr>,
+    operators: Option<SocketAddr>,
 }
 
 impl Program {
@@ -72,18 +74,21 @@ impl Program {
             let mut line = String::new();
             while stdout.read_line(&mut line).expect("text") > 0 {
                 if let Some((_, after)) = line.split_once("the proxy listens address=") {
-                    let at = after.split(' ').next().and_then(|at| at.parse().ok());
-                    return (at, Some(stdout));
+                    let mut parts = after.split([' ', '=']);
+                    let at = parts.next().and_then(|at| at.parse().ok());
+                    let operators = parts.nth(1).and_then(|at| at.parse().ok());
+                    return (at, operators, Some(stdout));
                 }
                 line.clear();
             }
-            (None, None)
+            (None, None, None)
         });
         // Made first: a program that does not come to listen is killed as well.
-        let mut program = Self { child, at: None };
-        let (at, stdout) = within("it listens", find).await.expect("no panic");
+        let mut program = Self { child, at: None, operators: None };
+        let (at, operators, stdout) = within("it listens", find).await.expect("no panic");
         program.child.stdout = stdout.map(BufReader::into_inner);
         program.at = at;
+        program.operators = operators;
         assert!(program.at.is_some(), "it ended before it listened, or wrote no plain address");
         program
     }
@@ -193,6 +198,66 @@ async fn a_health_check_says_whether_it_is_well_and_if_not_why() {
 }
 
 #[tokio::test]
+async fn a_health_check_asks_where_operators_are_answered() {
+    let aside = ["--operators", "127.0.0.2:0"];
+    let program = Program::start(&aside).await;
+    let (clients, operators) = (program.address(), program.operators.expect("it says where"));
+    assert_ne!(clients, operators);
+    assert_eq!(get(clients, "/healthz").await.status(), 404, "what the text service says");
+    let at = operators.to_string();
+    let (code, text) = run(command(&["healthcheck", "--operators", &at])).await;
+    assert_eq!(code, Some(0), "{text}");
+    let mut check = command(&["healthcheck"]);
+    check.env("PROXY_LISTEN", clients.to_string()).env("PROXY_OPERATORS", &at);
+    assert_eq!(run(check).await.0, Some(0));
+    drop(program);
+    let (code, text) = run(command(&["healthcheck", "--operators", &at])).await;
+    assert_eq!(code, Some(1));
+    assert!(text.contains(&at) && text.contains("refused"), "{text}");
+    // The same address twice is one port.
+    let both = Program::start(&["--operators", "127.0.0.1:0"]).await;
+    assert_eq!(both.operators, both.at);
+    assert_eq!(get(both.address(), "/healthz").await.status(), 200);
+}
+
+/// The bug: `PROXY_ADMIN` took `true` and `false` alone, and `false` beside a token was a conflict.
+#[tokio::test]
+async fn a_switch_took_only_two_words_and_off_was_a_conflict() {
+    let verb = "POST /memory/purge HTTP/1.1\r\nhost: localhost\r\nlowtide-admin: 1\r\n\r\n";
+    let token = std::env::temp_dir().join(format!("lowtide-token-{}", std::process::id()));
+    std::fs::write(&token, "0123456789abcdef0123456789abcdef\n").expect("a file");
+    for (word, file, status) in
+        [("yes", None, 202), ("1", None, 202), ("no", None, 404), ("false", Some(&token), 401)]
+    {
+        let mut command = command(&["--listen", "127.0.0.1:0"]);
+        command.env("PROXY_ADMIN", word);
+        if let Some(file) = file {
+            command.env("PROXY_ADMIN_TOKEN_FILE", file);
+        }
+        let program = Program::of(command).await;
+        let answer = ask(program.address(), verb).await;
+        assert_eq!(answer.status(), status, "{word}: {answer:?}");
+    }
+    let mut both = command(&["--listen", "127.0.0.1:0"]);
+    both.env("PROXY_ADMIN", "on").env("PROXY_ADMIN_TOKEN_FILE", &token);
+    let (code, text) = run(both).await;
+    assert_eq!(code, Some(2), "{text}");
+    assert!(text.contains("not both"), "{text}");
+    std::fs::remove_file(&token).expect("it is there");
+}
+
+/// The bug: on a terminal the log had colour codes whatever `NO_COLOR` said.
+#[test]
+fn a_terminal_had_colours_whatever_was_asked() {
+    let is_coloured = |terminal, word: Option<&str>| {
+        crate::cli::is_coloured(terminal, word.map(std::ffi::OsStr::new))
+    };
+    assert!(!is_coloured(true, Some("1")));
+    assert!(is_coloured(true, None) && is_coloured(true, Some("")));
+    assert!(!is_coloured(false, None));
+}
+
+#[tokio::test]
 async fn a_health_check_does_not_wait_for_ever() {
     for start in ["", "HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\n", "HTTP/1.1 503 Not\r\n\r\n"] {
         let mute = Upstream::new().await;
@@ -238,14 +303,18 @@ async fn bad_options_end_it_at_once_and_say_what_was_expected() {
 
 #[tokio::test]
 async fn bad_variables_end_it_at_once_and_each_is_named() {
-    for (name, value, code_expected) in
-        [("LOWTIDE_TYPO", "1", 1), ("LOWTIDE_MEMORY_LIMIT", "lots", 1), ("PROXY_GRACE", "soon", 2)]
-    {
+    for (name, value, code_expected) in [
+        ("LOWTIDE_TYPO", "1", 1),
+        ("LOWTIDE_MEMORY_LIMIT", "lots", 1),
+        ("PROXY_GRACE", "soon", 2),
+        ("PROXY_ADMIN", "maybe", 2),
+    ] {
         let mut command = command(&["--listen", "127.0.0.1:0"]);
         command.env(name, value);
         let (code, text) = run(command).await;
         assert_eq!(code, Some(code_expected), "{text}");
-        let said = if name.starts_with("PROXY") { "--grace" } else { name };
+        let option = name.strip_prefix("PROXY_").map(|name| format!("--{}", name.to_lowercase()));
+        let said = option.as_deref().unwrap_or(name);
         assert!(text.contains(said), "{text}");
     }
 }

@@ -159,6 +159,7 @@ fn proxy() -> Vec<Row> {
                     constant(serve, "DESCRIPTORS").count()
                 ],
             ),
+            ("with {} connections of its own;", values![constant(serve, "OPERATORS").count()]),
         ],
     )
 }

@@ -69,6 +69,7 @@ fn levels() -> Rows {
         ("| critical | {} | {} |", band(Level::Critical)),
         ("arenas are purged, at most {} and less often", values![how_often(pause)]),
         ("left one step at a time after {} below", values![time(marks.dwell())]),
+        ("has been read away, up to {} of it,", values![size(lowtide::service::DRAIN_MAX.get())]),
         (
             "so fast that the limit is {} samples away",
             values![word(constant("src/control/pressure.rs", "TICKS_TO_FULL").number())],
@@ -283,6 +284,8 @@ fn request_alerts() -> Rows {
     let thrashing = Alert::named("LowtideResourceThrashing");
     let fail = Alert::named("LowtideResourceLoadsFail");
     let kill = Alert::named("LowtideOomKill");
+    let down = Alert::named("LowtideDown");
+    let restarts = Alert::named("LowtideRestarts");
     let each = std::time::Duration::from_secs_f64(1.0 / shed.after("rate5m > "));
     vec![
         (
@@ -296,6 +299,11 @@ fn request_alerts() -> Rows {
         ),
         ("has failed within the last {}. Every request", values![spoken(fail.window())]),
         ("for memory within the last {} (`lowtide_pressure", values![spoken(kill.window())]),
+        ("**Means** for {} an instance that has been scraped", values![spoken(down.lasts)]),
+        (
+            "has started {} times or more within {}: `lowtide_sampler",
+            values![word(restarts.after("[30m])) > ") + 1.0), spoken(restarts.window())],
+        ),
     ]
 }
 
