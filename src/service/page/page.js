@@ -213,7 +213,8 @@
     const maps = new Map();
     for (const of of lastMaps) maps.set(of.arena, [...(maps.get(of.arena) || []), of]);
     const names = list.map(({ arena, drains }) => `${drains}/${arena.name}`).join();
-    if (names !== mapped) { mapped = names; mapsAt = 0; }
+    if (mapped !== null && names !== mapped) mapsAt = 0;
+    mapped = names;
     const items = list.map(({ arena, drains }, nth) => ({ arena, drains, nth,
       map: drains ? (maps.get(arena.name) || []).shift() : (maps.get(arena.name) || []).pop() }));
     const place = $("arenas");
@@ -431,7 +432,7 @@
 
   // A map walks all blocks under their arena's lock, so the service says when to ask again. In
   // between the last one stands; after a verb it is asked for with the next figures.
-  let lastMaps = [], mapsAt = 0, mapped = "";
+  let lastMaps = [], mapsAt = 0, mapped = null;
   const takeMaps = (maps) => {
     lastMaps = maps;
     const again = Math.max(1, ...maps.map((of) => of.again_in_seconds));
