@@ -31,13 +31,15 @@ fn source(name: &str) -> String {
 fn run(name: &str, arguments: &[&str]) -> (Option<i32>, String) {
     // In a package the crate is not its own development dependency: the features are named.
     let features = "api2,cuda,memory-viz,service,prometheus,simulation";
-    let output = Command::new(env!("CARGO"))
+    // One that does not end fails with status 124.
+    let output = Command::new("timeout")
+        .args(["600", env!("CARGO")])
         .current_dir(env!("CARGO_MANIFEST_DIR"))
         .args(["run", "--quiet", "--locked", "--features", features, "--example", name, "--"])
         .args(arguments)
         .env_remove("LOWTIDE_PROFILE") // whatever this process was started with
         .output()
-        .expect("Cargo, which runs this test");
+        .expect("coreutils, and Cargo, which runs this test");
     let [text, errors] = [&output.stdout, &output.stderr].map(|of| String::from_utf8_lossy(of));
     (output.status.code(), format!("{text}{errors}"))
 }

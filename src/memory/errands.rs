@@ -227,6 +227,15 @@ impl Errands {
         Some((errand.id, errand.verb.clone()))
     }
 
+    /// For one that nobody may come for any more: where it was begun it stays, else it has failed.
+    fn keep_if_begun(&self, id: u64) -> Result<u64, AskError> {
+        let mut list = lock(&self.0);
+        let waits = |errand: &&mut Errand| errand.id == id && errand.state == ErrandState::Waiting;
+        let Some(errand) = list.kept.iter_mut().find(waits) else { return Ok(id) };
+        errand.state = ErrandState::Failed(AskError::Ended.to_string());
+        Err(AskError::Ended)
+    }
+
     /// Ends one; says whether others wait.
     fn end(&self, id: u64, state: ErrandState, picture: Option<Arc<str>>) -> bool {
         let mut list = lock(&self.0);
@@ -272,9 +281,8 @@ impl Memory {
         let id = shared.errands.add(verb, shared.clock.since_epoch())?;
         shared.queue.push_one(Job::Errand);
         if shared.queue.is_closed() {
-            // It closed meanwhile, and may have dropped the job; where it did not, it is done.
-            shared.errands.end(id, ErrandState::Failed(AskError::Ended.to_string()), None);
-            return Err(AskError::Ended);
+            // It closed meanwhile, and may have dropped the job.
+            return shared.errands.keep_if_begun(id);
         }
         Ok(id)
     }
@@ -394,6 +402,25 @@ impl Shared {
 #[cfg(all(test, not(lowtide_loom)))]
 mod tests {
     use super::*;
+
+    /// The bug: one that was begun, or done, was told to have failed because the memory ended.
+    #[test]
+    fn only_an_errand_that_was_not_begun_fails_for_the_end() {
+        let errands = Errands::default();
+        for id in 1..=3 {
+            assert_eq!(errands.add(Verb::Purge, Duration::ZERO), Ok(id));
+        }
+        let (done, _) = errands.begin().expect("one waits");
+        errands.end(done, ErrandState::Done("1 KiB given back".to_owned()), None);
+        let (running, _) = errands.begin().expect("another one waits");
+        assert_eq!(errands.keep_if_begun(done), Ok(done));
+        assert_eq!(errands.keep_if_begun(running), Ok(running));
+        assert_eq!(errands.keep_if_begun(3), Err(AskError::Ended));
+        let states: Vec<_> =
+            lock(&errands.0).kept.iter().map(|errand| errand.state.name()).collect();
+        assert_eq!(states, ["done", "running", "failed"]);
+        assert!(errands.begin().is_none(), "nobody does what its asker was told is not done");
+    }
 
     #[test]
     fn errands_are_bounded_and_done_in_the_order_of_asking() {

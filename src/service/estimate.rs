@@ -107,8 +107,12 @@ impl Estimate for Constant {
     }
 }
 
-/// By the length of the body: `min(max(least, length x factor), most)`, and what is given for a
-/// body whose length is not announced.
+/// By the length of the body: `max(least, length x factor)`, and what is given for a body whose
+/// length is not announced.
+///
+/// Who asks announces the length, and books it until the request ends though no byte may ever come:
+/// put a layer that refuses lengths beyond what the handler reads, and a timeout of bodies, around
+/// the memory layer.
 ///
 /// A request without a body has the length 0: one of HTTP/1 that announces neither a length nor an
 /// encoding, and GET, HEAD, OPTIONS and TRACE of any version without either. A length that is
@@ -127,16 +131,12 @@ impl Estimate for Constant {
 /// assert_eq!(of(post().header("content-length", 1 << 20)), ByteSize::mib(3));
 /// assert_eq!(of(post().header("transfer-encoding", "chunked")), ByteSize::mib(4));
 /// assert_eq!(of(http::Request::get("/")), ByteSize::kib(64));
-/// let estimate = estimate.most(ByteSize::mib(6)); // the handler reads 2 MiB and no more
-/// let vast = post().header("content-length", u64::MAX).body(()).unwrap().into_parts().0;
-/// assert_eq!(estimate.estimate(&vast).0.host, ByteSize::mib(6));
 /// ```
 #[derive(Clone, Copy, Debug)]
 pub struct ContentLength {
     unknown: ByteSize,
     factor: f64,
     least: ByteSize,
-    most: ByteSize,
     priority: Priority,
 }
 
@@ -144,8 +144,7 @@ impl ContentLength {
     /// The body's length, and this much where it is not announced.
     #[must_use]
     pub const fn new(unknown: ByteSize) -> Self {
-        let (least, most) = (ByteSize::ZERO, ByteSize::MAX);
-        Self { unknown, factor: 1.0, least, most, priority: Priority::Normal }
+        Self { unknown, factor: 1.0, least: ByteSize::ZERO, priority: Priority::Normal }
     }
 
     /// Multiplied by this: what a byte of the body comes to, the byte itself included.
@@ -166,15 +165,6 @@ impl ContentLength {
         self
     }
 
-    /// Never more than this: what the largest body that the handler reads comes to. A length is
-    /// announced by who asks, and books that much until the request ends, though no byte of it may
-    /// ever come.
-    #[must_use]
-    pub const fn most(mut self, most: ByteSize) -> Self {
-        self.most = most;
-        self
-    }
-
     /// At this priority.
     #[must_use]
     pub const fn priority(mut self, priority: Priority) -> Self {
@@ -189,7 +179,7 @@ impl Estimate for ContentLength {
             Some(length) => scaled(length, self.factor),
             None => self.unknown,
         };
-        (Cost::host(bytes.max(self.least).min(self.most)), self.priority)
+        (Cost::host(bytes.max(self.least)), self.priority)
     }
 }
 
