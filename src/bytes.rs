@@ -235,7 +235,6 @@ impl ParseByteSizeError {
         match self {
             Self::NoNumber { .. } => "digits, then B, k, m, g, t, KiB, MiB, GiB or TiB",
             Self::Unit { .. } => {
-                // tidy: foreign word
                 "digits, then B, k, m, g, t, KiB, MiB, GiB or TiB \
                  (MB and the like are refused because they are read both ways)"
             }

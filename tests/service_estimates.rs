@@ -81,7 +81,7 @@ fn a_body_costs_its_length_times_the_factor_and_never_less_than_the_least() {
 fn a_body_of_unknown_length_is_told_from_no_body() {
     let estimate = ContentLength::new(ByteSize::mib(3));
     let (none, unknown) = (ByteSize::ZERO, ByteSize::mib(3));
-    let pieces = ("transfer-encoding", "chunked"); // tidy: foreign word
+    let pieces = ("transfer-encoding", "chunked");
     for (request, expected) in [
         (Request::get("/"), none),
         (Request::post("/"), none),

@@ -77,7 +77,7 @@ table! {
     ARENAS_PAGE: usize, 2, c"arenas.page";
     ARENAS_BINS: u32, 2, c"arenas.nbins";
     BIN_SIZE: usize, 4, c"arenas.bin.0.size";
-    BIN_GROUP: usize, 4, c"arenas.bin.0.slab_size"; // tidy: foreign word
+    BIN_GROUP: usize, 4, c"arenas.bin.0.slab_size";
     ARENAS_DIRTY_DECAY: isize, 2, c"arenas.dirty_decay_ms";
     ARENAS_MUZZY_DECAY: isize, 2, c"arenas.muzzy_decay_ms";
     ARENA_DIRTY_DECAY: isize, 3, c"arena.0.dirty_decay_ms";

@@ -69,7 +69,7 @@ fn tensor_larger_than_max_size() {
 }
 
 #[test]
-// GGML's name. tidy: foreign word
+// GGML's name.
 fn not_enough_chunks() {
     let graph = &mut Graph::new();
     let x: Vec<ValueId> = (0..17).map(|_| input(graph, 8)).collect();

@@ -1,18 +1,16 @@
-//! Checks of the source text itself: direction of imports, the unsafe fence, vocabulary, lengths,
-//! heads, orphaned files, what is banned, paths of the machine that built it.
+//! Checks of the source text itself: direction of imports, heads and columns, orphaned files,
+//! banned names, paths of the machine that built it.
 //!
 //! One pass over the tree; every fault is printed before the test fails. The rules are checked in
 //! turn: `planted.rs` holds a fault for each of them, which must be found, and clean texts, which
 //! must pass. It does not replace clippy, and parses no more than tokens.
 
 mod bans;
-mod fence;
 mod imports;
 mod orphans;
 mod planted;
 mod shape;
 mod tokens;
-mod words;
 
 use std::fs;
 use std::path::Path;
@@ -77,11 +75,9 @@ fn check(tree: &[Source]) -> Vec<String> {
     orphans::check(tree, &mut faults);
     for source in rust {
         shape::check(source, &mut faults);
-        fence::check(source, &mut faults);
         bans::check(source, &mut faults);
     }
     for source in tree {
-        words::check(source, &mut faults);
         bans::machine_paths(source, &mut faults);
     }
     faults.0.sort();

@@ -87,7 +87,7 @@ impl Cells {
 
     /// Cells of active granules, and of the largest free span.
     fn figures(&self) -> [u64; 2] {
-        let granules = self.cells.chunks(index(self.granule)); // tidy: foreign word
+        let granules = self.cells.chunks(index(self.granule));
         let active = granules.filter(|cells| cells.iter().any(Option::is_some)).count() as u64;
         let (mut largest, mut run) = (0, 0);
         for cell in &self.cells {

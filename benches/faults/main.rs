@@ -1,0 +1,60 @@
+//! Figures of faults that were found and fixed. Each part stages one fault and counts what goes
+//! wrong.
+//!
+//! `cargo bench --bench faults` runs every part, each in a process of its own, since a process has
+//! one heap and one `Memory`. `cargo bench --bench faults -- NAME` runs one part.
+//!
+//! Exit codes: 0 if every goal holds, 1 if one does not.
+#![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that prints figures")]
+
+use std::process::{Command, ExitCode};
+
+use lowtide::BoxError;
+
+#[global_allocator]
+static HEAP: lowtide::host::Heap = lowtide::host::Heap;
+
+lowtide::heap_profile!(balanced);
+
+/// Stages a fault, prints its `figure NAME VALUE UNIT` lines, and fails if a goal does not hold.
+type Part = fn() -> Result<(), BoxError>;
+
+/// The parts, in the order in which they run.
+const PARTS: &[(&str, Part)] = &[];
+
+fn main() -> ExitCode {
+    // Cargo passes `--bench`.
+    let name = std::env::args().skip(1).find(|argument| !argument.starts_with('-'));
+    let result = match name {
+        None => run_all(),
+        Some(name) => run_one(&name),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run_one(name: &str) -> Result<(), BoxError> {
+    let names: Vec<_> = PARTS.iter().map(|(name, _)| *name).collect();
+    let part = PARTS.iter().find(|(known, _)| *known == name);
+    let (_, run) =
+        part.ok_or_else(|| format!("unknown part {name:?}, expected one of {names:?}"))?;
+    run()
+}
+
+/// Runs every part, also after one that failed.
+fn run_all() -> Result<(), BoxError> {
+    let program = std::env::current_exe()?;
+    let mut failed = Vec::new();
+    for (name, _) in PARTS {
+        println!("{name}:");
+        if !Command::new(&program).arg(name).status()?.success() {
+            failed.push(*name);
+        }
+    }
+    if failed.is_empty() { Ok(()) } else { Err(format!("missed goals: {failed:?}").into()) }
+}
