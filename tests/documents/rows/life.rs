@@ -45,14 +45,17 @@ pub(super) fn rows() -> Vec<Row> {
                 "a freed block of that size, kept within {}.",
                 values![constant("src/device/config.rs", "FRONT").size()],
             ),
-            ("What has been idle for {} goes:", values![within(balanced.device_decay.value)]),
             (
-                "where neighbours leave less than {} of the device",
+                "Memory that has been idle for {} is released:",
+                values![within(balanced.device_decay.value)],
+            ),
+            (
+                "if other processes leave less than {} of the device",
                 values![percent(Config::DEVICE_WATERMARK)],
             ),
-            ("Meanwhile, every {}, the loop holds", values![time(loop_settings().active_tick)]),
+            ("Meanwhile, every {}, the loop compares", values![time(loop_settings().active_tick)]),
             (
-                "`K`, {} at first and then {} to {}, is what",
+                "`K`, {} at first and then {} to {}, is the measured",
                 values![k("K_START").to_string(), k("K_MIN").to_string(), k("K_MAX").to_string()],
             ),
             (
