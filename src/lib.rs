@@ -137,6 +137,11 @@
 //! Without a [`Memory`] heap and arenas work all the same; nothing is timed, admitted or published
 //! then.
 
+// First, so that its macro is known to all below.
+#[cfg(feature = "device")]
+#[macro_use]
+mod log;
+
 pub mod bytes;
 pub mod clock;
 pub mod decay;

@@ -13,7 +13,10 @@ use lowtide::config::arena::{ArenaOptions, RunOptions};
 use lowtide::config::{Config, DeviceChoice, Profile, env};
 use lowtide::control::{AcquireError, Cost, Managed, UnloadError};
 use lowtide::device::{DeviceArena, DeviceError, Region};
-use lowtide::memory::{ArenaUse, Builder, MemoryError, ScopeError, ShrinkError, Slot, StartError};
+use lowtide::memory::{
+    ArenaUse, Builder, Errand, ErrandState, MemoryError, ScopeError, ShrinkError, Slot, StartError,
+    Verb,
+};
 use lowtide::{ByteSize, Memory};
 use tikv_jemalloc_ctl::{background_thread, max_background_threads, raw};
 
@@ -397,4 +400,61 @@ fn a_device_that_cannot_be_had_is_an_error_and_none_refuses_arenas() {
     assert!(bare.starts_with("refused: LOWTIDE_DEVICE=cuda:7: "), "{bare}");
     let (bare, _) = with_variables(&[("LOWTIDE_DEVICE", "none")]);
     assert!(bare.contains("arena \"one\" cannot be opened: LOWTIDE_DEVICE is none"), "{bare}");
+}
+
+/// A subscriber that fails as one does whose output is a full disk.
+struct Panics;
+
+impl tracing::Subscriber for Panics {
+    fn enabled(&self, _: &tracing::Metadata<'_>) -> bool {
+        true
+    }
+
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+
+    fn event(&self, _: &tracing::Event<'_>) {
+        panic!("the disk is full");
+    }
+
+    fn enter(&self, _: &tracing::span::Id) {}
+
+    fn exit(&self, _: &tracing::span::Id) {}
+}
+
+/// The bug: a subscriber that panicked left errands `running` for ever, failed the start and closed
+/// arenas halfway. In a process of its own, since the worker's subscriber is the process's.
+#[test]
+#[expect(clippy::disallowed_methods, reason = "how this process is told which half it is")]
+fn a_subscriber_that_panicked_left_errands_running() {
+    const INNER: &str = "SUBSCRIBER_PANICS";
+    if std::env::var_os(INNER).is_none() {
+        let test = "a_subscriber_that_panicked_left_errands_running";
+        run_again(test, &[(INNER, "1")]);
+        return;
+    }
+    let _turn = turn();
+    tracing::subscriber::set_global_default(Panics).expect("the first of this process");
+    std::panic::set_hook(Box::new(|_| {}));
+    let memory = Memory::builder().device(DeviceChoice::Host).start().expect("starts");
+    let arena = memory.open_arena("weights").expect("opens");
+    drop(arena.alloc::<u8>(9 << 20, Region::Stable).expect("room"));
+    let verbs = [
+        Verb::Purge,
+        Verb::Snapshot { arena: "weights".to_owned() },
+        Verb::Trim { arena: "weights".to_owned(), keep: ByteSize::ZERO },
+    ];
+    for verb in verbs {
+        memory.ask(verb).expect("taken");
+    }
+    let is_done = |errand: &Errand| matches!(errand.state, ErrandState::Done(_));
+    support::until("all errands are done", || memory.errands().iter().all(is_done));
+    arena.close().expect("nothing is live");
+    assert!(arena.snapshot().committed.is_zero(), "it was closed to the end");
+    assert!(memory.shutdown(SOON).is_clean());
 }

@@ -133,7 +133,7 @@ impl DeviceArena {
         });
         let homes = Arc::new(Homes::new(&shared));
         let (arena, rung) = (&shared.name, shared.driver.rung());
-        tracing::info!(arena, %rung, limit = %config.limit, "an arena was opened");
+        log!(info, arena, %rung, limit = %config.limit, "an arena was opened");
         Ok(Self { shared, homes })
     }
 
@@ -285,7 +285,7 @@ impl DeviceArena {
             books.tell(&*self.shared.clock, |_| Some(Operation::Limit { limit }));
             drop(books);
             self.shared.pass_on();
-            tracing::info!(arena = self.name(), %limit, "the arena's limit was set");
+            log!(info, arena = self.name(), %limit, "the arena's limit was set");
         }
     }
 
@@ -327,8 +327,8 @@ impl DeviceArena {
         if was_open == Ok(false) {
             return Ok(());
         }
+        let is_closing = was_open.is_ok();
         let closed = was_open.and_then(|_| {
-            tracing::info!(arena = self.name(), "the arena was closed");
             shared.complete_all()?;
             shared.release_adopted();
             shared.wake_of_nothing();
@@ -336,6 +336,9 @@ impl DeviceArena {
             self.empty()
         });
         shared.tell_closed(&closed);
+        if is_closing {
+            log!(info, arena = self.name(), "the arena was closed");
+        }
         closed
     }
 

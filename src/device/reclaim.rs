@@ -95,7 +95,7 @@ impl DeviceArena {
             Some(error) => Err(error.into()),
             None if released.is_zero() => Ok(Decayed { released, next }),
             None => {
-                tracing::debug!(arena = self.name(), %released, "idle memory decayed");
+                log!(debug, arena = self.name(), %released, "idle memory decayed");
                 Ok(Decayed { released, next })
             }
         }
@@ -215,7 +215,7 @@ impl DeviceArena {
         shared.debug_validate();
         let released = ByteSize::new(bytes);
         if !released.is_zero() {
-            tracing::debug!(arena = self.name(), %keep, %released, "idle memory was given back");
+            log!(debug, arena = self.name(), %keep, %released, "idle memory was given back");
         }
         error.map_or(Ok(released), |error| Err(error.into()))
     }

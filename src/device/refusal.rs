@@ -146,7 +146,7 @@ impl Shared {
             return DeviceError::Forked; // a callback forked, and this is the child
         }
         if matches!(cause, Cause::Uncounted) {
-            tracing::debug!(arena = self.name, %error, "an allocation was refused");
+            log!(debug, arena = self.name, %error, "an allocation was refused");
             return error;
         }
         match &mut error {
@@ -164,18 +164,22 @@ impl Shared {
             }
             _ => {}
         }
-        tracing::debug!(arena = self.name, %error, "an allocation was refused");
         let mut books = self.books();
         books.record_refusal(&error, &*self.clock);
         books.tell_refusal(&*self.clock, what, cause);
         let failures = &mut books.totals.failures;
-        *match cause {
-            Cause::Limit { .. } => &mut failures.limit,
-            Cause::Device => &mut failures.device,
-            Cause::Addresses => &mut failures.addresses,
-            Cause::Driver => &mut failures.driver,
-            Cause::Uncounted => return error,
-        } += 1;
+        let counted = match cause {
+            Cause::Limit { .. } => Some(&mut failures.limit),
+            Cause::Device => Some(&mut failures.device),
+            Cause::Addresses => Some(&mut failures.addresses),
+            Cause::Driver => Some(&mut failures.driver),
+            Cause::Uncounted => None,
+        };
+        if let Some(count) = counted {
+            *count += 1;
+        }
+        drop(books);
+        log!(debug, arena = self.name, %error, "an allocation was refused");
         error
     }
 

@@ -64,7 +64,7 @@ impl Shared {
         for pair in &pairs {
             let moved = self.driver.remap(pair.from.at, pair.at, pair.from.size, Key::new());
             if let Err(error) = moved {
-                tracing::debug!(arena = self.name, %error, "idle memory could not be remapped");
+                log!(debug, arena = self.name, %error, "idle memory could not be remapped");
                 failed = true;
                 break;
             }

@@ -31,7 +31,7 @@ use crate::clock::Clock;
 use crate::decay::DecayTime;
 use crate::fork::Birth;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use crate::sync::{Condvar, Mutex, MutexGuard, caught, lock, try_lock};
+use crate::sync::{Condvar, Mutex, MutexGuard, lock, try_lock};
 
 /// What is shared.
 pub(super) struct Shared {
@@ -437,8 +437,7 @@ impl Drop for Shared {
             books.forget_adopted();
             return;
         }
-        // Whoever listens is not ours, and nothing unwinds out of a drop.
-        let _ = caught(|| tracing::info!(arena = self.name, "an arena is gone"));
+        log!(info, arena = self.name, "an arena is gone");
         let _ = self.ask_events(); // asks, and waits for nothing
         self.end_adopted();
         self.end_sleep();
@@ -448,7 +447,7 @@ impl Drop for Shared {
         let is_used = books.pending() > 0 || books.sleep.may_be_copied() || is_raw_used;
         if is_used {
             let left = ByteSize::new(books.backed());
-            let _ = caught(|| tracing::warn!(arena = self.name, %left, "memory was left behind"));
+            log!(warn, arena = self.name, %left, "memory was left behind");
         }
         for event in books.streams.events() {
             let _ = self.driver.event_destroy(event, Key::new());

@@ -266,7 +266,7 @@ impl Turn<'_> {
                     asked.panics += 1;
                     asked.gave = true; // nobody knows how far it came
                     let arena = shortage.arena;
-                    tracing::warn!(arena, message, "a callback on shortage panicked");
+                    log!(warn, arena, message, "a callback on shortage panicked");
                 }
             }
             if !self.callbacks.birth.is_here() {
@@ -313,7 +313,8 @@ impl Shared {
         books.totals.shortage_calls += asked.calls;
         books.totals.shortage_panics += asked.panics;
         drop(books);
-        tracing::debug!(
+        log!(
+            debug,
             arena = self.name,
             calls = asked.calls,
             gave = asked.gave,

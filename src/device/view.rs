@@ -283,7 +283,7 @@ fn forget<T>(shared: &Shared, kept: Option<Box<Kept<T>>>) -> bool {
         return true;
     }
     shared.parked.fetch_add(1, Ordering::Relaxed);
-    tracing::warn!(arena = shared.name, ?outcome, "a freed buffer's view left an error");
+    log!(warn, arena = shared.name, ?outcome, "a freed buffer's view left an error");
     false
 }
 

@@ -433,7 +433,8 @@ fn report(memory: &Memory, background_threads: u32) {
     let cpus = memory.0.shared.signals.cpus();
     let at_start = host::effective();
     let at_start = at_start.map_or_else(|error| error.to_string(), |conf| conf.to_string());
-    tracing::info!(
+    log!(
+        info,
         target: "lowtide",
         profile = %config.profile.value,
         limit,

@@ -88,12 +88,16 @@ impl Shared {
             state.last = Some(look);
             (state.watermark.look(now, look), state.watermark.low(look.total))
         };
-        let free = look.free;
+        let (free, idle) = (look.free, self.device_idle());
+        if !verdict.wanted.is_zero() {
+            let given = self.give_idle_back(verdict.wanted);
+            self.device.given_back.fetch_add(given.get(), Ordering::Relaxed);
+        }
         match verdict.tide {
             Tide::Same => {}
             Tide::Short => {
-                let idle = self.device_idle();
-                tracing::info!(
+                log!(
+                    info,
                     target: "lowtide",
                     %free,
                     watermark = %low,
@@ -102,12 +106,8 @@ impl Shared {
                 );
             }
             Tide::Room => {
-                tracing::info!(target: "lowtide", %free, "the device has room again");
+                log!(info, target: "lowtide", %free, "the device has room again");
             }
-        }
-        if !verdict.wanted.is_zero() {
-            let given = self.give_idle_back(verdict.wanted);
-            self.device.given_back.fetch_add(given.get(), Ordering::Relaxed);
         }
     }
 

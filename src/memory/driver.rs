@@ -63,7 +63,7 @@ fn open_cuda(choice: DeviceChoice, rung: DeviceRung) -> Result<Arc<dyn Driver>, 
     let options = CudaOptions { device, rung, memory, ..CudaOptions::default() };
     let driver = CudaDriver::open(options).map_err(|error| error.to_string())?;
     let (device, rung) = (driver.device(), driver.rung());
-    tracing::info!(%device, %rung, "device arenas lie in CUDA memory");
+    log!(info, %device, %rung, "device arenas lie in CUDA memory");
     Ok(Arc::new(driver))
 }
 

@@ -336,7 +336,11 @@ impl Shared {
             Err(said) => ErrandState::Failed(format!("it panicked: {said}")),
         };
         let about = verb.about();
-        tracing::info!(
+        let text = format!("{} {}: {}", verb.name(), state.name(), state.outcome());
+        self.events.add(self.clock.since_epoch(), "errand", about, text);
+        let others_wait = self.errands.end(id, state.clone(), picture);
+        log!(
+            info,
             target: "lowtide",
             errand = id,
             verb = verb.name(),
@@ -345,9 +349,7 @@ impl Shared {
             outcome = state.outcome(),
             "an errand ended"
         );
-        let text = format!("{} {}: {}", verb.name(), state.name(), state.outcome());
-        self.events.add(self.clock.since_epoch(), "errand", about, text);
-        self.errands.end(id, state, picture)
+        others_wait
     }
 
     fn carry_out(

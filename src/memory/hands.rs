@@ -210,7 +210,8 @@ impl WorkerHands {
             if kills > self.kills_logged {
                 let killed = kills - self.kills_logged;
                 self.kills_logged = kills;
-                tracing::warn!(
+                log!(
+                    warn,
                     target: "lowtide",
                     killed,
                     limit = %snapshot.signal.limit.bytes,

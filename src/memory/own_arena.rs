@@ -108,7 +108,8 @@ impl OwnArena {
         let HostArenaStats { active, .. } = arena.stats().ok()?;
         if !active.is_zero() {
             let name = &self.name;
-            tracing::debug!(
+            log!(
+                debug,
                 target: "lowtide",
                 name,
                 %active,

@@ -121,7 +121,7 @@ impl Shared {
             notes.push(note.clone());
             drop(notes);
             self.events.add(self.clock.since_epoch(), "note", note.about, note.text.clone());
-            tracing::warn!(target: "lowtide", about = note.about, "{}", note.text);
+            log!(warn, target: "lowtide", about = note.about, "{}", note.text);
         }
     }
 
@@ -177,17 +177,18 @@ impl Shared {
         let took = self.clock.now() - start;
         self.purges.by_trigger[trigger as usize].fetch_add(1, Ordering::Relaxed);
         let purged = Purged { heap, device, took };
-        tracing::debug!(
+        if !purged.released().is_zero() {
+            let text = format!("{} given back", purged.released());
+            self.events.add(self.clock.since_epoch(), "purge", trigger.name(), text);
+        }
+        log!(
+            debug,
             target: "lowtide",
             trigger = trigger.name(),
             released = %purged.released(),
             took = ?took,
             "purged"
         );
-        if !purged.released().is_zero() {
-            let text = format!("{} given back", purged.released());
-            self.events.add(self.clock.since_epoch(), "purge", trigger.name(), text);
-        }
         purged
     }
 

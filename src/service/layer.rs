@@ -197,7 +197,7 @@ where
             }
             Err(rejected) => {
                 let path = head.uri.path();
-                tracing::debug!(target: "lowtide", %rejected, path, "turned away");
+                log!(debug, target: "lowtide", %rejected, path, "turned away");
                 let response = self.layer.reject.reject(&rejected, &head);
                 State::Rejected { rest: Drain::new(&head, body), response: Some(response) }
             }

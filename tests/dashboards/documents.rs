@@ -82,8 +82,9 @@ pub(crate) fn events(sources: &[(String, String)], text: &str) -> Vec<String> {
         .map(|row| (row, false))
         .collect();
     for (name, source) in sources {
-        for (at, start) in source.match_indices("tracing::") {
-            let Some((level, rest)) = source[at + start.len()..].split_once("!(") else { continue };
+        for (at, start) in source.match_indices("log!(") {
+            let Some((level, rest)) = source[at + start.len()..].split_once(',') else { continue };
+            let level = level.trim();
             if !LEVELS.contains(&level) {
                 continue;
             }

@@ -14,6 +14,8 @@ use crate::{Faults, Source};
 const ENVIRONMENT: &str = "src/config/env.rs";
 /// The only reader of the machine's clock.
 const CLOCK: &str = "src/clock.rs";
+/// The only one that calls a subscriber.
+const LOG: &str = "src/log.rs";
 
 pub(crate) fn check(source: &Source, faults: &mut Faults) {
     let all = tokens(&source.text);
@@ -37,6 +39,7 @@ pub(crate) fn check(source: &Source, faults: &mut Faults) {
     }
     if source.is_under("src") {
         library(source, &code, &paths, faults);
+        events(source, &code, faults);
     }
 }
 
@@ -63,6 +66,16 @@ fn library(source: &Source, code: &[Token<'_>], paths: &[Path<'_>], faults: &mut
         let read = path.segments.get(2) != Some(&"consts");
         if read && source.name != ENVIRONMENT {
             faults.add(source, path.line, "std::env: the environment is read in config::env only");
+        }
+    }
+}
+
+fn events(source: &Source, code: &[Token<'_>], faults: &mut Faults) {
+    const LEVELS: [&str; 6] = ["trace", "debug", "info", "warn", "error", "event"];
+    for (at, token) in code.iter().enumerate() {
+        let is_event = LEVELS.iter().any(|level| reads(code, at, &["tracing", "::", level, "!"]));
+        if is_event && source.name != LOG {
+            faults.add(source, token.line, "tracing: a subscriber may panic: write `log!`");
         }
     }
 }

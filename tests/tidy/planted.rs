@@ -266,6 +266,8 @@ fn what_is_banned_is_found() {
         ("through a Clock", host, "fn f() { std::time::SystemTime::now(); }"),
         ("thread::sleep", host, "fn f() { std::thread::sleep(d) }"),
         ("thread::sleep", "tests/host.rs", "use std::thread::{self, sleep};"),
+        ("write `log!`", host, "fn f() { tracing::warn!(\"a\") }"),
+        ("write `log!`", host, "fn f() { ::tracing::event!(x, \"a\") }"),
         ("no async runtime", "src/control/reclaim.rs", "fn f() { tokio::spawn(g) }"),
         ("no async runtime", "src/service/layer.rs", "#[tokio::test]\nfn f() {}"),
         ("ignored test", "tests/host.rs", "#[test]\n#[ignore]\nfn f() {}"),
@@ -289,6 +291,8 @@ fn what_only_looks_banned_passes() {
         ("src/host/stats.rs", "const OS: &str = std::env::consts::OS;"),
         ("src/config/env.rs", "use std::env;\nfn f() { std::env::vars(); }"),
         ("src/clock.rs", "use std::time::{Instant, SystemTime};"),
+        ("src/log.rs", "fn f() { tracing::warn!(\"a\") }"),
+        ("src/host/stats.rs", "use tracing::Subscriber; // tracing::warn!"),
         ("examples/tide.rs", "use std::{env, time::Instant};\nfn f() { std::thread::sleep(d) }"),
         ("tests/host.rs", "#[tokio::test]\nasync fn f() { let x: HashMap<u8, u8>; }"),
     ]);

@@ -277,7 +277,8 @@ impl DeviceArena {
         books.tell(&*shared.clock, |_| Some(Operation::compact(options, &done)));
         drop(books);
         shared.pass_on();
-        tracing::debug!(
+        log!(
+            debug,
             arena = self.name(),
             region = options.region.name(),
             moves = done.moves,

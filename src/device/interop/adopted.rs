@@ -353,10 +353,7 @@ impl Shared {
         let outcome = caught(|| release(at, size));
         if let Err(message) = outcome {
             self.books().owed.adopted.panics += 1;
-            // Whoever listens is not ours, and this may be in a drop.
-            let _ = caught(|| {
-                tracing::warn!(arena = self.name, %at, %size, message, "a release panicked");
-            });
+            log!(warn, arena = self.name, %at, %size, message, "a release panicked");
         }
     }
 
@@ -373,9 +370,7 @@ impl Shared {
         }
         if left.0 > 0 {
             let (count, left) = left;
-            let _ = caught(|| {
-                tracing::warn!(arena = self.name, count, %left, "adopted memory was not released");
-            });
+            log!(warn, arena = self.name, count, %left, "adopted memory was not released");
         }
     }
 }

@@ -15,7 +15,7 @@ use crate::bytes::ByteSize;
 use crate::device::driver::{DriverError, HostMemory};
 use crate::device::error::{Bound, DeviceError};
 use crate::device::index::Request;
-use crate::sync::{MutexGuard, caught, lock, wait};
+use crate::sync::{MutexGuard, lock, wait};
 
 /// Attempts that an allocation makes: each gives a segment back or loses one to another thread.
 const ATTEMPTS: usize = SEGMENTS_MAX + 16;
@@ -107,9 +107,8 @@ impl Shared {
         let outcome = self.fetch(size, need);
         if let Ok(range) = &outcome {
             let (size, memory) = (range.size(), range.memory());
-            // Whoever listens is not ours, and what came is booked whatever it does.
             let pool = self.name();
-            let _ = caught(|| tracing::debug!(pool, %size, %memory, "a segment was obtained"));
+            log!(debug, pool, %size, %memory, "a segment was obtained");
         }
         let mut books = lock(&self.books);
         let placed = books.end_arrive(slot, outcome.as_ref().ok().copied(), request);

@@ -86,7 +86,7 @@ impl PinnedPool {
         };
         let PinnedConfig { limit, .. } = config;
         let (pool, kind) = (&label.name, label.kind.name());
-        tracing::info!(pool, %rung, kind, %limit, "a pool was opened");
+        log!(info, pool, %rung, kind, %limit, "a pool was opened");
         Ok(Self(Arc::new(Shared {
             driver,
             books: Mutex::new(books),
@@ -130,7 +130,7 @@ impl PinnedPool {
     pub fn set_limit(&self, limit: ByteSize) {
         if self.0.check_here().is_ok() {
             lock(&self.0.books).limit = limit.get();
-            tracing::info!(pool = self.name(), %limit, "the pool's limit was set");
+            log!(info, pool = self.name(), %limit, "the pool's limit was set");
         }
     }
 

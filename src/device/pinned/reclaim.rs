@@ -16,7 +16,7 @@ use super::books::Books;
 use super::pool::{PinnedPool, Shared};
 use crate::bytes::ByteSize;
 use crate::device::error::DeviceError;
-use crate::sync::{MutexGuard, caught, lock, wait};
+use crate::sync::{MutexGuard, lock, wait};
 
 /// What giving back came to.
 #[derive(Debug)]
@@ -114,9 +114,8 @@ impl Shared {
             }
         }
         given.bytes = leaving[..done].iter().map(|(_, range)| range.size()).sum();
-        // Whoever listens is not ours, and what is gone is booked as gone whatever it does.
         let (pool, bytes) = (self.name(), given.bytes);
-        let _ = caught(|| tracing::debug!(pool, %bytes, "idle segments were given back"));
+        log!(debug, pool, %bytes, "idle segments were given back");
         let mut books = lock(&self.books);
         for (nth, (slot, _)) in leaving.iter().enumerate() {
             books.end_leave(*slot, nth < done);
@@ -142,7 +141,7 @@ impl Shared {
         books.closed = given.error.is_none();
         drop(books);
         if given.error.is_none() {
-            tracing::info!(pool = self.name(), "the pool was closed");
+            log!(info, pool = self.name(), "the pool was closed");
         }
         given.error.map_or(Ok(()), Err)
     }

@@ -229,7 +229,7 @@ impl Inner {
         let Some(error) = lines.unsaid() else { return };
         let arena = lines.arena().cloned().unwrap_or_default();
         drop(lines);
-        let _ = caught(|| tracing::warn!(arena, %error, "a recording stopped"));
+        log!(warn, arena, %error, "a recording stopped");
     }
 
     /// Writes what waits; says whether the recording ended meanwhile.

@@ -46,13 +46,13 @@ impl DeviceArena {
         let options = SleepOptions { drain: Duration::ZERO, ..shared.sleep.options };
         let outcome = self.try_sleep(options);
         let Err(error) = outcome else { return outcome.map(Some) };
-        tracing::debug!(arena = self.name(), %error, "the arena did not fall asleep by itself");
         // An allocation that cancels it is no lease: without a pause it would be tried at once
         // again, and contents copied for nothing.
         let again = shared.clock.now() + AGAIN;
         let mut books = shared.books();
         books.sleep.not_before = books.sleep.not_before.max(again);
         drop(books);
+        log!(debug, arena = self.name(), %error, "the arena did not fall asleep by itself");
         match error {
             // Somebody was quicker, and so it is not idle.
             DeviceError::Leased { .. }
@@ -73,7 +73,7 @@ impl DeviceArena {
         drop(books);
         if is_first {
             let (arena, rung) = (self.name(), self.rung());
-            tracing::info!(arena, %rung, "the arena cannot sleep: what is idle is given back");
+            log!(info, arena, %rung, "the arena cannot sleep: what is idle is given back");
         }
         self.purge().map(drop)
     }

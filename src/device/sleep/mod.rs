@@ -213,7 +213,7 @@ impl DeviceArena {
     pub fn sleep(&self, options: SleepOptions) -> Result<Slept, DeviceError> {
         let outcome = self.try_sleep(options);
         if let Err(error) = &outcome {
-            tracing::info!(arena = self.name(), %error, "the arena did not sleep");
+            log!(info, arena = self.name(), %error, "the arena did not sleep");
         }
         outcome
     }
@@ -229,7 +229,7 @@ impl DeviceArena {
         shared.debug_validate();
         if let Ok(Slept { released, offloaded, stayed }) = &outcome {
             let arena = self.name();
-            tracing::info!(arena, %released, %offloaded, %stayed, "the arena fell asleep");
+            log!(info, arena, %released, %offloaded, %stayed, "the arena fell asleep");
         }
         outcome
     }

@@ -342,7 +342,7 @@ impl Shared {
         drop(books);
         let _ = theirs(|| drop(booked));
         if !bytes.is_zero() {
-            tracing::warn!(arena = self.name, %bytes, "host memory was not taken back");
+            log!(warn, arena = self.name, %bytes, "host memory was not taken back");
         }
     }
 

@@ -226,7 +226,7 @@ impl Shared {
             self.let_go(over);
         }
         let (arena, committed) = (&self.name, woken.committed);
-        tracing::info!(arena, %committed, %restored, "the arena woke");
+        log!(info, arena, %committed, %restored, "the arena woke");
         woken
     }
 
@@ -247,7 +247,7 @@ impl Shared {
             books.end_wake(Some(error.clone()));
             books.tell_wake(&*self.clock, None);
         });
-        tracing::warn!(arena = self.name, %error, "the arena could not be woken");
+        log!(warn, arena = self.name, %error, "the arena could not be woken");
         error
     }
 

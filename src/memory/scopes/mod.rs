@@ -233,14 +233,15 @@ impl Memory {
         };
         begin_draining(done.old.as_deref());
         drop(done.old);
-        tracing::info!(
+        shared.sweep();
+        log!(
+            info,
             target: "lowtide",
             slot = %slot,
             draining = ?draining,
             conflicts = done.report.conflicts.len(),
             "arena replaced"
         );
-        shared.sweep();
         Ok(Replaced { report: done.report, draining, released })
     }
 
@@ -314,7 +315,7 @@ impl Shared {
                 }
                 Opened::Pinned(pool) => pool.name().to_owned(), // goes here, its segments with it
             };
-            tracing::debug!(target: "lowtide", arena = name, "a replaced arena has drained");
+            log!(debug, target: "lowtide", arena = name, "a replaced arena has drained");
         }
         for closed in self.arenas.take_closed() {
             self.gone.add(closed.snapshot());

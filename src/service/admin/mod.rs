@@ -176,7 +176,8 @@ impl Admin {
         let about = verb.about().to_owned();
         match memory.ask(verb) {
             Ok(errand) => {
-                tracing::info!(
+                log!(
+                    info,
                     target: "lowtide",
                     verb = name,
                     about,
@@ -205,7 +206,7 @@ impl Admin {
             }
             std::mem::take(&mut buckets.unlogged)
         };
-        tracing::warn!(target: "lowtide", path, reason, ?peer, unlogged, "a verb was refused");
+        log!(warn, target: "lowtide", path, reason, ?peer, unlogged, "a verb was refused");
     }
 }
 

@@ -32,7 +32,7 @@ use crate::bytes::ByteSize;
 use crate::clock::Moment;
 use crate::decay::DecayTime;
 use crate::device::driver::DriverError;
-use crate::sync::{Mutex, caught, lock};
+use crate::sync::{Mutex, lock};
 
 /// The devices that have a governor, a bit for each number; the last stands for all beyond.
 static GOVERNED: AtomicU64 = AtomicU64::new(0);
@@ -267,7 +267,7 @@ impl PoolGovernor {
         let needs = Mutex::default();
         let of = Self { seat, device, pool, current, before, limit, decay, needs, _claim: claim };
         let device = &of.device;
-        tracing::info!(%device, limit = ?limit, "the device's current pool is governed");
+        log!(info, %device, limit = ?limit, "the device's current pool is governed");
         Ok(of)
     }
 
@@ -442,10 +442,7 @@ impl Drop for PoolGovernor {
         }
         LEFT.fetch_add(1, Ordering::Relaxed);
         let cause = outcome.err().map_or_else(|| "it is in use".to_owned(), |it| it.to_string());
-        // Whoever listens is not ours, and nothing unwinds out of a drop.
-        let _ = caught(|| {
-            tracing::warn!(device = %self.device, cause, "a governed pool was left behind");
-        });
+        log!(warn, device = %self.device, cause, "a governed pool was left behind");
     }
 }
 
@@ -472,7 +469,7 @@ fn offered(calls: &Calls, device: i32) -> Result<(Pooling, Current), RungFailure
 /// Notes a call that undoes something: there is nobody to tell.
 fn undone(outcome: Answer) {
     if let Err(error) = outcome {
-        tracing::warn!(%error, "what a call had done could not be undone");
+        log!(warn, %error, "what a call had done could not be undone");
     }
 }
 

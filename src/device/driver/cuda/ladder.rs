@@ -229,7 +229,7 @@ fn take(seat: &Seat, way: Way) -> Result<Memory, RungFailure> {
             let Ok(memory) = with(seat.call(|calls| Pool::of_device(calls, pooling))) else {
                 return Err(cause);
             };
-            tracing::info!(%cause, "the device's own pool is used, and no limit holds for it");
+            log!(info, %cause, "the device's own pool is used, and no limit holds for it");
             Ok(memory)
         }
     }
@@ -253,7 +253,7 @@ fn tried(seat: &Seat, memory: Memory) -> Result<Memory, RungFailure> {
         Ok(()) => Ok(memory),
         Err(cause) => {
             if let Err(error) = memory.close(seat) {
-                tracing::warn!(%error, "what a call had done could not be undone");
+                log!(warn, %error, "what a call had done could not be undone");
             }
             Err(cause)
         }

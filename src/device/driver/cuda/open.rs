@@ -107,7 +107,8 @@ impl CudaDriver {
         let ground = Ground { device, number, driver_version };
         let found = climb(calls, &ground, options)?;
         for skipped in &found.skipped {
-            tracing::info!(
+            log!(
+                info,
                 rung = %skipped.rung,
                 cause = %skipped.cause,
                 "a better way to CUDA memory cannot be had"

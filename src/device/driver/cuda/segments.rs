@@ -15,7 +15,7 @@ use super::pooling::Pieces;
 use crate::bytes::ByteSize;
 use crate::device::driver::{DeviceAddress, DriverError};
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use crate::sync::{Mutex, caught, lock};
+use crate::sync::{Mutex, lock};
 
 /// What segments are multiples of unless told otherwise: what a driver maps at once on devices for
 /// data centres, so that a smaller segment would hold no less memory, and a larger one would leave
@@ -153,8 +153,7 @@ impl Segments {
     fn back(&self, outcome: Answer) {
         if let Err(error) = outcome {
             self.stuck.fetch_add(1, Ordering::Relaxed);
-            // Whoever listens is not ours, and a panic here would lose what the arena has marked.
-            let _ = caught(|| tracing::warn!(%error, "what a call had done could not be undone"));
+            log!(warn, %error, "what a call had done could not be undone");
         }
     }
 

@@ -13,7 +13,6 @@ use super::mapping::Mapping;
 use crate::bytes::ByteSize;
 use crate::device::driver::{DeviceAddress, DriverError};
 use crate::sync::atomic::{AtomicU64, Ordering};
-use crate::sync::caught;
 
 /// Virtual memory of one device.
 pub(super) struct VirtualMemory {
@@ -148,8 +147,7 @@ impl VirtualMemory {
     fn back(&self, outcome: Answer) {
         if let Err(error) = outcome {
             self.stuck.fetch_add(1, Ordering::Relaxed);
-            // Whoever listens is not ours, and a panic here would lose what the arena has marked.
-            let _ = caught(|| tracing::warn!(%error, "what a call had done could not be undone"));
+            log!(warn, %error, "what a call had done could not be undone");
         }
     }
 
