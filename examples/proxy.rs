@@ -5,7 +5,6 @@
 //! its memory does at `/metrics`, `/healthz`, `/readyz` and `/memory`.
 //!
 //! Memory settings are the crate's own `LOWTIDE_*` variables; the options here are the proxy's.
-#![expect(clippy::print_stderr, reason = "the subcommand's answer and start-up errors")]
 
 #[path = "proxy/app.rs"]
 #[allow(dead_code, reason = "other programs that start it read more of it")]
@@ -21,6 +20,7 @@ mod model;
 #[path = "proxy/upstream.rs"]
 mod upstream;
 
+use std::io::Write as _;
 use std::process::ExitCode;
 
 #[global_allocator]
@@ -32,7 +32,8 @@ fn main() -> ExitCode {
     match cli::main(std::env::args_os()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("proxy: {error}");
+            // Not `eprintln!`, which panics if standard error is closed or full.
+            let _ = writeln!(std::io::stderr(), "proxy: {error}");
             ExitCode::FAILURE
         }
     }

@@ -7,6 +7,8 @@
 //! Exit codes: 0 if every goal holds, 1 if one does not.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that prints figures")]
 
+mod log;
+
 use std::process::{Command, ExitCode};
 
 use lowtide::BoxError;
@@ -20,7 +22,7 @@ lowtide::heap_profile!(balanced);
 type Part = fn() -> Result<(), BoxError>;
 
 /// The parts, in the order in which they run.
-const PARTS: &[(&str, Part)] = &[];
+const PARTS: &[(&str, Part)] = &[("log", log::run)];
 
 fn main() -> ExitCode {
     // Cargo passes `--bench`.

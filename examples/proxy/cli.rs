@@ -21,6 +21,8 @@ use lowtide::service::AdminToken;
 use lowtide::{BoxError, ByteSize, Memory};
 use tokio::runtime::Handle;
 use tokio::signal::unix::{SignalKind, signal};
+use tracing::Level;
+use tracing_subscriber::EnvFilter;
 
 use crate::app;
 use crate::app::serve::Limits;
@@ -121,16 +123,7 @@ pub(crate) fn main(arguments: impl Iterator<Item = OsString>) -> Result<(), BoxE
                     --admin-token-file (PROXY_ADMIN_TOKEN_FILE), not both";
         Cli::command().error(ErrorKind::ArgumentConflict, text).exit();
     }
-    #[expect(clippy::disallowed_methods, reason = "no setting: what all programs go by")]
-    let no_color = std::env::var_os("NO_COLOR");
-    tracing_subscriber::fmt()
-        .with_ansi(is_coloured(std::io::stdout().is_terminal(), no_color.as_deref()))
-        .with_env_filter(
-            tracing_subscriber::EnvFilter::builder()
-                .with_default_directive(tracing::Level::INFO.into())
-                .from_env_lossy(),
-        )
-        .init();
+    log();
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
         .on_thread_start(lowtide::memory::on_thread_start)
@@ -141,6 +134,28 @@ pub(crate) fn main(arguments: impl Iterator<Item = OsString>) -> Result<(), BoxE
         Some(Command::Healthcheck) => {
             runtime.block_on(healthcheck(cli.operators.unwrap_or(cli.listen)))
         }
+    }
+}
+
+/// Starts the log, on standard output. Lines that cannot be written are lost, and nothing else is:
+/// by default the subscriber reports them with `eprintln!`, which panics in the code that logs if
+/// standard error cannot be written either (a full disk, a closed pipe).
+fn log() {
+    #[expect(clippy::disallowed_methods, reason = "no setting: what all programs go by")]
+    let no_color = std::env::var_os("NO_COLOR");
+    // Not `from_env_lossy`, which reports what it cannot read with `eprintln!`.
+    let asked = EnvFilter::builder().with_default_directive(Level::INFO.into()).from_env();
+    let (filter, wrong) = match asked {
+        Ok(filter) => (filter, None),
+        Err(error) => (EnvFilter::default().add_directive(Level::INFO.into()), Some(error)),
+    };
+    tracing_subscriber::fmt()
+        .with_ansi(is_coloured(std::io::stdout().is_terminal(), no_color.as_deref()))
+        .log_internal_errors(false)
+        .with_env_filter(filter)
+        .init();
+    if let Some(error) = wrong {
+        tracing::warn!(%error, "RUST_LOG ignored");
     }
 }
 

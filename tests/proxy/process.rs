@@ -3,9 +3,12 @@
 //!
 //! This binary runs itself again with the arguments in a variable of the environment; in that
 //! process `the_program` is the only test, and is the program. So nothing else needs to be built.
+#![expect(unsafe_code, reason = "standard output is replaced with a C call")]
 
+use std::fs::File;
 use std::io::{BufRead as _, BufReader, Read as _};
 use std::net::SocketAddr;
+use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::process::{Child, Command, Stdio};
 
 use tokio::net::TcpStream;
@@ -15,6 +18,8 @@ use crate::wire::{Upstream, Wire, until, within};
 
 const ARGUMENTS: &str = "PROXY_TEST_ARGUMENTS";
 const BETWEEN: char = '\u{1f}';
+/// How standard output and standard error of the program fail: `full` or `closed`.
+const SINK: &str = "PROXY_TEST_SINK";
 
 #[test]
 #[expect(clippy::disallowed_methods, reason = "how this process is told that it is the program")]
@@ -22,11 +27,33 @@ const BETWEEN: char = '\u{1f}';
 fn the_program() {
     let Ok(arguments) = std::env::var(ARGUMENTS) else { return };
     let arguments = arguments.split(BETWEEN).map(Into::into);
+    if let Ok(sink) = std::env::var(SINK) {
+        break_output(&sink);
+    }
     let done = crate::cli::main(arguments);
     if let Err(error) = &done {
         eprintln!("proxy: {error}");
     }
     std::process::exit(done.is_err().into());
+}
+
+/// From here on nothing can be written to standard output and standard error. Not before, since
+/// the harness of tests writes there too, and ends if it cannot.
+fn break_output(sink: &str) {
+    let broken: OwnedFd = match sink {
+        "full" => File::options().write(true).open("/dev/full").expect("a full disk").into(),
+        "closed" => {
+            let (reader, writer) = std::io::pipe().expect("a pipe");
+            drop(reader);
+            writer.into()
+        }
+        other => panic!("{SINK}={other:?}: expected full or closed"),
+    };
+    for number in [libc::STDOUT_FILENO, libc::STDERR_FILENO] {
+        // SAFETY: both descriptors are open, and nothing owns the number that is replaced.
+        let replaced = unsafe { libc::dup2(broken.as_raw_fd(), number) };
+        assert_eq!(replaced, number);
+    }
 }
 
 fn command(arguments: &[&str]) -> Command {
@@ -125,6 +152,16 @@ impl Drop for Program {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+async fn until_accepted(at: SocketAddr) {
+    let mut look = tokio::time::interval(std::time::Duration::from_millis(5));
+    let accepted = async {
+        while TcpStream::connect(at).await.is_err() {
+            look.tick().await;
+        }
+    };
+    within("connections are accepted", accepted).await;
 }
 
 async fn until_refused(at: SocketAddr) {
@@ -350,4 +387,55 @@ async fn metrics_tell_of_heap_device_and_requests() {
     within("metrics are published", published).await;
     let memory = get(program.address(), "/memory").await.json();
     assert_eq!(memory["resources"][0]["loaded"], true);
+}
+
+/// The bug: with the log on a full disk or a closed pipe the log's own error message panicked in
+/// the request or errand that logged: 289 of 400 answers were lost, and every errand stayed
+/// `running`.
+#[tokio::test]
+async fn a_log_that_could_not_be_written_lost_answers_and_left_errands_running() {
+    for sink in ["full", "closed"] {
+        // Of an address that no other test listens on, so that the port stays free.
+        let free = std::net::TcpListener::bind("127.0.0.77:0").expect("a port");
+        let at = free.local_addr().expect("an address");
+        let dead = Upstream::new().await.uri("").to_string();
+        drop(free);
+        let listen = at.to_string();
+        let mut command = command(&["--listen", &listen, "--upstream", &dead, "--admin"]);
+        command.env(SINK, sink).env("RUST_LOG", "debug").stdout(Stdio::null());
+        let child = command.spawn().expect("it starts");
+        let mut program = Program { child, at: Some(at), operators: None };
+        until_accepted(at).await;
+        let purge = "POST /memory/purge HTTP/1.1\r\nhost: localhost\r\nlowtide-admin: 1\r\n\r\n";
+        let embed = post("/embed", "application/json", r#"{"texts": ["ebb"]}"#);
+        let mut statuses = std::collections::BTreeMap::new();
+        for nth in 0..400 {
+            let request = match nth % 4 {
+                0 => purge.as_bytes(),
+                1 => &embed,
+                _ => b"GET / HTTP/1.1\r\nhost: here\r\n\r\n",
+            };
+            let mut wire = Wire::connect(at).await;
+            wire.send(request).await;
+            let answer = wire.head().await;
+            *statuses.entry(answer.map(|answer| answer.status())).or_insert(0) += 1;
+        }
+        assert_eq!(statuses.get(&None), None, "{sink}: answers were lost: {statuses:?}");
+        assert_eq!(statuses.get(&Some(502)), Some(&200), "{sink}: {statuses:?}");
+        assert!(statuses.get(&Some(202)) >= Some(&10), "{sink}: {statuses:?}");
+        let mut look = tokio::time::interval(std::time::Duration::from_millis(5));
+        let ended = async {
+            loop {
+                look.tick().await;
+                let memory = get(at, "/memory?with=errands").await.json();
+                let errands = memory["errands"]["list"].as_array().expect("errands").clone();
+                if errands.iter().all(|errand| errand["state"] == "done") {
+                    return errands.len();
+                }
+            }
+        };
+        assert!(within("every errand is done", ended).await >= 10, "{sink}");
+        program.signal("TERM");
+        assert_eq!(program.code().await, Some(0), "{sink}");
+    }
 }

@@ -1,0 +1,180 @@
+//! A proxy whose log cannot be written: how many answers are lost.
+//!
+//! The real proxy, with both of its outputs on a full disk, and with both on a pipe that is closed
+//! once it listens. Its upstream is dead, so that each forwarded request logs a warning; verbs and
+//! the load of a model log as well.
+#![expect(clippy::disallowed_methods, reason = "another process is waited for")]
+
+use std::fs::File;
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use lowtide::BoxError;
+use serde_json::Value;
+
+/// Requests to a proxy with either kind of output.
+const REQUESTS: usize = 200;
+/// How long a connection, an answer or an errand is waited for.
+const PATIENCE: Duration = Duration::from_secs(20);
+/// The pause between two looks for one of these.
+const PAUSE: Duration = Duration::from_millis(20);
+
+/// How the outputs of a proxy fail.
+#[derive(Clone, Copy, Debug)]
+enum Sink {
+    Full,
+    Closed,
+}
+
+pub(crate) fn run() -> Result<(), BoxError> {
+    let program = proxy()?;
+    let (mut lost, mut running) = (0, 0);
+    for sink in [Sink::Full, Sink::Closed] {
+        let mut proxy = Proxy::start(&program, sink)?;
+        lost += (0..REQUESTS).filter(|nth| !proxy.answers(*nth)).count();
+        running += proxy.errands_running()?;
+        if let Some(status) = proxy.child.try_wait()? {
+            return Err(format!("the proxy ended: {status}").into());
+        }
+    }
+    println!("figure faults.log.requests {} requests", 2 * REQUESTS);
+    println!("figure faults.log.lost {lost} answers");
+    println!("figure faults.log.running {running} errands");
+    if lost + running > 0 {
+        return Err("a log that cannot be written loses answers or errands".into());
+    }
+    Ok(())
+}
+
+/// Builds the proxy with the profile of this program; its path.
+fn proxy() -> Result<PathBuf, BoxError> {
+    let profile = if cfg!(debug_assertions) { "dev" } else { "release" };
+    let status = Command::new(env!("CARGO"))
+        .current_dir(env!("CARGO_MANIFEST_DIR"))
+        .args(["build", "--locked", "--quiet", "--example", "proxy", "--profile", profile])
+        .status()?;
+    if !status.success() {
+        return Err(format!("the proxy was not built: {status}").into());
+    }
+    // This program lies in `deps`, beside `examples`.
+    let own = std::env::current_exe()?;
+    let folder = own.parent().and_then(Path::parent).ok_or("this program lies in no folder")?;
+    Ok(folder.join("examples/proxy"))
+}
+
+/// A proxy that runs; it is killed with its value.
+struct Proxy {
+    child: Child,
+    at: SocketAddr,
+}
+
+impl Drop for Proxy {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Proxy {
+    fn start(program: &Path, sink: Sink) -> Result<Self, BoxError> {
+        let [at, dead] = [free_port()?, free_port()?];
+        let mut command = Command::new(program);
+        command
+            .args(["--admin", "--listen", &at.to_string(), "--upstream", &format!("http://{dead}")])
+            .env("RUST_LOG", "debug")
+            .env("LOWTIDE_DEVICE", "host")
+            .stdin(Stdio::null());
+        let child = match sink {
+            Sink::Full => {
+                let full = File::options().write(true).open("/dev/full")?;
+                command.stdout(full.try_clone()?).stderr(full).spawn()?
+            }
+            Sink::Closed => {
+                let (reader, writer) = std::io::pipe()?;
+                let child = command.stdout(writer.try_clone()?).stderr(writer).spawn()?;
+                // The command holds writing ends too, which would keep the pipe from ending.
+                drop(command);
+                let mut lines = BufReader::new(reader).lines();
+                // The reader is dropped after this line, and the pipe is broken from then on.
+                let listens = lines
+                    .by_ref()
+                    .any(|line| line.is_ok_and(|line| line.contains("the proxy listens")));
+                if !listens {
+                    return Err("the proxy ended before it listened".into());
+                }
+                child
+            }
+        };
+        let mut proxy = Self { child, at };
+        proxy.wait()?;
+        Ok(proxy)
+    }
+
+    /// Waits until it accepts connections.
+    fn wait(&mut self) -> Result<(), BoxError> {
+        for _ in 0..PATIENCE.as_millis() / PAUSE.as_millis() {
+            if TcpStream::connect(self.at).is_ok() {
+                return Ok(());
+            }
+            if let Some(status) = self.child.try_wait()? {
+                return Err(format!("the proxy ended: {status}").into());
+            }
+            std::thread::sleep(PAUSE);
+        }
+        Err(format!("{} accepts no connection", self.at).into())
+    }
+
+    /// Whether a request is answered: of four two are forwarded, one is a verb and one loads the
+    /// model.
+    fn answers(&self, nth: usize) -> bool {
+        let verb = "POST /memory/purge HTTP/1.1\r\nlowtide-admin: 1\r\ncontent-length: 0";
+        let embed = "POST /embed HTTP/1.1\r\ncontent-length: 18";
+        let answer = match nth % 4 {
+            0 => self.ask(verb, ""),
+            1 => self.ask(embed, "{\"texts\": [\"ebb\"]}"),
+            _ => self.ask("GET / HTTP/1.1", ""),
+        };
+        answer.is_ok_and(|answer| answer.starts_with("HTTP/1.1 "))
+    }
+
+    /// The errands that have not ended within the time.
+    fn errands_running(&self) -> Result<usize, BoxError> {
+        let mut running = usize::MAX;
+        for _ in 0..PATIENCE.as_millis() / PAUSE.as_millis() {
+            let answer = self.ask("GET /memory?with=errands HTTP/1.1", "")?;
+            let body = answer.split_once("\r\n\r\n").map(|(_, body)| body);
+            let memory: Value = serde_json::from_str(body.ok_or("no body")?)?;
+            let list = memory["errands"]["list"].as_array().ok_or("no list of errands")?;
+            if list.is_empty() {
+                return Err("no errand was taken".into());
+            }
+            let is_over =
+                |errand: &&Value| ["done", "failed"].map(Value::from).contains(&errand["state"]);
+            running = list.len() - list.iter().filter(is_over).count();
+            if running == 0 {
+                break;
+            }
+            std::thread::sleep(PAUSE);
+        }
+        Ok(running)
+    }
+
+    /// Sends a request and reads until the connection ends.
+    fn ask(&self, head: &str, body: &str) -> std::io::Result<String> {
+        let mut stream = TcpStream::connect(self.at)?;
+        stream.set_read_timeout(Some(PATIENCE))?;
+        let host = "host: localhost\r\nconnection: close\r\n\r\n";
+        stream.write_all(format!("{head}\r\n{host}{body}").as_bytes())?;
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer)?;
+        Ok(answer)
+    }
+}
+
+/// An address of this machine that was free a moment ago.
+fn free_port() -> std::io::Result<SocketAddr> {
+    TcpListener::bind("127.0.0.1:0")?.local_addr()
+}
