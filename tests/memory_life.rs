@@ -483,3 +483,57 @@ fn a_start_takes_its_first_sample_before_it_returns() {
     assert!(matches!(first, Err(Rejected::Pressure { .. })), "{first:?}");
     assert!(memory.shutdown(SOON).is_clean());
 }
+
+/// Keeps the messages and levels of events.
+#[derive(Clone, Default)]
+struct Log(Arc<Mutex<Vec<(tracing::Level, String)>>>);
+
+impl Log {
+    /// What `work` logs on this thread.
+    fn of(work: impl FnOnce()) -> Vec<(tracing::Level, String)> {
+        let log = Self::default();
+        let subscriber = tracing_subscriber::registry().with(log.clone());
+        tracing::subscriber::with_default(subscriber, work);
+        let mut kept = log.0.lock().expect("no panic");
+        std::mem::take(&mut *kept)
+    }
+}
+
+impl<S: tracing::Subscriber> tracing_subscriber::Layer<S> for Log {
+    fn on_event(
+        &self,
+        event: &tracing::Event<'_>,
+        _context: tracing_subscriber::layer::Context<'_, S>,
+    ) {
+        struct Message(String);
+        impl tracing::field::Visit for Message {
+            fn record_debug(&mut self, field: &tracing::field::Field, value: &dyn std::fmt::Debug) {
+                if field.name() == "message" {
+                    self.0 = format!("{value:?}");
+                }
+            }
+        }
+        let mut message = Message(String::new());
+        event.record(&mut message);
+        self.0.lock().expect("no panic").push((*event.metadata().level(), message.0));
+    }
+}
+
+/// The bug: protection ended without a word when the last handle was dropped.
+#[test]
+fn dropping_the_last_handle_without_a_shutdown_logs_a_warning() {
+    let _turn = turn();
+    let warning = (tracing::Level::WARN, "memory dropped without shutdown".to_owned());
+    let memory = quiet().start().expect("starts");
+    let admission = memory.admission().clone();
+    assert!(!Log::of(|| drop(memory)).contains(&warning), "a handle is left");
+    assert_eq!(Log::of(|| drop(admission)), std::slice::from_ref(&warning));
+    until_no_threads();
+
+    let memory = quiet().start().expect("starts");
+    assert!(memory.shutdown(SOON).is_clean());
+    assert!(!Log::of(|| drop(memory)).contains(&warning), "it was shut down");
+    let failed = Log::of(|| drop(quiet().stack(ByteSize::gib(1 << 20)).start()));
+    assert!(!failed.contains(&warning), "it did not start");
+    until_no_threads();
+}

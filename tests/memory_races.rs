@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use lowtide::clock::ManualClock;
 use lowtide::config::DeviceChoice;
-use lowtide::control::{Budget, Cost, Level, LoadError, Priority, Rejected};
+use lowtide::control::{Cost, Level, LoadError, Managed, Priority, Rejected};
 use lowtide::memory::{Builder, StartError};
 use lowtide::{ByteSize, Memory};
 
@@ -92,10 +92,10 @@ fn a_shutdown_on_the_worker_gave_the_claim_back_before_the_worker_ended() {
     until_no_threads();
 }
 
-/// The bug: whoever kept only the door was refused for ever, where the last handle went at a
-/// critical moment.
+/// The bug: a service that kept only an admission handle was measured no more, and admitted beyond
+/// its limit.
 #[test]
-fn a_door_that_outlived_its_memory_stayed_at_the_last_level() {
+fn an_admission_handle_keeps_its_memory_running_and_corrected() {
     let _turn = turn();
     let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(100)));
     let memory = quiet().clock(clock.clone()).signals(tree.open()).start().expect("starts");
@@ -106,16 +106,18 @@ fn a_door_that_outlived_its_memory_stayed_at_the_last_level() {
     });
     let cost = Cost::host(ByteSize::mib(5));
     assert!(matches!(door.try_admit(cost), Err(Rejected::Pressure { .. })));
-    let kept = door.try_admit_with(cost, Priority::Exempt).expect("exempt");
-    drop(memory);
+    let clone = door.clone();
+    drop((memory, door));
+    tree.hold(10);
+    advance_until(&clock, Duration::from_millis(250), "measured", || clone.level() == Level::None);
+    clone.try_admit(cost).map(drop).expect("it fits");
+    tree.hold(90);
+    advance_until(&clock, Duration::from_millis(250), "measured again", || {
+        clone.try_admit(cost).is_err()
+    });
+    assert_eq!(threads(), ["lowtide-control", "lowtide-worker"]);
+    drop(clone);
     until_no_threads();
-    assert_eq!(door.level(), Level::None);
-    let ledger = door.ledger(Budget::Host);
-    assert_eq!(ledger.ceiling(), ByteSize::mib(80));
-    let expected = ByteSize::mib(80).scaled(1.0 / ledger.k());
-    assert!(ledger.allowance().get().abs_diff(expected.get()) <= 1, "{}", ledger.allowance());
-    door.try_admit_with(cost, Priority::Low).map(drop).expect("it fits beside what is booked");
-    drop(kept);
 
     let memory = quiet().start().expect("starts");
     let door = memory.admission().clone();
@@ -123,6 +125,32 @@ fn a_door_that_outlived_its_memory_stayed_at_the_last_level() {
     drop(memory);
     assert_eq!(door.try_admit(cost).map(drop), Err(Rejected::ShuttingDown));
     until_no_threads();
+}
+
+/// The bug: a model could not be loaded any more if the last handle was dropped at a critical
+/// moment. It does not keep the `Memory` running either, registered or not.
+#[test]
+fn a_resource_does_not_keep_its_memory_and_loads_after_its_end() {
+    let _turn = turn();
+    let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(100)));
+    let memory = quiet().clock(clock.clone()).signals(tree.open()).start().expect("starts");
+    let door = memory.admission().clone();
+    let cost = Cost::host(ByteSize::mib(5));
+    let model = || Managed::builder("model", || Ok(7)).cost(cost);
+    let registered = memory.register(model()).expect("registered");
+    let apart = model().build(clock.clone(), Some(door.clone()));
+    tree.hold(99);
+    advance_until(&clock, Duration::from_millis(250), "critical", || {
+        door.level() == Level::Critical
+    });
+    let kept = door.try_admit_with(cost, Priority::Exempt).expect("exempt");
+    drop((memory, door));
+    until_no_threads();
+    for model in [registered, apart] {
+        let loaded = model.acquire_blocking().map(|value| *value);
+        assert_eq!(loaded.expect("it fits beside what is booked"), 7);
+    }
+    drop(kept);
 }
 
 /// The bug: a loader that held the `Memory` kept its threads running when every other handle had

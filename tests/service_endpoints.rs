@@ -2,21 +2,27 @@
 #![cfg(all(feature = "service", target_os = "linux"))]
 
 use std::collections::BTreeSet;
+use std::convert::Infallible;
+use std::future::ready;
+use std::pin::pin;
 use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use http::{Response, StatusCode};
+use http::{Request, Response, StatusCode};
+use http_body_util::Empty;
 use lowtide::clock::{Clock, ManualClock};
 use lowtide::config::DeviceChoice;
 use lowtide::control::{Cost, LoadError, UnloadReason};
 use lowtide::device::{Contents, Region, SleepOptions};
-use lowtide::service::Endpoints;
+use lowtide::service::{Endpoints, MemoryLayer};
 use lowtide::{ByteSize, Memory};
 use serde_json::{Value, json};
 
 mod support;
 
-use support::{Tree, advance_until, turn};
+use support::{Tree, advance_until, turn, until_both_threads, until_no_threads};
+use tower::{Layer, Service, service_fn};
 
 #[global_allocator]
 static HEAP: lowtide::host::Heap = lowtide::host::Heap;
@@ -41,6 +47,45 @@ fn get_json(endpoints: &Endpoints, path: &str) -> (StatusCode, Value) {
     let response = get(endpoints, path);
     assert_eq!(response.headers()["content-type"], "application/json");
     (response.status(), serde_json::from_str(response.body()).expect("JSON"))
+}
+
+/// The status that a service answers at once.
+fn status<S, R>(service: &mut S) -> StatusCode
+where
+    S: Service<Request<Empty<bytes::Bytes>>, Response = Response<R>, Error = Infallible>,
+{
+    let answer = pin!(service.call(Request::new(Empty::new())));
+    match answer.poll(&mut Context::from_waker(Waker::noop())) {
+        Poll::Ready(Ok(response)) => response.status(),
+        Poll::Pending => panic!("pending"),
+    }
+}
+
+/// The bug: a function that returned a router dropped the only handle of the `Memory`, and the
+/// layer in that router shed nothing whatever the service held.
+#[test]
+fn a_layer_keeps_its_memory_running_and_ends_it_when_it_is_dropped() {
+    let _turn = turn();
+    let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(100)));
+    let build = || {
+        let memory = start(&clock, &tree);
+        let estimate = |_: &http::request::Parts| Cost::host(ByteSize::mib(1));
+        let layer = MemoryLayer::new(memory.admission().clone(), estimate);
+        layer.layer(service_fn(|_| {
+            let empty: Empty<bytes::Bytes> = Empty::new();
+            ready(Ok::<_, Infallible>(Response::new(empty)))
+        }))
+    };
+    let mut service = build();
+    until_both_threads();
+    assert_eq!(status(&mut service), StatusCode::OK);
+    tree.hold(99);
+    advance_until(&clock, TICK, "shed", || status(&mut service) == StatusCode::SERVICE_UNAVAILABLE);
+    let clone = service.clone();
+    drop(service);
+    until_both_threads();
+    drop(clone);
+    until_no_threads();
 }
 
 fn keys(value: &Value) -> BTreeSet<&str> {

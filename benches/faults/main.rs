@@ -7,7 +7,10 @@
 //! Exit codes: 0 if every goal holds, 1 if one does not.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that prints figures")]
 
+mod dropped;
 mod log;
+#[path = "../../tests/support/mod.rs"]
+mod support;
 
 use std::process::{Command, ExitCode};
 
@@ -22,7 +25,7 @@ lowtide::heap_profile!(balanced);
 type Part = fn() -> Result<(), BoxError>;
 
 /// The parts, in the order in which they run.
-const PARTS: &[(&str, Part)] = &[("log", log::run)];
+const PARTS: &[(&str, Part)] = &[("dropped", dropped::run), ("log", log::run)];
 
 fn main() -> ExitCode {
     // Cargo passes `--bench`.

@@ -8,6 +8,8 @@
 //! Invariant: `booked = sum of the costs of live permits` (standing permits by their units), in
 //! each budget; after a rejection nothing is booked for it.
 
+use std::any::Any;
+use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -105,21 +107,40 @@ impl AdmissionStats {
     }
 }
 
-/// The door: cheap to clone, all clones are one. Admits everything until a limit is known.
-#[derive(Clone, Debug)]
+/// A handle to admission: cheap to clone, all clones share one account. Admits everything until a
+/// limit is known.
+///
+/// A handle from a [`Memory`](https://docs.rs/lowtide/latest/lowtide/memory/struct.Memory.html)
+/// keeps that `Memory` running, and so does every clone of it.
+#[derive(Clone)]
 pub struct Admission {
     desk: &'static Desk,
-    /// Held by the clones, not by permits.
-    _open: Arc<Open>,
+    /// Shared by the clones. Permits do not hold it.
+    open: Arc<Open>,
 }
 
-/// Gives the desk back when the last clone of a door goes.
-#[derive(Debug)]
-struct Open(&'static Desk);
+/// Releases the desk when the last handle is dropped.
+struct Open {
+    desk: &'static Desk,
+    /// The service that corrects the account, for handles that keep it running, and the handle
+    /// that releases the desk.
+    kept: Option<(Arc<dyn Any + Send + Sync>, Admission)>,
+}
 
 impl Drop for Open {
     fn drop(&mut self) {
-        self.0.leave();
+        if self.kept.is_none() {
+            self.desk.leave();
+        }
+    }
+}
+
+impl fmt::Debug for Admission {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Admission")
+            .field("desk", &self.desk)
+            .field("keeps_running", &self.is_managed())
+            .finish_non_exhaustive()
     }
 }
 
@@ -149,7 +170,24 @@ impl Admission {
     /// With this account of the host's memory, as it begins.
     fn at(host: Ledger) -> Self {
         let desk = Desk::take(&host);
-        Self { desk, _open: Arc::new(Open(desk)) }
+        Self { desk, open: Arc::new(Open { desk, kept: None }) }
+    }
+
+    /// Returns a handle to the same account that also keeps `service` alive, as do its clones.
+    pub(crate) fn keeping(&self, service: Arc<dyn Any + Send + Sync>) -> Self {
+        let kept = Some((service, self.unkept()));
+        Self { desk: self.desk, open: Arc::new(Open { desk: self.desk, kept }) }
+    }
+
+    /// Returns a handle to the same account that keeps no service alive: for what the service
+    /// itself holds, which would otherwise keep it for ever.
+    pub(crate) fn unkept(&self) -> Self {
+        self.open.kept.as_ref().map_or_else(|| self.clone(), |(_, unkept)| unkept.clone())
+    }
+
+    /// Whether a running service corrects the account while this handle lives.
+    pub(crate) fn is_managed(&self) -> bool {
+        self.open.kept.is_some()
     }
 
     /// Admits a request of normal priority.

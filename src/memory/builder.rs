@@ -34,7 +34,7 @@ use super::sensor::MemorySensor;
 use super::shared::{Purges, Shared};
 use super::shrink::ShrinksAsked;
 use super::trail::Trail;
-use super::{Claim, Ends, Inner, Memory, Started, Threads, threads};
+use super::{Claim, Ends, Memory, Running, Started, THREADS, Threads, threads};
 
 /// Stack of a thread of ours. Both call little; what they touch of it is a few KiB.
 const STACK: ByteSize = ByteSize::kib(256);
@@ -307,29 +307,34 @@ fn launch(
     let threads = Threads {
         stop: Arc::default(),
         bell: Bell::new(),
-        started: Mutex::new(Vec::with_capacity(2)),
+        started: Mutex::new(Vec::with_capacity(THREADS)),
     };
     let (stop, bell) = (Arc::clone(&threads.stop), Arc::clone(&threads.bell));
-    let inner = Arc::new(Inner { shared: Arc::clone(shared), threads });
-    let (shared, clock) = (Arc::clone(shared), Arc::clone(&shared.clock));
+    let running = Arc::new(Running {
+        threads,
+        queue: Arc::clone(&shared.queue),
+        claim: Arc::clone(&shared.claim),
+        admission: shared.admission.clone(),
+    });
+    let (joined, shared, clock) = (shared, Arc::clone(shared), Arc::clone(&shared.clock));
     let ends = || Ends { end: Arc::default(), claim: Arc::clone(&shared.claim) };
     let (ends_worker, ends_control) = (ends(), ends());
-    inner.threads.spawn("lowtide-worker", stack, ends_worker, move || {
+    running.threads.spawn("lowtide-worker", stack, ends_worker, move || {
         run_worker(&mut worker, &*clock);
     })?;
-    inner.threads.spawn("lowtide-control", stack, ends_control, move || {
+    running.threads.spawn("lowtide-control", stack, ends_control, move || {
         run_control(&mut maintenance, &*shared.clock, &bell, &stop);
         if !shared.admission.is_closed() {
-            maintenance.leave(); // dropped, not shut down: requests may still come
+            maintenance.leave(); // dropped, not shut down: resources may still be loaded
         }
         // Nobody decides any more: the worker ends after what waits.
         shared.queue.close();
     })?;
-    Ok(Memory(inner))
+    Ok(Memory::of(Arc::clone(joined), running))
 }
 
 impl Threads {
-    /// Starts one thread. On failure the caller drops `Inner`, which ends those that run.
+    /// Starts one thread. On failure the caller drops `Running`, which ends those that run.
     fn spawn(
         &self,
         name: &'static str,

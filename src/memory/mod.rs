@@ -5,6 +5,10 @@
 //! and stops them. It holds no policy and no mechanism of its own. Without it heap and arenas work
 //! all the same; nothing is timed, admitted or published then.
 //!
+//! It runs until [`Memory::shutdown`], or until the last handle is dropped: a [`Memory`], or an
+//! [`Admission`] that came from one, which every layer holds. What the threads and resources hold
+//! is no such handle, so that nothing keeps itself running.
+//!
 //! Invariants: at most one `Memory` runs in a process; `threads = 2` while it does, 0 after
 //! [`Memory::shutdown`]; dropping it never blocks.
 
@@ -41,7 +45,7 @@ use std::time::Duration;
 use crate::bytes::ByteSize;
 use crate::clock::{Bell, Clock, Moment};
 use crate::config::Config;
-use crate::control::{Admission, Budget, Cost, Job, Resource, Trigger};
+use crate::control::{Admission, Budget, Cost, Job, JobQueue, Resource, Trigger};
 use crate::control::{Level, ResourceStats};
 use crate::device::{ArenaCells, ArenaConfig, DeviceArena};
 use crate::fork::Birth;
@@ -66,7 +70,11 @@ static STARTED: AtomicU64 = AtomicU64::new(NOWHERE);
 /// No `Memory` runs.
 const NOWHERE: u64 = u64::MAX;
 
-/// The memory of a service, managed. A cheap handle; every clone is the same.
+/// The memory of a service, managed. A cheap handle; all clones are the same.
+///
+/// It runs while a handle lives: this one, a clone, or a handle of [`Memory::admission`], which
+/// every layer holds. Dropping the last one without [`Memory::shutdown`] ends the threads and logs
+/// a warning.
 ///
 /// ```
 /// use lowtide::{ByteSize, Memory};
@@ -79,18 +87,29 @@ const NOWHERE: u64 = u64::MAX;
 /// println!("{}", memory.shutdown(std::time::Duration::from_secs(5)));
 /// # Ok::<(), lowtide::BoxError>(())
 /// ```
+///
+/// A handle that is dropped at once manages nothing, so the compiler warns:
+///
+/// ```compile_fail
+/// #![deny(unused_must_use)]
+/// lowtide::Memory::builder().start()?;
+/// # Ok::<(), lowtide::BoxError>(())
+/// ```
 #[derive(Clone)]
+#[must_use = "dropping the last handle ends the threads, and nothing is measured any more"]
 pub struct Memory(Arc<Inner>);
 
 /// A handle of a [`Memory`] that does not keep it running.
 #[derive(Clone)]
-pub struct WeakMemory(Weak<Inner>);
+pub struct WeakMemory {
+    shared: Weak<Shared>,
+    running: Weak<Running>,
+}
 
 impl WeakMemory {
-    /// The `Memory`, while another handle of it lives.
-    #[must_use]
+    /// Returns the `Memory` while another handle keeps it running. Allocates some bytes.
     pub fn upgrade(&self) -> Option<Memory> {
-        self.0.upgrade().map(Memory)
+        Some(Memory::of(self.shared.upgrade()?, self.running.upgrade()?))
     }
 }
 
@@ -102,12 +121,27 @@ impl fmt::Debug for WeakMemory {
 
 struct Inner {
     shared: Arc<Shared>,
+    running: Arc<Running>,
+    /// Holds `running`.
+    admission: Admission,
+}
+
+/// Ends the threads when the last handle is dropped. It holds no arena and no resource, so that
+/// what keeps the threads running does not keep those after a shutdown.
+struct Running {
     threads: Threads,
+    queue: Arc<JobQueue>,
+    claim: Arc<Claim>,
+    /// Keeps nothing running.
+    admission: Admission,
 }
 
 /// How long a shutdown waits for its threads at least, whatever its deadline: threads without a job
 /// end at once, and a purge of 10 GiB takes as long.
 const JOIN_MIN: Duration = Duration::from_secs(1);
+
+/// How many threads a `Memory` has.
+const THREADS: usize = 2;
 
 /// The two threads. Dropping it tells them to end and does not wait.
 struct Threads {
@@ -143,6 +177,11 @@ struct Claim {
 }
 
 impl Memory {
+    fn of(shared: Arc<Shared>, running: Arc<Running>) -> Self {
+        let admission = shared.admission.keeping(running.clone());
+        Self(Arc::new(Inner { shared, running, admission }))
+    }
+
     /// How to start one.
     #[must_use]
     pub fn builder() -> Builder {
@@ -157,10 +196,12 @@ impl Memory {
         Self::builder().with_environment()?.start()
     }
 
-    /// A handle that does not keep it running: for loaders, clean-ups and hooks.
+    /// A handle that does not keep it running: for loaders, clean-ups and hooks. One of those that
+    /// holds a `Memory` or an [`Admission`] keeps it running until [`Memory::shutdown`].
     #[must_use]
     pub fn downgrade(&self) -> WeakMemory {
-        WeakMemory(Arc::downgrade(&self.0))
+        let Inner { shared, running, .. } = &*self.0;
+        WeakMemory { shared: Arc::downgrade(shared), running: Arc::downgrade(running) }
     }
 
     /// What is in force, each value with its source.
@@ -176,12 +217,12 @@ impl Memory {
         self.0.shared.notes()
     }
 
-    /// Admission: what requests book against. It is corrected while a handle of this `Memory`
-    /// lives. A clone that outlives the last one is left to its books: no level sheds, and of each
-    /// ceiling `1 / K` may be booked. After [`Memory::shutdown`] it is closed.
+    /// Returns a handle to admission, which requests book against. It is a handle of this `Memory`
+    /// as well: while a clone of it lives, in a layer for example, the threads run and correct the
+    /// account. After [`Memory::shutdown`] it is closed.
     #[must_use]
     pub fn admission(&self) -> &Admission {
-        &self.0.shared.admission
+        &self.0.admission
     }
 
     /// The pressure on host memory.
@@ -310,8 +351,8 @@ impl Memory {
                 report.resources.push(error.to_string());
             }
         }
-        self.0.threads.end();
-        self.0.threads.join(&*shared.clock, end, &mut report);
+        self.0.running.threads.end();
+        self.0.running.threads.join(&*shared.clock, end, &mut report);
         shared.end_empty_sleeps();
         report.requests = shared.admission.stats().held();
         report.device_live = shared.arenas().iter().map(|arena| arena.glance().live).sum();
@@ -330,6 +371,11 @@ impl fmt::Debug for Memory {
 }
 
 impl Threads {
+    /// Whether both were started, and nothing has told them to end.
+    fn is_running(&self) -> bool {
+        lock(&self.started).len() == THREADS && !self.stop.load(Ordering::Acquire)
+    }
+
     /// Tells both threads to end; the worker does first what waits.
     fn end(&self) {
         self.stop.store(true, Ordering::Release);
@@ -408,7 +454,7 @@ impl Claim {
         let here = birth.generation();
         let claim = |by| (by != here).then_some(here);
         STARTED.fetch_update(Ordering::AcqRel, Ordering::Acquire, claim).ok()?;
-        let (held, threads) = (AtomicBool::new(true), AtomicUsize::new(2));
+        let (held, threads) = (AtomicBool::new(true), AtomicUsize::new(THREADS));
         Some(Arc::new(Self { held, threads, birth }))
     }
 
@@ -426,12 +472,22 @@ impl Drop for Claim {
     }
 }
 
-impl Drop for Inner {
+impl Drop for Running {
     fn drop(&mut self) {
-        if self.shared.birth.is_here() {
-            self.shared.queue.close();
-            self.threads.end();
-            self.shared.claim.release();
+        if !self.claim.birth.is_here() {
+            return;
+        }
+        let was_running = self.threads.is_running();
+        self.queue.close();
+        self.threads.end();
+        self.claim.release();
+        if was_running {
+            log!(
+                warn,
+                target: "lowtide",
+                requests_held = self.admission.stats().held(),
+                "memory dropped without shutdown"
+            );
         }
     }
 }

@@ -126,9 +126,11 @@ impl<T: Send + Sync + 'static> ManagedBuilder<T> {
         self
     }
 
-    /// The resource, not loaded yet.
+    /// Builds the resource, which is not loaded yet. It does not keep the `Memory` running that
+    /// `admission` belongs to.
     #[must_use]
     pub fn build(self, clock: Arc<dyn Clock>, admission: Option<Admission>) -> Managed<T> {
+        let admission = admission.map(|admission| admission.unkept());
         Managed { cell: Arc::new(Cell::new(self.parts, clock, admission)) }
     }
 }
