@@ -3,8 +3,10 @@
 //! Each variable is validated where it is read. An unknown `LOWTIDE_*` is an error, because a
 //! misspelt limit that is silently ignored is found at three in the morning; the variables that
 //! Kubernetes injects for a service called `lowtide` are recognised by their shape and left alone.
+//! A known variable with an empty value counts as unset: that is what Compose and Helm make of a
+//! template whose value is missing.
 //!
-//! Invariant: every variable either sets exactly one setting, or is a service link, or is a fault.
+//! Invariant: every variable sets exactly one setting, is empty, is a service link, or is a fault.
 
 use std::ffi::OsString;
 use std::time::Duration;
@@ -31,7 +33,7 @@ pub struct Variable {
     put: Put,
 }
 
-/// Every variable that this crate reads:
+/// Every variable that this crate reads. An empty value counts as unset.
 ///
 /// * `LOWTIDE_PROFILE`: low-memory, balanced or throughput: what the other settings start from
 /// * `LOWTIDE_MEMORY_LIMIT`: host memory that must not be passed, e.g. 512m (as Docker reads
@@ -203,10 +205,11 @@ pub fn settings(
             faults.push(Fault::UnknownVariable { name: name.to_owned() });
             continue;
         };
-        let put = value
-            .to_str()
-            .ok_or_else(|| "text in UTF-8".to_owned())
-            .and_then(|text| (variable.put)(&mut settings, text.trim()));
+        let put = match value.to_str().map(str::trim) {
+            Some("") => Ok(()),
+            Some(text) => (variable.put)(&mut settings, text),
+            None => Err("text in UTF-8".to_owned()),
+        };
         if let Err(expected) = put {
             faults.push(Fault::BadValue {
                 name: name.to_owned(),
@@ -371,6 +374,19 @@ mod tests {
         assert_eq!(VARIABLES.len(), 18, "a variable was added that this test does not name");
     }
 
+    /// The bug: `LOWTIDE_MEMORY_LIMIT=` stopped the start, which is what a template with a missing
+    /// value produces.
+    #[test]
+    fn an_empty_variable_is_unset() {
+        for text in ["", " ", "\t"] {
+            let empty = VARIABLES.iter().map(|variable| (variable.name, text));
+            let found = given(&empty.collect::<Vec<_>>());
+            assert_eq!(found, Ok(Settings::default()), "{text:?}");
+        }
+        let unknown = given(&[("LOWTIDE_MEM_LIMIT", "")]).expect_err("a misspelt name");
+        assert!(unknown.to_string().contains("did you mean LOWTIDE_MEMORY_LIMIT?"), "{unknown}");
+    }
+
     #[test]
     fn a_ceiling_is_a_number_or_a_percentage_and_an_idle_time_may_be_never() {
         for (text, ratio) in [("80%", Some(0.8)), ("100 %", Some(1.0)), ("0.8", Some(0.8))] {
@@ -384,7 +400,7 @@ mod tests {
             let found = given(&[("LOWTIDE_DEVICE_WATERMARK", text)]);
             assert_eq!(found.map(|settings| settings.device_watermark), Ok(share), "{text}");
         }
-        for text in ["1", "100%", "-1%", "4g", ""] {
+        for text in ["1", "100%", "-1%", "4g"] {
             assert!(given(&[("LOWTIDE_DEVICE_WATERMARK", text)]).is_err(), "{text}");
         }
         let never = given(&[("LOWTIDE_IDLE_UNLOAD", "never")]);
@@ -405,7 +421,7 @@ mod tests {
             ("LOWTIDE_DEVICE_SLEEP_AFTER", "soon", "above zero, or never"),
             ("LOWTIDE_DEVICE_SLEEP_RESIDENCY", "never", "30s or 5m, or 0"),
             ("LOWTIDE_DEVICE_SLEEP_STABLE", "offload", "keep, discard or stay"),
-            ("LOWTIDE_DEVICE_SLEEP_DYNAMIC", "", "keep, discard or stay"),
+            ("LOWTIDE_DEVICE_SLEEP_DYNAMIC", "free", "keep, discard or stay"),
         ] {
             let error = given(&[(name, value)]).expect_err("a fault").to_string();
             let said = [name, &format!("{value:?}"), expected].map(|part| error.contains(part));
