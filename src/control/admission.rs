@@ -61,7 +61,8 @@ impl Cost {
     }
 }
 
-/// Who is shed last.
+/// The order in which requests are shed as the pressure level rises. Whatever its priority, a
+/// request is rejected if its cost does not fit ([`Rejected::Full`]), unless it is exempt.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Priority {
     /// Shed from level high on.
@@ -69,7 +70,9 @@ pub enum Priority {
     /// Shed at level critical.
     #[default]
     Normal,
-    /// Shed at level critical.
+    /// Shed at no level: admitted at level critical too, if its cost fits. It may also use the room
+    /// that requests of normal priority leave free for larger ones
+    /// ([`Ledger::berth`](super::Ledger::berth)).
     High,
     /// Never shed, and booked beyond the allowance: health, metrics, calls to oneself.
     Exempt,
@@ -346,6 +349,7 @@ mod tests {
 
     #[test]
     fn priorities_are_shed_in_their_order_and_the_exempt_never() {
+        // The bug: high priority was shed at the same level as normal.
         let admission = door(100, 100);
         let cost = Cost::host(ByteSize::mib(1));
         let admitted = |level| {
@@ -356,14 +360,44 @@ mod tests {
         assert_eq!(admitted(Level::None), [true; 4]);
         assert_eq!(admitted(Level::Elevated), [true; 4]);
         assert_eq!(admitted(Level::High), [false, true, true, true]);
-        assert_eq!(admitted(Level::Critical), [false, false, false, true]);
-        assert_eq!(admission.stats().shed_total(ShedReason::Pressure), 4);
+        assert_eq!(admitted(Level::Critical), [false, false, true, true]);
+        assert_eq!(admission.stats().shed_total(ShedReason::Pressure), 3);
+        let high = |mib| admission.try_admit_with(Cost::host(ByteSize::mib(mib)), Priority::High);
+        let held = high(40).expect("fits");
+        let refused = high(20).map(drop).expect_err("60 of 50 MiB");
+        assert_eq!(refused.reason(), ShedReason::Full);
+        drop(held);
+        let model = admission.try_stand(cost).expect_err("a load can wait");
+        assert_eq!(model.reason(), ShedReason::Pressure);
         // Beyond the allowance as well, and what it books is given back.
         let huge = admission.try_admit_with(Cost::host(ByteSize::MAX), Priority::Exempt);
         let more = admission.try_admit_with(cost, Priority::Exempt).expect("exempt");
         assert_eq!(more.cost(), Cost::ZERO, "64 bits are full");
         drop((huge, more));
         assert_eq!(booked(&admission), NOTHING);
+    }
+
+    /// The bug: high priority had no advantage over normal.
+    #[test]
+    fn high_priority_uses_the_room_that_normal_priority_leaves_for_larger_requests() {
+        let admission = Admission::with_limit(ByteSize::mib(100));
+        for budget in [Budget::Host, Budget::Device] {
+            let berth = ByteSize::mib(8);
+            admission.ledger(budget).balance(Balance { berth, ..Balance::default() });
+        }
+        let held = admission.try_admit(Cost::host(ByteSize::mib(93))).expect("fits");
+        let cost = Cost::host(ByteSize::mib(1));
+        for (priority, fits) in
+            [(Priority::Low, false), (Priority::Normal, false), (Priority::High, true)]
+        {
+            let admitted = admission.try_admit_with(cost, priority);
+            assert_eq!(admitted.is_ok(), fits, "{priority:?}");
+        }
+        let high = |mib| admission.try_admit_with(Cost::host(ByteSize::mib(mib)), Priority::High);
+        let full = high(8).map(drop).expect_err("8 of 7 MiB");
+        assert_eq!(full.reason(), ShedReason::Full);
+        assert!(high(7).is_ok(), "to the byte");
+        drop(held);
     }
 
     #[test]

@@ -84,11 +84,12 @@ impl Desk {
         if self.sheds(priority) {
             return Err(self.turn_away(place));
         }
-        let host = match book(&self.host, cost.host, Ledger::try_book) {
+        let how = if priority == Priority::High { Ledger::try_book_more } else { Ledger::try_book };
+        let host = match book(&self.host, cost.host, how) {
             Ok(host) => host,
             Err(short) => return Err(self.refuse(Budget::Host, short, place)),
         };
-        let device = match book(&self.device, cost.device, Ledger::try_book) {
+        let device = match book(&self.device, cost.device, how) {
             Ok(device) => device,
             Err(short) => {
                 self.host.release(host);
@@ -110,7 +111,7 @@ impl Desk {
     /// Books what stays.
     pub(super) fn stand(&self, cost: Cost) -> Result<(Standing, Standing), Rejected> {
         let place = Place::here();
-        if self.sheds(Priority::High) {
+        if self.sheds(Priority::Normal) {
             return Err(self.away(place));
         }
         let host = stand(&self.host, cost.host);
@@ -207,7 +208,7 @@ impl Desk {
         let by_level = match self.level() {
             Level::None | Level::Elevated => false,
             Level::High => priority == Priority::Low,
-            Level::Critical => priority != Priority::Exempt,
+            Level::Critical => matches!(priority, Priority::Low | Priority::Normal),
         };
         by_level || self.closed.load(Ordering::Acquire)
     }

@@ -14,7 +14,8 @@
 //!
 //! Invariants: at every admission `booked + max(asked, berth) <= allowance`, or
 //! `requests <= ceiling / 32` and `asked <= alone`, so that no request is refused for want of room
-//! where a larger one would be admitted. Who is admitted and grows may take the berth.
+//! where a larger one would be admitted. What is admitted and grows, and a request of high
+//! priority, may take the berth.
 
 use std::fmt;
 use std::num::NonZero;
@@ -173,8 +174,8 @@ impl Ledger {
         self.book_request(bytes, berth.saturating_sub(bytes.get()))
     }
 
-    /// The same for what is admitted already and grows: it takes the berth as well, since to turn
-    /// it away would waste what was done for it.
+    /// The same for what may take the berth as well: a request of high priority, and one that is
+    /// admitted already and grows, since to reject it would waste what was done for it.
     ///
     /// # Errors
     /// As for [`Ledger::try_book`].
