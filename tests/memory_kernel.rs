@@ -20,6 +20,8 @@ use support::{Tree, advance_until};
 #[global_allocator]
 static HEAP: lowtide::host::Heap = lowtide::host::Heap;
 
+lowtide::heap_profile!(throughput);
+
 const TICK: Duration = Duration::from_millis(250);
 const SECOND: Duration = Duration::from_secs(1);
 

@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use lowtide::clock::{Clock, ManualClock, SystemClock};
 use lowtide::config::{DeviceChoice, Source};
-use lowtide::control::{AcquireError, Cost, Rejected, Resource, ShedReason};
+use lowtide::control::{AcquireError, Budget, Cost, Rejected, Resource, ShedReason, Signals};
 use lowtide::device::Region;
-use lowtide::memory::{Builder, MemoryError, StartError};
+use lowtide::memory::{Builder, MemoryError, Note, Severity, StartError};
 use lowtide::{ByteSize, Memory};
 use tracing_subscriber::layer::SubscriberExt as _;
 
@@ -377,6 +377,7 @@ fn a_limit_that_can_never_work_is_said_once_with_both_numbers() {
     tree.hold(20);
     for (given, parts) in [
         (ByteSize::mib(300), ["300.0 MiB (code)", "100.0 MiB, the limit of the cgroup"]),
+        // Other processes of the cgroup hold half of it and may end: no reason to refuse the start.
         (ByteSize::mib(15), ["20.0 MiB are held", "the limit is 15.0 MiB (override)"]),
     ] {
         let memory = quiet().signals(tree.open()).memory_limit(given).start().expect("starts");
@@ -388,6 +389,128 @@ fn a_limit_that_can_never_work_is_said_once_with_both_numbers() {
     let memory = quiet().signals(tree.open()).memory_limit(ByteSize::mib(50)).start();
     let memory = memory.expect("starts");
     assert_eq!(about(&memory, "limit"), Vec::<String>::new(), "it lowers the limit, and fits");
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
+/// The bug: `LOWTIDE_MEMORY_LIMIT=512`, meant as MiB, started and shed every request.
+#[test]
+fn a_limit_below_what_the_process_holds_already_is_refused_at_start() {
+    let _turn = turn();
+    let tree = Tree::new(ByteSize::mib(100));
+    let signals = [tree.open(), nothing_to_read(), Signals::open()];
+    for (at, signals) in signals.into_iter().enumerate() {
+        let refused = quiet().signals(signals).memory_limit(ByteSize::new(512)).start();
+        let Err(StartError::LimitTooSmall { limit, from, held, least }) = &refused else {
+            panic!("{at}: {refused:?}")
+        };
+        assert_eq!((*limit, *from), (ByteSize::new(512), Source::Code));
+        assert_eq!(held.is_zero(), at == 1, "{at}: {held}");
+        assert!(*least > *held && *least < ByteSize::mib(512), "{at}: {least}");
+        let error = refused.expect_err("as above").to_string();
+        assert!(error.ends_with("did you mean 512m?"), "{error}");
+    }
+    // 10 MiB are held: up to 12.5 MiB nothing fits under the ceiling.
+    let start = |limit| quiet().signals(tree.open()).memory_limit(limit).start();
+    let Err(StartError::LimitTooSmall { least, .. }) = start(ByteSize::mib(12)) else {
+        panic!("12 MiB start")
+    };
+    assert_eq!(least, ByteSize::mib(13));
+    let memory = start(ByteSize::mib(13)).expect("the claim of the refused start is free");
+    assert_eq!(about(&memory, "limit"), Vec::<String>::new());
+    assert!(memory.admission().try_admit(Cost::host(ByteSize::kib(50))).is_ok());
+    assert!(memory.shutdown(SOON).is_clean());
+
+    // A cgroup's limit is not ours, and it may be raised: said, not refused.
+    tree.limit(ByteSize::mib(8));
+    let memory = quiet().signals(tree.open()).start().expect("starts");
+    let [note] = &about(&memory, "limit")[..] else { panic!("{:?}", memory.notes()) };
+    assert!(note.contains("10.0 MiB are held") && note.contains("8.0 MiB (cgroup)"), "{note}");
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
+/// The bug: five warnings named files, and none said that no request would ever be shed.
+#[test]
+fn without_proc_one_warning_says_that_no_request_is_rejected_for_memory() {
+    let _turn = turn();
+    let warnings = |memory: &Memory| -> Vec<String> {
+        let of = |note: &Note| note.about == "signals" && note.severity == Severity::Warning;
+        memory.notes().into_iter().filter(of).map(|note| note.text).collect()
+    };
+    let memory = quiet().signals(nothing_to_read()).start().expect("starts");
+    let [warning] = &warnings(&memory)[..] else { panic!("{:?}", memory.notes()) };
+    assert!(
+        warning.starts_with("no memory limit is known, so no request is rejected"),
+        "{warning}"
+    );
+    assert!(warning.contains("LOWTIDE_MEMORY_LIMIT") && warning.contains("statm"), "{warning}");
+    assert!(memory.shutdown(SOON).is_clean());
+    let limited = quiet().memory_limit(ByteSize::mib(100)).signals(nothing_to_read());
+    let memory = limited.start().expect("starts");
+    let [warning] = &warnings(&memory)[..] else { panic!("{:?}", memory.notes()) };
+    assert!(warning.contains("by their estimates alone"), "{warning}");
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
+/// The bug: a program without the macro ran with jemalloc's defaults, and nothing told.
+#[test]
+fn a_forgotten_heap_profile_is_noted_with_the_line_to_add() {
+    let _turn = turn();
+    let memory = quiet().start().expect("starts");
+    let notes = about(&memory, "heap");
+    let said = notes.iter().filter(|note| note.contains("add `lowtide::heap_profile!(balanced);`"));
+    assert_eq!(said.count(), 1, "{notes:?}");
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
+/// The bug: a machine without a GPU and without PSI logged two warnings at each start.
+#[test]
+fn a_start_without_a_gpu_and_without_psi_warns_of_neither() {
+    let _turn = turn();
+    // No PSI file in this tree, and no CUDA library in a process of this test.
+    let tree = Tree::new(ByteSize::gib(1));
+    tree.without_psi();
+    let memory = Memory::builder().signals(tree.open()).start().expect("starts");
+    let notes = memory.notes();
+    for (about, text) in [("device", "device arenas lie in host memory"), ("signals", "PSI")] {
+        let of = |note: &&Note| note.about == about && note.text.contains(text);
+        let severity = notes.iter().find(of).map(|note| note.severity);
+        assert_eq!(severity, Some(Severity::Info), "{notes:?}");
+    }
+    let warnings = notes.iter().filter(|note| note.severity == Severity::Warning);
+    assert!(warnings.clone().all(|note| note.about == "heap"), "{notes:?}");
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
+/// The bug: a model above the limit was registered, and acquiring it said to try again later.
+#[test]
+fn a_resource_above_the_ceiling_of_a_limit_that_cannot_grow_is_not_registered() {
+    let _turn = turn();
+    let tree = Tree::new(ByteSize::gib(1));
+    let builder = quiet().signals(tree.open()).memory_limit(ByteSize::mib(100));
+    let memory = builder.device_limit(ByteSize::mib(10)).start().expect("starts");
+    let of = |cost| memory.managed("model", || Ok(())).cost(cost);
+    for (cost, budget, ceiling) in [
+        (Cost::host(ByteSize::mib(81)), Budget::Host, ByteSize::mib(80)),
+        (Cost::device(ByteSize::mib(9)), Budget::Device, ByteSize::mib(8)),
+    ] {
+        let refused = memory.register(of(cost)).map(drop);
+        let (name, cost) = ("model".to_owned(), cost.host.max(cost.device));
+        let expected = MemoryError::ResourceTooLarge { name, budget, cost, ceiling };
+        assert_eq!(refused, Err(expected));
+    }
+    memory.register(of(Cost::host(ByteSize::mib(80)))).expect("its name is free, and it may fit");
+    assert!(memory.shutdown(SOON).is_clean());
+    // Beyond the machine's 32 GiB as well, without a configured limit.
+    let memory = quiet().signals(tree.open()).start().expect("starts");
+    let above = memory.managed("model", || Ok(())).cost(Cost::host(ByteSize::gib(26)));
+    let refused = memory.register(above).map(drop);
+    assert!(matches!(refused, Err(MemoryError::ResourceTooLarge { .. })), "{refused:?}");
+    // Above the ceiling of the cgroup, whose limit may be raised.
+    let above = memory.managed("model", || Ok(())).cost(Cost::host(ByteSize::gib(2)));
+    let model = memory.register(above).expect("registered");
+    let error = model.acquire_blocking().map(drop).expect_err("2 GiB in 1 GiB");
+    assert_eq!((error.reason(), error.retry_after()), ("does_not_fit", None));
+    assert_eq!(about(&memory, "resources").len(), 1, "and noted");
     assert!(memory.shutdown(SOON).is_clean());
 }
 
@@ -411,8 +534,8 @@ impl<S: tracing::Subscriber> tracing_subscriber::Layer<S> for Curious {
 #[test]
 fn a_subscriber_may_ask_for_the_notes_when_one_is_logged() {
     let _turn = turn();
-    let builder = quiet().signals(nothing_to_read()).memory_limit(ByteSize::mib(64));
-    let memory = builder.start().expect("starts");
+    let tree = Tree::new(ByteSize::gib(1));
+    let memory = quiet().signals(tree.open()).start().expect("starts");
     let before = memory.notes().len();
     let (seen, sees) = mpsc::channel();
     let curious = Curious { memory: memory.clone(), seen };
@@ -421,7 +544,7 @@ fn a_subscriber_may_ask_for_the_notes_when_one_is_logged() {
         let subscriber = tracing_subscriber::registry().with(curious);
         tracing::subscriber::with_default(subscriber, || {
             let large = registering.managed("large", || Ok(()));
-            drop(registering.register(large.cost(Cost::host(ByteSize::gib(1)))));
+            drop(registering.register(large.cost(Cost::host(ByteSize::gib(2)))));
         });
     });
     assert_eq!(sees.recv_timeout(PATIENCE), Ok(before + 1), "it is there when it is logged");
@@ -465,7 +588,8 @@ fn automatic_device_memory_in_host_memory_is_said() {
     assert_eq!(arena.rung().name(), "host");
     let notes = about(&memory, "device");
     assert!(notes.iter().any(|note| note.contains("host memory")), "{notes:?}");
-    assert_eq!(about(&memory, "heap"), Vec::<String>::new(), "the heap is as it was asked for");
+    let [heap] = &about(&memory, "heap")[..] else { panic!("{:?}", memory.notes()) };
+    assert!(heap.contains("heap_profile!"), "else the heap is as it was asked for: {heap}");
     let cost = memory.cost(ByteSize::mib(1), ByteSize::mib(2));
     assert_eq!(cost, Cost::host(ByteSize::mib(3)), "device memory is host memory here");
     assert!(memory.shutdown(SOON).is_clean());

@@ -27,6 +27,8 @@ use tower::{Layer, Service, service_fn};
 #[global_allocator]
 static HEAP: lowtide::host::Heap = lowtide::host::Heap;
 
+lowtide::heap_profile!(balanced);
+
 const SOON: Duration = Duration::from_secs(5);
 const TICK: Duration = Duration::from_millis(250);
 

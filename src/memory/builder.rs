@@ -12,8 +12,8 @@ use crate::bytes::ByteSize;
 use crate::clock::{Bell, Clock, Moment, SystemClock};
 use crate::config::{Config, DeviceChoice, DeviceRung, Profile, Settings, env};
 use crate::control::{
-    self, Admission, Budget, Ladder, Maintenance, Resources, Signals, Worker, run_control,
-    run_worker,
+    self, Admission, Budget, Ladder, LimitSource, Maintenance, Resources, Signal, SignalError,
+    Signals, Worker, run_control, run_worker,
 };
 use crate::device::driver::Driver;
 use crate::fork::Birth;
@@ -119,7 +119,9 @@ impl Builder {
         metrics_interval: Duration;
     }
 
-    /// Takes the `LOWTIDE_*` variables as well; without this call the environment is not read.
+    /// Reads the `LOWTIDE_*` variables, which override what is set in code. Without this call the
+    /// environment is not read, and none of them has an effect ([`Memory::start`] calls it).
+    /// A variable with an empty value counts as unset.
     ///
     /// # Errors
     /// [`StartError::Config`] with every unknown variable and every bad value.
@@ -206,11 +208,12 @@ impl Builder {
         self
     }
 
-    /// Starts it: a few milliseconds at most.
+    /// Starts it: a few milliseconds at most. The environment is read only after
+    /// [`Builder::with_environment`].
     ///
     /// # Errors
-    /// [`StartError`]: one runs already, settings that cannot be used, `cuda` that is not to be
-    /// had, a thread that cannot be started.
+    /// [`StartError`]: one runs already, settings that cannot be used, a memory limit below what
+    /// the process holds already, `cuda` without a usable device, a thread that cannot be started.
     pub fn start(self) -> Result<Memory, StartError> {
         let config = Config::resolve(&self.code, &self.environment)?;
         let claim = Claim::take().ok_or(StartError::AlreadyStarted)?;
@@ -224,6 +227,7 @@ impl Builder {
         let signals = open_signals(&config, self.signals, &mut notes);
         let heap = settle_heap(&config, signals.cpus(), self.unread, &mut notes);
         let clock = self.clock.unwrap_or_else(|| Arc::new(SystemClock::new()));
+        check_limit(&config, &signals, &*clock, &mut notes)?;
         let (signals, arenas) = (Arc::new(signals), Arenas::default());
         let host_backed = driver.as_ref().is_none_or(|driver| driver.capabilities().host_backed);
         let sensor = MemorySensor {
@@ -289,11 +293,30 @@ impl Builder {
     }
 }
 
-/// The signals that there are, with a note of each that is missing.
+/// The signals, with the configured limit, and a note if some are missing.
 fn open_signals(config: &Config, given: Option<Signals>, notes: &mut Vec<Note>) -> Signals {
     let signals = settle_limit(config, given.unwrap_or_else(Signals::open), notes);
-    let missing = signals.missing().iter();
-    notes.extend(missing.map(|of| Note { about: "signals", text: of.to_string() }));
+    let is_usual =
+        |error: &&SignalError| matches!(error, SignalError::NoCgroup | SignalError::NoPsi { .. });
+    let (usual, faults): (Vec<_>, Vec<_>) = signals.missing().iter().partition(is_usual);
+    notes.extend(usual.into_iter().map(|error| Note::info("signals", error.to_string())));
+    let causes = faults.into_iter().map(SignalError::to_string).collect::<Vec<_>>().join("; ");
+    let signal = signals.sample();
+    if !signal.limit.is_known() {
+        let text = format!(
+            "no memory limit is known, so no request is rejected for memory; set \
+             LOWTIDE_MEMORY_LIMIT ({causes})"
+        );
+        notes.push(Note::warning("signals", text));
+    } else if signal.physical.is_zero() {
+        let text = format!(
+            "the memory of this process cannot be measured, so requests are admitted by their \
+             estimates alone and no pressure level is set ({causes})"
+        );
+        notes.push(Note::warning("signals", text));
+    } else if !causes.is_empty() {
+        notes.push(Note::warning("signals", causes));
+    }
     signals
 }
 
@@ -359,34 +382,66 @@ impl Threads {
     }
 }
 
-/// The limit of the configuration; one that raises nothing, or that is passed already, is noted.
-fn settle_limit(config: &Config, mut signals: Signals, notes: &mut Vec<Note>) -> Signals {
-    let mut note = |text| notes.push(Note { about: "limit", text });
-    if let Some(given) = config.memory_limit.value {
-        let found = signals.sample().limit;
-        if found.is_known() && given > found.bytes {
-            note(format!(
-                "the memory limit of {given} ({}) is above {}, the limit of the {}, and raises \
-                 nothing: {} is in force",
-                config.memory_limit.source,
-                found.bytes,
-                found.source.name(),
-                found.bytes
-            ));
-        }
-        signals = signals.with_limit(given);
+/// Sets the configured limit; one that raises nothing is noted.
+fn settle_limit(config: &Config, signals: Signals, notes: &mut Vec<Note>) -> Signals {
+    let Some(given) = config.memory_limit.value else { return signals };
+    let found = signals.sample().limit;
+    if found.is_known() && given > found.bytes {
+        let text = format!(
+            "the memory limit of {given} ({}) is above {}, the limit of the {}, and raises \
+             nothing: {} is in force",
+            config.memory_limit.source,
+            found.bytes,
+            found.source.name(),
+            found.bytes
+        );
+        notes.push(Note::warning("limit", text));
     }
+    signals.with_limit(given)
+}
+
+/// No limit below this is accepted: the two threads alone need half of it.
+const LIMIT_MIN: ByteSize = ByteSize::mib(1);
+
+/// Refuses a configured limit under which no request would ever be admitted, because this process
+/// holds as much as the ceiling already. A limit of the cgroup is noted only: it may be raised, and
+/// what counts against it may be held by other processes.
+fn check_limit(
+    config: &Config,
+    signals: &Signals,
+    clock: &dyn Clock,
+    notes: &mut Vec<Note>,
+) -> Result<(), StartError> {
+    let is_full = |signal: &Signal| {
+        let ceiling = signal.limit.bytes.scaled(config.ceiling.value);
+        signal.limit.is_known() && (signal.physical >= ceiling || signal.limit.bytes < LIMIT_MIN)
+    };
+    if !is_full(&signals.sample()) {
+        return Ok(());
+    }
+    // What the start of the program has freed may go first; an error changes no figure.
+    let _ = host::purge(clock);
     let signal = signals.sample();
-    if signal.limit.is_known() && signal.physical >= signal.limit.bytes {
-        note(format!(
-            "{} are held at start, and the limit is {} ({}): requests are turned away until less \
-             is held; expected a larger limit",
-            signal.physical,
-            signal.limit.bytes,
-            signal.limit.source.name()
-        ));
+    if !is_full(&signal) {
+        return Ok(());
     }
-    signals
+    let limit = signal.limit.bytes;
+    // Neither pages of files that no limit counts, nor what other processes of the cgroup hold.
+    let held = signal.rss.map_or(signal.physical, |rss| rss.min(signal.physical));
+    let least = held.scaled(1.0 / config.ceiling.value).saturating_add(ByteSize::new(1));
+    let least = least.next_multiple_of(LIMIT_MIN).unwrap_or(ByteSize::MAX);
+    if signal.limit.source == LimitSource::Override && limit < least {
+        let from = config.memory_limit.source;
+        return Err(StartError::LimitTooSmall { limit, from, held, least });
+    }
+    let text = format!(
+        "{} are held at start, and the limit is {limit} ({}): requests are rejected until less is \
+         held; expected a larger limit",
+        signal.physical,
+        signal.limit.source.name()
+    );
+    notes.push(Note::warning("limit", text));
+    Ok(())
 }
 
 /// How often the device is asked for its free memory at least: a neighbour that takes it does not

@@ -127,7 +127,7 @@ impl Shared {
                 Ok(given) => left = left.saturating_sub(given),
                 Err(error) => {
                     let text = format!("{}: {error}", arena.name());
-                    self.note(Note { about: "device", text });
+                    self.note(Note::warning("device", text));
                 }
             }
         }
@@ -142,7 +142,7 @@ impl Shared {
         state.watermark.forget();
         drop(state);
         let start = "the device does not say how much memory it has: ";
-        self.note_once(start, Note { about: "device", text: format!("{start}{error}") });
+        self.note_once(start, Note::warning("device", format!("{start}{error}")));
     }
 
     fn device_committed(&self) -> ByteSize {

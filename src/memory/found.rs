@@ -35,18 +35,13 @@ pub(super) fn moved(
         .collect()
 }
 
-/// What is otherwise than asked and cannot be moved any more: what was written for jemalloc and
-/// had no effect; what the kernel or the build decides; what a profile asks that somebody asked
-/// for. A profile that nobody asked for says nothing: the binary may well carry another one on
-/// purpose.
+/// What differs from what was asked and cannot be changed any more: settings that were written for
+/// jemalloc and had no effect; what the kernel or the build decides; the settings of a profile that
+/// was asked for explicitly. Without an explicit profile the binary may carry another one on
+/// purpose, so only a binary that carries none at all is reported.
 pub(super) fn at_start_otherwise(config: &Config, found: &EffectiveConf) -> Vec<String> {
-    let asked = (config.profile.source != Source::Default).then(|| {
-        found.asked_by(match config.profile.value {
-            Profile::LowMemory => HeapProfile::LowMemory,
-            Profile::Balanced => HeapProfile::Balanced,
-            Profile::Throughput => HeapProfile::Throughput,
-        })
-    });
+    let asked = config.profile.source != Source::Default;
+    let asked = asked.then(|| found.asked_by(profile(config)));
     let nothing = || HeapConf::new("");
     let expected = asked.clone().or_else(|| found.asked_by_binary()).unwrap_or_else(nothing);
     let mut differences = found.differences_from(&expected);
@@ -56,10 +51,37 @@ pub(super) fn at_start_otherwise(config: &Config, found: &EffectiveConf) -> Vec<
         .partition(|it| matches!(it.cause, Cause::KernelHugePages | Cause::PageOfBuild));
     let mut notes: Vec<_> =
         found.ignored().iter().chain(&given).map(Difference::to_string).collect();
-    notes.extend(
-        asked.filter(|_| !fixed.is_empty()).map(|asked| in_part(config, found, &asked, &fixed)),
-    );
+    match asked.filter(|_| !fixed.is_empty()) {
+        Some(asked) => notes.push(in_part(config, found, &asked, &fixed)),
+        None if !is_configured(found) => notes.push(format!(
+            "this binary has no heap profile, so jemalloc runs with its defaults for all that is \
+             fixed before `main`; add `lowtide::heap_profile!({});` to the binary, or start the \
+             process with {}={}",
+            profile(config),
+            found.variable(),
+            found.variable_for(&found.asked_by(profile(config))),
+        )),
+        None => {}
+    }
     notes
+}
+
+/// The heap profile that goes with the configured one.
+fn profile(config: &Config) -> HeapProfile {
+    match config.profile.value {
+        Profile::LowMemory => HeapProfile::LowMemory,
+        Profile::Balanced => HeapProfile::Balanced,
+        Profile::Throughput => HeapProfile::Throughput,
+    }
+}
+
+/// Whether the binary, the build or whoever started the process configured jemalloc.
+fn is_configured(found: &EffectiveConf) -> bool {
+    found.conf_of_binary.is_some()
+        || found.conf_of_build.is_some()
+        || found.conf_of_symlink.is_some()
+        || found.conf_of_variable.is_some()
+        || found.conf_of_harder.is_some()
 }
 
 /// That a profile is in force in part, and how it would be wholly.
@@ -73,9 +95,13 @@ fn in_part(
         let Difference { setting, asked, found, cause } = difference;
         format!("{setting} is {found} instead of {asked} ({cause})")
     });
+    let or_add = match found.conf_of_binary {
+        Some(_) => String::new(),
+        None => format!("add `lowtide::heap_profile!({});` to the binary, or ", profile(config)),
+    };
     format!(
-        "profile {} is in force in part; fixed at start otherwise: {}; start the process with \
-         {}={}",
+        "profile {} is in force in part; fixed at start otherwise: {}; {or_add}start the process \
+         with {}={}",
         config.profile.value,
         list.collect::<Vec<_>>().join(", "),
         found.variable(),

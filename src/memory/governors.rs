@@ -49,7 +49,7 @@ impl Shared {
         for governor in all.iter().filter_map(Weak::upgrade) {
             if let Err(error) = governor.decay(now) {
                 let text = format!("governor of {}: {error}", governor.device());
-                self.note(Note { about: "device", text });
+                self.note(Note::warning("device", text));
             }
         }
     }

@@ -13,7 +13,7 @@ use crate::host::{self, HostArenaStats};
 use crate::metrics::record;
 use crate::sync::{Mutex, lock};
 
-use super::error::Note;
+use super::error::{Note, Severity};
 use super::events::Watch;
 use super::shared::Shared;
 use super::snapshot::{DeviceSnapshot, MemorySnapshot};
@@ -66,7 +66,7 @@ impl Hands for WorkerHands {
             }
             if let Err(error) = arena.decay(now) {
                 let text = format!("arena {}: {error}", arena.name());
-                self.shared.note(Note { about: "device", text });
+                self.shared.note(Note::warning("device", text));
             }
         }
         self.shared.shrink_asked();
@@ -75,7 +75,7 @@ impl Hands for WorkerHands {
 
     fn decay_heap(&mut self) {
         if let Err(error) = host::decay_tick() {
-            self.shared.note(Note { about: "heap", text: error.to_string() });
+            self.shared.note(Note::warning("heap", error.to_string()));
         }
     }
 
@@ -138,7 +138,8 @@ impl Hands for WorkerHands {
             }
             record::resource(resource, resource.last_used.map(|moment| snapshot.on_wall(moment)));
         }
-        record::notes(snapshot.notes.len());
+        let is_warning = |note: &&Note| note.severity == Severity::Warning;
+        record::notes(snapshot.notes.iter().filter(is_warning).count());
         record::ticks(self.shared.state.ticks_total(), self.shared.state.take_lateness());
         record::sampler(snapshot.since_epoch, self.shared.clock.now() - start);
         if upkeep && let Some(hook) = &mut self.hook {
@@ -232,7 +233,7 @@ impl WorkerHands {
                 limit.source.name(),
                 snapshot.cgroup.as_deref().unwrap_or_else(|| Path::new("")),
             );
-            self.shared.note_once(start, Note { about: "signals", text });
+            self.shared.note_once(start, Note::warning("signals", text));
         }
     }
 

@@ -59,7 +59,7 @@ pub(super) fn settle_heap(
     unread: Option<String>,
     notes: &mut Vec<Note>,
 ) -> SettledHeap {
-    let mut note = |text| notes.push(Note { about: "heap", text });
+    let mut note = |text| notes.push(Note::warning("heap", text));
     if !host::is_global() {
         note(
             "jemalloc is not the global allocator, so what Rust allocates is neither measured nor \

@@ -53,7 +53,7 @@ use crate::sync::{Mutex, lock};
 
 pub use builder::Builder;
 pub use errands::{AskError, Errand, ErrandState, Verb};
-pub use error::{MemoryError, Note, StartError};
+pub use error::{MemoryError, Note, Severity, StartError};
 pub use events::Event;
 pub use scopes::{ArenaReport, ArenaUse, Replaced, ScopeError, Slot, SlotKind, SlotSnapshot};
 pub use shared::Purged;
@@ -182,13 +182,18 @@ impl Memory {
         Self(Arc::new(Inner { shared, running, admission }))
     }
 
-    /// How to start one.
+    /// Returns a builder with default settings. It does not read the environment:
+    /// [`Builder::with_environment`] does, and [`Memory::start`] is both.
     #[must_use]
     pub fn builder() -> Builder {
         Builder::default()
     }
 
-    /// Starts one as the environment says.
+    /// Starts a `Memory` with default settings and the `LOWTIDE_*` variables of the environment:
+    /// short for `Memory::builder().with_environment()?.start()`.
+    ///
+    /// [`Builder::start`] alone does **not** read the environment, so `LOWTIDE_MEMORY_LIMIT` and
+    /// the other variables have no effect there.
     ///
     /// # Errors
     /// As [`Builder::with_environment`] and [`Builder::start`].

@@ -56,7 +56,7 @@ impl OwnArena {
         if let Some(shared) = self.shared.upgrade() {
             let start = format!("{:?} is loaded into the shared heap: ", self.name);
             let text = format!("{start}{error}");
-            shared.note_once(&start, Note { about: "resources", text });
+            shared.note_once(&start, Note::warning("resources", text));
         }
     }
 }

@@ -98,11 +98,17 @@ impl Memory {
 
     /// Builds the resource and has it unloaded when it has been idle, or under pressure. It stays
     /// registered, and its loader with it, as long as this `Memory` lives; a loader that holds a
-    /// `Memory` keeps it alive (see [`Memory::managed`]). A cost that is above the ceiling is
-    /// noted, once; each attempt to load it is refused.
+    /// `Memory` keeps it alive (see [`Memory::managed`]).
+    ///
+    /// A cost above the ceiling of the limit of a cgroup is noted once, because that limit may be
+    /// raised: until then each acquire is
+    /// [`AcquireError::Rejected`](crate::control::AcquireError::Rejected) with
+    /// [`Rejected::TooLarge`](crate::control::Rejected::TooLarge), which has no time to retry
+    /// after.
     ///
     /// # Errors
-    /// [`MemoryError::TooManyResources`], [`MemoryError::DuplicateResource`],
+    /// [`MemoryError::ResourceTooLarge`] for a cost above the ceiling of the configured limit or of
+    /// the machine's memory, [`MemoryError::TooManyResources`], [`MemoryError::DuplicateResource`],
     /// [`MemoryError::Forked`].
     pub fn register<T: Send + Sync + 'static>(
         &self,
@@ -111,8 +117,10 @@ impl Memory {
         let shared = &self.0.shared;
         shared.check_here()?;
         let managed = builder.build(Arc::clone(&shared.clock), Some(shared.admission.clone()));
+        let stats = managed.stats();
+        shared.check_fits(&stats)?;
         shared.resources.add(Arc::new(managed.clone()))?;
-        shared.note_misfit(&managed.stats());
+        shared.note_misfit(&stats);
         Ok(managed)
     }
 }

@@ -27,7 +27,7 @@ use crate::sync::{Mutex, lock};
 use super::arenas::Arenas;
 use super::device::DeviceWatch;
 use super::errands::Errands;
-use super::error::{MemoryError, Note};
+use super::error::{MemoryError, Note, Severity};
 use super::events::Events;
 use super::published::Gone;
 use super::scopes::Scopes;
@@ -121,7 +121,11 @@ impl Shared {
             notes.push(note.clone());
             drop(notes);
             self.events.add(self.clock.since_epoch(), "note", note.about, note.text.clone());
-            log!(warn, target: "lowtide", about = note.about, "{}", note.text);
+            let Note { severity, about, text } = note;
+            match severity {
+                Severity::Info => log!(info, target: "lowtide", about, "{text}"),
+                Severity::Warning => log!(warn, target: "lowtide", about, "{text}"),
+            }
         }
     }
 
@@ -201,7 +205,7 @@ impl Shared {
                 record::purge_duration("jemalloc", report.jemalloc.took);
                 record::purge_duration("libc", report.libc.took);
             }
-            Err(error) => self.note(Note { about: "heap", text: error.to_string() }),
+            Err(error) => self.note(Note::warning("heap", error.to_string())),
         }
         heap
     }
@@ -209,7 +213,7 @@ impl Shared {
     /// What an arena's purge gave back; an error is a note, and costs nothing.
     pub(super) fn purged(&self, arena: &DeviceArena) -> ByteSize {
         arena.purge().unwrap_or_else(|error| {
-            self.note(Note { about: "device", text: format!("{}: {error}", arena.name()) });
+            self.note(Note::warning("device", format!("{}: {error}", arena.name())));
             ByteSize::ZERO
         })
     }
@@ -219,8 +223,30 @@ impl Shared {
         Recovered::of(self.arenas().iter().map(|arena| self.purged(arena)).sum())
     }
 
-    /// Says once of a resource that it can never be loaded: what it books is above a ceiling. A
-    /// ceiling may sink later, so this is asked again where a load was refused.
+    /// Refuses a resource whose cost is above a ceiling that cannot rise while this `Memory` runs.
+    /// The limit of a cgroup can.
+    pub(super) fn check_fits(&self, resource: &ResourceStats) -> Result<(), MemoryError> {
+        let given = self.config.memory_limit.value.unwrap_or(ByteSize::MAX);
+        let host = self.signals.machine().map_or(given, |machine| given.min(machine));
+        for (budget, cost, limit) in [
+            (Budget::Host, resource.cost.host, host),
+            (Budget::Device, resource.cost.device, self.config.device_limit.value),
+        ] {
+            let ceiling = match limit {
+                ByteSize::MAX => limit,
+                _ => limit.scaled(self.config.ceiling.value),
+            };
+            if cost > ceiling {
+                let name = resource.name.to_string();
+                return Err(MemoryError::ResourceTooLarge { name, budget, cost, ceiling });
+            }
+        }
+        Ok(())
+    }
+
+    /// Notes once that a resource cannot be loaded now: its cost is above a ceiling. A ceiling may
+    /// sink or rise later with the limit of a cgroup, so this is asked again when a load was
+    /// refused.
     pub(super) fn note_misfit(&self, resource: &ResourceStats) {
         for (budget, cost) in
             [(Budget::Host, resource.cost.host), (Budget::Device, resource.cost.device)]
@@ -234,7 +260,7 @@ impl Shared {
                 "{start}{cost} of {budget} memory, above the ceiling of {ceiling}: it cannot be \
                  loaded; expected a larger limit or a smaller cost"
             );
-            self.note_once(&start, Note { about: "resources", text });
+            self.note_once(&start, Note::warning("resources", text));
         }
     }
 

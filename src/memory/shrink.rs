@@ -247,7 +247,7 @@ impl Shared {
     pub(super) fn shrink_asked(&self) {
         for shrunk in self.shrink(self.shrinks.take()).targets {
             if let ShrinkOutcome::Failed { cause, .. } = shrunk.outcome {
-                self.note(Note { about: "device", text: cause.to_string() });
+                self.note(Note::warning("device", cause.to_string()));
             }
         }
     }

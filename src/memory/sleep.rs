@@ -87,7 +87,7 @@ impl Shared {
     fn note_awake(&self, arena: &DeviceArena, error: &str) {
         let start = format!("{} did not fall asleep by itself: ", arena.name());
         let text = format!("{start}{error}");
-        self.note_once(&start, Note { about: "device", text });
+        self.note_once(&start, Note::warning("device", text));
     }
 
     /// Gives back the host memory of arenas that sleep with no block left: nobody wakes them, and

@@ -318,7 +318,7 @@ table! {
     SAMPLER_LATENESS: Gauge "lowtide_sampler_lateness_seconds" Seconds []
         "How long after its time a tick began at most, since the figures before.";
     NOTES: Gauge "lowtide_notes" Count []
-        "Notes on what did not go as asked; /memory has their words.";
+        "Warnings of what did not go as asked; /memory has their words.";
     BUILD_INFO: Gauge "lowtide_build_info" Count ["version", "profile", "allocator"]
         "Always 1; the labels say what runs.";
 }

@@ -12,8 +12,8 @@ use crate::control::{AcquireError, Rejected};
 /// `RESOURCE_EXHAUSTED` and `UNAVAILABLE` of gRPC.
 const RESOURCE_EXHAUSTED: u16 = 8;
 const UNAVAILABLE: u16 = 14;
-/// When to try again where somebody has to act first. A guess.
-const ACT_FIRST: Duration = Duration::from_secs(30);
+/// The least Retry-After, and that of an instance which shuts down: another one answers then.
+const MIN_WAIT: Duration = Duration::from_secs(1);
 
 /// How a request is answered that was turned away: a closure is one, too.
 ///
@@ -122,7 +122,7 @@ pub fn rejection(rejected: &Rejected) -> Response<String> {
         Rejected::TooLarge { .. } => StatusCode::PAYLOAD_TOO_LARGE,
         _ => StatusCode::SERVICE_UNAVAILABLE,
     };
-    let retry_after = rejected.retry_after().unwrap_or_default();
+    let retry_after = rejected.retry_after().unwrap_or(MIN_WAIT);
     problem(
         status,
         "not enough memory",
@@ -132,9 +132,10 @@ pub fn rejection(rejected: &Rejected) -> Response<String> {
     )
 }
 
-/// The answer to a request whose resource cannot be had, as problem+json: always 503 with
-/// Retry-After, since it is not the request that is too large. Where the resource can never fit,
-/// its operator has to act first; the answer says 30 s then.
+/// The answer to a request whose resource cannot be acquired, as problem+json: always 503, since it
+/// is not the request that is too large. Retry-After is set if a retry may succeed
+/// ([`AcquireError::retry_after`]); it is absent if an operator has to act first, such as for a
+/// resource whose cost is above the ceiling.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -147,17 +148,19 @@ pub fn rejection(rejected: &Rejected) -> Response<String> {
 /// let model = Managed::builder("model", || Ok(()))
 ///     .cost(Cost::host(ByteSize::gib(1)))
 ///     .build(Arc::new(SystemClock::new()), Some(door));
-/// let answer = model.acquire_blocking().map(drop).map_err(|error| unavailable(&error));
-/// assert_eq!(answer.map_err(|answer| answer.status().as_u16()), Err(503));
+/// let answer = unavailable(&model.acquire_blocking().map(drop).unwrap_err());
+/// assert_eq!(answer.status(), 503);
+/// assert!(!answer.headers().contains_key("retry-after"), "1 GiB never fits into 100 MiB");
 /// ```
 #[must_use]
 pub fn unavailable(error: &AcquireError) -> Response<String> {
     let (status, title) = (StatusCode::SERVICE_UNAVAILABLE, "a resource is not to be had");
-    let retry_after = error.retry_after().unwrap_or(ACT_FIRST);
+    let retry_after = error.retry_after().map_or(Duration::ZERO, |time| time.max(MIN_WAIT));
     problem(status, title, error.reason(), &error.to_string(), retry_after)
 }
 
-/// An answer as problem+json (RFC 9457); Retry-After with 503 alone.
+/// An answer as problem+json (RFC 9457); Retry-After with 503 alone, and only for a time above
+/// zero.
 pub(super) fn problem(
     status: StatusCode,
     title: &str,
@@ -175,9 +178,9 @@ pub(super) fn problem(
     *response.status_mut() = status;
     let headers = response.headers_mut();
     headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
-    if status == StatusCode::SERVICE_UNAVAILABLE {
+    if status == StatusCode::SERVICE_UNAVAILABLE && !retry_after.is_zero() {
         let seconds = retry_after.as_secs() + u64::from(retry_after.subsec_nanos() > 0);
-        headers.insert(RETRY_AFTER, HeaderValue::from(seconds.max(1)));
+        headers.insert(RETRY_AFTER, HeaderValue::from(seconds));
     }
     response
 }

@@ -2,13 +2,13 @@
 
 use std::time::Duration;
 
-use lowtide::ByteSize;
 use lowtide::control::Resource as _;
+use lowtide::{ByteSize, Memory};
 
-use crate::app::Options;
+use crate::app::{self, Options};
 use crate::embed::{BODY_MAX, TEXT_MAX, TEXTS_MAX};
 use crate::model::WIDTH;
-use crate::support::{Managed, ask, embed, post};
+use crate::support::{Managed, ask, embed, post, stage};
 use crate::wire::{Message, until};
 
 const JSON: &str = "application/json";
@@ -153,23 +153,23 @@ async fn a_model_that_does_not_fit_the_device_is_503_with_the_reason_and_the_res
     proxy.end().await;
 }
 
-/// The bug: it was answered 413, as if the request were too large, and counted among those shed.
+/// The bug: it started, and each request for the model was told to come again.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_model_above_the_ceiling_was_told_the_client_as_its_own_fault() {
+async fn a_model_above_the_ceiling_of_the_configured_limit_ends_the_start() {
+    let _stage = stage().await;
+    let mut started = None;
+    until("no other memory runs", || {
+        started = Memory::builder().memory_limit(ByteSize::gib(1)).start().ok();
+        started.is_some()
+    })
+    .await;
+    let memory = started.expect("it started");
     let options = Options { weights: ByteSize::gib(64), ..Options::default() };
-    let proxy = Managed::with(options, |builder| builder).await;
-    for _ in 0..2 {
-        let answer = embed(proxy.at, &["a"]).await;
-        assert_refused(&answer, 503, "64.0 GiB of host memory can never fit");
-        assert_eq!(answer.header("retry-after").as_deref(), Some("30"));
-    }
-    assert_eq!(proxy.memory.admission().stats().shed, [0; 4]);
-    assert_eq!(proxy.running().model.stats().loads_refused_total, 2);
-    let notes = proxy.memory.notes().into_iter().filter(|note| note.about == "resources");
-    let notes: Vec<_> = notes.map(|note| note.text).collect();
-    let [note] = &notes[..] else { panic!("once: {notes:?}") };
-    assert!(note.contains("64.0 GiB") && note.contains("819.2 MiB"), "both numbers: {note}");
-    proxy.end().await;
+    let refused = app::start(options, Some(memory.clone()), String::new).await;
+    let error = refused.map(drop).expect_err("64 GiB under 1 GiB").to_string();
+    assert!(error.contains("64.0 GiB") && error.contains("819.2 MiB"), "both numbers: {error}");
+    let ended = tokio::task::spawn_blocking(move || memory.shutdown(Duration::from_secs(5)));
+    assert!(ended.await.expect("no panic").is_clean());
 }
 
 fn likeness(one: &[f64], other: &[f64]) -> f64 {

@@ -145,6 +145,11 @@ impl Tree {
         self.cgroup("memory.pressure", &text);
     }
 
+    /// The kernel has no PSI.
+    pub(crate) fn without_psi(&self) {
+        fs::remove_file(self.0.path().join("sys/fs/cgroup/app/memory.pressure")).expect("removed");
+    }
+
     /// The kernel has killed so many of its processes since it was made.
     pub(crate) fn killed(&self, count: u64) {
         self.cgroup(

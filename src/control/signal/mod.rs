@@ -285,6 +285,12 @@ impl Signals {
         self
     }
 
+    /// The machine's physical memory, read once; `None` if it could not be read.
+    #[must_use]
+    pub const fn machine(&self) -> Option<ByteSize> {
+        self.machine
+    }
+
     /// What could not be had, for one report at start.
     #[must_use]
     pub fn missing(&self) -> &[SignalError] {

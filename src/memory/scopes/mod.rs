@@ -347,7 +347,7 @@ impl Shared {
             let given = if drains { pool.purge() } else { pool.maintain() };
             if let Err(error) = given {
                 let text = format!("{}: {error}", pool.name());
-                self.note(Note { about: "device", text });
+                self.note(Note::warning("device", text));
             }
         }
     }
@@ -355,7 +355,7 @@ impl Shared {
     /// What a pool's purge gave back; an error is a note.
     fn purged_pool(&self, pool: &PinnedPool) -> ByteSize {
         pool.purge().unwrap_or_else(|error| {
-            self.note(Note { about: "device", text: format!("{}: {error}", pool.name()) });
+            self.note(Note::warning("device", format!("{}: {error}", pool.name())));
             ByteSize::ZERO
         })
     }
