@@ -138,7 +138,7 @@
 //! then.
 
 // First, so that its macro is known to all below.
-#[cfg(feature = "device")]
+#[cfg(any(feature = "device", feature = "control"))]
 #[macro_use]
 mod log;
 

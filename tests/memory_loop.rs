@@ -3,8 +3,8 @@
 //! tree; heap and arenas are real.
 #![cfg(all(feature = "memory", target_os = "linux"))]
 
-use std::sync::Arc;
-use std::sync::mpsc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
 use lowtide::clock::{Clock, ManualClock};
@@ -16,6 +16,7 @@ use lowtide::decay::DecayTime;
 use lowtide::device::{Buffer, DeviceArena, Region};
 use lowtide::host::Outcome;
 use lowtide::memory::Builder;
+use lowtide::sync::lock;
 use lowtide::{ByteSize, Memory};
 
 mod support;
@@ -369,6 +370,45 @@ fn a_resource_that_fits_no_longer_is_noted_once_when_its_load_is_refused() {
     clock.advance(10 * SECOND);
     assert_eq!((notes(), model.stats().loads_refused_total), (1, 2));
     assert_eq!(memory.admission().stats().shed, [0; 4]);
+    tree.limit(ByteSize::mib(512));
+    advance_until(&clock, TICK, "the ceiling rises", || model.acquire_blocking().is_ok());
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
+/// The bug: a loader that hung held its reservation for ever.
+#[test]
+fn the_worker_gives_up_a_load_that_hangs_and_takes_its_late_value_apart() {
+    let _turn = turn();
+    let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(512)));
+    let memory = still(&clock, &tree).start().expect("starts");
+    let arena = memory.open_arena("weights").expect("opens");
+    let (open, gate) = mpsc::channel::<()>();
+    let gate = Mutex::new(gate);
+    let load = move |arena: &DeviceArena| {
+        let _ = lock(&gate).recv_timeout(PATIENCE);
+        Ok(arena.alloc::<u8>(8 << 20, Region::Stable)?)
+    };
+    let gone = Arc::new(AtomicU32::new(0));
+    let unload = {
+        let gone = Arc::clone(&gone);
+        move |value| {
+            drop(value);
+            gone.fetch_add(1, Ordering::SeqCst);
+        }
+    };
+    let model = memory.managed_in(&arena, "model", load).cost(Cost::host(MODEL)).unload(unload);
+    let model = memory.register(model.load_timeout(5 * SECOND)).expect("registered");
+    model.warm().expect("begins");
+    assert_eq!(memory.admission().ledger(Budget::Host).standing(), MODEL);
+    advance_until(&clock, TICK, "it is given up", || model.stats().loads_failed_total == 1);
+    assert!(clock.now().since_origin() >= 5 * SECOND);
+    assert_eq!(memory.admission().ledger(Budget::Host).standing(), ByteSize::ZERO);
+    open.send(()).expect("the loader waits");
+    until("the late value is gone", || gone.load(Ordering::SeqCst) == 1);
+    assert_eq!((arena.glance().live, model.stats().loaded), (ByteSize::ZERO, false));
+    open.send(()).expect("for the next load");
+    advance_until(&clock, TICK, "the pause is over", || model.acquire_blocking().is_ok());
+    assert_eq!(arena.glance().live, MODEL, "one copy");
     assert!(memory.shutdown(SOON).is_clean());
 }
 

@@ -6,7 +6,8 @@
 //! loaded into the heap that all share: a worse place, and no reason to refuse a request. The
 //! device arena is whoever's who registered the resource; here it is measured, and purged.
 //!
-//! Invariant: `arena is there => its resource is loaded, or its last load failed`.
+//! Invariant: `arena is there => its resource is loaded`, and its value lies there. A load that
+//! timed out and still runs has an arena of its own, or none.
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
@@ -43,13 +44,12 @@ impl OwnArena {
         self.arena.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    /// Its arena, or a new one.
+    /// A new arena of its name.
     fn arena(&self) -> Option<HostArena> {
         if !host::is_global() {
             return None;
         }
-        let new = || HostArena::new(&self.name).map_err(|error| self.note(&error)).ok();
-        self.take().or_else(new)
+        HostArena::new(&self.name).map_err(|error| self.note(&error)).ok()
     }
 
     fn note(&self, error: &dyn std::error::Error) {
@@ -62,17 +62,20 @@ impl OwnArena {
 }
 
 impl Enclosure for OwnArena {
-    fn load(&self, load: &mut dyn FnMut()) -> Result<(), LoadError> {
+    fn load(&self, load: &mut dyn FnMut() -> bool) -> Result<(), LoadError> {
         let Some(arena) = self.arena() else {
             load();
             return Ok(());
         };
-        // A panic of the loader drops it: it is kept for another.
-        if let Err(error) = arena.scope(&mut *load) {
+        let is_kept = arena.scope(&mut *load).unwrap_or_else(|error| {
             self.note(&error);
-            load();
+            load()
+        });
+        // Otherwise it is dropped, as by a panic of the loader: it is kept for another. The value
+        // of a later load may lie in the arena that is there by now.
+        if is_kept {
+            *self.arena.lock().unwrap_or_else(PoisonError::into_inner) = Some(arena);
         }
-        *self.arena.lock().unwrap_or_else(PoisonError::into_inner) = Some(arena);
         Ok(())
     }
 

@@ -490,3 +490,159 @@ fn the_registry_names_the_next_and_gives_up_the_cheapest_to_bring_back() {
     clock.advance(200 * SECOND);
     assert_eq!(resources.unload_due(clock.now()), 1);
 }
+
+/// A resource whose first loads wait at the gate, one gate for each; later ones load at once.
+struct Hangs {
+    gates: Vec<Arc<Gate>>,
+    loads: Arc<AtomicU64>,
+    /// The numbers of the values that were taken apart.
+    taken_apart: Arc<Mutex<Vec<u64>>>,
+}
+
+impl Hangs {
+    fn new(gates: usize) -> Self {
+        let gates = (0..gates).map(|_| Arc::default()).collect();
+        Self { gates, loads: Arc::default(), taken_apart: Arc::default() }
+    }
+
+    /// Each value is the number of its load, from 0 on. The timeout is 60 s, the pause 1 s.
+    fn managed(&self, clock: &ManualClock, admission: &Admission) -> Managed<u64> {
+        let (gates, loads) = (self.gates.clone(), Arc::clone(&self.loads));
+        let taken_apart = Arc::clone(&self.taken_apart);
+        Managed::builder("model", move || {
+            let number = loads.fetch_add(1, Ordering::SeqCst);
+            if let Some(gate) = gates.get(usize::try_from(number).expect("small")) {
+                gate.pass();
+            }
+            Ok(number)
+        })
+        .cost(Cost::host(ByteSize::mib(3)))
+        .backoff(Backoff { first: SECOND, max: SECOND })
+        .load_timeout(60 * SECOND)
+        .unload(move |number| lowtide::sync::lock(&taken_apart).push(number))
+        .build(Arc::new(clock.clone()), Some(admission.clone()))
+    }
+
+    fn until_begun(&self, loads: u64) {
+        until("the loader runs", || self.loads.load(Ordering::SeqCst) == loads);
+    }
+
+    fn taken_apart(&self) -> Vec<u64> {
+        lowtide::sync::lock(&self.taken_apart).clone()
+    }
+}
+
+/// Gives a hung load up, as the worker does.
+fn pass_the_timeout(clock: &ManualClock, managed: &Managed<u64>) {
+    let due = managed.next_due();
+    clock.advance((due - clock.now()).saturating_sub(Duration::from_nanos(1)));
+    assert!(!managed.unload_if_due(clock.now()) && managed.stats().loading, "not due yet");
+    clock.advance(Duration::from_nanos(1));
+    assert!(!managed.unload_if_due(clock.now()), "nothing was unloaded");
+    assert!(!managed.stats().loading, "given up");
+}
+
+/// The bug: a loader that hung held its reservation and those who waited for ever, without a word.
+#[test]
+fn a_load_that_hangs_fails_at_its_timeout_and_releases_its_reservation() {
+    let (clock, admission, hangs) = (ManualClock::new(), Admission::new(), Hangs::new(1));
+    let managed = hangs.managed(&clock, &admission);
+    let standing = || admission.ledger(Budget::Host).standing();
+    let mut future = Box::pin(managed.acquire());
+    assert!(future.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
+    hangs.until_begun(1);
+    thread::scope(|scope| {
+        let thread = scope.spawn(|| managed.acquire_blocking().map(|value| *value));
+        until("both wait", || managed.stats().waiting == 2);
+        assert_eq!(standing(), ByteSize::mib(3));
+        assert_eq!(managed.next_due(), Moment::ORIGIN + 60 * SECOND);
+        pass_the_timeout(&clock, &managed);
+        assert_eq!(standing(), ByteSize::ZERO, "while the loader still hangs");
+        let waited = [block_on(future).map(|value| *value), thread.join().expect("no panic")];
+        for error in waited.map(|found| found.expect_err("timed out")) {
+            let AcquireError::Load { error, retry_in, .. } = error else { panic!("{error:?}") };
+            let LoadError::TimedOut { timeout, hung } = error else { panic!("{error:?}") };
+            assert_eq!((timeout, hung, retry_in), (60 * SECOND, 1, SECOND));
+        }
+    });
+    assert_eq!(managed.stats().loads_failed_total, 1);
+    assert_eq!(managed.unload_now(Duration::ZERO), Ok(false), "nothing is loaded");
+    hangs.gates[0].open();
+    until("the late value is taken apart", || hangs.taken_apart() == [0]);
+}
+
+#[test]
+fn the_late_value_of_a_hung_load_is_taken_apart_and_never_served() {
+    let (clock, admission, hangs) = (ManualClock::new(), Admission::new(), Hangs::new(1));
+    let managed = hangs.managed(&clock, &admission);
+    managed.warm().expect("begins");
+    hangs.until_begun(1);
+    pass_the_timeout(&clock, &managed);
+    assert!(managed.acquire_blocking().is_err(), "the pause lasts");
+    clock.advance(SECOND);
+    let held = managed.acquire_blocking().expect("loads while the first loader hangs");
+    assert_eq!(*held, 1);
+    hangs.gates[0].open();
+    until("the late value is taken apart", || hangs.taken_apart() == [0]);
+    assert_eq!(managed.acquire_blocking().map(|value| *value).expect("loaded"), 1);
+    let stats = managed.stats();
+    assert_eq!((stats.loads_ok_total, stats.loads_failed_total), (1, 1));
+    assert_eq!(admission.ledger(Budget::Host).standing(), ByteSize::mib(3), "of one load");
+    drop(held);
+    assert!(managed.unload(UnloadReason::Asked));
+    assert_eq!(hangs.taken_apart(), [0, 1]);
+    assert_eq!(admission.ledger(Budget::Host).standing(), ByteSize::ZERO);
+}
+
+#[test]
+fn at_most_two_loaders_of_a_resource_hang_and_the_third_starts_when_one_returns() {
+    let (clock, admission, hangs) = (ManualClock::new(), Admission::new(), Hangs::new(2));
+    let managed = hangs.managed(&clock, &admission);
+    for begun in 1..=2 {
+        managed.warm().expect("begins");
+        hangs.until_begun(begun);
+        pass_the_timeout(&clock, &managed);
+        clock.advance(SECOND);
+    }
+    for _ in 0..3 {
+        clock.advance(3600 * SECOND);
+        let error = managed.acquire_blocking().expect_err("two hang");
+        assert_eq!(error.retry_after(), Some(SECOND), "the longest pause");
+        let AcquireError::Load { error, .. } = error else { panic!("{error:?}") };
+        assert!(matches!(error, LoadError::TimedOut { hung: 2, .. }), "{error:?}");
+    }
+    assert_eq!(hangs.loads.load(Ordering::SeqCst), 2, "no third thread");
+    assert_eq!(admission.ledger(Budget::Host).standing(), ByteSize::ZERO);
+    hangs.gates[1].open();
+    until("it returns", || hangs.taken_apart() == [1]);
+    until("a load may begin", || managed.acquire_blocking().is_ok_and(|value| *value == 2));
+    hangs.gates[0].open();
+    until("the other returns", || hangs.taken_apart() == [1, 0]);
+    assert!(managed.stats().loaded, "the value of the third load stays");
+}
+
+#[test]
+fn a_load_without_a_timeout_may_take_for_ever_and_the_default_is_ten_minutes() {
+    let (clock, gate) = (Arc::new(ManualClock::new()), Arc::new(Gate::default()));
+    let build = |timeout: Option<Duration>| {
+        let gate = Arc::clone(&gate);
+        let builder = Managed::builder("model", move || {
+            gate.pass();
+            Ok(())
+        });
+        let builder = match timeout {
+            Some(timeout) => builder.load_timeout(timeout),
+            None => builder,
+        };
+        builder.build(clock.clone(), None)
+    };
+    let (never, default) = (build(Some(Duration::ZERO)), build(None));
+    never.warm().expect("begins");
+    default.warm().expect("begins");
+    assert_eq!(never.next_due(), Moment::NEVER);
+    assert_eq!(default.next_due(), Moment::ORIGIN + 600 * SECOND);
+    gate.open();
+    until("both are loaded", || never.stats().loaded && default.stats().loaded);
+    clock.advance(3600 * SECOND);
+    assert!(!default.unload_if_due(clock.now()) && default.stats().loaded, "it came in time");
+}

@@ -75,7 +75,7 @@ impl Drop for Model {
 pub(crate) struct Holds(pub(crate) Cost);
 
 impl Enclosure for Holds {
-    fn load(&self, load: &mut dyn FnMut()) -> Result<(), LoadError> {
+    fn load(&self, load: &mut dyn FnMut() -> bool) -> Result<(), LoadError> {
         load();
         Ok(())
     }

@@ -4,8 +4,13 @@
 //! are also dropped outside it, because dropping one may drop a task that holds a guard of this
 //! very cell. It knows no idle policy beyond its own times.
 //!
+//! A load that passes its timeout is given up: the phase becomes `Failed`, and the thread that
+//! still runs the loader is counted as hung until it returns. Whatever it returns then is taken
+//! apart.
+//!
 //! Invariants: `guards > 0 => Ready`; with `guards = 0` the phase holds the only reference to the
-//! value; wakers held = futures that wait and have not been woken, at most `waiting`.
+//! value; wakers held = futures that wait and have not been woken, at most `waiting`;
+//! `hung <= HUNG_LOADS_MAX`; only the load whose number is in the phase ends it.
 
 mod guards;
 
@@ -27,10 +32,12 @@ use super::error::{AcquireError, LoadError, UnloadError};
 use super::parts::Parts;
 use super::resource::{ResourceStats, UnloadReason, Unloads};
 
+/// Threads of one resource that may hang in its loader: the first, and that of one more attempt.
+const HUNG_LOADS_MAX: usize = 2;
+
 enum Phase<T> {
     Empty,
-    /// The thread that loads, once it runs.
-    Loading(Option<ThreadId>),
+    Loading(Loading),
     Ready(Loaded<T>),
     /// The thread that takes it apart.
     Unloading(ThreadId),
@@ -38,6 +45,18 @@ enum Phase<T> {
         until: Moment,
         error: LoadError,
     },
+}
+
+/// A load under way.
+struct Loading {
+    /// Its number: `State::loads_begun` when it began.
+    number: u64,
+    /// The thread that runs the loader, once it runs.
+    thread: Option<ThreadId>,
+    /// When it is given up; [`Moment::NEVER`] without a timeout, and once the loader has returned.
+    deadline: Moment,
+    /// What is reserved for it.
+    permit: Option<Permit>,
 }
 
 /// The value and what it has booked; given back in this order.
@@ -60,6 +79,9 @@ pub(super) struct State<T> {
     loaded_at: Moment,
     last_used: Option<Moment>,
     failures_in_a_row: u32,
+    loads_begun: u64,
+    /// Loaders that have not returned since their loads were given up.
+    hung: usize,
     loads_ok: u64,
     pub(super) loads_failed: u64,
     loads_refused: u64,
@@ -77,8 +99,8 @@ pub(super) struct State<T> {
 pub(super) enum Step<T> {
     /// Its guard is counted.
     Have(Arc<T>),
-    /// It has to load, with what is booked for it.
-    Load(Option<Permit>),
+    /// It has to run the load of this number.
+    Load(u64),
     Wait,
 }
 
@@ -108,6 +130,8 @@ impl<T: Send + Sync + 'static> Cell<T> {
             loaded_at: Moment::ORIGIN,
             last_used: None,
             failures_in_a_row: 0,
+            loads_begun: 0,
+            hung: 0,
             loads_ok: 0,
             loads_failed: 0,
             loads_refused: 0,
@@ -137,9 +161,9 @@ impl<T: Send + Sync + 'static> Cell<T> {
             match self.step(&mut state, seen) {
                 Ok(Step::Have(value)) => break Ok(value),
                 Ok(Step::Wait) => state = wait(&self.changed, state),
-                Ok(Step::Load(permit)) => {
+                Ok(Step::Load(number)) => {
                     drop(state);
-                    self.load(permit);
+                    self.load(number);
                     // The loader may have forked, and this be the child.
                     self.check_here()?;
                     state = lock(&self.state);
@@ -167,8 +191,8 @@ impl<T: Send + Sync + 'static> Cell<T> {
         let seen = state.loads_failed;
         let step = cell.step(&mut state, seen)?;
         drop(state);
-        if let Step::Load(permit) = step {
-            Self::load_elsewhere(cell, permit);
+        if let Step::Load(number) = step {
+            Self::load_elsewhere(cell, number);
         }
         Ok(())
     }
@@ -200,7 +224,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
             return Ok(Step::Have(value));
         }
         match &state.phase {
-            Phase::Loading(Some(thread)) | Phase::Unloading(thread)
+            Phase::Loading(Loading { thread: Some(thread), .. }) | Phase::Unloading(thread)
                 if *thread == thread::current().id() =>
             {
                 return Err(AcquireError::Recursive { name: name() });
@@ -208,8 +232,11 @@ impl<T: Send + Sync + 'static> Cell<T> {
             Phase::Loading(_) | Phase::Unloading(_) => return Ok(Step::Wait),
             Phase::Failed { until, error } => {
                 let now = self.clock.now();
-                if state.loads_failed > seen || now < *until {
-                    let (error, retry_in) = (error.clone(), *until - now);
+                // No further thread is risked while so many hang; one of them may return any time.
+                let all_hang = state.hung >= HUNG_LOADS_MAX;
+                if state.loads_failed > seen || now < *until || all_hang {
+                    let pause = if all_hang { self.parts.backoff.max } else { Duration::ZERO };
+                    let (error, retry_in) = (error.clone(), (*until - now).max(pause));
                     return Err(AcquireError::Load { name: name(), error, retry_in });
                 }
             }
@@ -221,8 +248,12 @@ impl<T: Send + Sync + 'static> Cell<T> {
             state.loads_refused += 1;
             AcquireError::Rejected { name: name(), rejected }
         })?;
-        state.phase = Phase::Loading(None);
-        Ok(Step::Load(permit))
+        state.loads_begun += 1;
+        let number = state.loads_begun;
+        let deadline = self.parts.load_timeout.map(|timeout| self.clock.now() + timeout);
+        let deadline = deadline.unwrap_or(Moment::NEVER);
+        state.phase = Phase::Loading(Loading { number, thread: None, deadline, permit });
+        Ok(Step::Load(number))
     }
 
     /// What the next load books: what its builder said, and where the last one was found to hold
@@ -234,35 +265,61 @@ impl<T: Send + Sync + 'static> Cell<T> {
         Cost { host: asks(host, learned.host), device: asks(device, learned.device) }
     }
 
-    pub(super) fn load_elsewhere(cell: &Arc<Self>, permit: Option<Permit>) {
+    pub(super) fn load_elsewhere(cell: &Arc<Self>, number: u64) {
         let loading = Arc::clone(cell);
         let thread = thread::Builder::new().name("lowtide-load".to_owned());
-        if let Err(error) = thread.spawn(move || loading.load(permit)) {
-            cell.end_load(Err(LoadError::NoThread { kind: error.kind() }), None, Duration::ZERO);
+        if let Err(error) = thread.spawn(move || loading.load(number)) {
+            let kind = error.kind();
+            cell.end_load(number, Err(LoadError::NoThread { kind }), Duration::ZERO);
         }
     }
 
-    /// Loads on this thread, off the lock.
-    fn load(&self, permit: Option<Permit>) {
-        lock(&self.state).phase = Phase::Loading(Some(thread::current().id()));
+    /// Runs the load of this number on this thread, off the lock.
+    fn load(&self, number: u64) {
+        if let Some(loading) = lock(&self.state).loading(number) {
+            loading.thread = Some(thread::current().id());
+        }
         let start = self.clock.now();
-        let loaded = caught(|| self.parts.load());
+        let loaded = caught(|| self.parts.load(|| self.has_returned(number)));
         let loaded = loaded.unwrap_or_else(|message| Err(LoadError::Panicked { message }));
-        self.end_load(loaded, permit, self.clock.now() - start);
+        self.end_load(number, loaded, self.clock.now() - start);
     }
 
-    fn end_load(&self, loaded: Result<T, LoadError>, mut permit: Option<Permit>, took: Duration) {
+    /// Notes that the loader has returned: its load does not time out any more. Says whether it is
+    /// still wanted.
+    fn has_returned(&self, number: u64) -> bool {
         if !self.birth.is_here() {
-            let _ = ManuallyDrop::new((loaded, permit));
+            return true; // the loader forked, and this is the child: nothing is taken apart here
+        }
+        let mut state = lock(&self.state);
+        let Some(loading) = state.loading(number) else { return false };
+        loading.deadline = Moment::NEVER;
+        true
+    }
+
+    /// Ends the load of this number; one that was given up before ends as a hung loader.
+    fn end_load(&self, number: u64, loaded: Result<T, LoadError>, took: Duration) {
+        if !self.birth.is_here() {
+            let _ = ManuallyDrop::new(loaded);
             return;
         }
         let held = self.parts.enclosure.as_ref().filter(|_| loaded.is_ok());
         let held = held.and_then(|enclosure| caught(|| enclosure.held()).unwrap_or_default());
         let now = self.clock.now();
         let mut state = lock(&self.state);
-        debug_assert!(matches!(state.phase, Phase::Loading(_)), "a load ended that never began");
+        let Some(loading) = state.loading(number) else {
+            debug_assert!(loaded.is_err(), "a value that came too late was not taken apart");
+            state.hung -= 1;
+            drop(state);
+            let resource = &*self.parts.name;
+            log!(warn, target: "lowtide", resource, ?took, "a hung loader returned");
+            return;
+        };
+        let mut permit = loading.permit.take();
         match loaded {
             Ok(value) => {
+                // A loader that hangs may hold memory in the same arena.
+                let held = held.filter(|_| state.hung == 0);
                 if let Some(permit) = &mut permit {
                     permit.settle_at(held.unwrap_or_default());
                 }
@@ -275,13 +332,35 @@ impl<T: Send + Sync + 'static> Cell<T> {
             }
             Err(error) => {
                 drop(permit);
-                state.loads_failed += 1;
-                state.failures_in_a_row = state.failures_in_a_row.saturating_add(1);
-                let until = now + self.parts.backoff.pause(state.failures_in_a_row);
-                state.phase = Phase::Failed { until, error };
+                self.fail(&mut state, error, now);
             }
         }
         self.wake_all(state);
+    }
+
+    fn fail(&self, state: &mut State<T>, error: LoadError, now: Moment) {
+        state.loads_failed += 1;
+        state.failures_in_a_row = state.failures_in_a_row.saturating_add(1);
+        let until = now + self.parts.backoff.pause(state.failures_in_a_row);
+        state.phase = Phase::Failed { until, error };
+    }
+
+    /// Gives up a load that has passed its timeout: releases its reservation and wakes those who
+    /// wait for it with the error. The thread that runs the loader goes on until that returns.
+    fn give_up_hung_load(&self, now: Moment) {
+        let mut state = lock(&self.state);
+        let Phase::Loading(loading) = &mut state.phase else { return };
+        if now < loading.deadline {
+            return;
+        }
+        // Before those who wait are woken: one of them may try again at once.
+        drop(loading.permit.take());
+        state.hung += 1;
+        let (hung, timeout) = (state.hung, self.parts.load_timeout.unwrap_or_default());
+        self.fail(&mut state, LoadError::TimedOut { timeout, hung }, now);
+        self.wake_all(state);
+        let resource = &*self.parts.name;
+        log!(warn, target: "lowtide", resource, ?timeout, hung, "a load timed out");
     }
 
     /// Wakes whoever waits for the phase to change, after giving the lock up. A waker that panics
@@ -296,9 +375,16 @@ impl<T: Send + Sync + 'static> Cell<T> {
         }
     }
 
-    /// When it may go for idleness.
+    /// When it may be unloaded for idleness, or its load is to be given up.
     pub(super) fn next_due(&self) -> Moment {
-        if self.birth.is_here() { self.due(&lock(&self.state)) } else { Moment::NEVER }
+        if !self.birth.is_here() {
+            return Moment::NEVER;
+        }
+        let state = lock(&self.state);
+        match &state.phase {
+            Phase::Loading(loading) => loading.deadline,
+            _ => self.due(&state),
+        }
     }
 
     fn due(&self, state: &State<T>) -> Moment {
@@ -321,6 +407,9 @@ impl<T: Send + Sync + 'static> Cell<T> {
     pub(super) fn unload_if(&self, reason: UnloadReason, due: Option<Moment>) -> bool {
         if !self.birth.is_here() {
             return false;
+        }
+        if let Some(now) = due {
+            self.give_up_hung_load(now);
         }
         let mut state = lock(&self.state);
         if let Some(now) = due {

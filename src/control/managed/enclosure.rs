@@ -2,9 +2,11 @@
 //!
 //! It knows neither the resource nor what the enclosure is; it only hands the one to the other.
 //!
-//! Invariant: a load is run at most once by a call, a clean-up exactly once.
+//! Invariant: a load is run at most once by a call, a clean-up exactly once; a value that came too
+//! late is taken apart before `load` returns, within the same enclosure.
 
 use crate::control::admission::Cost;
+use crate::sync::caught;
 
 use super::error::LoadError;
 use super::parts::Parts;
@@ -13,13 +15,16 @@ use super::parts::Parts;
 /// thread that they run on.
 ///
 /// A load and the clean-up of what it loaded come in turns. They may be on different threads. After
-/// a load that failed, or panicked, comes the next load.
+/// a load that failed, or panicked, comes the next load. A load that timed out
+/// ([`ManagedBuilder::load_timeout`](super::ManagedBuilder::load_timeout)) may still run while
+/// later ones come and go; it keeps nothing.
 pub trait Enclosure: Send + Sync {
-    /// Runs a load, before it returns.
+    /// Runs a load before it returns. `load` returns whether there is something to keep: not after
+    /// a failure, and not if the load timed out, for then its value has been taken apart already.
     ///
     /// # Errors
     /// Why it was not run.
-    fn load(&self, load: &mut dyn FnMut()) -> Result<(), LoadError>;
+    fn load(&self, load: &mut dyn FnMut() -> bool) -> Result<(), LoadError>;
 
     /// Runs a clean-up, before it returns; one that it does not run is run after it. Says what went
     /// with it, where it can tell; nothing of a budget of which it cannot.
@@ -33,16 +38,33 @@ pub trait Enclosure: Send + Sync {
 }
 
 impl<T> Parts<T> {
-    /// Loads on this thread.
-    pub(super) fn load(&self) -> Result<T, LoadError> {
-        let Some(enclosure) = &self.enclosure else { return (self.loader)() };
+    /// Loads on this thread. Asks when the loader has returned whether its value is still wanted,
+    /// and takes it apart otherwise.
+    pub(super) fn load(&self, is_wanted: impl Fn() -> bool) -> Result<T, LoadError> {
         let mut loaded = None;
-        enclosure.load(&mut || {
+        let mut load = || {
             if loaded.is_none() {
-                loaded = Some((self.loader)());
+                loaded = Some(self.load_if(&is_wanted));
             }
-        })?;
+            matches!(loaded, Some(Ok(_)))
+        };
+        match &self.enclosure {
+            Some(enclosure) => enclosure.load(&mut load)?,
+            None => {
+                load();
+            }
+        }
         loaded.unwrap_or_else(|| Err(LoadError::new("its enclosure did not run the loader")))
+    }
+
+    fn load_if(&self, is_wanted: impl Fn() -> bool) -> Result<T, LoadError> {
+        let loaded = (self.loader)();
+        if is_wanted() {
+            return loaded;
+        }
+        // Nobody sees this error: those who waited got theirs when the load timed out.
+        let _ = caught(|| loaded.map(|value| (self.unload)(value)));
+        Err(LoadError::new("the load had timed out"))
     }
 
     /// Takes what was loaded apart, on this thread; what went with it, where that was measured.

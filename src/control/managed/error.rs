@@ -29,6 +29,15 @@ pub enum LoadError {
         /// The message of the panic.
         message: String,
     },
+    /// The loader did not return in time. Its reservation is released; its thread runs until the
+    /// loader returns, and what it returns is taken apart.
+    #[error("the loader did not return within {timeout:.1?}; loader threads that hang: {hung}")]
+    TimedOut {
+        /// The timeout ([`ManagedBuilder::load_timeout`](super::ManagedBuilder::load_timeout)).
+        timeout: Duration,
+        /// Threads of this resource that hung in its loader then, this one included.
+        hung: usize,
+    },
     /// No thread could be started to load on.
     #[error("no thread to load on: {kind}")]
     NoThread {

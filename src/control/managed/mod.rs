@@ -10,10 +10,12 @@
 //! It does not decide when to unload: whoever calls [`Resource::unload_if_due`] gives the time.
 //!
 //! States: `Empty -> Loading -> Ready -> Unloading -> Empty`, and `Loading -> Failed -> Loading`
-//! after a pause that doubles.
+//! after a pause that doubles. A load that takes longer than its timeout fails, though its loader
+//! still runs.
 //!
-//! Invariants: `guards > 0 => Ready`; `copies of T <= 1`;
-//! `booked cost > 0 <=> Loading, Ready or Unloading`.
+//! Invariants: `guards > 0 => Ready`; `copies of T <= 1`, apart from those that loaders return
+//! after their timeout and that are taken apart at once; `booked cost > 0 <=> Loading, Ready or
+//! Unloading`.
 
 mod cell;
 mod enclosure;
@@ -41,6 +43,9 @@ use ticket::Ticket;
 pub use enclosure::Enclosure;
 pub use error::{AcquireError, AddError, LoadError, UnloadError};
 pub use resource::{Resource, ResourceStats, Resources, UnloadReason, Unloads};
+
+/// The time a load may take by default: enough for 60 GiB at 100 MiB/s. A guess.
+const LOAD_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// How long to wait after a failed load: doubled with each failure in a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -104,6 +109,23 @@ impl<T: Send + Sync + 'static> ManagedBuilder<T> {
     #[must_use]
     pub fn backoff(mut self, backoff: Backoff) -> Self {
         self.parts.backoff = backoff;
+        self
+    }
+
+    /// The time a load may take, 10 minutes by default; [`Duration::ZERO`] for no timeout.
+    ///
+    /// When it is over, those who wait get [`LoadError::TimedOut`], the reservation of the load is
+    /// released, and the next load may start after the [backoff](Self::backoff). A thread cannot be
+    /// stopped: the loader runs on until it returns. What it returns then goes through
+    /// [`unload`](Self::unload) on its own thread and never becomes the value of another load. At
+    /// most 2 threads of a resource hang in its loader; until one of them returns, no further load
+    /// starts and acquiring fails at once.
+    ///
+    /// The timeout is noticed by whoever calls [`Resource::unload_if_due`]: the worker of a
+    /// [`Memory`](crate::Memory) for registered resources.
+    #[must_use]
+    pub fn load_timeout(mut self, timeout: Duration) -> Self {
+        self.parts.load_timeout = (!timeout.is_zero()).then_some(timeout);
         self
     }
 
@@ -182,8 +204,21 @@ impl<T: Send + Sync + 'static> Managed<T> {
         self.cell.name()
     }
 
-    /// A guard; loads on this thread where nobody does yet, else waits for who does. Blocks for as
-    /// long as the load, or the clean-up of the copy before, takes.
+    /// Returns a guard. Runs the loader on this thread if the resource is not loaded and no other
+    /// thread loads it, else waits for that load. Blocks for as long as the load, or the clean-up
+    /// of the copy before, takes.
+    ///
+    /// Do not call it on a thread of an async runtime: nothing detects that, and the thread serves
+    /// no other task meanwhile. With as many such calls as the runtime has workers all tasks stand
+    /// still. Use [`Managed::acquire`] there, or the runtime's pool for blocking work
+    /// (`tokio::task::spawn_blocking`).
+    ///
+    /// The caller that runs the loader itself is not interrupted by the
+    /// [timeout](ManagedBuilder::load_timeout): it gets the error when its loader returns.
+    ///
+    /// # Panics
+    /// A panic of the loader is caught and becomes [`LoadError::Panicked`]. With `panic = "abort"`
+    /// in the profile of the binary nothing can be caught: such a panic ends the process.
     ///
     /// # Errors
     /// [`AcquireError`]: all who waited for a load that fails get its error.

@@ -9,9 +9,9 @@ use std::time::Duration;
 
 use crate::control::admission::Cost;
 
-use super::Backoff;
 use super::enclosure::Enclosure;
 use super::error::LoadError;
+use super::{Backoff, LOAD_TIMEOUT};
 
 type Loader<T> = Box<dyn Fn() -> Result<T, LoadError> + Send + Sync>;
 type Unloader<T> = Box<dyn Fn(T) + Send + Sync>;
@@ -26,6 +26,8 @@ pub(super) struct Parts<T> {
     pub(super) min_residency: Duration,
     pub(super) cost: Cost,
     pub(super) backoff: Backoff,
+    /// `None` for no timeout.
+    pub(super) load_timeout: Option<Duration>,
 }
 
 impl<T: 'static> Parts<T> {
@@ -39,6 +41,7 @@ impl<T: 'static> Parts<T> {
             min_residency: Duration::ZERO,
             cost: Cost::ZERO,
             backoff: Backoff::default(),
+            load_timeout: Some(LOAD_TIMEOUT),
         }
     }
 }

@@ -148,11 +148,12 @@ pub trait Resource: Send + Sync {
     /// Its name.
     fn name(&self) -> &str;
 
-    /// When it may be unloaded for idleness; [`Moment::NEVER`] while it is not loaded, is used, or
-    /// has no idle time. Does not allocate.
+    /// When it may be unloaded for idleness, or when its load times out; [`Moment::NEVER`] while it
+    /// is neither loaded nor loading, is used, or has no such time. Does not allocate.
     fn next_due(&self) -> Moment;
 
-    /// Unloads it on the calling thread if it is due, and says whether it did.
+    /// Unloads it on the calling thread if it is due, and says whether it did. Gives up a load that
+    /// has timed out.
     fn unload_if_due(&self, now: Moment) -> bool;
 
     /// Unloads it on the calling thread if nobody holds it, and says whether it did. For pressure

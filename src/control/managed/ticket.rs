@@ -43,11 +43,11 @@ impl<T: Send + Sync + 'static> Ticket<T> {
             Ok(Step::Have(value)) => Some(Ok((Arc::clone(&cell), value))),
             Err(error) => Some(Err(error)),
             Ok(Step::Wait) => None,
-            Ok(Step::Load(permit)) => {
+            Ok(Step::Load(number)) => {
                 let replaced = self.wait_for_change(&mut state, seen, cx);
                 drop(state);
                 let _ = caught(|| drop(replaced));
-                Cell::load_elsewhere(&cell, permit);
+                Cell::load_elsewhere(&cell, number);
                 return Poll::Pending;
             }
         };

@@ -8,9 +8,17 @@ use std::mem;
 use std::sync::Arc;
 use std::thread;
 
-use super::{Loaded, Phase, State};
+use super::{Loaded, Loading, Phase, State};
 
 impl<T> State<T> {
+    /// The load of this number, unless it has been given up.
+    pub(super) fn loading(&mut self, number: u64) -> Option<&mut Loading> {
+        match &mut self.phase {
+            Phase::Loading(loading) if loading.number == number => Some(loading),
+            _ => None,
+        }
+    }
+
     /// Counts a guard, if there is a value.
     pub(super) fn guarded(&mut self) -> Option<Arc<T>> {
         let Phase::Ready(loaded) = &self.phase else { return None };
