@@ -2,20 +2,21 @@
 #![cfg(feature = "service")]
 
 use std::convert::Infallible;
-use std::future::{Future, ready};
-use std::pin::pin;
+use std::future::{Future, pending, ready};
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
 use bytes::Bytes;
 use http::request::{Builder, Parts};
 use http::{HeaderName, HeaderValue, Request, Response, StatusCode, Version};
+use http_body::{Body, Frame, SizeHint};
 use http_body_util::{Empty, Full};
 use lowtide::ByteSize;
 use lowtide::control::{Admission, Budget, Cost, Level, Priority};
 use lowtide::service::{
-    Constant, ContentLength, Endpoints, Estimate, Estimated, FromHeader, Learned, MemoryLayer,
-    ROUTES_MAX, SharedPermit,
+    Constant, ContentLength, EXEMPT_BODY_MAX, Endpoints, Estimate, Estimated, FromHeader, Learned,
+    MemoryLayer, ROUTES_MAX, SharedPermit,
 };
 use tower::{Layer, Service, service_fn};
 use tower_test::mock;
@@ -247,7 +248,8 @@ fn exempt_paths_are_answered_while_all_else_is_shed_and_nothing_like_them_is() {
             ("HEAD", "/healthz", true),
             ("GET", "/metrics?name[]=up", true),
             ("GET", "/memory", true),
-            ("POST", "/metrics", false),
+            ("POST", "/metrics", true),
+            ("GET", "/livez", true),
             ("GET", "/readyz/", false),
             ("GET", "/Readyz", false),
             ("GET", "/readyz/../upload", false),
@@ -261,6 +263,57 @@ fn exempt_paths_are_answered_while_all_else_is_shed_and_nothing_like_them_is() {
         }
     }
     assert_eq!(booked(&admission), CEILING, "they book nothing");
+}
+
+/// A body of which these many bytes are announced, or of unknown length.
+struct Announced(Option<u64>);
+
+impl Body for Announced {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(
+        self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        Poll::Pending
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.0 == Some(0)
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.0.map_or_else(SizeHint::default, SizeHint::with_exact)
+    }
+}
+
+#[test]
+fn bodies_sent_to_an_exempt_path_take_no_more_than_a_sixteenth_of_the_ceiling() {
+    let most = 20 * EXEMPT_BODY_MAX.get();
+    let admission = Admission::with_limit(ByteSize::new(16 * most));
+    let endless = |_: Request<Announced>| pending::<Result<Answer, Infallible>>();
+    let estimate = Constant::new(Cost::host(ByteSize::MAX)); // never fits
+    let mut service = MemoryLayer::new(admission.clone(), estimate)
+        .exempt_paths(["/verb"])
+        .layer(service_fn(endless));
+    let mut call = |announced| {
+        let request = Request::post("/verb").version(Version::HTTP_2).body(Announced(announced));
+        let mut future = Box::pin(service.call(request.expect("a valid head")));
+        let polled = future.as_mut().poll(&mut Context::from_waker(Waker::noop()));
+        polled.is_pending().then_some(future)
+    };
+    let longest = EXEMPT_BODY_MAX.get();
+    assert!(call(Some(longest + 1)).is_none(), "too long");
+    let mut held = vec![call(Some(longest)).expect("short enough")];
+    held.extend((1..20).map(|nth| call(None).unwrap_or_else(|| panic!("{nth}"))));
+    assert_eq!(booked(&admission), ByteSize::new(most));
+    assert!(call(None).is_none() && call(Some(1)).is_none(), "they hold enough");
+    assert!(call(Some(0)).is_some(), "one without a body takes nothing");
+    held.pop();
+    assert!(call(None).is_some(), "what has ended holds nothing");
+    drop(held);
+    assert_eq!(booked(&admission), ByteSize::ZERO);
 }
 
 #[test]

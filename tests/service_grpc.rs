@@ -201,6 +201,46 @@ async fn what_can_never_fit_is_not_to_be_tried_again() {
     assert_eq!((status.code(), pushback(&status)), (Code::ResourceExhausted, Some(-1)));
 }
 
+/// The bug: health checks were shed, since the exemption passed GET and HEAD only, so that an
+/// orchestrator restarted a service that was merely busy.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn health_checks_of_grpc_were_shed_under_overload() {
+    use tonic_health::ServingStatus;
+    use tonic_health::pb::HealthCheckRequest;
+    use tonic_health::pb::health_client::HealthClient;
+
+    let admission = admission();
+    let (reporter, health) = tonic_health::server::health_reporter();
+    reporter.set_service_status("test.Echo", ServingStatus::Serving).await;
+    let listener = TcpListener::bind(("127.0.0.1", 0)).await.expect("a port");
+    let address = listener.local_addr().expect("bound");
+    let server = Server::builder().layer(layer(&admission)).add_service(health).add_service(Echo);
+    tokio::spawn(server.serve_with_incoming(TcpIncoming::from(listener)));
+    let endpoint = Endpoint::from_shared(format!("http://{address}")).expect("a URI");
+    let channel = endpoint.connect().await.expect("connects");
+    let mut probe = HealthClient::new(channel);
+    let mut client = connect(address).await;
+
+    let _full = admission.try_admit(Cost::host(ByteSize::mib(45))).expect("fits");
+    for state in ["full", "critical", "closed"] {
+        match state {
+            "critical" => admission.set_level(Level::Critical),
+            "closed" => admission.close(),
+            _ => {}
+        }
+        echo(&mut client, "ebb").await.expect_err("all else is shed");
+        let asked = HealthCheckRequest { service: "test.Echo".to_owned() };
+        let check = tokio::time::timeout(PATIENCE, probe.check(asked.clone())).await;
+        let answer = check.expect("it hangs").unwrap_or_else(|status| panic!("{state}: {status}"));
+        assert_eq!(answer.into_inner().status, 1, "{state}: serving");
+        let watch = tokio::time::timeout(PATIENCE, probe.watch(asked)).await;
+        let stream = watch.expect("it hangs").unwrap_or_else(|status| panic!("{state}: {status}"));
+        let first = tokio::time::timeout(PATIENCE, stream.into_inner().message()).await;
+        let first = first.expect("it hangs").expect("no error").expect("the present state");
+        assert_eq!(first.status, 1, "{state}: serving");
+    }
+}
+
 fn head(content_type: Option<&str>) -> Parts {
     let request = http::Request::post("/");
     let request = match content_type {

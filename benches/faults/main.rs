@@ -8,6 +8,7 @@
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that prints figures")]
 
 mod dropped;
+mod health;
 mod log;
 #[path = "../../tests/support/mod.rs"]
 mod support;
@@ -25,7 +26,8 @@ lowtide::heap_profile!(balanced);
 type Part = fn() -> Result<(), BoxError>;
 
 /// The parts, in the order in which they run.
-const PARTS: &[(&str, Part)] = &[("dropped", dropped::run), ("log", log::run)];
+const PARTS: &[(&str, Part)] =
+    &[("dropped", dropped::run), ("health", health::run), ("log", log::run)];
 
 fn main() -> ExitCode {
     // Cargo passes `--bench`.

@@ -184,7 +184,7 @@ impl Estimate for ContentLength {
 }
 
 /// The length of the body as the head announces it; `None` where it has one of unknown length.
-fn body_length(head: &Parts) -> Option<ByteSize> {
+pub(super) fn body_length(head: &Parts) -> Option<ByteSize> {
     if head.headers.contains_key(TRANSFER_ENCODING) {
         return None;
     }

@@ -7,7 +7,6 @@
 //! Invariant: every admitted request books its estimate exactly once and gives back what it booked
 //! when its response body, and every handle a handler took, are gone.
 
-use std::collections::BTreeSet;
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
@@ -16,17 +15,18 @@ use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
 use http::request::Parts;
-use http::{HeaderName, HeaderValue, Method, Request, Response};
+use http::{HeaderName, HeaderValue, Request, Response};
 use http_body::Body;
 use pin_project_lite::pin_project;
 use tower_layer::Layer;
 use tower_service::Service;
 
-use crate::control::{Admission, Cost, Priority};
+use crate::control::{Admission, Budget, Cost, Priority, Rejected};
 
 use super::body::ResponseBody;
 use super::drain::Drain;
 use super::estimate::{Estimate, Estimated};
+use super::exempt::ExemptPaths;
 use super::permit::SharedPermit;
 use super::rejection::{ProblemJson, Reject};
 
@@ -43,15 +43,22 @@ pub struct MemoryLayer<E> {
     admission: Admission,
     estimate: Arc<E>,
     exempt: Option<Exempt>,
+    exempt_paths: ExemptPaths,
     reject: Arc<dyn Reject>,
 }
 
 impl<E: Estimate> MemoryLayer<E> {
-    /// A layer over this admission, that answers [`ProblemJson`] and exempts nothing. Put routes
-    /// that must answer under pressure (readiness, metrics) outside it, or exempt them.
+    /// Creates a layer over this admission that rejects with [`ProblemJson`] and exempts health
+    /// checks only ([`HEALTH_PATHS`](super::HEALTH_PATHS)). Put other routes that must answer under
+    /// pressure (metrics) outside it, or exempt them.
     pub fn new(admission: Admission, estimate: E) -> Self {
-        let reject = Arc::new(ProblemJson);
-        Self { admission, estimate: Arc::new(estimate), exempt: None, reject }
+        Self {
+            admission,
+            estimate: Arc::new(estimate),
+            exempt: None,
+            exempt_paths: ExemptPaths::of_health(),
+            reject: Arc::new(ProblemJson),
+        }
     }
 
     /// Answers what is turned away with this: [`Grpc`](super::Grpc), or a closure of one's own.
@@ -76,8 +83,15 @@ impl<E: Estimate> MemoryLayer<E> {
         self
     }
 
-    /// Lets GET and HEAD requests of these paths through: readiness, metrics. Whole paths, letter
-    /// by letter, without a query: a path below one of them is another path.
+    /// Lets requests of these paths through as well, whatever their method: metrics, verbs of an
+    /// operator. Whole paths are compared, byte by byte and without the query; a path below one of
+    /// them is another path.
+    ///
+    /// Clients cannot take memory through such a path by sending bodies. A request that announces
+    /// more than [`EXEMPT_BODY_MAX`](super::EXEMPT_BODY_MAX) is treated like any other. One of
+    /// unknown length, as all of gRPC are, books that much. While exempt requests hold a sixteenth
+    /// of the ceiling, further ones with a body are treated like any
+    /// other; those without a body always pass.
     ///
     /// ```
     /// use lowtide::ByteSize;
@@ -89,11 +103,9 @@ impl<E: Estimate> MemoryLayer<E> {
     ///     .exempt_paths(Endpoints::PATHS);
     /// ```
     #[must_use]
-    pub fn exempt_paths<P: Into<String>>(self, paths: impl IntoIterator<Item = P>) -> Self {
-        let paths: BTreeSet<String> = paths.into_iter().map(Into::into).collect();
-        self.exempt(move |head| {
-            [Method::GET, Method::HEAD].contains(&head.method) && paths.contains(head.uri.path())
-        })
+    pub fn exempt_paths<P: Into<String>>(mut self, paths: impl IntoIterator<Item = P>) -> Self {
+        self.exempt_paths.add(paths);
+        self
     }
 
     /// Lets requests through that carry this secret in this header: calls of the service to itself,
@@ -129,6 +141,7 @@ impl<E> Clone for MemoryLayer<E> {
             admission: self.admission.clone(),
             estimate: Arc::clone(&self.estimate),
             exempt: self.exempt.clone(),
+            exempt_paths: self.exempt_paths.clone(),
             reject: Arc::clone(&self.reject),
         }
     }
@@ -141,11 +154,23 @@ impl<E> fmt::Debug for MemoryLayer<E> {
 }
 
 impl<E: Estimate> MemoryLayer<E> {
-    fn estimated(&self, head: &Parts) -> Estimated {
-        if self.exempt.as_ref().is_some_and(|is_exempt| is_exempt(head)) {
-            return Estimated { cost: Cost::ZERO, priority: Priority::Exempt, lesson: None };
-        }
-        self.estimate.estimate_to_learn(head)
+    /// Books what the request is estimated to need.
+    fn admit(&self, head: &Parts, body: &impl Body) -> Result<SharedPermit, Rejected> {
+        let exempt = |cost| Estimated { cost, priority: Priority::Exempt, lesson: None };
+        let ceiling = self.admission.ledger(Budget::Host).ceiling();
+        let mut share = None;
+        let estimated = if self.exempt.as_ref().is_some_and(|is_exempt| is_exempt(head)) {
+            exempt(Cost::ZERO)
+        } else {
+            share = self.exempt_paths.share(head, body, ceiling);
+            match &share {
+                Some(share) => exempt(Cost::host(share.bytes())),
+                None => self.estimate.estimate_to_learn(head),
+            }
+        };
+        let Estimated { cost, priority, lesson } = estimated;
+        let permit = self.admission.try_admit_with(cost, priority)?;
+        Ok(SharedPermit::new(permit, lesson, share))
     }
 }
 
@@ -187,10 +212,8 @@ where
 
     fn call(&mut self, request: Request<Q>) -> Self::Future {
         let (mut head, body) = request.into_parts();
-        let Estimated { cost, priority, lesson } = self.layer.estimated(&head);
-        let state = match self.layer.admission.try_admit_with(cost, priority) {
+        let state = match self.layer.admit(&head, &body) {
             Ok(permit) => {
-                let permit = SharedPermit::new(permit, lesson);
                 head.extensions.insert(permit.clone());
                 let future = self.inner.call(Request::from_parts(head, body));
                 State::Admitted { future, permit: Some(permit) }

@@ -8,6 +8,7 @@ use crate::bytes::ByteSize;
 use crate::control::{Permit, Rejected};
 use crate::sync::{Mutex, lock};
 
+use super::exempt::ExemptShare;
 use super::learned::Lesson;
 
 /// The permit of a request, in the request's extensions: a handler takes it from there to book
@@ -36,11 +37,13 @@ struct Held {
     /// for it is not known to be.
     peak: Option<ByteSize>,
     lesson: Option<Lesson>,
+    /// Of a request that is exempt by its path.
+    share: Option<ExemptShare>,
 }
 
 impl SharedPermit {
-    pub(super) fn new(permit: Permit, lesson: Option<Lesson>) -> Self {
-        Self(Arc::new(Mutex::new(Held { permit, peak: None, lesson })))
+    pub(super) fn new(permit: Permit, lesson: Option<Lesson>, share: Option<ExemptShare>) -> Self {
+        Self(Arc::new(Mutex::new(Held { permit, peak: None, lesson, share })))
     }
 
     /// Books more.
@@ -52,7 +55,7 @@ impl SharedPermit {
         // Wanted, whether or not it fits: what was estimated was not enough.
         let wanted = held.permit.cost().host.saturating_add(bytes);
         held.peak = held.peak.max(Some(wanted));
-        held.permit.grow(bytes)
+        held.grow(bytes)
     }
 
     /// Says that the request holds this much of the host's memory now, in all: books the difference
@@ -65,7 +68,7 @@ impl SharedPermit {
         let mut held = lock(&self.0);
         held.peak = held.peak.max(Some(bytes));
         let more = bytes.saturating_sub(held.permit.cost().host);
-        if more.is_zero() { Ok(()) } else { held.permit.grow(more) }
+        if more.is_zero() { Ok(()) } else { held.grow(more) }
     }
 
     /// Gives back a part of what was booked.
@@ -83,6 +86,16 @@ impl SharedPermit {
     #[must_use]
     pub fn peak(&self) -> Option<ByteSize> {
         lock(&self.0).peak
+    }
+}
+
+impl Held {
+    fn grow(&mut self, bytes: ByteSize) -> Result<(), Rejected> {
+        self.permit.grow(bytes)?;
+        if let Some(share) = &mut self.share {
+            share.grow(bytes);
+        }
+        Ok(())
     }
 }
 

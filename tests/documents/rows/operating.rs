@@ -69,6 +69,11 @@ fn levels() -> Rows {
         ("| critical | {} | {} |", band(Level::Critical)),
         ("arenas are purged, at most {} and less often", values![how_often(pause)]),
         ("left one step at a time after {} below", values![time(marks.dwell())]),
+        (
+            "A request that announces more than {} is treated like any other",
+            values![size(lowtide::service::EXEMPT_BODY_MAX.get())],
+        ),
+        ("books {};", values![size(lowtide::service::EXEMPT_BODY_MAX.get())]),
         ("has been read away, up to {} of it,", values![size(lowtide::service::DRAIN_MAX.get())]),
         (
             "so fast that the limit is {} samples away",

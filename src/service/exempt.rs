@@ -1,0 +1,114 @@
+//! Requests that are let through by their path, and the bound on what they hold together.
+//!
+//! The layer asks for a share for each request; the request's permit holds it. It relies on the
+//! body's own word about its length, which a server enforces. It neither books nor counts requests.
+//!
+//! Invariant: `held` is the sum of all live shares.
+
+use std::borrow::Cow;
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use http::request::Parts;
+use http_body::Body;
+
+use crate::bytes::ByteSize;
+
+use super::estimate::body_length;
+
+/// Paths of health checks, which every [`MemoryLayer`](super::MemoryLayer) lets through: the calls
+/// of gRPC's health protocol, and the paths of Kubernetes' own servers.
+pub const HEALTH_PATHS: [&str; 5] = [
+    "/grpc.health.v1.Health/Check",
+    "/grpc.health.v1.Health/Watch",
+    "/healthz",
+    "/livez",
+    "/readyz",
+];
+
+/// The longest body that a request may announce and still be exempt by its path; also what one of
+/// unknown length books. A health check of gRPC is some tens of bytes long.
+pub const EXEMPT_BODY_MAX: ByteSize = ByteSize::kib(64);
+
+/// Exempt requests with a body may hold the ceiling divided by this together.
+const CEILING_PART: u64 = 16;
+
+/// The paths of one layer and what their requests hold. Clones share what is held.
+#[derive(Clone, Debug)]
+pub(super) struct ExemptPaths {
+    paths: Arc<BTreeSet<Cow<'static, str>>>,
+    held: Arc<AtomicU64>,
+}
+
+impl ExemptPaths {
+    /// The paths of health checks.
+    pub(super) fn of_health() -> Self {
+        let paths = HEALTH_PATHS.into_iter().map(Cow::Borrowed).collect();
+        Self { paths: Arc::new(paths), held: Arc::default() }
+    }
+
+    /// Adds paths.
+    pub(super) fn add<P: Into<String>>(&mut self, paths: impl IntoIterator<Item = P>) {
+        let paths = paths.into_iter().map(|path| Cow::Owned(path.into()));
+        self.paths = Arc::new(self.paths.iter().cloned().chain(paths).collect());
+    }
+
+    /// Returns the share of a request that is exempt; `None` if its path is no exempt one, if it
+    /// announces too long a body, or if the others hold too much for another one with a body.
+    pub(super) fn share(
+        &self,
+        head: &Parts,
+        body: &impl Body,
+        ceiling: ByteSize,
+    ) -> Option<ExemptShare> {
+        if !self.paths.contains(head.uri.path()) {
+            return None;
+        }
+        let bytes = longest(head, body).unwrap_or(EXEMPT_BODY_MAX);
+        if bytes > EXEMPT_BODY_MAX {
+            return None;
+        }
+        let most = ceiling.get() / CEILING_PART;
+        let add = |held: u64| {
+            let sum = held.saturating_add(bytes.get());
+            (bytes.is_zero() || sum <= most).then_some(sum)
+        };
+        self.held.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add).ok()?;
+        Some(ExemptShare { bytes, held: Arc::clone(&self.held) })
+    }
+}
+
+/// The most that the body can come to; `None` if that is not known.
+fn longest(head: &Parts, body: &impl Body) -> Option<ByteSize> {
+    if body.is_end_stream() {
+        return Some(ByteSize::ZERO);
+    }
+    body.size_hint().upper().map(ByteSize::new).or_else(|| body_length(head))
+}
+
+/// What one exempt request holds, until it is dropped.
+#[derive(Debug)]
+pub(super) struct ExemptShare {
+    bytes: ByteSize,
+    held: Arc<AtomicU64>,
+}
+
+impl ExemptShare {
+    /// What it books at first.
+    pub(super) const fn bytes(&self) -> ByteSize {
+        self.bytes
+    }
+
+    /// The request booked this much more.
+    pub(super) fn grow(&mut self, bytes: ByteSize) {
+        self.bytes = self.bytes.saturating_add(bytes);
+        self.held.fetch_add(bytes.get(), Ordering::Relaxed);
+    }
+}
+
+impl Drop for ExemptShare {
+    fn drop(&mut self) {
+        self.held.fetch_sub(self.bytes.get(), Ordering::Relaxed);
+    }
+}
