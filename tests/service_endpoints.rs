@@ -98,7 +98,7 @@ fn keys(value: &Value) -> BTreeSet<&str> {
 fn without_a_memory_everything_answers_and_says_so() {
     let endpoints = Endpoints::new(None);
     assert_eq!(get(&endpoints, "/healthz").status(), StatusCode::OK);
-    let ready = json!({ "ready": true, "managed": false });
+    let ready = json!({ "ready": true, "managed": false, "ending": false });
     assert_eq!(get_json(&endpoints, "/readyz"), (StatusCode::OK, ready));
     assert_eq!(get_json(&endpoints, "/memory"), (StatusCode::OK, json!({ "managed": false })));
 }
@@ -123,6 +123,60 @@ fn metrics_are_what_the_application_renders_at_each_request() {
     let response = get(&endpoints, "/metrics");
     assert_eq!(response.body(), "x_total 1\n");
     assert_eq!(response.headers()["content-type"], lowtide::metrics::prometheus::CONTENT_TYPE);
+}
+
+/// The bug: any site could have a name of its own lead here, and read the figures in a browser.
+#[test]
+fn figures_were_told_whatever_host_was_asked() {
+    let known = ["localhost", "LOCALHOST:8081", "127.0.0.1:8081", "10.0.0.7", "[::1]:8081"];
+    let unknown = ["evil.example", "evil.example:8081", "localhost.evil.example", "proxy", "[::1"];
+    let asked = |endpoints: &Endpoints, path: &str, hosts: &[&str]| {
+        let mut request = Request::get(path);
+        for host in hosts {
+            request = request.header("host", *host);
+        }
+        let answer = endpoints.answer_request(&request.body(()).expect("a request"));
+        let answer = answer.expect("one of its paths");
+        (answer.status(), answer.into_body())
+    };
+    let open = || Endpoints::new(None).with_metrics(|| "metrics 1\n".to_owned());
+    let endpoints = open();
+    for path in ["/memory", "/memory?format=html", "/metrics"] {
+        for host in known {
+            assert_eq!(asked(&endpoints, path, &[host]).0, StatusCode::OK, "{path} {host}");
+        }
+        for host in unknown {
+            let (status, body) = asked(&endpoints, path, &[host]);
+            assert_eq!(status, StatusCode::FORBIDDEN, "{path} {host}");
+            let told: Value = serde_json::from_str(&body).expect("JSON");
+            let reason = if host == "[::1" { "host" } else { "unknown_host" };
+            assert_eq!(told["reason"], reason, "{path} {host}");
+        }
+        assert_eq!(asked(&endpoints, path, &known[..2]).0, StatusCode::FORBIDDEN, "two hosts");
+        assert_eq!(asked(&endpoints, path, &[]).0, StatusCode::OK, "no browser's request");
+    }
+    for path in ["/healthz", "/readyz"] {
+        assert_eq!(asked(&endpoints, path, &["evil.example"]).0, StatusCode::OK, "{path}");
+    }
+    let named = open().with_hosts(["proxy", "Memory.example"]);
+    for host in ["proxy:8081", "PROXY", "memory.example", "localhost"] {
+        assert_eq!(asked(&named, "/metrics", &[host]).0, StatusCode::OK, "{host}");
+    }
+    for host in ["evil.example", "proxy.evil.example", "example"] {
+        assert_eq!(asked(&named, "/metrics", &[host]).0, StatusCode::FORBIDDEN, "{host}");
+    }
+    // Without a recorder the path is the application's, whatever the host.
+    let request = Request::get("/metrics").header("host", "evil.example").body(());
+    assert!(Endpoints::new(None).answer_request(&request.expect("a request")).is_none());
+}
+
+#[test]
+fn a_service_that_is_about_to_end_is_not_ready_and_still_well() {
+    let endpoints = Endpoints::new(None);
+    endpoints.set_ending();
+    let (status, told) = get_json(&endpoints, "/readyz");
+    assert_eq!((status, &told["ending"]), (StatusCode::SERVICE_UNAVAILABLE, &json!(true)));
+    assert_eq!(get(&endpoints, "/healthz").status(), StatusCode::OK);
 }
 
 #[test]

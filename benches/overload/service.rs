@@ -113,8 +113,8 @@ async fn start(settings: &Settings) -> Result<(app::Running, std::net::SocketAdd
     let back = listener.local_addr()?;
     // With the proxy's own bound on hyper's buffers, which no request books: else connections that
     // are kept open hold nearly as much as the bodies.
-    let (until, stopped) = watch::channel(false);
-    let serving = app::serve::serve(listener, routes, None, stopped);
+    let (until, phase) = watch::channel(app::serve::Phase::Serving);
+    let serving = app::serve::serve(listener, routes, None, phase);
     tokio::spawn(async move {
         let _until = until;
         serving.await

@@ -9,6 +9,7 @@
 
 pub(crate) mod patience;
 pub(crate) mod serve;
+pub(crate) mod silence;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -30,7 +31,7 @@ use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
-use self::serve::{Limits, OPERATORS, serve};
+use self::serve::{Limits, OPERATORS, Phase, serve};
 use crate::embed::{self, Embedder};
 use crate::forward::{self, Forward};
 use crate::model::Model;
@@ -47,8 +48,12 @@ pub(crate) struct Options {
     pub(crate) listen: SocketAddr,
     /// Where operators are answered; `None`: where it listens.
     pub(crate) operators: Option<SocketAddr>,
+    /// Names by which operators reach `/memory` and `/metrics`, beside localhost and IP addresses.
+    pub(crate) hosts: Vec<String>,
     /// Where requests go; `None` starts a small upstream in this process.
     pub(crate) upstream: Option<Uri>,
+    /// How long the upstream may keep a request waiting; `None` for no bound.
+    pub(crate) response_timeout: Option<Duration>,
     /// Size of the model's weight table.
     pub(crate) weights: ByteSize,
     /// Seed of the weights.
@@ -89,7 +94,9 @@ impl Default for Options {
         Self {
             listen: SocketAddr::from(([127, 0, 0, 1], 0)),
             operators: None,
+            hosts: Vec::new(),
             upstream: None,
+            response_timeout: Some(Duration::from_secs(60)),
             weights: ByteSize::mib(64),
             seed: 1,
             idle_unload: None,
@@ -110,17 +117,37 @@ pub(crate) struct Running {
     pub(crate) arena: DeviceArena,
     /// The model.
     pub(crate) model: Managed<Model>,
-    stop: watch::Sender<bool>,
-    servers: Vec<JoinHandle<std::io::Result<()>>>,
+    endpoints: Arc<Endpoints>,
+    phase: watch::Sender<Phase>,
+    servers: Vec<JoinHandle<()>>,
+    /// The upstream in this process, and its phase: it ends after those that it serves.
+    own_upstream: Option<(watch::Sender<Phase>, JoinHandle<()>)>,
 }
 
 impl Running {
+    /// Serves for this long as before, and prepares clients for the end: each answer ends its
+    /// connection, and `/readyz` answers 503.
+    ///
+    /// A connection that is closed while it is idle may be closed just as the client sends its next
+    /// request, which is lost then. An answer with `Connection: close` tells the client in time.
+    pub(crate) async fn drain(&self, time: Duration) {
+        self.endpoints.set_ending();
+        self.phase.send_replace(Phase::Draining);
+        tokio::time::sleep(time).await;
+    }
+
     /// Takes no new connections, lets requests under way end until the deadline, and says whether
     /// all of them did.
     pub(crate) async fn stop(self, deadline: Duration) -> bool {
-        let _ = self.stop.send(true);
-        let aborts: Vec<_> = self.servers.iter().map(JoinHandle::abort_handle).collect();
-        let all = futures_util::future::join_all(self.servers);
+        self.phase.send_replace(Phase::Ending);
+        let (own_phase, own) = self.own_upstream.unzip();
+        let aborts: Vec<_> =
+            self.servers.iter().chain(&own).map(JoinHandle::abort_handle).collect();
+        let all = async {
+            futures_util::future::join_all(self.servers).await;
+            drop(own_phase); // ends it
+            futures_util::future::join_all(own).await;
+        };
         let ended = tokio::time::timeout(deadline, all).await.is_ok();
         aborts.iter().for_each(tokio::task::AbortHandle::abort);
         ended
@@ -139,10 +166,8 @@ pub(crate) async fn start(
         Some(at) => Some(listen(at).await?),
         None => None,
     };
-    let (stop, stopped) = watch::channel(false);
-    let mut servers = Vec::new();
-    let upstream = match &options.upstream {
-        Some(upstream) => upstream.clone(),
+    let (upstream, own_upstream) = match &options.upstream {
+        Some(upstream) => (upstream.clone(), None),
         None => {
             let mut routes = upstream::routes();
             if let Some(memory) = &memory {
@@ -156,34 +181,39 @@ pub(crate) async fn start(
             }
             let listener = TcpListener::bind((std::net::Ipv4Addr::LOCALHOST, 0)).await?;
             let address = listener.local_addr()?;
-            servers.push(serve(listener, routes, None, stopped.clone()));
-            format!("http://{address}/").parse()?
+            let (own_phase, phase) = watch::channel(Phase::Serving);
+            let server = serve(listener, routes, None, phase);
+            (format!("http://{address}/").parse()?, Some((own_phase, server)))
         }
     };
-    let forward = Forward::new(&upstream)?;
+    let forward = Forward::new(&upstream)?.with_response_timeout(options.response_timeout);
     let (arena, model) = model(&options, memory.as_ref())?;
     let embedder = Embedder::new(model.clone());
-    let mut endpoints = Endpoints::new(memory.clone()).with_metrics(render);
+    let mut endpoints =
+        Endpoints::new(memory.clone()).with_metrics(render).with_hosts(options.hosts.clone());
     let mut own = Endpoints::PATHS.to_vec();
     if let Some(admin) = options.hears.clone().admin() {
         endpoints = endpoints.with_admin(admin);
         own.extend(Endpoints::ADMIN_PATHS);
     }
     let managed = memory.is_some();
-    let for_operators = |routes| operators_routes(routes, own, Arc::new(endpoints));
+    let endpoints = Arc::new(endpoints);
+    let for_operators = |routes| operators_routes(routes, own, Arc::clone(&endpoints));
+    let (phase, phases) = watch::channel(Phase::Serving);
+    let mut servers = Vec::new();
     let mut routes = clients_routes(forward, embedder, memory);
     let mut operators = address;
     if let Some((listener, at)) = aside {
         let limits = Limits { connections: OPERATORS, ..options.limits };
         let theirs = for_operators(Router::new());
-        servers.push(serve(listener, theirs, Some(limits), stopped.clone()));
+        servers.push(serve(listener, theirs, Some(limits), phases.clone()));
         operators = at;
     } else {
         routes = for_operators(routes);
     }
-    servers.push(serve(front, routes, Some(options.limits.within_descriptors()), stopped));
+    servers.push(serve(front, routes, Some(options.limits.within_descriptors()), phases));
     tracing::info!(%address, %operators, %upstream, managed, "the proxy listens");
-    Ok(Running { address, operators, arena, model, stop, servers })
+    Ok(Running { address, operators, arena, model, endpoints, phase, servers, own_upstream })
 }
 
 async fn listen(at: SocketAddr) -> Result<(TcpListener, SocketAddr), BoxError> {

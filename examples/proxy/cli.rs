@@ -1,7 +1,7 @@
 //! The proxy as a program: options, start, end on a signal, and the `healthcheck` subcommand.
 //!
 //! It forwards nothing itself; `app` does. Invariant: from the first request that is taken on,
-//! SIGTERM ends the program in order, within the grace and what the memory's end takes.
+//! SIGTERM ends the program in order, within the drain, the grace and what the memory's end takes.
 
 use std::ffi::{OsStr, OsString};
 use std::io::IsTerminal as _;
@@ -41,6 +41,11 @@ struct Cli {
     /// /memory and verbs, which --listen then forwards as all else. Unset, or the same: there.
     #[arg(long, env = "PROXY_OPERATORS", global = true)]
     operators: Option<SocketAddr>,
+    /// Names by which operators reach /memory and /metrics, with commas between them. Requests to
+    /// localhost and to IP addresses are always answered, those to other names never: a page of
+    /// another site may have its own name lead here.
+    #[arg(long, env = "PROXY_HOSTS", value_delimiter = ',', global = true)]
+    hosts: Vec<String>,
     /// Where requests go, e.g. <http://10.0.0.7:9000>; without it a small text service is started.
     #[arg(long, env = "PROXY_UPSTREAM", value_parser = upstream)]
     upstream: Option<Uri>,
@@ -53,7 +58,17 @@ struct Cli {
     /// How long the model may be idle before it is unloaded; default: as the profile says.
     #[arg(long, env = "PROXY_IDLE_UNLOAD", value_parser = humantime::parse_duration)]
     idle_unload: Option<Duration>,
-    /// How long requests may take to end after SIGTERM.
+    /// How long the upstream may keep a request waiting: until the head of its answer, before 504,
+    /// and between two parts of its answer, before the connection is closed; 0s for no bound.
+    #[arg(long, env = "PROXY_RESPONSE_TIMEOUT", value_parser = humantime::parse_duration)]
+    #[arg(default_value = "60s")]
+    response_timeout: Duration,
+    /// How long after SIGTERM all is still served, while /readyz answers 503 and each answer ends
+    /// its connection, so that no client sends its next request to one that closes; 0s for none.
+    #[arg(long, env = "PROXY_DRAIN", value_parser = humantime::parse_duration)]
+    #[arg(default_value = "1s")]
+    drain: Duration,
+    /// How long requests may take to end after that.
     #[arg(long, env = "PROXY_GRACE", value_parser = humantime::parse_duration)]
     #[arg(default_value = "10s")]
     grace: Duration,
@@ -189,7 +204,9 @@ async fn run(cli: Cli) -> Result<(), BoxError> {
     let options = app::Options {
         listen: cli.listen,
         operators: cli.operators.filter(|at| *at != cli.listen),
+        hosts: cli.hosts,
         upstream: cli.upstream,
+        response_timeout: Some(cli.response_timeout).filter(|time| !time.is_zero()),
         weights: cli.weights,
         seed: cli.seed,
         idle_unload: cli.idle_unload,
@@ -204,11 +221,21 @@ async fn run(cli: Cli) -> Result<(), BoxError> {
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     let running = app::start(options, Some(memory.clone()), move || recorder.render()).await?;
-    tokio::select! {
-        _ = terminate.recv() => {}
-        _ = interrupt.recv() => {}
+    let mut signalled = async || {
+        tokio::select! {
+            _ = terminate.recv() => {}
+            _ = interrupt.recv() => {}
+        }
+    };
+    signalled().await;
+    tracing::info!(drain = ?cli.drain, grace = ?cli.grace, "stopping");
+    if !cli.drain.is_zero() {
+        // A second signal ends it.
+        tokio::select! {
+            () = running.drain(cli.drain) => {}
+            () = signalled() => {}
+        }
     }
-    tracing::info!(grace = ?cli.grace, "stopping");
     let ended = running.stop(cli.grace).await;
     // It waits for threads, which an asynchronous thread must not.
     let report =

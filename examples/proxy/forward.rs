@@ -1,10 +1,11 @@
 //! Forwarding: a request goes to the upstream and its answer comes back, both as they stream.
 //!
 //! It buffers nothing but what the connection needs, follows no redirect and retries nothing.
-//! Headers that belong to one connection (RFC 9110, 7.6.1) are dropped, the client's address and
-//! the host it asked for are added. A dead upstream is answered 502 with the reason, a body that
-//! does not come 408. It is no tunnel: CONNECT is refused, and a request to upgrade goes on as a
-//! plain one.
+//! Headers that belong to one connection (RFC 9110, 7.6.1) are dropped. The client's address, the
+//! host that it asked for and the scheme are added, in place of what the client wrote there itself.
+//! A dead upstream is answered 502 with the reason, one that hangs 504; a body that does not come
+//! 408, and one that breaks off 400. It is no tunnel: CONNECT is refused, and a request to upgrade
+//! goes on as a plain one.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -13,8 +14,8 @@ use std::time::Duration;
 use axum::body::{Body, Bytes, HttpBody as _};
 use axum::extract::Request;
 use axum::http::header::{
-    CONNECTION, CONTENT_LENGTH, EXPECT, HOST, HeaderName, HeaderValue, PROXY_AUTHENTICATE,
-    PROXY_AUTHORIZATION, TE, TRANSFER_ENCODING, UPGRADE,
+    CONNECTION, CONTENT_LENGTH, EXPECT, FORWARDED, HOST, HeaderName, HeaderValue,
+    PROXY_AUTHENTICATE, PROXY_AUTHORIZATION, TE, TRANSFER_ENCODING, UPGRADE,
 };
 use axum::http::uri::{Authority, PathAndQuery, Scheme};
 use axum::http::{HeaderMap, Method, StatusCode, Uri, Version};
@@ -24,6 +25,7 @@ use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 
 use crate::app::patience::{is_late, late};
+use crate::app::silence::{Answered, Asked, Silence, Silent, is_clients};
 
 /// How long a connection to the upstream may take to stand.
 const CONNECT_PATIENCE: Duration = Duration::from_secs(5);
@@ -36,8 +38,11 @@ pub(crate) const BUFFER_MAX: usize = 32 << 10;
 
 static KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
 static PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
+/// The addresses on the way, the client's own words first: only what proxies added is known.
 static FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 static FORWARDED_HOST: HeaderName = HeaderName::from_static("x-forwarded-host");
+static FORWARDED_PROTO: HeaderName = HeaderName::from_static("x-forwarded-proto");
+static REAL_IP: HeaderName = HeaderName::from_static("x-real-ip");
 
 /// The way to the upstream.
 #[derive(Clone, Debug)]
@@ -46,6 +51,7 @@ pub(crate) struct Forward {
     authority: Authority,
     /// What stands before the path of each request; without a slash at its end.
     base_path: String,
+    response_timeout: Option<Duration>,
 }
 
 impl Forward {
@@ -65,7 +71,13 @@ impl Forward {
             .pool_idle_timeout(KEEP_IDLE)
             .http1_max_buf_size(BUFFER_MAX)
             .build(connector);
-        Ok(Self { client, authority, base_path: upstream.path().trim_end_matches('/').to_owned() })
+        let base_path = upstream.path().trim_end_matches('/').to_owned();
+        Ok(Self { client, authority, base_path, response_timeout: None })
+    }
+
+    /// With a bound on how long the upstream may keep a request waiting; `None` for no bound.
+    pub(crate) fn with_response_timeout(self, response_timeout: Option<Duration>) -> Self {
+        Self { response_timeout, ..self }
     }
 
     /// Sends the request on and gives the answer back.
@@ -78,23 +90,36 @@ impl Forward {
             return (StatusCode::BAD_REQUEST, "the path is none that can be forwarded\n")
                 .into_response();
         };
-        *request.uri_mut() = target;
+        let asked = std::mem::replace(request.uri_mut(), target);
         *request.version_mut() = Version::HTTP_11;
-        prepare(request.headers_mut(), from);
+        prepare(request.headers_mut(), asked.authority(), from);
         // Without a word of it the client library sends no body with GET and HEAD.
         let is_announced = request.headers().contains_key(CONTENT_LENGTH);
         if !is_announced && !request.body().is_end_stream() {
             let chunked = HeaderValue::from_static("chunked");
             request.headers_mut().insert(TRANSFER_ENCODING, chunked);
         }
-        match self.client.request(request).await {
+        let silence = Silence::new(self.response_timeout);
+        let request = request.map(|body| Body::new(Asked::new(body, silence.clone())));
+        let answer = tokio::select! {
+            answer = self.client.request(request) => answer,
+            silent = silence.passed() => return self.silent(silent),
+        };
+        match answer {
             Ok(answer) if answer.status() == StatusCode::SWITCHING_PROTOCOLS => {
                 self.failed("it switched protocols, and nobody asked it to")
             }
-            Ok(answer) => answer_back(answer.map(Body::new)),
+            Ok(answer) => answer_back(answer.map(|body| Body::new(Answered::new(body, silence)))),
             Err(error) if is_late(&error) => late(),
+            Err(error) if is_clients(&error) => broken_off(&whole(&error)),
             Err(error) => self.failed(&whole(&error)),
         }
+    }
+
+    fn silent(&self, silent: Silent) -> Response {
+        tracing::warn!(cause = %silent, upstream = %self.authority, "the upstream failed");
+        let text = format!("{}: {silent}\n", self.authority);
+        (StatusCode::GATEWAY_TIMEOUT, text).into_response()
     }
 
     fn failed(&self, cause: &str) -> Response {
@@ -114,6 +139,13 @@ impl Forward {
     }
 }
 
+/// The answer to a client that sent no whole request, if it is still there. Not a warning: nothing
+/// of ours failed, and clients are not to fill the log.
+fn broken_off(cause: &str) -> Response {
+    tracing::debug!(cause, "a client's request broke off");
+    (StatusCode::BAD_REQUEST, format!("the request broke off: {cause}\n")).into_response()
+}
+
 /// What an error says, and all that caused it.
 pub(crate) fn whole(error: &dyn std::error::Error) -> String {
     let causes = std::iter::successors(error.source(), |cause| cause.source());
@@ -121,7 +153,8 @@ pub(crate) fn whole(error: &dyn std::error::Error) -> String {
 }
 
 /// The headers as the upstream is to see them; it is told its own host by the client library.
-fn prepare(headers: &mut HeaderMap, from: Option<SocketAddr>) {
+/// `asked` is the host in the request's own line, which goes before the header (RFC 9112, 3.2.2).
+fn prepare(headers: &mut HeaderMap, asked: Option<&Authority>, from: Option<SocketAddr>) {
     let trailers = headers.get_all(TE).iter().any(|value| value == "trailers");
     drop_connection_headers(headers);
     if trailers {
@@ -131,17 +164,34 @@ fn prepare(headers: &mut HeaderMap, from: Option<SocketAddr>) {
     }
     // Answered here: the client library sends the body whatever the upstream says.
     headers.remove(EXPECT);
-    // What the client wrote there itself goes: an upstream that makes links of it would believe it.
-    headers.remove(&FORWARDED_HOST);
-    if let Some(host) = headers.remove(HOST) {
+    drop_claims(headers);
+    let host = headers.remove(HOST);
+    if let Some(host) = asked.and_then(|asked| asked.as_str().parse().ok()).or(host) {
         headers.insert(&FORWARDED_HOST, host);
     }
+    headers.insert(&FORWARDED_PROTO, HeaderValue::from_static("http"));
     let Some(from) = from else { return };
+    if let Ok(from) = HeaderValue::try_from(from.ip().to_string()) {
+        headers.insert(&REAL_IP, from);
+    }
     // One line: some read the first alone, which would be the client's own.
     let before = headers.get_all(&FORWARDED_FOR).iter().filter_map(|value| value.to_str().ok());
     let chain: String = before.map(|value| format!("{value}, ")).collect();
     if let Ok(chain) = HeaderValue::try_from(format!("{chain}{}", from.ip())) {
         headers.insert(&FORWARDED_FOR, chain);
+    }
+}
+
+/// Drops what a client wrote of itself in the place of proxies, but for the chain of addresses: an
+/// upstream that makes links, decisions or log lines of it would believe it.
+fn drop_claims(headers: &mut HeaderMap) {
+    let is_claim = |name: &HeaderName| {
+        let is_named_so = name.as_str().starts_with("x-forwarded-") && *name != FORWARDED_FOR;
+        is_named_so || *name == REAL_IP || *name == FORWARDED
+    };
+    let claims: Vec<HeaderName> = headers.keys().filter(|name| is_claim(name)).cloned().collect();
+    for name in claims {
+        headers.remove(name);
     }
 }
 

@@ -19,8 +19,9 @@ use crate::control::{Cost, EventCounts, Level, ResourceStats, ShedReason, Stall,
 use crate::device::ArenaSnapshot;
 use crate::host::HostArenaStats;
 use crate::memory::{BudgetSnapshot, Memory, MemorySnapshot};
+use crate::sync::atomic::{AtomicBool, Ordering};
 
-use super::admin::Admin;
+use super::admin::{Admin, host_refusal};
 use super::asked::{Format, Query, QueryError};
 use super::page;
 use super::parts::{Maps, Part, seconds};
@@ -48,6 +49,8 @@ pub struct Endpoints {
     memory: Option<Memory>,
     metrics: Option<Box<dyn Fn() -> String + Send + Sync>>,
     admin: Option<Admin>,
+    hosts: Vec<String>,
+    is_ending: AtomicBool,
     maps: Maps,
 }
 
@@ -69,7 +72,14 @@ impl Endpoints {
     /// Answers for this memory; without one they say that it was not started.
     #[must_use]
     pub fn new(memory: Option<Memory>) -> Self {
-        Self { memory, metrics: None, admin: None, maps: Maps::default() }
+        Self {
+            memory,
+            metrics: None,
+            admin: None,
+            hosts: Vec::new(),
+            is_ending: AtomicBool::new(false),
+            maps: Maps::default(),
+        }
     }
 
     /// Has `/metrics` answer what this gives, in the Prometheus text format.
@@ -87,9 +97,45 @@ impl Endpoints {
         self
     }
 
+    /// Answers requests for `/memory` and `/metrics` also if they name one of these as their host,
+    /// without its port; upper and lower case are the same. Without this only `localhost` and IP
+    /// addresses are hosts that are answered, and a request that names none, as no browser does.
+    ///
+    /// Any site can have a name of its own lead to the address of this service, and so read in a
+    /// browser what the browser can reach (DNS rebinding). It cannot choose a host that it does not
+    /// own. Name what operators use: `proxy` for a Prometheus that scrapes `proxy:8081`, the name
+    /// that a reverse proxy in front passes on. `/healthz` and `/readyz` answer whatever the host
+    /// is, since load balancers choose it.
+    ///
+    /// ```
+    /// use http::{Request, StatusCode};
+    /// use lowtide::service::Endpoints;
+    ///
+    /// let endpoints = Endpoints::new(None).with_hosts(["proxy"]);
+    /// for (host, status) in [("proxy:8081", 200), ("10.0.0.7", 200), ("evil.example", 403)] {
+    ///     let request = Request::get("/memory").header("host", host).body(())?;
+    ///     let answer = endpoints.answer_request(&request).expect("one of its paths");
+    ///     assert_eq!(answer.status().as_u16(), status, "{host}");
+    /// }
+    /// # Ok::<(), http::Error>(())
+    /// ```
+    #[must_use]
+    pub fn with_hosts(mut self, hosts: impl IntoIterator<Item: Into<String>>) -> Self {
+        self.hosts.extend(hosts.into_iter().map(Into::into));
+        self
+    }
+
+    /// Has `/readyz` answer 503 from now on: the service is about to end, and still serves. For the
+    /// time between a signal to end and the close of the listener, in which load balancers choose
+    /// another instance. Admission is not changed.
+    pub fn set_ending(&self) {
+        self.is_ending.store(true, Ordering::Relaxed);
+    }
+
     /// The answer to this request; `None` for one to a path that is none of these.
     ///
-    /// As [`Endpoints::answer`], and beyond it: `/memory` answers the live page where the `Accept`
+    /// As [`Endpoints::answer`], and beyond it: a request for `/memory` or `/metrics` to an unknown
+    /// host is 403 ([`Endpoints::with_hosts`]). `/memory` answers the live page where the `Accept`
     /// header prefers HTML (`?format=json` and `?format=html` go before the header), and adds to
     /// the JSON what `?with=` names: `map`, `trail`, `events`, `errands`, with commas between them.
     /// What a query says wrongly is 400.
@@ -110,7 +156,11 @@ impl Endpoints {
     #[must_use]
     pub fn answer_request<B>(&self, request: &Request<B>) -> Option<Response<String>> {
         let path = request.uri().path();
-        let mut answer = if path == "/memory" {
+        let shows_figures = path == "/memory" || (path == "/metrics" && self.metrics.is_some());
+        let refusal = shows_figures.then(|| host_refusal(request, &self.hosts)).flatten();
+        let mut answer = if let Some(refusal) = refusal {
+            refusal
+        } else if path == "/memory" {
             self.asked(request).unwrap_or_else(|error| {
                 let (status, none) = (StatusCode::BAD_REQUEST, Duration::ZERO);
                 problem(status, "the query cannot be used", "query", &error.to_string(), none)
@@ -125,7 +175,8 @@ impl Endpoints {
         Some(answer)
     }
 
-    /// The answer to this path, whatever else is asked; `None` for a path that is none of these.
+    /// The answer to this path, whatever else is asked and of which host; `None` for a path that is
+    /// none of these.
     #[must_use]
     pub fn answer(&self, path: &str) -> Option<Response<String>> {
         match path {
@@ -141,12 +192,14 @@ impl Endpoints {
     }
 
     fn ready(&self) -> Response<String> {
+        let is_ending = self.is_ending.load(Ordering::Relaxed);
+        let status = |ready| if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
         let Some(memory) = &self.memory else {
-            let body = json!({ "ready": true, "managed": false });
-            return answer(StatusCode::OK, JSON, pretty(&body));
+            let body = json!({ "ready": !is_ending, "managed": false, "ending": is_ending });
+            return answer(status(!is_ending), JSON, pretty(&body));
         };
         let level = memory.level();
-        let ending = memory.admission().is_closed();
+        let ending = is_ending || memory.admission().is_closed();
         let ready = level < Level::Critical && !ending;
         let snapshot = memory.snapshot();
         let resources = snapshot.resources.iter().map(|resource| {
@@ -173,8 +226,7 @@ impl Endpoints {
             "arenas": arenas.collect::<serde_json::Map<_, _>>(),
             "notes": notes(&snapshot),
         });
-        let status = if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
-        answer(status, JSON, pretty(&body))
+        answer(status(ready), JSON, pretty(&body))
     }
 
     fn asked<B>(&self, request: &Request<B>) -> Result<Response<String>, QueryError> {

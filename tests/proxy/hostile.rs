@@ -10,7 +10,7 @@ use lowtide::ByteSize;
 use crate::app::Options;
 use crate::app::serve::{Limits, OPERATORS, connections_within};
 use crate::app::{self, Hears};
-use crate::support::{Managed, WEIGHTS, ask, get, post};
+use crate::support::{Managed, WEIGHTS, ask, get, post, unmanaged};
 use crate::wire::{PATIENCE, Upstream, Wire, until, within};
 
 const SHORT: Duration = Duration::from_millis(100);
@@ -234,6 +234,68 @@ async fn clients_were_answered_what_only_operators_are_to_know() {
     let verb = "POST /memory/purge HTTP/1.1\r\nhost: localhost\r\nlowtide-admin: 1\r\n\r\n";
     let answer = ask(proxy.operators, verb).await;
     assert_eq!(answer.status(), 503, "heard, and no memory is managed here: {answer:?}");
+}
+
+/// The bug: a request to an upstream that hung held its connection, and what it booked, for ever.
+#[tokio::test]
+async fn an_upstream_that_hung_held_the_client_for_ever() {
+    let upstream = Upstream::new().await;
+    let (to, response_timeout) = (Some(upstream.uri("")), Some(SHORT));
+    let proxy = unmanaged(Options { upstream: to, response_timeout, ..Options::default() }).await;
+    // It reads the request or does not, and answers nothing.
+    for body in [0, 64 << 20] {
+        let mut client = Wire::connect(proxy.address).await;
+        client.send(announce("/", body)).await;
+        let (reader, mut writer) = client.0.into_inner().into_split();
+        let pour = tokio::spawn(async move {
+            let piece = [b'x'; 1 << 16];
+            for _ in 0..body / 65_536 {
+                if tokio::io::AsyncWriteExt::write_all(&mut writer, &piece).await.is_err() {
+                    break;
+                }
+            }
+            writer
+        });
+        let mut at = upstream.accept().await;
+        at.head().await.expect("a request");
+        let mut answer = String::new();
+        let mut reader = tokio::io::BufReader::new(reader);
+        let read = tokio::io::AsyncBufReadExt::read_line(&mut reader, &mut answer);
+        within("an answer", read).await.expect("an answer");
+        assert_eq!(answer, "HTTP/1.1 504 Gateway Timeout\r\n", "{body}");
+        drop((reader, at));
+        within("it is told", pour).await.expect("no panic");
+    }
+    // It stops within its answer.
+    let mut client = Wire::connect(proxy.address).await;
+    client.send("GET / HTTP/1.1\r\nhost: here\r\n\r\n").await;
+    let mut at = upstream.accept().await;
+    at.request().await;
+    at.send("HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nstart").await;
+    let answer = client.answer().await;
+    assert_eq!((answer.status(), answer.whole, answer.text().as_str()), (200, false, "start"));
+    assert!(at.is_closed().await, "and is not waited for any more");
+}
+
+/// The clock of the upstream stands still while the client is waited for.
+#[tokio::test]
+async fn a_slow_client_is_no_silent_upstream() {
+    let upstream = Upstream::new().await;
+    let (to, response_timeout) = (Some(upstream.uri("")), Some(SHORT));
+    let proxy = unmanaged(Options { upstream: to, response_timeout, ..Options::default() }).await;
+    let mut client = Wire::connect(proxy.address).await;
+    client.send(announce("/", 10)).await;
+    let mut at = upstream.accept().await;
+    at.head().await.expect("a request");
+    let mut pause = tokio::time::interval(2 * SHORT);
+    pause.tick().await;
+    for piece in ["start", " rest"] {
+        pause.tick().await;
+        client.send(piece).await;
+        assert_eq!(at.bytes(5).await, piece.as_bytes());
+    }
+    at.send("HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok").await;
+    assert_eq!(client.answer().await.text(), "ok");
 }
 
 #[test]

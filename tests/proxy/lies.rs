@@ -76,6 +76,56 @@ async fn what_can_be_read_two_ways_is_refused_and_never_forwarded() {
     assert_eq!(tokio::join!(serve, good).1.status(), 200);
 }
 
+/// The bug: a request that named no host, or two, was answered 200.
+#[tokio::test]
+async fn a_request_without_a_host_or_with_two_was_forwarded() {
+    let upstream = Upstream::new().await;
+    let proxy = plain(&upstream).await;
+    for hosts in
+        ["", "host: a\r\nhost: b\r\n", "host: a\r\nhost: a\r\n", "host:\r\n", "host: :1\r\n"]
+            .into_iter()
+            .chain(["host: user@a\r\n", "host: a b\r\n", "host: a/b\r\n"])
+    {
+        for path in ["/", "/healthz"] {
+            let mut wire = Wire::connect(proxy.address).await;
+            wire.send(format!("GET {path} HTTP/1.1\r\n{hosts}\r\n")).await;
+            let answer = wire.answer().await;
+            assert_eq!(answer.status(), 400, "{hosts:?}: {answer:?}");
+            assert_eq!(answer.header("connection").as_deref(), Some("close"), "{hosts:?}");
+            assert!(wire.is_closed().await, "{hosts:?}");
+        }
+    }
+    let two = "GET /healthz HTTP/1.0\r\nhost: a\r\nhost: b\r\n\r\n";
+    assert_eq!(ask(proxy.address, two).await.status(), 400);
+    // It need not be there in HTTP/1.0.
+    assert_eq!(ask(proxy.address, "GET /healthz HTTP/1.0\r\n\r\n").await.status(), 200);
+    // The first request that the upstream sees is the good one.
+    let serve = async {
+        let mut wire = upstream.accept().await;
+        assert_eq!(wire.request().await.first, "GET /good HTTP/1.1");
+        wire.send(OK).await;
+    };
+    let good = ask(proxy.address, "GET /good HTTP/1.1\r\nhost: [::1]:80\r\n\r\n");
+    assert_eq!(tokio::join!(serve, good).1.status(), 200);
+}
+
+/// The bug: it was answered 502, and logged as a failure of the upstream.
+#[tokio::test]
+async fn a_broken_body_was_the_upstreams_fault() {
+    let upstream = Upstream::new().await;
+    let proxy = plain(&upstream).await;
+    let mut client = Wire::connect(proxy.address).await;
+    let head = "POST / HTTP/1.1\r\nhost: here\r\ntransfer-encoding: chunked\r\n\r\n";
+    client.send(format!("{head}5\r\nshort\r\n")).await;
+    let mut wire = upstream.accept().await;
+    wire.head().await.expect("a head");
+    client.send("no size\r\n").await;
+    let answer = client.answer().await;
+    assert_eq!(answer.status(), 400, "{answer:?}");
+    assert!(answer.text().contains("broke off"), "{answer:?}");
+    assert!(client.is_closed().await, "the rest cannot be trusted");
+}
+
 #[tokio::test]
 async fn a_request_that_ends_early_is_cut_off_for_the_upstream_too() {
     let upstream = Upstream::new().await;

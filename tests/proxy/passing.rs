@@ -188,6 +188,28 @@ async fn a_client_could_forge_the_host_that_it_asked_for() {
     assert_eq!(seen.header("x-forwarded-host"), None, "it named no host");
 }
 
+/// The bug: what a client wrote of its scheme and its address in the place of proxies went on.
+#[tokio::test]
+async fn a_client_could_forge_its_scheme_and_its_address() {
+    let upstream = Upstream::new().await;
+    let proxy = plain(&upstream).await;
+    let request = "GET / HTTP/1.1\r\nhost: shop.example\r\nx-forwarded-proto: https\r\n\
+                   x-forwarded-port: 443\r\nx-forwarded-ssl: on\r\nx-forwarded-prefix: /admin\r\n\
+                   x-real-ip: 192.0.2.9\r\nx-real-ip: 192.0.2.8\r\n\
+                   forwarded: for=192.0.2.9;proto=https\r\nx-forwarding: mine\r\n\r\n";
+    let (seen, _) = exchange(&upstream, proxy.address, request, OK).await;
+    assert_eq!(seen.header("x-forwarded-proto").as_deref(), Some("http"));
+    assert_eq!(seen.header("x-real-ip").as_deref(), Some("127.0.0.1"));
+    for name in ["forwarded", "x-forwarded-port", "x-forwarded-ssl", "x-forwarded-prefix"] {
+        assert_eq!(seen.header(name), None, "{name} went on to the upstream");
+    }
+    assert_eq!(seen.header("x-forwarding").as_deref(), Some("mine"), "no proxy's");
+    // The host in the request's line goes before the header.
+    let request = "GET http://shop.example/ HTTP/1.1\r\nhost: evil.example\r\n\r\n";
+    let (seen, _) = exchange(&upstream, proxy.address, request, OK).await;
+    assert_eq!(seen.header("x-forwarded-host").as_deref(), Some("shop.example"));
+}
+
 /// The bug: a body in pieces was dropped on its way where the method has none by custom.
 #[tokio::test]
 async fn the_body_of_a_get_in_pieces_was_dropped() {

@@ -11,6 +11,7 @@ use std::net::SocketAddr;
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::process::{Child, Command, Stdio};
 
+use tokio::io::AsyncReadExt as _;
 use tokio::net::TcpStream;
 
 use crate::support::{ask, get, post};
@@ -195,6 +196,74 @@ async fn a_signal_lets_what_is_under_way_end_and_takes_nothing_new() {
     }
 }
 
+/// The bug: at a signal idle connections were closed at once, and with them the requests that their
+/// clients were just sending.
+#[tokio::test]
+async fn a_kept_connection_lost_its_next_request_at_the_end() {
+    let mut program = Program::start(&["--drain", "1h"]).await;
+    let at = program.address();
+    let ask = "GET / HTTP/1.1\r\nhost: here\r\n\r\n";
+    let mut kept = Vec::new();
+    for _ in 0..20 {
+        let mut client = Wire::connect(at).await;
+        client.send(ask).await;
+        let answer = client.answer().await;
+        assert_eq!((answer.status(), answer.header("connection")), (200, None));
+        kept.push(client);
+    }
+    program.signal("TERM");
+    let mut look = tokio::time::interval(std::time::Duration::from_millis(5));
+    let ready = async {
+        loop {
+            // On connections of their own: new ones are still accepted.
+            let ready = get(at, "/readyz").await;
+            if ready.status() == 503 {
+                return ready;
+            }
+            look.tick().await;
+        }
+    };
+    let ready = within("it is not ready any more", ready).await;
+    assert_eq!(ready.json()["ending"], true);
+    assert_eq!(get(at, "/healthz").await.status(), 200);
+    for mut client in kept {
+        client.send(ask).await;
+        let answer = client.answer().await;
+        assert_eq!(answer.status(), 200, "{answer:?}");
+        assert_eq!(answer.header("connection").as_deref(), Some("close"));
+        assert!(client.is_closed().await);
+    }
+    program.signal("TERM"); // a second one ends the wait
+    assert_eq!(program.code().await, Some(0));
+    let log = program.rest_of_log();
+    assert!(log.contains("all_requests_ended=true"), "{log}");
+}
+
+/// The bug: a client's broken request was in the log as `the upstream failed`.
+#[tokio::test]
+async fn a_clients_fault_was_logged_as_the_upstreams() {
+    let upstream = Upstream::new().await;
+    let to = upstream.uri("").to_string();
+    let mut command = command(&["--listen", "127.0.0.1:0", "--upstream", &to]);
+    command.env("RUST_LOG", "proxy=debug,info");
+    let mut program = Program::of(command).await;
+    for sent in ["5\r\nshort\r\n", "5\r\nshort\r\nno size\r\n"] {
+        let mut client = Wire::connect(program.address()).await;
+        let head = "POST / HTTP/1.1\r\nhost: here\r\ntransfer-encoding: chunked\r\n\r\n";
+        client.send(format!("{head}{sent}")).await;
+        let mut wire = upstream.accept().await;
+        wire.head().await.expect("a head");
+        drop(client);
+        let mut rest = Vec::new();
+        let _ = within("the proxy closes", wire.0.read_to_end(&mut rest)).await;
+    }
+    program.signal("TERM");
+    assert_eq!(program.code().await, Some(0));
+    let log = program.rest_of_log();
+    assert!(!log.contains("the upstream failed"), "{log}");
+    assert!(log.contains("DEBUG") && log.contains("a client's request broke off"), "{log}");
+}
+
 #[tokio::test]
 async fn a_request_that_never_ends_does_not_hold_up_the_end() {
     let upstream = Upstream::new().await;
@@ -323,6 +392,8 @@ async fn bad_options_end_it_at_once_and_say_what_was_expected() {
         (&["--grace", "soon"], "--grace"),
         (&["--idle-unload", "1 fortnight"], "--idle-unload"),
         (&["--seed", "x"], "--seed"),
+        (&["--drain", "soon"], "--drain"),
+        (&["--response-timeout", "5"], "--response-timeout"),
         (&["--upstream", "https://h"], "http://host:port"),
         (&["--upstream", "h:1"], "http://host:port"),
         (&["--upstream", "http://h/?q=1"], "http://host:port"),

@@ -35,8 +35,13 @@ pub(crate) async fn plain(upstream: &Upstream) -> Running {
 
 /// A proxy that passes everything on to this address and manages nothing.
 pub(crate) async fn to(upstream: Uri) -> Running {
-    let options = Options { upstream: Some(upstream), weights: WEIGHTS, ..Options::default() };
-    app::start(options, None, String::new).await.expect("the proxy starts")
+    unmanaged(Options { upstream: Some(upstream), ..Options::default() }).await
+}
+
+/// A proxy that manages nothing.
+pub(crate) async fn unmanaged(options: Options) -> Running {
+    let options = Options { weights: WEIGHTS, ..options };
+    app::start(options, None, || "metrics 1\n".to_owned()).await.expect("the proxy starts")
 }
 
 /// A proxy whose memory is managed and whose time the test owns.
@@ -131,7 +136,7 @@ pub(crate) async fn ask(to: SocketAddr, request: impl AsRef<[u8]>) -> Message {
 }
 
 pub(crate) async fn get(to: SocketAddr, path: &str) -> Message {
-    ask(to, format!("GET {path} HTTP/1.1\r\nhost: here\r\n\r\n")).await
+    ask(to, format!("GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n")).await
 }
 
 /// A POST with its length announced.

@@ -4,7 +4,7 @@
 //! browser knows of this service: so a request has to show that it comes from a page of this
 //! service, or from no page. Then who sends it: this machine, or somebody with the token. Names
 //! of hosts are looked at where the token is not asked for, since a name of another may be made to
-//! lead to this machine.
+//! lead to this machine. For the same reason those of requests for figures are ([`check_host`]).
 //!
 //! Invariant: a request passes only where each check has passed; no check looks at the token but
 //! the last.
@@ -48,6 +48,8 @@ pub(super) enum Refused {
     Forwarded,
     #[error("verbs are for this machine: expected localhost or an address of it as the host")]
     HostName,
+    #[error("unknown host: expected localhost, an IP address or a configured name")]
+    UnknownHost,
     #[error("the token is missing or wrong: expected `Authorization: Bearer` and the token")]
     Token,
 }
@@ -61,6 +63,7 @@ impl Refused {
             Self::NotLoopback => "not_loopback",
             Self::Forwarded => "forwarded",
             Self::HostName => "host_name",
+            Self::UnknownHost => "unknown_host",
             Self::Token => "token",
         }
     }
@@ -85,6 +88,21 @@ pub(super) fn check<B>(request: &Request<B>, token: Option<&AdminToken>) -> Resu
         return Err(Refused::Forwarded);
     }
     if is_this_machine(host.host()) { Ok(()) } else { Err(Refused::HostName) }
+}
+
+/// Whether a request for figures is to a host by which this service is known: an address,
+/// `localhost`, or one of these names. One that names no host comes from no browser.
+pub(super) fn check_host<B>(request: &Request<B>, names: &[String]) -> Result<(), Refused> {
+    let (headers, uri) = (request.headers(), request.uri());
+    if !headers.contains_key(HOST) && uri.authority().is_none() {
+        return Ok(());
+    }
+    let host = host(headers, uri).ok_or(Refused::Host)?;
+    let host = host.host();
+    let is_known = address(host).is_some()
+        || host.eq_ignore_ascii_case("localhost")
+        || names.iter().any(|name| host.eq_ignore_ascii_case(name));
+    if is_known { Ok(()) } else { Err(Refused::UnknownHost) }
 }
 
 /// The one host that a request names: in its header, in its address (HTTP/2), or alike in both.
@@ -147,7 +165,11 @@ fn is_loopback(address: IpAddr) -> bool {
 
 /// Whether a host is this machine by a name that nobody else can give out.
 fn is_this_machine(host: &str) -> bool {
-    let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
-    let address = bare.parse::<IpAddr>();
-    host.eq_ignore_ascii_case("localhost") || address.is_ok_and(is_loopback)
+    host.eq_ignore_ascii_case("localhost") || address(host).is_some_and(is_loopback)
+}
+
+/// The address that stands in a host's place, IPv6 in brackets.
+fn address(host: &str) -> Option<IpAddr> {
+    let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
+    bare.unwrap_or(host).parse().ok()
 }

@@ -283,6 +283,11 @@ fn wrong_method(method: &Method, allowed: &'static str) -> Response<String> {
     response
 }
 
+/// The answer to a request for figures that is to an unknown host; `None` for any other.
+pub(super) fn host_refusal<B>(request: &Request<B>, hosts: &[String]) -> Option<Response<String>> {
+    guard::check_host(request, hosts).err().map(refusal)
+}
+
 fn refusal(refused: Refused) -> Response<String> {
     let (detail, none) = (refused.to_string(), Duration::ZERO);
     if refused != Refused::Token {

@@ -1,0 +1,174 @@
+//! How long the upstream may keep a request waiting.
+//!
+//! The clock runs while the upstream alone can go on: from the part of the request that it took
+//! last until the head of its answer, and between two parts of its answer. It stands still while
+//! the client is waited for, to send or to read; its own patience ends that. So an upload of an
+//! hour passes, and an upstream that hangs does not.
+//!
+//! The body of the request is wrapped as well, so that an error of the client's is known as one
+//! when it comes back from the client library as an error of the request.
+
+use std::error::Error;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use axum::body::{Bytes, HttpBody};
+use http_body::{Frame, SizeHint};
+use tokio::time::{Instant, sleep, sleep_until};
+
+/// The upstream took too long.
+#[derive(Clone, Copy, Debug, thiserror::Error)]
+#[error("the upstream was silent for {0:?}")]
+pub(crate) struct Silent(Duration);
+
+/// The client did not send the body that it announced.
+#[derive(Debug, thiserror::Error)]
+#[error("the body of the request broke off")]
+pub(crate) struct ClientFault(#[source] Box<dyn Error + Send + Sync>);
+
+/// Whether this was caused by the client.
+pub(crate) fn is_clients(error: &(dyn Error + 'static)) -> bool {
+    let mut causes = std::iter::successors(Some(error), |error| (*error).source());
+    causes.any(|error| error.is::<ClientFault>())
+}
+
+/// The clock of one request; its clones are one.
+#[derive(Clone, Debug)]
+pub(crate) struct Silence {
+    /// `None` for no limit.
+    timeout: Option<Duration>,
+    /// Since when the upstream is waited for; `None` while the client is.
+    since: Arc<Mutex<Option<Instant>>>,
+}
+
+impl Silence {
+    /// Begins to wait for the upstream.
+    pub(crate) fn new(timeout: Option<Duration>) -> Self {
+        Self { timeout, since: Arc::new(Mutex::new(Some(Instant::now()))) }
+    }
+
+    /// Waits until the upstream has been silent for too long.
+    pub(crate) async fn passed(&self) -> Silent {
+        let Some(timeout) = self.timeout else { return std::future::pending().await };
+        loop {
+            let since = *self.since.lock().unwrap_or_else(PoisonError::into_inner);
+            match since.map(|since| since + timeout) {
+                Some(due) if due <= Instant::now() => return Silent(timeout),
+                Some(due) => sleep_until(due).await,
+                None => sleep(timeout).await,
+            }
+        }
+    }
+
+    fn waits_for_upstream(&self) {
+        self.set(Some(Instant::now()));
+    }
+
+    fn waits_for_client(&self) {
+        self.set(None);
+    }
+
+    fn set(&self, since: Option<Instant>) {
+        *self.since.lock().unwrap_or_else(PoisonError::into_inner) = since;
+    }
+}
+
+/// The body of a request, on its way to the upstream.
+#[derive(Debug)]
+pub(crate) struct Asked<B> {
+    body: B,
+    silence: Silence,
+}
+
+impl<B> Asked<B> {
+    pub(crate) const fn new(body: B, silence: Silence) -> Self {
+        Self { body, silence }
+    }
+}
+
+impl<B> Drop for Asked<B> {
+    /// Nothing more is taken of it: from here on only the upstream is waited for.
+    fn drop(&mut self) {
+        self.silence.waits_for_upstream();
+    }
+}
+
+impl<B> HttpBody for Asked<B>
+where
+    B: HttpBody<Data = Bytes, Error: Into<Box<dyn Error + Send + Sync>>> + Unpin,
+{
+    type Data = Bytes;
+    type Error = ClientFault;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, ClientFault>>> {
+        let Poll::Ready(frame) = Pin::new(&mut self.body).poll_frame(cx) else {
+            self.silence.waits_for_client();
+            return Poll::Pending;
+        };
+        self.silence.waits_for_upstream();
+        Poll::Ready(frame.map(|frame| frame.map_err(|error| ClientFault(error.into()))))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+/// The body of an answer, on its way to the client.
+pub(crate) struct Answered<B> {
+    body: B,
+    silence: Silence,
+    /// While the upstream is waited for.
+    passed: Option<Pin<Box<dyn Future<Output = Silent> + Send>>>,
+}
+
+impl<B> Answered<B> {
+    pub(crate) const fn new(body: B, silence: Silence) -> Self {
+        Self { body, silence, passed: None }
+    }
+}
+
+impl<B> HttpBody for Answered<B>
+where
+    B: HttpBody<Data = Bytes, Error: Into<Box<dyn Error + Send + Sync>>> + Unpin,
+{
+    type Data = Bytes;
+    type Error = Box<dyn Error + Send + Sync>;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
+        if let Poll::Ready(frame) = Pin::new(&mut self.body).poll_frame(cx) {
+            self.passed = None;
+            return Poll::Ready(frame.map(|frame| frame.map_err(Into::into)));
+        }
+        let Self { silence, passed, .. } = &mut *self;
+        let passed = passed.get_or_insert_with(|| {
+            // Until now the client was waited for, which read what there was.
+            silence.waits_for_upstream();
+            let silence = silence.clone();
+            Box::pin(async move { silence.passed().await })
+        });
+        let silent = ready!(passed.as_mut().poll(cx));
+        tracing::warn!(cause = %silent, "the upstream stopped within an answer");
+        Poll::Ready(Some(Err(silent.into())))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
