@@ -35,12 +35,13 @@ ENV MALLOC_ARENA_MAX=2
 ENV NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 
-# An orderly end takes PROXY_GRACE and at most 5 s more; `docker stop` kills after 10 s.
+# An orderly end takes PROXY_DRAIN, PROXY_GRACE and at most 5 s more; `docker stop` kills after 10 s.
 # Operators have a port of their own: clients that take all connections do not keep health checks
 # waiting, and whoever publishes the first port does not publish /memory and verbs.
 ENV PROXY_LISTEN=0.0.0.0:8080 \
     PROXY_OPERATORS=0.0.0.0:8081 \
-    PROXY_GRACE=4s \
+    PROXY_DRAIN=1s \
+    PROXY_GRACE=3s \
     NO_COLOR=1
 
 USER 10001:10001

@@ -25,7 +25,7 @@ use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 
 use crate::app::patience::{is_late, late};
-use crate::app::silence::{Answered, Asked, Silence, Silent, is_clients};
+use crate::app::silence::{Answered, Asked, ClientFault, Silence, Silent};
 
 /// How long a connection to the upstream may take to stand.
 const CONNECT_PATIENCE: Duration = Duration::from_secs(5);
@@ -111,8 +111,10 @@ impl Forward {
             }
             Ok(answer) => answer_back(answer.map(|body| Body::new(Answered::new(body, silence)))),
             Err(error) if is_late(&error) => late(),
-            Err(error) if is_clients(&error) => broken_off(&whole(&error)),
-            Err(error) => self.failed(&whole(&error)),
+            Err(error) => match ClientFault::of(&error) {
+                Some(fault) => broken_off(fault),
+                None => self.failed(&whole(&error)),
+            },
         }
     }
 
@@ -141,9 +143,10 @@ impl Forward {
 
 /// The answer to a client that sent no whole request, if it is still there. Not a warning: nothing
 /// of ours failed, and clients are not to fill the log.
-fn broken_off(cause: &str) -> Response {
-    tracing::debug!(cause, "a client's request broke off");
-    (StatusCode::BAD_REQUEST, format!("the request broke off: {cause}\n")).into_response()
+fn broken_off(fault: &ClientFault) -> Response {
+    let text = whole(fault);
+    tracing::debug!(cause = text, "a client's request broke off");
+    (StatusCode::BAD_REQUEST, format!("{text}\n")).into_response()
 }
 
 /// What an error says, and all that caused it.

@@ -28,10 +28,12 @@ pub(crate) struct Silent(Duration);
 #[error("the body of the request broke off")]
 pub(crate) struct ClientFault(#[source] Box<dyn Error + Send + Sync>);
 
-/// Whether this was caused by the client.
-pub(crate) fn is_clients(error: &(dyn Error + 'static)) -> bool {
-    let mut causes = std::iter::successors(Some(error), |error| (*error).source());
-    causes.any(|error| error.is::<ClientFault>())
+impl ClientFault {
+    /// The client's part in an error of a request.
+    pub(crate) fn of<'a>(error: &'a (dyn Error + 'static)) -> Option<&'a Self> {
+        let mut causes = std::iter::successors(Some(error), |error| (*error).source());
+        causes.find_map(|error| error.downcast_ref())
+    }
 }
 
 /// The clock of one request; its clones are one.

@@ -3,13 +3,14 @@
 //! Held against each other and against what the proxy needs; the tools that read them for real are
 //! called by `.ci/run` where there are any.
 //!
-//! Invariant: whoever stops the proxy waits longer than its grace and the 5 s of the memory's end.
+//! Invariant: whoever stops the proxy waits longer than its drain, its grace and the 5 s of the
+//! memory's end.
 
 use std::path::Path;
 
 use yaml_rust2::{Yaml, YamlLoader};
 
-use super::text;
+use super::{GUIDE, text};
 
 /// Those that set variables of the crate.
 pub(crate) const ALL: [&str; 4] =
@@ -36,6 +37,12 @@ fn seconds(time: &str) -> u64 {
 fn set<'a>(text: &'a str, name: &str) -> &'a str {
     let after = text.split_once(&format!("{name}=")).unwrap_or_else(|| panic!("no {name}")).1;
     after.split([' ', '\n']).next().unwrap_or_default()
+}
+
+/// How long the end of the image's proxy takes at most.
+fn image_end_s() -> u64 {
+    let image = text("Dockerfile");
+    seconds(set(&image, "PROXY_DRAIN")) + seconds(set(&image, "PROXY_GRACE")) + END_S
 }
 
 fn strings(of: &Yaml) -> Vec<&str> {
@@ -66,7 +73,7 @@ fn the_image_is_the_binary_and_its_libraries_without_root_or_shell() {
     for newer in ["# syntax", "<<", "--link", "--start-interval"] {
         assert!(!image.contains(newer), "{newer} is for newer engines");
     }
-    assert!(seconds(set(&image, "PROXY_GRACE")) + END_S < DOCKER_STOP_S);
+    assert!(image_end_s() < DOCKER_STOP_S);
     assert!(image.contains(&format!("EXPOSE {PORT} {OPERATORS}\n")));
     assert_eq!(set(&image, "PROXY_OPERATORS"), format!("0.0.0.0:{OPERATORS}"));
     assert_eq!(set(&image, "PROXY_LISTEN"), format!("0.0.0.0:{PORT}"));
@@ -111,9 +118,8 @@ fn each_service_of_the_compose_file_has_few_rights_a_limit_and_files_that_exist(
     let proxy = &compose["services"]["proxy"];
     assert_eq!(proxy["mem_limit"], proxy["memswap_limit"], "no swap");
     assert_eq!(proxy["environment"]["LOWTIDE_PROFILE"].as_str(), Some("low-memory"));
-    let grace = seconds(set(&text("Dockerfile"), "PROXY_GRACE"));
     let patience = seconds(proxy["stop_grace_period"].as_str().expect("a time"));
-    assert!(grace + END_S < patience);
+    assert!(image_end_s() < patience);
 }
 
 #[test]
@@ -121,6 +127,8 @@ fn what_watches_the_proxy_in_the_compose_file_finds_it() {
     let (compose, prometheus) = (&yaml("compose.yaml")[0], &yaml("deploy/prometheus.yml")[0]);
     let targets = &prometheus["scrape_configs"][0]["static_configs"][0]["targets"];
     assert_eq!(strings(targets), [format!("proxy:{OPERATORS}")]);
+    let hosts = compose["services"]["proxy"]["environment"]["PROXY_HOSTS"].as_str();
+    assert_eq!(hosts, Some("proxy"), "the name by which it is scraped, or the answer is 403");
     let alerts = &prometheus["alerting"]["alertmanagers"][0]["static_configs"][0]["targets"];
     assert_eq!(strings(alerts), ["alertmanager:9093"]);
     let mounted = strings(&compose["services"]["prometheus"]["volumes"]).join("\n");
@@ -176,10 +184,11 @@ fn the_pod_has_one_limit_few_rights_and_time_to_end() {
         all.into_iter().find(|one| one["name"].as_str() == Some(name))?["value"].as_str()
     };
     assert_eq!(env("LOWTIDE_PROFILE"), Some("low-memory"));
-    let grace = seconds(env("PROXY_GRACE").expect("set"));
+    let [drain, grace] =
+        ["PROXY_DRAIN", "PROXY_GRACE"].map(|name| seconds(env(name).expect("set")));
     let before = proxy["lifecycle"]["preStop"]["sleep"]["seconds"].as_i64().expect("no shell");
     let patience = pod["terminationGracePeriodSeconds"].as_i64().expect("set");
-    assert!(before.unsigned_abs() + grace + END_S < patience.unsigned_abs());
+    assert!(before.unsigned_abs() + drain + grace + END_S < patience.unsigned_abs());
     let chosen = &documents[2]["spec"];
     assert_eq!(&chosen["selector"]["matchLabels"], labels);
     assert_eq!(&documents[1]["spec"]["selector"], labels);
@@ -215,5 +224,20 @@ fn the_unit_limits_memory_gives_no_rights_and_waits_for_the_end() {
     assert!(!unit.contains("\nMemoryHigh="), "the crate would take it for the limit");
     assert!(!unit.contains("\nProcSubset="), "/proc/meminfo is read");
     let patience: u64 = set(&unit, "TimeoutStopSec").parse().expect("seconds");
-    assert!(seconds(set(&unit, "PROXY_GRACE")) + END_S < patience);
+    let [drain, grace] = ["PROXY_DRAIN", "PROXY_GRACE"].map(|name| seconds(set(&unit, name)));
+    assert!(drain + grace + END_S < patience);
+}
+
+/// The bug: `/memory` was shown at the clients' port, which forwards it to the upstream.
+#[test]
+fn memory_was_shown_at_a_port_that_does_not_answer_it() {
+    for page in ["docs/OPERATING.md", GUIDE, "README.md", "src/service/page/page.html"] {
+        for (number, line) in text(page).lines().enumerate() {
+            for path in ["/memory", "/metrics", "/readyz", "/healthz"] {
+                let wrong = format!(":{PORT}{path}");
+                assert!(!line.contains(&wrong), "{page}:{}: {line}", number + 1);
+            }
+        }
+    }
+    assert!(text("docs/OPERATING.md").contains(&format!("curl -s localhost:{OPERATORS}/memory\n")));
 }

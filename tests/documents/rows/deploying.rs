@@ -171,25 +171,28 @@ fn times() -> Vec<Row> {
     let asks = humantime::parse_duration(&asks).expect("a time");
     let sleeps = between(POD, "preStop: { sleep: { seconds: ", " }");
     let patience = between(POD, "terminationGracePeriodSeconds: ", "\n");
-    let grace = text(POD).split("PROXY_GRACE").nth(1).map(str::to_owned).expect("it is set");
-    let grace: String = grace.chars().skip_while(|c| !c.is_ascii_digit()).collect();
-    let grace = grace.split(|c: char| !c.is_ascii_digit()).next().unwrap_or_default().to_owned();
-    let image = between("Dockerfile", "PROXY_GRACE=", " ").split('\n').next().map(str::to_owned);
+    let [drain, grace] = ["PROXY_DRAIN", "PROXY_GRACE"]
+        .map(|name| between(POD, &format!("{{ name: {name}, value: "), "s }"));
+    let [image_drain, image_grace] =
+        ["PROXY_DRAIN=", "PROXY_GRACE="].map(|name| between("Dockerfile", name, " "));
     of_page(
         PAGE,
         [
             ("`/healthz` every {}; each time", values![time(asks)]),
             ("joins its threads, for {} at most;", values![time(end)]),
-            ("PROXY_GRACE + {} < the time", values![time(end)]),
+            ("PROXY_DRAIN + PROXY_GRACE + {} < the time", values![time(end)]),
             (
                 // Docker's own time is the 10 s.
-                "`docker stop` kills after 10 s, so the image sets `PROXY_GRACE={}`.",
-                values![image.expect("it is set")],
+                "`docker stop` kills after 10 s, so the image sets `PROXY_DRAIN={}` and \
+                 `PROXY_GRACE={}`.",
+                values![image_drain, image_grace],
             ),
             ("| `preStop` sleeps {} s |", values![sleeps.clone()]),
+            ("| `PROXY_DRAIN` {} s |", values![drain.clone()]),
             (
-                "| `terminationGracePeriodSeconds: {}` | `preStop` {} + `PROXY_GRACE` {} + {}, and",
-                values![patience, sleeps, grace, end.as_secs().to_string()],
+                "| `terminationGracePeriodSeconds: {}` | `preStop` {} + `PROXY_DRAIN` {} + \
+                 `PROXY_GRACE` {} + {}, and",
+                values![patience, sleeps, drain, grace, end.as_secs().to_string()],
             ),
         ],
     )
