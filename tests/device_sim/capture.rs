@@ -1,7 +1,7 @@
 //! Captures: what is recorded, what spoils them, and what a graph does when it is launched.
 
 use lowtide::ByteSize;
-use lowtide::device::driver::sim::{Call, Fault, Order, Outcome, Pattern, SimDriver};
+use lowtide::device::driver::sim::{Call, CaptureMode, Fault, Order, Outcome, Pattern, SimDriver};
 use lowtide::device::driver::{Driver as _, StreamHandle};
 
 use crate::{GRANULE, code, committed, device};
@@ -117,4 +117,69 @@ fn captures_begin_and_end_in_turn() {
     sim.stream_destroy(stream).expect("and its capture with it");
     sim.synchronize().expect("nothing captures");
     sim.assert_no_faults();
+}
+
+/// cuda.h, `cuThreadExchangeStreamCaptureMode`: what a thread may do beside a capture goes by the
+/// capture's mode, by the thread's, and by whose capture it is.
+#[test]
+fn unsafe_calls_are_forbidden_by_the_modes_of_the_capture_and_of_the_thread() {
+    use CaptureMode::{Global, Relaxed, ThreadLocal};
+    let cases = [
+        // The mode of the capture, of a thread; whether its own is spoiled, and another's.
+        (Global, Global, true, true),
+        (Global, ThreadLocal, true, false),
+        (Global, Relaxed, false, false),
+        (ThreadLocal, Global, true, false),
+        (ThreadLocal, ThreadLocal, true, false),
+        (ThreadLocal, Relaxed, false, false),
+        (Relaxed, Global, false, false),
+        (Relaxed, ThreadLocal, false, false),
+        (Relaxed, Relaxed, false, false),
+    ];
+    for (of_capture, of_thread, own, others) in cases {
+        for (is_own, spoils) in [(true, own), (false, others)] {
+            let sim = device(Order::Lazy);
+            let stream = sim.stream_create().expect("stream");
+            let mark = sim.event_create().expect("event");
+            sim.event_record(mark, stream).expect("recorded");
+            sim.raw().begin_capture(stream.get(), of_capture).expect("begun");
+            let ask = || {
+                let before = of_thread.exchange();
+                let asked = sim.event_query(mark).err().and_then(|error| error.code());
+                let outcome = [asked, sim.raw().alloc(8).err().map(i64::from)];
+                assert_eq!(before.exchange(), of_thread);
+                outcome
+            };
+            let elsewhere = || std::thread::scope(|it| it.spawn(ask).join().expect("no panic"));
+            let outcome = if is_own { ask() } else { elsewhere() };
+            let told = format!("{of_capture:?}, {of_thread:?}, own: {is_own}");
+            assert_eq!(outcome, if spoils { [Some(900); 2] } else { [None; 2] }, "{told}");
+            let ended = sim.end_capture(stream).err().and_then(|error| error.code());
+            assert_eq!(ended, spoils.then_some(901), "{told}");
+        }
+    }
+}
+
+/// cuda.h: a thread is "still prohibited from API calls which necessarily conflict".
+#[test]
+fn a_wait_for_the_context_or_for_what_is_captured_spoils_in_any_mode() {
+    type Act = fn(&SimDriver, StreamHandle) -> Option<i64>;
+    let acts: [Act; 3] = [
+        |sim, _| code(sim.synchronize()),
+        |sim, stream| code(sim.stream_synchronize(stream)),
+        |sim, stream| {
+            let mark = sim.event_create().expect("event");
+            sim.event_record(mark, stream).expect("captured");
+            code(sim.event_query(mark))
+        },
+    ];
+    for (act, expected) in acts.into_iter().zip([900, 900, 907]) {
+        let sim = device(Order::Lazy);
+        let stream = sim.stream_create().expect("stream");
+        sim.raw().begin_capture(stream.get(), CaptureMode::Relaxed).expect("begun");
+        let before = CaptureMode::Relaxed.exchange();
+        assert_eq!(act(&sim, stream), Some(expected));
+        let _ = before.exchange();
+        assert_eq!(code(sim.end_capture(stream)), Some(901));
+    }
 }

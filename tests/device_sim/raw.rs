@@ -5,7 +5,9 @@ use std::sync::{Arc, Mutex};
 use lowtide::ByteSize;
 use lowtide::device::driver::Driver as _;
 use lowtide::device::driver::sim::raw::{self, HostBytes, HostKind, KERNELS, Kernel, Place};
-use lowtide::device::driver::sim::{Call, Fault, Order, SimDriver, SimError, SimOptions};
+use lowtide::device::driver::sim::{
+    Call, CaptureMode, Fault, Order, SimDriver, SimError, SimOptions,
+};
 
 use crate::Numbers;
 
@@ -95,7 +97,7 @@ fn round(sim: &SimDriver) -> Result<(), u32> {
     raw.free_async(pooled, stream)?;
     raw.pool_trim(pool, 0)?;
     raw.pool_destroy(pool)?;
-    raw.begin_capture(stream)?;
+    raw.begin_capture(stream, CaptureMode::Global)?;
     raw.set_async(at, &[8], 4_096, stream)?;
     let graph = raw.end_capture(stream)?;
     let run = raw.graph_instantiate(graph)?;
@@ -146,7 +148,7 @@ fn a_task_kept_in_a_graph_is_done_at_each_launch_and_gone_with_it() {
     let raw = sim.raw();
     let (stream, at) = (raw.stream_create(false).expect("one"), raw.alloc(8).expect("room"));
     let target = Bytes::new(8, 0);
-    raw.begin_capture(stream).expect("begun");
+    raw.begin_capture(stream, CaptureMode::Global).expect("begun");
     let (to, from) = (Place::Host(target.clone(), 0), Place::Device(at));
     raw.copy_async(to, from, 8, stream).expect("captured");
     let graph = raw.end_capture(stream).expect("ended");
@@ -169,7 +171,7 @@ fn a_capture_that_was_spoiled_keeps_no_task() {
     let raw = sim.raw();
     let (stream, at) = (raw.stream_create(false).expect("one"), raw.alloc(8).expect("room"));
     let target = Bytes::new(8, 0);
-    raw.begin_capture(stream).expect("begun");
+    raw.begin_capture(stream, CaptureMode::Global).expect("begun");
     let (to, from) = (Place::Host(target.clone(), 0), Place::Device(at));
     raw.copy_async(to, from, 8, stream).expect("captured");
     assert_eq!(raw.alloc_async(None, 8, stream), Err(900));
@@ -197,7 +199,7 @@ fn the_default_stream_and_those_that_block_wait_for_each_other() {
     raw.set_async(at, &[5], 8, blocking).expect("queued");
     raw.stream_synchronize(blocking).expect("done");
     assert_eq!(raw.stream_query(legacy), Ok(true), "before the blocking one");
-    raw.begin_capture(blocking).expect("begun");
+    raw.begin_capture(blocking, CaptureMode::Global).expect("begun");
     assert_eq!(raw.legacy_stream(), Err(906), "would be ordered with the capture");
 }
 

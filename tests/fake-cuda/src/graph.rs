@@ -1,37 +1,52 @@
 //! Captures of one stream into a graph, and its launches.
 //!
-//! The model has one mode of capture, the strictest (global).
+//! A capture has the mode with which it began, a thread the mode that it set last.
 //!
 //! Invariant: a graph and what was instantiated of it live apart.
 #![expect(unsafe_code, reason = "exports functions under C names: the attribute alone")]
 
 use std::ffi::{c_int, c_uint, c_ulonglong};
 
-use crate::call::{INVALID_HANDLE, INVALID_VALUE};
+use crate::call::{Answer, INVALID_HANDLE, INVALID_VALUE};
+use crate::device::driver::sim::CaptureMode;
 use crate::ffi::{Out, Untyped, export};
 use crate::handle::Kind;
 use crate::state::{Seat, state, stream};
 
-fn instantiate(to: Out<u64>, graph: u64) -> crate::call::Answer {
+/// `CUstreamCaptureMode`
+const MODES: [CaptureMode; 3] =
+    [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed];
+
+fn mode(number: c_uint) -> Answer<CaptureMode> {
+    let at = usize::try_from(number).map_err(|_| INVALID_VALUE)?;
+    MODES.get(at).copied().ok_or(INVALID_VALUE)
+}
+
+/// Sets this thread's mode; the number of the one before.
+fn exchange(number: c_uint) -> Answer<c_uint> {
+    let before = mode(number)?.exchange();
+    let at = MODES.iter().position(|known| *known == before);
+    Ok(at.and_then(|at| c_uint::try_from(at).ok()).unwrap_or(0))
+}
+
+fn instantiate(to: Out<u64>, graph: u64) -> Answer {
     let (seat, number) = found(graph, Kind::Graph)?;
     let made = seat.sim.raw().graph_instantiate(number)?;
     to.put(seat.handle(Kind::GraphExec, made))
 }
 
-fn found(bits: u64, kind: Kind) -> crate::call::Answer<(Seat, u64)> {
+fn found(bits: u64, kind: Kind) -> Answer<(Seat, u64)> {
     state().find(bits, kind, INVALID_VALUE)
 }
 
 export! {
-    fn cuStreamBeginCapture_v2(bits: u64, mode: c_uint) {
-        if mode > 2 {
-            return Err(INVALID_VALUE);
-        }
+    fn cuStreamBeginCapture_v2(bits: u64, number: c_uint) {
+        let mode = mode(number)?;
         if bits <= 1 {
             return Err(900); // CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED: the legacy stream
         }
-        let (seat, number) = stream(bits)?;
-        seat.sim.raw().begin_capture(number)
+        let (seat, stream) = stream(bits)?;
+        seat.sim.raw().begin_capture(stream, mode)
     }
 
     fn cuStreamEndCapture(bits: u64, graph: Out<u64>) {
@@ -63,8 +78,10 @@ export! {
         Ok(())
     }
 
-    fn cuThreadExchangeStreamCaptureMode(mode: Out<c_uint>) {
-        mode.put(0)
+    fn cuThreadExchangeStreamCaptureMode(mode: Untyped) {
+        state().started()?;
+        let before = exchange(mode.input::<c_uint>().get()?)?;
+        mode.out().put(before)
     }
 
     fn cuGraphInstantiateWithFlags(to: Out<u64>, graph: u64, _flags: c_ulonglong) {

@@ -174,6 +174,22 @@ impl Call {
     pub const fn name(self) -> &'static str {
         TABLE[self as usize].1
     }
+
+    /// Whether a capture of a graph may forbid it by the modes alone: calls that take or give
+    /// memory which is no stream's. Calls about streams and events look at the capture as well, and
+    /// are refused where they stand.
+    pub(super) const fn is_unsafe_in_capture(self) -> bool {
+        matches!(
+            self,
+            Self::Alloc
+                | Self::Free
+                | Self::AllocManaged
+                | Self::HostAlloc
+                | Self::HostFree
+                | Self::HostRegister
+                | Self::HostUnregister
+        )
+    }
 }
 
 /// What a call costs in virtual time. All zero: it costs nothing.

@@ -1,13 +1,15 @@
 //! The simulation as a [`Driver`], and the same calls for tests, without a key.
 //!
-//! Nothing is decided here: each call takes the lock and asks the model.
+//! Nothing is decided here: each call takes the lock and asks the model. A call of the trait relaxes
+//! the capture mode of its thread, as the driver of a real device does; a test's own does not.
 //!
-//! Invariant: a call of the trait and the call of the same name of the type are one.
+//! Invariant: a call of the trait and the call of the same name of the type are one, but for that.
 
 use std::ptr::NonNull;
 
 use super::SimDriver;
 use super::call::Call;
+use super::graph::Relaxed;
 use super::memory::Range;
 use super::raw::Found;
 use crate::bytes::ByteSize;
@@ -131,6 +133,12 @@ impl SimDriver {
 }
 
 impl SimDriver {
+    /// Runs the acts that wait for a call, and relaxes this thread's capture mode for the call.
+    fn enter(&self, call: Call) -> Relaxed {
+        self.hooks.before(call);
+        Relaxed::enter()
+    }
+
     fn is_pool(&self) -> bool {
         self.model().options.pool
     }
@@ -162,52 +170,52 @@ impl Driver for SimDriver {
     }
 
     fn reserve(&self, size: ByteSize) -> Answer<DeviceAddress> {
-        self.hooks.before(Call::AddressReserve);
+        let _relaxed = self.enter(Call::AddressReserve);
         self.model().reserve(size)
     }
 
     fn unreserve(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Answer {
-        self.hooks.before(Call::AddressFree);
+        let _relaxed = self.enter(Call::AddressFree);
         Self::unreserve(self, at, size)
     }
 
     fn commit(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Answer {
-        self.hooks.before(Call::Create);
+        let _relaxed = self.enter(Call::Create);
         Self::commit(self, at, size)
     }
 
     fn decommit(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Answer {
-        self.hooks.before(Call::Unmap);
+        let _relaxed = self.enter(Call::Unmap);
         Self::decommit(self, at, size)
     }
 
     fn remap(&self, from: DeviceAddress, to: DeviceAddress, size: ByteSize, _: Key) -> Answer {
-        self.hooks.before(Call::Map);
+        let _relaxed = self.enter(Call::Map);
         Self::remap(self, from, to, size)
     }
 
     fn segment_create(&self, size: ByteSize) -> Answer<DeviceAddress> {
-        self.hooks.before(if self.is_pool() { Call::AllocAsync } else { Call::Alloc });
+        let _relaxed = self.enter(if self.is_pool() { Call::AllocAsync } else { Call::Alloc });
         self.model().segment_create(size)
     }
 
     fn segment_destroy(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Answer {
-        self.hooks.before(if self.is_pool() { Call::FreeAsync } else { Call::Free });
+        let _relaxed = self.enter(if self.is_pool() { Call::FreeAsync } else { Call::Free });
         Self::segment_destroy(self, at, size)
     }
 
     fn trim(&self) -> Answer {
-        self.hooks.before(Call::PoolTrim);
+        let _relaxed = self.enter(Call::PoolTrim);
         self.model().trim_segments()
     }
 
     fn copy(&self, from: DeviceAddress, to: DeviceAddress, size: ByteSize, _: Key) -> Answer {
-        self.hooks.before(Call::Copy);
+        let _relaxed = self.enter(Call::Copy);
         Self::copy(self, from, to, size)
     }
 
     fn device_memory(&self) -> Answer<Option<DeviceMemory>> {
-        self.hooks.before(Call::GetInfo);
+        let _relaxed = self.enter(Call::GetInfo);
         let mut model = self.model();
         model.enter(Call::GetInfo, ByteSize::ZERO)?;
         Ok(Some(DeviceMemory { total: model.options.capacity, free: model.headroom() }))
@@ -234,67 +242,67 @@ impl Driver for SimDriver {
     }
 
     fn host_alloc(&self, size: ByteSize, memory: HostMemory) -> Answer<NonNull<u8>> {
-        self.hooks.before(Call::HostAlloc);
+        let _relaxed = self.enter(Call::HostAlloc);
         self.model().host_alloc(size, memory)
     }
 
     fn host_free(&self, at: NonNull<u8>, size: ByteSize, memory: HostMemory, key: Key) -> Answer {
-        self.hooks.before(Call::HostFree);
+        let _relaxed = self.enter(Call::HostFree);
         self.model().host_free(at, size, memory, key)
     }
 
     fn stream_create(&self) -> Answer<StreamHandle> {
-        self.hooks.before(Call::StreamCreate);
+        let _relaxed = self.enter(Call::StreamCreate);
         self.model().stream_create()
     }
 
     fn stream_destroy(&self, stream: StreamHandle, _: Key) -> Answer {
-        self.hooks.before(Call::StreamDestroy);
+        let _relaxed = self.enter(Call::StreamDestroy);
         Self::stream_destroy(self, stream)
     }
 
     fn stream_wait_event(&self, stream: StreamHandle, event: EventHandle, _: Key) -> Answer {
-        self.hooks.before(Call::StreamWaitEvent);
+        let _relaxed = self.enter(Call::StreamWaitEvent);
         Self::stream_wait_event(self, stream, event)
     }
 
     fn stream_synchronize(&self, stream: StreamHandle, _: Key) -> Answer {
-        self.hooks.before(Call::StreamSynchronize);
+        let _relaxed = self.enter(Call::StreamSynchronize);
         Self::stream_synchronize(self, stream)
     }
 
     fn is_capturing(&self, stream: StreamHandle, _: Key) -> Answer<bool> {
-        self.hooks.before(Call::StreamIsCapturing);
+        let _relaxed = self.enter(Call::StreamIsCapturing);
         Self::is_capturing(self, stream)
     }
 
     fn event_create(&self) -> Answer<EventHandle> {
-        self.hooks.before(Call::EventCreate);
+        let _relaxed = self.enter(Call::EventCreate);
         self.model().event_create().map(EventHandle::new)
     }
 
     fn event_destroy(&self, event: EventHandle, _: Key) -> Answer {
-        self.hooks.before(Call::EventDestroy);
+        let _relaxed = self.enter(Call::EventDestroy);
         Self::event_destroy(self, event)
     }
 
     fn event_record(&self, event: EventHandle, stream: StreamHandle, _: Key) -> Answer {
-        self.hooks.before(Call::EventRecord);
+        let _relaxed = self.enter(Call::EventRecord);
         Self::event_record(self, event, stream)
     }
 
     fn event_query(&self, event: EventHandle, _: Key) -> Answer<bool> {
-        self.hooks.before(Call::EventQuery);
+        let _relaxed = self.enter(Call::EventQuery);
         Self::event_query(self, event)
     }
 
     fn event_synchronize(&self, event: EventHandle, _: Key) -> Answer {
-        self.hooks.before(Call::EventSynchronize);
+        let _relaxed = self.enter(Call::EventSynchronize);
         Self::event_synchronize(self, event)
     }
 
     fn synchronize(&self) -> Answer {
-        self.hooks.before(Call::Synchronize);
+        let _relaxed = self.enter(Call::Synchronize);
         self.model().synchronize()
     }
 
@@ -306,17 +314,17 @@ impl Driver for SimDriver {
         stream: StreamHandle,
         _: Key,
     ) -> Answer {
-        self.hooks.before(Call::CopyAsync);
+        let _relaxed = self.enter(Call::CopyAsync);
         Self::copy_async(self, from, to, size, stream)
     }
 
     fn host_store_create(&self, size: ByteSize) -> Answer<HostStore> {
-        self.hooks.before(Call::HostAlloc);
+        let _relaxed = self.enter(Call::HostAlloc);
         self.model().store_create(size)
     }
 
     fn host_store_destroy(&self, store: HostStore, _: Key) -> Answer {
-        self.hooks.before(Call::HostFree);
+        let _relaxed = self.enter(Call::HostFree);
         Self::host_store_destroy(self, store)
     }
 
@@ -327,12 +335,12 @@ impl Driver for SimDriver {
         stream: StreamHandle,
         _: Key,
     ) -> Answer {
-        self.hooks.before(Call::Offload);
+        let _relaxed = self.enter(Call::Offload);
         Self::offload(self, from, into, stream)
     }
 
     fn restore(&self, from: StoreSpan, to: DeviceAddress, stream: StreamHandle, _: Key) -> Answer {
-        self.hooks.before(Call::Restore);
+        let _relaxed = self.enter(Call::Restore);
         Self::restore(self, from, to, stream)
     }
 }

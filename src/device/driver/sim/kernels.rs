@@ -11,7 +11,7 @@
 
 use super::SimDriver;
 use super::call::Call;
-use super::graph::GraphHandle;
+use super::graph::{CaptureMode, GraphHandle};
 use super::memory::Range;
 use super::work::{Outcome, Pattern, Ticket, Work};
 use crate::bytes::ByteSize;
@@ -108,13 +108,14 @@ impl SimDriver {
         self.model().start(Call::LaunchHostFunction, stream.get(), Work::HostFunction(tag))
     }
 
-    /// Lets a stream record its work into a graph instead of doing it. Until the end of the capture
-    /// the host may ask no event, and wait for nothing.
+    /// Lets a stream record its work into a graph instead of doing it, in the global mode: until
+    /// the end of the capture no thread whose own mode is not relaxed may ask an event or wait for
+    /// one, and none may wait for the context.
     ///
     /// # Errors
     /// As for [`SimDriver::fill`]; a refusal (401) where the stream captures already.
     pub fn begin_capture(&self, stream: StreamHandle) -> Result<(), DriverError> {
-        self.model().begin_capture(stream.get())
+        self.model().begin_capture(stream.get(), CaptureMode::Global)
     }
 
     /// Ends the capture of a stream.

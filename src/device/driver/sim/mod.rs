@@ -70,7 +70,7 @@ use std::fmt;
 pub use call::{Call, Cost, DriverCosts};
 pub use control::Leaks;
 pub use fault::{Fault, HandleKind, SimError, WorkKind};
-pub use graph::GraphHandle;
+pub use graph::{CaptureMode, GraphHandle};
 pub use model::LogEntry;
 pub use options::{Handles, Order, SimOptions};
 pub use work::{Outcome, Pattern, Ticket};

@@ -136,7 +136,8 @@ impl Model {
     }
 
     /// Begins a call: counts, charges and logs it, lets other work get on, and fails it where the
-    /// context is lost or a failure is planned. `requested` is what it asks for, if anything.
+    /// context is lost, a failure is planned, or a capture forbids it. `requested` is what it asks
+    /// for, if anything.
     pub(super) fn enter(&mut self, call: Call, requested: ByteSize) -> Result<(), DriverError> {
         self.count(call);
         if let Order::Random { .. } = self.options.order {
@@ -148,6 +149,7 @@ impl Model {
         }
         match self.planned.of(call) {
             Some(error) => Err(self.fail(call, error, requested)),
+            None if call.is_unsafe_in_capture() => self.forbid_unsafe(call, UNSUPPORTED),
             None => Ok(()),
         }
     }

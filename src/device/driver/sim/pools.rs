@@ -250,7 +250,7 @@ impl Model {
         let requested = ByteSize::new(size);
         self.live_stream(call, stream)?;
         if self.captures.contains_key(&stream) {
-            return Err(self.spoil(call, UNSUPPORTED));
+            return Err(self.spoil(call, UNSUPPORTED, |of, _| of == stream));
         }
         if self.pools.get(pool).is_none() {
             return Err(self.no_pool(call, pool));
@@ -324,7 +324,7 @@ impl Model {
     ) -> Result<(), DriverError> {
         self.live_stream(call, stream)?;
         if self.captures.contains_key(&stream) {
-            return Err(self.spoil(call, UNSUPPORTED));
+            return Err(self.spoil(call, UNSUPPORTED, |of, _| of == stream));
         }
         let free = self.unused(call, at, stream)?;
         self.queue(call, stream, Work::Close(at, free))

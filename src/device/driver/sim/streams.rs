@@ -1,14 +1,17 @@
 //! Streams, events, and what is queued on them.
 //!
 //! An event marks a position in a stream. A wait takes the position that the event marks when the
-//! wait is queued, so that a later record or the event's end changes nothing for it. While any
-//! stream captures, the host may neither ask nor wait: the manual forbids it for some of the calls
-//! in some modes, the model forbids it for all of them, as the strictest mode there is.
+//! wait is queued, so that a later record or the event's end changes nothing for it. To ask an
+//! event or a stream, and to wait for one, is unsafe beside a capture, which the modes decide
+//! ([`CaptureMode`](super::CaptureMode)). A wait for the whole context spoils every capture in it,
+//! whatever the modes; so does, of its own capture, a question about a stream that captures or an
+//! event that was captured.
 //!
 //! Invariant: an event is done iff the position that it marks is.
 
 use super::call::Call;
 use super::fault::{Fault, HandleKind, SimError};
+use super::graph::Capture;
 use super::memory::Range;
 use super::model::{
     CAPTURED_EVENT, INVALID_VALUE, INVALIDATED, ISOLATION, Marked, Model, UNSUPPORTED,
@@ -41,12 +44,12 @@ impl Model {
         let captures = self.captures.contains_key(&stream);
         match self.marked(call, event)? {
             Marked::Nothing => Ok(()),
-            Marked::Position(_) if captures => Err(self.spoil(call, ISOLATION)),
+            Marked::Position(_) if captures => Err(self.spoil_all(call, ISOLATION)),
             Marked::Position(position) if self.queues.is_done(position) => Ok(()),
             Marked::Position(position) => self.queue(call, stream, Work::Wait(position)),
             Marked::Captured(origin) if origin == stream && captures => Ok(()),
             Marked::Captured(origin) if captures || self.captures.contains_key(&origin) => {
-                Err(self.spoil(call, ISOLATION))
+                Err(self.spoil_all(call, ISOLATION))
             }
             Marked::Captured(_) => {
                 Err(self.fail(call, SimError::Code(CAPTURED_EVENT), ByteSize::ZERO))
@@ -57,13 +60,15 @@ impl Model {
     pub(super) fn stream_synchronize(&mut self, stream: u64) -> Result<(), DriverError> {
         self.enter(Call::StreamSynchronize, ByteSize::ZERO)?;
         self.live_stream(Call::StreamSynchronize, stream)?;
-        self.forbid_in_capture(Call::StreamSynchronize, UNSUPPORTED)?;
+        self.forbid_of_stream(Call::StreamSynchronize, stream, UNSUPPORTED)?;
         self.wait_for(Call::StreamSynchronize, self.queues.end(stream))
     }
 
     pub(super) fn synchronize(&mut self) -> Result<(), DriverError> {
         self.enter(Call::Synchronize, ByteSize::ZERO)?;
-        self.forbid_in_capture(Call::Synchronize, UNSUPPORTED)?;
+        if !self.captures.is_empty() {
+            return Err(self.spoil_all(Call::Synchronize, UNSUPPORTED));
+        }
         self.run_all();
         self.lost_in(Call::Synchronize)
     }
@@ -126,28 +131,51 @@ impl Model {
     fn ask(&mut self, call: Call, event: u64) -> Result<Option<Position>, DriverError> {
         self.enter(call, ByteSize::ZERO)?;
         match self.marked(call, event)? {
-            Marked::Captured(_) => {
-                self.forbid_in_capture(call, CAPTURED_EVENT)?;
+            Marked::Captured(origin) => {
+                self.forbid_of_stream(call, origin, CAPTURED_EVENT)?;
                 Err(self.fail(call, SimError::Code(CAPTURED_EVENT), ByteSize::ZERO))
             }
-            Marked::Nothing => self.forbid_in_capture(call, UNSUPPORTED).map(|()| None),
+            Marked::Nothing => self.forbid_unsafe(call, UNSUPPORTED).map(|()| None),
             Marked::Position(position) => {
-                self.forbid_in_capture(call, UNSUPPORTED).map(|()| Some(position))
+                self.forbid_unsafe(call, UNSUPPORTED).map(|()| Some(position))
             }
         }
     }
 
-    /// Fails, and spoils the captures, while any stream captures.
-    pub(super) fn forbid_in_capture(&mut self, call: Call, code: u32) -> Result<(), DriverError> {
-        if self.captures.is_empty() { Ok(()) } else { Err(self.spoil(call, code)) }
+    /// Fails a question about a stream, or a wait for it, that it or another forbids by a capture.
+    pub(super) fn forbid_of_stream(
+        &mut self,
+        call: Call,
+        stream: u64,
+        code: u32,
+    ) -> Result<(), DriverError> {
+        if self.captures.contains_key(&stream) {
+            return Err(self.spoil(call, code, |of, _| of == stream));
+        }
+        self.forbid_unsafe(call, code)
     }
 
     /// Invalidates all captures, and says with what.
-    pub(super) fn spoil(&mut self, call: Call, code: u32) -> DriverError {
-        if self.captures.values().any(|capture| !capture.spoiled) {
+    pub(super) fn spoil_all(&mut self, call: Call, code: u32) -> DriverError {
+        self.spoil(call, code, |_, _| true)
+    }
+
+    /// Invalidates the captures of which this holds, and says with what.
+    pub(super) fn spoil(
+        &mut self,
+        call: Call,
+        code: u32,
+        of: impl Fn(u64, &Capture) -> bool,
+    ) -> DriverError {
+        let mut fresh = false;
+        for (&stream, capture) in &mut self.captures {
+            if of(stream, capture) {
+                fresh |= !std::mem::replace(&mut capture.spoiled, true);
+            }
+        }
+        if fresh {
             self.faults.add(Fault::CaptureSpoiled { call });
         }
-        self.captures.values_mut().for_each(|capture| capture.spoiled = true);
         self.fail(call, SimError::Code(code), ByteSize::ZERO)
     }
 

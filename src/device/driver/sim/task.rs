@@ -286,7 +286,7 @@ impl Model {
     /// error, and spoils the capture.
     pub(super) fn legacy_stream(&mut self, call: Call) -> Result<u64, DriverError> {
         if self.captures.keys().any(|stream| self.blocking.contains(stream)) {
-            return Err(self.spoil(call, IMPLICIT));
+            return Err(self.spoil_all(call, IMPLICIT));
         }
         if self.legacy == 0 {
             self.legacy = self.implicit_stream();

@@ -7,6 +7,7 @@
 
 use super::super::call::Call;
 use super::super::fault::{HandleKind, SimError};
+use super::super::graph::CaptureMode;
 use super::super::model::{Marked, UNSUPPORTED};
 use super::{Answer, Raw, code};
 use crate::bytes::ByteSize;
@@ -56,7 +57,7 @@ impl Raw<'_> {
         let call = Call::StreamQuery;
         model.enter(call, ByteSize::ZERO).map_err(code)?;
         model.live_stream(call, stream).map_err(code)?;
-        model.forbid_in_capture(call, UNSUPPORTED).map_err(code)?;
+        model.forbid_of_stream(call, stream, UNSUPPORTED).map_err(code)?;
         let end = model.queues.end(stream);
         let done = model.queues.is_done(end);
         if done {
@@ -121,8 +122,8 @@ impl Raw<'_> {
     }
 
     /// `cuStreamBeginCapture`.
-    pub fn begin_capture(&self, stream: u64) -> Answer {
-        self.model().begin_capture(stream).map_err(code)
+    pub fn begin_capture(&self, stream: u64, mode: CaptureMode) -> Answer {
+        self.model().begin_capture(stream, mode).map_err(code)
     }
 
     /// `cuStreamEndCapture`: a graph.
