@@ -132,3 +132,29 @@ fn the_last_of_a_device_ends_in_another_thread() {
     assert_eq!(fake.retains(0), 0);
     fake.assert_clean();
 }
+
+/// The first call of ours left the device's context current in it.
+#[test]
+fn a_thread_without_a_context_has_none_after_our_calls() {
+    let fake = Fake::start(LAZY);
+    let bed = Bed::new();
+    let arena = bed.arena();
+    let lane = arena.cuda_lane(&bed.one).expect("a lane");
+    let act = || {
+        assert_eq!(current(), 0);
+        drop(lane.alloc::<u8>(3 * UNIT, Region::Dynamic).expect("room"));
+        lane.end_run().expect("marked");
+        arena.purge().expect("looked");
+        bed.driver.headroom().expect("asked");
+        bed.driver.synchronize().expect("done");
+        assert_eq!(current(), 0);
+        fake.fail(c"cuMemGetInfo_v2", 1, 999);
+        bed.driver.headroom().expect_err("refused");
+        assert_eq!(current(), 0, "after a call that failed");
+    };
+    thread::scope(|scope| scope.spawn(act).join().expect("no panic"));
+    drop(lane);
+    arena.close().expect("closed");
+    drop((arena, bed));
+    fake.assert_clean();
+}

@@ -40,6 +40,7 @@ pub(crate) const BASE: &[&CStr] = &[
     c"cuStreamSynchronize",
     c"cuStreamWaitEvent",
     c"cuStreamIsCapturing",
+    c"cuThreadExchangeStreamCaptureMode",
     c"cuEventCreate",
     c"cuEventDestroy_v2",
     c"cuEventRecord",

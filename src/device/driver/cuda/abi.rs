@@ -50,6 +50,8 @@ pub(super) const ATTRIBUTE_ORDINAL: i32 = 9;
 pub(super) const INVALID_VALUE: u32 = 1;
 /// `CU_STREAM_CAPTURE_STATUS_NONE`
 pub(super) const CAPTURE_NONE: u32 = 0;
+/// `CU_STREAM_CAPTURE_MODE_RELAXED`
+pub(super) const CAPTURE_RELAXED: u32 = 2;
 
 /// `CU_MEM_LOCATION_TYPE_DEVICE`
 const LOCATION_DEVICE: i32 = 1;

@@ -27,8 +27,12 @@ use super::table::{Pointer, Table};
 use crate::bytes::ByteSize;
 use crate::device::driver::DriverError;
 use crate::sync::atomic::{AtomicU64, Ordering};
+use crate::sync::{Mutex, lock};
 
 pub(super) type Answer<T = ()> = Result<T, DriverError>;
+
+/// Most errors of calls that were to undo others that are kept for the log.
+const NOT_UNDONE_MAX: usize = 16;
 
 /// Characters of a device's name that are read.
 const NAME_LENGTH: u8 = 255;
@@ -37,16 +41,35 @@ const NAME_LENGTH: u8 = 255;
 pub(super) struct Calls {
     pub(super) table: Table,
     made: AtomicU64,
+    /// Errors of calls that were to undo others, for the log; see [`Calls::note_not_undone`].
+    not_undone: Mutex<Vec<DriverError>>,
 }
 
 impl Calls {
     pub(super) fn new(table: Table) -> Self {
-        Self { table, made: AtomicU64::new(0) }
+        Self { table, made: AtomicU64::new(0), not_undone: Mutex::default() }
     }
 
     /// How many calls were made.
     pub(super) fn made(&self) -> u64 {
         self.made.load(Ordering::Relaxed)
+    }
+
+    /// Keeps the error of a call that was to undo another. It is logged once the thread's context
+    /// and capture mode are restored, because a subscriber is not ours.
+    pub(super) fn note_not_undone(&self, error: DriverError) {
+        let mut errors = lock(&self.not_undone);
+        if errors.len() < NOT_UNDONE_MAX {
+            errors.push(error);
+        }
+    }
+
+    /// Logs what could not be undone. Call it with nothing of ours current on the thread.
+    pub(super) fn log_not_undone(&self) {
+        let errors = std::mem::take(&mut *lock(&self.not_undone));
+        for error in errors {
+            log!(warn, %error, "a driver call could not be undone");
+        }
     }
 
     /// Counts a call, and makes an error of its result.
@@ -157,6 +180,15 @@ impl Calls {
         // SAFETY: a context that is retained, or that was current before.
         let code = unsafe { (self.table.base.context_set)(context) };
         self.plain("cuCtxSetCurrent", code)
+    }
+
+    /// Sets this thread's mode towards captures of graphs (`CUstreamCaptureMode`); the one before.
+    pub(super) fn exchange_capture_mode(&self, mode: u32) -> Answer<u32> {
+        let mut mode = mode;
+        // SAFETY: it reads one enum of 32 bits and writes one in its place.
+        let code = unsafe { (self.table.base.capture_mode)(&raw mut mode) };
+        self.plain("cuThreadExchangeStreamCaptureMode", code)?;
+        Ok(mode)
     }
 
     pub(super) fn context_synchronize(&self) -> Answer {

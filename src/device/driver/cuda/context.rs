@@ -1,11 +1,22 @@
 //! A device's primary context, retained, and made current for each call.
 //!
-//! A thread may have none (the worker, a thread that drops a buffer) or another device's; cudarc's
-//! users share the primary context of a device with us. The context that a thread had is current
-//! again afterwards, so that nobody's own calls go to our device.
+//! A thread may have no context (the worker, a thread that drops a buffer) or another device's;
+//! users of cudarc share the primary context of a device with us. A thread may also respect the
+//! captures of graphs of others (`CUstreamCaptureMode`, by default global), so that a call that is
+//! unsafe beside a capture would fail and invalidate it, whatever stream captures. So each call
+//! makes the context current and relaxes the thread's mode, and restores both, also when the thread
+//! had no context and when a panic unwinds. No code of the program runs in between: subscribers of
+//! the log see an error after that.
 //!
-//! Invariant: `retains = releases` once it is dropped, in the process that opened it.
+//! A relaxed mode protects every capture from every call here but one: a wait for the whole context
+//! invalidates captures in any mode ([`Driver::synchronize`](crate::device::driver::Driver)).
+//!
+//! Invariants: `retains = releases` once it is dropped, in the process that opened it; a call leaves
+//! the thread with the context and the mode that it had.
 
+use std::marker::PhantomData;
+
+use super::abi::CAPTURE_RELAXED;
 use super::calls::{Answer, Calls};
 use crate::bytes::ByteSize;
 use crate::fork::Birth;
@@ -19,10 +30,66 @@ pub(super) struct Context {
     birth: Birth,
 }
 
+/// Restores the calling thread's context and capture mode when it is dropped.
+struct Entered<'a> {
+    calls: &'a Calls,
+    /// The context to restore, 0 for none; `None` if it is the same.
+    context: Option<usize>,
+    /// The mode to restore; `None` if it is the same.
+    mode: Option<u32>,
+    /// Both are the thread's, so that this must end there.
+    _here: PhantomData<*const ()>,
+}
+
+impl<'a> Entered<'a> {
+    /// Makes a context current on this thread, and relaxes the thread's capture mode.
+    fn new(calls: &'a Calls, context: usize) -> Answer<Self> {
+        let mut entered = Self::bare(calls);
+        let before = calls.context_current()?;
+        if before != context {
+            calls.context_set(context)?;
+            entered.context = Some(before);
+        }
+        entered.relax()?;
+        Ok(entered)
+    }
+
+    /// Relaxes the thread's capture mode alone: for calls that need no context.
+    fn relaxed(calls: &'a Calls) -> Answer<Self> {
+        let mut entered = Self::bare(calls);
+        entered.relax()?;
+        Ok(entered)
+    }
+
+    const fn bare(calls: &'a Calls) -> Self {
+        Self { calls, context: None, mode: None, _here: PhantomData }
+    }
+
+    fn relax(&mut self) -> Answer {
+        let before = self.calls.exchange_capture_mode(CAPTURE_RELAXED)?;
+        self.mode = Some(before).filter(|&mode| mode != CAPTURE_RELAXED);
+        Ok(())
+    }
+}
+
+impl Drop for Entered<'_> {
+    fn drop(&mut self) {
+        if let Some(mode) = self.mode {
+            let _ = self.calls.exchange_capture_mode(mode);
+        }
+        if let Some(context) = self.context {
+            // If that fails the context is gone, and its owner finds out.
+            let _ = self.calls.context_set(context);
+        }
+    }
+}
+
 impl Context {
     /// Retains the primary context of a device. The first in a process makes it, which takes long.
     pub(super) fn retain(calls: Calls, device: i32) -> Answer<Self> {
+        let entered = Entered::relaxed(&calls)?;
         let handle = calls.context_retain(device)?;
+        drop(entered);
         Ok(Self { calls, device, handle, birth: Birth::now() })
     }
 
@@ -46,18 +113,13 @@ impl Context {
         self.birth.is_here()
     }
 
-    /// Makes calls in this context, whatever the thread had.
+    /// Makes calls in this context with the thread's capture mode relaxed, whatever the thread had.
+    /// `act` runs no code of the program.
     pub(super) fn call<T>(&self, act: impl FnOnce(&Calls) -> Answer<T>) -> Answer<T> {
-        let before = self.calls.context_current()?;
-        if before == self.handle {
-            return act(&self.calls);
-        }
-        self.calls.context_set(self.handle)?;
+        let entered = Entered::new(&self.calls, self.handle)?;
         let outcome = act(&self.calls);
-        if before != 0 {
-            // Where that fails the context that was current is gone, and its owner finds out.
-            let _ = self.calls.context_set(before);
-        }
+        drop(entered);
+        self.calls.log_not_undone();
         outcome
     }
 }
@@ -66,6 +128,7 @@ impl Drop for Context {
     /// Releases it: one call. In a forked child does nothing.
     fn drop(&mut self) {
         if self.birth.is_here() {
+            let _relaxed = Entered::relaxed(&self.calls);
             let _ = self.calls.context_release(self.device);
         }
     }

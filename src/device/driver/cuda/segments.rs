@@ -82,13 +82,13 @@ impl Segments {
                 return Ok(at);
             }
             self.is_odd.store(true, Ordering::Relaxed);
-            self.back(self.give(calls, at, stream));
+            self.back(calls, self.give(calls, at, stream));
         }
         let more = size.checked_add(self.unit).and_then(ByteSize::as_usize);
         let none = DriverError::OutOfMemory { call: "a segment", requested: size };
         let start = self.take(calls, more.ok_or_else(|| none.clone())?, stream)?;
         let Some(at) = start.checked_next_multiple_of(unit) else {
-            self.back(self.give(calls, start, stream));
+            self.back(calls, self.give(calls, start, stream));
             return Err(none);
         };
         if at != start {
@@ -138,7 +138,7 @@ impl Segments {
         };
         let taken = pool.take(calls, bytes, stream)?;
         taken.waited.map(|()| taken.at).inspect_err(|_| {
-            self.back(pool.give(calls, taken.at, stream));
+            self.back(calls, pool.give(calls, taken.at, stream));
         })
     }
 
@@ -149,11 +149,11 @@ impl Segments {
         }
     }
 
-    /// Notes a call that undoes something: there is nobody to tell.
-    fn back(&self, outcome: Answer) {
+    /// Counts a call that was to undo another and failed.
+    fn back(&self, calls: &Calls, outcome: Answer) {
         if let Err(error) = outcome {
             self.stuck.fetch_add(1, Ordering::Relaxed);
-            log!(warn, %error, "what a call had done could not be undone");
+            calls.note_not_undone(error);
         }
     }
 

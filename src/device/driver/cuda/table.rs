@@ -86,6 +86,7 @@ group! {
         stream_synchronize = "cuStreamSynchronize"(usize);
         stream_wait_event = "cuStreamWaitEvent"(usize, usize, u32);
         stream_is_capturing = "cuStreamIsCapturing"(usize, *mut u32);
+        capture_mode = "cuThreadExchangeStreamCaptureMode"(*mut u32);
         event_create = "cuEventCreate"(*mut usize, u32);
         event_destroy = "cuEventDestroy_v2"(usize);
         event_record = "cuEventRecord"(usize, usize);

@@ -83,7 +83,7 @@ impl VirtualMemory {
         }
         outcome = outcome.and_then(|()| self.mapping.set_access(calls, range.at, range.bytes));
         if outcome.is_err() && mapped > 0 {
-            self.back(self.mapping.unmap(calls, range.at, range.first(mapped).bytes));
+            self.back(calls, self.mapping.unmap(calls, range.at, range.first(mapped).bytes));
         }
         outcome.map_err(|error| of_whole(error, size))
     }
@@ -96,12 +96,12 @@ impl VirtualMemory {
         match (mapped, released) {
             (Ok(()), Ok(())) => Ok(()),
             (Ok(()), Err(error)) => {
-                self.back(self.mapping.unmap(calls, at, unit));
-                self.back(Err(error.clone())); // its memory has no owner that could free it
+                self.back(calls, self.mapping.unmap(calls, at, unit));
+                self.back(calls, Err(error.clone())); // its memory has no owner that could free it
                 Err(error)
             }
             (Err(error), released) => {
-                self.back(released);
+                self.back(calls, released);
                 Err(error)
             }
         }
@@ -125,7 +125,7 @@ impl VirtualMemory {
         for (old, new) in from.handles().zip(to.handles()) {
             let moved = self.mapping.handle_of(calls, old).and_then(|handle| {
                 let mapped = self.mapping.map(calls, new, from.unit, handle);
-                self.back(self.mapping.release(calls, handle));
+                self.back(calls, self.mapping.release(calls, handle));
                 mapped
             });
             outcome = moved;
@@ -138,16 +138,16 @@ impl VirtualMemory {
             .and_then(|()| self.mapping.set_access(calls, to.at, to.bytes))
             .and_then(|()| self.mapping.unmap(calls, from.at, from.bytes));
         if outcome.is_err() && mapped > 0 {
-            self.back(self.mapping.unmap(calls, to.at, to.first(mapped).bytes));
+            self.back(calls, self.mapping.unmap(calls, to.at, to.first(mapped).bytes));
         }
         outcome
     }
 
-    /// Notes a call that undoes something: there is nobody to tell.
-    fn back(&self, outcome: Answer) {
+    /// Counts a call that was to undo another and failed.
+    fn back(&self, calls: &Calls, outcome: Answer) {
         if let Err(error) = outcome {
             self.stuck.fetch_add(1, Ordering::Relaxed);
-            log!(warn, %error, "what a call had done could not be undone");
+            calls.note_not_undone(error);
         }
     }
 
