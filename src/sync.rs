@@ -15,6 +15,8 @@ pub use std::sync::atomic;
 pub use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
 use std::any::Any;
+use std::cell::Cell;
+use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{PoisonError, TryLockError};
@@ -83,6 +85,43 @@ pub fn caught<T>(act: impl FnOnce() -> T) -> Result<T, String> {
     })
 }
 
+#[cfg(not(lowtide_loom))]
+thread_local! {
+    /// Whether this thread does background work.
+    static BACKGROUND: Cell<bool> = const { Cell::new(false) };
+}
+#[cfg(lowtide_loom)]
+loom::thread_local! {
+    static BACKGROUND: Cell<bool> = Cell::new(false);
+}
+
+/// Marks its thread as one that does background work, until it is dropped.
+#[derive(Debug)]
+pub struct Background {
+    before: bool,
+    /// The mark is the thread's, so that this must end there.
+    _here: PhantomData<*const ()>,
+}
+
+/// Marks this thread as one that does background work, at times that the program does not choose.
+/// On such a thread nothing waits for all work of a device, because that would spoil every capture
+/// of a graph in the context.
+#[must_use = "the mark goes when this is dropped"]
+pub fn background() -> Background {
+    Background { before: BACKGROUND.with(|of| of.replace(true)), _here: PhantomData }
+}
+
+/// Whether this thread does background work now.
+pub fn is_background() -> bool {
+    BACKGROUND.with(Cell::get)
+}
+
+impl Drop for Background {
+    fn drop(&mut self) {
+        BACKGROUND.with(|of| of.set(self.before));
+    }
+}
+
 fn message(thrown: &(dyn Any + Send)) -> String {
     let text = thrown.downcast_ref::<&str>().map(|text| (*text).to_owned());
     let text = text.or_else(|| thrown.downcast_ref::<String>().cloned());
@@ -94,6 +133,19 @@ mod tests {
     use std::panic::panic_any;
 
     use super::*;
+
+    #[test]
+    fn background_work_ends_with_its_guard_on_its_own_thread() {
+        let outer = background();
+        drop(background());
+        assert!(is_background() && !std::thread::spawn(is_background).join().expect("no panic"));
+        let unwound = caught(|| {
+            let _inner = background();
+            panic!("in the background");
+        });
+        drop(outer);
+        assert!(unwound.is_err() && !is_background());
+    }
 
     struct Bomb;
 

@@ -27,6 +27,8 @@ struct Memory {
     purges: Vec<(Moment, Trigger)>,
     published: u64,
     decayed: u64,
+    /// The decays were background work.
+    in_background: bool,
     /// A purge gives this part back.
     purge_works: bool,
     panics: bool,
@@ -88,6 +90,7 @@ impl Hands for FakeHands {
     fn decay_device(&mut self, _: Moment) {
         self.0.with(|memory| {
             memory.decayed += 1;
+            memory.in_background = lowtide::sync::is_background();
             memory.sample.device_decay_due = Moment::NEVER;
         });
     }
@@ -461,6 +464,15 @@ fn without_a_limit_everything_is_admitted_and_with_a_device_limit_the_device_is_
     let error = rig.admission.try_admit(Cost::device(ByteSize::mib(2049))).expect_err("full");
     assert_eq!(error.reason(), ShedReason::Full);
     assert_eq!(rig.triggers(), []);
+}
+
+/// Background work never waits for a whole device, which would spoil captures of graphs.
+#[test]
+fn what_the_worker_does_is_background_work() {
+    let mut rig = Rig::new(Settings::default(), ByteSize::gib(1), ByteSize::mib(10));
+    rig.worker.run(Job::DecayDevice, &*rig.clock);
+    assert!(rig.memory.with(|memory| memory.in_background && memory.decayed == 1));
+    assert!(!lowtide::sync::is_background(), "the mark ends with the job");
 }
 
 #[test]

@@ -176,6 +176,7 @@ fn a_memory_gives_back_what_a_governed_pool_keeps() {
     let context = CudaContext::new(0).expect("the same context");
     let stream = context.new_stream().expect("a stream");
     drop(stream.clone_htod(&[1_u8; 1 << 16]).expect("memory"));
+    stream.synchronize().expect("done"); // the worker waits for nothing itself
     let reserved = || governor.report(ByteSize::ZERO).expect("answered").reserved;
     support::until("what was freed is back", || reserved().is_zero());
     fake.fail(c"cuMemPoolGetAttribute", 1, 999);

@@ -6,6 +6,7 @@
     feature = "simulation",
     target_os = "linux"
 ))]
+#![expect(unsafe_code, reason = "a lane is of a stream that the caller vouches for")]
 
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -14,8 +15,9 @@ use std::time::Duration;
 use lowtide::clock::{Clock, ManualClock};
 use lowtide::config::DeviceChoice;
 use lowtide::decay::DecayTime;
-use lowtide::device::Region;
-use lowtide::device::driver::sim::{Call, DriverCosts, SimDriver, SimError, SimOptions};
+use lowtide::device::driver::Driver as _;
+use lowtide::device::driver::sim::{Call, DriverCosts, Order, SimDriver, SimError, SimOptions};
+use lowtide::device::{DeviceArena, Lane, Region};
 use lowtide::memory::{Builder, DeviceSnapshot};
 use lowtide::metrics::prometheus::{PrometheusBuilder, configure};
 use lowtide::{ByteSize, Memory};
@@ -44,12 +46,20 @@ impl Bed {
     fn new() -> Self {
         let sim = Arc::new(SimDriver::new(SimOptions {
             costs: DriverCosts::zero(),
+            order: Order::Synchronous,
             capacity: ByteSize::mib(1000),
             context_floor: ByteSize::mib(100),
             ..SimOptions::default()
         }));
         let clock = Arc::new(sim.clock());
         Self { sim, clock, tree: Tree::new(ByteSize::gib(4)) }
+    }
+
+    /// A lane of a stream of its own.
+    fn lane(&self, arena: &DeviceArena) -> Lane {
+        let stream = self.sim.stream_create().expect("a stream");
+        // SAFETY: the simulation looks whether a stream is there.
+        unsafe { arena.lane(stream) }.expect("a lane")
     }
 
     fn builder(&self) -> Builder {
@@ -86,9 +96,10 @@ fn idle_memory_makes_room_for_a_neighbour_and_live_memory_stays() {
     let memory = bed.builder().start().expect("starts");
     let (one, two) = (memory.open_arena("one").expect("opens"), memory.open_arena("two"));
     let two = two.expect("opens");
+    let lanes = [&one, &two].map(|arena| bed.lane(arena));
     let live = one.alloc::<u8>(100 * MIB, Region::Stable).expect("room");
-    drop(one.alloc::<u8>(200 * MIB, DYNAMIC).expect("room"));
-    drop(two.alloc::<u8>(50 * MIB, DYNAMIC).expect("room"));
+    drop(lanes[0].alloc::<u8>(200 * MIB, DYNAMIC).expect("room"));
+    drop(lanes[1].alloc::<u8>(50 * MIB, DYNAMIC).expect("room"));
     bed.look();
     assert!(!device(&memory).is_short);
     let committed = || [&one, &two].map(|arena| arena.glance().committed);
@@ -117,13 +128,13 @@ fn idle_memory_makes_room_for_a_neighbour_and_live_memory_stays() {
     // It leaves: what goes idle then stays for its decay time again.
     bed.sim.set_neighbours(ByteSize::ZERO);
     advance_until(&bed.clock, TICK, "there is room", || !device(&memory).is_short);
-    drop(one.alloc::<u8>(200 * MIB, DYNAMIC).expect("room"));
+    drop(lanes[0].alloc::<u8>(200 * MIB, DYNAMIC).expect("room"));
     for _ in 0..5 {
         bed.look();
     }
     assert_eq!(committed(), [ByteSize::mib(300), ByteSize::ZERO]);
     assert_eq!(device(&memory).given_back_total, all_idle);
-    drop(live);
+    drop((live, lanes));
     assert!(memory.shutdown(SOON).is_clean());
 }
 

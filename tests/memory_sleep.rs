@@ -1,7 +1,10 @@
 //! Arenas of a `Memory` that fall asleep by themselves, in virtual time: over a simulated device,
 //! whose contents go to the host and are booked there, and over host memory. Nobody calls anything
 //! but what a user would.
+//!
+//! Memory is used on lanes: the worker falls asleep only where events prove that all work is done.
 #![cfg(all(feature = "memory", feature = "simulation", target_os = "linux"))]
+#![expect(unsafe_code, reason = "a lane is of a stream that the caller vouches for")]
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,7 +19,8 @@ use lowtide::device::driver::sim::{
 };
 use lowtide::device::driver::{Driver as _, StreamHandle};
 use lowtide::device::{
-    ArenaSnapshot, ArenaState, Buffer, Contents, DeviceArena, DeviceError, Region, SleepOptions,
+    ArenaSnapshot, ArenaState, Buffer, Contents, DeviceArena, DeviceError, Lane, Region,
+    SleepOptions,
 };
 use lowtide::memory::{Builder, ErrandState, Slot, Verb};
 use lowtide::{ByteSize, Memory};
@@ -61,17 +65,23 @@ impl Bed {
             .device_sleep_after(Some(IDLE))
     }
 
+    fn lane(&self, arena: &DeviceArena) -> Lane {
+        // SAFETY: the simulation looks whether a stream is there.
+        unsafe { arena.lane(self.stream) }.expect("a lane")
+    }
+
     /// A buffer of 8 MiB with a mark in it.
     fn model(&self, arena: &DeviceArena, region: Region, mark: u64) -> Buffer<u8> {
-        let buffer = arena.alloc::<u8>(8 * MIB, region).expect("room");
-        let lease = arena.enter().expect("a lease");
+        let lane = self.lane(arena);
+        let buffer = lane.alloc::<u8>(8 * MIB, region).expect("room");
+        let lease = lane.enter().expect("a lease");
         let at = buffer.address(&lease).expect("ours").expect("not empty");
         self.sim.fill(self.stream, at, buffer.bytes(), Pattern::new(mark)).expect("queued");
         buffer
     }
 
-    fn assert_marked(&self, buffer: &Buffer<u8>, mark: u64) {
-        let lease = buffer.enter().expect("a lease");
+    fn assert_marked(&self, arena: &DeviceArena, buffer: &Buffer<u8>, mark: u64) {
+        let lease = self.lane(arena).enter().expect("a lease");
         let at = buffer.address(&lease).expect("ours").expect("not empty");
         let check = self.sim.check(self.stream, at, buffer.bytes(), Pattern::new(mark));
         self.sim.stream_synchronize(self.stream).expect("done");
@@ -135,7 +145,7 @@ fn an_idle_arena_sleeps_in_its_time_and_wakes_with_its_use_and_nobody_calls_for_
         let found = figures(&memory, "weights");
         assert_eq!((found.asleep, found.committed), (MODEL, ByteSize::ZERO));
         assert_eq!(standing(&memory), MODEL);
-        bed.assert_marked(&model, 7);
+        bed.assert_marked(&arena, &model, 7);
         let found = figures(&memory, "weights");
         assert_eq!((found.state, found.wakes_total), (ArenaState::Awake, round + 1));
         assert_eq!((found.offloaded, standing(&memory)), (ByteSize::ZERO, ByteSize::ZERO));
@@ -185,13 +195,13 @@ fn a_lease_keeps_it_awake_and_the_residency_too() {
     let arena = memory.open_arena("weights").expect("opens");
     let opened = bed.clock.now();
     let model = bed.model(&arena, Region::Stable, 1);
-    let lease = arena.enter().expect("a lease");
+    let lease = bed.lane(&arena).enter().expect("a lease");
     bed.pass(&memory, 90 * SECOND);
     drop(lease);
     advance_until(&bed.clock, TICK, "it sleeps", || arena.state() == ArenaState::Asleep);
     assert!(bed.clock.now() >= opened + 90 * SECOND + IDLE, "the idle time, from the lease on");
     let woken = bed.clock.now();
-    bed.assert_marked(&model, 1);
+    bed.assert_marked(&arena, &model, 1);
     advance_until(&bed.clock, TICK, "it sleeps", || arena.state() == ArenaState::Asleep);
     assert!(bed.clock.now() >= woken + 100 * SECOND, "the residency, from the wake on");
     let lease = arena.enter().expect("it wakes");
@@ -253,7 +263,7 @@ fn without_room_in_the_hosts_ledger_it_stays_awake_and_tries_again_later() {
     drop(requests);
     advance_until(&bed.clock, SECOND, "it sleeps", || arena.state() == ArenaState::Asleep);
     assert_eq!(standing(&memory), MODEL);
-    bed.assert_marked(&model, 3);
+    bed.assert_marked(&arena, &model, 3);
     drop(model);
     assert!(memory.shutdown(SOON).is_clean());
     drop(memory);
@@ -306,7 +316,7 @@ fn while_the_host_is_short_no_contents_are_copied_to_it() {
     bed.tree.hold(10);
     advance_until(&bed.clock, TICK, "the level falls", || memory.level() == Level::None);
     advance_until(&bed.clock, TICK, "it sleeps", || arena.state() == ArenaState::Asleep);
-    bed.assert_marked(&model, 1);
+    bed.assert_marked(&arena, &model, 1);
     drop(model);
     assert!(memory.shutdown(SOON).is_clean());
     drop(memory);
@@ -339,8 +349,8 @@ fn several_arenas_sleep_each_in_its_time_and_one_that_fails_does_not_stop_the_ot
     assert!(note.text.starts_with("first did not fall asleep by itself: "), "{note}");
     assert_eq!(notes.next(), None);
     advance_until(&bed.clock, TICK, "tried again", || arenas[0].state() == ArenaState::Asleep);
-    for (mark, model) in (1..).zip(&models) {
-        bed.assert_marked(model, mark);
+    for (mark, (arena, model)) in (1..).zip(arenas.iter().zip(&models)) {
+        bed.assert_marked(arena, model, mark);
     }
     drop(models);
     assert!(memory.shutdown(SOON).is_clean());
@@ -356,7 +366,6 @@ fn a_replaced_arena_sleeps_too_and_goes_with_its_last_block() {
     let (slot, none) = (Slot::device("shared", 0), ArenaOptions::new());
     let session = memory.use_arena(&slot, &none).expect("opened");
     let old = session.alloc::<u8>(8 * MIB, Region::Stable).expect("room");
-    drop(old.enter().expect("a lease"));
     memory.replace_arena(&slot, &none).expect("replaced");
     let draining = || memory.snapshot().draining;
     bed.clock.advance(IDLE + TICK);
@@ -404,6 +413,7 @@ fn freed_memory_that_was_pending_stayed_for_ever() {
     let arena = memory.open_arena("scratch").expect("opens");
     drop(bed.model(&arena, Region::Dynamic, 1));
     assert_eq!(arena.snapshot().pending, MODEL);
+    bed.sim.run_all();
     advance_until(&bed.clock, TICK, "it decays", || arena.glance().committed.is_zero());
     assert!(memory.shutdown(SOON).is_clean());
     drop(memory);
@@ -426,11 +436,11 @@ fn a_shutdown_while_it_sleeps_leaves_the_contents_to_their_owner() {
     let admission = memory.admission().clone();
     let standing = || admission.ledger(Budget::Host).standing();
     drop(memory);
-    bed.assert_marked(&model, 9);
+    bed.assert_marked(&arena, &model, 9);
     assert_eq!(standing(), ByteSize::ZERO, "given back with the wake");
     let refused = arena.sleep(SleepOptions::default()).expect_err("admission is closed");
     assert!(refused.to_string().contains("shutting down"), "{refused}");
-    bed.assert_marked(&model, 9);
+    bed.assert_marked(&arena, &model, 9);
     drop(model);
     bed.end([arena]);
 }
@@ -447,7 +457,7 @@ fn a_wake_that_was_asked_for_keeps_the_worker_from_nothing() {
     memory.ask(Verb::Wake { arena: "model".to_owned() }).expect("heard");
     until("it ends", || matches!(memory.errands()[0].state, ErrandState::Failed(_)));
     bed.sim.set_neighbours(ByteSize::ZERO);
-    bed.assert_marked(&kept, 1);
+    bed.assert_marked(&arena, &kept, 1);
     drop(kept);
     assert!(memory.shutdown(SOON).is_clean());
     drop(memory);
@@ -496,5 +506,33 @@ fn what_is_due_when_the_memory_ends_is_not_put_to_sleep_first() {
     assert_eq!((arena.state(), arena.snapshot().sleeps_total), (ArenaState::Awake, 0));
     assert!(memory.notes().iter().all(|note| note.about != "device"), "{:?}", memory.notes());
     drop((memory, model));
+    bed.end([arena]);
+}
+
+/// It waited for the whole device, which spoils every capture of a graph: a stream that no arena
+/// knows may capture at any time. Asked for by the program it sleeps.
+#[test]
+fn an_arena_that_is_used_without_lanes_stays_awake_and_a_note_says_why() {
+    let _turn = turn();
+    let bed = Bed::new();
+    let memory = bed.builder().start().expect("starts");
+    let arena = memory.open_arena("weights").expect("opens");
+    let model = bed.model(&arena, Region::Stable, 1);
+    drop(arena.enter().expect("a lease of no lane"));
+    let foreign = bed.sim.stream_create().expect("a stream");
+    bed.sim.begin_capture(foreign).expect("captures");
+    let said = || memory.notes().into_iter().find(|note| note.about == "device");
+    advance_until(&bed.clock, TICK, "it is refused", || said().is_some());
+    let note = said().expect("one").text;
+    let start = "weights did not fall asleep by itself: cuCtxSynchronize was not called: ";
+    assert!(note.starts_with(start) && note.contains("used on lanes"), "{note}");
+    assert_eq!((arena.state(), bed.sim.calls(Call::Synchronize)), (ArenaState::Awake, 0));
+    let graph = bed.sim.end_capture(foreign).expect("not spoiled");
+    bed.sim.graph_destroy(graph).expect("done");
+    bed.sim.stream_destroy(foreign).expect("a stream");
+    arena.sleep(SleepOptions::default()).expect("the program waits for the device");
+    drop(model);
+    assert!(memory.shutdown(SOON).is_clean());
+    drop(memory);
     bed.end([arena]);
 }

@@ -7,6 +7,7 @@
 //! Exit codes: 0 if every goal holds, 1 if one does not.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that prints figures")]
 
+mod capture;
 mod dropped;
 mod health;
 mod log;
@@ -26,8 +27,12 @@ lowtide::heap_profile!(balanced);
 type Part = fn() -> Result<(), BoxError>;
 
 /// The parts, in the order in which they run.
-const PARTS: &[(&str, Part)] =
-    &[("dropped", dropped::run), ("health", health::run), ("log", log::run)];
+const PARTS: &[(&str, Part)] = &[
+    ("capture", capture::run),
+    ("dropped", dropped::run),
+    ("health", health::run),
+    ("log", log::run),
+];
 
 fn main() -> ExitCode {
     // Cargo passes `--bench`.

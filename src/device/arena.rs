@@ -144,6 +144,13 @@ impl DeviceArena {
     /// is taken. Waits for driver calls of other threads only where it needs their granules. A
     /// sleeping arena is woken first.
     ///
+    /// On a driver with streams such a buffer may be used on any stream, so that only a wait for
+    /// the whole device proves that its memory is free. Background work never makes that wait:
+    /// after the drop the memory stays pending until an allocation takes it, or the program calls
+    /// [`DeviceArena::purge`], [`DeviceArena::trim`], [`DeviceArena::shrink`],
+    /// [`DeviceArena::sleep`], [`DeviceArena::compact`] or [`DeviceArena::close`]. Buffers of a
+    /// [`Lane`](super::Lane) need none of that.
+    ///
     /// `T` is plain data by bytemuck's `Pod`: numbers, arrays of them, and structs of yours that
     /// derive it (`bytemuck` 1 with its feature `derive`).
     ///

@@ -5,7 +5,19 @@
 //! stream's next work because that stream was made to wait for such an event. All driver calls are
 //! made with no lock held.
 //!
-//! Invariant: a use is booked as complete only after the host saw it.
+//! Two kinds of use have no event: memory of which nobody said on which stream it is used
+//! ([`StreamKey::CONTEXT`]), and a stream that ended before an event could be recorded on it. Only
+//! a wait for the whole context proves those ([`Shared::complete_all`]). Events on all streams that
+//! the arena knows would prove nothing, because the work may be on another; and an event of the
+//! whole context (`cuCtxRecordEvent`) spoils captures as the wait does. The wait fails, and spoils
+//! every capture in the context, while any stream captures a graph, and an arena cannot see streams
+//! that are not its lanes. So it is made only in a call of the program, which knows when it
+//! captures: an allocation that takes the memory, a purge, trim, shrink, sleep, compaction, move or
+//! close. A decay never makes it, nor does background work ([`is_background`]: all that the worker
+//! of a `Memory` does); such memory stays pending until a call of the program has proved it.
+//!
+//! Invariants: a use is booked as complete only after the host saw it; neither a decay nor
+//! background work waits for the context.
 
 use std::sync::Arc;
 
@@ -20,7 +32,7 @@ use super::shared::Shared;
 use super::streams::{Event, StreamKey, Use, Wait};
 use crate::bytes::ByteSize;
 use crate::clock::Clock;
-use crate::sync::wait;
+use crate::sync::{is_background, wait};
 
 /// `CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED`: what the driver would answer to a wait that spoils a
 /// capture, and what is answered in its stead.
@@ -34,6 +46,11 @@ pub(super) fn captures(call: &'static str) -> DriverError {
 /// Whether it is that answer, or the driver's own of that kind.
 pub(super) fn is_captures(error: &DriverError) -> bool {
     error.code() == Some(i64::from(CAPTURES))
+}
+
+/// Whether a wait was refused because of a capture, or because there may be one.
+pub(super) fn is_unwaited(error: &DriverError) -> bool {
+    is_captures(error) || matches!(error, DriverError::Background { .. })
 }
 
 impl Shared {
@@ -161,7 +178,9 @@ impl Shared {
     }
 
     /// Records an event of a closed epoch; `None` where the stream has ended. Not while the stream
-    /// captures a graph: the event would be a part of that, and never be complete.
+    /// captures a graph: the event would be a part of that, never be complete, and to ask it would
+    /// spoil the capture. Another thread may begin one at any time, so it is asked again after the
+    /// record, and an event that may have been captured counts for nothing.
     fn record(&self, stream: StreamKey, epoch: u64) -> Option<Result<Arc<Event>, DriverError>> {
         let event = match self.event_to_record() {
             Ok(event) => event,
@@ -172,8 +191,13 @@ impl Shared {
             if checks && self.driver.is_capturing(handle, Key::new())? {
                 return Err(captures("cuEventRecord"));
             }
-            let _locked = self.planted(Planted::LockAcrossCall).then(|| self.books());
-            self.driver.event_record(event.0, handle, Key::new())
+            let locked = self.planted(Planted::LockAcrossCall).then(|| self.books());
+            self.driver.event_record(event.0, handle, Key::new())?;
+            drop(locked);
+            if checks && self.driver.is_capturing(handle, Key::new())? {
+                return Err(captures("cuEventRecord"));
+            }
+            Ok(())
         });
         let mut books = self.books();
         if matches!(recorded, Some(Ok(()))) {
@@ -185,26 +209,29 @@ impl Shared {
     }
 
     /// Looks which freed memory is done with, and books it: records events where none is yet, and
-    /// asks those that are. It waits only for memory of which nobody said which stream used it,
-    /// and then for the whole device. Asks nothing while a stream captures a graph, which a
-    /// question could spoil.
+    /// asks those that are. Where that cannot prove everything it waits for the whole device if it
+    /// may, unless a lane's stream captures a graph. Otherwise the rest stays pending, as it does
+    /// in background work.
     ///
     /// # Errors
     /// As the driver.
-    pub(super) fn look_for_ends(&self) -> Result<(), DriverError> {
+    pub(super) fn look_for_ends(&self, may_wait: bool) -> Result<(), DriverError> {
         if !self.capabilities.asynchronous || !self.books().is_awaiting() {
             return Ok(());
         }
-        if self.is_any_capturing()? {
-            return Ok(());
-        }
         let unmarked = self.books().streams.unmarked();
+        let (mut is_provable, mut failed) = (true, None);
         for stream in unmarked {
-            if !self.is_markable(stream) || self.mark_end(stream).is_err() {
-                return self.complete_all();
-            }
+            let marked = if self.is_markable(stream) { Some(self.mark_end(stream)) } else { None };
+            is_provable &= marked == Some(Ok(()));
+            failed = failed.or_else(|| marked.and_then(Result::err));
         }
-        self.ask_events()
+        let waits = may_wait && !is_background();
+        if !is_provable && waits && !self.is_any_capturing()? {
+            return self.complete_all();
+        }
+        self.ask_events()?;
+        failed.filter(|error| !is_captures(error)).map_or(Ok(()), Err)
     }
 
     /// Asks the events that are recorded, and books what is complete. Of a stream that has done
@@ -257,7 +284,7 @@ impl Shared {
         if let Some(event) = self.books().streams.spare() {
             return Ok(event);
         }
-        if self.books().streams.is_crowded() && self.is_any_capturing() == Ok(false) {
+        if self.books().streams.is_crowded() {
             let _ = self.ask_events();
             let mut books = self.books();
             books.streams.note_asked();
@@ -331,11 +358,15 @@ impl Shared {
     /// whose work is complete when its call returns.
     ///
     /// # Errors
-    /// As the driver: the device may work on. [`CAPTURES`] while a stream captures a graph, which
-    /// that would spoil.
+    /// As the driver: the device may work on. [`CAPTURES`] while the stream of a lane captures a
+    /// graph, which that would spoil. `Background` in background work, before any call: see the
+    /// head of this file.
     pub(super) fn complete_all(&self) -> Result<(), DriverError> {
         if !self.capabilities.asynchronous {
             return Ok(());
+        }
+        if is_background() {
+            return Err(DriverError::Background { call: "cuCtxSynchronize" });
         }
         if self.is_any_capturing()? {
             return Err(captures("cuCtxSynchronize"));

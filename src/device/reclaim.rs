@@ -61,10 +61,16 @@ impl DeviceArena {
     /// sixteenth of the decay time more, so that it leaves in few calls.
     ///
     /// At most 32 decommits; where that is not enough, `next` is `now`. Never waits for a call of
-    /// another thread, nor for a stream: memory that a stream may still work on stays, and `next`
-    /// is soon. Only where buffers of no lane were freed, or lent ones, or adopted memory was
-    /// dropped, it waits, for all work of the device; the latter's release functions are called
-    /// then.
+    /// another thread, nor for a stream, nor for the device: memory that a stream may still work on
+    /// stays, and `next` is soon. So it can be called at any time, also while any stream of the
+    /// context captures a graph, which it does not spoil.
+    ///
+    /// On a driver with streams, memory that was freed without a lane (buffers of
+    /// [`DeviceArena::alloc`], lent buffers, adopted memory) stays pending until a call of the
+    /// program has waited for the device: an allocation that takes it, [`DeviceArena::purge`],
+    /// [`DeviceArena::trim`], [`DeviceArena::shrink`], [`DeviceArena::sleep`],
+    /// [`DeviceArena::compact`] or [`DeviceArena::close`]. Release functions of adopted memory
+    /// whose work is known to be complete are called.
     /// Holds the lock while it looks at every idle granule.
     ///
     /// # Errors
@@ -75,7 +81,7 @@ impl DeviceArena {
         shared.check_here()?;
         shared.cool_fronts();
         shared.wake_of_nothing();
-        shared.look_for_ends()?;
+        shared.look_for_ends(false)?;
         shared.release_adopted();
         let books = shared.books();
         let ages = books.aging.ages(now);
@@ -139,6 +145,11 @@ impl DeviceArena {
     /// the device, so that a later one gives the memory back, even where the program has waited for
     /// the stream itself. [`DeviceArena::close`] waits.
     ///
+    /// If memory was freed without a lane it waits for all work of the context. That fails with
+    /// code 900, and spoils the capture, while a stream of the context captures a graph; the arena
+    /// sees captures of its lanes, and does not wait then. On the worker of a `Memory` it never
+    /// waits: such memory stays pending there.
+    ///
     /// # Errors
     /// [`DeviceError::Driver`], after what was given back before is booked;
     /// [`DeviceError::Forked`].
@@ -185,7 +196,7 @@ impl DeviceArena {
         shared.check_here()?;
         shared.empty_fronts();
         shared.wake_of_nothing();
-        shared.look_for_ends()?;
+        shared.look_for_ends(true)?;
         shared.release_adopted();
         let mut books = shared.books();
         let excess = books.backed().saturating_sub(books.leaving()).saturating_sub(keep.get());
@@ -234,9 +245,11 @@ impl Shared {
             if self.fronts_hold() { books.due().min(books.aging.front_due()) } else { books.due() };
         // Counted from the last look, not from now: whoever asks when would never see it come.
         let again = books.aging.looked_at() + LOOK_AGAIN;
+        // What no event proves waits for a call of the program, which looks by itself.
+        let is_pending = books.pending() > 0 && books.streams.is_provable();
         if books.sleeps_for_nothing() {
             Moment::ORIGIN
-        } else if books.pending() > 0 || books.untrimmed || books.owed.adopted.is_waiting() {
+        } else if is_pending || books.untrimmed || books.owed.adopted.is_waiting() {
             due.min(again)
         } else {
             due

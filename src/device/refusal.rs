@@ -13,7 +13,7 @@ use super::compact::plan::{self, Target};
 use super::compact::{CompactOptions, Goal};
 use super::error::{Bound, DeviceError};
 use super::index::End;
-use super::proof::is_captures;
+use super::proof::is_unwaited;
 use super::record::hooks::Refused;
 use super::region::{Region, RegionBooks};
 use super::shared::Shared;
@@ -103,9 +103,9 @@ impl Refusal {
         self.is_shortage() && active.saturating_add(needed) <= limit
     }
 
-    /// Whether there was something to wait for that a capture forbids.
+    /// Whether there was something to wait for that a capture forbids, or may forbid.
     pub(super) fn is_by_capture(&self) -> bool {
-        matches!(&self.error, DeviceError::Driver(error) if is_captures(error))
+        matches!(&self.error, DeviceError::Driver(error) if is_unwaited(error))
     }
 
     /// One that is no want of memory.

@@ -20,7 +20,9 @@ pub(super) struct StreamKey(u64);
 
 impl StreamKey {
     /// No stream of its own: whatever the device does. For a block of which nobody said on which
-    /// stream it is used, and for a stream that ended before an event could be recorded on it.
+    /// stream it is used, and for a stream that ended before an event could be recorded on it. Only
+    /// a wait for the whole device proves the end of such a use, which only calls of the program
+    /// make.
     pub(super) const CONTEXT: Self = Self(0);
 
     #[cfg(test)]
@@ -341,6 +343,12 @@ impl Streams {
     pub(super) fn events(&self) -> Vec<EventHandle> {
         let recorded = self.known.values().flat_map(|stream| stream.events.values());
         recorded.chain(&self.spare).map(|event| event.0).collect()
+    }
+
+    /// Whether there are uses whose end an event proves, or will once it is recorded.
+    pub(super) fn is_provable(&self) -> bool {
+        let marks = |stream: &Stream| stream.handle.is_some() && stream.is_unmarked();
+        self.known.values().any(|stream| !stream.events.is_empty() || marks(stream))
     }
 
     /// The streams whose uses no event covers yet, the context among them.

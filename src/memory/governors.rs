@@ -22,9 +22,10 @@ impl Memory {
     /// nothing.
     ///
     /// The pool keeps its own decay time: neither a purge of this `Memory` nor the watermark of the
-    /// device shortens that; [`PoolGovernor::trim`] gives back all. A program that captures graphs
-    /// calls [`PoolGovernor::decay`] itself between captures, and not this: the worker may wait for
-    /// the context at any time, which spoils a capture.
+    /// device shortens that; [`PoolGovernor::trim`] gives back all. The worker never waits for the
+    /// context, so that it spoils no capture of a graph: memory whose free no wait of the program
+    /// has shown to be complete (`cuStreamSynchronize` after the free, for example) stays in the
+    /// pool until one has. [`PoolGovernor::decay`] waits itself when the program calls it.
     ///
     /// # Errors
     /// [`MemoryError::Forked`].

@@ -11,7 +11,6 @@ use std::time::Duration;
 
 use cudarc::driver::{CudaContext, CudaSlice, CudaStream, result};
 use lowtide::ByteSize;
-use lowtide::clock::Clock as _;
 use lowtide::device::driver::{DeviceAddress, Driver as _, Owner};
 use lowtide::device::{Adopted, DeviceError, Planted, Region, SleepOptions, Unadoptable};
 use lowtide_fake_driver::Fake;
@@ -105,7 +104,7 @@ fn memory_of_cudarcs_is_viewed_and_freed_once_after_all_work() {
     let before = fake.calls(c"cuMemFree_v2");
     drop(adopted);
     assert_eq!(fake.calls(c"cuMemFree_v2"), before, "a drop frees nothing");
-    arena.decay(bed.clock.now()).expect("looked");
+    arena.purge().expect("waited");
     assert_eq!(fake.calls(c"cuMemFree_v2"), before + 1);
     assert_eq!(arena.snapshot().adopted_count, 0);
     end((fake, bed, arena, lane));
@@ -175,7 +174,7 @@ fn a_context_that_is_lost_releases_nothing_and_says_so_once_a_look() {
     drop(adopted.expect("theirs"));
     fake.poison(0, 719);
     for _ in 0..2 {
-        assert!(matches!(arena.decay(bed.clock.now()), Err(DeviceError::Driver(_))));
+        assert!(matches!(arena.purge(), Err(DeviceError::Driver(_))));
     }
     assert_eq!(arena.snapshot().releases_total, 0);
     drop((lane, arena, bed));

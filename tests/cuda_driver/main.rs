@@ -1,5 +1,5 @@
 //! The CUDA driver layer over the fake of the driver's library: opening, a failure at each call,
-//! contexts of threads, views for cudarc, bad input.
+//! contexts of threads, captures of graphs, views for cudarc, bad input.
 //!
 //! What an arena keeps over every driver is in `driver_contract`; here is what only this one does.
 //! Nothing here says how a real driver behaves where the manual is silent.
@@ -9,6 +9,7 @@
 
 mod bad_input;
 mod border;
+mod captures;
 mod contexts;
 mod faults;
 mod governor;

@@ -54,7 +54,7 @@ fn dropped_at_work(fault: Option<Planted>) -> u64 {
     bed.sim.fill(bed.foreign, at, adopted.bytes(), Pattern::new(1)).expect("queued");
     drop(adopted);
     assert_eq!(bed.sim.unsafe_unmaps(), 0, "a drop releases nothing");
-    bed.arena.decay(bed.clock.now()).expect("looked");
+    bed.arena.purge().expect("waited");
     assert_eq!(bed.arena.snapshot().adopted_count, 0);
     bed.sim.unsafe_unmaps()
 }
@@ -68,8 +68,7 @@ fn adopted_memory_is_released_only_after_all_work_of_the_context() {
 
 #[test]
 fn it_is_released_once_with_its_address_and_bytes_by_whoever_looks_next() {
-    let looks: [fn(&Bed); 5] = [
-        |bed| assert!(bed.arena.decay(bed.clock.now()).is_ok()),
+    let looks: [fn(&Bed); 4] = [
         |bed| assert!(bed.arena.purge().is_ok()),
         |bed| assert!(bed.arena.trim(ByteSize::MAX).is_ok()),
         |bed| assert!(bed.arena.shrink().is_ok()),
@@ -84,6 +83,8 @@ fn it_is_released_once_with_its_address_and_bytes_by_whoever_looks_next() {
         drop(adopted);
         assert_eq!(bed.sim.calls_total(), calls, "a drop makes no call");
         assert!(released.all().is_empty() && bed.arena.next_decay() < Moment::NEVER);
+        bed.arena.decay(bed.clock.now()).expect("looked");
+        assert!(released.all().is_empty(), "a decay waits for nothing");
         look(&bed);
         assert_eq!(released.all(), [(at, ByteSize::mib(3))]);
         bed.arena.validate();
@@ -128,9 +129,9 @@ fn while_the_device_cannot_be_waited_for_it_is_not_released() {
     let adopted = adopt(&bed, theirs(&bed, MIB), MIB, released.note()).expect("theirs");
     bed.sim.fail_always(Call::Synchronize, Some(SimError::Unknown));
     assert!(matches!(adopted.release(), Err(DeviceError::Driver(_))));
-    assert!(bed.arena.decay(bed.clock.now()).is_err() && released.all().is_empty());
+    assert!(bed.arena.purge().is_err() && released.all().is_empty());
     bed.sim.forget_failures();
-    bed.arena.decay(bed.clock.now()).expect("looked");
+    bed.arena.purge().expect("waited");
     assert_eq!(released.all().len(), 1);
 }
 
@@ -141,7 +142,7 @@ fn a_release_that_panics_is_counted_and_the_next_is_called_all_the_same() {
     let one = adopt(&bed, theirs(&bed, MIB), MIB, panics).expect("theirs");
     let two = adopt(&bed, theirs(&bed, MIB), MIB, released.note()).expect("theirs");
     drop((one, two));
-    bed.arena.decay(bed.clock.now()).expect("looked");
+    bed.arena.purge().expect("waited");
     let snapshot = bed.arena.snapshot();
     assert_eq!((snapshot.releases_total, snapshot.release_panics_total), (2, 1));
     assert_eq!((released.all().len(), snapshot.adopted_count), (1, 0));
@@ -159,9 +160,9 @@ fn a_release_may_use_the_arena_and_adopt_again() {
         assert_eq!(adopted.bytes(), size);
     };
     drop(adopt(&bed, at, MIB, again).expect("theirs"));
-    bed.arena.decay(bed.clock.now()).expect("looked");
+    bed.arena.purge().expect("waited");
     assert!(released.all().is_empty(), "one for each look that found it");
-    bed.arena.decay(bed.clock.now()).expect("looked");
+    bed.arena.purge().expect("waited");
     assert_eq!(released.all(), [(at, ByteSize::mib(1))]);
 }
 

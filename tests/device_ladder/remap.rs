@@ -8,7 +8,6 @@ use std::thread;
 use std::time::Duration;
 
 use lowtide::ByteSize;
-use lowtide::clock::Clock as _;
 use lowtide::device::driver::sim::{Call, Handles, Outcome, Pattern, SimDriver, SimError, Ticket};
 use lowtide::device::driver::{Driver as _, StreamHandle};
 use lowtide::device::{Buffer, DeviceArena, DeviceError, Lane, Region};
@@ -144,7 +143,7 @@ fn what_was_used_or_committed_last_is_moved_after_what_has_been_idle_for_longer(
     // By age. What lies highest would go first if age did not count.
     for nth in [1, 0, 4, 3, 2] {
         pieces[nth] = None;
-        arena.decay(clock.now()).expect("looks what is done");
+        arena.trim(ByteSize::MAX).expect("looks what is done");
         clock.advance(Duration::from_secs(2));
     }
     assert_eq!(arena.snapshot().idle, ByteSize::mib(20));
@@ -174,7 +173,7 @@ fn scenario(arena: &DeviceArena, sim: &SimDriver, plan: impl FnOnce()) -> Option
         fill(sim, stream, buffer, mark);
     }
     sim.synchronize().expect("done");
-    arena.decay(sim.clock().now()).expect("no error");
+    arena.trim(ByteSize::MAX).expect("no error");
     plan();
     let whole = mib(arena, 8);
     sim.forget_failures();
@@ -247,7 +246,7 @@ fn other_threads_wait_for_a_granule_that_is_on_its_way_and_for_nothing_else() {
     let arena = on_device(&sim, config(ByteSize::mib(16)));
     let stay = scattered(&arena);
     sim.run_all();
-    arena.decay(sim.clock().now()).expect("no error");
+    arena.trim(ByteSize::MAX).expect("no error");
     let other = arena.clone();
     let (tell, told) = mpsc::channel();
     sim.before(Call::Map, 0, move || {

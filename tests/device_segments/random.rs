@@ -93,6 +93,7 @@ fn program(seed: u64) {
     bed.sim.forget_failures();
     drop(buffers);
     bed.reset().expect("here");
+    bed.trim(ByteSize::MAX).expect("waits for what was used on no lane");
     for _ in 0..8 {
         bed.sim.clock().advance(Duration::from_secs(11));
         bed.decay(bed.now()).expect("no call fails");

@@ -3,7 +3,12 @@
 //!
 //! Invariant: a capture that the program may end is not spoiled by the arena.
 
+use std::sync::Arc;
+use std::time::Duration;
+
 use lowtide::ByteSize;
+use lowtide::clock::Moment;
+use lowtide::device::driver::Driver as _;
 use lowtide::device::driver::sim::{Call, Order, Pattern, SimDriver};
 use lowtide::device::{DeviceArena, DeviceError, Lane};
 
@@ -121,4 +126,69 @@ fn a_lane_that_ends_in_a_capture_leaves_nothing_behind() {
     drop(buffer);
     assert_sound(&sim, &[check, second]);
     arena.close().expect("nothing is live");
+}
+
+/// A decay waited for the whole device where memory was freed without a lane: that fails with 900
+/// and spoils the capture of any stream, also of one that no lane knows.
+#[test]
+fn a_decay_waits_for_nothing_and_spoils_no_capture_of_a_stream_that_is_no_lane() {
+    let (arena, sim) = open(Order::Lazy, ByteSize::mib(32));
+    let lane = lane(&arena, &sim);
+    let foreign = sim.stream_create().expect("a stream");
+    let waits = sim.calls(Call::Synchronize);
+    let of_none = arena.alloc::<u8>(8 * MIB, DYNAMIC).expect("room");
+    drop((lane.alloc::<u8>(8 * MIB, DYNAMIC).expect("room"), of_none));
+    sim.begin_capture(foreign).expect("captures");
+    for _ in 0..2 {
+        arena.decay(Moment::ORIGIN + Duration::from_secs(60)).expect("looked");
+        sim.advance(usize::MAX);
+    }
+    assert_eq!(arena.snapshot().pending, ByteSize::mib(8), "what no event proves");
+    assert_eq!(sim.calls(Call::Synchronize), waits);
+    let graph = sim.end_capture(foreign).expect("not spoiled");
+    sim.graph_destroy(graph).expect("done");
+    assert_eq!(arena.next_decay(), Moment::NEVER, "it waits for a call of the program");
+    arena.purge().expect("waits for the device");
+    let snapshot = arena.snapshot();
+    assert_eq!((snapshot.pending, snapshot.committed), (ByteSize::ZERO, ByteSize::ZERO));
+    assert_sound(&sim, &[]);
+}
+
+/// The worker of a `Memory` runs jobs in the background, and what it calls as the program would
+/// waits for nothing either.
+#[test]
+fn nothing_in_the_background_waits_for_the_device() {
+    let (arena, sim) = open(Order::Lazy, ByteSize::mib(8));
+    drop(arena.alloc::<u8>(8 * MIB, DYNAMIC).expect("room"));
+    let waits = sim.calls(Call::Synchronize);
+    let background = lowtide::sync::background();
+    assert_eq!(arena.purge(), Ok(ByteSize::ZERO));
+    assert_eq!(arena.shrink(), Ok(ByteSize::ZERO));
+    let refused = arena.alloc::<u8>(8 * MIB, DYNAMIC).map(drop).expect_err("it is pending");
+    assert!(refused.is_out_of_memory(), "{refused}");
+    assert_eq!(sim.calls(Call::Synchronize), waits);
+    drop(background);
+    assert_eq!(arena.purge(), Ok(ByteSize::mib(8)));
+    assert_sound(&sim, &[]);
+}
+
+/// A capture that begins just before an event is recorded takes the event; to ask that event
+/// answered 907 and spoiled the capture.
+#[test]
+fn an_event_that_a_capture_took_is_never_asked() {
+    let (arena, sim) = open(Order::Lazy, ByteSize::mib(8));
+    let lane = lane(&arena, &sim);
+    drop(lane.alloc::<u8>(8 * MIB, DYNAMIC).expect("room"));
+    let (other, stream) = (Arc::clone(&sim), lane.stream());
+    sim.before(Call::EventRecord, 0, move || other.begin_capture(stream).expect("captures"));
+    for _ in 0..2 {
+        arena.decay(Moment::ORIGIN).expect("looked");
+    }
+    end(&sim, &lane);
+    for _ in 0..2 {
+        arena.decay(Moment::ORIGIN).expect("looked");
+        sim.advance(usize::MAX);
+    }
+    assert_eq!(arena.snapshot().pending, ByteSize::ZERO);
+    assert_sound(&sim, &[]);
 }

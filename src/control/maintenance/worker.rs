@@ -3,6 +3,8 @@
 //! It decides nothing but that what a resource left behind is purged. What it does is behind
 //! [`Hands`], [`super::super::reclaim::Reclaim`] and
 //! [`super::super::managed::Resource`]; a panic in any of them ends that job and not the thread.
+//! While it runs a job its thread is marked as one of background work: nothing there waits for all
+//! work of a device.
 //!
 //! Invariant: `jobs done + jobs panicked = jobs taken`.
 
@@ -14,7 +16,7 @@ use crate::clock::{Bell, Clock, Moment};
 use crate::control::ledger::Budget;
 use crate::control::managed::Resources;
 use crate::control::reclaim::{Ask, Ladder, Pace, Recovered};
-use crate::sync::caught;
+use crate::sync::{background, caught};
 
 use super::jobs::{Job, JobQueue, Trigger};
 use super::pacer::Pacer;
@@ -69,6 +71,7 @@ pub struct Worker {
 impl Worker {
     /// Does one job on this thread.
     pub fn run(&mut self, job: Job, clock: &dyn Clock) {
+        let _background = background();
         let done = caught(|| self.work(job, clock));
         if done.is_err() {
             self.panics += 1;

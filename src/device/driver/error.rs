@@ -76,6 +76,16 @@ pub enum DriverError {
         /// The call that said so; the work itself was started earlier.
         call: &'static str,
     },
+    /// A wait for all work of the device was not made, because background work does not make it:
+    /// it would spoil every capture of a graph in the context.
+    #[error(
+        "{call} was not called: background work does not wait for the whole device; expected \
+         memory that is used on lanes, or a call of the program such as `DeviceArena::purge`"
+    )]
+    Background {
+        /// The device's call.
+        call: &'static str,
+    },
     /// The context is gone, or a fault has poisoned it: every call fails from now on.
     #[error("{call}: the context is lost: {message} (code {code})")]
     ContextLost {

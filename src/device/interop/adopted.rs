@@ -3,9 +3,10 @@
 //!
 //! The arena commits none of it, moves none of it and lets none of it sleep; it lends its leases,
 //! its views, and its knowledge of when the device is done. A value that is dropped is booked and
-//! no more: a release may take long, as `cuMemFree` does. Whoever looks for idle memory next (a
-//! decay, a purge, a trim, a close; the worker of a `Memory`) lets the host see that the whole
-//! context is done, and then calls the release function.
+//! no more: a release may take long, as `cuMemFree` does. The program's next call that looks for
+//! idle memory (a purge, a trim, a close) waits until the whole context is done, and calls the
+//! release function. A decay and the worker of a `Memory` wait for nothing: they call release
+//! functions only of values whose work is known to be done.
 //!
 //! Invariant: a release function is called at most once, after the host saw complete whatever the
 //! context was given before its value went; it is dropped uncalled only in an arena whose last
@@ -91,8 +92,9 @@ impl DeviceArena {
     ///
     /// `release` is called with the address and the bytes, once, when the value was dropped and the
     /// host has seen the whole context complete, foreign streams included: by the next
-    /// [`decay`](DeviceArena::decay), purge, trim or close, on the thread that calls that, with no
-    /// lock held; in an arena of a `Memory` that is its worker, about a tenth of a second later.
+    /// [`purge`](DeviceArena::purge), trim, shrink or close of the program, on the thread that calls
+    /// that, with no lock held. A [`decay`](DeviceArena::decay) and the worker of a `Memory` do not
+    /// wait for the context: they call it after another call of the program has.
     /// [`Adopted::release`] does it now. It may use the arena as anybody may. A panic in it is
     /// caught, logged and counted. It is never called where the context is lost, in a forked child,
     /// or where the arena's last holder goes while the device may work on ([`DeviceArena::close`]

@@ -22,6 +22,9 @@ impl DeviceArena {
     /// been awake for [`SleepConfig::residency`]; `None` where that is not so. Waits for no lease;
     /// else as [`DeviceArena::sleep`].
     ///
+    /// On the worker of a `Memory` it does not wait for the whole device: an arena whose leases name
+    /// no lane stays awake there, with [`DriverError::Background`].
+    ///
     /// On a driver without [`same_address_wake`](crate::device::driver::Capabilities) it gives back
     /// what is idle in place of that, and stays awake: `None`.
     ///
@@ -32,6 +35,7 @@ impl DeviceArena {
     /// # Errors
     /// As [`DeviceArena::sleep`].
     ///
+    /// [`DriverError::Background`]: crate::device::driver::DriverError::Background
     /// [`SleepConfig::idle_after`]: super::SleepConfig::idle_after
     /// [`SleepConfig::residency`]: super::SleepConfig::residency
     pub fn sleep_if_idle(&self, now: Moment) -> Result<Option<Slept>, DeviceError> {

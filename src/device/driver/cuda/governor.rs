@@ -32,7 +32,7 @@ use crate::bytes::ByteSize;
 use crate::clock::Moment;
 use crate::decay::DecayTime;
 use crate::device::driver::DriverError;
-use crate::sync::{Mutex, lock};
+use crate::sync::{Mutex, is_background, lock};
 
 /// The devices that have a governor, a bit for each number; the last stands for all beyond.
 static GOVERNED: AtomicU64 = AtomicU64::new(0);
@@ -159,8 +159,9 @@ impl GovernorReport {
 ///   the next [`PoolGovernor::decay`] their value holds.
 /// - A device that computes in confidence may refuse a current pool other than its own: that is
 ///   [`GovernorError::Refused`].
-/// - Waiting for the context fails, and spoils a capture, while a stream captures a graph: let no
-///   decay or trim fall into a capture.
+/// - [`PoolGovernor::decay`] and [`PoolGovernor::trim`] wait for the context, which fails and spoils
+///   a capture while a stream captures a graph: call neither during a capture. The worker of a
+///   `Memory` does not wait: it gives back what the program's own waits have shown to be free.
 ///
 /// Its end puts the current pool back, and gives its own up where nothing in it is used. Where
 /// something is, the pool is left, with a threshold of 0, and counted in
@@ -335,8 +336,8 @@ impl PoolGovernor {
     ///
     /// Cost: four calls of the driver, and where there is something to give back, a wait for all
     /// work of the context: the pool gives up only what the host has seen to be free. Blocks for as
-    /// long: not for a thread of an async runtime. `Memory::govern` has a worker call
-    /// it.
+    /// long: not for a thread of an async runtime. `Memory::govern` has a worker call it, which does
+    /// not wait.
     ///
     /// # Errors
     /// As the driver says; nothing is lost, and the next call tries again.
@@ -397,8 +398,11 @@ impl PoolGovernor {
 
     /// How much went.
     fn trim_to(&self, calls: &Calls, (before, keep): (u64, u64)) -> Answer<ByteSize> {
-        // The frees were of streams that are not ours, and of any number.
-        calls.context_synchronize()?;
+        // The frees were of streams that are not ours, and of any number. Background work goes
+        // without: the pool gives up what a wait of the program has shown to be free.
+        if !is_background() {
+            calls.context_synchronize()?;
+        }
         let keep = usize::try_from(keep).unwrap_or(usize::MAX);
         self.pool.pooling.trim_to(calls, self.pool.number, keep)?;
         let after = self.bytes(calls, POOL_RESERVED)?;
