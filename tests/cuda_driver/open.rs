@@ -17,6 +17,7 @@ use crate::support::{Bed, LAZY, life};
 /// Functions without which there is no CUDA.
 pub(crate) const BASE: &[&CStr] = &[
     c"cuInit",
+    c"cuGetErrorName",
     c"cuDriverGetVersion",
     c"cuDeviceGetCount",
     c"cuDeviceGet",
@@ -398,5 +399,68 @@ fn a_device_that_is_full_is_not_opened_and_nothing_is_held() {
     let call = "cuMemCreate";
     assert_eq!(error, RungFailure::Driver(DriverError::OutOfMemory { call, requested }));
     drop(CudaDriver::open(CudaOptions::default()).expect("a small handle fits"));
+    fake.assert_clean();
+}
+
+/// A toolkit's stub stands before the driver's library on the path: it answered 34, and that was
+/// the end of the search.
+#[test]
+fn a_stub_library_does_not_end_the_search() {
+    let fake = Fake::start(LAZY);
+    fake.fail(c"cuInit", 1, 34); // under the first name; the last is the driver
+    let driver = CudaDriver::open(CudaOptions::default()).expect("the next library is taken");
+    assert_eq!(fake.calls(c"cuInit"), 2);
+    drop(driver);
+    fake.fail(c"cuInit", 1, 34);
+    let found = lowtide::device::driver::cuda::probe();
+    assert!(matches!(found, Probe::Devices { count: 2, .. }), "{found}");
+    // Nothing but stubs.
+    for nth in 1..=2 {
+        fake.fail(c"cuInit", nth, 34);
+    }
+    let error = refused(&fake, CudaOptions::default());
+    let name = "CUDA_ERROR_STUB_LIBRARY".to_owned();
+    assert_eq!(error, CudaError::Unavailable(Probe::InitFailed { code: 34, name }));
+    fake.assert_clean();
+}
+
+#[test]
+fn a_start_that_fails_says_what_an_operator_can_do() {
+    let fake = Fake::start(LAZY);
+    for (code, name, part) in [
+        (46, "CUDA_ERROR_DEVICE_UNAVAILABLE", "nvidia-smi"),
+        (802, "CUDA_ERROR_SYSTEM_NOT_READY", "nvidia-fabricmanager"),
+        (803, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", "different versions"),
+    ] {
+        fake.fail(c"cuInit", 1, code);
+        let text = refused(&fake, CudaOptions::default()).to_string();
+        let begin = format!("the CUDA driver did not start: cuInit answered {code} ({name}): ");
+        assert!(text.starts_with(&begin) && text.contains(part), "{text}");
+        // On HGX systems it is the first context that answers so.
+        fake.fail(c"cuDevicePrimaryCtxRetain", 1, code);
+        let text = refused(&fake, FIRST).to_string();
+        assert!(text.contains(name) && text.contains(part), "{text}");
+    }
+    fake.assert_clean();
+}
+
+/// The crate's table knew a few: others were "unnamed".
+#[test]
+fn each_result_has_the_name_that_the_driver_gives_it() {
+    let fake = Fake::start(LAZY);
+    let driver = CudaDriver::open(CudaOptions::default()).expect("a device");
+    for (code, name) in [
+        (1, "CUDA_ERROR_INVALID_VALUE"),
+        (36, "CUDA_ERROR_CALL_REQUIRES_NEWER_DRIVER"),
+        (304, "CUDA_ERROR_OPERATING_SYSTEM"),
+        (711, "CUDA_ERROR_TOO_MANY_PEERS"),
+        (912, "CUDA_ERROR_INVALID_CLUSTER_SIZE"),
+        (4242, "unnamed"),
+    ] {
+        fake.fail(c"cuMemGetInfo_v2", 1, code);
+        let text = driver.headroom().expect_err("refused").to_string();
+        assert_eq!(text, format!("cuMemGetInfo failed: {name} (code {code})"));
+    }
+    drop(driver);
     fake.assert_clean();
 }

@@ -1,7 +1,7 @@
 //! Why a driver did not do what it was asked, and what the numbers of CUDA's results mean.
 //!
-//! It knows the results that this crate meets, by number, and calls nothing: a number newer than
-//! the table is still an error with its number.
+//! It knows which results lose the context, and calls nothing: a driver is asked for names by its
+//! own layer, and a number without a name is still an error with its number.
 //!
 //! Invariant: `DriverError::of_cuda(_, code, _).code()` is `code`, or `None` where the variant
 //! stands for that one number.
@@ -101,9 +101,23 @@ pub enum DriverError {
 impl DriverError {
     /// The error for a result of the CUDA driver other than success: memory that has run out (2),
     /// what is not offered (801), an illegal address (700), a context that is lost, or a refusal.
+    /// Results about how the machine is set up (34, 46, 802, 803) say what an operator can do.
     #[must_use]
     pub fn of_cuda(call: &'static str, code: u32, requested: ByteSize) -> Self {
-        let message = || cuda_result_name(code).to_owned();
+        Self::of_cuda_named(call, code, requested, || None)
+    }
+
+    /// As [`DriverError::of_cuda`], with the name that the driver gives the result.
+    pub(super) fn of_cuda_named(
+        call: &'static str,
+        code: u32,
+        requested: ByteSize,
+        name: impl FnOnce() -> Option<String>,
+    ) -> Self {
+        let message = || {
+            let name = name().unwrap_or_else(|| cuda_result_name(code).to_owned());
+            described(code, name)
+        };
         match code {
             OUT_OF_MEMORY => Self::OutOfMemory { call, requested },
             NOT_SUPPORTED => Self::Unsupported { what: call },
@@ -141,56 +155,116 @@ impl DriverError {
 
 /// `CUDA_ERROR_OUT_OF_MEMORY`
 const OUT_OF_MEMORY: u32 = 2;
+/// `CUDA_ERROR_STUB_LIBRARY`
+const STUB_LIBRARY: u32 = 34;
 /// `CUDA_ERROR_ILLEGAL_ADDRESS`
 const ILLEGAL_ADDRESS: u32 = 700;
 /// `CUDA_ERROR_NOT_SUPPORTED`
 const NOT_SUPPORTED: u32 = 801;
 
-/// Results of cuda.h: number, name, and whether the context is lost with it. cuda.h says of those
-/// "the context cannot be used" or "leaves the process in an inconsistent state and any further
-/// CUDA work will return the same error".
-const RESULTS: &[(u32, &str, bool)] = &[
-    (1, "CUDA_ERROR_INVALID_VALUE", false),
-    (OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY", false),
-    (3, "CUDA_ERROR_NOT_INITIALIZED", false),
-    (4, "CUDA_ERROR_DEINITIALIZED", true),
-    (100, "CUDA_ERROR_NO_DEVICE", false),
-    (101, "CUDA_ERROR_INVALID_DEVICE", false),
-    (201, "CUDA_ERROR_INVALID_CONTEXT", false),
-    (214, "CUDA_ERROR_ECC_UNCORRECTABLE", true),
-    (220, "CUDA_ERROR_NVLINK_UNCORRECTABLE", true),
-    (226, "CUDA_ERROR_CONTAINED", true),
-    (400, "CUDA_ERROR_INVALID_HANDLE", false),
-    (401, "CUDA_ERROR_ILLEGAL_STATE", false),
-    (600, "CUDA_ERROR_NOT_READY", false),
-    (ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS", true),
-    (701, "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES", false),
-    (702, "CUDA_ERROR_LAUNCH_TIMEOUT", true),
-    (709, "CUDA_ERROR_CONTEXT_IS_DESTROYED", true),
-    (710, "CUDA_ERROR_ASSERT", true),
-    (714, "CUDA_ERROR_HARDWARE_STACK_ERROR", true),
-    (715, "CUDA_ERROR_ILLEGAL_INSTRUCTION", true),
-    (716, "CUDA_ERROR_MISALIGNED_ADDRESS", true),
-    (717, "CUDA_ERROR_INVALID_ADDRESS_SPACE", true),
-    (718, "CUDA_ERROR_INVALID_PC", true),
-    (719, "CUDA_ERROR_LAUNCH_FAILED", true),
-    (800, "CUDA_ERROR_NOT_PERMITTED", false),
-    (NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED", false),
-    (900, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", false),
-    (901, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED", false),
-    (905, "CUDA_ERROR_STREAM_CAPTURE_ISOLATION", false),
-    (907, "CUDA_ERROR_CAPTURED_EVENT", false),
-    (999, "CUDA_ERROR_UNKNOWN", false),
+/// Results of cuda.h with which the context is lost: "the context cannot be used anymore", "leaves
+/// the process in an inconsistent state and any further CUDA work will return the same error", or
+/// the context does not exist any more. In order.
+const STICKY: &[u32] = &[
+    4,   // DEINITIALIZED
+    214, // ECC_UNCORRECTABLE
+    220, // NVLINK_UNCORRECTABLE
+    226, // CONTAINED
+    ILLEGAL_ADDRESS,
+    702, // LAUNCH_TIMEOUT
+    709, // CONTEXT_IS_DESTROYED
+    710, // ASSERT
+    714, // HARDWARE_STACK_ERROR
+    715, // ILLEGAL_INSTRUCTION
+    716, // MISALIGNED_ADDRESS
+    717, // INVALID_ADDRESS_SPACE
+    718, // INVALID_PC
+    719, // LAUNCH_FAILED
+    721, // TENSOR_MEMORY_LEAK
+    810, // MPS_CLIENT_TERMINATED
+    911, // EXTERNAL_DEVICE
+];
+
+/// Names of results in cuda.h, for drivers that are not asked: those that the simulation answers
+/// and those that this crate treats by themselves. In order.
+const NAMES: &[(u32, &str)] = &[
+    (1, "CUDA_ERROR_INVALID_VALUE"),
+    (OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY"),
+    (3, "CUDA_ERROR_NOT_INITIALIZED"),
+    (4, "CUDA_ERROR_DEINITIALIZED"),
+    (STUB_LIBRARY, "CUDA_ERROR_STUB_LIBRARY"),
+    (46, "CUDA_ERROR_DEVICE_UNAVAILABLE"),
+    (100, "CUDA_ERROR_NO_DEVICE"),
+    (101, "CUDA_ERROR_INVALID_DEVICE"),
+    (201, "CUDA_ERROR_INVALID_CONTEXT"),
+    (214, "CUDA_ERROR_ECC_UNCORRECTABLE"),
+    (220, "CUDA_ERROR_NVLINK_UNCORRECTABLE"),
+    (226, "CUDA_ERROR_CONTAINED"),
+    (400, "CUDA_ERROR_INVALID_HANDLE"),
+    (401, "CUDA_ERROR_ILLEGAL_STATE"),
+    (600, "CUDA_ERROR_NOT_READY"),
+    (ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS"),
+    (701, "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES"),
+    (702, "CUDA_ERROR_LAUNCH_TIMEOUT"),
+    (709, "CUDA_ERROR_CONTEXT_IS_DESTROYED"),
+    (710, "CUDA_ERROR_ASSERT"),
+    (714, "CUDA_ERROR_HARDWARE_STACK_ERROR"),
+    (715, "CUDA_ERROR_ILLEGAL_INSTRUCTION"),
+    (716, "CUDA_ERROR_MISALIGNED_ADDRESS"),
+    (717, "CUDA_ERROR_INVALID_ADDRESS_SPACE"),
+    (718, "CUDA_ERROR_INVALID_PC"),
+    (719, "CUDA_ERROR_LAUNCH_FAILED"),
+    (721, "CUDA_ERROR_TENSOR_MEMORY_LEAK"),
+    (800, "CUDA_ERROR_NOT_PERMITTED"),
+    (NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED"),
+    (802, "CUDA_ERROR_SYSTEM_NOT_READY"),
+    (803, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"),
+    (810, "CUDA_ERROR_MPS_CLIENT_TERMINATED"),
+    (900, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"),
+    (901, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"),
+    (905, "CUDA_ERROR_STREAM_CAPTURE_ISOLATION"),
+    (906, "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT"),
+    (907, "CUDA_ERROR_CAPTURED_EVENT"),
+    (911, "CUDA_ERROR_EXTERNAL_DEVICE"),
+    (999, "CUDA_ERROR_UNKNOWN"),
 ];
 
 /// The name of a CUDA result in cuda.h, or "unnamed" where this table does not have it.
 fn cuda_result_name(code: u32) -> &'static str {
-    RESULTS.iter().find(|row| row.0 == code).map_or("unnamed", |row| row.1)
+    NAMES.iter().find(|row| row.0 == code).map_or("unnamed", |row| row.1)
 }
 
 /// Whether a CUDA result means that the context is lost.
 fn is_sticky(code: u32) -> bool {
-    RESULTS.iter().any(|row| row.0 == code && row.2)
+    STICKY.binary_search(&code).is_ok()
+}
+
+/// What an operator can do about a CUDA result, if it is about how the machine is set up.
+pub(super) const fn advice(code: u32) -> Option<&'static str> {
+    Some(match code {
+        STUB_LIBRARY => {
+            "a toolkit's stub was loaded in place of the driver's library: remove its folder from \
+             the library path (LD_LIBRARY_PATH), and see that the driver's libcuda.so.1 is found"
+        }
+        46 => {
+            "another process holds the device exclusively, or its compute mode forbids contexts: \
+             see `nvidia-smi -q -d COMPUTE`"
+        }
+        802 => {
+            "the system is not ready: on machines with NVSwitch, see that nvidia-fabricmanager \
+             runs and has the driver's version"
+        }
+        803 => {
+            "the driver's library and the kernel module have different versions: reboot or reload \
+             the module; in a container, mount the library of the host's driver"
+        }
+        _ => return None,
+    })
+}
+
+/// A name, and what an operator can do.
+fn described(code: u32, name: String) -> String {
+    advice(code).map_or_else(|| name.clone(), |advice| format!("{name}: {advice}"))
 }
 
 #[cfg(test)]
@@ -214,16 +288,46 @@ mod tests {
 
     #[test]
     fn an_error_says_whether_the_context_is_lost_and_keeps_its_number() {
-        for (code, _, sticky) in RESULTS {
+        for (code, _) in NAMES {
             let error = DriverError::of_cuda("cuCtxSynchronize", *code, ByteSize::ZERO);
-            assert_eq!(error.is_context_lost(), *sticky, "{error}");
+            assert_eq!(error.is_context_lost(), STICKY.contains(code), "{error}");
             let stands_for_it = [OUT_OF_MEMORY, NOT_SUPPORTED].contains(code);
             assert_eq!(error.code(), (!stands_for_it).then_some(i64::from(*code)), "{error}");
         }
     }
 
     #[test]
-    fn the_table_is_in_order_of_the_numbers() {
-        assert!(RESULTS.windows(2).all(|pair| pair[0].0 < pair[1].0));
+    fn the_tables_are_in_order_of_the_numbers() {
+        assert!(NAMES.windows(2).all(|pair| pair[0].0 < pair[1].0));
+        assert!(STICKY.windows(2).all(|pair| pair[0] < pair[1]));
+    }
+
+    /// 721 and later ones counted as errors of one call, so that calls were tried again for ever.
+    #[test]
+    fn results_that_end_the_context_by_the_header_are_known_as_such() {
+        let lost = |code| DriverError::of_cuda("cuEventQuery", code, ByteSize::ZERO);
+        for code in [4, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719] {
+            assert!(lost(code).is_context_lost(), "{code}");
+        }
+        for code in [721, 810, 911] {
+            assert!(lost(code).is_context_lost(), "{code}");
+        }
+        for code in [1, 2, 34, 46, 100, 600, 701, 720, 801, 802, 803, 900, 901, 907, 909, 999] {
+            assert!(!lost(code).is_context_lost(), "{code}");
+        }
+    }
+
+    #[test]
+    fn what_is_wrong_with_the_machine_says_what_an_operator_can_do() {
+        for (code, part) in [
+            (34, "LD_LIBRARY_PATH"),
+            (46, "nvidia-smi"),
+            (802, "nvidia-fabricmanager"),
+            (803, "different versions"),
+        ] {
+            let error = DriverError::of_cuda("cuInit", code, ByteSize::ZERO);
+            let (text, end) = (error.to_string(), format!("(code {code})"));
+            assert!(text.contains(part) && text.ends_with(&end), "{text}");
+        }
     }
 }

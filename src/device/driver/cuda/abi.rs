@@ -8,6 +8,8 @@
 
 /// `CUresult`: done.
 pub(super) const SUCCESS: u32 = 0;
+/// `CUDA_ERROR_STUB_LIBRARY`
+pub(super) const STUB_LIBRARY: u32 = 34;
 /// `CUDA_ERROR_NO_DEVICE`
 pub(super) const NO_DEVICE: u32 = 100;
 /// `CUDA_ERROR_NOT_READY`: work is not done yet; no error.

@@ -14,7 +14,7 @@
 //! Invariant: `made` counts every call once.
 #![expect(unsafe_code, reason = "calling C functions by pointer")]
 
-use std::ffi::{c_char, c_void};
+use std::ffi::{CStr, c_char, c_void};
 use std::fmt;
 use std::ops::Range;
 use std::ptr::NonNull;
@@ -77,8 +77,25 @@ impl Calls {
         self.made.fetch_add(1, Ordering::Relaxed);
         match code {
             SUCCESS => Ok(()),
-            code => Err(DriverError::of_cuda(call, code, requested)),
+            code => {
+                let name = || self.error_name(code);
+                Err(DriverError::of_cuda_named(call, code, requested, name))
+            }
         }
+    }
+
+    /// The name that the driver gives a result; `None` if it knows none.
+    pub(super) fn error_name(&self, code: u32) -> Option<String> {
+        let mut text = std::ptr::null();
+        // SAFETY: any code may be asked for; it writes one pointer, null for a code without a name.
+        let _ = unsafe { (self.table.base.error_name)(code, &raw mut text) };
+        if text.is_null() {
+            return None;
+        }
+        // SAFETY: not null, and then a null-terminated string of the library (cuda.h), which stays
+        // open for the rest of the process.
+        let text = unsafe { CStr::from_ptr(text) };
+        Some(text.to_string_lossy().into_owned())
     }
 
     fn plain(&self, call: &'static str, code: u32) -> Answer {

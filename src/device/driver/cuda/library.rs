@@ -2,8 +2,9 @@
 //!
 //! It calls nothing that it finds. cudarc panics where the library or a function is missing, so
 //! both are asked for here first, under the names and in the order that cudarc uses: what is found
-//! here is what cudarc finds. The library stays open for the rest of the process, because `cuInit`
-//! may start threads in it.
+//! here is what cudarc finds, unless it is a toolkit's stub, which is passed over here and not by
+//! cudarc. A library that is used stays open for the rest of the process, because `cuInit` may
+//! start threads in it.
 //!
 //! Invariant: a function is `Some` only if the open library has a symbol of that name.
 #![expect(unsafe_code, reason = "opening a library and looking a symbol up")]
@@ -12,7 +13,7 @@ use std::ffi::{CStr, CString, c_void};
 use std::ptr::NonNull;
 
 /// Names of the driver's library in the order in which cudarc tries them. The first may be a
-/// toolkit's stub, which answers cuInit with code 34; the last is the one that drivers install.
+/// toolkit's stub, which answers `cuInit` with code 34; the last is the one that drivers install.
 pub(super) const LIBRARIES: &[&str] = &[
     "libcuda.so",
     "libcuda64.so",
@@ -28,37 +29,76 @@ pub(super) const LIBRARIES: &[&str] = &[
     "libcuda.so.1",
 ];
 
-/// A library that is open for good.
+/// A library that is open.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Library(NonNull<c_void>);
 
 // SAFETY: the handle is the loader's, whose functions any thread may call with it (dlsym(3),
-// MT-Safe); it is never closed.
+// MT-Safe).
 unsafe impl Send for Library {}
 // SAFETY: as above.
 unsafe impl Sync for Library {}
 
-impl Library {
-    /// The first library of these that opens; else what the loader said of the last.
-    pub(super) fn open(names: &[&str]) -> Result<Self, String> {
-        let mut error = "no name to try".to_owned();
-        for name in names {
-            let Ok(name) = CString::new(*name) else { continue };
-            // SAFETY: the name is a C string that outlives the call. "dlopen() ... returns NULL"
-            // on failure (dlopen(3)). The initialisers that run are those of the system's own
-            // driver, which any process that uses CUDA runs.
-            let opened = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
-            match NonNull::new(opened) {
-                Some(handle) => return Ok(Self(handle)),
-                None => error = loader_error(),
+/// What a look at a library came to.
+pub(super) enum Look<T> {
+    /// It is the driver's.
+    Found(T),
+    /// It is a stub or no driver's at all: the next is looked at, and this is the answer if no other
+    /// is found. It holds nothing of the library, which is closed.
+    Passed(T),
+}
+
+/// Looks at the libraries of these names, in order, until one is the driver's; else what was said
+/// of the first that opened.
+///
+/// # Errors
+/// What the loader said of the last, if none opens.
+pub(super) fn search<T>(
+    names: &[&'static str],
+    look: impl Fn(&'static str, Library) -> Look<T>,
+) -> Result<T, String> {
+    let (mut passed, mut error) = (None, "no name to try".to_owned());
+    for name in names {
+        let library = match Library::open(name) {
+            Ok(library) => library,
+            Err(said) => {
+                error = said;
+                continue;
+            }
+        };
+        match look(name, library) {
+            Look::Found(found) => return Ok(found),
+            Look::Passed(answer) => {
+                // A stub has the driver's soname: while it is open the loader finds no other.
+                library.close();
+                passed.get_or_insert(answer);
             }
         }
-        Err(error)
+    }
+    passed.ok_or(error)
+}
+
+impl Library {
+    /// The library of this name; else what the loader said.
+    fn open(name: &str) -> Result<Self, String> {
+        let name = CString::new(name).map_err(|error| error.to_string())?;
+        // SAFETY: the name is a C string that outlives the call. "dlopen() ... returns NULL" on
+        // failure (dlopen(3)). The initialisers that run are those of the system's own driver,
+        // which any process that uses CUDA runs.
+        let opened = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+        NonNull::new(opened).map(Self).ok_or_else(loader_error)
+    }
+
+    /// Gives up a library that did not start anything.
+    fn close(self) {
+        // SAFETY: the handle came from `dlopen` and is closed once, here; `Look::Passed` says that
+        // nothing found in it is kept.
+        let _ = unsafe { libc::dlclose(self.0.as_ptr()) };
     }
 
     /// A function or a variable of the library; `None` where it has none of that name.
     pub(super) fn symbol(self, name: &CStr) -> Option<NonNull<c_void>> {
-        // SAFETY: the handle came from `dlopen` and is never closed; the name is a C string.
+        // SAFETY: the handle came from `dlopen` and is open; the name is a C string.
         NonNull::new(unsafe { libc::dlsym(self.0.as_ptr(), name.as_ptr()) })
     }
 }
@@ -92,9 +132,25 @@ mod tests {
 
     #[test]
     fn what_is_not_there_is_said_in_the_loaders_words() {
-        let error = Library::open(&["liblowtide-absent.so.1", "liblowtide-absent.so"]);
+        let open = |names: &[&'static str]| search(names, |_, _| Look::Found(()));
+        let error = open(&["liblowtide-absent.so.1", "liblowtide-absent.so"]);
         let error = error.expect_err("absent");
         assert!(error.contains("liblowtide-absent.so:"), "{error}");
-        assert!(Library::open(&[]).is_err() && Library::open(&["nul\0"]).is_err());
+        assert!(open(&[]).is_err() && open(&["nul\0"]).is_err());
+    }
+
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    #[test]
+    fn a_library_that_is_passed_over_does_not_end_the_search() {
+        fn is_libc(name: &'static str, _: Library) -> Look<&'static str> {
+            if name == "libc.so.6" { Look::Found(name) } else { Look::Passed(name) }
+        }
+        let names = ["libm.so.6", "liblowtide-absent.so", "libc.so.6"];
+        assert_eq!(search(&names, is_libc), Ok("libc.so.6"));
+        assert_eq!(
+            search(&names[..2], is_libc),
+            Ok("libm.so.6"),
+            "the answer if no other is found"
+        );
     }
 }

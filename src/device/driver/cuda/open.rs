@@ -8,7 +8,7 @@ use super::device::CudaDevice;
 use super::driver::CudaDriver;
 use super::error::CudaError;
 use super::ladder::{Ground, climb};
-use super::library::{LIBRARIES, Library};
+use super::library::{LIBRARIES, Library, Look, search};
 use super::probe::Probe;
 use super::stores::Stores;
 use super::table::{Find, Missing, Table};
@@ -127,25 +127,36 @@ impl CudaDriver {
 
 /// Finds the driver's functions and starts it.
 pub(super) fn start(has: &dyn Fn(&str) -> bool) -> Result<Calls, CudaError> {
-    let library = Library::open(LIBRARIES)
-        .map_err(|error| CudaError::Unavailable(Probe::NoLibrary { tried: LIBRARIES, error }))?;
+    let started = search(LIBRARIES, |name, library| match start_in(library, has) {
+        Err(CudaError::Unavailable(probe)) if probe.is_no_driver() => {
+            log!(warn, library = name, cause = %probe, "library passed over: not a CUDA driver");
+            Look::Passed(Err(CudaError::Unavailable(probe)))
+        }
+        started => Look::Found(started),
+    });
+    let none = |error| CudaError::Unavailable(Probe::NoLibrary { tried: LIBRARIES, error });
+    started.map_err(none)?
+}
+
+fn start_in(library: Library, has: &dyn Fn(&str) -> bool) -> Result<Calls, CudaError> {
     let find: Find<'_> = &|name| library.symbol(name).filter(|_| name.to_str().is_ok_and(has));
     let table = Table::find(find)
         .map_err(|Missing(symbol)| CudaError::Unavailable(Probe::NoSymbol { symbol }))?;
     let calls = Calls::new(table);
-    calls.init().map_err(of_init)?;
+    calls.init().map_err(|error| of_init(&calls, error))?;
     Ok(calls)
 }
 
 /// What `cuInit` answered, as the probe says it.
-fn of_init(error: DriverError) -> CudaError {
+fn of_init(calls: &Calls, error: DriverError) -> CudaError {
     match error {
         DriverError::Refused { code, .. } if code == i64::from(NO_DEVICE) => {
             CudaError::Unavailable(Probe::NoDevice)
         }
-        DriverError::Refused { code, message, .. } => {
+        DriverError::Refused { code, .. } => {
             let code = u32::try_from(code).unwrap_or(u32::MAX);
-            CudaError::Unavailable(Probe::InitFailed { code, name: message })
+            let name = calls.error_name(code).unwrap_or_else(|| "unnamed".to_owned());
+            CudaError::Unavailable(Probe::InitFailed { code, name })
         }
         other => CudaError::Driver(other),
     }

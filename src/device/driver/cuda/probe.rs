@@ -11,8 +11,9 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::fmt;
 use std::ptr::NonNull;
 
-use super::abi::{NO_DEVICE, SUCCESS};
-use super::library::{LIBRARIES, Library};
+use super::abi::{NO_DEVICE, STUB_LIBRARY, SUCCESS};
+use super::library::{LIBRARIES, Library, Look, search};
+use crate::device::driver::error::advice;
 
 /// What a look for CUDA found. `Display` gives one clear sentence with the cause.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -63,6 +64,12 @@ impl Probe {
     pub const fn is_usable(&self) -> bool {
         matches!(self, Self::Devices { .. })
     }
+
+    /// Whether the library that was found is no driver's, so that another may be: a stub, or one
+    /// without the functions of a driver.
+    pub(super) const fn is_no_driver(&self) -> bool {
+        matches!(self, Self::NoSymbol { .. } | Self::InitFailed { code: STUB_LIBRARY, .. })
+    }
 }
 
 impl fmt::Display for Probe {
@@ -76,10 +83,12 @@ impl fmt::Display for Probe {
                 write!(f, "the CUDA driver library has no {symbol}: not a driver's library")
             }
             Self::InitFailed { code, name } => {
-                write!(f, "the CUDA driver did not start: cuInit answered {code} ({name})")
+                write!(f, "the CUDA driver did not start: cuInit answered {code} ({name})")?;
+                advice(*code).map_or(Ok(()), |advice| write!(f, ": {advice}"))
             }
             Self::CallFailed { call, code, name } => {
-                write!(f, "the CUDA driver started, but {call} answered {code} ({name})")
+                write!(f, "the CUDA driver started, but {call} answered {code} ({name})")?;
+                advice(*code).map_or(Ok(()), |advice| write!(f, ": {advice}"))
             }
             Self::NoDevice => {
                 f.write_str("the CUDA driver is there, but no device is visible to this process")
@@ -108,14 +117,12 @@ pub fn probe() -> Probe {
 }
 
 fn look(names: &'static [&'static str]) -> Probe {
-    let library = match Library::open(names) {
-        Ok(library) => library,
-        Err(error) => return Probe::NoLibrary { tried: names, error },
-    };
-    match Calls::resolve(library) {
-        Ok(calls) => calls.ask(),
-        Err(symbol) => Probe::NoSymbol { symbol },
-    }
+    let found = search(names, |_, library| {
+        let asked = Calls::resolve(library).map(|calls| calls.ask());
+        let probe = asked.unwrap_or_else(|symbol| Probe::NoSymbol { symbol });
+        if probe.is_no_driver() { Look::Passed(probe) } else { Look::Found(probe) }
+    });
+    found.unwrap_or_else(|error| Probe::NoLibrary { tried: names, error })
 }
 
 type Symbol = Option<NonNull<c_void>>;
@@ -198,7 +205,7 @@ impl Calls {
             return "unnamed".to_owned();
         }
         // SAFETY: not null, and then a null-terminated string of the library (cuda.h), which is
-        // never closed.
+        // open, and which is copied.
         unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
     }
 }
@@ -305,10 +312,9 @@ mod tests {
     #[test]
     fn a_failing_call_is_named_with_its_code() {
         let stub = calls(is_a_stub, version_12_8, two).ask();
-        assert_eq!(
-            stub.to_string(),
-            "the CUDA driver did not start: cuInit answered 34 (CUDA_ERROR_STUB_LIBRARY)"
-        );
+        let begin = "the CUDA driver did not start: cuInit answered 34 (CUDA_ERROR_STUB_LIBRARY): ";
+        let text = stub.to_string();
+        assert!(text.starts_with(begin) && text.contains("LD_LIBRARY_PATH"), "{text}");
         let count = calls(starts, version_12_8, fails).ask();
         let name = "unnamed".to_owned();
         assert_eq!(count, Probe::CallFailed { call: "cuDeviceGetCount", code: 999, name });

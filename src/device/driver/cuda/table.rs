@@ -63,6 +63,7 @@ group! {
     /// What every driver since CUDA 10.2 has.
     Base {
         init = "cuInit"(u32);
+        error_name = "cuGetErrorName"(u32, *mut *const c_char);
         driver_version = "cuDriverGetVersion"(*mut i32);
         device_count = "cuDeviceGetCount"(*mut i32);
         device = "cuDeviceGet"(*mut i32, i32);
