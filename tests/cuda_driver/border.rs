@@ -180,3 +180,31 @@ fn a_context_that_is_lost_releases_nothing_and_says_so_once_a_look() {
     drop((lane, arena, bed));
     fake.validate(0);
 }
+
+/// Page-locked host memory has a device by `cuPointerGetAttribute`: it was taken for the device's.
+#[test]
+fn page_locked_host_memory_is_not_adopted_and_managed_memory_is() {
+    use cudarc::driver::sys;
+    let (fake, bed, arena, lane) = start();
+    bed.context.bind_to_thread().expect("current");
+    // SAFETY: freed below, once; nobody reads it.
+    let locked = unsafe { result::malloc_host(UNIT, 0) }.expect("room");
+    let at = DeviceAddress::new(locked.addr() as u64);
+    let host = Owner::Elsewhere("memory of the host");
+    assert_eq!(bed.driver.owner_of(at, ByteSize::of(UNIT)), Ok(host));
+    // SAFETY: it is refused.
+    let refused = unsafe { arena.adopt::<u8>(at, UNIT, |_, _| panic!("not adopted")) };
+    let error = refused.expect_err("it is the host's");
+    assert!(matches!(error, DeviceError::Unadoptable { why: Unadoptable::Elsewhere(_), .. }));
+    // SAFETY: it came of `malloc_host`, and nobody uses it.
+    unsafe { result::free_host(locked) }.expect("freed");
+    let flags = sys::CUmemAttach_flags::CU_MEM_ATTACH_GLOBAL;
+    // SAFETY: freed by the release, once.
+    let managed = unsafe { result::malloc_managed(UNIT, flags) }.expect("room");
+    let at = DeviceAddress::new(managed);
+    assert_eq!(bed.driver.owner_of(at, ByteSize::of(UNIT)), Ok(Owner::Here));
+    // SAFETY: nobody else uses it until it is released.
+    let adopted = unsafe { arena.adopt::<u8>(at, UNIT, frees(&bed.context)) };
+    adopted.expect("managed memory is the device's").release().expect("done");
+    end((fake, bed, arena, lane));
+}

@@ -38,6 +38,8 @@ pub(super) const POOL_USED_HIGH: i32 = 8;
 
 /// `CU_STREAM_NON_BLOCKING`: no order with the legacy default stream.
 pub(super) const STREAM_NON_BLOCKING: u32 = 1;
+/// `CU_EVENT_BLOCKING_SYNC`: the host sleeps while it waits for the event.
+pub(super) const EVENT_BLOCKING: u32 = 1;
 /// `CU_EVENT_DISABLE_TIMING`
 pub(super) const EVENT_DISABLE_TIMING: u32 = 2;
 /// `CU_MEMHOSTALLOC_PORTABLE`: page-locked for every context.
@@ -46,8 +48,14 @@ pub(super) const HOST_PORTABLE: u32 = 1;
 pub(super) const GRANULARITY_MINIMUM: u32 = 0;
 /// `CU_POINTER_ATTRIBUTE_CONTEXT`
 pub(super) const ATTRIBUTE_CONTEXT: i32 = 1;
+/// `CU_POINTER_ATTRIBUTE_MEMORY_TYPE`
+pub(super) const ATTRIBUTE_MEMORY_TYPE: i32 = 2;
+/// `CU_POINTER_ATTRIBUTE_IS_MANAGED`
+pub(super) const ATTRIBUTE_IS_MANAGED: i32 = 8;
 /// `CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL`
 pub(super) const ATTRIBUTE_ORDINAL: i32 = 9;
+/// `CU_MEMORYTYPE_HOST`
+pub(super) const MEMORY_HOST: u32 = 1;
 /// `CUDA_ERROR_INVALID_VALUE`
 pub(super) const INVALID_VALUE: u32 = 1;
 /// `CU_STREAM_CAPTURE_STATUS_NONE`

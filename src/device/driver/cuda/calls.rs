@@ -20,8 +20,9 @@ use std::ops::Range;
 use std::ptr::NonNull;
 
 use super::abi::{
-    ATTRIBUTE_CONTEXT, ATTRIBUTE_ORDINAL, CAPTURE_NONE, EVENT_DISABLE_TIMING, HOST_PORTABLE,
-    NOT_READY, STREAM_NON_BLOCKING, SUCCESS,
+    ATTRIBUTE_CONTEXT, ATTRIBUTE_IS_MANAGED, ATTRIBUTE_MEMORY_TYPE, ATTRIBUTE_ORDINAL,
+    CAPTURE_NONE, EVENT_BLOCKING, EVENT_DISABLE_TIMING, HOST_PORTABLE, MEMORY_HOST, NOT_READY,
+    STREAM_NON_BLOCKING, SUCCESS,
 };
 use super::table::{Pointer, Table};
 use crate::bytes::ByteSize;
@@ -223,22 +224,29 @@ impl Calls {
         Ok((ByteSize::of(free), ByteSize::of(total)))
     }
 
-    /// The context and the ordinal of the device of which memory is; 0 for memory of no single
-    /// context. An error where there is none.
-    pub(super) fn owner_of(&self, at: u64) -> Answer<(usize, i32)> {
-        let Ok(Pointer { attribute }) = self.table.pointer else {
+    /// Whose memory lies at an address. An error if the driver knows none there.
+    pub(super) fn owner_of(&self, at: u64) -> Answer<PointerOwner> {
+        let (call, Ok(Pointer { attribute })) = ("cuPointerGetAttribute", self.table.pointer)
+        else {
             return Err(DriverError::Unsupported { what: "cuPointerGetAttribute" });
         };
         let (mut context, mut ordinal) = (0_usize, 0_i32);
+        let (mut kind, mut managed) = (0_u32, 0_u32);
         // SAFETY: for this attribute it writes one int; an address that it does not know is an
         // error.
         let code = unsafe { attribute((&raw mut ordinal).cast(), ATTRIBUTE_ORDINAL, at) };
-        self.plain("cuPointerGetAttribute", code)?;
+        self.plain(call, code)?;
+        // SAFETY: as above: one enum of 32 bits.
+        let code = unsafe { attribute((&raw mut kind).cast(), ATTRIBUTE_MEMORY_TYPE, at) };
+        self.plain(call, code)?;
+        // SAFETY: as above: one 32-bit boolean; zero stays where it has none to write.
+        let code = unsafe { attribute((&raw mut managed).cast(), ATTRIBUTE_IS_MANAGED, at) };
+        let is_managed = self.plain(call, code).is_ok() && managed != 0;
         // SAFETY: for this attribute it writes one pointer, into an integer of its size; where it
         // has none to write, zero stays.
         let code = unsafe { attribute((&raw mut context).cast(), ATTRIBUTE_CONTEXT, at) };
-        let has_one = self.plain("cuPointerGetAttribute", code).is_ok();
-        Ok((if has_one { context } else { 0 }, ordinal))
+        let context = self.plain(call, code).map_or(0, |()| context);
+        Ok(PointerOwner { context, ordinal, is_host: kind == MEMORY_HOST && !is_managed })
     }
 
     /// Page-locked memory of the host, every byte of it zero.
@@ -363,6 +371,17 @@ impl Calls {
         let code = unsafe { (self.table.base.event_synchronize)(event) };
         self.plain("cuEventSynchronize", code)
     }
+}
+
+/// Whose memory lies at an address.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct PointerOwner {
+    /// 0 for memory of no single context.
+    pub(super) context: usize,
+    /// The device; of page-locked host memory that of the context which locked it.
+    pub(super) ordinal: i32,
+    /// It is memory of the host, and not managed.
+    pub(super) is_host: bool,
 }
 
 /// Page-locked memory of the host, by its address; whoever has it sees to its end.

@@ -215,15 +215,18 @@ impl Driver for CudaDriver {
         let ordinal = i32::try_from(self.device.ordinal).unwrap_or(-1);
         // Mapped and pooled memory is of a device, and of no single context.
         let is_ours = |context: usize| context == 0 || context as u64 == self.seat.context.number();
-        Ok(match [first, last] {
-            of if of.iter().any(|&(_, device)| device != ordinal) => {
-                Owner::Elsewhere("memory of another device")
-            }
-            of if of.iter().any(|&(context, _)| !is_ours(context)) => {
-                Owner::Elsewhere("memory of another context")
-            }
-            _ => Owner::Here,
-        })
+        let ends = [first, last];
+        // Page-locked memory has a device, too: that of the context which locked it.
+        if ends.iter().any(|of| of.is_host) {
+            return Ok(Owner::Elsewhere("memory of the host"));
+        }
+        if ends.iter().any(|of| of.ordinal != ordinal) {
+            return Ok(Owner::Elsewhere("memory of another device"));
+        }
+        if ends.iter().any(|of| !is_ours(of.context)) {
+            return Ok(Owner::Elsewhere("memory of another context"));
+        }
+        Ok(Owner::Here)
     }
 
     fn host_alloc(&self, size: ByteSize, memory: HostMemory) -> Answer<NonNull<u8>> {
