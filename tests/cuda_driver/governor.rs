@@ -272,7 +272,7 @@ fn a_listener_that_panics_loses_no_segment() {
     let clock = Arc::new(lowtide::clock::SystemClock::new());
     let config = ArenaConfig { reserve: ByteSize::gib(1), ..ArenaConfig::new("listened to") };
     let arena = DeviceArena::open(driver, clock, config).expect("an arena");
-    fake.fail(c"cuStreamSynchronize", 1, 999);
+    fake.fail(c"cuEventSynchronize", 1, 999);
     fake.fail(c"cuMemFreeAsync", 1, 999);
     let alloc = || listened(|| arena.alloc::<u8>(UNIT, Region::Dynamic).map(drop));
     let _either_way = catch_unwind(AssertUnwindSafe(alloc));
@@ -373,7 +373,7 @@ const CALLS: [&CStr; 17] = [
     c"cuMemPoolGetAttribute",
     c"cuMemPoolSetAttribute",
     c"cuMemPoolTrimTo",
-    c"cuStreamSynchronize",
+    c"cuEventSynchronize",
 ];
 
 /// As a thread without a context, but for what cudarc does.

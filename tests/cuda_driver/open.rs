@@ -3,6 +3,7 @@
 //! Invariant: after an open that failed nothing is held: no context, no stream, no memory.
 
 use std::ffi::CStr;
+use std::time::Duration;
 
 use lowtide::ByteSize;
 use lowtide::device::driver::cuda::{
@@ -10,6 +11,7 @@ use lowtide::device::driver::cuda::{
     Skipped,
 };
 use lowtide::device::driver::{Driver as _, DriverError, Rung};
+use lowtide::device::{Region, SleepOptions};
 use lowtide_fake_driver::{Fake, Guard, Options};
 
 use crate::support::{Bed, LAZY, life};
@@ -463,4 +465,35 @@ fn each_result_has_the_name_that_the_driver_gives_it() {
     }
     drop(driver);
     fake.assert_clean();
+}
+
+/// `cuStreamSynchronize` and events without the blocking flag keep a core busy.
+#[test]
+fn the_host_sleeps_while_it_waits_for_streams_and_events() {
+    for (options, _) in WAYS {
+        let fake = Fake::start(LAZY);
+        let driver = CudaDriver::open(options).expect("a device");
+        assert_eq!(fake.spins(), 0, "{options:?}: the trial of the memory");
+        let bed = Bed::over(driver);
+        let arena = bed.arena();
+        let lane = arena.cuda_lane(&bed.one).expect("a lane");
+        let before = fake.spins(); // cudarc waits for the context at its first stream
+        let blocks = [(); 2].map(|()| lane.alloc::<u8>(64 << 10, Region::Stable).expect("room"));
+        if arena.capabilities().same_address_wake {
+            let options = SleepOptions { drain: Duration::ZERO, ..SleepOptions::default() };
+            let lease = lane.enter().expect("awake");
+            drop(lease);
+            arena.sleep(options).expect("asleep");
+            arena.wake().expect("awake");
+        }
+        drop(blocks);
+        arena.purge().expect("marked");
+        fake.run(0, u64::MAX);
+        arena.purge().expect("gone");
+        assert_eq!(fake.spins(), before, "{options:?}");
+        drop(lane);
+        arena.close().expect("closed");
+        drop((arena, bed));
+        fake.assert_clean();
+    }
 }

@@ -218,6 +218,10 @@ control! {
         name.map_or_else(|_| state.calls_total(), |name| state.calls(&name))
     }
 
+    fn fake_spins() -> u64 = u64::MAX; {
+        state().spins
+    }
+
     fn fake_numbers(device: u32, to: Out<Row>) -> u32 = 999; {
         of(seat(device).and_then(|seat| {
             let retains = state().devices[seat.device].retains;

@@ -201,7 +201,9 @@ export! {
     }
 
     fn cuCtxSynchronize() {
-        current()?.sim.raw().synchronize()
+        let seat = current()?;
+        state().spins += 1;
+        seat.sim.raw().synchronize()
     }
 
     fn cuCtxGetLimit(value: Out<usize>, _limit: c_uint) {

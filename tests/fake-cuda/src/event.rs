@@ -12,6 +12,9 @@ use crate::ffi::{Out, export};
 use crate::handle::Kind;
 use crate::state::{current, event, state, stream};
 
+/// `CU_EVENT_BLOCKING_SYNC`
+const BLOCKING: c_uint = 1;
+
 /// `CU_EVENT_DISABLE_TIMING`
 const NO_TIMING: c_uint = 2;
 
@@ -79,6 +82,10 @@ export! {
 
     fn cuEventSynchronize(bits: u64) {
         let (seat, number) = event(bits)?;
+        let mut locked = state();
+        let flags = locked.devices[seat.device].event_flags.get(&number).copied();
+        locked.spins += u64::from(flags.unwrap_or(0) & BLOCKING == 0);
+        drop(locked);
         seat.sim.raw().event_synchronize(number)
     }
 

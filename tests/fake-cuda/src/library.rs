@@ -21,6 +21,7 @@ type Reset = unsafe extern "C" fn(*const Options) -> u32;
 type Fail = unsafe extern "C" fn(*const c_char, u64, u32) -> u32;
 type Bare = unsafe extern "C" fn() -> u32;
 type Count = unsafe extern "C" fn(*const c_char) -> u64;
+type Number = unsafe extern "C" fn() -> u64;
 type Ask = unsafe extern "C" fn(u32, *mut Row) -> u32;
 type Text = unsafe extern "C" fn(*mut c_char, usize) -> usize;
 type Poison = unsafe extern "C" fn(u32, u32) -> u32;
@@ -35,6 +36,7 @@ pub struct Fake {
     fail: Fail,
     forget_failures: Bare,
     calls: Count,
+    spins: Number,
     numbers: Ask,
     faults: Text,
     leaks: Text,
@@ -119,6 +121,7 @@ impl Fake {
             fail: resolve!(library, c"fake_fail", Fail),
             forget_failures: resolve!(library, c"fake_forget_failures", Bare),
             calls: resolve!(library, c"fake_calls", Count),
+            spins: resolve!(library, c"fake_spins", Number),
             numbers: resolve!(library, c"fake_numbers", Ask),
             faults: resolve!(library, c"fake_faults", Text),
             leaks: resolve!(library, c"fake_leaks", Text),
@@ -182,6 +185,14 @@ impl Guard {
     pub fn calls_total(&self) -> u64 {
         // SAFETY: null asks for the sum.
         unsafe { (self.fake.calls)(std::ptr::null()) }
+    }
+
+    /// How many waits of the host would have kept a core busy on a device: for a stream, for the
+    /// context, and for events that do not block.
+    #[must_use]
+    pub fn spins(&self) -> u64 {
+        // SAFETY: no precondition.
+        unsafe { (self.fake.spins)() }
     }
 
     fn row(&self, device: u32) -> (Numbers, u64) {

@@ -55,6 +55,8 @@ pub(crate) struct State {
     /// The devices that this process sees; `None` before `cuInit`.
     pub(crate) visible: Option<Vec<usize>>,
     pub(crate) modules_loaded: u64,
+    /// Waits of the host that would keep a core busy: those without a blocking event.
+    pub(crate) spins: u64,
     calls: BTreeMap<&'static str, u64>,
     plans: Vec<Plan>,
     record: Vec<String>,
@@ -151,6 +153,7 @@ impl State {
             options,
             visible: None,
             modules_loaded: 0,
+            spins: 0,
             calls: BTreeMap::new(),
             plans: Vec::new(),
             record: Vec::new(),

@@ -52,6 +52,7 @@ export! {
 
     fn cuStreamSynchronize(bits: u64) {
         let (seat, number) = stream(bits)?;
+        state().spins += 1;
         seat.sim.raw().stream_synchronize(number)
     }
 

@@ -44,11 +44,14 @@ pub(super) struct Calls {
     made: AtomicU64,
     /// Errors of calls that were to undo others, for the log; see [`Calls::note_not_undone`].
     not_undone: Mutex<Vec<DriverError>>,
+    /// Events with which streams are waited for; at most one for each wait at a time.
+    spare_events: Mutex<Vec<usize>>,
 }
 
 impl Calls {
     pub(super) fn new(table: Table) -> Self {
-        Self { table, made: AtomicU64::new(0), not_undone: Mutex::default() }
+        let (not_undone, spare_events) = (Mutex::default(), Mutex::default());
+        Self { table, made: AtomicU64::new(0), not_undone, spare_events }
     }
 
     /// How many calls were made.
@@ -209,6 +212,8 @@ impl Calls {
         Ok(mode)
     }
 
+    /// Waits for all work of the context, as its flags say: they are the primary context's, which
+    /// others share, and stay as they are.
     pub(super) fn context_synchronize(&self) -> Answer {
         // SAFETY: no precondition.
         let code = unsafe { (self.table.base.context_synchronize)() };
@@ -317,10 +322,29 @@ impl Calls {
         self.plain("cuStreamDestroy", code)
     }
 
+    /// Waits until all work now queued on a stream is done. The host sleeps meanwhile:
+    /// `cuStreamSynchronize` waits as the flags of the primary context say, which by default spins
+    /// a core, and those flags are not ours to change, because others share the context. So an event
+    /// is recorded that blocks. Only without an event it is `cuStreamSynchronize`.
     pub(super) fn stream_synchronize(&self, stream: usize) -> Answer {
-        // SAFETY: a stream, as the head says.
-        let code = unsafe { (self.table.base.stream_synchronize)(stream) };
-        self.plain("cuStreamSynchronize", code)
+        let spare = lock(&self.spare_events).pop();
+        let Some(event) = spare.or_else(|| self.event_create().ok()) else {
+            // SAFETY: a stream, as the head says.
+            let code = unsafe { (self.table.base.stream_synchronize)(stream) };
+            return self.plain("cuStreamSynchronize", code);
+        };
+        let recorded = self.event_record(event, stream);
+        let waited = recorded.and_then(|()| self.event_synchronize(event));
+        lock(&self.spare_events).push(event);
+        waited
+    }
+
+    /// Destroys the events with which streams were waited for.
+    pub(super) fn destroy_spare_events(&self) {
+        let events = std::mem::take(&mut *lock(&self.spare_events));
+        for event in events {
+            let _ = self.event_destroy(event);
+        }
     }
 
     pub(super) fn stream_wait_event(&self, stream: usize, event: usize) -> Answer {
@@ -337,10 +361,11 @@ impl Calls {
         Ok(status != CAPTURE_NONE)
     }
 
+    /// An event for which the host sleeps while it waits.
     pub(super) fn event_create(&self) -> Answer<usize> {
-        let mut event = 0;
+        let (mut event, flags) = (0, EVENT_BLOCKING | EVENT_DISABLE_TIMING);
         // SAFETY: it writes one pointer, into an integer of its size.
-        let code = unsafe { (self.table.base.event_create)(&raw mut event, EVENT_DISABLE_TIMING) };
+        let code = unsafe { (self.table.base.event_create)(&raw mut event, flags) };
         self.plain("cuEventCreate", code)?;
         Ok(event)
     }

@@ -165,7 +165,10 @@ impl Drop for Seat {
     /// In a forked child does nothing.
     fn drop(&mut self) {
         if self.context.is_here() {
-            let _ = self.call(|calls| calls.stream_destroy(self.own));
+            let _ = self.call(|calls| {
+                calls.destroy_spare_events();
+                calls.stream_destroy(self.own)
+            });
         }
     }
 }

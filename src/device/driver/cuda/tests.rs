@@ -242,7 +242,7 @@ fn memory_of_a_pool_that_could_not_be_waited_for_goes_back() {
     let fake = Fake::start(LAZY);
     let driver = CudaDriver::open(POOL).expect("a device");
     for nth in 1..=2 {
-        fake.fail(c"cuStreamSynchronize", nth, 999);
+        fake.fail(c"cuEventSynchronize", nth, 999);
         // The first address is odd, and the second is waited for as well.
         let outcome = driver.segment_create(UNIT);
         fake.forget_failures();
