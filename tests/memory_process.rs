@@ -5,13 +5,14 @@
 #![cfg(all(feature = "memory", target_os = "linux"))]
 #![expect(unsafe_code, reason = "fork and waitpid are C calls")]
 
+use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
 use lowtide::clock::{ManualClock, Moment};
 use lowtide::config::arena::{ArenaOptions, RunOptions};
 use lowtide::config::{Config, DeviceChoice, Profile, env};
-use lowtide::control::{AcquireError, Cost, Managed, UnloadError};
+use lowtide::control::{AcquireError, Cost, LimitSource, Managed, UnloadError};
 use lowtide::device::{DeviceArena, DeviceError, Region};
 use lowtide::memory::{
     ArenaUse, Builder, Errand, ErrandState, MemoryError, ScopeError, ShrinkError, Slot, StartError,
@@ -456,5 +457,51 @@ fn a_subscriber_that_panicked_left_errands_running() {
     support::until("all errands are done", || memory.errands().iter().all(is_done));
     arena.close().expect("nothing is live");
     assert!(arena.snapshot().committed.is_zero(), "it was closed to the end");
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
+/// The bug: a process whose addresses were limited below its memory limit (`ulimit -v`) admitted
+/// what it could not map, and was aborted. In processes of their own, which have such a limit.
+#[test]
+#[expect(clippy::disallowed_methods, reason = "how this process is told which half it is")]
+fn a_limit_on_addresses_below_the_memory_limit_aborted_the_process() {
+    const INNER: &str = "ADDRESSES_ARE_LIMITED";
+    let test = "a_limit_on_addresses_below_the_memory_limit_aborted_the_process";
+    let Some(retain) = std::env::var_os(INNER) else {
+        for (limit, retain) in
+            [("-v 800000", "true"), ("-v 800000", "false"), ("-d 400000", "false")]
+        {
+            let own = std::env::current_exe().expect("this program");
+            let script = format!("ulimit {limit} && exec \"$0\" --exact {test} --nocapture");
+            let output = Command::new("sh")
+                .args(["-c", &script])
+                .arg(own)
+                .env(INNER, retain)
+                .env("_RJEM_MALLOC_CONF", format!("retain:{retain}"))
+                .output()
+                .expect("a shell");
+            let [text, errors] =
+                [&output.stdout, &output.stderr].map(|of| String::from_utf8_lossy(of));
+            assert!(output.status.success(), "{limit} {retain}: {}\n{text}{errors}", output.status);
+        }
+        return;
+    };
+    const PIECE: usize = 16 << 20;
+    let _turn = turn();
+    let builder = Memory::builder().memory_limit(ByteSize::gib(1 << 20));
+    let memory = builder.device(DeviceChoice::Host).start().expect("starts");
+    let signal = memory.snapshot().signal;
+    assert_eq!(signal.limit.source, LimitSource::AddressSpace, "{signal:?}");
+    assert!(signal.limit.bytes < ByteSize::kib(800_000), "{signal:?}");
+    let is_told = memory.notes().iter().any(|note| note.text.contains("retain:false"));
+    assert_eq!(is_told, retain == "true", "{:?}", memory.notes());
+    for round in 0..20 {
+        let mut held = Vec::new();
+        // What is admitted is there.
+        while let Ok(permit) = memory.admission().try_admit(Cost::host(ByteSize::of(PIECE))) {
+            held.push((permit, vec![1_u8; PIECE]));
+        }
+        assert!(round > 0 || held.len() > 2, "{} pieces fit", held.len());
+    }
     assert!(memory.shutdown(SOON).is_clean());
 }

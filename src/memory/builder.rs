@@ -225,7 +225,7 @@ impl Builder {
         let mut notes = Vec::new();
         let driver = open_driver(&config, self.driver, &mut notes)?;
         let signals = open_signals(&config, self.signals, &mut notes);
-        let heap = settle_heap(&config, signals.cpus(), self.unread, &mut notes);
+        let heap = settle_heap(&config, &signals, self.unread, &mut notes);
         let clock = self.clock.unwrap_or_else(|| Arc::new(SystemClock::new()));
         check_limit(&config, &signals, &*clock, &mut notes)?;
         let (signals, arenas) = (Arc::new(signals), Arenas::default());

@@ -5,6 +5,7 @@
 //!
 //! Invariant: a process that was started as it was asked to be has no note.
 
+use crate::bytes::ByteSize;
 use crate::config::{Config, Profile, Source};
 use crate::host::{
     Applied, Cause, ConfSource, Difference, EffectiveConf, HeapConf, HeapProfile, HeapSettings,
@@ -64,6 +65,17 @@ pub(super) fn at_start_otherwise(config: &Config, found: &EffectiveConf) -> Vec<
         None => {}
     }
     notes
+}
+
+/// That jemalloc keeps addresses, of which the process may have few: what it keeps is no longer
+/// there for blocks of other sizes, and an allocation that finds none aborts a Rust program.
+pub(super) fn keeps_addresses(limit: ByteSize, found: &EffectiveConf) -> String {
+    let (name, value) = (found.variable(), found.variable_for(&HeapConf::new("retain:false")));
+    format!(
+        "the process may map little (ulimit -v or -d), so the limit is {limit} now, and falls as \
+         jemalloc keeps addresses for reuse; start the process with {name}={value}, or limit its \
+         memory with a cgroup in place of ulimit"
+    )
 }
 
 /// The heap profile that goes with the configured one.

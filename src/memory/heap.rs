@@ -7,12 +7,12 @@
 use std::time::Duration;
 
 use crate::config::{Config, Resolved, Source};
-use crate::control::Cpus;
+use crate::control::{Cpus, LimitSource, Signals};
 use crate::decay::DecayTime;
 use crate::host::{self, HeapProbe, HeapSettings};
 
 use super::error::Note;
-use super::found::{at_start_otherwise, moved};
+use super::found::{at_start_otherwise, keeps_addresses, moved};
 
 /// The heap as a start left it.
 pub(super) struct SettledHeap {
@@ -55,7 +55,7 @@ fn decay_interval(decay: DecayTime) -> Option<Duration> {
 /// Moves the heap's settings, and notes what was not taken over.
 pub(super) fn settle_heap(
     config: &Config,
-    cpus: Cpus,
+    signals: &Signals,
     unread: Option<String>,
     notes: &mut Vec<Note>,
 ) -> SettledHeap {
@@ -68,7 +68,7 @@ pub(super) fn settle_heap(
                 .to_owned(),
         );
     }
-    let threads = threads_for(config.background_threads, cpus);
+    let threads = threads_for(config.background_threads, signals.cpus());
     let settings = HeapSettings {
         dirty_decay: config.heap_decay.value,
         // Muzzy pages stay in the resident set until the kernel wants them: given back at once.
@@ -91,6 +91,10 @@ pub(super) fn settle_heap(
     }
     if let Some(found) = at_start.map(|found| found.with_unread(unread)) {
         at_start_otherwise(config, &found).into_iter().for_each(&mut note);
+        let limit = signals.sample().limit;
+        if limit.source == LimitSource::AddressSpace && found.retain {
+            note(keeps_addresses(limit.bytes, &found));
+        }
     }
     SettledHeap {
         probe: HeapProbe::new().map_err(|error| note(error.to_string())).ok(),

@@ -228,7 +228,8 @@ table! {
     PRESSURE_LIMIT: Gauge "lowtide_pressure_limit_bytes" Bytes []
         "What host memory must not pass; /memory says who says so.";
     PRESSURE_LIMIT_INFO: Gauge "lowtide_pressure_limit_info" Count ["source"]
-        "1 for who says the limit (cgroup, high, machine, override, unknown), 0 for the others.";
+        "1 for the source of the limit (cgroup, high, machine, override, address_space, unknown), \
+         0 for the others.";
     PRESSURE_LIMIT_STALE: Gauge "lowtide_pressure_limit_stale" Count []
         "1 while a file of the cgroup that says the limit cannot be read, and what was read last \
          stands.";

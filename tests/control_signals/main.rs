@@ -384,3 +384,27 @@ fn this_machine_can_be_read() {
         assert!(sample.limit.is_known());
     }
 }
+
+/// The bug: a limit on addresses or on data below that of the cgroup was not seen, and allocations
+/// beyond it aborted the process.
+#[test]
+fn a_limit_on_addresses_or_data_was_not_seen() {
+    let tree = Tree::new("0::/app\n", V2_MOUNT);
+    tree.v2("app", GROUP);
+    let sample = |address: &str, data: &str| {
+        let text = format!(
+            "Limit  Soft Limit  Hard Limit  Units\nMax data size  {data}  unlimited  bytes\n\
+             Max address space  {address}  unlimited  bytes\n"
+        );
+        tree.write("proc/self/limits", &text);
+        tree.open().sample().limit
+    };
+    assert_eq!(sample("unlimited", "unlimited"), limit(512, LimitSource::Cgroup));
+    // Of 20,000 pages that are mapped, 10,240 are resident: the others take addresses too.
+    let address = (200 << 20) + (20_000 - 10_240) * 4096;
+    assert_eq!(sample(&address.to_string(), "unlimited"), limit(200, LimitSource::AddressSpace));
+    assert_eq!(sample("unlimited", "104857600"), limit(100, LimitSource::AddressSpace));
+    assert_eq!(sample("4294967296", "unlimited"), limit(512, LimitSource::Cgroup));
+    let given = tree.open().with_limit(ByteSize::mib(90)).sample().limit;
+    assert_eq!(given, limit(90, LimitSource::Override));
+}

@@ -7,7 +7,8 @@
 //!
 //! The limit is a minimum over the cgroup's ancestors, less what other members of that ancestor
 //! hold, because a kill does not ask whose bytes they were. Without a limit it is the machine's
-//! memory. On other systems than Linux nothing is there to read, and [`Signals::missing`] says so.
+//! memory. A limit of the process on addresses or data (`ulimit -v`, `ulimit -d`) lowers it to what
+//! the resident set may become: beyond that an allocation fails, which aborts a Rust program. On other systems than Linux nothing is there to read, and [`Signals::missing`] says so.
 //! Beside memory there is one thing more, read once: how many CPUs the process can keep busy
 //! ([`Cpus`]).
 //!
@@ -30,6 +31,7 @@ use crate::bytes::ByteSize;
 
 use cgroup::Cgroup;
 use file::{KeptFile, read_whole};
+use statm::SpaceLimits;
 
 pub use cpu::Cpus;
 pub use events::{EventCounts, MemoryEvents};
@@ -46,6 +48,8 @@ pub enum LimitSource {
     Machine,
     /// Given by configuration.
     Override,
+    /// A limit of the process on its addresses or its data (`RLIMIT_AS`, `RLIMIT_DATA`).
+    AddressSpace,
     /// Nothing could be read: there is no limit that we know of.
     #[default]
     Unknown,
@@ -53,8 +57,14 @@ pub enum LimitSource {
 
 impl LimitSource {
     /// All of them.
-    pub const ALL: [Self; 5] =
-        [Self::Cgroup, Self::High, Self::Machine, Self::Override, Self::Unknown];
+    pub const ALL: [Self; 6] = [
+        Self::Cgroup,
+        Self::High,
+        Self::Machine,
+        Self::Override,
+        Self::AddressSpace,
+        Self::Unknown,
+    ];
 
     /// Its label in metrics.
     #[must_use]
@@ -64,6 +74,7 @@ impl LimitSource {
             Self::High => "high",
             Self::Machine => "machine",
             Self::Override => "override",
+            Self::AddressSpace => "address_space",
             Self::Unknown => "unknown",
         }
     }
@@ -208,6 +219,7 @@ pub struct Signals {
     pressure: Option<KeptFile>,
     machine: Option<ByteSize>,
     given: Option<ByteSize>,
+    space: SpaceLimits,
     cpus: Cpus,
     missing: Arc<[SignalError]>,
 }
@@ -244,11 +256,14 @@ impl Signals {
         let cgroup = Cgroup::find(root, &mut missing);
         let pressure = psi::find(root, &mut missing);
         let status = note(KeptFile::open(&proc.join("self/status")), &mut missing);
+        // Where there is no such file nothing is limited: that is how it is on other systems.
+        let space = read_whole(&proc.join("self/limits")).ok();
+        let space = space.map(|text| SpaceLimits::of(&text)).unwrap_or_default();
         let page = read_whole(&proc.join("self/auxv")).ok();
         let page = page.and_then(|auxv| statm::page_of(&auxv));
         let signals = Self::of_parts(statm, machine, cgroup, missing);
         let cpus = Cpus::read(root);
-        Self { status, pressure, page: page.unwrap_or(signals.page), cpus, ..signals }
+        Self { status, pressure, page: page.unwrap_or(signals.page), space, cpus, ..signals }
     }
 
     fn of_parts(
@@ -266,6 +281,7 @@ impl Signals {
             pressure: None,
             machine,
             given: None,
+            space: SpaceLimits::default(),
             cpus: Cpus::of_thread(),
             missing: missing.into(),
         }
@@ -278,7 +294,7 @@ impl Signals {
     }
 
     /// With a limit from configuration. It lowers what was found and never raises it: the kernel
-    /// kills at its own limit whatever we believe.
+    /// kills, or refuses memory, at its own limit whatever we believe.
     #[must_use]
     pub fn with_limit(mut self, limit: ByteSize) -> Self {
         self.given = Some(limit);
@@ -319,6 +335,12 @@ impl Signals {
             (_, Some(given)) => Limit::given(given),
             (Some(found), None) => found,
             (None, None) => Limit::UNKNOWN,
+        };
+        let limit = match glance.resident.and_then(|held| self.space.resident_max(held)) {
+            Some(bytes) if bytes < limit.bytes => {
+                Limit { bytes, source: LimitSource::AddressSpace }
+            }
+            _ => limit,
         };
         // A machine's limit is compared with this process, a cgroup's with all that it holds.
         let physical = match group.held {

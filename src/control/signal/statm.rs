@@ -1,4 +1,5 @@
-//! The texts of `/proc/self`: `statm`, `status`, `auxv`, and `meminfo` beside them, as arithmetic.
+//! The texts of `/proc/self`: `statm`, `status`, `limits`, `auxv`, and `meminfo` beside them, as
+//! arithmetic.
 //!
 //! It opens nothing. `statm` counts pages, and their size is read from `auxv`, since asking the C
 //! library for it would be the only foreign call in this part.
@@ -15,22 +16,65 @@ pub(super) const PAGE_USUAL: ByteSize = ByteSize::kib(4);
 /// `AT_PAGESZ` in `<linux/auxvec.h>`.
 const AUXV_PAGE_SIZE: usize = 6;
 
-/// The resident set as `statm` counts it.
+/// The process's memory as `statm` counts it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Statm {
     /// Everything resident.
     pub(super) rss: ByteSize,
     /// Anonymous pages only.
     pub(super) anon: ByteSize,
+    /// Addresses that are mapped and not resident: reserved ranges, untouched stacks, what an
+    /// allocator keeps for reuse.
+    pub(super) unbacked: ByteSize,
+    /// The part of that which is data.
+    pub(super) unbacked_data: ByteSize,
+}
+
+/// What the process may map at most; `None` for no limit.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct SpaceLimits {
+    /// Addresses of any kind (`RLIMIT_AS`).
+    address: Option<ByteSize>,
+    /// Private memory that can be written: heaps and stacks (`RLIMIT_DATA`).
+    data: Option<ByteSize>,
+}
+
+impl SpaceLimits {
+    /// Reads `/proc/self/limits`, whose first column of numbers is what is in force.
+    pub(super) fn of(text: &[u8]) -> Self {
+        let soft = |name: &[u8]| {
+            let line =
+                text.split(|&byte| byte == b'\n').find_map(|line| line.strip_prefix(name))?;
+            let mut fields = line.split(u8::is_ascii_whitespace).filter(|field| !field.is_empty());
+            number(fields.next()?).map(ByteSize::new) // `unlimited` is no number
+        };
+        Self { address: soft(b"Max address space"), data: soft(b"Max data size") }
+    }
+
+    /// How large the resident set may become, if all that it grows by is mapped anew. An allocator
+    /// may reuse addresses that it kept, but not for every size, so they count as taken.
+    pub(super) fn resident_max(self, held: Statm) -> Option<ByteSize> {
+        let address = self.address.map(|address| address.saturating_sub(held.unbacked));
+        let data = self.data.map(|data| data.saturating_sub(held.unbacked_data));
+        address.into_iter().chain(data).min()
+    }
 }
 
 /// Reads `size resident shared text lib data dt`, in pages.
 pub(super) fn resident_of(text: &[u8], page: ByteSize) -> Option<Statm> {
     let mut fields = text.split(u8::is_ascii_whitespace).filter(|field| !field.is_empty());
-    let resident = number(fields.nth(1)?)?;
+    let size = number(fields.next()?)?;
+    let resident = number(fields.next()?)?;
     let shared = number(fields.next()?)?;
+    let data = fields.nth(2).and_then(number).unwrap_or(size);
+    let anon = resident.saturating_sub(shared);
     let pages = |count| page.checked_mul(count);
-    Some(Statm { rss: pages(resident)?, anon: pages(resident.saturating_sub(shared))? })
+    Some(Statm {
+        rss: pages(resident)?,
+        anon: pages(anon)?,
+        unbacked: pages(size.saturating_sub(resident))?,
+        unbacked_data: pages(data.saturating_sub(anon))?,
+    })
 }
 
 /// The amount in the line `key <n> kB` of `status` or `meminfo`.
@@ -58,12 +102,36 @@ mod tests {
     #[test]
     fn statm_is_read_in_pages() {
         let found = resident_of(b"765 418 390 5 0 123 0\n", PAGE_USUAL).expect("read");
-        assert_eq!(found, Statm { rss: ByteSize::kib(1672), anon: ByteSize::kib(112) });
+        let (rss, anon) = (ByteSize::kib(1672), ByteSize::kib(112));
+        let (unbacked, unbacked_data) = (ByteSize::kib(4 * (765 - 418)), ByteSize::kib(4 * 95));
+        assert_eq!(found, Statm { rss, anon, unbacked, unbacked_data });
         for text in ["", "765", "765 418", "a b c", "1 18446744073709551615 0", "1 -2 3"] {
             assert_eq!(resident_of(text.as_bytes(), PAGE_USUAL), None, "{text}");
         }
         let odd = resident_of(b"1 2 3 0", PAGE_USUAL).expect("read");
-        assert_eq!(odd.anon, ByteSize::ZERO);
+        assert_eq!((odd.anon, odd.unbacked), (ByteSize::ZERO, ByteSize::ZERO));
+    }
+
+    #[test]
+    fn the_resident_set_may_grow_by_what_is_left_of_addresses_and_data() {
+        let limits = |address: &str, data: &str| {
+            let text = format!(
+                "Limit                     Soft Limit           Hard Limit           Units     \n\
+                 Max cpu time              unlimited            unlimited            seconds   \n\
+                 Max data size             {data}            unlimited            bytes     \n\
+                 Max address space         {address}            9            bytes     \n"
+            );
+            SpaceLimits::of(text.as_bytes())
+        };
+        // 4 MiB are mapped, 3 of them data; 2 are resident, 1 of them data.
+        let held = resident_of(b"1024 512 256 5 0 768 0\n", PAGE_USUAL).expect("read");
+        let max = |address, data| limits(address, data).resident_max(held);
+        assert_eq!(max("unlimited", "unlimited"), None);
+        assert_eq!(max("8388608", "unlimited"), Some(ByteSize::mib(6)));
+        assert_eq!(max("unlimited", "4194304"), Some(ByteSize::mib(2)));
+        assert_eq!(max("8388608", "4194304"), Some(ByteSize::mib(2)));
+        assert_eq!(max("4096", "unlimited"), Some(ByteSize::ZERO));
+        assert_eq!(SpaceLimits::of(b""), SpaceLimits::default());
     }
 
     #[test]
