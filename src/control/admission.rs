@@ -15,7 +15,8 @@ use std::sync::atomic::Ordering;
 
 use crate::bytes::ByteSize;
 
-use super::desk::Desk;
+use super::desk::{Desk, Stood};
+use super::eviction::Evictor;
 use super::ledger::{Budget, Ledger};
 use super::permit::Permit;
 use super::pressure::Level;
@@ -58,6 +59,11 @@ impl Cost {
     #[must_use]
     pub const fn and_device(self, bytes: ByteSize) -> Self {
         Self { device: self.device.saturating_add(bytes), ..self }
+    }
+
+    /// The sum of both.
+    pub(super) const fn and(self, other: Self) -> Self {
+        self.and_host(other.host).and_device(other.device)
     }
 }
 
@@ -204,6 +210,11 @@ impl Admission {
     /// Admits a request: books its cost in every budget, or in none. Some nanoseconds; no system
     /// call, no allocation.
     ///
+    /// If the bytes do not fit and idle resources are booked, it looks whether their unload makes
+    /// room, and starts that on threads of its own
+    /// ([`Resources::evict_for`](super::Resources::evict_for)): some microseconds and allocations
+    /// more. The request is rejected all the same.
+    ///
     /// # Errors
     /// [`Rejected`], with the numbers; it is counted.
     #[inline]
@@ -218,6 +229,17 @@ impl Admission {
     /// [`Rejected`]; it is not counted among the requests shed.
     pub fn try_stand(&self, cost: Cost) -> Result<Permit, Rejected> {
         self.desk.stand(cost).map(|(host, device)| Permit::standing(self.desk, host, device))
+    }
+
+    /// As [`Admission::try_stand`]; where that has no room, resources are claimed that make it.
+    pub(super) fn stand_or_evict(&self, cost: Cost) -> Result<Stood, Rejected> {
+        self.desk.stand_or_evict(cost)
+    }
+
+    /// Makes room for requests and loads that do not fit by unloading idle resources of this
+    /// registry: see [`Resources::evict_for`](super::Resources::evict_for).
+    pub(super) fn set_evictor(&self, evictor: Evictor) {
+        self.desk.set_evictor(Some(Arc::new(evictor)));
     }
 
     /// Ends admission: all that comes now is [`Rejected::ShuttingDown`], but for what is exempt.

@@ -169,6 +169,8 @@ pub struct Correction {
     /// Updates since `K` was last measured.
     unmeasured: u32,
     pub(super) alone: ByteSize,
+    /// What has to come free before `alone` is above 0; [`ByteSize::MAX`] while `K` is measured.
+    pub(super) alone_debt: ByteSize,
     peaks: Peaks,
 }
 
@@ -191,6 +193,7 @@ impl Correction {
             quiet: true,
             unmeasured: UNMEASURED,
             alone: ByteSize::ZERO,
+            alone_debt: ByteSize::MAX,
             peaks: Peaks::new(),
         }
     }
@@ -220,9 +223,10 @@ impl Correction {
         let unbooked = required.saturating_sub(books.requests.scaled(self.k));
         let other = unbooked.saturating_add(pending).max(self.base.saturating_add(books.standing));
         let room = measured.ceiling.saturating_sub(other);
-        self.alone = match self.unmeasured {
-            UNMEASURED.. => room.saturating_sub(few(measured.ceiling).scaled(self.k)),
-            _ => ByteSize::ZERO,
+        let beside = few(measured.ceiling).scaled(self.k);
+        (self.alone, self.alone_debt) = match self.unmeasured {
+            UNMEASURED.. => (room.saturating_sub(beside), beside.saturating_sub(room)),
+            _ => (ByteSize::ZERO, ByteSize::MAX),
         };
         room.scaled(1.0 / self.k).saturating_add(books.units)
     }

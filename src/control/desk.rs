@@ -7,20 +7,21 @@
 //!
 //! Invariant: at most one door has a desk; whoever has a permit of it finds it as the door left it.
 
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::{Arc, Mutex, RwLock};
 use std::time::Duration;
 
 use crate::bytes::ByteSize;
 
 use super::admission::{Cost, Priority};
-use super::ledger::{Budget, Ledger, Shortfall, Standing};
+use super::eviction::{Eviction, Evictor, Hint};
+use super::ledger::{Budget, Ledger, Reservation, Shortfall, Standing};
 use super::permit::Permit;
 use super::pressure::Level;
 use super::rejected::Rejected;
 use super::tally::{BudgetCounts, Counts, Place, STRIPES, Tally};
 
-/// Nobody is told to come again later than after this.
+/// The latest time to come again, unless it is known when there will be room.
 const RETRY_MAX: Duration = Duration::from_secs(60);
 
 /// Desks whose doors are gone.
@@ -34,6 +35,16 @@ pub(super) struct Desk {
     pub(super) level: AtomicU8,
     pub(super) closed: AtomicBool,
     tallies: [Tally; STRIPES],
+    /// What makes room for those who find none. Read only where a request or a load is rejected.
+    evictor: RwLock<Option<Arc<Evictor>>>,
+}
+
+/// What a load has, in place of a rejection.
+pub(super) enum Stood {
+    /// Its bytes are booked.
+    Booked(Permit),
+    /// They will be, when the resources that were claimed for it are unloaded.
+    Evicting(Eviction),
 }
 
 impl Desk {
@@ -44,6 +55,7 @@ impl Desk {
         desk.device.begin(&Ledger::new());
         desk.level.store(Level::None.as_u8(), Ordering::Relaxed);
         desk.closed.store(false, Ordering::Release);
+        desk.set_evictor(None);
         for tally in &desk.tallies {
             tally.begin();
         }
@@ -60,6 +72,7 @@ impl Desk {
 
     /// The last door to it goes.
     pub(super) fn leave(&'static self) {
+        self.set_evictor(None);
         if cfg!(lowtide_loom) {
             // Its atomics are of one run of a model.
             return;
@@ -87,13 +100,13 @@ impl Desk {
         let how = if priority == Priority::High { Ledger::try_book_more } else { Ledger::try_book };
         let host = match book(&self.host, cost.host, how) {
             Ok(host) => host,
-            Err(short) => return Err(self.refuse(Budget::Host, short, place)),
+            Err(short) => return Err(self.refuse(cost, Budget::Host, short, place)),
         };
         let device = match book(&self.device, cost.device, how) {
             Ok(device) => device,
             Err(short) => {
                 self.host.release(host);
-                return Err(self.refuse(Budget::Device, short, place));
+                return Err(self.refuse(cost, Budget::Device, short, place));
             }
         };
         tally.admit(place, host, device);
@@ -110,17 +123,47 @@ impl Desk {
 
     /// Books what stays.
     pub(super) fn stand(&self, cost: Cost) -> Result<(Standing, Standing), Rejected> {
+        self.stand_where(cost, || Hint::Unknown)
+    }
+
+    /// Books what stays, or claims idle resources whose unload makes room for it. Not to be called
+    /// with the lock of a resource held.
+    pub(super) fn stand_or_evict(&'static self, cost: Cost) -> Result<Stood, Rejected> {
+        let mut eviction = None;
+        let evict = || match self.evictor().map(|evictor| evictor.for_load(self, cost)) {
+            Some(Ok(claimed)) => {
+                eviction = Some(claimed);
+                Hint::Unknown
+            }
+            Some(Err(Some(stays))) => Hint::Resident(stays),
+            Some(Err(None)) | None => Hint::Unknown,
+        };
+        let stood = self.stand_where(cost, evict);
+        match (stood, eviction) {
+            (Ok((host, device)), _) => Ok(Stood::Booked(Permit::standing(self, host, device))),
+            (Err(_), Some(eviction)) => Ok(Stood::Evicting(eviction)),
+            (Err(rejected), None) => Err(rejected),
+        }
+    }
+
+    fn stand_where(
+        &self,
+        cost: Cost,
+        make_room: impl FnMut() -> Hint,
+    ) -> Result<(Standing, Standing), Rejected> {
         let place = Place::here();
         if self.sheds(Priority::Normal) {
             return Err(self.away(place));
         }
-        let host = stand(&self.host, cost.host);
-        let host = host.map_err(|short| self.full(Budget::Host, short, place))?;
+        let host = match stand(&self.host, cost.host) {
+            Ok(host) => host,
+            Err(short) => return Err(self.full(Budget::Host, short, place, make_room)),
+        };
         let device = match stand(&self.device, cost.device) {
             Ok(device) => device,
             Err(short) => {
                 self.host.release_standing(host);
-                return Err(self.full(Budget::Device, short, place));
+                return Err(self.full(Budget::Device, short, place, make_room));
             }
         };
         self.tally(place).stand(place);
@@ -135,9 +178,70 @@ impl Desk {
         self.tally(place).unload(place);
     }
 
+    /// What makes room for those who find none.
+    pub(super) fn set_evictor(&self, evictor: Option<Arc<Evictor>>) {
+        // Tried, as above. The one that was there is dropped with the lock given up.
+        let before =
+            self.evictor.try_write().map(|mut slot| std::mem::replace(&mut *slot, evictor));
+        drop(before);
+    }
+
+    fn evictor(&self) -> Option<Arc<Evictor>> {
+        let stand = !self.host.standing().is_zero() || !self.device.standing().is_zero();
+        self.evictor.try_read().ok().filter(|_| stand)?.clone()
+    }
+
+    /// Whether a request of this cost would fit if so much of what stands were gone.
+    pub(super) fn fits(&self, cost: Cost, freed: Cost) -> bool {
+        self.host.fits(cost.host, freed.host) && self.device.fits(cost.device, freed.device)
+    }
+
+    /// Whether this would fit, to stand, if so much of what stands were gone.
+    pub(super) fn fits_standing(&self, cost: Cost, freed: Cost) -> bool {
+        self.host.fits_standing(cost.host, freed.host)
+            && self.device.fits_standing(cost.device, freed.device)
+    }
+
+    /// Books what this needs, to stand, beyond so much that is going.
+    pub(super) fn reserve(&self, cost: Cost, freed: Cost) -> Option<[Reservation; 2]> {
+        let host = self.host.reserve(cost.host, freed.host)?;
+        match self.device.reserve(cost.device, freed.device) {
+            Some(device) => Some([host, device]),
+            None => {
+                self.host.unreserve(host);
+                None
+            }
+        }
+    }
+
+    /// Releases what was reserved.
+    pub(super) fn unreserve(&self, [host, device]: [Reservation; 2]) {
+        self.host.unreserve(host);
+        self.device.unreserve(device);
+    }
+
+    /// Books what stays, in place of what is gone and of what was reserved for it.
+    pub(super) fn exchange(
+        &'static self,
+        freed: Vec<Permit>,
+        [host, device]: [Reservation; 2],
+        cost: Cost,
+    ) -> Permit {
+        let (hosts, devices): (Vec<_>, Vec<_>) =
+            freed.into_iter().filter_map(Permit::into_standing).unzip();
+        let host = self.host.exchange(&hosts, host, cost.host);
+        let device = self.device.exchange(&devices, device, cost.device);
+        let place = Place::here();
+        self.tally(place).stand(place);
+        for _ in hosts {
+            self.tally(place).unload(place);
+        }
+        Permit::standing(self, host, device)
+    }
+
     /// Books more of the host's memory for a request that holds `held`: what was booked.
     pub(super) fn grow(
-        &self,
+        &'static self,
         held: ByteSize,
         bytes: ByteSize,
         exempt: bool,
@@ -230,15 +334,27 @@ impl Desk {
     }
 
     #[cold]
-    fn refuse(&self, budget: Budget, short: Shortfall, place: Place) -> Rejected {
-        let rejected = self.full(budget, short, place);
+    fn refuse(
+        &'static self,
+        cost: Cost,
+        budget: Budget,
+        short: Shortfall,
+        place: Place,
+    ) -> Rejected {
+        let rejected = self.full(budget, short, place, || self.make_room(cost));
         self.tally(place).shed(place, rejected.reason(), rejected.shortage());
         rejected
     }
 
+    /// Unloads idle resources, where that makes room for a request that is being rejected.
+    fn make_room(&'static self, cost: Cost) -> Hint {
+        let evictor = self.evictor();
+        evictor.map_or(Hint::Unknown, |evictor| evictor.for_request(self, cost))
+    }
+
     /// Books more of the host's memory for a request of this much: what was booked.
     fn book_more(
-        &self,
+        &'static self,
         held: ByteSize,
         bytes: ByteSize,
         place: Place,
@@ -248,18 +364,30 @@ impl Desk {
             let total = held.saturating_add(bytes);
             let never = total > self.host.ceiling();
             let short = Shortfall { asked: if never { total } else { bytes }, ..short };
-            self.full(Budget::Host, short, place)
+            self.full(Budget::Host, short, place, || self.make_room(Cost::host(bytes)))
         })
     }
 
-    fn full(&self, budget: Budget, short: Shortfall, place: Place) -> Rejected {
+    /// Why something does not fit. What may fit later has room made for it.
+    fn full(
+        &self,
+        budget: Budget,
+        short: Shortfall,
+        place: Place,
+        mut make_room: impl FnMut() -> Hint,
+    ) -> Rejected {
         let ledger = self.ledger(budget);
         let Shortfall { asked, booked, allowance } = short;
         let ceiling = ledger.ceiling();
         if asked > ceiling {
             return Rejected::TooLarge { budget, asked, ceiling };
         }
-        let retry_after = self.retry_after(ledger.wait_for(&short), self.spread(place));
+        let (wait, spread) = (ledger.wait_for(&short), self.spread(place));
+        let retry_after = match make_room() {
+            Hint::Unloading(takes) => self.retry_after(Some(takes), spread),
+            Hint::Resident(stays) if !ledger.drains(&short) => known(stays, spread),
+            Hint::Resident(_) | Hint::Unknown => self.retry_after(wait, spread),
+        };
         let (booked, allowance) = (ledger.in_bytes(booked), ledger.in_bytes(allowance));
         Rejected::Full { budget, asked, booked, allowance, retry_after }
     }
@@ -275,6 +403,12 @@ impl Desk {
         let seconds = seconds.clamp(1, RETRY_MAX.as_secs() / 2);
         Duration::from_secs(seconds + spread % (seconds + 1))
     }
+}
+
+/// A time that is known, in whole seconds, and up to a tenth and a second more.
+fn known(time: Duration, spread: u64) -> Duration {
+    let seconds = time.as_secs() + u64::from(time.subsec_nanos() > 0);
+    Duration::from_secs(seconds + spread % (seconds / 10 + 2))
 }
 
 /// Books for a request and says what was booked, which is what has to be released. Where no limit

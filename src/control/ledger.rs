@@ -87,6 +87,14 @@ impl Standing {
     }
 }
 
+/// What a standing booking will take once others are gone, and the part that is booked already.
+#[derive(Debug, Default, PartialEq, Eq)]
+#[must_use = "what is not released stays booked"]
+pub(crate) struct Reservation {
+    units: u64,
+    booked: u64,
+}
+
 /// The account: shared by all who book. Starts without a limit, until the first correction. It is
 /// booked on through [`Admission`](super::admission::Admission) only, whose permits give back
 /// exactly what they took.
@@ -99,6 +107,9 @@ pub struct Ledger {
     ceiling: AtomicU64,
     /// What a request may book that is nearly alone. Written by the control loop only.
     alone: AtomicU64,
+    /// How many standing bytes have to go before `alone` grows with them; [`u64::MAX`] while no
+    /// request counts as alone. Written by the control loop only.
+    alone_debt: AtomicU64,
     /// Bits of an `f64`. Written by the control loop only.
     k: AtomicU64,
     /// What each request has to leave room for. Written by the control loop only.
@@ -125,6 +136,7 @@ impl Ledger {
             allowance: AtomicU64::new(u64::MAX),
             ceiling: AtomicU64::new(u64::MAX),
             alone: AtomicU64::new(0),
+            alone_debt: AtomicU64::new(u64::MAX),
             k: AtomicU64::new(K_START.to_bits()),
             berth: AtomicU64::new(0),
             drain: AtomicU64::new(0),
@@ -156,10 +168,13 @@ impl Ledger {
         }
     }
 
-    fn figures(&self) -> [&AtomicU64; 11] {
-        let Self { booked, allowance, ceiling, alone, k, berth, drain, pause_ms, .. } = self;
-        let Self { units, standing, settled, .. } = self;
-        [booked, allowance, ceiling, alone, k, berth, drain, pause_ms, units, standing, settled]
+    fn figures(&self) -> [&AtomicU64; 12] {
+        let Self { booked, allowance, ceiling, alone, alone_debt, k, berth, drain, .. } = self;
+        let Self { pause_ms, units, standing, settled, .. } = self;
+        [
+            booked, allowance, ceiling, alone, alone_debt, k, berth, drain, pause_ms, units,
+            standing, settled,
+        ]
     }
 
     /// Books bytes of a request if they fit and leave the berth; no bytes always fit. One
@@ -297,6 +312,88 @@ impl Ledger {
         }
     }
 
+    /// Whether a request of these bytes would fit if standing bookings of `freed` bytes were gone.
+    pub(crate) fn fits(&self, bytes: ByteSize, freed: ByteSize) -> bool {
+        if bytes.is_zero() {
+            return true;
+        }
+        let booked = self.booked.load(Ordering::Relaxed);
+        let berth = self.berth.load(Ordering::Relaxed).max(bytes.get());
+        let alone = self.alone.load(Ordering::Relaxed).saturating_add(freed.get());
+        let alone = alone.saturating_sub(self.alone_debt.load(Ordering::Relaxed));
+        let (requests, few) = (self.requests(), few(self.ceiling()));
+        booked.checked_add(berth).is_some_and(|sum| sum <= self.allowance_without(freed))
+            || bytes.get() <= alone && requests <= few
+    }
+
+    /// Whether a standing booking of these bytes would fit if others of `freed` bytes were gone.
+    pub(crate) fn fits_standing(&self, bytes: ByteSize, freed: ByteSize) -> bool {
+        let sum = self.booked.load(Ordering::Relaxed).checked_add(units_of(bytes, self.k()));
+        bytes.is_zero() || sum.is_some_and(|sum| sum <= self.allowance_without(freed))
+    }
+
+    /// Books what a standing booking of these bytes needs beyond others of `freed` bytes that are
+    /// going; [`Ledger::exchange`] makes one booking of both. `None` where it does not fit.
+    pub(crate) fn reserve(&self, bytes: ByteSize, freed: ByteSize) -> Option<Reservation> {
+        let units = units_of(bytes, self.k());
+        let more = units.saturating_sub(self.units_without(freed));
+        let allowance = self.allowance_without(freed);
+        let fits = |booked: u64| booked.checked_add(units).is_some_and(|sum| sum <= allowance);
+        let book = |booked| (units == 0 || fits(booked)).then(|| booked.saturating_add(more));
+        let booked = self.booked.fetch_update(Ordering::Relaxed, Ordering::Relaxed, book);
+        booked.ok().map(|_| Reservation { units, booked: more })
+    }
+
+    /// Releases a reservation that is not wanted any more.
+    pub(crate) fn unreserve(&self, reserved: Reservation) {
+        self.release(ByteSize::new(reserved.booked));
+    }
+
+    /// Makes one standing booking of these bytes out of a reservation and of the bookings that it
+    /// counted on, whose memory is gone. No other booking comes in between.
+    pub(crate) fn exchange(
+        &self,
+        freed: &[Standing],
+        reserved: Reservation,
+        bytes: ByteSize,
+    ) -> Standing {
+        let sum = |of: fn(&Standing) -> u64| freed.iter().map(of).fold(0, u64::wrapping_add);
+        let (units, held) = (sum(|of| of.units), sum(|of| of.bytes.get()));
+        let settled = sum(|of| if of.settled { of.bytes.get() } else { 0 });
+        // Differences, which may be negative: additions wrap.
+        let booked = reserved.units.wrapping_sub(units).wrapping_sub(reserved.booked);
+        let units = reserved.units.wrapping_sub(units);
+        let add = |counter: &AtomicU64, amount| counter.fetch_add(amount, Ordering::Relaxed);
+        // In this order, so that `requests` is never less than what requests have booked.
+        if units.cast_signed() < 0 {
+            add(&self.units, units);
+            add(&self.booked, booked);
+        } else {
+            add(&self.booked, booked);
+            add(&self.units, units);
+        }
+        add(&self.standing, bytes.get().wrapping_sub(held));
+        self.settled.fetch_sub(settled, Ordering::Relaxed);
+        Standing { bytes, units: reserved.units, settled: false }
+    }
+
+    /// The units that standing bookings of so many bytes free, by the present `K`.
+    fn units_without(&self, freed: ByteSize) -> u64 {
+        freed.scaled(1.0 / self.k()).get()
+    }
+
+    /// The allowance if standing bookings of so many bytes were gone, with their units counted as
+    /// booked still.
+    fn allowance_without(&self, freed: ByteSize) -> u64 {
+        self.allowance.load(Ordering::Relaxed).saturating_add(self.units_without(freed))
+    }
+
+    /// Whether a request that did not fit would, once all requests have ended.
+    pub(crate) fn drains(&self, short: &Shortfall) -> bool {
+        let standing = short.booked.saturating_sub(self.requests());
+        standing.saturating_add(short.asked) <= short.allowance
+    }
+
     /// Gives a standing booking back, after its memory has been given back.
     pub(crate) fn release_standing(&self, standing: Standing) {
         if standing.settled {
@@ -407,6 +504,7 @@ impl Ledger {
         self.ceiling.store(measured.ceiling.get(), Ordering::Relaxed);
         self.allowance.store(allowance.get(), Ordering::Relaxed);
         self.alone.store(correction.alone.get(), Ordering::Relaxed);
+        self.alone_debt.store(correction.alone_debt.get(), Ordering::Relaxed);
     }
 }
 

@@ -33,6 +33,7 @@
 pub mod admission;
 mod correction;
 mod desk;
+mod eviction;
 mod fairness;
 pub mod ledger;
 pub mod maintenance;
@@ -47,6 +48,8 @@ mod tally;
 pub mod watermark;
 
 pub use admission::{Admission, AdmissionStats, Cost, Priority};
+#[doc(hidden)]
+pub use eviction::Idle;
 pub use ledger::{Books, Budget, Correction, Ledger, Measured, Shortfall, Turnover};
 pub use maintenance::{
     Hands, Job, JobQueue, Jobs, Maintenance, PressureState, PurgeGrowth, Sample, Sensor, Settings,

@@ -15,8 +15,7 @@ use super::rejected::Rejected;
 #[derive(Debug)]
 enum Held {
     Request(Cost),
-    /// Apart, so that a request's permit is small: it is moved about. `None` only while it is being
-    /// dropped.
+    /// Apart, so that a request's permit is small: it is moved about. `None` once it was taken out.
     Standing(Option<Box<(Standing, Standing)>>),
 }
 
@@ -37,6 +36,19 @@ impl Permit {
 
     pub(super) fn standing(desk: &'static Desk, host: Standing, device: Standing) -> Self {
         Self { desk, held: Held::Standing(Some(Box::new((host, device)))), exempt: false }
+    }
+
+    /// The desk on which it is booked.
+    pub(super) const fn desk(&self) -> &'static Desk {
+        self.desk
+    }
+
+    /// What a standing permit has booked, still booked; `None` for a request's, which ends.
+    pub(super) fn into_standing(mut self) -> Option<(Standing, Standing)> {
+        match &mut self.held {
+            Held::Request(_) => None,
+            Held::Standing(held) => held.take().map(|both| *both),
+        }
     }
 
     /// What it holds.

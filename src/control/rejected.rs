@@ -40,7 +40,9 @@ pub enum Rejected {
         /// What may be booked by a request of this size, counted alike: where larger ones are
         /// behind, less than by them ([`Ledger::berth`](super::Ledger::berth)).
         allowance: ByteSize,
-        /// When to try again: whole seconds, spread so that clients do not come back together.
+        /// When to try again: whole seconds, spread so that clients do not come back together. The
+        /// time in which what is missing comes free, as far as it is known: by requests that end,
+        /// by the unload of idle resources, or by their minimum residency.
         retry_after: Duration,
     },
     /// The level sheds this priority: 503.

@@ -13,7 +13,7 @@ use crate::clock::{Bell, Clock, Moment, SystemClock};
 use crate::config::{Config, DeviceChoice, DeviceRung, Profile, Settings, env};
 use crate::control::{
     self, Admission, Budget, Ladder, LimitSource, Maintenance, Resources, Signal, SignalError,
-    Signals, Worker, run_control, run_worker,
+    Signals, Trigger, Worker, run_control, run_worker,
 };
 use crate::device::driver::Driver;
 use crate::fork::Birth;
@@ -280,6 +280,7 @@ impl Builder {
             #[cfg(feature = "cuda")]
             governors: super::governors::Governors::default(),
         });
+        evict_when_short(&shared);
         notes.into_iter().for_each(|note| shared.note(note));
         *lock(&joined) = Some(Arc::clone(&shared));
         let hands = WorkerHands::new(&shared, self.hook, self.recall_hook);
@@ -318,6 +319,16 @@ fn open_signals(config: &Config, given: Option<Signals>, notes: &mut Vec<Note>) 
         notes.push(Note::warning("signals", causes));
     }
     signals
+}
+
+/// Evicts idle resources for what does not fit. The heap is purged before the room is used.
+fn evict_when_short(shared: &Arc<Shared>) {
+    let purged = Arc::downgrade(shared);
+    shared.resources.evict_for(&shared.admission, Arc::clone(&shared.clock), move || {
+        if let Some(shared) = purged.upgrade() {
+            shared.purge(Trigger::Unload);
+        }
+    });
 }
 
 /// Starts the two threads; on failure the one that runs is told to end.

@@ -82,7 +82,7 @@ struct Seen {
     /// Sleeps, wakes, failures to wake; by name.
     arenas: BTreeMap<String, [u64; 3]>,
     /// Loads, failures, unloads by reason; by name.
-    resources: BTreeMap<String, ([u64; 2], [u64; 4])>,
+    resources: BTreeMap<String, ([u64; 2], [u64; UnloadReason::ALL.len()])>,
     shed: [u64; ShedReason::ALL.len()],
     kills: u64,
 }
@@ -134,7 +134,7 @@ impl Seen {
             }
         }
         for (name, ([loads, failures], unloads)) in &self.resources {
-            let (none, no_unload) = ([0; 2], [0; 4]);
+            let (none, no_unload) = ([0; 2], [0; UnloadReason::ALL.len()]);
             let was = before.resources.get(name);
             let (was_loads, was_unloads) =
                 was.map_or((&none, &no_unload), |(loads, unloads)| (loads, unloads));
@@ -196,7 +196,7 @@ mod tests {
         let now = Seen {
             levels: [Level::High, Level::None],
             arenas: BTreeMap::from([("a".to_owned(), [1, 1, 0])]),
-            resources: BTreeMap::from([("m".to_owned(), ([1, 1], [0, 1, 0, 0]))]),
+            resources: BTreeMap::from([("m".to_owned(), ([1, 1], [0, 1, 0, 0, 0]))]),
             shed: [1, 10, 0, 0],
             kills: 3,
         };

@@ -297,7 +297,7 @@ table! {
     RESOURCE_LOADS: Counter "lowtide_resource_loads_total" Count ["resource", "outcome"]
         "Loads, by outcome: ok, failed, or refused for want of memory.";
     RESOURCE_UNLOADS: Counter "lowtide_resource_unloads_total" Count ["resource", "reason"]
-        "Unloads, by reason (idle, pressure, manual, shutdown).";
+        "Unloads, by reason (idle, pressure, eviction, manual, shutdown).";
     RESOURCE_MEASURED: Gauge "lowtide_resource_measured_bytes" Bytes ["resource", "budget"]
         "What the resource held right after its last load, by budget (host, device); absent where \
          it has no arena of its own.";

@@ -15,6 +15,7 @@ use lowtide::control::{
     Resources, UnloadError, UnloadReason,
 };
 
+mod eviction;
 mod panics;
 mod support;
 use support::{Gate, Holds, Model, PATIENCE, block_on, until};

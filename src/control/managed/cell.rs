@@ -7,11 +7,13 @@
 //! A load that passes its timeout is given up: the phase becomes `Failed`, and the thread that
 //! still runs the loader is counted as hung until it returns. Whatever it returns then is taken
 //! apart.
+//! A load that has no room evicts others (`evict`).
 //!
 //! Invariants: `guards > 0 => Ready`; with `guards = 0` the phase holds the only reference to the
 //! value; wakers held = futures that wait and have not been woken, at most `waiting`;
 //! `hung <= HUNG_LOADS_MAX`; only the load whose number is in the phase ends it.
 
+mod evict;
 mod guards;
 
 use std::collections::BTreeMap;
@@ -24,10 +26,13 @@ use std::time::Duration;
 use crate::bytes::ByteSize;
 use crate::clock::{Bell, Clock, Moment};
 use crate::control::admission::{Admission, Cost};
+use crate::control::eviction::Eviction;
 use crate::control::permit::Permit;
+use crate::control::rejected::Rejected;
 use crate::fork::Birth;
 use crate::sync::{Condvar, Mutex, MutexGuard, caught, lock, wait};
 
+use super::enclosure::is_unloading;
 use super::error::{AcquireError, LoadError, UnloadError};
 use super::parts::Parts;
 use super::resource::{ResourceStats, UnloadReason, Unloads};
@@ -39,12 +44,8 @@ enum Phase<T> {
     Empty,
     Loading(Loading),
     Ready(Loaded<T>),
-    /// The thread that takes it apart.
-    Unloading(ThreadId),
-    Failed {
-        until: Moment,
-        error: LoadError,
-    },
+    Unloading,
+    Failed { until: Moment, error: LoadError },
 }
 
 /// A load under way.
@@ -101,6 +102,8 @@ pub(super) enum Step<T> {
     Have(Arc<T>),
     /// It has to run the load of this number.
     Load(u64),
+    /// The load of this number has no room for this cost: [`Cell::make_room`] looks for some.
+    Short(u64, Cost),
     Wait,
 }
 
@@ -152,7 +155,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
 
     /// A counted guard; loads on this thread where nobody does.
     pub(super) fn acquire_blocking(&self) -> Result<Arc<T>, AcquireError> {
-        self.check_here()?;
+        self.check_may_wait()?;
         let mut state = lock(&self.state);
         let seen = state.loads_failed;
         state.waiting += 1;
@@ -163,10 +166,20 @@ impl<T: Send + Sync + 'static> Cell<T> {
                 Ok(Step::Wait) => state = wait(&self.changed, state),
                 Ok(Step::Load(number)) => {
                     drop(state);
-                    self.load(number);
+                    self.load(number, None);
                     // The loader may have forked, and this be the child.
                     self.check_here()?;
                     state = lock(&self.state);
+                }
+                Ok(Step::Short(number, cost)) => {
+                    drop(state);
+                    let made = self.make_room(number, cost);
+                    let made = made.map(|eviction| self.load(number, eviction));
+                    self.check_here()?;
+                    state = lock(&self.state);
+                    if let Err(error) = made {
+                        break Err(error);
+                    }
                 }
                 Err(error) => break Err(error),
             }
@@ -183,7 +196,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
     }
 
     pub(super) fn warm(cell: &Arc<Self>) -> Result<(), AcquireError> {
-        cell.check_here()?;
+        cell.check_may_wait()?;
         let mut state = lock(&cell.state);
         if matches!(state.phase, Phase::Ready(_)) && !state.closed {
             return Ok(());
@@ -191,8 +204,12 @@ impl<T: Send + Sync + 'static> Cell<T> {
         let seen = state.loads_failed;
         let step = cell.step(&mut state, seen)?;
         drop(state);
-        if let Step::Load(number) = step {
-            Self::load_elsewhere(cell, number);
+        match step {
+            Step::Load(number) => Self::load_elsewhere(cell, number, None),
+            Step::Short(number, cost) => {
+                Self::load_elsewhere(cell, number, cell.make_room(number, cost)?);
+            }
+            Step::Have(_) | Step::Wait => {}
         }
         Ok(())
     }
@@ -224,12 +241,12 @@ impl<T: Send + Sync + 'static> Cell<T> {
             return Ok(Step::Have(value));
         }
         match &state.phase {
-            Phase::Loading(Loading { thread: Some(thread), .. }) | Phase::Unloading(thread)
+            Phase::Loading(Loading { thread: Some(thread), .. })
                 if *thread == thread::current().id() =>
             {
                 return Err(AcquireError::Recursive { name: name() });
             }
-            Phase::Loading(_) | Phase::Unloading(_) => return Ok(Step::Wait),
+            Phase::Loading(_) | Phase::Unloading => return Ok(Step::Wait),
             Phase::Failed { until, error } => {
                 let now = self.clock.now();
                 // No further thread is risked while so many hang; one of them may return any time.
@@ -244,16 +261,20 @@ impl<T: Send + Sync + 'static> Cell<T> {
         }
         let cost = self.cost(state);
         let booked = self.admission.as_ref().map(|door| door.try_stand(cost));
-        let permit = booked.transpose().map_err(|rejected| {
-            state.loads_refused += 1;
-            AcquireError::Rejected { name: name(), rejected }
-        })?;
+        let (permit, is_short) = match booked.transpose() {
+            Ok(permit) => (permit, false),
+            Err(Rejected::Full { .. }) => (None, true),
+            Err(rejected) => {
+                state.loads_refused += 1;
+                return Err(AcquireError::Rejected { name: name(), rejected });
+            }
+        };
         state.loads_begun += 1;
         let number = state.loads_begun;
-        let deadline = self.parts.load_timeout.map(|timeout| self.clock.now() + timeout);
-        let deadline = deadline.unwrap_or(Moment::NEVER);
+        // The loader begins, and its timeout, when there is room.
+        let deadline = if is_short { Moment::NEVER } else { self.load_deadline() };
         state.phase = Phase::Loading(Loading { number, thread: None, deadline, permit });
-        Ok(Step::Load(number))
+        Ok(if is_short { Step::Short(number, cost) } else { Step::Load(number) })
     }
 
     /// What the next load books: what its builder said, and where the last one was found to hold
@@ -265,19 +286,27 @@ impl<T: Send + Sync + 'static> Cell<T> {
         Cost { host: asks(host, learned.host), device: asks(device, learned.device) }
     }
 
-    pub(super) fn load_elsewhere(cell: &Arc<Self>, number: u64) {
+    pub(super) fn load_elsewhere(cell: &Arc<Self>, number: u64, eviction: Option<Eviction>) {
         let loading = Arc::clone(cell);
         let thread = thread::Builder::new().name("lowtide-load".to_owned());
-        if let Err(error) = thread.spawn(move || loading.load(number)) {
+        if let Err(error) = thread.spawn(move || loading.load(number, eviction)) {
             let kind = error.kind();
             cell.end_load(number, Err(LoadError::NoThread { kind }), Duration::ZERO);
         }
     }
 
-    /// Runs the load of this number on this thread, off the lock.
-    fn load(&self, number: u64) {
+    /// When a load that begins now is given up.
+    fn load_deadline(&self) -> Moment {
+        self.parts.load_timeout.map_or(Moment::NEVER, |timeout| self.clock.now() + timeout)
+    }
+
+    /// Runs the load of this number on this thread, off the lock, once this eviction made room.
+    fn load(&self, number: u64, eviction: Option<Eviction>) {
         if let Some(loading) = lock(&self.state).loading(number) {
             loading.thread = Some(thread::current().id());
+        }
+        if eviction.is_some_and(|eviction| !self.settle_room(number, eviction)) {
+            return;
         }
         let start = self.clock.now();
         let loaded = caught(|| self.parts.load(|| self.has_returned(number)));
@@ -470,16 +499,23 @@ impl<T: Send + Sync + 'static> Cell<T> {
         found
     }
 
-    /// Cleans up off the lock, then lets new loads begin.
+    /// Cleans up off the lock, gives back what was booked, then lets new loads begin.
     fn take_apart(&self, loaded: Loaded<T>, reason: UnloadReason) {
+        let Loaded { value, permit } = loaded;
+        // Only when it has ended: what it held is booked until it is gone.
+        self.take_apart_with(value, reason, || drop(permit));
+    }
+
+    fn take_apart_with(&self, value: Arc<T>, reason: UnloadReason, cleaned_up: impl FnOnce()) {
         let start = self.clock.now();
-        let recovered = self.clean_up(loaded);
+        let recovered = self.clean_up(value);
         if !self.birth.is_here() {
             return; // the clean-up forked, and this is the child
         }
+        cleaned_up();
         let took = self.clock.now() - start;
         let mut state = lock(&self.state);
-        debug_assert!(matches!(state.phase, Phase::Unloading(_)) && state.guards == 0);
+        debug_assert!(matches!(state.phase, Phase::Unloading) && state.guards == 0);
         state.phase = Phase::Empty;
         state.unloads.count(reason);
         state.unload_panics += u64::from(recovered.is_err());
@@ -490,14 +526,10 @@ impl<T: Send + Sync + 'static> Cell<T> {
     }
 
     /// The one clean-up of every way out: what it gave back, or how it panicked.
-    fn clean_up(&self, loaded: Loaded<T>) -> Result<Option<Cost>, String> {
-        let Loaded { value, permit } = loaded;
+    fn clean_up(&self, value: Arc<T>) -> Result<Option<Cost>, String> {
         let value = Arc::into_inner(value);
         debug_assert!(value.is_some(), "a value is taken apart while it is held");
-        let ended = caught(|| value.and_then(|value| self.parts.take_apart(value)));
-        // Only now: what it held is booked until it is gone.
-        drop(permit);
-        ended
+        caught(|| value.and_then(|value| self.parts.take_apart(value)))
     }
 
     pub(super) fn close(&self) {
@@ -540,6 +572,15 @@ impl<T: Send + Sync + 'static> Cell<T> {
             return Ok(());
         }
         Err(AcquireError::Forked { name: Arc::clone(&self.parts.name) })
+    }
+
+    /// As [`Cell::check_here`], for a thread that may have to wait for a load.
+    pub(super) fn check_may_wait(&self) -> Result<(), AcquireError> {
+        self.check_here()?;
+        if is_unloading() {
+            return Err(AcquireError::Unloading { name: Arc::clone(&self.parts.name) });
+        }
+        Ok(())
     }
 
     fn check_unload_here(&self) -> Result<(), UnloadError> {

@@ -5,6 +5,8 @@
 //! Invariant: a load is run at most once by a call, a clean-up exactly once; a value that came too
 //! late is taken apart before `load` returns, within the same enclosure.
 
+use std::cell::Cell;
+
 use crate::control::admission::Cost;
 use crate::sync::caught;
 
@@ -37,6 +39,33 @@ pub trait Enclosure: Send + Sync {
     }
 }
 
+thread_local! {
+    static UNLOADING: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Marks this thread as one that unloads, until it is dropped.
+struct Unloading {
+    before: bool,
+}
+
+impl Unloading {
+    fn begin() -> Self {
+        Self { before: UNLOADING.replace(true) }
+    }
+}
+
+impl Drop for Unloading {
+    fn drop(&mut self) {
+        UNLOADING.set(self.before);
+    }
+}
+
+/// Whether this thread is inside an unload. One that acquires there could wait for itself: for a
+/// resource whose load waits for the room that this unload makes.
+pub(super) fn is_unloading() -> bool {
+    UNLOADING.get()
+}
+
 impl<T> Parts<T> {
     /// Loads on this thread. Asks when the loader has returned whether its value is still wanted,
     /// and takes it apart otherwise.
@@ -63,12 +92,14 @@ impl<T> Parts<T> {
             return loaded;
         }
         // Nobody sees this error: those who waited got theirs when the load timed out.
+        let _inside = Unloading::begin();
         let _ = caught(|| loaded.map(|value| (self.unload)(value)));
         Err(LoadError::new("the load had timed out"))
     }
 
     /// Takes what was loaded apart, on this thread; what went with it, where that was measured.
     pub(super) fn take_apart(&self, value: T) -> Option<Cost> {
+        let _inside = Unloading::begin();
         let mut value = Some(value);
         let mut unload = || {
             if let Some(value) = value.take() {

@@ -93,6 +93,12 @@ pub enum AcquireError {
         /// The resource.
         name: Arc<str>,
     },
+    /// An unload on this thread asks for it: it could wait for its own end.
+    #[error("cannot acquire {name} inside an unload: expected a call outside it")]
+    Unloading {
+        /// The resource.
+        name: Arc<str>,
+    },
     /// It belongs to the process that this one was forked from.
     #[error("{name} belongs to the process that this one was forked from")]
     Forked {
@@ -109,7 +115,10 @@ impl AcquireError {
         match self {
             Self::Load { retry_in, .. } => Some(*retry_in),
             Self::Rejected { rejected, .. } => rejected.retry_after(),
-            Self::Closed { .. } | Self::Recursive { .. } | Self::Forked { .. } => None,
+            Self::Closed { .. }
+            | Self::Recursive { .. }
+            | Self::Unloading { .. }
+            | Self::Forked { .. } => None,
         }
     }
 
@@ -121,6 +130,7 @@ impl AcquireError {
             Self::Rejected { .. } => "does_not_fit",
             Self::Closed { .. } => "closed",
             Self::Recursive { .. } => "recursive",
+            Self::Unloading { .. } => "unloading",
             Self::Forked { .. } => "forked",
         }
     }

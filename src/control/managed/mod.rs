@@ -2,6 +2,7 @@
 //!
 //! One load at a time whoever asks; never two copies, since those who come while it is unloaded
 //! wait for the end of that; its cost is booked before the load and given back after the clean-up.
+//! A load that has no room evicts idle ones (see [`Resources::evict_for`]), or is rejected.
 //! Idleness counts from the release of the last guard. Loading and clean-up run off every lock, and
 //! a panic in either is caught. It starts no thread that stays and knows no async runtime: the
 //! future of [`Managed::acquire`] loads on a thread of its own, and dropping it does not stop the
@@ -15,7 +16,7 @@
 //!
 //! Invariants: `guards > 0 => Ready`; `copies of T <= 1`, apart from those that loaders return
 //! after their timeout and that are taken apart at once; `booked cost > 0 <=> Loading, Ready or
-//! Unloading`.
+//! Unloading`, or handed to the load that evicted it.
 
 mod cell;
 mod enclosure;
@@ -35,6 +36,7 @@ use std::time::Duration;
 use crate::clock::{Clock, Moment};
 
 use super::admission::{Admission, Cost};
+use super::eviction::Idle;
 
 use cell::Cell;
 use parts::Parts;
@@ -87,7 +89,7 @@ impl<T: Send + Sync + 'static> ManagedBuilder<T> {
     }
 
     /// Keep it at least this long after a load, so that it does not come and go; zero by default.
-    /// Holds for idleness and pressure, not for who asks.
+    /// Holds for idleness, pressure and eviction, not for who asks.
     #[must_use]
     pub fn min_residency(mut self, time: Duration) -> Self {
         self.parts.min_residency = time;
@@ -132,8 +134,9 @@ impl<T: Send + Sync + 'static> ManagedBuilder<T> {
     /// How to take it apart; by default it is dropped. Every way out runs it, once for each load.
     ///
     /// For idleness and pressure it runs on the one worker: until it ends nothing else is purged,
-    /// unloaded or published, and who asks for the resource waits. Let it be short, and bound what
-    /// it waits for.
+    /// unloaded or published, and who asks for the resource waits. To make room for others it runs
+    /// on a thread of its own, and they wait for at most 30 s. Let it be short, and bound what it
+    /// waits for. Inside it resources cannot be acquired: that is [`AcquireError::Unloading`].
     #[must_use]
     pub fn unload(mut self, unload: impl Fn(T) + Send + Sync + 'static) -> Self {
         self.parts.unload = Box::new(unload);
@@ -304,6 +307,10 @@ impl<T: Send + Sync + 'static> Resource for Managed<T> {
 
     fn stats(&self) -> ResourceStats {
         self.cell.stats()
+    }
+
+    fn idle(&self) -> Option<Idle> {
+        Cell::idle(&self.cell)
     }
 }
 

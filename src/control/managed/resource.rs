@@ -6,12 +6,13 @@
 //! guarded has none.
 
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use crate::bytes::ByteSize;
-use crate::clock::Moment;
-use crate::control::admission::Cost;
+use crate::clock::{Clock, Moment};
+use crate::control::admission::{Admission, Cost};
+use crate::control::eviction::{Evictor, Idle, Pool};
 use crate::control::ledger::Budget;
 use crate::control::pressure::Level;
 use crate::control::reclaim::{Ask, Reclaim, Recovered};
@@ -27,6 +28,8 @@ pub enum UnloadReason {
     Idle,
     /// Memory was short.
     Pressure,
+    /// A load or a request had no room.
+    Eviction,
     /// Somebody asked for it.
     Asked,
     /// The service ends.
@@ -35,7 +38,8 @@ pub enum UnloadReason {
 
 impl UnloadReason {
     /// All reasons.
-    pub const ALL: [Self; 4] = [Self::Idle, Self::Pressure, Self::Asked, Self::Shutdown];
+    pub const ALL: [Self; 5] =
+        [Self::Idle, Self::Pressure, Self::Eviction, Self::Asked, Self::Shutdown];
 
     /// Its label in metrics.
     #[must_use]
@@ -43,6 +47,7 @@ impl UnloadReason {
         match self {
             Self::Idle => "idle",
             Self::Pressure => "pressure",
+            Self::Eviction => "eviction",
             Self::Asked => "manual",
             Self::Shutdown => "shutdown",
         }
@@ -52,7 +57,7 @@ impl UnloadReason {
 /// How often a resource has been unloaded, by reason.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Unloads {
-    counts: [u64; 4],
+    counts: [u64; UnloadReason::ALL.len()],
 }
 
 impl Unloads {
@@ -168,6 +173,13 @@ pub trait Resource: Send + Sync {
 
     /// What there is to know about it; in a forked child its name and cost alone.
     fn stats(&self) -> ResourceStats;
+
+    /// Whether it may be evicted, now or after its minimum residency, to make room for others. By
+    /// default never.
+    #[doc(hidden)]
+    fn idle(&self) -> Option<Idle> {
+        None
+    }
 }
 
 /// The resources of a service. Cheap to clone; all clones are one. In a forked child there are
@@ -229,6 +241,29 @@ impl Resources {
         self.all().iter().filter(|resource| resource.unload_if_due(now)).count()
     }
 
+    /// Has this admission evict idle resources of this registry before it rejects for want of room:
+    /// loads of resources that are built with it, and requests, which are rejected with the time
+    /// that the unloads take and find the room when they come again.
+    ///
+    /// Resources are unloaded in one step: as few as make enough room, those first that cost least
+    /// to load again, or none. Evicted are resources that are not in use or waited for, are booked
+    /// with this admission, and are past their minimum residency, however short they have been
+    /// idle. What they had booked stays booked until they are gone; then it is the load's.
+    ///
+    /// The unloads run on threads that end with them. When those of one step have ended, `after` is
+    /// called on one of those threads, before the room is used: the place to purge the heap.
+    ///
+    /// The registry is not kept alive. A second call replaces the first.
+    pub fn evict_for(
+        &self,
+        admission: &Admission,
+        clock: Arc<dyn Clock>,
+        after: impl Fn() + Send + Sync + 'static,
+    ) {
+        let pool = WeakResources { list: Arc::downgrade(&self.list), birth: self.birth };
+        admission.set_evictor(Evictor::new(Box::new(pool), clock, Box::new(after)));
+    }
+
     /// A reclaimer that unloads idle resources at level high: first those whose return costs least
     /// for what they hold, `bytes x idle time / load time`.
     #[must_use]
@@ -248,6 +283,25 @@ impl fmt::Debug for Resources {
         let names: Vec<_> = self.all().iter().map(|resource| resource.name().to_owned()).collect();
         f.debug_list().entries(names).finish()
     }
+}
+
+/// Resources that it does not keep.
+struct WeakResources {
+    list: Weak<Mutex<Vec<Arc<dyn Resource>>>>,
+    birth: Birth,
+}
+
+impl Pool for WeakResources {
+    fn idle(&self) -> Vec<Idle> {
+        let Some(list) = self.list.upgrade() else { return Vec::new() };
+        let all = Resources { list, birth: self.birth }.all();
+        all.iter().filter_map(|resource| resource.idle()).collect()
+    }
+}
+
+/// By how much it is better to unload this than another: the larger, the sooner.
+pub(super) fn score(bytes: ByteSize, idle: Duration, load: Duration) -> f64 {
+    bytes.as_f64() * idle.as_secs_f64() / load.max(Duration::from_millis(1)).as_secs_f64()
 }
 
 /// Unloads what is idle until enough is recovered.
@@ -280,8 +334,7 @@ impl IdleResources {
     /// The larger, the sooner it goes.
     fn score(&self, stats: &ResourceStats, now: Moment) -> f64 {
         let idle = now - stats.last_used.unwrap_or(Moment::ORIGIN);
-        let load = stats.load_time.max(Duration::from_millis(1));
-        self.bytes(stats).as_f64() * idle.as_secs_f64() / load.as_secs_f64()
+        score(self.bytes(stats), idle, stats.load_time)
     }
 }
 

@@ -10,6 +10,7 @@
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
+use crate::control::eviction::Eviction;
 use crate::sync::{caught, lock};
 
 use super::cell::{Cell, State, Step};
@@ -34,7 +35,7 @@ impl<T: Send + Sync + 'static> Ticket<T> {
         cx: &Context<'_>,
     ) -> Poll<Result<(Arc<Cell<T>>, Arc<T>), AcquireError>> {
         let cell = Arc::clone(&self.cell);
-        if let Err(error) = cell.check_here() {
+        if let Err(error) = cell.check_may_wait() {
             return Poll::Ready(Err(error));
         }
         let mut state = lock(&cell.state);
@@ -44,11 +45,18 @@ impl<T: Send + Sync + 'static> Ticket<T> {
             Err(error) => Some(Err(error)),
             Ok(Step::Wait) => None,
             Ok(Step::Load(number)) => {
-                let replaced = self.wait_for_change(&mut state, seen, cx);
                 drop(state);
-                let _ = caught(|| drop(replaced));
-                Cell::load_elsewhere(&cell, number);
-                return Poll::Pending;
+                return self.load(&cell, number, None, (seen, cx));
+            }
+            Ok(Step::Short(number, cost)) => {
+                drop(state);
+                match cell.make_room(number, cost) {
+                    Ok(eviction) => return self.load(&cell, number, eviction, (seen, cx)),
+                    Err(error) => {
+                        state = lock(&cell.state);
+                        Some(Err(error))
+                    }
+                }
             }
         };
         let (replaced, poll) = match step {
@@ -59,6 +67,20 @@ impl<T: Send + Sync + 'static> Ticket<T> {
         // A panic in it must not cost the guard that is counted already.
         let _ = caught(|| drop(replaced));
         poll
+    }
+
+    /// Waits for a load that a thread of its own begins.
+    fn load<R>(
+        &mut self,
+        cell: &Arc<Cell<T>>,
+        number: u64,
+        eviction: Option<Eviction>,
+        (seen, cx): (u64, &Context<'_>),
+    ) -> Poll<R> {
+        let replaced = self.wait_for_change(&mut lock(&cell.state), seen, cx);
+        let _ = caught(|| drop(replaced));
+        Cell::load_elsewhere(cell, number, eviction);
+        Poll::Pending
     }
 
     /// Leaves the task's waker; the one it had left before, to be dropped off the lock.

@@ -6,7 +6,6 @@
 
 use std::mem;
 use std::sync::Arc;
-use std::thread;
 
 use super::{Loaded, Loading, Phase, State};
 
@@ -32,7 +31,7 @@ impl<T> State<T> {
         if self.guards > 0 || !matches!(self.phase, Phase::Ready(_)) {
             return None;
         }
-        match mem::replace(&mut self.phase, Phase::Unloading(thread::current().id())) {
+        match mem::replace(&mut self.phase, Phase::Unloading) {
             Phase::Ready(loaded) => Some(loaded),
             other => {
                 self.phase = other;
