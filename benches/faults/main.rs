@@ -13,6 +13,7 @@ mod health;
 mod log;
 #[path = "../../tests/support/mod.rs"]
 mod support;
+mod swap;
 
 use std::process::{Command, ExitCode};
 
@@ -32,6 +33,7 @@ const PARTS: &[(&str, Part)] = &[
     ("dropped", dropped::run),
     ("health", health::run),
     ("log", log::run),
+    ("swap", swap::run),
 ];
 
 fn main() -> ExitCode {
