@@ -160,6 +160,8 @@ fn the_scrape_and_the_table_say_the_same_once_there_is_a_recorder() {
         count.fetch_add(1, Ordering::SeqCst);
     };
     let hooks = || publications.load(Ordering::SeqCst);
+    // Those of resources are there while these are loaded.
+    let _heap_arena = lowtide::host::HostArena::new("named").expect("jemalloc serves this process");
     let memory = Memory::builder()
         .clock(Arc::clone(&clock) as Arc<dyn Clock>)
         .signals(tree.open())
