@@ -504,3 +504,62 @@ fn the_threads_run_until_they_are_told_to_stop_and_outlive_panics() {
         worker.join().expect("no panic");
     });
 }
+
+#[test]
+fn memory_that_no_request_owns_exhausts_the_service_and_its_release_ends_that() {
+    const SECOND: Duration = Duration::from_secs(1);
+    let mut rig = Rig::new(Settings::default(), ByteSize::mib(256), ByteSize::mib(20));
+    rig.run(SECOND);
+    let request = |rig: &Rig| rig.admission.try_admit(Cost::host(ByteSize::kib(200))).map(drop);
+    request(&rig).expect("fits");
+    let state = rig.maintenance.state();
+    // Requests are rejected for 4 s, each 100 ms, by a burst that ends.
+    let hold =
+        |rig: &Rig, mib| rig.memory.with(|memory| memory.sample.physical = ByteSize::mib(mib));
+    for (held, seconds) in [(210, 4), (20, 1), (210, 4)] {
+        hold(&rig, held);
+        for _ in 0..10 * seconds {
+            rig.run(100 * MILLI);
+            assert_eq!(request(&rig).is_err(), held == 210);
+            assert!(!state.is_exhausted(), "{held} MiB for {seconds} s");
+        }
+    }
+    let purges = rig.triggers().len();
+    assert!(purges > 0, "a purge has to show that it makes no room");
+    for _ in 0..20 {
+        rig.run(100 * MILLI);
+        let _ = request(&rig);
+    }
+    assert!(state.is_exhausted());
+    let rejected = request(&rig).expect_err("no room");
+    assert_eq!(rejected.reason(), ShedReason::Exhausted, "{rejected}");
+    assert!(rejected.retry_after() >= Some(30 * SECOND), "{rejected}");
+    // Without requests as well, and through any level.
+    hold(&rig, 250);
+    rig.run(60 * SECOND);
+    assert_eq!(rig.admission.level(), Level::Critical);
+    let rejected = request(&rig).expect_err("no room");
+    assert_eq!(rejected.reason(), ShedReason::Exhausted, "{rejected}");
+    hold(&rig, 20);
+    rig.run(2 * SECOND);
+    assert!(!state.is_exhausted());
+    request(&rig).expect("fits");
+    let reports = rig.posted.iter().filter(|(_, job)| *job == Job::ReportExhaustion).count();
+    assert_eq!(reports, 2, "its beginning and its end");
+}
+
+#[test]
+fn requests_that_hold_all_memory_do_not_exhaust_the_service() {
+    let mut rig = Rig::new(Settings::default(), ByteSize::mib(256), ByteSize::mib(20));
+    rig.run(Duration::from_secs(1));
+    // Four times what they said, for a minute.
+    let large = rig.admission.try_admit(Cost::host(ByteSize::mib(46))).expect("fits");
+    rig.memory.with(|memory| memory.allocate(184 * MIB));
+    for _ in 0..600 {
+        rig.run(100 * MILLI);
+        let small = rig.admission.try_admit(Cost::host(ByteSize::kib(200)));
+        assert!(small.is_err_and(|rejected| rejected.reason() != ShedReason::Exhausted));
+    }
+    assert!(!rig.maintenance.state().is_exhausted());
+    drop(large);
+}

@@ -179,6 +179,43 @@ fn a_service_that_is_about_to_end_is_not_ready_and_still_well() {
     assert_eq!(get(&endpoints, "/healthz").status(), StatusCode::OK);
 }
 
+/// The bug: memory that no request owned left no room for any, every one was told to come again in
+/// 1 s, and the probes stayed green.
+#[test]
+fn a_leak_made_a_zombie_with_green_probes() {
+    let _turn = turn();
+    let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(100)));
+    let memory = start(&clock, &tree);
+    let endpoints = Endpoints::new(Some(memory.clone()));
+    let request = || memory.admission().try_admit(Cost::host(ByteSize::kib(64)));
+    drop(request().expect("fits"));
+    // Above the ceiling of 80 MiB, and far from critical.
+    tree.hold(84);
+    let ready = || get_json(&endpoints, "/readyz");
+    let step = std::time::Duration::from_millis(250);
+    advance_until(&clock, step, "requests are rejected", || request().is_err());
+    assert_eq!(ready().0, StatusCode::OK, "it may be a moment's");
+    advance_until(&clock, step, "it is not ready", || {
+        request().is_err() && ready().1["ready"] == false
+    });
+    let (status, body) = ready();
+    assert_eq!(status, StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!((&body["exhausted"], &body["level"]), (&json!(true), &json!("elevated")));
+    let rejected = request().expect_err("no room");
+    let answer = lowtide::service::rejection(&rejected);
+    assert_eq!(answer.status(), StatusCode::SERVICE_UNAVAILABLE);
+    assert!(answer.body().contains("\"exhausted\""), "{}", answer.body());
+    let wait: u64 = answer.headers()["retry-after"].to_str().expect("text").parse().expect("s");
+    assert!(wait >= 30, "{wait} s");
+    let told = |text| memory.events().iter().filter(|event| event.text.starts_with(text)).count();
+    advance_until(&clock, step, "it is told", || told("no room for requests: ") == 1);
+    tree.hold(10);
+    advance_until(&clock, step, "it is ready again", || ready().0 == StatusCode::OK);
+    drop(request().expect("fits"));
+    advance_until(&clock, step, "it is told", || told("room for requests again") == 1);
+    assert!(memory.shutdown(std::time::Duration::from_secs(5)).is_clean());
+}
+
 #[test]
 fn health_holds_under_pressure_and_readiness_follows_it_and_the_end() {
     let _turn = turn();
@@ -196,6 +233,7 @@ fn health_holds_under_pressure_and_readiness_follows_it_and_the_end() {
             "managed": true,
             "ending": false,
             "level": "none",
+            "exhausted": false,
             "resources": { "model": "unloaded" },
             "device": { "weights": "host" },
             "arenas": { "weights": "awake" },
@@ -344,7 +382,8 @@ fn the_memory_document_holds_every_figure_in_bytes_and_null_for_no_limit() {
     assert_eq!(device["leases"], 1);
     assert_eq!(told["device"]["budget"]["ceiling_bytes"], Value::Null, "no limit");
     assert_eq!((&told["requests"]["admitted"], &told["requests"]["held"]), (&json!(1), &json!(1)));
-    let shed = json!({ "too_large": 1, "full": 0, "pressure": 0, "shutting_down": 0 });
+    let shed =
+        json!({ "too_large": 1, "full": 0, "pressure": 0, "shutting_down": 0, "exhausted": 0 });
     assert_eq!(told["requests"]["shed"], shed);
     let resource = &told["resources"][0];
     assert_eq!((&resource["name"], &resource["loaded"]), (&json!("model"), &json!(false)));

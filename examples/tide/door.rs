@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Door {
     /// Requests turned away, in the order of [`ShedReason::ALL`].
-    shed: [u64; 4],
+    shed: [u64; ShedReason::ALL.len()],
     /// The account when it was first seen that one had been turned away, and when last.
     first: Option<Account>,
     last: Option<Account>,

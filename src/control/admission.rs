@@ -99,7 +99,7 @@ pub struct AdmissionStats {
     /// Admitted requests whose permit has been dropped.
     pub finished_total: u64,
     /// Requests shed since start, in the order of [`ShedReason::ALL`].
-    pub shed: [u64; 4],
+    pub shed: [u64; ShedReason::ALL.len()],
 }
 
 impl AdmissionStats {
@@ -264,6 +264,12 @@ impl Admission {
         self.desk.level.store(level.as_u8(), Ordering::Relaxed);
     }
 
+    /// Rejects as exhausted what does not fit while so much belongs to no request; zero ends that.
+    /// Called by the control loop.
+    pub(super) fn set_unowned(&self, unowned: ByteSize) {
+        self.desk.unowned.store(unowned.get(), Ordering::Relaxed);
+    }
+
     /// The account of a budget.
     #[must_use]
     pub fn ledger(&self, budget: Budget) -> &Ledger {
@@ -345,7 +351,7 @@ mod tests {
         let error = admission.try_stand(Cost { device: ByteSize::mib(11), ..cost });
         assert!(matches!(error, Err(Rejected::TooLarge { budget: Budget::Device, .. })));
         assert_eq!(booked(&admission), NOTHING);
-        assert_eq!(admission.stats().shed, [0, 1, 0, 0], "a resource is no request");
+        assert_eq!(admission.stats().shed, [0, 1, 0, 0, 0], "a resource is no request");
     }
 
     #[test]
@@ -464,7 +470,7 @@ mod tests {
         permit.shrink(ByteSize::MAX);
         assert_eq!(booked(&admission), NOTHING);
         drop(permit);
-        assert_eq!((booked(&admission), admission.stats().shed), (NOTHING, [0; 4]));
+        assert_eq!((booked(&admission), admission.stats().shed), (NOTHING, [0; 5]));
     }
 
     /// The bug: one estimate of 64 bits refused everybody else, where nothing is to be refused.
@@ -546,7 +552,7 @@ mod tests {
         assert_eq!(count(Budget::Host, small), (0, 0, 0), "what lacks of the device");
         assert_eq!(count(Budget::Device, ByteSize::mib(96)), (0, 0, 1));
         assert_eq!(count(Budget::Device, small), (1, small.get(), 0));
-        assert_eq!(admission.stats().shed, [1, 2, 0, 0]);
+        assert_eq!(admission.stats().shed, [1, 2, 0, 0, 0]);
         assert_eq!((admission.stats().admitted_total, admission.stats().held()), (2, 2));
         drop((permit, exempt));
         assert_eq!(admission.stats().held(), 0);

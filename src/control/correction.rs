@@ -171,6 +171,10 @@ pub struct Correction {
     pub(super) alone: ByteSize,
     /// What has to come free before `alone` is above 0; [`ByteSize::MAX`] while `K` is measured.
     pub(super) alone_debt: ByteSize,
+    /// What no request owns, even if each needs [`K_MAX`] times what it booked.
+    pub(super) unowned: ByteSize,
+    /// The most that one request could book if all others had ended.
+    pub(super) most: ByteSize,
     peaks: Peaks,
 }
 
@@ -194,6 +198,8 @@ impl Correction {
             unmeasured: UNMEASURED,
             alone: ByteSize::ZERO,
             alone_debt: ByteSize::MAX,
+            unowned: ByteSize::ZERO,
+            most: ByteSize::MAX,
             peaks: Peaks::new(),
         }
     }
@@ -217,13 +223,20 @@ impl Correction {
         self.learn_k(books, required, measured);
         debug_assert!((K_MIN..=K_MAX).contains(&self.k), "K is {}", self.k);
         if measured.ceiling == ByteSize::MAX {
+            self.most = ByteSize::MAX;
             return ByteSize::MAX;
         }
         let pending = books.standing.saturating_sub(books.settled);
-        let unbooked = required.saturating_sub(books.requests.scaled(self.k));
-        let other = unbooked.saturating_add(pending).max(self.base.saturating_add(books.standing));
+        let other_than = |requests: ByteSize| {
+            let unbooked = required.saturating_sub(requests).saturating_add(pending);
+            unbooked.max(self.base.saturating_add(books.standing))
+        };
+        let other = other_than(books.requests.scaled(self.k));
+        self.unowned = other_than(books.requests.scaled(K_MAX));
         let room = measured.ceiling.saturating_sub(other);
         let beside = few(measured.ceiling).scaled(self.k);
+        let lone = measured.ceiling.saturating_sub(self.unowned);
+        self.most = lone.scaled(1.0 / self.k).max(lone.saturating_sub(beside));
         (self.alone, self.alone_debt) = match self.unmeasured {
             UNMEASURED.. => (room.saturating_sub(beside), beside.saturating_sub(room)),
             _ => (ByteSize::ZERO, ByteSize::MAX),

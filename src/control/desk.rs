@@ -7,7 +7,8 @@
 //!
 //! Invariant: at most one door has a desk; whoever has a permit of it finds it as the door left it.
 
-use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::num::NonZero;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, RwLock};
 use std::time::Duration;
 
@@ -21,6 +22,8 @@ use super::pressure::Level;
 use super::rejected::Rejected;
 use super::tally::{BudgetCounts, Counts, Place, STRIPES, Tally};
 
+/// When to come again where an operator has to act. A guess.
+const EXHAUSTED: Duration = Duration::from_secs(30);
 /// The latest time to come again, unless it is known when there will be room.
 const RETRY_MAX: Duration = Duration::from_secs(60);
 
@@ -34,6 +37,8 @@ pub(super) struct Desk {
     pub(super) device: Ledger,
     pub(super) level: AtomicU8,
     pub(super) closed: AtomicBool,
+    /// What no request owns while that leaves no room for requests, else 0.
+    pub(super) unowned: AtomicU64,
     tallies: [Tally; STRIPES],
     /// What makes room for those who find none. Read only where a request or a load is rejected.
     evictor: RwLock<Option<Arc<Evictor>>>,
@@ -55,6 +60,7 @@ impl Desk {
         desk.device.begin(&Ledger::new());
         desk.level.store(Level::None.as_u8(), Ordering::Relaxed);
         desk.closed.store(false, Ordering::Release);
+        desk.unowned.store(0, Ordering::Relaxed);
         desk.set_evictor(None);
         for tally in &desk.tallies {
             tally.begin();
@@ -322,8 +328,19 @@ impl Desk {
         if self.closed.load(Ordering::Acquire) {
             return Rejected::ShuttingDown;
         }
+        if let Some(rejected) = self.exhausted(place) {
+            return rejected;
+        }
         let retry_after = self.retry_after(None, self.spread(place));
         Rejected::Pressure { level: self.level(), retry_after }
+    }
+
+    /// Why a request is rejected while memory that no request owns leaves no room.
+    fn exhausted(&self, place: Place) -> Option<Rejected> {
+        let unowned = NonZero::new(self.unowned.load(Ordering::Relaxed))?;
+        let retry_after = self.retry_after(Some(EXHAUSTED), self.spread(place));
+        let (unowned, ceiling) = (ByteSize::new(unowned.get()), self.host.ceiling());
+        Some(Rejected::Exhausted { unowned, ceiling, retry_after })
     }
 
     #[cold]
@@ -383,7 +400,14 @@ impl Desk {
             return Rejected::TooLarge { budget, asked, ceiling };
         }
         let (wait, spread) = (ledger.wait_for(&short), self.spread(place));
-        let retry_after = match make_room() {
+        let hint = make_room();
+        if budget == Budget::Host
+            && !matches!(hint, Hint::Unloading(_))
+            && let Some(rejected) = self.exhausted(place)
+        {
+            return rejected;
+        }
+        let retry_after = match hint {
             Hint::Unloading(takes) => self.retry_after(Some(takes), spread),
             Hint::Resident(stays) if !ledger.drains(&short) => known(stays, spread),
             Hint::Resident(_) | Hint::Unknown => self.retry_after(wait, spread),

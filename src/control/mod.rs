@@ -34,6 +34,7 @@ pub mod admission;
 mod correction;
 mod desk;
 mod eviction;
+mod exhaustion;
 mod fairness;
 pub mod ledger;
 pub mod maintenance;

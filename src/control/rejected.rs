@@ -53,6 +53,20 @@ pub enum Rejected {
         /// When to try again, as for [`Rejected::Full`].
         retry_after: Duration,
     },
+    /// Memory that no request owns leaves no room for requests, and a purge did not help: 503.
+    /// Instances that are like this one may have room; here an operator has to act.
+    #[error(
+        "{unowned} of host memory belong to no request and leave no room under the ceiling of \
+         {ceiling}: try again in {} s", retry_after.as_secs()
+    )]
+    Exhausted {
+        /// What no request owns: loaded resources, and memory that is booked nowhere.
+        unowned: ByteSize,
+        /// What may be held altogether.
+        ceiling: ByteSize,
+        /// When to try again, as for [`Rejected::Full`]: 30 s to 60 s.
+        retry_after: Duration,
+    },
     /// Admission has been closed: 503.
     #[error("the service is shutting down")]
     ShuttingDown,
@@ -66,6 +80,7 @@ impl Rejected {
             Self::TooLarge { .. } => ShedReason::TooLarge,
             Self::Full { .. } => ShedReason::Full,
             Self::Pressure { .. } => ShedReason::Pressure,
+            Self::Exhausted { .. } => ShedReason::Exhausted,
             Self::ShuttingDown => ShedReason::ShuttingDown,
         }
     }
@@ -74,7 +89,10 @@ impl Rejected {
     pub(crate) const fn shortage(&self) -> Option<(Budget, ByteSize)> {
         match self {
             Self::Full { budget, asked, .. } => Some((*budget, *asked)),
-            Self::TooLarge { .. } | Self::Pressure { .. } | Self::ShuttingDown => None,
+            Self::TooLarge { .. }
+            | Self::Pressure { .. }
+            | Self::Exhausted { .. }
+            | Self::ShuttingDown => None,
         }
     }
 
@@ -82,9 +100,9 @@ impl Rejected {
     #[must_use]
     pub const fn retry_after(&self) -> Option<Duration> {
         match self {
-            Self::Full { retry_after, .. } | Self::Pressure { retry_after, .. } => {
-                Some(*retry_after)
-            }
+            Self::Full { retry_after, .. }
+            | Self::Pressure { retry_after, .. }
+            | Self::Exhausted { retry_after, .. } => Some(*retry_after),
             Self::TooLarge { .. } | Self::ShuttingDown => None,
         }
     }
@@ -101,11 +119,14 @@ pub enum ShedReason {
     Pressure,
     /// Admission was closed.
     ShuttingDown,
+    /// Memory that no request owns left no room for requests.
+    Exhausted,
 }
 
 impl ShedReason {
     /// All reasons.
-    pub const ALL: [Self; 4] = [Self::TooLarge, Self::Full, Self::Pressure, Self::ShuttingDown];
+    pub const ALL: [Self; 5] =
+        [Self::TooLarge, Self::Full, Self::Pressure, Self::ShuttingDown, Self::Exhausted];
 
     /// Its label in metrics.
     #[must_use]
@@ -115,6 +136,7 @@ impl ShedReason {
             Self::Full => "full",
             Self::Pressure => "pressure",
             Self::ShuttingDown => "shutting_down",
+            Self::Exhausted => "exhausted",
         }
     }
 }

@@ -54,6 +54,14 @@ impl SizeClass {
         std::array::from_fn(|at| Self(at as u8))
     }
 
+    /// The smallest request in it that holds anything.
+    pub(super) const fn least(self) -> ByteSize {
+        match self.0.checked_sub(1) {
+            Some(before) => Self(before).bound().saturating_add(ByteSize::new(1)),
+            None => ByteSize::new(1),
+        }
+    }
+
     /// The largest request in it; [`ByteSize::MAX`] for the last class.
     #[must_use]
     pub const fn bound(self) -> ByteSize {

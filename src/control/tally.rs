@@ -109,7 +109,7 @@ pub(super) struct Tally {
     exempt: AtomicU64,
     /// Requests whose permits were dropped on this thread, wherever they were admitted.
     finished: AtomicU64,
-    shed: [AtomicU64; 4],
+    shed: [AtomicU64; ShedReason::ALL.len()],
     /// Bytes booked by requests other than by admission in a class, by budget.
     beside: [AtomicU64; 2],
     stood: AtomicU64,
@@ -229,7 +229,7 @@ pub(super) struct Counts {
     /// Requests admitted, the exempt among them.
     pub(super) admitted: u64,
     pub(super) finished: u64,
-    pub(super) shed: [u64; 4],
+    pub(super) shed: [u64; ShedReason::ALL.len()],
     stood: u64,
     unloaded: u64,
 }
@@ -278,6 +278,12 @@ impl Default for BudgetCounts {
 }
 
 impl BudgetCounts {
+    /// The least request of the smallest class in which one was admitted or did not fit.
+    pub(super) fn smallest(&self) -> ByteSize {
+        let asked = |class: &&ClassStats| class.admitted_total + class.shed_total > 0;
+        self.classes.iter().find(asked).map_or(ByteSize::new(1), |class| class.class.least())
+    }
+
     /// Adds a stripe.
     pub(super) fn add(&mut self, tally: &Tally, budget: Budget) {
         let Some(classes) = tally.classes.get(budget as usize) else { return };
@@ -363,7 +369,7 @@ mod tests {
         }
         let all = EACH * threads;
         assert_eq!((counts.admitted, counts.finished, counts.held()), (all, all, 0));
-        assert_eq!(counts.shed, [all, all, 0, 0]);
+        assert_eq!(counts.shed, [all, all, 0, 0, 0]);
         assert_eq!(host.beside, 3 * all);
         let class = |bytes| host.classes[SizeClass::of(bytes).place()];
         assert_eq!(class(ByteSize::mib(1)).admitted_bytes_total, all << 20);

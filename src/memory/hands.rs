@@ -48,6 +48,8 @@ pub(super) struct WorkerHands {
     kills_logged: u64,
     /// What was seen at the last publication.
     watch: Watch,
+    /// Whether exhaustion was reported, and has not ended since.
+    exhausted: bool,
 }
 
 impl Hands for WorkerHands {
@@ -90,6 +92,13 @@ impl Hands for WorkerHands {
 
     fn sample_device(&mut self, now: Moment) {
         self.shared.sample_device(now);
+    }
+
+    fn report_exhaustion(&mut self) {
+        let exhausted = self.shared.state.is_exhausted();
+        if std::mem::replace(&mut self.exhausted, exhausted) != exhausted {
+            self.shared.report_exhaustion(exhausted);
+        }
     }
 
     fn publish(&mut self, now: Moment) {
@@ -161,6 +170,7 @@ impl WorkerHands {
             knows_device: false,
             kills_logged: 0,
             watch: Watch::default(),
+            exhausted: false,
         }
     }
 

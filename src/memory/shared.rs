@@ -32,7 +32,7 @@ use super::events::Events;
 use super::published::Gone;
 use super::scopes::Scopes;
 use super::shrink::ShrinksAsked;
-use super::snapshot::{BudgetSnapshot, MemorySnapshot};
+use super::snapshot::{BudgetSnapshot, Holders, MemorySnapshot};
 use super::trail::Trail;
 use super::{Claim, resource_stats};
 
@@ -264,6 +264,38 @@ impl Shared {
         }
     }
 
+    /// Logs that memory that no request owns leaves no room for requests, with those that hold most
+    /// of it, or that there is room again. Keeps an event first.
+    pub(super) fn report_exhaustion(&self, exhausted: bool) {
+        let snapshot = self.snapshot();
+        let holders = snapshot.holders();
+        let text = if exhausted {
+            format!("no room for requests: {holders}")
+        } else {
+            "room for requests again".to_owned()
+        };
+        self.events.add(snapshot.since_epoch, "level", "host", text);
+        let Holders { heap_live, heap_retained, arenas, resources, untracked, .. } = &holders;
+        let (physical, ceiling) = (snapshot.physical, snapshot.host.ceiling);
+        if exhausted {
+            log!(
+                error,
+                target: "lowtide",
+                %physical,
+                %ceiling,
+                %heap_live,
+                %heap_retained,
+                %arenas,
+                %resources,
+                %untracked,
+                largest = %holders,
+                "memory that no request owns leaves no room for requests"
+            );
+        } else {
+            log!(info, target: "lowtide", %physical, %ceiling, "room for requests again");
+        }
+    }
+
     /// The notes; none in a forked child, where the lock may be held by a thread that is not there.
     pub(super) fn notes(&self) -> Vec<Note> {
         if self.birth.is_here() { lock(&self.notes).clone() } else { Vec::new() }
@@ -306,6 +338,7 @@ impl Shared {
             cgroup: self.signals.cgroup().map(Path::to_owned),
             physical: signal.physical,
             purgeable: self.state.purgeable(),
+            exhausted: self.state.is_exhausted(),
             host: budget(Budget::Host),
             device: budget(Budget::Device),
             admission: self.admission.stats(),

@@ -1,5 +1,6 @@
 //! Every figure of a `Memory` at one instant: plain values for endpoints, metrics and tests.
 
+use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -10,6 +11,7 @@ use crate::control::{
     AdmissionStats, ClassStats, Cpus, Level, MemoryEvents, Psi, ResourceStats, Signal, SizeClass,
 };
 use crate::device::ArenaSnapshot;
+use crate::device::driver::Rung;
 use crate::host::{HeapSnapshot, HostArenaStats};
 
 use super::error::Note;
@@ -54,6 +56,9 @@ pub struct MemorySnapshot {
     pub physical: ByteSize,
     /// The part of it that a purge gives back, as of the last sample.
     pub purgeable: ByteSize,
+    /// Whether memory that no request owns leaves no room for requests
+    /// ([`PressureState::is_exhausted`](crate::control::PressureState::is_exhausted)).
+    pub exhausted: bool,
     /// The host's budget.
     pub host: BudgetSnapshot,
     /// The device's budget.
@@ -84,10 +89,73 @@ impl MemorySnapshot {
         Some(self.signal.rss?.saturating_sub(self.heap.as_ref()?.resident))
     }
 
+    /// What holds the host's memory.
+    pub(super) fn holders(&self) -> Holders {
+        let heap = self.heap.as_ref();
+        let of_heap = |bytes: fn(&HeapSnapshot) -> ByteSize| heap.map_or(ByteSize::ZERO, bytes);
+        let on_host = |arena: &&ArenaSnapshot| arena.rung == Rung::Host;
+        let arenas = || self.arenas.iter().chain(&self.draining).filter(on_host);
+        let loaded = || self.resources.iter().filter(|resource| resource.loaded);
+        let held = |resource: &ResourceStats| {
+            resource.measured.unwrap_or_default().host.max(resource.cost.host)
+        };
+        let committed: ByteSize = arenas().map(|arena| arena.committed).sum();
+        let tracked = of_heap(|heap| heap.resident).saturating_add(committed);
+        let (heap_live, heap_retained) =
+            (of_heap(|heap| heap.live), of_heap(HeapSnapshot::retained));
+        let untracked = self.physical.saturating_sub(tracked);
+        let mut largest = vec![
+            ("live heap".to_owned(), heap_live),
+            ("retained heap".to_owned(), heap_retained),
+            ("untracked memory".to_owned(), untracked),
+        ];
+        largest.extend(arenas().map(|arena| (format!("arena {:?}", arena.name), arena.committed)));
+        largest.extend(loaded().map(|of| (format!("resource {:?}", of.name), held(of))));
+        largest.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
+        largest.truncate(HOLDERS_MAX);
+        Holders {
+            heap_live,
+            heap_retained,
+            arenas: committed,
+            resources: loaded().map(held).sum(),
+            untracked,
+            largest,
+        }
+    }
+
     /// When a moment was, on the wall clock, since the Unix epoch.
     #[must_use]
     pub fn on_wall(&self, moment: Moment) -> Duration {
         self.since_epoch.saturating_sub(self.now - moment)
+    }
+}
+
+/// Holders that are named in an error.
+const HOLDERS_MAX: usize = 5;
+
+/// What holds the host's memory. What resources hold lies in the heap or in arenas too.
+#[derive(Debug)]
+pub(super) struct Holders {
+    pub(super) heap_live: ByteSize,
+    pub(super) heap_retained: ByteSize,
+    /// What device arenas in host memory have committed.
+    pub(super) arenas: ByteSize,
+    pub(super) resources: ByteSize,
+    /// What neither the heap nor an arena accounts for: heaps of C code, stacks, mapped files,
+    /// other processes of the cgroup.
+    pub(super) untracked: ByteSize,
+    /// The largest of them.
+    largest: Vec<(String, ByteSize)>,
+}
+
+/// The largest holders.
+impl fmt::Display for Holders {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (nth, (name, bytes)) in self.largest.iter().enumerate() {
+            let comma = if nth > 0 { ", " } else { "" };
+            write!(f, "{comma}{name} {bytes}")?;
+        }
+        Ok(())
     }
 }
 

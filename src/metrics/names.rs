@@ -233,6 +233,8 @@ table! {
     PRESSURE_LIMIT_STALE: Gauge "lowtide_pressure_limit_stale" Count []
         "1 while a file of the cgroup that says the limit cannot be read, and what was read last \
          stands.";
+    PRESSURE_EXHAUSTED: Gauge "lowtide_pressure_exhausted" Count []
+        "1 while memory that no request owns leaves no room for the smallest request, else 0.";
     PRESSURE_PHYSICAL: Gauge "lowtide_pressure_physical_bytes" Bytes []
         "What counts against the limit: the cgroup's usage less page cache, or the resident set.";
     PRESSURE_PURGEABLE: Gauge "lowtide_pressure_purgeable_bytes" Bytes []
@@ -257,7 +259,7 @@ table! {
     ADMISSION_HELD: Gauge "lowtide_admission_permits" Count []
         "Permits that are held now.";
     PRESSURE_SHED: Counter "lowtide_pressure_shed_total" Count ["reason"]
-        "Requests turned away, by reason (too_large, full, pressure, shutting_down).";
+        "Requests turned away, by reason (too_large, full, pressure, shutting_down, exhausted).";
     ADMISSION_REQUESTS: Counter "lowtide_admission_requests_total" Count
         ["budget", "size_class", "outcome"]
         "Requests admitted (but the exempt) and shed because they did not fit the budget, by size: \

@@ -250,6 +250,7 @@ pub fn device_unknown() {
 #[cfg(feature = "control")]
 pub fn pressure(signal: &crate::control::Signal, state: &crate::control::PressureState) {
     use crate::control::{Budget, Level, LimitSource};
+    gauge!(name::PRESSURE_EXHAUSTED.name).set(f64::from(u8::from(state.is_exhausted())));
     gauge!(name::PRESSURE_LEVEL.name).set(f64::from(state.level(Budget::Host).as_u8()));
     if signal.limit.is_known() {
         gauge!(name::PRESSURE_LIMIT.name).set(signal.limit.bytes.as_f64());

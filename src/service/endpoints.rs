@@ -1,8 +1,9 @@
 //! What operators ask a service: `/metrics`, `/healthz`, `/readyz`, `/memory`.
 //!
 //! Plain answers to paths; the application routes them, outside the memory layer. `/healthz` never
-//! fails for pressure; `/readyz` does while the level is critical or the service is ending. It says
-//! which arenas sleep, and they are ready: they wake when they are used. `/memory` is JSON, or the
+//! fails for pressure; `/readyz` does while the level is critical, while memory that no request
+//! owns leaves no room for requests, and while the service is ending. It says which arenas sleep,
+//! and they are ready: they wake when they are used. `/memory` is JSON, or the
 //! live page for who prefers HTML; the verbs beneath it are `admin`'s.
 //!
 //! Invariant: without [`Endpoints::with_admin`] no answer changes anything.
@@ -200,8 +201,8 @@ impl Endpoints {
         };
         let level = memory.level();
         let ending = is_ending || memory.admission().is_closed();
-        let ready = level < Level::Critical && !ending;
         let snapshot = memory.snapshot();
+        let ready = level < Level::Critical && !ending && !snapshot.exhausted;
         let resources = snapshot.resources.iter().map(|resource| {
             let state = if resource.loaded {
                 "loaded"
@@ -221,6 +222,7 @@ impl Endpoints {
             "managed": true,
             "ending": ending,
             "level": level.name(),
+            "exhausted": snapshot.exhausted,
             "resources": resources.collect::<serde_json::Map<_, _>>(),
             "device": device.collect::<serde_json::Map<_, _>>(),
             "arenas": arenas.collect::<serde_json::Map<_, _>>(),
@@ -285,6 +287,7 @@ fn document(snapshot: &MemorySnapshot) -> Value {
             "physical_bytes": snapshot.physical.get(),
             "purgeable_bytes": snapshot.purgeable.get(),
             "required_bytes": snapshot.required().get(),
+            "exhausted": snapshot.exhausted,
             "charged_bytes": snapshot.signal.charged.map(ByteSize::get),
             "oom_kills": snapshot.oom_kills,
             "events": snapshot.events.map(|events| json!({

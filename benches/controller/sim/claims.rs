@@ -6,7 +6,7 @@ use std::fmt;
 use std::time::Duration;
 
 use lowtide::clock::Moment;
-use lowtide::control::{Level, Settings};
+use lowtide::control::{Level, Settings, ShedReason};
 
 use super::scenario::{Kind, Scenario};
 use super::seen::Seen;
@@ -64,6 +64,8 @@ pub(crate) fn faults(scenario: &Scenario, seen: &Seen) -> Vec<String> {
     claim(seen.killed.is_none(), &|| format!("killed at {:.3} s", seen.killed.unwrap_or_default()));
     claim(!seen.beyond, &|| "the plant held more than its limit and lived".to_owned());
     claim(seen.hasty == 0, &|| format!("{} purges came before their pace", seen.hasty));
+    let exhausted = seen.reasons[ShedReason::Exhausted as usize];
+    claim(exhausted == 0, &|| format!("{exhausted} are shed for a leak that is none"));
     claim(seen.end.panics == 0, &|| format!("{} jobs panicked", seen.end.panics));
     claim(seen.end.booked.is_zero() && seen.end.held == 0, &|| {
         format!("{} stay booked by {} requests", seen.end.booked, seen.end.held)

@@ -78,7 +78,7 @@ pub(crate) struct Seen {
     pub(crate) shed: [Counts; 3],
     pub(crate) learned: Learned,
     /// Of those shed, by reason in the order of [`ShedReason::ALL`].
-    pub(crate) reasons: [u64; 4],
+    pub(crate) reasons: [u64; ShedReason::ALL.len()],
     /// When the last one was shed, and the last one that would have fitted for a quarter of a
     /// second by then.
     pub(crate) last_shed: Option<f64>,

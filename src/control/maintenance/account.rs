@@ -5,6 +5,7 @@
 //! Invariant: at each tick the ledger is corrected first and shared out after, so that no berth is
 //! measured by an allowance of before.
 
+use crate::bytes::ByteSize;
 use crate::control::admission::Admission;
 use crate::control::fairness::{Balance, Fairness, Seen};
 use crate::control::ledger::{Budget, Correction, Measured};
@@ -15,14 +16,17 @@ use crate::control::pressure::{Pressure, Thresholds};
 pub(super) struct Account {
     pub(super) budget: Budget,
     pub(super) pressure: Pressure,
-    correction: Correction,
+    pub(super) correction: Correction,
+    /// The smallest request that was seen.
+    pub(super) smallest: ByteSize,
     fairness: Fairness,
 }
 
 impl Account {
     pub(super) fn new(budget: Budget, thresholds: Thresholds, multiplier: f64) -> Self {
         let (correction, fairness) = (Correction::starting_at(multiplier), Fairness::default());
-        Self { budget, pressure: Pressure::new(thresholds), correction, fairness }
+        let (pressure, smallest) = (Pressure::new(thresholds), ByteSize::new(1));
+        Self { budget, pressure, correction, smallest, fairness }
     }
 
     /// What may be booked, and what of it is a berth.
@@ -30,7 +34,9 @@ impl Account {
         let since = measured.turnover.time;
         let ledger = admission.ledger(self.budget);
         ledger.correct(&mut self.correction, measured);
-        let balance = self.fairness.update(Seen::of(ledger, since), &admission.counts(self.budget));
+        let counts = admission.counts(self.budget);
+        self.smallest = counts.smallest();
+        let balance = self.fairness.update(Seen::of(ledger, since), &counts);
         ledger.balance(balance);
     }
 

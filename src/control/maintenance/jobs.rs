@@ -74,6 +74,8 @@ pub enum Job {
     },
     /// Do what an operator asked for, one errand.
     Errand,
+    /// Report that memory that no request owns leaves no room, or does no longer.
+    ReportExhaustion,
     /// Unload the resources that are due.
     UnloadIdle,
     /// Give back what the device arenas have let decay.
@@ -91,7 +93,7 @@ pub enum Job {
 /// Places: the lower, the more urgent. The rungs of the ladder come after the pressure purge.
 const RUNG_FIRST: usize = 1;
 const MANUAL: usize = RUNG_FIRST + Ladder::RUNGS_MAX;
-const PLACES: usize = MANUAL + 12;
+const PLACES: usize = MANUAL + 13;
 const _: () = assert!(PLACES <= 64, "each job has a bit of its own");
 
 impl Job {
@@ -112,8 +114,9 @@ impl Job {
             Self::Purge { trigger: Trigger::Idle } => MANUAL + 8,
             Self::Purge { trigger: Trigger::Periodic } => MANUAL + 9,
             Self::Publish => MANUAL + 10,
+            Self::ReportExhaustion => MANUAL + 11,
             // It may copy for long, and nobody waits for it.
-            Self::SleepDevice => MANUAL + 11,
+            Self::SleepDevice => MANUAL + 12,
         })
     }
 
@@ -130,6 +133,7 @@ impl Job {
             Job::Purge { trigger: Trigger::Idle },
             Job::Purge { trigger: Trigger::Periodic },
             Job::Publish,
+            Job::ReportExhaustion,
             Job::SleepDevice,
         ];
         match place {

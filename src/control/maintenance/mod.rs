@@ -5,8 +5,8 @@
 //! allocates nothing. The worker ([`Worker`]) does the jobs. Whoever owns the threads drives both:
 //! [`run_control`] on one, [`run_worker`] on the other.
 //!
-//! Invariants: `next > now`, and `next - now <= idle_tick`; nothing is purged but for pressure, an
-//! unload, a request of an operator, growth ([`PurgeGrowth`]), or where
+//! Invariants: `next > now`, and `next - now <= idle_tick`; nothing is purged but for pressure or
+//! exhaustion, an unload, a request of an operator, growth ([`PurgeGrowth`]), or where
 //! `purgeable - decaying > max(purge_floor, purge_part x live)`; levels act on physical bytes,
 //! allowances on required ones.
 
@@ -27,10 +27,12 @@ use crate::bytes::ByteSize;
 use crate::clock::Moment;
 
 use super::admission::Admission;
+use super::exhaustion::{Exhaustion, Room};
 use super::ledger::{Budget, Measured, Turnover};
 use super::managed::Resources;
 use super::pressure::Level;
 use super::reclaim::{Ladder, Pace};
+use super::rejected::ShedReason;
 use super::signal::Limit;
 use account::Account;
 use purging::Growth;
@@ -153,6 +155,7 @@ pub struct Maintenance {
     /// Whether thread caches were asked for since it became quiet.
     recalled: bool,
     growth: Growth,
+    exhaustion: Exhaustion,
     decayed_at: Option<Moment>,
     published_at: Option<Moment>,
     /// When the device was last looked at.
@@ -194,6 +197,7 @@ impl Maintenance {
             purgeable_low: ByteSize::MAX,
             recalled: false,
             growth: Growth::new(),
+            exhaustion: Exhaustion::default(),
             decayed_at: None,
             published_at: None,
             looked_at: None,
@@ -236,6 +240,7 @@ impl Maintenance {
         }
         self.account(&sample, now);
         let mut jobs = Jobs::default();
+        self.look_for_exhaustion(now, &mut jobs);
         self.decide_purge(&sample, now, &mut jobs);
         self.climb(now, &mut jobs);
         let resources_due = self.resources.next_due();
@@ -291,6 +296,29 @@ impl Maintenance {
             account.leave(&self.admission);
         }
         self.admission.set_level(Level::None);
+        self.admission.set_unowned(ByteSize::ZERO);
+    }
+
+    /// Whether memory that no request owns leaves no room for requests.
+    fn look_for_exhaustion(&mut self, now: Moment, jobs: &mut Jobs) {
+        let stats = self.admission.stats();
+        let reasons = [ShedReason::Full, ShedReason::Pressure, ShedReason::Exhausted];
+        let purge_ended = self.purge.next() != Moment::NEVER;
+        self.exhaustion.update(
+            now,
+            Room {
+                most: self.host.correction.most,
+                smallest: self.host.smallest,
+                refused_total: reasons.into_iter().map(|reason| stats.shed_total(reason)).sum(),
+                purged: purge_ended.then_some(self.purged_at),
+            },
+        );
+        let is_declared = self.exhaustion.is_declared();
+        let unowned = self.host.correction.unowned.max(ByteSize::new(1));
+        self.admission.set_unowned(if is_declared { unowned } else { ByteSize::ZERO });
+        if self.state.set_exhausted(is_declared) != is_declared {
+            jobs.insert(Job::ReportExhaustion);
+        }
     }
 
     /// Levels, allowances and berths.

@@ -110,7 +110,8 @@ impl Maintenance {
         let growth = self.settings.purge_growth;
         let grown = growth.is_some_and(|growth| self.growth.is_due(growth, sample, now));
         let periodic = self.settings.purge_interval;
-        let trigger = if self.host.pressure.level() >= Level::Elevated {
+        let pressed = self.host.pressure.level() >= Level::Elevated;
+        let trigger = if pressed || self.exhaustion.wants_purge() {
             Trigger::Pressure
         } else if quiet && (much || cached) {
             Trigger::Idle

@@ -5,7 +5,7 @@
 //! Invariant: `required = physical - purgeable` as of one tick, or of two where a tick came in
 //! between.
 
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::time::Duration;
 
 use crate::bytes::ByteSize;
@@ -29,6 +29,7 @@ pub struct PressureState {
     sampled_at: AtomicU64,
     ticks: AtomicU64,
     late: AtomicU64,
+    exhausted: AtomicBool,
 }
 
 impl PressureState {
@@ -90,6 +91,18 @@ impl PressureState {
     pub fn sampled_at(&self) -> Moment {
         let nanos = self.sampled_at.load(Ordering::Relaxed);
         Moment::after_origin(Duration::from_nanos(nanos))
+    }
+
+    /// Whether memory that no request owns leaves no room for requests: even the smallest have been
+    /// rejected for 5 s, with a completed purge. Ends with the first sample that has room.
+    #[must_use]
+    pub fn is_exhausted(&self) -> bool {
+        self.exhausted.load(Ordering::Acquire)
+    }
+
+    /// Returns what it was before.
+    pub(super) fn set_exhausted(&self, exhausted: bool) -> bool {
+        self.exhausted.swap(exhausted, Ordering::AcqRel)
     }
 
     /// How often the loop has ticked.

@@ -51,6 +51,10 @@ pub trait Hands: Send {
         let _ = now;
     }
 
+    /// Reports that memory that no request owns leaves no room for requests, or does no longer
+    /// ([`PressureState::is_exhausted`]). Default: nothing.
+    fn report_exhaustion(&mut self) {}
+
     /// Publishes metrics. Default: nothing.
     fn publish(&mut self, now: Moment) {
         let _ = now;
@@ -123,6 +127,7 @@ impl Worker {
             Job::SleepDevice | Job::Errand => {}
             Job::SampleDevice => self.hands.sample_device(now),
             Job::Publish => self.hands.publish(now),
+            Job::ReportExhaustion => self.hands.report_exhaustion(),
         }
     }
 

@@ -255,6 +255,8 @@ fn host_alerts() -> Rows {
     let stale = Alert::named("LowtideLimitStale");
     let sampler = Alert::named("LowtideSamplerStale");
     let old = std::time::Duration::from_secs_f64(sampler.after("timestamp_seconds > "));
+    let refused = constant("src/control/exhaustion.rs", "REFUSED_FOR").time();
+    let exhausted = constant("src/control/desk.rs", "EXHAUSTED").time();
     vec![
         (
             "above {} of the limit for {}, with less than {} left. Purging and unloading began at \
@@ -267,6 +269,11 @@ fn host_alerts() -> Rows {
                 up(Level::High),
                 up(Level::Critical)
             ],
+        ),
+        (
+            "Requests had been rejected for {} when it began. They are rejected as `exhausted`, \
+             with {} to {} to wait",
+            values![time(refused), time(exhausted), time(2 * exhausted)],
         ),
         (
             "has grown for {} in a line that meets the limit within {}, has grown by more than \
