@@ -92,9 +92,9 @@ impl DeviceArena {
     ///
     /// `release` is called with the address and the bytes, once, when the value was dropped and the
     /// host has seen the whole context complete, foreign streams included: by the next
-    /// [`purge`](DeviceArena::purge), trim, shrink or close of the program, on the thread that calls
-    /// that, with no lock held. A [`decay`](DeviceArena::decay) and the worker of a `Memory` do not
-    /// wait for the context: they call it after another call of the program has.
+    /// [`purge`](DeviceArena::purge), trim, shrink or close of the program, on the thread that
+    /// calls that, with no lock held. A [`decay`](DeviceArena::decay) and the worker of a `Memory`
+    /// do not wait for the context: they call it after another call of the program has.
     /// [`Adopted::release`] does it now. It may use the arena as anybody may. A panic in it is
     /// caught, logged and counted. It is never called where the context is lost, in a forked child,
     /// or where the arena's last holder goes while the device may work on ([`DeviceArena::close`]

@@ -22,8 +22,8 @@ impl DeviceArena {
     /// been awake for [`SleepConfig::residency`]; `None` where that is not so. Waits for no lease;
     /// else as [`DeviceArena::sleep`].
     ///
-    /// On the worker of a `Memory` it does not wait for the whole device: an arena whose leases name
-    /// no lane stays awake there, with [`DriverError::Background`].
+    /// On the worker of a `Memory` it does not wait for the whole device: an arena whose leases
+    /// name no lane stays awake there, with [`DriverError::Background`].
     ///
     /// On a driver without [`same_address_wake`](crate::device::driver::Capabilities) it gives back
     /// what is idle in place of that, and stays awake: `None`.

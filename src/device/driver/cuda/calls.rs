@@ -324,8 +324,8 @@ impl Calls {
 
     /// Waits until all work now queued on a stream is done. The host sleeps meanwhile:
     /// `cuStreamSynchronize` waits as the flags of the primary context say, which by default spins
-    /// a core, and those flags are not ours to change, because others share the context. So an event
-    /// is recorded that blocks. Only without an event it is `cuStreamSynchronize`.
+    /// a core, and those flags are not ours to change, because others share the context. So an
+    /// event is recorded that blocks. Only without an event it is `cuStreamSynchronize`.
     pub(super) fn stream_synchronize(&self, stream: usize) -> Answer {
         let spare = lock(&self.spare_events).pop();
         let Some(event) = spare.or_else(|| self.event_create().ok()) else {

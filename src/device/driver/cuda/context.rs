@@ -11,8 +11,8 @@
 //! A relaxed mode protects every capture from every call here but one: a wait for the whole context
 //! invalidates captures in any mode ([`Driver::synchronize`](crate::device::driver::Driver)).
 //!
-//! Invariants: `retains = releases` once it is dropped, in the process that opened it; a call leaves
-//! the thread with the context and the mode that it had.
+//! Invariants: `retains = releases` once it is dropped, in the process that opened it; a call
+//! leaves the thread with the context and the mode that it had.
 
 use std::marker::PhantomData;
 

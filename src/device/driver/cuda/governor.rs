@@ -159,9 +159,9 @@ impl GovernorReport {
 ///   the next [`PoolGovernor::decay`] their value holds.
 /// - A device that computes in confidence may refuse a current pool other than its own: that is
 ///   [`GovernorError::Refused`].
-/// - [`PoolGovernor::decay`] and [`PoolGovernor::trim`] wait for the context, which fails and spoils
-///   a capture while a stream captures a graph: call neither during a capture. The worker of a
-///   `Memory` does not wait: it gives back what the program's own waits have shown to be free.
+/// - [`PoolGovernor::decay`] and [`PoolGovernor::trim`] wait for the context, which fails and
+///   spoils a capture while a stream captures a graph: call neither during a capture. The worker of
+///   a `Memory` does not wait: it gives back what the program's own waits have shown to be free.
 ///
 /// Its end puts the current pool back, and gives its own up where nothing in it is used. Where
 /// something is, the pool is left, with a threshold of 0, and counted in
@@ -336,8 +336,8 @@ impl PoolGovernor {
     ///
     /// Cost: four calls of the driver, and where there is something to give back, a wait for all
     /// work of the context: the pool gives up only what the host has seen to be free. Blocks for as
-    /// long: not for a thread of an async runtime. `Memory::govern` has a worker call it, which does
-    /// not wait.
+    /// long: not for a thread of an async runtime. `Memory::govern` has a worker call it, which
+    /// does not wait.
     ///
     /// # Errors
     /// As the driver says; nothing is lost, and the next call tries again.

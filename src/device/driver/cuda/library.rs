@@ -43,8 +43,8 @@ unsafe impl Sync for Library {}
 pub(super) enum Look<T> {
     /// It is the driver's.
     Found(T),
-    /// It is a stub or no driver's at all: the next is looked at, and this is the answer if no other
-    /// is found. It holds nothing of the library, which is closed.
+    /// It is a stub or no driver's at all: the next is looked at, and this is the answer if no
+    /// other is found. It holds nothing of the library, which is closed.
     Passed(T),
 }
 

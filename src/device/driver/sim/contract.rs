@@ -1,7 +1,8 @@
 //! The simulation as a [`Driver`], and the same calls for tests, without a key.
 //!
-//! Nothing is decided here: each call takes the lock and asks the model. A call of the trait relaxes
-//! the capture mode of its thread, as the driver of a real device does; a test's own does not.
+//! Nothing is decided here: each call takes the lock and asks the model. A call of the trait
+//! relaxes the capture mode of its thread, as the driver of a real device does; a test's own does
+//! not.
 //!
 //! Invariant: a call of the trait and the call of the same name of the type are one, but for that.
 
