@@ -11,6 +11,8 @@ mod capture;
 mod dropped;
 mod health;
 mod log;
+#[cfg(all(target_os = "linux", feature = "cuda"))]
+mod pinned;
 #[path = "../../tests/support/mod.rs"]
 mod support;
 mod swap;
@@ -33,6 +35,8 @@ const PARTS: &[(&str, Part)] = &[
     ("dropped", dropped::run),
     ("health", health::run),
     ("log", log::run),
+    #[cfg(all(target_os = "linux", feature = "cuda"))]
+    ("pinned", pinned::run),
     ("swap", swap::run),
 ];
 

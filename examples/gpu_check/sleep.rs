@@ -37,12 +37,13 @@ pub(crate) fn keep(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
     let (block, seed) = (rig.args.block, rig.args.seed);
     let size = rig.fitting(rig.args.sleep_size.min(host_share()), block)?;
     let pool = PinnedPool::open(rig.driver.clone(), PinnedConfig::new("staging"))?;
-    let mut staging = pool.alloc::<u64>(words_of(block)?)?;
+    let mut pinned = pool.alloc::<u64>(words_of(block)?)?;
+    let mut staging = vec![0_u64; words_of(block)?];
     let arena = rig.arena("sleep_keep", ByteSize::MAX, DecayTime::Never)?;
     let lane = rig.lane(&arena)?;
     let mut held = blocks(&lane, size, block)?;
     report.figure("gpu.sleep_keep.bytes", size.as_f64(), "bytes");
-    let plain = plain_rate(rig, &lane, &mut held, &mut staging)?;
+    let plain = plain_rate(rig, &lane, &mut held, &mut pinned)?;
     report.figure("gpu.sleep_keep.plain_bytes_per_s", plain, "bytes/s");
     fill(&lane, &mut held, &mut staging, seed)?;
     let mut seen = Seen { freed: f64::INFINITY, ..Seen::default() };
@@ -136,10 +137,10 @@ fn plain_rate(
         let (took, ()) = rig.timed(|| -> Outcome {
             let lease = lane.enter()?;
             for block in held.iter() {
-                stream.memcpy_dtoh(block.cuda(&lease)?, &mut staging[..])?;
+                stream.memcpy_dtoh(block.cuda(&lease)?, &mut staging.cuda(lane)?)?;
             }
             for block in &mut *held {
-                stream.memcpy_htod(&staging[..], &mut block.cuda_mut(&lease)?)?;
+                stream.memcpy_htod(&staging.cuda(lane)?, &mut block.cuda_mut(&lease)?)?;
             }
             Ok(stream.synchronize()?)
         })?;

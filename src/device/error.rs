@@ -315,6 +315,13 @@ pub enum DeviceError {
         /// The address.
         at: DeviceAddress,
     },
+    /// It cannot be shown that no copy uses the pinned buffer: a wait or the record of an event
+    /// failed, or a view for cudarc was forgotten. Its memory is neither reused nor freed.
+    #[error("a buffer of pool {pool:?} is quarantined: a copy of it may not be complete")]
+    Quarantined {
+        /// The pool.
+        pool: String,
+    },
     /// The contents of a block were lost in a move: the copy failed, and so did its undoing.
     #[error("the contents of a block of {size} were lost in a move; region: {}", region.name())]
     ContentsLost {

@@ -38,6 +38,8 @@ use super::streams::StreamKey;
 /// arena. Others have them when the lane ends a run, when it is gone with the last of its buffers
 /// and leases, when they cool, and when memory is short.
 ///
+/// [`Lane::copy_to_device`] and [`Lane::copy_to_host`] copy page-locked memory asynchronously.
+///
 /// On a driver whose work is complete when its call returns there is nothing to order, and a lane
 /// is the arena by another name.
 ///

@@ -134,9 +134,11 @@ pub use interop::{Adopted, LendError, Lent, Unadoptable};
 pub use lane::Lane;
 pub use lease::Lease;
 pub use picture::ArenaMap;
+#[cfg(feature = "cuda")]
+pub use pinned::PinnedView;
 pub use pinned::{
-    PinnedBuffer, PinnedConfig, PinnedFailures, PinnedGlance, PinnedKind, PinnedPool,
-    PinnedSnapshot,
+    PinnedBuffer, PinnedConfig, PinnedCopy, PinnedCopyError, PinnedFailures, PinnedGlance,
+    PinnedKind, PinnedPool, PinnedSnapshot,
 };
 #[cfg(feature = "simulation")]
 #[doc(hidden)]

@@ -1,27 +1,37 @@
 //! The pinned pool: host memory for data on its way to a device or back, page-locked by choice.
 //!
 //! Page-locking is slow, so a pool keeps what it obtained: segments from the driver, cut into
-//! blocks by a block index each, given back by watermarks. This file has the typed buffer, and the
-//! pool's one kind of pointer; the mechanisms stand in the folder beside it. It starts no copy, and
-//! knows no stream: who starts one that goes on after its call returned keeps the buffer, and
-//! leaves its elements alone, until that copy is complete.
+//! blocks by a block index each, returned by watermarks. This file has the typed buffer, and the
+//! pool's one kind of pointer; the mechanisms are in the folder next to it.
+//!
+//! A copy from or to page-locked memory is asynchronous: the device reads or writes the memory
+//! after the call returned. cudarc does not wait for such a copy if it is given a plain slice. So
+//! safe code never gets a slice of a buffer: it copies elements in and out. Asynchronous copies go
+//! through a [`Lane`](super::Lane), which owns the buffer until the copy is complete (`copy`), or
+//! through a view for cudarc that waits for the stream (`cuda`).
 //!
 //! Contents: a new buffer has unspecified contents: zero, or what an earlier buffer of the same
 //! pool left there. Every byte is initialised.
 //!
-//! Invariant: `buffer has bytes <=> it owns one live block of at least len x size_of::<T>() bytes`.
+//! Invariants: `buffer has bytes <=> it owns one live block of at least len x size_of::<T>()
+//! bytes`; a block is free, and its elements are read or written, only if the host has observed
+//! that every copy of it is complete. A block of which that cannot be observed is quarantined:
+//! never reused and never freed.
 #![expect(unsafe_code, reason = "host memory of the driver is seen as a slice")]
 
 mod books;
 mod config;
+mod copy;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod obtain;
 mod pool;
 mod reclaim;
 mod segment;
+mod settle;
 mod snapshot;
 
 use std::fmt;
-use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::slice;
 use std::sync::Arc;
@@ -29,12 +39,16 @@ use std::sync::Arc;
 use bytemuck::Pod;
 
 use self::books::Placed;
+use self::copy::CopyEvent;
 use self::pool::Shared;
 use super::driver::{HOST_ALIGNMENT, HostMemory};
 use super::error::DeviceError;
 use crate::bytes::ByteSize;
 
 pub use self::config::{PinnedConfig, PinnedKind};
+pub use self::copy::{PinnedCopy, PinnedCopyError};
+#[cfg(feature = "cuda")]
+pub use self::cuda::PinnedView;
 pub use self::pool::PinnedPool;
 pub use self::snapshot::{PinnedFailures, PinnedGlance, PinnedSnapshot};
 
@@ -69,47 +83,88 @@ impl Range {
     }
 }
 
-/// Elements in memory of a pinned pool, freed when they are dropped.
+/// Elements in memory of a pinned pool, freed when this is dropped.
 ///
-/// It is a slice of host memory, and holds its pool. In a forked child it is the child's own copy,
-/// no longer page-locked, whose drop does nothing.
+/// Elements are copied in and out: [`PinnedBuffer::write_at`], [`PinnedBuffer::read_at`],
+/// [`PinnedBuffer::fill`], [`PinnedBuffer::to_vec`]. It does not deref to a slice: a copy from or
+/// to page-locked memory goes on after the call that queued it returned, and a slice could be used
+/// meanwhile. [`Lane::copy_to_device`](super::Lane::copy_to_device) and
+/// [`Lane::copy_to_host`](super::Lane::copy_to_host) copy asynchronously, and own the buffer until
+/// the copy is complete.
 ///
-/// Nothing here knows of a device's copies. Where one goes on after the call that started it
-/// returned, keep the buffer, and leave its elements alone, until that copy is complete.
+/// A buffer holds its pool. In a forked child every access is [`DeviceError::Forked`] and the drop
+/// does nothing: page-locked memory of CUDA is shared with the parent, not copied.
 ///
 /// ```
 /// use std::sync::Arc;
 /// use lowtide::ByteSize;
 /// use lowtide::device::{HostDriver, PinnedConfig, PinnedKind, PinnedPool};
 ///
-/// // Page-locked where this process may lock memory; the buffer says whether it is.
+/// // Page-locked if this process may lock memory; the buffer says whether it is.
 /// let kind = PinnedKind::PageLockedOrPageable;
 /// let config = PinnedConfig { kind, limit: ByteSize::mib(4), ..PinnedConfig::new("staging") };
 /// let pool = PinnedPool::open(Arc::new(HostDriver::new()), config)?;
 ///
 /// let mut inputs = pool.alloc_from(&[1.0_f32, 2.0, 3.0])?;
-/// inputs[0] = 10.0;
+/// inputs.write_at(0, &[10.0])?;
 /// inputs.resize(1024)?; // keeps what was there
-/// assert_eq!((inputs[0], inputs[2], inputs.len()), (10.0, 3.0, 1024));
+/// let mut first = [0.0; 3];
+/// inputs.read_at(0, &mut first)?;
+/// assert_eq!((first, inputs.len()), ([10.0, 2.0, 3.0], 1024));
 /// assert!(inputs.memory().is_some());
 ///
 /// drop(inputs); // free for the next, and still committed
 /// assert!(!pool.snapshot().idle.is_zero());
-/// assert!(pool.maintain()?.is_zero()); // below the high watermark: nothing goes back
+/// assert!(pool.maintain()?.is_zero()); // below the high watermark: nothing is freed
 /// pool.close().map_err(|(_, error)| error)?;
 /// # Ok::<(), lowtide::device::DeviceError>(())
 /// ```
+///
+/// There is no slice of a buffer for cudarc, which would not wait for the copy. Neither of these
+/// compiles:
+/// ```compile_fail,E0608
+/// use std::sync::Arc;
+/// use lowtide::cudarc::driver::{CudaSlice, CudaStream};
+/// use lowtide::device::PinnedBuffer;
+///
+/// fn overwrite(stream: &Arc<CudaStream>, from: &mut PinnedBuffer<u8>, to: &mut CudaSlice<u8>) {
+///     stream.memcpy_htod(&from[..], to).unwrap();
+///     let _ = from.fill(2); // would be copied
+/// }
+/// ```
+/// ```compile_fail,E0608
+/// use std::sync::Arc;
+/// use lowtide::cudarc::driver::{CudaSlice, CudaStream};
+/// use lowtide::device::PinnedBuffer;
+///
+/// fn read(stream: &Arc<CudaStream>, from: &CudaSlice<u8>, to: &mut PinnedBuffer<u8>) {
+///     stream.memcpy_dtoh(from, &mut to[..]).unwrap();
+///     let _ = to.to_vec(); // would be what was there before
+/// }
+/// ```
 pub struct PinnedBuffer<T: Pod> {
     pool: Arc<Shared>,
-    /// Nothing, where the elements have no bytes.
+    /// Nothing, if the elements have no bytes.
     block: Option<Placed>,
     start: NonNull<T>,
     len: usize,
+    device_use: DeviceUse,
+}
+
+/// Whether a device may be reading or writing a buffer.
+#[derive(Debug)]
+enum DeviceUse {
+    /// No: the host has observed that every copy is complete.
+    None,
+    /// Until this event is complete.
+    Until(CopyEvent),
+    /// Perhaps: a copy was queued, and its end cannot be observed.
+    Unproven,
 }
 
 // SAFETY: a buffer owns its block alone (blocks do not overlap: invariant of the index), so that it
-// gives the access to its elements that a `Box<[T]>` gives, under the same bounds. The pool that it
-// holds is Send and Sync, asserted below.
+// gives the access to its elements that a `Box<[T]>` gives, under the same bounds. The pool and the
+// event that it holds are Send and Sync, asserted below.
 unsafe impl<T: Pod + Send> Send for PinnedBuffer<T> {}
 // SAFETY: as above: `&PinnedBuffer<T>` gives `&[T]`, and nothing that writes.
 unsafe impl<T: Pod + Sync> Sync for PinnedBuffer<T> {}
@@ -117,6 +172,7 @@ unsafe impl<T: Pod + Sync> Sync for PinnedBuffer<T> {}
 const _: fn() = || {
     fn crosses_threads<T: Send + Sync>() {}
     crosses_threads::<Shared>();
+    crosses_threads::<DeviceUse>();
 };
 
 impl<T: Pod> PinnedBuffer<T> {
@@ -127,7 +183,7 @@ impl<T: Pod> PinnedBuffer<T> {
     fn new(pool: Arc<Shared>, block: Option<Placed>, len: usize) -> Self {
         let start = block.map_or(NonNull::dangling(), |block| Self::start_of(&block, len));
         assert!(block.is_some() || size_of::<T>() == 0 || len == 0, "elements without a block");
-        Self { pool, block, start, len }
+        Self { pool, block, start, len, device_use: DeviceUse::None }
     }
 
     /// Where `len` elements in the block begin.
@@ -143,27 +199,112 @@ impl<T: Pod> PinnedBuffer<T> {
         start.unwrap_or(NonNull::dangling())
     }
 
+    /// The number of elements.
+    #[must_use]
+    pub const fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are no elements.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
     /// The bytes of the elements, before rounding.
     #[must_use]
     pub const fn bytes(&self) -> ByteSize {
         ByteSize::of(self.len * size_of::<T>())
     }
 
-    /// What kind of memory the elements are in; `None` where they have no bytes.
+    /// What kind of memory the elements are in; `None` if they have no bytes.
     #[must_use]
     pub fn memory(&self) -> Option<HostMemory> {
         self.block.map(|block| block.range.memory)
     }
 
-    /// Makes it `len` elements. What was there stays, up to the new length; what is new has
-    /// unspecified contents. Where the block cannot grow where it stands, the elements are copied
-    /// to another, and both are live for as long as that takes. What a smaller length leaves is
-    /// free for others; it never copies.
+    /// Copies `elements` to the elements from `start` on.
     ///
     /// # Errors
-    /// As [`PinnedPool::alloc`]; the buffer then is as it was.
+    /// [`DeviceError::Forked`]; [`DeviceError::Quarantined`] if it cannot be shown that a copy of
+    /// the buffer is complete.
+    ///
+    /// # Panics
+    /// If the buffer ends before the last of them.
+    pub fn write_at(&mut self, start: usize, elements: &[T]) -> Result<(), DeviceError> {
+        self.check()?;
+        self.elements_mut()[start..][..elements.len()].copy_from_slice(elements);
+        Ok(())
+    }
+
+    /// Copies the elements from `start` on to `into`, as many as there is room for.
+    ///
+    /// # Errors
+    /// As [`PinnedBuffer::write_at`].
+    ///
+    /// # Panics
+    /// If the buffer ends before the last of them.
+    pub fn read_at(&self, start: usize, into: &mut [T]) -> Result<(), DeviceError> {
+        self.check()?;
+        into.copy_from_slice(&self.elements()[start..][..into.len()]);
+        Ok(())
+    }
+
+    /// Sets every element to `value`.
+    ///
+    /// # Errors
+    /// As [`PinnedBuffer::write_at`].
+    pub fn fill(&mut self, value: T) -> Result<(), DeviceError> {
+        self.check()?;
+        self.elements_mut().fill(value);
+        Ok(())
+    }
+
+    /// Returns a copy of all elements.
+    ///
+    /// # Errors
+    /// As [`PinnedBuffer::write_at`].
+    pub fn to_vec(&self) -> Result<Vec<T>, DeviceError> {
+        self.check()?;
+        Ok(self.elements().to_vec())
+    }
+
+    /// Returns the elements as a slice.
+    ///
+    /// # Safety
+    /// The slice is handed to nothing that copies asynchronously, such as
+    /// `CudaStream::memcpy_htod` of cudarc, unless the caller waits for that copy before the
+    /// elements are written and before the buffer is dropped or lent again.
+    ///
+    /// # Errors
+    /// As [`PinnedBuffer::write_at`].
+    pub unsafe fn as_slice(&self) -> Result<&[T], DeviceError> {
+        self.check()?;
+        Ok(self.elements())
+    }
+
+    /// Returns the elements as a mutable slice.
+    ///
+    /// # Safety
+    /// As [`PinnedBuffer::as_slice`]; the caller does not read the elements either while a copy
+    /// into them is queued.
+    ///
+    /// # Errors
+    /// As [`PinnedBuffer::write_at`].
+    pub unsafe fn as_mut_slice(&mut self) -> Result<&mut [T], DeviceError> {
+        self.check()?;
+        Ok(self.elements_mut())
+    }
+
+    /// Makes it `len` elements. What was there stays, up to the new length; what is new has
+    /// unspecified contents. If the block cannot grow in place, the elements are copied to another
+    /// block, and both are live meanwhile. A smaller length never copies, and what it leaves is
+    /// free for others.
+    ///
+    /// # Errors
+    /// As [`PinnedPool::alloc`] and [`PinnedBuffer::write_at`]; the buffer then is as it was.
     pub fn resize(&mut self, len: usize) -> Result<(), DeviceError> {
-        self.pool.check_here()?;
+        self.check()?;
         let bytes = self.pool.bytes_of::<T>(len)?;
         if let Some(block) = self.block.as_mut().filter(|_| bytes > 0)
             && self.pool.resize_in_place(block, bytes)
@@ -174,13 +315,13 @@ impl<T: Pod> PinnedBuffer<T> {
         }
         let mut other = self.pool.buffer::<T>(len)?;
         let kept = len.min(self.len);
-        other[..kept].copy_from_slice(&self[..kept]);
+        other.elements_mut()[..kept].copy_from_slice(&self.elements()[..kept]);
         *self = other; // drops the old block
         Ok(())
     }
 
-    /// Frees it, and gives idle memory back at once where the high watermark is passed; returns how
-    /// many bytes that was. A drop leaves that to [`PinnedPool::maintain`].
+    /// Frees it, and returns idle memory to the driver at once if the high watermark is passed;
+    /// returns how many bytes that was. A drop leaves that to [`PinnedPool::maintain`].
     ///
     /// # Errors
     /// As [`PinnedPool::maintain`]; the buffer is freed all the same, but for a forked child.
@@ -189,40 +330,52 @@ impl<T: Pod> PinnedBuffer<T> {
         drop(self);
         pool.maintain()
     }
-}
 
-impl<T: Pod> Deref for PinnedBuffer<T> {
-    type Target = [T];
+    /// Refuses access in a forked child, and while a device may be using the elements.
+    fn check(&self) -> Result<(), DeviceError> {
+        self.pool.check_here()?;
+        match self.device_use {
+            DeviceUse::None => Ok(()),
+            DeviceUse::Until(_) | DeviceUse::Unproven => {
+                Err(DeviceError::Quarantined { pool: self.pool.name().to_owned() })
+            }
+        }
+    }
 
-    fn deref(&self) -> &[T] {
-        // SAFETY: `start` is aligned for T (asserted in `start_of`; else dangling and aligned,
-        // where there are no bytes). Where there are, it has the provenance of the driver's whole
-        // piece, and `len` elements lie in the block and the block in that piece (asserted in
-        // `start_of`), which is below `isize::MAX` bytes (`Shared::bytes_of` holds a block at
-        // 2^62). The block is live while `self` is, and a segment with a live block is not given
-        // back, so the bytes are readable and initialised (`Driver::host_alloc`; drivers are sealed
-        // to this crate), in a forked child as well. T is Pod: any bytes are a value. Nobody
-        // writes: blocks do not overlap (invariant of the index), writing takes `&mut self`, and a
-        // device's copy into it is over when its call returned, or its caller's to wait for.
+    /// The elements. They never leave this module as a slice that safe code could keep.
+    fn elements(&self) -> &[T] {
+        // SAFETY: `start` is aligned for T (asserted in `start_of`; else dangling and aligned, if
+        // there are no bytes). If there are, it has the provenance of the driver's whole piece, and
+        // `len` elements lie in the block and the block in that piece (asserted in `start_of`),
+        // which is below `isize::MAX` bytes (`Shared::bytes_of` holds a block at 2^62). The block
+        // is live while `self` is, and a segment with a live block is not freed, so the bytes are
+        // readable and initialised (`Driver::host_alloc`; drivers are sealed to this crate). T is
+        // Pod: any bytes are a value. Nobody writes: blocks do not overlap (invariant of the
+        // index), writing takes `&mut self`, and a copy into it is complete (`check`, or a buffer
+        // that was lent to no copy yet).
         unsafe { slice::from_raw_parts(self.start.as_ptr(), self.len) }
     }
-}
 
-impl<T: Pod> DerefMut for PinnedBuffer<T> {
-    fn deref_mut(&mut self) -> &mut [T] {
-        // SAFETY: as in `deref`; `&mut self` is borrowed for as long as the slice lives, so that
-        // no other slice of this block exists. The memory may be written (`Driver::host_alloc`).
-        // Any T leaves initialised bytes behind, because a Pod has no padding.
+    /// The elements, to write.
+    fn elements_mut(&mut self) -> &mut [T] {
+        // SAFETY: as in `elements`; `&mut self` is borrowed for as long as the slice lives, so that
+        // no other slice of this block exists, and no copy reads it. The memory may be written
+        // (`Driver::host_alloc`). Any T leaves initialised bytes behind, because a Pod has no
+        // padding.
         unsafe { slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
     }
 }
 
 impl<T: Pod> Drop for PinnedBuffer<T> {
     /// Frees the block: bookkeeping under the pool's lock, no driver call, unless this was the last
-    /// holder of the pool. In a forked child does nothing.
+    /// holder of the pool. A block that a device may still use is free once its copy is complete,
+    /// or quarantined. In a forked child does nothing.
     fn drop(&mut self) {
-        if let Some(block) = self.block.take() {
-            self.pool.release(block);
+        let Some(block) = self.block.take() else { return };
+        match std::mem::replace(&mut self.device_use, DeviceUse::None) {
+            DeviceUse::None => self.pool.release(block),
+            DeviceUse::Until(event) => self.pool.release_after(block, event),
+            DeviceUse::Unproven => self.pool.quarantine(block),
         }
     }
 }
@@ -272,7 +425,8 @@ mod fenced_tests {
         let pool = PinnedPool::open(Arc::new(HostDriver::new()), config).expect("open");
         let byte = pool.alloc::<u8>(1).expect("room");
         let pages = pool.alloc_from(&[Page([7; 4096]); 2]).expect("room");
-        assert!(pages.as_ptr().addr().is_multiple_of(4096) && pages[1].0[4095] == 7);
+        let at = pages.start.addr().get();
+        assert!(at.is_multiple_of(4096) && pages.elements()[1].0[4095] == 7);
         let refused = pool.alloc::<Wide>(1).expect_err("beyond a page");
         let (requested, largest) = (ByteSize::kib(8), HOST_ALIGNMENT);
         assert_eq!(refused, DeviceError::Alignment { requested, largest });
@@ -298,7 +452,7 @@ mod fenced_tests {
             unsafe { libc::alarm(20) };
             drop((buffer, pool));
             drop(held); // the last holder
-            // SAFETY: the memory is the child's copy, which nobody gave back.
+            // SAFETY: the memory is there in the child, too: nobody freed it.
             let byte = unsafe { start.read() };
             // SAFETY: ends the child at once, without running the parent's exit handlers.
             unsafe { libc::_exit(i32::from(byte)) };

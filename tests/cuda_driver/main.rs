@@ -14,5 +14,7 @@ mod contexts;
 mod faults;
 mod governor;
 mod open;
+mod pinned;
+mod pinned_schedule;
 mod support;
 mod views;

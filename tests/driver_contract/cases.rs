@@ -26,8 +26,8 @@ use lowtide::ByteSize;
 use lowtide::clock::Clock;
 use lowtide::device::driver::Driver;
 use lowtide::device::{
-    ArenaState, Buffer, CompactOptions, Contents, DeviceArena, DeviceError, Lane, Lease, Region,
-    SleepOptions,
+    ArenaState, Buffer, CompactOptions, Contents, DeviceArena, DeviceError, Lane, Lease,
+    PinnedConfig, PinnedKind, PinnedPool, Region, SleepOptions,
 };
 
 use bed::Bed;
@@ -76,6 +76,7 @@ pub(crate) const CASES: &[Case] = &[
     ("threads beside each other", threads),
     ("sizes that can never fit are refused", absurd_sizes),
     ("a lent buffer stays where it is, awake, and keeps its contents", lent),
+    ("a pinned buffer is copied to the device and back", pinned_copies),
     ("what the device says of its memory adds up", device_memory),
     ("closing waits for live blocks to be freed", closes),
 ];
@@ -364,6 +365,37 @@ fn lent(device: &dyn Device) -> Outcome {
     }
     bed.check(&buffer, 3)?;
     drop(buffer);
+    bed.end()
+}
+
+fn pinned_copies(device: &dyn Device) -> Outcome {
+    let bed = Bed::new(device)?;
+    for kind in [PinnedKind::PageLockedOrPageable, PinnedKind::Pageable] {
+        let config = PinnedConfig { kind, ..PinnedConfig::new("contract") };
+        let pool = PinnedPool::open(device.driver(), config)?;
+        for (value, len) in (1..).zip([1, 255, 4_096, 100_000]) {
+            let mut buffer = bed.lane.alloc::<u8>(len, Region::Dynamic)?;
+            let sent = bed.lane.copy_to_device(pool.alloc_from(&vec![value; len])?, &mut buffer);
+            let sent = sent.map_err(DeviceError::from)?;
+            let back = bed.lane.copy_to_host(&mut buffer, pool.alloc(len)?);
+            let back = back.map_err(DeviceError::from)?.wait()?;
+            ensure!(back.to_vec()? == vec![value; len], "{len} bytes came back changed");
+            // The same memory, written by the device after the copy.
+            let lease = bed.lane.enter()?;
+            device.write(&bed.lane, &mut buffer, &lease, 200)?;
+            drop(lease);
+            let mut again = sent.wait()?;
+            ensure!(again.to_vec()? == vec![value; len], "{len} bytes were changed by a copy");
+            again.fill(100)?;
+            bed.check(&buffer, 200)?;
+            drop(bed.lane.copy_to_device(again, &mut buffer).map_err(DeviceError::from)?);
+            // Perhaps in the memory of the copy that was dropped.
+            let other = pool.alloc_from(&vec![50; len])?;
+            let last = bed.lane.copy_to_host(&mut buffer, other).map_err(DeviceError::from)?;
+            ensure!(last.wait()?.to_vec()? == vec![100; len], "a dropped copy was changed");
+        }
+        pool.close().map_err(|(_, error)| error)?;
+    }
     bed.end()
 }
 

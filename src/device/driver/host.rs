@@ -11,7 +11,8 @@
 //! Memory of the host is mapped apart from it, and page-locked by mlock. It is not marked
 //! `MADV_DONTFORK`: no device of this driver reads its physical pages, so that a copy on write
 //! after a fork harms nothing, while a hole in the child would turn a slice that lives across the
-//! fork into a crash. The child's copy is not locked: locks are not inherited (mlock(2)).
+//! fork into a crash. This memory is private: the child has a copy, which is not locked, since
+//! locks are not inherited (mlock(2)). Memory of CUDA is shared with the child instead.
 //!
 //! Invariant: `accessible = committed`; a bare granule is `PROT_NONE` and has no page behind it.
 #![expect(unsafe_code, reason = "address space is had from mmap, mprotect and madvise")]
@@ -22,7 +23,7 @@ use std::ptr::{self, NonNull};
 use super::sealed::{self, Key};
 use super::{
     Capabilities, DeviceAddress, DeviceMemory, Driver, DriverError, HOST_GRANULARITY, HostMemory,
-    Rung,
+    Rung, StreamHandle,
 };
 use crate::bytes::ByteSize;
 
@@ -113,6 +114,38 @@ impl Driver for HostDriver {
         // `Driver::copy`; only an arena has the key). They do not overlap: checked above. Bytes
         // have no alignment, and every one of them is initialised (contract of `host_pointer`).
         unsafe { ptr::copy_nonoverlapping(from, to, length) };
+        Ok(())
+    }
+
+    fn copy_from_host(
+        &self,
+        from: NonNull<u8>,
+        to: DeviceAddress,
+        size: ByteSize,
+        _: StreamHandle,
+        _: Key,
+    ) -> Result<(), DriverError> {
+        let refused = || DriverError::OutOfMemory { call: "memcpy", requested: size };
+        let to = self.host_pointer(to).ok_or_else(refused)?.as_ptr();
+        // SAFETY: both parts are there and nobody writes to them meanwhile (contract of
+        // `Driver::copy_from_host`; only a lane has the key). Memory of a pool and memory of an
+        // arena never overlap. Bytes have no alignment, and every one of them is initialised.
+        unsafe { ptr::copy_nonoverlapping(from.as_ptr(), to, length_of(size)?) };
+        Ok(())
+    }
+
+    fn copy_to_host(
+        &self,
+        from: DeviceAddress,
+        to: NonNull<u8>,
+        size: ByteSize,
+        _: StreamHandle,
+        _: Key,
+    ) -> Result<(), DriverError> {
+        let refused = || DriverError::OutOfMemory { call: "memcpy", requested: size };
+        let from = self.host_pointer(from).ok_or_else(refused)?.as_ptr();
+        // SAFETY: as in `copy_from_host`, the other way round.
+        unsafe { ptr::copy_nonoverlapping(from, to.as_ptr(), length_of(size)?) };
         Ok(())
     }
 

@@ -242,7 +242,9 @@ pub trait Driver: sealed::Sealed + fmt::Debug + Send + Sync {
     /// Host memory that the device can copy from and to; page-locked or an error, never something
     /// else in its place. It begins at a multiple of [`HOST_ALIGNMENT`]; `size` is a multiple of
     /// [`HOST_GRANULARITY`] and not zero. Every byte of it is initialised, and may be read and
-    /// written until [`Driver::host_free`]. In a forked child it is readable still, as a copy.
+    /// written until [`Driver::host_free`]. A forked child may read it, too: as its own copy if the
+    /// memory is private, and as the same memory if it is page-locked by CUDA, which shares it with
+    /// children.
     ///
     /// # Errors
     /// [`DriverError::LockLimit`] where the process may not lock so much,
@@ -461,6 +463,43 @@ pub trait Driver: sealed::Sealed + fmt::Debug + Send + Sync {
         let _ = (from, to, stream);
         Err(DriverError::Unsupported { what: STORES })
     }
+
+    /// Queues a copy of `size` bytes of host memory into committed device memory
+    /// (`cuMemcpyHtoDAsync`). A driver whose work is complete when its call returns copies at once,
+    /// whatever the stream. The caller keeps both parts until the copy is complete, and writes to
+    /// neither.
+    ///
+    /// # Errors
+    /// As the device says. The copy may be queued even so.
+    fn copy_from_host(
+        &self,
+        from: NonNull<u8>,
+        to: DeviceAddress,
+        size: ByteSize,
+        stream: StreamHandle,
+        _: Key,
+    ) -> Result<(), DriverError> {
+        let _ = (from, to, size, stream);
+        Err(DriverError::Unsupported { what: HOST_COPIES })
+    }
+
+    /// Queues a copy of `size` bytes of committed device memory into host memory
+    /// (`cuMemcpyDtoHAsync`). The caller keeps both parts until the copy is complete, and neither
+    /// reads nor writes the host memory. Otherwise as [`Driver::copy_from_host`].
+    ///
+    /// # Errors
+    /// As [`Driver::copy_from_host`].
+    fn copy_to_host(
+        &self,
+        from: DeviceAddress,
+        to: NonNull<u8>,
+        size: ByteSize,
+        stream: StreamHandle,
+        _: Key,
+    ) -> Result<(), DriverError> {
+        let _ = (from, to, size, stream);
+        Err(DriverError::Unsupported { what: HOST_COPIES })
+    }
 }
 
 /// What a driver without streams lacks.
@@ -469,6 +508,8 @@ const STREAMS: &str = "streams and events";
 const SEGMENTS: &str = "memory in segments, at addresses of the driver's choice";
 /// What a driver without stores lacks.
 const STORES: &str = "stores to offload into";
+/// What a driver that copies no host memory lacks.
+const HOST_COPIES: &str = "copies from and to host memory";
 
 #[cfg(test)]
 mod tests {

@@ -5,10 +5,12 @@
 //! block is placed in it, and it counts as committed.
 //!
 //! Invariants: `committed = sum of all segments, arriving and leaving ones too`;
-//! `live = sum of index.live`; a segment leaves only when wholly free; `segments <= SEGMENTS_MAX`.
+//! `live + pending + quarantined = sum of index.live`; a segment leaves only when wholly free;
+//! `segments <= SEGMENTS_MAX`; `blocks that wait <= blocks`.
 
 use super::Range;
 use super::config::segment_for;
+use super::copy::CopyEvent;
 use super::segment::{Segment, with_slack};
 use super::snapshot::PinnedFailures;
 use crate::bytes::ByteSize;
@@ -28,6 +30,32 @@ pub(super) struct Placed {
     /// What the caller asked for.
     pub(super) requested: u64,
     pub(super) range: Range,
+}
+
+/// A block that was freed, and is used by a copy until an event is complete.
+#[derive(Debug)]
+pub(super) struct Waiting {
+    pub(super) placed: Placed,
+    pub(super) event: CopyEvent,
+}
+
+/// Blocks that were freed and are not free: how many, and their bytes.
+#[derive(Clone, Copy, Debug, Default)]
+struct Kept {
+    blocks: u64,
+    bytes: u64,
+}
+
+impl Kept {
+    const fn add(&mut self, placed: &Placed) {
+        self.blocks += 1;
+        self.bytes += placed.span.size;
+    }
+
+    const fn remove(&mut self, placed: &Placed) {
+        self.blocks -= 1;
+        self.bytes -= placed.span.size;
+    }
 }
 
 #[derive(Debug)]
@@ -79,6 +107,8 @@ pub(super) struct Counted {
     pub(super) requested: u64,
     pub(super) live: u64,
     pub(super) live_peak: u64,
+    pub(super) pending: u64,
+    pub(super) quarantined: u64,
     pub(super) idle: u64,
     pub(super) committed: u64,
     pub(super) committed_peak: u64,
@@ -96,6 +126,12 @@ pub(super) struct Books {
     pub(super) limit: u64,
     pub(super) closed: bool,
     pub(super) totals: Totals,
+    /// Pending blocks, but for those that are being asked about.
+    pub(super) waiting: Vec<Waiting>,
+    /// Freed, and used by a copy that is not known to be complete.
+    pending: Kept,
+    /// Freed, and never to be used again.
+    quarantined: Kept,
     segment: u64,
     /// What is asked of the driver first.
     first: HostMemory,
@@ -117,6 +153,9 @@ impl Books {
             limit,
             closed: false,
             totals: Totals::default(),
+            waiting: Vec::new(),
+            pending: Kept::default(),
+            quarantined: Kept::default(),
             segment,
             first,
             slots: Vec::new(),
@@ -178,20 +217,52 @@ impl Books {
         Some(Placed { slot, id, span, requested: request.size, range })
     }
 
-    /// Makes a block free again.
-    pub(super) fn release(&mut self, placed: Placed) {
-        let Some(Slot::Ready(segment)) = self.slots.get_mut(placed.slot) else {
-            debug_assert!(false, "a segment with a live block is ready");
-            return;
-        };
-        let Ok(span) = segment.release(placed.id) else {
-            debug_assert!(false, "a buffer frees its block once");
-            return;
-        };
-        self.rooms[placed.slot] = segment.room();
+    /// Makes a live block free.
+    pub(super) fn release(&mut self, placed: &Placed) {
+        self.count_free(placed);
+        self.make_free(placed);
+    }
+
+    /// Makes a live block pending.
+    pub(super) fn release_after(&mut self, waiting: Waiting) {
+        self.count_free(&waiting.placed);
+        self.pending.add(&waiting.placed);
+        self.waiting.push(waiting);
+    }
+
+    /// Makes a live block quarantined.
+    pub(super) fn quarantine(&mut self, placed: &Placed) {
+        self.count_free(placed);
+        self.quarantined.add(placed);
+    }
+
+    /// Makes a pending block free.
+    pub(super) fn settle(&mut self, placed: &Placed) {
+        self.pending.remove(placed);
+        self.make_free(placed);
+    }
+
+    /// Makes a pending block quarantined.
+    pub(super) const fn give_up(&mut self, placed: &Placed) {
+        self.pending.remove(placed);
+        self.quarantined.add(placed);
+    }
+
+    /// Counts that the caller has freed a block.
+    const fn count_free(&mut self, placed: &Placed) {
         self.totals.frees += 1;
         self.requested -= placed.requested;
-        self.live -= span.size;
+        self.live -= placed.span.size;
+    }
+
+    fn make_free(&mut self, placed: &Placed) {
+        let Some(Slot::Ready(segment)) = self.slots.get_mut(placed.slot) else {
+            debug_assert!(false, "a segment with a block is ready");
+            return;
+        };
+        let released = segment.release(placed.id);
+        debug_assert!(released.is_ok(), "a block is freed once");
+        self.rooms[placed.slot] = segment.room();
     }
 
     /// Makes a block hold this many bytes where it stands; says whether it does. What a smaller
@@ -386,17 +457,36 @@ impl Books {
         self.totals.allocs - self.totals.frees + arriving.count() as u64
     }
 
+    /// Blocks that were freed and whose copies are not known to be complete.
+    pub(super) const fn pending_blocks(&self) -> u64 {
+        self.pending.blocks
+    }
+
     pub(super) const fn live(&self) -> u64 {
         self.live
+    }
+
+    pub(super) const fn pending(&self) -> u64 {
+        self.pending.bytes
+    }
+
+    pub(super) const fn quarantined(&self) -> u64 {
+        self.quarantined.bytes
+    }
+
+    /// Bytes that are not free: the segments' blocks.
+    const fn taken(&self) -> u64 {
+        self.live + self.pending.bytes + self.quarantined.bytes
     }
 
     pub(super) const fn committed(&self) -> u64 {
         self.committed
     }
 
-    /// All memory, for the end of the pool.
+    /// All memory in which no block is, for the end of the pool.
     pub(super) fn ranges(&self) -> impl Iterator<Item = Range> {
-        self.segments().map(|(_, segment)| segment.range)
+        let idle = self.segments().filter(|(_, segment)| segment.is_idle());
+        idle.map(|(_, segment)| segment.range)
     }
 
     /// The largest free block.
@@ -414,7 +504,7 @@ impl Books {
             committed: ByteSize::new(self.committed),
             limit: ByteSize::new(self.limit),
             bound,
-            holes: ByteSize::new(self.committed - self.idle() - self.leaving() - self.live),
+            holes: ByteSize::new(self.committed - self.idle() - self.leaving() - self.taken()),
             largest_free: ByteSize::new(self.largest_free()),
             recoverable: ByteSize::ZERO, // nothing moves in a pool
         }
@@ -427,6 +517,8 @@ impl Books {
             requested: self.requested,
             live: self.live,
             live_peak: self.live_peak,
+            pending: self.pending.bytes,
+            quarantined: self.quarantined.bytes,
             idle: self.idle() + self.leaving(),
             committed: self.committed,
             committed_peak: self.committed_peak,
@@ -456,7 +548,7 @@ impl Books {
     /// # Panics
     /// Where one is broken.
     pub(super) fn validate(&self) {
-        let (mut committed, mut live, mut blocks) = (0, 0, 0);
+        let (mut committed, mut taken, mut blocks) = (0, 0, 0);
         assert_eq!(self.rooms.len(), self.slots.len());
         for (slot, room) in self.slots.iter().zip(&self.rooms) {
             let ready = if let Slot::Ready(segment) = slot { segment.room() } else { 0 };
@@ -470,7 +562,7 @@ impl Books {
                 Slot::Ready(segment) | Slot::Leaving(segment) => {
                     segment.index.validate();
                     committed += segment.size();
-                    live += segment.index.live();
+                    taken += segment.index.live();
                     let is_leaving = matches!(slot, Slot::Leaving(_));
                     assert!(!is_leaving || segment.is_idle(), "a block is live in what leaves");
                     let all = segment.index.blocks();
@@ -478,8 +570,10 @@ impl Books {
                 }
             }
         }
-        assert_eq!((committed, live), (self.committed, self.live), "committed, live");
-        assert_eq!(blocks, self.totals.allocs - self.totals.frees, "blocks");
+        assert_eq!((committed, taken), (self.committed, self.taken()), "committed, taken");
+        let kept = self.pending.blocks + self.quarantined.blocks;
+        assert_eq!(blocks, self.totals.allocs - self.totals.frees + kept, "blocks");
+        assert!(self.waiting.len() as u64 <= self.pending.blocks, "waiting");
         assert!(self.slots.len() <= SEGMENTS_MAX);
     }
 }

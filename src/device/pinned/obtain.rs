@@ -38,6 +38,11 @@ impl Shared {
             if let Some(placed) = books.place(request) {
                 return Ok(placed);
             }
+            let settled;
+            (books, settled) = self.settle(books);
+            if settled {
+                continue;
+            }
             if let Some(ticket) = books.expect(request) {
                 books = self.wait_for(books, ticket);
                 continue;

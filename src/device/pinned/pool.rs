@@ -121,7 +121,7 @@ impl PinnedPool {
     /// As [`PinnedPool::alloc`].
     pub fn alloc_from<T: Pod>(&self, data: &[T]) -> Result<PinnedBuffer<T>, DeviceError> {
         let mut buffer = self.0.buffer(data.len())?;
-        buffer.copy_from_slice(data);
+        buffer.write_at(0, data)?;
         Ok(buffer)
     }
 
@@ -189,8 +189,9 @@ impl PinnedPool {
         self.0.label.rung
     }
 
-    /// Gives everything back and ends the pool: its other handles can allocate no more. Not needed:
-    /// the last holder does the same, without a word.
+    /// Frees everything and ends the pool: its other handles can allocate no more. Waits for copies
+    /// of freed buffers. Quarantined memory stays with the process. Not needed: the last holder
+    /// does the same, and logs nothing.
     ///
     /// # Errors
     /// The pool, usable as before, and why: [`DeviceError::LiveBlocks`], [`DeviceError::Driver`]
@@ -263,7 +264,7 @@ impl Shared {
     /// Frees a block: bookkeeping only. In a forked child does nothing.
     pub(super) fn release(&self, placed: Placed) {
         if self.check_here().is_ok() {
-            lock(&self.books).release(placed);
+            lock(&self.books).release(&placed);
         }
     }
 
@@ -281,11 +282,13 @@ impl Shared {
 }
 
 impl Drop for Shared {
-    /// Gives everything back to the driver: nobody holds a block, and nobody waits for the lock.
-    /// What the driver refuses to take stays with the process. In a forked child does nothing.
+    /// Frees everything: nobody holds a block, and nobody waits for the lock. Waits for copies of
+    /// freed buffers, as the driver may do to free page-locked memory. What the driver refuses to
+    /// take, and what is quarantined, stays with the process. In a forked child does nothing.
     fn drop(&mut self) {
         if self.check_here().is_ok() {
-            for range in lock(&self.books).ranges() {
+            let books = self.settle_all(lock(&self.books));
+            for range in books.ranges() {
                 let _ = self.give(range);
             }
         }

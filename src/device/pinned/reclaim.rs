@@ -4,8 +4,8 @@
 //! may wait for the device. So a free that passes the high watermark leaves the rest to
 //! [`PinnedPool::maintain`], which the pool's owner calls, or to [`PinnedBuffer::free`].
 //!
-//! The law of decommit: a segment leaves only when no buffer has a block in it. A device's copy
-//! that is not complete keeps its buffer (contract of the pool), and so its segment.
+//! A segment leaves only when no block in it is live, pending or quarantined. A copy that is not
+//! known to be complete keeps its block (`copy`, `settle`), and so its segment.
 //!
 //! Invariant: `idle after maintain <= high watermark`, and `<= low watermark` if it gave anything
 //! back, but for what other threads free meanwhile.
@@ -52,7 +52,7 @@ impl PinnedPool {
     pub fn trim(&self, keep: ByteSize) -> Result<ByteSize, DeviceError> {
         let shared = self.shared();
         shared.check_here()?;
-        let books = lock(&shared.books);
+        let (books, _) = shared.settle(lock(&shared.books));
         let idle = books.idle();
         let active = books.committed() - idle - books.leaving();
         let (books, given) = shared.give_back(books, keep.get().saturating_sub(active));
@@ -81,7 +81,7 @@ impl PinnedPool {
 impl Shared {
     pub(super) fn maintain(&self) -> Result<ByteSize, DeviceError> {
         self.check_here()?;
-        let books = lock(&self.books);
+        let (books, _) = self.settle(lock(&self.books));
         if books.idle() <= self.label.high_watermark.get() {
             return Ok(ByteSize::ZERO);
         }
@@ -124,13 +124,15 @@ impl Shared {
         (books, given)
     }
 
-    /// Gives everything back, and refuses to get more. Waits for what other threads give back.
+    /// Frees everything, and refuses to get more. Waits for copies of freed buffers, and for what
+    /// other threads free.
     pub(super) fn close(&self) -> Result<(), DeviceError> {
         self.check_here()?;
-        let mut books = lock(&self.books);
-        let count = books.blocks();
+        let mut books = self.settle_all(lock(&self.books));
+        let count = books.blocks() + books.pending_blocks();
         if count > 0 {
-            let (arena, bytes) = (self.label.name.clone(), ByteSize::new(books.live()));
+            let bytes = ByteSize::new(books.live() + books.pending());
+            let arena = self.label.name.clone();
             return Err(DeviceError::LiveBlocks { arena, count, bytes });
         }
         books.closed = true;
@@ -139,9 +141,10 @@ impl Shared {
         }
         let (mut books, given) = self.give_back(books, 0);
         books.closed = given.error.is_none();
+        let quarantined = ByteSize::new(books.quarantined());
         drop(books);
         if given.error.is_none() {
-            log!(info, pool = self.name(), "the pool was closed");
+            log!(info, pool = self.name(), %quarantined, "the pool was closed");
         }
         given.error.map_or(Ok(()), Err)
     }

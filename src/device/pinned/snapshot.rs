@@ -4,7 +4,8 @@
 //! holds here of whole segments, the only unit that goes back. A segment on its way counts as
 //! active, one on its way out as idle, so that `committed` errs upward.
 //!
-//! Invariants: `requested <= live`; `live + holes = active`; `active + idle = committed`;
+//! Invariants: `requested <= live`; `live + pending + quarantined + holes = active`;
+//! `active + idle = committed`;
 //! `page_locked + pageable + arriving = committed`.
 
 use super::books::{Books, Counted};
@@ -28,7 +29,14 @@ pub struct PinnedSnapshot {
     pub live: ByteSize,
     /// The most that was live since the pool was opened.
     pub live_peak: ByteSize,
-    /// Segments that hold a live block, or are on their way.
+    /// Blocks that were freed while a copy of them was queued, and whose copies are not known to be
+    /// complete. They are free again after [`PinnedPool::maintain`](super::PinnedPool::maintain) or
+    /// an allocation that needs them.
+    pub pending: ByteSize,
+    /// Blocks that were freed and of which it cannot be shown that no copy uses them: a wait or the
+    /// record of an event failed. They are neither reused nor freed until the process ends.
+    pub quarantined: ByteSize,
+    /// Segments that hold a block which is not free, or are on their way.
     pub active: ByteSize,
     /// Wholly free segments.
     pub idle: ByteSize,
@@ -42,7 +50,7 @@ pub struct PinnedSnapshot {
     pub pageable: ByteSize,
     /// What of it the driver is just asked for.
     pub arriving: ByteSize,
-    /// What of the active segments is not live.
+    /// What of the active segments is free.
     pub holes: ByteSize,
     /// What the block indices take of the heap: some 8 KiB a segment, and 40 bytes a block.
     pub metadata: ByteSize,
@@ -139,6 +147,7 @@ impl PinnedSnapshot {
     pub(super) fn of(label: &Label, books: Option<&Books>) -> Self {
         let counted = books.map(Books::counted).unwrap_or_default();
         let Counted { requested, live, live_peak, idle, committed, committed_peak, .. } = counted;
+        let Counted { pending, quarantined, .. } = counted;
         let active = committed - idle;
         Self {
             name: label.name.clone(),
@@ -147,6 +156,8 @@ impl PinnedSnapshot {
             requested: ByteSize::new(requested),
             live: ByteSize::new(live),
             live_peak: ByteSize::new(live_peak),
+            pending: ByteSize::new(pending),
+            quarantined: ByteSize::new(quarantined),
             active: ByteSize::new(active),
             idle: ByteSize::new(idle),
             committed: ByteSize::new(committed),
@@ -154,7 +165,7 @@ impl PinnedSnapshot {
             page_locked: ByteSize::new(counted.page_locked),
             pageable: ByteSize::new(counted.pageable),
             arriving: ByteSize::new(counted.arriving),
-            holes: ByteSize::new(active - live),
+            holes: ByteSize::new(active - live - pending - quarantined),
             metadata: ByteSize::new(counted.metadata),
             largest_free: ByteSize::new(counted.largest_free),
             limit: ByteSize::new(counted.limit),
@@ -185,7 +196,9 @@ impl PinnedSnapshot {
     pub fn validate(&self) {
         let sum = |parts: &[ByteSize]| parts.iter().copied().sum::<ByteSize>();
         assert!(self.requested <= self.live, "requested <= live: {self:?}");
-        assert_eq!(sum(&[self.live, self.holes]), self.active, "live + holes = active");
+        let taken = sum(&[self.live, self.pending, self.quarantined]);
+        let parts = "live + pending + quarantined + holes = active";
+        assert_eq!(sum(&[taken, self.holes]), self.active, "{parts}");
         assert_eq!(sum(&[self.active, self.idle]), self.committed, "active + idle = committed");
         let kinds = sum(&[self.page_locked, self.pageable, self.arriving]);
         assert_eq!(kinds, self.committed, "page_locked + pageable + arriving = committed");

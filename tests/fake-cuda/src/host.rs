@@ -29,12 +29,13 @@ pub(crate) struct Memory {
 const PAGE: usize = 4 << 10;
 
 impl Memory {
-    /// Maps fresh memory of our own, all zero. `None` where there is no more.
+    /// Maps fresh memory of our own, all zero. `None` if there is no more. It is shared with forked
+    /// children, as page-locked memory of the real driver is.
     pub(crate) fn map(size: usize) -> Option<Arc<Self>> {
         let length = size.checked_next_multiple_of(PAGE).filter(|length| *length > 0)?;
         let (protection, flags) =
-            (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-        // SAFETY: mmap(2): a private anonymous mapping at an address of the kernel's choice
+            (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_ANONYMOUS);
+        // SAFETY: mmap(2): an anonymous mapping at an address of the kernel's choice
         // touches no memory that is there.
         let at = unsafe { libc::mmap(std::ptr::null_mut(), length, protection, flags, -1, 0) };
         if at == libc::MAP_FAILED {

@@ -281,7 +281,7 @@ impl Calls {
         self.done("cuMemcpyDtoDAsync", code, ByteSize::of(bytes))
     }
 
-    /// Queues a copy into a part of page-locked memory, which stays and is not read meanwhile.
+    /// Queues a copy into a part of host memory, which stays and is not read meanwhile.
     pub(super) fn copy_to_host(
         &self,
         from: u64,
@@ -289,13 +289,13 @@ impl Calls {
         stream: usize,
     ) -> Answer {
         let (to, bytes) = to.part(part)?;
-        // SAFETY: `to` leads to `bytes` bytes of page-locked memory, of which nobody has a slice,
-        // and which is given back only when the host has seen the end of all copies.
+        // SAFETY: `to` leads to `bytes` bytes of host memory, of which nobody has a slice. It is
+        // freed only when the host has seen the end of all copies: who calls has the key.
         let code = unsafe { (self.table.base.copy_to_host)(to, from, bytes, stream) };
         self.done("cuMemcpyDtoHAsync", code, ByteSize::of(bytes))
     }
 
-    /// Queues a copy of a part of page-locked memory, which stays and is not written meanwhile.
+    /// Queues a copy of a part of host memory, which stays and is not written meanwhile.
     pub(super) fn copy_to_device(
         &self,
         (from, part): (&Locked, Range<usize>),
@@ -409,7 +409,8 @@ pub(super) struct PointerOwner {
     pub(super) is_host: bool,
 }
 
-/// Page-locked memory of the host, by its address; whoever has it sees to its end.
+/// Memory of the host, page-locked if it is from [`Calls::host_alloc`], by its address. It frees
+/// nothing.
 #[derive(Debug)]
 pub(super) struct Locked {
     /// Exposed: it leads to all of the memory.
@@ -418,7 +419,7 @@ pub(super) struct Locked {
 }
 
 impl Locked {
-    /// What [`Calls::host_alloc`] gave under this address.
+    /// What [`Calls::host_alloc`] returned at this address, or a part of a host buffer.
     pub(super) fn of(at: NonNull<u8>, size: ByteSize) -> Self {
         let bytes = size.as_usize().unwrap_or(usize::MAX);
         Self { at: at.as_ptr().expose_provenance(), bytes }
@@ -427,6 +428,11 @@ impl Locked {
     /// Where it begins.
     pub(super) fn start(&self) -> *mut u8 {
         std::ptr::with_exposed_provenance_mut(self.at)
+    }
+
+    /// All of it.
+    pub(super) const fn whole(&self) -> Range<usize> {
+        0..self.bytes
     }
 
     /// A part of it and its length.

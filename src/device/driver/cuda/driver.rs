@@ -338,6 +338,30 @@ impl Driver for CudaDriver {
             self.stores.with(from, |part| calls.copy_to_device(part, to.get(), stream))
         })
     }
+
+    fn copy_from_host(
+        &self,
+        from: NonNull<u8>,
+        to: DeviceAddress,
+        size: ByteSize,
+        stream: StreamHandle,
+        _: Key,
+    ) -> Answer {
+        let (from, stream) = (Locked::of(from, size), number(stream.get())?);
+        self.call(|calls| calls.copy_to_device((&from, from.whole()), to.get(), stream))
+    }
+
+    fn copy_to_host(
+        &self,
+        from: DeviceAddress,
+        to: NonNull<u8>,
+        size: ByteSize,
+        stream: StreamHandle,
+        _: Key,
+    ) -> Answer {
+        let (to, stream) = (Locked::of(to, size), number(stream.get())?);
+        self.call(|calls| calls.copy_to_host(from.get(), (&to, to.whole()), stream))
+    }
 }
 
 impl fmt::Debug for CudaDriver {

@@ -344,4 +344,28 @@ impl Driver for SimDriver {
         let _relaxed = self.enter(Call::Restore);
         Self::restore(self, from, to, stream)
     }
+
+    fn copy_from_host(
+        &self,
+        from: NonNull<u8>,
+        to: DeviceAddress,
+        size: ByteSize,
+        stream: StreamHandle,
+        _: Key,
+    ) -> Answer {
+        self.hooks.before(Call::Restore);
+        self.copy_with_host(Call::Restore, (to, from), size, stream)
+    }
+
+    fn copy_to_host(
+        &self,
+        from: DeviceAddress,
+        to: NonNull<u8>,
+        size: ByteSize,
+        stream: StreamHandle,
+        _: Key,
+    ) -> Answer {
+        self.hooks.before(Call::Offload);
+        self.copy_with_host(Call::Offload, (from, to), size, stream)
+    }
 }

@@ -13,6 +13,7 @@ use std::time::Duration;
 use super::call::Call;
 use super::fault::{Fault, Faults, HandleKind, Planned, SimError, WorkKind};
 use super::graph::Capture;
+use super::host::HostCopy;
 use super::memory::{Memory, Range};
 use super::options::{Order, SimOptions};
 use super::pools::Pools;
@@ -74,6 +75,8 @@ pub(super) struct Model {
     pub(super) lock_limit: ByteSize,
     /// Host memory given out by address.
     pub(super) host_blocks: BTreeMap<usize, (ByteSize, HostMemory)>,
+    /// Copies with host memory at one end, of which some are not done.
+    pub(super) host_copies: Vec<HostCopy>,
     pub(super) differences: u64,
     /// Work that is more than a value: kernels, copies with the host.
     pub(super) tasks: Slots<Task>,
@@ -118,6 +121,7 @@ impl Model {
             host_limit: ByteSize::MAX,
             lock_limit: ByteSize::MAX,
             host_blocks: BTreeMap::new(),
+            host_copies: Vec::new(),
             differences: 0,
             tasks: Slots::default(),
             host_ranges: HostRanges::default(),

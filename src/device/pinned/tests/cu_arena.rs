@@ -32,7 +32,7 @@ fn an_allocation_counts_as_live_until_it_is_freed() {
         let pool = pool(kind, 64);
         let buffer = pool.alloc::<f32>(1024).expect("room");
         assert_eq!(pool.snapshot().live, ByteSize::kib(4));
-        assert_eq!(buffer.as_ptr().align_offset(256), 0, "a multiple of 256 bytes");
+        assert_eq!(buffer.start.as_ptr().align_offset(256), 0, "a multiple of 256 bytes");
         drop(buffer);
         assert_eq!(pool.snapshot().live, ByteSize::ZERO);
         pool.validate();
@@ -44,9 +44,11 @@ fn the_host_reads_what_it_wrote() {
     for kind in BOTH {
         let pool = pool(kind, 64);
         let mut buffer = pool.alloc::<i32>(4).expect("room");
-        buffer.copy_from_slice(&[10, 20, 30, 40]);
-        assert_eq!(&buffer[..], [10, 20, 30, 40]);
-        assert_eq!(pool.alloc_from(&buffer[1..3]).expect("room")[..], [20, 30]);
+        buffer.write_at(0, &[10, 20, 30, 40]).expect("no copy");
+        assert_eq!(buffer.to_vec(), Ok(vec![10, 20, 30, 40]));
+        let mut part = [0; 2];
+        buffer.read_at(1, &mut part).expect("no copy");
+        assert_eq!(pool.alloc_from(&part).expect("room").to_vec(), Ok(vec![20, 30]));
     }
 }
 
@@ -57,9 +59,9 @@ fn a_buffer_grows_and_keeps_what_was_in_it() {
         let mut buffer = pool.alloc_from(&[3_i32; 1024]).expect("room");
         buffer.resize(4096).expect("room");
         assert_eq!((buffer.len(), pool.snapshot().requested), (4096, ByteSize::kib(16)));
-        assert!(buffer[..1024].iter().all(|&element| element == 3));
+        assert!(buffer.elements()[..1024].iter().all(|&element| element == 3));
         buffer.resize(2048).expect("smaller");
-        assert_eq!((buffer.len(), buffer[1023]), (2048, 3));
+        assert_eq!((buffer.len(), buffer.elements()[1023]), (2048, 3));
         pool.validate();
     }
 }
@@ -69,11 +71,11 @@ fn neighbours_that_are_free_are_one_block_again() {
     for kind in BOTH {
         let pool = pool(kind, 64);
         let two = [pool.alloc::<u8>(1024).expect("room"), pool.alloc::<u8>(1024).expect("room")];
-        let lowest = two.iter().map(|buffer| buffer.as_ptr()).min();
+        let lowest = two.iter().map(|buffer| buffer.start.as_ptr()).min();
         let committed = pool.snapshot().committed;
         drop(two);
         let whole = pool.alloc::<u8>(2048).expect("room");
-        assert_eq!(Some(whole.as_ptr()), lowest, "where the two were");
+        assert_eq!(Some(whole.start.as_ptr()), lowest, "where the two were");
         assert_eq!(pool.snapshot().committed, committed);
     }
 }

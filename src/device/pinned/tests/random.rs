@@ -32,12 +32,15 @@ struct Marked {
 impl Marked {
     fn new(pool: &PinnedPool, len: usize, mark: u64) -> Result<Self, DeviceError> {
         let mut buffer = pool.alloc(len)?;
-        buffer.fill(mark);
+        buffer.fill(mark)?;
         Ok(Self { buffer, mark })
     }
 
     fn assert_whole(&self) {
-        assert!(self.buffer.iter().all(|&word| word == self.mark), "somebody wrote into a block");
+        assert!(
+            self.buffer.elements().iter().all(|&word| word == self.mark),
+            "somebody wrote into a block"
+        );
     }
 
     /// Why it could not be resized, where it could not.
@@ -45,8 +48,11 @@ impl Marked {
         let kept = self.buffer.len().min(len);
         let refused = self.buffer.resize(len).err();
         let whole = if refused.is_none() { kept } else { self.buffer.len() };
-        assert!(self.buffer[..whole].iter().all(|&word| word == self.mark), "contents are kept");
-        self.buffer.fill(self.mark);
+        assert!(
+            self.buffer.elements()[..whole].iter().all(|&word| word == self.mark),
+            "contents are kept"
+        );
+        self.buffer.fill(self.mark).expect("no copy");
         refused
     }
 }
