@@ -2,6 +2,7 @@
 //! over the fake of CUDA's library with unmodified cudarc: `tests/cuda_driver/pinned_schedule.rs`.
 
 #[path = "../../tests/cuda_driver/pinned_schedule.rs"]
+#[allow(dead_code, reason = "the tests use more of it")]
 mod pinned_schedule;
 
 use lowtide::BoxError;

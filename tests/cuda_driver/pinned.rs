@@ -170,7 +170,7 @@ fn a_wait_that_fails_quarantines_the_buffer_of_a_view() {
     // cudarc's wait and the view's.
     fake.fail(c"cuStreamSynchronize", 1, 999);
     bed.one.memcpy_htod(&lent, &mut view).expect("cudarc tells the next call");
-    fake.fail(c"cuStreamSynchronize", 1, 999);
+    fake.fail(c"cuEventSynchronize", 1, 999);
     drop(lent);
     drop(lease);
     let _ = bed.context.check_err();
@@ -211,7 +211,7 @@ fn a_copy_whose_event_cannot_be_recorded_is_waited_for_or_quarantined() {
         let from = filled(&pool, 1);
         fake.fail(c"cuEventRecord", 1, 999);
         if nor_a_wait {
-            fake.fail(c"cuStreamSynchronize", 1, 999);
+            fake.fail(c"cuEventSynchronize", 1, 999);
         }
         let started = lane.copy_to_device(from, &mut to);
         if nor_a_wait {
@@ -344,6 +344,16 @@ fn random_schedules_of_copies_never_race() {
     }
     println!("{all:?}");
     assert!(all.quarantined_bytes > 0 && all.failed_calls > 0 && all.launches > 0, "{all:?}");
+}
+
+/// The fault that the schedules are there for, planted: they would find it.
+#[test]
+fn schedules_with_plain_slices_race() {
+    let fake = Fake::start(Options::default());
+    let raced = (0..50).filter(|&seed| {
+        pinned_schedule::Bed::new(&fake, 0, seed).with_plain_slices().run(seed).is_err()
+    });
+    assert!(raced.count() > 10);
 }
 
 fn track(bed: &Bed, on: bool) {
