@@ -192,7 +192,7 @@ fn a_leak_made_a_zombie_with_green_probes() {
     // Above the ceiling of 80 MiB, and far from critical.
     tree.hold(84);
     let ready = || get_json(&endpoints, "/readyz");
-    let step = std::time::Duration::from_millis(250);
+    let step = Duration::from_millis(250);
     advance_until(&clock, step, "requests are rejected", || request().is_err());
     assert_eq!(ready().0, StatusCode::OK, "it may be a moment's");
     advance_until(&clock, step, "it is not ready", || {
@@ -213,7 +213,7 @@ fn a_leak_made_a_zombie_with_green_probes() {
     advance_until(&clock, step, "it is ready again", || ready().0 == StatusCode::OK);
     drop(request().expect("fits"));
     advance_until(&clock, step, "it is told", || told("room for requests again") == 1);
-    assert!(memory.shutdown(std::time::Duration::from_secs(5)).is_clean());
+    assert!(memory.shutdown(Duration::from_secs(5)).is_clean());
 }
 
 #[test]
