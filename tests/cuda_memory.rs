@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use cudarc::driver::CudaContext;
 use lowtide::config::{DeviceChoice, DeviceRung};
+use lowtide::control::{Budget, Cost};
 use lowtide::decay::DecayTime;
 use lowtide::device::driver::Rung;
 use lowtide::device::driver::cuda::{CudaDriver, CudaOptions, GovernorOptions, PoolGovernor};
@@ -15,6 +16,8 @@ use lowtide::device::{Region, SleepOptions};
 use lowtide::memory::StartError;
 use lowtide::{ByteSize, Memory};
 use lowtide_fake_driver::{Fake, Options};
+
+use support::Tree;
 
 const SOON: Duration = Duration::from_secs(20);
 
@@ -188,4 +191,37 @@ fn a_memory_gives_back_what_a_governed_pool_keeps() {
     assert!(memory.shutdown(SOON).is_clean());
     support::until("its context is gone", || fake.retains(0) == 0);
     fake.assert_clean();
+}
+
+/// The bug: the memory of a GB10 or a Jetson was in the host's ledger and in the device's.
+#[test]
+fn an_integrated_gpu_has_no_budget_of_its_own() {
+    let fake = Fake::start(Options { devices: 1, ..Options::default() });
+    let tree = Tree::new(ByteSize::gib(1));
+    let size = ByteSize::mib(64);
+    for (flags, unified) in [(0, false), (Options::INTEGRATED, true)] {
+        fake.reset(Options { devices: 1, flags, ..Options::default() });
+        let builder = Memory::builder().device(DeviceChoice::Cuda).signals(tree.open());
+        let memory = builder.device_limit(ByteSize::mib(512)).start().expect("a device");
+        let arena = memory.open_arena("weights").expect("an arena");
+        assert_eq!(arena.capabilities().unified, unified);
+        let weights = arena.alloc::<u8>(64 << 20, Region::Stable).expect("room");
+        let snapshot = memory.snapshot();
+        let beside = if unified { size } else { ByteSize::ZERO };
+        assert_eq!(snapshot.physical, ByteSize::mib(10).saturating_add(beside));
+        let said = snapshot.notes.iter().any(|note| note.text.contains("no memory of its own"));
+        let has_budget = snapshot.device.ceiling != ByteSize::MAX;
+        assert_eq!((snapshot.unified, said, has_budget), (unified, unified, !unified));
+        let permit = memory.admission().try_admit(Cost::device(size)).expect("fits");
+        let booked =
+            [Budget::Host, Budget::Device].map(|it| memory.admission().ledger(it).booked());
+        let expected = if unified { [size, ByteSize::ZERO] } else { [ByteSize::ZERO, size] };
+        assert_eq!(booked, expected);
+        drop((permit, weights));
+        arena.close().expect("nothing is live");
+        drop(arena);
+        assert!(memory.shutdown(SOON).is_clean());
+        drop(memory);
+        fake.assert_clean();
+    }
 }

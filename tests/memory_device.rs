@@ -14,10 +14,11 @@ use std::time::Duration;
 
 use lowtide::clock::{Clock, ManualClock};
 use lowtide::config::DeviceChoice;
+use lowtide::control::{Budget, Cost, Level};
 use lowtide::decay::DecayTime;
 use lowtide::device::driver::Driver as _;
 use lowtide::device::driver::sim::{Call, DriverCosts, Order, SimDriver, SimError, SimOptions};
-use lowtide::device::{DeviceArena, Lane, Region};
+use lowtide::device::{DeviceArena, Lane, Region, SleepOptions};
 use lowtide::memory::{Builder, DeviceSnapshot};
 use lowtide::metrics::prometheus::{PrometheusBuilder, configure};
 use lowtide::{ByteSize, Memory};
@@ -44,12 +45,16 @@ struct Bed {
 
 impl Bed {
     fn new() -> Self {
+        Self::of(SimOptions::default())
+    }
+
+    fn of(options: SimOptions) -> Self {
         let sim = Arc::new(SimDriver::new(SimOptions {
             costs: DriverCosts::zero(),
             order: Order::Synchronous,
             capacity: ByteSize::mib(1000),
             context_floor: ByteSize::mib(100),
-            ..SimOptions::default()
+            ..options
         }));
         let clock = Arc::new(sim.clock());
         Self { sim, clock, tree: Tree::new(ByteSize::gib(4)) }
@@ -301,4 +306,88 @@ fn the_devices_figures_are_published_and_are_no_numbers_once_nothing_is_known() 
         value("lowtide_device_foreign_bytes").is_some_and(f64::is_nan)
     });
     let _ = memory.shutdown(SOON);
+}
+
+/// A `Memory` over an integrated GPU, in a cgroup of 1000 MiB that is charged with 10.
+fn integrated() -> (Bed, Memory) {
+    let bed = Bed::of(SimOptions { unified: true, ..SimOptions::default() });
+    bed.tree.limit(ByteSize::mib(1000));
+    let memory = bed.builder().start().expect("starts");
+    assert!(memory.snapshot().unified);
+    (bed, memory)
+}
+
+/// The bug: the same memory was given away by the host's ledger and by the device's.
+#[test]
+fn host_and_device_reservations_of_an_integrated_gpu_share_one_limit() {
+    let _turn = turn();
+    let (_bed, memory) = integrated();
+    let arena = memory.open_arena("weights").expect("opens");
+    let load = |arena: &DeviceArena| Ok(arena.alloc::<u8>(90 * MIB, Region::Stable)?);
+    let cost = Cost::host(ByteSize::mib(10)).and_device(ByteSize::mib(90));
+    assert_eq!(memory.cost(cost.host, cost.device), Cost::host(ByteSize::mib(100)));
+    let model = memory.register(memory.managed_in(&arena, "model", load).cost(cost));
+    let model = model.expect("registered");
+    let held = model.acquire_blocking().expect("fits");
+    let ledger = |budget| memory.admission().ledger(budget);
+    assert!(ledger(Budget::Host).standing() >= ByteSize::mib(100), "all of it, on the host");
+    let ceiling = ledger(Budget::Host).ceiling();
+    assert_eq!(ceiling, ByteSize::mib(800));
+    for seed in 1_u64..=20 {
+        println!("seed {seed}");
+        let (mut chance, mut permits) = (seed, Vec::new());
+        for _ in 0..400 {
+            chance = chance.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            let size = ByteSize::mib(1 + (chance >> 33) % 48);
+            let cost = match (chance >> 60) % 3 {
+                0 => Cost::host(size),
+                1 => Cost::device(size),
+                _ => Cost::host(size).and_device(size),
+            };
+            permits.extend(memory.admission().try_admit(cost).ok());
+        }
+        let requests: ByteSize = permits.iter().map(|permit| permit.cost().host).sum();
+        let sum = requests.saturating_add(ledger(Budget::Host).standing());
+        assert!(permits.len() > 2 && sum <= ceiling, "{} permits, {sum}", permits.len());
+        assert!(permits.iter().all(|permit| permit.cost().device.is_zero()));
+        assert_eq!(ledger(Budget::Device).booked(), ByteSize::ZERO);
+    }
+    let too_large = memory.managed("large", || Ok(())).cost(Cost::device(ByteSize::gib(27)));
+    let refused = memory.register(too_large).map(drop).expect_err("27 GiB in a machine of 32");
+    assert!(refused.to_string().contains("of host memory"), "{refused}");
+    drop(held);
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
+/// The kernel counts such memory nowhere; we count it once.
+#[test]
+fn what_an_integrated_gpu_commits_counts_once_against_the_hosts_limit() {
+    let _turn = turn();
+    let (bed, memory) = integrated();
+    let physical = || memory.snapshot().physical;
+    let arena = memory.open_arena("weights").expect("opens");
+    assert_eq!(physical(), ByteSize::mib(10));
+    let lane = bed.lane(&arena);
+    let live = arena.alloc::<u8>(100 * MIB, Region::Stable).expect("room");
+    drop(lane.alloc::<u8>(200 * MIB, DYNAMIC).expect("room"));
+    let snapshot = memory.snapshot();
+    assert_eq!(snapshot.physical, ByteSize::mib(310));
+    assert_eq!((snapshot.device_memory, snapshot.device.booked), (None, ByteSize::ZERO));
+    // Idle memory of the arena relieves the host: it is purgeable, and goes at level elevated.
+    advance_until(&bed.clock, TICK, "it is sampled", || {
+        memory.snapshot().purgeable >= ByteSize::mib(200)
+    });
+    bed.tree.hold(480);
+    advance_until(&bed.clock, TICK, "idle memory goes", || arena.glance().idle.is_zero());
+    advance_until(&bed.clock, TICK, "580 of 1000 MiB", || memory.level() == Level::None);
+    assert_eq!(physical(), ByteSize::mib(580));
+    bed.tree.hold(850);
+    advance_until(&bed.clock, TICK, "950 of 1000 MiB", || memory.level() == Level::Critical);
+    bed.tree.hold(10);
+    // Contents that are kept stay where they are: a copy in host memory would relieve nothing.
+    arena.sleep(SleepOptions::default()).expect("asleep");
+    assert_eq!(arena.snapshot().offloaded, ByteSize::ZERO);
+    assert_eq!(physical(), ByteSize::mib(110));
+    drop((live, lane, arena));
+    assert!(memory.shutdown(SOON).is_clean());
 }

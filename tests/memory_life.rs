@@ -487,14 +487,13 @@ fn a_resource_above_the_ceiling_of_a_limit_that_cannot_grow_is_not_registered() 
     let _turn = turn();
     let tree = Tree::new(ByteSize::gib(1));
     let builder = quiet().signals(tree.open()).memory_limit(ByteSize::mib(100));
-    let memory = builder.device_limit(ByteSize::mib(10)).start().expect("starts");
+    let memory = builder.start().expect("starts");
     let of = |cost| memory.managed("model", || Ok(())).cost(cost);
-    for (cost, budget, ceiling) in [
-        (Cost::host(ByteSize::mib(81)), Budget::Host, ByteSize::mib(80)),
-        (Cost::device(ByteSize::mib(9)), Budget::Device, ByteSize::mib(8)),
-    ] {
+    let both = Cost::host(ByteSize::mib(40)).and_device(ByteSize::mib(41));
+    for cost in [Cost::host(ByteSize::mib(81)), both] {
         let refused = memory.register(of(cost)).map(drop);
-        let (name, cost) = ("model".to_owned(), cost.host.max(cost.device));
+        let (name, budget) = ("model".to_owned(), Budget::Host);
+        let (cost, ceiling) = (ByteSize::mib(81), ByteSize::mib(80));
         let expected = MemoryError::ResourceTooLarge { name, budget, cost, ceiling };
         assert_eq!(refused, Err(expected));
     }

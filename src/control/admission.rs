@@ -242,6 +242,18 @@ impl Admission {
         self.desk.set_evictor(Some(Arc::new(evictor)));
     }
 
+    /// Books the device's bytes of all costs in the host's budget from now on, for a device whose
+    /// memory is the host's: one limit holds for both, and every byte counts once. Called before
+    /// the first booking.
+    pub(crate) fn unify(&self) {
+        self.desk.unified.store(true, Ordering::Relaxed);
+    }
+
+    /// A cost as it is booked: with one budget for host and device all of it is the host's.
+    pub(crate) fn by_budget(&self, cost: Cost) -> Cost {
+        self.desk.by_budget(cost)
+    }
+
     /// Ends admission: all that comes now is [`Rejected::ShuttingDown`], but for what is exempt.
     pub fn close(&self) {
         self.desk.closed.store(true, Ordering::Release);
@@ -426,6 +438,30 @@ mod tests {
         assert_eq!(full.reason(), ShedReason::Full);
         assert!(high(7).is_ok(), "to the byte");
         drop(held);
+    }
+
+    /// The bug: where both are one memory, each ledger gave it away.
+    #[test]
+    fn with_one_budget_device_bytes_are_booked_with_the_host_once() {
+        let admission = Admission::with_limit(ByteSize::mib(100));
+        admission.unify();
+        let cost = Cost::host(ByteSize::mib(20)).and_device(ByteSize::mib(30));
+        let request = admission.try_admit(cost).expect("fits");
+        let mut model = admission.try_stand(Cost::device(ByteSize::mib(40))).expect("fits");
+        assert_eq!(request.cost(), Cost::host(ByteSize::mib(50)));
+        assert_eq!(model.cost(), Cost::host(ByteSize::mib(40)));
+        let booked =
+            || [Budget::Host, Budget::Device].map(|it| admission.ledger(it).booked_bytes());
+        assert_eq!(booked(), [ByteSize::mib(90), ByteSize::ZERO]);
+        let full = admission.try_admit(Cost::device(ByteSize::mib(11))).map(drop);
+        assert!(matches!(full, Err(Rejected::Full { budget: Budget::Host, .. })), "{full:?}");
+        let exempt = admission.try_admit_with(Cost::device(ByteSize::mib(11)), Priority::Exempt);
+        assert_eq!(booked(), [ByteSize::mib(101), ByteSize::ZERO]);
+        drop(exempt);
+        model.settle_at(Cost::device(ByteSize::mib(45)));
+        assert_eq!(booked(), [ByteSize::mib(95), ByteSize::ZERO]);
+        drop((request, model));
+        assert_eq!(booked(), [ByteSize::ZERO; 2]);
     }
 
     #[test]

@@ -39,6 +39,8 @@ pub(super) struct Desk {
     pub(super) closed: AtomicBool,
     /// What no request owns while that leaves no room for requests, else 0.
     pub(super) unowned: AtomicU64,
+    /// Bytes of the device are bytes of the host: what is asked of the one is booked in the other.
+    pub(super) unified: AtomicBool,
     tallies: [Tally; STRIPES],
     /// What makes room for those who find none. Read only where a request or a load is rejected.
     evictor: RwLock<Option<Arc<Evictor>>>,
@@ -62,6 +64,7 @@ impl Desk {
         desk.closed.store(false, Ordering::Release);
         desk.unowned.store(0, Ordering::Relaxed);
         desk.set_evictor(None);
+        desk.unified.store(false, Ordering::Relaxed);
         for tally in &desk.tallies {
             tally.begin();
         }
@@ -89,8 +92,18 @@ impl Desk {
         }
     }
 
+    /// A cost by the budgets that there are: with one for host and device all of it is the host's.
+    pub(super) fn by_budget(&self, cost: Cost) -> Cost {
+        // Most requests ask for nothing of the device.
+        if cost.device.is_zero() || !self.unified.load(Ordering::Relaxed) {
+            return cost;
+        }
+        Cost::host(cost.host.saturating_add(cost.device))
+    }
+
     /// Admits a request, or counts it as shed.
     pub(super) fn admit(&'static self, cost: Cost, priority: Priority) -> Result<Permit, Rejected> {
+        let cost = self.by_budget(cost);
         let place = Place::here();
         let tally = self.tally(place);
         let exempt = priority == Priority::Exempt;
@@ -135,6 +148,7 @@ impl Desk {
     /// Books what stays, or claims idle resources whose unload makes room for it. Not to be called
     /// with the lock of a resource held.
     pub(super) fn stand_or_evict(&'static self, cost: Cost) -> Result<Stood, Rejected> {
+        let cost = self.by_budget(cost);
         let mut eviction = None;
         let evict = || match self.evictor().map(|evictor| evictor.for_load(self, cost)) {
             Some(Ok(claimed)) => {
@@ -157,6 +171,7 @@ impl Desk {
         cost: Cost,
         make_room: impl FnMut() -> Hint,
     ) -> Result<(Standing, Standing), Rejected> {
+        let cost = self.by_budget(cost);
         let place = Place::here();
         if self.sheds(Priority::Normal) {
             return Err(self.away(place));

@@ -99,6 +99,7 @@ impl Permit {
     /// whatever the allowance says: it is there, and would be taken for wrong estimates of
     /// requests.
     pub fn settle_at(&mut self, held: Cost) {
+        let held = self.desk.by_budget(held);
         if let Held::Standing(Some(both)) = &mut self.held {
             let (host, device) = &mut **both;
             self.desk.host.raise(host, held.host);

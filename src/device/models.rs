@@ -94,6 +94,7 @@ impl Driver for Model {
             virtual_memory: true,
             host_access: false,
             host_backed: false,
+            unified: false,
             page_locked: false,
             same_address_wake: self.same_address_wake,
             remap: self.remap,

@@ -30,7 +30,7 @@ use super::hands::{Hook, IdleGranules, WorkerHands};
 use super::heap::settle_heap;
 use super::published::Gone;
 use super::scopes::Scopes;
-use super::sensor::MemorySensor;
+use super::sensor::{Counted, MemorySensor};
 use super::shared::{Purges, Shared};
 use super::shrink::ShrinksAsked;
 use super::trail::Trail;
@@ -229,25 +229,26 @@ impl Builder {
         let clock = self.clock.unwrap_or_else(|| Arc::new(SystemClock::new()));
         check_limit(&config, &signals, &*clock, &mut notes)?;
         let (signals, arenas) = (Arc::new(signals), Arenas::default());
-        let host_backed = driver.as_ref().is_none_or(|driver| driver.capabilities().host_backed);
+        let (admission, resources) = (Admission::new(), Resources::new());
+        let counted = settle_budgets(driver.as_deref(), &admission, &mut notes);
+        let is_host = counted != Counted::OnDevice;
         let sensor = MemorySensor {
             clock: Arc::clone(&clock),
             signals: Arc::clone(&signals),
             heap: heap.probe,
             arenas: arenas.clone(),
-            host_backed,
+            counted,
             device_limit: config.device_limit.value,
             last: None,
             refresh_at: Moment::ORIGIN,
             read: None,
         };
-        let (admission, resources) = (Admission::new(), Resources::new());
         let joined = Arc::default();
-        let ladder = ladder(&joined, &resources, host_backed);
+        let ladder = ladder(&joined, &resources, is_host);
         let mut maintenance = Maintenance::new(
             control::Settings {
                 heap_decay_interval: heap.decay_interval,
-                ..settings(&config, host_backed)
+                ..settings(&config, is_host)
             },
             Box::new(sensor),
             admission.clone(),
@@ -292,6 +293,24 @@ impl Builder {
         report(&memory, heap.background_threads);
         Ok(memory)
     }
+}
+
+/// Finds where the memory of arenas counts, and has admission use one budget if that is the host's.
+fn settle_budgets(
+    driver: Option<&dyn Driver>,
+    admission: &Admission,
+    notes: &mut Vec<Note>,
+) -> Counted {
+    let counted = Counted::of(driver);
+    if counted != Counted::OnDevice {
+        admission.unify();
+    }
+    if counted == Counted::BesideKernel {
+        let text = "the device has no memory of its own: what arenas commit counts against the \
+                    host's memory limit, once, and no device budget applies";
+        notes.push(Note::info("device", text.to_owned()));
+    }
+    counted
 }
 
 /// The signals, with the configured limit, and a note if some are missing.
@@ -463,7 +482,7 @@ const DEVICE_INTERVAL_MAX: Duration = Duration::from_secs(1);
 /// together are out of step after some ten ticks.
 const JITTER: f64 = 0.1;
 
-fn settings(config: &Config, host_backed: bool) -> control::Settings {
+fn settings(config: &Config, is_host: bool) -> control::Settings {
     let published = config.metrics_interval.value;
     let defaults = control::Settings::default();
     control::Settings {
@@ -474,7 +493,7 @@ fn settings(config: &Config, host_backed: bool) -> control::Settings {
         purge_growth: config.purge_growth,
         publish_interval: Some(published),
         jitter: JITTER,
-        device_interval: (!host_backed).then(|| published.min(DEVICE_INTERVAL_MAX)),
+        device_interval: (!is_host).then(|| published.min(DEVICE_INTERVAL_MAX)),
         ..defaults
     }
 }
@@ -483,9 +502,9 @@ fn settings(config: &Config, host_backed: bool) -> control::Settings {
 fn ladder(
     joined: &Arc<Mutex<Option<Arc<Shared>>>>,
     resources: &Resources,
-    host_backed: bool,
+    is_host: bool,
 ) -> Ladder {
-    let relieves = if host_backed { Budget::Host } else { Budget::Device };
+    let relieves = if is_host { Budget::Host } else { Budget::Device };
     let granules = IdleGranules { shared: Arc::clone(joined), relieves };
     let rungs: Vec<Arc<dyn control::Reclaim>> = vec![
         Arc::new(granules),

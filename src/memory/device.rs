@@ -145,7 +145,7 @@ impl Shared {
         self.note_once(start, Note::warning("device", format!("{start}{error}")));
     }
 
-    fn device_committed(&self) -> ByteSize {
+    pub(super) fn device_committed(&self) -> ByteSize {
         self.arenas().iter().map(|arena| arena.glance().committed).sum()
     }
 

@@ -236,14 +236,12 @@ impl Memory {
         self.0.shared.state.level(Budget::Host)
     }
 
-    /// A cost in both budgets; device bytes count as host bytes where arenas lie in host memory.
+    /// A cost as it is booked. If device memory is host memory, because arenas lie in the memory of
+    /// this process or on an integrated GPU, there is one budget for both: all of it is the host's
+    /// then, as in every admission of this `Memory`.
     #[must_use]
     pub fn cost(&self, host: ByteSize, device: ByteSize) -> Cost {
-        if self.0.shared.is_host_backed() {
-            Cost::host(host.saturating_add(device))
-        } else {
-            Cost::host(host).and_device(device)
-        }
+        self.admission().by_budget(Cost::host(host).and_device(device))
     }
 
     /// Opens a device arena with the configured driver, limit, decay and idle time; it is sampled,

@@ -123,12 +123,12 @@ impl OwnArena {
         Some(before.saturating_sub(active))
     }
 
-    /// What was found in both; the device arena's in the host's budget where it lies there.
+    /// What was found in both; the device arena's in the host's budget if it counts there.
     fn cost(&self, host: Option<ByteSize>, device: Option<ByteSize>) -> Option<Cost> {
         host.or(device)?;
         let (host, device) = (host.unwrap_or_default(), device.unwrap_or_default());
         let arena = self.device.as_ref();
-        Some(if arena.is_some_and(|arena| arena.capabilities().host_backed) {
+        Some(if arena.is_some_and(|arena| arena.capabilities().counts_as_host()) {
             Cost::host(host).and_host(device)
         } else {
             Cost::host(host).and_device(device)

@@ -7,8 +7,13 @@
 //! figures that cost next to nothing, because a fresh physical size less a stale purgeable one is
 //! wrong by all that was freed or given back since.
 //!
-//! Invariant: `purgeable = dirty + muzzy + idle of host-backed arenas`; between two refreshes the
-//! heap's part is no more than at the last one and what active pages have become fewer by.
+//! The kernel counts what an integrated GPU commits neither in the resident set nor against the
+//! cgroup (others saw it on a GB10: weights of 77 GiB, a resident set of 1.8 GiB), though it is the
+//! machine's memory: it is added here, once, and nowhere else.
+//!
+//! Invariant: `purgeable = dirty + muzzy + idle of arenas in the host's budget`; between two
+//! refreshes the heap's part is no more than at the last one and what active pages have become
+//! fewer by.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,6 +21,7 @@ use std::time::Duration;
 use crate::bytes::ByteSize;
 use crate::clock::{Clock, Moment};
 use crate::control::{Glance, Sample, Sensor, Signal, Signals};
+use crate::device::driver::Driver;
 use crate::host::{HeapProbe, HeapSnapshot};
 
 use super::arenas::Arenas;
@@ -28,13 +34,34 @@ const EPOCH_MAX: Duration = Duration::from_millis(250);
 /// idle ticks then cost two reads.
 const SIGNAL_MAX: Duration = Duration::from_millis(750);
 
+/// Where the memory of arenas counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Counted {
+    /// In the host's budget; the kernel's figures hold it already.
+    ByKernel,
+    /// In the host's budget, beside the kernel's figures.
+    BesideKernel,
+    /// In the device's budget.
+    OnDevice,
+}
+
+impl Counted {
+    pub(super) fn of(driver: Option<&dyn Driver>) -> Self {
+        match driver.map(Driver::capabilities) {
+            Some(can) if can.unified => Self::BesideKernel,
+            Some(can) if !can.host_backed => Self::OnDevice,
+            _ => Self::ByKernel,
+        }
+    }
+}
+
 pub(super) struct MemorySensor {
     pub(super) clock: Arc<dyn Clock>,
     pub(super) signals: Arc<Signals>,
     pub(super) heap: Option<HeapProbe>,
     pub(super) arenas: Arenas,
-    /// Whether arenas live in host memory and count there.
-    pub(super) host_backed: bool,
+    /// Where the memory of arenas counts.
+    pub(super) counted: Counted,
     pub(super) device_limit: ByteSize,
     /// The last refresh, and when the next one may be.
     pub(super) last: Option<Refresh>,
@@ -138,15 +165,19 @@ impl Sensor for MemorySensor {
             sample.device_decay_due = sample.device_decay_due.min(arena.next_decay());
             sample.device_sleep_due = sample.device_sleep_due.min(arena.next_sleep());
         });
-        sample.device_sleep_takes_host = !self.host_backed;
-        if self.host_backed {
-            sample.purgeable = sample.purgeable.saturating_add(idle);
-            sample.decaying = idle;
-            sample.kept = sample.kept.saturating_sub(committed);
-        } else {
+        if self.counted == Counted::OnDevice {
+            sample.device_sleep_takes_host = true;
             sample.device_committed = committed;
             sample.device_idle = idle;
             sample.device_limit = (self.device_limit != ByteSize::MAX).then_some(self.device_limit);
+            return sample;
+        }
+        sample.purgeable = sample.purgeable.saturating_add(idle);
+        sample.decaying = idle;
+        if self.counted == Counted::ByKernel {
+            sample.kept = sample.kept.saturating_sub(committed);
+        } else {
+            sample.physical = sample.physical.saturating_add(committed);
         }
         sample
     }

@@ -14,7 +14,7 @@ use crate::bytes::ByteSize;
 use crate::clock::Clock;
 use crate::config::Config;
 use crate::control::{
-    Admission, Budget, JobQueue, PressureState, Recovered, ResourceStats, Resources, Signals,
+    Admission, Budget, Cost, JobQueue, PressureState, Recovered, ResourceStats, Resources, Signals,
     Trigger,
 };
 use crate::device::driver::Driver;
@@ -143,11 +143,6 @@ impl Shared {
         if self.birth.is_here() { self.arenas.all() } else { Vec::new() }
     }
 
-    /// Whether device memory is host memory.
-    pub(super) fn is_host_backed(&self) -> bool {
-        self.driver.as_ref().is_none_or(|driver| driver.capabilities().host_backed)
-    }
-
     pub(super) fn open_arena(&self, config: ArenaConfig) -> Result<DeviceArena, MemoryError> {
         self.check_here()?;
         self.sweep(); // so that what was closed, or has drained, takes no place
@@ -228,9 +223,10 @@ impl Shared {
     pub(super) fn check_fits(&self, resource: &ResourceStats) -> Result<(), MemoryError> {
         let given = self.config.memory_limit.value.unwrap_or(ByteSize::MAX);
         let host = self.signals.machine().map_or(given, |machine| given.min(machine));
+        let Cost { host: on_host, device } = self.admission.by_budget(resource.cost);
         for (budget, cost, limit) in [
-            (Budget::Host, resource.cost.host, host),
-            (Budget::Device, resource.cost.device, self.config.device_limit.value),
+            (Budget::Host, on_host, host),
+            (Budget::Device, device, self.config.device_limit.value),
         ] {
             let ceiling = match limit {
                 ByteSize::MAX => limit,
@@ -317,6 +313,9 @@ impl Shared {
             }
         };
         let signal = self.signals.sample();
+        let capabilities = self.driver.as_ref().map(|driver| driver.capabilities());
+        let unified = capabilities.is_some_and(|can| can.unified);
+        let beside = if unified && here { self.device_committed() } else { ByteSize::ZERO };
         let driver = self.driver.as_deref().filter(|_| here);
         let (arenas, draining) = if here { self.arenas.parted() } else { Default::default() };
         let heap = self.heap.as_ref().and_then(|heap| heap.snapshot().ok());
@@ -336,7 +335,8 @@ impl Shared {
             events: self.signals.events(),
             psi: self.signals.psi(),
             cgroup: self.signals.cgroup().map(Path::to_owned),
-            physical: signal.physical,
+            physical: signal.physical.saturating_add(beside),
+            unified: capabilities.is_some_and(|can| can.counts_as_host()),
             purgeable: self.state.purgeable(),
             exhausted: self.state.is_exhausted(),
             host: budget(Budget::Host),

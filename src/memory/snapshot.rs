@@ -30,8 +30,8 @@ pub struct MemorySnapshot {
     pub arenas: Vec<ArenaSnapshot>,
     /// Arenas that were replaced or left by their last user, and still have live blocks.
     pub draining: Vec<ArenaSnapshot>,
-    /// The device as a whole, as the worker last found it, about a second ago; `None` where arenas
-    /// lie in host memory, or the device says nothing.
+    /// The device as a whole, as the worker last found it, about a second ago; `None` if device
+    /// memory is host memory, or the device says nothing.
     pub device_memory: Option<DeviceSnapshot>,
     /// Calls of the driver that failed and were to undo what an earlier call had done
     /// ([`Driver::stuck_total`](crate::device::driver::Driver::stuck_total)).
@@ -52,8 +52,12 @@ pub struct MemorySnapshot {
     pub psi: Option<Psi>,
     /// The folder of the memory cgroup that is read.
     pub cgroup: Option<PathBuf>,
-    /// What counts against the host's limit.
+    /// What counts against the host's limit: what the kernel says ([`Signal::physical`]), and what
+    /// arenas have committed on an integrated GPU, which the kernel counts nowhere.
     pub physical: ByteSize,
+    /// Whether there is one budget for host and device, the host's, because device memory is host
+    /// memory. The device's budget is empty and without a limit then.
+    pub unified: bool,
     /// The part of it that a purge gives back, as of the last sample.
     pub purgeable: ByteSize,
     /// Whether memory that no request owns leaves no room for requests

@@ -318,6 +318,7 @@ fn document(snapshot: &MemorySnapshot) -> Value {
             "arenas": snapshot.heap_arenas.iter().map(heap_arena).collect::<Vec<_>>(),
         })),
         "device": {
+            "unified": snapshot.unified,
             "budget": budget(&snapshot.device),
             "memory": snapshot.device_memory.as_ref().map(|device| json!({
                 "total_bytes": device.total.get(),

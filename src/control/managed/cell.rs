@@ -282,7 +282,9 @@ impl<T: Send + Sync + 'static> Cell<T> {
     fn cost(&self, state: &State<T>) -> Cost {
         let learned = state.measured.unwrap_or_default();
         let asks = |said: ByteSize, learned| if said.is_zero() { said } else { said.max(learned) };
-        let Cost { host, device } = self.parts.cost;
+        let said = self.parts.cost;
+        let Cost { host, device } =
+            self.admission.as_ref().map_or(said, |admission| admission.by_budget(said));
         Cost { host: asks(host, learned.host), device: asks(device, learned.device) }
     }
 

@@ -35,7 +35,7 @@ impl fmt::Display for HostMemory {
 
 /// What a driver can do; asked for before use, because what is missing is a typed error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[expect(clippy::struct_excessive_bools, reason = "seven independent facts, each with its name")]
+#[expect(clippy::struct_excessive_bools, reason = "independent facts, each with its name")]
 pub struct Capabilities {
     /// Address space can be reserved apart from memory. Without it, memory is had in segments, at
     /// addresses of the driver's choice:
@@ -44,8 +44,12 @@ pub struct Capabilities {
     /// The host reads and writes the memory through
     /// [`Driver::host_pointer`](super::Driver::host_pointer).
     pub host_access: bool,
-    /// The memory is host memory: it counts in the host's budget.
+    /// The memory is memory of this process, in its resident set: it counts in the host's budget.
     pub host_backed: bool,
+    /// Device and host are one memory, as with integrated GPUs, though the kernel counts what the
+    /// device commits neither in the resident set of this process nor against its cgroup. It counts
+    /// in the host's budget all the same; see [`Capabilities::counts_as_host`].
+    pub unified: bool,
     /// Live blocks can lose their memory and get it back at the same addresses.
     pub same_address_wake: bool,
     /// The memory behind one part of a reservation can go behind another without being given back:
@@ -59,6 +63,15 @@ pub struct Capabilities {
     /// The smallest unit that is committed; a power of two. Every address and size given to the
     /// driver is a multiple of it.
     pub granularity: ByteSize,
+}
+
+impl Capabilities {
+    /// Whether device memory counts in the host's budget, and the device has none of its own: every
+    /// byte that is committed is a byte less for the host.
+    #[must_use]
+    pub const fn counts_as_host(&self) -> bool {
+        self.host_backed || self.unified
+    }
 }
 
 /// The driver in use, out of the ladder.

@@ -56,6 +56,7 @@ impl Driver for HostDriver {
             virtual_memory: true,
             host_access: true,
             host_backed: true,
+            unified: false,
             same_address_wake: true,
             remap: false,
             asynchronous: false,

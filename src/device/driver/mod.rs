@@ -200,8 +200,9 @@ pub trait Driver: sealed::Sealed + fmt::Debug + Send + Sync {
         _: Key,
     ) -> Result<(), DriverError>;
 
-    /// The memory of the device, and what of it is free for anybody now; `None` where the host's
-    /// budget rules (`cuMemGetInfo`).
+    /// The memory of the device, and what of it is free for anybody now; `None` if it counts in the
+    /// host's budget ([`Capabilities::counts_as_host`]). What `cuMemGetInfo` calls free on an
+    /// integrated GPU leaves out page cache, which the kernel would release.
     ///
     /// # Errors
     /// As the driver says.

@@ -158,7 +158,7 @@ impl Shared {
             if !books.is_busy() && books.pending() == 0 {
                 self.check_way_back(&books)?;
                 books.sleep.is_quiet = true;
-                return Ok(books.begin_fall(options, self.capabilities.host_backed));
+                return Ok(books.begin_fall(options, self.capabilities.counts_as_host()));
             }
         }
         Err(DeviceError::SleepCancelled { arena: self.name.clone() })

@@ -49,6 +49,8 @@ impl Options {
     pub const NO_POOL_CREATE: u32 = 4;
     /// Attribute 102 is 1, whether or not there is virtual memory: shares of devices say so.
     pub const CLAIMS_VIRTUAL_MEMORY: u32 = 8;
+    /// The device has no memory of its own: attribute 18 is 1.
+    pub const INTEGRATED: u32 = 16;
 }
 
 impl Default for Options {

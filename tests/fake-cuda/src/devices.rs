@@ -67,14 +67,15 @@ fn environment() -> Option<String> {
 fn attribute(options: &Options, attribute: c_int) -> Answer<c_int> {
     let has = |flag: u32| c_int::from(options.flags & flag == 0);
     Ok(match attribute {
-        1..=3 => 1_024,    // threads: of a block, by x, by y
-        4 => 64,           // by z
-        5 => c_int::MAX,   // grid by x
-        6 | 7 => 65_535,   // by y, by z
-        8 => 49_152,       // shared memory of a block
-        10 => 32,          // warp
-        12 => 65_536,      // registers of a block
-        16 => 132,         // multiprocessors
+        1..=3 => 1_024,  // threads: of a block, by x, by y
+        4 => 64,         // by z
+        5 => c_int::MAX, // grid by x
+        6 | 7 => 65_535, // by y, by z
+        8 => 49_152,     // shared memory of a block
+        10 => 32,        // warp
+        12 => 65_536,    // registers of a block
+        16 => 132,       // multiprocessors
+        18 => c_int::from(options.flags & Options::INTEGRATED != 0),
         39 => 2_048,       // threads of a multiprocessor
         41 | 83 | 89 => 1, // unified addresses, managed memory
         75 => 9,           // compute capability

@@ -15,6 +15,8 @@ pub(super) const NO_DEVICE: u32 = 100;
 /// `CUDA_ERROR_NOT_READY`: work is not done yet; no error.
 pub(super) const NOT_READY: u32 = 600;
 
+/// `CU_DEVICE_ATTRIBUTE_INTEGRATED`
+pub(super) const ATTRIBUTE_INTEGRATED: i32 = 18;
 /// `CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED`
 pub(super) const ATTRIBUTE_VIRTUAL_MEMORY: i32 = 102;
 

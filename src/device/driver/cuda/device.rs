@@ -8,6 +8,7 @@
 
 use std::fmt;
 
+use super::abi::ATTRIBUTE_INTEGRATED;
 use super::calls::{Answer, Calls};
 use crate::bytes::ByteSize;
 use crate::device::driver::DeviceUuid;
@@ -24,6 +25,10 @@ pub struct CudaDevice {
     pub name: String,
     /// All its memory.
     pub memory: ByteSize,
+    /// Whether it has no memory of its own and uses the machine's, as in a Jetson or a GB10. A
+    /// device with memory of its own that shares the host's page tables, as in a GH200 or GB200,
+    /// has not.
+    pub integrated: bool,
 }
 
 impl CudaDevice {
@@ -32,7 +37,8 @@ impl CudaDevice {
         let device = calls.device(ordinal)?;
         let uuid = DeviceUuid::new(calls.device_uuid(device)?);
         let (name, memory) = (calls.device_name(device)?, calls.device_memory(device)?);
-        Ok(Self { ordinal, uuid, name, memory })
+        let integrated = calls.device_attribute(ATTRIBUTE_INTEGRATED, device)? == 1;
+        Ok(Self { ordinal, uuid, name, memory, integrated })
     }
 }
 

@@ -123,6 +123,7 @@ impl Driver for CudaDriver {
             virtual_memory: is_virtual,
             host_access: false,
             host_backed: false,
+            unified: self.device.integrated,
             same_address_wake: is_virtual,
             remap: self.memory.can_remap(),
             asynchronous: true,
@@ -190,6 +191,9 @@ impl Driver for CudaDriver {
     }
 
     fn device_memory(&self) -> Answer<Option<DeviceMemory>> {
+        if self.device.integrated {
+            return Ok(None);
+        }
         self.call(Calls::memory_info).map(|(free, total)| Some(DeviceMemory { total, free }))
     }
 

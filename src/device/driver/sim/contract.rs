@@ -216,6 +216,9 @@ impl Driver for SimDriver {
     }
 
     fn device_memory(&self) -> Answer<Option<DeviceMemory>> {
+        if self.capabilities.unified {
+            return Ok(None);
+        }
         let _relaxed = self.enter(Call::GetInfo);
         let mut model = self.model();
         model.enter(Call::GetInfo, ByteSize::ZERO)?;

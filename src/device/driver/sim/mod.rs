@@ -110,6 +110,7 @@ impl SimDriver {
             virtual_memory: options.virtual_memory,
             host_access: false,
             host_backed: false,
+            unified: options.unified,
             same_address_wake: options.virtual_memory,
             remap: options.virtual_memory && options.remap,
             asynchronous: true,

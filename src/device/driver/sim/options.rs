@@ -59,6 +59,8 @@ pub struct SimOptions {
     pub address_space: ByteSize,
     /// The memory of the device. Default: 80 GiB.
     pub capacity: ByteSize,
+    /// Whether its memory is the host's, as that of an integrated GPU. Default: false.
+    pub unified: bool,
     /// What the context itself takes of it for as long as it lives. Default: 512 MiB, a guess:
     /// 300 to 600 MiB are reported.
     pub context_floor: ByteSize,
@@ -88,6 +90,7 @@ impl Default for SimOptions {
             address_base: SPACE_BASE,
             address_space: ByteSize::gib(128 << 10),
             capacity: ByteSize::gib(80),
+            unified: false,
             context_floor: ByteSize::mib(512),
             virtual_memory: true,
             pool: false,
