@@ -66,9 +66,9 @@ async fn main() -> Result<(), BoxError> {
     show(&memory, "asked again");
     expect(loads(&memory) == 2, "loaded again")?;
 
-    // One that books more than there is room for is refused, and all else goes on.
-    let large = register(&memory, &arena, "too large", ByteSize::gib(1))?;
-    let refused = large.acquire().await.err().ok_or("a model of 1 GiB fits 256 MiB")?;
+    // One that can never fit is refused when it is registered, and all else goes on.
+    let large = register(&memory, &arena, "too large", ByteSize::gib(1));
+    let refused = large.err().ok_or("a model of 1 GiB fits 256 MiB")?;
     println!("    refused: {refused}");
     answer(arena, model).await?;
     let end = tokio::task::spawn_blocking(move || memory.shutdown(Duration::from_secs(5))).await?;

@@ -14,6 +14,7 @@ use lowtide::control::ledger::{Correction, Measured};
 use lowtide::control::{Admission, Budget, Cost, LoadError, Priority, Resource, UnloadReason};
 use lowtide::decay::DecayTime;
 use lowtide::device::Region;
+use lowtide::host::HostArena;
 use lowtide::metrics::names::{Kind, Metric, TABLE};
 use lowtide::metrics::prometheus::{PrometheusBuilder, configure};
 use lowtide::metrics::record;
@@ -172,6 +173,7 @@ fn the_scrape_and_the_table_say_the_same_once_there_is_a_recorder() {
         .start()
         .expect("starts");
     live(&memory);
+    let _arena = HostArena::new("kept").expect("an arena of the heap");
     advance_until(&clock, TICK, "it goes on without a recorder", || hooks() >= 3);
 
     let builder = configure(PrometheusBuilder::new()).expect("buckets");
