@@ -291,15 +291,18 @@ fn no_stream(shared: &Shared) -> DeviceError {
     DeviceError::NoStream { arena: shared.name.clone() }
 }
 
-/// Has cudarc do something, which makes the context of its stream current: what was so before is
-/// so again afterwards, as after all calls of the arena. What cudarc said, if it panicked.
+/// Has cudarc do something, which makes the context of its stream current: the context that the
+/// thread had, or none, is restored afterwards, as after all calls of the arena. What cudarc said,
+/// if it panicked.
 fn keeping_current<T>(stream: &CudaStream, act: impl FnOnce() -> T) -> Result<T, String> {
     let before = get_current();
     let outcome = caught(act);
-    if let Ok(Some(context)) = before
+    let before = before.map(|context| context.unwrap_or(std::ptr::null_mut()));
+    if let Ok(context) = before
         && context != stream.context().cu_ctx()
     {
-        // SAFETY: it was current in this thread. Where it is gone by now, that is an error.
+        // SAFETY: it was current in this thread, or null, for none. If it is gone by now, that is
+        // an error.
         let _ = unsafe { set_current(context) };
     }
     outcome

@@ -158,3 +158,28 @@ fn a_thread_without_a_context_has_none_after_our_calls() {
     drop((arena, bed));
     fake.assert_clean();
 }
+
+/// cudarc left the device's context current, and so it stayed.
+#[test]
+fn a_thread_without_a_context_has_none_after_a_view_is_made_and_freed() {
+    let fake = Fake::start(LAZY);
+    let bed = Bed::new();
+    let arena = bed.arena();
+    let lane = arena.cuda_lane(&bed.one).expect("a lane");
+    let buffer = lane.alloc::<u8>(UNIT, Region::Dynamic).expect("room");
+    let act = move || {
+        assert_eq!(current(), 0);
+        let lease = lane.enter().expect("awake");
+        let _ = buffer.cuda(&lease).expect("a view");
+        assert_eq!(current(), 0, "after it is made");
+        drop(lease);
+        drop(buffer);
+        assert_eq!(current(), 0, "after it is freed");
+        drop(lane);
+        assert_eq!(current(), 0);
+    };
+    thread::scope(|scope| scope.spawn(act).join().expect("no panic"));
+    arena.close().expect("closed");
+    drop((arena, bed));
+    fake.assert_clean();
+}
