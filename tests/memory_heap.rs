@@ -120,6 +120,34 @@ fn fill_and_free_the_c_heap(mib: usize) -> *mut libc::c_void {
     last
 }
 
+/// Bug: idle purges looked at the pages of jemalloc alone, so that an idle service kept what its C
+/// libraries had freed. 48 MiB are less than what counts as growth.
+#[test]
+fn an_idle_service_gives_back_what_the_heap_of_c_code_keeps() {
+    if cfg!(feature = "interpose") || host::libc_heap().is_err() {
+        println!("skipped: C code has no heap of its own here, or none that can be trimmed");
+        return;
+    }
+    let _turn = turn();
+    let memory = builder().profile(Profile::Balanced).purge_interval(Some(Duration::MAX));
+    let memory = memory.start().expect("starts");
+    let signals = Signals::open();
+    let anonymous = || signals.sample().anonymous.expect("the kernel tells");
+    let request = memory.admission().try_admit(lowtide::control::Cost::ZERO).expect("admitted");
+    memory.purge().expect("not forked");
+    let before = anonymous();
+    let last = fill_and_free_the_c_heap(48);
+    let grown = anonymous().saturating_sub(before);
+    assert!(grown >= ByteSize::mib(40), "{grown}");
+    drop(request);
+    until("what is idle there goes back", || {
+        anonymous().saturating_sub(before) <= ByteSize::mib(8)
+    });
+    // SAFETY: from `malloc`, and freed once.
+    unsafe { libc::free(last) };
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
 /// Services whose load never pauses, and whose C libraries free and keep, grew until they were
 /// killed: a trim when the service is idle never came.
 #[test]

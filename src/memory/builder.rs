@@ -30,7 +30,7 @@ use super::hands::{Hook, IdleGranules, WorkerHands};
 use super::heap::settle_heap;
 use super::published::Gone;
 use super::scopes::Scopes;
-use super::sensor::{Counted, MemorySensor};
+use super::sensor::{Counted, LibcIdle, MemorySensor};
 use super::shared::{Purges, Shared};
 use super::shrink::ShrinksAsked;
 use super::trail::Trail;
@@ -242,6 +242,7 @@ impl Builder {
             last: None,
             refresh_at: Moment::ORIGIN,
             read: None,
+            libc: LibcIdle::default(),
         };
         let joined = Arc::default();
         let ladder = ladder(&joined, &resources, is_host);

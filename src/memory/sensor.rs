@@ -22,7 +22,7 @@ use crate::bytes::ByteSize;
 use crate::clock::{Clock, Moment};
 use crate::control::{Glance, Sample, Sensor, Signal, Signals};
 use crate::device::driver::Driver;
-use crate::host::{HeapProbe, HeapSnapshot};
+use crate::host::{self, HeapProbe, HeapSnapshot};
 
 use super::arenas::Arenas;
 
@@ -33,6 +33,9 @@ const EPOCH_MAX: Duration = Duration::from_millis(250);
 /// The kernel's signals are read at least this often while nothing of ours moves: two of three
 /// idle ticks then cost two reads.
 const SIGNAL_MAX: Duration = Duration::from_millis(750);
+/// The C library's free blocks are counted no more often than this: each of its arenas is locked
+/// meanwhile.
+const LIBC_MIN: Duration = Duration::from_secs(1);
 
 /// Where the memory of arenas counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,6 +71,15 @@ pub(super) struct MemorySensor {
     pub(super) refresh_at: Moment,
     /// The last reading of the kernel's signals, and the glance before it.
     pub(super) read: Option<(Moment, Glance, Signal)>,
+    pub(super) libc: LibcIdle,
+}
+
+/// The free blocks of the C library's heap as they were last counted.
+#[derive(Debug, Default)]
+pub(super) struct LibcIdle {
+    bytes: ByteSize,
+    /// When they may be counted again.
+    next: Moment,
 }
 
 /// A refresh of jemalloc's statistics, and what was measured beside it.
@@ -180,6 +192,17 @@ impl Sensor for MemorySensor {
             sample.physical = sample.physical.saturating_add(committed);
         }
         sample
+    }
+
+    fn libc_idle(&mut self, now: Moment) -> ByteSize {
+        if now >= self.libc.next {
+            let start = self.clock.now();
+            // Unknown without glibc 2.33: then only growth asks for a purge of such memory.
+            self.libc.bytes = host::libc_heap().map_or(ByteSize::ZERO, |heap| heap.idle);
+            let cost = self.clock.now() - start;
+            self.libc.next = now + (cost * EPOCH_SHARE).max(LIBC_MIN);
+        }
+        self.libc.bytes
     }
 }
 

@@ -98,8 +98,8 @@ table! {
     HEAP_BACKGROUND_THREADS: Gauge "lowtide_heap_background_threads" Count []
         "jemalloc background threads that run.";
     HEAP_PURGES: Counter "lowtide_heap_purges_total" Count ["trigger"]
-        "Purges of the heap that this crate ran, by trigger (pressure, manual, unload, growth, \
-         idle, periodic).";
+        "Purges of the heap that this crate ran, by trigger (pressure, manual, unload, load, \
+         growth, idle, periodic).";
     HEAP_PURGED: Counter "lowtide_heap_purged_bytes_total" Bytes ["heap"]
         "Physical bytes given back by those purges, by heap (jemalloc without its muzzy pages, \
          muzzy, libc).";

@@ -22,6 +22,8 @@ pub enum Trigger {
     Manual,
     /// A resource has been unloaded.
     Unload,
+    /// A resource has been loaded.
+    Load,
     /// What the heaps keep has grown.
     Growth,
     /// Nothing is going on.
@@ -32,17 +34,24 @@ pub enum Trigger {
 
 impl Trigger {
     /// All triggers, the most urgent first.
-    pub const ALL: [Self; 6] =
-        [Self::Pressure, Self::Manual, Self::Unload, Self::Growth, Self::Idle, Self::Periodic];
+    pub const ALL: [Self; 7] = [
+        Self::Pressure,
+        Self::Manual,
+        Self::Unload,
+        Self::Load,
+        Self::Growth,
+        Self::Idle,
+        Self::Periodic,
+    ];
 
     /// Whether the control loop posts it, at its pace; the others run whenever they are asked for.
     pub(super) const fn is_paced(self) -> bool {
-        matches!(self, Self::Pressure | Self::Growth | Self::Idle | Self::Periodic)
+        !matches!(self, Self::Manual | Self::Unload)
     }
 
     /// Whether it leaves alone what leaves by itself in its time: there is no hurry.
     pub(crate) const fn leaves_decaying(self) -> bool {
-        matches!(self, Self::Growth | Self::Idle | Self::Periodic)
+        matches!(self, Self::Load | Self::Growth | Self::Idle | Self::Periodic)
     }
 
     /// Its label in metrics.
@@ -52,6 +61,7 @@ impl Trigger {
             Self::Pressure => "pressure",
             Self::Manual => "manual",
             Self::Unload => "unload",
+            Self::Load => "load",
             Self::Growth => "growth",
             Self::Idle => "idle",
             Self::Periodic => "periodic",
@@ -93,7 +103,7 @@ pub enum Job {
 /// Places: the lower, the more urgent. The rungs of the ladder come after the pressure purge.
 const RUNG_FIRST: usize = 1;
 const MANUAL: usize = RUNG_FIRST + Ladder::RUNGS_MAX;
-const PLACES: usize = MANUAL + 13;
+const PLACES: usize = MANUAL + 14;
 const _: () = assert!(PLACES <= 64, "each job has a bit of its own");
 
 impl Job {
@@ -110,13 +120,14 @@ impl Job {
             Self::DecayDevice => MANUAL + 4,
             Self::DecayHeap => MANUAL + 5,
             Self::SampleDevice => MANUAL + 6,
-            Self::Purge { trigger: Trigger::Growth } => MANUAL + 7,
-            Self::Purge { trigger: Trigger::Idle } => MANUAL + 8,
-            Self::Purge { trigger: Trigger::Periodic } => MANUAL + 9,
-            Self::Publish => MANUAL + 10,
-            Self::ReportExhaustion => MANUAL + 11,
+            Self::Purge { trigger: Trigger::Load } => MANUAL + 7,
+            Self::Purge { trigger: Trigger::Growth } => MANUAL + 8,
+            Self::Purge { trigger: Trigger::Idle } => MANUAL + 9,
+            Self::Purge { trigger: Trigger::Periodic } => MANUAL + 10,
+            Self::Publish => MANUAL + 11,
+            Self::ReportExhaustion => MANUAL + 12,
             // It may copy for long, and nobody waits for it.
-            Self::SleepDevice => MANUAL + 12,
+            Self::SleepDevice => MANUAL + 13,
         })
     }
 
@@ -129,6 +140,7 @@ impl Job {
             Job::DecayDevice,
             Job::DecayHeap,
             Job::SampleDevice,
+            Job::Purge { trigger: Trigger::Load },
             Job::Purge { trigger: Trigger::Growth },
             Job::Purge { trigger: Trigger::Idle },
             Job::Purge { trigger: Trigger::Periodic },

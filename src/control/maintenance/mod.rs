@@ -6,9 +6,9 @@
 //! [`run_control`] on one, [`run_worker`] on the other.
 //!
 //! Invariants: `next > now`, and `next - now <= idle_tick`; nothing is purged but for pressure or
-//! exhaustion, an unload, a request of an operator, growth ([`PurgeGrowth`]), or where
-//! `purgeable - decaying > max(purge_floor, purge_part x live)`; levels act on physical bytes,
-//! allowances on required ones.
+//! exhaustion, an unload, a request of an operator, growth ([`PurgeGrowth`]), or if `purgeable -
+//! decaying + free blocks of the C library > max(purge_floor, purge_part x live)`; levels act on
+//! physical bytes, allowances on required ones.
 
 mod account;
 mod jobs;
@@ -120,6 +120,14 @@ pub trait Sensor: Send {
     /// One sample. Called on the control thread at each tick: some ten microseconds, no allocation,
     /// no driver call.
     fn sample(&mut self, now: Moment) -> Sample;
+
+    /// Returns the bytes of free blocks in the heap of the C library, with or without memory behind
+    /// them, as of the last second or so. Called on the control thread, and only if the answer can
+    /// decide on a purge. Default: zero.
+    fn libc_idle(&mut self, now: Moment) -> ByteSize {
+        let _ = now;
+        ByteSize::ZERO
+    }
 }
 
 /// What a tick decided.
@@ -154,6 +162,9 @@ pub struct Maintenance {
     purgeable_low: ByteSize,
     /// Whether thread caches were asked for since it became quiet.
     recalled: bool,
+    /// Loads by the last tick, and when the last one that no purge has followed was seen.
+    loads: u64,
+    loaded_at: Option<Moment>,
     growth: Growth,
     exhaustion: Exhaustion,
     decayed_at: Option<Moment>,
@@ -196,6 +207,8 @@ impl Maintenance {
             purged_at: Moment::ORIGIN,
             purgeable_low: ByteSize::MAX,
             recalled: false,
+            loads: 0,
+            loaded_at: None,
             growth: Growth::new(),
             exhaustion: Exhaustion::default(),
             decayed_at: None,

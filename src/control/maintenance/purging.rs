@@ -1,13 +1,20 @@
 //! Whether the heap is to be purged now, and why.
 //!
-//! Pressure, a quiet service, a time that has passed, and growth: a busy service is never quiet,
-//! and what its heaps keep would else grow until memory is short. It purges nothing itself.
+//! Pressure, a load that ended, a quiet service, a time that has passed, and growth: a busy service
+//! is never quiet, and what its heaps keep would else grow until memory is short. It purges nothing
+//! itself.
 //!
 //! Growth is looked for in [`Sample::kept`], anonymous memory that no live page of the heap and no
 //! arena accounts for. Resident bytes would do for a service that holds the same all day, but a
 //! loaded model is growth of them and nothing to purge. Retained bytes are resident less live ones
 //! of jemalloc: the holes in its pages are among them, which no purge returns, and what C code's
 //! heap keeps is not, which a trim does return.
+//!
+//! After a load, when the service is quiet and when the interval has passed, a purge must be worth
+//! its cost: unused pages of jemalloc and free blocks of the C library's heap count. The C library
+//! also counts free blocks without memory behind them, such as those that the last purge released,
+//! so they count only up to the growth of [`Sample::kept`] since that purge. To count them locks
+//! the C library's heap: that is done only if the answer can decide.
 //!
 //! Invariants: a purge for growth starts only where `kept - low > max(floor, part x anonymous at
 //! low)` held at every sample of `hold`, with `low` the least since the last purge began; and
@@ -47,6 +54,10 @@ impl PurgeGrowth {
 /// so that they take a hundredth of a core at most.
 const PAUSE_PER_MIB: Duration = Duration::from_micros(100 * 100);
 
+/// How long after a load a purge is still for that load: longer than the figures of a sample may be
+/// old.
+const LOAD_WINDOW: Duration = Duration::from_secs(2);
+
 /// Since when memory that a purge may return has grown.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Growth {
@@ -64,11 +75,15 @@ impl Growth {
         Self { low: ByteSize::MAX, base: ByteSize::ZERO, since: None, next: Moment::ORIGIN }
     }
 
-    /// Whether it has grown for long enough to be worth a purge.
-    fn is_due(&mut self, settings: PurgeGrowth, sample: &Sample, now: Moment) -> bool {
+    /// Takes a sample into account.
+    fn see(&mut self, sample: &Sample) {
         if sample.kept <= self.low {
             (self.low, self.base) = (sample.kept, sample.anonymous);
         }
+    }
+
+    /// Whether it has grown for long enough to be worth a purge.
+    fn is_due(&mut self, settings: PurgeGrowth, sample: &Sample, now: Moment) -> bool {
         let worth = settings.floor.max(self.base.scaled(settings.part));
         if sample.kept.saturating_sub(self.low) <= worth {
             self.since = None;
@@ -97,7 +112,13 @@ impl Maintenance {
         let part = sample.heap_live.scaled(self.settings.purge_part);
         let worth = self.settings.purge_floor.max(part);
         let purgeable = sample.purgeable.saturating_sub(sample.decaying);
-        let much = purgeable > worth;
+        self.growth.see(sample);
+        let loaded = self.has_loaded(now);
+        let interval = self.settings.purge_interval;
+        let interval_passed = interval.is_some_and(|every| now - self.purged_at >= every);
+        let asks = loaded || quiet || interval_passed;
+        let much =
+            purgeable > worth || (asks && self.is_much_with_libc(sample, purgeable, worth, now));
         // Caches go where their threads answer, and nobody knows where: once in each quiet time.
         self.recalled &= quiet;
         let cached = !self.recalled && purgeable.saturating_add(sample.cached) > worth;
@@ -109,15 +130,16 @@ impl Maintenance {
         }
         let growth = self.settings.purge_growth;
         let grown = growth.is_some_and(|growth| self.growth.is_due(growth, sample, now));
-        let periodic = self.settings.purge_interval;
         let pressed = self.host.pressure.level() >= Level::Elevated;
         let trigger = if pressed || self.exhaustion.wants_purge() {
             Trigger::Pressure
+        } else if loaded && much {
+            Trigger::Load
         } else if quiet && (much || cached) {
             Trigger::Idle
         } else if grown {
             Trigger::Growth
-        } else if much && periodic.is_some_and(|every| now - self.purged_at >= every) {
+        } else if much && interval_passed {
             Trigger::Periodic
         } else {
             return;
@@ -125,10 +147,37 @@ impl Maintenance {
         if self.purge.start(now) {
             self.purged_at = now;
             self.recalled = quiet;
+            self.loaded_at = None;
             self.purgeable_low = sample.purgeable;
             self.growth.purged(sample, now);
             jobs.insert(Job::Purge { trigger });
         }
+    }
+
+    /// Whether a resource was loaded within [`LOAD_WINDOW`], and nothing was purged since.
+    fn has_loaded(&mut self, now: Moment) -> bool {
+        let loads = self.resources.loads_total();
+        if loads > self.loads {
+            self.loaded_at = Some(now);
+        }
+        self.loads = loads;
+        self.loaded_at.is_some_and(|at| now - at < LOAD_WINDOW)
+    }
+
+    /// Whether unused pages and the C library's free blocks together are worth a purge.
+    fn is_much_with_libc(
+        &mut self,
+        sample: &Sample,
+        pages: ByteSize,
+        worth: ByteSize,
+        now: Moment,
+    ) -> bool {
+        if self.growth.next > now || self.purge.next() > now {
+            return false;
+        }
+        let grown = sample.kept.saturating_sub(self.growth.low).saturating_sub(pages);
+        pages.saturating_add(grown) > worth
+            && pages.saturating_add(self.sensor.libc_idle(now).min(grown)) > worth
     }
 }
 
@@ -137,9 +186,10 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
+    use crate::clock::ManualClock;
     use crate::control::admission::{Admission, Cost};
     use crate::control::maintenance::{Sensor, Settings};
-    use crate::control::managed::Resources;
+    use crate::control::managed::{Managed, Resources};
     use crate::control::reclaim::{Ladder, Recovered};
     use crate::sync::{Mutex, lock};
 
@@ -158,7 +208,7 @@ mod tests {
     #[test]
     fn growth_counts_from_the_lowest_point_and_only_when_it_stays() {
         let mut growth = Growth::new();
-        let mut due = |millis, mib| growth.is_due(SETTINGS, &kept(mib), at(millis));
+        let mut due = |millis, mib| seen_due(&mut growth, &kept(mib), at(millis));
         assert!(!due(0, 100) && !due(1_000, 20), "the low is 20 MiB");
         assert!(!due(2_000, 84), "64 MiB more are not more than 64 MiB");
         assert!(!due(3_000, 85) && !due(4_999, 300), "not for long enough");
@@ -175,12 +225,13 @@ mod tests {
             anonymous: ByteSize::mib(2_000),
             ..Sample::default()
         };
-        assert!(!growth.is_due(SETTINGS, &sample(0), at(0)));
+        let mut due = |millis, mib| seen_due(&mut growth, &sample(mib), at(millis));
+        assert!(!due(0, 0));
         for (step, mib) in [(1, 200), (2, 200)] {
-            assert!(!growth.is_due(SETTINGS, &sample(mib), at(step * 60_000)), "a tenth at most");
+            assert!(!due(step * 60_000, mib), "a tenth at most");
         }
-        assert!(!growth.is_due(SETTINGS, &sample(201), at(200_000)));
-        assert!(growth.is_due(SETTINGS, &sample(201), at(202_000)));
+        assert!(!due(200_000, 201));
+        assert!(due(202_000, 201));
     }
 
     #[test]
@@ -188,7 +239,7 @@ mod tests {
         for (mib, pause) in [(100, 2_000), (1_000, 10_000)] {
             let mut growth = Growth::new();
             growth.purged(&kept(mib), at(0));
-            let mut due = |millis, mib| growth.is_due(SETTINGS, &kept(mib), at(millis));
+            let mut due = |millis, mib| seen_due(&mut growth, &kept(mib), at(millis));
             assert!(!due(0, 10) && !due(0, 500), "low, and high again at once");
             assert!(!due(pause - 1, 500), "{mib} MiB");
             assert!(due(pause, 500), "{mib} MiB");
@@ -198,33 +249,145 @@ mod tests {
     #[test]
     fn what_a_purge_did_not_return_asks_for_no_other_one() {
         let mut growth = Growth::new();
-        assert!(!growth.is_due(SETTINGS, &kept(10), at(0)));
-        assert!(!growth.is_due(SETTINGS, &kept(400), at(0)));
-        assert!(growth.is_due(SETTINGS, &kept(400), at(2_000)));
+        assert!(!seen_due(&mut growth, &kept(10), at(0)));
+        assert!(!seen_due(&mut growth, &kept(400), at(0)));
+        assert!(seen_due(&mut growth, &kept(400), at(2_000)));
         growth.purged(&kept(400), at(2_000));
         for hour in 1..100 {
-            assert!(!growth.is_due(SETTINGS, &kept(400), at(hour * 3_600_000)));
+            assert!(!seen_due(&mut growth, &kept(400), at(hour * 3_600_000)));
         }
     }
 
-    struct Seen(Arc<Mutex<Sample>>);
+    fn seen_due(growth: &mut Growth, sample: &Sample, now: Moment) -> bool {
+        growth.see(sample);
+        growth.is_due(SETTINGS, sample, now)
+    }
+
+    /// A sample, the C library's free blocks, and how often these were counted.
+    #[derive(Clone, Copy, Default)]
+    struct World {
+        sample: Sample,
+        libc_idle: ByteSize,
+        looks: u32,
+    }
+
+    #[derive(Clone, Default)]
+    struct Seen(Arc<Mutex<World>>);
+
+    impl Seen {
+        fn of(sample: Sample) -> Self {
+            Self(Arc::new(Mutex::new(World { sample, ..World::default() })))
+        }
+    }
 
     impl Sensor for Seen {
         fn sample(&mut self, _: Moment) -> Sample {
-            *lock(&self.0)
+            lock(&self.0).sample
         }
+
+        fn libc_idle(&mut self, _: Moment) -> ByteSize {
+            let mut world = lock(&self.0);
+            world.looks += 1;
+            world.libc_idle
+        }
+    }
+
+    /// Loops of a service that nobody uses, over these figures.
+    fn loops(seen: &Seen, settings: Settings, resources: Resources) -> (Maintenance, Admission) {
+        let admission = Admission::new();
+        let settings = Settings { publish_interval: None, ..settings };
+        let (sensor, ladder) = (Box::new(seen.clone()), Ladder::default());
+        let loops = Maintenance::new(settings, sensor, admission.clone(), resources, ladder);
+        (loops.expect("valid"), admission)
+    }
+
+    /// Ticks each 250 ms up to this second; the purges. One returns the free blocks of the C
+    /// library that have memory behind them, and leaves them free.
+    fn purges_until(loops: &mut Maintenance, seen: &Seen, from: u64, until: u64) -> Vec<Trigger> {
+        let mut purges = Vec::new();
+        for quarter in from * 4..until * 4 {
+            for job in loops.tick(at(quarter * 250)).jobs {
+                if let Job::Purge { trigger } = job {
+                    purges.push(trigger);
+                    lock(&seen.0).sample = kept(20);
+                    let released = Recovered::of(ByteSize::mib(80));
+                    loops.purge.finish(ByteSize::ZERO, released, at(quarter * 250 + 10));
+                }
+            }
+        }
+        purges
+    }
+
+    /// 80 MiB of free blocks of the C library's heap.
+    fn burst(seen: &Seen) {
+        *lock(&seen.0) =
+            World { sample: kept(100), libc_idle: ByteSize::mib(80), ..World::default() };
+    }
+
+    /// Bug: idle and periodic purges looked at jemalloc's unused pages only, so that 80 MiB of an
+    /// engine written in C++ stayed for as long as the service was idle.
+    #[test]
+    fn free_blocks_of_the_c_library_are_purged_once_after_each_burst() {
+        let seen = Seen::of(kept(20));
+        let settings = Settings { purge_interval: None, ..Settings::default() };
+        let (mut loops, admission) = loops(&seen, settings, Resources::new());
+        assert_eq!(purges_until(&mut loops, &seen, 0, 10), []);
+        assert_eq!(lock(&seen.0).looks, 0, "nothing has grown: nobody asks the C library");
+        burst(&seen);
+        assert_eq!(purges_until(&mut loops, &seen, 10, 200), [Trigger::Idle]);
+        assert!(lock(&seen.0).looks <= 1, "its free blocks without memory are not asked for");
+        let request = admission.try_admit(Cost::ZERO).expect("nothing is held");
+        burst(&seen);
+        assert_eq!(purges_until(&mut loops, &seen, 200, 201), [], "a request is held");
+        drop(request);
+        assert_eq!(purges_until(&mut loops, &seen, 201, 400), [Trigger::Idle]);
+    }
+
+    #[test]
+    fn free_blocks_of_the_c_library_are_purged_from_a_busy_service_when_the_interval_has_passed() {
+        let seen = Seen::of(kept(20));
+        let (mut loops, admission) = loops(&seen, Settings::default(), Resources::new());
+        let _held = admission.try_admit(Cost::ZERO).expect("nothing is held");
+        assert_eq!(purges_until(&mut loops, &seen, 0, 10), []);
+        burst(&seen);
+        assert_eq!(purges_until(&mut loops, &seen, 10, 29), []);
+        assert_eq!(purges_until(&mut loops, &seen, 29, 200), [Trigger::Periodic]);
+    }
+
+    #[test]
+    fn memory_that_grew_beside_the_heap_and_is_not_free_asks_for_no_purge() {
+        let seen = Seen::of(kept(20));
+        let (mut loops, _) = loops(&seen, Settings::default(), Resources::new());
+        assert_eq!(purges_until(&mut loops, &seen, 0, 10), []);
+        // A model that the C library holds.
+        lock(&seen.0).sample = kept(300);
+        lock(&seen.0).libc_idle = ByteSize::mib(10);
+        assert_eq!(purges_until(&mut loops, &seen, 10, 100), []);
+    }
+
+    /// Bug: what a load left behind stayed under the first requests, and raised their peak.
+    #[test]
+    fn what_a_load_leaves_behind_is_purged_once_and_without_a_quiet_time() {
+        let (seen, resources) = (Seen::of(kept(20)), Resources::new());
+        let (mut loops, admission) = loops(&seen, Settings::default(), resources.clone());
+        let loaded = Managed::builder("model", || Ok(())).build(Arc::new(ManualClock::new()), None);
+        resources.add(Arc::new(loaded.clone())).expect("the first");
+        let _held = admission.try_admit(Cost::ZERO).expect("nothing is held");
+        assert_eq!(purges_until(&mut loops, &seen, 0, 10), []);
+        drop(loaded.acquire_blocking().expect("loads"));
+        burst(&seen);
+        assert_eq!(purges_until(&mut loops, &seen, 10, 20), [Trigger::Load]);
+        drop(loaded.acquire_blocking().expect("is loaded"));
+        burst(&seen);
+        assert_eq!(purges_until(&mut loops, &seen, 20, 30), [], "nothing was loaded");
     }
 
     /// Why a service that holds a request is purged while it keeps 300 MiB more than at its start.
     fn purged_within_20s(purge_growth: Option<PurgeGrowth>, purgeable: u64) -> Vec<Trigger> {
-        let settings = Settings { purge_growth, publish_interval: None, ..Settings::default() };
-        let sample = Arc::new(Mutex::new(kept(20)));
-        let admission = Admission::new();
+        let settings = Settings { purge_growth, ..Settings::default() };
+        let seen = Seen::of(kept(20));
+        let (mut loops, admission) = loops(&seen, settings, Resources::new());
         let _busy = admission.try_admit(Cost::ZERO).expect("nothing is held");
-        let (resources, ladder) = (Resources::new(), Ladder::default());
-        let sensor = Box::new(Seen(Arc::clone(&sample)));
-        let loops = Maintenance::new(settings, sensor, admission, resources, ladder);
-        let mut loops = loops.expect("valid");
         let mut triggers = Vec::new();
         for second in 0..20 {
             let now = at(second * 1_000);
@@ -233,14 +396,14 @@ mod tests {
                 _ => None,
             }));
             let purgeable = ByteSize::mib(purgeable);
-            *lock(&sample) = Sample { purgeable, ..kept(320) };
+            lock(&seen.0).sample = Sample { purgeable, ..kept(320) };
         }
         triggers
     }
 
     #[test]
     fn a_busy_service_that_keeps_more_is_purged_once_though_its_heap_shows_nothing_purgeable() {
-        // The heap of C code: nobody counts what is idle there.
+        // The heap of a C library that does not count its free blocks.
         assert_eq!(purged_within_20s(Some(SETTINGS), 0), [Trigger::Growth]);
         assert_eq!(purged_within_20s(Some(SETTINGS), 300), [Trigger::Growth]);
         assert_eq!(purged_within_20s(None, 300), [], "the interval is 30 s");
@@ -248,13 +411,8 @@ mod tests {
 
     #[test]
     fn thread_caches_are_asked_for_once_in_each_quiet_time() {
-        let settings = Settings { publish_interval: None, ..Settings::default() };
-        let cached = Sample { cached: ByteSize::mib(100), ..Sample::default() };
-        let admission = Admission::new();
-        let (resources, ladder) = (Resources::new(), Ladder::default());
-        let sensor = Box::new(Seen(Arc::new(Mutex::new(cached))));
-        let loops = Maintenance::new(settings, sensor, admission.clone(), resources, ladder);
-        let mut loops = loops.expect("valid");
+        let seen = Seen::of(Sample { cached: ByteSize::mib(100), ..Sample::default() });
+        let (mut loops, admission) = loops(&seen, Settings::default(), Resources::new());
         let mut purges = Vec::new();
         for second in 0..300 {
             if second % 100 == 50 {

@@ -236,6 +236,14 @@ impl Resources {
         list.iter().map(|resource| resource.next_due()).min().unwrap_or(Moment::NEVER)
     }
 
+    /// Returns how many loads have succeeded. Does not allocate; costs a look at each resource.
+    pub(crate) fn loads_total(&self) -> u64 {
+        if !self.birth.is_here() {
+            return 0;
+        }
+        lock(&self.list).iter().map(|resource| resource.stats().loads_ok_total).sum()
+    }
+
     /// Unloads those that are due, on the calling thread, and says how many were.
     pub fn unload_due(&self, now: Moment) -> usize {
         self.all().iter().filter(|resource| resource.unload_if_due(now)).count()
