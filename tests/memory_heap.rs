@@ -10,7 +10,7 @@ mod support;
 use std::time::Duration;
 
 use lowtide::config::{DeviceChoice, Profile};
-use lowtide::control::Signals;
+use lowtide::control::{Resource as _, Signals};
 use lowtide::decay::DecayTime;
 use lowtide::host::{self, HeapProbe};
 use lowtide::memory::{Builder, MemorySnapshot};
@@ -145,6 +145,68 @@ fn an_idle_service_gives_back_what_the_heap_of_c_code_keeps() {
     });
     // SAFETY: from `malloc`, and freed once.
     unsafe { libc::free(last) };
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
+/// A block of C code.
+struct OfC(*mut libc::c_void);
+
+// SAFETY: the block is nobody else's, and may be freed on any thread.
+unsafe impl Send for OfC {}
+// SAFETY: nothing reads or writes it.
+unsafe impl Sync for OfC {}
+
+impl OfC {
+    fn new(bytes: usize) -> Self {
+        // SAFETY: any size may be asked for; what comes back is checked, and written within.
+        let block = unsafe { libc::malloc(bytes) };
+        assert!(!block.is_null());
+        // SAFETY: the block has that size.
+        unsafe { libc::memset(block, 7, bytes) };
+        Self(block)
+    }
+}
+
+impl Drop for OfC {
+    fn drop(&mut self) {
+        // SAFETY: from `malloc`, and freed once.
+        unsafe { libc::free(self.0) };
+    }
+}
+
+/// Bug: a session of an engine written in C++ was measured as 0 bytes, and nothing said so.
+#[test]
+fn a_resource_of_c_code_is_measured_by_the_growth_around_its_load() {
+    if cfg!(feature = "interpose") {
+        println!("skipped: jemalloc serves C code");
+        return;
+    }
+    let _turn = turn();
+    let memory = builder().start().expect("starts");
+    let load = || {
+        drop(OfC::new(20 << 20)); // as a file that is read and parsed
+        Ok(OfC::new(40 << 20))
+    };
+    let model = memory.register(memory.managed("of C", load)).expect("registered");
+    let request = memory.admission().try_admit(lowtide::control::Cost::ZERO).expect("admitted");
+    drop(model.acquire_blocking().expect("loads"));
+    drop(request);
+    let found = model.stats().measured.expect("measured").host;
+    assert!(found >= ByteSize::mib(38) && found <= ByteSize::mib(46), "{found}");
+    let said = |part: &str| memory.notes().iter().any(|note| note.to_string().contains(part));
+    assert!(said("of C") && said("interpose") && said("growth"), "{:?}", memory.notes());
+    assert!(model.unload_now(SOON).expect("nobody holds it"));
+    assert!(model.stats().recovered_total.host >= ByteSize::mib(38));
+
+    // Beside another request nobody can tell whose memory it is.
+    let other = memory.admission().try_admit(lowtide::control::Cost::ZERO).expect("admitted");
+    let request = memory.admission().try_admit(lowtide::control::Cost::ZERO).expect("admitted");
+    let model = memory.register(memory.managed("beside", load)).expect("registered");
+    drop(model.acquire_blocking().expect("loads"));
+    drop((request, other));
+    let found = model.stats().measured.unwrap_or_default().host;
+    assert!(found <= ByteSize::mib(4), "{found}");
+    assert!(said("\"beside\"") && said("not measured"), "{:?}", memory.notes());
     assert!(memory.shutdown(SOON).is_clean());
 }
 

@@ -28,6 +28,7 @@ use super::error::{Note, StartError};
 use super::events::Events;
 use super::hands::{Hook, IdleGranules, WorkerHands};
 use super::heap::settle_heap;
+use super::own_arena::Loads;
 use super::published::Gone;
 use super::scopes::Scopes;
 use super::sensor::{Counted, LibcIdle, MemorySensor};
@@ -246,11 +247,10 @@ impl Builder {
         };
         let joined = Arc::default();
         let ladder = ladder(&joined, &resources, is_host);
+        let settings = settings(&config, is_host);
+        let settings = control::Settings { heap_decay_interval: heap.decay_interval, ..settings };
         let mut maintenance = Maintenance::new(
-            control::Settings {
-                heap_decay_interval: heap.decay_interval,
-                ..settings(&config, is_host)
-            },
+            settings,
             Box::new(sensor),
             admission.clone(),
             resources.clone(),
@@ -279,6 +279,7 @@ impl Builder {
             events: Events::default(),
             trail: Trail::default(),
             errands: Errands::default(),
+            loads: Loads::default(),
             #[cfg(feature = "cuda")]
             governors: super::governors::Governors::default(),
         });

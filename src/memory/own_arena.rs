@@ -6,22 +6,33 @@
 //! loaded into the heap that all share: a worse place, and no reason to refuse a request. The
 //! device arena is whoever's who registered the resource; here it is measured, and purged.
 //!
+//! Memory that C and C++ code allocates is in no such arena unless jemalloc serves that code too
+//! (feature `interpose`). Without it the resource is measured by the change of the cgroup's charge,
+//! or of the process's resident memory, around a load that runs alone: no other load and no other
+//! request began, ran or ended meanwhile.
+//!
 //! Invariant: `arena is there => its resource is loaded`, and its value lies there. A load that
 //! timed out and still runs has an arena of its own, or none.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use crate::bytes::ByteSize;
-use crate::control::{Cost, Enclosure, LoadError};
+use crate::control::{Cost, Enclosure, LimitSource, LoadError, Trigger};
 use crate::device::DeviceArena;
 use crate::host::{self, ARENA_NAME_MAX, HostArena, HostArenaStats};
 
 use super::error::Note;
 use super::shared::Shared;
 
+/// Growth of less than this around a load is taken for chance.
+const CHANGE_MIN: ByteSize = ByteSize::mib(4);
+
 pub(super) struct OwnArena {
     name: String,
     arena: Mutex<Option<HostArena>>,
+    /// By how much the process grew around the last load, where that was measured.
+    grown: Mutex<Option<ByteSize>>,
     /// In which nothing lies but what the resource holds.
     device: Option<DeviceArena>,
     /// Weak: the registry holds the resource.
@@ -37,7 +48,8 @@ impl OwnArena {
     ) -> Arc<dyn Enclosure> {
         let end = (0..=ARENA_NAME_MAX.min(name.len())).rev().find(|at| name.is_char_boundary(*at));
         let name = name.get(..end.unwrap_or_default()).unwrap_or_default().to_owned();
-        Arc::new(Self { name, arena: Mutex::new(None), device, shared: Arc::downgrade(shared) })
+        let (arena, grown) = (Mutex::new(None), Mutex::new(None));
+        Arc::new(Self { name, arena, grown, device, shared: Arc::downgrade(shared) })
     }
 
     fn take(&self) -> Option<HostArena> {
@@ -52,6 +64,52 @@ impl OwnArena {
         HostArena::new(&self.name).map_err(|error| self.note(&error)).ok()
     }
 
+    /// Bytes of pages in the arena.
+    fn arena_active(&self) -> Option<ByteSize> {
+        let arena = self.arena.lock().unwrap_or_else(PoisonError::into_inner);
+        arena.as_ref().and_then(|arena| arena.stats().ok()).map(|stats| stats.active)
+    }
+
+    fn take_grown(&self) -> Option<ByteSize> {
+        self.grown.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    /// Measures by the growth of the process what a load took that has ended, and says so.
+    fn settle_growth(&self, shared: &Shared, before: &Before) {
+        let in_arena = self.arena_active().unwrap_or_default();
+        let worth = in_arena.saturating_add(CHANGE_MIN);
+        if before.growth(shared) <= worth {
+            return;
+        }
+        let name = &self.name;
+        let start = format!("{name:?} holds memory of C or C++ code");
+        let measured = before.is_alone(shared).then(|| {
+            // What the load itself needed, such as the file, is free by now.
+            let _ = shared.purge(Trigger::Load);
+            before.growth(shared)
+        });
+        let measured = measured.filter(|grown| before.is_alone(shared) && *grown > worth);
+        *self.grown.lock().unwrap_or_else(PoisonError::into_inner) = measured;
+        let start = format!("{start}, which jemalloc does not serve in this build: ");
+        let note = match measured {
+            Some(grown) => Note::info(
+                "resources",
+                format!(
+                    "{start}measured as {grown} by the growth of the process; `interpose` \
+                         measures it to the page"
+                ),
+            ),
+            None => Note::warning(
+                "resources",
+                format!(
+                    "{start}not measured, since it was not loaded alone; expected the feature \
+                         `interpose`"
+                ),
+            ),
+        };
+        shared.note_once(&start, note);
+    }
+
     fn note(&self, error: &dyn std::error::Error) {
         if let Some(shared) = self.shared.upgrade() {
             let start = format!("{:?} is loaded into the shared heap: ", self.name);
@@ -61,28 +119,108 @@ impl OwnArena {
     }
 }
 
+/// The process before a load.
+struct Before {
+    /// The cgroup's charge or the resident memory.
+    held: ByteSize,
+    /// Requests admitted and finished.
+    requests: [u64; 2],
+    loads: LoadCounts,
+}
+
+/// Loads of resources with an [`OwnArena`] that began and that ended.
+#[derive(Debug, Default)]
+pub(super) struct Loads {
+    begun: AtomicU64,
+    ended: AtomicU64,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct LoadCounts {
+    begun: u64,
+    ended: u64,
+}
+
+impl Loads {
+    fn counts(&self) -> LoadCounts {
+        let count = |total: &AtomicU64| total.load(Ordering::SeqCst);
+        LoadCounts { ended: count(&self.ended), begun: count(&self.begun) }
+    }
+}
+
+/// Counts the end of a load, also of one that panics.
+struct Loading<'a>(&'a Loads);
+
+impl<'a> Loading<'a> {
+    fn begin(loads: &'a Loads) -> Self {
+        loads.begun.fetch_add(1, Ordering::SeqCst);
+        Self(loads)
+    }
+}
+
+impl Drop for Loading<'_> {
+    fn drop(&mut self) {
+        self.0.ended.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+impl Before {
+    /// Called when the load has been counted as begun.
+    fn now(shared: &Shared) -> Self {
+        let loads = shared.loads.counts();
+        Self { held: held(shared), requests: requests(shared), loads }
+    }
+
+    /// By how much the process has grown since.
+    fn growth(&self, shared: &Shared) -> ByteSize {
+        held(shared).saturating_sub(self.held)
+    }
+
+    /// Whether nothing but this load, and at most the request that waits for it, ran since.
+    fn is_alone(&self, shared: &Shared) -> bool {
+        let [admitted, finished] = self.requests;
+        let LoadCounts { begun, ended } = self.loads;
+        begun == ended + 1
+            && shared.loads.counts() == self.loads
+            && admitted <= finished + 1
+            && requests(shared) == self.requests
+    }
+}
+
+fn requests(shared: &Shared) -> [u64; 2] {
+    let stats = shared.admission.stats();
+    [stats.admitted_total, stats.finished_total]
+}
+
+/// What the cgroup is charged with, if the limit is the cgroup's: elsewhere other processes would
+/// count. Else the process's anonymous memory.
+fn held(shared: &Shared) -> ByteSize {
+    let signal = shared.signals.sample();
+    let is_cgroup = matches!(signal.limit.source, LimitSource::Cgroup | LimitSource::High);
+    let charged = signal.charged.filter(|_| is_cgroup);
+    charged.or(signal.anonymous).unwrap_or_default()
+}
+
 impl Enclosure for OwnArena {
     fn load(&self, load: &mut dyn FnMut() -> bool) -> Result<(), LoadError> {
-        let Some(arena) = self.arena() else {
-            load();
+        let shared = self.shared.upgrade().filter(|_| !host::serves_c());
+        let Some(shared) = shared else {
+            self.load_within(load);
             return Ok(());
         };
-        let is_kept = arena.scope(&mut *load).unwrap_or_else(|error| {
-            self.note(&error);
-            load()
-        });
-        // Otherwise it is dropped, as by a panic of the loader: it is kept for another. The value
-        // of a later load may lie in the arena that is there by now.
-        if is_kept {
-            *self.arena.lock().unwrap_or_else(PoisonError::into_inner) = Some(arena);
+        let loading = Loading::begin(&shared.loads);
+        let before = Before::now(&shared);
+        if self.load_within(load) {
+            self.settle_growth(&shared, &before);
         }
+        drop(loading);
         Ok(())
     }
 
     fn unload(&self, unload: &mut dyn FnMut()) -> Option<Cost> {
         let committed = |arena: &DeviceArena| arena.snapshot().committed;
         let before = self.device.as_ref().map(committed);
-        let host = self.unload_from_heap(unload);
+        let host = self.unload_from_heap(unload).max(self.take_grown());
         unload(); // where it has not run
         let device = self.device.as_ref().zip(before).map(|(arena, before)| {
             // Where the driver refuses, what is idle decays.
@@ -93,13 +231,28 @@ impl Enclosure for OwnArena {
     }
 
     fn held(&self) -> Option<Cost> {
-        let arena = self.arena.lock().unwrap_or_else(PoisonError::into_inner);
-        let host = arena.as_ref().and_then(|arena| arena.stats().ok()).map(|stats| stats.active);
+        let grown = *self.grown.lock().unwrap_or_else(PoisonError::into_inner);
+        let host = self.arena_active().max(grown);
         self.cost(host, self.device.as_ref().map(|arena| arena.snapshot().active))
     }
 }
 
 impl OwnArena {
+    /// Loads in an arena, if there is one; whether there is something to keep.
+    fn load_within(&self, load: &mut dyn FnMut() -> bool) -> bool {
+        let Some(arena) = self.arena() else { return load() };
+        let is_kept = arena.scope(&mut *load).unwrap_or_else(|error| {
+            self.note(&error);
+            load()
+        });
+        // Otherwise it is dropped, as by a panic of the loader: it is kept for another. The value
+        // of a later load may lie in the arena that is there by now.
+        if is_kept {
+            *self.arena.lock().unwrap_or_else(PoisonError::into_inner) = Some(arena);
+        }
+        is_kept
+    }
+
     /// Runs the clean-up and says what the heap arena gave back, where there is one.
     fn unload_from_heap(&self, unload: &mut dyn FnMut()) -> Option<ByteSize> {
         let arena = self.take()?;

@@ -29,6 +29,7 @@ use super::device::DeviceWatch;
 use super::errands::Errands;
 use super::error::{MemoryError, Note, Severity};
 use super::events::Events;
+use super::own_arena::Loads;
 use super::published::Gone;
 use super::scopes::Scopes;
 use super::shrink::ShrinksAsked;
@@ -62,6 +63,7 @@ pub(super) struct Shared {
     pub(super) events: Events,
     pub(super) trail: Trail,
     pub(super) errands: Errands,
+    pub(super) loads: Loads,
     #[cfg(feature = "cuda")]
     pub(super) governors: super::governors::Governors,
 }

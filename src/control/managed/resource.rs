@@ -117,7 +117,8 @@ pub struct ResourceStats {
     pub unload_time: Duration,
     /// What it held right after its last load, where its enclosure can tell: a heap arena of its
     /// own can of the host's memory, a device arena of its own of the device's. Nothing of a budget
-    /// of which it cannot.
+    /// of which it cannot. If jemalloc does not serve C and C++ code (feature `interpose`), a load
+    /// that ran alone is also measured by the growth of the process.
     pub measured: Option<Cost>,
     /// What its unloads gave back in all, as far as its enclosure could tell.
     pub recovered_total: Cost,
