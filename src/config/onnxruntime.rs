@@ -11,6 +11,7 @@
 use std::borrow::Cow;
 
 use super::profile::Profile;
+use crate::host;
 
 /// Where ONNX Runtime takes a setting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,22 +43,29 @@ impl Profile {
     ///
     /// | key | where | low-memory | balanced | throughput |
     /// |---|---|---|---|---|
-    /// | `enable_cpu_mem_arena` | session option | false | false | as it is |
-    /// | `enable_mem_pattern` | session option | false | false | as it is |
+    /// | `enable_cpu_mem_arena` | session option | false | false with `interpose` | as it is |
+    /// | `enable_mem_pattern` | session option | false | false with `interpose` | as it is |
     /// | `session.use_device_allocator_for_initializers` | session entry | 1 | 1 | 1 |
     /// | `intra_op_num_threads` | session option | 1 | the CPUs | the CPUs |
     /// | `inter_op_num_threads` | session option | 1 | 1 | 1 |
     /// | `session.intra_op.allow_spinning` | session entry | 0 | 0 | as it is |
     ///
-    /// Without its CPU arena what ONNX Runtime frees goes back to the heap that serves C code, with
-    /// the pattern off it plans no block for a whole run, and initializers (the weights) do not
-    /// lie in an arena that would keep their largest step. ONNX Runtime counts the cores of the
+    /// Without its CPU arena ONNX Runtime frees to the heap that serves C++ code, and with the
+    /// pattern off it plans no block for a whole run. That depends on the heap, so `balanced` asks
+    /// which one it is ([`host::serves_c`]). jemalloc, with feature `interpose`, keeps such blocks
+    /// for a second and returns them when they are idle. glibc maps and unmaps each large one,
+    /// which costs many page faults and a larger peak than with the arena. There `balanced` leaves
+    /// the arena on, which keeps its memory between bursts, and `low-memory` does not.
+    /// docs/BENCHMARKING.md has the figures.
+    ///
+    /// Initializers (the weights) do not lie in an arena that would keep their largest step. ONNX
+    /// Runtime counts the cores of the
     /// machine, not those of the quota, and each thread has a stack and a part of the heap: so
     /// `cpus` is the quota's ([`Cpus::whole`](crate::control::Cpus::whole)), at least 1. Spinning
     /// threads take the quota of those that work.
     ///
-    /// Which values a profile has is a guess by what the settings do; no run of ONNX Runtime stands
-    /// behind it. Sources: `onnxruntime_session_options_config_keys.h` and
+    /// The first two rows were measured with ONNX Runtime 1.32; the others are guesses by what the
+    /// settings do. Sources: `onnxruntime_session_options_config_keys.h` and
     /// `onnxruntime_c_api.h` of ONNX Runtime 1.2x. A run's
     /// `memory.enable_memory_arena_shrinkage` is for sessions that have the arena: with `cpu:0` in
     /// it "`DisableCpuMemArena()` API must not be called", so it is in no profile.
@@ -77,13 +85,23 @@ impl Profile {
     /// ```
     #[must_use]
     pub fn onnxruntime(self, cpus: u32) -> Vec<OrtSetting> {
+        self.settings(cpus, host::serves_c())
+    }
+
+    /// The same, if jemalloc serves C++ code or if it does not.
+    fn settings(self, cpus: u32, serves_cpp: bool) -> Vec<OrtSetting> {
         use OrtPlace::{SessionEntry, SessionOption};
         let cpus = cpus.max(1);
+        let frees_at_once = match self {
+            Self::LowMemory => true,
+            Self::Balanced => serves_cpp,
+            Self::Throughput => false,
+        };
         let gives_back = matches!(self, Self::LowMemory | Self::Balanced);
         let threads = if self == Self::LowMemory { 1 } else { cpus };
         let rows = [
-            (gives_back, SessionOption, "enable_cpu_mem_arena", Cow::Borrowed("false")),
-            (gives_back, SessionOption, "enable_mem_pattern", "false".into()),
+            (frees_at_once, SessionOption, "enable_cpu_mem_arena", Cow::Borrowed("false")),
+            (frees_at_once, SessionOption, "enable_mem_pattern", "false".into()),
             (true, SessionEntry, "session.use_device_allocator_for_initializers", "1".into()),
             (true, SessionOption, "intra_op_num_threads", threads.to_string().into()),
             (true, SessionOption, "inter_op_num_threads", "1".into()),
@@ -107,23 +125,42 @@ mod tests {
                 row.trim_start_matches([' ', '/']).trim_matches('|').split('|').collect();
             let cells: Vec<_> = cells.iter().map(|cell| cell.trim().trim_matches('`')).collect();
             for (profile, said) in Profile::ALL.into_iter().zip(&cells[2..]) {
-                let settings = profile.onnxruntime(7);
-                let found = settings.iter().find(|setting| setting.key == cells[0]);
-                let place = match found.map(|setting| setting.place) {
+                let of = |serves_cpp| {
+                    let settings = profile.settings(7, serves_cpp);
+                    settings.into_iter().find(|setting| setting.key == cells[0])
+                };
+                let (found, without) = (of(true), of(false));
+                let place = match found.as_ref().map(|setting| setting.place) {
                     Some(OrtPlace::SessionEntry) => "session entry",
                     Some(OrtPlace::SessionOption) => "session option",
                     None => cells[1],
                 };
-                let value = match found.map(|setting| &*setting.value) {
-                    Some("7") => "the CPUs",
-                    Some(value) => value,
-                    None => "as it is",
+                let value = match found.as_ref().map(|setting| &*setting.value) {
+                    Some("7") => "the CPUs".to_owned(),
+                    Some(value) if without.is_none() => format!("{value} with `interpose"),
+                    Some(value) => value.to_owned(),
+                    None => "as it is".to_owned(),
                 };
-                assert_eq!((cells[1], *said), (place, value), "{profile}: {row}");
+                assert_eq!((cells[1], *said), (place, &*value), "{profile}: {row}");
             }
         }
-        let of_code = Profile::LowMemory.onnxruntime(7).len();
+        let of_code = Profile::LowMemory.settings(7, true).len();
         assert_eq!(rows.len(), of_code, "each key has a row");
+    }
+
+    /// Bug: `balanced` switched the arena off under glibc too, which then maps and unmaps each
+    /// large block of each run.
+    #[test]
+    fn balanced_keeps_the_arena_of_onnx_runtime_unless_jemalloc_serves_cpp() {
+        let keys = |profile: Profile, serves_cpp| {
+            let settings = profile.settings(2, serves_cpp);
+            settings.iter().filter(|setting| setting.key.contains("_mem_")).count()
+        };
+        assert_eq!([keys(Profile::Balanced, false), keys(Profile::Balanced, true)], [0, 2]);
+        for serves_cpp in [false, true] {
+            let of = |profile| keys(profile, serves_cpp);
+            assert_eq!([of(Profile::LowMemory), of(Profile::Throughput)], [2, 0]);
+        }
     }
 
     #[test]
