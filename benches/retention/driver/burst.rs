@@ -18,6 +18,8 @@ use crate::process::{Running, field};
 /// How large the burst is, and how long it is watched.
 #[derive(Clone, Debug)]
 pub(crate) struct Plan {
+    /// The prefix of the figures.
+    prefix: &'static str,
     arguments: [String; 4],
     /// Seconds after the end of the traffic at which resident memory is read.
     looks: &'static [u64],
@@ -28,8 +30,18 @@ impl Plan {
     pub(crate) fn of(smoke: bool) -> Self {
         let (operations, held) = if smoke { (2_000, 20) } else { (60_000, 200) };
         let arguments = ["burst".into(), "4".into(), operations.to_string(), held.to_string()];
-        let looks: &[u64] = if smoke { &[0, 1, 2] } else { &[0, 1, 2, 10] };
-        Self { arguments, looks }
+        Self { prefix: "retention", arguments, looks: Self::looks(smoke) }
+    }
+
+    /// The one of documents of which none is left. As much is held as in the other one.
+    pub(crate) fn of_documents(smoke: bool) -> Self {
+        let (operations, held) = if smoke { (100, 5) } else { (2_000, 50) };
+        let arguments = ["documents".into(), "4".into(), operations.to_string(), held.to_string()];
+        Self { prefix: "documents", arguments, looks: Self::looks(smoke) }
+    }
+
+    const fn looks(smoke: bool) -> &'static [u64] {
+        if smoke { &[0, 1, 2] } else { &[0, 1, 2, 10] }
     }
 }
 
@@ -77,13 +89,21 @@ pub(crate) fn rounds(
         for who in contestants {
             let found = run(who, plan).map_err(|error| format!("{}: {error}", who.name))?;
             println!(
-                "burst {round} of {rounds}: {:<18}{:>7.2} us CPU/op {:>7.2} us p50 {:>6.0} MiB \
+                "{} {round} of {rounds}: {:<18}{:>7.2} us CPU/op {:>7.2} us p50 {:>6.0} MiB \
                  peak, then {:.1?}",
-                who.name, found.cpu_us, found.latency_us[0], found.peak_mib, found.resident_mib
+                plan.arguments[0],
+                who.name,
+                found.cpu_us,
+                found.latency_us[0],
+                found.peak_mib,
+                found.resident_mib
             );
             note(figures, who, plan, &found);
             courses.push(Course { name: who.name.clone(), points: found.points });
         }
+    }
+    if plan.prefix != "retention" {
+        return Ok(courses);
     }
     for who in contestants {
         let figure = |name: &str| format!("retention.{name}.cpu_us");
@@ -103,7 +123,7 @@ fn cpu_ratio(name: &str) -> String {
 
 fn note(figures: &mut Figures, who: &Contestant, plan: &Plan, found: &Found) {
     let mut add = |end: &str, value: f64, unit| {
-        figures.add(&format!("retention.{}.{end}", who.name), value, unit);
+        figures.add(&format!("{}.{}.{end}", plan.prefix, who.name), value, unit);
     };
     add("cpu_us", found.cpu_us, "us");
     for (name, value) in LATENCY.iter().zip(found.latency_us) {

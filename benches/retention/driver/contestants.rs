@@ -34,6 +34,7 @@ pub(crate) fn all() -> Vec<Contestant> {
     let conf = |text: &str| Some((CONF, text.to_owned()));
     let arenas = Some(("MALLOC_ARENA_MAX", "2".to_owned()));
     let bg_1000 = "background_thread:true,dirty_decay_ms:1000,muzzy_decay_ms:1000";
+    let bg_1000_muzzy_0 = "background_thread:true,dirty_decay_ms:1000,muzzy_decay_ms:0";
     let bg_5000 = "background_thread:true,dirty_decay_ms:5000,muzzy_decay_ms:5000";
     let mut all = vec![
         of("glibc", GLIBC, "", None),
@@ -41,11 +42,14 @@ pub(crate) fn all() -> Vec<Contestant> {
         of("glibc_arena2", GLIBC, "", arenas),
         of("trim_100ms", GLIBC, "trim_100ms", None),
     ];
+    let no_delay = ("MIMALLOC_PURGE_DELAY", "0".to_owned());
     all.extend(MIMALLOC.map(|program| of("mimalloc_collect", program, "", None)));
+    all.extend(MIMALLOC.map(|program| of("mimalloc_purge_0", program, "plain", Some(no_delay))));
     all.extend(SNMALLOC.map(|program| of("snmalloc", program, "", None)));
     all.extend([
         of("jemalloc_default", JEMALLOC, "", None),
         of("jemalloc_bg_1000", JEMALLOC, "", conf(bg_1000)),
+        of("jemalloc_bg_1000_0", JEMALLOC, "", conf(bg_1000_muzzy_0)),
         of("jemalloc_bg_5000", JEMALLOC, "", conf(bg_5000)),
     ]);
     all.extend(HeapProfile::ALL.map(lowtide));

@@ -53,23 +53,23 @@ impl Figures {
     }
 
     /// A line for each allocator, and its resident memory against two of them.
-    pub(crate) fn table(&self, names: &[&str]) {
-        if names.iter().all(|name| self.of(&format!("retention.{name}.live_mib")).is_none()) {
+    pub(crate) fn table(&self, burst: &str, names: &[&str]) {
+        if names.iter().all(|name| self.of(&format!("{burst}.{name}.live_mib")).is_none()) {
             return;
         }
-        print!("\n{:<18}", "allocator");
+        print!("\n{burst:<18}");
         for (_, heading) in COLUMNS {
             print!("{heading:>9}");
         }
         println!("{:>12}{:>12}{:>12}", "peak/je", "+2 s/je", "+10 s/trim");
         for name in names {
-            let figure = |end: &str| format!("retention.{name}.{end}");
+            let figure = |end: &str| format!("{burst}.{name}.{end}");
             print!("{name:<18}");
             for (end, _) in COLUMNS {
                 print!("{:>9}", shown(self.of(&figure(end))));
             }
             let against = |end: &str, whom: &str| {
-                shown(self.ratio(&figure(end), &format!("retention.{whom}.{end}")))
+                shown(self.ratio(&figure(end), &format!("{burst}.{whom}.{end}")))
             };
             println!(
                 "{:>12}{:>12}{:>12}",

@@ -25,6 +25,9 @@ fn all(figures: &Figures) -> Vec<(&'static str, f64, Option<f64>)> {
     let burst = |who: &str, end: &str, whom: &str| {
         figures.ratio(&format!("retention.{who}.{end}"), &format!("retention.{whom}.{end}"))
     };
+    let documents = |who: &str, end: &str, whom: &str| {
+        figures.ratio(&format!("documents.{who}.{end}"), &format!("documents.{whom}.{end}"))
+    };
     let (je, trim) = ("jemalloc_default", "glibc_trim");
     let latency = |end: &str| {
         let pairs = of(&format!("pairs.balanced.{end}_ratio"));
@@ -37,6 +40,12 @@ fn all(figures: &Figures) -> Vec<(&'static str, f64, Option<f64>)> {
         ("balanced: +2 s / jemalloc default", 0.22, burst("balanced", "resident_2s_mib", je)),
         ("low_memory: +10 s / glibc + trim", 1.00, burst("low_memory", "resident_10s_mib", trim)),
         ("balanced: +10 s / glibc + trim", 1.15, burst("balanced", "resident_10s_mib", trim)),
+        ("low_memory: +10 s / balanced", 1.00, burst("low_memory", "resident_10s_mib", "balanced")),
+        (
+            "low_memory: +10 s / balanced, documents",
+            1.00,
+            documents("low_memory", "resident_10s_mib", "balanced"),
+        ),
         ("balanced: peak / jemalloc default", 1.05, burst("balanced", "peak_mib", je)),
         ("balanced: p50 / jemalloc default", 1.04, latency("p50")),
         ("balanced: p95 / jemalloc default", 1.02, latency("p95")),

@@ -38,6 +38,8 @@ enum Part {
     Http,
     /// The burst of all allocators.
     Burst,
+    /// The same of documents of which none is left.
+    Documents,
     /// Purging each second during it.
     Purging,
 }
@@ -90,7 +92,11 @@ fn main() -> ExitCode {
 fn measure(cli: &Cli) -> Result<bool, BoxError> {
     let mut figures = Figures::default();
     let wanted = |part: Part| {
-        let parts = if cli.smoke { &[Part::Costs, Part::Burst] as &[Part] } else { &cli.parts };
+        let parts = if cli.smoke {
+            &[Part::Costs, Part::Burst, Part::Documents] as &[Part]
+        } else {
+            &cli.parts
+        };
         parts.is_empty() || parts.contains(&part)
     };
     let rounds = if cli.smoke { 1 } else { cli.rounds };
@@ -108,7 +114,7 @@ fn measure(cli: &Cli) -> Result<bool, BoxError> {
     }
     let plan = burst::Plan::of(cli.smoke);
     let contestants = if cli.smoke {
-        contestants::named(&["glibc_trim", "jemalloc_default", "balanced"])
+        contestants::named(&["glibc_trim", "jemalloc_default", "low_memory", "balanced"])
     } else {
         contestants::chosen(&cli.only, &cli.also)?
     };
@@ -121,13 +127,18 @@ fn measure(cli: &Cli) -> Result<bool, BoxError> {
             plot::draw(path, &last)?;
         }
     }
+    if wanted(Part::Documents) {
+        burst::rounds(&mut figures, &burst::Plan::of_documents(cli.smoke), &contestants, rounds)?;
+    }
     if cli.pairs > 0 {
         burst::pairs(&mut figures, &plan, cli.pairs)?;
     }
     if wanted(Part::Purging) {
         burst::purging(&mut figures, &plan, rounds.max(5))?;
     }
-    figures.table(&contestants.iter().map(|one| one.name.as_str()).collect::<Vec<_>>());
+    let names: Vec<_> = contestants.iter().map(|one| one.name.as_str()).collect();
+    figures.table("retention", &names);
+    figures.table("documents", &names);
     let held = cli.smoke || goals::judge(&figures);
     figures.print();
     Ok(held)

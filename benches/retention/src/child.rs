@@ -8,7 +8,7 @@ use std::io::{Read as _, Write as _};
 
 use clap::{Parser, Subcommand};
 
-use crate::workload::burst::{self, Size};
+use crate::workload::burst::{self, Kind, Size};
 use crate::workload::{http, model};
 use crate::{Allocator, BoxError, count};
 
@@ -30,6 +30,18 @@ pub enum Act {
         /// Operations of a thread in each phase.
         operations: usize,
         /// Requests that a thread holds in quiet times.
+        held: usize,
+        /// How it runs, where an allocator has several ways.
+        #[arg(default_value = "")]
+        way: String,
+    },
+    /// A burst of documents of which none is left, then rest.
+    Documents {
+        /// Threads.
+        threads: usize,
+        /// Operations of a thread in each phase.
+        operations: usize,
+        /// Documents that a thread holds in quiet times.
         held: usize,
         /// How it runs, where an allocator has several ways.
         #[arg(default_value = "")]
@@ -65,6 +77,7 @@ impl Act {
     pub fn way(&self) -> &str {
         match self {
             Self::Burst { way, .. }
+            | Self::Documents { way, .. }
             | Self::Http { way }
             | Self::Unload { way, .. }
             | Self::Cycles { way, .. } => way,
@@ -81,10 +94,15 @@ pub fn run(
     allocator: &dyn Allocator,
     place: &mut dyn model::Place,
 ) -> Result<(), BoxError> {
+    let kind = match act {
+        Act::Documents { .. } => Kind::Document,
+        _ => Kind::Mixed,
+    };
     match act {
-        Act::Burst { threads, operations, held, .. } => {
+        Act::Burst { threads, operations, held, .. }
+        | Act::Documents { threads, operations, held, .. } => {
             say("traffic")?;
-            let size = Size { threads, operations, held };
+            let size = Size { threads, operations, held, kind };
             burst::play(size, allocator, |outcome| {
                 let us = |part| outcome.latency.percentile(part) / 1e3;
                 let (p50, p95, p99, p999) = (us(0.5), us(0.95), us(0.99), us(0.999));

@@ -1,4 +1,4 @@
-//! Under mimalloc, every thread of which collects when it rests.
+//! Under mimalloc: every thread collects when it rests, or none does.
 #![expect(unsafe_code, reason = "mimalloc's own call is C's")]
 
 use clap::Parser as _;
@@ -10,15 +10,20 @@ use retention::{Allocator, BoxError};
 #[global_allocator]
 static HEAP: MiMalloc = MiMalloc;
 
-struct Collects;
+/// Whether threads collect.
+struct Way {
+    collects: bool,
+}
 
-impl Allocator for Collects {
+impl Allocator for Way {
     fn rest(&self) {
-        collect();
+        if self.collects {
+            collect();
+        }
     }
 
     fn settle(&self) {
-        collect();
+        self.rest();
     }
 }
 
@@ -28,5 +33,7 @@ fn collect() {
 }
 
 fn main() -> Result<(), BoxError> {
-    run(Cli::parse().act, &Collects, &mut Shared)
+    let act = Cli::parse().act;
+    let collects = act.way() != "plain";
+    run(act, &Way { collects }, &mut Shared)
 }

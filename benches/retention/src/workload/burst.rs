@@ -6,6 +6,9 @@
 //! waves: few are held, then many, then all but few at random are dropped. What is left after the
 //! second wave stays, and every thread waits.
 //!
+//! A burst of documents differs in two ways: a request is 2,048 short strings, as a parsed JSON
+//! document is, and after the second wave none is left.
+//!
 //! Invariant: operations = threads x 2 waves x 2 phases x those of a phase.
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 
@@ -27,6 +30,17 @@ pub struct Size {
     pub operations: usize,
     /// Requests that a thread holds in quiet times; ten times as many in the burst.
     pub held: usize,
+    /// What a request is.
+    pub kind: Kind,
+}
+
+/// What a request is, and whether some are left.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Short and long blocks. As many as in quiet times are left.
+    Mixed,
+    /// Short strings alone. None is left.
+    Document,
 }
 
 /// What came of it.
@@ -40,18 +54,18 @@ pub struct Outcome {
     pub latency: Histogram,
 }
 
-const SHORT: usize = 24;
-const LONG: usize = 3;
+/// Strings of a document.
+const STRINGS: usize = 2_048;
 const PAGE: usize = 4096;
 const WAVES: usize = 2;
 
 /// What a request holds.
-struct Request {
+struct Request<const SHORT: usize, const LONG: usize> {
     short: [Vec<u8>; SHORT],
     long: [Vec<u8>; LONG],
 }
 
-impl Request {
+impl<const SHORT: usize, const LONG: usize> Request<SHORT, LONG> {
     fn new(chance: &mut Chance) -> Box<Self> {
         Box::new(Self {
             short: std::array::from_fn(|_| block(chance.size(4, 9))),
@@ -93,11 +107,21 @@ pub fn play(
             scope.spawn(move || {
                 let mut chance = Chance::new(42 + thread as u64);
                 let mut latency = Histogram::default();
-                let held = work(size, &mut chance, &mut latency);
-                let live: u64 = held.iter().map(|request| request.bytes()).sum();
-                allocator.rest();
-                let _ = tell.send((live, latency));
-                end.wait();
+                let rest = |live: u64, latency| {
+                    allocator.rest();
+                    let _ = tell.send((live, latency));
+                    end.wait();
+                };
+                match size.kind {
+                    Kind::Mixed => {
+                        let held = work::<24, 3>(size, &mut chance, &mut latency);
+                        rest(held.iter().map(|request| request.bytes()).sum(), latency);
+                    }
+                    Kind::Document => {
+                        drop(work::<STRINGS, 0>(size, &mut chance, &mut latency));
+                        rest(0, latency);
+                    }
+                }
             });
         }
         let mut outcome = Outcome { operations: 0, live: 0, latency: Histogram::default() };
@@ -116,7 +140,11 @@ pub fn play(
 
 /// The work of one thread; what it holds at its end.
 #[expect(clippy::vec_box, reason = "a request is a block of its own, as in a service")]
-fn work(size: Size, chance: &mut Chance, latency: &mut Histogram) -> Vec<Box<Request>> {
+fn work<const SHORT: usize, const LONG: usize>(
+    size: Size,
+    chance: &mut Chance,
+    latency: &mut Histogram,
+) -> Vec<Box<Request<SHORT, LONG>>> {
     let many = size.held * 10;
     let mut held = Vec::with_capacity(many);
     held.resize_with(size.held, || Request::new(chance));
@@ -131,7 +159,12 @@ fn work(size: Size, chance: &mut Chance, latency: &mut Histogram) -> Vec<Box<Req
     held
 }
 
-fn operate(held: &mut [Box<Request>], times: usize, chance: &mut Chance, latency: &mut Histogram) {
+fn operate<const SHORT: usize, const LONG: usize>(
+    held: &mut [Box<Request<SHORT, LONG>>],
+    times: usize,
+    chance: &mut Chance,
+    latency: &mut Histogram,
+) {
     for _ in 0..times {
         let at = chance.below(held.len());
         let start = Instant::now();
