@@ -25,7 +25,7 @@ COPY --from=build /image/ /
 # and after it from this variable, which wins. It is HeapProfile::LowMemory.conf() to the letter; a
 # test compares them. Both are needed: either alone leaves half of the profile behind.
 ENV LOWTIDE_PROFILE=low-memory \
-    _RJEM_MALLOC_CONF=background_thread:true,max_background_threads:1,narenas:2,dirty_decay_ms:1000,muzzy_decay_ms:0,thp:never,metadata_thp:disabled,slab_sizes:1-16384:1,cache_oblivious:false
+    _RJEM_MALLOC_CONF=background_thread:true,max_background_threads:1,narenas:2,dirty_decay_ms:1000,muzzy_decay_ms:0,thp:never,metadata_thp:disabled,cache_oblivious:false
 
 # jemalloc serves Rust alone. What C code in the process allocates lies in glibc's heap, which would
 # have up to eight arenas for each core, and never gives their inner pages back by itself.

@@ -23,7 +23,7 @@ fn what_the_profile_asks_for_is_in_effect() {
     assert_eq!(found.background_threads, found.background_threads_supported);
     assert_eq!(found.max_background_threads, 1);
     assert!(!found.hpa && found.is_global);
-    assert_eq!(found.one_page_groups, Some(true));
+    assert_eq!(found.one_page_groups, Some(false));
     assert_eq!(
         found.asked_by_binary().and_then(|conf| conf.profile()),
         Some(HeapProfile::LowMemory)
@@ -38,7 +38,7 @@ fn what_the_profile_asks_for_is_in_effect() {
     assert_eq!(found.ignored(), []);
     let differences = differences(HeapProfile::Balanced);
     let settings: Vec<_> = differences.iter().map(|found| found.setting).collect();
-    let all = ["max_background_threads", "narenas", "thp", "slab_sizes"];
+    let all = ["max_background_threads", "narenas", "thp"];
     assert_eq!(settings, all, "{differences:?}");
     let symbol = if found.serves_c { "malloc_conf" } else { "_rjem_malloc_conf" };
     let cause = Cause::SetBy(ConfSource::Binary(symbol));

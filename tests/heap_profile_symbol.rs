@@ -38,6 +38,6 @@ fn a_symbol_of_the_binarys_own_is_the_cause_of_what_differs_from_a_profile() {
     assert_eq!((&*narenas.asked, &*narenas.found), ("2", "3"));
     assert_eq!(narenas.cause, Cause::SetBy(ConfSource::Binary(SYMBOL)));
     assert_eq!(of("cache_oblivious"), None, "they agree on that");
-    assert_eq!(of("slab_sizes").map(|found| &found.cause), Some(&Cause::NotAsked));
+    assert_eq!(of("thp").map(|found| &found.cause), Some(&Cause::NotAsked));
     assert!(narenas.to_string().contains(SYMBOL), "{narenas}");
 }

@@ -74,7 +74,6 @@ fn what_a_profile_cannot_change_any_more_is_noted_with_the_variable_that_could()
         "low-memory",
         "narenas is 4 instead of 2 (set by the binary's symbol ",
         "thp is default instead of never",
-        "slab_sizes is default instead of 1-16384:1",
     ] {
         assert!(notes[0].contains(part), "{part:?} is missing in: {}", notes[0]);
     }

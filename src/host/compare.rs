@@ -402,12 +402,7 @@ mod tests {
         assert_eq!((&*differences[0].asked, &*differences[0].found), ("1", "2"));
         assert_eq!(
             causes(&differences),
-            [
-                ("max_background_threads", BINARY),
-                ("narenas", BINARY),
-                ("thp", Cause::NotAsked),
-                ("slab_sizes", Cause::NotAsked)
-            ]
+            [("max_background_threads", BINARY), ("narenas", BINARY), ("thp", Cause::NotAsked)]
         );
         // Bug: throughput names no arena count, so four arenas in place of four a CPU were none.
         let differences = found.differences_from(HeapProfile::Throughput);
@@ -427,7 +422,7 @@ mod tests {
         assert_eq!(
             text,
             "background_thread:true,dirty_decay_ms:10000,muzzy_decay_ms:0,narenas:default,\
-             thp:default,metadata_thp:disabled,slab_sizes:default,cache_oblivious:true"
+             thp:default,metadata_thp:disabled,cache_oblivious:true"
         );
         let low = HeapProfile::LowMemory.conf().to_str().unwrap();
         assert_eq!(found.variable_for(&HeapProfile::LowMemory.into()), low);

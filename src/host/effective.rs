@@ -58,7 +58,7 @@ pub struct EffectiveConf {
     /// What the kernel does about huge pages: `always`, `madvise`, `never`.
     pub kernel_thp: Option<&'static str>,
     /// Whether blocks of every small size stand in the fewest pages that they fit (`slab_sizes:
-    /// 1-16384:1`), as low-memory asks; any other layout is false.
+    /// 1-16384:1`); any other layout is false.
     pub one_page_groups: Option<bool>,
     /// What it does about huge pages: `default`, `always`, `never`.
     pub thp: &'static str,

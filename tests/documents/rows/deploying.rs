@@ -40,7 +40,7 @@ fn limits() -> Vec<Row> {
         [
             ("The unit gives a limit of {} MiB (systemd's `M` is MiB)", values![unit]),
             (
-                "`_RJEM_MALLOC_CONF` | {} arenas, one-page block groups",
+                "`_RJEM_MALLOC_CONF` | {} arenas, no huge pages",
                 values![jemalloc(HeapProfile::LowMemory, "narenas")],
             ),
             (
