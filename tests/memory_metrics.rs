@@ -146,8 +146,11 @@ fn live(memory: &Memory) {
     drop(buffer);
 }
 
-/// Something idle, so that physical and required differ.
+/// Something idle, so that physical and required differ, and a resource that stays loaded, so that
+/// there is a heap arena.
 fn leave_idle(memory: &Memory) {
+    let held = memory.register(memory.managed("held", || Ok(1))).expect("registered");
+    drop(held.acquire_blocking().expect("loads"));
     let arena = memory.open_arena("scratch").expect("opens");
     drop(arena.alloc::<u8>(1 << 20, Region::Dynamic).expect("room"));
 }
