@@ -377,9 +377,10 @@ impl Ledger {
         Standing { bytes, units: reserved.units, settled: false }
     }
 
-    /// The units that standing bookings of so many bytes free, by the present `K`.
+    /// The units that standing bookings of so many bytes free, by the present `K`: rounded as they
+    /// were booked, so that a booking of the same size fits in their place.
     fn units_without(&self, freed: ByteSize) -> u64 {
-        freed.scaled(1.0 / self.k()).get()
+        units_of(freed, self.k())
     }
 
     /// The allowance if standing bookings of so many bytes were gone, with their units counted as

@@ -112,6 +112,27 @@ fn an_idle_model_blocked_another_model_and_a_large_request_for_its_whole_idle_ti
     assert_eq!(rig.booked(), ByteSize::ZERO);
 }
 
+/// The bug: bookings are rounded up and what an eviction frees was rounded down, so that one byte
+/// was missing where nothing else was free, as at the sample in the middle of a load.
+#[test]
+fn a_model_of_the_same_size_did_not_fit_in_the_place_of_another() {
+    let rig = Rig::new(Admission::new());
+    let sample = |physical| {
+        let ceiling = ByteSize::mib(100);
+        let measured =
+            Measured { physical: ByteSize::mib(physical), ceiling, ..Measured::default() };
+        rig.admission.ledger(Budget::Host).correct(&mut Correction::new(), measured);
+    };
+    sample(4);
+    let (first, second) = (rig.model("first", 60), rig.model("second", 60));
+    drop(first.acquire_blocking().expect("fits"));
+    sample(120);
+    let ledger = rig.admission.ledger(Budget::Host);
+    assert_eq!(ledger.allowance(), ledger.booked(), "nothing is free");
+    drop(second.acquire_blocking().expect("takes the place of the first"));
+    assert_eq!((evictions(&first), rig.booked()), (1, ByteSize::mib(60)));
+}
+
 #[test]
 fn either_enough_is_unloaded_or_nothing() {
     let rig = Rig::with_limit(100);
