@@ -1,7 +1,9 @@
-//! ONNX Runtime as it comes, under the C library's allocator or a preloaded one; no lowtide.
+//! ONNX Runtime without lowtide, under the C library's allocator or a preloaded one: as it comes, or
+//! without its arena if `ENGINES_ARENA_OFF` is set.
 
 use engines::{Arguments, BoxError, Service};
 use ort::environment::Environment;
+use ort::ep::CPU;
 use ort::session::Session;
 
 #[global_allocator]
@@ -16,6 +18,12 @@ struct Plain {
 impl Service for Plain {
     fn load(&mut self) -> Result<(), BoxError> {
         let mut builder = Session::builder(&self.environment)?;
+        if std::env::var_os("ENGINES_ARENA_OFF").is_some() {
+            let cpu = CPU::default().with_arena_allocator(false).build();
+            let off = builder.with_execution_providers([cpu]);
+            let off = off.and_then(|builder| builder.with_memory_pattern(false));
+            builder = off.map_err(|error| error.to_string())?;
+        }
         self.session = Some(builder.commit_from_file(&self.arguments.model)?);
         Ok(())
     }
