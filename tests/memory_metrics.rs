@@ -146,11 +146,8 @@ fn live(memory: &Memory) {
     drop(buffer);
 }
 
-/// Something idle, so that physical and required differ, and a resource that stays loaded, so that
-/// there is a heap arena.
+/// Something idle, so that physical and required differ.
 fn leave_idle(memory: &Memory) {
-    let held = memory.register(memory.managed("held", || Ok(1))).expect("registered");
-    drop(held.acquire_blocking().expect("loads"));
     let arena = memory.open_arena("scratch").expect("opens");
     drop(arena.alloc::<u8>(1 << 20, Region::Dynamic).expect("room"));
 }
@@ -164,8 +161,6 @@ fn the_scrape_and_the_table_say_the_same_once_there_is_a_recorder() {
         count.fetch_add(1, Ordering::SeqCst);
     };
     let hooks = || publications.load(Ordering::SeqCst);
-    // Those of resources are there while these are loaded.
-    let _heap_arena = lowtide::host::HostArena::new("named").expect("jemalloc serves this process");
     let memory = Memory::builder()
         .clock(Arc::clone(&clock) as Arc<dyn Clock>)
         .signals(tree.open())
@@ -176,6 +171,7 @@ fn the_scrape_and_the_table_say_the_same_once_there_is_a_recorder() {
         .start()
         .expect("starts");
     live(&memory);
+    // Those of resources are there while these are loaded.
     let _arena = HostArena::new("kept").expect("an arena of the heap");
     advance_until(&clock, TICK, "it goes on without a recorder", || hooks() >= 3);
 
