@@ -8,11 +8,15 @@
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that prints figures")]
 
 mod capture;
+#[path = "../../examples/tide/cgroup.rs"]
+#[allow(dead_code, reason = "the tide enters its cgroup itself")]
+mod cgroup;
 mod dropped;
 mod health;
 mod log;
 #[cfg(all(target_os = "linux", feature = "cuda"))]
 mod pinned;
+mod readme;
 #[path = "../../tests/support/mod.rs"]
 mod support;
 mod swap;
@@ -37,6 +41,7 @@ const PARTS: &[(&str, Part)] = &[
     ("log", log::run),
     #[cfg(all(target_os = "linux", feature = "cuda"))]
     ("pinned", pinned::run),
+    ("readme", readme::run),
     ("swap", swap::run),
 ];
 

@@ -254,6 +254,12 @@ impl Admission {
         self.desk.by_budget(cost)
     }
 
+    /// Counts a request that the caller rejects before it asks for admission.
+    #[cfg(feature = "service")]
+    pub(crate) fn reject(&self, rejected: Rejected) -> Rejected {
+        self.desk.shed(rejected)
+    }
+
     /// Ends admission: all that comes now is [`Rejected::ShuttingDown`], but for what is exempt.
     pub fn close(&self) {
         self.desk.closed.store(true, Ordering::Release);
@@ -363,7 +369,7 @@ mod tests {
         let error = admission.try_stand(Cost { device: ByteSize::mib(11), ..cost });
         assert!(matches!(error, Err(Rejected::TooLarge { budget: Budget::Device, .. })));
         assert_eq!(booked(&admission), NOTHING);
-        assert_eq!(admission.stats().shed, [0, 1, 0, 0, 0], "a resource is no request");
+        assert_eq!(admission.stats().shed, [0, 1, 0, 0, 0, 0], "a resource is no request");
     }
 
     #[test]
@@ -506,7 +512,7 @@ mod tests {
         permit.shrink(ByteSize::MAX);
         assert_eq!(booked(&admission), NOTHING);
         drop(permit);
-        assert_eq!((booked(&admission), admission.stats().shed), (NOTHING, [0; 5]));
+        assert_eq!((booked(&admission), admission.stats().shed), (NOTHING, [0; 6]));
     }
 
     /// The bug: one estimate of 64 bits refused everybody else, where nothing is to be refused.
@@ -588,7 +594,7 @@ mod tests {
         assert_eq!(count(Budget::Host, small), (0, 0, 0), "what lacks of the device");
         assert_eq!(count(Budget::Device, ByteSize::mib(96)), (0, 0, 1));
         assert_eq!(count(Budget::Device, small), (1, small.get(), 0));
-        assert_eq!(admission.stats().shed, [1, 2, 0, 0, 0]);
+        assert_eq!(admission.stats().shed, [1, 2, 0, 0, 0, 0]);
         assert_eq!((admission.stats().admitted_total, admission.stats().held()), (2, 2));
         drop((permit, exempt));
         assert_eq!(admission.stats().held(), 0);

@@ -455,6 +455,16 @@ impl Ledger {
         ByteSize::new(self.allowance.load(Ordering::Relaxed))
     }
 
+    /// What all requests together may book; [`ByteSize::MAX`] where no limit is known.
+    #[cfg(feature = "service")]
+    pub(crate) fn request_room(&self) -> ByteSize {
+        let allowance = self.allowance();
+        if allowance == ByteSize::MAX {
+            return allowance;
+        }
+        allowance.saturating_sub(ByteSize::new(self.units.load(Ordering::Relaxed)))
+    }
+
     /// What may be held altogether; [`ByteSize::MAX`] where no limit is known.
     #[must_use]
     pub fn ceiling(&self) -> ByteSize {

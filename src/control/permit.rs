@@ -80,6 +80,20 @@ impl Permit {
         Ok(())
     }
 
+    /// Books up to these bytes of the host's memory in all, whatever the allowance says: they are
+    /// in use. Returns what was added. Does nothing on a standing permit.
+    #[cfg(feature = "service")]
+    pub(crate) fn raise(&mut self, held: ByteSize) -> ByteSize {
+        let Held::Request(cost) = &mut self.held else { return ByteSize::ZERO };
+        let more = held.saturating_sub(cost.host);
+        if more.is_zero() {
+            return more;
+        }
+        let booked = self.desk.raise(more);
+        cost.host = cost.host.saturating_add(booked);
+        booked
+    }
+
     /// Gives some of the host's memory back early; at most what it holds. Does nothing on a
     /// standing permit.
     pub fn shrink(&mut self, bytes: ByteSize) {

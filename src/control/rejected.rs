@@ -67,6 +67,19 @@ pub enum Rejected {
         /// When to try again, as for [`Rejected::Full`]: 30 s to 60 s.
         retry_after: Duration,
     },
+    /// The need of its route is not known yet, and as many of its requests run as may until it is:
+    /// 503. Only requests that are large beside the allowance are rejected for this reason, and
+    /// none a second later.
+    #[error(
+        "the need of this route is not measured yet and {running} of its requests run: try again \
+         in {} s", retry_after.as_secs()
+    )]
+    SlowStart {
+        /// How many run.
+        running: u32,
+        /// When to try again.
+        retry_after: Duration,
+    },
     /// Admission has been closed: 503.
     #[error("the service is shutting down")]
     ShuttingDown,
@@ -82,6 +95,7 @@ impl Rejected {
             Self::Pressure { .. } => ShedReason::Pressure,
             Self::Exhausted { .. } => ShedReason::Exhausted,
             Self::ShuttingDown => ShedReason::ShuttingDown,
+            Self::SlowStart { .. } => ShedReason::SlowStart,
         }
     }
 
@@ -92,6 +106,7 @@ impl Rejected {
             Self::TooLarge { .. }
             | Self::Pressure { .. }
             | Self::Exhausted { .. }
+            | Self::SlowStart { .. }
             | Self::ShuttingDown => None,
         }
     }
@@ -102,7 +117,8 @@ impl Rejected {
         match self {
             Self::Full { retry_after, .. }
             | Self::Pressure { retry_after, .. }
-            | Self::Exhausted { retry_after, .. } => Some(*retry_after),
+            | Self::Exhausted { retry_after, .. }
+            | Self::SlowStart { retry_after, .. } => Some(*retry_after),
             Self::TooLarge { .. } | Self::ShuttingDown => None,
         }
     }
@@ -121,12 +137,20 @@ pub enum ShedReason {
     ShuttingDown,
     /// Memory that no request owns left no room for requests.
     Exhausted,
+    /// The need of its route was not known yet.
+    SlowStart,
 }
 
 impl ShedReason {
     /// All reasons.
-    pub const ALL: [Self; 5] =
-        [Self::TooLarge, Self::Full, Self::Pressure, Self::ShuttingDown, Self::Exhausted];
+    pub const ALL: [Self; 6] = [
+        Self::TooLarge,
+        Self::Full,
+        Self::Pressure,
+        Self::ShuttingDown,
+        Self::Exhausted,
+        Self::SlowStart,
+    ];
 
     /// Its label in metrics.
     #[must_use]
@@ -137,6 +161,7 @@ impl ShedReason {
             Self::Pressure => "pressure",
             Self::ShuttingDown => "shutting_down",
             Self::Exhausted => "exhausted",
+            Self::SlowStart => "slow_start",
         }
     }
 }

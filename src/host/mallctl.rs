@@ -34,6 +34,9 @@ pub(crate) const ARENA_LIMIT: u32 = (1 << 12) - 1;
 /// Marks a control whose value is a C string that lives as long as the process.
 pub(crate) struct Text;
 
+/// Marks a control whose value is the address of a counter of the calling thread.
+pub(crate) struct Counter;
+
 /// Marks a control whose value is a C string that a program could overwrite later.
 pub(crate) struct Copied;
 
@@ -52,7 +55,7 @@ impl Number for isize {}
 
 /// The table. Types from jemalloc 5.3.1's manual, section "MALLCTL NAMESPACE", and `ctl.c`:
 /// `size_t` is usize, `ssize_t` isize, `unsigned` u32, `uint64_t` u64, `const char *` [`Text`] or
-/// [`Copied`].
+/// [`Copied`], `uint64_t *` [`Counter`].
 /// 4096 stands for all arenas (`MALLCTL_ARENAS_ALL`).
 macro_rules! table {
     ($($key:ident: $value:ty, $components:literal, $name:literal;)*) => {
@@ -70,6 +73,10 @@ table! {
 
     THREAD_ALLOCATED: u64, 2, c"thread.allocated";
     THREAD_DEALLOCATED: u64, 2, c"thread.deallocated";
+    THREAD_ALLOCATED_AT: Counter, 2, c"thread.allocatedp";
+    THREAD_DEALLOCATED_AT: Counter, 2, c"thread.deallocatedp";
+    THREAD_PEAK: u64, 3, c"thread.peak.read";
+    THREAD_PEAK_RESET: (), 3, c"thread.peak.reset";
     THREAD_ARENA: u32, 2, c"thread.arena";
     THREAD_CACHE_FLUSH: (), 3, c"thread.tcache.flush";
 
@@ -256,6 +263,17 @@ impl<T: Pointed, const N: usize> Key<T, N> {
         let found = unsafe { raw::read_mib::<*const c_char>(&numbers) };
         let text = found.map_err(|error| self.refused(Act::Read, Refusal::explained(error)))?;
         Ok(NonNull::new(text.cast_mut()))
+    }
+}
+
+impl<const N: usize> Key<Counter, N> {
+    /// Where the calling thread's counter is; `None` if jemalloc has none.
+    pub(crate) fn counter(&self) -> Result<Option<NonNull<u64>>, HostError> {
+        let numbers = self.numbers()?;
+        // SAFETY: the table gives the control's C type as `uint64_t *`; any pointer is valid.
+        let found = unsafe { raw::read_mib::<*mut u64>(&numbers) };
+        let at = found.map_err(|error| self.refused(Act::Read, Refusal::explained(error)))?;
+        Ok(NonNull::new(at))
     }
 }
 

@@ -38,6 +38,8 @@ mod error;
 mod knobs;
 mod libc_heap;
 mod mallctl;
+#[cfg_attr(not(feature = "service"), allow(dead_code, reason = "the layer measures with it"))]
+pub(crate) mod meter;
 mod profile;
 mod purge;
 mod recall;

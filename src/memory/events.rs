@@ -190,14 +190,14 @@ mod tests {
             levels: [Level::None; 2],
             arenas: BTreeMap::new(),
             resources: BTreeMap::new(),
-            shed: [0, 7, 0, 0, 0],
+            shed: [0, 7, 0, 0, 0, 0],
             kills: 1,
         };
         let now = Seen {
             levels: [Level::High, Level::None],
             arenas: BTreeMap::from([("a".to_owned(), [1, 1, 0])]),
             resources: BTreeMap::from([("m".to_owned(), ([1, 1], [0, 1, 0, 0, 0]))]),
-            shed: [1, 10, 0, 0, 0],
+            shed: [1, 10, 0, 0, 0, 0],
             kills: 3,
         };
         let mut told = Vec::new();

@@ -50,7 +50,13 @@ impl<R: Body<Data = Bytes>> Body for ResponseBody<R> {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, R::Error>>> {
         match self.project().kind.project() {
-            KindProject::Held { body, .. } => body.poll_frame(cx),
+            KindProject::Held { body, permit } => permit.measure_until_handed(
+                || body.poll_frame(cx),
+                |polled| match polled {
+                    Poll::Ready(Some(Ok(frame))) => frame.data_ref().map_or(0, Bytes::len),
+                    _ => 0,
+                },
+            ),
             KindProject::Refused { text } => {
                 Poll::Ready(text.take().map(|text| Ok(Frame::data(text))))
             }

@@ -4,16 +4,23 @@
 //! connections. The inner error type stays. A rejected request never reaches the inner service; its
 //! body is read away before it is answered (see `drain`).
 //!
+//! If the admission is a running `Memory`'s, requests are measured (see `permit`). What they held
+//! for each byte estimated is kept by method, route and size, and the next one of that kind books
+//! as much. Until the first of them have ended, few run at once if they are large (see `slow_start`).
+//!
 //! Invariant: every admitted request books its estimate exactly once and gives back what it booked
 //! when its response body, and every handle a handler took, are gone.
 
+use std::collections::hash_map::RandomState;
 use std::fmt;
 use std::future::Future;
+use std::hash::BuildHasher;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
+use http::header::CONTENT_TYPE;
 use http::request::Parts;
 use http::{HeaderName, HeaderValue, Request, Response};
 use http_body::Body;
@@ -21,14 +28,20 @@ use pin_project_lite::pin_project;
 use tower_layer::Layer;
 use tower_service::Service;
 
-use crate::control::{Admission, Budget, Cost, Priority, Rejected};
+use crate::bytes::ByteSize;
+use crate::clock::{Clock, SystemClock};
+use crate::control::{Admission, Budget, Cost, Priority, Rejected, SizeClass};
+use crate::host::meter;
+use crate::sync::{Mutex, lock};
 
 use super::body::ResponseBody;
 use super::drain::Drain;
 use super::estimate::{Estimate, Estimated};
 use super::exempt::ExemptPaths;
-use super::permit::SharedPermit;
+use super::learned::{Lesson, Routes};
+use super::permit::{SharedPermit, Terms};
 use super::rejection::{ProblemJson, Reject};
+use super::slow_start::{LASTS, Running};
 
 /// Whether a request is let through.
 type Exempt = Arc<dyn Fn(&Parts) -> bool + Send + Sync>;
@@ -45,6 +58,34 @@ pub struct MemoryLayer<E> {
     exempt: Option<Exempt>,
     exempt_paths: ExemptPaths,
     reject: Arc<dyn Reject>,
+    measures: Arc<Measures>,
+    clock: Arc<dyn Clock>,
+}
+
+/// What was measured of the routes behind a layer.
+struct Measures {
+    routes: Mutex<Routes<u64>>,
+    /// Of clients' choice are the paths, and so the keys.
+    hasher: RandomState,
+}
+
+impl Measures {
+    fn new() -> Self {
+        Self { routes: Mutex::new(Routes::compared()), hasher: RandomState::new() }
+    }
+
+    /// Requests like this one: of its method, of the same gRPC method or else the same first
+    /// segment of the path, and of its size.
+    fn lesson(&self, head: &Parts, estimate: ByteSize) -> Lesson {
+        let path = head.uri.path();
+        let kind = head.headers.get(CONTENT_TYPE);
+        let route = match kind {
+            Some(kind) if kind.as_bytes().starts_with(b"application/grpc") => path,
+            _ => path.split('/').nth(1).unwrap_or_default(),
+        };
+        let key = self.hasher.hash_one((&head.method, route, SizeClass::of(estimate)));
+        Lesson::compared(lock(&self.routes).of(key), estimate)
+    }
 }
 
 impl<E: Estimate> MemoryLayer<E> {
@@ -58,7 +99,17 @@ impl<E: Estimate> MemoryLayer<E> {
             exempt: None,
             exempt_paths: ExemptPaths::of_health(),
             reject: Arc::new(ProblemJson),
+            measures: Arc::new(Measures::new()),
+            clock: Arc::new(SystemClock::new()),
         }
+    }
+
+    /// Another clock than the machine's, for tests.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn clock(mut self, clock: Arc<dyn Clock>) -> Self {
+        self.clock = clock;
+        self
     }
 
     /// Answers what is turned away with this: [`Grpc`](super::Grpc), or a closure of one's own.
@@ -143,6 +194,8 @@ impl<E> Clone for MemoryLayer<E> {
             exempt: self.exempt.clone(),
             exempt_paths: self.exempt_paths.clone(),
             reject: Arc::clone(&self.reject),
+            measures: Arc::clone(&self.measures),
+            clock: Arc::clone(&self.clock),
         }
     }
 }
@@ -168,9 +221,26 @@ impl<E: Estimate> MemoryLayer<E> {
                 None => self.estimate.estimate_to_learn(head),
             }
         };
-        let Estimated { cost, priority, lesson } = estimated;
+        let Estimated { mut cost, priority, mut lesson } = estimated;
+        let is_measured = self.admission.is_managed() && meter::is_measured();
+        let mut slot = None;
+        if is_measured && priority != Priority::Exempt {
+            let lesson = lesson.get_or_insert_with(|| self.measures.lesson(head, cost.host));
+            let room = self.admission.ledger(Budget::Host).request_room();
+            let estimate = cost.host;
+            cost.host = lesson.claim(estimate, ByteSize::new(room.get() / 2));
+            // What is too large, or comes too late, is rejected for that.
+            if estimate <= ceiling && !self.admission.is_closed() {
+                slot = lesson.enter(estimate, room, || self.clock.now()).map_err(|running| {
+                    let Running(running) = running;
+                    let rejected = Rejected::SlowStart { running, retry_after: LASTS };
+                    self.admission.reject(rejected)
+                })?;
+            }
+        }
         let permit = self.admission.try_admit_with(cost, priority)?;
-        Ok(SharedPermit::new(permit, lesson, share))
+        let measured = is_measured.then(|| body.size_hint().lower());
+        Ok(SharedPermit::new(permit, Terms { lesson, share, slot, measured }))
     }
 }
 
@@ -215,7 +285,8 @@ where
         let state = match self.layer.admit(&head, &body) {
             Ok(permit) => {
                 head.extensions.insert(permit.clone());
-                let future = self.inner.call(Request::from_parts(head, body));
+                let inner = &mut self.inner;
+                let future = permit.measure(|| inner.call(Request::from_parts(head, body)));
                 State::Admitted { future, permit: Some(permit) }
             }
             Err(rejected) => {
@@ -257,8 +328,15 @@ where
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         match self.project().state.project() {
             StateProject::Admitted { future, permit } => {
-                let answered = ready!(future.poll(cx));
+                let answered = ready!(match permit.as_ref() {
+                    Some(permit) => permit.measure(|| future.poll(cx)),
+                    None => future.poll(cx),
+                });
                 let permit = permit.take();
+                if let (Some(permit), Ok(response)) = (&permit, &answered) {
+                    let status = response.status();
+                    permit.answered(status.is_success() || status.is_redirection());
+                }
                 Poll::Ready(answered.map(|response| match permit {
                     Some(permit) => response.map(|body| ResponseBody::held(body, permit)),
                     None => unreachable!("a future is not polled after its end"),

@@ -1,11 +1,14 @@
-//! An estimator that learns: for each route what its requests really held.
+//! What requests of each route held: for the estimator that learns, and for the layer.
 //!
-//! It learns from [`SharedPermit`](super::SharedPermit): from what handlers say that they hold
-//! (`hold`), and from permits that had to grow. A request whose handler says nothing teaches
-//! nothing, since what was booked for it is no news. Of each route a histogram over eighths of
-//! powers of two is kept, in which old requests fade: each time that `WINDOW` are in it all counts
-//! are halved. The estimate is its 95th percentile, which nineteen of twenty requests do not pass;
-//! what the others need is what the ledger's multiplier is for.
+//! Both learn from [`SharedPermit`](super::SharedPermit): from what handlers say that they hold
+//! (`hold`), from permits that had to grow, and from what the layer measures. Of each route a
+//! histogram over eighths of powers of two is kept, in which old requests fade: each time that
+//! `WINDOW` are in it all counts are halved. The estimate is its 95th percentile, which nineteen of
+//! twenty requests do not pass; what the others need is what the ledger's multiplier is for.
+//!
+//! [`Learned`] learns bytes. The layer learns, beside every other estimator, how many bytes
+//! requests held for each byte that they were estimated at, and books that if it is more: lengths
+//! vary within a route, and what a byte of them becomes varies little.
 //!
 //! Invariant: `estimate >= 95 % of what the histogram holds`, and at most an eighth more than the
 //! largest of those; memory is at most [`ROUTES_MAX`] + 1 routes of about one KiB.
@@ -17,11 +20,13 @@ use std::sync::Arc;
 use http::request::Parts;
 
 use crate::bytes::ByteSize;
+use crate::clock::Moment;
 use crate::control::{Cost, Priority};
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::sync::{Mutex, lock};
 
 use super::estimate::{Estimate, Estimated};
+use super::slow_start::{Running, SlowStart};
 
 /// Routes that are told apart; those that come later share one estimate.
 pub const ROUTES_MAX: usize = 256;
@@ -31,6 +36,13 @@ const WINDOW: u32 = 512;
 const LESSONS_MIN: u32 = 8;
 /// The part of requests that the estimate is enough for, in percent.
 const PERCENTILE: u32 = 95;
+/// One byte held for each byte estimated, as an amount.
+const ONE: ByteSize = ByteSize::kib(1);
+/// What a byte estimated is taken to need in a route that is not known. A guess.
+const UNKNOWN: ByteSize = ByteSize::kib(2);
+/// Estimates below this are taken for this when they are compared with what was held: what every
+/// request holds is not multiplied with its length.
+const COMPARED_MIN: ByteSize = ByteSize::kib(16);
 /// Buckets of a power of two.
 const PARTS: usize = 8;
 /// 0 to 7 have buckets of their own, then come eight for each power of two.
@@ -54,7 +66,9 @@ const BUCKETS: usize = (64 - 2) * PARTS;
 /// let _layer = MemoryLayer::new(Admission::with_limit(ByteSize::gib(1)), estimate);
 /// ```
 ///
-/// In the handler, wherever the amount is known:
+/// Behind a [`MemoryLayer`](super::MemoryLayer) whose admission is a `Memory`'s, what requests
+/// allocate on the threads that poll them is measured, and nothing has to be said. A handler says
+/// what is not seen so, such as memory of a C library:
 ///
 /// ```
 /// # use lowtide::ByteSize;
@@ -66,40 +80,143 @@ const BUCKETS: usize = (64 - 2) * PARTS;
 /// ```
 pub struct Learned<K, F> {
     key: F,
-    guess: ByteSize,
     device: ByteSize,
     priority: Priority,
     routes: Mutex<Routes<K>>,
 }
 
-struct Routes<K> {
+/// At most [`ROUTES_MAX`] routes, and one for all others.
+pub(super) struct Routes<K> {
+    guess: ByteSize,
     known: BTreeMap<K, Arc<Route>>,
     rest: Arc<Route>,
 }
 
+impl<K: Ord> Routes<K> {
+    /// None yet; each begins with a guess.
+    fn new(guess: ByteSize) -> Self {
+        Self { guess, known: BTreeMap::new(), rest: Arc::new(Route::new(guess)) }
+    }
+
+    /// None yet; each learns what was held for a byte estimated.
+    pub(super) fn compared() -> Self {
+        Self::new(UNKNOWN)
+    }
+
+    pub(super) fn of(&mut self, key: K) -> Arc<Route> {
+        if let Some(route) = self.known.get(&key) {
+            return Arc::clone(route);
+        }
+        if self.known.len() >= ROUTES_MAX {
+            return Arc::clone(&self.rest);
+        }
+        let route = Arc::new(Route::new(self.guess));
+        self.known.insert(key, Arc::clone(&route));
+        route
+    }
+}
+
 /// Where what a request held goes: a route's memory of it.
 #[derive(Clone)]
-pub struct Lesson(Arc<Route>);
+pub struct Lesson {
+    route: Arc<Route>,
+    /// The estimate with which it is compared; `None` if bytes are learned.
+    compared: Option<ByteSize>,
+}
 
 impl Lesson {
+    /// Of a request that was estimated at this, in routes that compare.
+    pub(super) fn compared(route: Arc<Route>, estimate: ByteSize) -> Self {
+        Self { route, compared: Some(estimate.max(COMPARED_MIN)) }
+    }
+
     /// A request held this much at its peak. Takes the route's own lock for about a microsecond.
     pub fn learn(&self, held: ByteSize) {
-        self.0.learn(held);
+        self.route.learn(self.amount(held));
     }
+
+    /// The same of one that did not come to its end, which is no evidence of a small need.
+    pub(super) fn learn_at_least(&self, held: ByteSize) {
+        let amount = self.amount(held);
+        if amount > self.route.estimate() {
+            self.route.learn(amount);
+        }
+    }
+
+    fn amount(&self, held: ByteSize) -> ByteSize {
+        self.compared.map_or(held, |estimate| times(held, ONE, estimate))
+    }
+
+    /// What to book for a request that was estimated at this: what its route was found to need, but
+    /// no more than `most` for that alone. A route that has shown one giant would not be admitted
+    /// any more otherwise, and its estimate would stay.
+    pub(super) fn claim(&self, estimate: ByteSize, most: ByteSize) -> ByteSize {
+        let route = &self.route;
+        match self.compared {
+            None => estimate.min(most.max(route.guess)),
+            Some(_) if route.estimate() <= ONE => estimate,
+            Some(compared) => estimate.max(times(compared, route.estimate(), ONE).min(most)),
+        }
+    }
+
+    /// Lets a request of the route run, if its need is known or few run. The time is asked for if it
+    /// matters.
+    pub(super) fn enter(
+        &self,
+        cost: ByteSize,
+        room: ByteSize,
+        now: impl FnOnce() -> Moment,
+    ) -> Result<Option<Slot>, Running> {
+        let Some(first) = SlowStart::first(cost, room) else { return Ok(None) };
+        let mut slow_start = lock(&self.route.slow_start);
+        if slow_start.is_over() {
+            return Ok(None);
+        }
+        slow_start.enter(first, now())?;
+        Ok(Some(Slot { route: Arc::clone(&self.route), answered: false }))
+    }
+}
+
+/// A large request of a route whose need is not known; dropping it ends it.
+pub(super) struct Slot {
+    route: Arc<Route>,
+    /// Whether its handler answered.
+    pub(super) answered: bool,
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        lock(&self.route.slow_start).leave(self.answered);
+    }
+}
+
+impl fmt::Debug for Slot {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Slot").field("answered", &self.answered).finish_non_exhaustive()
+    }
+}
+
+/// `amount x factor / divisor`, rounded up; the divisor is not 0.
+fn times(amount: ByteSize, factor: ByteSize, divisor: ByteSize) -> ByteSize {
+    let product = u128::from(amount.get()) * u128::from(factor.get());
+    let quotient = product.div_ceil(u128::from(divisor.get().max(1)));
+    u64::try_from(quotient).map_or(ByteSize::MAX, ByteSize::new)
 }
 
 impl fmt::Debug for Lesson {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Lesson").field("estimate", &self.0.estimate()).finish()
+        f.debug_struct("Lesson")
+            .field("estimate", &self.route.estimate())
+            .field("compared", &self.compared)
+            .finish()
     }
 }
 
 impl<K: Ord, F: Fn(&Parts) -> K> Learned<K, F> {
     /// By the route that `key` gives, beginning with a guess.
     pub fn new(guess: ByteSize, key: F) -> Self {
-        let routes = Routes { known: BTreeMap::new(), rest: Arc::new(Route::new(guess)) };
         let (device, priority) = (ByteSize::ZERO, Priority::Normal);
-        Self { key, guess, device, priority, routes: Mutex::new(routes) }
+        Self { key, device, priority, routes: Mutex::new(Routes::new(guess)) }
     }
 
     /// And always this much of the device's memory, which is not learned.
@@ -119,16 +236,7 @@ impl<K: Ord, F: Fn(&Parts) -> K> Learned<K, F> {
     fn route(&self, head: &Parts) -> Arc<Route> {
         // Outside the lock: it is the caller's, and may take its time or panic.
         let key = (self.key)(head);
-        let mut routes = lock(&self.routes);
-        if let Some(route) = routes.known.get(&key) {
-            return Arc::clone(route);
-        }
-        if routes.known.len() >= ROUTES_MAX {
-            return Arc::clone(&routes.rest);
-        }
-        let route = Arc::new(Route::new(self.guess));
-        routes.known.insert(key, Arc::clone(&route));
-        route
+        lock(&self.routes).of(key)
     }
 }
 
@@ -145,7 +253,8 @@ where
     fn estimate_to_learn(&self, head: &Parts) -> Estimated {
         let route = self.route(head);
         let cost = Cost::host(route.estimate()).and_device(self.device);
-        Estimated { cost, priority: self.priority, lesson: Some(Lesson(route)) }
+        let lesson = Some(Lesson { route, compared: None });
+        Estimated { cost, priority: self.priority, lesson }
     }
 }
 
@@ -157,16 +266,18 @@ impl<K, F> fmt::Debug for Learned<K, F> {
 }
 
 /// What one route has shown.
-struct Route {
+pub(super) struct Route {
     estimate: AtomicU64,
     guess: ByteSize,
     seen: Mutex<Seen>,
+    slow_start: Mutex<SlowStart>,
 }
 
 impl Route {
     fn new(guess: ByteSize) -> Self {
         let estimate = AtomicU64::new(guess.get());
-        Self { estimate, guess, seen: Mutex::new(Seen::new()) }
+        let (seen, slow_start) = (Mutex::new(Seen::new()), Mutex::default());
+        Self { estimate, guess, seen, slow_start }
     }
 
     fn estimate(&self) -> ByteSize {

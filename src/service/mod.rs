@@ -18,6 +18,7 @@ mod page;
 mod parts;
 mod permit;
 mod rejection;
+mod slow_start;
 
 pub use admin::{Admin, AdminToken, Peer, TokenError};
 pub use body::ResponseBody;

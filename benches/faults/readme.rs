@@ -1,0 +1,212 @@
+//! The service of the README under bodies that need several times their length: how often the
+//! kernel kills it.
+//!
+//! Each run is a process of its own in a memory cgroup of 256 MiB; the clients are outside. The
+//! handler keeps the parsed value across a wait, as one does that asks another service. A process
+//! that survives by refusing everything shows in the numbers of requests that were served.
+
+use std::io::{BufRead, BufReader};
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use axum::extract::DefaultBodyLimit;
+use axum::{Json, Router, routing::post};
+use bytes::Bytes;
+use http::{Request, StatusCode};
+use http_body_util::{BodyExt, Full};
+use hyper_util::client::legacy::{Client, connect::HttpConnector};
+use hyper_util::rt::TokioExecutor;
+use lowtide::service::{ContentLength, MemoryLayer};
+use lowtide::{BoxError, ByteSize, Memory};
+use serde_json::{Value, json};
+use tokio::time::{Instant, sleep, timeout_at};
+
+use crate::cgroup::Group;
+
+const LIMIT: ByteSize = ByteSize::mib(256);
+const RUNS: u32 = 20;
+/// Of the body that a client makes large on purpose.
+const HOSTILE_RUNS: u32 = 3;
+/// How long the clients send.
+const LOAD: Duration = Duration::from_secs(5);
+const BIG_CLIENTS: usize = 12;
+const SMALL_CLIENTS: usize = 20;
+const BIG: usize = 5 << 20;
+const SMALL: usize = 2 << 10;
+/// Between two requests of a small client, and before one that was refused is sent again.
+const PAUSE: Duration = Duration::from_millis(50);
+/// How long the handler waits with the value in its hands.
+const WORK: Duration = Duration::from_millis(50);
+/// What this part is called. The process that serves has the entrance of its cgroup as its second
+/// argument.
+const PART: &str = "readme";
+
+pub(crate) fn run() -> Result<(), BoxError> {
+    let mut after = std::env::args().skip_while(|argument| argument != PART).skip(1);
+    if let Some(entrance) = after.next().filter(|argument| !argument.starts_with('-')) {
+        return serve(entrance.into());
+    }
+    if let Err(reason) = Group::make(&name(0), Some(LIMIT.get())) {
+        println!("skipped: {reason}");
+        return Ok(());
+    }
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let ordinary = stage(&runtime, RUNS, &ordinary(BIG))?;
+    println!("figure faults.readme.runs {RUNS} runs");
+    println!("figure faults.readme.kills {} runs", ordinary.kills);
+    println!("figure faults.readme.big_served {} requests/run", median(ordinary.big));
+    println!("figure faults.readme.small_served {} requests/run", median(ordinary.small));
+    println!("figure faults.readme.small_refused {} requests/run", median(ordinary.small_refused));
+    let ones = format!("[{}1]", "1,".repeat(BIG / 2 - 1));
+    let hostile = stage(&runtime, HOSTILE_RUNS, &ones.into())?;
+    println!("figure faults.readme.hostile_runs {HOSTILE_RUNS} runs");
+    println!("figure faults.readme.hostile_kills {} runs", hostile.kills);
+    match ordinary.kills {
+        0 => Ok(()),
+        kills => Err(format!("{kills} of {RUNS} runs were killed").into()),
+    }
+}
+
+fn name(run: u32) -> String {
+    format!("lowtide-readme-{}-{run}", std::process::id())
+}
+
+/// Objects as services exchange them, of about these many bytes.
+fn ordinary(bytes: usize) -> Bytes {
+    let mut text = String::from("[");
+    for id in 0.. {
+        let user = json!({
+            "id": id,
+            "name": format!("user {id}"),
+            "email": format!("user{id}@example.com"),
+            "active": id % 3 == 0,
+            "score": 0.25,
+            "tags": ["one", "two"],
+        });
+        text.push_str(&user.to_string());
+        if text.len() >= bytes {
+            break;
+        }
+        text.push(',');
+    }
+    text.push(']');
+    text.into()
+}
+
+#[derive(Default)]
+struct Outcome {
+    kills: u32,
+    big: Vec<u64>,
+    small: Vec<u64>,
+    small_refused: Vec<u64>,
+}
+
+fn median(mut of: Vec<u64>) -> u64 {
+    of.sort_unstable();
+    of.get(of.len() / 2).copied().unwrap_or(0)
+}
+
+/// Runs the service so many times, under clients of this big body and of small ones.
+fn stage(runtime: &tokio::runtime::Runtime, runs: u32, big: &Bytes) -> Result<Outcome, BoxError> {
+    let mut outcome = Outcome::default();
+    for run in 1..=runs {
+        let group = Group::make(&name(run), Some(LIMIT.get()))?;
+        let (mut child, address) = start(&group)?;
+        let served = runtime.block_on(load(address, big.clone()));
+        let ended = child.try_wait()?;
+        let killed = ended.is_some();
+        outcome.kills += u32::from(killed);
+        if !killed {
+            child.kill()?;
+            child.wait()?;
+        }
+        for (all, one) in [&mut outcome.big, &mut outcome.small, &mut outcome.small_refused]
+            .into_iter()
+            .zip(served)
+        {
+            all.push(one);
+        }
+    }
+    Ok(outcome)
+}
+
+fn start(group: &Group) -> Result<(Child, SocketAddr), BoxError> {
+    let mut child = Command::new(std::env::current_exe()?)
+        .arg(PART)
+        .arg(group.entrance())
+        .stdout(Stdio::piped())
+        .spawn()?;
+    let output = child.stdout.take().ok_or("no output")?;
+    let mut line = String::new();
+    BufReader::new(output).read_line(&mut line)?;
+    Ok((child, line.trim().parse()?))
+}
+
+/// Requests served to big clients and to small ones, and small ones refused.
+async fn load(address: SocketAddr, big: Bytes) -> [u64; 3] {
+    let client = Client::builder(TokioExecutor::new()).build_http();
+    let counts: Arc<[AtomicU64; 4]> = Arc::default();
+    let end = Instant::now() + LOAD;
+    let small = ordinary(SMALL);
+    let big = (0..BIG_CLIENTS).map(|_| (big.clone(), 0));
+    let all = big.chain((0..SMALL_CLIENTS).map(|_| (small.clone(), 1)));
+    let clients: Vec<_> = all
+        .map(|(body, place)| {
+            let ask = ask(client.clone(), address, body, Arc::clone(&counts), place);
+            tokio::spawn(timeout_at(end, ask))
+        })
+        .collect();
+    for client in clients {
+        let _ = client.await;
+    }
+    [0, 1, 3].map(|at| counts[at].load(Ordering::Relaxed))
+}
+
+/// Sends the body again and again; counts what was served at `place`, and what was refused two
+/// places on.
+async fn ask(
+    client: Client<HttpConnector, Full<Bytes>>,
+    address: SocketAddr,
+    body: Bytes,
+    counts: Arc<[AtomicU64; 4]>,
+    place: usize,
+) {
+    loop {
+        let request = Request::post(format!("http://{address}/json"))
+            .header("content-type", "application/json")
+            .body(Full::new(body.clone()));
+        let Ok(request) = request else { return };
+        let mut served = false;
+        if let Ok(response) = client.request(request).await {
+            served = response.status() == StatusCode::OK;
+            let _ = response.into_body().collect().await;
+            counts[if served { place } else { place + 2 }].fetch_add(1, Ordering::Relaxed);
+        }
+        if !served || place == 1 {
+            sleep(PAUSE).await;
+        }
+    }
+}
+
+/// The README's service, with a handler for JSON in place of one for text.
+#[tokio::main]
+async fn serve(entrance: PathBuf) -> Result<(), BoxError> {
+    std::fs::write(entrance, std::process::id().to_string())?;
+    let memory = Memory::builder().with_environment()?.start()?;
+    let estimate = ContentLength::new(ByteSize::mib(2)).factor(2.0).least(ByteSize::kib(16));
+    let parse = |Json(value): Json<Value>| async move {
+        sleep(WORK).await;
+        value.as_array().map_or(0, Vec::len).to_string()
+    };
+    let routes = Router::new()
+        .route("/json", post(parse))
+        .layer(MemoryLayer::new(memory.admission().clone(), estimate))
+        .layer(DefaultBodyLimit::max(2 * BIG));
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
+    println!("{}", listener.local_addr()?);
+    Ok(axum::serve(listener, routes).await?)
+}

@@ -1,0 +1,142 @@
+//! How many requests of a route run at once while their need is not known.
+//!
+//! The first as many as fit even if each needs [`EXPANSION`] times what it books, and one at least.
+//! As many more for each that was answered, so that twice as many run in each generation, and twice
+//! as many for each [`STEP`] in which some ran without a break, so that a route whose requests last
+//! long does not wait for their end. It is pure: the layer gives it the time and the room and keeps
+//! it under a lock, one for each route.
+//!
+//! Invariants: while it lasts, `running <= limit` at each entry; it ends after [`ANSWERED`]
+//! requests, and pauses after [`STEPS`] steps, one second, for as long as requests run.
+
+use std::time::Duration;
+
+use crate::bytes::ByteSize;
+use crate::clock::Moment;
+
+/// How many times what it books a request of an unknown route may need, beyond the ledger's
+/// multiplier. A guess: ordinary JSON that is booked at twice its length needs 2.2 times as much.
+const EXPANSION: u64 = 2;
+/// A route of which so many may run at first is not held up.
+const MANY: u32 = 64;
+/// Answered requests after which the need of a route is known.
+const ANSWERED: u32 = 8;
+/// A time in which the limit doubles.
+const STEP: Duration = Duration::from_millis(125);
+/// So many of them lift the limit.
+const STEPS: u32 = 8;
+/// After this time the limit is lifted, whatever happened.
+pub(super) const LASTS: Duration = Duration::from_secs(1);
+
+const _: () = assert!(STEP.as_millis() * STEPS as u128 == LASTS.as_millis(), "both say when");
+
+/// The requests of one route.
+#[derive(Debug, Default)]
+pub(super) struct SlowStart {
+    running: u32,
+    answered: u32,
+    /// Since when some have run without a break.
+    since: Option<Moment>,
+}
+
+/// Too many run already.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Running(pub(super) u32);
+
+impl SlowStart {
+    /// How many requests of this cost may run at first in this room; `None` if that is many.
+    pub(super) fn first(cost: ByteSize, room: ByteSize) -> Option<u32> {
+        let each = cost.get().saturating_mul(EXPANSION);
+        let fit = room.get().checked_div(each)?;
+        let first = u32::try_from(fit).unwrap_or(MANY).max(1);
+        (first < MANY).then_some(first)
+    }
+
+    /// Whether the need is known.
+    pub(super) const fn is_over(&self) -> bool {
+        self.answered >= ANSWERED
+    }
+
+    /// Lets one more request run, if it is among the `first` or others were answered;
+    /// [`SlowStart::leave`] ends it.
+    pub(super) fn enter(&mut self, first: u32, now: Moment) -> Result<(), Running> {
+        let since = *self.since.get_or_insert(now);
+        let steps = (now - since).as_millis() / STEP.as_millis();
+        let steps = u32::try_from(steps).unwrap_or(STEPS).min(STEPS);
+        let limit = first.saturating_mul((1 + self.answered).max(1 << steps));
+        if !self.is_over() && steps < STEPS && self.running >= limit {
+            return Err(Running(self.running));
+        }
+        self.running += 1;
+        Ok(())
+    }
+
+    /// Ends a request that entered.
+    pub(super) fn leave(&mut self, answered: bool) {
+        self.running = self.running.saturating_sub(1);
+        self.answered = self.answered.saturating_add(u32::from(answered));
+        if self.running == 0 {
+            self.since = None;
+        }
+    }
+}
+
+#[cfg(all(test, not(lowtide_loom)))]
+mod tests {
+    use super::*;
+
+    /// Enters until it is refused, at most 1000 times; how many entered.
+    fn fill(route: &mut SlowStart, now: Moment) -> u32 {
+        let entered = (0..1000).take_while(|_| route.enter(1, now).is_ok()).count();
+        u32::try_from(entered).expect("at most 1000")
+    }
+
+    #[test]
+    fn twice_as_many_run_in_each_generation_until_the_need_is_known() {
+        let mut route = SlowStart::default();
+        let now = Moment::ORIGIN;
+        for generation in [1, 2, 4] {
+            assert_eq!(fill(&mut route, now), generation);
+            assert_eq!(route.enter(1, now), Err(Running(generation)));
+            assert_eq!(route.enter(2, now), Ok(()), "one that needs half as much");
+            route.leave(false);
+            (0..generation).for_each(|_| route.leave(true));
+        }
+        assert!(!route.is_over());
+        assert_eq!(fill(&mut route, now), 8);
+        route.leave(true);
+        assert!(route.is_over());
+        assert_eq!(fill(&mut route, now), 1000);
+    }
+
+    #[test]
+    fn as_many_run_at_first_as_fit_with_twice_what_they_book() {
+        let first = |cost, room| SlowStart::first(ByteSize::mib(cost), ByteSize::mib(room));
+        assert_eq!([first(10, 19), first(10, 39), first(10, 40)], [Some(1), Some(1), Some(2)]);
+        assert_eq!([first(10, 0), first(1, 127), first(1, 128)], [Some(1), Some(63), None]);
+        assert_eq!(SlowStart::first(ByteSize::ZERO, ByteSize::ZERO), None, "no bytes always fit");
+        assert_eq!(SlowStart::first(ByteSize::MAX, ByteSize::MAX), Some(1));
+    }
+
+    #[test]
+    fn requests_that_last_long_hold_nothing_up_for_more_than_a_second() {
+        let mut route = SlowStart::default();
+        let mut running = 0;
+        for step in 0..STEPS {
+            running += fill(&mut route, Moment::ORIGIN + STEP * step);
+            assert_eq!(running, 1 << step);
+        }
+        assert_eq!(fill(&mut route, Moment::ORIGIN + LASTS), 1000);
+    }
+
+    #[test]
+    fn requests_that_ended_without_an_answer_teach_nothing_and_latch_nothing() {
+        let mut route = SlowStart::default();
+        for round in 0..100 {
+            let now = Moment::ORIGIN + LASTS * round;
+            assert_eq!(fill(&mut route, now), 1, "{round}");
+            route.leave(false);
+        }
+        assert!(!route.is_over());
+    }
+}
