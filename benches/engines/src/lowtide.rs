@@ -1,7 +1,7 @@
 //! ONNX Runtime as the documents recommend it: the heap, a `Memory`, the session as its resource,
 //! set up by the profile: `balanced`, unless `LOWTIDE_PROFILE` names another one. With feature
 //! `interpose`, jemalloc serves ONNX Runtime as well.
-#![expect(clippy::print_stdout, reason = "a bench prints what it finds")]
+#![expect(clippy::disallowed_methods, reason = "it waits in real time")]
 
 use std::process::ExitCode;
 use std::sync::{Mutex, PoisonError};

@@ -1,10 +1,12 @@
 //! ONNX Runtime without lowtide, under the C library's allocator or a preloaded one: as it comes, or
 //! without its arena if `ENGINES_ARENA_OFF` is set.
+#![expect(clippy::disallowed_methods, reason = "a variable chooses how it runs")]
 
 use engines::{Arguments, BoxError, Service};
 use ort::environment::Environment;
 use ort::ep::CPU;
 use ort::session::Session;
+use ort::session::builder::SessionBuilder;
 
 #[global_allocator]
 static HEAP: std::alloc::System = std::alloc::System;
@@ -20,9 +22,9 @@ impl Service for Plain {
         let mut builder = Session::builder(&self.environment)?;
         if std::env::var_os("ENGINES_ARENA_OFF").is_some() {
             let cpu = CPU::default().with_arena_allocator(false).build();
-            let off = builder.with_execution_providers([cpu]);
-            let off = off.and_then(|builder| builder.with_memory_pattern(false));
-            builder = off.map_err(|error| error.to_string())?;
+            let text = |error: ort::Error<SessionBuilder>| error.to_string();
+            builder = builder.with_execution_providers([cpu]).map_err(text)?;
+            builder = builder.with_memory_pattern(false).map_err(text)?;
         }
         self.session = Some(builder.commit_from_file(&self.arguments.model)?);
         Ok(())

@@ -139,7 +139,6 @@ pub fn play(
 }
 
 /// The work of one thread; what it holds at its end.
-#[expect(clippy::vec_box, reason = "a request is a block of its own, as in a service")]
 fn work<const SHORT: usize, const LONG: usize>(
     size: Size,
     chance: &mut Chance,
