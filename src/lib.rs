@@ -128,7 +128,7 @@
 //! | - | `memory-viz` | [`device::ArenaMap`] as a snapshot for PyTorch's `memory_viz` |
 //! | `device::driver::sim` | `simulation` | a model of the CUDA driver, for tests only |
 //! | - | `api2` | `host::HostArena` as `allocator-api2`'s allocator, for large buffers |
-//! | - | `interpose` | C and C++ libraries in the process use jemalloc as well; recommended with engines written in C++ |
+//! | - | `interpose` | C and C++ libraries use jemalloc as well; for engines in C++ |
 //! | - | `profiling` | jemalloc's heap profiler |
 //! | `device::driver::cuda` | `cuda` | arenas in CUDA memory, seen as slices of cudarc |
 //!

@@ -6,9 +6,9 @@
 //! [`HeapSettings`]. Which settings may stand on top of a profile, and their checks, are in
 //! `knobs`.
 //!
-//! Left out on purpose: a dirty decay of 0 (5 to 8 times the CPU), `hpa` (twice the memory at rest),
-//! and block groups of one page (`slab_sizes`): jemalloc keeps 128 bytes of metadata for each group
-//! that it ever had at once, so that a burst of small blocks leaves more behind than it saves.
+//! Left out on purpose: a dirty decay of 0 (5 to 8 times the CPU), `hpa` (twice the memory at
+//! rest), and block groups of one page (`slab_sizes`): jemalloc keeps 128 bytes of metadata for
+//! each group of the peak, so that a burst of small blocks leaves more behind than it saves.
 //!
 //! Invariant: the decay times in `conf` are those in `settings`.
 

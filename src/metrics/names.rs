@@ -259,7 +259,8 @@ table! {
     ADMISSION_HELD: Gauge "lowtide_admission_permits" Count []
         "Permits that are held now.";
     PRESSURE_SHED: Counter "lowtide_pressure_shed_total" Count ["reason"]
-        "Requests turned away, by reason (too_large, full, pressure, shutting_down, exhausted, slow_start).";
+        "Rejected requests by reason (too_large, full, pressure, shutting_down, exhausted, \
+         slow_start).";
     ADMISSION_REQUESTS: Counter "lowtide_admission_requests_total" Count
         ["budget", "size_class", "outcome"]
         "Requests admitted (but the exempt) and shed because they did not fit the budget, by size: \

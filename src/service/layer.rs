@@ -6,7 +6,7 @@
 //!
 //! If the admission is a running `Memory`'s, requests are measured (see `permit`). What they held
 //! for each byte estimated is kept by method, route and size, and the next one of that kind books
-//! as much. Until the first of them have ended, few run at once if they are large (see `slow_start`).
+//! as much. Until the first of them have ended, only a few large ones run at once (`slow_start`).
 //!
 //! Invariant: every admitted request books its estimate exactly once and gives back what it booked
 //! when its response body, and every handle a handler took, are gone.

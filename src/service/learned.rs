@@ -159,7 +159,7 @@ impl Lesson {
         }
     }
 
-    /// Lets a request of the route run, if its need is known or few run. The time is asked for if it
+    /// Lets a request of the route run if its need is known or few run. Reads the time only if that
     /// matters.
     pub(super) fn enter(
         &self,

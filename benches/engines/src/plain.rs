@@ -1,5 +1,5 @@
-//! ONNX Runtime without lowtide, under the C library's allocator or a preloaded one: as it comes, or
-//! without its arena if `ENGINES_ARENA_OFF` is set.
+//! ONNX Runtime without lowtide, under the C library's allocator or a preloaded one: with its
+//! defaults, or without its arena if `ENGINES_ARENA_OFF` is set.
 #![expect(clippy::disallowed_methods, reason = "a variable chooses how it runs")]
 
 use engines::{Arguments, BoxError, Service};

@@ -8,7 +8,8 @@
 //! The limit is a minimum over the cgroup's ancestors, less what other members of that ancestor
 //! hold, because a kill does not ask whose bytes they were. Without a limit it is the machine's
 //! memory. A limit of the process on addresses or data (`ulimit -v`, `ulimit -d`) lowers it to what
-//! the resident set may become: beyond that an allocation fails, which aborts a Rust program. On other systems than Linux nothing is there to read, and [`Signals::missing`] says so.
+//! the resident set may become: beyond that an allocation fails, which aborts a Rust program. On
+//! systems other than Linux there is nothing to read, and [`Signals::missing`] says so.
 //! Beside memory there is one thing more, read once: how many CPUs the process can keep busy
 //! ([`Cpus`]).
 //!
