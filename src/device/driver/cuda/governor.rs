@@ -473,7 +473,7 @@ fn offered(calls: &Calls, device: i32) -> Result<(Pooling, Current), RungFailure
 /// Notes a call that undoes something: there is nobody to tell.
 fn undone(outcome: Answer) {
     if let Err(error) = outcome {
-        log!(warn, %error, "what a call had done could not be undone");
+        log!(warn, %error, "a driver call could not be undone");
     }
 }
 

@@ -253,7 +253,7 @@ fn tried(seat: &Seat, memory: Memory) -> Result<Memory, RungFailure> {
         Ok(()) => Ok(memory),
         Err(cause) => {
             if let Err(error) = memory.close(seat) {
-                log!(warn, %error, "what a call had done could not be undone");
+                log!(warn, %error, "a driver call could not be undone");
             }
             Err(cause)
         }
