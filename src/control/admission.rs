@@ -183,6 +183,7 @@ impl Admission {
     }
 
     /// Returns a handle to the same account that also keeps `service` alive, as do its clones.
+    #[cfg(feature = "memory")]
     pub(crate) fn keeping(&self, service: Arc<dyn Any + Send + Sync>) -> Self {
         let kept = Some((service, self.unkept()));
         Self { desk: self.desk, open: Arc::new(Open { desk: self.desk, kept }) }
@@ -245,6 +246,7 @@ impl Admission {
     /// Books the device's bytes of all costs in the host's budget from now on, for a device whose
     /// memory is the host's: one limit holds for both, and every byte counts once. Called before
     /// the first booking.
+    #[cfg(any(test, feature = "memory"))]
     pub(crate) fn unify(&self) {
         self.desk.unified.store(true, Ordering::Relaxed);
     }
