@@ -6,6 +6,9 @@
 //!
 //! Nothing here is timed or decided: a service that wants that starts a `Memory` (`low_memory`).
 #![expect(clippy::print_stdout, reason = "the figures are the product")]
+#![expect(clippy::disallowed_methods, reason = "another thread of the process is waited for")]
+
+use std::time::Duration;
 
 use lowtide::host::{self, HeapProbe, HeapSnapshot};
 use lowtide::{BoxError, ByteSize};
@@ -18,6 +21,11 @@ lowtide::heap_profile!(balanced, narenas: 2);
 /// What is taken: many small blocks, as a parsed document would be.
 const TAKEN: ByteSize = ByteSize::mib(64);
 const BLOCK: usize = 1 << 10;
+/// The most that may stay after a purge.
+const LEFT_MAX: ByteSize = ByteSize::mib(8);
+/// The most purges, and the pause between two.
+const PURGES_MAX: u32 = 100;
+const PAUSE: Duration = Duration::from_millis(20);
 
 fn main() -> Result<(), BoxError> {
     if !host::is_global() {
@@ -39,17 +47,26 @@ fn main() -> Result<(), BoxError> {
     drop(blocks);
     show("freed: jemalloc keeps the pages", &probe.snapshot()?);
 
-    let report = host::purge_now()?;
-    let after = probe.snapshot()?;
+    // More than once only if jemalloc's own thread purges at this moment: the arena is left to it.
+    let mut released = ByteSize::ZERO;
+    let mut after = probe.snapshot()?;
+    for _ in 0..PURGES_MAX {
+        released = released.saturating_add(host::purge_now()?.released());
+        after = probe.snapshot()?;
+        if after.resident.saturating_sub(before.resident) <= LEFT_MAX {
+            break;
+        }
+        std::thread::sleep(PAUSE);
+    }
     show("purged", &after);
-    println!("\nthe purge gave back {}", report.released());
+    println!("\nthe purge gave back {released}");
 
     if full.live < before.live.saturating_add(TAKEN) {
         return Err(format!("live is {}, and {TAKEN} were taken", full.live).into());
     }
     let left = after.resident.saturating_sub(before.resident);
-    if left > ByteSize::mib(8) {
-        return Err(format!("{left} stay behind the purge: expected 8 MiB at most").into());
+    if left > LEFT_MAX {
+        return Err(format!("{left} stay behind the purge: expected {LEFT_MAX} at most").into());
     }
     Ok(())
 }

@@ -93,8 +93,10 @@ impl PurgeReport {
 /// Calls back the caches of threads that cooperate
 /// ([`recall_thread_caches`](super::recall_thread_caches)), empties the calling thread's, purges
 /// every jemalloc arena, then has glibc trim its own heap. It waits for no other thread: what those
-/// give up later is dirty until it decays or the next purge takes it. Memory that is live is never
-/// touched. Blocks for about 0.1 ms for each MiB given back, twice the cost of
+/// give up later is dirty until it decays or the next purge takes it. If jemalloc's background
+/// thread is purging an arena at the same time, that arena is left to it: its pages are released a
+/// moment later and are not in the report. Memory that is live is never touched. Blocks for about
+/// 0.1 ms for each MiB given back, twice the cost of
 /// [`HeapProbe::snapshot`](super::HeapProbe::snapshot) besides; threads that allocate meanwhile
 /// wait on single arenas for parts of it. Allocates nothing but the one block with which
 /// [`is_global`](super::is_global) is found the first time.
