@@ -95,7 +95,7 @@ loom::thread_local! {
     static BACKGROUND: Cell<bool> = Cell::new(false);
 }
 
-/// Marks its thread as one that does background work, until it is dropped.
+/// Marks its thread as one that does background work, or the program's, until it is dropped.
 #[derive(Debug)]
 pub struct Background {
     before: bool,
@@ -109,6 +109,13 @@ pub struct Background {
 #[must_use = "the mark goes when this is dropped"]
 pub fn background() -> Background {
     Background { before: BACKGROUND.with(|of| of.replace(true)), _here: PhantomData }
+}
+
+/// Marks what follows on this thread as the program's own work: a callback that background work
+/// runs may wait for what it asks for itself.
+#[must_use = "the mark goes when this is dropped"]
+pub fn foreground() -> Background {
+    Background { before: BACKGROUND.with(|of| of.replace(false)), _here: PhantomData }
 }
 
 /// Whether this thread does background work now.
@@ -138,6 +145,10 @@ mod tests {
     fn background_work_ends_with_its_guard_on_its_own_thread() {
         let outer = background();
         drop(background());
+        {
+            let _own = foreground();
+            assert!(!is_background());
+        }
         assert!(is_background() && !std::thread::spawn(is_background).join().expect("no panic"));
         let unwound = caught(|| {
             let _inner = background();

@@ -105,6 +105,8 @@ pub(super) struct Evictor {
 /// Bytes that are being unloaded for a request that was rejected.
 struct Coming {
     cost: Cost,
+    /// When they are expected to be free.
+    ready: Moment,
     /// Counted on no longer than this.
     until: Moment,
 }
@@ -120,12 +122,15 @@ impl Evictor {
 
     /// Makes room for a request that was rejected, unless other unloads make enough already.
     pub(super) fn for_request(self: &Arc<Self>, desk: &'static Desk, cost: Cost) -> Hint {
-        let coming = self.coming();
+        let (coming, takes) = self.coming();
         if desk.fits(cost, coming) {
-            return Hint::Unloading(Duration::ZERO);
+            return Hint::Unloading(takes);
         }
-        let fits = |freed: Cost| desk.fits(cost, coming.and(freed));
-        match self.claim(desk, fits, |claims| Some(self.announce(claims.cost()))) {
+        // Read again for each choice: another thread may have begun unloads meanwhile.
+        let fits = |freed: Cost| desk.fits(cost, self.coming().0.and(freed));
+        match self.claim(desk, fits, |claims| Some(self.announce(claims))) {
+            // Room came meanwhile. Nothing runs on this thread, which may be an async runtime's.
+            Ok((claims, _)) if claims.list.is_empty() => Hint::Unloading(self.coming().1),
             Ok((claims, coming)) => {
                 let takes = claims.takes;
                 let owed = Owed { desk, evictor: Arc::clone(self), of: Made::Announced(coming) };
@@ -187,17 +192,25 @@ impl Evictor {
         Err(None)
     }
 
-    /// Bytes that become free soon, because they are being unloaded for requests.
-    fn coming(&self) -> Cost {
+    /// Bytes that become free soon, because they are being unloaded for requests, and how long
+    /// that is expected to take.
+    fn coming(&self) -> (Cost, Duration) {
         let now = self.clock.now();
         let coming = lock(&self.coming);
         let counted = coming.iter().filter(|coming| now < coming.until);
-        counted.fold(Cost::ZERO, |sum, coming| sum.and(coming.cost))
+        counted.fold((Cost::ZERO, Duration::ZERO), |(cost, takes), coming| {
+            (cost.and(coming.cost), takes.max(coming.ready - now))
+        })
     }
 
-    fn announce(&self, cost: Cost) -> Arc<Coming> {
-        let coming = Arc::new(Coming { cost, until: self.clock.now() + UNLOAD_MAX });
-        lock(&self.coming).push(Arc::clone(&coming));
+    /// Counts what is claimed as coming; an empty claim is none.
+    fn announce(&self, claims: &Claims) -> Arc<Coming> {
+        let now = self.clock.now();
+        let (ready, until) = (now + claims.takes, now + UNLOAD_MAX);
+        let coming = Arc::new(Coming { cost: claims.cost(), ready, until });
+        if !claims.list.is_empty() {
+            lock(&self.coming).push(Arc::clone(&coming));
+        }
         coming
     }
 }

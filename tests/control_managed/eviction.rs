@@ -266,6 +266,58 @@ fn many_rejected_requests_unload_one_model_and_not_all() {
     assert_eq!(models.iter().map(evictions).sum::<u64>(), 2);
 }
 
+/// The bug: requests rejected at once each unloaded a model of their own, for room that one made.
+#[test]
+fn requests_rejected_at_once_unload_one_model_together() {
+    for _ in 0..50 {
+        let rig = Rig::with_limit(90);
+        let gate = Arc::new(Gate::default());
+        let models = ["a", "b", "c"].map(|name| {
+            let gate = Arc::clone(&gate);
+            let model = rig.add(builder(name, 30).unload(move |()| gate.pass()));
+            drop(model.acquire_blocking().expect("fits"));
+            model
+        });
+        let start = Barrier::new(4);
+        thread::scope(|threads| {
+            for _ in 0..4 {
+                threads.spawn(|| {
+                    start.wait();
+                    let _ = rig.admission.try_admit(mib(20)).expect_err("comes again");
+                });
+            }
+        });
+        assert_eq!(models.iter().filter(|model| model.stats().loaded).count(), 2);
+        gate.open();
+        until("one is gone", || rig.standing() == ByteSize::mib(60));
+    }
+}
+
+/// The bug: only the first rejected request was given the time of the unload, the others 1 s.
+#[test]
+fn every_request_that_waits_for_an_unload_is_given_its_time() {
+    let rig = Rig::with_limit(90);
+    let (gate, holds) = (Arc::new(Gate::default()), Arc::new(AtomicBool::new(false)));
+    let (clock, passes, held) = (rig.clock.clone(), Arc::clone(&gate), Arc::clone(&holds));
+    let model = rig.add(builder("slow", 90).unload(move |()| {
+        if held.load(Ordering::SeqCst) {
+            passes.pass();
+        }
+        clock.advance(20 * SECOND);
+    }));
+    drop(model.acquire_blocking().expect("fits"));
+    assert_eq!(model.unload_now(SECOND), Ok(true), "its unload is known to take 20 s");
+    drop(model.acquire_blocking().expect("fits"));
+    holds.store(true, Ordering::SeqCst);
+    for nth in 0..3 {
+        let rejected = rig.admission.try_admit(mib(20)).expect_err("full");
+        let wait = rejected.retry_after().expect("later");
+        assert!(wait >= 20 * SECOND, "{nth}: {wait:?}");
+    }
+    gate.open();
+    until("it is gone", || rig.standing().is_zero());
+}
+
 #[test]
 fn an_unload_that_is_stuck_keeps_its_bytes_booked_and_its_load_is_rejected() {
     let rig = Rig::with_limit(100);

@@ -30,7 +30,7 @@ use crate::control::eviction::Eviction;
 use crate::control::permit::Permit;
 use crate::control::rejected::Rejected;
 use crate::fork::Birth;
-use crate::sync::{Condvar, Mutex, MutexGuard, caught, lock, wait};
+use crate::sync::{Condvar, Mutex, MutexGuard, caught, foreground, lock, wait};
 
 use super::enclosure::is_unloading;
 use super::error::{AcquireError, LoadError, UnloadError};
@@ -263,7 +263,8 @@ impl<T: Send + Sync + 'static> Cell<T> {
         let booked = self.admission.as_ref().map(|door| door.try_stand(cost));
         let (permit, is_short) = match booked.transpose() {
             Ok(permit) => (permit, false),
-            Err(Rejected::Full { .. }) => (None, true),
+            // An exchange of idle resources needs no room that exhaustion took.
+            Err(Rejected::Full { .. } | Rejected::Exhausted { .. }) => (None, true),
             Err(rejected) => {
                 state.loads_refused += 1;
                 return Err(AcquireError::Rejected { name: name(), rejected });
@@ -531,6 +532,8 @@ impl<T: Send + Sync + 'static> Cell<T> {
     fn clean_up(&self, value: Arc<T>) -> Result<Option<Cost>, String> {
         let value = Arc::into_inner(value);
         debug_assert!(value.is_some(), "a value is taken apart while it is held");
+        // The program's own code: it may close an arena, for example, which waits for the device.
+        let _own = foreground();
         caught(|| value.and_then(|value| self.parts.take_apart(value)))
     }
 
