@@ -295,6 +295,28 @@ fn no_copy_of_a_pinned_buffer_is_captured() {
     assert!(fake.faults().contains("CaptureSpoiled") && fake.leaks().is_empty());
 }
 
+/// The bug: a view that was dropped while its stream captured waited for the stream, which spoiled
+/// the capture.
+#[test]
+fn a_view_dropped_in_a_capture_does_not_spoil_it() {
+    let (fake, bed, arena, lane) = start();
+    track(&bed, false);
+    let (pool, mut to) = (pool(&bed), device(&lane));
+    let mut from = filled(&pool, 1);
+    let lease = lane.enter().expect("awake");
+    let mut view = to.cuda_mut(&lease).expect("a view");
+    let host = from.cuda(&lane).expect("a view");
+    bed.one.memcpy_htod(&host, &mut view).expect("queued and waited for");
+    drop(lease);
+    let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+    bed.one.begin_capture(mode).expect("begun");
+    drop(host);
+    bed.one.end_capture(CUgraphInstantiate_flags(0)).map(drop).expect("the capture is sound");
+    assert_quarantined(&pool, from);
+    drop((pool, to));
+    end_with_locked((fake, bed, arena, lane));
+}
+
 #[test]
 #[should_panic(expected = "a copy on another stream than that of the view's lane")]
 fn a_view_is_of_one_stream() {

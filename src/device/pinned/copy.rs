@@ -235,7 +235,13 @@ impl Lane {
         let event = CopyEvent::new(driver)?;
         host.device_use = DeviceUse::Unproven;
         let queued = start_copy(&**driver, (start, at), size, to, stream);
-        if queued.is_ok() && event.record(stream).is_ok() {
+        let recorded = queued.is_ok() && event.record(stream).is_ok();
+        // A capture that began meanwhile took the copy and the event: asking the event would spoil
+        // it, and the copy may be replayed at any time.
+        if driver.is_capturing(stream, Key::new())? {
+            return Err(DeviceError::Capturing { arena: shared.name.clone() });
+        }
+        if recorded {
             host.device_use = DeviceUse::Until(event);
             return Ok(());
         }

@@ -114,9 +114,16 @@ impl<T: Pod> Drop for PinnedView<'_, T> {
         if self.buffer.pool.check_here().is_err() {
             return;
         }
-        if *self.lent.get_mut() {
-            let driver = &self.lane.arena().shared().driver;
-            if let Err(error) = driver.stream_synchronize(self.lane.stream(), Key::new()) {
+        if self.lent.load(Ordering::Relaxed) {
+            let (shared, stream) = (self.lane.arena().shared(), self.lane.stream());
+            let driver = &shared.driver;
+            // A stream that captures cannot be waited for, and an attempt would spoil the capture.
+            let waited = match driver.is_capturing(stream, Key::new()) {
+                Ok(false) => driver.stream_synchronize(stream, Key::new()).map_err(Into::into),
+                Ok(true) => Err(DeviceError::Capturing { arena: shared.name.clone() }),
+                Err(error) => Err(error.into()),
+            };
+            if let Err(error) = waited {
                 let pool = self.buffer.pool.name();
                 log!(warn, pool, %error, "completion of a pinned copy not observed");
                 return;
