@@ -50,13 +50,21 @@ pub(super) enum Opened {
 }
 
 impl Opened {
-    /// Whether somebody holds a block.
-    fn has_live(&self) -> bool {
-        let live = match self {
-            Self::Device(arena) => arena.glance().live,
-            Self::Pinned(pool) => pool.glance().live,
+    /// Whether a block is held, or freed while the device may still use it. The last handle must
+    /// not be dropped before: memory without a lane would be left behind, and a pool would wait for
+    /// its copies.
+    fn has_blocks(&self) -> bool {
+        let held = match self {
+            Self::Device(arena) => {
+                let snapshot = arena.snapshot();
+                snapshot.live.saturating_add(snapshot.pending).saturating_add(snapshot.adopted)
+            }
+            Self::Pinned(pool) => {
+                let snapshot = pool.snapshot();
+                snapshot.live.saturating_add(snapshot.pending)
+            }
         };
-        !live.is_zero()
+        !held.is_zero()
     }
 }
 
@@ -290,7 +298,7 @@ impl Place {
         state.draining.retain_mut(|generation| {
             // The last handle: see the invariant above. It is also the order in which blocks of
             // other threads are seen.
-            if Arc::get_mut(generation).is_none() || generation.opened.has_live() {
+            if Arc::get_mut(generation).is_none() || generation.opened.has_blocks() {
                 return true;
             }
             drained.push((generation.id, generation.opened.clone()));
