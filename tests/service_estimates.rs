@@ -220,7 +220,7 @@ fn routes_beyond_the_bound_share_one_estimate() {
         estimate.estimate_to_learn(&head(Request::get(path))).lesson.expect("it learns")
     };
     for nth in 0..ROUTES_MAX {
-        lesson(format!("/known/{nth}"));
+        lesson(format!("/known/{nth}")).learn(ByteSize::kib(1));
     }
     for nth in 0..10_000 {
         lesson(format!("/made-up/{nth}")).learn(ByteSize::mib(7));
@@ -228,6 +228,24 @@ fn routes_beyond_the_bound_share_one_estimate() {
     assert_eq!(host(&estimate, Request::get("/made-up/x")), ByteSize::mib(7));
     assert_eq!(host(&estimate, Request::get("/known/0")), ByteSize::mib(1));
     assert!(format!("{estimate:?}").contains(&format!("routes: {ROUTES_MAX}")), "{estimate:?}");
+}
+
+/// The bug: each path that a client made up took a place for ever, and the routes that came later
+/// shared one estimate.
+#[test]
+fn paths_that_taught_nothing_give_up_their_places() {
+    let estimate = Learned::new(ByteSize::mib(1), by_path);
+    let ask = |path: String| estimate.estimate_to_learn(&head(Request::get(path)));
+    for nth in 0..10_000 {
+        ask(format!("/made-up/{nth}"));
+    }
+    let learn = |path: &str, held| {
+        (0..8).for_each(|_| ask(path.to_owned()).lesson.expect("it learns").learn(held));
+    };
+    learn("/small", ByteSize::kib(16));
+    learn("/large", ByteSize::mib(7));
+    assert_eq!(host(&estimate, Request::get("/small")), ByteSize::kib(16));
+    assert_eq!(host(&estimate, Request::get("/large")), ByteSize::mib(7));
 }
 
 #[test]

@@ -51,11 +51,15 @@ struct Bed {
 impl Bed {
     /// The estimate of a request is in its header.
     fn new(handler: Handler) -> Self {
+        Self::starting(true, handler)
+    }
+
+    fn starting(slowly: bool, handler: Handler) -> Self {
         let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(256)));
         let of_all: Arc<dyn Clock> = clock.clone();
         let builder = Memory::builder().clock(of_all.clone()).signals(tree.open());
         let memory = builder.device(DeviceChoice::None).start().expect("starts");
-        let service = service(memory.admission(), of_all, handler);
+        let service = service(memory.admission(), of_all, handler, slowly);
         Self { memory, clock, service, _tree: tree }
     }
 
@@ -78,12 +82,19 @@ impl Bed {
     }
 }
 
-fn service(admission: &Admission, clock: Arc<dyn Clock>, handler: Handler) -> Ask {
+fn service(
+    admission: &Admission,
+    clock: Arc<dyn Clock>,
+    handler: Handler,
+    starts_slowly: bool,
+) -> Ask {
     let estimate = |head: &http::request::Parts| {
         let bytes = head.headers["x-estimate"].to_str().expect("text").parse().expect("bytes");
         Cost::host(ByteSize::new(bytes))
     };
-    let mut service = MemoryLayer::new(admission.clone(), estimate).clock(clock).layer(handler);
+    let layer = MemoryLayer::new(admission.clone(), estimate).clock(clock);
+    let layer = if starts_slowly { layer } else { layer.without_slow_start() };
+    let mut service = layer.layer(handler);
     Box::new(move |path, estimate| {
         let request = Request::post(path).header("x-estimate", estimate.get());
         let call = service.call(request.body(Full::default()).expect("a valid head"));
@@ -248,6 +259,55 @@ fn frees_of_what_others_allocated_lend_no_room() {
     assert!(about(bed.booked(), 30), "{}", bed.booked());
 }
 
+/// The bug: memory that other work freed before a request counted as the peak of the request.
+#[test]
+fn what_was_freed_before_a_request_is_not_its_peak() {
+    let _turn = turn();
+    let mut bed = Bed::new(handler(|_| async {
+        for _ in 0..1000 {
+            drop(black_box(Vec::<u8>::with_capacity(64 << 10)));
+        }
+        wait_once().await;
+    }));
+    let foreign = [block(30), block(30)];
+    drop(bed.call("/reset", LARGE).expect("admitted"));
+    drop(black_box(foreign));
+    let mut call = bed.call("/churn", LARGE).expect("admitted");
+    assert_eq!(poll(&mut call), Poll::Ready(StatusCode::OK));
+    drop(call);
+    let _held = bed.call("/churn", LARGE).expect("admitted");
+    assert_eq!(bed.booked().get(), 2 * LARGE.get());
+}
+
+#[test]
+fn estimates_that_are_bounds_start_no_route_slowly() {
+    let _turn = turn();
+    let mut bed = Bed::starting(false, handler(|_| wait_once()));
+    for path in ["/a/1", "/b/1"] {
+        assert_eq!(bed.fill(path, LARGE).len(), 9, "as many as fit");
+    }
+    assert_eq!(bed.memory.admission().stats().shed_total(ShedReason::SlowStart), 0);
+}
+
+/// The bug: requests that were refused without a look at their body ended the slow start.
+#[test]
+fn failed_answers_end_no_slow_start() {
+    let _turn = turn();
+    let mut bed = Bed::new(BoxCloneSyncService::new(service_fn(|request: Asked| async move {
+        let mut answer = Answer::default();
+        if request.uri().path() == "/a/refused" {
+            *answer.status_mut() = StatusCode::UNAUTHORIZED;
+        } else {
+            wait_once().await;
+        }
+        Ok(answer)
+    })));
+    for _ in 0..20 {
+        assert_eq!(bed.call("/a/refused", LARGE).err(), Some(StatusCode::UNAUTHORIZED));
+    }
+    assert_eq!(bed.fill("/a/1", LARGE).len(), 4);
+}
+
 #[test]
 fn work_on_other_threads_nested_work_and_panics_are_attributed_once() {
     let _turn = turn();
@@ -294,6 +354,7 @@ fn without_a_memory_estimates_are_taken_at_their_word() {
             wait_once().await;
             drop(black_box(held));
         }),
+        true,
     );
     let mut calls: Vec<_> = (0..9).map(|_| service("/", LARGE)).collect();
     assert!(calls.iter_mut().all(|call| poll(call).is_pending()), "all that fit run at once");

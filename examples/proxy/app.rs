@@ -177,7 +177,9 @@ pub(crate) async fn start(
                     let bytes = if words { upstream::words_cost(announced) } else { 64 << 10 };
                     Cost::host(ByteSize::new(bytes))
                 };
-                routes = routes.layer(MemoryLayer::new(memory.admission().clone(), estimate));
+                // A bound: `words` refuses a text that needs more.
+                let layer = MemoryLayer::new(memory.admission().clone(), estimate);
+                routes = routes.layer(layer.without_slow_start());
             }
             let listener = TcpListener::bind((std::net::Ipv4Addr::LOCALHOST, 0)).await?;
             let address = listener.local_addr()?;
@@ -247,7 +249,8 @@ fn clients_routes(forward: Forward, embedder: Embedder, memory: Option<Memory>) 
                 Cost::host(FORWARD_COST)
             }
         };
-        guarded = guarded.layer(MemoryLayer::new(admission, estimate));
+        // Bounds: bodies stream through, and the model plans its memory.
+        guarded = guarded.layer(MemoryLayer::new(admission, estimate).without_slow_start());
     }
     guarded
 }

@@ -151,10 +151,11 @@ fn rise(since: Totals, now: Totals) -> i64 {
     high.saturating_sub(since.net()).clamp(end, most)
 }
 
-/// Resets the thread's peak, unless so little was allocated since that it does not matter.
+/// Resets the peak of the thread, unless little was allocated and freed since.
 fn reset_peak(now: Totals) {
-    let more = now.allocated.wrapping_sub(PEAK_RESET.get().allocated);
-    if more > PEAK_MIN && ctl::THREAD_PEAK_RESET.perform().is_ok() {
+    let last = PEAK_RESET.get();
+    let moved = now.allocated.wrapping_sub(last.allocated).max(now.freed.wrapping_sub(last.freed));
+    if moved > PEAK_MIN && ctl::THREAD_PEAK_RESET.perform().is_ok() {
         PEAK_RESET.set(now);
     }
 }

@@ -59,6 +59,7 @@ pub struct MemoryLayer<E> {
     exempt_paths: ExemptPaths,
     reject: Arc<dyn Reject>,
     measures: Arc<Measures>,
+    starts_slowly: bool,
     clock: Arc<dyn Clock>,
 }
 
@@ -70,8 +71,8 @@ struct Measures {
 }
 
 impl Measures {
-    fn new() -> Self {
-        Self { routes: Mutex::new(Routes::compared()), hasher: RandomState::new() }
+    fn new(routes: Routes<u64>) -> Self {
+        Self { routes: Mutex::new(routes), hasher: RandomState::new() }
     }
 
     /// Requests like this one: of its method, of the same gRPC method or else the same first
@@ -99,9 +100,20 @@ impl<E: Estimate> MemoryLayer<E> {
             exempt: None,
             exempt_paths: ExemptPaths::of_health(),
             reject: Arc::new(ProblemJson),
-            measures: Arc::new(Measures::new()),
+            measures: Arc::new(Measures::new(Routes::compared())),
+            starts_slowly: true,
             clock: Arc::new(SystemClock::new()),
         }
+    }
+
+    /// Takes estimates as upper bounds: a route that is not measured yet books what is estimated,
+    /// and as many of its requests run as fit. For handlers that refuse what needs more. If they do
+    /// not, requests of an unknown route can together hold several times what they booked.
+    #[must_use]
+    pub fn without_slow_start(mut self) -> Self {
+        self.measures = Arc::new(Measures::new(Routes::bounded()));
+        self.starts_slowly = false;
+        self
     }
 
     /// Another clock than the machine's, for tests.
@@ -195,6 +207,7 @@ impl<E> Clone for MemoryLayer<E> {
             exempt_paths: self.exempt_paths.clone(),
             reject: Arc::clone(&self.reject),
             measures: Arc::clone(&self.measures),
+            starts_slowly: self.starts_slowly,
             clock: Arc::clone(&self.clock),
         }
     }
@@ -230,7 +243,7 @@ impl<E: Estimate> MemoryLayer<E> {
             let estimate = cost.host;
             cost.host = lesson.claim(estimate, ByteSize::new(room.get() / 2));
             // What is too large, or comes too late, is rejected for that.
-            if estimate <= ceiling && !self.admission.is_closed() {
+            if self.starts_slowly && estimate <= ceiling && !self.admission.is_closed() {
                 slot = lesson.enter(estimate, room, || self.clock.now()).map_err(|running| {
                     let Running(running) = running;
                     let rejected = Rejected::SlowStart { running, retry_after: LASTS };

@@ -103,9 +103,18 @@ impl<K: Ord> Routes<K> {
         Self::new(UNKNOWN)
     }
 
+    /// The same, if estimates are upper bounds.
+    pub(super) fn bounded() -> Self {
+        Self::new(ONE)
+    }
+
     pub(super) fn of(&mut self, key: K) -> Arc<Route> {
         if let Some(route) = self.known.get(&key) {
             return Arc::clone(route);
+        }
+        if self.known.len() >= ROUTES_MAX {
+            // Clients choose paths: those that taught nothing and have no request give up theirs.
+            self.known.retain(|_, route| Arc::strong_count(route) > 1 || route.has_learned());
         }
         if self.known.len() >= ROUTES_MAX {
             return Arc::clone(&self.rest);
@@ -282,6 +291,10 @@ impl Route {
 
     fn estimate(&self) -> ByteSize {
         ByteSize::new(self.estimate.load(Ordering::Relaxed))
+    }
+
+    fn has_learned(&self) -> bool {
+        lock(&self.seen).lessons > 0
     }
 
     fn learn(&self, held: ByteSize) {

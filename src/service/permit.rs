@@ -143,8 +143,9 @@ impl SharedPermit {
     pub(super) fn answered(&self, success: bool) {
         let mut held = self.held();
         held.answer = Some(success);
+        // A failure says nothing of what the route needs.
         if let Some(slot) = &mut held.terms.slot {
-            slot.answered = true;
+            slot.answered = success;
         }
     }
 
