@@ -10,8 +10,9 @@ mod support;
 use std::time::Duration;
 
 use lowtide::config::{DeviceChoice, Profile};
-use lowtide::control::{Resource as _, Signals};
+use lowtide::control::{LoadError, Resource as _, Signals};
 use lowtide::decay::DecayTime;
+use lowtide::device::{DeviceArena, Region};
 use lowtide::host::{self, HeapProbe};
 use lowtide::memory::{Builder, MemorySnapshot};
 use lowtide::{ByteSize, Memory};
@@ -207,6 +208,29 @@ fn a_resource_of_c_code_is_measured_by_the_growth_around_its_load() {
     let found = model.stats().measured.unwrap_or_default().host;
     assert!(found <= ByteSize::mib(4), "{found}");
     assert!(said("\"beside\"") && said("not measured"), "{:?}", memory.notes());
+    assert!(memory.shutdown(SOON).is_clean());
+}
+
+/// Bug: a model in an arena of host memory was measured a second time as memory of C code, and did
+/// not fit any more when it was loaded again.
+#[test]
+fn memory_in_a_device_arena_is_not_measured_again_as_growth() {
+    let _turn = turn();
+    let memory = builder().start().expect("starts");
+    let arena = memory.open_arena("weights").expect("opened");
+    let load = |arena: &DeviceArena| {
+        let mut weights = arena.alloc::<u8>(32 << 20, Region::Stable).map_err(LoadError::new)?;
+        let lease = arena.enter().map_err(LoadError::new)?;
+        weights.slice_mut(&lease).map_err(LoadError::new)?.fill(1);
+        drop(lease);
+        Ok(weights)
+    };
+    let model = memory.register(memory.managed_in(&arena, "weights", load)).expect("registered");
+    drop(model.acquire_blocking().expect("loads"));
+    let found = model.stats().measured.expect("measured").host;
+    assert!(found >= ByteSize::mib(32) && found <= ByteSize::mib(38), "{found}");
+    let is_said = memory.notes().iter().any(|note| note.to_string().contains("of C or C++ code"));
+    assert!(!is_said, "{:?}", memory.notes());
     assert!(memory.shutdown(SOON).is_clean());
 }
 

@@ -121,8 +121,8 @@ impl OwnArena {
 
 /// The process before a load.
 struct Before {
-    /// The cgroup's charge or the resident memory.
-    held: ByteSize,
+    /// The cgroup's charge or the resident memory, in bytes, without device arenas.
+    held: i64,
     /// Requests admitted and finished.
     requests: [u64; 2],
     loads: LoadCounts,
@@ -173,7 +173,8 @@ impl Before {
 
     /// By how much the process has grown since.
     fn growth(&self, shared: &Shared) -> ByteSize {
-        held(shared).saturating_sub(self.held)
+        let grown = held(shared).saturating_sub(self.held);
+        ByteSize::new(u64::try_from(grown).unwrap_or(0))
     }
 
     /// Whether nothing but this load, and at most the request that waits for it, ran since.
@@ -193,12 +194,17 @@ fn requests(shared: &Shared) -> [u64; 2] {
 }
 
 /// What the cgroup is charged with, if the limit is the cgroup's: elsewhere other processes would
-/// count. Else the process's anonymous memory.
-fn held(shared: &Shared) -> ByteSize {
+/// count. Else the process's anonymous memory. Without the device arenas, which are measured apart,
+/// if they lie in host memory; below 0 if those are not touched yet.
+fn held(shared: &Shared) -> i64 {
     let signal = shared.signals.sample();
     let is_cgroup = matches!(signal.limit.source, LimitSource::Cgroup | LimitSource::High);
     let charged = signal.charged.filter(|_| is_cgroup);
-    charged.or(signal.anonymous).unwrap_or_default()
+    let held = charged.or(signal.anonymous).unwrap_or_default();
+    let is_host = shared.driver.as_ref().is_some_and(|driver| driver.capabilities().host_backed);
+    let arenas = if is_host { shared.arenas() } else { Vec::new() };
+    let in_arenas: ByteSize = arenas.iter().map(|arena| arena.glance().committed).sum();
+    held.get().cast_signed().saturating_sub(in_arenas.get().cast_signed())
 }
 
 impl Enclosure for OwnArena {
