@@ -31,6 +31,7 @@ const FAULTLESS: &str = "a fault that the load does not bring about";
 const MOMENT: &str = "activations live for a moment, and the figures are taken between two";
 const FAST: &str = "a load may be over between two scrapes";
 const MEET: &str = "on few cores threads may never meet at a lock";
+const VIEWED: &str = "an arena that was lent to cudarc sleeps only if the program asks";
 const SHORTAGE: &str = "an arena is never short here: admission turns away before it is";
 
 /// The panels.
@@ -45,6 +46,7 @@ pub(crate) const PANELS: &[Named] = &[
     constant("Committed and live, by arena", "D", LIMIT),
     constant("Device fragmentation, by arena", "B", MOMENT),
     constant("Pending and cached, by arena", "AB", MOMENT),
+    constant("Asleep and offloaded, by arena", "AB", VIEWED),
     constant("Sleeps and wakes", "C", "nobody takes the memory of an arena that sleeps"),
     constant("Allocations refused", "A", SHORTAGE),
     constant("Shortages", "AB", SHORTAGE),
@@ -59,7 +61,7 @@ pub(crate) const PANELS: &[Named] = &[
     empty("What counts against the limit", "D", CGROUP),
     constant("Booked and allowance", "D", LIMIT),
     constant("Booked and allowance", "C", "a berth is kept only while larger requests are behind"),
-    constant("Who says the limit", "AB", INFO),
+    constant("Who says the limit", "ABC", INFO),
     empty("OOM kills", "A", CGROUP),
     empty("Limits reached", "A", CGROUP),
     empty("Waits for memory", "AB", CGROUP),
