@@ -68,7 +68,7 @@ pub enum Rejected {
         retry_after: Duration,
     },
     /// The need of its route is not known yet, and as many of its requests run as may until it is:
-    /// 503. Only requests that are large beside the allowance are rejected for this reason, and
+    /// 503. Only requests that are large for the allowance are rejected for this reason, and
     /// none a second later.
     #[error(
         "the need of this route is not measured yet and {running} of its requests run: try again \

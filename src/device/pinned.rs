@@ -452,7 +452,7 @@ mod fenced_tests {
             unsafe { libc::alarm(20) };
             drop((buffer, pool));
             drop(held); // the last holder
-            // SAFETY: the memory is there in the child, too: nobody freed it.
+            // SAFETY: the memory exists in the child too: it was not freed.
             let byte = unsafe { start.read() };
             // SAFETY: ends the child at once, without running the parent's exit handlers.
             unsafe { libc::_exit(i32::from(byte)) };

@@ -292,7 +292,7 @@ mod tests {
         }
     }
 
-    /// Loops of a service that nobody uses, over these figures.
+    /// Loops of an idle service, over these figures.
     fn loops(seen: &Seen, settings: Settings, resources: Resources) -> (Maintenance, Admission) {
         let admission = Admission::new();
         let settings = Settings { publish_interval: None, ..settings };
@@ -332,7 +332,7 @@ mod tests {
         let settings = Settings { purge_interval: None, ..Settings::default() };
         let (mut loops, admission) = loops(&seen, settings, Resources::new());
         assert_eq!(purges_until(&mut loops, &seen, 0, 10), []);
-        assert_eq!(lock(&seen.0).looks, 0, "nothing has grown: nobody asks the C library");
+        assert_eq!(lock(&seen.0).looks, 0, "nothing has grown: the C library is not asked");
         burst(&seen);
         assert_eq!(purges_until(&mut loops, &seen, 10, 200), [Trigger::Idle]);
         assert!(lock(&seen.0).looks <= 1, "its free blocks without memory are not asked for");

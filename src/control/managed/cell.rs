@@ -502,7 +502,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         found
     }
 
-    /// Cleans up off the lock, gives back what was booked, then lets new loads begin.
+    /// Cleans up off the lock, releases the reservation, then lets new loads begin.
     fn take_apart(&self, loaded: Loaded<T>, reason: UnloadReason) {
         let Loaded { value, permit } = loaded;
         // Only when it has ended: what it held is booked until it is gone.

@@ -123,7 +123,7 @@ impl<T: Send + Sync + 'static> ManagedBuilder<T> {
     /// most 2 threads of a resource hang in its loader; until one of them returns, no further load
     /// starts and acquiring fails at once.
     ///
-    /// The timeout is noticed by whoever calls [`Resource::unload_if_due`]: the worker of a
+    /// The timeout is noticed by a call of [`Resource::unload_if_due`], such as the worker's of a
     /// [`Memory`](crate::Memory) for registered resources.
     #[must_use]
     pub fn load_timeout(mut self, timeout: Duration) -> Self {

@@ -128,7 +128,7 @@ impl Driver for HostDriver {
     ) -> Result<(), DriverError> {
         let refused = || DriverError::OutOfMemory { call: "memcpy", requested: size };
         let to = self.host_pointer(to).ok_or_else(refused)?.as_ptr();
-        // SAFETY: both parts are there and nobody writes to them meanwhile (contract of
+        // SAFETY: both parts exist and are not written to meanwhile (contract of
         // `Driver::copy_from_host`; only a lane has the key). Memory of a pool and memory of an
         // arena never overlap. Bytes have no alignment, and every one of them is initialised.
         unsafe { ptr::copy_nonoverlapping(from.as_ptr(), to, length_of(size)?) };

@@ -26,7 +26,7 @@ use crate::sync::atomic::{AtomicBool, Ordering};
 /// [`PinnedBuffer::cuda`]. Each copy waits for the stream, and so does the drop of the view.
 ///
 /// While the stream captures a graph nothing is copied, and the capture is invalidated: a captured
-/// copy would read or write the memory at each launch, whoever has it then.
+/// copy would read or write the memory at each launch, even after its reuse.
 pub struct PinnedView<'a, T: Pod> {
     buffer: &'a mut PinnedBuffer<T>,
     lane: Lane,

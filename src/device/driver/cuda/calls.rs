@@ -289,7 +289,7 @@ impl Calls {
         stream: usize,
     ) -> Answer {
         let (to, bytes) = to.part(part)?;
-        // SAFETY: `to` leads to `bytes` bytes of host memory, of which nobody has a slice. It is
+        // SAFETY: `to` leads to `bytes` bytes of host memory, to which no slice exists. It is
         // freed only when the host has seen the end of all copies: who calls has the key.
         let code = unsafe { (self.table.base.copy_to_host)(to, from, bytes, stream) };
         self.done("cuMemcpyDtoHAsync", code, ByteSize::of(bytes))
