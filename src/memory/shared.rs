@@ -272,7 +272,8 @@ impl Shared {
         } else {
             "room for requests again".to_owned()
         };
-        self.events.add(snapshot.since_epoch, "level", "host", text);
+        // Not about the host, whose level changes at the same moment: one would replace the other.
+        self.events.add(snapshot.since_epoch, "level", "requests", text);
         let Holders { heap_live, heap_retained, arenas, resources, untracked, .. } = &holders;
         let (physical, ceiling) = (snapshot.physical, snapshot.host.ceiling);
         if exhausted {
