@@ -58,9 +58,9 @@ impl Decoder for Raw {
 
 /// Takes as many MiB as the message says. The layer has booked an estimate made of the head; what
 /// only the message says is booked here, and a call that does not fit ends with a status.
-struct Tide;
+struct Trend;
 
-impl UnaryService<Bytes> for Tide {
+impl UnaryService<Bytes> for Trend {
     type Response = Bytes;
     type Future = Ready<Result<Response<Bytes>, Status>>;
     fn call(&mut self, request: Request<Bytes>) -> Self::Future {
@@ -82,9 +82,9 @@ async fn main() -> Result<(), BoxError> {
     let layer = MemoryLayer::new(memory.admission().clone(), estimate).with_rejection(Grpc);
     let listener = tokio::net::TcpListener::bind(("127.0.0.1", 0)).await?;
     let endpoint = Endpoint::from_shared(format!("http://{}", listener.local_addr()?))?;
-    // Of a generated service it is `.layer(layer).add_service(TideServer::new(Tide))`.
+    // Of a generated service it is `.layer(layer).add_service(TideServer::new(Trend))`.
     let take = tower::service_fn(async |request: http::Request<Body>| {
-        Ok::<_, Infallible>(Server::new(Raw).unary(Tide, request).await)
+        Ok::<_, Infallible>(Server::new(Raw).unary(Trend, request).await)
     });
     let routes = Routes::from(axum::Router::new().route_service(TAKE, take));
     let server = transport::Server::builder().layer(layer).add_routes(routes);

@@ -20,7 +20,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use lowtide::device::driver::cuda::{CudaError, CudaOptions, probe};
-use lowtide::device::driver::{Driver, Rung};
+use lowtide::device::driver::{Backend, Driver};
 
 #[path = "../tests/driver_contract/cases.rs"]
 mod cases;
@@ -136,23 +136,23 @@ fn identified<'a>(args: &'a Args, report: &mut Report<'_>) -> Result<Rig<'a>, Fa
     report.fact("device", device.name.clone());
     report.fact("uuid", device.uuid.to_string());
     report.fact("driver_version", format!("{}.{}", version / 1000, version % 1000 / 10));
-    report.fact("rung", rig.driver.rung().to_string());
+    report.fact("backend", rig.driver.backend().to_string());
     report.fact("granularity", rig.driver.capabilities().granularity.to_string());
     report.fact("remap", rig.driver.capabilities().remap.to_string());
     report.figure("gpu.memory.total_bytes", total.as_f64(), "bytes");
     report.figure("gpu.memory.headroom_bytes", headroom.as_f64(), "bytes");
     let taken = total.saturating_sub(headroom);
     // What the context takes, and what others had when it was made; then what came since.
-    let floor = rig.driver.context_floor().unwrap_or(taken);
-    report.figure("gpu.memory.context_floor_bytes", floor.as_f64(), "bytes");
-    report.figure("gpu.memory.foreign_bytes", taken.saturating_sub(floor).as_f64(), "bytes");
+    let floor = rig.driver.context_overhead().unwrap_or(taken);
+    report.figure("gpu.memory.context_overhead_bytes", floor.as_f64(), "bytes");
+    report.figure("gpu.memory.unmanaged_bytes", taken.saturating_sub(floor).as_f64(), "bytes");
     Ok(rig)
 }
 
 /// Runs the contract, case by case, on each rung that the device offers.
 fn contract(args: &Args, report: &mut Report<'_>) -> Outcome {
-    for rung in [Rung::CudaVirtualMemory, Rung::CudaPool, Rung::CudaPlain] {
-        let options = CudaOptions { rung: Some(rung), ..rig::options(args) };
+    for backend in [Backend::CudaVirtualMemory, Backend::CudaPool, Backend::CudaPlain] {
+        let options = CudaOptions { backend: Some(backend), ..rig::options(args) };
         let device = match cuda::Cuda::open(options) {
             Ok(device) => device,
             Err(fault) if is_refused(&fault) => {
@@ -168,7 +168,7 @@ fn contract(args: &Args, report: &mut Report<'_>) -> Outcome {
                 Ok(Err(fault)) => Some(fault.to_string()),
                 Err(panic) => Some(panicked(&*panic)),
             };
-            report.case(format!("{rung}: {name}"), fault);
+            report.case(format!("{backend}: {name}"), fault);
         }
     }
     Ok(())

@@ -38,7 +38,7 @@ fn main() -> Result<(), BoxError> {
         .memory_limit(base.saturating_add(ROOM))
         .with_environment()?
         .start()?;
-    memory.notes().iter().for_each(|note| println!("note: {note}"));
+    memory.diagnostics().iter().for_each(|note| println!("note: {note}"));
     let limit = memory.snapshot().signal.limit.bytes;
     println!("{base} are held; the limit is {limit}; {CLIENTS} clients, {REQUEST} each");
 

@@ -97,9 +97,9 @@ fn committed(memory: &Memory) -> ByteSize {
 }
 
 fn show(memory: &Memory, when: &str) {
-    let booked = memory.snapshot().host.booked;
+    let reserved = memory.snapshot().host.reserved;
     let (loads, committed) = (loads(memory), committed(memory));
-    println!("{when:26} loads {loads}  committed {committed}  booked {booked}");
+    println!("{when:26} loads {loads}  committed {committed}  booked {reserved}");
 }
 
 async fn until(mut holds: impl FnMut() -> bool, what: &str) -> Result<(), BoxError> {

@@ -58,7 +58,7 @@ fn replay(args: &Args) -> Result<ExitCode, Box<dyn Error>> {
     let granule = config.granule.filter(|granule| *granule >= smallest);
     let replayed = log.replay(driver, ArenaConfig { limit, granule, ..config })?;
     let at_end = &replayed.snapshot;
-    println!("recorded   {:?} on {}", log.header().name, log.header().rung);
+    println!("recorded   {:?} on {}", log.header().name, log.header().backend);
     println!("operations {}, left out {}", replayed.operations, replayed.skipped);
     println!("live       {} at the end, {} at the peak", at_end.live, at_end.live_peak);
     println!("committed  {} at the end, {} at the peak", at_end.committed, at_end.committed_peak);

@@ -81,13 +81,13 @@ pub enum Wake {
     /// The deadline has come.
     Deadline,
     /// The bell was rung.
-    Rung,
+    Backend,
 }
 
 /// What a waiting thread waits on; ringing it wakes the thread, now or at its next wait.
 #[derive(Debug, Default)]
 pub struct Bell {
-    rung: Mutex<bool>,
+    backend: Mutex<bool>,
     changed: Condvar,
 }
 
@@ -101,30 +101,30 @@ impl Bell {
     /// Wakes the waiting thread; without one, its next wait returns at once. Never blocks for
     /// longer than a flag takes to set; does not allocate.
     pub fn ring(&self) {
-        *held(&self.rung) = true;
+        *held(&self.backend) = true;
         self.changed.notify_all();
     }
 
     /// Wakes waiting threads to look at the time again.
     fn nudge(&self) {
-        drop(held(&self.rung));
+        drop(held(&self.backend));
         self.changed.notify_all();
     }
 
     /// Waits until rung, or until `left()` is zero; `left` is asked again after each wake-up.
     fn wait(&self, left: impl Fn() -> Option<Duration>) -> Wake {
-        let mut rung = held(&self.rung);
+        let mut backend = held(&self.backend);
         loop {
-            if std::mem::take(&mut *rung) {
-                return Wake::Rung;
+            if std::mem::take(&mut *backend) {
+                return Wake::Backend;
             }
-            rung = match left() {
+            backend = match left() {
                 Some(Duration::ZERO) => return Wake::Deadline,
                 Some(left) => {
-                    let waited = self.changed.wait_timeout(rung, left);
+                    let waited = self.changed.wait_timeout(backend, left);
                     waited.unwrap_or_else(PoisonError::into_inner).0
                 }
-                None => self.changed.wait(rung).unwrap_or_else(PoisonError::into_inner),
+                None => self.changed.wait(backend).unwrap_or_else(PoisonError::into_inner),
             };
         }
     }
@@ -268,7 +268,7 @@ mod tests {
         for clock in [&ManualClock::new() as &dyn Clock, &SystemClock::new()] {
             let bell = Bell::new();
             bell.ring();
-            assert_eq!(clock.wait_until(&bell, Moment::NEVER), Wake::Rung);
+            assert_eq!(clock.wait_until(&bell, Moment::NEVER), Wake::Backend);
             assert_eq!(clock.wait_until(&bell, clock.now()), Wake::Deadline);
         }
     }
@@ -283,7 +283,7 @@ mod tests {
         };
         assert!(clock.wait_for_waiters(1, PATIENCE));
         bell.ring();
-        assert_eq!(waiter.join().expect("no panic"), Wake::Rung);
+        assert_eq!(waiter.join().expect("no panic"), Wake::Backend);
         assert_eq!(clock.now(), Moment::ORIGIN);
     }
 

@@ -29,7 +29,7 @@
 //! use lowtide::{ByteSize, Memory};
 //!
 //! let memory = Memory::builder().memory_limit(ByteSize::gib(1)).with_environment()?.start()?;
-//! println!("level {}; {:?}", memory.level(), memory.notes()); // what did not go as it was asked
+//! println!("level {}; {:?}", memory.level(), memory.diagnostics()); // problems found
 //! println!("{}", memory.shutdown(Duration::from_secs(5))); // at the end: what is outstanding
 //! # Ok::<(), lowtide::BoxError>(())
 //! ```
@@ -47,7 +47,7 @@
 //! # let memory = Memory::builder().memory_limit(ByteSize::gib(1)).start()?;
 //! let mut permit = memory.admission().try_admit(Cost::host(ByteSize::mib(3)))?;
 //! permit.shrink(ByteSize::mib(1)); // less than it looked
-//! drop(permit); // gives back what it booked
+//! drop(permit); // gives back what it reserved
 //!
 //! let estimate = ContentLength::new(ByteSize::mib(2)).factor(2.0);
 //! let layer = MemoryLayer::new(memory.admission().clone(), estimate);

@@ -9,8 +9,8 @@ use std::time::Duration;
 use lowtide::ByteSize;
 use lowtide::clock::{Bell, Clock, ManualClock, Moment};
 use lowtide::control::{
-    Admission, Budget, Cost, Hands, Job, Ladder, Level, Limit, Maintenance, Managed, Permit,
-    Recovered, Resource, Resources, Sample, Sensor, Settings, ShedReason, Trigger,
+    Admission, Budget, Cost, Job, Ladder, Level, Limit, Maintenance, MaintenanceActions, Managed,
+    Permit, Recovered, RejectReason, Resource, Resources, Sample, Sensor, Settings, Trigger,
 };
 use lowtide::sync::lock;
 
@@ -73,7 +73,7 @@ impl Sensor for FakeSensor {
 
 struct FakeHands(Shared, Arc<ManualClock>);
 
-impl Hands for FakeHands {
+impl MaintenanceActions for FakeHands {
     fn purge(&mut self, trigger: Trigger) -> Recovered {
         let now = self.1.now();
         self.0.with(|memory| {
@@ -388,9 +388,10 @@ fn the_loop_is_slow_when_nothing_goes_on_and_fast_when_something_does() {
     assert_eq!(step(&mut rig), 10 * MILLI);
     drop(permit);
     // A loaded model is no traffic.
-    let standing = rig.admission.try_stand(Cost::host(ByteSize::mib(100))).expect("fits");
+    let resource_reservations =
+        rig.admission.try_reserve_resource(Cost::host(ByteSize::mib(100))).expect("fits");
     assert_eq!(step(&mut rig), 250 * MILLI);
-    drop(standing);
+    drop(resource_reservations);
     rig.memory.with(|memory| memory.allocate(20 * MIB));
     assert_eq!(step(&mut rig), 10 * MILLI, "it grows");
     assert_eq!(step(&mut rig), 250 * MILLI);
@@ -462,7 +463,7 @@ fn without_a_limit_everything_is_admitted_and_with_a_device_limit_the_device_is_
     let _held = rig.admission.try_admit(Cost::device(ByteSize::gib(1))).expect("fits");
     assert!(rig.admission.try_admit(Cost::device(ByteSize::mib(2047))).is_ok());
     let error = rig.admission.try_admit(Cost::device(ByteSize::mib(2049))).expect_err("full");
-    assert_eq!(error.reason(), ShedReason::Full);
+    assert_eq!(error.reason(), RejectReason::Full);
     assert_eq!(rig.triggers(), []);
 }
 
@@ -532,14 +533,14 @@ fn memory_that_no_request_owns_exhausts_the_service_and_its_release_ends_that() 
     }
     assert!(state.is_exhausted());
     let rejected = request(&rig).expect_err("no room");
-    assert_eq!(rejected.reason(), ShedReason::Exhausted, "{rejected}");
+    assert_eq!(rejected.reason(), RejectReason::Exhausted, "{rejected}");
     assert!(rejected.retry_after() >= Some(30 * SECOND), "{rejected}");
     // Without requests as well, and through any level.
     hold(&rig, 250);
     rig.run(60 * SECOND);
     assert_eq!(rig.admission.level(), Level::Critical);
     let rejected = request(&rig).expect_err("no room");
-    assert_eq!(rejected.reason(), ShedReason::Exhausted, "{rejected}");
+    assert_eq!(rejected.reason(), RejectReason::Exhausted, "{rejected}");
     hold(&rig, 20);
     rig.run(2 * SECOND);
     assert!(!state.is_exhausted());
@@ -558,7 +559,7 @@ fn requests_that_hold_all_memory_do_not_exhaust_the_service() {
     for _ in 0..600 {
         rig.run(100 * MILLI);
         let small = rig.admission.try_admit(Cost::host(ByteSize::kib(200)));
-        assert!(small.is_err_and(|rejected| rejected.reason() != ShedReason::Exhausted));
+        assert!(small.is_err_and(|rejected| rejected.reason() != RejectReason::Exhausted));
     }
     assert!(!rig.maintenance.state().is_exhausted());
     drop(large);

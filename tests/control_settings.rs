@@ -40,9 +40,9 @@ fn settings_that_make_no_sense_are_refused() {
     assert_eq!(error, SettingsError::ZeroTime { name: "active_tick" });
     let error = refused(Settings { idle_tick: Duration::from_millis(1), ..default });
     assert!(matches!(error, SettingsError::Ticks { .. }));
-    for multiplier in [0.99, 5.01, f64::NAN] {
-        let error = refused(Settings { multiplier, ..default });
-        assert!(matches!(error, SettingsError::Multiplier { .. }), "{multiplier}: {error}");
+    for correction_factor in [0.99, 5.01, f64::NAN] {
+        let error = refused(Settings { correction_factor, ..default });
+        assert!(matches!(error, SettingsError::Multiplier { .. }), "{correction_factor}: {error}");
     }
     for jitter in [-0.1, 0.51, f64::NAN] {
         let error = refused(Settings { jitter, ..default });

@@ -7,10 +7,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use cudarc::driver::CudaContext;
-use lowtide::config::{DeviceChoice, DeviceRung};
+use lowtide::config::{DeviceBackend, DeviceChoice};
 use lowtide::control::{Budget, Cost};
 use lowtide::decay::DecayTime;
-use lowtide::device::driver::Rung;
+use lowtide::device::driver::Backend;
 use lowtide::device::driver::cuda::{CudaDriver, CudaOptions, GovernorOptions, PoolGovernor};
 use lowtide::device::{Region, SleepOptions};
 use lowtide::memory::StartError;
@@ -26,7 +26,7 @@ fn arenas_lie_on_the_device_where_cuda_is_asked_for() {
     let fake = Fake::start(Options { devices: 1, ..Options::default() });
     let memory = Memory::builder().device(DeviceChoice::Cuda).start().expect("a device");
     let arena = memory.open_arena("embedder").expect("an arena");
-    assert_eq!(arena.rung(), Rung::CudaVirtualMemory);
+    assert_eq!(arena.backend(), Backend::CudaVirtualMemory);
     let context = CudaContext::new(0).expect("the same context");
     let stream = context.new_stream().expect("a stream");
     let lane = arena.cuda_lane(&stream).expect("a lane");
@@ -67,21 +67,21 @@ fn a_device_that_cannot_be_had_is_an_error_that_names_the_cause() {
 #[test]
 fn auto_takes_a_device_that_works_and_else_the_host() {
     let fake = Fake::start(Options { devices: 1, ..Options::default() });
-    let rung = || {
+    let backend = || {
         let memory = Memory::builder().device(DeviceChoice::Auto).start().expect("starts");
         let arena = memory.open_arena("embedder").expect("an arena");
-        let rung = arena.rung();
+        let backend = arena.backend();
         drop(arena);
         assert!(memory.shutdown(SOON).is_clean());
-        rung
+        backend
     };
-    assert_eq!(rung(), Rung::CudaVirtualMemory);
+    assert_eq!(backend(), Backend::CudaVirtualMemory);
     fake.assert_clean();
     // It claims virtual memory and refuses it, as shares of devices do, and the rest as well.
     let flags = Options::NO_VIRTUAL_MEMORY | Options::CLAIMS_VIRTUAL_MEMORY | Options::NO_POOLS;
     fake.reset(Options { devices: 1, flags, ..Options::default() });
     fake.fail(c"cuMemAlloc_v2", 1, 801);
-    assert_eq!(rung(), Rung::Host);
+    assert_eq!(backend(), Backend::Host);
     fake.assert_clean();
 }
 
@@ -90,15 +90,16 @@ fn a_device_is_chosen_by_number_or_uuid_and_a_rung_by_its_name() {
     let fake = Fake::start(Options { devices: 2, ..Options::default() });
     let second = CudaDriver::devices().expect("two")[1].uuid;
     let ways = [
-        (DeviceChoice::CudaOrdinal(1), DeviceRung::Pool, Rung::CudaPool),
-        (DeviceChoice::CudaUuid(second), DeviceRung::Plain, Rung::CudaPlain),
-        (DeviceChoice::CudaUuid(second), DeviceRung::Managed, Rung::CudaPlain),
-        (DeviceChoice::CudaOrdinal(1), DeviceRung::VirtualMemory, Rung::CudaVirtualMemory),
+        (DeviceChoice::CudaOrdinal(1), DeviceBackend::Pool, Backend::CudaPool),
+        (DeviceChoice::CudaUuid(second), DeviceBackend::Plain, Backend::CudaPlain),
+        (DeviceChoice::CudaUuid(second), DeviceBackend::Managed, Backend::CudaPlain),
+        (DeviceChoice::CudaOrdinal(1), DeviceBackend::VirtualMemory, Backend::CudaVirtualMemory),
     ];
-    for (device, rung, found) in ways {
-        let memory = Memory::builder().device(device).device_rung(rung).start().expect("starts");
-        let opened = memory.open_arena("one").map(|arena| (arena.rung(), arena.cuda_ordinal()));
-        assert_eq!(opened, Ok((found, Some(1))), "{device} {rung}");
+    for (device, backend, found) in ways {
+        let memory =
+            Memory::builder().device(device).device_backend(backend).start().expect("starts");
+        let opened = memory.open_arena("one").map(|arena| (arena.backend(), arena.cuda_ordinal()));
+        assert_eq!(opened, Ok((found, Some(1))), "{device} {backend}");
         assert_eq!((fake.retains(0), fake.retains(1)), (0, 1));
         assert!(memory.shutdown(SOON).is_clean());
         drop(memory);
@@ -111,19 +112,19 @@ fn a_device_is_chosen_by_number_or_uuid_and_a_rung_by_its_name() {
     assert_eq!(error.to_string(), expected);
     // What is asked for and not offered is an error, or the host's turn.
     fake.reset(Options { flags: Options::NO_POOLS, ..Options::default() });
-    let pool = || Memory::builder().device_rung(DeviceRung::Pool);
+    let pool = || Memory::builder().device_backend(DeviceBackend::Pool);
     let failed = pool().device(DeviceChoice::Cuda).start();
     let Err(StartError::NoCuda { cause, .. }) = failed else { panic!("{failed:?}") };
     assert_eq!(cause, "cuda_pool cannot be had on CUDA device 0: the device does not offer it");
     for (device, expected) in [
         (DeviceChoice::Auto, "device arenas lie in host memory: cuda_pool cannot be had"),
-        (DeviceChoice::Host, "LOWTIDE_DEVICE_RUNG=pool (code) is of no use"),
+        (DeviceChoice::Host, "LOWTIDE_DEVICE_BACKEND=pool (code) is of no use"),
     ] {
         let memory = pool().device(device).start().expect("starts");
-        let notes = memory.snapshot().notes;
-        assert!(notes.iter().any(|note| note.text.starts_with(expected)), "{notes:?}");
+        let diagnostics = memory.snapshot().diagnostics;
+        assert!(diagnostics.iter().any(|note| note.text.starts_with(expected)), "{diagnostics:?}");
         let arena = memory.open_arena("one").expect("an arena");
-        assert_eq!((arena.rung(), arena.cuda_ordinal()), (Rung::Host, None));
+        assert_eq!((arena.backend(), arena.cuda_ordinal()), (Backend::Host, None));
         drop(arena);
         assert!(memory.shutdown(SOON).is_clean());
     }
@@ -136,12 +137,16 @@ fn a_driver_that_was_opened_by_hand_is_taken() {
     let fake = Fake::start(Options { devices: 1, ..Options::default() });
     let handle = Some(ByteSize::mib(16));
     let driver = CudaDriver::open(CudaOptions { handle, ..CudaOptions::default() }).expect("opens");
-    let builder = Memory::builder().device(DeviceChoice::None).device_rung(DeviceRung::Pool);
+    let builder = Memory::builder().device(DeviceChoice::None).device_backend(DeviceBackend::Pool);
     let memory = builder.driver(Arc::new(driver)).start().expect("starts");
     let arena = memory.open_arena("large handles").expect("an arena");
     let granularity = arena.capabilities().granularity;
-    assert_eq!((arena.rung(), Some(granularity)), (Rung::CudaVirtualMemory, handle));
-    assert!(memory.notes().iter().all(|note| note.about != "device"), "{:?}", memory.notes());
+    assert_eq!((arena.backend(), Some(granularity)), (Backend::CudaVirtualMemory, handle));
+    assert!(
+        memory.diagnostics().iter().all(|note| note.about != "device"),
+        "{:?}",
+        memory.diagnostics()
+    );
     drop(arena);
     assert!(memory.shutdown(SOON).is_clean());
     drop(memory);
@@ -154,7 +159,7 @@ fn the_host_is_taken_where_it_is_asked_for() {
     let fake = Fake::start(Options { devices: 1, ..Options::default() });
     let memory = Memory::builder().device(DeviceChoice::Host).start().expect("starts");
     let arena = memory.open_arena("embedder").expect("an arena");
-    assert_eq!((arena.rung(), fake.retains(0)), (Rung::Host, 0));
+    assert_eq!((arena.backend(), fake.retains(0)), (Backend::Host, 0));
     let block = arena.alloc::<u8>(1 << 20, Region::Stable).expect("room");
     assert_eq!(block.bytes(), ByteSize::mib(1));
     drop((block, arena));
@@ -183,7 +188,8 @@ fn a_memory_gives_back_what_a_governed_pool_keeps() {
     let reserved = || governor.report(ByteSize::ZERO).expect("answered").reserved;
     support::until("what was freed is back", || reserved().is_zero());
     fake.fail(c"cuMemPoolGetAttribute", 1, 999);
-    let said = || memory.snapshot().notes.iter().any(|note| note.text.contains("governor of CUDA"));
+    let said =
+        || memory.snapshot().diagnostics.iter().any(|note| note.text.contains("governor of CUDA"));
     support::until("a failure is a note", said);
     drop((stream, context));
     drop(governor); // the worker may be at it: the last handle ends it
@@ -209,12 +215,13 @@ fn an_integrated_gpu_has_no_budget_of_its_own() {
         let snapshot = memory.snapshot();
         let beside = if unified { size } else { ByteSize::ZERO };
         assert_eq!(snapshot.physical, ByteSize::mib(10).saturating_add(beside));
-        let said = snapshot.notes.iter().any(|note| note.text.contains("no memory of its own"));
+        let said =
+            snapshot.diagnostics.iter().any(|note| note.text.contains("no memory of its own"));
         let has_budget = snapshot.device.ceiling != ByteSize::MAX;
         assert_eq!((snapshot.unified, said, has_budget), (unified, unified, !unified));
         let permit = memory.admission().try_admit(Cost::device(size)).expect("fits");
         let booked =
-            [Budget::Host, Budget::Device].map(|it| memory.admission().ledger(it).booked());
+            [Budget::Host, Budget::Device].map(|it| memory.admission().ledger(it).reserved());
         let expected = if unified { [size, ByteSize::ZERO] } else { [ByteSize::ZERO, size] };
         assert_eq!(booked, expected);
         drop((permit, weights));

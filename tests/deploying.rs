@@ -60,13 +60,13 @@ fn the_defaults_in_the_rows_are_those_of_the_profiles() {
         };
         for (name, default) in [
             ("LOWTIDE_CEILING", format!("{:.2}", config.ceiling.value)),
-            ("LOWTIDE_MULTIPLIER", config.multiplier.value.to_string()),
+            ("LOWTIDE_CORRECTION_FACTOR", config.correction_factor.value.to_string()),
             ("LOWTIDE_DEVICE", config.device.value.to_string()),
             ("LOWTIDE_DEVICE_WATERMARK", format!("{:.2}", config.device_watermark.value)),
-            ("LOWTIDE_DEVICE_RUNG", config.device_rung.value.to_string()),
+            ("LOWTIDE_DEVICE_BACKEND", config.device_backend.value.to_string()),
             ("LOWTIDE_DEVICE_DECAY", decay(config.device_decay.value)),
             ("LOWTIDE_DEVICE_SLEEP_AFTER", or_never(config.device_sleep_after.value)),
-            ("LOWTIDE_DEVICE_SLEEP_RESIDENCY", short(config.device_sleep_residency.value)),
+            ("LOWTIDE_DEVICE_MIN_AWAKE", short(config.device_min_awake.value)),
             ("LOWTIDE_DEVICE_SLEEP_STABLE", config.device_sleep_stable.value.to_string()),
             ("LOWTIDE_DEVICE_SLEEP_DYNAMIC", config.device_sleep_dynamic.value.to_string()),
             ("LOWTIDE_HEAP_DECAY", decay(config.heap_decay.value)),

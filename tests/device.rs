@@ -6,7 +6,7 @@ use std::time::Duration;
 use lowtide::ByteSize;
 use lowtide::clock::{Clock, ManualClock, Moment};
 use lowtide::decay::DecayTime;
-use lowtide::device::driver::Rung;
+use lowtide::device::driver::Backend;
 use lowtide::device::driver::host::HostDriver;
 use lowtide::device::{ArenaConfig, Bound, Buffer, DeviceArena, DeviceError, Region};
 
@@ -49,7 +49,7 @@ fn a_new_arena_holds_addresses_and_no_memory() {
     let snapshot = arena.snapshot();
     assert_eq!((snapshot.committed, snapshot.live, snapshot.idle), Default::default());
     assert!(snapshot.reserved >= ByteSize::gib(1), "{}", snapshot.reserved);
-    assert_eq!((arena.name(), arena.rung()), ("test", Rung::Host));
+    assert_eq!((arena.name(), arena.backend()), ("test", Backend::Host));
     assert!(arena.capabilities().host_backed);
     assert_eq!(arena.next_decay(), Moment::NEVER);
 }
@@ -57,7 +57,7 @@ fn a_new_arena_holds_addresses_and_no_memory() {
 #[test]
 fn committed_falls_back_to_live_within_a_granule_a_region_after_the_decay_time() {
     let (arena, clock) = open(ByteSize::MAX);
-    arena.set_front(ByteSize::ZERO);
+    arena.set_thread_cache(ByteSize::ZERO);
     let mut kept = Vec::new();
     for nth in 0..64 {
         let region = Region::ALL[nth % 2];
@@ -106,7 +106,7 @@ fn memory_that_is_used_by_turns_is_not_given_back() {
 #[test]
 fn what_was_used_within_the_decay_time_stays_and_what_was_not_goes() {
     let (arena, clock) = open(ByteSize::MAX);
-    arena.set_front(ByteSize::ZERO);
+    arena.set_thread_cache(ByteSize::ZERO);
     drop(mebibytes(&arena, 64, Region::Dynamic));
     let (mut used, mut looks) = (clock.now(), 0);
     for _ in 0..20 {
@@ -126,7 +126,7 @@ fn what_was_used_within_the_decay_time_stays_and_what_was_not_goes() {
 #[test]
 fn what_went_idle_shortly_after_each_other_leaves_together() {
     let (arena, clock) = open(ByteSize::MAX);
-    arena.set_front(ByteSize::ZERO);
+    arena.set_thread_cache(ByteSize::ZERO);
     let mut blocks: Vec<_> = (0..200).map(|_| mebibytes(&arena, 2, Region::Dynamic)).collect();
     while blocks.pop().is_some() {
         clock.advance(DECAY / 1000);
@@ -372,7 +372,7 @@ fn blocks_of_hot_sizes_wait_in_the_front_and_decay_once_they_are_cold() {
     }
     let warm = arena.snapshot();
     assert_eq!((warm.live, warm.cached), (ByteSize::ZERO, ByteSize::mib(3)));
-    assert!(warm.front_allocs_total > 8, "{warm:?}");
+    assert!(warm.thread_cache_allocs_total > 8, "{warm:?}");
     assert_eq!((warm.allocs_total, warm.frees_total), (16, 16));
     // Two looks, 1/200 of the decay time apart, and it is cold; then it decays as all that is idle.
     let freed = clock.now();

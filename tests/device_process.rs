@@ -53,22 +53,22 @@ fn given_back_is_given_back_to_the_kernel_and_a_forked_child_is_refused() {
     // SAFETY: the host driver has no streams.
     let lane = unsafe { arena.lane(StreamHandle::new(1)) }.expect("a lane");
     let mut guard = Some(arena.on_shortage(|_| false));
-    let mut lent =
-        Some(arena.alloc::<u8>(256, Region::Dynamic).expect("room").lend().expect("awake"));
+    let mut exported =
+        Some(arena.alloc::<u8>(256, Region::Dynamic).expect("room").export().expect("awake"));
     let mut theirs = [5_u8; 64];
     let place = DeviceAddress::new(theirs.as_mut_ptr().expose_provenance() as u64);
     // SAFETY: bytes of this test's, which it uses no more until they are released.
-    let adopted = unsafe { arena.adopt::<u8>(place, 32, |_, _| released()) };
-    let mut adopted = Some(adopted.expect("theirs"));
+    let imported = unsafe { arena.import::<u8>(place, 32, |_, _| released()) };
+    let mut imported = Some(imported.expect("theirs"));
     // SAFETY: the child does nothing but ask the arena, whose answer in a child takes no lock and
     // no memory, drop without effect, and end; the callback's box is memory of its own.
     let child = unsafe { libc::fork() };
     if child == 0 {
         drop(guard.take()); // forgets nothing of the parent's, and takes no lock
         drop(arena.on_shortage(|_| true));
-        drop((lent.take(), adopted.take()));
+        drop((exported.take(), imported.take()));
         // SAFETY: it is refused.
-        let again = unsafe { arena.adopt::<u8>(DeviceAddress::new(4096), 1, |_, _| released()) };
+        let again = unsafe { arena.import::<u8>(DeviceAddress::new(4096), 1, |_, _| released()) };
         if !matches!(again, Err(DeviceError::Forked)) || RELEASED.load(Ordering::SeqCst) != 0 {
             // SAFETY: as below.
             unsafe { libc::_exit(98) };
@@ -92,8 +92,8 @@ fn given_back_is_given_back_to_the_kernel_and_a_forked_child_is_refused() {
     arena.set_limit(ByteSize::ZERO);
     arena.alloc::<u8>(8 << 20, Region::Dynamic).expect_err("no room");
     assert_eq!(arena.snapshot().shortage_callbacks_total, 1);
-    assert_eq!(arena.snapshot().lent_count, 1);
-    drop((buffer, lane, lease, guard, lent, adopted));
+    assert_eq!(arena.snapshot().exported_count, 1);
+    drop((buffer, lane, lease, guard, exported, imported));
     assert_eq!(RELEASED.load(Ordering::SeqCst), 0);
     arena.decay(lowtide::clock::Moment::ORIGIN).expect("looked");
     assert_eq!((RELEASED.load(Ordering::SeqCst), theirs[0]), (1, 5));

@@ -26,7 +26,7 @@ const SMALL: Options = Options {
     capacity: 1 << 30,
     granularity: 64 << 10,
     address_space: 0,
-    context_floor: 16 << 20,
+    context_overhead: 16 << 20,
     devices: 1,
     driver_version: 12_080,
 };

@@ -25,7 +25,7 @@ fn what_the_profile_asks_for_is_in_effect() {
     assert!(!found.hpa && found.is_global);
     assert_eq!(found.one_page_groups, Some(false));
     assert_eq!(
-        found.asked_by_binary().and_then(|conf| conf.profile()),
+        found.requested_by_binary().and_then(|conf| conf.profile()),
         Some(HeapProfile::LowMemory)
     );
     // But for the page size that jemalloc was built for, which no profile decides.

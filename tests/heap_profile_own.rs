@@ -31,7 +31,7 @@ fn what_is_asked_on_top_of_a_profile_is_in_effect_and_known() {
     assert_eq!(found.thp, "never");
     assert!(!found.background_threads);
 
-    let asked = found.asked_by_binary().unwrap();
+    let asked = found.requested_by_binary().unwrap();
     assert_eq!(asked.profile(), Some(HeapProfile::Balanced));
     let own = asked.own();
     assert_eq!(own.len(), 5, "{own:?}");
@@ -47,7 +47,7 @@ fn what_is_asked_on_top_of_a_profile_is_in_effect_and_known() {
 #[test]
 fn the_same_settings_stay_on_top_of_another_profile() {
     let found = host::effective().unwrap();
-    let low = found.asked_by(HeapProfile::LowMemory);
+    let low = found.requested_by(HeapProfile::LowMemory);
     assert_eq!(low.profile(), Some(HeapProfile::LowMemory));
     let settings: Vec<_> = found.differences_from(&low).iter().map(|it| it.setting).collect();
     assert!(

@@ -27,7 +27,7 @@ fn what_took_effect_in_this_process_is_said() {
         differences.iter().for_each(|difference| println!("\n{what}: {difference}"));
     };
     println!("\neffective: {found}");
-    list("from binary", found.differences_from(found.asked_by_binary().unwrap()));
+    list("from binary", found.differences_from(found.requested_by_binary().unwrap()));
     list("from low-memory", found.differences_from(HeapProfile::LowMemory));
     list("ignored", found.ignored());
     // The heap serves whatever was configured.

@@ -31,7 +31,7 @@ fn a_symbol_of_the_binarys_own_is_the_cause_of_what_differs_from_a_profile() {
     let found = host::effective().unwrap();
     assert_eq!(found.conf_of_binary, CONF.to_str().ok());
     assert_eq!((found.arenas_at_start, found.cache_oblivious), (3, false));
-    assert_eq!(found.asked_by_binary().and_then(|conf| conf.profile()), None);
+    assert_eq!(found.requested_by_binary().and_then(|conf| conf.profile()), None);
     let differences = found.differences_from(HeapProfile::LowMemory);
     let of = |setting: &str| differences.iter().find(|found| found.setting == setting);
     let narenas = of("narenas").expect("3 are not 2");

@@ -114,9 +114,9 @@ fn a_thread_that_parks_after_a_purge_gives_its_cache_up_and_one_that_was_not_ask
         let full = cached();
         assert!(full.saturating_sub(base) >= all(FULL), "{base} {full}");
         // Nobody has asked since the threads were made, but for what tests before this one did.
-        crew.all_do(|| assert!(!host::flush_if_recalled().unwrap_or(true) || fill_again()));
+        crew.all_do(|| assert!(!host::flush_tcache_if_requested().unwrap_or(true) || fill_again()));
         let full = cached();
-        crew.all_do(|| assert_eq!(host::flush_if_recalled(), Ok(false)));
+        crew.all_do(|| assert_eq!(host::flush_tcache_if_requested(), Ok(false)));
         crew.all_do(host::on_thread_park);
         assert!(cached().saturating_add(EMPTY) >= full, "nobody asked");
 
@@ -124,7 +124,7 @@ fn a_thread_that_parks_after_a_purge_gives_its_cache_up_and_one_that_was_not_ask
         assert!(cached().saturating_sub(base) >= all(FULL), "they have not parked yet");
         crew.all_do(host::on_thread_park);
         until("the caches are empty", || cached().saturating_sub(base) <= all(EMPTY));
-        crew.all_do(|| assert_eq!(host::flush_if_recalled(), Ok(false)));
+        crew.all_do(|| assert_eq!(host::flush_tcache_if_requested(), Ok(false)));
         crew.end();
     });
 }
@@ -149,7 +149,7 @@ fn workers_of_tokio_that_wake_after_a_purge_leave_no_full_cache_behind() {
         // One that is parked runs nothing: a task that fills a cache and ends wakes it.
         until("no worker keeps a cache", || {
             runtime.block_on(async { tokio::spawn(task()).await }).expect("no panic");
-            host::recall_thread_caches();
+            host::request_tcache_flush();
             runtime.block_on(async { tokio::spawn(async {}).await }).expect("no panic");
             cached().saturating_sub(base) <= EMPTY
         });

@@ -53,7 +53,7 @@ impl Bed {
             costs: DriverCosts::zero(),
             order: Order::Synchronous,
             capacity: ByteSize::mib(1000),
-            context_floor: ByteSize::mib(100),
+            context_overhead: ByteSize::mib(100),
             ..options
         }));
         let clock = Arc::new(sim.clock());
@@ -113,10 +113,13 @@ fn idle_memory_makes_room_for_a_neighbour_and_live_memory_stays() {
     // 1000 - 100 - 350 - 490 = 60 are free.
     bed.sim.set_neighbours(ByteSize::mib(490));
     advance_until(&bed.clock, TICK, "idle memory goes back", || {
-        memory.snapshot().device_memory.is_some_and(|device| device.given_back_total > 0)
+        memory.snapshot().device_memory.is_some_and(|device| device.watermark_released_total > 0)
     });
     let short = device(&memory);
-    assert!(short.is_short && short.given_back_total == ByteSize::mib(90).get(), "{short:?}");
+    assert!(
+        short.is_short && short.watermark_released_total == ByteSize::mib(90).get(),
+        "{short:?}"
+    );
     assert_eq!(committed(), [ByteSize::mib(210), ByteSize::mib(50)], "from where there is most");
     assert_eq!(one.glance().live, ByteSize::mib(100));
 
@@ -124,7 +127,7 @@ fn idle_memory_makes_room_for_a_neighbour_and_live_memory_stays() {
     bed.sim.set_neighbours(ByteSize::mib(790));
     let all_idle = ByteSize::mib(250).get();
     advance_until(&bed.clock, TICK, "all idle memory is gone", || {
-        memory.snapshot().device_memory.is_some_and(|it| it.given_back_total == all_idle)
+        memory.snapshot().device_memory.is_some_and(|it| it.watermark_released_total == all_idle)
     });
     assert_eq!(committed(), [ByteSize::mib(100), ByteSize::ZERO]);
     bed.look();
@@ -138,7 +141,7 @@ fn idle_memory_makes_room_for_a_neighbour_and_live_memory_stays() {
         bed.look();
     }
     assert_eq!(committed(), [ByteSize::mib(300), ByteSize::ZERO]);
-    assert_eq!(device(&memory).given_back_total, all_idle);
+    assert_eq!(device(&memory).watermark_released_total, all_idle);
     drop((live, lanes));
     assert!(memory.shutdown(SOON).is_clean());
 }
@@ -177,7 +180,10 @@ fn without_a_watermark_neighbours_take_nothing() {
         bed.look();
     }
     let found = device(&memory);
-    assert!(!found.is_short && found.given_back_total == 0 && found.free.is_zero(), "{found:?}");
+    assert!(
+        !found.is_short && found.watermark_released_total == 0 && found.free.is_zero(),
+        "{found:?}"
+    );
     assert_eq!(arena.glance().committed, ByteSize::mib(200));
     assert!(memory.shutdown(SOON).is_clean());
 }
@@ -194,12 +200,15 @@ fn the_figures_say_what_the_context_takes_and_what_is_not_ours() {
     let beside = bed.sim.raw().alloc(20 << 20).expect("room");
     bed.look();
     let found = device(&memory);
-    assert_eq!((found.total, found.floor), (ByteSize::mib(1000), Some(ByteSize::mib(100))));
-    assert_eq!((found.free, found.foreign), (ByteSize::mib(786), Some(ByteSize::mib(50))));
+    assert_eq!(
+        (found.total, found.context_overhead),
+        (ByteSize::mib(1000), Some(ByteSize::mib(100)))
+    );
+    assert_eq!((found.free, found.unmanaged), (ByteSize::mib(786), Some(ByteSize::mib(50))));
     bed.sim.raw().free(beside).expect("freed");
     bed.sim.set_neighbours(ByteSize::ZERO);
     bed.look();
-    assert_eq!(device(&memory).foreign, Some(ByteSize::ZERO));
+    assert_eq!(device(&memory).unmanaged, Some(ByteSize::ZERO));
     drop(buffer);
     assert!(memory.shutdown(SOON).is_clean());
 }
@@ -234,11 +243,11 @@ fn the_device_is_asked_by_the_worker_and_no_more_once_its_context_is_lost() {
     advance_until(&bed.clock, TICK, "it answers again", || {
         memory.snapshot().device_memory.is_some()
     });
-    let notes = || {
-        let of_device = |note: &&lowtide::memory::Note| note.text.contains("how much memory");
-        memory.notes().iter().filter(of_device).count()
+    let diagnostics = || {
+        let of_device = |note: &&lowtide::memory::Diagnostic| note.text.contains("how much memory");
+        memory.diagnostics().iter().filter(of_device).count()
     };
-    assert_eq!(notes(), 1);
+    assert_eq!(diagnostics(), 1);
 
     bed.sim.lose_context();
     bed.looks(1);
@@ -248,7 +257,7 @@ fn the_device_is_asked_by_the_worker_and_no_more_once_its_context_is_lost() {
         bed.clock.advance(TICK);
     }
     assert!(memory.shutdown(SOON).is_clean() || arena.glance().live > ByteSize::ZERO);
-    assert_eq!((bed.sim.calls(Call::GetInfo), notes()), (asked, 1));
+    assert_eq!((bed.sim.calls(Call::GetInfo), diagnostics()), (asked, 1));
     drop(buffer);
 }
 
@@ -281,29 +290,29 @@ fn the_devices_figures_are_published_and_are_no_numbers_once_nothing_is_known() 
     let bed = Bed::new();
     let memory = bed.builder().start().expect("starts");
     let arena = memory.open_arena("ours").expect("opens");
-    let lent = arena.alloc::<u8>(8 * MIB, DYNAMIC).expect("room").lend().expect("awake");
+    let exported = arena.alloc::<u8>(8 * MIB, DYNAMIC).expect("room").export().expect("awake");
     bed.sim.set_neighbours(ByteSize::mib(30));
-    let foreign = ByteSize::mib(30).as_f64();
+    let unmanaged = ByteSize::mib(30).as_f64();
     let differs = |name: &str, from: f64| value(name).is_none_or(|it| (it - from).abs() > 0.5);
     advance_until(&bed.clock, TICK, "published", || {
-        !differs("lowtide_device_foreign_bytes", foreign)
+        !differs("lowtide_device_unmanaged_bytes", unmanaged)
     });
     for (name, expected) in [
         ("lowtide_device_total_bytes", ByteSize::mib(1000).as_f64()),
         ("lowtide_device_free_bytes", ByteSize::mib(862).as_f64()),
-        ("lowtide_device_context_floor_bytes", ByteSize::mib(100).as_f64()),
-        ("lowtide_device_given_back_bytes_total", 0.0),
-        ("lowtide_device_stuck_total", 0.0),
+        ("lowtide_device_context_overhead_bytes", ByteSize::mib(100).as_f64()),
+        ("lowtide_device_watermark_released_bytes_total", 0.0),
+        ("lowtide_device_rollback_failures_total", 0.0),
     ] {
         assert!(!differs(name, expected), "{name}: {:?}", value(name));
     }
     let text = recorder.render();
-    let lent_bytes = "lowtide_device_lent_bytes{device=\"0\",arena=\"ours\"} 8388608";
-    assert!(text.contains(lent_bytes), "{text}");
-    drop(lent);
+    let exported_bytes = "lowtide_device_exported_bytes{device=\"0\",arena=\"ours\"} 8388608";
+    assert!(text.contains(exported_bytes), "{text}");
+    drop(exported);
     bed.sim.lose_context();
     advance_until(&bed.clock, TICK, "no number", || {
-        value("lowtide_device_foreign_bytes").is_some_and(f64::is_nan)
+        value("lowtide_device_unmanaged_bytes").is_some_and(f64::is_nan)
     });
     let _ = memory.shutdown(SOON);
 }
@@ -330,7 +339,10 @@ fn host_and_device_reservations_of_an_integrated_gpu_share_one_limit() {
     let model = model.expect("registered");
     let held = model.acquire_blocking().expect("fits");
     let ledger = |budget| memory.admission().ledger(budget);
-    assert!(ledger(Budget::Host).standing() >= ByteSize::mib(100), "all of it, on the host");
+    assert!(
+        ledger(Budget::Host).resource_reservations() >= ByteSize::mib(100),
+        "all of it, on the host"
+    );
     let ceiling = ledger(Budget::Host).ceiling();
     assert_eq!(ceiling, ByteSize::mib(800));
     for seed in 1_u64..=20 {
@@ -347,10 +359,10 @@ fn host_and_device_reservations_of_an_integrated_gpu_share_one_limit() {
             permits.extend(memory.admission().try_admit(cost).ok());
         }
         let requests: ByteSize = permits.iter().map(|permit| permit.cost().host).sum();
-        let sum = requests.saturating_add(ledger(Budget::Host).standing());
+        let sum = requests.saturating_add(ledger(Budget::Host).resource_reservations());
         assert!(permits.len() > 2 && sum <= ceiling, "{} permits, {sum}", permits.len());
         assert!(permits.iter().all(|permit| permit.cost().device.is_zero()));
-        assert_eq!(ledger(Budget::Device).booked(), ByteSize::ZERO);
+        assert_eq!(ledger(Budget::Device).reserved(), ByteSize::ZERO);
     }
     let too_large = memory.managed("large", || Ok(())).cost(Cost::device(ByteSize::gib(27)));
     let refused = memory.register(too_large).map(drop).expect_err("27 GiB in a machine of 32");
@@ -372,7 +384,7 @@ fn what_an_integrated_gpu_commits_counts_once_against_the_hosts_limit() {
     drop(lane.alloc::<u8>(200 * MIB, DYNAMIC).expect("room"));
     let snapshot = memory.snapshot();
     assert_eq!(snapshot.physical, ByteSize::mib(310));
-    assert_eq!((snapshot.device_memory, snapshot.device.booked), (None, ByteSize::ZERO));
+    assert_eq!((snapshot.device_memory, snapshot.device.reserved), (None, ByteSize::ZERO));
     // Idle memory of the arena relieves the host: it is purgeable, and goes at level elevated.
     advance_until(&bed.clock, TICK, "it is sampled", || {
         memory.snapshot().purgeable >= ByteSize::mib(200)

@@ -80,7 +80,10 @@ fn workers_of_a_runtime_that_are_parked_give_up_their_caches_when_the_worker_pur
             handle.spawn(async {});
         }
     };
-    let memory = builder().background_threads(0).heap_decay(DecayTime::Never).after_recall(wake);
+    let memory = builder()
+        .background_threads(0)
+        .heap_decay(DecayTime::Never)
+        .after_tcache_flush_request(wake);
     let memory = memory.start().expect("starts");
     memory.purge().expect("not forked");
     let before = heap(&memory).thread_caches;
@@ -194,8 +197,8 @@ fn a_resource_of_c_code_is_measured_by_the_growth_around_its_load() {
     drop(request);
     let found = model.stats().measured.expect("measured").host;
     assert!(found >= ByteSize::mib(38) && found <= ByteSize::mib(46), "{found}");
-    let said = |part: &str| memory.notes().iter().any(|note| note.to_string().contains(part));
-    assert!(said("of C") && said("interpose") && said("growth"), "{:?}", memory.notes());
+    let said = |part: &str| memory.diagnostics().iter().any(|note| note.to_string().contains(part));
+    assert!(said("of C") && said("interpose") && said("growth"), "{:?}", memory.diagnostics());
     assert!(model.unload_now(SOON).expect("nobody holds it"));
     assert!(model.stats().recovered_total.host >= ByteSize::mib(38));
 
@@ -207,7 +210,7 @@ fn a_resource_of_c_code_is_measured_by_the_growth_around_its_load() {
     drop((request, other));
     let found = model.stats().measured.unwrap_or_default().host;
     assert!(found <= ByteSize::mib(4), "{found}");
-    assert!(said("\"beside\"") && said("not measured"), "{:?}", memory.notes());
+    assert!(said("\"beside\"") && said("not measured"), "{:?}", memory.diagnostics());
     assert!(memory.shutdown(SOON).is_clean());
 }
 
@@ -229,8 +232,9 @@ fn memory_in_a_device_arena_is_not_measured_again_as_growth() {
     drop(model.acquire_blocking().expect("loads"));
     let found = model.stats().measured.expect("measured").host;
     assert!(found >= ByteSize::mib(32) && found <= ByteSize::mib(38), "{found}");
-    let is_said = memory.notes().iter().any(|note| note.to_string().contains("of C or C++ code"));
-    assert!(!is_said, "{:?}", memory.notes());
+    let is_said =
+        memory.diagnostics().iter().any(|note| note.to_string().contains("of C or C++ code"));
+    assert!(!is_said, "{:?}", memory.diagnostics());
     assert!(memory.shutdown(SOON).is_clean());
 }
 

@@ -64,7 +64,7 @@ fn kills_are_logged_once_and_the_level_follows_a_limit_that_is_changed() {
         .metrics_interval(TICK)
         .start()
         .expect("starts");
-    assert_eq!(memory.notes(), []);
+    assert_eq!(memory.diagnostics(), []);
     tree.stall(9_000_000, 1_000_000);
     tree.hold(100);
     advance_until(&clock, TICK, "it is sampled", || {
@@ -85,12 +85,12 @@ fn kills_are_logged_once_and_the_level_follows_a_limit_that_is_changed() {
     }
     tree.limit_text("garbage");
     advance_until(&clock, TICK, "it is said", || {
-        memory.notes().iter().any(|note| note.text.contains("512.0 MiB (cgroup) stands"))
+        memory.diagnostics().iter().any(|note| note.text.contains("512.0 MiB (cgroup) stands"))
     });
     assert!(memory.snapshot().signal.limit_is_stale);
     assert_eq!(memory.level(), Level::None);
     advance_until(&clock, TICK, "time passes", || clock.now().since_origin() > 20 * SECOND);
-    assert_eq!(memory.notes().len(), 1, "once: {:?}", memory.notes());
+    assert_eq!(memory.diagnostics().len(), 1, "once: {:?}", memory.diagnostics());
 
     assert_eq!(kills(), [0_u64; 0]);
     tree.killed(4);

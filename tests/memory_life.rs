@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use lowtide::clock::{Clock, ManualClock, SystemClock};
 use lowtide::config::{DeviceChoice, Source};
-use lowtide::control::{AcquireError, Budget, Cost, Rejected, Resource, ShedReason, Signals};
+use lowtide::control::{AcquireError, Budget, Cost, RejectReason, Rejected, Resource, Signals};
 use lowtide::device::Region;
-use lowtide::memory::{Builder, MemoryError, Note, Severity, StartError};
+use lowtide::memory::{Builder, Diagnostic, MemoryError, Severity, StartError};
 use lowtide::{ByteSize, Memory};
 use tracing_subscriber::layer::SubscriberExt as _;
 
@@ -30,8 +30,8 @@ fn quiet() -> Builder {
 }
 
 fn about(memory: &Memory, about: &str) -> Vec<String> {
-    let notes = memory.notes().into_iter().filter(|note| note.about == about);
-    notes.map(|note| note.text).collect()
+    let diagnostics = memory.diagnostics().into_iter().filter(|note| note.about == about);
+    diagnostics.map(|note| note.text).collect()
 }
 
 #[test]
@@ -125,7 +125,7 @@ fn a_second_shutdown_finds_nothing_left_to_do() {
     memory.request_purge();
     let refused = memory.admission().try_admit(Cost::ZERO);
     assert_eq!(refused.map(drop), Err(Rejected::ShuttingDown));
-    assert_eq!(memory.admission().stats().shed_total(ShedReason::ShuttingDown), 1);
+    assert_eq!(memory.admission().stats().rejected_total(RejectReason::ShuttingDown), 1);
     assert!(memory.purge().is_ok());
     until_no_threads();
 }
@@ -273,19 +273,19 @@ fn a_hook_that_panics_costs_its_run_and_nothing_else() {
 fn without_readable_proc_it_starts_says_so_once_and_admits_by_its_books() {
     let _turn = turn();
     let memory = quiet().signals(nothing_to_read()).start().expect("starts");
-    let notes = about(&memory, "signals");
-    assert!(notes.iter().any(|note| note.contains("statm")), "{notes:?}");
-    assert!(notes.iter().any(|note| note.contains("meminfo")), "{notes:?}");
-    let mut once = memory.notes();
+    let diagnostics = about(&memory, "signals");
+    assert!(diagnostics.iter().any(|note| note.contains("statm")), "{diagnostics:?}");
+    assert!(diagnostics.iter().any(|note| note.contains("meminfo")), "{diagnostics:?}");
+    let mut once = memory.diagnostics();
     once.dedup();
-    assert_eq!(once, memory.notes());
+    assert_eq!(once, memory.diagnostics());
     let snapshot = memory.snapshot();
     assert_eq!((snapshot.signal.rss, snapshot.physical), (None, ByteSize::ZERO));
     assert!(!snapshot.signal.limit.is_known());
     // No limit is known: everything is admitted, and booked all the same.
     let permit =
         memory.admission().try_admit(Cost::host(ByteSize::gib(1 << 20))).expect("admitted");
-    assert_eq!(memory.snapshot().host.booked, ByteSize::gib(1 << 20));
+    assert_eq!(memory.snapshot().host.reserved, ByteSize::gib(1 << 20));
     drop(permit);
     assert!(memory.shutdown(SOON).is_clean());
 
@@ -326,7 +326,7 @@ fn a_plain_program_without_a_runtime_admits_loads_and_ends() {
     let report = memory.shutdown(SOON);
     assert!(report.is_clean(), "{report}");
     assert!(model.try_acquire().is_none(), "unloaded at the end");
-    assert_eq!(memory.snapshot().host.booked, ByteSize::ZERO);
+    assert_eq!(memory.snapshot().host.reserved, ByteSize::ZERO);
 }
 
 #[test]
@@ -381,8 +381,8 @@ fn a_limit_that_can_never_work_is_said_once_with_both_numbers() {
         (ByteSize::mib(15), ["20.0 MiB are held", "the limit is 15.0 MiB (override)"]),
     ] {
         let memory = quiet().signals(tree.open()).memory_limit(given).start().expect("starts");
-        let notes = about(&memory, "limit");
-        let [note] = &notes[..] else { panic!("one note: {notes:?}") };
+        let diagnostics = about(&memory, "limit");
+        let [note] = &diagnostics[..] else { panic!("one note: {diagnostics:?}") };
         assert!(parts.iter().all(|part| note.contains(part)), "{note}");
         assert!(memory.shutdown(SOON).is_clean());
     }
@@ -423,7 +423,7 @@ fn a_limit_below_what_the_process_holds_already_is_refused_at_start() {
     // A cgroup's limit is not ours, and it may be raised: said, not refused.
     tree.limit(ByteSize::mib(8));
     let memory = quiet().signals(tree.open()).start().expect("starts");
-    let [note] = &about(&memory, "limit")[..] else { panic!("{:?}", memory.notes()) };
+    let [note] = &about(&memory, "limit")[..] else { panic!("{:?}", memory.diagnostics()) };
     assert!(note.contains("10.0 MiB are held") && note.contains("8.0 MiB (cgroup)"), "{note}");
     assert!(memory.shutdown(SOON).is_clean());
 }
@@ -433,11 +433,11 @@ fn a_limit_below_what_the_process_holds_already_is_refused_at_start() {
 fn without_proc_one_warning_says_that_no_request_is_rejected_for_memory() {
     let _turn = turn();
     let warnings = |memory: &Memory| -> Vec<String> {
-        let of = |note: &Note| note.about == "signals" && note.severity == Severity::Warning;
-        memory.notes().into_iter().filter(of).map(|note| note.text).collect()
+        let of = |note: &Diagnostic| note.about == "signals" && note.severity == Severity::Warning;
+        memory.diagnostics().into_iter().filter(of).map(|note| note.text).collect()
     };
     let memory = quiet().signals(nothing_to_read()).start().expect("starts");
-    let [warning] = &warnings(&memory)[..] else { panic!("{:?}", memory.notes()) };
+    let [warning] = &warnings(&memory)[..] else { panic!("{:?}", memory.diagnostics()) };
     assert!(
         warning.starts_with("no memory limit is known, so no request is rejected"),
         "{warning}"
@@ -446,7 +446,7 @@ fn without_proc_one_warning_says_that_no_request_is_rejected_for_memory() {
     assert!(memory.shutdown(SOON).is_clean());
     let limited = quiet().memory_limit(ByteSize::mib(100)).signals(nothing_to_read());
     let memory = limited.start().expect("starts");
-    let [warning] = &warnings(&memory)[..] else { panic!("{:?}", memory.notes()) };
+    let [warning] = &warnings(&memory)[..] else { panic!("{:?}", memory.diagnostics()) };
     assert!(warning.contains("by their estimates alone"), "{warning}");
     assert!(memory.shutdown(SOON).is_clean());
 }
@@ -456,9 +456,10 @@ fn without_proc_one_warning_says_that_no_request_is_rejected_for_memory() {
 fn a_forgotten_heap_profile_is_noted_with_the_line_to_add() {
     let _turn = turn();
     let memory = quiet().start().expect("starts");
-    let notes = about(&memory, "heap");
-    let said = notes.iter().filter(|note| note.contains("add `lowtide::heap_profile!(balanced);`"));
-    assert_eq!(said.count(), 1, "{notes:?}");
+    let diagnostics = about(&memory, "heap");
+    let said =
+        diagnostics.iter().filter(|note| note.contains("add `lowtide::heap_profile!(balanced);`"));
+    assert_eq!(said.count(), 1, "{diagnostics:?}");
     assert!(memory.shutdown(SOON).is_clean());
 }
 
@@ -470,14 +471,14 @@ fn a_start_without_a_gpu_and_without_psi_warns_of_neither() {
     let tree = Tree::new(ByteSize::gib(1));
     tree.without_psi();
     let memory = Memory::builder().signals(tree.open()).start().expect("starts");
-    let notes = memory.notes();
+    let diagnostics = memory.diagnostics();
     for (about, text) in [("device", "device arenas lie in host memory"), ("signals", "PSI")] {
-        let of = |note: &&Note| note.about == about && note.text.contains(text);
-        let severity = notes.iter().find(of).map(|note| note.severity);
-        assert_eq!(severity, Some(Severity::Info), "{notes:?}");
+        let of = |note: &&Diagnostic| note.about == about && note.text.contains(text);
+        let severity = diagnostics.iter().find(of).map(|note| note.severity);
+        assert_eq!(severity, Some(Severity::Info), "{diagnostics:?}");
     }
-    let warnings = notes.iter().filter(|note| note.severity == Severity::Warning);
-    assert!(warnings.clone().all(|note| note.about == "heap"), "{notes:?}");
+    let warnings = diagnostics.iter().filter(|note| note.severity == Severity::Warning);
+    assert!(warnings.clone().all(|note| note.about == "heap"), "{diagnostics:?}");
     assert!(memory.shutdown(SOON).is_clean());
 }
 
@@ -525,7 +526,7 @@ impl<S: tracing::Subscriber> tracing_subscriber::Layer<S> for Curious {
         _event: &tracing::Event<'_>,
         _context: tracing_subscriber::layer::Context<'_, S>,
     ) {
-        let _ = self.seen.send(self.memory.notes().len());
+        let _ = self.seen.send(self.memory.diagnostics().len());
     }
 }
 
@@ -535,7 +536,7 @@ fn a_subscriber_may_ask_for_the_notes_when_one_is_logged() {
     let _turn = turn();
     let tree = Tree::new(ByteSize::gib(1));
     let memory = quiet().signals(tree.open()).start().expect("starts");
-    let before = memory.notes().len();
+    let before = memory.diagnostics().len();
     let (seen, sees) = mpsc::channel();
     let curious = Curious { memory: memory.clone(), seen };
     let registering = memory.clone();
@@ -584,10 +585,10 @@ fn automatic_device_memory_in_host_memory_is_said() {
     let memory = Memory::builder().start().expect("starts");
     assert_eq!(memory.config().device.source, Source::Default);
     let arena = memory.open_arena("one").expect("opens");
-    assert_eq!(arena.rung().name(), "host");
-    let notes = about(&memory, "device");
-    assert!(notes.iter().any(|note| note.contains("host memory")), "{notes:?}");
-    let [heap] = &about(&memory, "heap")[..] else { panic!("{:?}", memory.notes()) };
+    assert_eq!(arena.backend().name(), "host");
+    let diagnostics = about(&memory, "device");
+    assert!(diagnostics.iter().any(|note| note.contains("host memory")), "{diagnostics:?}");
+    let [heap] = &about(&memory, "heap")[..] else { panic!("{:?}", memory.diagnostics()) };
     assert!(heap.contains("heap_profile!"), "else the heap is as it was asked for: {heap}");
     let cost = memory.cost(ByteSize::mib(1), ByteSize::mib(2));
     assert_eq!(cost, Cost::host(ByteSize::mib(3)), "device memory is host memory here");

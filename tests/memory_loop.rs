@@ -10,7 +10,8 @@ use std::time::Duration;
 use lowtide::clock::{Clock, ManualClock};
 use lowtide::config::{DeviceChoice, Profile};
 use lowtide::control::{
-    Budget, Cost, Level, LoadError, Managed, Priority, Rejected, Resource, ShedReason, UnloadReason,
+    Budget, Cost, Level, LoadError, Managed, Priority, RejectReason, Rejected, Resource,
+    UnloadReason,
 };
 use lowtide::decay::DecayTime;
 use lowtide::device::{Buffer, DeviceArena, Region};
@@ -81,7 +82,11 @@ fn an_idle_resource_is_unloaded_after_its_time_and_its_memory_and_booking_go() {
         drop(resource.acquire_blocking().expect("loads"));
     }
     let ledger = memory.admission().ledger(Budget::Host);
-    assert_eq!(ledger.standing(), ByteSize::mib(24), "device memory is host memory here");
+    assert_eq!(
+        ledger.resource_reservations(),
+        ByteSize::mib(24),
+        "device memory is host memory here"
+    );
     assert_eq!(arena.glance().live, ByteSize::mib(24));
 
     clock.advance(20 * SECOND);
@@ -97,12 +102,14 @@ fn an_idle_resource_is_unloaded_after_its_time_and_its_memory_and_booking_go() {
     assert!(held.stats().loaded, "a guard keeps it");
     until("their memory goes back", || committed(&arena) == arena.glance().live);
     assert_eq!(arena.glance().live, MODEL);
-    until("their bookings end", || ledger.standing() == MODEL);
+    until("their bookings end", || ledger.resource_reservations() == MODEL);
 
     drop(guard);
     advance_until(&clock, TICK, "idleness counts from the release", || !held.stats().loaded);
     until("all memory goes back", || committed(&arena).is_zero());
-    until("nothing is booked", || ledger.booked().is_zero() && ledger.standing().is_zero());
+    until("nothing is booked", || {
+        ledger.reserved().is_zero() && ledger.resource_reservations().is_zero()
+    });
     assert!(memory.shutdown(SOON).is_clean());
     arena.validate();
 }
@@ -166,7 +173,7 @@ fn pressure_gives_back_what_is_idle_and_sheds_and_ends_when_memory_falls() {
     // No level sheds it; here, where 96 of 100 MiB are held, it does not fit.
     assert!(matches!(admit(Priority::High), Err(Rejected::Full { .. })));
     assert_eq!(admit(Priority::Exempt), Ok(()));
-    assert!(memory.admission().stats().shed_total(ShedReason::Pressure) >= 3);
+    assert!(memory.admission().stats().rejected_total(RejectReason::Pressure) >= 3);
 
     tree.hold(20);
     advance_until(&clock, TICK, "no latch", || memory.level() == Level::None);
@@ -210,10 +217,10 @@ fn admission_follows_what_is_measured_and_names_the_numbers() {
     assert_eq!(never, Err(expected));
     let permit = memory.admission().try_admit(Cost::host(ByteSize::mib(200))).expect("fits");
     let full = memory.admission().try_admit(Cost::host(ByteSize::mib(100))).map(drop);
-    let Err(Rejected::Full { asked, booked, .. }) = full else { panic!("{full:?}") };
-    assert_eq!((asked, booked), (ByteSize::mib(100), ByteSize::mib(200)));
+    let Err(Rejected::Full { asked, reserved, .. }) = full else { panic!("{full:?}") };
+    assert_eq!((asked, reserved), (ByteSize::mib(100), ByteSize::mib(200)));
     drop(permit);
-    assert_eq!(memory.snapshot().host.booked, ByteSize::ZERO);
+    assert_eq!(memory.snapshot().host.reserved, ByteSize::ZERO);
 
     tree.hold(400);
     advance_until(&clock, TICK, "others hold the room", || allowance() < ByteSize::mib(60));
@@ -226,9 +233,9 @@ fn admission_follows_what_is_measured_and_names_the_numbers() {
 fn who_says_that_estimates_are_right_is_taken_at_their_word_from_the_start() {
     let _turn = turn();
     let (clock, tree) = (Arc::new(ManualClock::new()), Tree::new(ByteSize::mib(1000)));
-    let memory = still(&clock, &tree).ceiling(0.5).multiplier(1.0).start().expect("starts");
+    let memory = still(&clock, &tree).ceiling(0.5).correction_factor(1.0).start().expect("starts");
     memory.purge().expect("so that little is purgeable");
-    assert!((memory.snapshot().host.multiplier - 1.0).abs() < 1e-9);
+    assert!((memory.snapshot().host.correction_factor - 1.0).abs() < 1e-9);
     let permit = memory.admission().try_admit(Cost::host(ByteSize::mib(400)));
     assert!(permit.is_ok(), "{permit:?}: it fits once and not twice");
     drop(permit);
@@ -250,7 +257,7 @@ fn a_resource_that_costs_nothing_books_no_byte_and_loads_though_nothing_fits() {
     let guard = cheap.acquire_blocking();
     assert!(guard.is_ok(), "{guard:?}");
     for budget in [Budget::Host, Budget::Device] {
-        assert_eq!(memory.admission().ledger(budget).booked(), ByteSize::ZERO, "{budget}");
+        assert_eq!(memory.admission().ledger(budget).reserved(), ByteSize::ZERO, "{budget}");
     }
     drop(guard);
     assert!(memory.shutdown(SOON).is_clean());
@@ -355,20 +362,21 @@ fn a_resource_that_fits_no_longer_is_noted_once_when_its_load_is_refused() {
     let memory = still(&clock, &tree).start().expect("starts");
     let model = memory.managed("model", || Ok(())).cost(Cost::host(ByteSize::mib(90)));
     let model = memory.register(model).expect("registered");
-    let notes = || memory.notes().into_iter().filter(|note| note.about == "resources").count();
-    assert_eq!(notes(), 0, "it fits");
+    let diagnostics =
+        || memory.diagnostics().into_iter().filter(|note| note.about == "resources").count();
+    assert_eq!(diagnostics(), 0, "it fits");
     tree.limit(ByteSize::mib(100));
     advance_until(&clock, TICK, "the ceiling sinks", || {
         memory.snapshot().host.ceiling == ByteSize::mib(80)
     });
-    assert_eq!(notes(), 0, "nobody asked for it");
+    assert_eq!(diagnostics(), 0, "nobody asked for it");
     for _ in 0..2 {
         let refused = model.acquire_blocking().expect_err("90 MiB under 80 MiB");
         assert_eq!((refused.reason(), refused.retry_after()), ("does_not_fit", None));
     }
-    advance_until(&clock, TICK, "it is noted", || notes() > 0);
+    advance_until(&clock, TICK, "it is noted", || diagnostics() > 0);
     clock.advance(10 * SECOND);
-    assert_eq!((notes(), model.stats().loads_refused_total), (1, 2));
+    assert_eq!((diagnostics(), model.stats().loads_refused_total), (1, 2));
     assert_eq!(memory.admission().stats().shed, [0; 6]);
     tree.limit(ByteSize::mib(512));
     advance_until(&clock, TICK, "the ceiling rises", || model.acquire_blocking().is_ok());
@@ -399,10 +407,10 @@ fn the_worker_gives_up_a_load_that_hangs_and_takes_its_late_value_apart() {
     let model = memory.managed_in(&arena, "model", load).cost(Cost::host(MODEL)).unload(unload);
     let model = memory.register(model.load_timeout(5 * SECOND)).expect("registered");
     model.warm().expect("begins");
-    assert_eq!(memory.admission().ledger(Budget::Host).standing(), MODEL);
+    assert_eq!(memory.admission().ledger(Budget::Host).resource_reservations(), MODEL);
     advance_until(&clock, TICK, "it is given up", || model.stats().loads_failed_total == 1);
     assert!(clock.now().since_origin() >= 5 * SECOND);
-    assert_eq!(memory.admission().ledger(Budget::Host).standing(), ByteSize::ZERO);
+    assert_eq!(memory.admission().ledger(Budget::Host).resource_reservations(), ByteSize::ZERO);
     open.send(()).expect("the loader waits");
     until("the late value is gone", || gone.load(Ordering::SeqCst) == 1);
     assert_eq!((arena.glance().live, model.stats().loaded), (ByteSize::ZERO, false));
@@ -444,16 +452,16 @@ fn a_snapshot_adds_up_and_a_loaded_resource_is_booked_with_all_its_bytes() {
     assert_eq!(ledger.requests(), ByteSize::mib(3));
     // Not the half of it, which is what a resource takes of the allowance at K = 2.
     let all = MODEL.saturating_add(ByteSize::mib(3));
-    assert_eq!((snapshot.host.booked, ledger.standing()), (all, MODEL));
+    assert_eq!((snapshot.host.reserved, ledger.resource_reservations()), (all, MODEL));
     let admit = |bytes| memory.admission().try_admit(Cost::host(bytes));
     let more = admit(ByteSize::mib(20)).expect("fits, and now one more is not nearly alone");
     let snapshot = memory.snapshot();
-    let left = snapshot.host.allowance.checked_sub(snapshot.host.booked).expect("within it");
+    let left = snapshot.host.allowance.checked_sub(snapshot.host.reserved).expect("within it");
     let full = admit(left.saturating_add(ByteSize::new(1))).expect_err("a byte too many");
-    let Rejected::Full { booked, allowance, .. } = full else { panic!("{full:?}") };
-    assert_eq!((booked, allowance), (snapshot.host.booked, snapshot.host.allowance));
+    let Rejected::Full { reserved, allowance, .. } = full else { panic!("{full:?}") };
+    assert_eq!((reserved, allowance), (snapshot.host.reserved, snapshot.host.allowance));
     drop((admit(left).expect("fits to the byte"), more));
-    assert_eq!(snapshot.device.booked, ByteSize::ZERO);
+    assert_eq!(snapshot.device.reserved, ByteSize::ZERO);
     assert_eq!(snapshot.device.ceiling, ByteSize::MAX, "no device of its own");
     assert_eq!(snapshot.on_wall(snapshot.now), snapshot.since_epoch);
     drop((guard, permit));

@@ -101,9 +101,9 @@ fn every_series_stands_in_the_table(scrape: &Scrape) {
 const OF_A_DEVICE: [&str; 5] = [
     "lowtide_device_total_bytes",
     "lowtide_device_free_bytes",
-    "lowtide_device_context_floor_bytes",
-    "lowtide_device_foreign_bytes",
-    "lowtide_device_given_back_bytes_total",
+    "lowtide_device_context_overhead_bytes",
+    "lowtide_device_unmanaged_bytes",
+    "lowtide_device_watermark_released_bytes_total",
 ];
 
 /// Each metric of the table is published, with type and help.
@@ -192,7 +192,7 @@ fn the_scrape_and_the_table_say_the_same_once_there_is_a_recorder() {
     let closed = memory.open_arena("closed").expect("opens");
     let info = |value| {
         let line = format!(
-            "lowtide_device_arena_info{{device=\"0\",arena=\"closed\",rung=\"host\"}} {value}"
+            "lowtide_device_arena_info{{device=\"0\",arena=\"closed\",backend=\"host\"}} {value}"
         );
         recorder.render().contains(&line)
     };
@@ -214,14 +214,14 @@ fn a_resource_is_published_as_booked_with_all_its_bytes() {
     let measured = Measured { ceiling: ByteSize::mib(100), ..Measured::default() };
     let ledger = admission.ledger(Budget::Host);
     ledger.correct(&mut Correction::new(), measured);
-    let model = admission.try_stand(Cost::host(ByteSize::mib(64))).expect("fits");
+    let model = admission.try_reserve_resource(Cost::host(ByteSize::mib(64))).expect("fits");
     let permit = admission.try_admit(Cost::host(ByteSize::mib(1))).expect("fits");
     let recorder = PrometheusBuilder::new().build_recorder();
     metrics::with_local_recorder(&recorder, || record::ledger(ledger, Budget::Host));
     let scrape = Scrape::parse(&recorder.handle().render());
     let one = |name: &str| scrape.series.iter().find(|(found, ..)| found == name).map(|s| s.2);
-    assert_eq!(one("lowtide_pressure_booked_bytes"), Some(ByteSize::mib(65).as_f64()));
-    let left = one("lowtide_pressure_allowance_bytes").map(|all| all - ByteSize::mib(65).as_f64());
+    assert_eq!(one("lowtide_admission_reserved_bytes"), Some(ByteSize::mib(65).as_f64()));
+    let left = one("lowtide_admission_allowance_bytes").map(|all| all - ByteSize::mib(65).as_f64());
     let left = left.expect("a limit is known");
     let fits = ByteSize::mib(17);
     assert!((left - fits.as_f64()).abs() < 2.0, "{left}: (100 MiB / K) less 32 MiB less 1 MiB");
@@ -237,25 +237,25 @@ fn figures(scrape: &Scrape) {
         ("lowtide_process_resident_bytes", None, mib(10)),
         ("lowtide_pressure_limit_bytes", None, mib(100)),
         ("lowtide_pressure_level", None, 0.0),
-        ("lowtide_pressure_admitted_total", None, 2.0),
-        ("lowtide_pressure_shed_total", Some(("reason", "too_large")), 1.0),
-        ("lowtide_pressure_shed_total", Some(("reason", "full")), 1.0),
-        ("lowtide_pressure_booked_bytes", Some(("budget", "host")), 0.0),
-        ("lowtide_admission_requests_total", Some(("outcome", "shed")), 1.0),
-        ("lowtide_admission_berth_bytes", Some(("budget", "host")), 0.0),
+        ("lowtide_admission_admitted_total", None, 2.0),
+        ("lowtide_admission_rejected_total", Some(("reason", "too_large")), 1.0),
+        ("lowtide_admission_rejected_total", Some(("reason", "full")), 1.0),
+        ("lowtide_admission_reserved_bytes", Some(("budget", "host")), 0.0),
+        ("lowtide_admission_requests_total", Some(("outcome", "rejected")), 1.0),
+        ("lowtide_admission_reserved_headroom_bytes", Some(("budget", "host")), 0.0),
         ("lowtide_device_limit_bytes", Some(("arena", "weights")), mib(4)),
         ("lowtide_device_live_bytes", Some(("arena", "weights")), 0.0),
         ("lowtide_device_live_peak_bytes", Some(("arena", "weights")), mib(1)),
         ("lowtide_device_alloc_failures_total", Some(("reason", "limit")), 1.0),
         ("lowtide_device_alloc_failures_total", Some(("reason", "device")), 0.0),
         ("lowtide_device_state", Some(("arena", "weights")), 0.0),
-        ("lowtide_device_arena_info", Some(("rung", "host")), 1.0),
+        ("lowtide_device_arena_info", Some(("backend", "host")), 1.0),
         ("lowtide_device_arena_info", Some(("arena", "weights")), 1.0),
-        ("lowtide_device_asked_back_bytes_total", Some(("act", "shrink")), 0.0),
+        ("lowtide_device_released_bytes_total", Some(("cause", "shrink")), 0.0),
         ("lowtide_pressure_limit_info", Some(("source", "cgroup")), 1.0),
         ("lowtide_pressure_limit_info", Some(("source", "override")), 0.0),
         ("lowtide_pressure_limit_stale", None, 0.0),
-        ("lowtide_pressure_ceiling_bytes", Some(("budget", "host")), mib(80)),
+        ("lowtide_admission_ceiling_bytes", Some(("budget", "host")), mib(80)),
         ("lowtide_admission_permits", None, 0.0),
         ("lowtide_resource_waiting", Some(("resource", "model")), 0.0),
         ("lowtide_resource_cost_bytes", Some(("resource", "model")), 0.0),

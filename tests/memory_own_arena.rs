@@ -113,7 +113,7 @@ fn a_resource_that_holds_more_than_it_said_is_booked_by_what_it_holds() {
     let said = Cost::host(ByteSize::mib(1));
     let heavy = memory.register(memory.managed("heavy", || Ok(model())).cost(said));
     let heavy = heavy.expect("registered");
-    let stood = || memory.admission().ledger(Budget::Host).standing();
+    let stood = || memory.admission().ledger(Budget::Host).resource_reservations();
     assert_eq!(heavy.stats().cost, said);
     let held = heavy.acquire_blocking().expect("loads");
     let measured = heavy.stats().measured.expect("it has an arena").host;
@@ -144,7 +144,7 @@ fn what_a_resource_holds_in_its_device_arena_is_found_booked_and_given_back() {
         let weights = memory.register(memory.managed_in(&arena, name, load).cost(said));
         let weights = weights.expect("registered");
         let part = |cost: Cost| if budget == Budget::Host { cost.host } else { cost.device };
-        let stood = || memory.admission().ledger(budget).standing();
+        let stood = || memory.admission().ledger(budget).resource_reservations();
         drop(weights.acquire_blocking().expect("loads"));
         let measured = part(weights.stats().measured.expect("it has arenas"));
         assert!(measured >= ByteSize::mib(9) && measured < ByteSize::mib(14), "{measured}");
@@ -197,13 +197,13 @@ fn names_that_are_taken_or_long_and_a_wish_for_the_shared_heap_refuse_no_load() 
     let second = format!("{long}, another");
     let second = memory.register(memory.managed(&second, || Ok(model()))).expect("registered");
     let other = second.acquire_blocking().expect("loads");
-    let notes = memory.notes();
-    let said = notes.iter().find(|note| note.text.contains("shared heap")).expect("a note");
+    let diagnostics = memory.diagnostics();
+    let said = diagnostics.iter().find(|note| note.text.contains("shared heap")).expect("a note");
     assert!(said.text.contains("is named"), "{}", said.text);
     drop((held, other));
     assert!(first.unload_now(SOON).expect("free") && second.unload_now(SOON).expect("free"));
 
-    let shared = memory.managed("shared", || Ok(model())).enclosure(None);
+    let shared = memory.managed("shared", || Ok(model())).load_scope(None);
     let shared = memory.register(shared).expect("registered");
     let held = shared.acquire_blocking().expect("loads");
     assert_eq!(arena("shared"), None);

@@ -15,8 +15,8 @@ use lowtide::config::{Config, DeviceChoice, Profile, env};
 use lowtide::control::{AcquireError, Cost, LimitSource, Managed, UnloadError};
 use lowtide::device::{DeviceArena, DeviceError, Region};
 use lowtide::memory::{
-    ArenaUse, Builder, Errand, ErrandState, MemoryError, ScopeError, ShrinkError, Slot, StartError,
-    Verb,
+    AdminCommand, AdminTask, AdminTaskState, ArenaUse, Builder, MemoryError, ScopeError,
+    ShrinkError, Slot, StartError,
 };
 use lowtide::{ByteSize, Memory};
 use tikv_jemalloc_ctl::{background_thread, max_background_threads, raw};
@@ -79,7 +79,7 @@ fn check_child(
         matches!(model.acquire_blocking(), Err(AcquireError::Forked { .. })),
         matches!(unloaded, Err(UnloadError::Forked { .. })),
         snapshot.heap.is_none() && snapshot.arenas.is_empty() && snapshot.resources.is_empty(),
-        memory.notes().is_empty(),
+        memory.diagnostics().is_empty(),
         session.alloc::<u8>(1, Region::Dynamic).err() == Some(DeviceError::Forked),
         memory.use_arena(&slot, &none).err() == Some(forked.clone()),
         memory.replace_arena(&slot, &none).err() == Some(forked.clone()),
@@ -206,14 +206,14 @@ fn describe(memory: &Memory) -> String {
         profile,
         memory_limit,
         ceiling,
-        multiplier,
+        correction_factor,
         device,
-        device_rung,
+        device_backend,
         device_limit,
         device_watermark,
         device_decay,
         device_sleep_after,
-        device_sleep_residency,
+        device_min_awake,
         device_sleep_stable,
         device_sleep_dynamic,
         heap_decay,
@@ -237,16 +237,16 @@ fn describe(memory: &Memory) -> String {
         format!("memory_limit={limit} ({})", memory_limit.source),
         format!("held={} ({})", held.bytes.exact(), held.source.name()),
         format!("ceiling={} ({})", ceiling.value, ceiling.source),
-        format!("multiplier={} ({})", multiplier.value, multiplier.source),
-        format!("K={}", memory.snapshot().host.multiplier),
+        format!("multiplier={} ({})", correction_factor.value, correction_factor.source),
+        format!("K={}", memory.snapshot().host.correction_factor),
         format!("device={} ({})", device.value, device.source),
-        format!("device_rung={} ({})", device_rung.value, device_rung.source),
+        format!("device_rung={} ({})", device_backend.value, device_backend.source),
         format!("device_limit={} ({})", device_limit.value.exact(), device_limit.source),
         format!("arena={arena}"),
         format!("watermark={} ({})", device_watermark.value, device_watermark.source),
         format!("device_decay={:?} ({})", device_decay.value, device_decay.source),
         format!("sleep_after={:?} ({})", device_sleep_after.value, device_sleep_after.source),
-        format!("residency={:?} ({})", device_sleep_residency.value, device_sleep_residency.source),
+        format!("residency={:?} ({})", device_min_awake.value, device_min_awake.source),
         format!("stable={} ({})", device_sleep_stable.value, device_sleep_stable.source),
         format!("dynamic={} ({})", device_sleep_dynamic.value, device_sleep_dynamic.source),
         format!("sleeps={sleeps}"),
@@ -282,14 +282,14 @@ fn each_variable_reaches_what_it_sets() {
         ("LOWTIDE_PROFILE", "low-memory"),
         ("LOWTIDE_MEMORY_LIMIT", "48m"),
         ("LOWTIDE_CEILING", "0.25"),
-        ("LOWTIDE_MULTIPLIER", "1.25"),
+        ("LOWTIDE_CORRECTION_FACTOR", "1.25"),
         ("LOWTIDE_DEVICE", "host"),
-        ("LOWTIDE_DEVICE_RUNG", "plain"),
+        ("LOWTIDE_DEVICE_BACKEND", "plain"),
         ("LOWTIDE_DEVICE_LIMIT", "6m"),
         ("LOWTIDE_DEVICE_WATERMARK", "20%"),
         ("LOWTIDE_DEVICE_DECAY", "1500ms"),
         ("LOWTIDE_DEVICE_SLEEP_AFTER", "10m"),
-        ("LOWTIDE_DEVICE_SLEEP_RESIDENCY", "20s"),
+        ("LOWTIDE_DEVICE_MIN_AWAKE", "20s"),
         ("LOWTIDE_DEVICE_SLEEP_STABLE", "stay"),
         ("LOWTIDE_DEVICE_SLEEP_DYNAMIC", "discard"),
         ("LOWTIDE_HEAP_DECAY", "2s"),
@@ -428,14 +428,14 @@ impl tracing::Subscriber for Panics {
     fn exit(&self, _: &tracing::span::Id) {}
 }
 
-/// The bug: a subscriber that panicked left errands `running` for ever, failed the start and closed
-/// arenas halfway. In a process of its own, since the worker's subscriber is the process's.
+/// The bug: a subscriber that panicked left admin tasks `running` for ever, failed the start and
+/// closed arenas halfway. In a process of its own, since the worker's subscriber is the process's.
 #[test]
 #[expect(clippy::disallowed_methods, reason = "how this process is told which half it is")]
-fn a_subscriber_that_panicked_left_errands_running() {
+fn a_subscriber_that_panicked_left_admin_tasks_running() {
     const INNER: &str = "SUBSCRIBER_PANICS";
     if std::env::var_os(INNER).is_none() {
-        let test = "a_subscriber_that_panicked_left_errands_running";
+        let test = "a_subscriber_that_panicked_left_admin_tasks_running";
         run_again(test, &[(INNER, "1")]);
         return;
     }
@@ -446,15 +446,15 @@ fn a_subscriber_that_panicked_left_errands_running() {
     let arena = memory.open_arena("weights").expect("opens");
     drop(arena.alloc::<u8>(9 << 20, Region::Stable).expect("room"));
     let verbs = [
-        Verb::Purge,
-        Verb::Snapshot { arena: "weights".to_owned() },
-        Verb::Trim { arena: "weights".to_owned(), keep: ByteSize::ZERO },
+        AdminCommand::Purge,
+        AdminCommand::Snapshot { arena: "weights".to_owned() },
+        AdminCommand::Trim { arena: "weights".to_owned(), keep: ByteSize::ZERO },
     ];
-    for verb in verbs {
-        memory.ask(verb).expect("taken");
+    for command in verbs {
+        memory.run_admin(command).expect("taken");
     }
-    let is_done = |errand: &Errand| matches!(errand.state, ErrandState::Done(_));
-    support::until("all errands are done", || memory.errands().iter().all(is_done));
+    let is_done = |admin_task: &AdminTask| matches!(admin_task.state, AdminTaskState::Done(_));
+    support::until("all admin_tasks are done", || memory.admin_tasks().iter().all(is_done));
     arena.close().expect("nothing is live");
     assert!(arena.snapshot().committed.is_zero(), "it was closed to the end");
     assert!(memory.shutdown(SOON).is_clean());
@@ -493,8 +493,8 @@ fn a_limit_on_addresses_below_the_memory_limit_aborted_the_process() {
     let signal = memory.snapshot().signal;
     assert_eq!(signal.limit.source, LimitSource::AddressSpace, "{signal:?}");
     assert!(signal.limit.bytes < ByteSize::kib(800_000), "{signal:?}");
-    let is_told = memory.notes().iter().any(|note| note.text.contains("retain:false"));
-    assert_eq!(is_told, retain == "true", "{:?}", memory.notes());
+    let is_told = memory.diagnostics().iter().any(|note| note.text.contains("retain:false"));
+    assert_eq!(is_told, retain == "true", "{:?}", memory.diagnostics());
     for round in 0..20 {
         let mut held = Vec::new();
         // What is admitted is there.

@@ -33,17 +33,17 @@ fn the_notes_about_the_heap_are_said() {
         Ok(memory) => memory,
         Err(error) => return println!("\nrefused: {error}"),
     };
-    let notes = memory.notes();
+    let diagnostics = memory.diagnostics();
     assert!(memory.shutdown(Duration::from_secs(5)).is_clean());
     println!();
-    for note in notes.iter().filter(|note| note.about == "heap") {
+    for note in diagnostics.iter().filter(|note| note.about == "heap") {
         println!("note: {}", note.text);
     }
 }
 
 /// The notes in a process with these variables alone, but for what the kernel and the build
 /// decide.
-fn notes(variables: &[(&str, &str)]) -> Vec<String> {
+fn diagnostics(variables: &[(&str, &str)]) -> Vec<String> {
     lines("note: ", variables)
 }
 
@@ -59,37 +59,44 @@ fn lines(start: &str, variables: &[(&str, &str)]) -> Vec<String> {
 
 #[test]
 fn a_process_that_is_as_asked_has_no_note() {
-    assert_eq!(notes(&[]), [""; 0], "nobody asked for a profile");
-    assert_eq!(notes(&[("LOWTIDE_PROFILE", "balanced")]), [""; 0], "the profile that it carries");
+    assert_eq!(diagnostics(&[]), [""; 0], "nobody asked for a profile");
+    assert_eq!(
+        diagnostics(&[("LOWTIDE_PROFILE", "balanced")]),
+        [""; 0],
+        "the profile that it carries"
+    );
 }
 
 /// Bug: `LOWTIDE_PROFILE=low-memory` over a binary that carries `balanced` started with four arenas
 /// and said nothing.
 #[test]
 fn what_a_profile_cannot_change_any_more_is_noted_with_the_variable_that_could() {
-    let notes = notes(&[("LOWTIDE_PROFILE", "low-memory")]);
-    assert_eq!(notes.len(), 1, "{notes:?}");
+    let diagnostics = diagnostics(&[("LOWTIDE_PROFILE", "low-memory")]);
+    assert_eq!(diagnostics.len(), 1, "{diagnostics:?}");
     let conf = HeapProfile::LowMemory.conf().to_str().expect("ASCII");
     for part in [
         "low-memory",
         "narenas is 4 instead of 2 (set by the binary's symbol ",
         "thp is default instead of never",
     ] {
-        assert!(notes[0].contains(part), "{part:?} is missing in: {}", notes[0]);
+        assert!(diagnostics[0].contains(part), "{part:?} is missing in: {}", diagnostics[0]);
     }
-    assert!(notes[0].ends_with(&format!("; start the process with {READ}={conf}")), "{notes:?}");
+    assert!(
+        diagnostics[0].ends_with(&format!("; start the process with {READ}={conf}")),
+        "{diagnostics:?}"
+    );
 }
 
 /// Bug: throughput names no arena count, so that its string left the binary's in force.
 #[test]
 fn the_variable_and_string_that_a_note_names_are_what_mends_it() {
     for profile in ["low-memory", "throughput"] {
-        let before = notes(&[("LOWTIDE_PROFILE", profile)]);
+        let before = diagnostics(&[("LOWTIDE_PROFILE", profile)]);
         let part = before.iter().find(|note| note.contains("in force in part"));
         let part = part.unwrap_or_else(|| panic!("{profile}: {before:?}"));
         let (_, set) = part.split_once("start the process with ").expect("how to mend it");
         let (variable, value) = set.split_once('=').expect("a variable and its value");
-        let mut after = notes(&[("LOWTIDE_PROFILE", profile), (variable, value)]);
+        let mut after = diagnostics(&[("LOWTIDE_PROFILE", profile), (variable, value)]);
         // The binary has 2 background threads at most, and nothing later can raise that.
         let threads = "max_background_threads: asked 4, found 2";
         after.retain(|note| !note.starts_with(threads));
@@ -99,22 +106,25 @@ fn the_variable_and_string_that_a_note_names_are_what_mends_it() {
 
 #[test]
 fn what_the_variable_says_and_we_move_is_noted() {
-    let notes = notes(&[(READ, "dirty_decay_ms:0,background_thread:false")]);
+    let diagnostics = diagnostics(&[(READ, "dirty_decay_ms:0,background_thread:false")]);
     let moved = format!("dirty_decay_ms is moved from 0, set by the variable {READ}, to 1000: ");
-    assert!(notes.iter().any(|note| note.starts_with(&moved)), "{notes:?}");
+    assert!(diagnostics.iter().any(|note| note.starts_with(&moved)), "{diagnostics:?}");
     let threads = "background_thread is moved from false, ";
     let supported = lowtide::host::background_threads_supported();
-    assert!(!supported || notes.iter().any(|note| note.starts_with(threads)), "{notes:?}");
+    assert!(
+        !supported || diagnostics.iter().any(|note| note.starts_with(threads)),
+        "{diagnostics:?}"
+    );
 }
 
 #[test]
 fn what_jemalloc_ignores_is_noted_whoever_asked() {
-    let notes = notes(&[(READ, "narenas:many"), (UNREAD, "narenas:2")]);
+    let diagnostics = diagnostics(&[(READ, "narenas:many"), (UNREAD, "narenas:2")]);
     let refused = "narenas: asked \"many\", found 4: jemalloc refused";
-    assert!(notes[0].starts_with(refused), "{notes:?}");
+    assert!(diagnostics[0].starts_with(refused), "{diagnostics:?}");
     let unread = format!("this build of jemalloc does not read {UNREAD}: it reads {READ}");
-    assert!(notes[1].ends_with(&unread), "{notes:?}");
-    assert_eq!(notes.len(), 2, "{notes:?}");
+    assert!(diagnostics[1].ends_with(&unread), "{diagnostics:?}");
+    assert_eq!(diagnostics.len(), 2, "{diagnostics:?}");
 }
 
 #[test]

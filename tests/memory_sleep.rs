@@ -22,7 +22,7 @@ use lowtide::device::{
     ArenaSnapshot, ArenaState, Buffer, Contents, DeviceArena, DeviceError, Lane, Region,
     SleepOptions,
 };
-use lowtide::memory::{Builder, ErrandState, Slot, Verb};
+use lowtide::memory::{AdminCommand, AdminTaskState, Builder, Slot};
 use lowtide::{ByteSize, Memory};
 
 mod support;
@@ -113,7 +113,7 @@ impl Bed {
 }
 
 fn standing(memory: &Memory) -> ByteSize {
-    memory.admission().ledger(Budget::Host).standing()
+    memory.admission().ledger(Budget::Host).resource_reservations()
 }
 
 fn falls_asleep(arena: &DeviceArena) {
@@ -150,7 +150,11 @@ fn an_idle_arena_sleeps_in_its_time_and_wakes_with_its_use_and_nobody_calls_for_
         assert_eq!((found.state, found.wakes_total), (ArenaState::Awake, round + 1));
         assert_eq!((found.offloaded, standing(&memory)), (ByteSize::ZERO, ByteSize::ZERO));
     }
-    assert!(memory.notes().iter().all(|note| note.about != "device"), "{:?}", memory.notes());
+    assert!(
+        memory.diagnostics().iter().all(|note| note.about != "device"),
+        "{:?}",
+        memory.diagnostics()
+    );
     drop(model);
     assert!(memory.shutdown(SOON).is_clean());
     drop(memory);
@@ -191,7 +195,7 @@ fn over_host_memory_what_is_discarded_goes_and_what_is_kept_is_not_booked() {
 fn a_lease_keeps_it_awake_and_the_residency_too() {
     let _turn = turn();
     let bed = Bed::new();
-    let memory = bed.builder().device_sleep_residency(100 * SECOND).start().expect("starts");
+    let memory = bed.builder().device_min_awake(100 * SECOND).start().expect("starts");
     let arena = memory.open_arena("weights").expect("opens");
     let opened = bed.clock.now();
     let model = bed.model(&arena, Region::Stable, 1);
@@ -241,7 +245,7 @@ fn without_room_in_the_hosts_ledger_it_stays_awake_and_tries_again_later() {
     let model = bed.model(&arena, Region::Stable, 3);
     let much = Cost::host(ByteSize::gib(1));
     let requests = memory.admission().try_admit_with(much, Priority::Exempt).expect("always");
-    let said = || memory.notes().into_iter().filter(|note| note.about == "device");
+    let said = || memory.diagnostics().into_iter().filter(|note| note.about == "device");
     advance_until(&bed.clock, TICK, "it is refused", || said().count() == 1);
     let stores = bed.sim.calls(Call::HostAlloc);
     assert_eq!((arena.state(), stores), (ArenaState::Awake, 0));
@@ -285,10 +289,10 @@ fn offloaded_bytes_count_once_when_they_are_part_of_what_is_measured() {
     until("it is booked", || standing(&memory) == ByteSize::mib(32));
     bed.tree.hold(10 + 32); // the copies
     let counted = |bytes: u64| ledger.ceiling().saturating_sub(ByteSize::mib(bytes));
-    let left = || ledger.allowance_bytes().saturating_sub(ledger.booked_bytes());
+    let left = || ledger.allowance_bytes().saturating_sub(ledger.reserved_bytes());
     // What is purgeable of the heap of this program is its own, and a few MiB.
     let is_near = |found: ByteSize, bytes| {
-        let expected = counted(bytes).scaled(1.0 / ledger.k());
+        let expected = counted(bytes).scaled(1.0 / ledger.correction_factor());
         (found.as_f64() - expected.as_f64()).abs() < ByteSize::mib(6).as_f64()
     };
     bed.pass(&memory, SECOND);
@@ -343,11 +347,11 @@ fn several_arenas_sleep_each_in_its_time_and_one_that_fails_does_not_stop_the_ot
     falls_asleep(&arenas[2]);
     assert_eq!(arenas[0].state(), ArenaState::Awake, "the first was due first, and failed");
     until("its booking has ended", || standing(&memory) == ByteSize::mib(16));
-    let notes = memory.notes();
-    let mut notes = notes.iter().filter(|note| note.about == "device");
-    let note = notes.next().expect("one");
+    let diagnostics = memory.diagnostics();
+    let mut diagnostics = diagnostics.iter().filter(|note| note.about == "device");
+    let note = diagnostics.next().expect("one");
     assert!(note.text.starts_with("first did not fall asleep by itself: "), "{note}");
-    assert_eq!(notes.next(), None);
+    assert_eq!(diagnostics.next(), None);
     advance_until(&bed.clock, TICK, "tried again", || arenas[0].state() == ArenaState::Asleep);
     for (mark, (arena, model)) in (1..).zip(arenas.iter().zip(&models)) {
         bed.assert_marked(arena, model, mark);
@@ -434,7 +438,7 @@ fn a_shutdown_while_it_sleeps_leaves_the_contents_to_their_owner() {
     assert_eq!((arena.state(), standing(&memory)), (ArenaState::Asleep, MODEL));
     // The ledger outlives its `Memory`, for as long as bytes are booked in it.
     let admission = memory.admission().clone();
-    let standing = || admission.ledger(Budget::Host).standing();
+    let standing = || admission.ledger(Budget::Host).resource_reservations();
     drop(memory);
     bed.assert_marked(&arena, &model, 9);
     assert_eq!(standing(), ByteSize::ZERO, "given back with the wake");
@@ -454,8 +458,8 @@ fn a_wake_that_was_asked_for_keeps_the_worker_from_nothing() {
     let kept = bed.model(&arena, Region::Dynamic, 1);
     arena.sleep(SleepOptions::default()).expect("asleep");
     bed.sim.set_neighbours(ByteSize::gib(1024));
-    memory.ask(Verb::Wake { arena: "model".to_owned() }).expect("heard");
-    until("it ends", || matches!(memory.errands()[0].state, ErrandState::Failed(_)));
+    memory.run_admin(AdminCommand::Wake { arena: "model".to_owned() }).expect("heard");
+    until("it ends", || matches!(memory.admin_tasks()[0].state, AdminTaskState::Failed(_)));
     bed.sim.set_neighbours(ByteSize::ZERO);
     bed.assert_marked(&arena, &kept, 1);
     drop(kept);
@@ -487,7 +491,7 @@ fn the_end_of_a_sleeping_arena_gives_back_what_it_booked() {
             assert!(!memory.shutdown(SOON).is_clean());
             drop((memory, arena, model));
         }
-        assert_eq!(admission.ledger(Budget::Host).standing(), ByteSize::ZERO, "{how}");
+        assert_eq!(admission.ledger(Budget::Host).resource_reservations(), ByteSize::ZERO, "{how}");
     }
     bed.end([]);
 }
@@ -504,7 +508,11 @@ fn what_is_due_when_the_memory_ends_is_not_put_to_sleep_first() {
     let report = memory.shutdown(SOON);
     assert_eq!(report.device_live, MODEL, "{report}");
     assert_eq!((arena.state(), arena.snapshot().sleeps_total), (ArenaState::Awake, 0));
-    assert!(memory.notes().iter().all(|note| note.about != "device"), "{:?}", memory.notes());
+    assert!(
+        memory.diagnostics().iter().all(|note| note.about != "device"),
+        "{:?}",
+        memory.diagnostics()
+    );
     drop((memory, model));
     bed.end([arena]);
 }
@@ -521,7 +529,7 @@ fn an_arena_that_is_used_without_lanes_stays_awake_and_a_note_says_why() {
     drop(arena.enter().expect("a lease of no lane"));
     let foreign = bed.sim.stream_create().expect("a stream");
     bed.sim.begin_capture(foreign).expect("captures");
-    let said = || memory.notes().into_iter().find(|note| note.about == "device");
+    let said = || memory.diagnostics().into_iter().find(|note| note.about == "device");
     advance_until(&bed.clock, TICK, "it is refused", || said().is_some());
     let note = said().expect("one").text;
     let start = "weights did not fall asleep by itself: cuCtxSynchronize was not called: ";

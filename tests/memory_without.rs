@@ -68,11 +68,11 @@ fn never_started_heap_arenas_and_resources_work_and_nothing_is_timed_or_publishe
 fn with_a_heap_that_nobody_uses_it_starts_says_so_and_goes_on() {
     let _turn = turn();
     let memory = Memory::builder().device(DeviceChoice::Host).start().expect("starts");
-    let notes = memory.notes();
-    let said = notes.iter().filter(|note| {
+    let diagnostics = memory.diagnostics();
+    let said = diagnostics.iter().filter(|note| {
         note.about == "heap" && note.text.contains("jemalloc is not the global allocator")
     });
-    assert_eq!(said.count(), usize::from(!INTERPOSED), "{notes:?}");
+    assert_eq!(said.count(), usize::from(!INTERPOSED), "{diagnostics:?}");
     // What jemalloc took for itself when it started may go first.
     let expected = if INTERPOSED {
         Outcome::NothingToRelease
@@ -89,7 +89,7 @@ fn with_a_heap_that_nobody_uses_it_starts_says_so_and_goes_on() {
     let snapshot = memory.snapshot();
     assert_eq!(snapshot.admission.held(), 1);
     assert!(snapshot.heap.is_some() && !snapshot.physical.is_zero());
-    assert_eq!(memory.notes(), notes, "said once");
+    assert_eq!(memory.diagnostics(), diagnostics, "said once");
     drop((buffer, permit));
     assert!(memory.shutdown(SOON).is_clean());
 }

@@ -10,7 +10,7 @@ use lowtide::clock::{Clock, ManualClock};
 use lowtide::config::DeviceChoice;
 use lowtide::control::Resource as _;
 use lowtide::device::{ArenaState, Region};
-use lowtide::memory::{Errand, ErrandState};
+use lowtide::memory::{AdminTask, AdminTaskState};
 use lowtide::service::{Admin, AdminToken, Endpoints, Peer};
 use lowtide::{ByteSize, Memory};
 use serde_json::Value;
@@ -56,11 +56,11 @@ impl Service {
         (status, serde_json::from_str(response.body()).unwrap_or(Value::Null))
     }
 
-    /// What came of the last errand, once it has ended.
-    fn outcome(&self) -> Errand {
-        let last = || self.memory.errands().pop().expect("an errand");
-        let is_over = |state: &ErrandState| !state.outcome().is_empty();
-        until("the errand ends", || is_over(&last().state));
+    /// What came of the last admin task, once it has ended.
+    fn outcome(&self) -> AdminTask {
+        let last = || self.memory.admin_tasks().pop().expect("an admin task");
+        let is_over = |state: &AdminTaskState| !state.outcome().is_empty();
+        until("the admin task ends", || is_over(&last().state));
         last()
     }
 
@@ -69,7 +69,7 @@ impl Service {
         let (found, told) = self.ask(asked);
         assert_eq!((found, told["reason"].as_str()), (status, Some(reason)), "{asked:?}: {told}");
         assert_eq!(told["status"], status.as_u16());
-        assert!(self.memory.errands().is_empty(), "{asked:?} was done");
+        assert!(self.memory.admin_tasks().is_empty(), "{asked:?} was done");
     }
 }
 
@@ -149,14 +149,14 @@ fn the_six_verbs_do_what_they_say_on_the_worker() {
     let does = |path: &str, outcome: &str| {
         let (status, told) = service.ask(&post(path));
         assert_eq!(status, StatusCode::ACCEPTED, "{told}");
-        let errand = service.outcome();
-        assert_eq!(Some(errand.id), told["errand"].as_u64());
+        let admin_task = service.outcome();
+        assert_eq!(Some(admin_task.id), told["admin_task"].as_u64());
         assert!(
-            matches!(&errand.state, ErrandState::Done(text) if text.contains(outcome)),
-            "{errand:?}"
+            matches!(&admin_task.state, AdminTaskState::Done(text) if text.contains(outcome)),
+            "{admin_task:?}"
         );
         service.clock.advance(Duration::from_secs(1));
-        errand
+        admin_task
     };
     let idle = arena.snapshot().idle;
     assert!(idle >= ByteSize::mib(8), "{idle}");
@@ -164,7 +164,7 @@ fn the_six_verbs_do_what_they_say_on_the_worker() {
     assert_eq!(arena.snapshot().committed, ByteSize::mib(10));
     does("trim?arena=weights", "6.0 MiB given back");
     does("snapshot?arena=weights", "a picture of");
-    let picture = Asked { method: Method::GET, ..post("picture?errand=3") };
+    let picture = Asked { method: Method::GET, ..post("picture?admin_task=3") };
     let response = picture.of(&service.endpoints).expect("an answer");
     assert!(response.body().starts_with("<svg"), "{}", response.body());
     assert_eq!(response.headers()["content-type"], "image/svg+xml");
@@ -183,7 +183,7 @@ fn the_six_verbs_do_what_they_say_on_the_worker() {
     does("purge", "given back");
     assert!(arena.snapshot().idle.is_zero());
     let told = memory.events();
-    let told = told.iter().filter(|event| event.kind == "errand").count();
+    let told = told.iter().filter(|event| event.kind == "admin").count();
     assert_eq!(told, 7, "each is an event");
     drop(kept);
     assert!(memory.shutdown(SOON).is_clean());
@@ -199,10 +199,10 @@ fn what_cannot_be_done_says_why_and_nothing_else_happens() {
     let model = service.memory.register(service.memory.managed("model", || Ok(()))).expect("new");
     let fails = |path: &str, cause: &str| {
         assert_eq!(service.ask(&post(path)).0, StatusCode::ACCEPTED);
-        let errand = service.outcome();
+        let admin_task = service.outcome();
         assert!(
-            matches!(&errand.state, ErrandState::Failed(why) if why.contains(cause)),
-            "{errand:?}"
+            matches!(&admin_task.state, AdminTaskState::Failed(why) if why.contains(cause)),
+            "{admin_task:?}"
         );
         service.clock.advance(Duration::from_secs(1));
     };
@@ -241,15 +241,15 @@ fn names_that_do_not_exist_and_queries_that_mean_nothing_are_told() {
     says(&post("trim?arena=weights&keep=lots"), wrong, r#"keep="lots""#);
     says(&post("trim?arena=weights&arena=weights"), wrong, "twice");
     let picture = |query: &str| Asked { method: Method::GET, ..post(&format!("picture?{query}")) };
-    says(&picture("errand=1"), unknown, "no picture of errand 1");
-    says(&picture("errand=one"), wrong, r#"errand="one""#);
+    says(&picture("admin_task=1"), unknown, "no picture of admin task 1");
+    says(&picture("admin_task=one"), wrong, r#"admin_task="one""#);
     for method in [Method::GET, Method::HEAD, Method::PUT, Method::OPTIONS] {
         let asked = Asked { method, ..post("purge") };
         let response = asked.of(&service.endpoints).expect("an answer");
         assert_eq!(response.status(), StatusCode::METHOD_NOT_ALLOWED);
         assert_eq!(response.headers()["allow"], "POST");
     }
-    assert!(service.memory.errands().is_empty());
+    assert!(service.memory.admin_tasks().is_empty());
     assert!(service.memory.shutdown(SOON).is_clean());
 }
 
@@ -425,9 +425,9 @@ fn every_verb_is_logged_with_who_asked_and_no_token_ever_is() {
     });
     let text = String::from_utf8(log.0.lock().expect("no panic").clone()).expect("text");
     let lines = |what: &str| text.lines().filter(|line| line.contains(what)).count();
-    assert_eq!(lines("a verb was asked for"), 1, "{text}");
-    assert!(text.contains(r#"verb="purge""#) && text.contains(HERE), "{text}");
-    assert_eq!(lines("a verb was refused"), 11, "ten at once, then one a second: {text}");
+    assert_eq!(lines("admin task requested"), 1, "{text}");
+    assert!(text.contains(r#"command="purge""#) && text.contains(HERE), "{text}");
+    assert_eq!(lines("admin request refused"), 11, "ten at once, then one a second: {text}");
     assert!(text.contains(r#"reason="token""#) && text.contains("unlogged=20"), "{text}");
     assert!(!text.contains(TOKEN) && !text.contains(&wrong), "{text}");
     let told = format!("{:?}", service.endpoints);

@@ -84,8 +84,8 @@ async fn until(what: &str, condition: impl Fn() -> bool) {
     waited.await.unwrap_or_else(|_| panic!("never: {what}"));
 }
 
-fn booked(admission: &Admission) -> ByteSize {
-    admission.ledger(Budget::Host).booked()
+fn reserved(admission: &Admission) -> ByteSize {
+    admission.ledger(Budget::Host).reserved()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -104,7 +104,7 @@ async fn early_rejection_reset_the_connection_and_the_client_saw_an_error_instea
     gate.add_permits(1);
     let answer = first.await.expect("no panic").expect("answered");
     assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
-    until("nothing is booked", || booked(&admission).is_zero()).await;
+    until("nothing is booked", || reserved(&admission).is_zero()).await;
     let answer = upload(address, UPLOAD).await.expect("answered");
     assert!(answer.ends_with(&UPLOAD.to_string()), "it fits again: {answer}");
 }
@@ -135,9 +135,9 @@ async fn a_client_that_goes_away_frees_what_its_request_booked() {
     let address = serve(&admission, &gate).await;
     let client = tokio::spawn(upload(address, 10));
     until("it is admitted", || admission.stats().held() == 1).await;
-    assert_eq!(booked(&admission), ByteSize::mib(10));
+    assert_eq!(reserved(&admission), ByteSize::mib(10));
     client.abort();
-    until("its booking ends", || booked(&admission).is_zero()).await;
+    until("its booking ends", || reserved(&admission).is_zero()).await;
 }
 
 /// Sends until an answer begins, then no more, and reads the answer to its end: as curl and nginx

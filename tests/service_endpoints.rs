@@ -243,7 +243,7 @@ fn health_holds_under_pressure_and_readiness_follows_it_and_the_end() {
             "resources": { "model": "unloaded" },
             "device": { "weights": "host" },
             "arenas": { "weights": "awake" },
-            "notes": [],
+            "diagnostics": [],
         })
     );
     drop(model.acquire_blocking().expect("loads"));
@@ -355,13 +355,13 @@ fn the_memory_document_holds_every_figure_in_bytes_and_null_for_no_limit() {
         "heap",
         "host",
         "managed",
-        "notes",
+        "diagnostics",
         "profile",
         "requests",
         "resources",
     ];
     assert_eq!(keys(&told), BTreeSet::from(whole));
-    assert_eq!((&told["profile"], &told["notes"]), (&json!("balanced"), &json!([])));
+    assert_eq!((&told["profile"], &told["diagnostics"]), (&json!("balanced"), &json!([])));
     check_host(&told["host"]);
     let snapshot = memory.snapshot();
     let heap = snapshot.heap.expect("jemalloc tells");
@@ -375,7 +375,7 @@ fn the_memory_document_holds_every_figure_in_bytes_and_null_for_no_limit() {
 
     let device = &told["device"]["arenas"][0];
     let now = &snapshot.arenas[0];
-    assert_eq!((&device["name"], &device["rung"]), (&json!("weights"), &json!("host")));
+    assert_eq!((&device["name"], &device["backend"]), (&json!("weights"), &json!("host")));
     for (key, size) in [
         ("live_bytes", ByteSize::mib(1)),
         ("committed_bytes", now.committed),
@@ -392,7 +392,7 @@ fn the_memory_document_holds_every_figure_in_bytes_and_null_for_no_limit() {
         "too_large": 1, "full": 0, "pressure": 0,
         "shutting_down": 0, "exhausted": 0, "slow_start": 0
     });
-    assert_eq!(told["requests"]["shed"], shed);
+    assert_eq!(told["requests"]["rejected"], shed);
     let resource = &told["resources"][0];
     assert_eq!((&resource["name"], &resource["loaded"]), (&json!("model"), &json!(false)));
     assert_eq!((&resource["loads"], &resource["failed_loads"]), (&json!(1), &json!(0)));
@@ -419,12 +419,16 @@ fn check_host(host: &Value) {
     let required = figure("physical_bytes").saturating_sub(figure("purgeable_bytes"));
     assert_eq!(figure("required_bytes"), required);
     let budget = &host["budget"];
-    assert_eq!((&budget["level"], &budget["booked_bytes"]), (&json!("none"), &mib(8)));
+    assert_eq!((&budget["level"], &budget["reserved_bytes"]), (&json!("none"), &mib(8)));
     let class = json!({
-        "size_class": "2MiB", "admitted": 1, "admitted_bytes": mib(2), "shed": 0, "shed_bytes": 0,
+        "size_class": "2MiB", "admitted": 1, "admitted_bytes": mib(2), "rejected": 0,
+        "rejected_bytes": 0,
     });
-    assert_eq!((&budget["size_classes"], &budget["berth_bytes"]), (&json!([class]), &mib(0)));
-    assert_eq!((&budget["ceiling_bytes"], &budget["multiplier"]), (&mib(80), &json!(2.0)));
+    assert_eq!(
+        (&budget["size_classes"], &budget["reserved_headroom_bytes"]),
+        (&json!([class]), &mib(0))
+    );
+    assert_eq!((&budget["ceiling_bytes"], &budget["correction_factor"]), (&mib(80), &json!(2.0)));
 }
 
 #[test]
@@ -435,10 +439,11 @@ fn what_did_not_go_as_asked_is_told_in_readiness_and_document() {
     for path in ["/readyz", "/memory"] {
         let (status, told) = get_json(&endpoints, path);
         assert_eq!(status, StatusCode::OK, "{path}");
-        let notes: Vec<_> = told["notes"].as_array().expect("a list").iter().collect();
-        let says = |what: &str| notes.iter().any(|note| note.as_str().unwrap().contains(what));
-        assert!(says("device: device arenas lie in host memory"), "{path}: {notes:?}");
-        assert!(says("signals: ") && says("statm cannot be read"), "{path}: {notes:?}");
+        let diagnostics: Vec<_> = told["diagnostics"].as_array().expect("a list").iter().collect();
+        let says =
+            |what: &str| diagnostics.iter().any(|note| note.as_str().unwrap().contains(what));
+        assert!(says("device: device arenas lie in host memory"), "{path}: {diagnostics:?}");
+        assert!(says("signals: ") && says("statm cannot be read"), "{path}: {diagnostics:?}");
     }
     let (_, told) = get_json(&endpoints, "/memory");
     assert_eq!(told["host"]["rss_bytes"], Value::Null);

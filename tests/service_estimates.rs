@@ -34,8 +34,8 @@ fn asked(request: Builder) -> Asked {
     request.body(Empty::new()).expect("a valid head")
 }
 
-fn booked(admission: &Admission) -> ByteSize {
-    admission.ledger(Budget::Host).booked()
+fn reserved(admission: &Admission) -> ByteSize {
+    admission.ledger(Budget::Host).reserved()
 }
 
 /// A future that is ready at the first poll.
@@ -125,12 +125,12 @@ fn estimates_of_nothing_and_of_everything_book_nothing_or_are_refused_as_never_f
         let handler = |_: Asked| ready(Ok::<_, Infallible>(Answer::default()));
         let mut service = MemoryLayer::new(admission.clone(), constant).layer(service_fn(handler));
         let response = now(service.call(asked(Request::get("/")))).expect("no error");
-        (response.status(), booked(&admission))
+        (response.status(), reserved(&admission))
     };
     assert_eq!(answer(ByteSize::ZERO), (StatusCode::OK, ByteSize::ZERO));
     assert_eq!(answer(CEILING), (StatusCode::OK, CEILING));
     assert_eq!(answer(ByteSize::MAX), (StatusCode::PAYLOAD_TOO_LARGE, ByteSize::ZERO));
-    assert_eq!(booked(&admission), ByteSize::ZERO);
+    assert_eq!(reserved(&admission), ByteSize::ZERO);
 }
 
 /// One estimator for the layer, and for the test to ask.
@@ -184,7 +184,7 @@ fn a_route_learns_what_its_requests_said_to_hold_and_others_do_not() {
         drop(now(service.call(asked(Request::get("/silent")))).expect("no error"));
     }
     assert_eq!(of("/silent"), ByteSize::mib(8), "what was only booked is no news");
-    assert_eq!(booked(&admission), ByteSize::ZERO);
+    assert_eq!(reserved(&admission), ByteSize::ZERO);
     // Of a request that is turned away half-way the wish counts, or it would never be estimated.
     for _ in 0..10 {
         let request = Request::get("/wish").header("held", CEILING.get() + 1);
@@ -280,7 +280,7 @@ fn exempt_paths_are_answered_while_all_else_is_shed_and_nothing_like_them_is() {
             assert_eq!(status == StatusCode::OK, served, "{method} {path}: {status}");
         }
     }
-    assert_eq!(booked(&admission), CEILING, "they book nothing");
+    assert_eq!(reserved(&admission), CEILING, "they book nothing");
 }
 
 /// A body of which these many bytes are announced, or of unknown length.
@@ -325,13 +325,13 @@ fn bodies_sent_to_an_exempt_path_take_no_more_than_a_sixteenth_of_the_ceiling() 
     assert!(call(Some(longest + 1)).is_none(), "too long");
     let mut held = vec![call(Some(longest)).expect("short enough")];
     held.extend((1..20).map(|nth| call(None).unwrap_or_else(|| panic!("{nth}"))));
-    assert_eq!(booked(&admission), ByteSize::new(most));
+    assert_eq!(reserved(&admission), ByteSize::new(most));
     assert!(call(None).is_none() && call(Some(1)).is_none(), "they hold enough");
     assert!(call(Some(0)).is_some(), "one without a body takes nothing");
     held.pop();
     assert!(call(None).is_some(), "what has ended holds nothing");
     drop(held);
-    assert_eq!(booked(&admission), ByteSize::ZERO);
+    assert_eq!(reserved(&admission), ByteSize::ZERO);
 }
 
 #[test]
@@ -363,7 +363,7 @@ fn calls_to_oneself_pass_by_a_secret_and_by_nothing_less() {
     for wrong in [None, Some(""), Some("1"), Some(&SECRET[..35]), Some(&upper)] {
         assert_eq!(status(wrong, "/"), StatusCode::SERVICE_UNAVAILABLE, "{wrong:?}");
     }
-    assert_eq!(booked(&admission), ByteSize::ZERO);
+    assert_eq!(reserved(&admission), ByteSize::ZERO);
 }
 
 #[test]
@@ -386,19 +386,19 @@ fn being_ready_takes_no_permit_however_long_it_waits() {
     handle.allow(0);
     for _ in 0..100 {
         assert!(service.poll_ready(&mut context).is_pending(), "as the inner service says");
-        assert_eq!(booked(&admission), ByteSize::ZERO);
+        assert_eq!(reserved(&admission), ByteSize::ZERO);
     }
     handle.allow(1);
     assert!(matches!(service.poll_ready(&mut context), Poll::Ready(Ok(()))));
     assert!(matches!(service.poll_ready(&mut context), Poll::Ready(Ok(()))), "asked twice");
-    assert_eq!((booked(&admission), admission.stats().admitted_total), (ByteSize::ZERO, 0));
+    assert_eq!((reserved(&admission), admission.stats().admitted_total), (ByteSize::ZERO, 0));
     let mut future = Box::pin(service.call(asked(Request::get("/"))));
-    assert_eq!((booked(&admission), admission.stats().admitted_total), (CEILING, 1));
+    assert_eq!((reserved(&admission), admission.stats().admitted_total), (CEILING, 1));
     assert!(future.as_mut().poll(&mut context).is_pending());
     let (_, respond) = now(handle.next_request()).expect("it was passed on");
     respond.send_error("the inner error");
     let Poll::Ready(Err(error)) = future.as_mut().poll(&mut context) else { panic!("an error") };
     assert_eq!(error.to_string(), "the inner error", "of the inner service's own type");
     drop(future);
-    assert_eq!(booked(&admission), ByteSize::ZERO);
+    assert_eq!(reserved(&admission), ByteSize::ZERO);
 }

@@ -184,7 +184,7 @@ async fn a_grpc_client_reads_that_memory_is_short_and_when_to_come_again() {
         admission.close();
         let status = echo(&mut client, "ebb").await.expect_err("it ends");
         assert_eq!((status.code(), pushback(&status)), (Code::Unavailable, None), "{status:?}");
-        assert_eq!(admission.ledger(Budget::Host).booked(), ByteSize::ZERO);
+        assert_eq!(admission.ledger(Budget::Host).reserved(), ByteSize::ZERO);
     }
 }
 

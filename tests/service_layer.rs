@@ -18,7 +18,7 @@ use http_body::{Body, Frame, SizeHint};
 use http_body_util::{BodyExt, Empty, Full, StreamBody};
 use lowtide::ByteSize;
 use lowtide::control::ledger::{Correction, Measured};
-use lowtide::control::{Admission, Budget, Cost, Level, Priority, Rejected, ShedReason};
+use lowtide::control::{Admission, Budget, Cost, Level, Priority, RejectReason, Rejected};
 use lowtide::service::{DRAIN_MAX, Estimate, MemoryLayer, SharedPermit, rejection};
 use tower::{Layer, Service, ServiceExt, service_fn};
 
@@ -37,8 +37,8 @@ fn admission() -> Admission {
     admission
 }
 
-fn booked(admission: &Admission) -> ByteSize {
-    admission.ledger(Budget::Host).booked()
+fn reserved(admission: &Admission) -> ByteSize {
+    admission.ledger(Budget::Host).reserved()
 }
 
 fn layer(admission: &Admission) -> MemoryLayer<impl Estimate> {
@@ -75,15 +75,15 @@ fn an_admitted_request_holds_its_bytes_until_its_response_body_is_gone() {
         ready(Ok::<_, Infallible>(Response::new(Body200::from("hello"))))
     }));
     let future = service.call(asked());
-    assert_eq!(booked(&admission), COST, "booked in the call");
+    assert_eq!(reserved(&admission), COST, "booked in the call");
     let response = now(future).expect("no error");
-    assert_eq!(booked(&admission), COST, "the head does not end it");
+    assert_eq!(reserved(&admission), COST, "the head does not end it");
     let mut body = response.into_body();
     assert!(next_frame(&mut body));
     assert!(body.is_end_stream());
-    assert_eq!(booked(&admission), COST, "nor does the last frame: it may not have gone out");
+    assert_eq!(reserved(&admission), COST, "nor does the last frame: it may not have gone out");
     drop(body);
-    assert_eq!(booked(&admission), ByteSize::ZERO);
+    assert_eq!(reserved(&admission), ByteSize::ZERO);
     assert_eq!((admission.stats().admitted_total, admission.stats().held()), (1, 0));
 }
 
@@ -108,13 +108,13 @@ fn a_response_that_is_dropped_half_way_gives_its_bytes_back() {
         .layer(service_fn(|_: Asked| pending::<Result<Response<Body200>, Infallible>>()));
     let mut future = Box::pin(stuck.call(asked()));
     assert!(poll(future.as_mut()).is_pending());
-    assert_eq!(booked(&admission), COST);
+    assert_eq!(reserved(&admission), COST);
     drop(future);
-    assert_eq!(booked(&admission), ByteSize::ZERO, "the future");
+    assert_eq!(reserved(&admission), ByteSize::ZERO, "the future");
 
     let future = stuck.call(asked());
     drop(future);
-    assert_eq!(booked(&admission), ByteSize::ZERO, "a future that was never polled");
+    assert_eq!(reserved(&admission), ByteSize::ZERO, "a future that was never polled");
 
     let endless = |_: Asked| {
         let frames = futures_util::stream::repeat_with(|| {
@@ -125,9 +125,9 @@ fn a_response_that_is_dropped_half_way_gives_its_bytes_back() {
     let mut endless = layer(&admission).layer(service_fn(endless));
     let mut body = now(endless.call(asked())).expect("no error").into_body();
     assert!(next_frame(&mut body));
-    assert_eq!(booked(&admission), COST);
+    assert_eq!(reserved(&admission), COST);
     drop(body);
-    assert_eq!(booked(&admission), ByteSize::ZERO, "a body that never ends");
+    assert_eq!(reserved(&admission), ByteSize::ZERO, "a body that never ends");
 }
 
 #[test]
@@ -137,7 +137,7 @@ fn an_error_and_a_panic_of_the_inner_service_give_the_bytes_back() {
         .layer(service_fn(|_: Asked| ready(Err::<Response<Body200>, _>("the inner error"))));
     let failed = now(failing.call(asked())).map(drop);
     assert_eq!(failed, Err("the inner error"), "its type is kept");
-    assert_eq!(booked(&admission), ByteSize::ZERO);
+    assert_eq!(reserved(&admission), ByteSize::ZERO);
 
     let mut panics = layer(&admission).layer(service_fn(|_: Asked| async {
         if true {
@@ -146,10 +146,10 @@ fn an_error_and_a_panic_of_the_inner_service_give_the_bytes_back() {
         Ok::<_, Infallible>(Response::new(Body200::default()))
     }));
     let future = panics.call(asked());
-    assert_eq!(booked(&admission), COST);
+    assert_eq!(reserved(&admission), COST);
     let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| now(future).map(drop)));
     assert!(caught.is_err());
-    assert_eq!(booked(&admission), ByteSize::ZERO, "a panic in the future");
+    assert_eq!(reserved(&admission), ByteSize::ZERO, "a panic in the future");
 
     let mut panics = layer(&admission).layer(service_fn(|_: Asked| {
         if true {
@@ -159,7 +159,7 @@ fn an_error_and_a_panic_of_the_inner_service_give_the_bytes_back() {
     }));
     let call = std::panic::AssertUnwindSafe(|| drop(panics.call(asked())));
     assert!(std::panic::catch_unwind(call).is_err());
-    assert_eq!(booked(&admission), ByteSize::ZERO, "a panic in the call");
+    assert_eq!(reserved(&admission), ByteSize::ZERO, "a panic in the call");
 }
 
 /// Counts what it is asked.
@@ -194,7 +194,7 @@ fn readiness_is_the_inner_services_and_books_nothing() {
         assert!(now(connection.ready()).is_ok());
     }
     assert_eq!(inner.readied.load(Ordering::SeqCst), 100);
-    assert_eq!(booked(&admission), ByteSize::ZERO, "idle connections hold nothing");
+    assert_eq!(reserved(&admission), ByteSize::ZERO, "idle connections hold nothing");
 
     admission.close();
     assert!(now(service.ready()).is_ok(), "ready, to refuse");
@@ -244,8 +244,8 @@ fn what_does_not_fit_now_is_a_503_that_says_when_to_come_again_and_why() {
     for part in ["10.0 MiB of host memory do not fit now", "45.0 MiB of an allowance of 50.0 MiB"] {
         assert!(detail.contains(part), "{part:?} is missing in {detail:?}");
     }
-    assert_eq!(booked(&admission), ByteSize::mib(45), "nothing was booked for it");
-    assert_eq!(admission.stats().shed_total(ShedReason::Full), 1);
+    assert_eq!(reserved(&admission), ByteSize::mib(45), "nothing was booked for it");
+    assert_eq!(admission.stats().rejected_total(RejectReason::Full), 1);
 }
 
 #[test]
@@ -274,8 +274,8 @@ fn pressure_and_the_end_of_the_service_are_503s_of_their_own_reasons() {
     assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE);
     assert_eq!((retry_after(&response), &problem["reason"]), (Some(1), &"shutting_down".into()));
     let parts = Duration::from_millis(1_001);
-    let (budget, asked, booked, allowance) = (Budget::Host, COST, COST, COST);
-    let full = Rejected::Full { budget, asked, booked, allowance, retry_after: parts };
+    let (budget, asked, reserved, allowance) = (Budget::Host, COST, COST, COST);
+    let full = Rejected::Full { budget, asked, reserved, allowance, retry_after: parts };
     assert_eq!(rejection(&full).headers()["retry-after"], "2", "rounded up");
 }
 
@@ -286,23 +286,23 @@ fn a_handler_books_more_and_gives_back_through_the_shared_permit() {
     let handler = move |request: Asked| {
         let permit = request.extensions().get::<SharedPermit>().expect("put there").clone();
         assert_eq!(permit.grow(ByteSize::mib(20)), Ok(()));
-        assert_eq!(booked(&door), ByteSize::mib(30));
+        assert_eq!(reserved(&door), ByteSize::mib(30));
         let full = permit.grow(ByteSize::mib(40));
         assert!(matches!(full, Err(Rejected::Full { .. })), "{full:?}");
         let never = permit.grow(ByteSize::mib(80));
         assert!(matches!(never, Err(Rejected::TooLarge { .. })), "{never:?}");
-        assert_eq!(booked(&door), ByteSize::mib(30), "what was booked stays booked");
+        assert_eq!(reserved(&door), ByteSize::mib(30), "what was booked stays booked");
         permit.shrink(ByteSize::mib(25));
-        assert_eq!(booked(&door), ByteSize::mib(5));
+        assert_eq!(reserved(&door), ByteSize::mib(5));
         permit.shrink(ByteSize::gib(1));
-        assert_eq!(booked(&door), ByteSize::ZERO, "no more than was booked");
+        assert_eq!(reserved(&door), ByteSize::ZERO, "no more than was booked");
         permit.grow(ByteSize::mib(7)).expect("fits");
         ready(Ok::<_, Infallible>(Response::new(Body200::default())))
     };
     let response = now(layer(&admission).layer(service_fn(handler)).call(asked()));
-    assert_eq!(booked(&admission), ByteSize::mib(7));
+    assert_eq!(reserved(&admission), ByteSize::mib(7));
     drop(response);
-    assert_eq!(booked(&admission), ByteSize::ZERO, "what was grown goes as well");
+    assert_eq!(reserved(&admission), ByteSize::ZERO, "what was grown goes as well");
 }
 
 #[test]
@@ -315,9 +315,9 @@ fn a_permit_that_a_handler_keeps_for_work_behind_the_answer_keeps_its_bytes() {
         ready(Ok::<_, Infallible>(Response::new(Body200::default())))
     };
     drop(now(layer(&admission).layer(service_fn(handler)).call(asked())));
-    assert_eq!(booked(&admission), COST, "the work goes on");
+    assert_eq!(reserved(&admission), COST, "the work goes on");
     drop(kept.lock().unwrap().take());
-    assert_eq!(booked(&admission), ByteSize::ZERO);
+    assert_eq!(reserved(&admission), ByteSize::ZERO);
 }
 
 /// A body that gives frames of this size for ever, or waits; counts what was read of it.

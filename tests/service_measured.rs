@@ -16,7 +16,7 @@ use http::{Request, Response, StatusCode};
 use http_body_util::Full;
 use lowtide::clock::{Clock, ManualClock};
 use lowtide::config::DeviceChoice;
-use lowtide::control::{Admission, Budget, Cost, ShedReason};
+use lowtide::control::{Admission, Budget, Cost, RejectReason};
 use lowtide::service::{MemoryLayer, SharedPermit};
 use lowtide::{ByteSize, Memory};
 use tower::util::BoxCloneSyncService;
@@ -72,8 +72,8 @@ impl Bed {
         }
     }
 
-    fn booked(&self) -> ByteSize {
-        self.memory.admission().ledger(Budget::Host).booked()
+    fn reserved(&self) -> ByteSize {
+        self.memory.admission().ledger(Budget::Host).reserved()
     }
 
     /// Calls until it is refused, at most 50 times: those that run.
@@ -130,8 +130,8 @@ fn block(mib: usize) -> Vec<u8> {
     black_box(Vec::with_capacity(mib * MIB))
 }
 
-fn about(booked: ByteSize, mib: u64) -> bool {
-    booked.get().abs_diff(ByteSize::mib(mib).get()) < ByteSize::kib(512).get()
+fn about(reserved: ByteSize, mib: u64) -> bool {
+    reserved.get().abs_diff(ByteSize::mib(mib).get()) < ByteSize::kib(512).get()
 }
 
 /// The bug: requests that needed several times their estimate were admitted together before any of
@@ -146,7 +146,7 @@ fn large_requests_of_an_unknown_route_ran_all_at_once() {
     for _ in 0..2 {
         let running = bed.fill("/a/1", LARGE);
         assert_eq!(running.len(), 4);
-        let shed = bed.memory.admission().stats().shed_total(ShedReason::SlowStart);
+        let shed = bed.memory.admission().stats().rejected_total(RejectReason::SlowStart);
         assert_eq!(shed, 1, "then there is no room for twice the estimate");
         assert_eq!(bed.fill("/a/1", SMALL).len(), 50, "small requests are not held up");
         for mut call in running {
@@ -168,7 +168,7 @@ fn requests_that_last_long_are_not_held_up_for_more_than_a_second() {
     assert_eq!(running.len(), 4);
     let stats = bed.memory.admission().stats();
     assert_eq!(
-        (stats.shed_total(ShedReason::SlowStart), stats.shed_total(ShedReason::Full)),
+        (stats.rejected_total(RejectReason::SlowStart), stats.rejected_total(RejectReason::Full)),
         (1, 1)
     );
 }
@@ -187,13 +187,13 @@ fn what_a_request_holds_is_booked_between_its_polls_and_keeps_others_out() {
         drop(black_box(less));
     }));
     let mut call = bed.call("/", LARGE).expect("admitted");
-    assert!(about(bed.booked(), 60), "{}", bed.booked());
+    assert!(about(bed.reserved(), 60), "{}", bed.reserved());
     assert_eq!(bed.call("/other", ByteSize::mib(48)).err(), Some(StatusCode::SERVICE_UNAVAILABLE));
     assert!(poll(&mut call).is_pending());
-    assert!(about(bed.booked(), 60), "it does not shrink by itself: {}", bed.booked());
+    assert!(about(bed.reserved(), 60), "it does not shrink by itself: {}", bed.reserved());
     assert_eq!(poll(&mut call), Poll::Ready(StatusCode::OK));
     drop(call);
-    assert_eq!(bed.booked(), ByteSize::ZERO);
+    assert_eq!(bed.reserved(), ByteSize::ZERO);
 }
 
 /// The bug: a value that was parsed and dropped within one poll was not seen.
@@ -254,9 +254,9 @@ fn frees_of_what_others_allocated_lend_no_room() {
     }));
     *foreign.lock().expect("no panic") = vec![block(30), block(30)];
     let mut call = bed.call("/", LARGE).expect("admitted");
-    assert_eq!(bed.booked().get(), 2 * LARGE.get());
+    assert_eq!(bed.reserved().get(), 2 * LARGE.get());
     assert!(poll(&mut call).is_pending());
-    assert!(about(bed.booked(), 30), "{}", bed.booked());
+    assert!(about(bed.reserved(), 30), "{}", bed.reserved());
 }
 
 /// The bug: memory that other work freed before a request counted as the peak of the request.
@@ -276,7 +276,7 @@ fn what_was_freed_before_a_request_is_not_its_peak() {
     assert_eq!(poll(&mut call), Poll::Ready(StatusCode::OK));
     drop(call);
     let _held = bed.call("/churn", LARGE).expect("admitted");
-    assert_eq!(bed.booked().get(), 2 * LARGE.get());
+    assert_eq!(bed.reserved().get(), 2 * LARGE.get());
 }
 
 #[test]
@@ -286,7 +286,7 @@ fn estimates_that_are_bounds_start_no_route_slowly() {
     for path in ["/a/1", "/b/1"] {
         assert_eq!(bed.fill(path, LARGE).len(), 9, "as many as fit");
     }
-    assert_eq!(bed.memory.admission().stats().shed_total(ShedReason::SlowStart), 0);
+    assert_eq!(bed.memory.admission().stats().rejected_total(RejectReason::SlowStart), 0);
 }
 
 /// The bug: requests that were refused without a look at their body ended the slow start.
@@ -333,11 +333,11 @@ fn work_on_other_threads_nested_work_and_panics_are_attributed_once() {
     }));
     for (step, mib) in [("thread", 30), ("nested", 30), ("panic", 30)] {
         let call = bed.call(&format!("/{step}"), LARGE).expect("admitted");
-        assert!(about(bed.booked(), mib), "{step}: {}", bed.booked());
+        assert!(about(bed.reserved(), mib), "{step}: {}", bed.reserved());
         drop(call);
     }
     let call = bed.call("/unseen", LARGE).expect("admitted");
-    assert_eq!(bed.booked().get(), 2 * LARGE.get(), "a thread of its own is not followed");
+    assert_eq!(bed.reserved().get(), 2 * LARGE.get(), "a thread of its own is not followed");
     drop(call);
     assert_eq!(kept.lock().expect("no panic").len(), 4);
 }
@@ -358,5 +358,5 @@ fn without_a_memory_estimates_are_taken_at_their_word() {
     );
     let mut calls: Vec<_> = (0..9).map(|_| service("/", LARGE)).collect();
     assert!(calls.iter_mut().all(|call| poll(call).is_pending()), "all that fit run at once");
-    assert_eq!(admission.ledger(Budget::Host).booked().get(), 9 * LARGE.get());
+    assert_eq!(admission.ledger(Budget::Host).reserved().get(), 9 * LARGE.get());
 }

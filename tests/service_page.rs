@@ -22,7 +22,7 @@ static HEAP: lowtide::host::Heap = lowtide::host::Heap;
 
 const SOON: Duration = Duration::from_secs(5);
 const SECOND: Duration = Duration::from_secs(1);
-const ALL: &str = "/memory?format=json&with=map,trail,events,errands";
+const ALL: &str = "/memory?format=json&with=map,history,events,admin_tasks";
 const BROWSER: &str = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8";
 
 fn ask(endpoints: &Endpoints, address: &str, accept: Option<&str>) -> Response<String> {
@@ -74,8 +74,8 @@ fn a_query_that_means_nothing_is_refused_by_name() {
     let endpoints = Endpoints::new(None);
     for (query, about) in [
         ("format=xml", r#"format="xml": expected json or html"#),
-        ("with=map,everything", r#"with="everything": expected map, trail, events, errands"#),
-        ("with=map,trail,map", r#""map" is given twice"#),
+        ("with=map,everything", r#"with="everything": expected map, history, events, admin_tasks"#),
+        ("with=map,history,map", r#""map" is given twice"#),
         ("wth=map", r#""wth" means nothing here: expected format or with"#),
         ("format=json&format=html", r#""format" is given twice"#),
         ("with=%zz", "the query is not percent-encoded"),
@@ -133,16 +133,16 @@ fn the_figures_are_told_alone_unless_parts_are_asked_for() {
     let memory = start(&clock, &tree);
     let endpoints = Endpoints::new(Some(memory.clone()));
     let alone = told(&endpoints, "/memory");
-    for part in ["map", "trail", "events", "errands"] {
+    for part in ["map", "history", "events", "admin_tasks"] {
         assert!(alone.get(part).is_none(), "{part}");
         let with = told(&endpoints, &format!("/memory?with={part}"));
         assert!(with.get(part).is_some(), "{part}");
         assert_eq!(with.as_object().map(|it| it.len()), alone.as_object().map(|it| it.len() + 1));
     }
-    assert_eq!(told(&endpoints, ALL)["errands"], Value::Null, "no verbs are heard");
+    assert_eq!(told(&endpoints, ALL)["admin_tasks"], Value::Null, "no commands are heard");
     let hears = Endpoints::new(Some(memory.clone())).with_admin(Admin::loopback(clock.clone()));
-    let errands = json!({ "needs_token": false, "list": [] });
-    assert_eq!(told(&hears, ALL)["errands"], errands);
+    let admin_tasks = json!({ "needs_token": false, "list": [] });
+    assert_eq!(told(&hears, ALL)["admin_tasks"], admin_tasks);
     assert!(memory.shutdown(SOON).is_clean());
 }
 
@@ -221,7 +221,8 @@ fn the_trail_and_the_events_tell_what_went_on_before_somebody_looked() {
             of("kind") == kind && of("about") == about && of("text").contains(text)
         })
     };
-    let points = || told(&endpoints, ALL)["trail"]["at_seconds"].as_array().expect("a list").len();
+    let points =
+        || told(&endpoints, ALL)["history"]["at_seconds"].as_array().expect("a list").len();
     advance_until(&clock, SECOND, "two points", || points() >= 2);
     let fails = || Err::<(), _>(LoadError::new("no such file"));
     let broken = memory.register(memory.managed("broken", fails)).expect("registered");
@@ -238,12 +239,12 @@ fn the_trail_and_the_events_tell_what_went_on_before_somebody_looked() {
     let buffer = arena.alloc::<u8>(1 << 20, Region::Stable).expect("room");
     let (discard, drain) = (Contents::Discard, Duration::ZERO);
     clock.advance(SECOND);
-    advance_until(&clock, SECOND, "it is known", || memory.trail().len() > 3);
+    advance_until(&clock, SECOND, "it is known", || memory.history().len() > 3);
     arena.sleep(SleepOptions { drain, stable: discard, dynamic: discard }).expect("asleep");
     drop(arena.enter().expect("wakes"));
     advance_until(&clock, SECOND, "the wake is told", || has("wake", "weights", "woke"));
-    let trail = &told(&endpoints, ALL)["trail"];
-    let columns = trail.as_object().expect("columns");
+    let history = &told(&endpoints, ALL)["history"];
+    let columns = history.as_object().expect("columns");
     assert_eq!(columns.len(), 6);
     let lengths: Vec<_> = columns.values().map(|column| column.as_array().map(Vec::len)).collect();
     assert!(lengths.iter().all(|length| *length == lengths[0]), "{lengths:?}");

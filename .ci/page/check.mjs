@@ -15,7 +15,7 @@ const faults = [];
 const fault = (text) => { faults.push(text); console.error(`fault: ${text}`); };
 const expect = (holds, text) => { if (!holds) fault(text); };
 
-// The proxy, with verbs of this machine; it says where it listens.
+// The proxy, with commands of this machine; it says where it listens.
 const start = async () => {
   const child = spawn(program, ["--listen", "127.0.0.1:0", "--admin", "--idle-unload", "10m"],
     { env: { ...process.env, LOWTIDE_MEMORY_LIMIT: "512m", RUST_LOG: "info" }, stdio: ["ignore", "pipe", "inherit"] });
@@ -116,7 +116,7 @@ const looks = async (browser, at) => {
   return { errors, count, first };
 };
 
-// Each verb, by keys alone: the focus comes to its button, shows, and stays there.
+// Each command, by keys alone: the focus comes to its button, shows, and stays there.
 const keys = async (browser, at) => {
   const tab = await visit(browser, at, 1280, "light");
   const focused = () => tab.run("document.activeElement?.innerText.replace(/\\s+/g, ' ').trim() ?? ''");
@@ -128,11 +128,11 @@ const keys = async (browser, at) => {
     fault(`no key leads to the button ${name}`);
     return false;
   };
-  const verbs = [["Pause", null], ["Go on", null], ["Trim embedder", "trim embedder: done"],
+  const commands = [["Pause", null], ["Go on", null], ["Trim embedder", "trim embedder: done"],
     ["Sleep embedder", "sleep embedder: done"], ["Wake embedder", "wake embedder: done"],
     ["Snapshot embedder", "snapshot embedder: done"], ["Unload embedder", "unload embedder: done"],
     ["Purge heap and arenas", "purge: done"]];
-  for (const [nth, [name, outcome]] of verbs.entries()) {
+  for (const [nth, [name, outcome]] of commands.entries()) {
     if (!(await go(name))) continue;
     const ring = await tab.run("(({ outlineStyle, outlineWidth }) => [outlineStyle, outlineWidth])(getComputedStyle(document.activeElement))");
     expect(ring[0] !== "none" && parseFloat(ring[1]) >= 2, `the focus on ${name} does not show: ${ring}`);

@@ -56,7 +56,7 @@ pub(crate) fn measure(rounds: usize, figures: &mut Figures) -> Result<(), BoxErr
     }
     let bytes = thread_totals()?.allocated - before.allocated;
     figures.add("admission.allocated_bytes", f64::from(u32::try_from(bytes)?), "bytes");
-    let left = open.ledger(Budget::Host).booked();
+    let left = open.ledger(Budget::Host).reserved();
     if left.is_zero() { Ok(()) } else { Err(format!("{left} are booked still").into()) }
 }
 

@@ -78,7 +78,7 @@ fn one(seed: u64) -> ExitCode {
         println!(
             "{:>6.2} s  K {:.3}  booked {:>6.1}  allowance {:>7.1}\
             \u{20} physical {:>6.1}  required {:>6.1}",
-            look.second, look.k, look.booked, look.allowance, look.physical, look.required
+            look.second, look.k, look.reserved, look.allowance, look.physical, look.required
         );
     }
     println!("levels {:?}", seen.levels);

@@ -55,7 +55,7 @@ pub(crate) const PANELS: &[Named] = &[
     constant("Device address space", "A", "it is reserved once, when the arena opens"),
     constant("The device, whoever holds it", "ABCD", STAND_IN),
     constant("Given back for neighbours", "A", NEIGHBOUR),
-    constant("Lent and adopted, by arena", "AB", FOREIGN),
+    constant("Exported and imported memory by arena", "AB", FOREIGN),
     constant("Faults at the border", "ABC", FAULTLESS),
     constant("What counts against the limit", "E", LIMIT),
     empty("What counts against the limit", "D", CGROUP),

@@ -17,7 +17,7 @@ use serde_json::Value;
 
 /// Requests to a proxy with either kind of output.
 const REQUESTS: usize = 200;
-/// How long a connection, an answer or an errand is waited for.
+/// How long a connection, an answer or an admin task is waited for.
 const PATIENCE: Duration = Duration::from_secs(20);
 /// The pause between two looks for one of these.
 const PAUSE: Duration = Duration::from_millis(20);
@@ -35,16 +35,16 @@ pub(crate) fn run() -> Result<(), BoxError> {
     for sink in [Sink::Full, Sink::Closed] {
         let mut proxy = Proxy::start(&program, sink)?;
         lost += (0..REQUESTS).filter(|nth| !proxy.answers(*nth)).count();
-        running += proxy.errands_running()?;
+        running += proxy.admin_tasks_running()?;
         if let Some(status) = proxy.child.try_wait()? {
             return Err(format!("the proxy ended: {status}").into());
         }
     }
     println!("figure faults.log.requests {} requests", 2 * REQUESTS);
     println!("figure faults.log.lost {lost} answers");
-    println!("figure faults.log.running {running} errands");
+    println!("figure faults.log.running {running} tasks");
     if lost + running > 0 {
-        return Err("a log that cannot be written loses answers or errands".into());
+        return Err("a log that cannot be written loses answers or admin_tasks".into());
     }
     Ok(())
 }
@@ -140,19 +140,20 @@ impl Proxy {
         answer.is_ok_and(|answer| answer.starts_with("HTTP/1.1 "))
     }
 
-    /// The errands that have not ended within the time.
-    fn errands_running(&self) -> Result<usize, BoxError> {
+    /// The admin tasks that have not ended within the time.
+    fn admin_tasks_running(&self) -> Result<usize, BoxError> {
         let mut running = usize::MAX;
         for _ in 0..PATIENCE.as_millis() / PAUSE.as_millis() {
-            let answer = self.ask("GET /memory?with=errands HTTP/1.1", "")?;
+            let answer = self.ask("GET /memory?with=admin_tasks HTTP/1.1", "")?;
             let body = answer.split_once("\r\n\r\n").map(|(_, body)| body);
             let memory: Value = serde_json::from_str(body.ok_or("no body")?)?;
-            let list = memory["errands"]["list"].as_array().ok_or("no list of errands")?;
+            let list = memory["admin_tasks"]["list"].as_array().ok_or("no list of admin_tasks")?;
             if list.is_empty() {
-                return Err("no errand was taken".into());
+                return Err("no admin task was taken".into());
             }
-            let is_over =
-                |errand: &&Value| ["done", "failed"].map(Value::from).contains(&errand["state"]);
+            let is_over = |admin_task: &&Value| {
+                ["done", "failed"].map(Value::from).contains(&admin_task["state"])
+            };
             running = list.len() - list.iter().filter(is_over).count();
             if running == 0 {
                 break;

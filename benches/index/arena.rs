@@ -81,7 +81,7 @@ fn pairs(figures: &mut Figures) {
     for (name, front) in [("arena", None), ("arena.without_front", Some(ByteSize::ZERO))] {
         let mut arena = Arena::open(ByteSize::MAX);
         if let Some(front) = front {
-            arena.0.set_front(front);
+            arena.0.set_thread_cache(front);
         }
         let _ = work::loops(&mut arena); // commits what the loops need
         let before = arena.driver_calls();

@@ -29,11 +29,11 @@ impl Books {
         std::thread::Builder::new().name("books".to_owned()).spawn(move || {
             for _ in 0..KEPT {
                 let ledger = admission.ledger(budget);
-                let (booked, allowance) = (ledger.booked(), ledger.allowance());
-                if booked.as_f64() * 2.0 >= allowance.as_f64() {
+                let (reserved, allowance) = (ledger.reserved(), ledger.allowance());
+                if reserved.as_f64() * 2.0 >= allowance.as_f64() {
                     let mut all = kept.0.lock().unwrap_or_else(PoisonError::into_inner);
-                    all.0.push(ledger.k());
-                    all.1.push(booked.as_f64() / MIB);
+                    all.0.push(ledger.correction_factor());
+                    all.1.push(reserved.as_f64() / MIB);
                 }
                 std::thread::sleep(EVERY);
             }

@@ -77,7 +77,7 @@ impl Setting {
         let room = self.limit.saturating_sub(BASE);
         // By the end of their holds: what each holds, and what it has booked.
         let mut under_way = BinaryHeap::new();
-        let (mut held_now, mut booked, mut served) = (ByteSize::ZERO, ByteSize::ZERO, 0);
+        let (mut held_now, mut reserved, mut served) = (ByteSize::ZERO, ByteSize::ZERO, 0);
         for arrival in Offer::steady(self.mix, self.rate, LASTS, seed).arrivals() {
             while let Some(Reverse((end, holds, books))) = under_way.peek().copied() {
                 if end > arrival.at {
@@ -85,16 +85,16 @@ impl Setting {
                 }
                 under_way.pop();
                 held_now = held_now.saturating_sub(holds);
-                booked = booked.saturating_sub(books);
+                reserved = reserved.saturating_sub(books);
             }
             let holds = taken(arrival.size);
             let overhead = holds.saturating_sub(held(arrival.size));
             let books = held(arrival.size).scaled(self.estimate).saturating_add(overhead);
-            if under_way.len() >= most || booked.saturating_add(books) > budget {
+            if under_way.len() >= most || reserved.saturating_add(books) > budget {
                 continue;
             }
             held_now = held_now.saturating_add(holds);
-            booked = booked.saturating_add(books);
+            reserved = reserved.saturating_add(books);
             if held_now > room {
                 return None;
             }

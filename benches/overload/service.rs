@@ -14,7 +14,7 @@ use axum::http::request::Parts;
 use axum::middleware::from_fn;
 use axum::routing::get;
 use axum::{Json, Router};
-use lowtide::control::{Admission, Budget, Cost, ShedReason};
+use lowtide::control::{Admission, Budget, Cost, RejectReason};
 use lowtide::decay::DecayTime;
 use lowtide::device::DeviceArena;
 use lowtide::device::driver::sim::{DriverCosts, Order, SimDriver, SimOptions};
@@ -176,7 +176,7 @@ fn memory(settings: &Settings, upkeep: prometheus::PrometheusHandle) -> Result<M
         let device = SimDriver::new(SimOptions {
             order: Order::Synchronous,
             costs: DriverCosts::zero(),
-            context_floor: ByteSize::ZERO,
+            context_overhead: ByteSize::ZERO,
             ..SimOptions::default()
         });
         builder = builder.driver(Arc::new(device)).device_limit(ByteSize::new(bytes));
@@ -200,8 +200,8 @@ fn reported(
     };
     if let Some(memory) = memory {
         let stats = memory.admission().stats();
-        let shed = |why: ShedReason| (why.name().to_owned(), stats.shed_total(why));
-        report.shed = ShedReason::ALL.map(shed).into();
+        let shed = |why: RejectReason| (why.name().to_owned(), stats.rejected_total(why));
+        report.shed = RejectReason::ALL.map(shed).into();
     }
     report
 }

@@ -58,8 +58,8 @@ pub(crate) fn line(
     let report = &outcome.report;
     if !report.k.is_empty() {
         let [half, most] = [0.5, 0.99].map(|part| quantile(&report.k, part));
-        let booked = quantile(&report.booked_mib, 0.5);
-        text += &format!("; K {half:.2} (p99 {most:.2}), booked {booked:.0}");
+        let reserved = quantile(&report.booked_mib, 0.5);
+        text += &format!("; K {half:.2} (p99 {most:.2}), booked {reserved:.0}");
         let reasons = report.shed.iter().filter(|(_, count)| *count > 0);
         text += &reasons.map(|(why, count)| format!(", {count} {why}")).collect::<String>();
     }

@@ -26,7 +26,7 @@ use lowtide::{BoxError, Memory};
 static HEAP: lowtide::host::Heap = lowtide::host::Heap;
 
 const SEED: u64 = 42;
-const MEMORY: &str = "/memory?format=json&with=map,trail,events,errands";
+const MEMORY: &str = "/memory?format=json&with=map,history,events,admin_tasks";
 
 /// How many blocks, the suffix of its figures, answers that are timed, and the goals in ms.
 const CASES: [(usize, &str, usize, [f64; 2]); 2] =
@@ -53,7 +53,7 @@ fn run() -> Result<bool, BoxError> {
     let arena = memory.open_arena("weights")?;
     // Metrics show once the worker has published them.
     let deadline = Instant::now() + Duration::from_secs(30);
-    while memory.trail().is_empty() {
+    while memory.history().is_empty() {
         if Instant::now() > deadline {
             return Err("the worker has published nothing in 30 s".into());
         }

@@ -39,7 +39,7 @@ type Block = Buffer<u8>;
 /// Both kinds of memory, one after the other.
 pub(crate) fn cuarena(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
     all(rig, rig.driver.clone(), "gpu.cuarena", report)?;
-    let managed = CudaOptions { memory: MemoryKind::Managed, rung: None, ..options(rig.args) };
+    let managed = CudaOptions { memory: MemoryKind::Managed, backend: None, ..options(rig.args) };
     match CudaDriver::open(managed) {
         Ok(driver) => all(rig, Arc::new(driver), "gpu.cuarena_managed", report),
         Err(error) => {

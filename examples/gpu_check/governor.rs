@@ -38,7 +38,7 @@ pub(crate) fn governor(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
     report.figure("gpu.governor.p50_speedup", found / governed, "times");
     let at_work = governor.report(ByteSize::ZERO)?;
     report.figure("gpu.governor.busy_held_bytes", at_work.held().as_f64(), "bytes");
-    report.figure("gpu.governor.elsewhere_bytes", at_work.elsewhere.as_f64(), "bytes");
+    report.figure("gpu.governor.unmanaged_bytes", at_work.unmanaged.as_f64(), "bytes");
     let (clock, bell) = (&rig.clock, Bell::new());
     let end = clock.now() + rig.args.decay_time + rig.args.decay_within;
     loop {

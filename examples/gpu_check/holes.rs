@@ -9,7 +9,7 @@
 
 use lowtide::ByteSize;
 use lowtide::decay::DecayTime;
-use lowtide::device::{Buffer, CompactOptions, Goal, Region, Stopped};
+use lowtide::device::{Buffer, CompactOptions, Goal, Region, StopReason};
 
 use super::cases::{Fault, Outcome};
 use super::report::Report;
@@ -144,7 +144,7 @@ pub(crate) fn compact(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
         let goal = Goal::Contiguous(ByteSize::MAX);
         let options = CompactOptions { goal, ..CompactOptions::new(Region::Dynamic) };
         let (took, done) = rig.timed(|| arena.compact(options, |_| {}))?;
-        if done.stopped != Stopped::Finished || done.moved.is_zero() {
+        if done.stopped != StopReason::Finished || done.moved.is_zero() {
             let how = done.stopped.name();
             return Err(format!("it ended as {how}, with {} moved", done.moved).into());
         }

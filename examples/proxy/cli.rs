@@ -199,7 +199,7 @@ async fn run(cli: Cli) -> Result<(), BoxError> {
     let memory = Memory::builder()
         .with_environment()?
         .after_publish(move || upkeep.run_upkeep())
-        .after_recall(move || wake(&workers))
+        .after_tcache_flush_request(move || wake(&workers))
         .start()?;
     let options = app::Options {
         listen: cli.listen,

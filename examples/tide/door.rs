@@ -5,15 +5,15 @@
 //!
 //! Invariant: `first` and `last` are both there or neither, and `first` is not after `last`.
 
-use lowtide::control::ShedReason;
+use lowtide::control::RejectReason;
 use lowtide::{ByteSize, Memory};
 use serde::{Deserialize, Serialize};
 
 /// What was turned away so far.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Door {
-    /// Requests turned away, in the order of [`ShedReason::ALL`].
-    shed: [u64; ShedReason::ALL.len()],
+    /// Requests turned away, in the order of [`RejectReason::ALL`].
+    shed: [u64; RejectReason::ALL.len()],
     /// The account when it was first seen that one had been turned away, and when last.
     first: Option<Account>,
     last: Option<Account>,
@@ -25,7 +25,7 @@ struct Account {
     /// Seconds since the start of the run.
     seconds: f64,
     k: f64,
-    booked: u64,
+    reserved: u64,
     allowance: u64,
     ceiling: u64,
     physical: u64,
@@ -44,8 +44,8 @@ impl Door {
         let all = memory.snapshot();
         let account = Account {
             seconds,
-            k: all.host.multiplier,
-            booked: all.host.booked.get(),
+            k: all.host.correction_factor,
+            reserved: all.host.reserved.get(),
             allowance: all.host.allowance.get(),
             ceiling: all.host.ceiling.get(),
             physical: all.physical.get(),
@@ -58,7 +58,7 @@ impl Door {
 
     /// Why requests were turned away, in lines that leave room for an indent in 80 columns.
     pub(crate) fn lines(&self) -> Vec<String> {
-        let reasons = ShedReason::ALL.into_iter().zip(self.shed).filter(|(_, count)| *count > 0);
+        let reasons = RejectReason::ALL.into_iter().zip(self.shed).filter(|(_, count)| *count > 0);
         let reasons: Vec<_> =
             reasons.map(|(reason, count)| format!("{} {count}", reason.name())).collect();
         if reasons.is_empty() {
@@ -75,8 +75,8 @@ impl Door {
                 account.level,
                 size(account.ceiling),
             ));
-            let (booked, allowance) = (size(account.booked), size(account.allowance));
-            lines.push(format!("      booked {booked} of an allowance of {allowance}"));
+            let (reserved, allowance) = (size(account.reserved), size(account.allowance));
+            lines.push(format!("      booked {reserved} of an allowance of {allowance}"));
             let (physical, purgeable) = (size(account.physical), size(account.purgeable));
             lines.push(format!("      physical {physical}, {purgeable} of it purgeable"));
         }

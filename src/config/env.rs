@@ -11,7 +11,7 @@
 use std::ffi::OsString;
 use std::time::Duration;
 
-use super::settings::{ConfigError, DeviceChoice, DeviceRung, Fault, Settings};
+use super::settings::{ConfigError, DeviceBackend, DeviceChoice, Fault, Settings};
 use crate::bytes::ByteSize;
 use crate::control::ledger::{K_MAX, K_MIN};
 use crate::decay::DecayTime;
@@ -35,129 +35,129 @@ pub struct Variable {
 
 /// Every variable that this crate reads. An empty value counts as unset.
 ///
-/// * `LOWTIDE_PROFILE`: low-memory, balanced or throughput: what the other settings start from
-/// * `LOWTIDE_MEMORY_LIMIT`: host memory that must not be passed, e.g. 512m (as Docker reads
-///   it) or 1.5GiB; unset: the cgroup's or the machine's
-/// * `LOWTIDE_CEILING`: part of the limit up to which requests are admitted: 0.8 or 80%; above
-///   0, at most 1
-/// * `LOWTIDE_MULTIPLIER`: what a request may need over its estimate until that is measured: 1
-///   where estimates are known to be right, at most 5
+/// * `LOWTIDE_PROFILE`: low-memory, balanced or throughput: the defaults of the other settings
+/// * `LOWTIDE_MEMORY_LIMIT`: limit of host memory, e.g. 512m (binary units, as in Docker) or
+///   1.5GiB; unset: the limit of the cgroup or the machine
+/// * `LOWTIDE_CEILING`: share of the limit up to which requests are admitted: 0.8 or 80%; above 0,
+///   at most 1
+/// * `LOWTIDE_CORRECTION_FACTOR`: memory that a request is assumed to need per estimated byte until
+///   that is measured: 1 if estimates are exact, at most 5
 /// * `LOWTIDE_DEVICE`: auto, cuda, cuda:1 (a number), cuda:GPU-... or cuda:MIG-... (a UUID), host
-///   or none: where device arenas live
-/// * `LOWTIDE_DEVICE_RUNG`: auto, virtual-memory, pool, plain or managed: in which way CUDA memory
-///   is had
-/// * `LOWTIDE_DEVICE_LIMIT`: device memory that an arena must not pass, e.g. 8g; unset: no
-///   limit of its own
-/// * `LOWTIDE_DEVICE_WATERMARK`: part of the device's memory that is to stay free for its other
-///   users: 0.05, 5%, or 0 for none
-/// * `LOWTIDE_DEVICE_DECAY`: how long idle device memory may stay: a time such as 5s, 0 or
-///   never
-/// * `LOWTIDE_DEVICE_SLEEP_AFTER`: after how long without a lease a device arena falls asleep: a
+///   or none: where device arenas allocate
+/// * `LOWTIDE_DEVICE_BACKEND`: auto, virtual-memory, pool, plain or managed: how CUDA memory is
+///   allocated
+/// * `LOWTIDE_DEVICE_LIMIT`: limit of device memory for an arena, e.g. 8g; unset: no limit
+/// * `LOWTIDE_DEVICE_WATERMARK`: share of the device's memory to keep free for its other users:
+///   0.05, 5%, or 0 for none
+/// * `LOWTIDE_DEVICE_DECAY`: time after which idle device memory is released: a time such as 5s, 0
+///   or never
+/// * `LOWTIDE_DEVICE_SLEEP_AFTER`: time without a lease after which a device arena goes to sleep: a
 ///   time such as 10m, or never
-/// * `LOWTIDE_DEVICE_SLEEP_RESIDENCY`: how long a device arena stays awake at least, once it was
-///   opened or woken: a time such as 1m, or 0
-/// * `LOWTIDE_DEVICE_SLEEP_STABLE`: keep, discard or stay: contents of stable regions while they
-///   sleep
-/// * `LOWTIDE_DEVICE_SLEEP_DYNAMIC`: keep, discard or stay: contents of dynamic regions while
-///   they sleep
-/// * `LOWTIDE_HEAP_DECAY`: how long jemalloc keeps dirty pages: a time such as 1s, 0 or never
-/// * `LOWTIDE_BACKGROUND_THREADS`: jemalloc's background threads at most; 0 for none
-/// * `LOWTIDE_PURGE_INTERVAL`: how often a busy service purges its heap: a time such as 30s, or
-///   never
-/// * `LOWTIDE_IDLE_UNLOAD`: idle time after which resources without their own are unloaded: a
+/// * `LOWTIDE_DEVICE_MIN_AWAKE`: minimum time that a device arena stays awake after it was opened
+///   or woken: a time such as 1m, or 0
+/// * `LOWTIDE_DEVICE_SLEEP_STABLE`: keep, discard or stay: what happens to the contents of stable
+///   regions in a sleep
+/// * `LOWTIDE_DEVICE_SLEEP_DYNAMIC`: keep, discard or stay: what happens to the contents of dynamic
+///   regions in a sleep
+/// * `LOWTIDE_HEAP_DECAY`: time for which jemalloc keeps dirty pages: a time such as 1s, 0 or never
+/// * `LOWTIDE_BACKGROUND_THREADS`: maximum number of jemalloc's background threads; 0 for none
+/// * `LOWTIDE_PURGE_INTERVAL`: time between purges of the heap of a busy service: a time such as
+///   30s, or never
+/// * `LOWTIDE_IDLE_UNLOAD`: idle time after which a resource without its own setting is unloaded: a
 ///   time such as 5m, or never
-/// * `LOWTIDE_METRICS_INTERVAL`: how often metrics are published, e.g. 1s
+/// * `LOWTIDE_METRICS_INTERVAL`: time between publications of metrics, e.g. 1s
 pub const VARIABLES: &[Variable] = &[
     Variable {
         name: "LOWTIDE_PROFILE",
-        help: "low-memory, balanced or throughput: what the other settings start from",
+        help: "low-memory, balanced or throughput: the defaults of the other settings",
         put: |settings, text| put(&mut settings.profile, text.parse()),
     },
     Variable {
         name: "LOWTIDE_MEMORY_LIMIT",
-        help: "host memory that must not be passed, e.g. 512m (as Docker reads it) or 1.5GiB; \
-               unset: the cgroup's or the machine's",
+        help: "limit of host memory, e.g. 512m (binary units, as in Docker) or 1.5GiB; unset: the \
+               limit of the cgroup or the machine",
         put: |settings, text| put(&mut settings.memory_limit, positive(text)),
     },
     Variable {
         name: "LOWTIDE_CEILING",
-        help: "part of the limit up to which requests are admitted: 0.8 or 80%; above 0, at most 1",
+        help: "share of the limit up to which requests are admitted: 0.8 or 80%; above 0, at most \
+               1",
         put: |settings, text| put(&mut settings.ceiling, ratio(text)),
     },
     Variable {
-        name: "LOWTIDE_MULTIPLIER",
-        help: "what a request may need over its estimate until that is measured: 1 where estimates \
-               are known to be right, at most 5",
-        put: |settings, text| put(&mut settings.multiplier, multiplier(text)),
+        name: "LOWTIDE_CORRECTION_FACTOR",
+        help: "memory that a request is assumed to need per estimated byte until that is measured: \
+               1 if estimates are exact, at most 5",
+        put: |settings, text| put(&mut settings.correction_factor, correction_factor(text)),
     },
     Variable {
         name: "LOWTIDE_DEVICE",
         help: "auto, cuda, cuda:1 (a number), cuda:GPU-... or cuda:MIG-... (a UUID), host or none: \
-               where device arenas live",
+               where device arenas allocate",
         put: |settings, text| put(&mut settings.device, text.parse::<DeviceChoice>()),
     },
     Variable {
-        name: "LOWTIDE_DEVICE_RUNG",
-        help: "auto, virtual-memory, pool, plain or managed: in which way CUDA memory is had",
-        put: |settings, text| put(&mut settings.device_rung, text.parse::<DeviceRung>()),
+        name: "LOWTIDE_DEVICE_BACKEND",
+        help: "auto, virtual-memory, pool, plain or managed: how CUDA memory is allocated",
+        put: |settings, text| put(&mut settings.device_backend, text.parse::<DeviceBackend>()),
     },
     Variable {
         name: "LOWTIDE_DEVICE_LIMIT",
-        help: "device memory that an arena must not pass, e.g. 8g; unset: no limit of its own",
+        help: "limit of device memory for an arena, e.g. 8g; unset: no limit",
         put: |settings, text| put(&mut settings.device_limit, positive(text)),
     },
     Variable {
         name: "LOWTIDE_DEVICE_WATERMARK",
-        help: "part of the device's memory that is to stay free for its other users: 0.05, 5%, or \
-               0 for none",
+        help: "share of the device's memory to keep free for its other users: 0.05, 5%, or 0 for \
+               none",
         put: |settings, text| put(&mut settings.device_watermark, share(text)),
     },
     Variable {
         name: "LOWTIDE_DEVICE_DECAY",
-        help: "how long idle device memory may stay: a time such as 5s, 0 or never",
+        help: "time after which idle device memory is released: a time such as 5s, 0 or never",
         put: |settings, text| put(&mut settings.device_decay, decay_time(text)),
     },
     Variable {
         name: "LOWTIDE_DEVICE_SLEEP_AFTER",
-        help: "after how long without a lease a device arena falls asleep: a time such as 10m, or \
-               never",
+        help: "time without a lease after which a device arena goes to sleep: a time such as 10m, \
+               or never",
         put: |settings, text| put(&mut settings.device_sleep_after, time_or_never(text)),
     },
     Variable {
-        name: "LOWTIDE_DEVICE_SLEEP_RESIDENCY",
-        help: "how long a device arena stays awake at least, once it was opened or woken: a time \
+        name: "LOWTIDE_DEVICE_MIN_AWAKE",
+        help: "minimum time that a device arena stays awake after it was opened or woken: a time \
                such as 1m, or 0",
-        put: |settings, text| put(&mut settings.device_sleep_residency, time_or_none(text)),
+        put: |settings, text| put(&mut settings.device_min_awake, time_or_none(text)),
     },
     Variable {
         name: "LOWTIDE_DEVICE_SLEEP_STABLE",
-        help: "keep, discard or stay: contents of stable regions while they sleep",
+        help: "keep, discard or stay: what happens to the contents of stable regions in a sleep",
         put: |settings, text| put(&mut settings.device_sleep_stable, text.parse::<Contents>()),
     },
     Variable {
         name: "LOWTIDE_DEVICE_SLEEP_DYNAMIC",
-        help: "keep, discard or stay: contents of dynamic regions while they sleep",
+        help: "keep, discard or stay: what happens to the contents of dynamic regions in a sleep",
         put: |settings, text| put(&mut settings.device_sleep_dynamic, text.parse::<Contents>()),
     },
     Variable {
         name: "LOWTIDE_HEAP_DECAY",
-        help: "how long jemalloc keeps dirty pages: a time such as 1s, 0 or never",
+        help: "time for which jemalloc keeps dirty pages: a time such as 1s, 0 or never",
         put: |settings, text| put(&mut settings.heap_decay, decay_time(text)),
     },
     Variable {
         name: "LOWTIDE_BACKGROUND_THREADS",
-        help: "jemalloc's background threads at most; 0 for none",
+        help: "maximum number of jemalloc's background threads; 0 for none",
         put: |settings, text| put(&mut settings.background_threads, whole(text)),
     },
     Variable {
         name: "LOWTIDE_PURGE_INTERVAL",
-        help: "how often a busy service purges its heap: a time such as 30s, or never",
+        help: "time between purges of the heap of a busy service: a time such as 30s, or never",
         put: |settings, text| put(&mut settings.purge_interval, time_or_never(text)),
     },
     Variable {
         name: "LOWTIDE_IDLE_UNLOAD",
-        help: "idle time after which resources without their own are unloaded: a time such as 5m, \
-               or never",
+        help: "idle time after which a resource without its own setting is unloaded: a time such \
+               as 5m, or never",
         put: |settings, text| {
             let time = time_or_never(text).map(|time| time.unwrap_or(Duration::MAX));
             put(&mut settings.idle_unload, time)
@@ -165,7 +165,7 @@ pub const VARIABLES: &[Variable] = &[
     },
     Variable {
         name: "LOWTIDE_METRICS_INTERVAL",
-        help: "how often metrics are published, e.g. 1s",
+        help: "time between publications of metrics, e.g. 1s",
         put: |settings, text| put(&mut settings.metrics_interval, time(text)),
     },
 ];
@@ -258,7 +258,7 @@ fn ratio(text: &str) -> Result<f64, &'static str> {
     valid.ok_or("a number in (0, 1], or a percentage up to 100%")
 }
 
-fn multiplier(text: &str) -> Result<f64, &'static str> {
+fn correction_factor(text: &str) -> Result<f64, &'static str> {
     let valid = text.parse().ok().filter(|factor| (K_MIN..=K_MAX).contains(factor));
     valid.ok_or("a number in [1, 5]")
 }
@@ -333,13 +333,13 @@ mod tests {
             ("LOWTIDE_PROFILE", "low-memory"),
             ("LOWTIDE_MEMORY_LIMIT", "512m"),
             ("LOWTIDE_CEILING", "0.75"),
-            ("LOWTIDE_MULTIPLIER", "1.5"),
+            ("LOWTIDE_CORRECTION_FACTOR", "1.5"),
             ("LOWTIDE_DEVICE", "host"),
-            ("LOWTIDE_DEVICE_RUNG", "pool"),
+            ("LOWTIDE_DEVICE_BACKEND", "pool"),
             ("LOWTIDE_DEVICE_LIMIT", "1GiB"),
             ("LOWTIDE_DEVICE_DECAY", "never"),
             ("LOWTIDE_DEVICE_SLEEP_AFTER", "10m"),
-            ("LOWTIDE_DEVICE_SLEEP_RESIDENCY", "1m"),
+            ("LOWTIDE_DEVICE_MIN_AWAKE", "1m"),
             ("LOWTIDE_DEVICE_WATERMARK", "10%"),
             ("LOWTIDE_DEVICE_SLEEP_STABLE", "stay"),
             ("LOWTIDE_DEVICE_SLEEP_DYNAMIC", "discard"),
@@ -354,14 +354,14 @@ mod tests {
             profile: Some(Profile::LowMemory),
             memory_limit: Some(ByteSize::mib(512)),
             ceiling: Some(0.75),
-            multiplier: Some(1.5),
+            correction_factor: Some(1.5),
             device: Some(DeviceChoice::Host),
-            device_rung: Some(DeviceRung::Pool),
+            device_backend: Some(DeviceBackend::Pool),
             device_limit: Some(ByteSize::gib(1)),
             device_watermark: Some(0.1),
             device_decay: Some(DecayTime::Never),
             device_sleep_after: Some(Some(Duration::from_secs(600))),
-            device_sleep_residency: Some(Duration::from_secs(60)),
+            device_min_awake: Some(Duration::from_secs(60)),
             device_sleep_stable: Some(Contents::Stay),
             device_sleep_dynamic: Some(Contents::Discard),
             heap_decay: Some(DecayTime::from_millis(500)),
@@ -412,14 +412,14 @@ mod tests {
         let never = given(&[("LOWTIDE_DEVICE_SLEEP_AFTER", "never")]);
         assert_eq!(never.map(|settings| settings.device_sleep_after), Ok(Some(None)));
         for text in ["0", "0s"] {
-            let none = given(&[("LOWTIDE_DEVICE_SLEEP_RESIDENCY", text)]);
-            let none = none.map(|settings| settings.device_sleep_residency);
+            let none = given(&[("LOWTIDE_DEVICE_MIN_AWAKE", text)]);
+            let none = none.map(|settings| settings.device_min_awake);
             assert_eq!(none, Ok(Some(Duration::ZERO)), "{text}");
         }
         for (name, value, expected) in [
             ("LOWTIDE_DEVICE_SLEEP_AFTER", "0", "above zero, or never"),
             ("LOWTIDE_DEVICE_SLEEP_AFTER", "soon", "above zero, or never"),
-            ("LOWTIDE_DEVICE_SLEEP_RESIDENCY", "never", "30s or 5m, or 0"),
+            ("LOWTIDE_DEVICE_MIN_AWAKE", "never", "30s or 5m, or 0"),
             ("LOWTIDE_DEVICE_SLEEP_STABLE", "offload", "keep, discard or stay"),
             ("LOWTIDE_DEVICE_SLEEP_DYNAMIC", "free", "keep, discard or stay"),
         ] {
@@ -435,7 +435,7 @@ mod tests {
             ("LOWTIDE_MEMORY_LIMIT", "512MB"),
             ("LOWTIDE_CEILING", "1.5"),
             ("LOWTIDE_DEVICE", "gpu"),
-            ("LOWTIDE_DEVICE_RUNG", "cuda_pool"),
+            ("LOWTIDE_DEVICE_BACKEND", "cuda_pool"),
             ("LOWTIDE_HEAP_DECAY", "soon"),
             ("LOWTIDE_PROFIL", "balanced"),
             ("LOWTIDE_METRICS_INTERVAL", "0s"),

@@ -18,4 +18,4 @@ mod settings;
 pub use onnxruntime::{OrtPlace, OrtSetting};
 pub use profile::Profile;
 pub use resolve::{Config, Resolved, Source};
-pub use settings::{ConfigError, DeviceChoice, DeviceRung, Fault, Settings};
+pub use settings::{ConfigError, DeviceBackend, DeviceChoice, Fault, Settings};

@@ -6,7 +6,7 @@ use std::fmt;
 use std::time::Duration;
 
 use super::profile::Profile;
-use super::settings::{ConfigError, DeviceChoice, DeviceRung, Fault, Settings};
+use super::settings::{ConfigError, DeviceBackend, DeviceChoice, Fault, Settings};
 use crate::bytes::ByteSize;
 use crate::control::PurgeGrowth;
 use crate::control::ledger::{K_MAX, K_MIN, K_START};
@@ -56,11 +56,11 @@ pub struct Config {
     /// Part of the limit up to which requests are admitted.
     pub ceiling: Resolved<f64>,
     /// What a booked byte is taken to need until that is measured.
-    pub multiplier: Resolved<f64>,
+    pub correction_factor: Resolved<f64>,
     /// Where device arenas live.
     pub device: Resolved<DeviceChoice>,
     /// In which way CUDA memory is had.
-    pub device_rung: Resolved<DeviceRung>,
+    pub device_backend: Resolved<DeviceBackend>,
     /// Limit of each device arena; [`ByteSize::MAX`] for none.
     pub device_limit: Resolved<ByteSize>,
     /// Part of the device's memory below which, where less is free, idle memory goes back before
@@ -71,7 +71,7 @@ pub struct Config {
     /// After how long without a lease a device arena falls asleep; `None` for never.
     pub device_sleep_after: Resolved<Option<Duration>>,
     /// How long a device arena stays awake at least, once it was opened or woken.
-    pub device_sleep_residency: Resolved<Duration>,
+    pub device_min_awake: Resolved<Duration>,
     /// What becomes of the stable region's contents while an arena sleeps by itself.
     pub device_sleep_stable: Resolved<Contents>,
     /// The same of the dynamic region's.
@@ -125,9 +125,17 @@ impl Config {
                 None,
             ),
             ceiling: pick_or(environment.ceiling, code.ceiling, Self::CEILING),
-            multiplier: pick_or(environment.multiplier, code.multiplier, K_START),
+            correction_factor: pick_or(
+                environment.correction_factor,
+                code.correction_factor,
+                K_START,
+            ),
             device: pick_or(environment.device, code.device, DeviceChoice::Auto),
-            device_rung: pick_or(environment.device_rung, code.device_rung, DeviceRung::Auto),
+            device_backend: pick_or(
+                environment.device_backend,
+                code.device_backend,
+                DeviceBackend::Auto,
+            ),
             device_limit: pick_or(environment.device_limit, code.device_limit, ByteSize::MAX),
             device_watermark: pick_or(
                 environment.device_watermark,
@@ -140,9 +148,9 @@ impl Config {
                 code.device_sleep_after,
                 None,
             ),
-            device_sleep_residency: pick_or(
-                environment.device_sleep_residency,
-                code.device_sleep_residency,
+            device_min_awake: pick_or(
+                environment.device_min_awake,
+                code.device_min_awake,
                 Duration::ZERO,
             ),
             device_sleep_stable: pick_or(
@@ -185,7 +193,7 @@ impl Config {
         };
         SleepConfig {
             idle_after: self.device_sleep_after.value,
-            residency: self.device_sleep_residency.value,
+            min_awake: self.device_min_awake.value,
             options,
             ..SleepConfig::default()
         }
@@ -221,9 +229,9 @@ fn check(settings: &Settings) -> Result<(), ConfigError> {
         let holds = ceiling > 0.0 && ceiling <= 1.0;
         demand(holds, "ceiling", ceiling.to_string(), "a number in (0, 1]");
     }
-    if let Some(multiplier) = settings.multiplier {
-        let holds = (K_MIN..=K_MAX).contains(&multiplier);
-        demand(holds, "multiplier", multiplier.to_string(), "a number in [1, 5]");
+    if let Some(correction_factor) = settings.correction_factor {
+        let holds = (K_MIN..=K_MAX).contains(&correction_factor);
+        demand(holds, "correction_factor", correction_factor.to_string(), "a number in [1, 5]");
     }
     if let Some(part) = settings.device_watermark {
         demand(
@@ -288,7 +296,7 @@ mod tests {
     fn values_from_code_are_checked_too() {
         let code = Settings {
             ceiling: Some(f64::NAN),
-            multiplier: Some(0.9),
+            correction_factor: Some(0.9),
             device_watermark: Some(1.0),
             memory_limit: Some(ByteSize::ZERO),
             idle_unload: Some(Duration::ZERO),
@@ -311,11 +319,11 @@ mod tests {
             device_sleep_dynamic: Some(Contents::Discard),
             ..Settings::default()
         };
-        let residency = Some(Duration::from_secs(5));
-        let environment = Settings { device_sleep_residency: residency, ..Settings::default() };
+        let min_awake = Some(Duration::from_secs(5));
+        let environment = Settings { device_min_awake: min_awake, ..Settings::default() };
         let sleep = Config::resolve(&code, &environment).expect("valid").device_sleep();
         assert_eq!(sleep.idle_after, Some(Duration::from_secs(60)));
-        assert_eq!(Some(sleep.residency), residency);
+        assert_eq!(Some(sleep.min_awake), min_awake);
         assert_eq!(sleep.options.stable, Contents::Keep);
         assert_eq!(sleep.options.dynamic, Contents::Discard);
     }

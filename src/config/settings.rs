@@ -22,11 +22,11 @@ pub struct Settings {
     /// Part of the limit up to which requests are admitted, in (0, 1].
     pub ceiling: Option<f64>,
     /// What a booked byte is taken to need until that is measured, in [1, 5].
-    pub multiplier: Option<f64>,
+    pub correction_factor: Option<f64>,
     /// Where device arenas live.
     pub device: Option<DeviceChoice>,
     /// In which way CUDA memory is had.
-    pub device_rung: Option<DeviceRung>,
+    pub device_backend: Option<DeviceBackend>,
     /// Device memory that an arena must not pass; unset: no limit of its own.
     pub device_limit: Option<ByteSize>,
     /// Part of the device's memory that is to stay free, in [0, 1); 0 for none.
@@ -36,7 +36,7 @@ pub struct Settings {
     /// After how long without a lease a device arena falls asleep; `Some(None)`: never. Never zero.
     pub device_sleep_after: Option<Option<Duration>>,
     /// How long a device arena stays awake at least, once it was opened or woken.
-    pub device_sleep_residency: Option<Duration>,
+    pub device_min_awake: Option<Duration>,
     /// What becomes of the stable region's contents while an arena sleeps by itself.
     pub device_sleep_stable: Option<Contents>,
     /// The same of the dynamic region's.
@@ -110,7 +110,7 @@ impl FromStr for DeviceChoice {
 
 /// In which way CUDA memory is had.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum DeviceRung {
+pub enum DeviceBackend {
     /// The first that works: virtual memory, a pool, plain memory.
     #[default]
     Auto,
@@ -124,7 +124,7 @@ pub enum DeviceRung {
     Managed,
 }
 
-impl DeviceRung {
+impl DeviceBackend {
     const ALL: [(Self, &'static str); 5] = [
         (Self::Auto, "auto"),
         (Self::VirtualMemory, "virtual-memory"),
@@ -134,20 +134,20 @@ impl DeviceRung {
     ];
 }
 
-impl fmt::Display for DeviceRung {
+impl fmt::Display for DeviceBackend {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = Self::ALL.iter().find(|(rung, _)| rung == self);
+        let name = Self::ALL.iter().find(|(backend, _)| backend == self);
         f.write_str(name.map_or("", |(_, name)| name))
     }
 }
 
-impl FromStr for DeviceRung {
+impl FromStr for DeviceBackend {
     type Err = &'static str;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let named = Self::ALL.into_iter().find(|(_, name)| *name == text);
-        let rung = named.map(|(rung, _)| rung);
-        rung.ok_or("auto, virtual-memory, pool, plain or managed")
+        let backend = named.map(|(backend, _)| backend);
+        backend.ok_or("auto, virtual-memory, pool, plain or managed")
     }
 }
 
@@ -257,10 +257,10 @@ mod tests {
             let expected = read(text).expect_err(text);
             assert!(expected.contains("cuda:1 (a number)"), "{text}: {expected}");
         }
-        for (rung, name) in DeviceRung::ALL {
-            assert_eq!((name.parse(), rung.to_string()), (Ok(rung), name.to_owned()));
+        for (backend, name) in DeviceBackend::ALL {
+            assert_eq!((name.parse(), backend.to_string()), (Ok(backend), name.to_owned()));
         }
-        assert!("cuda_pool".parse::<DeviceRung>().is_err());
+        assert!("cuda_pool".parse::<DeviceBackend>().is_err());
     }
 
     #[test]

@@ -20,7 +20,7 @@ use super::eviction::Evictor;
 use super::ledger::{Budget, Ledger};
 use super::permit::Permit;
 use super::pressure::Level;
-use super::rejected::{Rejected, ShedReason};
+use super::rejected::{RejectReason, Rejected};
 use super::size_class::SizeClass;
 use super::tally::{BudgetCounts, ClassStats};
 
@@ -78,7 +78,7 @@ pub enum Priority {
     Normal,
     /// Shed at no level: admitted at level critical too, if its cost fits. It may also use the room
     /// that requests of normal priority leave free for larger ones
-    /// ([`Ledger::berth`](super::Ledger::berth)).
+    /// ([`Ledger::reserved_headroom`](super::Ledger::berth)).
     High,
     /// Never shed, and booked beyond the allowance: health, metrics, calls to oneself.
     Exempt,
@@ -98,14 +98,14 @@ pub struct AdmissionStats {
     pub admitted_total: u64,
     /// Admitted requests whose permit has been dropped.
     pub finished_total: u64,
-    /// Requests shed since start, in the order of [`ShedReason::ALL`].
-    pub shed: [u64; ShedReason::ALL.len()],
+    /// Requests shed since start, in the order of [`RejectReason::ALL`].
+    pub shed: [u64; RejectReason::ALL.len()],
 }
 
 impl AdmissionStats {
     /// Requests shed for this reason.
     #[must_use]
-    pub fn shed_total(&self, reason: ShedReason) -> u64 {
+    pub fn rejected_total(&self, reason: RejectReason) -> u64 {
         self.shed.get(reason as usize).copied().unwrap_or(0)
     }
 
@@ -228,11 +228,12 @@ impl Admission {
     ///
     /// # Errors
     /// [`Rejected`]; it is not counted among the requests shed.
-    pub fn try_stand(&self, cost: Cost) -> Result<Permit, Rejected> {
+    pub fn try_reserve_resource(&self, cost: Cost) -> Result<Permit, Rejected> {
         self.desk.stand(cost).map(|(host, device)| Permit::standing(self.desk, host, device))
     }
 
-    /// As [`Admission::try_stand`]; where that has no room, resources are claimed that make it.
+    /// As [`Admission::try_reserve_resource`]; where that has no room, resources are claimed that
+    /// make it.
     pub(super) fn stand_or_evict(&self, cost: Cost) -> Result<Stood, Rejected> {
         self.desk.stand_or_evict(cost)
     }
@@ -340,8 +341,8 @@ mod tests {
         admission
     }
 
-    fn booked(admission: &Admission) -> (ByteSize, ByteSize) {
-        (admission.ledger(Budget::Host).booked(), admission.ledger(Budget::Device).booked())
+    fn reserved(admission: &Admission) -> (ByteSize, ByteSize) {
+        (admission.ledger(Budget::Host).reserved(), admission.ledger(Budget::Device).reserved())
     }
 
     const NOTHING: (ByteSize, ByteSize) = (ByteSize::ZERO, ByteSize::ZERO);
@@ -352,10 +353,10 @@ mod tests {
         let cost = Cost::host(ByteSize::mib(40)).and_device(ByteSize::mib(10));
         let permit = admission.try_admit(cost).expect("fits");
         assert_eq!(permit.cost(), cost);
-        assert_eq!(booked(&admission), (ByteSize::mib(40), ByteSize::mib(10)));
+        assert_eq!(reserved(&admission), (ByteSize::mib(40), ByteSize::mib(10)));
         assert_eq!(admission.stats().held(), 1);
         drop(permit);
-        assert_eq!(booked(&admission), NOTHING);
+        assert_eq!(reserved(&admission), NOTHING);
         assert_eq!(admission.stats().held(), 0);
     }
 
@@ -367,10 +368,10 @@ mod tests {
         let error = admission.try_admit(cost).expect_err("the device is full");
         assert!(matches!(error, Rejected::Full { budget: Budget::Device, .. }), "{error:?}");
         drop(held);
-        assert_eq!(booked(&admission), NOTHING);
-        let error = admission.try_stand(Cost { device: ByteSize::mib(11), ..cost });
+        assert_eq!(reserved(&admission), NOTHING);
+        let error = admission.try_reserve_resource(Cost { device: ByteSize::mib(11), ..cost });
         assert!(matches!(error, Err(Rejected::TooLarge { budget: Budget::Device, .. })));
-        assert_eq!(booked(&admission), NOTHING);
+        assert_eq!(reserved(&admission), NOTHING);
         assert_eq!(admission.stats().shed, [0, 1, 0, 0, 0, 0], "a resource is no request");
     }
 
@@ -392,7 +393,7 @@ mod tests {
         );
         assert_eq!(large.retry_after(), None);
         let extreme = admission.try_admit(Cost::host(ByteSize::MAX)).expect_err("too large");
-        assert_eq!(extreme.reason(), ShedReason::TooLarge);
+        assert_eq!(extreme.reason(), RejectReason::TooLarge);
     }
 
     #[test]
@@ -409,20 +410,20 @@ mod tests {
         assert_eq!(admitted(Level::Elevated), [true; 4]);
         assert_eq!(admitted(Level::High), [false, true, true, true]);
         assert_eq!(admitted(Level::Critical), [false, false, true, true]);
-        assert_eq!(admission.stats().shed_total(ShedReason::Pressure), 3);
+        assert_eq!(admission.stats().rejected_total(RejectReason::Pressure), 3);
         let high = |mib| admission.try_admit_with(Cost::host(ByteSize::mib(mib)), Priority::High);
         let held = high(40).expect("fits");
         let refused = high(20).map(drop).expect_err("60 of 50 MiB");
-        assert_eq!(refused.reason(), ShedReason::Full);
+        assert_eq!(refused.reason(), RejectReason::Full);
         drop(held);
-        let model = admission.try_stand(cost).expect_err("a load can wait");
-        assert_eq!(model.reason(), ShedReason::Pressure);
+        let model = admission.try_reserve_resource(cost).expect_err("a load can wait");
+        assert_eq!(model.reason(), RejectReason::Pressure);
         // Beyond the allowance as well, and what it books is given back.
         let huge = admission.try_admit_with(Cost::host(ByteSize::MAX), Priority::Exempt);
         let more = admission.try_admit_with(cost, Priority::Exempt).expect("exempt");
         assert_eq!(more.cost(), Cost::ZERO, "64 bits are full");
         drop((huge, more));
-        assert_eq!(booked(&admission), NOTHING);
+        assert_eq!(reserved(&admission), NOTHING);
     }
 
     /// The bug: high priority had no advantage over normal.
@@ -430,8 +431,8 @@ mod tests {
     fn high_priority_uses_the_room_that_normal_priority_leaves_for_larger_requests() {
         let admission = Admission::with_limit(ByteSize::mib(100));
         for budget in [Budget::Host, Budget::Device] {
-            let berth = ByteSize::mib(8);
-            admission.ledger(budget).balance(Balance { berth, ..Balance::default() });
+            let reserved_headroom = ByteSize::mib(8);
+            admission.ledger(budget).balance(Balance { reserved_headroom, ..Balance::default() });
         }
         let held = admission.try_admit(Cost::host(ByteSize::mib(93))).expect("fits");
         let cost = Cost::host(ByteSize::mib(1));
@@ -443,7 +444,7 @@ mod tests {
         }
         let high = |mib| admission.try_admit_with(Cost::host(ByteSize::mib(mib)), Priority::High);
         let full = high(8).map(drop).expect_err("8 of 7 MiB");
-        assert_eq!(full.reason(), ShedReason::Full);
+        assert_eq!(full.reason(), RejectReason::Full);
         assert!(high(7).is_ok(), "to the byte");
         drop(held);
     }
@@ -455,21 +456,22 @@ mod tests {
         admission.unify();
         let cost = Cost::host(ByteSize::mib(20)).and_device(ByteSize::mib(30));
         let request = admission.try_admit(cost).expect("fits");
-        let mut model = admission.try_stand(Cost::device(ByteSize::mib(40))).expect("fits");
+        let mut model =
+            admission.try_reserve_resource(Cost::device(ByteSize::mib(40))).expect("fits");
         assert_eq!(request.cost(), Cost::host(ByteSize::mib(50)));
         assert_eq!(model.cost(), Cost::host(ByteSize::mib(40)));
-        let booked =
-            || [Budget::Host, Budget::Device].map(|it| admission.ledger(it).booked_bytes());
-        assert_eq!(booked(), [ByteSize::mib(90), ByteSize::ZERO]);
+        let reserved =
+            || [Budget::Host, Budget::Device].map(|it| admission.ledger(it).reserved_bytes());
+        assert_eq!(reserved(), [ByteSize::mib(90), ByteSize::ZERO]);
         let full = admission.try_admit(Cost::device(ByteSize::mib(11))).map(drop);
         assert!(matches!(full, Err(Rejected::Full { budget: Budget::Host, .. })), "{full:?}");
         let exempt = admission.try_admit_with(Cost::device(ByteSize::mib(11)), Priority::Exempt);
-        assert_eq!(booked(), [ByteSize::mib(101), ByteSize::ZERO]);
+        assert_eq!(reserved(), [ByteSize::mib(101), ByteSize::ZERO]);
         drop(exempt);
         model.settle_at(Cost::device(ByteSize::mib(45)));
-        assert_eq!(booked(), [ByteSize::mib(95), ByteSize::ZERO]);
+        assert_eq!(reserved(), [ByteSize::mib(95), ByteSize::ZERO]);
         drop((request, model));
-        assert_eq!(booked(), [ByteSize::ZERO; 2]);
+        assert_eq!(reserved(), [ByteSize::ZERO; 2]);
     }
 
     #[test]
@@ -480,7 +482,7 @@ mod tests {
         assert_eq!(admission.try_admit(Cost::ZERO).expect_err("closed"), Rejected::ShuttingDown);
         assert!(admission.try_admit_with(Cost::ZERO, Priority::Exempt).is_ok());
         drop(permit);
-        assert_eq!(admission.stats().shed_total(ShedReason::ShuttingDown), 1);
+        assert_eq!(admission.stats().rejected_total(RejectReason::ShuttingDown), 1);
     }
 
     #[test]
@@ -489,16 +491,16 @@ mod tests {
         let mut permit = admission.try_admit(Cost::host(ByteSize::mib(30))).expect("fits");
         permit.grow(ByteSize::mib(20)).expect("fits to the byte");
         let full = permit.grow(ByteSize::new(1)).expect_err("full");
-        assert_eq!(full.reason(), ShedReason::Full);
+        assert_eq!(full.reason(), RejectReason::Full);
         let never = permit.grow(ByteSize::mib(60)).expect_err("110 MiB never fit");
-        assert_eq!(never.reason(), ShedReason::TooLarge);
+        assert_eq!(never.reason(), RejectReason::TooLarge);
         assert_eq!(permit.cost(), Cost::host(ByteSize::mib(50)));
         permit.shrink(ByteSize::mib(45));
-        assert_eq!(booked(&admission).0, ByteSize::mib(5));
+        assert_eq!(reserved(&admission).0, ByteSize::mib(5));
         permit.shrink(ByteSize::MAX);
-        assert_eq!(booked(&admission), NOTHING);
+        assert_eq!(reserved(&admission), NOTHING);
         drop(permit);
-        assert_eq!(booked(&admission), NOTHING);
+        assert_eq!(reserved(&admission), NOTHING);
     }
 
     /// The bug: it was admitted beyond the allowance, and refused when it grew by a byte.
@@ -510,11 +512,11 @@ mod tests {
         permit.grow(ByteSize::mib(20)).expect("beyond the ceiling as well");
         assert_eq!(permit.cost(), Cost::host(ByteSize::mib(110)));
         permit.grow(ByteSize::MAX).expect("as much as 64 bits hold");
-        assert_eq!(booked(&admission).0, ByteSize::MAX);
+        assert_eq!(reserved(&admission).0, ByteSize::MAX);
         permit.shrink(ByteSize::MAX);
-        assert_eq!(booked(&admission), NOTHING);
+        assert_eq!(reserved(&admission), NOTHING);
         drop(permit);
-        assert_eq!((booked(&admission), admission.stats().shed), (NOTHING, [0; 6]));
+        assert_eq!((reserved(&admission), admission.stats().shed), (NOTHING, [0; 6]));
     }
 
     /// The bug: one estimate of 64 bits refused everybody else, where nothing is to be refused.
@@ -527,33 +529,37 @@ mod tests {
         let boundless = admission.try_admit(most).expect("no limit");
         let mut after = admission.try_admit(some).expect("no limit");
         after.grow(ByteSize::mib(1)).expect("no limit");
-        let model = admission.try_stand(some).expect("no limit");
+        let model = admission.try_reserve_resource(some).expect("no limit");
         assert_eq!((after.cost(), model.cost()), (Cost::ZERO, Cost::ZERO), "64 bits are full");
-        assert_eq!(booked(&admission), (ByteSize::MAX, ByteSize::MAX));
+        assert_eq!(reserved(&admission), (ByteSize::MAX, ByteSize::MAX));
         drop(boundless);
-        assert_eq!(booked(&admission), (some.host, some.device), "each gives back what it booked");
+        assert_eq!(
+            reserved(&admission),
+            (some.host, some.device),
+            "each gives back what it booked"
+        );
         drop((before, after, model));
-        assert_eq!(booked(&admission), NOTHING);
-        let model = admission.try_stand(most).expect("no limit");
+        assert_eq!(reserved(&admission), NOTHING);
+        let model = admission.try_reserve_resource(most).expect("no limit");
         let request = admission.try_admit(some).expect("no limit");
         drop((model, request));
-        assert_eq!(booked(&admission), NOTHING);
+        assert_eq!(reserved(&admission), NOTHING);
     }
 
     #[test]
     fn a_fixed_limit_holds_to_the_byte_and_each_byte_counts_once() {
         let admission = Admission::with_limit(ByteSize::mib(100));
         let cost = |mib| Cost::host(ByteSize::mib(mib)).and_device(ByteSize::gib(9));
-        let model = admission.try_stand(cost(30)).expect("fits");
+        let model = admission.try_reserve_resource(cost(30)).expect("fits");
         let first = admission.try_admit(cost(60)).expect("fits");
         let full = admission.try_admit(cost(11)).expect_err("full");
-        assert_eq!(full.reason(), ShedReason::Full);
+        assert_eq!(full.reason(), RejectReason::Full);
         let large = admission.try_admit(cost(101)).expect_err("never");
-        assert_eq!(large.reason(), ShedReason::TooLarge);
-        assert_eq!(admission.ledger(Budget::Host).booked_bytes(), ByteSize::mib(90));
+        assert_eq!(large.reason(), RejectReason::TooLarge);
+        assert_eq!(admission.ledger(Budget::Host).reserved_bytes(), ByteSize::mib(90));
         drop((model, first));
         drop(admission.try_admit(cost(100)).expect("fits to the byte"));
-        assert_eq!(booked(&admission), NOTHING);
+        assert_eq!(reserved(&admission), NOTHING);
     }
 
     #[test]
@@ -582,7 +588,7 @@ mod tests {
         let count = |budget, bytes| {
             let class = admission.classes(budget)[SizeClass::of(bytes).place()];
             assert_eq!(class.class, SizeClass::of(bytes));
-            (class.admitted_total, class.admitted_bytes_total, class.shed_total)
+            (class.admitted_total, class.admitted_bytes_total, class.rejected_total)
         };
         let (large, small) = (ByteSize::mib(30), ByteSize::mib(1));
         let cost = Cost::host(large).and_device(small);
@@ -605,14 +611,15 @@ mod tests {
     #[test]
     fn a_standing_permit_is_no_request() {
         let admission = door(100, 100);
-        let mut permit = admission.try_stand(Cost::host(ByteSize::mib(80))).expect("counts once");
+        let mut permit =
+            admission.try_reserve_resource(Cost::host(ByteSize::mib(80))).expect("counts once");
         assert_eq!(admission.stats(), AdmissionStats::default());
         permit.settle();
         assert!(permit.grow(ByteSize::new(1)).is_err());
         permit.shrink(ByteSize::new(1));
         assert_eq!(permit.cost(), Cost::host(ByteSize::mib(80)));
         drop(permit);
-        assert_eq!(booked(&admission), NOTHING);
-        assert_eq!(admission.ledger(Budget::Host).standing(), ByteSize::ZERO);
+        assert_eq!(reserved(&admission), NOTHING);
+        assert_eq!(admission.ledger(Budget::Host).resource_reservations(), ByteSize::ZERO);
     }
 }

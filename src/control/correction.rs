@@ -9,7 +9,7 @@
 //!
 //! Invariants: with `requests = booked - units`, `required = physical - purgeable` and
 //! `pending` the standing bytes not yet loaded,
-//! `other = max(base + standing, required - K x requests + pending)`,
+//! `other = max(base + resource_reservations, required - K x requests + pending)`,
 //! `allowance = (ceiling - other) / K + units` and
 //! `alone = ceiling - other - K x ceiling / 32`, or 0 while `K` is being measured;
 //! `K = max(1.05 x peak, (1 - .005 x min(8 x measured, 1)) x K)` held within 1 to 5, with `peak`
@@ -151,15 +151,15 @@ pub struct Books {
     /// What standing bookings take of the allowance.
     pub units: ByteSize,
     /// Booked by resources.
-    pub standing: ByteSize,
-    /// The part of `standing` that is loaded.
+    pub resource_reservations: ByteSize,
+    /// The part of `resource_reservations` that is loaded.
     pub settled: ByteSize,
 }
 
 /// What is learned from samples: pure, owned by the control loop.
 #[derive(Clone, Debug)]
 pub struct Correction {
-    pub(super) k: f64,
+    pub(super) correction_factor: f64,
     /// What is held when nothing is booked.
     base: ByteSize,
     /// Whether next to nothing was booked at the last sample either.
@@ -191,7 +191,7 @@ impl Correction {
     pub const fn starting_at(start: f64) -> Self {
         let start = start.max(K_MIN).min(K_MAX); // in this order: no number is `K_MIN`
         Self {
-            k: start,
+            correction_factor: start,
             start,
             base: ByteSize::ZERO,
             quiet: true,
@@ -206,8 +206,8 @@ impl Correction {
 
     /// By how much estimates are multiplied.
     #[must_use]
-    pub const fn k(&self) -> f64 {
-        self.k
+    pub const fn correction_factor(&self) -> f64 {
+        self.correction_factor
     }
 
     /// What is held when nothing is booked.
@@ -221,27 +221,31 @@ impl Correction {
         let required = measured.physical.saturating_sub(measured.purgeable);
         self.learn_base(books, required, measured.ceiling);
         self.learn_k(books, required, measured);
-        debug_assert!((K_MIN..=K_MAX).contains(&self.k), "K is {}", self.k);
+        debug_assert!(
+            (K_MIN..=K_MAX).contains(&self.correction_factor),
+            "K is {}",
+            self.correction_factor
+        );
         if measured.ceiling == ByteSize::MAX {
             self.most = ByteSize::MAX;
             return ByteSize::MAX;
         }
-        let pending = books.standing.saturating_sub(books.settled);
+        let pending = books.resource_reservations.saturating_sub(books.settled);
         let other_than = |requests: ByteSize| {
             let unbooked = required.saturating_sub(requests).saturating_add(pending);
-            unbooked.max(self.base.saturating_add(books.standing))
+            unbooked.max(self.base.saturating_add(books.resource_reservations))
         };
-        let other = other_than(books.requests.scaled(self.k));
+        let other = other_than(books.requests.scaled(self.correction_factor));
         self.unowned = other_than(books.requests.scaled(K_MAX));
         let room = measured.ceiling.saturating_sub(other);
-        let beside = few(measured.ceiling).scaled(self.k);
+        let beside = few(measured.ceiling).scaled(self.correction_factor);
         let lone = measured.ceiling.saturating_sub(self.unowned);
-        self.most = lone.scaled(1.0 / self.k).max(lone.saturating_sub(beside));
+        self.most = lone.scaled(1.0 / self.correction_factor).max(lone.saturating_sub(beside));
         (self.alone, self.alone_debt) = match self.unmeasured {
             UNMEASURED.. => (room.saturating_sub(beside), beside.saturating_sub(room)),
             _ => (ByteSize::ZERO, ByteSize::MAX),
         };
-        room.scaled(1.0 / self.k).saturating_add(books.units)
+        room.scaled(1.0 / self.correction_factor).saturating_add(books.units)
     }
 
     /// The base is what is held while next to nothing is booked: taken after two quiet samples,
@@ -250,7 +254,11 @@ impl Correction {
     fn learn_base(&mut self, books: Books, required: ByteSize, ceiling: ByteSize) {
         let quiet = books.requests <= few(ceiling);
         let held = required.saturating_sub(books.settled);
-        let held = if quiet { held.saturating_sub(books.requests.scaled(self.k)) } else { held };
+        let held = if quiet {
+            held.saturating_sub(books.requests.scaled(self.correction_factor))
+        } else {
+            held
+        };
         self.base = if quiet && self.quiet { held } else { self.base.min(held) };
         self.quiet = quiet;
     }
@@ -258,7 +266,7 @@ impl Correction {
     fn learn_k(&mut self, books: Books, required: ByteSize, sample: Measured) {
         if books.requests.is_zero() || books.requests < few(sample.ceiling) {
             self.unmeasured = self.unmeasured.saturating_add(1);
-            self.k += K_FORGETTING * (self.start - self.k);
+            self.correction_factor += K_FORGETTING * (self.start - self.correction_factor);
             return;
         }
         if self.unmeasured >= UNMEASURED {
@@ -268,7 +276,7 @@ impl Correction {
         self.unmeasured = 0;
         // All standing bytes are taken off, loaded or not: a load must not look like a wrong
         // estimate.
-        let held = required.saturating_sub(self.base).saturating_sub(books.standing);
+        let held = required.saturating_sub(self.base).saturating_sub(books.resource_reservations);
         let measured = held.as_f64() / books.requests.as_f64();
         let evident = books.requests.get() >= sample.ceiling.get() / EVIDENT_PART;
         if evident {
@@ -277,10 +285,10 @@ impl Correction {
         let rising = evident && self.peaks.is_rising(measured);
         let peak = K_MARGIN * self.peaks.largest().max(measured);
         let decay = if rising || !evident { 0.0 } else { sample.turnover.decay() };
-        let decayed = self.k * (1.0 - decay * (K_EVIDENCE * measured).min(1.0));
+        let decayed = self.correction_factor * (1.0 - decay * (K_EVIDENCE * measured).min(1.0));
         // What is held beside few booked bytes counts once, among `other`.
-        let most = if evident { K_MAX } else { self.k };
-        self.k = peak.min(most).max(decayed).clamp(K_MIN, K_MAX);
+        let most = if evident { K_MAX } else { self.correction_factor };
+        self.correction_factor = peak.min(most).max(decayed).clamp(K_MIN, K_MAX);
     }
 }
 
@@ -316,35 +324,49 @@ pub(super) mod tests {
 
     #[test]
     fn k_begins_where_it_is_told_to_within_its_bounds_and_goes_back_there() {
-        for (start, k) in [(1.0, 1.0), (3.0, 3.0), (0.2, K_MIN), (9.0, K_MAX), (f64::NAN, K_MIN)] {
+        for (start, correction_factor) in
+            [(1.0, 1.0), (3.0, 3.0), (0.2, K_MIN), (9.0, K_MAX), (f64::NAN, K_MIN)]
+        {
             let correction = Correction::starting_at(start);
-            assert!((correction.k() - k).abs() < 1e-9, "{start}: {}", correction.k());
+            assert!(
+                (correction.correction_factor() - correction_factor).abs() < 1e-9,
+                "{start}: {}",
+                correction.correction_factor()
+            );
         }
         let mut correction = Correction::starting_at(1.0);
         let _ = correction.update(requests(200), sample(500, 0));
-        assert!(correction.k() > 2.0, "{}", correction.k());
+        assert!(correction.correction_factor() > 2.0, "{}", correction.correction_factor());
         for _ in 0..20_000 {
             let _ = correction.update(requests(0), sample(0, 0));
         }
-        assert!((correction.k() - 1.0).abs() < 0.01, "{}", correction.k());
+        assert!(
+            (correction.correction_factor() - 1.0).abs() < 0.01,
+            "{}",
+            correction.correction_factor()
+        );
     }
 
     #[test]
     fn k_rises_at_once_falls_slowly_and_stays_within_its_bounds() {
         let mut correction = Correction::new();
         let _ = correction.update(requests(100), sample(300, 0));
-        assert!((correction.k() - 1.05 * 3.0).abs() < 1e-9, "{}", correction.k());
+        assert!(
+            (correction.correction_factor() - 1.05 * 3.0).abs() < 1e-9,
+            "{}",
+            correction.correction_factor()
+        );
         let _ = correction.update(requests(100), sample(100, 0));
-        assert!((correction.k() - 0.995 * 1.05 * 3.0).abs() < 1e-9);
+        assert!((correction.correction_factor() - 0.995 * 1.05 * 3.0).abs() < 1e-9);
         let _ = correction.update(requests(100), sample(100_000, 0));
-        assert!((correction.k() - K_MAX).abs() < 1e-9);
+        assert!((correction.correction_factor() - K_MAX).abs() < 1e-9);
         for _ in 0..400 {
             let _ = correction.update(requests(100), sample(90, 0));
         }
-        assert!((correction.k() - K_MIN).abs() < 1e-9);
+        assert!((correction.correction_factor() - K_MIN).abs() < 1e-9);
         // Too little is booked to measure against.
         let _ = correction.update(requests(1), sample(500, 0));
-        assert!((correction.k() - K_MIN - K_FORGETTING).abs() < 1e-9);
+        assert!((correction.correction_factor() - K_MIN - K_FORGETTING).abs() < 1e-9);
     }
 
     /// The bug: bytes that a client had announced and did not send were taken for an estimate that
@@ -355,7 +377,11 @@ pub(super) mod tests {
         for _ in 0..500 {
             let _ = correction.update(requests(600), sample(1, 0));
         }
-        assert!(correction.k() > 0.95 * K_START, "{}", correction.k());
+        assert!(
+            correction.correction_factor() > 0.95 * K_START,
+            "{}",
+            correction.correction_factor()
+        );
     }
 
     /// The bug: what a burst had taught stayed for as long as nothing large came.
@@ -366,11 +392,19 @@ pub(super) mod tests {
             for _ in 0..2000 {
                 let _ = correction.update(requests(100), sample(measured, 0));
             }
-            assert!((correction.k() - K_START).abs() > 0.9, "{}", correction.k());
+            assert!(
+                (correction.correction_factor() - K_START).abs() > 0.9,
+                "{}",
+                correction.correction_factor()
+            );
             for _ in 0..4 * 60 * 30 {
                 let _ = correction.update(requests(0), sample(10, 0));
             }
-            assert!((correction.k() - K_START).abs() < 0.01, "{}", correction.k());
+            assert!(
+                (correction.correction_factor() - K_START).abs() < 0.01,
+                "{}",
+                correction.correction_factor()
+            );
         }
     }
 
@@ -382,17 +416,29 @@ pub(super) mod tests {
         for held in 1..=200 {
             let _ = correction.update(requests(300), after(10, 0, 100, 3 * held));
         }
-        assert!(correction.k() > 0.99 * K_START, "{}", correction.k());
+        assert!(
+            correction.correction_factor() > 0.99 * K_START,
+            "{}",
+            correction.correction_factor()
+        );
         // They end one by one, others come and arrive: what the first ones held is known.
         for _ in 0..200 {
             let _ = correction.update(requests(300), after(10, 1, 100, 250));
         }
-        assert!(correction.k() > 0.99 * K_START, "{}", correction.k());
+        assert!(
+            correction.correction_factor() > 0.99 * K_START,
+            "{}",
+            correction.correction_factor()
+        );
         // Three generations later it is not true any more.
         for _ in 0..500 {
             let _ = correction.update(requests(300), after(10, 1, 100, 250));
         }
-        assert!(correction.k() < 0.6 * K_START, "{}", correction.k());
+        assert!(
+            correction.correction_factor() < 0.6 * K_START,
+            "{}",
+            correction.correction_factor()
+        );
     }
 
     /// The bug: what a neighbour held was taken for the last requests' as a load ended, `K` rose to
@@ -400,28 +446,31 @@ pub(super) mod tests {
     #[test]
     fn a_neighbour_was_taken_for_a_wrong_estimate_when_a_load_ended() {
         let mut correction = Correction::new();
-        for booked in (30..400).rev() {
-            let _ = correction.update(requests(booked), after(10, 1, booked, booked + 90));
+        for reserved in (30..400).rev() {
+            let _ = correction.update(requests(reserved), after(10, 1, reserved, reserved + 90));
         }
-        assert!(correction.k() < 2.1, "{}", correction.k());
+        assert!(correction.correction_factor() < 2.1, "{}", correction.correction_factor());
         // It counts once all the same.
         let allowance = correction.update(requests(30), after(10, 1, 30, 120)).as_f64();
         let room = ByteSize::mib(800 - 120).as_f64();
-        assert!(allowance * correction.k() <= room + 30.1 * correction.k() * 1_048_576.0);
+        assert!(
+            allowance * correction.correction_factor()
+                <= room + 30.1 * correction.correction_factor() * 1_048_576.0
+        );
     }
 
     /// The bug: `K` fell by ticks, so that a loop which ticks 100 ms late needed ten times as long
     /// to find out what is true.
     #[test]
     fn a_late_loop_learned_slowly() {
-        let k = |millis, ticks: u64| {
+        let correction_factor = |millis, ticks: u64| {
             let mut correction = Correction::new();
             for _ in 0..ticks {
                 let _ = correction.update(requests(300), after(millis, 100, 100, 300));
             }
-            correction.k()
+            correction.correction_factor()
         };
-        let (soon, late) = (k(10, 100), k(100, 10));
+        let (soon, late) = (correction_factor(10, 100), correction_factor(100, 10));
         assert!((soon / late - 1.0).abs() < 0.05, "{soon} and {late}");
     }
 
@@ -435,10 +484,15 @@ pub(super) mod tests {
         }
         assert_eq!(
             correction.base(),
-            ByteSize::mib(310).saturating_sub(ByteSize::mib(1).scaled(correction.k()))
+            ByteSize::mib(310)
+                .saturating_sub(ByteSize::mib(1).scaled(correction.correction_factor()))
         );
         let _ = correction.update(requests(50), sample(350, 0));
-        assert!(correction.k() < 1.1 * K_START, "{}", correction.k());
+        assert!(
+            correction.correction_factor() < 1.1 * K_START,
+            "{}",
+            correction.correction_factor()
+        );
     }
 
     #[test]
@@ -483,18 +537,26 @@ pub(super) mod tests {
         for _ in 0..50 {
             let _ = correction.update(requests(90), sample(110, 0));
         }
-        assert!((correction.k() - K_START).abs() < 1e-9, "{}", correction.k());
+        assert!(
+            (correction.correction_factor() - K_START).abs() < 1e-9,
+            "{}",
+            correction.correction_factor()
+        );
     }
 
     #[test]
     fn a_load_beside_requests_is_no_wrong_estimate() {
-        let standing = ByteSize::mib(500);
-        for settled in [ByteSize::ZERO, standing] {
+        let resource_reservations = ByteSize::mib(500);
+        for settled in [ByteSize::ZERO, resource_reservations] {
             let mut correction = Correction::new();
             let _ = correction.update(requests(0), sample(100, 0));
-            let books = Books { standing, settled, ..requests(100) };
+            let books = Books { resource_reservations, settled, ..requests(100) };
             let _ = correction.update(books, sample(700, 0));
-            assert!((correction.k() - 0.995 * K_START).abs() < 1e-9, "{}", correction.k());
+            assert!(
+                (correction.correction_factor() - 0.995 * K_START).abs() < 1e-9,
+                "{}",
+                correction.correction_factor()
+            );
         }
     }
 }

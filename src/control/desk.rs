@@ -208,7 +208,8 @@ impl Desk {
     }
 
     fn evictor(&self) -> Option<Arc<Evictor>> {
-        let stand = !self.host.standing().is_zero() || !self.device.standing().is_zero();
+        let stand = !self.host.resource_reservations().is_zero()
+            || !self.device.resource_reservations().is_zero();
         self.evictor.try_read().ok().filter(|_| stand)?.clone()
     }
 
@@ -268,24 +269,24 @@ impl Desk {
         exempt: bool,
     ) -> Result<ByteSize, Rejected> {
         let place = Place::here();
-        let booked = if exempt {
+        let reserved = if exempt {
             self.host.book_exempt(bytes)
         } else {
             self.book_more(held, bytes, place).inspect_err(|rejected| {
                 self.tally(place).shed(place, rejected.reason(), None);
             })?
         };
-        self.tally(place).grow(place, booked);
-        Ok(booked)
+        self.tally(place).grow(place, reserved);
+        Ok(reserved)
     }
 
     /// Books more of the host's memory for a request, whatever the allowance says: what was booked.
     #[cfg(feature = "service")]
     pub(super) fn raise(&self, bytes: ByteSize) -> ByteSize {
         let place = Place::here();
-        let booked = self.host.book_exempt(bytes);
-        self.tally(place).grow(place, booked);
-        booked
+        let reserved = self.host.book_exempt(bytes);
+        self.tally(place).grow(place, reserved);
+        reserved
     }
 
     /// A request shed for what it is, not for want of room.
@@ -418,7 +419,7 @@ impl Desk {
         mut make_room: impl FnMut() -> Hint,
     ) -> Rejected {
         let ledger = self.ledger(budget);
-        let Shortfall { asked, booked, allowance } = short;
+        let Shortfall { asked, reserved, allowance } = short;
         let ceiling = ledger.ceiling();
         if asked > ceiling {
             return Rejected::TooLarge { budget, asked, ceiling };
@@ -436,8 +437,8 @@ impl Desk {
             Hint::Resident(stays) if !ledger.drains(&short) => known(stays, spread),
             Hint::Resident(_) | Hint::Unknown => self.retry_after(wait, spread),
         };
-        let (booked, allowance) = (ledger.in_bytes(booked), ledger.in_bytes(allowance));
-        Rejected::Full { budget, asked, booked, allowance, retry_after }
+        let (reserved, allowance) = (ledger.in_bytes(reserved), ledger.in_bytes(allowance));
+        Rejected::Full { budget, asked, reserved, allowance, retry_after }
     }
 
     /// As long as it takes for what is missing to come free, where that is known; else from 1 s at
@@ -479,11 +480,11 @@ fn book(
 /// Books what stays. Where no limit is known nothing is refused: nothing is booked where 64 bits
 /// are full.
 fn stand(ledger: &Ledger, bytes: ByteSize) -> Result<Standing, Shortfall> {
-    let booked = ledger.try_book_standing(bytes);
-    if booked.is_err() && ledger.ceiling() == ByteSize::MAX {
+    let reserved = ledger.try_book_standing(bytes);
+    if reserved.is_err() && ledger.ceiling() == ByteSize::MAX {
         return ledger.try_book_standing(ByteSize::ZERO);
     }
-    booked
+    reserved
 }
 
 #[cfg(all(test, not(lowtide_loom)))]
@@ -499,7 +500,7 @@ mod tests {
         for _ in 0..200 {
             let door = Admission::with_limit(one);
             let permit = door.try_admit(Cost::host(one)).expect("fits");
-            let model = door.try_stand(Cost::device(one)).expect("no limit");
+            let model = door.try_reserve_resource(Cost::device(one)).expect("no limit");
             assert!(door.try_admit(Cost::host(one)).is_err());
             door.set_level(Level::Critical);
             door.close();
@@ -510,9 +511,11 @@ mod tests {
             assert_eq!((new.level(), new.is_closed()), (Level::None, false));
             assert_eq!(new.ledger(Budget::Host).ceiling(), ByteSize::MAX);
             for budget in [Budget::Host, Budget::Device] {
-                assert_eq!(new.ledger(budget).booked_bytes(), ByteSize::ZERO);
+                assert_eq!(new.ledger(budget).reserved_bytes(), ByteSize::ZERO);
                 let classes = new.classes(budget);
-                assert!(classes.iter().all(|class| class.admitted_total + class.shed_total == 0));
+                assert!(
+                    classes.iter().all(|class| class.admitted_total + class.rejected_total == 0)
+                );
             }
             assert_eq!((before.stats().held(), before.is_closed()), (1, true));
             drop((before, new));
@@ -520,7 +523,7 @@ mod tests {
             let other = Admission::with_limit(one);
             drop((permit, model));
             assert_eq!(other.stats().finished_total, 0);
-            assert_eq!(other.ledger(Budget::Host).booked(), ByteSize::ZERO);
+            assert_eq!(other.ledger(Budget::Host).reserved(), ByteSize::ZERO);
         }
     }
 
@@ -558,6 +561,6 @@ mod tests {
         });
         let stats = door.stats();
         assert_eq!((stats.admitted_total, stats.finished_total, stats.held()), (64, 64, 0));
-        assert_eq!(door.ledger(Budget::Host).booked(), ByteSize::ZERO);
+        assert_eq!(door.ledger(Budget::Host).reserved(), ByteSize::ZERO);
     }
 }

@@ -180,9 +180,9 @@ impl Evictor {
             let list: Vec<_> = chosen.into_iter().map_while(|idle| idle.resource.claim()).collect();
             let claims = Claims { list, takes };
             if claims.list.len() == count
-                && let Some(booked) = book(&claims)
+                && let Some(reserved) = book(&claims)
             {
-                return Ok((claims, booked));
+                return Ok((claims, reserved));
             }
             // One of them came into use, or another request took the room: the others are put back,
             // which wakes those who wait.

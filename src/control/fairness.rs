@@ -62,7 +62,7 @@ const CROWD_MAX: f64 = 30.0;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Balance {
     /// What each request has to leave room for, itself included.
-    pub(crate) berth: ByteSize,
+    pub(crate) reserved_headroom: ByteSize,
     /// Bytes a second that come free for those who are refused; none where that is not known.
     pub(crate) drain: ByteSize,
     /// The least time after which they should come again.
@@ -75,7 +75,7 @@ pub(crate) struct Seen {
     /// Time since the last look.
     pub(crate) since: Duration,
     /// What all hold.
-    pub(crate) booked: ByteSize,
+    pub(crate) reserved: ByteSize,
     /// What of it requests hold.
     pub(crate) requests: ByteSize,
     /// What may be booked.
@@ -85,8 +85,8 @@ pub(crate) struct Seen {
 impl Seen {
     /// What the ledger shows, this long after the last look.
     pub(crate) fn of(ledger: &Ledger, since: Duration) -> Self {
-        let (booked, allowance) = (ledger.booked(), ledger.allowance());
-        Self { since, booked, requests: ledger.requests(), allowance }
+        let (reserved, allowance) = (ledger.reserved(), ledger.allowance());
+        Self { since, reserved, requests: ledger.requests(), allowance }
     }
 }
 
@@ -119,7 +119,7 @@ pub(crate) struct Fairness {
     sheds: f64,
     /// The part of the allowance that stood empty for a berth, decayed.
     price: f64,
-    berth: f64,
+    reserved_headroom: f64,
     /// Since the last turn of `sizes`.
     turned: Duration,
     /// Bytes that requests gave back and the time in which they did, decayed.
@@ -163,24 +163,28 @@ impl Fairness {
         // Without a limit the allowance says nothing, and nothing is refused.
         let is_short =
             seen.allowance != ByteSize::MAX && self.sheds >= SHEDS_MIN && overall < ADMITTED_MOST;
-        let berth = if is_short { self.berth(&seen, overall, bound) } else { self.no_berth() };
-        self.berth = berth;
-        debug_assert!(berth <= bound.max(0.0), "a berth of {berth} in a bound of {bound}");
+        let reserved_headroom =
+            if is_short { self.reserved_headroom(&seen, overall, bound) } else { self.no_berth() };
+        self.reserved_headroom = reserved_headroom;
+        debug_assert!(
+            reserved_headroom <= bound.max(0.0),
+            "a berth of {reserved_headroom} in a bound of {bound}"
+        );
         let crowd = (1.0 / overall).min(CROWD_MAX);
         let drain = if self.passed > 0.0 { self.released / self.passed } else { 0.0 };
         Balance {
             // Up to the next byte, so that the largest of the class fits.
-            berth: ByteSize::new(1).scaled(berth.ceil()),
+            reserved_headroom: ByteSize::new(1).scaled(reserved_headroom.ceil()),
             drain: ByteSize::new(1).scaled(drain / crowd),
             pause: Duration::from_secs_f64(crowd),
         }
     }
 
     /// The largest berth that a class needs, of those that are behind.
-    fn berth(&mut self, seen: &Seen, overall: f64, bound: f64) -> f64 {
+    fn reserved_headroom(&mut self, seen: &Seen, overall: f64, bound: f64) -> f64 {
         let allowance = seen.allowance.as_f64();
-        let room = seen.allowance.saturating_sub(seen.booked).as_f64();
-        let mut berth = 0.0_f64;
+        let room = seen.allowance.saturating_sub(seen.reserved).as_f64();
+        let mut reserved_headroom = 0.0_f64;
         for class in &mut self.classes {
             let size = class.size();
             let target = TARGET * (1.0 - size / allowance) * overall;
@@ -197,10 +201,10 @@ impl Fairness {
                 self.price <= PRICE_MAX && (room >= READY * size || class.behind >= PATIENCE)
             };
             if class.has_berth {
-                berth = berth.max(size);
+                reserved_headroom = reserved_headroom.max(size);
             }
         }
-        berth
+        reserved_headroom
     }
 
     fn no_berth(&mut self) -> f64 {
@@ -213,25 +217,25 @@ impl Fairness {
 
     /// What the berth has cost since the last look.
     fn weigh(&mut self, seen: &Seen, kept: f64) {
-        let room = seen.allowance.saturating_sub(seen.booked).as_f64();
+        let room = seen.allowance.saturating_sub(seen.reserved).as_f64();
         let empty = if seen.allowance.is_zero() {
             0.0
         } else {
-            room.min(self.berth) / seen.allowance.as_f64()
+            room.min(self.reserved_headroom) / seen.allowance.as_f64()
         };
         self.price = self.price * kept + empty * (1.0 - kept);
     }
 
     /// What requests gave back: what they held and were given since, less what they hold now.
     fn drain(&mut self, seen: &Seen, counts: &BudgetCounts, kept: f64) {
-        let booked: u64 = (self.classes.iter().zip(&counts.classes))
+        let reserved: u64 = (self.classes.iter().zip(&counts.classes))
             .map(|(class, now)| {
                 now.admitted_bytes_total.wrapping_sub(class.before.admitted_bytes_total)
             })
             .fold(counts.beside.wrapping_sub(self.beside), u64::wrapping_add);
         let held = self.requests.as_f64() - seen.requests.as_f64();
         // Below zero where a request is counted a moment after it booked; made up for at the next.
-        self.released = self.released * kept + held + ByteSize::new(booked).as_f64();
+        self.released = self.released * kept + held + ByteSize::new(reserved).as_f64();
         self.passed = self.passed * kept + seen.since.as_secs_f64();
         self.requests = seen.requests;
         self.beside = counts.beside;
@@ -253,8 +257,8 @@ fn count(class: &mut Class, now: &ClassStats, kept: f64) -> f64 {
     let since = |now: u64, before: u64| ByteSize::new(now.wrapping_sub(before)).as_f64();
     let before = std::mem::replace(&mut class.before, *now);
     let admitted = since(now.admitted_bytes_total, before.admitted_bytes_total);
-    let shed = since(now.shed_bytes_total, before.shed_bytes_total);
-    let sheds = since(now.shed_total, before.shed_total);
+    let shed = since(now.rejected_bytes_total, before.rejected_bytes_total);
+    let sheds = since(now.rejected_total, before.rejected_total);
     class.admitted = class.admitted * kept + admitted;
     class.offered = class.offered * kept + admitted + shed;
     if sheds > 0.0 {

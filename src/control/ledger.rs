@@ -12,7 +12,7 @@
 //! While large requests get less than their share, each request has to leave room as if it were as
 //! large as one of them: the *berth* (how large it is the module `fairness` says).
 //!
-//! Invariants: at every admission `booked + max(asked, berth) <= allowance`, or
+//! Invariants: at every admission `reserved + max(asked, reserved_headroom) <= allowance`, or
 //! `requests <= ceiling / 32` and `asked <= alone`, so that no request is refused for want of room
 //! where a larger one would be admitted. What is admitted and grows, and a request of high
 //! priority, may take the berth.
@@ -60,12 +60,12 @@ impl fmt::Display for Budget {
 
 /// Why a booking failed.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
-#[error("{asked} more do not fit: {booked} of an allowance of {allowance} are booked")]
+#[error("{asked} more do not fit: {reserved} of an allowance of {allowance} are booked")]
 pub struct Shortfall {
     /// What was asked for.
     pub asked: ByteSize,
     /// What was booked at that moment.
-    pub booked: ByteSize,
+    pub reserved: ByteSize,
     /// What may be booked: less the part of the berth that a request of this size leaves free.
     pub allowance: ByteSize,
 }
@@ -92,7 +92,7 @@ impl Standing {
 #[must_use = "what is not released stays booked"]
 pub(crate) struct Reservation {
     units: u64,
-    booked: u64,
+    reserved: u64,
 }
 
 /// The account: shared by all who book. Starts without a limit, until the first correction. It is
@@ -100,7 +100,7 @@ pub(crate) struct Reservation {
 /// exactly what they took.
 #[derive(Debug)]
 pub struct Ledger {
-    booked: OwnLine,
+    reserved: CachePadded,
     /// Written by the control loop only.
     allowance: AtomicU64,
     /// Written by the control loop only.
@@ -111,19 +111,19 @@ pub struct Ledger {
     /// request counts as alone. Written by the control loop only.
     alone_debt: AtomicU64,
     /// Bits of an `f64`. Written by the control loop only.
-    k: AtomicU64,
+    correction_factor: AtomicU64,
     /// What each request has to leave room for. Written by the control loop only.
-    berth: AtomicU64,
+    reserved_headroom: AtomicU64,
     /// Bytes a second that come free for those who were refused; 0 where nothing does or nothing
     /// is known. Written by the control loop only.
     drain: AtomicU64,
     /// The least time after which they should come again, in milliseconds. Written by the control
     /// loop only.
     pause_ms: AtomicU64,
-    /// What standing bookings hold of `booked`.
+    /// What standing bookings hold of `reserved`.
     units: AtomicU64,
-    standing: AtomicU64,
-    /// The part of `standing` that is loaded, and so part of what is measured.
+    resource_reservations: AtomicU64,
+    /// The part of `resource_reservations` that is loaded, and so part of what is measured.
     settled: AtomicU64,
 }
 
@@ -132,17 +132,17 @@ impl Ledger {
     #[must_use]
     pub fn new() -> Self {
         Self {
-            booked: OwnLine(AtomicU64::new(0)),
+            reserved: CachePadded(AtomicU64::new(0)),
             allowance: AtomicU64::new(u64::MAX),
             ceiling: AtomicU64::new(u64::MAX),
             alone: AtomicU64::new(0),
             alone_debt: AtomicU64::new(u64::MAX),
-            k: AtomicU64::new(K_START.to_bits()),
-            berth: AtomicU64::new(0),
+            correction_factor: AtomicU64::new(K_START.to_bits()),
+            reserved_headroom: AtomicU64::new(0),
             drain: AtomicU64::new(0),
             pause_ms: AtomicU64::new(0),
             units: AtomicU64::new(0),
-            standing: AtomicU64::new(0),
+            resource_reservations: AtomicU64::new(0),
             settled: AtomicU64::new(0),
         }
     }
@@ -155,25 +155,45 @@ impl Ledger {
         Self {
             allowance: AtomicU64::new(ceiling.get()),
             ceiling: AtomicU64::new(ceiling.get()),
-            k: AtomicU64::new(K_MIN.to_bits()),
+            correction_factor: AtomicU64::new(K_MIN.to_bits()),
             ..Self::new()
         }
     }
 
     /// Begins anew as the other one is. Nobody books meanwhile, and nothing is booked.
     pub(crate) fn begin(&self, other: &Self) {
-        debug_assert!(self.booked().is_zero(), "{} are booked", self.booked());
+        debug_assert!(self.reserved().is_zero(), "{} are booked", self.reserved());
         for (mine, theirs) in self.figures().into_iter().zip(other.figures()) {
             mine.store(theirs.load(Ordering::Relaxed), Ordering::Relaxed);
         }
     }
 
     fn figures(&self) -> [&AtomicU64; 12] {
-        let Self { booked, allowance, ceiling, alone, alone_debt, k, berth, drain, .. } = self;
-        let Self { pause_ms, units, standing, settled, .. } = self;
+        let Self {
+            reserved,
+            allowance,
+            ceiling,
+            alone,
+            alone_debt,
+            correction_factor,
+            reserved_headroom,
+            drain,
+            ..
+        } = self;
+        let Self { pause_ms, units, resource_reservations, settled, .. } = self;
         [
-            booked, allowance, ceiling, alone, alone_debt, k, berth, drain, pause_ms, units,
-            standing, settled,
+            reserved,
+            allowance,
+            ceiling,
+            alone,
+            alone_debt,
+            correction_factor,
+            reserved_headroom,
+            drain,
+            pause_ms,
+            units,
+            resource_reservations,
+            settled,
         ]
     }
 
@@ -185,8 +205,8 @@ impl Ledger {
     /// does not fit 64 bits; nothing is booked then.
     #[inline]
     pub(crate) fn try_book(&self, bytes: ByteSize) -> Result<(), Shortfall> {
-        let berth = self.berth.load(Ordering::Relaxed);
-        self.book_request(bytes, berth.saturating_sub(bytes.get()))
+        let reserved_headroom = self.reserved_headroom.load(Ordering::Relaxed);
+        self.book_request(bytes, reserved_headroom.saturating_sub(bytes.get()))
     }
 
     /// The same for what may take the berth as well: a request of high priority, and one that is
@@ -202,8 +222,9 @@ impl Ledger {
     fn book_request(&self, bytes: ByteSize, left: u64) -> Result<(), Shortfall> {
         let alone = self.alone.load(Ordering::Relaxed);
         let few = few(self.ceiling()).get();
-        self.book_where(bytes, left, |booked| {
-            bytes.get() <= alone && booked.saturating_sub(self.units.load(Ordering::Relaxed)) <= few
+        self.book_where(bytes, left, |reserved| {
+            bytes.get() <= alone
+                && reserved.saturating_sub(self.units.load(Ordering::Relaxed)) <= few
         })
     }
 
@@ -220,26 +241,26 @@ impl Ledger {
             return Ok(());
         }
         let allowance = self.allowance.load(Ordering::Relaxed).saturating_sub(left);
-        let mut booked = self.booked.load(Ordering::Relaxed);
+        let mut reserved = self.reserved.load(Ordering::Relaxed);
         // Ends: a failed exchange means that another one succeeded (or, rarely, a spurious one).
         loop {
-            let fits = |sum: &u64| *sum <= allowance || harmless(booked);
-            let Some(sum) = booked.checked_add(bytes.get()).filter(fits) else {
+            let fits = |sum: &u64| *sum <= allowance || harmless(reserved);
+            let Some(sum) = reserved.checked_add(bytes.get()).filter(fits) else {
                 return Err(Shortfall {
                     asked: bytes,
-                    booked: ByteSize::new(booked),
+                    reserved: ByteSize::new(reserved),
                     allowance: ByteSize::new(allowance),
                 });
             };
-            let exchanged = self.booked.compare_exchange_weak(
-                booked,
+            let exchanged = self.reserved.compare_exchange_weak(
+                reserved,
                 sum,
                 Ordering::Relaxed,
                 Ordering::Relaxed,
             );
             match exchanged {
                 Ok(_) => return Ok(()),
-                Err(now) => booked = now,
+                Err(now) => reserved = now,
             }
         }
     }
@@ -250,18 +271,18 @@ impl Ledger {
         if bytes.is_zero() {
             return bytes;
         }
-        let mut booked = self.booked.load(Ordering::Relaxed);
+        let mut reserved = self.reserved.load(Ordering::Relaxed);
         loop {
-            let sum = booked.saturating_add(bytes.get());
-            let exchanged = self.booked.compare_exchange_weak(
-                booked,
+            let sum = reserved.saturating_add(bytes.get());
+            let exchanged = self.reserved.compare_exchange_weak(
+                reserved,
                 sum,
                 Ordering::Relaxed,
                 Ordering::Relaxed,
             );
             match exchanged {
-                Ok(_) => return ByteSize::new(sum - booked),
-                Err(now) => booked = now,
+                Ok(_) => return ByteSize::new(sum - reserved),
+                Err(now) => reserved = now,
             }
         }
     }
@@ -272,7 +293,7 @@ impl Ledger {
         if bytes.is_zero() {
             return;
         }
-        let before = self.booked.fetch_sub(bytes.get(), Ordering::Relaxed);
+        let before = self.reserved.fetch_sub(bytes.get(), Ordering::Relaxed);
         debug_assert!(before >= bytes.get(), "released {bytes}, booked were {before} bytes");
     }
 
@@ -281,34 +302,34 @@ impl Ledger {
     /// # Errors
     /// As for [`Ledger::try_book`].
     pub(crate) fn try_book_standing(&self, bytes: ByteSize) -> Result<Standing, Shortfall> {
-        let units = units_of(bytes, self.k());
+        let units = units_of(bytes, self.correction_factor());
         self.book_where(ByteSize::new(units), 0, |_| false)
             .map_err(|short| Shortfall { asked: bytes, ..short })?;
         // After the booking: a correction in between takes the units for a request's, which is
         // the same room.
-        self.standing.fetch_add(bytes.get(), Ordering::Relaxed);
+        self.resource_reservations.fetch_add(bytes.get(), Ordering::Relaxed);
         self.units.fetch_add(units, Ordering::Relaxed);
         Ok(Standing { bytes, units, settled: false })
     }
 
     /// Books more for what will stay, up to these bytes in all, whatever the allowance says.
-    pub(crate) fn raise(&self, standing: &mut Standing, bytes: ByteSize) {
-        let more = bytes.saturating_sub(standing.bytes);
-        let units = self.book_exempt(ByteSize::new(units_of(more, self.k()))).get();
+    pub(crate) fn raise(&self, resource_reservations: &mut Standing, bytes: ByteSize) {
+        let more = bytes.saturating_sub(resource_reservations.bytes);
+        let units = self.book_exempt(ByteSize::new(units_of(more, self.correction_factor()))).get();
         // As for a new booking.
-        self.standing.fetch_add(more.get(), Ordering::Relaxed);
+        self.resource_reservations.fetch_add(more.get(), Ordering::Relaxed);
         self.units.fetch_add(units, Ordering::Relaxed);
-        if standing.settled {
+        if resource_reservations.settled {
             self.settled.fetch_add(more.get(), Ordering::Relaxed);
         }
-        standing.bytes = standing.bytes.saturating_add(more);
-        standing.units = standing.units.saturating_add(units);
+        resource_reservations.bytes = resource_reservations.bytes.saturating_add(more);
+        resource_reservations.units = resource_reservations.units.saturating_add(units);
     }
 
     /// Says that what was booked is loaded now, and so part of what is measured.
-    pub(crate) fn settle(&self, standing: &mut Standing) {
-        if !std::mem::replace(&mut standing.settled, true) {
-            self.settled.fetch_add(standing.bytes.get(), Ordering::Relaxed);
+    pub(crate) fn settle(&self, resource_reservations: &mut Standing) {
+        if !std::mem::replace(&mut resource_reservations.settled, true) {
+            self.settled.fetch_add(resource_reservations.bytes.get(), Ordering::Relaxed);
         }
     }
 
@@ -317,36 +338,41 @@ impl Ledger {
         if bytes.is_zero() {
             return true;
         }
-        let booked = self.booked.load(Ordering::Relaxed);
-        let berth = self.berth.load(Ordering::Relaxed).max(bytes.get());
+        let reserved = self.reserved.load(Ordering::Relaxed);
+        let reserved_headroom = self.reserved_headroom.load(Ordering::Relaxed).max(bytes.get());
         let alone = self.alone.load(Ordering::Relaxed).saturating_add(freed.get());
         let alone = alone.saturating_sub(self.alone_debt.load(Ordering::Relaxed));
         let (requests, few) = (self.requests(), few(self.ceiling()));
-        booked.checked_add(berth).is_some_and(|sum| sum <= self.allowance_without(freed))
+        reserved
+            .checked_add(reserved_headroom)
+            .is_some_and(|sum| sum <= self.allowance_without(freed))
             || bytes.get() <= alone && requests <= few
     }
 
     /// Whether a standing booking of these bytes would fit if others of `freed` bytes were gone.
     pub(crate) fn fits_standing(&self, bytes: ByteSize, freed: ByteSize) -> bool {
-        let sum = self.booked.load(Ordering::Relaxed).checked_add(units_of(bytes, self.k()));
+        let sum = self
+            .reserved
+            .load(Ordering::Relaxed)
+            .checked_add(units_of(bytes, self.correction_factor()));
         bytes.is_zero() || sum.is_some_and(|sum| sum <= self.allowance_without(freed))
     }
 
     /// Books what a standing booking of these bytes needs beyond others of `freed` bytes that are
     /// going; [`Ledger::exchange`] makes one booking of both. `None` where it does not fit.
     pub(crate) fn reserve(&self, bytes: ByteSize, freed: ByteSize) -> Option<Reservation> {
-        let units = units_of(bytes, self.k());
+        let units = units_of(bytes, self.correction_factor());
         let more = units.saturating_sub(self.units_without(freed));
         let allowance = self.allowance_without(freed);
-        let fits = |booked: u64| booked.checked_add(units).is_some_and(|sum| sum <= allowance);
-        let book = |booked| (units == 0 || fits(booked)).then(|| booked.saturating_add(more));
-        let booked = self.booked.fetch_update(Ordering::Relaxed, Ordering::Relaxed, book);
-        booked.ok().map(|_| Reservation { units, booked: more })
+        let fits = |reserved: u64| reserved.checked_add(units).is_some_and(|sum| sum <= allowance);
+        let book = |reserved| (units == 0 || fits(reserved)).then(|| reserved.saturating_add(more));
+        let reserved = self.reserved.fetch_update(Ordering::Relaxed, Ordering::Relaxed, book);
+        reserved.ok().map(|_| Reservation { units, reserved: more })
     }
 
     /// Releases a reservation that is not wanted any more.
     pub(crate) fn unreserve(&self, reserved: Reservation) {
-        self.release(ByteSize::new(reserved.booked));
+        self.release(ByteSize::new(reserved.reserved));
     }
 
     /// Makes one standing booking of these bytes out of a reservation and of the bookings that it
@@ -361,18 +387,18 @@ impl Ledger {
         let (units, held) = (sum(|of| of.units), sum(|of| of.bytes.get()));
         let settled = sum(|of| if of.settled { of.bytes.get() } else { 0 });
         // Differences, which may be negative: additions wrap.
-        let booked = reserved.units.wrapping_sub(units).wrapping_sub(reserved.booked);
+        let added = reserved.units.wrapping_sub(units).wrapping_sub(reserved.reserved);
         let units = reserved.units.wrapping_sub(units);
         let add = |counter: &AtomicU64, amount| counter.fetch_add(amount, Ordering::Relaxed);
         // In this order, so that `requests` is never less than what requests have booked.
         if units.cast_signed() < 0 {
             add(&self.units, units);
-            add(&self.booked, booked);
+            add(&self.reserved, added);
         } else {
-            add(&self.booked, booked);
+            add(&self.reserved, added);
             add(&self.units, units);
         }
-        add(&self.standing, bytes.get().wrapping_sub(held));
+        add(&self.resource_reservations, bytes.get().wrapping_sub(held));
         self.settled.fetch_sub(settled, Ordering::Relaxed);
         Standing { bytes, units: reserved.units, settled: false }
     }
@@ -380,7 +406,7 @@ impl Ledger {
     /// The units that standing bookings of so many bytes free, by the present `K`: rounded as they
     /// were booked, so that a booking of the same size fits in their place.
     fn units_without(&self, freed: ByteSize) -> u64 {
-        units_of(freed, self.k())
+        units_of(freed, self.correction_factor())
     }
 
     /// The allowance if standing bookings of so many bytes were gone, with their units counted as
@@ -391,47 +417,47 @@ impl Ledger {
 
     /// Whether a request that did not fit would, once all requests have ended.
     pub(crate) fn drains(&self, short: &Shortfall) -> bool {
-        let standing = short.booked.saturating_sub(self.requests());
-        standing.saturating_add(short.asked) <= short.allowance
+        let resource_reservations = short.reserved.saturating_sub(self.requests());
+        resource_reservations.saturating_add(short.asked) <= short.allowance
     }
 
     /// Gives a standing booking back, after its memory has been given back.
-    pub(crate) fn release_standing(&self, standing: Standing) {
-        if standing.settled {
-            self.settled.fetch_sub(standing.bytes.get(), Ordering::Relaxed);
+    pub(crate) fn release_standing(&self, resource_reservations: Standing) {
+        if resource_reservations.settled {
+            self.settled.fetch_sub(resource_reservations.bytes.get(), Ordering::Relaxed);
         }
         // In the reverse order of booking, so that `units <= booked` for who reads in between.
-        self.units.fetch_sub(standing.units, Ordering::Relaxed);
-        self.standing.fetch_sub(standing.bytes.get(), Ordering::Relaxed);
-        self.release(ByteSize::new(standing.units));
+        self.units.fetch_sub(resource_reservations.units, Ordering::Relaxed);
+        self.resource_reservations.fetch_sub(resource_reservations.bytes.get(), Ordering::Relaxed);
+        self.release(ByteSize::new(resource_reservations.units));
     }
 
     /// All that is booked, standing bookings by their units.
     #[must_use]
-    pub fn booked(&self) -> ByteSize {
-        ByteSize::new(self.booked.load(Ordering::Relaxed))
+    pub fn reserved(&self) -> ByteSize {
+        ByteSize::new(self.reserved.load(Ordering::Relaxed))
     }
 
     /// What requests have booked, not multiplied.
     #[must_use]
     pub fn requests(&self) -> ByteSize {
         let units = self.units.load(Ordering::Relaxed);
-        self.booked().saturating_sub(ByteSize::new(units))
+        self.reserved().saturating_sub(ByteSize::new(units))
     }
 
     /// What resources have booked.
     #[must_use]
-    pub fn standing(&self) -> ByteSize {
-        ByteSize::new(self.standing.load(Ordering::Relaxed))
+    pub fn resource_reservations(&self) -> ByteSize {
+        ByteSize::new(self.resource_reservations.load(Ordering::Relaxed))
     }
 
     /// What requests and resources have booked, in the bytes that they gave: `requests + standing`.
     #[must_use]
-    pub fn booked_bytes(&self) -> ByteSize {
-        self.in_bytes(self.booked())
+    pub fn reserved_bytes(&self) -> ByteSize {
+        self.in_bytes(self.reserved())
     }
 
-    /// Up to which [`Ledger::booked_bytes`] a request fits; [`ByteSize::MAX`] where no limit is
+    /// Up to which [`Ledger::reserved_bytes`] a request fits; [`ByteSize::MAX`] where no limit is
     /// known.
     #[must_use]
     pub fn allowance_bytes(&self) -> ByteSize {
@@ -445,7 +471,7 @@ impl Ledger {
             return amount;
         }
         let units = ByteSize::new(self.units.load(Ordering::Relaxed));
-        amount.saturating_sub(units).saturating_add(self.standing())
+        amount.saturating_sub(units).saturating_add(self.resource_reservations())
     }
 
     /// What may be booked, standing bookings by their units; [`ByteSize::MAX`] where no limit is
@@ -473,22 +499,22 @@ impl Ledger {
 
     /// By how much estimates are multiplied.
     #[must_use]
-    pub fn k(&self) -> f64 {
-        f64::from_bits(self.k.load(Ordering::Relaxed))
+    pub fn correction_factor(&self) -> f64 {
+        f64::from_bits(self.correction_factor.load(Ordering::Relaxed))
     }
 
     /// What each request has to leave room for now, be it smaller itself; none while larger ones
     /// get their share, and where no control loop runs.
     #[must_use]
-    pub fn berth(&self) -> ByteSize {
-        ByteSize::new(self.berth.load(Ordering::Relaxed))
+    pub fn reserved_headroom(&self) -> ByteSize {
+        ByteSize::new(self.reserved_headroom.load(Ordering::Relaxed))
     }
 
     /// After what time who was refused may find room, as far as is known: the time in which what
     /// was missing comes free, shared with all who are refused.
     pub(crate) fn wait_for(&self, short: &Shortfall) -> Option<Duration> {
         let drain = NonZero::new(self.drain.load(Ordering::Relaxed))?.get();
-        let missing = short.booked.saturating_add(short.asked).saturating_sub(short.allowance);
+        let missing = short.reserved.saturating_add(short.asked).saturating_sub(short.allowance);
         let millis = u128::from(missing.get()) * 1000 / u128::from(drain);
         let least = self.pause_ms.load(Ordering::Relaxed);
         Some(Duration::from_millis(u64::try_from(millis).unwrap_or(u64::MAX).max(least)))
@@ -496,7 +522,7 @@ impl Ledger {
 
     /// Publishes how the room is to be shared. Called by one owner.
     pub(crate) fn balance(&self, balance: Balance) {
-        self.berth.store(balance.berth.get(), Ordering::Relaxed);
+        self.reserved_headroom.store(balance.reserved_headroom.get(), Ordering::Relaxed);
         self.drain.store(balance.drain.get(), Ordering::Relaxed);
         let pause = u64::try_from(balance.pause.as_millis()).unwrap_or(u64::MAX);
         self.pause_ms.store(pause, Ordering::Relaxed);
@@ -507,11 +533,11 @@ impl Ledger {
         let books = Books {
             requests: self.requests(),
             units: ByteSize::new(self.units.load(Ordering::Relaxed)),
-            standing: self.standing(),
+            resource_reservations: self.resource_reservations(),
             settled: ByteSize::new(self.settled.load(Ordering::Relaxed)),
         };
         let allowance = correction.update(books, measured);
-        self.k.store(correction.k.to_bits(), Ordering::Relaxed);
+        self.correction_factor.store(correction.correction_factor.to_bits(), Ordering::Relaxed);
         self.ceiling.store(measured.ceiling.get(), Ordering::Relaxed);
         self.allowance.store(allowance.get(), Ordering::Relaxed);
         self.alone.store(correction.alone.get(), Ordering::Relaxed);
@@ -528,9 +554,9 @@ impl Default for Ledger {
 /// A counter on cache lines of its own: what all threads write does not slow what all read.
 #[derive(Debug)]
 #[repr(align(128))]
-struct OwnLine(AtomicU64);
+struct CachePadded(AtomicU64);
 
-impl Deref for OwnLine {
+impl Deref for CachePadded {
     type Target = AtomicU64;
 
     fn deref(&self) -> &AtomicU64 {
@@ -540,11 +566,11 @@ impl Deref for OwnLine {
 
 /// The allowance that `bytes` of standing memory take at this `K`, rounded up; none for no bytes,
 /// which always fit, and all of it for [`ByteSize::MAX`].
-fn units_of(bytes: ByteSize, k: f64) -> u64 {
+fn units_of(bytes: ByteSize, correction_factor: f64) -> u64 {
     match bytes {
         ByteSize::ZERO => 0,
         ByteSize::MAX => u64::MAX,
-        _ => bytes.scaled(1.0 / k).get().saturating_add(1),
+        _ => bytes.scaled(1.0 / correction_factor).get().saturating_add(1),
     }
 }
 
@@ -558,7 +584,7 @@ mod tests {
         /// Books as often as it fits, at least until `sum` is booked: why it fits no more.
         fn book_and_fill(&self, each: ByteSize, sum: ByteSize) -> Shortfall {
             let short = std::iter::repeat_with(|| self.try_book(each)).find_map(Result::err);
-            assert!(self.booked() >= sum, "{} are booked", self.booked());
+            assert!(self.reserved() >= sum, "{} are booked", self.reserved());
             short.expect("an allowance ends")
         }
     }
@@ -569,37 +595,38 @@ mod tests {
         assert_eq!(ledger.try_book(ByteSize::ZERO), Ok(()));
         assert_eq!(ledger.try_book(ByteSize::MAX), Ok(()));
         let short = ledger.try_book(ByteSize::new(1)).expect_err("no 64 bits hold it");
-        assert_eq!(short.booked, ByteSize::MAX);
+        assert_eq!(short.reserved, ByteSize::MAX);
         assert_eq!(ledger.try_book(ByteSize::ZERO), Ok(()));
         assert_eq!(ledger.book_exempt(ByteSize::new(9)), ByteSize::ZERO);
         ledger.release(ByteSize::MAX);
-        assert_eq!(ledger.booked(), ByteSize::ZERO);
-        let standing = ledger.try_book_standing(ByteSize::MAX).expect("no limit");
-        ledger.release_standing(standing);
-        assert_eq!(ledger.booked(), ByteSize::ZERO);
+        assert_eq!(ledger.reserved(), ByteSize::ZERO);
+        let resource_reservations = ledger.try_book_standing(ByteSize::MAX).expect("no limit");
+        ledger.release_standing(resource_reservations);
+        assert_eq!(ledger.reserved(), ByteSize::ZERO);
     }
 
     #[test]
     fn a_berth_is_left_free_by_smaller_requests_and_taken_by_those_it_is_for() {
         let ledger = Ledger::with_ceiling(ByteSize::mib(100));
-        let berth = ByteSize::mib(8);
-        ledger.balance(Balance { berth, ..Balance::default() });
+        let reserved_headroom = ByteSize::mib(8);
+        ledger.balance(Balance { reserved_headroom, ..Balance::default() });
         let short = ledger.book_and_fill(ByteSize::mib(1), ByteSize::mib(93));
         // 93 of 93: one more would leave 6 of the 8 MiB, besides its own.
-        assert_eq!((short.booked, short.allowance), (ByteSize::mib(93), ByteSize::mib(93)));
+        assert_eq!((short.reserved, short.allowance), (ByteSize::mib(93), ByteSize::mib(93)));
         assert!(ledger.try_book(ByteSize::new(1)).is_err(), "be it as small as it may");
         assert_eq!(ledger.try_book(ByteSize::ZERO), Ok(()), "no bytes always fit");
-        assert!(ledger.try_book(berth).is_err(), "7 MiB are left");
+        assert!(ledger.try_book(reserved_headroom).is_err(), "7 MiB are left");
         ledger.release(ByteSize::mib(1));
-        ledger.try_book(berth).expect("the berth is its own");
+        ledger.try_book(reserved_headroom).expect("the berth is its own");
         ledger.release(ByteSize::mib(4));
         assert!(ledger.try_book(ByteSize::mib(4)).is_err(), "another berth is to be left");
         ledger.try_book_more(ByteSize::mib(2)).expect("who is admitted grows into it");
-        let standing = ledger.try_book_standing(ByteSize::mib(1)).expect("so does what stands");
-        ledger.release_standing(standing);
+        let resource_reservations =
+            ledger.try_book_standing(ByteSize::mib(1)).expect("so does what stands");
+        ledger.release_standing(resource_reservations);
         ledger.balance(Balance::default());
         ledger.try_book(ByteSize::mib(2)).expect("no berth any more");
-        assert_eq!(ledger.booked(), ledger.allowance());
+        assert_eq!(ledger.reserved(), ledger.allowance());
     }
 
     #[test]
@@ -610,10 +637,10 @@ mod tests {
         assert_eq!(wait(30), None, "nothing is known to come free");
         let pause = Duration::from_secs(3);
         let drain = ByteSize::mib(4);
-        ledger.balance(Balance { berth: ByteSize::ZERO, drain, pause });
+        ledger.balance(Balance { reserved_headroom: ByteSize::ZERO, drain, pause });
         assert_eq!(wait(30), Some(Duration::from_secs(5)), "20 MiB at 4 a second");
         assert_eq!(wait(11), Some(pause), "others ask as well");
-        ledger.balance(Balance { berth: ByteSize::mib(30), drain, pause });
+        ledger.balance(Balance { reserved_headroom: ByteSize::mib(30), drain, pause });
         assert_eq!(wait(1), Some(Duration::from_secs(5)), "it has to leave the berth");
         let most = Balance { drain: ByteSize::new(1), pause, ..Balance::default() };
         ledger.balance(most);
@@ -628,10 +655,10 @@ mod tests {
         ledger.try_book(ByteSize::mib(399)).expect("fits");
         let asked = ByteSize::mib(2);
         let allowance = ByteSize::mib(400);
-        let expected = Shortfall { asked, booked: ByteSize::mib(399), allowance };
+        let expected = Shortfall { asked, reserved: ByteSize::mib(399), allowance };
         assert_eq!(ledger.try_book(asked), Err(expected));
         ledger.try_book(ByteSize::mib(1)).expect("fits to the byte");
-        assert_eq!(ledger.booked(), allowance);
+        assert_eq!(ledger.reserved(), allowance);
         assert!(ledger.try_book(ByteSize::MAX).is_err());
     }
 
@@ -649,7 +676,7 @@ mod tests {
         assert!(ledger.try_book(ByteSize::mib(5)).is_err(), "and no second one");
         // It is measured now, and turns out to need what it said: so do those after it.
         ledger.correct(&mut correction, sample(720, 0));
-        assert!(correction.k() < K_START);
+        assert!(correction.correction_factor() < K_START);
         ledger.release(ByteSize::mib(620));
         ledger.correct(&mut correction, sample(100, 0));
         assert!(ledger.try_book(large).is_err(), "K was measured a moment ago, and it is high");
@@ -684,7 +711,7 @@ mod tests {
         let ledger = Ledger::new();
         let mut correction = Correction::new();
         ledger.correct(&mut correction, sample(100, 0));
-        let room = |ledger: &Ledger| ledger.allowance().saturating_sub(ledger.booked()).get();
+        let room = |ledger: &Ledger| ledger.allowance().saturating_sub(ledger.reserved()).get();
         let near = |found: u64, mib: u64| found.abs_diff(ByteSize::mib(mib).get()) <= 4;
         assert!(near(room(&ledger), 350));
         // 500 MiB fit though K x 500 MiB would not.
@@ -697,7 +724,10 @@ mod tests {
         ledger.settle(&mut model);
         ledger.correct(&mut correction, sample(600, 0));
         assert!(near(room(&ledger), 100), "loaded: {}", room(&ledger));
-        assert!((correction.k() - K_START).abs() < 1e-9, "a load is no wrong estimate");
+        assert!(
+            (correction.correction_factor() - K_START).abs() < 1e-9,
+            "a load is no wrong estimate"
+        );
         assert!(ledger.try_book_standing(ByteSize::mib(201)).is_err());
         // It said 500 MiB and all that is held is 400 as yet: what it said stays its own.
         ledger.correct(&mut correction, sample(400, 0));
@@ -705,7 +735,10 @@ mod tests {
         ledger.release_standing(model);
         ledger.correct(&mut correction, sample(100, 0));
         assert!(near(room(&ledger), 350));
-        assert_eq!((ledger.booked(), ledger.standing()), (ByteSize::ZERO, ByteSize::ZERO));
+        assert_eq!(
+            (ledger.reserved(), ledger.resource_reservations()),
+            (ByteSize::ZERO, ByteSize::ZERO)
+        );
     }
 
     #[test]
@@ -718,13 +751,19 @@ mod tests {
                 ledger.settle(&mut model);
             }
             ledger.raise(&mut model, ByteSize::mib(5));
-            assert_eq!(ledger.standing(), ByteSize::mib(10), "it is never lowered");
+            assert_eq!(ledger.resource_reservations(), ByteSize::mib(10), "it is never lowered");
             ledger.raise(&mut model, ByteSize::gib(3));
-            assert_eq!((ledger.standing(), model.bytes()), (ByteSize::gib(3), ByteSize::gib(3)));
+            assert_eq!(
+                (ledger.resource_reservations(), model.bytes()),
+                (ByteSize::gib(3), ByteSize::gib(3))
+            );
             assert_eq!(ledger.requests(), ByteSize::ZERO);
             ledger.raise(&mut model, ByteSize::MAX);
             ledger.release_standing(model);
-            assert_eq!((ledger.booked(), ledger.standing()), (ByteSize::ZERO, ByteSize::ZERO));
+            assert_eq!(
+                (ledger.reserved(), ledger.resource_reservations()),
+                (ByteSize::ZERO, ByteSize::ZERO)
+            );
         }
     }
 
@@ -742,14 +781,14 @@ mod tests {
                         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
                         let bytes = ByteSize::new(state >> 36);
                         if ledger.try_book(bytes).is_ok() {
-                            assert!(ledger.booked() <= allowance);
+                            assert!(ledger.reserved() <= allowance);
                             ledger.release(bytes);
                         }
                     }
                 });
             }
         });
-        assert_eq!(ledger.booked(), ByteSize::ZERO);
+        assert_eq!(ledger.reserved(), ByteSize::ZERO);
     }
 }
 
@@ -769,17 +808,17 @@ mod models {
                     let ledger = loom::sync::Arc::clone(&ledger);
                     loom::thread::spawn(move || {
                         if ledger.try_book(ByteSize::new(bytes)).is_ok() {
-                            assert!(ledger.booked() <= ByteSize::new(10));
+                            assert!(ledger.reserved() <= ByteSize::new(10));
                             ledger.release(ByteSize::new(bytes));
                         }
                     })
                 })
                 .collect();
-            assert!(ledger.booked() <= ByteSize::new(10));
+            assert!(ledger.reserved() <= ByteSize::new(10));
             for thread in threads {
                 thread.join().expect("no panic");
             }
-            assert_eq!(ledger.booked(), ByteSize::ZERO);
+            assert_eq!(ledger.reserved(), ByteSize::ZERO);
         });
     }
 
@@ -790,7 +829,7 @@ mod models {
             let ledger = loom::sync::Arc::new(Ledger::new());
             ledger.allowance.store(10, Ordering::Relaxed);
             ledger.ceiling.store(10, Ordering::Relaxed);
-            ledger.berth.store(6, Ordering::Relaxed);
+            ledger.reserved_headroom.store(6, Ordering::Relaxed);
             let threads = [3, 3].map(|bytes| {
                 let ledger = loom::sync::Arc::clone(&ledger);
                 loom::thread::spawn(move || ledger.try_book(ByteSize::new(bytes)).is_ok())
@@ -798,11 +837,11 @@ mod models {
             let large = ledger.try_book(ByteSize::new(6)).is_ok();
             let small = threads.map(|thread| thread.join().expect("no panic"));
             let count = small.into_iter().filter(|admitted| *admitted).count();
-            assert!(ledger.booked() <= ByteSize::new(10));
+            assert!(ledger.reserved() <= ByteSize::new(10));
             assert!(count <= if large { 1 } else { 2 }, "large {large}, small {small:?}");
             assert!(large || count == 2, "who was refused was refused for those admitted");
-            let booked = if large { 6 } else { 0 } + 3 * count as u64;
-            assert_eq!(ledger.booked(), ByteSize::new(booked));
+            let reserved = if large { 6 } else { 0 } + 3 * count as u64;
+            assert_eq!(ledger.reserved(), ByteSize::new(reserved));
         });
     }
 
@@ -827,14 +866,15 @@ mod models {
             let ledger = loom::sync::Arc::new(Ledger::new());
             let other = loom::sync::Arc::clone(&ledger);
             let thread = loom::thread::spawn(move || {
-                let mut standing = other.try_book_standing(ByteSize::new(8)).expect("no limit");
-                other.settle(&mut standing);
-                other.release_standing(standing);
+                let mut resource_reservations =
+                    other.try_book_standing(ByteSize::new(8)).expect("no limit");
+                other.settle(&mut resource_reservations);
+                other.release_standing(resource_reservations);
             });
             assert!(ledger.requests() <= ByteSize::new(5));
             thread.join().expect("no panic");
-            assert_eq!(ledger.booked(), ByteSize::ZERO);
-            assert_eq!(ledger.standing(), ByteSize::ZERO);
+            assert_eq!(ledger.reserved(), ByteSize::ZERO);
+            assert_eq!(ledger.resource_reservations(), ByteSize::ZERO);
         });
     }
 }

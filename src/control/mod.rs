@@ -24,9 +24,10 @@
 //!
 //! To have it measure: a [`Maintenance`] is made of settings, a [`Sensor`] that takes samples, the
 //! [`Admission`] that it corrects, the [`Resources`] and the [`Ladder`]; its
-//! [`Worker`](Maintenance::worker) is made of [`Hands`] that carry jobs out; [`run_control`] and
-//! [`run_worker`] run the two on threads of the caller's. `src/memory/builder.rs` does just that
-//! for [`Memory`](https://docs.rs/lowtide/latest/lowtide/memory/struct.Memory.html).
+//! [`Worker`](Maintenance::worker) is made of [`MaintenanceActions`] that carry jobs out;
+//! [`run_control`] and [`run_worker`] run the two on threads of the caller's.
+//! `src/memory/builder.rs` does just that for
+//! [`Memory`](https://docs.rs/lowtide/latest/lowtide/memory/struct.Memory.html).
 //!
 //! Invariant: `booked + asked <= allowance` at every admission that is not exempt.
 
@@ -53,21 +54,21 @@ pub use admission::{Admission, AdmissionStats, Cost, Priority};
 pub use eviction::Idle;
 pub use ledger::{Books, Budget, Correction, Ledger, Measured, Shortfall, Turnover};
 pub use maintenance::{
-    Hands, Job, JobQueue, Jobs, Maintenance, PressureState, PurgeGrowth, Sample, Sensor, Settings,
-    SettingsError, Tick, Trigger, Worker, run_control, run_worker,
+    Job, JobQueue, Jobs, Maintenance, MaintenanceActions, PressureState, PurgeGrowth, Sample,
+    Sensor, Settings, SettingsError, Tick, Trigger, Worker, run_control, run_worker,
 };
 pub use managed::{
-    Acquire, AcquireError, AddError, Backoff, Enclosure, LoadError, Managed, ManagedBuilder,
+    Acquire, AcquireError, AddError, Backoff, LoadError, LoadScope, Managed, ManagedBuilder,
     Resource, ResourceStats, Resources, UnloadError, UnloadReason, Unloads, Use,
 };
 pub use permit::Permit;
 pub use pressure::{Band, Level, Pressure, Thresholds, ThresholdsError};
 pub use reclaim::{Ask, Ladder, LadderError, Pace, Reclaim, Recovered};
-pub use rejected::{Rejected, ShedReason};
+pub use rejected::{RejectReason, Rejected};
 pub use signal::{
     Cpus, EventCounts, Glance, Limit, LimitSource, MemoryEvents, Psi, Resident, Signal,
     SignalError, Signals, Stall,
 };
 pub use size_class::SizeClass;
 pub use tally::ClassStats;
-pub use watermark::{DeviceLook, Tide, Verdict, Watermark};
+pub use watermark::{Decision, DeviceSample, Trend, Watermark};

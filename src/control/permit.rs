@@ -75,8 +75,8 @@ impl Permit {
             let rejected = Rejected::TooLarge { budget: Budget::Host, asked, ceiling: held };
             return Err(self.desk.shed(rejected));
         };
-        let booked = self.desk.grow(held, bytes, self.exempt)?;
-        cost.host = cost.host.saturating_add(booked);
+        let reserved = self.desk.grow(held, bytes, self.exempt)?;
+        cost.host = cost.host.saturating_add(reserved);
         Ok(())
     }
 
@@ -89,9 +89,9 @@ impl Permit {
         if more.is_zero() {
             return more;
         }
-        let booked = self.desk.raise(more);
-        cost.host = cost.host.saturating_add(booked);
-        booked
+        let reserved = self.desk.raise(more);
+        cost.host = cost.host.saturating_add(reserved);
+        reserved
     }
 
     /// Gives some of the host's memory back early; at most what it holds. Does nothing on a

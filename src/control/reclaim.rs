@@ -142,12 +142,12 @@ impl Pace {
     }
 }
 
-struct Rung {
+struct Step {
     reclaimer: Arc<dyn Reclaim>,
     pace: Pace,
 }
 
-impl fmt::Debug for Rung {
+impl fmt::Debug for Step {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Rung")
             .field("name", &self.reclaimer.name())
@@ -171,7 +171,7 @@ pub enum LadderError {
 /// Reclaimers in the order of their cost. Cheap to clone; all clones are one.
 #[derive(Clone, Debug, Default)]
 pub struct Ladder {
-    rungs: Arc<[Rung]>,
+    steps: Arc<[Step]>,
 }
 
 impl Ladder {
@@ -188,38 +188,38 @@ impl Ladder {
             return Err(LadderError::TooManyRungs { count });
         }
         reclaimers.sort_by_key(|reclaimer| reclaimer.cost_rank());
-        let rung = |reclaimer| Rung { reclaimer, pace: Pace::new() };
-        Ok(Self { rungs: reclaimers.into_iter().map(rung).collect() })
+        let step = |reclaimer| Step { reclaimer, pace: Pace::new() };
+        Ok(Self { steps: reclaimers.into_iter().map(step).collect() })
     }
 
     /// How many rungs it has.
     #[must_use]
     pub fn len(&self) -> usize {
-        self.rungs.len()
+        self.steps.len()
     }
 
     /// Whether it has none.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.rungs.is_empty()
+        self.steps.is_empty()
     }
 
     /// The reclaimer on a rung.
     #[must_use]
-    pub fn reclaimer(&self, rung: usize) -> Option<&dyn Reclaim> {
-        self.rungs.get(rung).map(|rung| &*rung.reclaimer)
+    pub fn reclaimer(&self, step: usize) -> Option<&dyn Reclaim> {
+        self.steps.get(step).map(|step| &*step.reclaimer)
     }
 
     /// The cheapest rung that relieves the budget at this level and is not pausing; while one that
     /// is cheaper still runs, none. Changes nothing, costs one look at each rung.
     #[must_use]
     pub fn due(&self, budget: Budget, level: Level, now: Moment) -> Option<usize> {
-        let asked = |rung: &Rung| {
-            rung.reclaimer.relieves() == budget
-                && level >= rung.reclaimer.starts_at().max(Level::Elevated)
+        let asked = |step: &Step| {
+            step.reclaimer.relieves() == budget
+                && level >= step.reclaimer.starts_at().max(Level::Elevated)
         };
-        for (at, rung) in self.rungs.iter().enumerate().filter(|(_, rung)| asked(rung)) {
-            match rung.pace.next() {
+        for (at, step) in self.steps.iter().enumerate().filter(|(_, step)| asked(step)) {
+            match step.pace.next() {
                 Moment::NEVER => return None,
                 next if next <= now => return Some(at),
                 _ => {}
@@ -230,17 +230,17 @@ impl Ladder {
 
     /// Books the start of a rung that [`Ladder::due`] named; `false` where it may not start.
     #[must_use]
-    pub fn start(&self, rung: usize, now: Moment) -> bool {
-        self.rungs.get(rung).is_some_and(|rung| rung.pace.start(now))
+    pub fn start(&self, step: usize, now: Moment) -> bool {
+        self.steps.get(step).is_some_and(|step| step.pace.start(now))
     }
 
     /// Runs a started rung, on the calling thread. A reclaimer that panics has recovered nothing.
     /// `finished` reads the time afterwards.
-    pub fn run(&self, rung: usize, ask: Ask, finished: impl FnOnce() -> Moment) -> Recovered {
-        let Some(rung) = self.rungs.get(rung) else { return Recovered::NOTHING };
-        let ran = caught(|| rung.reclaimer.reclaim(ask));
+    pub fn run(&self, step: usize, ask: Ask, finished: impl FnOnce() -> Moment) -> Recovered {
+        let Some(step) = self.steps.get(step) else { return Recovered::NOTHING };
+        let ran = caught(|| step.reclaimer.reclaim(ask));
         let recovered = ran.unwrap_or(Recovered::NOTHING);
-        rung.pace.finish(ask.bytes, recovered, finished());
+        step.pace.finish(ask.bytes, recovered, finished());
         recovered
     }
 }
@@ -303,8 +303,8 @@ mod tests {
         ])
         .expect("three rungs");
         let name = |budget, level| {
-            let rung = ladder.due(budget, level, at(0))?;
-            ladder.reclaimer(rung).map(|reclaimer| reclaimer.name().to_owned())
+            let step = ladder.due(budget, level, at(0))?;
+            ladder.reclaimer(step).map(|reclaimer| reclaimer.name().to_owned())
         };
         assert_eq!(name(Budget::Host, Level::None), None);
         assert_eq!(name(Budget::Host, Level::Critical).as_deref(), Some("purge"));
@@ -356,9 +356,9 @@ mod tests {
 
     #[test]
     fn a_ladder_has_a_bounded_number_of_rungs() {
-        let rung = || Fake::new("x", 0, Budget::Host, Level::High) as Arc<dyn Reclaim>;
-        assert!(Ladder::new((0..Ladder::RUNGS_MAX).map(|_| rung()).collect()).is_ok());
-        let error = Ladder::new((0..=Ladder::RUNGS_MAX).map(|_| rung()).collect());
+        let step = || Fake::new("x", 0, Budget::Host, Level::High) as Arc<dyn Reclaim>;
+        assert!(Ladder::new((0..Ladder::RUNGS_MAX).map(|_| step()).collect()).is_ok());
+        let error = Ladder::new((0..=Ladder::RUNGS_MAX).map(|_| step()).collect());
         assert_eq!(error.err(), Some(LadderError::TooManyRungs { count: 33 }));
         assert_eq!(Ladder::default().due(Budget::Host, Level::Critical, at(0)), None);
     }

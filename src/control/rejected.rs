@@ -27,7 +27,7 @@ pub enum Rejected {
     },
     /// It does not fit now: 503.
     #[error(
-        "{asked} of {budget} memory do not fit now: {booked} of an allowance of {allowance} are \
+        "{asked} of {budget} memory do not fit now: {reserved} of an allowance of {allowance} are \
          booked; try again in {} s", retry_after.as_secs()
     )]
     Full {
@@ -36,9 +36,9 @@ pub enum Rejected {
         /// What was asked for.
         asked: ByteSize,
         /// What is booked, a resource by its whole bytes.
-        booked: ByteSize,
+        reserved: ByteSize,
         /// What may be booked by a request of this size, counted alike: where larger ones are
-        /// behind, less than by them ([`Ledger::berth`](super::Ledger::berth)).
+        /// behind, less than by them ([`Ledger::reserved_headroom`](super::Ledger::berth)).
         allowance: ByteSize,
         /// When to try again: whole seconds, spread so that clients do not come back together. The
         /// time in which what is missing comes free, as far as it is known: by requests that end,
@@ -88,14 +88,14 @@ pub enum Rejected {
 impl Rejected {
     /// Which counter it is under.
     #[must_use]
-    pub const fn reason(&self) -> ShedReason {
+    pub const fn reason(&self) -> RejectReason {
         match self {
-            Self::TooLarge { .. } => ShedReason::TooLarge,
-            Self::Full { .. } => ShedReason::Full,
-            Self::Pressure { .. } => ShedReason::Pressure,
-            Self::Exhausted { .. } => ShedReason::Exhausted,
-            Self::ShuttingDown => ShedReason::ShuttingDown,
-            Self::SlowStart { .. } => ShedReason::SlowStart,
+            Self::TooLarge { .. } => RejectReason::TooLarge,
+            Self::Full { .. } => RejectReason::Full,
+            Self::Pressure { .. } => RejectReason::Pressure,
+            Self::Exhausted { .. } => RejectReason::Exhausted,
+            Self::ShuttingDown => RejectReason::ShuttingDown,
+            Self::SlowStart { .. } => RejectReason::SlowStart,
         }
     }
 
@@ -126,7 +126,7 @@ impl Rejected {
 
 /// Why requests were shed, for counting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum ShedReason {
+pub enum RejectReason {
     /// It can never fit.
     TooLarge,
     /// It did not fit then.
@@ -141,7 +141,7 @@ pub enum ShedReason {
     SlowStart,
 }
 
-impl ShedReason {
+impl RejectReason {
     /// All reasons.
     pub const ALL: [Self; 6] = [
         Self::TooLarge,

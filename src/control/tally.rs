@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use crate::bytes::ByteSize;
 
 use super::ledger::Budget;
-use super::rejected::ShedReason;
+use super::rejected::RejectReason;
 use super::size_class::SizeClass;
 
 /// Stripes that one thread owns each. As many threads at once pay least; a guess.
@@ -109,7 +109,7 @@ pub(super) struct Tally {
     exempt: AtomicU64,
     /// Requests whose permits were dropped on this thread, wherever they were admitted.
     finished: AtomicU64,
-    shed: [AtomicU64; ShedReason::ALL.len()],
+    shed: [AtomicU64; RejectReason::ALL.len()],
     /// Bytes booked by requests other than by admission in a class, by budget.
     beside: [AtomicU64; 2],
     stood: AtomicU64,
@@ -172,7 +172,12 @@ impl Tally {
 
     /// A request was shed; by class where it did not fit this budget.
     #[cold]
-    pub(super) fn shed(&self, place: Place, reason: ShedReason, full: Option<(Budget, ByteSize)>) {
+    pub(super) fn shed(
+        &self,
+        place: Place,
+        reason: RejectReason,
+        full: Option<(Budget, ByteSize)>,
+    ) {
         if let Some(counter) = self.shed.get(reason as usize) {
             place.add(counter, 1);
         }
@@ -218,9 +223,9 @@ pub struct ClassStats {
     /// Their bytes, as they were estimated at admission.
     pub admitted_bytes_total: u64,
     /// Requests that did not fit when they came. Those shed for another reason are in no class.
-    pub shed_total: u64,
+    pub rejected_total: u64,
     /// Their bytes.
-    pub shed_bytes_total: u64,
+    pub rejected_bytes_total: u64,
 }
 
 /// The sum of all stripes.
@@ -229,7 +234,7 @@ pub(super) struct Counts {
     /// Requests admitted, the exempt among them.
     pub(super) admitted: u64,
     pub(super) finished: u64,
-    pub(super) shed: [u64; ShedReason::ALL.len()],
+    pub(super) shed: [u64; RejectReason::ALL.len()],
     stood: u64,
     unloaded: u64,
 }
@@ -280,7 +285,7 @@ impl Default for BudgetCounts {
 impl BudgetCounts {
     /// The least request of the smallest class in which one was admitted or did not fit.
     pub(super) fn smallest(&self) -> ByteSize {
-        let asked = |class: &&ClassStats| class.admitted_total + class.shed_total > 0;
+        let asked = |class: &&ClassStats| class.admitted_total + class.rejected_total > 0;
         self.classes.iter().find(asked).map_or(ByteSize::new(1), |class| class.class.least())
     }
 
@@ -293,8 +298,8 @@ impl BudgetCounts {
         for (sum, class) in self.classes.iter_mut().zip(classes) {
             add(&mut sum.admitted_total, &class.admitted);
             add(&mut sum.admitted_bytes_total, &class.admitted_bytes);
-            add(&mut sum.shed_total, &class.shed);
-            add(&mut sum.shed_bytes_total, &class.shed_bytes);
+            add(&mut sum.rejected_total, &class.shed);
+            add(&mut sum.rejected_bytes_total, &class.shed_bytes);
         }
         if let Some(beside) = tally.beside.get(budget as usize) {
             add(&mut self.beside, beside);
@@ -351,9 +356,9 @@ mod tests {
                     for at in 0..EACH {
                         tally.admit(place, ByteSize::mib(1), ByteSize::new(at % 2));
                         let full = Some((Budget::Host, ByteSize::mib(8)));
-                        tally.shed(place, ShedReason::Full, full);
+                        tally.shed(place, RejectReason::Full, full);
                         tally.grow(place, ByteSize::new(3));
-                        tally.shed(place, ShedReason::TooLarge, None);
+                        tally.shed(place, RejectReason::TooLarge, None);
                         tally.finish(place);
                     }
                 });
@@ -373,7 +378,7 @@ mod tests {
         assert_eq!(host.beside, 3 * all);
         let class = |bytes| host.classes[SizeClass::of(bytes).place()];
         assert_eq!(class(ByteSize::mib(1)).admitted_bytes_total, all << 20);
-        assert_eq!(class(ByteSize::mib(8)).shed_bytes_total, all << 23);
+        assert_eq!(class(ByteSize::mib(8)).rejected_bytes_total, all << 23);
         assert_eq!(device.classes[0].admitted_total, all / 2, "no bytes are of no class there");
     }
 }

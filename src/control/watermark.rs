@@ -27,7 +27,7 @@ const CALM: Duration = Duration::from_secs(60);
 
 /// What was found of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DeviceLook {
+pub struct DeviceSample {
     /// The memory of the device.
     pub total: ByteSize,
     /// What of it nobody holds.
@@ -38,7 +38,7 @@ pub struct DeviceLook {
 
 /// What changed with a look.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Tide {
+pub enum Trend {
     /// Nothing.
     Same,
     /// The device is short of memory from now on.
@@ -49,9 +49,9 @@ pub enum Tide {
 
 /// What follows of a look.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Verdict {
+pub struct Decision {
     /// What changed.
-    pub tide: Tide,
+    pub tide: Trend,
     /// How much idle memory is to go back, as far as there is any.
     pub wanted: ByteSize,
 }
@@ -91,16 +91,16 @@ impl Watermark {
     }
 
     /// Takes a look into account.
-    pub fn look(&mut self, now: Moment, look: DeviceLook) -> Verdict {
+    pub fn look(&mut self, now: Moment, look: DeviceSample) -> Decision {
         let low = self.low(look.total);
         let beyond = look.total.saturating_sub(low).min(low);
         let high = low.saturating_add(ByteSize::new(beyond.get() / 2));
         let has_room = look.free >= high;
-        let mut tide = Tide::Same;
+        let mut tide = Trend::Same;
         match &mut self.short {
             None if look.free < low => {
                 self.short = Some(Shortage { committed: look.committed, calm_since: None });
-                tide = Tide::Short;
+                tide = Trend::Short;
             }
             None => {}
             Some(shortage) => {
@@ -112,12 +112,12 @@ impl Watermark {
                 let has_left = look.free.saturating_sub(given) >= high;
                 if has_room && (has_left || now - since >= CALM) {
                     self.short = None;
-                    tide = Tide::Room;
+                    tide = Trend::Room;
                 }
             }
         }
         let wanted = if self.is_short() { high.saturating_sub(look.free) } else { ByteSize::ZERO };
-        Verdict { tide, wanted }
+        Decision { tide, wanted }
     }
 
     /// Forgets a shortage, where nothing is known of the device any more.
@@ -135,29 +135,29 @@ mod tests {
     }
 
     /// Of 1000 MiB; short below 100, until 150.
-    fn look(free: u64, committed: u64) -> DeviceLook {
+    fn look(free: u64, committed: u64) -> DeviceSample {
         let mib = ByteSize::mib;
-        DeviceLook { total: mib(1000), free: mib(free), committed: mib(committed) }
+        DeviceSample { total: mib(1000), free: mib(free), committed: mib(committed) }
     }
 
     #[test]
     fn a_neighbour_that_comes_and_leaves_makes_one_shortage() {
         let mut mark = Watermark::new(0.1);
         let steps = [
-            (500, 400, Tide::Same, 0),
-            (100, 400, Tide::Same, 0),
-            (99, 400, Tide::Short, 51),
+            (500, 400, Trend::Same, 0),
+            (100, 400, Trend::Same, 0),
+            (99, 400, Trend::Short, 51),
             // 51 given back: that alone is no end.
-            (150, 349, Tide::Same, 0),
-            (120, 379, Tide::Same, 30),
-            (150, 349, Tide::Same, 0),
+            (150, 349, Trend::Same, 0),
+            (120, 379, Trend::Same, 30),
+            (150, 349, Trend::Same, 0),
             // 100 of the neighbour's are free: we could hold 400 again.
-            (250, 349, Tide::Room, 0),
-            (150, 449, Tide::Same, 0),
+            (250, 349, Trend::Room, 0),
+            (150, 449, Trend::Same, 0),
         ];
         for (second, (free, committed, tide, wanted)) in (0..).zip(steps) {
             let verdict = mark.look(at(second), look(free, committed));
-            let expected = Verdict { tide, wanted: ByteSize::mib(wanted) };
+            let expected = Decision { tide, wanted: ByteSize::mib(wanted) };
             assert_eq!(verdict, expected, "{free} free, {committed} committed");
         }
     }
@@ -165,12 +165,12 @@ mod tests {
     #[test]
     fn what_is_not_needed_any_more_ends_it_after_a_calm_minute() {
         let mut mark = Watermark::new(0.1);
-        assert_eq!(mark.look(at(0), look(50, 400)).tide, Tide::Short);
-        assert_eq!(mark.look(at(1), look(160, 290)).tide, Tide::Same);
-        assert_eq!(mark.look(at(50), look(149, 301)).tide, Tide::Same, "a break");
-        assert_eq!(mark.look(at(51), look(160, 290)).tide, Tide::Same);
-        assert_eq!(mark.look(at(110), look(160, 290)).tide, Tide::Same);
-        assert_eq!(mark.look(at(111), look(160, 290)).tide, Tide::Room);
+        assert_eq!(mark.look(at(0), look(50, 400)).tide, Trend::Short);
+        assert_eq!(mark.look(at(1), look(160, 290)).tide, Trend::Same);
+        assert_eq!(mark.look(at(50), look(149, 301)).tide, Trend::Same, "a break");
+        assert_eq!(mark.look(at(51), look(160, 290)).tide, Trend::Same);
+        assert_eq!(mark.look(at(110), look(160, 290)).tide, Trend::Same);
+        assert_eq!(mark.look(at(111), look(160, 290)).tide, Trend::Room);
         assert!(!mark.is_short());
     }
 
@@ -180,7 +180,7 @@ mod tests {
     fn a_large_part_made_a_shortage_without_end() {
         for part in [0.5, 0.67, 0.9, 0.999] {
             let mut mark = Watermark::new(part);
-            assert_eq!(mark.look(at(0), look(400, 100)).tide, Tide::Short, "{part}");
+            assert_eq!(mark.look(at(0), look(400, 100)).tide, Trend::Short, "{part}");
             assert_eq!(mark.look(at(1), look(1000, 0)).wanted, ByteSize::ZERO, "{part}");
             mark.look(at(61), look(1000, 0));
             assert!(!mark.is_short(), "{part}");
@@ -191,7 +191,7 @@ mod tests {
     fn without_a_part_nothing_is_short() {
         let mut mark = Watermark::new(0.0);
         let verdict = mark.look(at(0), look(0, 1000));
-        assert_eq!(verdict, Verdict { tide: Tide::Same, wanted: ByteSize::ZERO });
+        assert_eq!(verdict, Decision { tide: Trend::Same, wanted: ByteSize::ZERO });
     }
 
     /// A burst each second that takes back what was given: whoever looks at `free` alone begins and
@@ -203,8 +203,8 @@ mod tests {
         for second in 0..600 {
             let (free, committed) = if second % 2 == 0 { (60, 400) } else { (150, 310) };
             let verdict = mark.look(at(second), look(free, committed));
-            begun += u32::from(verdict.tide == Tide::Short);
-            assert_ne!(verdict.tide, Tide::Room, "second {second}");
+            begun += u32::from(verdict.tide == Trend::Short);
+            assert_ne!(verdict.tide, Trend::Room, "second {second}");
         }
         assert_eq!(begun, 1);
     }

@@ -16,7 +16,7 @@ use bytemuck::Pod;
 use super::books::Books;
 use super::buffer::Buffer;
 use super::config::ArenaConfig;
-use super::driver::{Capabilities, Driver, Rung};
+use super::driver::{Backend, Capabilities, Driver};
 use super::error::DeviceError;
 use super::front::{Home, Homes, Owned};
 use super::index::ALIGN;
@@ -91,7 +91,7 @@ impl DeviceArena {
             (granularity.get().is_power_of_two(), "granules of a power of two"),
         ] {
             if !offered {
-                return Err(DeviceError::Unsupported { what, rung: driver.rung() });
+                return Err(DeviceError::Unsupported { what, backend: driver.backend() });
             }
         }
         if !granule.get().is_power_of_two() || granule < granularity {
@@ -132,8 +132,8 @@ impl DeviceArena {
             name: config.name,
         });
         let homes = Arc::new(Homes::new(&shared));
-        let (arena, rung) = (&shared.name, shared.driver.rung());
-        log!(info, arena, %rung, limit = %config.limit, "an arena was opened");
+        let (arena, backend) = (&shared.name, shared.driver.backend());
+        log!(info, arena, %backend, limit = %config.limit, "an arena was opened");
         Ok(Self { shared, homes })
     }
 
@@ -307,7 +307,7 @@ impl DeviceArena {
 
     /// Sets how many bytes the front of each thread, or of each lane, may keep
     /// ([`ArenaConfig::front`]); zero for none. Where events are kept, no front is.
-    pub fn set_front(&self, front: ByteSize) {
+    pub fn set_thread_cache(&self, front: ByteSize) {
         if self.shared.check_here().is_ok() {
             let front = lock(&self.shared.books).front_kept(front);
             self.shared.fronts.set_room(front);
@@ -375,7 +375,7 @@ impl DeviceArena {
     #[must_use]
     pub fn snapshot(&self) -> ArenaSnapshot {
         if self.shared.check_here().is_err() {
-            return ArenaSnapshot::unknown(self.name(), self.rung());
+            return ArenaSnapshot::unknown(self.name(), self.backend());
         }
         self.shared.snapshot()
     }
@@ -399,8 +399,8 @@ impl DeviceArena {
 
     /// The driver in use.
     #[must_use]
-    pub fn rung(&self) -> Rung {
-        self.shared.driver.rung()
+    pub fn backend(&self) -> Backend {
+        self.shared.driver.backend()
     }
 
     /// The arena's name.

@@ -11,13 +11,13 @@ use std::collections::BTreeMap;
 use super::aging::{Ages, Aging};
 use super::compact::step::Moving;
 use super::config::ArenaConfig;
-use super::driver::{DeviceAddress, Rung};
+use super::driver::{Backend, DeviceAddress};
 use super::error::DeviceError;
 use super::front::{Kept, Swept};
 use super::growth::Steps;
 use super::history::History;
 use super::index::Span;
-use super::interop::owed::Owed;
+use super::interop::outstanding::Owed;
 use super::kept::Tally;
 use super::pending::{Claim, Uses};
 use super::picture::Act;
@@ -69,7 +69,7 @@ pub(super) struct Books {
     /// Blocks given out by address, by that address.
     pub(super) raw: BTreeMap<DeviceAddress, Kept>,
     /// What is out on loan, and what was adopted and not released.
-    pub(super) owed: Owed,
+    pub(super) outstanding: Owed,
     /// The block that a compaction moves now.
     pub(super) moving: Option<Moving>,
     /// Who waits for a lease until that is done.
@@ -105,7 +105,7 @@ impl Books {
             streams: Streams::new(),
             asynchronous,
             raw: BTreeMap::new(),
-            owed: Owed::default(),
+            outstanding: Owed::default(),
             moving: None,
             entering: 0,
             compacting: false,
@@ -410,7 +410,7 @@ impl Books {
     }
 
     /// All figures at this instant, with what the fronts did.
-    pub(super) fn snapshot(&self, name: &str, rung: Rung, fronts: &Tally) -> ArenaSnapshot {
+    pub(super) fn snapshot(&self, name: &str, backend: Backend, fronts: &Tally) -> ArenaSnapshot {
         let size = ByteSize::new;
         let is_open = self.sleep.is_open();
         let of = |region| self.region(region).snapshot(region, fronts, is_open);
@@ -441,7 +441,7 @@ impl Books {
             metadata: ByteSize::of(self.total_metadata()),
             allocs_total: totals.allocs + fronts.allocs,
             frees_total: totals.frees + fronts.frees,
-            front_allocs_total: totals.front_allocs + fronts.allocs,
+            thread_cache_allocs_total: totals.front_allocs + fronts.allocs,
             reserves_total: totals.reserves,
             resizes_total: totals.resizes,
             moves_total: totals.moves,
@@ -463,7 +463,7 @@ impl Books {
             lock_contended_total: totals.contended,
             lock_wait_total: totals.waited,
             regions,
-            ..ArenaSnapshot::unknown(name, rung)
+            ..ArenaSnapshot::unknown(name, backend)
         }
     }
 
@@ -471,7 +471,7 @@ impl Books {
         let regions: usize = self.regions.iter().map(RegionBooks::metadata).sum();
         // A tree's nodes are at least half full, and mostly two thirds.
         let raw = self.raw.len() * size_of::<(DeviceAddress, Kept)>() * 3 / 2;
-        regions + raw + self.owed.adopted.metadata() + self.history.metadata()
+        regions + raw + self.outstanding.imported.metadata() + self.history.metadata()
     }
 
     /// Walks everything and checks the invariants.
@@ -481,7 +481,7 @@ impl Books {
     pub(super) fn validate(&self) {
         self.regions.iter().for_each(RegionBooks::validate);
         self.streams.validate();
-        self.owed.adopted.validate();
+        self.outstanding.imported.validate();
         let totals = &self.totals;
         let settled = totals.committed_bytes - totals.decommitted_bytes;
         assert!(self.backed() >= settled, "every byte committed is on the books");

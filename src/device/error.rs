@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use thiserror::Error;
 
-use super::driver::{DeviceAddress, DriverError, Rung};
-use super::interop::Unadoptable;
+use super::driver::{Backend, DeviceAddress, DriverError};
+use super::interop::ImportError;
 use super::region::Region;
 use super::sleep::ArenaState;
 use crate::bytes::ByteSize;
@@ -120,12 +120,12 @@ pub enum DeviceError {
         largest: ByteSize,
     },
     /// The driver in use cannot do it.
-    #[error("the {rung} driver does not offer {what}")]
+    #[error("the {backend} driver does not offer {what}")]
     Unsupported {
         /// The capability that is missing.
         what: &'static str,
         /// The driver in use.
-        rung: Rung,
+        backend: Backend,
     },
     /// A lease of one arena was shown for a buffer of another.
     #[error("the buffer is of arena {buffer_of:?}, the lease of arena {lease_of:?}")]
@@ -196,7 +196,7 @@ pub enum DeviceError {
     },
     /// Buffers are lent to foreign code, which asks for no lease before it uses them.
     #[error("arena {arena:?} stays awake: lent buffers: {count} of {bytes} together")]
-    Lent {
+    Exported {
         /// The arena.
         arena: String,
         /// How many are lent.
@@ -277,7 +277,7 @@ pub enum DeviceError {
     /// Memory that cannot be adopted. It is its owner's still, and its release function was not
     /// called.
     #[error("{size} at {at} cannot be adopted by arena {arena:?}: {why}")]
-    Unadoptable {
+    ImportError {
         /// Where it begins.
         at: DeviceAddress,
         /// Its size; [`ByteSize::MAX`] where it is beyond all sizes.
@@ -285,7 +285,7 @@ pub enum DeviceError {
         /// The arena.
         arena: String,
         /// What is wrong with it.
-        why: Unadoptable,
+        why: ImportError,
     },
     /// No bytes were asked for, where a block must have some: one had by address. A buffer may be
     /// empty.

@@ -51,7 +51,7 @@
 //!         loop {
 //!             let now = clock.now();
 //!             let due = arena.decay(now)?.next.min(now + Duration::from_millis(250));
-//!             if clock.wait_until(&stop, due) == Wake::Rung {
+//!             if clock.wait_until(&stop, due) == Wake::Backend {
 //!                 return Ok(());
 //!             }
 //!         }
@@ -65,13 +65,13 @@
 //!
 //! Beside that: streams ([`DeviceArena::lane`]), sleep and wake at the same addresses
 //! ([`DeviceArena::sleep`]), blocks by address ([`DeviceArena::alloc_raw`]), buffers whose address
-//! foreign code keeps ([`Buffer::lend`]) and memory of its own ([`DeviceArena::adopt`]), compaction
-//! ([`DeviceArena::compact`]), callbacks when memory is short ([`DeviceArena::on_shortage`]),
-//! recordings that can be replayed ([`record`]), a picture of what lies where
-//! ([`DeviceArena::map`]), host memory for copies ([`PinnedPool`]), offsets for buffers of known
-//! lifetimes ([`plan`]), and the [block index](index) by itself. With the feature `cuda`, arenas
-//! in CUDA memory and buffers as cudarc's slices are in `driver::cuda`. The parts say what they do
-//! through `tracing`: `docs/OPERATING.md` lists the events.
+//! foreign code keeps ([`Buffer::export`]) and memory of its own ([`DeviceArena::import`]),
+//! compaction ([`DeviceArena::compact`]), callbacks when memory is short
+//! ([`DeviceArena::on_shortage`]), recordings that can be replayed ([`record`]), a picture of what
+//! lies where ([`DeviceArena::map`]), host memory for copies ([`PinnedPool`]), offsets for buffers
+//! of known lifetimes ([`plan`]), and the [block index](index) by itself. With the feature `cuda`,
+//! arenas in CUDA memory and buffers as cudarc's slices are in `driver::cuda`. The parts say what
+//! they do through `tracing`: `docs/OPERATING.md` lists the events.
 //!
 //! Invariant: `active + idle = committed <= reserved`, for every arena at every instant.
 
@@ -126,11 +126,11 @@ mod view;
 pub use arena::DeviceArena;
 pub use buffer::Buffer;
 pub use cells::{ArenaCells, Cell, RegionCells};
-pub use compact::{BlockPin, CompactError, CompactOptions, Compacted, Goal, Moved, Stopped};
+pub use compact::{BlockPin, CompactError, CompactOptions, CompactReport, Goal, Moved, StopReason};
 pub use config::{ArenaConfig, Growth};
 pub use driver::host::HostDriver;
 pub use error::{Bound, DeviceError};
-pub use interop::{Adopted, LendError, Lent, Unadoptable};
+pub use interop::{ExportError, Exported, ImportError, Imported};
 pub use lane::Lane;
 pub use lease::Lease;
 pub use picture::ArenaMap;
@@ -144,12 +144,13 @@ pub use pinned::{
 #[doc(hidden)]
 pub use planted::Planted;
 pub use raw::RawBlock;
-pub use reclaim::Decayed;
+pub use reclaim::DecayReport;
 pub use region::Region;
-pub use served::{PlanMemory, Planned};
-pub use shortage::{Lack, Shortage, ShortageCallback};
+pub use served::{Planned, PlannedMemory};
+pub use shortage::{Shortage, ShortageCallback, ShortageInfo};
 pub use sleep::{
-    ArenaState, Contents, Entering, HostBudget, SleepConfig, SleepOptions, Slept, Woken,
+    ArenaState, Contents, EnterFuture, HostBudget, SleepConfig, SleepOptions, SleepReport,
+    WakeReport,
 };
 pub use snapshot::{AllocFailures, ArenaGlance, ArenaSnapshot, RegionSnapshot};
 

@@ -19,7 +19,8 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use super::driver::sealed::{self, Key};
 use super::driver::{
-    Capabilities, DeviceAddress, DeviceMemory, Driver, DriverError, EventHandle, Rung, StreamHandle,
+    Backend, Capabilities, DeviceAddress, DeviceMemory, Driver, DriverError, EventHandle,
+    StreamHandle,
 };
 use super::shared::Shared;
 use super::*;
@@ -85,8 +86,8 @@ fn granules(at: DeviceAddress, size: ByteSize) -> [usize; 2] {
 impl sealed::Sealed for Model {}
 
 impl Driver for Model {
-    fn rung(&self) -> Rung {
-        Rung::Host
+    fn backend(&self) -> Backend {
+        Backend::Host
     }
 
     fn capabilities(&self) -> Capabilities {

@@ -155,7 +155,7 @@ impl Shared {
         stream: StreamKey,
         call: impl FnOnce(StreamHandle) -> Result<T, DriverError>,
     ) -> Option<Result<T, DriverError>> {
-        let handle = self.books().streams.lend(stream)?;
+        let handle = self.books().streams.export(stream)?;
         let answer = call(handle);
         if self.books().streams.returned(stream) {
             self.settled.notify_all();
@@ -312,7 +312,7 @@ impl Shared {
             return Err(DeviceError::Capturing { arena: self.name.clone() });
         }
         let mut books = self.books();
-        let is_ours = books.raw.is_empty() && books.owed.adopted.count() == 0;
+        let is_ours = books.raw.is_empty() && books.outstanding.imported.count() == 0;
         let known = books.sleep.used().filter(|_| is_ours);
         for stream in books.streams.alive() {
             books.streams.use_now(stream);
@@ -397,7 +397,7 @@ impl Books {
 
     /// Whether something waits for the end of work.
     fn is_awaiting(&self) -> bool {
-        self.pending() > 0 || self.owed.adopted.is_waiting()
+        self.pending() > 0 || self.outstanding.imported.is_waiting()
     }
 
     /// Bytes that were freed and may still be worked on.

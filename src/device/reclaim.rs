@@ -34,7 +34,7 @@ const LOOK_AGAIN: Duration = Duration::from_millis(100);
 
 /// What a call to [`DeviceArena::decay`] did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Decayed {
+pub struct DecayReport {
     /// Bytes given back to the driver.
     pub released: ByteSize,
     /// When to call again: `now` where there is more to do, [`Moment::NEVER`] where nothing is
@@ -76,7 +76,7 @@ impl DeviceArena {
     /// # Errors
     /// [`DeviceError::Driver`], after what was given back before is booked;
     /// [`DeviceError::Forked`].
-    pub fn decay(&self, now: Moment) -> Result<Decayed, DeviceError> {
+    pub fn decay(&self, now: Moment) -> Result<DecayReport, DeviceError> {
         let shared = self.shared();
         shared.check_here()?;
         shared.cool_fronts();
@@ -99,10 +99,10 @@ impl DeviceArena {
         shared.debug_validate();
         match given.error {
             Some(error) => Err(error.into()),
-            None if released.is_zero() => Ok(Decayed { released, next }),
+            None if released.is_zero() => Ok(DecayReport { released, next }),
             None => {
                 log!(debug, arena = self.name(), %released, "idle memory decayed");
-                Ok(Decayed { released, next })
+                Ok(DecayReport { released, next })
             }
         }
     }
@@ -249,7 +249,7 @@ impl Shared {
         let is_pending = books.pending() > 0 && books.streams.is_provable();
         if books.sleeps_for_nothing() {
             Moment::ORIGIN
-        } else if is_pending || books.untrimmed || books.owed.adopted.is_waiting() {
+        } else if is_pending || books.untrimmed || books.outstanding.imported.is_waiting() {
             due.min(again)
         } else {
             due

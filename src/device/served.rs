@@ -49,7 +49,7 @@ use crate::bytes::ByteSize;
 /// assert_ne!(planned.address(hidden), planned.address(output));
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-pub struct PlanMemory {
+pub struct PlannedMemory {
     arena: DeviceArena,
     region: Region,
     places: Vec<Place>,
@@ -61,7 +61,7 @@ pub struct PlanMemory {
     bases: Vec<u64>,
 }
 
-impl fmt::Debug for PlanMemory {
+impl fmt::Debug for PlannedMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (buffers, bytes) = (self.places.len(), self.bytes());
         write!(f, "PlanMemory {{ buffers: {buffers}, bytes: {bytes:?} }}")
@@ -74,8 +74,8 @@ impl DeviceArena {
     /// # Errors
     /// As [`DeviceArena::reserve`]; [`DeviceError::Unsupported`] where an alignment of the plan is
     /// larger than a granule.
-    pub fn reserve_plan(&self, plan: &Plan, region: Region) -> Result<PlanMemory, DeviceError> {
-        let mut memory = PlanMemory {
+    pub fn reserve_plan(&self, plan: &Plan, region: Region) -> Result<PlannedMemory, DeviceError> {
+        let mut memory = PlannedMemory {
             arena: self.clone(),
             region,
             places: Vec::new(),
@@ -89,19 +89,19 @@ impl DeviceArena {
     }
 }
 
-impl PlanMemory {
+impl PlannedMemory {
     /// Serves another plan from now on. Segments that are large enough stay, and so does what is in
     /// them; others are replaced, and both are held meanwhile. It does not shrink: see
-    /// [`PlanMemory::shrink`]. O(n); allocates nothing where all segments are large enough and no
-    /// plan before had fewer buffers.
+    /// [`PlannedMemory::shrink`]. O(n); allocates nothing where all segments are large enough and
+    /// no plan before had fewer buffers.
     ///
     /// # Errors
     /// As [`DeviceArena::reserve_plan`]; then the plan is as it was.
     pub fn refit(&mut self, plan: &Plan) -> Result<(), DeviceError> {
         let granule = self.arena.shared().granule;
         if !granule.get().is_multiple_of(plan.align()) {
-            let (what, rung) = ("alignments beyond a granule", self.arena.rung());
-            return Err(DeviceError::Unsupported { what, rung });
+            let (what, backend) = ("alignments beyond a granule", self.arena.backend());
+            return Err(DeviceError::Unsupported { what, backend });
         }
         self.reserve(plan.segments())?;
         self.places.clear();
@@ -111,8 +111,8 @@ impl PlanMemory {
         Ok(())
     }
 
-    /// Makes room for several plans, each of which is then served by [`PlanMemory::refit`] without
-    /// an allocation: `segments` is the largest of each segment, such as
+    /// Makes room for several plans, each of which is then served by [`PlannedMemory::refit`]
+    /// without an allocation: `segments` is the largest of each segment, such as
     /// [`PlanCache::segments`](super::plan::PlanCache::segments) has it. Nothing becomes smaller.
     ///
     /// # Errors
@@ -222,7 +222,7 @@ impl PlanMemory {
     /// As [`Buffer::slice`].
     ///
     /// # Panics
-    /// As [`PlanMemory::slice`].
+    /// As [`PlannedMemory::slice`].
     pub fn slice_mut<'a>(
         &'a mut self,
         lease: &'a Lease,
@@ -243,7 +243,7 @@ impl PlanMemory {
     /// As [`Buffer::slice`].
     ///
     /// # Panics
-    /// As [`PlanMemory::slice`], and where two of them overlap.
+    /// As [`PlannedMemory::slice`], and where two of them overlap.
     pub fn slices_mut<'a, const N: usize>(
         &'a mut self,
         lease: &'a Lease,

@@ -226,7 +226,7 @@ impl Shared {
     }
 
     pub(super) fn no_host_access(&self) -> DeviceError {
-        DeviceError::Unsupported { what: "access from the host", rung: self.driver.rung() }
+        DeviceError::Unsupported { what: "access from the host", backend: self.driver.backend() }
     }
 
     /// Frees a block in the books: bookkeeping only.
@@ -368,8 +368,8 @@ impl Shared {
         let mut fronts = Tally::default();
         still.iter().for_each(|front| fronts.add(front.tally()));
         let books = self.books();
-        let mut snapshot = books.snapshot(&self.name, self.driver.rung(), &fronts);
-        books.owed.show(&mut snapshot);
+        let mut snapshot = books.snapshot(&self.name, self.driver.backend(), &fronts);
+        books.outstanding.show(&mut snapshot);
         snapshot.lock_contended_total += self.fronts.contended.load(Ordering::Relaxed);
         #[cfg(feature = "cuda")]
         {
@@ -391,13 +391,13 @@ impl Shared {
         self.empty_all(&sweep);
         let snapshot = self.snapshot_under(&sweep);
         let count = snapshot.allocs_total - snapshot.frees_total;
-        let held = self.books().owed.adopted.held();
+        let held = self.books().outstanding.imported.held();
         if count == 0 && held == 0 {
             return Ok(true);
         }
         self.closed.store(false, Ordering::Relaxed);
         if count == 0 {
-            let (arena, bytes) = (self.name.clone(), snapshot.adopted);
+            let (arena, bytes) = (self.name.clone(), snapshot.imported);
             return Err(DeviceError::AdoptedHeld { arena, count: held, bytes });
         }
         Err(DeviceError::LiveBlocks { arena: self.name.clone(), count, bytes: snapshot.live })

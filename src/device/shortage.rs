@@ -31,7 +31,7 @@ use crate::sync::{Condvar, Mutex, caught, lock, wait};
 /// What is missing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Lack {
+pub enum ShortageInfo {
     /// The limit would be passed.
     Limit {
         /// By so much, when all idle memory is gone: so many bytes of granules must fall idle.
@@ -55,7 +55,7 @@ pub struct Shortage<'a> {
     /// The size of the block.
     pub requested: ByteSize,
     /// What is missing for it.
-    pub lack: Lack,
+    pub lack: ShortageInfo,
 }
 
 type Callback = Box<dyn Fn(&Shortage<'_>) -> bool + Send + Sync>;
@@ -325,16 +325,16 @@ impl Shared {
 }
 
 /// What a callback is told of a refusal.
-fn numbers(refusal: &Refusal) -> (ByteSize, Lack) {
+fn numbers(refusal: &Refusal) -> (ByteSize, ShortageInfo) {
     let requested = match refusal.error {
         DeviceError::OutOfMemory { requested, .. }
         | DeviceError::OutOfAddresses { requested, .. } => requested,
         _ => ByteSize::ZERO,
     };
     let lack = match refusal.cause {
-        Cause::Limit { over } => Lack::Limit { over: ByteSize::new(over) },
-        Cause::Addresses => Lack::Addresses,
-        Cause::Device | Cause::Driver | Cause::Uncounted => Lack::Device,
+        Cause::Limit { over } => ShortageInfo::Limit { over: ByteSize::new(over) },
+        Cause::Addresses => ShortageInfo::Addresses,
+        Cause::Device | Cause::Driver | Cause::Uncounted => ShortageInfo::Device,
     };
     (requested, lack)
 }

@@ -9,7 +9,7 @@
 
 use std::time::Duration;
 
-use super::driver::Rung;
+use super::driver::Backend;
 use super::region::Region;
 use super::sleep::ArenaState;
 use crate::bytes::ByteSize;
@@ -21,7 +21,7 @@ pub struct ArenaSnapshot {
     /// The arena's name.
     pub name: String,
     /// The driver in use.
-    pub rung: Rung,
+    pub backend: Backend,
     /// What callers asked for.
     pub requested: ByteSize,
     /// Blocks held by callers, after rounding.
@@ -57,15 +57,15 @@ pub struct ArenaSnapshot {
     pub largest_free: ByteSize,
     /// The most that may be committed.
     pub limit: ByteSize,
-    /// Blocks whose addresses are lent to foreign code ([`Buffer::lend`](super::Buffer::lend)).
-    pub lent: ByteSize,
+    /// Blocks whose addresses are lent to foreign code ([`Buffer::export`](super::Buffer::lend)).
+    pub exported: ByteSize,
     /// How many of them.
-    pub lent_count: u64,
-    /// Memory of others that was adopted ([`DeviceArena::adopt`](super::DeviceArena::adopt)) and is
-    /// not released yet. In no other figure: the arena commits none of it.
-    pub adopted: ByteSize,
+    pub exported_count: u64,
+    /// Memory of others that was adopted ([`DeviceArena::import`](super::DeviceArena::adopt)) and
+    /// is not released yet. In no other figure: the arena commits none of it.
+    pub imported: ByteSize,
     /// How many pieces of it.
-    pub adopted_count: u64,
+    pub imported_count: u64,
     /// Leases held now.
     pub leases: u32,
     /// Whether its memory can be used.
@@ -81,7 +81,7 @@ pub struct ArenaSnapshot {
     /// Blocks freed since then.
     pub frees_total: u64,
     /// Those of the blocks handed out that came from a thread's front, without the arena's lock.
-    pub front_allocs_total: u64,
+    pub thread_cache_allocs_total: u64,
     /// Blocks handed out that share their granules with no other.
     pub reserves_total: u64,
     /// Blocks that changed their size where they stood.
@@ -146,11 +146,11 @@ pub struct ArenaGlance {
 
 impl ArenaSnapshot {
     /// An arena of which nothing is known but its name, in a forked child.
-    pub(super) fn unknown(name: &str, rung: Rung) -> Self {
+    pub(super) fn unknown(name: &str, backend: Backend) -> Self {
         const NONE: ByteSize = ByteSize::ZERO;
         Self {
             name: name.to_owned(),
-            rung,
+            backend,
             requested: NONE,
             live: NONE,
             asleep: NONE,
@@ -167,10 +167,10 @@ impl ArenaSnapshot {
             holes: NONE,
             largest_free: NONE,
             limit: NONE,
-            lent: NONE,
-            lent_count: 0,
-            adopted: NONE,
-            adopted_count: 0,
+            exported: NONE,
+            exported_count: 0,
+            imported: NONE,
+            imported_count: 0,
             leases: 0,
             state: ArenaState::default(),
             sleeps_total: 0,
@@ -178,7 +178,7 @@ impl ArenaSnapshot {
             wake_failures_total: 0,
             allocs_total: 0,
             frees_total: 0,
-            front_allocs_total: 0,
+            thread_cache_allocs_total: 0,
             reserves_total: 0,
             resizes_total: 0,
             moves_total: 0,
@@ -232,7 +232,7 @@ impl ArenaSnapshot {
         assert_eq!(self.holes, total(|region| region.holes));
         assert!(self.live <= self.live_peak, "live <= live_peak");
         assert!(self.frees_total <= self.allocs_total, "frees_total <= allocs_total");
-        assert!(self.lent <= self.live, "lent <= live");
+        assert!(self.exported <= self.live, "lent <= live");
     }
 }
 

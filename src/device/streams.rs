@@ -62,7 +62,7 @@ struct Stream {
     handle: Option<StreamHandle>,
     lanes: usize,
     /// Driver calls that are being made with the handle, of who has no lane of the stream.
-    lent: usize,
+    exported: usize,
     /// The epoch of blocks that are freed now.
     open: u64,
     /// All uses up to this epoch are known to be complete.
@@ -77,7 +77,7 @@ struct Stream {
 impl Stream {
     fn new(handle: Option<StreamHandle>) -> Self {
         let (events, after) = (BTreeMap::new(), BTreeMap::new());
-        Self { handle, lanes: 0, lent: 0, open: 1, done: 0, used: 0, events, after }
+        Self { handle, lanes: 0, exported: 0, open: 1, done: 0, used: 0, events, after }
     }
 }
 
@@ -153,29 +153,29 @@ impl Streams {
     }
 
     /// The handle of a stream that has not ended, for one driver call.
-    pub(super) fn lend(&mut self, key: StreamKey) -> Option<StreamHandle> {
+    pub(super) fn export(&mut self, key: StreamKey) -> Option<StreamHandle> {
         let stream = self.known.get_mut(&key)?;
         let handle = stream.handle?;
-        stream.lent += 1;
+        stream.exported += 1;
         Some(handle)
     }
 
     /// Books that the call is made; says whether somebody may wait for that.
     pub(super) fn returned(&mut self, key: StreamKey) -> bool {
         let Some(stream) = self.known.get_mut(&key) else { return false };
-        stream.lent -= 1;
-        stream.lent == 0 && stream.handle.is_none()
+        stream.exported -= 1;
+        stream.exported == 0 && stream.handle.is_none()
     }
 
     /// Whether calls are being made with the handle of a stream that has ended.
     pub(super) fn is_lent(&self, key: StreamKey) -> bool {
-        self.known.get(&key).is_some_and(|stream| stream.handle.is_none() && stream.lent > 0)
+        self.known.get(&key).is_some_and(|stream| stream.handle.is_none() && stream.exported > 0)
     }
 
     /// Forgets what has ended and has nothing left to wait for.
     pub(super) fn forget(&mut self, key: StreamKey, is_pending: bool) {
         let ended = |stream: &Stream| {
-            stream.handle.is_none() && stream.lent == 0 && stream.done >= stream.used
+            stream.handle.is_none() && stream.exported == 0 && stream.done >= stream.used
         };
         if key != StreamKey::CONTEXT && !is_pending && self.known.get(&key).is_some_and(ended) {
             // Two who waited at once recorded an event each: the later one is not looked at.
@@ -410,12 +410,12 @@ mod tests {
         let mut streams = Streams::new();
         let handle = StreamHandle::new(11);
         let key = streams.enter(handle);
-        assert_eq!(streams.lend(key), Some(handle));
+        assert_eq!(streams.export(key), Some(handle));
         assert!(!streams.is_lent(key), "it has not ended: nobody need wait");
         assert!(streams.leave(key));
         streams.retire(key);
         streams.forget(key, false);
-        assert!(streams.is_lent(key) && streams.lend(key).is_none());
+        assert!(streams.is_lent(key) && streams.export(key).is_none());
         assert!(streams.returned(key) && !streams.is_lent(key));
         streams.forget(key, false);
         assert_eq!(streams.count(), 0);

@@ -27,7 +27,7 @@ use super::arena::DeviceArena;
 use super::buffer::Buffer;
 use super::driver::StreamHandle;
 use super::error::DeviceError;
-use super::interop::Adopted;
+use super::interop::Imported;
 use super::lane::{Keeps, Known, Lane};
 use super::lease::Lease;
 use super::shared::Shared;
@@ -180,7 +180,7 @@ impl<T: Pod> Buffer<T> {
     }
 }
 
-impl<T: Pod> Adopted<T> {
+impl<T: Pod> Imported<T> {
     /// What was adopted as cudarc sees it, to read: as [`Buffer::cuda`].
     ///
     /// # Errors
@@ -199,7 +199,7 @@ impl<T: Pod> Adopted<T> {
     /// What was adopted as cudarc sees it, to write: as [`Buffer::cuda_mut`].
     ///
     /// # Errors
-    /// As [`Adopted::cuda`].
+    /// As [`Imported::cuda`].
     pub fn cuda_mut<'a>(&'a mut self, lease: &'a Lease) -> Result<CudaViewMut<'a, T>, DeviceError> {
         let _ = self.cuda(lease)?;
         let no_stream = no_stream(&self.shared);

@@ -40,14 +40,14 @@ impl EffectiveConf {
     /// What the binary asks for: the string of [`heap_profile!`](crate::heap_profile), where it
     /// has one.
     #[must_use]
-    pub fn asked_by_binary(&self) -> Option<HeapConf> {
+    pub fn requested_by_binary(&self) -> Option<HeapConf> {
         self.conf_of_binary.map(HeapConf::new)
     }
 
     /// What this profile would ask for in this binary: with the binary's own settings on top.
     #[must_use]
-    pub fn asked_by(&self, profile: HeapProfile) -> HeapConf {
-        let asked = self.asked_by_binary().filter(|conf| conf.profile().is_some());
+    pub fn requested_by(&self, profile: HeapProfile) -> HeapConf {
+        let asked = self.requested_by_binary().filter(|conf| conf.profile().is_some());
         asked.map_or_else(|| profile.into(), |conf| conf.on(profile))
     }
 
@@ -436,12 +436,12 @@ mod tests {
              muzzy_decay_ms:0,cache_oblivious:false",
         );
         found.arenas_at_start = 9;
-        assert_eq!(found.differences_from(found.asked_by(HeapProfile::Balanced)), []);
-        let low = found.asked_by(HeapProfile::LowMemory);
+        assert_eq!(found.differences_from(found.requested_by(HeapProfile::Balanced)), []);
+        let low = found.requested_by(HeapProfile::LowMemory);
         assert_eq!((low.value("narenas"), low.value("thp")), (Some("9"), Some("never")));
         // A string of other making is nobody's wish for another profile.
         found.conf_of_binary = Some("narenas:9");
-        assert_eq!(found.asked_by(HeapProfile::Balanced), HeapProfile::Balanced.into());
+        assert_eq!(found.requested_by(HeapProfile::Balanced), HeapProfile::Balanced.into());
     }
 
     #[test]

@@ -59,7 +59,7 @@ pub use error::{Act, HostError, Refusal, Unsupported};
 pub use libc_heap::{LibcHeap, libc_heap};
 pub use profile::HeapProfile;
 pub use purge::{Outcome, Part, PurgeReport, decay_tick, flush_thread_cache, purge, purge_now};
-pub use recall::{flush_if_recalled, on_thread_park, recall_thread_caches};
+pub use recall::{flush_tcache_if_requested, on_thread_park, request_tcache_flush};
 pub use stats::{HeapGlance, HeapProbe, HeapSnapshot};
 
 /// What the expansion of [`heap_profile!`](crate::heap_profile) needs; not for use by hand.

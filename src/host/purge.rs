@@ -12,7 +12,7 @@ use crate::bytes::ByteSize;
 use crate::clock::{Clock, SystemClock};
 
 use super::error::{HostError, Unsupported};
-use super::recall::recall_thread_caches;
+use super::recall::request_tcache_flush;
 use super::stats::Backed;
 use super::{allocator, arenas, libc_heap, mallctl};
 
@@ -91,7 +91,7 @@ impl PurgeReport {
 /// Gives back all unused memory of the heap now.
 ///
 /// Calls back the caches of threads that cooperate
-/// ([`recall_thread_caches`](super::recall_thread_caches)), empties the calling thread's, purges
+/// ([`request_tcache_flush`](super::recall_thread_caches)), empties the calling thread's, purges
 /// every jemalloc arena, then has glibc trim its own heap. It waits for no other thread: what those
 /// give up later is dirty until it decays or the next purge takes it. If jemalloc's background
 /// thread is purging an arena at the same time, that arena is left to it: its pages are released a
@@ -149,7 +149,7 @@ pub fn decay_tick() -> Result<(), HostError> {
 fn purge_jemalloc(clock: &dyn Clock) -> Result<(Part, ByteSize), HostError> {
     let before = Backed::read()?;
     let start = clock.now();
-    recall_thread_caches();
+    request_tcache_flush();
     flush_thread_cache()?;
     let kept = arenas::keep();
     mallctl::ARENAS_PURGE.perform()?;

@@ -25,10 +25,10 @@ thread_local! {
 }
 
 /// Asks every thread that cooperates to empty its cache when it parks next, or calls
-/// [`flush_if_recalled`]. [`purge`](fn@super::purge) does so itself.
+/// [`flush_tcache_if_requested`]. [`purge`](fn@super::purge) does so itself.
 ///
 /// Waits for nobody; one atomic addition.
-pub fn recall_thread_caches() {
+pub fn request_tcache_flush() {
     ASKED.fetch_add(1, Ordering::Relaxed);
 }
 
@@ -45,14 +45,14 @@ pub fn recall_thread_caches() {
 /// // In a worker's loop:
 /// let next_piece_of_work: Option<u32> = None;
 /// if next_piece_of_work.is_none() {
-///     host::flush_if_recalled()?; // ... and wait
+///     host::flush_tcache_if_requested()?; // ... and wait
 /// }
 /// # Ok::<(), host::HostError>(())
 /// ```
 ///
 /// # Errors
 /// [`HostError::Mallctl`] where jemalloc refuses.
-pub fn flush_if_recalled() -> Result<bool, HostError> {
+pub fn flush_tcache_if_requested() -> Result<bool, HostError> {
     // Relaxed: nothing is read that the asking thread wrote; a load that misses it is the next
     // one's.
     let asked = ASKED.load(Ordering::Relaxed);
@@ -63,13 +63,14 @@ pub fn flush_if_recalled() -> Result<bool, HostError> {
     flush_thread_cache()
 }
 
-/// [`flush_if_recalled`] without an answer, for tokio's `on_thread_park` and hooks like it.
+/// [`flush_tcache_if_requested`] without an answer, for tokio's `on_thread_park` and hooks like it.
 ///
 /// One relaxed load where nothing was asked. An error of jemalloc's is no concern of a thread that
 /// parks, and is dropped.
 ///
 /// A thread that was parked when a purge began keeps its cache until it has run again. Where that
-/// is long, have the runtime wake its threads: [`Builder::after_recall`] is the place.
+/// is long, have the runtime wake its threads: [`Builder::after_tcache_flush_request`] is the
+/// place.
 ///
 /// ```
 /// let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -79,8 +80,8 @@ pub fn flush_if_recalled() -> Result<bool, HostError> {
 /// # Ok::<(), std::io::Error>(())
 /// ```
 ///
-/// [`Builder::after_recall`]:
+/// [`Builder::after_tcache_flush_request`]:
 /// https://docs.rs/lowtide/latest/lowtide/memory/struct.Builder.html#method.after_recall
 pub fn on_thread_park() {
-    let _ = flush_if_recalled();
+    let _ = flush_tcache_if_requested();
 }

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use crate::bytes::ByteSize;
 use crate::clock::{Bell, Clock, Moment, SystemClock};
-use crate::config::{Config, DeviceChoice, DeviceRung, Profile, Settings, env};
+use crate::config::{Config, DeviceBackend, DeviceChoice, Profile, Settings, env};
 use crate::control::{
     self, Admission, Budget, Ladder, LimitSource, Maintenance, Resources, Signal, SignalError,
     Signals, Trigger, Worker, run_control, run_worker,
@@ -20,21 +20,21 @@ use crate::fork::Birth;
 use crate::host::{self, ArenaBinding};
 use crate::sync::{Mutex, lock};
 
+use super::admin_tasks::AdminTasks;
 use super::arenas::Arenas;
 use super::device::DeviceWatch;
 use super::driver::open_driver;
-use super::errands::Errands;
-use super::error::{Note, StartError};
+use super::error::{Diagnostic, StartError};
 use super::events::Events;
-use super::hands::{Hook, IdleGranules, WorkerHands};
+use super::hands::{Hook, IdleGranules, MaintenanceExecutor};
 use super::heap::settle_heap;
+use super::history::MetricsHistory;
 use super::own_arena::Loads;
 use super::published::Gone;
 use super::scopes::Scopes;
 use super::sensor::{Counted, LibcIdle, MemorySensor};
 use super::shared::{Purges, Shared};
 use super::shrink::ShrinksAsked;
-use super::trail::Trail;
 use super::{Claim, Ends, Memory, Running, Started, THREADS, Threads, threads};
 
 /// Stack of a thread of ours. Both call little; what they touch of it is a few KiB.
@@ -82,11 +82,11 @@ impl Builder {
         /// What a booked byte is taken to need until that is measured, in [1, 5]; 2 by default,
         /// which is safe for estimates of half the truth. With 1, where estimates are known to be
         /// right, nothing that fits is turned away in the first seconds.
-        multiplier: f64;
+        correction_factor: f64;
         /// Where device arenas live; the best that works by default.
         device: DeviceChoice;
         /// In which way CUDA memory is had; the first that works by default.
-        device_rung: DeviceRung;
+        device_backend: DeviceBackend;
         /// Device memory that each arena must not pass; none by default.
         device_limit: ByteSize;
         /// The part of the device's memory, in [0, 1), that is to stay free for its other users:
@@ -101,7 +101,7 @@ impl Builder {
         /// that asks of its users.
         device_sleep_after: Option<Duration>;
         /// How long a device arena stays awake at least, once it was opened or woken; 0 by default.
-        device_sleep_residency: Duration;
+        device_min_awake: Duration;
         /// What becomes of the stable region's contents then; kept by default.
         device_sleep_stable: crate::device::Contents;
         /// The same of the dynamic region's.
@@ -149,13 +149,13 @@ impl Builder {
     }
 
     /// Called on the worker when it is about to purge the heap and has called back the caches of
-    /// threads that cooperate ([`host::recall_thread_caches`]): the place to wake threads that are
+    /// threads that cooperate ([`host::request_tcache_flush`]): the place to wake threads that are
     /// parked, since those run nothing by themselves. It must not wait for them.
     ///
     /// ```
     /// # async fn start() -> Result<(), lowtide::BoxError> {
     /// let runtime = tokio::runtime::Handle::current();
-    /// let memory = lowtide::Memory::builder().after_recall(move || {
+    /// let memory = lowtide::Memory::builder().after_tcache_flush_request(move || {
     ///     // A task that does nothing wakes a worker, which calls `on_thread_park` when it parks.
     ///     for _ in 0..runtime.metrics().num_workers() {
     ///         runtime.spawn(async {});
@@ -166,7 +166,7 @@ impl Builder {
     /// # }
     /// ```
     #[must_use]
-    pub fn after_recall(mut self, hook: impl FnMut() + Send + 'static) -> Self {
+    pub fn after_tcache_flush_request(mut self, hook: impl FnMut() + Send + 'static) -> Self {
         self.recall_hook = Some(Box::new(hook));
         self
     }
@@ -223,15 +223,15 @@ impl Builder {
 
     /// The claim is given back where it fails.
     fn start_claimed(self, config: Config, claim: Arc<Claim>) -> Result<Memory, StartError> {
-        let mut notes = Vec::new();
-        let driver = open_driver(&config, self.driver, &mut notes)?;
-        let signals = open_signals(&config, self.signals, &mut notes);
-        let heap = settle_heap(&config, &signals, self.unread, &mut notes);
+        let mut diagnostics = Vec::new();
+        let driver = open_driver(&config, self.driver, &mut diagnostics)?;
+        let signals = open_signals(&config, self.signals, &mut diagnostics);
+        let heap = settle_heap(&config, &signals, self.unread, &mut diagnostics);
         let clock = self.clock.unwrap_or_else(|| Arc::new(SystemClock::new()));
-        check_limit(&config, &signals, &*clock, &mut notes)?;
+        check_limit(&config, &signals, &*clock, &mut diagnostics)?;
         let (signals, arenas) = (Arc::new(signals), Arenas::default());
         let (admission, resources) = (Admission::new(), Resources::new());
-        let counted = settle_budgets(driver.as_deref(), &admission, &mut notes);
+        let counted = settle_budgets(driver.as_deref(), &admission, &mut diagnostics);
         let is_host = counted != Counted::OnDevice;
         let sensor = MemorySensor {
             clock: Arc::clone(&clock),
@@ -269,7 +269,7 @@ impl Builder {
             heap: heap.probe,
             signals,
             bound_arenas: threads::arena_binding().map(ArenaBinding::arenas),
-            notes: Mutex::new(Vec::new()),
+            diagnostics: Mutex::new(Vec::new()),
             purges: Purges::default(),
             claim,
             arenas,
@@ -277,16 +277,16 @@ impl Builder {
             gone: Gone::default(),
             shrinks: ShrinksAsked::default(),
             events: Events::default(),
-            trail: Trail::default(),
-            errands: Errands::default(),
+            history: MetricsHistory::default(),
+            admin_tasks: AdminTasks::default(),
             loads: Loads::default(),
             #[cfg(feature = "cuda")]
             governors: super::governors::Governors::default(),
         });
         evict_when_short(&shared);
-        notes.into_iter().for_each(|note| shared.note(note));
+        diagnostics.into_iter().for_each(|diagnostic| shared.diagnostic(diagnostic));
         *lock(&joined) = Some(Arc::clone(&shared));
-        let hands = WorkerHands::new(&shared, self.hook, self.recall_hook);
+        let hands = MaintenanceExecutor::new(&shared, self.hook, self.recall_hook);
         let worker = maintenance.worker(Box::new(hands));
         // The first sample is taken here, so that the first request meets a true allowance.
         let first = maintenance.tick(shared.clock.now());
@@ -301,7 +301,7 @@ impl Builder {
 fn settle_budgets(
     driver: Option<&dyn Driver>,
     admission: &Admission,
-    notes: &mut Vec<Note>,
+    diagnostics: &mut Vec<Diagnostic>,
 ) -> Counted {
     let counted = Counted::of(driver);
     if counted != Counted::OnDevice {
@@ -310,18 +310,23 @@ fn settle_budgets(
     if counted == Counted::BesideKernel {
         let text = "the device has no memory of its own: what arenas commit counts against the \
                     host's memory limit, once, and no device budget applies";
-        notes.push(Note::info("device", text.to_owned()));
+        diagnostics.push(Diagnostic::info("device", text.to_owned()));
     }
     counted
 }
 
 /// The signals, with the configured limit, and a note if some are missing.
-fn open_signals(config: &Config, given: Option<Signals>, notes: &mut Vec<Note>) -> Signals {
-    let signals = settle_limit(config, given.unwrap_or_else(Signals::open), notes);
+fn open_signals(
+    config: &Config,
+    given: Option<Signals>,
+    diagnostics: &mut Vec<Diagnostic>,
+) -> Signals {
+    let signals = settle_limit(config, given.unwrap_or_else(Signals::open), diagnostics);
     let is_usual =
         |error: &&SignalError| matches!(error, SignalError::NoCgroup | SignalError::NoPsi { .. });
     let (usual, faults): (Vec<_>, Vec<_>) = signals.missing().iter().partition(is_usual);
-    notes.extend(usual.into_iter().map(|error| Note::info("signals", error.to_string())));
+    diagnostics
+        .extend(usual.into_iter().map(|error| Diagnostic::info("signals", error.to_string())));
     let causes = faults.into_iter().map(SignalError::to_string).collect::<Vec<_>>().join("; ");
     let signal = signals.sample();
     if !signal.limit.is_known() {
@@ -329,15 +334,15 @@ fn open_signals(config: &Config, given: Option<Signals>, notes: &mut Vec<Note>) 
             "no memory limit is known, so no request is rejected for memory; set \
              LOWTIDE_MEMORY_LIMIT ({causes})"
         );
-        notes.push(Note::warning("signals", text));
+        diagnostics.push(Diagnostic::warning("signals", text));
     } else if signal.physical.is_zero() {
         let text = format!(
             "the memory of this process cannot be measured, so requests are admitted by their \
              estimates alone and no pressure level is set ({causes})"
         );
-        notes.push(Note::warning("signals", text));
+        diagnostics.push(Diagnostic::warning("signals", text));
     } else if !causes.is_empty() {
-        notes.push(Note::warning("signals", causes));
+        diagnostics.push(Diagnostic::warning("signals", causes));
     }
     signals
 }
@@ -415,7 +420,7 @@ impl Threads {
 }
 
 /// Sets the configured limit; one that raises nothing is noted.
-fn settle_limit(config: &Config, signals: Signals, notes: &mut Vec<Note>) -> Signals {
+fn settle_limit(config: &Config, signals: Signals, diagnostics: &mut Vec<Diagnostic>) -> Signals {
     let Some(given) = config.memory_limit.value else { return signals };
     let found = signals.sample().limit;
     if found.is_known() && given > found.bytes {
@@ -427,7 +432,7 @@ fn settle_limit(config: &Config, signals: Signals, notes: &mut Vec<Note>) -> Sig
             found.source.name(),
             found.bytes
         );
-        notes.push(Note::warning("limit", text));
+        diagnostics.push(Diagnostic::warning("limit", text));
     }
     signals.with_limit(given)
 }
@@ -442,7 +447,7 @@ fn check_limit(
     config: &Config,
     signals: &Signals,
     clock: &dyn Clock,
-    notes: &mut Vec<Note>,
+    diagnostics: &mut Vec<Diagnostic>,
 ) -> Result<(), StartError> {
     let is_full = |signal: &Signal| {
         let ceiling = signal.limit.bytes.scaled(config.ceiling.value);
@@ -472,7 +477,7 @@ fn check_limit(
         signal.physical,
         signal.limit.source.name()
     );
-    notes.push(Note::warning("limit", text));
+    diagnostics.push(Diagnostic::warning("limit", text));
     Ok(())
 }
 
@@ -489,7 +494,7 @@ fn settings(config: &Config, is_host: bool) -> control::Settings {
     let defaults = control::Settings::default();
     control::Settings {
         ceiling: config.ceiling.value,
-        multiplier: config.multiplier.value,
+        correction_factor: config.correction_factor.value,
         quiet: config.purge_when_idle_for.unwrap_or(Duration::MAX),
         purge_interval: config.purge_interval.value,
         purge_growth: config.purge_growth,
@@ -508,13 +513,13 @@ fn ladder(
 ) -> Ladder {
     let relieves = if is_host { Budget::Host } else { Budget::Device };
     let granules = IdleGranules { shared: Arc::clone(joined), relieves };
-    let rungs: Vec<Arc<dyn control::Reclaim>> = vec![
+    let backends: Vec<Arc<dyn control::Reclaim>> = vec![
         Arc::new(granules),
         resources.reclaimer(Budget::Host),
         resources.reclaimer(Budget::Device),
     ];
     // Three rungs are fewer than any ladder's limit.
-    Ladder::new(rungs).unwrap_or_default()
+    Ladder::new(backends).unwrap_or_default()
 }
 
 /// Says once what runs.

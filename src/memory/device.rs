@@ -9,12 +9,12 @@
 
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
-use crate::control::watermark::{DeviceLook, Tide, Watermark};
+use crate::control::watermark::{DeviceSample, Trend, Watermark};
 use crate::device::driver::{Driver, DriverError};
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::sync::{Mutex, lock};
 
-use super::error::Note;
+use super::error::Diagnostic;
 use super::shared::Shared;
 use super::snapshot::DeviceSnapshot;
 
@@ -30,7 +30,7 @@ pub(super) struct DeviceWatch {
 struct State {
     watermark: Watermark,
     /// The last look.
-    last: Option<DeviceLook>,
+    last: Option<DeviceSample>,
     /// The driver's context is gone.
     is_lost: bool,
 }
@@ -48,21 +48,22 @@ impl DeviceWatch {
             let state = lock(&self.state);
             (state.last?, state.watermark.is_short())
         };
-        let floor = driver.context_floor();
+        let context_overhead = driver.context_overhead();
         let taken = last.total.saturating_sub(last.free);
         let others = taken.saturating_sub(last.committed);
         Some(DeviceSnapshot {
             total: last.total,
             free: last.free,
-            floor,
-            foreign: floor.map(|floor| others.saturating_sub(floor)),
+            context_overhead,
+            unmanaged: context_overhead
+                .map(|context_overhead| others.saturating_sub(context_overhead)),
             is_short,
-            given_back_total: self.given_back_total(),
+            watermark_released_total: self.watermark_released_total(),
         })
     }
 
     /// Bytes given back because the device was short, since the start.
-    pub(super) fn given_back_total(&self) -> u64 {
+    pub(super) fn watermark_released_total(&self) -> u64 {
         self.given_back.load(Ordering::Relaxed)
     }
 }
@@ -82,7 +83,7 @@ impl Shared {
             Err(error) => return self.device_is_silent(&error),
         };
         let committed = before.max(self.device_committed());
-        let look = DeviceLook { total: memory.total, free: memory.free, committed };
+        let look = DeviceSample { total: memory.total, free: memory.free, committed };
         let (verdict, low) = {
             let mut state = lock(&self.device.state);
             state.last = Some(look);
@@ -94,8 +95,8 @@ impl Shared {
             self.device.given_back.fetch_add(given.get(), Ordering::Relaxed);
         }
         match verdict.tide {
-            Tide::Same => {}
-            Tide::Short => {
+            Trend::Same => {}
+            Trend::Short => {
                 log!(
                     info,
                     target: "lowtide",
@@ -105,7 +106,7 @@ impl Shared {
                     "the device is short of memory"
                 );
             }
-            Tide::Room => {
+            Trend::Room => {
                 log!(info, target: "lowtide", %free, "the device has room again");
             }
         }
@@ -127,7 +128,7 @@ impl Shared {
                 Ok(given) => left = left.saturating_sub(given),
                 Err(error) => {
                     let text = format!("{}: {error}", arena.name());
-                    self.note(Note::warning("device", text));
+                    self.diagnostic(Diagnostic::warning("device", text));
                 }
             }
         }
@@ -142,7 +143,7 @@ impl Shared {
         state.watermark.forget();
         drop(state);
         let start = "the device does not say how much memory it has: ";
-        self.note_once(start, Note::warning("device", format!("{start}{error}")));
+        self.add_diagnostic_once(start, Diagnostic::warning("device", format!("{start}{error}")));
     }
 
     pub(super) fn device_committed(&self) -> ByteSize {

@@ -5,42 +5,42 @@
 
 use std::sync::Arc;
 
-use crate::config::{Config, DeviceChoice, DeviceRung};
+use crate::config::{Config, DeviceBackend, DeviceChoice};
 use crate::device::driver::Driver;
 use crate::device::driver::host::HostDriver;
 
-use super::error::{Note, Severity, StartError};
+use super::error::{Diagnostic, Severity, StartError};
 
 /// The driver that the configuration asks for, where none is given.
 pub(super) fn open_driver(
     config: &Config,
     given: Option<Arc<dyn Driver>>,
-    notes: &mut Vec<Note>,
+    diagnostics: &mut Vec<Diagnostic>,
 ) -> Result<Option<Arc<dyn Driver>>, StartError> {
     if given.is_some() {
         return Ok(given);
     }
-    let (choice, rung) = (config.device.value, config.device_rung.value);
-    if matches!(choice, DeviceChoice::Host | DeviceChoice::None) && rung != DeviceRung::Auto {
+    let (choice, backend) = (config.device.value, config.device_backend.value);
+    if matches!(choice, DeviceChoice::Host | DeviceChoice::None) && backend != DeviceBackend::Auto {
         let text = format!(
-            "LOWTIDE_DEVICE_RUNG={rung} ({}) is of no use with LOWTIDE_DEVICE={choice} ({}): \
+            "LOWTIDE_DEVICE_BACKEND={backend} ({}) is of no use with LOWTIDE_DEVICE={choice} ({}): \
              expected a CUDA device",
-            config.device_rung.source, config.device.source
+            config.device_backend.source, config.device.source
         );
-        notes.push(Note::warning("device", text));
+        diagnostics.push(Diagnostic::warning("device", text));
     }
     let host = || Some(Arc::new(HostDriver::new()) as Arc<dyn Driver>);
     match choice {
         DeviceChoice::None => Ok(None),
         DeviceChoice::Host => Ok(host()),
         DeviceChoice::Cuda | DeviceChoice::CudaOrdinal(_) | DeviceChoice::CudaUuid(_) => {
-            let opened = open_cuda(choice, rung).map(Some);
+            let opened = open_cuda(choice, backend).map(Some);
             opened.map_err(|NoCuda { cause, .. }| StartError::NoCuda { device: choice, cause })
         }
-        DeviceChoice::Auto => Ok(open_cuda(choice, rung).map(Some).unwrap_or_else(|no_cuda| {
+        DeviceChoice::Auto => Ok(open_cuda(choice, backend).map(Some).unwrap_or_else(|no_cuda| {
             let NoCuda { severity, cause } = no_cuda;
             let text = format!("device arenas lie in host memory: {cause}");
-            notes.push(Note { severity, about: "device", text });
+            diagnostics.push(Diagnostic { severity, about: "device", text });
             host()
         })),
     }
@@ -55,8 +55,8 @@ struct NoCuda {
 
 /// The CUDA device that is chosen, or why it cannot be had.
 #[cfg(feature = "cuda")]
-fn open_cuda(choice: DeviceChoice, rung: DeviceRung) -> Result<Arc<dyn Driver>, NoCuda> {
-    use crate::device::driver::Rung;
+fn open_cuda(choice: DeviceChoice, backend: DeviceBackend) -> Result<Arc<dyn Driver>, NoCuda> {
+    use crate::device::driver::Backend;
     use crate::device::driver::cuda::{
         self, CudaDriver, CudaError, CudaOptions, MemoryKind, Probe,
     };
@@ -65,14 +65,14 @@ fn open_cuda(choice: DeviceChoice, rung: DeviceRung) -> Result<Arc<dyn Driver>, 
         DeviceChoice::CudaUuid(uuid) => cuda::DeviceChoice::Uuid(uuid),
         _ => cuda::DeviceChoice::Ordinal(0),
     };
-    let (rung, memory) = match rung {
-        DeviceRung::Auto => (None, MemoryKind::Device),
-        DeviceRung::VirtualMemory => (Some(Rung::CudaVirtualMemory), MemoryKind::Device),
-        DeviceRung::Pool => (Some(Rung::CudaPool), MemoryKind::Device),
-        DeviceRung::Plain => (Some(Rung::CudaPlain), MemoryKind::Device),
-        DeviceRung::Managed => (Some(Rung::CudaPlain), MemoryKind::Managed),
+    let (backend, memory) = match backend {
+        DeviceBackend::Auto => (None, MemoryKind::Device),
+        DeviceBackend::VirtualMemory => (Some(Backend::CudaVirtualMemory), MemoryKind::Device),
+        DeviceBackend::Pool => (Some(Backend::CudaPool), MemoryKind::Device),
+        DeviceBackend::Plain => (Some(Backend::CudaPlain), MemoryKind::Device),
+        DeviceBackend::Managed => (Some(Backend::CudaPlain), MemoryKind::Managed),
     };
-    let options = CudaOptions { device, rung, memory, ..CudaOptions::default() };
+    let options = CudaOptions { device, backend, memory, ..CudaOptions::default() };
     let driver = CudaDriver::open(options).map_err(|error| NoCuda {
         severity: match error {
             CudaError::Unavailable(Probe::NoLibrary { .. } | Probe::NoDevice) => Severity::Info,
@@ -80,13 +80,13 @@ fn open_cuda(choice: DeviceChoice, rung: DeviceRung) -> Result<Arc<dyn Driver>, 
         },
         cause: error.to_string(),
     })?;
-    let (device, rung) = (driver.device(), driver.rung());
-    log!(info, %device, %rung, "device arenas lie in CUDA memory");
+    let (device, backend) = (driver.device(), driver.backend());
+    log!(info, %device, %backend, "device arenas lie in CUDA memory");
     Ok(Arc::new(driver))
 }
 
 #[cfg(not(feature = "cuda"))]
-fn open_cuda(_: DeviceChoice, _: DeviceRung) -> Result<Arc<dyn Driver>, NoCuda> {
+fn open_cuda(_: DeviceChoice, _: DeviceBackend) -> Result<Arc<dyn Driver>, NoCuda> {
     let cause = "this build has no CUDA (feature `cuda` is off)".to_owned();
     Err(NoCuda { severity: Severity::Info, cause })
 }

@@ -166,21 +166,21 @@ impl From<DeviceError> for LoadError {
     }
 }
 
-/// How much a [`Note`] matters.
+/// How much a [`Diagnostic`] matters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Severity {
     /// A fact about this system that needs no action, such as that there is no GPU. Logged at info.
     Info,
     /// Something did not go as asked, or protection is reduced. Logged at warn and counted in
-    /// `lowtide_notes`.
+    /// `lowtide_diagnostics`.
     Warning,
 }
 
 /// Something that did not go as asked, or that this system does not have; logged once.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Note {
+pub struct Diagnostic {
     /// How much it matters.
     pub severity: Severity,
     /// What it is about: `heap`, `limit`, `signals`, `device`, `resources`.
@@ -189,7 +189,7 @@ pub struct Note {
     pub text: String,
 }
 
-impl Note {
+impl Diagnostic {
     pub(super) fn warning(about: &'static str, text: String) -> Self {
         Self { severity: Severity::Warning, about, text }
     }
@@ -199,7 +199,7 @@ impl Note {
     }
 }
 
-impl fmt::Display for Note {
+impl fmt::Display for Diagnostic {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: {}", self.about, self.text)
     }

@@ -12,7 +12,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::fmt::Write as _;
 use std::time::Duration;
 
-use crate::control::{Level, ResourceStats, ShedReason, UnloadReason};
+use crate::control::{Level, RejectReason, ResourceStats, UnloadReason};
 use crate::device::ArenaSnapshot;
 use crate::sync::{Mutex, lock};
 
@@ -29,8 +29,8 @@ const TEXT_MAX: usize = 400;
 pub struct Event {
     /// When it was seen last, since the Unix epoch.
     pub at: Duration,
-    /// Of which kind: `purge`, `level`, `sleep`, `wake`, `load`, `unload`, `shed`, `kill`, `note`
-    /// or `errand`.
+    /// Of which kind: `purge`, `level`, `sleep`, `wake`, `load`, `unload`, `shed`, `kill`,
+    /// `diagnostic` or `admin_task`.
     pub kind: &'static str,
     /// What it is about: an arena, a resource, a budget, a trigger.
     pub about: String,
@@ -53,7 +53,7 @@ impl Events {
         let mut events = lock(&self.0);
         if let Some(last) = events.back_mut().filter(|last| last.kind == kind)
             && last.about == about
-            && kind != "errand"
+            && kind != "admin"
         {
             (last.at, last.text, last.times) = (at, text, last.times.saturating_add(1));
             return;
@@ -83,7 +83,7 @@ struct Seen {
     arenas: BTreeMap<String, [u64; 3]>,
     /// Loads, failures, unloads by reason; by name.
     resources: BTreeMap<String, ([u64; 2], [u64; UnloadReason::ALL.len()])>,
-    shed: [u64; ShedReason::ALL.len()],
+    shed: [u64; RejectReason::ALL.len()],
     kills: u64,
 }
 
@@ -114,7 +114,7 @@ impl Seen {
             levels: [snapshot.host.level, snapshot.device.level],
             arenas: snapshot.arenas.iter().map(arena).collect(),
             resources: snapshot.resources.iter().map(resource).collect(),
-            shed: ShedReason::ALL.map(|why| snapshot.admission.shed_total(why)),
+            shed: RejectReason::ALL.map(|why| snapshot.admission.rejected_total(why)),
             kills: snapshot.oom_kills.unwrap_or(0),
         }
     }
@@ -150,14 +150,14 @@ impl Seen {
             }
         }
         let mut text = String::new();
-        let shed = self.shed.iter().zip(&before.shed).zip(ShedReason::ALL);
+        let shed = self.shed.iter().zip(&before.shed).zip(RejectReason::ALL);
         for ((count, was), why) in shed.filter(|((count, was), _)| count > was) {
             let comma = if text.is_empty() { "" } else { ", " };
             // Writing to a string does not fail.
             let _ = write!(text, "{comma}{} {}", count - was, why.name());
         }
         if !text.is_empty() {
-            tell("shed", "requests", format!("turned away: {text}"));
+            tell("reject", "requests", format!("rejected: {text}"));
         }
         if self.kills > before.kills {
             let killed = self.kills - before.kills;
@@ -175,7 +175,7 @@ mod tests {
         let events = Events::default();
         for nth in 0..200_u64 {
             let (at, about) = (Duration::from_secs(nth), (nth / 2).to_string());
-            events.add(at, "note", &about, "ä".repeat(500));
+            events.add(at, "diagnostic", &about, "ä".repeat(500));
         }
         let kept = events.all();
         assert_eq!(kept.len(), EVENTS_MAX);
@@ -209,7 +209,7 @@ mod tests {
             "load m: a load failed",
             "unload m: unloaded: pressure",
             "load m: loaded",
-            "shed requests: turned away: 1 too_large, 3 full",
+            "reject requests: rejected: 1 too_large, 3 full",
             "kill cgroup: the kernel killed 2 for memory",
         ];
         assert_eq!(told, expected);

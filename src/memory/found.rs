@@ -42,29 +42,29 @@ pub(super) fn moved(
 /// purpose, so only a binary that carries none at all is reported.
 pub(super) fn at_start_otherwise(config: &Config, found: &EffectiveConf) -> Vec<String> {
     let asked = config.profile.source != Source::Default;
-    let asked = asked.then(|| found.asked_by(profile(config)));
+    let asked = asked.then(|| found.requested_by(profile(config)));
     let nothing = || HeapConf::new("");
-    let expected = asked.clone().or_else(|| found.asked_by_binary()).unwrap_or_else(nothing);
+    let expected = asked.clone().or_else(|| found.requested_by_binary()).unwrap_or_else(nothing);
     let mut differences = found.differences_from(&expected);
     differences.retain(Difference::is_fixed_at_start);
     let (given, fixed): (Vec<_>, Vec<_>) = differences
         .into_iter()
         .partition(|it| matches!(it.cause, Cause::KernelHugePages | Cause::PageOfBuild));
-    let mut notes: Vec<_> =
+    let mut diagnostics: Vec<_> =
         found.ignored().iter().chain(&given).map(Difference::to_string).collect();
     match asked.filter(|_| !fixed.is_empty()) {
-        Some(asked) => notes.push(in_part(config, found, &asked, &fixed)),
-        None if !is_configured(found) => notes.push(format!(
+        Some(asked) => diagnostics.push(in_part(config, found, &asked, &fixed)),
+        None if !is_configured(found) => diagnostics.push(format!(
             "this binary has no heap profile, so jemalloc runs with its defaults for all that is \
              fixed before `main`; add `lowtide::heap_profile!({});` to the binary, or start the \
              process with {}={}",
             profile(config),
             found.variable(),
-            found.variable_for(&found.asked_by(profile(config))),
+            found.variable_for(&found.requested_by(profile(config))),
         )),
         None => {}
     }
-    notes
+    diagnostics
 }
 
 /// That jemalloc keeps addresses, of which the process may have few: what it keeps is no longer

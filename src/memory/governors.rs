@@ -7,7 +7,7 @@
 
 use std::sync::{Arc, Weak};
 
-use super::error::{MemoryError, Note};
+use super::error::{Diagnostic, MemoryError};
 use super::shared::Shared;
 use super::{Memory, Moment};
 use crate::device::driver::cuda::PoolGovernor;
@@ -50,7 +50,7 @@ impl Shared {
         for governor in all.iter().filter_map(Weak::upgrade) {
             if let Err(error) = governor.decay(now) {
                 let text = format!("governor of {}: {error}", governor.device());
-                self.note(Note::warning("device", text));
+                self.diagnostic(Diagnostic::warning("device", text));
             }
         }
     }

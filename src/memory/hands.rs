@@ -7,17 +7,17 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::clock::Moment;
-use crate::control::{Ask, Budget, Hands, Reclaim, Recovered, Trigger};
-use crate::device::driver::Rung;
+use crate::control::{Ask, Budget, MaintenanceActions, Reclaim, Recovered, Trigger};
+use crate::device::driver::Backend;
 use crate::host::{self, HostArenaStats};
 use crate::metrics::record;
 use crate::sync::{Mutex, lock};
 
-use super::error::{Note, Severity};
+use super::error::{Diagnostic, Severity};
 use super::events::Watch;
+use super::history::HistorySample;
 use super::shared::Shared;
 use super::snapshot::{DeviceSnapshot, MemorySnapshot};
-use super::trail::TrailPoint;
 
 /// How often at most the application's hook runs, and the recorder is told what the metrics are: it
 /// may have been installed meanwhile, and telling is a sixth of what publishing costs.
@@ -32,7 +32,7 @@ const RUNGS_MAX: usize = 64;
 /// back.
 pub(super) type Hook = Box<dyn FnMut() + Send>;
 
-pub(super) struct WorkerHands {
+pub(super) struct MaintenanceExecutor {
     shared: Arc<Shared>,
     hook: Option<Hook>,
     hook_at: Moment,
@@ -41,7 +41,7 @@ pub(super) struct WorkerHands {
     /// Names of dedicated heap arenas that were published.
     heap_arenas: Vec<String>,
     /// Device arenas that were published, and the rung of each.
-    rungs: Vec<(String, Rung)>,
+    backends: Vec<(String, Backend)>,
     /// Whether the device's memory was published the last time.
     knows_device: bool,
     /// Kills in the own cgroup that have been logged.
@@ -52,10 +52,10 @@ pub(super) struct WorkerHands {
     exhausted: bool,
 }
 
-impl Hands for WorkerHands {
+impl MaintenanceActions for MaintenanceExecutor {
     fn purge(&mut self, trigger: Trigger) -> Recovered {
         if let Some(hook) = &mut self.recall_hook {
-            host::recall_thread_caches();
+            host::request_tcache_flush();
             hook();
         }
         Recovered::of(self.shared.purge(trigger).released())
@@ -68,7 +68,7 @@ impl Hands for WorkerHands {
             }
             if let Err(error) = arena.decay(now) {
                 let text = format!("arena {}: {error}", arena.name());
-                self.shared.note(Note::warning("device", text));
+                self.shared.diagnostic(Diagnostic::warning("device", text));
             }
         }
         self.shared.shrink_asked();
@@ -77,7 +77,7 @@ impl Hands for WorkerHands {
 
     fn decay_heap(&mut self) {
         if let Err(error) = host::decay_tick() {
-            self.shared.note(Note::warning("heap", error.to_string()));
+            self.shared.diagnostic(Diagnostic::warning("heap", error.to_string()));
         }
     }
 
@@ -85,9 +85,9 @@ impl Hands for WorkerHands {
         self.shared.sleep_next(now)
     }
 
-    fn errand(&mut self) -> bool {
+    fn admin_task(&mut self) -> bool {
         let shared = Arc::clone(&self.shared);
-        shared.errand(|| self.purge(Trigger::Manual).bytes)
+        shared.admin_task(|| self.purge(Trigger::Manual).bytes)
     }
 
     fn sample_device(&mut self, now: Moment) {
@@ -114,7 +114,7 @@ impl Hands for WorkerHands {
         let start = self.shared.clock.now();
         let snapshot = self.shared.snapshot();
         self.watch.see(&snapshot, &self.shared.events);
-        self.shared.trail.add(TrailPoint::of(&snapshot));
+        self.shared.history.add(HistorySample::of(&snapshot));
         record::build_info(snapshot.profile.name());
         if let Some(heap) = &snapshot.heap {
             record::heap(heap);
@@ -133,7 +133,7 @@ impl Hands for WorkerHands {
             record::arena(arena);
         }
         self.publish_rungs(&snapshot);
-        self.publish_device(snapshot.stuck_total, snapshot.device_memory.as_ref());
+        self.publish_device(snapshot.rollback_failures_total, snapshot.device_memory.as_ref());
         record::pressure(&snapshot.signal, &self.shared.state);
         self.publish_kernel(&snapshot);
         for budget in [Budget::Host, Budget::Device] {
@@ -147,8 +147,8 @@ impl Hands for WorkerHands {
             }
             record::resource(resource, resource.last_used.map(|moment| snapshot.on_wall(moment)));
         }
-        let is_warning = |note: &&Note| note.severity == Severity::Warning;
-        record::notes(snapshot.notes.iter().filter(is_warning).count());
+        let is_warning = |diagnostic: &&Diagnostic| diagnostic.severity == Severity::Warning;
+        record::diagnostics(snapshot.diagnostics.iter().filter(is_warning).count());
         record::ticks(self.shared.state.ticks_total(), self.shared.state.take_lateness());
         record::sampler(snapshot.since_epoch, self.shared.clock.now() - start);
         if upkeep && let Some(hook) = &mut self.hook {
@@ -157,7 +157,7 @@ impl Hands for WorkerHands {
     }
 }
 
-impl WorkerHands {
+impl MaintenanceExecutor {
     /// Those of a `Memory` that has published nothing yet, with the application's hooks.
     pub(super) fn new(shared: &Arc<Shared>, hook: Option<Hook>, recall: Option<Hook>) -> Self {
         Self {
@@ -166,7 +166,7 @@ impl WorkerHands {
             hook_at: Moment::ORIGIN,
             recall_hook: recall,
             heap_arenas: Vec::new(),
-            rungs: Vec::new(),
+            backends: Vec::new(),
             knows_device: false,
             kills_logged: 0,
             watch: Watch::default(),
@@ -197,15 +197,16 @@ impl WorkerHands {
     fn publish_rungs(&mut self, snapshot: &MemorySnapshot) {
         let open = || snapshot.arenas.iter().chain(&snapshot.draining);
         for arena in open() {
-            let is_known =
-                |(name, rung): &(String, Rung)| *name == arena.name && *rung == arena.rung;
-            if self.rungs.len() < RUNGS_MAX && !self.rungs.iter().any(is_known) {
-                self.rungs.push((arena.name.clone(), arena.rung));
+            let is_known = |(name, backend): &(String, Backend)| {
+                *name == arena.name && *backend == arena.backend
+            };
+            if self.backends.len() < RUNGS_MAX && !self.backends.iter().any(is_known) {
+                self.backends.push((arena.name.clone(), arena.backend));
             }
         }
-        for (name, rung) in &self.rungs {
-            let is_open = open().any(|arena| arena.name == *name && arena.rung == *rung);
-            record::arena_info(name, *rung, is_open);
+        for (name, backend) in &self.backends {
+            let is_open = open().any(|arena| arena.name == *name && arena.backend == *backend);
+            record::arena_info(name, *backend, is_open);
         }
     }
 
@@ -243,19 +244,19 @@ impl WorkerHands {
                 limit.source.name(),
                 snapshot.cgroup.as_deref().unwrap_or_else(|| Path::new("")),
             );
-            self.shared.note_once(start, Note::warning("signals", text));
+            self.shared.add_diagnostic_once(start, Diagnostic::warning("signals", text));
         }
     }
 
-    fn publish_device(&mut self, stuck_total: u64, device: Option<&DeviceSnapshot>) {
+    fn publish_device(&mut self, rollback_failures_total: u64, device: Option<&DeviceSnapshot>) {
         let figures = device.map(|device| record::Device {
             total: device.total,
             free: device.free,
-            floor: device.floor,
-            foreign: device.foreign,
-            given_back_total: device.given_back_total,
+            context_overhead: device.context_overhead,
+            unmanaged: device.unmanaged,
+            watermark_released_total: device.watermark_released_total,
         });
-        record::device(stuck_total, figures);
+        record::device(rollback_failures_total, figures);
         if self.knows_device && device.is_none() {
             record::device_unknown();
         }

@@ -11,7 +11,7 @@ use crate::control::{Cpus, LimitSource, Signals};
 use crate::decay::DecayTime;
 use crate::host::{self, HeapProbe, HeapSettings};
 
-use super::error::Note;
+use super::error::Diagnostic;
 use super::found::{at_start_otherwise, keeps_addresses, moved};
 
 /// The heap as a start left it.
@@ -57,11 +57,11 @@ pub(super) fn settle_heap(
     config: &Config,
     signals: &Signals,
     unread: Option<String>,
-    notes: &mut Vec<Note>,
+    diagnostics: &mut Vec<Diagnostic>,
 ) -> SettledHeap {
-    let mut note = |text| notes.push(Note::warning("heap", text));
+    let mut diagnostic = |text| diagnostics.push(Diagnostic::warning("heap", text));
     if !host::is_global() {
-        note(
+        diagnostic(
             "jemalloc is not the global allocator, so what Rust allocates is neither measured nor \
              purged: add `#[global_allocator] static HEAP: lowtide::host::Heap = \
              lowtide::host::Heap;` to the binary"
@@ -83,21 +83,24 @@ pub(super) fn settle_heap(
             if applied.background_threads {
                 background_threads = applied.max_background_threads;
             }
-            applied.differences.iter().for_each(|difference| note(difference.to_string()));
+            applied.differences.iter().for_each(|difference| diagnostic(difference.to_string()));
             let found = at_start.as_ref();
-            found.into_iter().flat_map(|it| moved(it, &settings, &applied)).for_each(&mut note);
+            found
+                .into_iter()
+                .flat_map(|it| moved(it, &settings, &applied))
+                .for_each(&mut diagnostic);
         }
-        Err(error) => note(error.to_string()),
+        Err(error) => diagnostic(error.to_string()),
     }
     if let Some(found) = at_start.map(|found| found.with_unread(unread)) {
-        at_start_otherwise(config, &found).into_iter().for_each(&mut note);
+        at_start_otherwise(config, &found).into_iter().for_each(&mut diagnostic);
         let limit = signals.sample().limit;
         if limit.source == LimitSource::AddressSpace && found.retain {
-            note(keeps_addresses(limit.bytes, &found));
+            diagnostic(keeps_addresses(limit.bytes, &found));
         }
     }
     SettledHeap {
-        probe: HeapProbe::new().map_err(|error| note(error.to_string())).ok(),
+        probe: HeapProbe::new().map_err(|error| diagnostic(error.to_string())).ok(),
         decay_interval: decay_interval(config.heap_decay.value).filter(|_| background_threads == 0),
         background_threads,
     }

@@ -12,11 +12,11 @@
 //! Invariants: at most one `Memory` runs in a process; `threads = 2` while it does, 0 after
 //! [`Memory::shutdown`]; dropping it never blocks.
 
+mod admin_tasks;
 mod arenas;
 mod builder;
 mod device;
 mod driver;
-mod errands;
 mod error;
 mod events;
 mod found;
@@ -24,6 +24,7 @@ mod found;
 mod governors;
 mod hands;
 mod heap;
+mod history;
 mod own_arena;
 mod published;
 mod resources;
@@ -34,7 +35,6 @@ mod shrink;
 mod sleep;
 mod snapshot;
 mod threads;
-mod trail;
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -51,16 +51,16 @@ use crate::device::{ArenaCells, ArenaConfig, DeviceArena};
 use crate::fork::Birth;
 use crate::sync::{Mutex, lock};
 
+pub use admin_tasks::{AdminCommand, AdminError, AdminTask, AdminTaskState};
 pub use builder::Builder;
-pub use errands::{AskError, Errand, ErrandState, Verb};
-pub use error::{MemoryError, Note, Severity, StartError};
+pub use error::{Diagnostic, MemoryError, Severity, StartError};
 pub use events::Event;
+pub use history::HistorySample;
 pub use scopes::{ArenaReport, ArenaUse, Replaced, ScopeError, Slot, SlotKind, SlotSnapshot};
 pub use shared::Purged;
 pub use shrink::{Run, ShrinkError, ShrinkFailure, ShrinkOutcome, Shrunk, ShrunkTarget};
 pub use snapshot::{BudgetSnapshot, DeviceSnapshot, MemorySnapshot};
 pub use threads::on_thread_start;
-pub use trail::TrailPoint;
 
 use shared::Shared;
 
@@ -218,8 +218,8 @@ impl Memory {
     /// What did not go as asked, or cannot be had here: each once, in order of appearance. None in
     /// a forked child.
     #[must_use]
-    pub fn notes(&self) -> Vec<Note> {
-        self.0.shared.notes()
+    pub fn diagnostics(&self) -> Vec<Diagnostic> {
+        self.0.shared.diagnostics()
     }
 
     /// Returns a handle to admission, which requests book against. It is a handle of this `Memory`
@@ -250,8 +250,8 @@ impl Memory {
     /// all handles are dropped does not end it.
     ///
     /// Else it is as [`ArenaConfig::new`] has it, and may be told otherwise:
-    /// [`DeviceArena::set_limit`], [`DeviceArena::set_decay`], [`DeviceArena::set_front`]. Growth
-    /// by steps is had through [`Memory::share_arena`]. One that is opened after
+    /// [`DeviceArena::set_limit`], [`DeviceArena::set_decay`], [`DeviceArena::set_thread_cache`].
+    /// Growth by steps is had through [`Memory::share_arena`]. One that is opened after
     /// [`Memory::shutdown`] is left to its caller.
     ///
     /// # Errors
@@ -266,8 +266,8 @@ impl Memory {
     }
 
     /// Purges heap and arenas now, on this thread: about 0.1 ms for each MiB given back. Not for a
-    /// thread of an async runtime; see [`Memory::request_purge`]. [`Builder::after_recall`] is not
-    /// called: that is the worker's.
+    /// thread of an async runtime; see [`Memory::request_purge`].
+    /// [`Builder::after_tcache_flush_request`] is not called: that is the worker's.
     ///
     /// # Errors
     /// [`MemoryError::Forked`].
@@ -303,9 +303,9 @@ impl Memory {
     /// A few figures at each of the last publications, oldest first: at most 300. None in a forked
     /// child.
     #[must_use]
-    pub fn trail(&self) -> Vec<TrailPoint> {
+    pub fn history(&self) -> Vec<HistorySample> {
         let shared = &self.0.shared;
-        if shared.birth.is_here() { shared.trail.all() } else { Vec::new() }
+        if shared.birth.is_here() { shared.history.all() } else { Vec::new() }
     }
 
     /// Where everything lies in each arena, those that serve first, then those that drain: by name,

@@ -18,11 +18,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use crate::bytes::ByteSize;
-use crate::control::{Cost, Enclosure, LimitSource, LoadError, Trigger};
+use crate::control::{Cost, LimitSource, LoadError, LoadScope, Trigger};
 use crate::device::DeviceArena;
 use crate::host::{self, ARENA_NAME_MAX, HostArena, HostArenaStats};
 
-use super::error::Note;
+use super::error::Diagnostic;
 use super::shared::Shared;
 
 /// Growth of less than this around a load is taken for chance.
@@ -45,7 +45,7 @@ impl OwnArena {
         name: &str,
         shared: &Arc<Shared>,
         device: Option<DeviceArena>,
-    ) -> Arc<dyn Enclosure> {
+    ) -> Arc<dyn LoadScope> {
         let end = (0..=ARENA_NAME_MAX.min(name.len())).rev().find(|at| name.is_char_boundary(*at));
         let name = name.get(..end.unwrap_or_default()).unwrap_or_default().to_owned();
         let (arena, grown) = (Mutex::new(None), Mutex::new(None));
@@ -61,7 +61,7 @@ impl OwnArena {
         if !host::is_global() {
             return None;
         }
-        HostArena::new(&self.name).map_err(|error| self.note(&error)).ok()
+        HostArena::new(&self.name).map_err(|error| self.diagnostic(&error)).ok()
     }
 
     /// Bytes of pages in the arena.
@@ -91,15 +91,15 @@ impl OwnArena {
         let measured = measured.filter(|grown| before.is_alone(shared) && *grown > worth);
         *self.grown.lock().unwrap_or_else(PoisonError::into_inner) = measured;
         let start = format!("{start}, which jemalloc does not serve in this build: ");
-        let note = match measured {
-            Some(grown) => Note::info(
+        let diagnostic = match measured {
+            Some(grown) => Diagnostic::info(
                 "resources",
                 format!(
                     "{start}measured as {grown} by the growth of the process; `interpose` \
                          measures it to the page"
                 ),
             ),
-            None => Note::warning(
+            None => Diagnostic::warning(
                 "resources",
                 format!(
                     "{start}not measured, since it was not loaded alone; expected the feature \
@@ -107,14 +107,14 @@ impl OwnArena {
                 ),
             ),
         };
-        shared.note_once(&start, note);
+        shared.add_diagnostic_once(&start, diagnostic);
     }
 
-    fn note(&self, error: &dyn std::error::Error) {
+    fn diagnostic(&self, error: &dyn std::error::Error) {
         if let Some(shared) = self.shared.upgrade() {
             let start = format!("{:?} is loaded into the shared heap: ", self.name);
             let text = format!("{start}{error}");
-            shared.note_once(&start, Note::warning("resources", text));
+            shared.add_diagnostic_once(&start, Diagnostic::warning("resources", text));
         }
     }
 }
@@ -207,7 +207,7 @@ fn held(shared: &Shared) -> i64 {
     held.get().cast_signed().saturating_sub(in_arenas.get().cast_signed())
 }
 
-impl Enclosure for OwnArena {
+impl LoadScope for OwnArena {
     fn load(&self, load: &mut dyn FnMut() -> bool) -> Result<(), LoadError> {
         let shared = self.shared.upgrade().filter(|_| !host::serves_c());
         let Some(shared) = shared else {
@@ -248,7 +248,7 @@ impl OwnArena {
     fn load_within(&self, load: &mut dyn FnMut() -> bool) -> bool {
         let Some(arena) = self.arena() else { return load() };
         let is_kept = arena.scope(&mut *load).unwrap_or_else(|error| {
-            self.note(&error);
+            self.diagnostic(&error);
             load()
         });
         // Otherwise it is dropped, as by a panic of the loader: it is kept for another. The value

@@ -28,7 +28,7 @@ impl Gone {
         (last.committed, last.reserved, last.holes) = (NONE, NONE, NONE);
         (last.largest_free, last.leases) = (NONE, 0);
         (last.asleep, last.offloaded) = (NONE, NONE);
-        (last.lent, last.adopted) = (NONE, NONE);
+        (last.exported, last.imported) = (NONE, NONE);
         (last.pending, last.cached, last.metadata) = (NONE, NONE, NONE);
         last.state = ArenaState::default();
         let mut gone = lock(&self.0);
@@ -70,11 +70,11 @@ fn add(sum: &mut ArenaSnapshot, other: &ArenaSnapshot) {
         (&mut sum.committed, other.committed),
         (&mut sum.reserved, other.reserved),
         (&mut sum.holes, other.holes),
-        (&mut sum.lent, other.lent),
+        (&mut sum.exported, other.exported),
         (&mut sum.pending, other.pending),
         (&mut sum.cached, other.cached),
         (&mut sum.metadata, other.metadata),
-        (&mut sum.adopted, other.adopted),
+        (&mut sum.imported, other.imported),
     ];
     for (size, more) in sizes {
         *size = size.saturating_add(more);
@@ -83,7 +83,7 @@ fn add(sum: &mut ArenaSnapshot, other: &ArenaSnapshot) {
     sum.committed_peak = sum.committed_peak.max(other.committed_peak).max(sum.committed);
     sum.largest_free = sum.largest_free.max(other.largest_free);
     sum.limit = other.limit;
-    (sum.rung, sum.state) = (other.rung, other.state);
+    (sum.backend, sum.state) = (other.backend, other.state);
     sum.lock_wait_total = sum.lock_wait_total.saturating_add(other.lock_wait_total);
     sum.leases = sum.leases.saturating_add(other.leases);
     let failures = &mut sum.alloc_failures_total;

@@ -26,7 +26,7 @@ impl Memory {
     /// Where [`Heap`](crate::host::Heap) is the global allocator, what the loader allocates on its
     /// own thread lies in a [`HostArena`](crate::host::HostArena) of the resource's name, all of
     /// which goes back after the clean-up. What the loader leaves elsewhere, such as a cache that
-    /// all share, keeps that arena; [`ManagedBuilder::enclosure`] with `None` has none.
+    /// all share, keeps that arena; [`ManagedBuilder::load_scope`] with `None` has none.
     ///
     /// ```
     /// use lowtide::control::LoadError;
@@ -93,7 +93,7 @@ impl Memory {
     ) -> ManagedBuilder<T> {
         let shared = &self.0.shared;
         let builder = Managed::builder(name, load).idle(shared.config.idle_unload.value);
-        builder.enclosure(Some(OwnArena::of(name, shared, device)))
+        builder.load_scope(Some(OwnArena::of(name, shared, device)))
     }
 
     /// Builds the resource and has it unloaded when it has been idle, or under pressure. It stays

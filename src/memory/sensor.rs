@@ -167,7 +167,7 @@ impl Sensor for MemorySensor {
             sample.purgeable = heap.purgeable;
             sample.cached = heap.cached;
             // By the active pages of now: stale ones would show a burst as growth.
-            sample.kept = sample.anonymous.saturating_sub(heap.active);
+            sample.untracked_anonymous = sample.anonymous.saturating_sub(heap.active);
         }
         let (mut committed, mut idle) = (ByteSize::ZERO, ByteSize::ZERO);
         self.arenas.each(|arena| {
@@ -187,7 +187,7 @@ impl Sensor for MemorySensor {
         sample.purgeable = sample.purgeable.saturating_add(idle);
         sample.decaying = idle;
         if self.counted == Counted::ByKernel {
-            sample.kept = sample.kept.saturating_sub(committed);
+            sample.untracked_anonymous = sample.untracked_anonymous.saturating_sub(committed);
         } else {
             sample.physical = sample.physical.saturating_add(committed);
         }

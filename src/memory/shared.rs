@@ -24,17 +24,17 @@ use crate::host::{self, HeapProbe, HostArena, HostArenaStats, HostError, PurgeRe
 use crate::metrics::record;
 use crate::sync::{Mutex, lock};
 
+use super::admin_tasks::AdminTasks;
 use super::arenas::Arenas;
 use super::device::DeviceWatch;
-use super::errands::Errands;
-use super::error::{MemoryError, Note, Severity};
+use super::error::{Diagnostic, MemoryError, Severity};
 use super::events::Events;
+use super::history::MetricsHistory;
 use super::own_arena::Loads;
 use super::published::Gone;
 use super::scopes::Scopes;
 use super::shrink::ShrinksAsked;
 use super::snapshot::{BudgetSnapshot, Holders, MemorySnapshot};
-use super::trail::Trail;
 use super::{Claim, resource_stats};
 
 /// Notes that are kept; more of them would be noise.
@@ -52,7 +52,7 @@ pub(super) struct Shared {
     pub(super) heap: Option<HeapProbe>,
     pub(super) signals: Arc<Signals>,
     pub(super) bound_arenas: Option<u32>,
-    pub(super) notes: Mutex<Vec<Note>>,
+    pub(super) diagnostics: Mutex<Vec<Diagnostic>>,
     pub(super) purges: Purges,
     pub(super) claim: Arc<Claim>,
     pub(super) arenas: Arenas,
@@ -61,8 +61,8 @@ pub(super) struct Shared {
     pub(super) shrinks: ShrinksAsked,
     pub(super) device: DeviceWatch,
     pub(super) events: Events,
-    pub(super) trail: Trail,
-    pub(super) errands: Errands,
+    pub(super) history: MetricsHistory,
+    pub(super) admin_tasks: AdminTasks,
     pub(super) loads: Loads,
     #[cfg(feature = "cuda")]
     pub(super) governors: super::governors::Governors,
@@ -117,13 +117,18 @@ impl Shared {
 
     /// Keeps a note unless it is known already, and logs it once, with the lock given up: a
     /// subscriber may ask for the notes.
-    pub(super) fn note(&self, note: Note) {
-        let mut notes = lock(&self.notes);
-        if notes.len() < NOTES_MAX && !notes.contains(&note) {
-            notes.push(note.clone());
-            drop(notes);
-            self.events.add(self.clock.since_epoch(), "note", note.about, note.text.clone());
-            let Note { severity, about, text } = note;
+    pub(super) fn diagnostic(&self, diagnostic: Diagnostic) {
+        let mut diagnostics = lock(&self.diagnostics);
+        if diagnostics.len() < NOTES_MAX && !diagnostics.contains(&diagnostic) {
+            diagnostics.push(diagnostic.clone());
+            drop(diagnostics);
+            self.events.add(
+                self.clock.since_epoch(),
+                "diagnostic",
+                diagnostic.about,
+                diagnostic.text.clone(),
+            );
+            let Diagnostic { severity, about, text } = diagnostic;
             match severity {
                 Severity::Info => log!(info, target: "lowtide", about, "{text}"),
                 Severity::Warning => log!(warn, target: "lowtide", about, "{text}"),
@@ -132,15 +137,16 @@ impl Shared {
     }
 
     /// Keeps a note unless there is one on the same that begins alike.
-    pub(super) fn note_once(&self, start: &str, note: Note) {
-        let said = |other: &Note| other.about == note.about && other.text.starts_with(start);
-        let is_said = lock(&self.notes).iter().any(said);
+    pub(super) fn add_diagnostic_once(&self, start: &str, diagnostic: Diagnostic) {
+        let said =
+            |other: &Diagnostic| other.about == diagnostic.about && other.text.starts_with(start);
+        let is_said = lock(&self.diagnostics).iter().any(said);
         if !is_said {
-            self.note(note);
+            self.diagnostic(diagnostic);
         }
     }
 
-    /// The arenas; none in a forked child, as with [`Shared::notes`].
+    /// The arenas; none in a forked child, as with [`Shared::diagnostics`].
     pub(super) fn arenas(&self) -> Vec<DeviceArena> {
         if self.birth.is_here() { self.arenas.all() } else { Vec::new() }
     }
@@ -202,7 +208,7 @@ impl Shared {
                 record::purge_duration("jemalloc", report.jemalloc.took);
                 record::purge_duration("libc", report.libc.took);
             }
-            Err(error) => self.note(Note::warning("heap", error.to_string())),
+            Err(error) => self.diagnostic(Diagnostic::warning("heap", error.to_string())),
         }
         heap
     }
@@ -210,7 +216,7 @@ impl Shared {
     /// What an arena's purge gave back; an error is a note, and costs nothing.
     pub(super) fn purged(&self, arena: &DeviceArena) -> ByteSize {
         arena.purge().unwrap_or_else(|error| {
-            self.note(Note::warning("device", format!("{}: {error}", arena.name())));
+            self.diagnostic(Diagnostic::warning("device", format!("{}: {error}", arena.name())));
             ByteSize::ZERO
         })
     }
@@ -258,7 +264,7 @@ impl Shared {
                 "{start}{cost} of {budget} memory, above the ceiling of {ceiling}: it cannot be \
                  loaded; expected a larger limit or a smaller cost"
             );
-            self.note_once(&start, Note::warning("resources", text));
+            self.add_diagnostic_once(&start, Diagnostic::warning("resources", text));
         }
     }
 
@@ -296,8 +302,8 @@ impl Shared {
     }
 
     /// The notes; none in a forked child, where the lock may be held by a thread that is not there.
-    pub(super) fn notes(&self) -> Vec<Note> {
-        if self.birth.is_here() { lock(&self.notes).clone() } else { Vec::new() }
+    pub(super) fn diagnostics(&self) -> Vec<Diagnostic> {
+        if self.birth.is_here() { lock(&self.diagnostics).clone() } else { Vec::new() }
     }
 
     /// Every figure; in a forked child only those that take no lock.
@@ -306,12 +312,12 @@ impl Shared {
         let budget = |budget| {
             let ledger = self.admission.ledger(budget);
             BudgetSnapshot {
-                booked: ledger.booked_bytes(),
+                reserved: ledger.reserved_bytes(),
                 allowance: ledger.allowance_bytes(),
                 ceiling: ledger.ceiling(),
-                multiplier: ledger.k(),
+                correction_factor: ledger.correction_factor(),
                 level: self.state.level(budget),
-                berth: ledger.berth(),
+                reserved_headroom: ledger.reserved_headroom(),
                 classes: self.admission.classes(budget),
             }
         };
@@ -330,7 +336,7 @@ impl Shared {
             arenas: arenas.iter().map(DeviceArena::snapshot).collect(),
             draining: draining.iter().map(DeviceArena::snapshot).collect(),
             device_memory: driver.and_then(|driver| self.device.snapshot(driver)),
-            stuck_total: driver.map_or(0, Driver::stuck_total),
+            rollback_failures_total: driver.map_or(0, Driver::rollback_failures_total),
             signal,
             cpus: self.signals.cpus(),
             bound_arenas: self.bound_arenas,
@@ -346,7 +352,7 @@ impl Shared {
             device: budget(Budget::Device),
             admission: self.admission.stats(),
             resources: if here { resource_stats(&self.resources) } else { Vec::new() },
-            notes: self.notes(),
+            diagnostics: self.diagnostics(),
             now: self.clock.now(),
             since_epoch: self.clock.since_epoch(),
         }

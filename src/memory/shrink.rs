@@ -23,7 +23,7 @@ use crate::control::Job;
 use crate::device::{DeviceArena, DeviceError};
 use crate::host::{HostError, Outcome};
 
-use super::error::Note;
+use super::error::Diagnostic;
 use super::shared::Shared;
 use super::{Memory, MemoryError};
 
@@ -247,7 +247,7 @@ impl Shared {
     pub(super) fn shrink_asked(&self) {
         for shrunk in self.shrink(self.shrinks.take()).targets {
             if let ShrinkOutcome::Failed { cause, .. } = shrunk.outcome {
-                self.note(Note::warning("device", cause.to_string()));
+                self.diagnostic(Diagnostic::warning("device", cause.to_string()));
             }
         }
     }

@@ -16,7 +16,7 @@ use crate::clock::Moment;
 use crate::control::{Admission, Cost, Permit, Rejected};
 use crate::device::{ArenaConfig, ArenaState, DeviceArena, HostBudget};
 
-use super::error::Note;
+use super::error::Diagnostic;
 use super::shared::Shared;
 
 /// The host's ledger, for contents of sleeping arenas. It holds the books alone, so that an arena
@@ -27,17 +27,17 @@ pub(super) struct HostRoom {
 
 impl HostBudget for HostRoom {
     fn book(&self, bytes: ByteSize) -> Result<Box<dyn Any + Send>, String> {
-        match self.admission.try_stand(Cost::host(bytes)) {
+        match self.admission.try_reserve_resource(Cost::host(bytes)) {
             Ok(permit) => Ok(Box::new(permit)),
-            Err(Rejected::Full { booked, allowance, .. }) => {
-                Err(format!("{booked} of an allowance of {allowance} are booked"))
+            Err(Rejected::Full { reserved, allowance, .. }) => {
+                Err(format!("{reserved} of an allowance of {allowance} are booked"))
             }
             Err(rejected) => Err(rejected.to_string()),
         }
     }
 
-    fn settle(&self, booked: &mut (dyn Any + Send)) {
-        if let Some(permit) = booked.downcast_mut::<Permit>() {
+    fn settle(&self, reserved: &mut (dyn Any + Send)) {
+        if let Some(permit) = reserved.downcast_mut::<Permit>() {
             permit.settle();
         }
     }
@@ -87,7 +87,7 @@ impl Shared {
     fn note_awake(&self, arena: &DeviceArena, error: &str) {
         let start = format!("{} did not fall asleep by itself: ", arena.name());
         let text = format!("{start}{error}");
-        self.note_once(&start, Note::warning("device", text));
+        self.add_diagnostic_once(&start, Diagnostic::warning("device", text));
     }
 
     /// Gives back the host memory of arenas that sleep with no block left: nobody wakes them, and

@@ -11,10 +11,10 @@ use crate::control::{
     AdmissionStats, ClassStats, Cpus, Level, MemoryEvents, Psi, ResourceStats, Signal, SizeClass,
 };
 use crate::device::ArenaSnapshot;
-use crate::device::driver::Rung;
+use crate::device::driver::Backend;
 use crate::host::{HeapSnapshot, HostArenaStats};
 
-use super::error::Note;
+use super::error::Diagnostic;
 
 /// The figures of a [`Memory`](super::Memory).
 #[derive(Clone, Debug)]
@@ -34,8 +34,8 @@ pub struct MemorySnapshot {
     /// memory is host memory, or the device says nothing.
     pub device_memory: Option<DeviceSnapshot>,
     /// Calls of the driver that failed and were to undo what an earlier call had done
-    /// ([`Driver::stuck_total`](crate::device::driver::Driver::stuck_total)).
-    pub stuck_total: u64,
+    /// ([`Driver::rollback_failures_total`](crate::device::driver::Driver::stuck_total)).
+    pub rollback_failures_total: u64,
     /// What the kernel says, read now.
     pub signal: Signal,
     /// The CPUs that this process can keep busy, as they were at the start.
@@ -72,7 +72,7 @@ pub struct MemorySnapshot {
     /// The resources that were registered here.
     pub resources: Vec<ResourceStats>,
     /// What did not go as asked.
-    pub notes: Vec<Note>,
+    pub diagnostics: Vec<Diagnostic>,
     /// When it was taken.
     pub now: Moment,
     /// The same on the wall clock, since the Unix epoch.
@@ -97,7 +97,7 @@ impl MemorySnapshot {
     pub(super) fn holders(&self) -> Holders {
         let heap = self.heap.as_ref();
         let of_heap = |bytes: fn(&HeapSnapshot) -> ByteSize| heap.map_or(ByteSize::ZERO, bytes);
-        let on_host = |arena: &&ArenaSnapshot| arena.rung == Rung::Host;
+        let on_host = |arena: &&ArenaSnapshot| arena.backend == Backend::Host;
         let arenas = || self.arenas.iter().chain(&self.draining).filter(on_host);
         let loaded = || self.resources.iter().filter(|resource| resource.loaded);
         let held = |resource: &ResourceStats| {
@@ -174,17 +174,17 @@ pub struct DeviceSnapshot {
     /// What it held right after our context was made and before our first commit: an upper bound of
     /// what the context takes, because what neighbours and other code of this process held at that
     /// moment is in it. `None` where it is not known.
-    pub floor: Option<ByteSize>,
+    pub context_overhead: Option<ByteSize>,
     /// What is neither free, nor committed by our arenas, nor in the floor; at least 0. Memory of
     /// other processes, and of other code in this one: what is allocated through `cudarc` itself,
     /// by ONNX Runtime or by candle, and what the context grew by. A neighbour of before that has
     /// left makes it too small. `None` where the floor is not known.
-    pub foreign: Option<ByteSize>,
+    pub unmanaged: Option<ByteSize>,
     /// Whether less than the watermark is free, or was and has not become enough again: idle memory
     /// of our arenas goes back before its decay time.
     pub is_short: bool,
     /// Bytes given back because of that, since the start.
-    pub given_back_total: u64,
+    pub watermark_released_total: u64,
 }
 
 /// The figures of one budget.
@@ -192,18 +192,18 @@ pub struct DeviceSnapshot {
 #[non_exhaustive]
 pub struct BudgetSnapshot {
     /// Bytes of admitted requests and loaded resources, as they were estimated.
-    pub booked: ByteSize,
-    /// Up to which amount of `booked` requests are admitted now.
+    pub reserved: ByteSize,
+    /// Up to which amount of `reserved` requests are admitted now.
     pub allowance: ByteSize,
     /// Up to which amount memory is filled by admission; [`ByteSize::MAX`] without a limit.
     pub ceiling: ByteSize,
     /// What a byte booked by a request was found to need.
-    pub multiplier: f64,
+    pub correction_factor: f64,
     /// The pressure on it.
     pub level: Level,
     /// What each request has to leave room for, be it smaller itself, because larger ones are
     /// behind; none while all have their share.
-    pub berth: ByteSize,
+    pub reserved_headroom: ByteSize,
     /// Its requests by size.
     pub classes: [ClassStats; SizeClass::COUNT],
 }

@@ -54,8 +54,8 @@ fn count(count: u64) -> f64 {
 }
 
 /// How many notes there are.
-pub fn notes(notes: usize) {
-    gauge!(name::NOTES.name).set(f64::from(u32::try_from(notes).unwrap_or(u32::MAX)));
+pub fn diagnostics(diagnostics: usize) {
+    gauge!(name::DIAGNOSTICS.name).set(f64::from(u32::try_from(diagnostics).unwrap_or(u32::MAX)));
 }
 
 /// The control loop's own figures.
@@ -143,8 +143,8 @@ pub fn arena(arena: &crate::device::ArenaSnapshot) {
         (name::DEVICE_PENDING, arena.pending),
         (name::DEVICE_CACHED, arena.cached),
         (name::DEVICE_METADATA, arena.metadata),
-        (name::DEVICE_LENT, arena.lent),
-        (name::DEVICE_ADOPTED, arena.adopted),
+        (name::DEVICE_EXPORTED, arena.exported),
+        (name::DEVICE_IMPORTED, arena.imported),
     ];
     for (metric, bytes) in sizes.into_iter().chain(limit) {
         gauge!(metric.name, &labels).set(bytes.as_f64());
@@ -156,9 +156,10 @@ pub fn arena(arena: &crate::device::ArenaSnapshot) {
         let [device, arena] = labels.clone();
         [device, arena, (label, SharedString::const_str(value))]
     };
-    for (act, total) in [("trim", arena.trimmed_bytes_total), ("shrink", arena.shrunk_bytes_total)]
+    for (cause, total) in
+        [("trim", arena.trimmed_bytes_total), ("shrink", arena.shrunk_bytes_total)]
     {
-        counter!(name::DEVICE_ASKED_BACK.name, &with("act", act)).absolute(total);
+        counter!(name::DEVICE_RELEASED.name, &with("cause", cause)).absolute(total);
     }
     for (reason, total) in arena.alloc_failures_total.by_reason() {
         counter!(name::DEVICE_ALLOC_FAILURES.name, &with("reason", reason)).absolute(total);
@@ -194,8 +195,8 @@ fn arena_totals(arena: &crate::device::ArenaSnapshot, labels: &[(&'static str, S
 
 /// Whether an arena is open on a rung.
 #[cfg(feature = "device")]
-pub fn arena_info(arena: &str, rung: crate::device::driver::Rung, is_open: bool) {
-    let labels = [("device", "0"), ("arena", arena), ("rung", rung.name())]
+pub fn arena_info(arena: &str, backend: crate::device::driver::Backend, is_open: bool) {
+    let labels = [("device", "0"), ("arena", arena), ("backend", backend.name())]
         .map(|(label, value)| (label, value.to_owned()));
     gauge!(name::DEVICE_ARENA_INFO.name, &labels).set(f64::from(u8::from(is_open)));
 }
@@ -210,38 +211,44 @@ pub struct Device {
     /// What nobody holds.
     pub free: crate::bytes::ByteSize,
     /// What it held when the context was made.
-    pub floor: Option<crate::bytes::ByteSize>,
+    pub context_overhead: Option<crate::bytes::ByteSize>,
     /// What is held and neither ours nor in the floor.
-    pub foreign: Option<crate::bytes::ByteSize>,
+    pub unmanaged: Option<crate::bytes::ByteSize>,
     /// Bytes given back because little was free.
-    pub given_back_total: u64,
+    pub watermark_released_total: u64,
 }
 
 /// The device: calls that got stuck, and its memory, where it says anything.
 #[cfg(feature = "device")]
-pub fn device(stuck_total: u64, device: Option<Device>) {
+pub fn device(rollback_failures_total: u64, device: Option<Device>) {
     // One device so far, as in `arena`.
-    counter!(name::DEVICE_STUCK.name, "device" => "0").absolute(stuck_total);
+    counter!(name::DEVICE_ROLLBACK_FAILURES.name, "device" => "0")
+        .absolute(rollback_failures_total);
     let Some(device) = device else { return };
     for (metric, bytes) in [
         (name::DEVICE_TOTAL, Some(device.total)),
         (name::DEVICE_FREE, Some(device.free)),
-        (name::DEVICE_FLOOR, device.floor),
-        (name::DEVICE_FOREIGN, device.foreign),
+        (name::DEVICE_CONTEXT_OVERHEAD, device.context_overhead),
+        (name::DEVICE_UNMANAGED, device.unmanaged),
     ] {
         if let Some(bytes) = bytes {
             gauge!(metric.name, "device" => "0").set(bytes.as_f64());
         }
     }
-    counter!(name::DEVICE_GIVEN_BACK.name, "device" => "0").absolute(device.given_back_total);
+    counter!(name::DEVICE_WATERMARK_RELEASED.name, "device" => "0")
+        .absolute(device.watermark_released_total);
 }
 
 /// The device does not say any more what it holds: no number stands for that, least of all the last
 /// one.
 #[cfg(feature = "device")]
 pub fn device_unknown() {
-    for metric in [name::DEVICE_TOTAL, name::DEVICE_FREE, name::DEVICE_FLOOR, name::DEVICE_FOREIGN]
-    {
+    for metric in [
+        name::DEVICE_TOTAL,
+        name::DEVICE_FREE,
+        name::DEVICE_CONTEXT_OVERHEAD,
+        name::DEVICE_UNMANAGED,
+    ] {
         gauge!(metric.name, "device" => "0").set(f64::NAN);
     }
 }
@@ -309,27 +316,29 @@ pub fn psi(psi: crate::control::Psi) {
 pub fn ledger(ledger: &crate::control::Ledger, budget: crate::control::Budget) {
     use crate::bytes::ByteSize;
     let label = budget.name();
-    gauge!(name::PRESSURE_BOOKED.name, "budget" => label).set(ledger.booked_bytes().as_f64());
+    gauge!(name::ADMISSION_RESERVED.name, "budget" => label).set(ledger.reserved_bytes().as_f64());
     // Without a limit there is no allowance to show.
     if ledger.ceiling() != ByteSize::MAX {
         let allowance = ledger.allowance_bytes().as_f64();
-        gauge!(name::PRESSURE_CEILING.name, "budget" => label).set(ledger.ceiling().as_f64());
-        gauge!(name::PRESSURE_ALLOWANCE.name, "budget" => label).set(allowance);
-        gauge!(name::PRESSURE_MULTIPLIER.name, "budget" => label).set(ledger.k());
+        gauge!(name::ADMISSION_CEILING.name, "budget" => label).set(ledger.ceiling().as_f64());
+        gauge!(name::ADMISSION_ALLOWANCE.name, "budget" => label).set(allowance);
+        gauge!(name::ADMISSION_CORRECTION_FACTOR.name, "budget" => label)
+            .set(ledger.correction_factor());
     }
-    gauge!(name::ADMISSION_BERTH.name, "budget" => label).set(ledger.berth().as_f64());
+    gauge!(name::ADMISSION_RESERVED_HEADROOM.name, "budget" => label)
+        .set(ledger.reserved_headroom().as_f64());
 }
 
 /// One budget's requests by size; classes of which none came are left out.
 #[cfg(feature = "control")]
 pub fn classes(budget: crate::control::Budget, classes: &[crate::control::ClassStats]) {
     for class in classes {
-        if class.admitted_total == 0 && class.shed_total == 0 {
+        if class.admitted_total == 0 && class.rejected_total == 0 {
             continue;
         }
         for (outcome, requests, bytes) in [
             ("admitted", class.admitted_total, class.admitted_bytes_total),
-            ("shed", class.shed_total, class.shed_bytes_total),
+            ("rejected", class.rejected_total, class.rejected_bytes_total),
         ] {
             let labels = [
                 ("budget", budget.name()),
@@ -345,11 +354,11 @@ pub fn classes(budget: crate::control::Budget, classes: &[crate::control::ClassS
 /// Requests admitted and turned away.
 #[cfg(feature = "control")]
 pub fn admission(stats: &crate::control::AdmissionStats) {
-    counter!(name::PRESSURE_ADMITTED.name).absolute(stats.admitted_total);
+    counter!(name::ADMISSION_ADMITTED.name).absolute(stats.admitted_total);
     gauge!(name::ADMISSION_HELD.name).set(count(stats.held()));
-    for reason in crate::control::ShedReason::ALL {
-        let total = stats.shed_total(reason);
-        counter!(name::PRESSURE_SHED.name, "reason" => reason.name()).absolute(total);
+    for reason in crate::control::RejectReason::ALL {
+        let total = stats.rejected_total(reason);
+        counter!(name::ADMISSION_REJECTED.name, "reason" => reason.name()).absolute(total);
     }
 }
 

@@ -16,7 +16,7 @@ use http::{HeaderValue, Request, Response, StatusCode};
 use serde_json::{Value, json};
 
 use crate::bytes::ByteSize;
-use crate::control::{Cost, EventCounts, Level, ResourceStats, ShedReason, Stall, UnloadReason};
+use crate::control::{Cost, EventCounts, Level, RejectReason, ResourceStats, Stall, UnloadReason};
 use crate::device::ArenaSnapshot;
 use crate::host::HostArenaStats;
 use crate::memory::{BudgetSnapshot, Memory, MemorySnapshot};
@@ -138,8 +138,8 @@ impl Endpoints {
     /// As [`Endpoints::answer`], and beyond it: a request for `/memory` or `/metrics` to an unknown
     /// host is 403 ([`Endpoints::with_hosts`]). `/memory` answers the live page where the `Accept`
     /// header prefers HTML (`?format=json` and `?format=html` go before the header), and adds to
-    /// the JSON what `?with=` names: `map`, `trail`, `events`, `errands`, with commas between them.
-    /// What a query says wrongly is 400.
+    /// the JSON what `?with=` names: `map`, `history`, `events`, `admin_tasks`, with commas between
+    /// them. What a query says wrongly is 400.
     ///
     /// ```
     /// use http::Request;
@@ -167,8 +167,8 @@ impl Endpoints {
                 problem(status, "the query cannot be used", "query", &error.to_string(), none)
             })
         } else {
-            let verb = || self.admin.as_ref()?.answer(request, self.memory.as_ref());
-            self.answer(path).or_else(verb)?
+            let command = || self.admin.as_ref()?.answer(request, self.memory.as_ref());
+            self.answer(path).or_else(command)?
         };
         answer.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
         let nosniff = HeaderValue::from_static("nosniff");
@@ -214,7 +214,7 @@ impl Endpoints {
             (resource.name.to_string(), json!(state))
         });
         let device =
-            snapshot.arenas.iter().map(|arena| (arena.name.clone(), json!(arena.rung.name())));
+            snapshot.arenas.iter().map(|arena| (arena.name.clone(), json!(arena.backend.name())));
         let arenas =
             snapshot.arenas.iter().map(|arena| (arena.name.clone(), json!(arena.state.name())));
         let body = json!({
@@ -226,7 +226,7 @@ impl Endpoints {
             "resources": resources.collect::<serde_json::Map<_, _>>(),
             "device": device.collect::<serde_json::Map<_, _>>(),
             "arenas": arenas.collect::<serde_json::Map<_, _>>(),
-            "notes": notes(&snapshot),
+            "diagnostics": diagnostics(&snapshot),
         });
         answer(status(ready), JSON, pretty(&body))
     }
@@ -323,20 +323,20 @@ fn document(snapshot: &MemorySnapshot) -> Value {
             "memory": snapshot.device_memory.as_ref().map(|device| json!({
                 "total_bytes": device.total.get(),
                 "free_bytes": device.free.get(),
-                "context_floor_bytes": device.floor.map(ByteSize::get),
-                "foreign_bytes": device.foreign.map(ByteSize::get),
+                "context_overhead_bytes": device.context_overhead.map(ByteSize::get),
+                "unmanaged_bytes": device.unmanaged.map(ByteSize::get),
                 "short": device.is_short,
-                "given_back_bytes": device.given_back_total,
+                "watermark_released_bytes": device.watermark_released_total,
             })),
-            "stuck": snapshot.stuck_total,
+            "rollback_failures": snapshot.rollback_failures_total,
             "arenas": snapshot.arenas.iter().map(arena).collect::<Vec<_>>(),
             "draining": snapshot.draining.iter().map(arena).collect::<Vec<_>>(),
         },
         "requests": {
             "admitted": snapshot.admission.admitted_total,
             "held": snapshot.admission.held(),
-            "shed": ShedReason::ALL
-                .map(|why| (why.name().to_owned(), json!(snapshot.admission.shed_total(why))))
+            "rejected": RejectReason::ALL
+                .map(|why| (why.name().to_owned(), json!(snapshot.admission.rejected_total(why))))
                 .into_iter()
                 .collect::<serde_json::Map<_, _>>(),
         },
@@ -345,7 +345,7 @@ fn document(snapshot: &MemorySnapshot) -> Value {
             .iter()
             .map(|stats| resource(stats, snapshot))
             .collect::<Vec<_>>(),
-        "notes": notes(snapshot),
+        "diagnostics": diagnostics(snapshot),
     })
 }
 
@@ -369,7 +369,7 @@ fn heap_arena((name, arena): &(String, HostArenaStats)) -> Value {
 fn arena(arena: &ArenaSnapshot) -> Value {
     json!({
         "name": arena.name,
-        "rung": arena.rung.name(),
+        "backend": arena.backend.name(),
         "state": arena.state.name(),
         "live_bytes": arena.live.get(),
         "asleep_bytes": arena.asleep.get(),
@@ -382,19 +382,19 @@ fn arena(arena: &ArenaSnapshot) -> Value {
         "committed_bytes": arena.committed.get(),
         "committed_peak_bytes": arena.committed_peak.get(),
         "retained_bytes": arena.retained().get(),
-        "holes_bytes": arena.holes.get(),
+        "hole_bytes": arena.holes.get(),
         "largest_free_bytes": arena.largest_free.get(),
         "reserved_bytes": arena.reserved.get(),
         "metadata_bytes": arena.metadata.get(),
         "limit_bytes": limit(arena.limit),
-        "lent_bytes": arena.lent.get(),
-        "adopted_bytes": arena.adopted.get(),
+        "exported_bytes": arena.exported.get(),
+        "imported_bytes": arena.imported.get(),
         "leases": arena.leases,
         "sleeps": arena.sleeps_total,
         "wakes": arena.wakes_total,
         "wake_failures": arena.wake_failures_total,
         "allocs": arena.allocs_total,
-        "front_allocs": arena.front_allocs_total,
+        "thread_cache_allocs": arena.thread_cache_allocs_total,
         "failures": arena
             .alloc_failures_total
             .by_reason()
@@ -411,21 +411,21 @@ fn arena(arena: &ArenaSnapshot) -> Value {
 fn budget(budget: &BudgetSnapshot) -> Value {
     json!({
         "level": budget.level.name(),
-        "booked_bytes": budget.booked.get(),
+        "reserved_bytes": budget.reserved.get(),
         "allowance_bytes": limit(budget.allowance),
         "ceiling_bytes": limit(budget.ceiling),
-        "multiplier": budget.multiplier,
-        "berth_bytes": budget.berth.get(),
+        "correction_factor": budget.correction_factor,
+        "reserved_headroom_bytes": budget.reserved_headroom.get(),
         "size_classes": budget
             .classes
             .iter()
-            .filter(|class| class.admitted_total + class.shed_total > 0)
+            .filter(|class| class.admitted_total + class.rejected_total > 0)
             .map(|class| json!({
                 "size_class": class.class.name(),
                 "admitted": class.admitted_total,
                 "admitted_bytes": class.admitted_bytes_total,
-                "shed": class.shed_total,
-                "shed_bytes": class.shed_bytes_total,
+                "rejected": class.rejected_total,
+                "rejected_bytes": class.rejected_bytes_total,
             }))
             .collect::<Vec<_>>(),
     })
@@ -459,8 +459,8 @@ fn cost(of: Cost) -> Value {
     json!({ "host": of.host.get(), "device": of.device.get() })
 }
 
-fn notes(snapshot: &MemorySnapshot) -> Vec<String> {
-    snapshot.notes.iter().map(ToString::to_string).collect()
+fn diagnostics(snapshot: &MemorySnapshot) -> Vec<String> {
+    snapshot.diagnostics.iter().map(ToString::to_string).collect()
 }
 
 /// [`ByteSize::MAX`] stands for no limit.

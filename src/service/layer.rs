@@ -304,7 +304,7 @@ where
             }
             Err(rejected) => {
                 let path = head.uri.path();
-                log!(debug, target: "lowtide", %rejected, path, "turned away");
+                log!(debug, target: "lowtide", %rejected, path, "request rejected");
                 let response = self.layer.reject.reject(&rejected, &head);
                 State::Rejected { rest: Drain::new(&head, body), response: Some(response) }
             }

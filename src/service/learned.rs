@@ -75,7 +75,7 @@ const BUCKETS: usize = (64 - 2) * PARTS;
 /// # use lowtide::control::Rejected;
 /// # use lowtide::service::SharedPermit;
 /// fn decoded(permit: &SharedPermit, image: &[u8]) -> Result<(), Rejected> {
-///     permit.hold(ByteSize::of(image.len())) // books more where it is more than was booked
+///     permit.hold(ByteSize::of(image.len())) // books more where it is more than was reserved
 /// }
 /// ```
 pub struct Learned<K, F> {

@@ -12,7 +12,7 @@ use serde_json::{Map, Value, json};
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
 use crate::device::{ArenaCells, Cell, RegionCells};
-use crate::memory::{Errand, Event, Memory, TrailPoint};
+use crate::memory::{AdminTask, Event, HistorySample, Memory};
 use crate::sync::{Mutex, lock};
 
 use super::asked::QueryError;
@@ -29,20 +29,20 @@ const BLOCKS_EACH_SECOND: u64 = 100_000;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Part {
     Map,
-    Trail,
+    MetricsHistory,
     Events,
-    Errands,
+    AdminTasks,
 }
 
 impl Part {
-    const ALL: [Self; 4] = [Self::Map, Self::Trail, Self::Events, Self::Errands];
+    const ALL: [Self; 4] = [Self::Map, Self::MetricsHistory, Self::Events, Self::AdminTasks];
 
     const fn name(self) -> &'static str {
         match self {
             Self::Map => "map",
-            Self::Trail => "trail",
+            Self::MetricsHistory => "history",
             Self::Events => "events",
-            Self::Errands => "errands",
+            Self::AdminTasks => "admin_tasks",
         }
     }
 
@@ -77,10 +77,10 @@ impl Part {
     ) {
         let value = match self {
             Self::Map => maps.of(memory),
-            Self::Trail => trail(&memory.trail()),
+            Self::MetricsHistory => history(&memory.history()),
             Self::Events => memory.events().iter().map(event).collect(),
-            Self::Errands => needs_token.map_or(Value::Null, |needs_token| {
-                let list: Value = memory.errands().iter().map(errand).collect();
+            Self::AdminTasks => needs_token.map_or(Value::Null, |needs_token| {
+                let list: Value = memory.admin_tasks().iter().map(admin_task).collect();
                 json!({ "needs_token": needs_token, "list": list })
             }),
         };
@@ -167,8 +167,8 @@ fn continues(run: &Cell, count: u64, cell: &Cell) -> bool {
 }
 
 /// By column: names once, not for each point.
-fn trail(points: &[TrailPoint]) -> Value {
-    let bytes = |of: fn(&TrailPoint) -> ByteSize| -> Vec<u64> {
+fn history(points: &[HistorySample]) -> Value {
+    let bytes = |of: fn(&HistorySample) -> ByteSize| -> Vec<u64> {
         points.iter().map(|point| of(point).get()).collect()
     };
     json!({
@@ -191,14 +191,14 @@ fn event(event: &Event) -> Value {
     })
 }
 
-fn errand(errand: &Errand) -> Value {
+fn admin_task(admin_task: &AdminTask) -> Value {
     json!({
-        "id": errand.id,
-        "verb": errand.verb.name(),
-        "about": errand.verb.about(),
-        "asked_at_seconds": seconds(errand.asked_at),
-        "state": errand.state.name(),
-        "outcome": errand.state.outcome(),
+        "id": admin_task.id,
+        "command": admin_task.command.name(),
+        "subject": admin_task.command.subject(),
+        "requested_at_seconds": seconds(admin_task.asked_at),
+        "state": admin_task.state.name(),
+        "outcome": admin_task.state.outcome(),
     })
 }
 

@@ -33,8 +33,8 @@ use super::learned::{Lesson, Slot};
 /// /// What a handler does as pieces arrive.
 /// fn take<B>(request: &Request<B>, piece: &[u8]) -> Result<(), Response<String>> {
 ///     let permit = request.extensions().get::<SharedPermit>(); // none without the layer
-///     let booked = permit.map(|permit| permit.grow(ByteSize::of(piece.len())));
-///     booked.transpose().map(drop).map_err(|rejected| rejection(&rejected))
+///     let reserved = permit.map(|permit| permit.grow(ByteSize::of(piece.len())));
+///     reserved.transpose().map(drop).map_err(|rejected| rejection(&rejected))
 /// }
 /// # assert!(take(&Request::new(()), b"ebb").is_ok());
 /// ```
@@ -185,7 +185,7 @@ impl SharedPermit {
 
     /// What is booked of the host's memory.
     #[must_use]
-    pub fn booked(&self) -> ByteSize {
+    pub fn reserved(&self) -> ByteSize {
         self.held().permit.cost().host
     }
 

@@ -54,12 +54,12 @@ impl Rig {
         managed
     }
 
-    fn standing(&self) -> ByteSize {
-        self.admission.ledger(Budget::Host).standing()
+    fn resource_reservations(&self) -> ByteSize {
+        self.admission.ledger(Budget::Host).resource_reservations()
     }
 
-    fn booked(&self) -> ByteSize {
-        self.admission.ledger(Budget::Host).booked_bytes()
+    fn reserved(&self) -> ByteSize {
+        self.admission.ledger(Budget::Host).reserved_bytes()
     }
 }
 
@@ -105,11 +105,11 @@ fn an_idle_model_blocked_another_model_and_a_large_request_for_its_whole_idle_ti
     let rejected = rig.admission.try_admit(mib(45)).expect_err("the model is still there");
     let wait = rejected.retry_after().expect("later");
     assert!(wait <= 2 * SECOND, "an unload takes no longer: {wait:?}");
-    until("the second is unloaded", || rig.standing().is_zero());
+    until("the second is unloaded", || rig.resource_reservations().is_zero());
     let permit = rig.admission.try_admit(mib(45)).expect("fits when it comes again");
     assert_eq!((evictions(&second), rig.purges.load(Ordering::SeqCst)), (1, 2));
     drop(permit);
-    assert_eq!(rig.booked(), ByteSize::ZERO);
+    assert_eq!(rig.reserved(), ByteSize::ZERO);
 }
 
 /// The bug: bookings are rounded up and what an eviction frees was rounded down, so that one byte
@@ -128,9 +128,9 @@ fn a_model_of_the_same_size_did_not_fit_in_the_place_of_another() {
     drop(first.acquire_blocking().expect("fits"));
     sample(120);
     let ledger = rig.admission.ledger(Budget::Host);
-    assert_eq!(ledger.allowance(), ledger.booked(), "nothing is free");
+    assert_eq!(ledger.allowance(), ledger.reserved(), "nothing is free");
     drop(second.acquire_blocking().expect("takes the place of the first"));
-    assert_eq!((evictions(&first), rig.booked()), (1, ByteSize::mib(60)));
+    assert_eq!((evictions(&first), rig.reserved()), (1, ByteSize::mib(60)));
 }
 
 #[test]
@@ -148,12 +148,12 @@ fn either_enough_is_unloaded_or_nothing() {
     assert_eq!((evictions(&idle), evictions(&busy)), (0, 0), "60 MiB are less than 61");
     assert!(idle.try_acquire().is_some() && large.stats().loads_refused_total == 3);
     let _ = rig.admission.try_admit(mib(60)).expect_err("comes again");
-    until("40 MiB are free", || rig.standing() == ByteSize::mib(40));
+    until("40 MiB are free", || rig.resource_reservations() == ByteSize::mib(40));
     drop(rig.admission.try_admit(mib(60)).expect("40 MiB were enough"));
     drop(held);
     drop(large.acquire_blocking().expect("none is in use"));
     assert_eq!((evictions(&idle), evictions(&busy)), (1, 1));
-    assert_eq!(rig.booked(), ByteSize::mib(70));
+    assert_eq!(rig.reserved(), ByteSize::mib(70));
 }
 
 #[test]
@@ -172,7 +172,7 @@ fn no_more_is_unloaded_than_is_needed() {
     drop(rig.model("e", 60).acquire_blocking().expect("fits"));
     let gone = [&small, &large, &medium].map(evictions);
     assert_eq!(gone, [0, 1, 1], "one that is enough by itself");
-    assert_eq!(rig.standing(), ByteSize::mib(100));
+    assert_eq!(rig.resource_reservations(), ByteSize::mib(100));
 }
 
 #[test]
@@ -185,10 +185,12 @@ fn the_room_that_is_made_is_booked_for_the_load_from_beginning_to_end() {
         passes.pass();
     }));
     drop(first.acquire_blocking().expect("fits"));
-    let booked = rig.admission.clone();
+    let reserved = rig.admission.clone();
     let second = rig.add(
-        Managed::builder("second", move || Ok(booked.ledger(Budget::Host).standing()))
-            .cost(mib(80)),
+        Managed::builder("second", move || {
+            Ok(reserved.ledger(Budget::Host).resource_reservations())
+        })
+        .cost(mib(80)),
     );
     let mut load = Box::pin(second.acquire());
     assert!(load.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
@@ -196,13 +198,13 @@ fn the_room_that_is_made_is_booked_for_the_load_from_beginning_to_end() {
     // 60 MiB are not free yet, and 20 are reserved: 20 more are left.
     assert!(rig.admission.try_admit(mib(21)).is_err(), "the room is the load's");
     let small = rig.admission.try_admit(mib(20)).expect("what the load does not need is free");
-    assert_eq!(rig.standing(), ByteSize::mib(60), "booked until it is gone");
+    assert_eq!(rig.resource_reservations(), ByteSize::mib(60), "booked until it is gone");
     gate.open();
     assert_eq!(*block_on(load).expect("loads"), ByteSize::mib(80));
-    assert_eq!(rig.booked(), ByteSize::mib(100));
+    assert_eq!(rig.reserved(), ByteSize::mib(100));
     drop(small);
     assert!(second.unload(UnloadReason::Asked));
-    assert_eq!(rig.booked(), ByteSize::ZERO);
+    assert_eq!(rig.reserved(), ByteSize::ZERO);
 }
 
 #[test]
@@ -214,7 +216,7 @@ fn a_load_whose_waiter_gives_up_keeps_the_room_that_was_made() {
     assert!(load.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
     drop(load);
     until("it is loaded", || second.stats().loaded);
-    assert_eq!((rig.booked(), evictions(&first)), (ByteSize::mib(60), 1));
+    assert_eq!((rig.reserved(), evictions(&first)), (ByteSize::mib(60), 1));
 }
 
 #[test]
@@ -261,7 +263,7 @@ fn many_rejected_requests_unload_one_model_and_not_all() {
     let _ = rig.admission.try_admit(mib(60)).expect_err("comes again");
     assert_eq!(loaded(), 1);
     gate.open();
-    until("both are gone", || rig.standing() == ByteSize::mib(30));
+    until("both are gone", || rig.resource_reservations() == ByteSize::mib(30));
     drop(rig.admission.try_admit(mib(60)).expect("fits"));
     assert_eq!(models.iter().map(evictions).sum::<u64>(), 2);
 }
@@ -289,7 +291,7 @@ fn requests_rejected_at_once_unload_one_model_together() {
         });
         assert_eq!(models.iter().filter(|model| model.stats().loaded).count(), 2);
         gate.open();
-        until("one is gone", || rig.standing() == ByteSize::mib(60));
+        until("one is gone", || rig.resource_reservations() == ByteSize::mib(60));
     }
 }
 
@@ -315,7 +317,7 @@ fn every_request_that_waits_for_an_unload_is_given_its_time() {
         assert!(wait >= 20 * SECOND, "{nth}: {wait:?}");
     }
     gate.open();
-    until("it is gone", || rig.standing().is_zero());
+    until("it is gone", || rig.resource_reservations().is_zero());
 }
 
 #[test]
@@ -344,7 +346,7 @@ fn an_unload_that_is_stuck_keeps_its_bytes_booked_and_its_load_is_rejected() {
     until("it has ended at last", || evictions(&stuck) == 1);
     until("its bytes are free", || rig.admission.try_admit(mib(70)).is_ok());
     drop(second.acquire_blocking().expect("fits"));
-    assert_eq!(rig.booked(), ByteSize::mib(100));
+    assert_eq!(rig.reserved(), ByteSize::mib(100));
 }
 
 #[test]
@@ -355,7 +357,7 @@ fn an_unload_that_panics_makes_room_all_the_same() {
     let second = rig.model("second", 60);
     drop(second.acquire_blocking().expect("fits"));
     assert_eq!((bad.stats().unload_panics_total, evictions(&bad)), (1, 1));
-    assert_eq!(rig.booked(), ByteSize::mib(60));
+    assert_eq!(rig.reserved(), ByteSize::mib(60));
 }
 
 #[test]
@@ -439,7 +441,7 @@ fn two_threads_that_load_in_opposite_order_do_not_wait_for_each_other() {
     assert!(served > 0);
     until("what is left is booked", || {
         let loaded = [&one, &other].iter().filter(|model| model.stats().loaded).count();
-        rig.booked() == ByteSize::mib(60 * loaded as u64)
+        rig.reserved() == ByteSize::mib(60 * loaded as u64)
     });
 }
 
@@ -494,11 +496,11 @@ fn models_in_use_are_never_evicted_and_the_limit_holds_under_stress() {
     println!("{:?} (loads, evictions)", all.collect::<Vec<_>>());
     until("the books are even", || {
         let loaded = models.iter().filter(|model| model.stats().loaded);
-        rig.booked() == loaded.map(|model| model.stats().cost.host).sum()
+        rig.reserved() == loaded.map(|model| model.stats().cost.host).sum()
     });
     for model in &models {
         assert!(model.close(Duration::ZERO).is_ok() && model.stats().unload_panics_total == 0);
     }
-    assert_eq!((rig.booked(), live.load(Ordering::SeqCst)), (ByteSize::ZERO, 0));
+    assert_eq!((rig.reserved(), live.load(Ordering::SeqCst)), (ByteSize::ZERO, 0));
     assert_eq!(rig.clock.now(), lowtide::clock::Moment::ORIGIN);
 }

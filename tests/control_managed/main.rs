@@ -173,7 +173,7 @@ fn a_panic_in_the_loader_is_a_typed_error_with_a_pause_that_doubles() {
             panic!("{error:?}");
         };
         assert_eq!(retry_in, pause * SECOND);
-        assert_eq!(admission.ledger(Budget::Host).booked(), ByteSize::ZERO);
+        assert_eq!(admission.ledger(Budget::Host).reserved(), ByteSize::ZERO);
         clock.advance(pause * SECOND - Duration::from_millis(1));
         // Within the pause nobody loads, blocking or not, and the error says how long it lasts.
         let error = block_on(managed.acquire()).expect_err("pauses");
@@ -184,7 +184,7 @@ fn a_panic_in_the_loader_is_a_typed_error_with_a_pause_that_doubles() {
     assert_eq!(managed.stats().loads_failed_total, 4);
     healthy.store(true, Ordering::SeqCst);
     assert_eq!(*block_on(managed.acquire()).expect("loads"), 5);
-    assert_eq!(admission.ledger(Budget::Host).standing(), ByteSize::mib(9));
+    assert_eq!(admission.ledger(Budget::Host).resource_reservations(), ByteSize::mib(9));
 }
 
 #[test]
@@ -214,11 +214,11 @@ fn all_who_waited_for_a_failed_load_get_its_error_even_without_a_pause() {
 #[test]
 fn the_cost_is_booked_before_the_load_and_until_after_the_clean_up() {
     let admission = Admission::new();
-    let booked = {
+    let reserved = {
         let admission = admission.clone();
-        move || admission.ledger(Budget::Host).standing()
+        move || admission.ledger(Budget::Host).resource_reservations()
     };
-    let (at_load, at_unload) = (booked.clone(), booked.clone());
+    let (at_load, at_unload) = (reserved.clone(), reserved.clone());
     let managed = Managed::builder("model", move || Ok(at_load()))
         .cost(Cost::host(ByteSize::mib(3)))
         .unload(move |_| assert_eq!(at_unload(), ByteSize::mib(3)))
@@ -226,7 +226,7 @@ fn the_cost_is_booked_before_the_load_and_until_after_the_clean_up() {
     assert_eq!(*managed.acquire_blocking().expect("fits"), ByteSize::mib(3));
     assert!(managed.unload(UnloadReason::Asked));
     assert_eq!(managed.stats().unload_panics_total, 0);
-    assert_eq!(booked(), ByteSize::ZERO);
+    assert_eq!(reserved(), ByteSize::ZERO);
     admission.close();
     let error = managed.acquire_blocking().expect_err("rejected");
     let AcquireError::Rejected { rejected, .. } = error else { panic!("{error:?}") };
@@ -247,10 +247,10 @@ fn a_resource_that_declares_no_cost_is_never_refused_for_what_it_was_found_to_ho
             admission.ledger(Budget::Device).correct(&mut Correction::new(), measured);
             let managed = Managed::builder("model", || Ok(()))
                 .cost(cost)
-                .enclosure(Some(Arc::new(Holds(found))))
+                .load_scope(Some(Arc::new(Holds(found))))
                 .build(Arc::new(ManualClock::new()), Some(admission.clone()));
             drop(managed.acquire_blocking().expect("fits"));
-            let stands = |budget| admission.ledger(budget).standing();
+            let stands = |budget| admission.ledger(budget).resource_reservations();
             let stood = Cost::host(stands(Budget::Host)).and_device(stands(Budget::Device));
             assert_eq!(stood, found, "it is there, so it counts");
             assert_eq!(managed.stats().cost, next);
@@ -548,17 +548,17 @@ fn pass_the_timeout(clock: &ManualClock, managed: &Managed<u64>) {
 fn a_load_that_hangs_fails_at_its_timeout_and_releases_its_reservation() {
     let (clock, admission, hangs) = (ManualClock::new(), Admission::new(), Hangs::new(1));
     let managed = hangs.managed(&clock, &admission);
-    let standing = || admission.ledger(Budget::Host).standing();
+    let resource_reservations = || admission.ledger(Budget::Host).resource_reservations();
     let mut future = Box::pin(managed.acquire());
     assert!(future.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
     hangs.until_begun(1);
     thread::scope(|scope| {
         let thread = scope.spawn(|| managed.acquire_blocking().map(|value| *value));
         until("both wait", || managed.stats().waiting == 2);
-        assert_eq!(standing(), ByteSize::mib(3));
+        assert_eq!(resource_reservations(), ByteSize::mib(3));
         assert_eq!(managed.next_due(), Moment::ORIGIN + 60 * SECOND);
         pass_the_timeout(&clock, &managed);
-        assert_eq!(standing(), ByteSize::ZERO, "while the loader still hangs");
+        assert_eq!(resource_reservations(), ByteSize::ZERO, "while the loader still hangs");
         let waited = [block_on(future).map(|value| *value), thread.join().expect("no panic")];
         for error in waited.map(|found| found.expect_err("timed out")) {
             let AcquireError::Load { error, retry_in, .. } = error else { panic!("{error:?}") };
@@ -588,11 +588,15 @@ fn the_late_value_of_a_hung_load_is_taken_apart_and_never_served() {
     assert_eq!(managed.acquire_blocking().map(|value| *value).expect("loaded"), 1);
     let stats = managed.stats();
     assert_eq!((stats.loads_ok_total, stats.loads_failed_total), (1, 1));
-    assert_eq!(admission.ledger(Budget::Host).standing(), ByteSize::mib(3), "of one load");
+    assert_eq!(
+        admission.ledger(Budget::Host).resource_reservations(),
+        ByteSize::mib(3),
+        "of one load"
+    );
     drop(held);
     assert!(managed.unload(UnloadReason::Asked));
     assert_eq!(hangs.taken_apart(), [0, 1]);
-    assert_eq!(admission.ledger(Budget::Host).standing(), ByteSize::ZERO);
+    assert_eq!(admission.ledger(Budget::Host).resource_reservations(), ByteSize::ZERO);
 }
 
 #[test]
@@ -613,7 +617,7 @@ fn at_most_two_loaders_of_a_resource_hang_and_the_third_starts_when_one_returns(
         assert!(matches!(error, LoadError::TimedOut { hung: 2, .. }), "{error:?}");
     }
     assert_eq!(hangs.loads.load(Ordering::SeqCst), 2, "no third thread");
-    assert_eq!(admission.ledger(Budget::Host).standing(), ByteSize::ZERO);
+    assert_eq!(admission.ledger(Budget::Host).resource_reservations(), ByteSize::ZERO);
     hangs.gates[1].open();
     until("it returns", || hangs.taken_apart() == [1]);
     until("a load may begin", || managed.acquire_blocking().is_ok_and(|value| *value == 2));

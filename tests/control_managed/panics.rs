@@ -10,7 +10,8 @@ use std::time::Duration;
 use lowtide::clock::ManualClock;
 use lowtide::control::{AcquireError, Backoff, Job, Ladder, LoadError, Managed, Resource as _};
 use lowtide::control::{
-    Admission, Hands, Maintenance, Recovered, Resources, Sample, Sensor, Settings, Trigger,
+    Admission, Maintenance, MaintenanceActions, Recovered, Resources, Sample, Sensor, Settings,
+    Trigger,
 };
 
 use crate::support::{Gate, until};
@@ -104,7 +105,7 @@ fn a_waker_that_panics_cost_those_behind_it_their_wake_up() {
 #[test]
 fn a_job_that_threw_what_panics_when_dropped_ended_the_worker() {
     struct BadHands;
-    impl Hands for BadHands {
+    impl MaintenanceActions for BadHands {
         fn purge(&mut self, _: Trigger) -> Recovered {
             panic_any(Bomb)
         }

@@ -9,7 +9,7 @@ use std::thread::{self, Thread};
 use std::time::Duration;
 
 use lowtide::clock::Clock as _;
-use lowtide::control::{Cost, Enclosure, LoadError};
+use lowtide::control::{Cost, LoadError, LoadScope};
 use lowtide::sync::lock;
 
 pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
@@ -74,7 +74,7 @@ impl Drop for Model {
 /// An enclosure in which this much is found after each load.
 pub(crate) struct Holds(pub(crate) Cost);
 
-impl Enclosure for Holds {
+impl LoadScope for Holds {
     fn load(&self, load: &mut dyn FnMut() -> bool) -> Result<(), LoadError> {
         load();
         Ok(())

@@ -12,7 +12,7 @@ use std::time::Duration;
 use cudarc::driver::{CudaContext, CudaSlice, CudaStream, result};
 use lowtide::ByteSize;
 use lowtide::device::driver::{DeviceAddress, Driver as _, Owner};
-use lowtide::device::{Adopted, DeviceError, Planted, Region, SleepOptions, Unadoptable};
+use lowtide::device::{DeviceError, ImportError, Imported, Planted, Region, SleepOptions};
 use lowtide_fake_driver::Fake;
 
 use crate::support::{Bed, LAZY, UNIT, check, end, start, write};
@@ -51,10 +51,11 @@ fn next_after_a_loan(fault: Option<Planted>) -> bool {
     if let Some(fault) = fault {
         arena.plant(fault);
     }
-    let lent = lane.alloc::<u8>(2 * UNIT, Region::Dynamic).expect("room").lend().expect("awake");
-    let mut slice = foreign(&bed.two, lent.address(), lent.len());
+    let exported =
+        lane.alloc::<u8>(2 * UNIT, Region::Dynamic).expect("room").export().expect("awake");
+    let mut slice = foreign(&bed.two, exported.address(), exported.len());
     bed.two.memcpy_htod(&vec![9; 2 * UNIT], &mut *slice).expect("queued");
-    drop(lent);
+    drop(exported);
     let mut next = lane.alloc::<u8>(2 * UNIT, Region::Dynamic).expect("room");
     write(&bed.one, &mut next, 1).expect("queued");
     bed.one.synchronize().expect("done");
@@ -75,13 +76,14 @@ fn what_was_lent_to_a_stream_of_others_is_waited_for() {
 #[test]
 fn a_buffer_that_comes_back_from_a_loan_has_its_view_and_its_contents_through_a_sleep() {
     let (fake, bed, arena, lane) = start();
-    let lent = lane.alloc::<u8>(2 * UNIT, Region::Stable).expect("room").lend().expect("awake");
-    let mut slice = foreign(&bed.two, lent.address(), lent.len());
+    let exported =
+        lane.alloc::<u8>(2 * UNIT, Region::Stable).expect("room").export().expect("awake");
+    let mut slice = foreign(&bed.two, exported.address(), exported.len());
     bed.two.memcpy_htod(&vec![9; 2 * UNIT], &mut *slice).expect("queued");
     let_go(slice);
     let options = SleepOptions { drain: Duration::ZERO, ..SleepOptions::default() };
-    assert!(matches!(arena.sleep(options), Err(DeviceError::Lent { count: 1, .. })));
-    let buffer = lent.end();
+    assert!(matches!(arena.sleep(options), Err(DeviceError::Exported { count: 1, .. })));
+    let buffer = exported.end();
     arena.sleep(options).expect("after that work");
     check(&bed.one, &buffer, 9);
     drop(buffer);
@@ -93,20 +95,20 @@ fn memory_of_cudarcs_is_viewed_and_freed_once_after_all_work() {
     let (fake, bed, arena, lane) = start();
     let at = theirs(&bed, UNIT);
     // SAFETY: nobody else uses it until `frees` is called.
-    let mut adopted = unsafe { lane.adopt::<u8>(at, UNIT, frees(&bed.context)) }.expect("theirs");
+    let mut imported = unsafe { lane.import::<u8>(at, UNIT, frees(&bed.context)) }.expect("theirs");
     let lease = lane.enter().expect("awake");
-    let mut view = adopted.cuda_mut(&lease).expect("a view");
+    let mut view = imported.cuda_mut(&lease).expect("a view");
     bed.two.memcpy_htod(&vec![5; UNIT], &mut view).expect("queued");
-    let read = bed.one.clone_dtoh(adopted.cuda(&lease).expect("a view")).expect("queued");
+    let read = bed.one.clone_dtoh(imported.cuda(&lease).expect("a view")).expect("queued");
     bed.one.synchronize().expect("done");
     assert_eq!(read, vec![5; UNIT]);
     drop(lease);
     let before = fake.calls(c"cuMemFree_v2");
-    drop(adopted);
+    drop(imported);
     assert_eq!(fake.calls(c"cuMemFree_v2"), before, "a drop frees nothing");
     arena.purge().expect("waited");
     assert_eq!(fake.calls(c"cuMemFree_v2"), before + 1);
-    assert_eq!(arena.snapshot().adopted_count, 0);
+    assert_eq!(arena.snapshot().imported_count, 0);
     end((fake, bed, arena, lane));
 }
 
@@ -115,14 +117,14 @@ fn a_value_that_was_not_adopted_on_a_stream_of_cudarcs_has_no_view() {
     let (fake, bed, arena, lane) = start();
     let at = theirs(&bed, UNIT);
     // SAFETY: nobody else uses it until `frees` is called.
-    let adopted = unsafe { arena.adopt::<u8>(at, UNIT, frees(&bed.context)) };
-    let mut adopted: Adopted<u8> = adopted.expect("theirs");
+    let imported = unsafe { arena.import::<u8>(at, UNIT, frees(&bed.context)) };
+    let mut imported: Imported<u8> = imported.expect("theirs");
     let lease = lane.enter().expect("awake");
-    assert!(matches!(adopted.cuda(&lease), Err(DeviceError::NoStream { .. })));
-    assert!(matches!(adopted.cuda_mut(&lease), Err(DeviceError::NoStream { .. })));
-    assert_eq!(adopted.address(&lease), Ok(at));
+    assert!(matches!(imported.cuda(&lease), Err(DeviceError::NoStream { .. })));
+    assert!(matches!(imported.cuda_mut(&lease), Err(DeviceError::NoStream { .. })));
+    assert_eq!(imported.address(&lease), Ok(at));
     drop(lease);
-    adopted.release().expect("done");
+    imported.release().expect("done");
     end((fake, bed, arena, lane));
 }
 
@@ -137,14 +139,14 @@ fn memory_of_another_device_or_of_none_is_not_adopted() {
     let nowhere = DeviceAddress::new(here.get() + (1 << 30));
     for (at, len) in [(elsewhere, UNIT), (nowhere, 16), (here, 1 << 30)] {
         // SAFETY: it is refused.
-        let refused = unsafe { arena.adopt::<u8>(at, len, |_, _| panic!("not adopted")) };
+        let refused = unsafe { arena.import::<u8>(at, len, |_, _| panic!("not adopted")) };
         let error = refused.expect_err("not this device's");
-        let DeviceError::Unadoptable { at: named, why, .. } = &error else { panic!("{error}") };
-        assert!(*named == at && matches!(why, Unadoptable::Elsewhere(_)), "{error}");
+        let DeviceError::ImportError { at: named, why, .. } = &error else { panic!("{error}") };
+        assert!(*named == at && matches!(why, ImportError::Elsewhere(_)), "{error}");
     }
     fake.fail(c"cuPointerGetAttribute", 1, 999);
     // SAFETY: it is refused.
-    let error = unsafe { arena.adopt::<u8>(here, 16, |_, _| panic!("not adopted")) };
+    let error = unsafe { arena.import::<u8>(here, 16, |_, _| panic!("not adopted")) };
     assert!(matches!(error, Err(DeviceError::Driver(_))), "{error:?}");
     assert_eq!(bed.driver.owner_of(here, ByteSize::of(UNIT)), Ok(Owner::Here));
     frees(&bed.context)(here, ByteSize::of(UNIT));
@@ -170,8 +172,8 @@ fn a_context_that_is_lost_releases_nothing_and_says_so_once_a_look() {
     let (fake, bed, arena, lane) = start();
     let at = theirs(&bed, UNIT);
     // SAFETY: nobody else uses it.
-    let adopted = unsafe { arena.adopt::<u8>(at, UNIT, |_, _| panic!("not after a loss")) };
-    drop(adopted.expect("theirs"));
+    let imported = unsafe { arena.import::<u8>(at, UNIT, |_, _| panic!("not after a loss")) };
+    drop(imported.expect("theirs"));
     fake.poison(0, 719);
     for _ in 0..2 {
         assert!(matches!(arena.purge(), Err(DeviceError::Driver(_))));
@@ -193,9 +195,9 @@ fn page_locked_host_memory_is_not_adopted_and_managed_memory_is() {
     let host = Owner::Elsewhere("memory of the host");
     assert_eq!(bed.driver.owner_of(at, ByteSize::of(UNIT)), Ok(host));
     // SAFETY: it is refused.
-    let refused = unsafe { arena.adopt::<u8>(at, UNIT, |_, _| panic!("not adopted")) };
+    let refused = unsafe { arena.import::<u8>(at, UNIT, |_, _| panic!("not adopted")) };
     let error = refused.expect_err("it is the host's");
-    assert!(matches!(error, DeviceError::Unadoptable { why: Unadoptable::Elsewhere(_), .. }));
+    assert!(matches!(error, DeviceError::ImportError { why: ImportError::Elsewhere(_), .. }));
     // SAFETY: it came of `malloc_host`, and nobody uses it.
     unsafe { result::free_host(locked) }.expect("freed");
     let flags = sys::CUmemAttach_flags::CU_MEM_ATTACH_GLOBAL;
@@ -204,7 +206,7 @@ fn page_locked_host_memory_is_not_adopted_and_managed_memory_is() {
     let at = DeviceAddress::new(managed);
     assert_eq!(bed.driver.owner_of(at, ByteSize::of(UNIT)), Ok(Owner::Here));
     // SAFETY: nobody else uses it until it is released.
-    let adopted = unsafe { arena.adopt::<u8>(at, UNIT, frees(&bed.context)) };
-    adopted.expect("managed memory is the device's").release().expect("done");
+    let imported = unsafe { arena.import::<u8>(at, UNIT, frees(&bed.context)) };
+    imported.expect("managed memory is the device's").release().expect("done");
     end((fake, bed, arena, lane));
 }

@@ -6,7 +6,7 @@ use std::ffi::CStr;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use lowtide::device::driver::cuda::{CudaDriver, CudaOptions};
-use lowtide::device::driver::{Driver as _, Rung};
+use lowtide::device::driver::{Backend, Driver as _};
 use lowtide::device::{DeviceError, Region};
 use lowtide_fake_driver::{Fake, Guard, Options};
 
@@ -129,9 +129,9 @@ fn any_call_in_the_life_of_an_arena_may_fail() {
         drop(bed);
         fake.assert_clean();
         let called = |wanted: &CStr| counts.iter().any(|(name, _)| *name == wanted);
-        let needed = match options.rung {
-            Some(Rung::CudaVirtualMemory) => [&names[1..], &NEWER[..1]].concat(),
-            Some(Rung::CudaPool) => vec![POOLS[2], POOLS[6], POOLS[7]],
+        let needed = match options.backend {
+            Some(Backend::CudaVirtualMemory) => [&names[1..], &NEWER[..1]].concat(),
+            Some(Backend::CudaPool) => vec![POOLS[2], POOLS[6], POOLS[7]],
             Some(_) => names.to_vec(),
             None => PLAIN[1..].to_vec(),
         };
@@ -167,7 +167,7 @@ fn fails(fake: &Guard, options: CudaOptions, (name, nth, code): (&CStr, u64, u32
     fake.fail(name, nth, code);
     let errors = without_panic(&told, || life(&bed, &mut || {}));
     fake.forget_failures();
-    let stuck = bed.driver.stuck_total();
+    let stuck = bed.driver.rollback_failures_total();
     without_panic(&told, || drop(bed));
     if !LOST.contains(&code) {
         check_left(fake, name, &format!("{told}, {stuck} stuck, {:?}", errors.0));

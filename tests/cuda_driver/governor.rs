@@ -15,10 +15,10 @@ use lowtide::ByteSize;
 use lowtide::clock::Moment;
 use lowtide::decay::DecayTime;
 use lowtide::device::driver::cuda::{
-    CudaDriver, CudaError, CudaOptions, DeviceChoice, GovernorError, GovernorOptions, PoolGovernor,
-    RungFailure,
+    BackendFailure, CudaDriver, CudaError, CudaOptions, DeviceChoice, GovernorError,
+    GovernorOptions, PoolGovernor,
 };
-use lowtide::device::driver::{Driver as _, DriverError, Rung};
+use lowtide::device::driver::{Backend, Driver as _, DriverError};
 use lowtide::device::{ArenaConfig, DeviceArena, Region};
 use lowtide_fake_driver::{Fake, Guard, Options};
 use tracing_subscriber::Layer;
@@ -267,7 +267,7 @@ fn a_listener_that_panics_fails_neither_the_start_nor_the_end_of_a_governor() {
 #[test]
 fn a_listener_that_panics_loses_no_segment() {
     let fake = Fake::start(LAZY);
-    let options = CudaOptions { rung: Some(Rung::CudaPool), ..CudaOptions::default() };
+    let options = CudaOptions { backend: Some(Backend::CudaPool), ..CudaOptions::default() };
     let driver = Arc::new(CudaDriver::open(options).expect("a pool"));
     let clock = Arc::new(lowtide::clock::SystemClock::new());
     let config = ArenaConfig { reserve: ByteSize::gib(1), ..ArenaConfig::new("listened to") };
@@ -285,21 +285,21 @@ fn a_listener_that_panics_loses_no_segment() {
 
 #[test]
 fn what_bypasses_the_pool_is_seen() {
-    let fake = Fake::start(Options { context_floor: 3 << 20, ..LAZY });
+    let fake = Fake::start(Options { context_overhead: 3 << 20, ..LAZY });
     let governor = open();
-    let elsewhere = |arenas| governor.report(arenas).expect("answered").elsewhere;
-    let floor = elsewhere(ByteSize::ZERO);
+    let unmanaged = |arenas| governor.report(arenas).expect("answered").unmanaged;
+    let floor = unmanaged(ByteSize::ZERO);
     assert_eq!(floor, ByteSize::mib(3), "what the context itself takes");
     let (context, stream) = stream();
     let slice = alloc(&stream, 4 * UNIT).expect("memory of the pool");
-    assert_eq!(elsewhere(ByteSize::ZERO), floor);
+    assert_eq!(unmanaged(ByteSize::ZERO), floor);
     // SAFETY: a context is current; nobody reads what is there.
     let plain = unsafe { cudarc::driver::result::malloc_sync(5 * UNIT) }.expect("past the pool");
-    assert_eq!(elsewhere(ByteSize::ZERO), floor.saturating_add(units(5)));
+    assert_eq!(unmanaged(ByteSize::ZERO), floor.saturating_add(units(5)));
     fake.neighbours(0, UNIT as u64);
-    assert_eq!(elsewhere(ByteSize::ZERO), floor.saturating_add(units(6)));
-    assert_eq!(elsewhere(units(6)), floor);
-    assert_eq!(elsewhere(ByteSize::MAX), ByteSize::ZERO);
+    assert_eq!(unmanaged(ByteSize::ZERO), floor.saturating_add(units(6)));
+    assert_eq!(unmanaged(units(6)), floor);
+    assert_eq!(unmanaged(ByteSize::MAX), ByteSize::ZERO);
     fake.neighbours(0, 0);
     // SAFETY: from above, freed once.
     unsafe { cudarc::driver::result::free_sync(plain) }.expect("freed");
@@ -319,7 +319,7 @@ fn a_device_without_pools_and_a_driver_without_limits_say_so() {
     }
     drop(open());
     for (flags, what) in [
-        (Options::NO_POOLS, RungFailure::NotOffered.to_string()),
+        (Options::NO_POOLS, BackendFailure::NotOffered.to_string()),
         (Options::NO_POOL_CREATE, "the driver does not offer cuMemPoolCreate".to_owned()),
     ] {
         fake.reset(Options { flags, ..LAZY });
@@ -460,8 +460,9 @@ fn a_context_that_is_lost_makes_errors_and_a_silent_drop() {
 fn an_arenas_pool_and_a_governors_are_two() {
     let fake = Fake::start(LAZY);
     let governor = open();
-    let rung = Some(Rung::CudaPool);
-    let driver = CudaDriver::open(CudaOptions { rung, ..CudaOptions::default() }).expect("a pool");
+    let backend = Some(Backend::CudaPool);
+    let driver =
+        CudaDriver::open(CudaOptions { backend, ..CudaOptions::default() }).expect("a pool");
     assert_eq!((driver.shares_pool(), fake.numbers(0).pools), (false, 2));
     driver.trim().expect("trimmed");
     drop((driver, governor));

@@ -7,10 +7,10 @@ use std::time::Duration;
 
 use lowtide::ByteSize;
 use lowtide::device::driver::cuda::{
-    CudaDriver, CudaError, CudaOptions, DeviceChoice, DeviceUuid, MemoryKind, Probe, RungFailure,
-    Skipped,
+    BackendFailure, CudaDriver, CudaError, CudaOptions, DeviceChoice, DeviceUuid, MemoryKind,
+    Probe, Skipped,
 };
-use lowtide::device::driver::{Driver as _, DriverError, Rung};
+use lowtide::device::driver::{Backend, Driver as _, DriverError};
 use lowtide::device::{Region, SleepOptions};
 use lowtide_fake_driver::{Fake, Guard, Options};
 
@@ -80,16 +80,16 @@ pub(crate) const PLAIN: &[&CStr] = &[c"cuMemAlloc_v2", c"cuMemFree_v2", c"cuMemA
 
 /// Each way to memory, asked for, with the functions that it needs beside the base.
 pub(crate) const WAYS: [(CudaOptions, &[&CStr]); 4] = [
-    (way(Some(Rung::CudaVirtualMemory), MemoryKind::Device), VIRTUAL),
-    (way(Some(Rung::CudaPool), MemoryKind::Device), POOLS),
-    (way(Some(Rung::CudaPlain), MemoryKind::Device), &[c"cuMemAlloc_v2", c"cuMemFree_v2"]),
+    (way(Some(Backend::CudaVirtualMemory), MemoryKind::Device), VIRTUAL),
+    (way(Some(Backend::CudaPool), MemoryKind::Device), POOLS),
+    (way(Some(Backend::CudaPlain), MemoryKind::Device), &[c"cuMemAlloc_v2", c"cuMemFree_v2"]),
     (way(None, MemoryKind::Managed), PLAIN),
 ];
 
-const fn way(rung: Option<Rung>, memory: MemoryKind) -> CudaOptions {
+const fn way(backend: Option<Backend>, memory: MemoryKind) -> CudaOptions {
     let device = DeviceChoice::Ordinal(0);
     let handle = Some(ByteSize::kib(64));
-    CudaOptions { device, rung, memory, handle, pool_limit: None }
+    CudaOptions { device, backend, memory, handle, pool_limit: None }
 }
 
 /// Functions that older drivers lack.
@@ -106,7 +106,7 @@ fn without(missing: &CStr, options: CudaOptions) -> Result<CudaDriver, CudaError
 
 /// The first rung and no other.
 const FIRST: CudaOptions =
-    CudaOptions { handle: None, ..way(Some(Rung::CudaVirtualMemory), MemoryKind::Device) };
+    CudaOptions { handle: None, ..way(Some(Backend::CudaVirtualMemory), MemoryKind::Device) };
 
 /// The error of an open that left nothing behind.
 #[track_caller]
@@ -117,9 +117,9 @@ fn refused(fake: &Guard, options: CudaOptions) -> CudaError {
     error
 }
 
-fn cause(error: CudaError) -> RungFailure {
+fn cause(error: CudaError) -> BackendFailure {
     match error {
-        CudaError::NoSuchRung { rung: Rung::CudaVirtualMemory, device: 0, cause } => cause,
+        CudaError::NoSuchRung { backend: Backend::CudaVirtualMemory, device: 0, cause } => cause,
         other => panic!("{other}"),
     }
 }
@@ -141,7 +141,7 @@ fn a_function_that_is_missing_is_named_and_nothing_is_held() {
             let CudaError::NoSuchRung { cause, .. } = cause_of(error, options) else {
                 panic!("{symbol}: skipped among others");
             };
-            assert_eq!(cause, RungFailure::NoFunction(symbol));
+            assert_eq!(cause, BackendFailure::NoFunction(symbol));
             assert_eq!(fake.calls(c"cuDevicePrimaryCtxRetain"), 0);
             fake.assert_clean();
         }
@@ -151,9 +151,9 @@ fn a_function_that_is_missing_is_named_and_nothing_is_held() {
 /// The error of one way, be it asked for or the only one looked at.
 fn cause_of(error: CudaError, options: CudaOptions) -> CudaError {
     match error {
-        CudaError::NoRung { device, mut skipped } if options.rung.is_none() => {
-            let Some(Skipped { rung, cause, .. }) = skipped.pop() else { panic!("no cause") };
-            CudaError::NoSuchRung { rung, device, cause }
+        CudaError::NoRung { device, mut skipped } if options.backend.is_none() => {
+            let Some(Skipped { backend, cause, .. }) = skipped.pop() else { panic!("no cause") };
+            CudaError::NoSuchRung { backend, device, cause }
         }
         other => other,
     }
@@ -162,7 +162,7 @@ fn cause_of(error: CudaError, options: CudaOptions) -> CudaError {
 /// A function that is missing takes its own rung away and no other.
 #[test]
 fn without_a_function_of_a_rung_the_next_is_taken_and_says_why() {
-    let ladder = [Rung::CudaVirtualMemory, Rung::CudaPool, Rung::CudaPlain];
+    let ladder = [Backend::CudaVirtualMemory, Backend::CudaPool, Backend::CudaPlain];
     for at in 0..2 {
         for name in WAYS[at].1 {
             let fake = Fake::start(LAZY);
@@ -172,11 +172,11 @@ fn without_a_function_of_a_rung_the_next_is_taken_and_says_why() {
             };
             let driver = CudaDriver::open_with(CudaOptions::default(), &|it| !lacks(it));
             let driver = driver.expect("the next");
-            assert_eq!(driver.rung(), ladder[at + 1], "{name:?}");
-            let skipped: Vec<_> = driver.skipped().iter().map(|it| it.rung).collect();
+            assert_eq!(driver.backend(), ladder[at + 1], "{name:?}");
+            let skipped: Vec<_> = driver.skipped().iter().map(|it| it.backend).collect();
             assert_eq!(skipped, ladder[..=at]);
             let last = driver.skipped().last().map(|it| it.cause.clone());
-            assert_eq!(last, Some(RungFailure::NoFunction(name.to_str().expect("plain"))));
+            assert_eq!(last, Some(BackendFailure::NoFunction(name.to_str().expect("plain"))));
             drop(driver);
             fake.assert_clean();
         }
@@ -203,22 +203,25 @@ fn without_the_newer_functions_a_device_opens_and_works() {
 fn a_device_that_offers_no_virtual_memory_or_refuses_it_says_which() {
     let none = Options::NO_VIRTUAL_MEMORY;
     let fake = Fake::start(Options { flags: none, ..LAZY });
-    assert_eq!(cause(refused(&fake, FIRST)), RungFailure::NotOffered);
+    assert_eq!(cause(refused(&fake, FIRST)), BackendFailure::NotOffered);
     let claimed = none | Options::CLAIMS_VIRTUAL_MEMORY;
     fake.reset(Options { flags: claimed, ..LAZY });
     let cause_of_claimed = cause(refused(&fake, FIRST));
-    let RungFailure::Driver(DriverError::Unsupported { what }) = cause_of_claimed else {
+    let BackendFailure::Driver(DriverError::Unsupported { what }) = cause_of_claimed else {
         panic!("{cause_of_claimed}");
     };
     assert_eq!(what, "cuMemGetAllocationGranularity");
     fake.reset(LAZY);
     fake.fail(c"cuMemGetAllocationGranularity", 1, 1);
     let error = cause(refused(&fake, FIRST));
-    assert!(matches!(error, RungFailure::Driver(DriverError::Refused { code: 1, .. })), "{error}");
+    assert!(
+        matches!(error, BackendFailure::Driver(DriverError::Refused { code: 1, .. })),
+        "{error}"
+    );
     // A share of a device whose only failing call is one of the trial.
     fake.fail(c"cuMemCreate", 1, 801);
     let error = cause(refused(&fake, FIRST));
-    assert!(matches!(error, RungFailure::Driver(DriverError::Unsupported { .. })), "{error}");
+    assert!(matches!(error, BackendFailure::Driver(DriverError::Unsupported { .. })), "{error}");
     drop(CudaDriver::open(FIRST).expect("the next one is had"));
     fake.assert_clean();
 }
@@ -227,23 +230,23 @@ fn a_device_that_offers_no_virtual_memory_or_refuses_it_says_which() {
 fn what_a_device_lacks_decides_the_rung_and_is_said() {
     let (no_virtual, no_pools) = (Options::NO_VIRTUAL_MEMORY, Options::NO_POOLS);
     let claims = Options::CLAIMS_VIRTUAL_MEMORY;
-    for (flags, rung, skipped) in [
-        (0, Rung::CudaVirtualMemory, 0),
-        (no_pools, Rung::CudaVirtualMemory, 0),
-        (no_virtual, Rung::CudaPool, 1),
-        (no_virtual | claims, Rung::CudaPool, 1),
-        (no_virtual | Options::NO_POOL_CREATE, Rung::CudaPool, 1),
-        (no_virtual | no_pools, Rung::CudaPlain, 2),
-        (no_virtual | claims | no_pools, Rung::CudaPlain, 2),
+    for (flags, backend, skipped) in [
+        (0, Backend::CudaVirtualMemory, 0),
+        (no_pools, Backend::CudaVirtualMemory, 0),
+        (no_virtual, Backend::CudaPool, 1),
+        (no_virtual | claims, Backend::CudaPool, 1),
+        (no_virtual | Options::NO_POOL_CREATE, Backend::CudaPool, 1),
+        (no_virtual | no_pools, Backend::CudaPlain, 2),
+        (no_virtual | claims | no_pools, Backend::CudaPlain, 2),
     ] {
         let fake = Fake::start(Options { flags, ..LAZY });
         let driver = CudaDriver::open(CudaOptions::default()).expect("a device");
-        assert_eq!((driver.rung(), driver.skipped().len()), (rung, skipped), "{flags}");
+        assert_eq!((driver.backend(), driver.skipped().len()), (backend, skipped), "{flags}");
         assert_eq!(driver.shares_pool(), flags & Options::NO_POOL_CREATE != 0);
         let text = format!("{driver:?}");
         for it in driver.skipped() {
-            assert!(text.contains(&format!("{:?}", it.rung)), "{text}");
-            assert!(it.to_string().starts_with(it.rung.name()), "{it}");
+            assert!(text.contains(&format!("{:?}", it.backend)), "{text}");
+            assert!(it.to_string().starts_with(it.backend.name()), "{it}");
         }
         drop(driver);
         fake.assert_clean();
@@ -256,7 +259,7 @@ fn a_rung_that_fails_its_trial_gives_way_to_the_next() {
     let fake = Fake::start(LAZY);
     fake.fail(c"cuMemSetAccess", 1, 999);
     let driver = CudaDriver::open(CudaOptions::default()).expect("a pool");
-    assert_eq!(driver.rung(), Rung::CudaPool);
+    assert_eq!(driver.backend(), Backend::CudaPool);
     assert_eq!((fake.numbers(0).handles, fake.numbers(0).reservations), (0, 0));
     drop(driver);
     // Both pools, ours and the device's.
@@ -264,7 +267,7 @@ fn a_rung_that_fails_its_trial_gives_way_to_the_next() {
     fake.fail(c"cuMemAllocFromPoolAsync", 1, 801);
     fake.fail(c"cuMemAllocFromPoolAsync", 2, 801);
     let driver = CudaDriver::open(CudaOptions::default()).expect("plain memory");
-    assert_eq!((driver.rung(), fake.numbers(0).pools), (Rung::CudaPlain, 0));
+    assert_eq!((driver.backend(), fake.numbers(0).pools), (Backend::CudaPlain, 0));
     drop(driver);
     // Ours alone, as it is refused where computing is confidential.
     fake.fail(c"cuMemAllocFromPoolAsync", 1, 801);
@@ -326,22 +329,22 @@ fn a_device_is_chosen_by_number_or_uuid_and_a_wrong_one_is_named() {
 #[test]
 fn another_way_to_memory_than_there_is_is_refused() {
     let fake = Fake::start(LAZY);
-    let host = Some(Rung::Host);
-    let error = refused(&fake, CudaOptions { rung: host, ..CudaOptions::default() });
-    let cause = RungFailure::NotCuda;
-    assert_eq!(error, CudaError::NoSuchRung { rung: Rung::Host, device: 0, cause });
-    for rung in [Rung::CudaVirtualMemory, Rung::CudaPool] {
-        let error = refused(&fake, way(Some(rung), MemoryKind::Managed));
-        let cause = RungFailure::NotManaged;
-        assert_eq!(error, CudaError::NoSuchRung { rung, device: 0, cause });
+    let host = Some(Backend::Host);
+    let error = refused(&fake, CudaOptions { backend: host, ..CudaOptions::default() });
+    let cause = BackendFailure::NotCuda;
+    assert_eq!(error, CudaError::NoSuchRung { backend: Backend::Host, device: 0, cause });
+    for backend in [Backend::CudaVirtualMemory, Backend::CudaPool] {
+        let error = refused(&fake, way(Some(backend), MemoryKind::Managed));
+        let cause = BackendFailure::NotManaged;
+        assert_eq!(error, CudaError::NoSuchRung { backend, device: 0, cause });
     }
     for (options, _) in WAYS {
         let driver = CudaDriver::open(options).expect("this one");
-        assert_eq!(driver.rung(), options.rung.unwrap_or(Rung::CudaPlain));
+        assert_eq!(driver.backend(), options.backend.unwrap_or(Backend::CudaPlain));
         assert_eq!(driver.is_managed(), options.memory == MemoryKind::Managed);
         assert_eq!(driver.skipped(), []);
     }
-    drop(CudaDriver::open(way(Some(Rung::CudaPlain), MemoryKind::Managed)).expect("the same"));
+    drop(CudaDriver::open(way(Some(Backend::CudaPlain), MemoryKind::Managed)).expect("the same"));
     fake.assert_clean();
 }
 
@@ -377,7 +380,9 @@ fn handles_are_powers_of_two_of_at_least_the_granularity() {
     for handle in [ByteSize::gib(16), ByteSize::new(1 << 63)] {
         let handle = Some(handle);
         let error = cause(refused(&fake, CudaOptions { handle, ..FIRST }));
-        let RungFailure::Driver(DriverError::OutOfMemory { .. }) = error else { panic!("{error}") };
+        let BackendFailure::Driver(DriverError::OutOfMemory { .. }) = error else {
+            panic!("{error}")
+        };
     }
     fake.assert_clean();
 }
@@ -399,7 +404,7 @@ fn a_device_that_is_full_is_not_opened_and_nothing_is_held() {
     let error = cause(refused(&fake, CudaOptions { handle, ..FIRST }));
     let requested = ByteSize::mib(2);
     let call = "cuMemCreate";
-    assert_eq!(error, RungFailure::Driver(DriverError::OutOfMemory { call, requested }));
+    assert_eq!(error, BackendFailure::Driver(DriverError::OutOfMemory { call, requested }));
     drop(CudaDriver::open(CudaOptions::default()).expect("a small handle fits"));
     fake.assert_clean();
 }

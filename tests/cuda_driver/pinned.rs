@@ -166,12 +166,12 @@ fn a_wait_that_fails_quarantines_the_buffer_of_a_view() {
     let mut from = filled(&pool, 1);
     let lease = lane.enter().expect("awake");
     let mut view = to.cuda_mut(&lease).expect("a view");
-    let lent = from.cuda(&lane).expect("a view");
+    let exported = from.cuda(&lane).expect("a view");
     // cudarc's wait and the view's.
     fake.fail(c"cuStreamSynchronize", 1, 999);
-    bed.one.memcpy_htod(&lent, &mut view).expect("cudarc tells the next call");
+    bed.one.memcpy_htod(&exported, &mut view).expect("cudarc tells the next call");
     fake.fail(c"cuEventSynchronize", 1, 999);
-    drop(lent);
+    drop(exported);
     drop(lease);
     let _ = bed.context.check_err();
     assert_quarantined(&pool, from);

@@ -28,7 +28,7 @@ pub(crate) const LAZY: Options = Options {
     capacity: 0,
     granularity: UNIT as u64,
     address_space: 0,
-    context_floor: 0,
+    context_overhead: 0,
     devices: 2,
     driver_version: 12_080,
 };
@@ -59,7 +59,7 @@ impl Bed {
         ArenaConfig {
             limit: unit.checked_mul(24).expect("little"),
             reserve: unit.checked_mul(64).expect("little"),
-            sleep: SleepConfig { patience: Duration::ZERO, ..SleepConfig::default() },
+            sleep: SleepConfig { wake_timeout: Duration::ZERO, ..SleepConfig::default() },
             ..ArenaConfig::new("cuda")
         }
     }

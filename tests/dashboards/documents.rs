@@ -10,23 +10,29 @@ use serde_json::Value;
 
 use crate::rules::{RUNBOOK, Rules, items, yaml};
 
-/// What stands over the table.
+/// The text above the table.
 const HEAD: &str = "\
 # Metrics
 
-Every metric that lowtide publishes, out of the one table in `src/metrics/names.rs`; a test,
-`tests/dashboards`, compares this page with it. The worker publishes them through the
-[`metrics`](https://docs.rs/metrics) facade, once a second by default, to the recorder that the
-application installed. A counter starts at 0 with the process. A histogram has the series `_bucket`,
-`_sum` and `_count`. Prometheus adds the labels `job` and `instance`. What the amounts mean:
-[GLOSSARY.md](GLOSSARY.md); what to do about them: [OPERATING.md](OPERATING.md).
+This table lists every metric that lowtide publishes. It is generated from `src/metrics/names.rs`,
+and the test `tests/dashboards` compares the two. The worker publishes the metrics once a second by
+default, through the [`metrics`](https://docs.rs/metrics) facade, to the recorder that the
+application installed. Counters start at 0 with the process. A histogram has the series `_bucket`,
+`_sum` and `_count`. Prometheus adds the labels `job` and `instance`.
+[OPERATING.md](OPERATING.md) explains what to do if a value is too high.
 
-Values of the labels, where the list does not give them: `arena` and `resource` are the names that
-the application gave. `device` is always `0`: a `Memory` has one device, whatever its number for
-CUDA; processes on several devices differ by `instance`. `budget` is `host` or `device`. `profile`
-is `low-memory`, `balanced` or `throughput`, `version` the crate's, `allocator` `jemalloc`. Series
-of triggers, reasons, outcomes and levels are there from the start, at 0; those of a size class come
-with its first request.
+Label values that the table does not list:
+
+- `arena` and `resource`: the names that the application chose.
+- `device`: always `0`. A `Memory` has one device; its number in CUDA does not matter here. Use
+  `instance` to tell processes on several devices from each other.
+- `budget`: `host` or `device`.
+- `size_class`: the upper bound of the class, such as `2MiB`, or `larger`.
+- `version`: the version of the crate. `profile`: `low-memory`, `balanced` or `throughput`.
+  `allocator`: `jemalloc`.
+
+The series of each trigger, reason, outcome and level exist from the start, with the value 0. The
+series of a size class appear with its first request.
 
 ";
 

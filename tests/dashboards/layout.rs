@@ -107,8 +107,11 @@ fn variables(dashboard: &Value, found: &mut Findings) {
         expect(variable["refresh"] == 2, "expected refresh 2, on a change of time");
         let query = text(variable, "/query/query");
         // What every service publishes, with a device or without.
-        let metric =
-            if name == "device" { "lowtide_device_stuck_total" } else { "lowtide_build_info" };
+        let metric = if name == "device" {
+            "lowtide_device_rollback_failures_total"
+        } else {
+            "lowtide_build_info"
+        };
         let asks = query.strip_prefix(&format!("label_values({metric}"));
         let label = asks.and_then(|rest| rest.strip_suffix(&format!(", {name})")));
         expect(label.is_some(), "expected the values of its label in a metric of every service");

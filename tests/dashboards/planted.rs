@@ -53,7 +53,7 @@ fn faults_of_the_dashboards_head_and_variables_are_found() {
         ("/annotations/list/1/enable", json!(false), "annotation wake: expected it enabled"),
         ("/annotations/list/2/iconColor", json!(""), "annotation unload: expected a colour"),
         ("/annotations/list/3/expr", json!("lowtide_nods > 0"), "is in no table"),
-        ("/annotations/list/3/expr", json!("lowtide_notes"), "expected what is above 0"),
+        ("/annotations/list/3/expr", json!("lowtide_diagnostics"), "expected what is above 0"),
         ("/annotations/list/3/textFormat", json!("{{arena}}"), "have no label arena"),
     ] {
         finds(expected, &with(pointer, value));

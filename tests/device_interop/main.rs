@@ -4,6 +4,6 @@
 //! Invariant: each test without a planted fault ends with no fault on record.
 #![cfg(feature = "simulation")]
 
-mod adopted;
-mod lent;
+mod exported;
+mod imported;
 mod support;

@@ -7,7 +7,8 @@ use std::thread;
 use lowtide::ByteSize;
 use lowtide::device::driver::sim::{Call, SimError};
 use lowtide::device::{
-    ArenaConfig, Buffer, CompactOptions, DeviceArena, DeviceError, Lack, Region, SleepOptions,
+    ArenaConfig, Buffer, CompactOptions, DeviceArena, DeviceError, Region, ShortageInfo,
+    SleepOptions,
 };
 
 use crate::{DYNAMIC, GRANULE, config, device, mib, on_device, on_host, wait_until};
@@ -45,7 +46,7 @@ fn callbacks_come_after_idle_memory_and_before_the_error_in_the_order_of_registr
     drop(fits);
     let buffer = mib(&arena, 9).expect("the second gave 6 MiB");
     let (requested, over) = (ByteSize::mib(9), ByteSize::mib(6));
-    let lack = Lack::Limit { over };
+    let lack = ShortageInfo::Limit { over };
     let asked = std::mem::take(&mut *order.lock().expect("no panic"));
     assert_eq!(asked, [("first", requested, lack), ("second", requested, lack)]);
     assert_eq!(arena.snapshot().shortage_callbacks_total, 2);
@@ -77,7 +78,7 @@ fn a_callback_is_told_that_the_device_or_the_addresses_are_what_is_missing() {
     let arena = on_device(&sim, config(ByteSize::MAX));
     let short = ArenaConfig { reserve: ByteSize::mib(16), ..config(ByteSize::MAX) };
     let short = on_device(&device(|_| {}), short);
-    for (arena, lack) in [(&arena, Lack::Device), (&short, Lack::Addresses)] {
+    for (arena, lack) in [(&arena, ShortageInfo::Device), (&short, ShortageInfo::Addresses)] {
         let kept = mib(arena, 6).expect("room");
         let told = Arc::new(Mutex::new(None));
         let tell = Arc::clone(&told);

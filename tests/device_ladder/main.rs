@@ -38,7 +38,7 @@ fn device(change: impl FnOnce(&mut SimOptions)) -> Arc<SimDriver> {
     let mut options = SimOptions {
         order: Order::Lazy,
         costs: DriverCosts::zero(),
-        context_floor: ByteSize::ZERO,
+        context_overhead: ByteSize::ZERO,
         ..SimOptions::default()
     };
     change(&mut options);

@@ -21,7 +21,7 @@
 use std::sync::Arc;
 
 use lowtide::ByteSize;
-use lowtide::device::driver::{DeviceAddress, Rung};
+use lowtide::device::driver::{Backend, DeviceAddress};
 use lowtide::device::{
     ArenaConfig, Bound, Buffer, DeviceArena, DeviceError, HostDriver, PinnedConfig, PinnedKind,
     PinnedPool, Region,
@@ -190,7 +190,7 @@ fn device_nothing_takes_no_block_and_freeing_nothing_is_no_act() {
 fn managed_the_arena_says_that_the_host_reads_and_writes_its_memory() {
     let arena = pool(MIB_64);
     let can = arena.capabilities();
-    assert_eq!((arena.rung(), can.host_access, can.host_backed), (Rung::Host, true, true));
+    assert_eq!((arena.backend(), can.host_access, can.host_backed), (Backend::Host, true, true));
     arena.close().expect("nothing is live");
     assert_eq!(arena.snapshot().committed, ByteSize::ZERO);
 }

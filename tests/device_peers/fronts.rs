@@ -44,7 +44,7 @@ fn a_block_that_another_thread_freed_goes_back_to_where_it_was_taken() {
     assert_eq!(after.requested, ByteSize::ZERO);
     assert_eq!(after.allocs_total, after.frees_total);
     let again = arena.alloc::<u8>(3 << 20, Region::Dynamic).expect("room");
-    assert_eq!(arena.snapshot().front_allocs_total, before.front_allocs_total + 1);
+    assert_eq!(arena.snapshot().thread_cache_allocs_total, before.thread_cache_allocs_total + 1);
     drop(again);
     assert_usable(&arena);
 }
@@ -100,17 +100,17 @@ fn nothing_is_kept_without_room_or_where_idle_memory_goes_at_once() {
         arena.snapshot().cached
     };
     assert_eq!(churn(&arena), ByteSize::ZERO);
-    arena.set_front(ByteSize::mib(4));
+    arena.set_thread_cache(ByteSize::mib(4));
     assert_eq!(churn(&arena), ByteSize::mib(1));
     arena.set_decay(DecayTime::AtOnce);
     assert_eq!(arena.snapshot().cached, ByteSize::ZERO);
     assert_eq!(churn(&arena), ByteSize::ZERO);
     // The room is remembered, and may be changed meanwhile.
-    arena.set_front(ByteSize::mib(8));
+    arena.set_thread_cache(ByteSize::mib(8));
     assert_eq!(churn(&arena), ByteSize::ZERO);
     arena.set_decay(DecayTime::Never);
     assert_eq!(churn(&arena), ByteSize::mib(1));
-    arena.set_front(ByteSize::ZERO);
+    arena.set_thread_cache(ByteSize::ZERO);
     assert_eq!(arena.snapshot().cached, ByteSize::ZERO);
     assert_eq!(churn(&arena), ByteSize::ZERO);
     assert_usable(&arena);
@@ -224,7 +224,7 @@ fn figures_are_exact_at_every_quiet_point_and_no_block_has_two_holders() {
     }
     workers.into_iter().for_each(|worker| worker.join().expect("no panic"));
     let snapshot = arena.snapshot();
-    assert!(snapshot.front_allocs_total > 0, "no front was ever used: {snapshot:?}");
+    assert!(snapshot.thread_cache_allocs_total > 0, "no front was ever used: {snapshot:?}");
     assert_eq!((snapshot.live, snapshot.requested), Default::default());
     assert_eq!(snapshot.allocs_total, snapshot.frees_total);
     assert_usable(&arena);

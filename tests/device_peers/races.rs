@@ -52,7 +52,7 @@ fn decaying(arena: &DeviceArena, clock: &ManualClock) -> impl FnMut() + Send + '
 /// Empties the fronts, over and over, with no driver call.
 fn emptying(arena: &DeviceArena) -> impl FnMut() + Send + 'static {
     let arena = arena.clone();
-    move || arena.set_front(ByteSize::mib(16))
+    move || arena.set_thread_cache(ByteSize::mib(16))
 }
 
 /// The bug: blocks on their way from a front to the books counted as nobody's, and a front took
@@ -101,7 +101,7 @@ fn counters_never_fell_but_for_a_decay() {
         now.validate();
         assert!(now.allocs_total >= before.allocs_total, "{now:?}");
         assert!(now.frees_total >= before.frees_total, "{now:?}");
-        assert!(now.front_allocs_total >= before.front_allocs_total, "{now:?}");
+        assert!(now.thread_cache_allocs_total >= before.thread_cache_allocs_total, "{now:?}");
         assert!(now.live <= ByteSize::mib(2), "each of two threads holds one: {now:?}");
         before = now;
     }
@@ -237,7 +237,7 @@ fn settings_that_change_meanwhile_harm_no_contents_and_no_figure() {
     let setting = {
         let (arena, mut chance) = (arena.clone(), Chance::new(0xBF58_476D_1CE4_E5B9));
         move || match chance.below(7) {
-            0 => arena.set_front(ByteSize::mib(4 * chance.below(5) as u64)),
+            0 => arena.set_thread_cache(ByteSize::mib(4 * chance.below(5) as u64)),
             1 => arena.set_decay(DecayTime::AtOnce),
             2 => arena.set_decay(DecayTime::Never),
             3 => arena.set_decay(DecayTime::Within(SECOND)),

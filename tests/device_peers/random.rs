@@ -176,7 +176,7 @@ impl Model {
 
     fn set(&mut self) {
         match self.chance.below(4) {
-            0 => self.arena.set_front(ByteSize::of(self.chance.bits(24))),
+            0 => self.arena.set_thread_cache(ByteSize::of(self.chance.bits(24))),
             1 => self.arena.set_decay(DecayTime::Within(SECOND * 5)),
             2 => self.arena.set_decay(DecayTime::AtOnce),
             _ => self.arena.set_limit(ByteSize::of(self.chance.bits(26))),

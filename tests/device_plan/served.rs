@@ -13,7 +13,7 @@ use lowtide::device::driver::{DeviceAddress, Driver as _, StreamHandle};
 use lowtide::device::plan::{BufferId, Demand, Plan, PlanCache, Planner, Problem, Role};
 use lowtide::device::{
     ArenaConfig, Buffer, CompactOptions, Contents, DeviceArena, DeviceError, HostDriver,
-    PlanMemory, Region, SleepOptions,
+    PlannedMemory, Region, SleepOptions,
 };
 
 use super::{instance, planned, planned_for};
@@ -112,7 +112,7 @@ fn simulated(mib: u64) -> (Arc<SimDriver>, DeviceArena, StreamHandle) {
         granularity,
         handles: Handles::Fixed(granularity),
         capacity: ByteSize::mib(mib),
-        context_floor: ByteSize::ZERO,
+        context_overhead: ByteSize::ZERO,
         ..SimOptions::default()
     };
     let sim = Arc::new(SimDriver::new(options));
@@ -188,7 +188,7 @@ fn a_refit_that_finds_no_memory_leaves_the_plan_and_what_is_in_it() {
     let plan = planned_for(&small, 100, Some(1 << 20));
     let mut memory = arena.reserve_plan(&plan, Region::Stable).expect("room for it");
     let large = planned_for(&together(&[4 << 20; 3]), 100, Some(4 << 20));
-    let read = |memory: &mut PlanMemory, act: &dyn Fn(DeviceAddress)| {
+    let read = |memory: &mut PlannedMemory, act: &dyn Fn(DeviceAddress)| {
         let lease = arena.enter().expect("an open arena");
         let planned = memory.enter(&lease).expect("an open arena");
         ids.iter().for_each(|id| act(planned.address(*id).expect("ours")));
@@ -230,7 +230,7 @@ fn only_the_segment_that_grows_is_replaced_and_shrinking_gives_back_the_rest() {
     assert_eq!(one.peak(), two.peak(), "growth with an equal total");
     let (_sim, arena, _) = simulated(64);
     let mut memory = arena.reserve_plan(&one, Region::Dynamic).expect("room for it");
-    let first = |memory: &mut PlanMemory| {
+    let first = |memory: &mut PlannedMemory| {
         let lease = arena.enter().expect("an open arena");
         memory.enter(&lease).expect("an open arena").address(kib(&[1]).ids().next().expect("one"))
     };

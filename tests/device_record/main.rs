@@ -96,6 +96,6 @@ fn lane_of(arena: &DeviceArena, stream: StreamHandle) -> Lane {
 
 fn config() -> ArenaConfig {
     // A clock that nobody moves on does not wait.
-    let sleep = SleepConfig { patience: Duration::ZERO, ..SleepConfig::default() };
+    let sleep = SleepConfig { wake_timeout: Duration::ZERO, ..SleepConfig::default() };
     ArenaConfig { reserve: ByteSize::gib(4), sleep, ..ArenaConfig::new("recorded") }
 }

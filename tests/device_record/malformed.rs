@@ -9,7 +9,7 @@ use crate::{config, host, open};
 
 const HEAD: &str = "\
 lowtide-recording version=2
-0 open rung=host asynchronous=no clock=5 limit=none reserve=8388608 decay=never growth=same \
+0 open backend=host asynchronous=no clock=5 limit=none reserve=8388608 decay=never growth=same \
 name=a -> granularity=2097152 stable=8388608 dynamic=8388608
 ";
 

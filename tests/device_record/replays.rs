@@ -349,11 +349,11 @@ fn a_recorder_is_of_one_arena() {
 #[test]
 fn every_block_is_seen_where_a_recorder_is_on() {
     let (arena, _, kept) = open(host(), ArenaConfig { front: ByteSize::mib(64), ..config() });
-    arena.set_front(ByteSize::new(64 * MIB));
+    arena.set_thread_cache(ByteSize::new(64 * MIB));
     for _ in 0..100 {
         drop(arena.alloc::<u8>(4096, Region::Dynamic).expect("room"));
     }
-    assert_eq!(arena.snapshot().front_allocs_total, 0);
+    assert_eq!(arena.snapshot().thread_cache_allocs_total, 0);
     drop(arena);
     assert_eq!(allocs(&kept.log()), 100);
 }

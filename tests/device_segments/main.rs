@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use lowtide::ByteSize;
 use lowtide::clock::{Clock as _, Moment};
-use lowtide::device::driver::Rung;
+use lowtide::device::driver::Backend;
 use lowtide::device::driver::sim::{Call, DriverCosts, Order, SimDriver, SimError, SimOptions};
 use lowtide::device::{
     ArenaConfig, ArenaState, Buffer, CompactOptions, DeviceArena, DeviceError, Growth, Region,
@@ -110,7 +110,7 @@ impl Bed {
 #[test]
 fn a_segment_is_active_whole_while_a_block_is_in_it_and_nothing_is_reserved_beside() {
     let bed = Bed::plain();
-    assert_eq!((bed.rung(), bed.snapshot().reserved), (Rung::CudaPlain, NONE));
+    assert_eq!((bed.backend(), bed.snapshot().reserved), (Backend::CudaPlain, NONE));
     let [large, beside] = [bed.dynamic(5), bed.dynamic(1)].map(|of| of.expect("room"));
     assert_eq!(bed.figures(), [6, 6, 6]);
     assert_eq!(bed.snapshot().reserved, ByteSize::mib(6));
@@ -161,7 +161,7 @@ fn no_block_crosses_from_one_segment_into_the_next() {
 #[test]
 fn a_purge_makes_one_trim_and_a_decay_gives_all_back_when_its_time_is_over() {
     let bed = Bed::open(true, |_| {});
-    assert_eq!(bed.rung(), Rung::CudaPool);
+    assert_eq!(bed.backend(), Backend::CudaPool);
     drop([bed.dynamic(4), bed.stable(2), bed.dynamic(8)]);
     bed.settle();
     let trims = bed.sim.calls(Call::PoolTrim);
@@ -363,8 +363,8 @@ fn who_sleeps_for_nothing_gives_all_back_and_live_blocks_keep_it_awake() {
     let live = bed.stable(2).expect("room");
     drop(bed.dynamic(4).expect("room"));
     let refused = bed.sleep(SleepOptions::default());
-    let rung = Rung::CudaPlain;
-    assert!(matches!(refused, Err(DeviceError::Unsupported { rung: of, .. }) if of == rung));
+    let backend = Backend::CudaPlain;
+    assert!(matches!(refused, Err(DeviceError::Unsupported { backend: of, .. }) if of == backend));
     assert_eq!((bed.state(), bed.figures()[0]), (ArenaState::Awake, 6));
     drop(live);
     let slept = bed.sleep(SleepOptions::default()).expect("nothing is live");

@@ -113,8 +113,8 @@ fn what_others_got_of_a_segment_that_left_could_not_be_adopted() {
         let at = DeviceAddress::new(sim.raw().alloc(4 << 20).expect("room"));
         let release = move |at: DeviceAddress, _| sim.raw().free(at.get()).expect("live");
         // SAFETY: nobody reads or writes it, and the simulation looks at every address.
-        let adopted = unsafe { arena.adopt::<u8>(at, 4 * MIB, release) };
-        adopted.expect("theirs").release().expect("no call fails");
+        let imported = unsafe { arena.import::<u8>(at, 4 * MIB, release) };
+        imported.expect("theirs").release().expect("no call fails");
     });
     assert_eq!(bed.purge(), Ok(ByteSize::mib(4)));
     bed.end();

@@ -102,7 +102,7 @@ fn mapping_twice_unmapping_the_bare_and_a_part_of_a_handle_are_refused_and_on_re
 fn a_commit_beyond_the_device_fails_whole_and_neighbours_count() {
     let options = SimOptions {
         capacity: ByteSize::mib(64),
-        context_floor: ByteSize::mib(16),
+        context_overhead: ByteSize::mib(16),
         ..SimOptions::default()
     };
     let sim = SimDriver::new(options);

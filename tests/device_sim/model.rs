@@ -52,7 +52,7 @@ fn random_calls_succeed_and_fail_as_a_naive_model_says() {
             order: Order::Random { seed },
             address_space: granules(SPACE),
             capacity: granules(MEMORY),
-            context_floor: ByteSize::ZERO,
+            context_overhead: ByteSize::ZERO,
             costs: DriverCosts::zero(),
             ..SimOptions::default()
         });

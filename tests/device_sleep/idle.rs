@@ -13,8 +13,8 @@ const SECOND: Duration = Duration::from_secs(1);
 
 fn bed() -> Bed {
     Bed::with(Order::Lazy, |config| {
-        let (idle_after, residency) = (Some(30 * SECOND), 100 * SECOND);
-        config.sleep = SleepConfig { idle_after, residency, ..config.sleep };
+        let (idle_after, min_awake) = (Some(30 * SECOND), 100 * SECOND);
+        config.sleep = SleepConfig { idle_after, min_awake, ..config.sleep };
     })
 }
 

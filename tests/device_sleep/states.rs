@@ -9,7 +9,8 @@ use lowtide::ByteSize;
 use lowtide::clock::{Clock as _, SystemClock};
 use lowtide::device::driver::sim::{Call, DriverCosts, Order, SimDriver, SimError, SimOptions};
 use lowtide::device::{
-    ArenaState, CompactOptions, Contents, DeviceError, Region, SleepConfig, SleepOptions, Stopped,
+    ArenaState, CompactOptions, Contents, DeviceError, Region, SleepConfig, SleepOptions,
+    StopReason,
 };
 
 use super::support::{Bed, MIB, at};
@@ -174,7 +175,7 @@ fn nothing_else_wakes_it() {
     assert_eq!(arena.trim(ByteSize::ZERO), Ok(ByteSize::ZERO));
     assert_eq!(arena.shrink(), Ok(ByteSize::ZERO));
     let done = arena.compact(CompactOptions::new(Region::Dynamic), |_| {}).expect("no error");
-    assert_eq!((done.moves, done.stopped), (0, Stopped::Busy));
+    assert_eq!((done.moves, done.stopped), (0, StopReason::Busy));
     arena.set_limit(ByteSize::mib(64));
     let _ = (arena.map().to_svg(), arena.glance(), arena.snapshot(), kept.pin().expect("here"));
     assert_eq!((arena.state(), bed.sim.calls_total()), (ArenaState::Asleep, calls));
@@ -342,9 +343,9 @@ fn a_wake_that_finds_too_little_memory_sleeps_on_and_can_be_tried_again() {
 
 #[test]
 fn a_wake_tries_again_for_as_long_as_its_patience() {
-    let patience = Duration::from_secs(8);
+    let wake_timeout = Duration::from_secs(8);
     let bed = Bed::with(Order::Lazy, |config| {
-        config.sleep = SleepConfig { patience, ..config.sleep };
+        config.sleep = SleepConfig { wake_timeout, ..config.sleep };
     });
     let kept = bed.marked(8 * MIB, Region::Dynamic, 1);
     bed.arena.sleep(NOW).expect("asleep");
@@ -364,7 +365,7 @@ fn a_wake_tries_again_for_as_long_as_its_patience() {
             }
         }
         let woken = waking.join().expect("no panic");
-        assert!(gives_way || clock.now() - start >= patience);
+        assert!(gives_way || clock.now() - start >= wake_timeout);
         assert_eq!(woken.is_ok(), gives_way, "{woken:?}");
     }
     bed.assert_marked(&kept, 1);

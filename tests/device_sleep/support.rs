@@ -37,7 +37,7 @@ impl Bed {
     }
 
     pub(crate) fn over(sim: Arc<SimDriver>, change: impl FnOnce(&mut ArenaConfig)) -> Self {
-        let sleep = SleepConfig { patience: Duration::ZERO, ..SleepConfig::default() };
+        let sleep = SleepConfig { wake_timeout: Duration::ZERO, ..SleepConfig::default() };
         let reserve = ByteSize::gib(8);
         let mut config = ArenaConfig { reserve, sleep, ..ArenaConfig::new("sleeper") };
         change(&mut config);

@@ -48,8 +48,8 @@ fn a_lane_that_ends_leaves_nothing_in_its_front_and_no_count_behind() {
     assert_eq!((after.cached, after.pending), (ByteSize::ZERO, ByteSize::mib(8)));
     assert_eq!((after.live, after.requested), (ByteSize::ZERO, ByteSize::ZERO));
     assert_eq!((after.allocs_total, after.frees_total), (TURNS, TURNS));
-    assert_eq!(after.front_allocs_total, before.front_allocs_total);
-    assert!(after.front_allocs_total > 0);
+    assert_eq!(after.thread_cache_allocs_total, before.thread_cache_allocs_total);
+    assert!(after.thread_cache_allocs_total > 0);
     arena.validate();
     assert_sound(&sim, &checks);
 }

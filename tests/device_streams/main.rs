@@ -293,7 +293,7 @@ fn an_arena_that_is_dropped_while_the_device_works_on_keeps_that_memory() {
 #[test]
 fn a_resize_and_a_compaction_wait_for_the_work_on_what_they_copy() {
     let (arena, sim) = open(Order::Lazy, ByteSize::mib(64));
-    arena.set_front(ByteSize::ZERO); // what is freed is pending at once
+    arena.set_thread_cache(ByteSize::ZERO); // what is freed is pending at once
     let lane = lane(&arena, &sim);
     let mut buffers: Vec<_> =
         (0..8).map(|_| lane.alloc::<u8>(3 * MIB, DYNAMIC).expect("room")).collect();

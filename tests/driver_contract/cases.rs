@@ -75,7 +75,7 @@ pub(crate) const CASES: &[Case] = &[
     ("blocks by address", raw_blocks),
     ("threads beside each other", threads),
     ("sizes that can never fit are refused", absurd_sizes),
-    ("a lent buffer stays where it is, awake, and keeps its contents", lent),
+    ("a lent buffer stays where it is, awake, and keeps its contents", exported),
     ("a pinned buffer is copied to the device and back", pinned_copies),
     ("what the device says of its memory adds up", device_memory),
     ("closing waits for live blocks to be freed", closes),
@@ -344,22 +344,22 @@ fn raw_blocks(device: &dyn Device) -> Outcome {
     bed.end()
 }
 
-fn lent(device: &dyn Device) -> Outcome {
+fn exported(device: &dyn Device) -> Outcome {
     let bed = Bed::new(device)?;
     let buffer = bed.written(bed.unit / 2, Region::Stable, 3)?;
     let at = bed.address(&buffer)?;
-    let lent = buffer.lend()?;
-    ensure!(lent.address().get() == at, "lent at {}, and is at {at:#x}", lent.address());
+    let exported = buffer.export()?;
+    ensure!(exported.address().get() == at, "lent at {}, and is at {at:#x}", exported.address());
     let slept = bed.arena.sleep(keeps());
     let can_sleep = bed.arena.capabilities().same_address_wake;
     let refused = match slept {
-        Err(DeviceError::Lent { count: 1, .. }) => can_sleep,
+        Err(DeviceError::Exported { count: 1, .. }) => can_sleep,
         Err(DeviceError::Unsupported { .. }) => !can_sleep,
         _ => false,
     };
     ensure!(refused, "{slept:?}");
-    bed.check(lent.buffer(), 3)?;
-    let buffer = lent.end();
+    bed.check(exported.buffer(), 3)?;
+    let buffer = exported.end();
     if can_sleep {
         bed.arena.sleep(keeps())?;
     }
@@ -402,7 +402,7 @@ fn pinned_copies(device: &dyn Device) -> Outcome {
 fn device_memory(device: &dyn Device) -> Outcome {
     let bed = Bed::new(device)?;
     let kept = bed.written(4 * bed.unit, Region::Stable, 1)?;
-    let floor = device.driver().context_floor().unwrap_or(ByteSize::ZERO);
+    let floor = device.driver().context_overhead().unwrap_or(ByteSize::ZERO);
     if let Some(memory) = device.driver().device_memory()? {
         ensure!(memory.free <= memory.total && floor <= memory.total, "{memory:?}, {floor}");
         let least = bed.arena.glance().committed;

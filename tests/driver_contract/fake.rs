@@ -6,7 +6,7 @@
 //! Invariant: a test ends with no fault on record and nothing left.
 
 use lowtide::ByteSize;
-use lowtide::device::driver::Rung;
+use lowtide::device::driver::Backend;
 use lowtide::device::driver::cuda::{CudaOptions, MemoryKind};
 use lowtide_fake_driver::{Fake, Options};
 
@@ -22,7 +22,7 @@ const SYNCHRONOUS: Options = Options {
     capacity: 0,
     granularity: 0,
     address_space: 0,
-    context_floor: 0,
+    context_overhead: 0,
     devices: 1,
     driver_version: 12_080,
 };
@@ -38,11 +38,11 @@ fn run_over(options: Options, cuda: CudaOptions) {
 
 /// Each way to memory, in pieces of 64 KiB or more where so much is said.
 fn ways(handle: Option<ByteSize>) -> [CudaOptions; 4] {
-    let way = |rung, memory| CudaOptions { rung, memory, handle, ..CudaOptions::default() };
+    let way = |backend, memory| CudaOptions { backend, memory, handle, ..CudaOptions::default() };
     [
-        way(Some(Rung::CudaVirtualMemory), MemoryKind::Device),
-        way(Some(Rung::CudaPool), MemoryKind::Device),
-        way(Some(Rung::CudaPlain), MemoryKind::Device),
+        way(Some(Backend::CudaVirtualMemory), MemoryKind::Device),
+        way(Some(Backend::CudaPool), MemoryKind::Device),
+        way(Some(Backend::CudaPlain), MemoryKind::Device),
         way(None, MemoryKind::Managed),
     ]
 }

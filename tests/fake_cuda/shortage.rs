@@ -12,7 +12,7 @@ const NOT_SUPPORTED: u32 = 801;
 
 #[test]
 fn the_memory_of_the_device_the_context_and_neighbours_bound_what_is_given() {
-    let options = Options { capacity: GIB, context_floor: GIB / 4, ..Options::default() };
+    let options = Options { capacity: GIB, context_overhead: GIB / 4, ..Options::default() };
     let fake = Fake::start(options);
     let stream = raw::context(0).new_stream().expect("a stream");
     assert_eq!(raw::info(), Ok((3 * MIB * 256, 4 * MIB * 256)));

@@ -130,7 +130,7 @@ async fn an_idle_model_is_unloaded_leaves_nothing_behind_and_comes_back_the_same
     })
     .await;
     // After its memory: what it held is booked until that is gone.
-    until("nothing is booked", || proxy.booked() == ByteSize::ZERO).await;
+    until("nothing is booked", || proxy.reserved() == ByteSize::ZERO).await;
     assert_eq!(vectors(&embed(proxy.at, &["ebb and flow"]).await), first);
     assert_eq!(model.stats().loads_ok_total, 2);
     proxy.end().await;

@@ -175,7 +175,7 @@ async fn what_follows_a_body_is_the_next_request_and_not_part_of_it() {
 async fn a_body_that_stops_short_frees_what_it_booked() {
     let proxy = Managed::new().await;
     for path in ["/embed", "/words", "/elsewhere"] {
-        let before = proxy.booked();
+        let before = proxy.reserved();
         let mut client = Wire::connect(proxy.at).await;
         client
             .send(format!(
@@ -185,7 +185,7 @@ async fn a_body_that_stops_short_frees_what_it_booked() {
             .await;
         until("it is booked", || proxy.held() > 0 || path == "/elsewhere").await;
         drop(client);
-        until("nothing is booked", || proxy.booked() == before && proxy.held() == 0).await;
+        until("nothing is booked", || proxy.reserved() == before && proxy.held() == 0).await;
     }
     proxy.end().await;
 }
@@ -194,7 +194,7 @@ async fn a_body_that_stops_short_frees_what_it_booked() {
 async fn a_length_that_another_framing_overrides_is_not_believed_when_booking() {
     let proxy = Managed::new().await;
     for path in ["/embed", "/words"] {
-        let before = proxy.booked();
+        let before = proxy.reserved();
         let mut client = Wire::connect(proxy.at).await;
         let piece = "x".repeat(3 << 20);
         client
@@ -206,9 +206,9 @@ async fn a_length_that_another_framing_overrides_is_not_believed_when_booking() 
             .await;
         // More than either books for a short body; what has come is booked 3 and 10 times over.
         let grown = before.saturating_add(ByteSize::mib(9 + 7));
-        until("what arrives is booked", || proxy.booked() >= grown).await;
+        until("what arrives is booked", || proxy.reserved() >= grown).await;
         drop(client);
-        until("nothing is booked", || proxy.booked() == before && proxy.held() == 0).await;
+        until("nothing is booked", || proxy.reserved() == before && proxy.held() == 0).await;
     }
     proxy.end().await;
 }

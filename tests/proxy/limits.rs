@@ -53,8 +53,8 @@ async fn operators_are_answered_when_nobody_else_is() {
     assert_eq!(memory.header("content-type").as_deref(), Some("application/json"));
     let memory = memory.json();
     assert_eq!(memory["managed"], true);
-    assert!(memory["host"]["budget"]["booked_bytes"].as_u64() > Some(0), "{memory}");
-    assert!(memory["requests"]["shed"]["full"].as_u64() > Some(0), "{memory}");
+    assert!(memory["host"]["budget"]["reserved_bytes"].as_u64() > Some(0), "{memory}");
+    assert!(memory["requests"]["rejected"]["full"].as_u64() > Some(0), "{memory}");
     assert_eq!(memory["device"]["arenas"][0]["name"], "embedder");
     drop(permits);
     let refused = ask(proxy.at, post("/metrics", "text/plain", "x")).await;

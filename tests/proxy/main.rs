@@ -19,13 +19,13 @@ mod model;
 #[path = "../../examples/proxy/upstream.rs"]
 mod upstream;
 
-mod booked;
 mod embedding;
 mod hostile;
 mod lies;
 mod limits;
 mod passing;
 mod process;
+mod reserved;
 mod streams;
 mod support;
 mod wire;

@@ -463,10 +463,10 @@ async fn metrics_tell_of_heap_device_and_requests() {
 }
 
 /// The bug: with the log on a full disk or a closed pipe the log's own error message panicked in
-/// the request or errand that logged: 289 of 400 answers were lost, and every errand stayed
+/// the request or admin task that logged: 289 of 400 answers were lost, and every admin task stayed
 /// `running`.
 #[tokio::test]
-async fn a_log_that_could_not_be_written_lost_answers_and_left_errands_running() {
+async fn a_log_that_could_not_be_written_lost_answers_and_left_admin_tasks_running() {
     for sink in ["full", "closed"] {
         // Of an address that no other test listens on, so that the port stays free.
         let free = std::net::TcpListener::bind("127.0.0.77:0").expect("a port");
@@ -500,14 +500,15 @@ async fn a_log_that_could_not_be_written_lost_answers_and_left_errands_running()
         let ended = async {
             loop {
                 look.tick().await;
-                let memory = get(at, "/memory?with=errands").await.json();
-                let errands = memory["errands"]["list"].as_array().expect("errands").clone();
-                if errands.iter().all(|errand| errand["state"] == "done") {
-                    return errands.len();
+                let memory = get(at, "/memory?with=admin_tasks").await.json();
+                let admin_tasks =
+                    memory["admin_tasks"]["list"].as_array().expect("admin_tasks").clone();
+                if admin_tasks.iter().all(|admin_task| admin_task["state"] == "done") {
+                    return admin_tasks.len();
                 }
             }
         };
-        assert!(within("every errand is done", ended).await >= 10, "{sink}");
+        assert!(within("every admin task is done", ended).await >= 10, "{sink}");
         program.signal("TERM");
         assert_eq!(program.code().await, Some(0), "{sink}");
     }

@@ -292,7 +292,7 @@ async fn a_client_that_leaves_ends_the_request_upstream_and_frees_what_it_booked
         drop(client);
         assert!(at.is_closed().await, "after {answered:?}");
         until("nothing is held", || proxy.held() == 0).await;
-        assert_eq!(proxy.booked(), ByteSize::ZERO);
+        assert_eq!(proxy.reserved(), ByteSize::ZERO);
     }
     proxy.end().await;
 }

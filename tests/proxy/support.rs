@@ -91,8 +91,8 @@ impl Managed {
     }
 
     /// What requests have booked; none where they are all done.
-    pub(crate) fn booked(&self) -> ByteSize {
-        self.memory.admission().ledger(Budget::Host).booked()
+    pub(crate) fn reserved(&self) -> ByteSize {
+        self.memory.admission().ledger(Budget::Host).reserved()
     }
 
     pub(crate) fn held(&self) -> u64 {

@@ -6,7 +6,7 @@ use std::fmt;
 use std::time::Duration;
 
 use lowtide::clock::Moment;
-use lowtide::control::{Level, Settings, ShedReason};
+use lowtide::control::{Level, RejectReason, Settings};
 
 use super::scenario::{Kind, Scenario};
 use super::seen::Seen;
@@ -64,11 +64,11 @@ pub(crate) fn faults(scenario: &Scenario, seen: &Seen) -> Vec<String> {
     claim(seen.killed.is_none(), &|| format!("killed at {:.3} s", seen.killed.unwrap_or_default()));
     claim(!seen.beyond, &|| "the plant held more than its limit and lived".to_owned());
     claim(seen.hasty == 0, &|| format!("{} purges came before their pace", seen.hasty));
-    let exhausted = seen.reasons[ShedReason::Exhausted as usize];
+    let exhausted = seen.reasons[RejectReason::Exhausted as usize];
     claim(exhausted == 0, &|| format!("{exhausted} are shed for a leak that is none"));
     claim(seen.end.panics == 0, &|| format!("{} jobs panicked", seen.end.panics));
-    claim(seen.end.booked.is_zero() && seen.end.held == 0, &|| {
-        format!("{} stay booked by {} requests", seen.end.booked, seen.end.held)
+    claim(seen.end.reserved.is_zero() && seen.end.held == 0, &|| {
+        format!("{} stay booked by {} requests", seen.end.reserved, seen.end.held)
     });
     claim(seen.end.standing.is_zero(), &|| format!("{} stay standing", seen.end.standing));
     claim(seen.end.live < 0.01, &|| format!("{:.1} MiB stay live", seen.end.live));

@@ -89,8 +89,8 @@ impl Month {
         claim(seen.killed.is_none(), format!("killed at {:?} s", seen.killed));
         claim(seen.end.panics == 0, format!("{} jobs panicked", seen.end.panics));
         claim(seen.hasty == 0, format!("{} purges came before their pace", seen.hasty));
-        let booked = nights.iter().map(|look| look.booked).fold(0.0, f64::max);
-        claim(booked == 0.0, format!("{booked} MiB stay booked at night"));
+        let reserved = nights.iter().map(|look| look.reserved).fold(0.0, f64::max);
+        claim(reserved == 0.0, format!("{reserved} MiB stay booked at night"));
         claim(self.k_drift <= 0.01, format!("K drifts by {}", self.k_drift));
         claim(self.allowance_drift <= 2.0, {
             format!("the allowance drifts by {} MiB", self.allowance_drift)

@@ -190,7 +190,7 @@ impl Plant {
             purgeable: bytes(self.dirty),
             cached: bytes(self.cached),
             anonymous: bytes(active + self.dirty),
-            kept: bytes(self.dirty),
+            untracked_anonymous: bytes(self.dirty),
             limit,
             heap_live: bytes(self.build.base + self.live),
             heap_active: bytes(active),

@@ -100,7 +100,7 @@ impl World {
     }
 
     fn come(&self, now: Moment, second: f64) {
-        let standing = self.admission.ledger(Budget::Host).standing();
+        let standing = self.admission.ledger(Budget::Host).resource_reservations();
         let (class, said, truth, wants) = {
             let state = &mut *lock(&self.state);
             let chance = &mut state.chance;

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use lowtide::ByteSize;
 use lowtide::clock::Moment;
-use lowtide::control::{Level, ShedReason, Trigger};
+use lowtide::control::{Level, RejectReason, Trigger};
 
 use super::plant::{MIB, Plant};
 
@@ -46,7 +46,7 @@ impl Learned {
 /// What is left when the load has been over for ten seconds.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct End {
-    pub(crate) booked: ByteSize,
+    pub(crate) reserved: ByteSize,
     pub(crate) standing: ByteSize,
     pub(crate) held: u64,
     pub(crate) panics: u64,
@@ -65,7 +65,7 @@ pub(crate) struct Look {
     pub(crate) k: f64,
     /// MiB.
     pub(crate) allowance: f64,
-    pub(crate) booked: f64,
+    pub(crate) reserved: f64,
     pub(crate) physical: f64,
     pub(crate) required: f64,
 }
@@ -77,8 +77,8 @@ pub(crate) struct Seen {
     pub(crate) served: [Counts; 3],
     pub(crate) shed: [Counts; 3],
     pub(crate) learned: Learned,
-    /// Of those shed, by reason in the order of [`ShedReason::ALL`].
-    pub(crate) reasons: [u64; ShedReason::ALL.len()],
+    /// Of those shed, by reason in the order of [`RejectReason::ALL`].
+    pub(crate) reasons: [u64; RejectReason::ALL.len()],
     /// When the last one was shed, and the last one that would have fitted for a quarter of a
     /// second by then.
     pub(crate) last_shed: Option<f64>,
@@ -127,7 +127,7 @@ impl Seen {
         }
     }
 
-    pub(super) fn sheds(&mut self, class: usize, mib: f64, second: f64, reason: ShedReason) {
+    pub(super) fn sheds(&mut self, class: usize, mib: f64, second: f64, reason: RejectReason) {
         self.shed[class].add(mib);
         self.reasons[reason as usize] += 1;
         if second >= LEARNED {
@@ -165,14 +165,14 @@ impl Seen {
         second: f64,
         k: f64,
         allowance: ByteSize,
-        booked: ByteSize,
+        reserved: ByteSize,
         plant: &Plant,
     ) {
         self.looks.push(Look {
             second,
             k,
             allowance: allowance.as_f64() / MIB,
-            booked: booked.as_f64() / MIB,
+            reserved: reserved.as_f64() / MIB,
             physical: plant.physical(),
             required: plant.required(),
         });

@@ -15,8 +15,8 @@ use std::time::Duration;
 use lowtide::ByteSize;
 use lowtide::clock::{ManualClock, Moment};
 use lowtide::control::{
-    Admission, Budget, Cost, Hands, Ladder, Level, Maintenance, Managed, Recovered, Resources,
-    Sample, Sensor, Settings, Trigger, Worker,
+    Admission, Budget, Cost, Ladder, Level, Maintenance, MaintenanceActions, Managed, Recovered,
+    Resources, Sample, Sensor, Settings, Trigger, Worker,
 };
 use lowtide::sync::lock;
 
@@ -238,11 +238,11 @@ impl World {
 
     fn look(&self) {
         let ledger = self.admission.ledger(Budget::Host);
-        let (k, allowance) = (ledger.k(), ledger.allowance_bytes());
-        let booked = ledger.requests();
+        let (k, allowance) = (ledger.correction_factor(), ledger.allowance_bytes());
+        let reserved = ledger.requests();
         let state = &mut *lock(&self.state);
         let second = state.now.since_origin().as_secs_f64();
-        state.seen.look(second, k, allowance, booked, &state.plant);
+        state.seen.look(second, k, allowance, reserved, &state.plant);
         let every = self.scenario.look_every();
         state.events.post(state.now + every, Event::Look);
     }
@@ -257,8 +257,8 @@ impl World {
         drop(probe);
         let state = lock(&self.state);
         let mut seen = state.seen.clone();
-        seen.end.booked = ledger.requests();
-        seen.end.standing = ledger.standing();
+        seen.end.reserved = ledger.requests();
+        seen.end.standing = ledger.resource_reservations();
         seen.end.held = held;
         seen.end.panics = panics;
         seen.end.admits = admits;
@@ -355,7 +355,7 @@ impl Sensor for Senses {
 
 struct Does(Weak<World>);
 
-impl Hands for Does {
+impl MaintenanceActions for Does {
     fn purge(&mut self, trigger: Trigger) -> Recovered {
         self.0.upgrade().map_or(Recovered::NOTHING, |world| world.purge(trigger))
     }

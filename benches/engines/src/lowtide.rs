@@ -119,7 +119,7 @@ fn main() -> Result<ExitCode, BoxError> {
     let stats = service.model.stats();
     let measured = stats.measured.unwrap_or_default().host;
     println!("figure {}.measured_mib {} MiB", arguments.name, measured.get() >> 20);
-    for note in service.memory.notes() {
+    for note in service.memory.diagnostics() {
         println!("note: {note}");
     }
     let _ = service.memory.shutdown(Duration::from_secs(5));

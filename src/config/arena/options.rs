@@ -14,7 +14,7 @@ use thiserror::Error;
 use super::error::{ArenaOptionsError, OptionFault};
 use super::keys::{ArenaKey, ArenaValue, Dialect};
 use crate::bytes::ByteSize;
-use crate::device::driver::{Driver, DriverError, Rung};
+use crate::device::driver::{Backend, Driver, DriverError};
 
 /// What cuArena leaves on the device when it takes all of it.
 pub const CUARENA_MARGIN: ByteSize = ByteSize::mib(256);
@@ -115,14 +115,14 @@ impl ArenaOptions {
         limit: ByteSize,
         driver: &dyn Driver,
     ) -> Result<Self, CuArenaLimitError> {
-        Self::within(limit, driver.headroom(), driver.rung())
+        Self::within(limit, driver.headroom(), driver.backend())
     }
 
     /// The same, with what the driver says.
     pub(super) fn within(
         limit: ByteSize,
         headroom: Result<Option<ByteSize>, DriverError>,
-        rung: Rung,
+        backend: Backend,
     ) -> Result<Self, CuArenaLimitError> {
         let left = match headroom {
             Ok(Some(headroom)) => match headroom.saturating_sub(CUARENA_MARGIN) {
@@ -130,10 +130,10 @@ impl ArenaOptions {
                 left => left,
             },
             Ok(None) if limit.is_zero() => {
-                return Err(CuArenaLimitError::Unknown { rung, cause: None });
+                return Err(CuArenaLimitError::Unknown { backend, cause: None });
             }
             Err(cause) if limit.is_zero() => {
-                return Err(CuArenaLimitError::Unknown { rung, cause: Some(cause) });
+                return Err(CuArenaLimitError::Unknown { backend, cause: Some(cause) });
             }
             Ok(None) | Err(_) => ByteSize::MAX,
         };
@@ -198,13 +198,13 @@ impl ArenaOptions {
 pub enum CuArenaLimitError {
     /// All that is left was asked for, and nobody knows how much that is.
     #[error(
-        "a limit of 0 takes what the device has left, which the {rung} driver cannot say{}; \
+        "a limit of 0 takes what the device has left, which the {backend} driver cannot say{}; \
          expected an amount",
         cause.as_ref().map_or_else(String::new, |cause| format!(" ({cause})"))
     )]
     Unknown {
         /// The driver.
-        rung: Rung,
+        backend: Backend,
         /// What it said, where it failed.
         cause: Option<DriverError>,
     },

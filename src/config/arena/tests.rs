@@ -3,7 +3,7 @@
 use super::keys::Dialect;
 use super::*;
 use crate::bytes::ByteSize;
-use crate::device::driver::{DriverError, Rung};
+use crate::device::driver::{Backend, DriverError};
 use crate::device::{ArenaConfig, Growth, HostDriver};
 
 const MIB: u64 = 1 << 20;
@@ -370,21 +370,22 @@ fn options_map_onto_the_arenas_limit_and_growth() {
 fn cuarenas_zero_is_all_that_is_left_less_its_margin() {
     let within = |limit, left: Result<Option<u64>, DriverError>| {
         let headroom = left.map(|left| left.map(ByteSize::mib));
-        let found = ArenaOptions::within(ByteSize::mib(limit), headroom, Rung::CudaVirtualMemory);
+        let found =
+            ArenaOptions::within(ByteSize::mib(limit), headroom, Backend::CudaVirtualMemory);
         found.map(|options| options.get(ArenaKey::Limit).cloned().expect("a limit"))
     };
     let failed = || DriverError::Refused { call: "x", code: 1, message: "y".to_owned() };
     let value = |mib| ArenaValue::Bytes(ByteSize::mib(mib));
-    let rung = Rung::CudaVirtualMemory;
+    let backend = Backend::CudaVirtualMemory;
     let all = within(0, Ok(Some(1024))).expect("known");
     assert_eq!((all.value, all.capped_from), (value(768), None));
     let less = within(100, Ok(Some(1024))).expect("known");
     assert_eq!((less.value, less.capped_from), (value(100), None));
     let more = within(1000, Ok(Some(1024))).expect("lowered");
     assert_eq!((more.value, more.capped_from), (value(768), Some(ByteSize::mib(1000))));
-    assert_eq!(within(0, Ok(None)), Err(CuArenaLimitError::Unknown { rung, cause: None }));
+    assert_eq!(within(0, Ok(None)), Err(CuArenaLimitError::Unknown { backend, cause: None }));
     let cause = Some(failed());
-    assert_eq!(within(0, Err(failed())), Err(CuArenaLimitError::Unknown { rung, cause }));
+    assert_eq!(within(0, Err(failed())), Err(CuArenaLimitError::Unknown { backend, cause }));
     let headroom = CUARENA_MARGIN;
     assert_eq!(within(1, Ok(Some(256))), Err(CuArenaLimitError::NothingLeft { headroom }));
     assert_eq!(within(100, Ok(None)).expect("an amount").value, value(100));
@@ -395,7 +396,7 @@ fn cuarenas_zero_is_all_that_is_left_less_its_margin() {
 
 #[test]
 fn what_the_device_could_not_give_is_a_conflict() {
-    let asked = ArenaOptions::within(ByteSize::gib(8), Ok(Some(ByteSize::gib(4))), Rung::Host);
+    let asked = ArenaOptions::within(ByteSize::gib(8), Ok(Some(ByteSize::gib(4))), Backend::Host);
     let layers = Layers { shared: Some(asked.expect("lowered")), ..Layers::default() };
     let resolution = layers.resolve().expect("resolved");
     let [conflict] = resolution.conflicts() else { panic!("{:?}", resolution.conflicts()) };

@@ -183,7 +183,7 @@ impl Model {
             self.end_until(tick);
             self.now = tick;
             self.look();
-            outcome.berth_most = outcome.berth_most.max(self.berth());
+            outcome.berth_most = outcome.berth_most.max(self.reserved_headroom());
         }
         outcome
     }
@@ -191,7 +191,7 @@ impl Model {
     fn offer(&mut self, at: Duration, size: ByteSize, outcome: Option<(&mut Outcome, usize)>) {
         self.end_until(at);
         let ledger = self.admission.ledger(Budget::Host);
-        let fits = ledger.booked().saturating_add(size) <= ledger.allowance();
+        let fits = ledger.reserved().saturating_add(size) <= ledger.allowance();
         let ends = Reverse(at + Duration::from_secs_f64(1.5 + self.random.part()));
         let admitted = self.admission.try_admit(Cost::host(size));
         if let Some((outcome, class)) = outcome {
@@ -221,11 +221,11 @@ impl Model {
             self.balance = fairness.update(Seen::of(ledger, TICK), &counts);
             ledger.balance(self.balance);
         }
-        assert!(self.berth().get() <= self.allowance().get() / 3);
+        assert!(self.reserved_headroom().get() <= self.allowance().get() / 3);
     }
 
-    fn berth(&self) -> ByteSize {
-        self.admission.ledger(Budget::Host).berth()
+    fn reserved_headroom(&self) -> ByteSize {
+        self.admission.ledger(Budget::Host).reserved_headroom()
     }
 }
 
@@ -399,27 +399,31 @@ fn without_a_limit_there_is_no_berth() {
     let mut seen = Seen { since: TICK, allowance: ByteSize::MAX, ..Seen::default() };
     for turn in 0..200 {
         for class in &mut counts.classes {
-            class.shed_total += 1;
-            class.shed_bytes_total += class.class.bound().get().min(1 << 40);
+            class.rejected_total += 1;
+            class.rejected_bytes_total += class.class.bound().get().min(1 << 40);
         }
-        assert_eq!(fairness.update(seen, &counts).berth, ByteSize::ZERO, "turn {turn}");
+        assert_eq!(fairness.update(seen, &counts).reserved_headroom, ByteSize::ZERO, "turn {turn}");
     }
     // Nor is there one in no room at all, and figures at their ends do no harm.
     for allowance in [ByteSize::ZERO, ByteSize::new(2), ByteSize::new(u64::MAX - 1)] {
-        seen = Seen { allowance, booked: ByteSize::MAX, requests: ByteSize::MAX, ..seen };
+        seen = Seen { allowance, reserved: ByteSize::MAX, requests: ByteSize::MAX, ..seen };
         for class in &mut counts.classes {
             class.admitted_bytes_total = class.admitted_bytes_total.wrapping_add(u64::MAX / 3);
-            class.shed_total += 9;
+            class.rejected_total += 9;
         }
         let balance = fairness.update(seen, &counts);
-        assert!(balance.berth.get() <= allowance.get() / 3, "{}", balance.berth);
+        assert!(
+            balance.reserved_headroom.get() <= allowance.get() / 3,
+            "{}",
+            balance.reserved_headroom
+        );
     }
 }
 
 #[test]
 fn a_few_sheds_are_chance_and_more_are_overload() {
     let allowance = ByteSize::mib(100);
-    let seen = Seen { since: TICK, allowance, booked: ByteSize::mib(93), ..Seen::default() };
+    let seen = Seen { since: TICK, allowance, reserved: ByteSize::mib(93), ..Seen::default() };
     let mut fairness = Fairness::default();
     let mut counts = BudgetCounts::default();
     let large = ByteSize::mib(8);
@@ -428,14 +432,14 @@ fn a_few_sheds_are_chance_and_more_are_overload() {
     for _ in 0..6 {
         if let Some(class) = counts.classes.get_mut(9) {
             assert_eq!(class.class.bound(), large);
-            class.shed_total += 1;
-            class.shed_bytes_total += large.get();
+            class.rejected_total += 1;
+            class.rejected_bytes_total += large.get();
         }
         if let Some(class) = counts.classes.get_mut(6) {
             class.admitted_total += 8;
             class.admitted_bytes_total += large.get();
         }
-        berths.push(fairness.update(seen, &counts).berth);
+        berths.push(fairness.update(seen, &counts).reserved_headroom);
     }
     // As many bytes of smaller ones were admitted, and most of a berth is empty already.
     println!("{berths:?}");

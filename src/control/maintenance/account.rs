@@ -23,8 +23,9 @@ pub(super) struct Account {
 }
 
 impl Account {
-    pub(super) fn new(budget: Budget, thresholds: Thresholds, multiplier: f64) -> Self {
-        let (correction, fairness) = (Correction::starting_at(multiplier), Fairness::default());
+    pub(super) fn new(budget: Budget, thresholds: Thresholds, correction_factor: f64) -> Self {
+        let (correction, fairness) =
+            (Correction::starting_at(correction_factor), Fairness::default());
         let (pressure, smallest) = (Pressure::new(thresholds), ByteSize::new(1));
         Self { budget, pressure, correction, smallest, fairness }
     }

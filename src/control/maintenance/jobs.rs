@@ -80,10 +80,10 @@ pub enum Job {
     /// Ask a reclaimer.
     Reclaim {
         /// Its rung on the ladder.
-        rung: usize,
+        step: usize,
     },
     /// Do what an operator asked for, one errand.
-    Errand,
+    AdminTask,
     /// Report that memory that no request owns leaves no room, or does no longer.
     ReportExhaustion,
     /// Unload the resources that are due.
@@ -111,12 +111,12 @@ impl Job {
     const fn place(self) -> Option<usize> {
         Some(match self {
             Self::Purge { trigger: Trigger::Pressure } => 0,
-            Self::Reclaim { rung } if rung < Ladder::RUNGS_MAX => RUNG_FIRST + rung,
+            Self::Reclaim { step } if step < Ladder::RUNGS_MAX => RUNG_FIRST + step,
             Self::Reclaim { .. } => return None,
             Self::Purge { trigger: Trigger::Manual } => MANUAL,
             Self::UnloadIdle => MANUAL + 1,
             Self::Purge { trigger: Trigger::Unload } => MANUAL + 2,
-            Self::Errand => MANUAL + 3,
+            Self::AdminTask => MANUAL + 3,
             Self::DecayDevice => MANUAL + 4,
             Self::DecayHeap => MANUAL + 5,
             Self::SampleDevice => MANUAL + 6,
@@ -136,7 +136,7 @@ impl Job {
             Job::Purge { trigger: Trigger::Manual },
             Job::UnloadIdle,
             Job::Purge { trigger: Trigger::Unload },
-            Job::Errand,
+            Job::AdminTask,
             Job::DecayDevice,
             Job::DecayHeap,
             Job::SampleDevice,
@@ -150,7 +150,7 @@ impl Job {
         ];
         match place {
             0 => Some(Self::Purge { trigger: Trigger::Pressure }),
-            RUNG_FIRST..MANUAL => Some(Self::Reclaim { rung: place - RUNG_FIRST }),
+            RUNG_FIRST..MANUAL => Some(Self::Reclaim { step: place - RUNG_FIRST }),
             _ => REST.get(place - MANUAL).copied(),
         }
     }
@@ -286,7 +286,7 @@ mod tests {
             assert_eq!(job.place(), Some(place), "{job:?}");
         }
         assert_eq!(Job::at(PLACES), None);
-        assert_eq!(Job::Reclaim { rung: Ladder::RUNGS_MAX }.place(), None);
+        assert_eq!(Job::Reclaim { step: Ladder::RUNGS_MAX }.place(), None);
     }
 
     #[test]
@@ -297,19 +297,19 @@ mod tests {
             Job::Publish,
             purge(Trigger::Idle),
             Job::UnloadIdle,
-            Job::Reclaim { rung: 3 },
+            Job::Reclaim { step: 3 },
             purge(Trigger::Pressure),
             Job::Publish,
-            Job::Reclaim { rung: 0 },
-            Job::Reclaim { rung: 99 },
+            Job::Reclaim { step: 0 },
+            Job::Reclaim { step: 99 },
         ] {
             queue.push_one(job);
         }
         let order: Vec<_> = std::iter::from_fn(|| queue.pop()).collect();
         let expected = [
             purge(Trigger::Pressure),
-            Job::Reclaim { rung: 0 },
-            Job::Reclaim { rung: 3 },
+            Job::Reclaim { step: 0 },
+            Job::Reclaim { step: 3 },
             Job::UnloadIdle,
             purge(Trigger::Idle),
             Job::Publish,

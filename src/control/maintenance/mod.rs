@@ -32,7 +32,7 @@ use super::ledger::{Budget, Measured, Turnover};
 use super::managed::Resources;
 use super::pressure::Level;
 use super::reclaim::{Ladder, Pace};
-use super::rejected::ShedReason;
+use super::rejected::RejectReason;
 use super::signal::Limit;
 use account::Account;
 use purging::Growth;
@@ -41,7 +41,7 @@ pub use jobs::{Job, JobQueue, Jobs, Trigger};
 pub use purging::PurgeGrowth;
 pub use settings::{Settings, SettingsError};
 pub use state::PressureState;
-pub use worker::{Hands, Worker, run_control, run_worker};
+pub use worker::{MaintenanceActions, Worker, run_control, run_worker};
 
 /// What the sensor found: signals, heap and arenas joined.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -61,7 +61,7 @@ pub struct Sample {
     pub anonymous: ByteSize,
     /// The part of it that neither live pages of the heap nor arenas account for: what the heap
     /// keeps, and all that C code's heap holds.
-    pub kept: ByteSize,
+    pub untracked_anonymous: ByteSize,
     /// The host's limit.
     pub limit: Limit,
     /// Bytes of blocks that the application holds on the heap.
@@ -93,7 +93,7 @@ impl Default for Sample {
             decaying: ByteSize::ZERO,
             cached: ByteSize::ZERO,
             anonymous: ByteSize::ZERO,
-            kept: ByteSize::ZERO,
+            untracked_anonymous: ByteSize::ZERO,
             limit: Limit::UNKNOWN,
             heap_live: ByteSize::ZERO,
             heap_active: ByteSize::ZERO,
@@ -188,7 +188,8 @@ impl Maintenance {
         ladder: Ladder,
     ) -> Result<Self, SettingsError> {
         settings.check()?;
-        let account = |budget| Account::new(budget, settings.thresholds, settings.multiplier);
+        let account =
+            |budget| Account::new(budget, settings.thresholds, settings.correction_factor);
         Ok(Self {
             settings,
             sensor,
@@ -232,7 +233,7 @@ impl Maintenance {
 
     /// The worker that does its jobs.
     #[must_use]
-    pub fn worker(&self, hands: Box<dyn Hands>) -> Worker {
+    pub fn worker(&self, hands: Box<dyn MaintenanceActions>) -> Worker {
         Worker {
             queue: self.queue(),
             state: self.state(),
@@ -315,14 +316,14 @@ impl Maintenance {
     /// Whether memory that no request owns leaves no room for requests.
     fn look_for_exhaustion(&mut self, now: Moment, jobs: &mut Jobs) {
         let stats = self.admission.stats();
-        let reasons = [ShedReason::Full, ShedReason::Pressure, ShedReason::Exhausted];
+        let reasons = [RejectReason::Full, RejectReason::Pressure, RejectReason::Exhausted];
         let purge_ended = self.purge.next() != Moment::NEVER;
         self.exhaustion.update(
             now,
             Room {
                 most: self.host.correction.most,
                 smallest: self.host.smallest,
-                refused_total: reasons.into_iter().map(|reason| stats.shed_total(reason)).sum(),
+                refused_total: reasons.into_iter().map(|reason| stats.rejected_total(reason)).sum(),
                 purged: purge_ended.then_some(self.purged_at),
             },
         );
@@ -391,8 +392,8 @@ impl Maintenance {
         for account in [&self.host, &self.device] {
             let level = account.pressure.level();
             let due = self.ladder.due(account.budget, level, now);
-            if let Some(rung) = due.filter(|&rung| self.ladder.start(rung, now)) {
-                jobs.insert(Job::Reclaim { rung });
+            if let Some(step) = due.filter(|&step| self.ladder.start(step, now)) {
+                jobs.insert(Job::Reclaim { step });
             }
         }
     }

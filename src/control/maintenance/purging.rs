@@ -4,17 +4,17 @@
 //! is never quiet, and what its heaps keep would else grow until memory is short. It purges nothing
 //! itself.
 //!
-//! Growth is looked for in [`Sample::kept`], anonymous memory that no live page of the heap and no
-//! arena accounts for. Resident bytes would do for a service that holds the same all day, but a
-//! loaded model is growth of them and nothing to purge. Retained bytes are resident less live ones
-//! of jemalloc: the holes in its pages are among them, which no purge returns, and what C code's
-//! heap keeps is not, which a trim does return.
+//! Growth is looked for in [`Sample::untracked_anonymous`], anonymous memory that no live page of
+//! the heap and no arena accounts for. Resident bytes would do for a service that holds the same
+//! all day, but a loaded model is growth of them and nothing to purge. Retained bytes are resident
+//! less live ones of jemalloc: the holes in its pages are among them, which no purge returns, and
+//! what C code's heap keeps is not, which a trim does return.
 //!
 //! After a load, when the service is quiet and when the interval has passed, a purge must be worth
 //! its cost: unused pages of jemalloc and free blocks of the C library's heap count. The C library
 //! also counts free blocks without memory behind them, such as those that the last purge released,
-//! so they count only up to the growth of [`Sample::kept`] since that purge. To count them locks
-//! the C library's heap: that is done only if the answer can decide.
+//! so they count only up to the growth of [`Sample::untracked_anonymous`] since that purge. To
+//! count them locks the C library's heap: that is done only if the answer can decide.
 //!
 //! Invariants: a purge for growth starts only where `kept - low > max(floor, part x anonymous at
 //! low)` held at every sample of `hold`, with `low` the least since the last purge began; and
@@ -77,15 +77,15 @@ impl Growth {
 
     /// Takes a sample into account.
     fn see(&mut self, sample: &Sample) {
-        if sample.kept <= self.low {
-            (self.low, self.base) = (sample.kept, sample.anonymous);
+        if sample.untracked_anonymous <= self.low {
+            (self.low, self.base) = (sample.untracked_anonymous, sample.anonymous);
         }
     }
 
     /// Whether it has grown for long enough to be worth a purge.
     fn is_due(&mut self, settings: PurgeGrowth, sample: &Sample, now: Moment) -> bool {
         let worth = settings.floor.max(self.base.scaled(settings.part));
-        if sample.kept.saturating_sub(self.low) <= worth {
+        if sample.untracked_anonymous.saturating_sub(self.low) <= worth {
             self.since = None;
             return false;
         }
@@ -95,9 +95,9 @@ impl Growth {
 
     /// A purge begins, for whatever reason.
     fn purged(&mut self, sample: &Sample, now: Moment) {
-        let mib = u32::try_from(sample.kept.get() >> 20).unwrap_or(u32::MAX);
+        let mib = u32::try_from(sample.untracked_anonymous.get() >> 20).unwrap_or(u32::MAX);
         *self = Self {
-            low: sample.kept,
+            low: sample.untracked_anonymous,
             base: sample.anonymous,
             since: None,
             next: now + PAUSE_PER_MIB.saturating_mul(mib),
@@ -175,7 +175,8 @@ impl Maintenance {
         if self.growth.next > now || self.purge.next() > now {
             return false;
         }
-        let grown = sample.kept.saturating_sub(self.growth.low).saturating_sub(pages);
+        let grown =
+            sample.untracked_anonymous.saturating_sub(self.growth.low).saturating_sub(pages);
         pages.saturating_add(grown) > worth
             && pages.saturating_add(self.sensor.libc_idle(now).min(grown)) > worth
     }
@@ -200,15 +201,19 @@ mod tests {
         Moment::after_origin(Duration::from_millis(millis))
     }
 
-    fn kept(mib: u64) -> Sample {
-        let kept = ByteSize::mib(mib);
-        Sample { kept, anonymous: ByteSize::mib(200).saturating_add(kept), ..Sample::default() }
+    fn untracked_anonymous(mib: u64) -> Sample {
+        let untracked_anonymous = ByteSize::mib(mib);
+        Sample {
+            untracked_anonymous,
+            anonymous: ByteSize::mib(200).saturating_add(untracked_anonymous),
+            ..Sample::default()
+        }
     }
 
     #[test]
     fn growth_counts_from_the_lowest_point_and_only_when_it_stays() {
         let mut growth = Growth::new();
-        let mut due = |millis, mib| seen_due(&mut growth, &kept(mib), at(millis));
+        let mut due = |millis, mib| seen_due(&mut growth, &untracked_anonymous(mib), at(millis));
         assert!(!due(0, 100) && !due(1_000, 20), "the low is 20 MiB");
         assert!(!due(2_000, 84), "64 MiB more are not more than 64 MiB");
         assert!(!due(3_000, 85) && !due(4_999, 300), "not for long enough");
@@ -221,7 +226,7 @@ mod tests {
     fn a_large_service_is_not_purged_for_a_small_part_of_it() {
         let mut growth = Growth::new();
         let sample = |mib| Sample {
-            kept: ByteSize::mib(mib),
+            untracked_anonymous: ByteSize::mib(mib),
             anonymous: ByteSize::mib(2_000),
             ..Sample::default()
         };
@@ -238,8 +243,9 @@ mod tests {
     fn the_pause_after_a_purge_goes_by_the_bytes_that_it_found() {
         for (mib, pause) in [(100, 2_000), (1_000, 10_000)] {
             let mut growth = Growth::new();
-            growth.purged(&kept(mib), at(0));
-            let mut due = |millis, mib| seen_due(&mut growth, &kept(mib), at(millis));
+            growth.purged(&untracked_anonymous(mib), at(0));
+            let mut due =
+                |millis, mib| seen_due(&mut growth, &untracked_anonymous(mib), at(millis));
             assert!(!due(0, 10) && !due(0, 500), "low, and high again at once");
             assert!(!due(pause - 1, 500), "{mib} MiB");
             assert!(due(pause, 500), "{mib} MiB");
@@ -249,12 +255,12 @@ mod tests {
     #[test]
     fn what_a_purge_did_not_return_asks_for_no_other_one() {
         let mut growth = Growth::new();
-        assert!(!seen_due(&mut growth, &kept(10), at(0)));
-        assert!(!seen_due(&mut growth, &kept(400), at(0)));
-        assert!(seen_due(&mut growth, &kept(400), at(2_000)));
-        growth.purged(&kept(400), at(2_000));
+        assert!(!seen_due(&mut growth, &untracked_anonymous(10), at(0)));
+        assert!(!seen_due(&mut growth, &untracked_anonymous(400), at(0)));
+        assert!(seen_due(&mut growth, &untracked_anonymous(400), at(2_000)));
+        growth.purged(&untracked_anonymous(400), at(2_000));
         for hour in 1..100 {
-            assert!(!seen_due(&mut growth, &kept(400), at(hour * 3_600_000)));
+            assert!(!seen_due(&mut growth, &untracked_anonymous(400), at(hour * 3_600_000)));
         }
     }
 
@@ -309,7 +315,7 @@ mod tests {
             for job in loops.tick(at(quarter * 250)).jobs {
                 if let Job::Purge { trigger } = job {
                     purges.push(trigger);
-                    lock(&seen.0).sample = kept(20);
+                    lock(&seen.0).sample = untracked_anonymous(20);
                     let released = Recovered::of(ByteSize::mib(80));
                     loops.purge.finish(ByteSize::ZERO, released, at(quarter * 250 + 10));
                 }
@@ -320,15 +326,18 @@ mod tests {
 
     /// 80 MiB of free blocks of the C library's heap.
     fn burst(seen: &Seen) {
-        *lock(&seen.0) =
-            World { sample: kept(100), libc_idle: ByteSize::mib(80), ..World::default() };
+        *lock(&seen.0) = World {
+            sample: untracked_anonymous(100),
+            libc_idle: ByteSize::mib(80),
+            ..World::default()
+        };
     }
 
     /// Bug: idle and periodic purges looked at jemalloc's unused pages only, so that 80 MiB of an
     /// engine written in C++ stayed for as long as the service was idle.
     #[test]
     fn free_blocks_of_the_c_library_are_purged_once_after_each_burst() {
-        let seen = Seen::of(kept(20));
+        let seen = Seen::of(untracked_anonymous(20));
         let settings = Settings { purge_interval: None, ..Settings::default() };
         let (mut loops, admission) = loops(&seen, settings, Resources::new());
         assert_eq!(purges_until(&mut loops, &seen, 0, 10), []);
@@ -345,7 +354,7 @@ mod tests {
 
     #[test]
     fn free_blocks_of_the_c_library_are_purged_from_a_busy_service_when_the_interval_has_passed() {
-        let seen = Seen::of(kept(20));
+        let seen = Seen::of(untracked_anonymous(20));
         let (mut loops, admission) = loops(&seen, Settings::default(), Resources::new());
         let _held = admission.try_admit(Cost::ZERO).expect("nothing is held");
         assert_eq!(purges_until(&mut loops, &seen, 0, 10), []);
@@ -356,11 +365,11 @@ mod tests {
 
     #[test]
     fn memory_that_grew_beside_the_heap_and_is_not_free_asks_for_no_purge() {
-        let seen = Seen::of(kept(20));
+        let seen = Seen::of(untracked_anonymous(20));
         let (mut loops, _) = loops(&seen, Settings::default(), Resources::new());
         assert_eq!(purges_until(&mut loops, &seen, 0, 10), []);
         // A model that the C library holds.
-        lock(&seen.0).sample = kept(300);
+        lock(&seen.0).sample = untracked_anonymous(300);
         lock(&seen.0).libc_idle = ByteSize::mib(10);
         assert_eq!(purges_until(&mut loops, &seen, 10, 100), []);
     }
@@ -368,7 +377,7 @@ mod tests {
     /// Bug: what a load left behind stayed under the first requests, and raised their peak.
     #[test]
     fn what_a_load_leaves_behind_is_purged_once_and_without_a_quiet_time() {
-        let (seen, resources) = (Seen::of(kept(20)), Resources::new());
+        let (seen, resources) = (Seen::of(untracked_anonymous(20)), Resources::new());
         let (mut loops, admission) = loops(&seen, Settings::default(), resources.clone());
         let loaded = Managed::builder("model", || Ok(())).build(Arc::new(ManualClock::new()), None);
         resources.add(Arc::new(loaded.clone())).expect("the first");
@@ -385,7 +394,7 @@ mod tests {
     /// Why a service that holds a request is purged while it keeps 300 MiB more than at its start.
     fn purged_within_20s(purge_growth: Option<PurgeGrowth>, purgeable: u64) -> Vec<Trigger> {
         let settings = Settings { purge_growth, ..Settings::default() };
-        let seen = Seen::of(kept(20));
+        let seen = Seen::of(untracked_anonymous(20));
         let (mut loops, admission) = loops(&seen, settings, Resources::new());
         let _busy = admission.try_admit(Cost::ZERO).expect("nothing is held");
         let mut triggers = Vec::new();
@@ -396,7 +405,7 @@ mod tests {
                 _ => None,
             }));
             let purgeable = ByteSize::mib(purgeable);
-            lock(&seen.0).sample = Sample { purgeable, ..kept(320) };
+            lock(&seen.0).sample = Sample { purgeable, ..untracked_anonymous(320) };
         }
         triggers
     }

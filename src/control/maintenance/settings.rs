@@ -23,7 +23,7 @@ pub struct Settings {
     /// The part of the limit that admission fills; .80 by default, found together with the marks.
     pub ceiling: f64,
     /// What a booked byte is taken to need until that is measured, in [1, 5]; 2 by default.
-    pub multiplier: f64,
+    pub correction_factor: f64,
     /// Time between samples while requests are held, memory grows, or more than half of the limit
     /// is required; 10 ms by default (a sampler of 250 ms cost a fifth of the goodput).
     pub active_tick: Duration,
@@ -60,7 +60,7 @@ impl Default for Settings {
         Self {
             thresholds: Thresholds::default(),
             ceiling: 0.80,
-            multiplier: K_START,
+            correction_factor: K_START,
             active_tick: Duration::from_millis(10),
             idle_tick: Duration::from_millis(250),
             jitter: 0.0,
@@ -90,7 +90,7 @@ pub enum SettingsError {
         value: f64,
     },
     /// A multiplier that is none.
-    #[error("multiplier is {value}: expected 1 to 5")]
+    #[error("correction_factor is {value}: expected 1 to 5")]
     Multiplier {
         /// What was given.
         value: f64,
@@ -126,8 +126,8 @@ impl Settings {
                 return Err(SettingsError::Part { name, value });
             }
         }
-        if !(K_MIN..=K_MAX).contains(&self.multiplier) {
-            return Err(SettingsError::Multiplier { value: self.multiplier });
+        if !(K_MIN..=K_MAX).contains(&self.correction_factor) {
+            return Err(SettingsError::Multiplier { value: self.correction_factor });
         }
         if !(0.0..=0.5).contains(&self.jitter) {
             return Err(SettingsError::Jitter { value: self.jitter });

@@ -1,7 +1,7 @@
 //! The worker: does what the control loop decided, one job after the other, on its own thread.
 //!
 //! It decides nothing but that what a resource left behind is purged. What it does is behind
-//! [`Hands`], [`super::super::reclaim::Reclaim`] and
+//! [`MaintenanceActions`], [`super::super::reclaim::Reclaim`] and
 //! [`super::super::managed::Resource`]; a panic in any of them ends that job and not the thread.
 //! While it runs a job its thread is marked as one of background work: nothing there waits for all
 //! work of a device.
@@ -23,7 +23,7 @@ use super::pacer::Pacer;
 use super::{Maintenance, PressureState, Settings};
 
 /// What the worker cannot do by itself; `memory` implements it over heap, arenas and metrics.
-pub trait Hands: Send {
+pub trait MaintenanceActions: Send {
     /// Purges the host's heap.
     fn purge(&mut self, trigger: Trigger) -> Recovered;
 
@@ -41,7 +41,7 @@ pub trait Hands: Send {
     }
 
     /// Does one thing that an operator asked for; says whether more are. Default: nothing.
-    fn errand(&mut self) -> bool {
+    fn admin_task(&mut self) -> bool {
         false
     }
 
@@ -68,7 +68,7 @@ pub struct Worker {
     pub(super) purge: Arc<Pace>,
     pub(super) ladder: Ladder,
     pub(super) resources: Resources,
-    pub(super) hands: Box<dyn Hands>,
+    pub(super) hands: Box<dyn MaintenanceActions>,
     pub(super) panics: u64,
 }
 
@@ -104,12 +104,12 @@ impl Worker {
                     self.purge.finish(asked, recovered, clock.now());
                 }
             }
-            Job::Reclaim { rung } => {
+            Job::Reclaim { step } => {
                 let before = self.unloads();
-                let budget = self.ladder.reclaimer(rung).map(|reclaimer| reclaimer.relieves());
+                let budget = self.ladder.reclaimer(step).map(|reclaimer| reclaimer.relieves());
                 let budget = budget.unwrap_or(Budget::Host);
                 let (bytes, level) = (self.state.wanted(budget), self.state.level(budget));
-                let _ = self.ladder.run(rung, Ask { bytes, level, now }, || clock.now());
+                let _ = self.ladder.run(step, Ask { bytes, level, now }, || clock.now());
                 self.purge_after_unload(self.unloads() > before);
             }
             Job::UnloadIdle => {
@@ -123,8 +123,8 @@ impl Worker {
                 self.queue.push_one(Job::SleepDevice);
             }
             // The same here.
-            Job::Errand if self.hands.errand() => self.queue.push_one(Job::Errand),
-            Job::SleepDevice | Job::Errand => {}
+            Job::AdminTask if self.hands.admin_task() => self.queue.push_one(Job::AdminTask),
+            Job::SleepDevice | Job::AdminTask => {}
             Job::SampleDevice => self.hands.sample_device(now),
             Job::Publish => self.hands.publish(now),
             Job::ReportExhaustion => self.hands.report_exhaustion(),
@@ -245,7 +245,7 @@ mod tests {
 
     struct Does(Arc<Mutex<World>>);
 
-    impl Hands for Does {
+    impl MaintenanceActions for Does {
         fn purge(&mut self, _: Trigger) -> Recovered {
             lock(&self.0).done.push("purge");
             Recovered::NOTHING

@@ -32,8 +32,8 @@ use crate::control::rejected::Rejected;
 use crate::fork::Birth;
 use crate::sync::{Condvar, Mutex, MutexGuard, caught, foreground, lock, wait};
 
-use super::enclosure::is_unloading;
 use super::error::{AcquireError, LoadError, UnloadError};
+use super::load_scope::is_unloading;
 use super::parts::Parts;
 use super::resource::{ResourceStats, UnloadReason, Unloads};
 
@@ -260,8 +260,8 @@ impl<T: Send + Sync + 'static> Cell<T> {
             Phase::Empty | Phase::Ready(_) => {}
         }
         let cost = self.cost(state);
-        let booked = self.admission.as_ref().map(|door| door.try_stand(cost));
-        let (permit, is_short) = match booked.transpose() {
+        let reserved = self.admission.as_ref().map(|door| door.try_reserve_resource(cost));
+        let (permit, is_short) = match reserved.transpose() {
             Ok(permit) => (permit, false),
             // An exchange of idle resources needs no room that exhaustion took.
             Err(Rejected::Full { .. } | Rejected::Exhausted { .. }) => (None, true),
@@ -335,8 +335,8 @@ impl<T: Send + Sync + 'static> Cell<T> {
             let _ = ManuallyDrop::new(loaded);
             return;
         }
-        let held = self.parts.enclosure.as_ref().filter(|_| loaded.is_ok());
-        let held = held.and_then(|enclosure| caught(|| enclosure.held()).unwrap_or_default());
+        let held = self.parts.load_scope.as_ref().filter(|_| loaded.is_ok());
+        let held = held.and_then(|load_scope| caught(|| load_scope.held()).unwrap_or_default());
         let now = self.clock.now();
         let mut state = lock(&self.state);
         let Some(loading) = state.loading(number) else {

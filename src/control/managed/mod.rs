@@ -19,8 +19,8 @@
 //! Unloading`, or handed to the load that evicted it.
 
 mod cell;
-mod enclosure;
 mod error;
+mod load_scope;
 mod parts;
 mod resource;
 mod ticket;
@@ -42,8 +42,8 @@ use cell::Cell;
 use parts::Parts;
 use ticket::Ticket;
 
-pub use enclosure::Enclosure;
 pub use error::{AcquireError, AddError, LoadError, UnloadError};
+pub use load_scope::LoadScope;
 pub use resource::{Resource, ResourceStats, Resources, UnloadReason, Unloads};
 
 /// The time a load may take by default: enough for 60 GiB at 100 MiB/s. A guess.
@@ -146,8 +146,8 @@ impl<T: Send + Sync + 'static> ManagedBuilder<T> {
     /// What loads and clean-ups run within, such as a heap arena of its own; nothing by default, or
     /// with `None`.
     #[must_use]
-    pub fn enclosure(mut self, enclosure: Option<Arc<dyn Enclosure>>) -> Self {
-        self.parts.enclosure = enclosure;
+    pub fn load_scope(mut self, load_scope: Option<Arc<dyn LoadScope>>) -> Self {
+        self.parts.load_scope = load_scope;
         self
     }
 

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use crate::control::admission::Cost;
 
-use super::enclosure::Enclosure;
 use super::error::LoadError;
+use super::load_scope::LoadScope;
 use super::{Backoff, LOAD_TIMEOUT};
 
 type Loader<T> = Box<dyn Fn() -> Result<T, LoadError> + Send + Sync>;
@@ -21,7 +21,7 @@ pub(super) struct Parts<T> {
     pub(super) name: Arc<str>,
     pub(super) loader: Loader<T>,
     pub(super) unload: Unloader<T>,
-    pub(super) enclosure: Option<Arc<dyn Enclosure>>,
+    pub(super) load_scope: Option<Arc<dyn LoadScope>>,
     pub(super) idle: Option<Duration>,
     pub(super) min_residency: Duration,
     pub(super) cost: Cost,
@@ -36,7 +36,7 @@ impl<T: 'static> Parts<T> {
             name,
             loader,
             unload: Box::new(drop),
-            enclosure: None,
+            load_scope: None,
             idle: None,
             min_residency: Duration::ZERO,
             cost: Cost::ZERO,

@@ -148,15 +148,15 @@ impl Cgroup {
             let Some(path) = path else { continue };
             let controller = names.high.is_none().then_some(MEMORY);
             let Some(place) = place(&mounts, path, controller) else { continue };
-            let mut notes = Vec::new();
-            if let Some(found) = Self::open(names, root, &place, &mut notes) {
+            let mut diagnostics = Vec::new();
+            if let Some(found) = Self::open(names, root, &place, &mut diagnostics) {
                 if place.outside {
                     missing.push(SignalError::Outside {
                         cgroup: String::from_utf8_lossy(path).into_owned(),
                         root: place.root.display().to_string(),
                     });
                 }
-                missing.extend(notes);
+                missing.extend(diagnostics);
                 return Some(found);
             }
         }
@@ -169,7 +169,7 @@ impl Cgroup {
         names: &'static Names,
         root: &Path,
         place: &Place,
-        notes: &mut Vec<SignalError>,
+        diagnostics: &mut Vec<SignalError>,
     ) -> Option<Self> {
         let mut levels = Vec::new();
         let mut own = None;
@@ -180,18 +180,18 @@ impl Cgroup {
                 continue;
             }
             if levels.len() == LEVELS_MAX {
-                notes.push(SignalError::Deep { looked_at: LEVELS_MAX });
+                diagnostics.push(SignalError::Deep { looked_at: LEVELS_MAX });
                 break;
             }
             let stat = KeptFile::open(&folder.join("memory.stat"));
             if levels.is_empty() {
-                notes.extend(stat.as_ref().err().cloned());
+                diagnostics.extend(stat.as_ref().err().cloned());
             }
             levels.push(Group {
                 usage,
                 stat: stat.ok(),
-                max: LimitFile::open(Some(names.max), &folder, notes),
-                high: LimitFile::open(names.high, &folder, notes),
+                max: LimitFile::open(Some(names.max), &folder, diagnostics),
+                high: LimitFile::open(names.high, &folder, diagnostics),
                 events: EventFiles::open(&folder, &names.events, levels.is_empty()),
                 others_last: AtomicU64::new(0),
             });
@@ -315,14 +315,14 @@ impl Group {
 
 impl LimitFile {
     /// Opens the file of this name, where there is one, and says where it holds no limit.
-    fn open(name: Option<&str>, folder: &Path, notes: &mut Vec<SignalError>) -> Self {
+    fn open(name: Option<&str>, folder: &Path, diagnostics: &mut Vec<SignalError>) -> Self {
         let path = name.map(|name| folder.join(name));
         let file = path.as_deref().and_then(|path| KeptFile::open(path).ok());
         let opened = Self { file, last: AtomicU64::new(u64::MAX) };
         let mut is_stale = false;
         opened.read(&mut is_stale);
         if let Some(path) = path.filter(|_| is_stale) {
-            notes.push(SignalError::Malformed { path, expected: "a limit: bytes, or `max`" });
+            diagnostics.push(SignalError::Malformed { path, expected: "a limit: bytes, or `max`" });
         }
         opened
     }

@@ -91,7 +91,7 @@ pub struct Moved {
 /// Why a compaction ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Stopped {
+pub enum StopReason {
     /// The plan was carried out, as far as it still held.
     Finished,
     /// A lease was held, or somebody waited for one: nothing moves then. Also where another
@@ -102,7 +102,7 @@ pub enum Stopped {
     Failed,
 }
 
-impl Stopped {
+impl StopReason {
     /// The name under which events show it.
     #[must_use]
     pub const fn name(self) -> &'static str {
@@ -117,7 +117,7 @@ impl Stopped {
 /// What a compaction did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Compacted {
+pub struct CompactReport {
     /// Blocks moved.
     pub moves: u64,
     /// Their bytes.
@@ -130,8 +130,8 @@ pub struct Compacted {
     pub recovered: ByteSize,
     /// The longest free span of addresses in the region afterwards.
     pub largest_span: ByteSize,
-    /// Why it ended. After [`Stopped::Busy`] there may be more to gain: try again later.
-    pub stopped: Stopped,
+    /// Why it ended. After [`StopReason::Busy`] there may be more to gain: try again later.
+    pub stopped: StopReason,
 }
 
 /// A compaction that failed, and what it had done by then. Every move that was complete stays.
@@ -143,7 +143,7 @@ pub struct CompactError {
     #[source]
     pub error: DeviceError,
     /// What was done before.
-    pub done: Compacted,
+    pub done: CompactReport,
 }
 
 impl From<CompactError> for DeviceError {
@@ -255,14 +255,14 @@ impl DeviceArena {
         &self,
         options: CompactOptions,
         mut moved: impl FnMut(Moved),
-    ) -> Result<Compacted, CompactError> {
-        let mut done = Compacted::default();
+    ) -> Result<CompactReport, CompactError> {
+        let mut done = CompactReport::default();
         let shared = self.shared();
         if let Err(error) = shared.check_here() {
             return Err(CompactError { error, done });
         }
         let Some(_turn) = Turn::take(shared) else {
-            done.stopped = Stopped::Busy;
+            done.stopped = StopReason::Busy;
             return Ok(done);
         };
         // What the fronts hold is free.
@@ -271,7 +271,7 @@ impl DeviceArena {
         if let Err(error) = shared.check_here() {
             return Err(CompactError { error, done });
         }
-        done.stopped = *outcome.as_ref().unwrap_or(&Stopped::Failed);
+        done.stopped = *outcome.as_ref().unwrap_or(&StopReason::Failed);
         let books = lock(&shared.books);
         done.largest_span = ByteSize::new(books.region(options.region).largest_span());
         books.tell(&*shared.clock, |_| Some(Operation::compact(options, &done)));
@@ -301,9 +301,9 @@ impl Shared {
     fn compact(
         &self,
         options: CompactOptions,
-        done: &mut Compacted,
+        done: &mut CompactReport,
         moved: &mut impl FnMut(Moved),
-    ) -> Result<Stopped, DeviceError> {
+    ) -> Result<StopReason, DeviceError> {
         let region = options.region;
         let (parts, mut names, segments) = self.layout_of(options);
         let granule = self.granule.get();
@@ -328,7 +328,7 @@ impl Shared {
                     done.skipped += 1;
                     continue;
                 }
-                Step::Busy => return Ok(Stopped::Busy),
+                Step::Busy => return Ok(StopReason::Busy),
             };
             names.remove(&made.from).and_then(|id| names.insert(made.to, id));
             let size = ByteSize::new(made.size);
@@ -342,7 +342,7 @@ impl Shared {
                 self.check_here()?;
             }
         }
-        Ok(Stopped::Finished)
+        Ok(StopReason::Finished)
     }
 
     /// The parts of a region for the plan, the names of its blocks by offset, and its segments,

@@ -11,7 +11,7 @@ use crate::device::record::hooks::Origin;
 use crate::device::region::Wanted;
 use crate::device::{
     ArenaConfig, BlockPin, Buffer, CompactOptions, DeviceArena, DeviceError, Goal, Moved, Region,
-    Stopped,
+    StopReason,
 };
 use crate::sync::lock;
 
@@ -279,11 +279,11 @@ fn nothing_moves_while_a_lease_is_held() {
     let lease = arena.enter().expect("awake");
     let seen = blocks[1].1.slice(&lease).expect("own lease");
     let done = arena.compact(ALL, |_| panic!("moved")).expect("no error");
-    assert_eq!((done.moves, done.stopped), (0, Stopped::Busy));
+    assert_eq!((done.moves, done.stopped), (0, StopReason::Busy));
     assert_eq!(seen[0], 3);
     drop(lease);
     let done = arena.compact(ALL, |_| {}).expect("no error");
-    assert_eq!(done.stopped, Stopped::Finished);
+    assert_eq!(done.stopped, StopReason::Finished);
     assert!(done.moves > 0);
 }
 
@@ -295,7 +295,7 @@ fn a_callback_that_panics_ends_the_compaction_after_a_whole_move() {
     let failed = arena.compact(ALL, |_| panic!("enough")).expect_err("it panics");
     assert_eq!(failed.error, DeviceError::Callback { message: "enough".to_owned() });
     // The bug: it said that it had finished.
-    assert_eq!((failed.done.moves, failed.done.stopped), (1, Stopped::Failed));
+    assert_eq!((failed.done.moves, failed.done.stopped), (1, StopReason::Failed));
     assert_all_marked(&arena, &blocks);
     arena.validate();
     let done = arena.compact(ALL, |_| {}).expect("no error");
@@ -413,7 +413,7 @@ fn what_the_limit_does_not_allow_is_left_out() {
     arena.purge().expect("purge");
     arena.set_limit(arena.snapshot().committed);
     let done = arena.compact(ALL, |_| panic!("moved")).expect("no error");
-    assert_eq!((done.moves, done.skipped, done.stopped), (0, 1, Stopped::Finished));
+    assert_eq!((done.moves, done.skipped, done.stopped), (0, 1, StopReason::Finished));
     assert_eq!(arena.snapshot().alloc_failures_total.total(), 0);
     arena.set_limit(ByteSize::mib(16));
     assert_eq!(arena.compact(ALL, |_| {}).map(|done| done.moves), Ok(1));

@@ -13,7 +13,7 @@ use super::tests::{
 use crate::bytes::ByteSize;
 use crate::clock::{Clock, SystemClock};
 use crate::device::picture::Act;
-use crate::device::{ArenaConfig, Buffer, CompactOptions, Goal, Region, Stopped};
+use crate::device::{ArenaConfig, Buffer, CompactOptions, Goal, Region, StopReason};
 use crate::sync::lock;
 
 /// Waits for what another thread does soon.
@@ -48,7 +48,7 @@ fn who_wants_a_lease_waits_for_one_move_and_no_other_follows() {
         driver.let_go();
         let lease = entering.join().expect("no panic").expect("awake");
         let done = compacting.join().expect("no panic").expect("no error");
-        assert_eq!((done.moves, done.stopped), (1, Stopped::Busy));
+        assert_eq!((done.moves, done.stopped), (1, StopReason::Busy));
         drop(lease);
         assert!(arena.compact(ALL, |_| {}).expect("no error").moves > 0, "there was more to do");
         assert_all_marked(&arena, &blocks);
@@ -71,7 +71,7 @@ fn a_lease_that_is_had_while_the_new_place_gets_its_memory_stops_the_move() {
     arena.validate();
     driver.let_go();
     let done = compacting.join().expect("no panic").expect("no error");
-    assert_eq!((done.moves, done.stopped), (0, Stopped::Busy));
+    assert_eq!((done.moves, done.stopped), (0, StopReason::Busy));
     drop(lease);
     assert_marked(&arena, &moving, 1);
     arena.validate();
@@ -89,7 +89,7 @@ fn a_block_that_a_resize_copies_does_not_move_meanwhile() {
     let resizing = thread::spawn(move || moving.resize(3 << 17).map(|()| moving));
     driver.wait_until_held(1);
     let done = arena.compact(ALL, |_| panic!("moved")).expect("no error");
-    assert_eq!((done.moves, done.stopped), (0, Stopped::Busy));
+    assert_eq!((done.moves, done.stopped), (0, StopReason::Busy));
     driver.let_go();
     let resized = resizing.join().expect("no panic").expect("room");
     let lease = arena.enter().expect("awake");
@@ -104,7 +104,7 @@ fn a_block_that_a_resize_copies_does_not_move_meanwhile() {
 fn beside_a_move_others_allocate_and_free_the_moving_block_among_them() {
     for front in [ByteSize::ZERO, ByteSize::mib(8)] {
         let (arena, driver) = fixed(ByteSize::mib(64));
-        arena.set_front(front);
+        arena.set_thread_cache(front);
         let mut blocks = alternating(&arena, 8, ByteSize::mib(8));
         driver.hold();
         let compacting = {
@@ -168,7 +168,7 @@ fn a_callback_may_allocate_free_and_enter_and_no_other_compaction_begins() {
         drop(lease);
         drop(arena.alloc::<u64>(1 << 10, Region::Dynamic).expect("room"));
         let inner = arena.compact(ALL, |_| panic!("moved")).expect("no error");
-        assert_eq!((inner.moves, inner.stopped), (0, Stopped::Busy));
+        assert_eq!((inner.moves, inner.stopped), (0, StopReason::Busy));
     });
     assert_eq!(done.expect("no error").largest_span, ByteSize::mib(32));
     assert_all_marked(&arena, &blocks);

@@ -76,7 +76,7 @@ impl Capabilities {
 
 /// The driver in use, out of the ladder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Rung {
+pub enum Backend {
     /// CUDA's virtual memory calls: reserve, create, map.
     CudaVirtualMemory,
     /// A CUDA stream-ordered pool of our own.
@@ -87,7 +87,7 @@ pub enum Rung {
     Host,
 }
 
-impl Rung {
+impl Backend {
     /// The name under which metrics and endpoints show it.
     #[must_use]
     pub const fn name(self) -> &'static str {
@@ -100,7 +100,7 @@ impl Rung {
     }
 }
 
-impl fmt::Display for Rung {
+impl fmt::Display for Backend {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(self.name())
     }
@@ -112,8 +112,10 @@ mod tests {
 
     #[test]
     fn rungs_have_names_that_fit_a_metric_label() {
-        for rung in [Rung::CudaVirtualMemory, Rung::CudaPool, Rung::CudaPlain, Rung::Host] {
-            let name = rung.to_string();
+        for backend in
+            [Backend::CudaVirtualMemory, Backend::CudaPool, Backend::CudaPlain, Backend::Host]
+        {
+            let name = backend.to_string();
             assert!(name.chars().all(|c| c.is_ascii_lowercase() || c == '_'), "{name}");
         }
     }

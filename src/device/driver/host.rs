@@ -22,8 +22,8 @@ use std::ptr::{self, NonNull};
 
 use super::sealed::{self, Key};
 use super::{
-    Capabilities, DeviceAddress, DeviceMemory, Driver, DriverError, HOST_GRANULARITY, HostMemory,
-    Rung, StreamHandle,
+    Backend, Capabilities, DeviceAddress, DeviceMemory, Driver, DriverError, HOST_GRANULARITY,
+    HostMemory, StreamHandle,
 };
 use crate::bytes::ByteSize;
 
@@ -47,8 +47,8 @@ impl HostDriver {
 impl sealed::Sealed for HostDriver {}
 
 impl Driver for HostDriver {
-    fn rung(&self) -> Rung {
-        Rung::Host
+    fn backend(&self) -> Backend {
+        Backend::Host
     }
 
     fn capabilities(&self) -> Capabilities {

@@ -24,7 +24,7 @@ use std::fmt;
 use std::ptr::NonNull;
 
 pub use address::DeviceAddress;
-pub use capabilities::{Capabilities, HostMemory, Rung};
+pub use capabilities::{Backend, Capabilities, HostMemory};
 pub use error::DriverError;
 pub use handle::{DeviceMemory, EventHandle, HostStore, Owner, StoreSpan, StreamHandle};
 pub use uuid::{DeviceUuid, UuidError};
@@ -88,7 +88,7 @@ use sealed::Key;
 /// that was started long before; see [`DriverError::is_context_lost`].
 pub trait Driver: sealed::Sealed + fmt::Debug + Send + Sync {
     /// Which driver this is.
-    fn rung(&self) -> Rung;
+    fn backend(&self) -> Backend;
 
     /// What it can do; the same for as long as it lives.
     fn capabilities(&self) -> Capabilities;
@@ -220,13 +220,13 @@ pub trait Driver: sealed::Sealed + fmt::Debug + Send + Sync {
     /// `None` where that is not known, or there is no device. An upper bound of what the context
     /// takes for as long as it lives: what neighbours held at that moment, and what others in this
     /// process had allocated, is in it. No call of the driver.
-    fn context_floor(&self) -> Option<ByteSize> {
+    fn context_overhead(&self) -> Option<ByteSize> {
         None
     }
 
     /// How many calls failed that were to undo what an earlier call had done: each may have cost
     /// memory or addresses until the process ends. No call of the driver.
-    fn stuck_total(&self) -> u64 {
+    fn rollback_failures_total(&self) -> u64 {
         0
     }
 

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use super::host::HostDriver;
 use super::sealed::{self, Key};
-use super::{Capabilities, DeviceAddress, DeviceMemory, Driver, DriverError, HostMemory, Rung};
+use super::{Backend, Capabilities, DeviceAddress, DeviceMemory, Driver, DriverError, HostMemory};
 use crate::bytes::ByteSize;
 use crate::clock::{Clock as _, SystemClock};
 use crate::sync::{Condvar, Mutex, lock, wait};
@@ -213,8 +213,8 @@ fn granules(at: DeviceAddress, size: ByteSize) -> impl Iterator<Item = u64> + Cl
 impl sealed::Sealed for TrialDriver {}
 
 impl Driver for TrialDriver {
-    fn rung(&self) -> Rung {
-        Rung::Host
+    fn backend(&self) -> Backend {
+        Backend::Host
     }
 
     fn capabilities(&self) -> Capabilities {

@@ -60,7 +60,7 @@ fn all_who_wait_for_a_granule_on_its_way_out_get_it() {
 fn idle_memory_of_one_region_serves_two_threads_in_the_other_and_refuses_neither() {
     loom::model(|| {
         let (arena, driver) = open_on(2, Model { remap: true, ..Model::default() });
-        arena.set_front(ByteSize::ZERO);
+        arena.set_thread_cache(ByteSize::ZERO);
         drop(arena.alloc::<u8>(1024, Region::Stable).expect("room"));
         let hold = |arena: &DeviceArena| arena.alloc::<u8>(512, Region::Dynamic).expect("room");
         let other = arena.clone();

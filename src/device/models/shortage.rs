@@ -8,7 +8,7 @@ use super::*;
 fn threads_that_are_short_at_once_ask_one_after_the_other_and_both_come_to_an_end() {
     loom::model(|| {
         let (arena, driver) = open(1);
-        arena.set_front(ByteSize::ZERO);
+        arena.set_thread_cache(ByteSize::ZERO);
         let held = Mutex::new(Some(arena.alloc::<u8>(512, Region::Dynamic).expect("room")));
         let guard = arena.on_shortage(move |_| lock(&held).take().is_some());
         let act = |arena: &DeviceArena| {

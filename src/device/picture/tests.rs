@@ -148,7 +148,7 @@ fn events_lead_from_nothing_to_what_the_map_shows() {
 #[test]
 fn events_tell_of_blocks_resized_and_of_every_block_though_fronts_are_asked_for() {
     let (arena, _) = arena(1000, ByteSize::MAX);
-    arena.set_front(ByteSize::mib(64));
+    arena.set_thread_cache(ByteSize::mib(64));
     (0..50).for_each(|_| drop(bytes(&arena, 1000)));
     let mut buffer = bytes(&arena, 1000);
     buffer.resize(100_000).expect("moved");

@@ -31,7 +31,7 @@ pub struct PinnedView<'a, T: Pod> {
     buffer: &'a mut PinnedBuffer<T>,
     lane: Lane,
     /// Whether cudarc was given the slice.
-    lent: AtomicBool,
+    exported: AtomicBool,
 }
 
 impl<T: Pod> PinnedBuffer<T> {
@@ -63,7 +63,7 @@ impl<T: Pod> PinnedBuffer<T> {
             return Err(DeviceError::NoStream { arena: lane.arena().name().to_owned() });
         }
         self.device_use = DeviceUse::Unproven;
-        Ok(PinnedView { buffer: self, lane: lane.clone(), lent: AtomicBool::new(false) })
+        Ok(PinnedView { buffer: self, lane: lane.clone(), exported: AtomicBool::new(false) })
     }
 }
 
@@ -73,14 +73,14 @@ impl<T: Pod> PinnedView<'_, T> {
     ///
     /// # Panics
     /// If the stream is not that of the lane, whose end is what the view waits for.
-    fn lend(&self, stream: &CudaStream) -> usize {
+    fn export(&self, stream: &CudaStream) -> usize {
         let is_ours = stream.cu_stream().addr() as u64 == self.lane.stream().get();
         assert!(is_ours, "a copy on another stream than that of the view's lane");
         let driver = &self.lane.arena().shared().driver;
         if !matches!(driver.is_capturing(self.lane.stream(), Key::new()), Ok(false)) {
             return 0;
         }
-        self.lent.store(true, Ordering::Relaxed);
+        self.exported.store(true, Ordering::Relaxed);
         self.buffer.len
     }
 }
@@ -94,7 +94,7 @@ impl<T: Pod> HostSlice<T> for PinnedView<'_, T> {
         &'a self,
         stream: &'a CudaStream,
     ) -> (&'a [T], SyncOnDrop<'a>) {
-        let len = self.lend(stream);
+        let len = self.export(stream);
         (&self.buffer.elements()[..len], SyncOnDrop::Sync(Some(stream)))
     }
 
@@ -102,7 +102,7 @@ impl<T: Pod> HostSlice<T> for PinnedView<'_, T> {
         &'a mut self,
         stream: &'a CudaStream,
     ) -> (&'a mut [T], SyncOnDrop<'a>) {
-        let len = self.lend(stream);
+        let len = self.export(stream);
         (&mut self.buffer.elements_mut()[..len], SyncOnDrop::Sync(Some(stream)))
     }
 }
@@ -114,7 +114,7 @@ impl<T: Pod> Drop for PinnedView<'_, T> {
         if self.buffer.pool.check_here().is_err() {
             return;
         }
-        if self.lent.load(Ordering::Relaxed) {
+        if self.exported.load(Ordering::Relaxed) {
             let (shared, stream) = (self.lane.arena().shared(), self.lane.stream());
             let driver = &shared.driver;
             // A stream that captures cannot be waited for, and an attempt would spoil the capture.

@@ -17,7 +17,7 @@ use super::snapshot::{Label, PinnedGlance, PinnedSnapshot};
 use super::{PinnedBuffer, Range};
 use crate::bytes::ByteSize;
 use crate::device::driver::sealed::Key;
-use crate::device::driver::{Driver, HOST_ALIGNMENT, Rung};
+use crate::device::driver::{Backend, Driver, HOST_ALIGNMENT};
 use crate::device::error::DeviceError;
 use crate::device::index::{End, Request};
 use crate::fork::Birth;
@@ -71,22 +71,22 @@ impl PinnedPool {
     /// for, nothing else will do, and the driver has none.
     pub fn open(driver: Arc<dyn Driver>, config: PinnedConfig) -> Result<Self, DeviceError> {
         config.check()?;
-        let rung = driver.rung();
+        let backend = driver.backend();
         if config.kind == PinnedKind::PageLocked && !driver.capabilities().page_locked {
-            return Err(DeviceError::Unsupported { what: "page-locked memory", rung });
+            return Err(DeviceError::Unsupported { what: "page-locked memory", backend });
         }
         let first = config.kind.first();
         let books = Books::new(config.limit.get(), config.segment_size(), first);
         let label = Label {
             name: config.name,
-            rung,
+            backend,
             kind: config.kind,
             high_watermark: config.high_watermark,
             low_watermark: config.low_watermark,
         };
         let PinnedConfig { limit, .. } = config;
         let (pool, kind) = (&label.name, label.kind.name());
-        log!(info, pool, %rung, kind, %limit, "a pool was opened");
+        log!(info, pool, %backend, kind, %limit, "a pool was opened");
         Ok(Self(Arc::new(Shared {
             driver,
             books: Mutex::new(books),
@@ -185,8 +185,8 @@ impl PinnedPool {
 
     /// The driver in use.
     #[must_use]
-    pub fn rung(&self) -> Rung {
-        self.0.label.rung
+    pub fn backend(&self) -> Backend {
+        self.0.label.backend
     }
 
     /// Frees everything and ends the pool: its other handles can allocate no more. Waits for copies

@@ -11,7 +11,7 @@
 use super::books::{Books, Counted};
 use super::config::PinnedKind;
 use crate::bytes::ByteSize;
-use crate::device::driver::Rung;
+use crate::device::driver::Backend;
 
 /// A pool's figures.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -20,7 +20,7 @@ pub struct PinnedSnapshot {
     /// The pool's name.
     pub name: String,
     /// The driver in use.
-    pub rung: Rung,
+    pub backend: Backend,
     /// What kind of memory it was opened for.
     pub kind: PinnedKind,
     /// What callers asked for.
@@ -136,7 +136,7 @@ impl PinnedFailures {
 #[derive(Clone, Debug)]
 pub(super) struct Label {
     pub(super) name: String,
-    pub(super) rung: Rung,
+    pub(super) backend: Backend,
     pub(super) kind: PinnedKind,
     pub(super) high_watermark: ByteSize,
     pub(super) low_watermark: ByteSize,
@@ -151,7 +151,7 @@ impl PinnedSnapshot {
         let active = committed - idle;
         Self {
             name: label.name.clone(),
-            rung: label.rung,
+            backend: label.backend,
             kind: label.kind,
             requested: ByteSize::new(requested),
             live: ByteSize::new(live),

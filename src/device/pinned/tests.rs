@@ -234,9 +234,9 @@ fn a_driver_without_page_locking_is_refused_at_open_unless_pageable_will_do() {
     let mut driver = TrialDriver::new();
     driver.capabilities.page_locked = false;
     let driver = Arc::new(driver);
-    let rung = driver.rung();
+    let backend = driver.backend();
     let refused = PinnedPool::open(driver.clone(), config(ByteSize::MAX)).expect_err("refused");
-    assert_eq!(refused, DeviceError::Unsupported { what: "page-locked memory", rung });
+    assert_eq!(refused, DeviceError::Unsupported { what: "page-locked memory", backend });
     for kind in [PinnedKind::PageLockedOrPageable, PinnedKind::Pageable] {
         let with = PinnedConfig { kind, ..config(ByteSize::MAX) };
         let pool = PinnedPool::open(driver.clone(), with).expect("opens");

@@ -14,7 +14,7 @@
 use super::chance::Chance;
 use super::order::Traits;
 use super::part::Part;
-use super::search::{Search, Verdict};
+use super::search::{Decision, Search};
 
 /// What the items of a search are ordered by: the largest value first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -141,18 +141,18 @@ impl<'a> Probe<'a> {
         self.nodes += spent;
         *(if self.descends { &mut self.on_way } else { &mut self.at_goal }) += spent;
         match verdict {
-            Verdict::Found => {
+            Decision::Found => {
                 self.offsets = self.search.offsets();
                 self.peak = self.search.part().peak(&self.offsets);
                 self.tried = 0; // and the order that found it comes first again
                 self.shrink = self.shrink.saturating_sub(1).max(1);
                 self.descends &= is_far(self.peak, self.low);
             }
-            Verdict::Failed => {
+            Decision::Failed => {
                 self.low = height + 1;
                 (self.tried, self.rounds_at_goal) = (0, 0);
             }
-            Verdict::Stopped => self.missed(height),
+            Decision::StopReason => self.missed(height),
         }
     }
 

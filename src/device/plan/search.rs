@@ -36,13 +36,13 @@ const NODES_PER_STOP: u64 = 32;
 
 /// What came of a search.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Verdict {
+pub(super) enum Decision {
     /// The offsets are there.
     Found,
     /// There are none in which each pair of items has one order from below: proved.
     Failed,
     /// The nodes or the time ran out.
-    Stopped,
+    StopReason,
 }
 
 /// An item as the search wants it, by its rank in the order.
@@ -140,14 +140,14 @@ impl<'a> Search<'a> {
         height: u64,
         limit: u64,
         stop: &mut dyn FnMut() -> bool,
-    ) -> Verdict {
+    ) -> Decision {
         debug_assert!(height < HEIGHT_MAX, "a height that keys have no room for");
         (self.height, self.nodes, self.runs) = (height, 0, self.runs + 1);
         self.start(order);
         let all = Group { start: 0, end: self.stack.len(), from: 0, to: self.part.sections };
         let least = |body: &Body| body.fixed.unwrap_or(0) + body.size;
         let mut done = if self.bodies.iter().any(|body| least(body) > height) {
-            Some(Verdict::Failed)
+            Some(Decision::Failed)
         } else {
             self.enter(all, 0)
         };
@@ -161,7 +161,7 @@ impl<'a> Search<'a> {
                     self.floors.blame.settle();
                     return verdict;
                 }
-                Some(Verdict::Found) => self.next_group(),
+                Some(Decision::Found) => self.next_group(),
                 Some(_) => {
                     self.take_back();
                     None
@@ -169,7 +169,7 @@ impl<'a> Search<'a> {
             };
         }
         self.floors.blame.settle();
-        Verdict::Stopped
+        Decision::StopReason
     }
 
     fn start(&mut self, order: &[u32]) {
@@ -247,15 +247,15 @@ impl<'a> Search<'a> {
     }
 
     /// Begins with a group; says at once where that is known to fail.
-    fn enter(&mut self, group: Group, least: u64) -> Option<Verdict> {
+    fn enter(&mut self, group: Group, least: u64) -> Option<Decision> {
         if group.start == group.end {
-            return Some(Verdict::Found);
+            return Some(Decision::Found);
         }
         let list = &self.stack[group.start..group.end];
         let hash = list.iter().fold(self.runs, |hash, key| hash.wrapping_add(mixed(*key)));
         let (known, known_least) = self.dead_ends[slot(hash)];
         if known == hash && known_least <= least {
-            return Some(Verdict::Failed);
+            return Some(Decision::Failed);
         }
         self.nodes += 1;
         let mut ceiling = u64::MAX;
@@ -268,7 +268,7 @@ impl<'a> Search<'a> {
                 Some(found) => ceiling = found,
                 None => {
                     self.dead_ends[slot(hash)] = (hash, least);
-                    return Some(Verdict::Failed);
+                    return Some(Decision::Failed);
                 }
             }
         }
@@ -279,7 +279,7 @@ impl<'a> Search<'a> {
     }
 
     /// Places the next item of the last frame; where there is none the group failed.
-    fn advance(&mut self) -> Option<Verdict> {
+    fn advance(&mut self) -> Option<Decision> {
         let Frame { group, least, hash, ceiling, .. } = *self.last();
         while self.last().at < group.end {
             let at = self.last().at;
@@ -301,7 +301,7 @@ impl<'a> Search<'a> {
         }
         self.dead_ends[slot(hash)] = (hash, least);
         self.frames.pop();
-        Some(Verdict::Failed)
+        Some(Decision::Failed)
     }
 
     /// The frame that is searched: callers have pushed one.
@@ -312,7 +312,7 @@ impl<'a> Search<'a> {
 
     /// Enters the next of the groups that are left after the last frame's item; without one its
     /// group is placed.
-    fn enter_group(&mut self) -> Option<Verdict> {
+    fn enter_group(&mut self) -> Option<Decision> {
         let Frame { next, at, mark, groups, .. } = *self.last();
         let own = self.stack[at];
         if next < self.groups.len() {
@@ -324,10 +324,10 @@ impl<'a> Search<'a> {
         self.stack.truncate(mark);
         self.groups.truncate(groups);
         self.frames.pop();
-        Some(Verdict::Found)
+        Some(Decision::Found)
     }
 
-    fn next_group(&mut self) -> Option<Verdict> {
+    fn next_group(&mut self) -> Option<Decision> {
         self.last().next += 1;
         self.enter_group()
     }

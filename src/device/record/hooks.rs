@@ -16,7 +16,7 @@ use super::text::VERSION;
 use crate::bytes::ByteSize;
 use crate::clock::{Clock, Moment};
 use crate::device::books::Books;
-use crate::device::compact::{CompactOptions, Compacted};
+use crate::device::compact::{CompactOptions, CompactReport};
 use crate::device::config::ArenaConfig;
 use crate::device::driver::Driver;
 use crate::device::error::DeviceError;
@@ -25,7 +25,7 @@ use crate::device::ranges::BlockName;
 use crate::device::refusal::Cause;
 use crate::device::region::{Placed, Region, Wanted};
 use crate::device::shared::Shared;
-use crate::device::sleep::{ArenaState, SleepOptions, Slept, Woken};
+use crate::device::sleep::{ArenaState, SleepOptions, SleepReport, WakeReport};
 use crate::sync::MutexGuard;
 
 /// Who asks for a block, as a recording says it.
@@ -176,7 +176,7 @@ impl Books {
         &self,
         clock: &dyn Clock,
         options: SleepOptions,
-        slept: Slept,
+        slept: SleepReport,
     ) {
         self.tell_sleep(clock, options, Fallen::Asleep(slept));
     }
@@ -191,7 +191,7 @@ impl Books {
     ) {
         let why = match error {
             // Replayed with a lease: a recording shows no loan.
-            DeviceError::Leased { .. } | DeviceError::Lent { .. } => Sleepless::Leased,
+            DeviceError::Leased { .. } | DeviceError::Exported { .. } => Sleepless::Leased,
             DeviceError::SleepCancelled { .. } => Sleepless::Cancelled,
             DeviceError::Capturing { .. } => Sleepless::Capturing,
             DeviceError::HostBudget { .. } | DeviceError::Callback { .. } => Sleepless::Budget,
@@ -207,7 +207,7 @@ impl Books {
     }
 
     /// A wake ended; without figures where it failed.
-    pub(in crate::device) fn tell_wake(&self, clock: &dyn Clock, woken: Option<Woken>) {
+    pub(in crate::device) fn tell_wake(&self, clock: &dyn Clock, woken: Option<WakeReport>) {
         self.tell(clock, |_| Some(Operation::Wake { woken }));
     }
 
@@ -289,7 +289,7 @@ impl Header {
         Self {
             version: VERSION,
             name: config.name.clone(),
-            rung: driver.rung(),
+            backend: driver.backend(),
             asynchronous: capabilities.asynchronous,
             started: clock.now().since_origin(),
             limit: config.limit,
@@ -303,8 +303,8 @@ impl Header {
 
 impl Operation {
     /// A compaction that ended.
-    pub(in crate::device) const fn compact(options: CompactOptions, done: &Compacted) -> Self {
-        let Compacted { stopped, moves, moved, skipped, .. } = *done;
+    pub(in crate::device) const fn compact(options: CompactOptions, done: &CompactReport) -> Self {
+        let CompactReport { stopped, moves, moved, skipped, .. } = *done;
         Self::Compact { options, stopped, moves, moved, skipped }
     }
 }

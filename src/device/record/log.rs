@@ -23,7 +23,7 @@ use super::text::LINE_MAX;
 ///
 /// let text = "\
 /// lowtide-recording version=1
-/// 0 open rung=host asynchronous=no clock=0 limit=none reserve=4194304 decay=never growth=same \
+/// 0 open backend=host asynchronous=no clock=0 limit=none reserve=4194304 decay=never growth=same \
 /// name=a
 /// 7 alloc id=1 kind=buffer region=dynamic bytes=300 align=4 lane=none
 /// 9 free id=1 after=all

@@ -10,11 +10,11 @@ use std::time::Duration;
 use super::hash::OperationHash;
 use crate::bytes::ByteSize;
 use crate::decay::DecayTime;
-use crate::device::compact::{CompactOptions, Stopped};
+use crate::device::compact::{CompactOptions, StopReason};
 use crate::device::config::{ArenaConfig, Growth};
-use crate::device::driver::Rung;
+use crate::device::driver::Backend;
 use crate::device::region::Region;
-use crate::device::sleep::{ArenaState, Contents, Slept, Woken};
+use crate::device::sleep::{ArenaState, Contents, SleepReport, WakeReport};
 
 /// How the arena of a recording was opened.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -25,7 +25,7 @@ pub struct Header {
     /// Its name; the first 256 bytes of it.
     pub name: String,
     /// Its driver.
-    pub rung: Rung,
+    pub backend: Backend,
     /// Whether work went on after a call that started it.
     pub asynchronous: bool,
     /// What its clock showed.
@@ -190,7 +190,7 @@ pub enum Operation {
         /// How.
         options: CompactOptions,
         /// Why it ended.
-        stopped: Stopped,
+        stopped: StopReason,
         /// Blocks moved.
         moves: u64,
         /// Their bytes.
@@ -230,7 +230,7 @@ pub enum Operation {
     /// found it awake.
     Wake {
         /// What that did; `None` where it failed, and the arena sleeps on.
-        woken: Option<Woken>,
+        woken: Option<WakeReport>,
     },
 }
 
@@ -340,7 +340,7 @@ pub enum Closed {
 #[non_exhaustive]
 pub enum Fallen {
     /// It is asleep.
-    Asleep(Slept),
+    Asleep(SleepReport),
     /// It is not, or not as it should be.
     Failed {
         /// Why.

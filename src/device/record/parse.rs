@@ -17,11 +17,11 @@ use super::operation::{
 use super::text::{VERSION, contents as contents_name, yes};
 use crate::bytes::ByteSize;
 use crate::decay::DecayTime;
-use crate::device::compact::{CompactOptions, Goal, Stopped};
+use crate::device::compact::{CompactOptions, Goal, StopReason};
 use crate::device::config::Growth;
-use crate::device::driver::Rung;
+use crate::device::driver::Backend;
 use crate::device::region::Region;
-use crate::device::sleep::{ArenaState, Contents, Slept, Woken};
+use crate::device::sleep::{ArenaState, Contents, SleepReport, WakeReport};
 
 /// The most bytes that an arena reserves, and so of any place in it: 2^62.
 pub(super) const BYTES_MAX: u64 = 1 << 62;
@@ -244,10 +244,11 @@ pub(super) fn header(line: u64, text: &str, version: u64) -> Read<Header> {
     if word != "open" {
         return words.unexpected("open", word);
     }
-    let rung = words.value("rung=")?;
-    let rungs = [Rung::Host, Rung::CudaVirtualMemory, Rung::CudaPool, Rung::CudaPlain];
+    let backend = words.value("backend=")?;
+    let backends =
+        [Backend::Host, Backend::CudaVirtualMemory, Backend::CudaPool, Backend::CudaPlain];
     let expected = "host, cuda_virtual_memory, cuda_pool or cuda_plain";
-    let rung = words.one_of(expected, rung, &rungs, Rung::name)?;
+    let backend = words.one_of(expected, backend, &backends, Backend::name)?;
     let asynchronous = words.yes("asynchronous=")?;
     let started = words.time("clock=")?;
     let (limit, reserve) = (words.limit("limit=")?, words.number("reserve=", u64::MAX)?);
@@ -257,7 +258,18 @@ pub(super) fn header(line: u64, text: &str, version: u64) -> Read<Header> {
     let layout = if words.has_outcome()? { Some(layout(&mut words)?) } else { None };
     words.end()?;
     let reserve = ByteSize::new(reserve);
-    Ok(Header { version, name, rung, asynchronous, started, limit, reserve, decay, growth, layout })
+    Ok(Header {
+        version,
+        name,
+        backend,
+        asynchronous,
+        started,
+        limit,
+        reserve,
+        decay,
+        growth,
+        layout,
+    })
 }
 
 fn growth(words: &mut Words<'_>) -> Read<Growth> {
@@ -435,8 +447,8 @@ fn compact(words: &mut Words<'_>) -> Read<Operation> {
     let options = CompactOptions { region, goal, budget, moves_raw };
     words.outcome()?;
     let stopped = words.word("finished, busy or failed")?;
-    let all = [Stopped::Finished, Stopped::Busy, Stopped::Failed];
-    let stopped = words.one_of("finished, busy or failed", stopped, &all, Stopped::name)?;
+    let all = [StopReason::Finished, StopReason::Busy, StopReason::Failed];
+    let stopped = words.one_of("finished, busy or failed", stopped, &all, StopReason::name)?;
     let moves = words.number("moves=", u64::MAX)?;
     let moved = ByteSize::new(words.number("moved=", u64::MAX)?);
     let skipped = words.number("skipped=", u64::MAX)?;
@@ -473,7 +485,7 @@ fn sleep(words: &mut Words<'_>) -> Read<Operation> {
     let outcome = match words.word("slept or failed")? {
         "slept" => {
             let [released, offloaded] = [words.bytes("released=")?, words.bytes("offloaded=")?];
-            Fallen::Asleep(Slept { released, offloaded, stayed: words.bytes("stayed=")? })
+            Fallen::Asleep(SleepReport { released, offloaded, stayed: words.bytes("stayed=")? })
         }
         "failed" => {
             let (why, all) = (words.value("why=")?, &Sleepless::ALL);
@@ -494,5 +506,5 @@ fn wake(words: &mut Words<'_>) -> Read<Operation> {
         return Ok(Operation::Wake { woken: None });
     }
     let (committed, restored) = (words.bytes("committed=")?, words.bytes("restored=")?);
-    Ok(Operation::Wake { woken: Some(Woken { committed, restored }) })
+    Ok(Operation::Wake { woken: Some(WakeReport { committed, restored }) })
 }

@@ -23,7 +23,7 @@ use crate::bytes::ByteSize;
 use crate::clock::{ManualClock, Moment};
 use crate::device::arena::DeviceArena;
 use crate::device::buffer::Buffer;
-use crate::device::compact::{BlockPin, CompactOptions, Stopped};
+use crate::device::compact::{BlockPin, CompactOptions, StopReason};
 use crate::device::config::ArenaConfig;
 use crate::device::driver::{DeviceAddress, Driver};
 use crate::device::error::DeviceError;
@@ -74,7 +74,7 @@ impl Replayed {
 ///
 /// let text = "\
 /// lowtide-recording version=1
-/// 0 open rung=host asynchronous=no clock=0 limit=none reserve=4194304 decay=never growth=same \
+/// 0 open backend=host asynchronous=no clock=0 limit=none reserve=4194304 decay=never growth=same \
 /// name=a
 /// 7 alloc id=1 kind=buffer region=dynamic bytes=2097152 align=4 lane=none
 /// 9 free id=1 after=all
@@ -167,7 +167,7 @@ impl Log {
         let clock = ManualClock::new();
         clock.advance(self.header.started);
         // Nobody lets time go by while a wake waits for memory.
-        config.sleep.patience = Duration::ZERO;
+        config.sleep.wake_timeout = Duration::ZERO;
         let arena = DeviceArena::open(driver, Arc::new(clock.clone()), config)?;
         let budget = Arc::new(Budget::default());
         arena.set_host_budget(Arc::clone(&budget) as Arc<dyn HostBudget>);
@@ -297,7 +297,7 @@ impl Replay<'_> {
             Operation::Trim { keep, .. } => drop(arena.trim(*keep)),
             Operation::Shrink { .. } => drop(arena.shrink()),
             Operation::Compact { options, stopped, moves, .. } => {
-                self.compact(*options, *stopped == Stopped::Busy && *moves == 0);
+                self.compact(*options, *stopped == StopReason::Busy && *moves == 0);
             }
             Operation::Reset { .. } => {
                 drop(arena.reset());

@@ -18,7 +18,7 @@ use super::parse::BYTES_MAX;
 use super::text::VERSION;
 use crate::bytes::ByteSize;
 use crate::device::config::ArenaConfig;
-use crate::device::driver::Rung;
+use crate::device::driver::Backend;
 use crate::device::region::Region;
 
 /// The first line.
@@ -65,12 +65,12 @@ impl Log {
             import.line(line, text).map_err(|fault| fault.at(line))?;
         }
         let ArenaConfig { name, limit, reserve, decay, growth, .. } = ArenaConfig::new("rmm");
-        let (rung, asynchronous, started) = (Rung::CudaPlain, true, Duration::ZERO);
+        let (backend, asynchronous, started) = (Backend::CudaPlain, true, Duration::ZERO);
         let (version, layout) = (VERSION, None);
         let header = Header {
             version,
             name,
-            rung,
+            backend,
             asynchronous,
             started,
             limit,

@@ -17,7 +17,7 @@ use crate::decay::DecayTime;
 use crate::device::compact::{CompactOptions, Goal};
 use crate::device::config::Growth;
 use crate::device::region::Region;
-use crate::device::sleep::{Contents, Slept, Woken};
+use crate::device::sleep::{Contents, SleepReport, WakeReport};
 
 /// The version that is written, and the last that is read.
 pub(super) const VERSION: u64 = 2;
@@ -225,7 +225,7 @@ impl Display for GivenUp {
 impl Display for Fallen {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Asleep(Slept { released, offloaded, stayed }) => {
+            Self::Asleep(SleepReport { released, offloaded, stayed }) => {
                 let [released, offloaded, stayed] = [released, offloaded, stayed].map(|b| b.get());
                 write!(f, " slept released={released} offloaded={offloaded} stayed={stayed}")
             }
@@ -253,8 +253,8 @@ impl Display for Header {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{FIRST}{}", self.version)?;
         let asynchronous = yes(self.asynchronous);
-        let (rung, started) = (self.rung.name(), nanos(self.started));
-        write!(f, "0 open rung={rung} asynchronous={asynchronous} clock={started}")?;
+        let (backend, started) = (self.backend.name(), nanos(self.started));
+        write!(f, "0 open backend={backend} asynchronous={asynchronous} clock={started}")?;
         write!(f, " limit={} reserve={}", limit(self.limit), self.reserve.get())?;
         write!(f, " decay={} growth={}", decay(self.decay), growth(self.growth))?;
         write!(f, " name={}", escaped(&self.name))?;
@@ -351,7 +351,7 @@ impl Operation {
             Self::Reset { blocks, bytes } => write!(f, " blocks={blocks} bytes={}", bytes.get()),
             Self::Close { outcome } => write!(f, " {}", outcome.name()),
             Self::Sleep { outcome, .. } => write!(f, "{outcome}"),
-            Self::Wake { woken: Some(Woken { committed, restored }) } => {
+            Self::Wake { woken: Some(WakeReport { committed, restored }) } => {
                 let (committed, restored) = (committed.get(), restored.get());
                 write!(f, " done committed={committed} restored={restored}")
             }

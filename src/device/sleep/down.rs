@@ -12,7 +12,7 @@
 use super::contents::{self, Contents, Part};
 use super::phase::Phase;
 use super::stores::Saved;
-use super::{ArenaState, SleepOptions, Slept};
+use super::{ArenaState, SleepOptions, SleepReport};
 use crate::bytes::ByteSize;
 use crate::clock::{Bell, Moment};
 use crate::device::books::Books;
@@ -39,7 +39,7 @@ struct Failed {
 
 impl Shared {
     /// Falls asleep, from awake.
-    pub(super) fn sleep(&self, options: SleepOptions) -> Result<Slept, DeviceError> {
+    pub(super) fn sleep(&self, options: SleepOptions) -> Result<SleepReport, DeviceError> {
         // Before it is seen to drain: whoever lets time go by then, lets the deadline come.
         let deadline = self.clock.now() + options.drain;
         let drain = self.begin_drain(options)?;
@@ -55,7 +55,7 @@ impl Shared {
             return Ok(());
         }
         let what = "memory back at the same addresses";
-        Err(DeviceError::Unsupported { what, rung: self.driver.rung() })
+        Err(DeviceError::Unsupported { what, backend: self.driver.backend() })
     }
 
     /// Begins to wait for leases; returns the drain's number.
@@ -83,10 +83,13 @@ impl Shared {
                 let error = DeviceError::SleepCancelled { arena: self.name.clone() };
                 return Err(self.told(&books, options, error));
             }
-            if books.owed.lent.count > 0 {
+            if books.outstanding.exported.count > 0 {
                 (books.sleep.phase, books.sleep.bell) = (Phase::Awake, None);
-                let (count, bytes) = (books.owed.lent.count, ByteSize::new(books.owed.lent.bytes));
-                let error = DeviceError::Lent { arena: self.name.clone(), count, bytes };
+                let (count, bytes) = (
+                    books.outstanding.exported.count,
+                    ByteSize::new(books.outstanding.exported.bytes),
+                );
+                let error = DeviceError::Exported { arena: self.name.clone(), count, bytes };
                 return Err(self.told(&books, options, error));
             }
             let now = self.clock.now();
@@ -120,7 +123,7 @@ impl Shared {
     }
 
     /// From the last lease to asleep, or back.
-    fn fall(&self, options: SleepOptions) -> Result<Slept, DeviceError> {
+    fn fall(&self, options: SleepOptions) -> Result<SleepReport, DeviceError> {
         let parts = match self.begin_fall(options) {
             Ok(parts) => parts,
             Err(error) => return Err(self.stay_up(options, &[], None, error)),
@@ -253,8 +256,8 @@ impl Shared {
         left: &[bool],
         saved: Option<Saved>,
         error: Option<&DeviceError>,
-    ) -> Slept {
-        let mut slept = Slept::default();
+    ) -> SleepReport {
+        let mut slept = SleepReport::default();
         for part in parts.iter().filter(|part| part.contents == Contents::Keep) {
             slept.offloaded = slept.offloaded.saturating_add(part.size);
         }

@@ -7,7 +7,7 @@
 use std::time::Duration;
 
 use super::phase::Phase;
-use super::{SleepOptions, Slept};
+use super::{SleepOptions, SleepReport};
 use crate::clock::Moment;
 use crate::device::arena::DeviceArena;
 use crate::device::books::Books;
@@ -19,7 +19,7 @@ const AGAIN: Duration = Duration::from_secs(10);
 
 impl DeviceArena {
     /// Falls asleep if nobody has held a lease for [`SleepConfig::idle_after`] at `now`, and it has
-    /// been awake for [`SleepConfig::residency`]; `None` where that is not so. Waits for no lease;
+    /// been awake for [`SleepConfig::min_awake`]; `None` where that is not so. Waits for no lease;
     /// else as [`DeviceArena::sleep`].
     ///
     /// On the worker of a `Memory` it does not wait for the whole device: an arena whose leases
@@ -37,8 +37,8 @@ impl DeviceArena {
     ///
     /// [`DriverError::Background`]: crate::device::driver::DriverError::Background
     /// [`SleepConfig::idle_after`]: super::SleepConfig::idle_after
-    /// [`SleepConfig::residency`]: super::SleepConfig::residency
-    pub fn sleep_if_idle(&self, now: Moment) -> Result<Option<Slept>, DeviceError> {
+    /// [`SleepConfig::min_awake`]: super::SleepConfig::residency
+    pub fn sleep_if_idle(&self, now: Moment) -> Result<Option<SleepReport>, DeviceError> {
         self.shared().check_here()?;
         if self.next_sleep() > now {
             return Ok(None);
@@ -60,7 +60,7 @@ impl DeviceArena {
         match error {
             // Somebody was quicker, and so it is not idle.
             DeviceError::Leased { .. }
-            | DeviceError::Lent { .. }
+            | DeviceError::Exported { .. }
             | DeviceError::SleepCancelled { .. }
             | DeviceError::State { .. } => Ok(None),
             error => Err(error),
@@ -76,8 +76,8 @@ impl DeviceArena {
         books.sleep.not_before = books.sleep.not_before.max(again);
         drop(books);
         if is_first {
-            let (arena, rung) = (self.name(), self.rung());
-            log!(info, arena, %rung, "the arena cannot sleep: what is idle is given back");
+            let (arena, backend) = (self.name(), self.backend());
+            log!(info, arena, %backend, "the arena cannot sleep: what is idle is given back");
         }
         self.purge().map(drop)
     }
@@ -98,17 +98,21 @@ impl DeviceArena {
 
 impl Shared {
     fn sleep_due(&self, books: &Books, idle_after: Duration) -> Moment {
-        let residency = self.sleep.residency;
+        let min_awake = self.sleep.min_awake;
         let sleep = &books.sleep;
         let is_idle = sleep.phase == Phase::Awake && books.leases == 0;
-        if !is_idle || books.backed() == 0 || !books.raw.is_empty() || books.owed.lent.count > 0 {
+        if !is_idle
+            || books.backed() == 0
+            || !books.raw.is_empty()
+            || books.outstanding.exported.count > 0
+        {
             return Moment::NEVER;
         }
         // Nothing to give back.
         if !self.capabilities.same_address_wake && books.idle() == 0 {
             return Moment::NEVER;
         }
-        let due = (sleep.left_at + idle_after).max(sleep.awake_since + residency);
+        let due = (sleep.left_at + idle_after).max(sleep.awake_since + min_awake);
         due.max(sleep.not_before)
     }
 }

@@ -33,7 +33,7 @@ use crate::bytes::ByteSize;
 use crate::sync::lock;
 
 pub use contents::Contents;
-pub use waiting::Entering;
+pub use waiting::EnterFuture;
 
 /// Whether an arena's memory can be used.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -94,13 +94,13 @@ pub struct SleepConfig {
     /// by address never does: nobody says when those are used.
     pub idle_after: Option<Duration>,
     /// How long it stays awake at least, once it was opened or woken.
-    pub residency: Duration,
+    pub min_awake: Duration,
     /// How it falls asleep then; nobody is waited for.
     pub options: SleepOptions,
     /// For how long a wake that finds too little memory tries again, eight times, before it fails;
     /// zero to fail at once. By the arena's clock: over one that stands still, as a manual clock
     /// that nobody advances, such a wake waits for ever.
-    pub patience: Duration,
+    pub wake_timeout: Duration,
     /// Whether the host memory for contents stays, and stays booked, from one sleep to the next:
     /// page-locked memory takes longer to be had than to be filled. Else it is given back after
     /// each wake. See [`DeviceArena::set_keep_stores`].
@@ -113,9 +113,9 @@ impl Default for SleepConfig {
     fn default() -> Self {
         Self {
             idle_after: None,
-            residency: Duration::ZERO,
+            min_awake: Duration::ZERO,
             options: SleepOptions::default(),
-            patience: Duration::from_secs(2),
+            wake_timeout: Duration::from_secs(2),
             keep_stores: false,
         }
     }
@@ -124,7 +124,7 @@ impl Default for SleepConfig {
 /// What falling asleep did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Slept {
+pub struct SleepReport {
     /// Bytes given back to the driver.
     pub released: ByteSize,
     /// Bytes copied into host memory: whole granules.
@@ -136,7 +136,7 @@ pub struct Slept {
 /// What waking did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Woken {
+pub struct WakeReport {
     /// Bytes committed.
     pub committed: ByteSize,
     /// Bytes copied back.
@@ -202,7 +202,7 @@ impl DeviceArena {
     ///
     /// # Errors
     /// The arena is awake after [`DeviceError::Leased`] (the deadline has passed),
-    /// [`DeviceError::Lent`] (at once), [`DeviceError::SleepCancelled`],
+    /// [`DeviceError::Exported`] (at once), [`DeviceError::SleepCancelled`],
     /// [`DeviceError::HostBudget`], [`DeviceError::Capturing`] (to wait would spoil the capture of
     /// a graph), and as it was after [`DeviceError::State`] (it is not awake),
     /// [`DeviceError::Unsupported`] (the driver cannot wake at the same addresses, and something
@@ -210,7 +210,7 @@ impl DeviceArena {
     /// [`DeviceError::Closed`], [`DeviceError::Forked`]. After [`DeviceError::Driver`] it is awake,
     /// or where its memory was gone and cannot be had back asleep: [`DeviceArena::state`] says
     /// which; no contents are lost but those to be discarded.
-    pub fn sleep(&self, options: SleepOptions) -> Result<Slept, DeviceError> {
+    pub fn sleep(&self, options: SleepOptions) -> Result<SleepReport, DeviceError> {
         let outcome = self.try_sleep(options);
         if let Err(error) = &outcome {
             log!(info, arena = self.name(), %error, "the arena did not sleep");
@@ -219,7 +219,7 @@ impl DeviceArena {
     }
 
     /// As [`DeviceArena::sleep`], without a word where it fails.
-    fn try_sleep(&self, options: SleepOptions) -> Result<Slept, DeviceError> {
+    fn try_sleep(&self, options: SleepOptions) -> Result<SleepReport, DeviceError> {
         let shared = self.shared();
         shared.check_open()?;
         shared.empty_fronts();
@@ -227,7 +227,7 @@ impl DeviceArena {
         let outcome = shared.sleep(options);
         shared.pass_on();
         shared.debug_validate();
-        if let Ok(Slept { released, offloaded, stayed }) = &outcome {
+        if let Ok(SleepReport { released, offloaded, stayed }) = &outcome {
             let arena = self.name();
             log!(info, arena, %released, %offloaded, %stayed, "the arena fell asleep");
         }
@@ -239,16 +239,16 @@ impl DeviceArena {
     ///
     /// Where there is too little memory, does without what is freed meanwhile, gives its own idle
     /// memory back, asks the callbacks ([`DeviceArena::on_shortage`]), and tries again for as long
-    /// as [`SleepConfig::patience`] says. The figures of [`DeviceError::OutOfMemory`] are about the
-    /// wake then, whoever asked for it: `requested` is the part of the arena that found no room,
-    /// at most 1 GiB, `committed` what it holds without it.
+    /// as [`SleepConfig::wake_timeout`] says. The figures of [`DeviceError::OutOfMemory`] are about
+    /// the wake then, whoever asked for it: `requested` is the part of the arena that found no
+    /// room, at most 1 GiB, `committed` what it holds without it.
     ///
     /// # Errors
     /// [`DeviceError::State`] where it is awake. It sleeps on after [`DeviceError::OutOfMemory`],
     /// [`DeviceError::Driver`], and [`DeviceError::Capturing`] where a stream captures a graph,
     /// which the wait for its copies would spoil; its contents are safe.
     /// [`DeviceError::Closed`], [`DeviceError::Forked`].
-    pub fn wake(&self) -> Result<Woken, DeviceError> {
+    pub fn wake(&self) -> Result<WakeReport, DeviceError> {
         let shared = self.shared();
         shared.check_open()?;
         let woken = shared.wake()?;
@@ -261,7 +261,7 @@ impl DeviceArena {
     ///
     /// # Errors
     /// As [`DeviceArena::wake`].
-    pub fn wake_at_once(&self) -> Result<Woken, DeviceError> {
+    pub fn wake_at_once(&self) -> Result<WakeReport, DeviceError> {
         let shared = self.shared();
         shared.check_open()?;
         let woken = shared.wake_at_once()?;

@@ -267,7 +267,7 @@ impl Shared {
                     }
                     books.sleep.phase = Phase::Waking;
                     drop(books);
-                    self.rise(self.sleep.patience)?;
+                    self.rise(self.sleep.wake_timeout)?;
                     books = self.books();
                 }
             }

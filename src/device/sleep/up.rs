@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use super::phase::{Phase, Sleep};
 use super::stores::{Place, is_booking};
-use super::{ArenaState, Woken};
+use super::{ArenaState, WakeReport};
 use crate::bytes::ByteSize;
 use crate::clock::{Bell, Clock};
 use crate::device::books::Books;
@@ -63,7 +63,7 @@ impl Returning {
 
 impl Shared {
     /// Wakes the arena, or waits for who does.
-    pub(super) fn wake(&self) -> Result<Woken, DeviceError> {
+    pub(super) fn wake(&self) -> Result<WakeReport, DeviceError> {
         let mut books = self.books();
         let before = books.sleep.attempts;
         // What is on its way down arrives somewhere.
@@ -74,14 +74,14 @@ impl Shared {
             Phase::Asleep => {
                 books.sleep.phase = Phase::Waking;
                 drop(books);
-                self.rise(self.sleep.patience)
+                self.rise(self.sleep.wake_timeout)
             }
             Phase::Waking if is_within() => Err(self.not_awake(&books)),
             Phase::Waking => {
                 while books.sleep.phase == Phase::Waking {
                     books = wait(&self.settled, books);
                 }
-                books.sleep.failed_since(before).map_or_else(|| Ok(Woken::default()), Err)
+                books.sleep.failed_since(before).map_or_else(|| Ok(WakeReport::default()), Err)
             }
             Phase::Awake | Phase::Draining(_) | Phase::Falling => Err(self.not_awake(&books)),
         }
@@ -89,7 +89,7 @@ impl Shared {
 
     /// Wakes the arena where it is asleep, and waits for nobody: neither for who moves it now, nor
     /// for memory.
-    pub(super) fn wake_at_once(&self) -> Result<Woken, DeviceError> {
+    pub(super) fn wake_at_once(&self) -> Result<WakeReport, DeviceError> {
         let mut books = self.books();
         if books.sleep.phase != Phase::Asleep {
             return Err(self.not_awake(&books));
@@ -100,7 +100,7 @@ impl Shared {
     }
 
     /// From waking to awake, or asleep again; for memory that is short it waits so long.
-    pub(super) fn rise(&self, patience: Duration) -> Result<Woken, DeviceError> {
+    pub(super) fn rise(&self, wake_timeout: Duration) -> Result<WakeReport, DeviceError> {
         let mut books = self.books();
         let runs = books.begin_rise();
         let copies = !books.wanted_places().is_empty();
@@ -108,7 +108,7 @@ impl Shared {
         let returning = RefCell::new(Returning { runs, back: 0 });
         let outcome = self
             .check_capture(copies)
-            .and_then(|()| self.have_back(&returning, patience))
+            .and_then(|()| self.have_back(&returning, wake_timeout))
             .and_then(|()| {
                 self.copy_back(Books::wanted_places).map_err(|error| self.told_of_copies(error))
             });
@@ -134,10 +134,10 @@ impl Shared {
     fn have_back(
         &self,
         returning: &RefCell<Returning>,
-        patience: Duration,
+        wake_timeout: Duration,
     ) -> Result<(), DeviceError> {
         let mut retries = RETRIES;
-        let pause = patience / RETRIES;
+        let pause = wake_timeout / RETRIES;
         // Rung by nobody: only time goes by.
         let bell = Bell::new();
         loop {
@@ -204,9 +204,9 @@ impl Shared {
     }
 
     /// Awake: the copies are given up, and their host memory unless it is to stay.
-    fn stand_up(&self, returns: &[Return], restored: ByteSize) -> Woken {
+    fn stand_up(&self, returns: &[Return], restored: ByteSize) -> WakeReport {
         let mut over = None;
-        let woken = Woken { committed: returns.iter().map(|to| to.size).sum(), restored };
+        let woken = WakeReport { committed: returns.iter().map(|to| to.size).sum(), restored };
         self.arrive_at(Phase::Awake, |books| {
             for to in returns {
                 books.end_commit(to.region, to.run, true, &*self.clock);

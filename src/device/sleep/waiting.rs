@@ -23,7 +23,7 @@ use crate::sync::caught;
 /// wake that is under way go on.
 #[derive(Debug)]
 #[must_use = "a future does nothing unless it is awaited"]
-pub struct Entering {
+pub struct EnterFuture {
     arena: Arc<Shared>,
     /// Wakes that had ended when this one began to wait.
     before: Option<u64>,
@@ -39,12 +39,12 @@ impl DeviceArena {
     /// # Errors
     /// The future's: as [`DeviceArena::enter`], and [`DeviceError::Thread`] where none could be
     /// started.
-    pub fn enter_async(&self) -> Entering {
-        Entering { arena: Arc::clone(self.shared()), before: None, waits: None }
+    pub fn enter_async(&self) -> EnterFuture {
+        EnterFuture { arena: Arc::clone(self.shared()), before: None, waits: None }
     }
 }
 
-impl Future for Entering {
+impl Future for EnterFuture {
     type Output = Result<Lease, DeviceError>;
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
@@ -69,7 +69,7 @@ impl Future for Entering {
                 books.sleep.tell(&mut this.waits, &mut waker);
                 drop(books);
                 let arena = Arc::clone(&this.arena);
-                let rise = move || drop(arena.rise(arena.sleep.patience));
+                let rise = move || drop(arena.rise(arena.sleep.wake_timeout));
                 let thread = thread::Builder::new().name("lowtide-wake".to_owned());
                 if let Err(error) = thread.spawn(rise) {
                     return Poll::Ready(Err(this.arena.no_thread(&error)));
@@ -81,7 +81,7 @@ impl Future for Entering {
     }
 }
 
-impl Drop for Entering {
+impl Drop for EnterFuture {
     /// Gives up the wait. In a forked child does nothing.
     fn drop(&mut self) {
         let Some(waits) = self.waits.filter(|_| self.arena.check_here().is_ok()) else { return };

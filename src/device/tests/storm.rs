@@ -206,7 +206,7 @@ impl Worker<'_> {
 
     fn set(&mut self) {
         match self.chance.below(5) {
-            0 => self.arena.set_front(ByteSize::new(1 << (20 + self.chance.below(6)))),
+            0 => self.arena.set_thread_cache(ByteSize::new(1 << (20 + self.chance.below(6)))),
             1 => self.arena.set_decay(match self.chance.below(20) {
                 0 => DecayTime::AtOnce,
                 1 => DecayTime::Never,
@@ -241,7 +241,7 @@ fn compact(arena: &DeviceArena, seen: &Seen, mut chance: Chance, moves_raw: bool
                 0 => drop(arena.alloc::<u8>(3 << 20, region)),
                 1 => {
                     let inner = arena.compact(options, |_| {}).expect("one at a time");
-                    assert_eq!(inner.stopped, Stopped::Busy);
+                    assert_eq!(inner.stopped, StopReason::Busy);
                 }
                 2 => drop(arena.enter()),
                 3 if moves_raw => drop(arena.reset()),

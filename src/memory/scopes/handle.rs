@@ -72,7 +72,7 @@ impl ArenaUse {
     }
 
     fn refused<R>(&self, what: &'static str) -> Result<R, DeviceError> {
-        Err(DeviceError::Unsupported { what, rung: self.place.rung })
+        Err(DeviceError::Unsupported { what, backend: self.place.backend })
     }
 
     /// The slot.

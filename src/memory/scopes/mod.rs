@@ -29,7 +29,7 @@ use crate::config::arena::{ArenaOptions, ArenaResolution, Conflict};
 use crate::device::{ArenaSnapshot, PinnedConfig, PinnedKind, PinnedPool, PinnedSnapshot};
 use crate::sync::{Mutex, lock};
 
-use super::error::Note;
+use super::error::Diagnostic;
 use super::shared::Shared;
 use super::{Memory, MemoryError};
 
@@ -347,7 +347,7 @@ impl Shared {
             let given = if drains { pool.purge() } else { pool.maintain() };
             if let Err(error) = given {
                 let text = format!("{}: {error}", pool.name());
-                self.note(Note::warning("device", text));
+                self.diagnostic(Diagnostic::warning("device", text));
             }
         }
     }
@@ -355,7 +355,7 @@ impl Shared {
     /// What a pool's purge gave back; an error is a note.
     fn purged_pool(&self, pool: &PinnedPool) -> ByteSize {
         pool.purge().unwrap_or_else(|error| {
-            self.note(Note::warning("device", format!("{}: {error}", pool.name())));
+            self.diagnostic(Diagnostic::warning("device", format!("{}: {error}", pool.name())));
             ByteSize::ZERO
         })
     }

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use crate::bytes::ByteSize;
 use crate::config::arena::{ArenaOptions, ArenaResolution, ArenaSource, Layers, Reason};
 use crate::decay::DecayTime;
-use crate::device::driver::Rung;
+use crate::device::driver::Backend;
 use crate::device::{DeviceArena, PinnedPool};
 use crate::fork::Birth;
 use crate::memory::arenas::{ArenaId, Arenas};
@@ -57,7 +57,7 @@ impl Opened {
         let held = match self {
             Self::Device(arena) => {
                 let snapshot = arena.snapshot();
-                snapshot.live.saturating_add(snapshot.pending).saturating_add(snapshot.adopted)
+                snapshot.live.saturating_add(snapshot.pending).saturating_add(snapshot.imported)
             }
             Self::Pinned(pool) => {
                 let snapshot = pool.snapshot();
@@ -90,7 +90,7 @@ pub(super) struct Place {
     birth: Birth,
     /// lowtide's own limit, where it bounds this kind of memory.
     device_limit: ByteSize,
-    pub(super) rung: Rung,
+    pub(super) backend: Backend,
     arenas: Arenas,
     state: Mutex<State>,
 }
@@ -121,9 +121,9 @@ impl Place {
             SlotKind::Device => shared.config.device_limit.value,
             SlotKind::Pinned => ByteSize::MAX,
         };
-        let rung = shared.driver.as_ref().map_or(Rung::Host, |driver| driver.rung());
+        let backend = shared.driver.as_ref().map_or(Backend::Host, |driver| driver.backend());
         let (birth, arenas, state) = (shared.birth, shared.arenas.clone(), Mutex::default());
-        Self { slot, birth, device_limit, rung, arenas, state }
+        Self { slot, birth, device_limit, backend, arenas, state }
     }
 
     pub(super) fn slot(&self) -> &Slot {

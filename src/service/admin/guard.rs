@@ -40,13 +40,11 @@ pub(super) enum Refused {
     CrossSite,
     #[error("the header {HEADER} is missing: expected `{HEADER}: 1`")]
     Header,
-    #[error(
-        "verbs are for this machine: the request comes from elsewhere, or it is not known where"
-    )]
+    #[error("admin requests are local only: the client address is another machine's or unknown")]
     NotLoopback,
-    #[error("verbs are for this machine: the request came through a proxy")]
+    #[error("admin requests are local only: the request came through a proxy")]
     Forwarded,
-    #[error("verbs are for this machine: expected localhost or an address of it as the host")]
+    #[error("admin requests are local only: expected localhost or its address as the host")]
     HostName,
     #[error("unknown host: expected localhost, an IP address or a configured name")]
     UnknownHost,

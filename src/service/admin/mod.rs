@@ -22,7 +22,7 @@ use serde_json::json;
 
 use crate::bytes::ParseByteSizeError;
 use crate::clock::{Clock, Moment};
-use crate::memory::{AskError, Memory, Verb};
+use crate::memory::{AdminCommand, AdminError, Memory};
 use crate::sync::{Mutex, lock};
 
 use super::asked::{Query, QueryError};
@@ -114,9 +114,9 @@ impl Admin {
         memory: Option<&Memory>,
     ) -> Option<Response<String>> {
         let path = request.uri().path();
-        let verb = path.strip_prefix("/memory/")?;
-        let verb = Verb::NAMES.into_iter().find(|name| *name == verb);
-        let (method, allowed) = match verb {
+        let command = path.strip_prefix("/memory/")?;
+        let command = AdminCommand::NAMES.into_iter().find(|name| *name == command);
+        let (method, allowed) = match command {
             Some(_) => (Method::POST, "POST"),
             None if path == PICTURE => (Method::GET, "GET"),
             None => return None,
@@ -127,9 +127,9 @@ impl Admin {
         if let Some(refusal) = self.refused(request, path) {
             return Some(refusal);
         }
-        Some(match (memory, verb) {
+        Some(match (memory, command) {
             (None, _) => ended("no memory is managed here"),
-            (Some(memory), Some(verb)) => self.ask(request, memory, verb),
+            (Some(memory), Some(command)) => self.ask(request, memory, command),
             (Some(memory), None) => picture(request, memory),
         })
     }
@@ -147,7 +147,7 @@ impl Admin {
         self.log(now, path, "rate", peer);
         let mut refusal = problem(
             StatusCode::TOO_MANY_REQUESTS,
-            "too many verbs",
+            "too many admin requests",
             "rate",
             &format!("at most {} at once, then one a second", VERBS.0),
             Duration::ZERO,
@@ -166,26 +166,26 @@ impl Admin {
     ) -> Response<String> {
         let peer = request.extensions().get::<Peer>().map(|peer| peer.0);
         let refused = |reason| self.log(self.clock.now(), request.uri().path(), reason, peer);
-        let verb = match read(request.uri().query(), name) {
-            Ok(verb) => verb,
+        let command = match read(request.uri().query(), name) {
+            Ok(command) => command,
             Err(error) => {
                 refused("query");
                 return wrong_query(&error);
             }
         };
-        let about = verb.about().to_owned();
-        match memory.ask(verb) {
-            Ok(errand) => {
+        let subject = command.subject().to_owned();
+        match memory.run_admin(command) {
+            Ok(admin_task) => {
                 log!(
                     info,
                     target: "lowtide",
-                    verb = name,
-                    about,
-                    errand,
+                    command = name,
+                    subject,
+                    admin_task,
                     ?peer,
-                    "a verb was asked for"
+                    "admin task requested"
                 );
-                let told = json!({ "errand": errand, "verb": name, "about": about });
+                let told = json!({ "admin_task": admin_task, "command": name, "subject": subject });
                 answer(StatusCode::ACCEPTED, JSON, pretty(&told))
             }
             Err(error) => {
@@ -206,7 +206,7 @@ impl Admin {
             }
             std::mem::take(&mut buckets.unlogged)
         };
-        log!(warn, target: "lowtide", path, reason, ?peer, unlogged, "a verb was refused");
+        log!(warn, target: "lowtide", path, reason, ?peer, unlogged, "admin request refused");
     }
 }
 
@@ -217,7 +217,7 @@ impl fmt::Debug for Admin {
 }
 
 /// The verb of this name, with what the query says.
-fn read(query: Option<&str>, name: &str) -> Result<Verb, QueryError> {
+fn read(query: Option<&str>, name: &str) -> Result<AdminCommand, QueryError> {
     let arena = |query: Option<&str>| {
         let query = Query::read(query, &["arena"], "arena")?;
         query.need("arena").map(str::to_owned)
@@ -230,37 +230,40 @@ fn read(query: Option<&str>, name: &str) -> Result<Verb, QueryError> {
                 let expected = error.to_string();
                 QueryError::Value { name: "keep", value: text.to_owned(), expected }
             })?;
-            Verb::Trim { arena: query.need("arena")?.to_owned(), keep }
+            AdminCommand::Trim { arena: query.need("arena")?.to_owned(), keep }
         }
-        "sleep" => Verb::Sleep { arena: arena(query)? },
-        "wake" => Verb::Wake { arena: arena(query)? },
-        "snapshot" => Verb::Snapshot { arena: arena(query)? },
+        "sleep" => AdminCommand::Sleep { arena: arena(query)? },
+        "wake" => AdminCommand::Wake { arena: arena(query)? },
+        "snapshot" => AdminCommand::Snapshot { arena: arena(query)? },
         "unload" => {
             let query = Query::read(query, &["resource"], "resource")?;
-            Verb::Unload { resource: query.need("resource")?.to_owned() }
+            AdminCommand::Unload { resource: query.need("resource")?.to_owned() }
         }
         _ => {
             Query::read(query, &[], "no query")?;
-            Verb::Purge
+            AdminCommand::Purge
         }
     })
 }
 
 fn picture<B>(request: &Request<B>, memory: &Memory) -> Response<String> {
-    let read = Query::read(request.uri().query(), &["errand"], "errand").and_then(|query| {
-        let text = query.need("errand")?;
-        text.parse().map_err(|_| QueryError::Value {
-            name: "errand",
-            value: text.to_owned(),
-            expected: "the number of an errand".to_owned(),
-        })
-    });
+    let read =
+        Query::read(request.uri().query(), &["admin_task"], "admin_task").and_then(|query| {
+            let text = query.need("admin_task")?;
+            text.parse().map_err(|_| QueryError::Value {
+                name: "admin_task",
+                value: text.to_owned(),
+                expected: "the number of an admin task".to_owned(),
+            })
+        });
     let id = match read {
         Ok(id) => id,
         Err(error) => return wrong_query(&error),
     };
-    let Some(svg) = memory.errand_picture(id) else {
-        let detail = format!("no picture of errand {id} is kept: expected the last snapshot's");
+    let Some(svg) = memory.admin_task_picture(id) else {
+        let detail = format!(
+            "no picture of admin task {id} is kept: expected the number of the last snapshot"
+        );
         let title = "there is no such picture";
         return problem(StatusCode::NOT_FOUND, title, "unknown", &detail, Duration::ZERO);
     };
@@ -301,15 +304,16 @@ fn refusal(refused: Refused) -> Response<String> {
 }
 
 /// Why an errand was not taken on, in a word and as an answer.
-fn not_asked(error: &AskError) -> (&'static str, Response<String>) {
+fn not_asked(error: &AdminError) -> (&'static str, Response<String>) {
     let (detail, none) = (error.to_string(), Duration::ZERO);
     match error {
-        AskError::UnknownArena { .. } | AskError::UnknownResource { .. } => {
+        AdminError::UnknownArena { .. } | AdminError::UnknownResource { .. } => {
             let (status, title) = (StatusCode::NOT_FOUND, "there is none of that name");
             ("unknown", problem(status, title, "unknown", &detail, none))
         }
-        AskError::Full { .. } => {
-            let (status, title) = (StatusCode::SERVICE_UNAVAILABLE, "too many errands wait");
+        AdminError::Full { .. } => {
+            let (status, title) =
+                (StatusCode::SERVICE_UNAVAILABLE, "too many admin tasks are waiting");
             ("full", problem(status, title, "full", &detail, Duration::from_secs(1)))
         }
         _ => ("ended", ended(&detail)),

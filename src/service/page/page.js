@@ -80,19 +80,19 @@
   };
 
   // The last minutes: live below, retained on it.
-  const trail = [];
+  const history = [];
   const COLUMNS = ["physical", "heap_live", "heap_retained", "device_live", "device_retained"];
   const remember = (told) => {
     const sum = (of) => [...told.device.arenas, ...told.device.draining].reduce((all, a) => all + of(a), 0);
-    if (told.trail) {
-      trail.length = 0;
-      told.trail.at_seconds.forEach((at, nth) => {
+    if (told.history) {
+      history.length = 0;
+      told.history.at_seconds.forEach((at, nth) => {
         const point = { at };
-        for (const name of COLUMNS) point[name] = told.trail[`${name}_bytes`][nth];
-        trail.push(point);
+        for (const name of COLUMNS) point[name] = told.history[`${name}_bytes`][nth];
+        history.push(point);
       });
     }
-    trail.push({
+    history.push({
       at: told.at_seconds,
       physical: told.host.physical_bytes,
       heap_live: told.heap ? told.heap.live_bytes : 0,
@@ -100,7 +100,7 @@
       device_live: sum((a) => Math.max(0, a.live_bytes - a.asleep_bytes)),
       device_retained: sum((a) => a.retained_bytes),
     });
-    while (trail.length > 2 * SPAN_S || (trail.length && trail[0].at < told.at_seconds - SPAN_S)) trail.shift();
+    while (history.length > 2 * SPAN_S || (history.length && history[0].at < told.at_seconds - SPAN_S)) history.shift();
   };
   const swatch = (kind, text) => make("li", {}, make("span", { class: `swatch of-${kind}`, "aria-hidden": "true" }), text);
   const chart = (place, what) => {
@@ -117,14 +117,14 @@
           make("figcaption", {}, make("ul", { class: "key" }, swatch("live", "live"), swatch("retained", "retained")))),
         make("details", {}, make("summary", {}, `Figures of the ${what}`), make("div")));
     }
-    const now = trail[trail.length - 1];
-    const top = Math.max(1, ...trail.map((point) => point[names[0]] + point[names[1]]));
-    const span = Math.min(SPAN_S, Math.max(60, Math.ceil((now.at - trail[0].at) / 60) * 60));
+    const now = history[history.length - 1];
+    const top = Math.max(1, ...history.map((point) => point[names[0]] + point[names[1]]));
+    const span = Math.min(SPAN_S, Math.max(60, Math.ceil((now.at - history[0].at) / 60) * 60));
     const x = (point) => (300 * (1 - (now.at - point.at) / span)).toFixed(1);
     write(place.querySelectorAll(".axis")[1].firstChild, `${span / 60} min ago`);
     const area = (of) => {
-      const line = trail.map((point) => `${x(point)},${(100 - 96 * of(point) / top).toFixed(1)}`);
-      return `M${x(trail[0])},100L${line.join("L")}L${x(now)},100Z`;
+      const line = history.map((point) => `${x(point)},${(100 - 96 * of(point) / top).toFixed(1)}`);
+      return `M${x(history[0])},100L${line.join("L")}L${x(now)},100Z`;
     };
     place.querySelector("path.live").setAttribute("d", area((point) => point[names[0]]));
     place.querySelector("path.retained").setAttribute("d", area((point) => point[names[0]] + point[names[1]]));
@@ -134,7 +134,7 @@
     const details = place.querySelector("details");
     if (!details.open && details.lastChild.firstChild) return;
     const seen = new Set();
-    const rows = [...trail].reverse().filter((point) => {
+    const rows = [...history].reverse().filter((point) => {
       const half = Math.floor(point.at / 30);
       return !seen.has(half) && seen.add(half);
     });
@@ -202,7 +202,7 @@
     const state = drains ? "is replaced and drains" : `is ${arena.state}`;
     const leases = arena.leases ? `, ${plural(arena.leases, "lease")}` : "";
     const limit = arena.limit_bytes === null ? "" : ` of ${size(arena.limit_bytes)}`;
-    return `${state}, on ${arena.rung}: live ${size(arena.live_bytes)}, retained ${size(arena.retained_bytes)}, ` +
+    return `${state}, on ${arena.backend}: live ${size(arena.live_bytes)}, retained ${size(arena.retained_bytes)}, ` +
       `committed ${size(arena.committed_bytes)}${limit}${leases}`;
   };
   const arenas = (told) => {
@@ -227,7 +227,7 @@
         make("details", {}, make("summary", {}, `Figures of ${item.arena.name}`), make("div")));
     }, (article, item) => {
       write(article.querySelector("p"), arenaHead(item.arena, item.drains));
-      verbsOf(article.querySelector(".head"), item.drains ? [] : [
+      commandsOf(article.querySelector(".head"), item.drains ? [] : [
         [0, "trim", "arena", item.arena.name, "Trim"],
         [1, ...(item.arena.state === "asleep" ? ["wake", "arena", item.arena.name, "Wake"]
           : ["sleep", "arena", item.arena.name, "Sleep"])],
@@ -264,7 +264,7 @@
 
   const tiles = (told) => {
     const { host, heap, device, requests } = told;
-    const shed = Object.values(requests.shed).reduce((all, count) => all + count, 0);
+    const shed = Object.values(requests.rejected).reduce((all, count) => all + count, 0);
     const sum = (of) => [...device.arenas, ...device.draining].reduce((all, arena) => all + of(arena), 0);
     const list = [
       ["Pressure", host.budget.level, device.budget.level === "none" ? "" : `device: ${device.budget.level}`],
@@ -273,7 +273,7 @@
       ["Purgeable", size(host.purgeable_bytes), "what a purge gives back"],
       ["Heap, live", heap ? size(heap.live_bytes) : "not known", heap ? `${size(heap.retained_bytes)} retained` : ""],
       ["Device, live", size(sum((a) => a.live_bytes)), `${size(sum((a) => a.retained_bytes))} retained`],
-      ["Requests", `${requests.held} held`, `${requests.admitted} admitted, ${shed} turned away`],
+      ["Requests", `${requests.held} held`, `${requests.admitted} admitted, ${shed} rejected`],
     ];
     if (host.oom_kills) list.push(["Kills", host.oom_kills, "by the kernel, for memory"]);
     if (device.memory) list.push(["Device, free", size(device.memory.free_bytes), `of ${size(device.memory.total_bytes)}`]);
@@ -289,17 +289,17 @@
 
   const ledgers = (told) => {
     const rows = ["host", "device"].map((name) => ({ name, ...told[name].budget }));
-    table($("ledgers"), "What is booked in each budget, and how much may be", [
+    table($("ledgers"), "What is reserved in each budget, and how much may be", [
       ["Budget", (row) => row.name],
       ["Pressure", (row, cell) => { cell.className = `level-${row.level}`; return row.level; }],
-      ["Booked", (row) => size(row.booked_bytes), "number"],
+      ["Booked", (row) => size(row.reserved_bytes), "number"],
       ["Allowance", (row) => size(row.allowance_bytes), "number"],
       ["Ceiling", (row) => size(row.ceiling_bytes), "number"],
       ["Limit", (row) => row.name === "host" ? size(told.host.limit_bytes) : "of each arena", "number"],
-      ["Multiplier", (row) => row.multiplier.toFixed(2), "number"],
+      ["Correction factor", (row) => row.correction_factor.toFixed(2), "number"],
       ["Of the allowance", (row, cell) => {
         if (!cell.firstChild) cell.append(make("span", { class: "bar", "aria-hidden": "true" }, make("span")), make("span"));
-        const share = row.allowance_bytes ? Math.min(1, row.booked_bytes / row.allowance_bytes) : 0;
+        const share = row.allowance_bytes ? Math.min(1, row.reserved_bytes / row.allowance_bytes) : 0;
         cell.firstChild.firstChild.style.width = `${100 * share}%`;
         write(cell.lastChild, row.allowance_bytes === null ? "no limit" : `${Math.round(100 * share)} %`);
       }],
@@ -314,7 +314,7 @@
     ["Unloads in", (row) => row.unload_in_seconds === null
       ? row.loaded ? (row.guards ? "held" : "never") : "–" : lasting(row.unload_in_seconds), "number"],
     ["Loads", (row) => row.loads, "number"],
-    ["", (row, cell) => { verbsOf(cell, [[0, "unload", "resource", row.name, "Unload", !row.loaded]]); }],
+    ["", (row, cell) => { commandsOf(cell, [[0, "unload", "resource", row.name, "Unload", !row.loaded]]); }],
   ], told.resources, (row) => row.name, "No resource is registered.");
 
   const events = (told) => table($("events"), "What happened last, as the worker saw it, the newest first", [
@@ -324,26 +324,26 @@
     ["What", (row) => row.times > 1 ? `${row.text} (${row.times} times)` : row.text, "wide"],
   ], [...told.events].reverse(), (row) => `${row.at_seconds}/${row.kind}/${row.about}`, "Nothing has happened yet.");
 
-  const notes = (told) => {
-    const place = $("notes");
+  const diagnostics = (told) => {
+    const place = $("diagnostics");
     if (!place.firstChild) place.append(make("p", { class: "none" }, "Everything went as it was asked."), make("ul"));
-    place.firstChild.hidden = told.notes.length > 0;
-    keep(place.lastChild, told.notes, (note) => note, () => make("li", { class: "wide" }), (item, note) => write(item, note));
+    place.firstChild.hidden = told.diagnostics.length > 0;
+    keep(place.lastChild, told.diagnostics, (diagnostic) => diagnostic, () => make("li", { class: "wide" }), (item, diagnostic) => write(item, diagnostic));
   };
 
   // Verbs: buttons that are there only while the service hears them.
   let hears = null;
-  // Each is [place in the row, verb, kind of name, name, text, whether it is of no use now]: a
-  // button stays where it is when its verb changes, and so does the focus.
-  const verbsOf = (place, list) => {
+  // Each is [place in the row, command, kind of name, name, text, whether it is of no use now]: a
+  // button stays where it is when its command changes, and so does the focus.
+  const commandsOf = (place, list) => {
     let row = place.querySelector(".row");
     if (!row) { row = make("div", { class: "row" }); place.append(row); }
     keep(row, hears ? list : [], ([slot]) => slot, () => {
       const button = make("button", { type: "button" }, make("span"), make("span", { class: "unseen" }));
       button.addEventListener("click", () => ask(...button.told, button));
       return button;
-    }, (button, [, verb, kind, name, text, off]) => {
-      button.told = [verb, kind, name];
+    }, (button, [, command, kind, name, text, off]) => {
+      button.told = [command, kind, name];
       write(button.firstChild, text);
       write(button.lastChild, ` ${name}`);
       if (off) button.setAttribute("aria-disabled", "true");
@@ -355,18 +355,18 @@
     return { "lowtide-admin": "1", ...(token && token.value ? { authorization: `Bearer ${token.value}` } : {}) };
   };
   const here = (more) => location.pathname.replace(/\/+$/, "") + more;
-  const ask = async (verb, kind, name, button) => {
-    const what = name ? `${verb} ${name}` : verb;
+  const ask = async (command, kind, name, button) => {
+    const what = name ? `${command} ${name}` : command;
     if (button.getAttribute("aria-disabled") === "true") return;
     button.setAttribute("aria-disabled", "true");
     button.dataset.busy = "true";
     try {
       const query = kind ? `?${new URLSearchParams({ [kind]: name })}` : "";
-      const answer = await fetch(here(`/${verb}${query}`),
+      const answer = await fetch(here(`/${command}${query}`),
         { method: "POST", headers: headers(), cache: "no-store" });
       const told = await answer.json();
       say(answer.ok ? `Asked for: ${what}.` : `Not done: ${what}. ${told.detail}.`, true);
-      if (answer.ok) { asked.set(told.errand, what); mapsAt = 0; look(); }
+      if (answer.ok) { asked.set(told.admin_task, what); mapsAt = 0; look(); }
     } catch (error) {
       say(`Not done: ${what}. ${error.message}.`, true);
     } finally {
@@ -375,16 +375,16 @@
     }
   };
   const picture = async (id) => {
-    const answer = await fetch(here(`/picture?errand=${id}`), { headers: headers(), cache: "no-store" });
+    const answer = await fetch(here(`/picture?admin_task=${id}`), { headers: headers(), cache: "no-store" });
     if (!answer.ok) { say((await answer.json()).detail, true); return; }
     const link = make("a", { href: URL.createObjectURL(await answer.blob()), download: `arena-${id}.svg` });
     link.click();
     setTimeout(() => URL.revokeObjectURL(link.href), 10000);
   };
   const asked = new Map();
-  const errands = (told) => {
-    hears = told.errands;
-    $("verbs").hidden = !hears;
+  const admin_tasks = (told) => {
+    hears = told.admin_tasks;
+    $("commands").hidden = !hears;
     if (!hears) return;
     const place = $("hear");
     if (!place.firstChild) {
@@ -396,21 +396,21 @@
         make("div", { class: "row" }, purge));
     }
     place.firstChild.hidden = !hears.needs_token;
-    for (const errand of hears.list.filter((one) => asked.has(one.id) && one.outcome)) {
-      say(`${asked.get(errand.id)}: ${errand.state}. ${errand.outcome}.`, true);
-      asked.delete(errand.id);
+    for (const task of hears.list.filter((one) => asked.has(one.id) && one.outcome)) {
+      say(`${asked.get(task.id)}: ${task.state}. ${task.outcome}.`, true);
+      asked.delete(task.id);
       mapsAt = 0;
     }
-    table($("errands"), "What was asked for last, the newest first", [
-      ["When", (row) => clock(row.asked_at_seconds), "when"],
-      ["Verb", (row) => row.verb],
-      ["About", (row) => row.about || "all"],
+    table($("admin_tasks"), "What was asked for last, the newest first", [
+      ["When", (row) => clock(row.requested_at_seconds), "when"],
+      ["Command", (row) => row.command],
+      ["Subject", (row) => row.subject || "all"],
       ["State", (row) => row.state],
       ["Outcome", (row) => row.outcome, "wide"],
       ["", (row, cell) => {
-        const shows = row.verb === "snapshot" && row.state === "done";
+        const shows = row.command === "snapshot" && row.state === "done";
         if (shows && !cell.firstChild) {
-          const button = make("button", { type: "button" }, "Save", make("span", { class: "unseen" }, ` the picture of ${row.about}`));
+          const button = make("button", { type: "button" }, "Save", make("span", { class: "unseen" }, ` the picture of ${row.subject}`));
           button.addEventListener("click", () => picture(row.id));
           cell.append(button);
         }
@@ -431,7 +431,7 @@
   };
 
   // A map walks all blocks under their arena's lock, so the service says when to ask again. In
-  // between the last one stands; after a verb it is asked for with the next figures.
+  // between the last one stands; after a command it is asked for with the next figures.
   let lastMaps = [], mapsAt = 0, mapped = null;
   const takeMaps = (maps) => {
     lastMaps = maps;
@@ -443,7 +443,7 @@
     if (!told.managed) throw new Error("no memory is managed in this process");
     if (told.map) takeMaps(told.map);
     remember(told);
-    errands(told);
+    admin_tasks(told);
     tiles(told);
     chart($("heap"), "heap");
     chart($("device"), "device");
@@ -451,7 +451,7 @@
     arenas(told);
     resources(told);
     events(told);
-    notes(told);
+    diagnostics(told);
     listen(told);
     write($("state"), `Profile ${told.profile}. As of ${clock(told.at_seconds)}, each second.`);
     document.documentElement.dataset.shown = "true";
@@ -465,7 +465,7 @@
     if (asking || document.hidden) return;
     asking = new AbortController();
     const late = setTimeout(() => asking && asking.abort(new Error("no answer in 5 s")), PATIENCE_MS);
-    const parts = ["events", "errands", ...(gap ? ["trail"] : []),
+    const parts = ["events", "admin_tasks", ...(gap ? ["history"] : []),
       ...(gap || performance.now() >= mapsAt ? ["map"] : [])];
     let next = EVERY_MS;
     try {

@@ -186,9 +186,9 @@ impl Schedule {
             dynamic: contents(Region::Dynamic),
         };
         // Nobody lets time go by for who waits.
-        let (idle_after, patience) = (Some(Duration::from_secs(5)), Duration::ZERO);
+        let (idle_after, wake_timeout) = (Some(Duration::from_secs(5)), Duration::ZERO);
         let keep_stores = self.keeps_stores();
-        SleepConfig { idle_after, patience, options, keep_stores, ..SleepConfig::default() }
+        SleepConfig { idle_after, wake_timeout, options, keep_stores, ..SleepConfig::default() }
     }
 
     /// Runs it in a thread of its own.

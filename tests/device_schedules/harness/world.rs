@@ -16,7 +16,7 @@ use lowtide::device::driver::sim::{
 };
 use lowtide::device::driver::{DeviceAddress, Driver as _, DriverError, StreamHandle};
 use lowtide::device::{
-    ArenaConfig, BlockPin, Buffer, DeviceArena, DeviceError, Lane, Lease, Lent, RawBlock,
+    ArenaConfig, BlockPin, Buffer, DeviceArena, DeviceError, Exported, Lane, Lease, RawBlock,
 };
 
 use super::budget::{Account, Budget};
@@ -100,7 +100,7 @@ pub(super) struct Rest {
 
 /// A buffer that is lent, and the stream of who has its address, of which the arena knows nothing.
 pub(super) struct Away {
-    pub(super) lent: Lent<u8>,
+    pub(super) exported: Exported<u8>,
     pub(super) rest: Rest,
     pub(super) foreign: Life,
 }
@@ -122,7 +122,7 @@ impl Rest {
 impl Away {
     /// Whether its contents were discarded before it was lent.
     pub(super) fn is_lost(&self) -> Result<bool, String> {
-        if self.lent.buffer().take_discarded() {
+        if self.exported.buffer().take_discarded() {
             if self.rest.keeps {
                 return Err("contents that were to be kept are lost".to_owned());
             }
@@ -171,7 +171,7 @@ impl World {
             granularity: schedule.granule,
             handles: Handles::Fixed(schedule.granule),
             capacity: schedule.capacity,
-            context_floor: ByteSize::ZERO,
+            context_overhead: ByteSize::ZERO,
             virtual_memory: schedule.memory == Memory::Virtual,
             pool: schedule.memory == Memory::Pool,
             ..SimOptions::default()
@@ -259,7 +259,7 @@ impl World {
         let fine = match &error {
             DeviceError::OutOfMemory { .. } | DeviceError::OutOfAddresses { .. } => true,
             DeviceError::Capturing { .. } => captures,
-            DeviceError::Lent { count, .. } => *count > 0,
+            DeviceError::Exported { count, .. } => *count > 0,
             DeviceError::ContentsLost { .. } => self.schedule.fails,
             // There is no way back to an address that a live block had.
             DeviceError::Unsupported { .. } => self.schedule.memory != Memory::Virtual,

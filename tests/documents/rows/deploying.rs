@@ -76,7 +76,8 @@ fn formulas() -> Vec<Row> {
         PAGE,
         [
             (
-                "| what a booked byte was found to need; `LOWTIDE_MULTIPLIER`, {}, until measured, \
+                "| what a booked byte was found to need; `LOWTIDE_CORRECTION_FACTOR`, {}, until \
+                 measured, \
                  then {} to {} |",
                 values![start.to_string(), least.to_string(), most.to_string()],
             ),

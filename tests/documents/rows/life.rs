@@ -55,7 +55,7 @@ pub(super) fn rows() -> Vec<Row> {
             ),
             ("Meanwhile, every {}, the loop compares", values![time(loop_settings().active_tick)]),
             (
-                "`K`, {} at first and then {} to {}, is the measured",
+                "The correction factor, {} at first and then {} to {}, is the measured",
                 values![k("K_START").to_string(), k("K_MIN").to_string(), k("K_MAX").to_string()],
             ),
             (

@@ -5,7 +5,7 @@
 use lowtide::ByteSize;
 use lowtide::clock::Moment;
 use lowtide::config::{Config, Profile};
-use lowtide::control::{DeviceLook, Level, Thresholds, Watermark};
+use lowtide::control::{DeviceSample, Level, Thresholds, Watermark};
 use lowtide::device::SleepConfig;
 use lowtide::host::HeapProfile;
 
@@ -20,7 +20,7 @@ const ADMIN: &str = "src/service/admin/mod.rs";
 /// How much idle memory the watermark wants back of a device that is full, as a part of it.
 fn wanted_of_a_full_device() -> f64 {
     let (total, free) = (ByteSize::gib(80), ByteSize::ZERO);
-    let look = DeviceLook { total, free, committed: total };
+    let look = DeviceSample { total, free, committed: total };
     let wanted = Watermark::new(Config::DEVICE_WATERMARK).look(Moment::ORIGIN, look).wanted;
     wanted.as_f64() / total.as_f64()
 }
@@ -87,7 +87,7 @@ fn levels() -> Rows {
 fn routes() -> Rows {
     let of = |file: &str, name: &str| constant(file, name).count();
     let learned = "src/service/learned.rs";
-    let errands = "src/memory/errands.rs";
+    let admin_tasks = "src/memory/admin_tasks.rs";
     let token = "src/service/admin/token.rs";
     vec![
         (
@@ -108,7 +108,7 @@ fn routes() -> Rows {
         ),
         (
             "what came of the last {}. At most {} wait.",
-            values![of(errands, "KEPT_MAX"), of(errands, "WAITING_MAX")],
+            values![of(admin_tasks, "KEPT_MAX"), of(admin_tasks, "WAITING_MAX")],
         ),
         (
             "the token, of {} to {} characters",
@@ -212,7 +212,7 @@ fn sleep() -> Rows {
         ("the arena stays awake and tries again after {};", values![time(again)]),
         (
             "waits for the memory, for up to {} where the device is full",
-            values![spoken(SleepConfig::default().patience)],
+            values![spoken(SleepConfig::default().wake_timeout)],
         ),
     ]
 }
@@ -335,7 +335,7 @@ fn device_alerts() -> Rows {
         ),
         ("was to be used within the last {} and could", values![spoken(wake.window())]),
         (
-            "has failed within the last {} (`lowtide_device_stuck",
+            "has failed within the last {} (`lowtide_device_rollback_failures",
             values![spoken(stuck.window()).trim_start_matches("an ")],
         ),
     ]

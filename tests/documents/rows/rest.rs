@@ -20,13 +20,13 @@ pub(super) fn rows() -> Vec<Row> {
     pages.into_iter().flatten().collect()
 }
 
-fn multiplier() -> Vec<String> {
+fn correction_factor() -> Vec<String> {
     ["K_START", "K_MIN", "K_MAX"].map(|name| k(name).to_string()).into()
 }
 
 fn readme() -> Vec<Row> {
-    let berth = constant("src/control/fairness.rs", "BERTH_PART").number();
-    assert!((berth - 3.0).abs() < f64::EPSILON, "the page says a third");
+    let reserved_headroom = constant("src/control/fairness.rs", "BERTH_PART").number();
+    assert!((reserved_headroom - 3.0).abs() < f64::EPSILON, "the page says a third");
     // Its three runs: with lowtide, with jemalloc's defaults, with half of the limit.
     let tide = |name| constant("examples/tide/run.rs", name).time();
     let [warm_up, quiet, burst] = ["WARM_UP", "QUIET", "BURST"].map(tide);
@@ -42,7 +42,7 @@ fn readme() -> Vec<Row> {
             ),
             ("Once built, the first takes about {}.", values![spoken(lasts)]),
             ("multiplies estimates by it: {} until it has measured, then between {} and {}.", {
-                multiplier()
+                correction_factor()
             }),
             ("larger than a third of what may be booked", values![]),
         ],
@@ -149,13 +149,16 @@ fn options() -> Vec<Row> {
 }
 
 fn glossary() -> Vec<Row> {
-    let points = constant("src/memory/trail.rs", "POINTS_MAX").number();
+    let points = constant("src/memory/history.rs", "POINTS_MAX").number();
     let class = SizeClass::of(ByteSize::ZERO).bound();
     of_page(
         "docs/GLOSSARY.md",
         [
             ("fills at most: {} of it by default |", values![format!("{:.2}", Config::CEILING)]),
-            ("{} until measured (`LOWTIDE_MULTIPLIER`), held within {} to {} |", multiplier()),
+            (
+                "{} until measured (`LOWTIDE_CORRECTION_FACTOR`), held within {} to {} |",
+                correction_factor(),
+            ),
             (
                 "under {} x (1 - size / allowance) of its proportional share",
                 values![part(constant("src/control/fairness.rs", "TARGET").number())],
@@ -179,7 +182,10 @@ fn built() -> Vec<Row> {
     of_page(
         "docs/ARCHITECTURE.md",
         [
-            ("Estimates are multiplied by it: {} until measured, then {} to {}.", multiplier()),
+            (
+                "Estimates are multiplied by it: {} until measured, then {} to {}.",
+                correction_factor(),
+            ),
             ("samples every {},", values![ticks()]),
             ("no more often than {} % of a core allows", values![format!("{:.1}", 100.0 / share)]),
             ("reads the rest every {}.", values![time(constant(sensor, "SIGNAL_MAX").time())]),

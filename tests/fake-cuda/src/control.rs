@@ -33,7 +33,7 @@ pub struct Options {
     /// How much address space a device has, in bytes; 0 is 8 TiB, which is also the most.
     pub address_space: u64,
     /// What a context takes of a device, in bytes.
-    pub context_floor: u64,
+    pub context_overhead: u64,
     /// How many devices there are, 1 to 3.
     pub devices: u32,
     /// What `cuDriverGetVersion` answers.
@@ -62,7 +62,7 @@ impl Default for Options {
             capacity: 0,
             granularity: 0,
             address_space: 0,
-            context_floor: ByteSize::mib(512).get(),
+            context_overhead: ByteSize::mib(512).get(),
             devices: 2,
             driver_version: 12_080,
         }

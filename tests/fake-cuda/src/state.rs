@@ -130,7 +130,7 @@ fn simulation(options: &Options, device: usize) -> Arc<SimDriver> {
         address_base: usual.address_base + device as u64 * APART,
         address_space: size(options.address_space, ByteSize::gib(8 << 10)),
         capacity: size(options.capacity, usual.capacity),
-        context_floor: ByteSize::new(options.context_floor),
+        context_overhead: ByteSize::new(options.context_overhead),
         virtual_memory: options.flags & Options::NO_VIRTUAL_MEMORY == 0,
         ..usual
     }))

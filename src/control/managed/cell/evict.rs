@@ -113,9 +113,9 @@ impl<T: Send + Sync + 'static> Claimable for Cell<T> {
     fn claim(self: Arc<Self>) -> Option<Box<dyn Claimed>> {
         let now = self.clock.now();
         let mut state = lock(&self.state);
-        let booked = matches!(&state.phase, Phase::Ready(loaded) if loaded.permit.is_some());
+        let reserved = matches!(&state.phase, Phase::Ready(loaded) if loaded.permit.is_some());
         let may_go = self.evictable_from(&state).is_some_and(|from| from <= now);
-        let loaded = if booked && may_go { state.unguarded() } else { None };
+        let loaded = if reserved && may_go { state.unguarded() } else { None };
         drop(state);
         Some(Box::new(Claim { cell: self, loaded: Some(loaded?) }))
     }

@@ -21,8 +21,8 @@ use crate::bytes::ByteSize;
 use crate::device::driver::host::HostDriver;
 use crate::device::driver::sealed::{self, Key};
 use crate::device::driver::{
-    Capabilities, DeviceAddress, DeviceMemory, Driver, DriverError, EventHandle, HOST_GRANULARITY,
-    HostMemory, HostStore, Owner, Rung, StoreSpan, StreamHandle,
+    Backend, Capabilities, DeviceAddress, DeviceMemory, Driver, DriverError, EventHandle,
+    HOST_GRANULARITY, HostMemory, HostStore, Owner, StoreSpan, StreamHandle,
 };
 
 /// A CUDA device, opened.
@@ -113,8 +113,8 @@ impl Drop for CudaDriver {
 impl sealed::Sealed for CudaDriver {}
 
 impl Driver for CudaDriver {
-    fn rung(&self) -> Rung {
-        self.memory.rung()
+    fn backend(&self) -> Backend {
+        self.memory.backend()
     }
 
     fn capabilities(&self) -> Capabilities {
@@ -197,11 +197,11 @@ impl Driver for CudaDriver {
         self.call(Calls::memory_info).map(|(free, total)| Some(DeviceMemory { total, free }))
     }
 
-    fn context_floor(&self) -> Option<ByteSize> {
+    fn context_overhead(&self) -> Option<ByteSize> {
         self.seat.floor
     }
 
-    fn stuck_total(&self) -> u64 {
+    fn rollback_failures_total(&self) -> u64 {
         self.memory.stuck()
     }
 
@@ -372,7 +372,7 @@ impl fmt::Debug for CudaDriver {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("CudaDriver")
             .field("device", &self.device)
-            .field("rung", &self.rung())
+            .field("rung", &self.backend())
             .field("managed", &self.is_managed())
             .field("shares_pool", &self.shares_pool())
             .field("skipped", &self.skipped)

@@ -6,7 +6,7 @@ use thiserror::Error;
 
 use super::probe::Probe;
 use crate::bytes::ByteSize;
-use crate::device::driver::{DeviceUuid, DriverError, Rung};
+use crate::device::driver::{Backend, DeviceUuid, DriverError};
 
 /// Why no CUDA device could be opened.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
@@ -32,14 +32,14 @@ pub enum CudaError {
         known: Vec<DeviceUuid>,
     },
     /// That way of getting memory cannot be had on this device.
-    #[error("{rung} cannot be had on CUDA device {device}: {cause}")]
+    #[error("{backend} cannot be had on CUDA device {device}: {cause}")]
     NoSuchRung {
         /// What was asked for.
-        rung: Rung,
+        backend: Backend,
         /// The device's number.
         device: u32,
         /// Why.
-        cause: RungFailure,
+        cause: BackendFailure,
     },
     /// No way of getting memory works on this device.
     #[error("no memory can be had of CUDA device {device}: {}", causes(.skipped))]
@@ -72,20 +72,20 @@ pub enum CudaError {
 
 /// A way of getting memory that was not taken, and why.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
-#[error("{rung}: {cause}")]
+#[error("{backend}: {cause}")]
 #[non_exhaustive]
 pub struct Skipped {
     /// Which.
-    pub rung: Rung,
+    pub backend: Backend,
     /// Why.
     #[source]
-    pub cause: RungFailure,
+    pub cause: BackendFailure,
 }
 
 /// Why memory cannot be had in one way.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum RungFailure {
+pub enum BackendFailure {
     /// The driver's library has no such function.
     #[error("the CUDA driver has no {0}")]
     NoFunction(&'static str),

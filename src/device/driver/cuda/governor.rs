@@ -22,7 +22,7 @@ use super::abi::{
 use super::calls::{Answer, Calls};
 use super::context::Seat;
 use super::device::CudaDevice;
-use super::error::{CudaError, RungFailure};
+use super::error::{BackendFailure, CudaError};
 use super::ladder::{POOL_LIMITS, try_pool};
 use super::open::{DeviceChoice, choose, start};
 use super::pool::Pool;
@@ -93,7 +93,7 @@ pub enum GovernorError {
         /// The device's number.
         device: u32,
         /// Why.
-        cause: RungFailure,
+        cause: BackendFailure,
     },
 }
 
@@ -124,7 +124,7 @@ pub struct GovernorReport {
     /// What is taken of the device and neither this pool's nor the arenas': memory that bypasses
     /// the governor (`cuMemAlloc`, other pools, virtual memory), what the contexts themselves
     /// take, several hundred MiB each, and other processes.
-    pub elsewhere: ByteSize,
+    pub unmanaged: ByteSize,
 }
 
 impl GovernorReport {
@@ -296,7 +296,7 @@ impl PoolGovernor {
     /// # let memory = lowtide::Memory::start()?;
     /// let arenas = memory.snapshot().arenas.iter().map(|arena| arena.committed).sum();
     /// let report = governor.report(arenas)?;
-    /// println!("{} in use, {} kept, {} elsewhere", report.used, report.held(), report.elsewhere);
+    /// println!("{} in use, {} kept, {} unmanaged", report.used, report.held(), report.unmanaged);
     /// # }
     /// # Ok(())
     /// # }
@@ -314,7 +314,7 @@ impl PoolGovernor {
             let (free, total) = calls.memory_info()?;
             let used_high = used_high.max(lock(&self.needs).high);
             let reserved = ByteSize::new(reserved);
-            let elsewhere = [free, reserved, arenas]
+            let unmanaged = [free, reserved, arenas]
                 .iter()
                 .fold(total, |rest, part| rest.saturating_sub(*part));
             Ok(GovernorReport {
@@ -325,7 +325,7 @@ impl PoolGovernor {
                 reserved_high: ByteSize::new(high),
                 total,
                 free,
-                elsewhere,
+                unmanaged,
             })
         })
     }
@@ -461,11 +461,11 @@ impl fmt::Debug for PoolGovernor {
 }
 
 /// The calls of pools and of the current one, where functions and attribute say that there are any.
-fn offered(calls: &Calls, device: i32) -> Result<(Pooling, Current), RungFailure> {
+fn offered(calls: &Calls, device: i32) -> Result<(Pooling, Current), BackendFailure> {
     let pooling = Pooling::new(calls.table.pools?, device);
     let current = Current::new(calls.table.current_pool?, device);
     if calls.device_attribute(ATTRIBUTE_POOLS, device)? == 0 {
-        return Err(RungFailure::NotOffered);
+        return Err(BackendFailure::NotOffered);
     }
     Ok((pooling, current))
 }

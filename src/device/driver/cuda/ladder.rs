@@ -11,7 +11,7 @@ use super::abi::{ATTRIBUTE_MANAGED, ATTRIBUTE_POOLS, ATTRIBUTE_VIRTUAL_MEMORY};
 use super::calls::{Answer, Calls};
 use super::context::Seat;
 use super::device::CudaDevice;
-use super::error::{CudaError, RungFailure, Skipped};
+use super::error::{BackendFailure, CudaError, Skipped};
 use super::mapping::Mapping;
 use super::memory::Memory;
 use super::open::{CudaOptions, MemoryKind};
@@ -21,10 +21,10 @@ use super::segments::{Segments, Source, UNIT, UNIT_MIN};
 use super::table::Missing;
 use super::vmm::VirtualMemory;
 use crate::bytes::ByteSize;
-use crate::device::driver::Rung;
+use crate::device::driver::Backend;
 
 /// The best first.
-const LADDER: [Rung; 3] = [Rung::CudaVirtualMemory, Rung::CudaPool, Rung::CudaPlain];
+const LADDER: [Backend; 3] = [Backend::CudaVirtualMemory, Backend::CudaPool, Backend::CudaPlain];
 
 /// The first driver that limits a pool: CUDA 12.2.
 pub(super) const POOL_LIMITS: u32 = 12_020;
@@ -55,18 +55,18 @@ enum Way {
 /// Why a way is not taken.
 enum Refusal {
     /// The next may do.
-    Rung(RungFailure),
+    Backend(BackendFailure),
     /// What was asked for makes no sense on any.
     Asked(CudaError),
 }
 
-impl<T: Into<RungFailure>> From<T> for Refusal {
+impl<T: Into<BackendFailure>> From<T> for Refusal {
     fn from(cause: T) -> Self {
-        Self::Rung(cause.into())
+        Self::Backend(cause.into())
     }
 }
 
-impl From<Missing> for RungFailure {
+impl From<Missing> for BackendFailure {
     fn from(Missing(name): Missing) -> Self {
         Self::NoFunction(name)
     }
@@ -81,8 +81,8 @@ pub(super) fn climb(
 ) -> Result<Found, CudaError> {
     let device = ground.device.ordinal;
     let (mut place, mut skipped) = (Place::Bare(calls), Vec::new());
-    for rung in wanted(options).map_err(|cause| no_rung(options, device, cause))? {
-        let cause = match offered(place.calls(), rung, ground, options) {
+    for backend in wanted(options).map_err(|cause| no_rung(options, device, cause))? {
+        let cause = match offered(place.calls(), backend, ground, options) {
             Ok(way) => {
                 let seat = place.seat(ground.number)?;
                 match take(&seat, way) {
@@ -93,19 +93,19 @@ pub(super) fn climb(
                     }
                 }
             }
-            Err(Refusal::Rung(cause)) => cause,
+            Err(Refusal::Backend(cause)) => cause,
             Err(Refusal::Asked(error)) => return Err(error),
         };
-        let is_lost = matches!(&cause, RungFailure::Driver(error) if error.is_context_lost());
-        skipped.push(Skipped { rung, cause });
+        let is_lost = matches!(&cause, BackendFailure::Driver(error) if error.is_context_lost());
+        skipped.push(Skipped { backend, cause });
         if is_lost {
             break;
         }
     }
-    if options.rung.is_some()
-        && let Some(Skipped { rung, cause }) = skipped.pop()
+    if options.backend.is_some()
+        && let Some(Skipped { backend, cause }) = skipped.pop()
     {
-        return Err(CudaError::NoSuchRung { rung, device, cause });
+        return Err(CudaError::NoSuchRung { backend, device, cause });
     }
     Err(CudaError::NoRung { device, skipped })
 }
@@ -133,33 +133,33 @@ impl Place {
 }
 
 /// The rungs to look at, in their order.
-fn wanted(options: CudaOptions) -> Result<Vec<Rung>, RungFailure> {
-    match (options.rung, options.memory) {
-        (Some(Rung::Host), _) => Err(RungFailure::NotCuda),
-        (None | Some(Rung::CudaPlain), MemoryKind::Managed) => Ok(vec![Rung::CudaPlain]),
-        (Some(_), MemoryKind::Managed) => Err(RungFailure::NotManaged),
-        (Some(rung), MemoryKind::Device) => Ok(vec![rung]),
+fn wanted(options: CudaOptions) -> Result<Vec<Backend>, BackendFailure> {
+    match (options.backend, options.memory) {
+        (Some(Backend::Host), _) => Err(BackendFailure::NotCuda),
+        (None | Some(Backend::CudaPlain), MemoryKind::Managed) => Ok(vec![Backend::CudaPlain]),
+        (Some(_), MemoryKind::Managed) => Err(BackendFailure::NotManaged),
+        (Some(backend), MemoryKind::Device) => Ok(vec![backend]),
         (None, MemoryKind::Device) => Ok(LADDER.to_vec()),
     }
 }
 
-fn no_rung(options: CudaOptions, device: u32, cause: RungFailure) -> CudaError {
-    CudaError::NoSuchRung { rung: options.rung.unwrap_or(Rung::CudaPlain), device, cause }
+fn no_rung(options: CudaOptions, device: u32, cause: BackendFailure) -> CudaError {
+    CudaError::NoSuchRung { backend: options.backend.unwrap_or(Backend::CudaPlain), device, cause }
 }
 
 /// What the functions and the attributes say of a rung: nothing is taken, and no context needed.
 fn offered(
     calls: &Calls,
-    rung: Rung,
+    backend: Backend,
     ground: &Ground,
     options: CudaOptions,
 ) -> Result<Way, Refusal> {
     let has = |attribute| match calls.device_attribute(attribute, ground.number)? {
-        0 => Err(RungFailure::NotOffered),
+        0 => Err(BackendFailure::NotOffered),
         _ => Ok(()),
     };
-    match rung {
-        Rung::CudaVirtualMemory => {
+    match backend {
+        Backend::CudaVirtualMemory => {
             let of_virtual = calls.table.virtual_memory?;
             has(ATTRIBUTE_VIRTUAL_MEMORY)?;
             let mapping = Mapping::new(of_virtual, calls.table.retain.ok(), ground.number);
@@ -167,7 +167,7 @@ fn offered(
             let unit = unit_of(options.handle, granularity, granularity)?;
             Ok(Way::Virtual(VirtualMemory::new(mapping, unit)))
         }
-        Rung::CudaPool => {
+        Backend::CudaPool => {
             let pooling = Pooling::new(calls.table.pools?, ground.number);
             has(ATTRIBUTE_POOLS)?;
             let unit = unit_of(options.handle, UNIT_MIN, UNIT)?;
@@ -177,7 +177,7 @@ fn offered(
             let limit = options.pool_limit.filter(|_| ground.driver_version >= POOL_LIMITS);
             Ok(Way::Pool(pooling, limit, unit))
         }
-        Rung::CudaPlain => {
+        Backend::CudaPlain => {
             let plain = calls.table.plain?;
             let managed = match options.memory {
                 MemoryKind::Device => None,
@@ -191,7 +191,7 @@ fn offered(
             let source = Source::Plain(Pieces::new(plain, managed));
             Ok(Way::Plain(Segments::new(source, unit)))
         }
-        Rung::Host => Err(Refusal::Rung(RungFailure::NotCuda)),
+        Backend::Host => Err(Refusal::Backend(BackendFailure::NotCuda)),
     }
 }
 
@@ -209,7 +209,7 @@ fn unit_of(
 }
 
 /// Takes a way and tries it once.
-fn take(seat: &Seat, way: Way) -> Result<Memory, RungFailure> {
+fn take(seat: &Seat, way: Way) -> Result<Memory, BackendFailure> {
     match way {
         Way::Virtual(memory) => tried(seat, Memory::Virtual(memory)),
         Way::Plain(segments) => tried(seat, Memory::Segments(segments)),
@@ -221,7 +221,7 @@ fn take(seat: &Seat, way: Way) -> Result<Memory, RungFailure> {
                 Ok(memory) => return Ok(memory),
                 Err(cause) => cause,
             };
-            if let RungFailure::Driver(error) = &cause
+            if let BackendFailure::Driver(error) = &cause
                 && (error.is_context_lost() || error.is_out_of_memory())
             {
                 return Err(cause); // another pool has no more
@@ -240,14 +240,14 @@ pub(super) fn try_pool(
     seat: &Seat,
     pooling: Pooling,
     limit: Option<ByteSize>,
-) -> Result<Pool, RungFailure> {
+) -> Result<Pool, BackendFailure> {
     let pool = seat.call(|calls| Pool::create(calls, pooling, limit))?;
     let segments = Segments::new(Source::Pool(pool), UNIT_MIN);
     tried(seat, Memory::Segments(segments)).map(|_| pool)
 }
 
 /// The memory, if what is written to it is what is read; else it is given up.
-fn tried(seat: &Seat, memory: Memory) -> Result<Memory, RungFailure> {
+fn tried(seat: &Seat, memory: Memory) -> Result<Memory, BackendFailure> {
     let outcome = round_trip(seat, &memory);
     match outcome {
         Ok(()) => Ok(memory),
@@ -261,7 +261,7 @@ fn tried(seat: &Seat, memory: Memory) -> Result<Memory, RungFailure> {
 }
 
 /// Takes memory of one unit, writes it, reads it, and gives it back.
-fn round_trip(seat: &Seat, memory: &Memory) -> Result<(), RungFailure> {
+fn round_trip(seat: &Seat, memory: &Memory) -> Result<(), BackendFailure> {
     let size = memory.unit();
     let held = seat.call(|calls| match memory {
         Memory::Virtual(memory) => {
@@ -286,7 +286,7 @@ fn round_trip(seat: &Seat, memory: &Memory) -> Result<(), RungFailure> {
             held.and_then(|held| gone.map(|()| held))
         }
     })?;
-    if held { Ok(()) } else { Err(RungFailure::Contents) }
+    if held { Ok(()) } else { Err(BackendFailure::Contents) }
 }
 
 /// Whether what was written at an address is what is read there.

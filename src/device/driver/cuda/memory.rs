@@ -9,7 +9,7 @@ use super::context::Seat;
 use super::segments::{Segments, Source};
 use super::vmm::VirtualMemory;
 use crate::bytes::ByteSize;
-use crate::device::driver::{DriverError, Rung};
+use crate::device::driver::{Backend, DriverError};
 
 /// Address space and what is mapped there, or segments.
 pub(super) enum Memory {
@@ -18,12 +18,12 @@ pub(super) enum Memory {
 }
 
 impl Memory {
-    pub(super) const fn rung(&self) -> Rung {
+    pub(super) const fn backend(&self) -> Backend {
         match self {
-            Self::Virtual(_) => Rung::CudaVirtualMemory,
+            Self::Virtual(_) => Backend::CudaVirtualMemory,
             Self::Segments(segments) => match segments.source() {
-                Source::Pool(_) => Rung::CudaPool,
-                Source::Plain(_) => Rung::CudaPlain,
+                Source::Pool(_) => Backend::CudaPool,
+                Source::Plain(_) => Backend::CudaPlain,
             },
         }
     }

@@ -30,7 +30,7 @@ mod vmm;
 
 pub use device::CudaDevice;
 pub use driver::CudaDriver;
-pub use error::{CudaError, RungFailure, Skipped};
+pub use error::{BackendFailure, CudaError, Skipped};
 pub use governor::{GovernorError, GovernorOptions, GovernorReport, PoolGovernor};
 pub use open::{CudaOptions, DeviceChoice, MemoryKind};
 pub use probe::{Probe, probe};

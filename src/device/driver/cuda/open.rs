@@ -13,7 +13,7 @@ use super::probe::Probe;
 use super::stores::Stores;
 use super::table::{Find, Missing, Table};
 use crate::bytes::ByteSize;
-use crate::device::driver::{DeviceUuid, DriverError, Rung};
+use crate::device::driver::{Backend, DeviceUuid, DriverError};
 
 /// Which device to open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,7 +32,7 @@ pub enum MemoryKind {
     Device,
     /// Managed memory: the driver moves its pages between device and host by itself, so that there
     /// may be more of it than the device has, at the price of faults. Had on the rung
-    /// [`Rung::CudaPlain`] only; nothing of ours reaches it from the host.
+    /// [`Backend::CudaPlain`] only; nothing of ours reaches it from the host.
     Managed,
 }
 
@@ -43,7 +43,7 @@ pub struct CudaOptions {
     pub device: DeviceChoice,
     /// In which way memory is had. Default: `None`, the first that works: virtual memory, a pool,
     /// plain memory.
-    pub rung: Option<Rung>,
+    pub backend: Option<Backend>,
     /// What plain memory is. Default: memory of the device. With managed memory no other rung is
     /// looked at.
     pub memory: MemoryKind,
@@ -53,9 +53,9 @@ pub struct CudaOptions {
     /// Default: `None`, the device's granularity, 2 MiB on those for data centres; 2 MiB out of a
     /// pool or plain.
     pub handle: Option<ByteSize>,
-    /// How much memory our pool takes at most, in use and kept, on the rung [`Rung::CudaPool`]. A
-    /// driver before CUDA 12.2 does not know such a limit, and the device's own pool, where ours is
-    /// refused, has none: an arena's limit holds in each case. Default: `None`, as much as the
+    /// How much memory our pool takes at most, in use and kept, on the rung [`Backend::CudaPool`].
+    /// A driver before CUDA 12.2 does not know such a limit, and the device's own pool, where ours
+    /// is refused, has none: an arena's limit holds in each case. Default: `None`, as much as the
     /// device has.
     pub pool_limit: Option<ByteSize>,
 }
@@ -64,7 +64,7 @@ impl Default for CudaOptions {
     fn default() -> Self {
         Self {
             device: DeviceChoice::Ordinal(0),
-            rung: None,
+            backend: None,
             memory: MemoryKind::Device,
             handle: None,
             pool_limit: None,
@@ -109,7 +109,7 @@ impl CudaDriver {
         for skipped in &found.skipped {
             log!(
                 info,
-                rung = %skipped.rung,
+                backend = %skipped.backend,
                 cause = %skipped.cause,
                 "a better way to CUDA memory cannot be had"
             );

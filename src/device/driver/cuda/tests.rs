@@ -13,7 +13,7 @@ use super::pooling::Pooling;
 use super::{CudaDriver, CudaOptions, MemoryKind};
 use crate::bytes::ByteSize;
 use crate::device::driver::sealed::Key;
-use crate::device::driver::{DeviceAddress, Driver as _, DriverError, Rung};
+use crate::device::driver::{Backend, DeviceAddress, Driver as _, DriverError};
 
 const UNIT: ByteSize = ByteSize::kib(64);
 
@@ -25,20 +25,20 @@ const LAZY: Options = Options {
     capacity: 1 << 30,
     granularity: 4 << 10,
     address_space: 0,
-    context_floor: 0,
+    context_overhead: 0,
     devices: 1,
     driver_version: 12_080,
 };
 
 const POOL: CudaOptions = CudaOptions {
     device: super::DeviceChoice::Ordinal(0),
-    rung: Some(Rung::CudaPool),
+    backend: Some(Backend::CudaPool),
     memory: MemoryKind::Device,
     handle: Some(UNIT),
     pool_limit: None,
 };
-const PLAIN: CudaOptions = CudaOptions { rung: Some(Rung::CudaPlain), ..POOL };
-const MANAGED: CudaOptions = CudaOptions { rung: None, memory: MemoryKind::Managed, ..POOL };
+const PLAIN: CudaOptions = CudaOptions { backend: Some(Backend::CudaPlain), ..POOL };
+const MANAGED: CudaOptions = CudaOptions { backend: None, memory: MemoryKind::Managed, ..POOL };
 
 fn taken(fake: &Guard) -> u64 {
     fake.numbers(0).taken_bytes + fake.numbers(0).managed_bytes
@@ -74,7 +74,7 @@ fn segments_begin_at_multiples_of_the_unit_whatever_the_driver_gives() {
         all.into_iter().for_each(|it| end(&driver, it));
         driver.trim().expect("trimmed");
         assert_eq!(taken(&fake), before, "{options:?}");
-        assert_eq!(driver.stuck_total(), 0);
+        assert_eq!(driver.rollback_failures_total(), 0);
         drop(driver);
         fake.validate(0);
         fake.assert_clean();
@@ -138,7 +138,7 @@ fn each_rung_says_what_it_cannot_do() {
             "{refused}"
         );
     }
-    let driver = CudaDriver::open(CudaOptions { rung: None, ..POOL }).expect("virtual memory");
+    let driver = CudaDriver::open(CudaOptions { backend: None, ..POOL }).expect("virtual memory");
     let refused = driver.segment_create(UNIT).expect_err("no segments");
     assert!(matches!(refused, DriverError::Unsupported { .. }), "{refused}");
     driver.trim().expect("nothing to do");
@@ -250,7 +250,7 @@ fn memory_of_a_pool_that_could_not_be_waited_for_goes_back() {
             end(&driver, (at, UNIT));
         }
     }
-    assert_eq!((driver.stuck_total(), fake.numbers(0).pooled_live), (0, 0));
+    assert_eq!((driver.rollback_failures_total(), fake.numbers(0).pooled_live), (0, 0));
     drop(driver);
     fake.assert_clean();
 }

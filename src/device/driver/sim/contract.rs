@@ -16,8 +16,8 @@ use super::raw::Found;
 use crate::bytes::ByteSize;
 use crate::device::driver::sealed::{self, Key};
 use crate::device::driver::{
-    Capabilities, DeviceAddress, DeviceMemory, Driver, DriverError, EventHandle, HostMemory,
-    HostStore, Owner, Rung, StoreSpan, StreamHandle,
+    Backend, Capabilities, DeviceAddress, DeviceMemory, Driver, DriverError, EventHandle,
+    HostMemory, HostStore, Owner, StoreSpan, StreamHandle,
 };
 
 type Answer<T = ()> = Result<T, DriverError>;
@@ -157,12 +157,12 @@ impl sealed::Sealed for SimDriver {}
 
 impl Driver for SimDriver {
     /// The rung that it models.
-    fn rung(&self) -> Rung {
+    fn backend(&self) -> Backend {
         let model = self.model();
         match (model.options.virtual_memory, model.options.pool) {
-            (true, _) => Rung::CudaVirtualMemory,
-            (false, true) => Rung::CudaPool,
-            (false, false) => Rung::CudaPlain,
+            (true, _) => Backend::CudaVirtualMemory,
+            (false, true) => Backend::CudaPool,
+            (false, false) => Backend::CudaPlain,
         }
     }
 
@@ -226,7 +226,7 @@ impl Driver for SimDriver {
     }
 
     /// That of the options: nobody else is on the device when its context is made.
-    fn context_floor(&self) -> Option<ByteSize> {
+    fn context_overhead(&self) -> Option<ByteSize> {
         Some(self.floor)
     }
 

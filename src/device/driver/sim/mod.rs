@@ -118,7 +118,7 @@ impl SimDriver {
             granularity: options.unit(),
         };
         let clock = options.clock.clone();
-        let floor = options.context_floor.min(options.capacity);
+        let floor = options.context_overhead.min(options.capacity);
         Self {
             model: Mutex::new(Model::new(options)),
             hooks: Hooks::default(),

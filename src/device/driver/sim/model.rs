@@ -395,7 +395,7 @@ impl Model {
 
     /// What the device could still give to anybody.
     pub(super) const fn headroom(&self) -> ByteSize {
-        let taken = self.options.context_floor.saturating_add(self.neighbours);
+        let taken = self.options.context_overhead.saturating_add(self.neighbours);
         let taken = taken.saturating_add(self.memory.taken());
         self.options.capacity.saturating_sub(taken.saturating_add(self.memory.committed()))
     }

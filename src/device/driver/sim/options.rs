@@ -63,7 +63,7 @@ pub struct SimOptions {
     pub unified: bool,
     /// What the context itself takes of it for as long as it lives. Default: 512 MiB, a guess:
     /// 300 to 600 MiB are reported.
-    pub context_floor: ByteSize,
+    pub context_overhead: ByteSize,
     /// Whether there are virtual memory calls; some shares of a device have none. Default: true.
     pub virtual_memory: bool,
     /// Whether the segments of a device without virtual memory are of a pool, which keeps what is
@@ -91,7 +91,7 @@ impl Default for SimOptions {
             address_space: ByteSize::gib(128 << 10),
             capacity: ByteSize::gib(80),
             unified: false,
-            context_floor: ByteSize::mib(512),
+            context_overhead: ByteSize::mib(512),
             virtual_memory: true,
             pool: false,
             remap: true,

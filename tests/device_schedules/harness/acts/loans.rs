@@ -5,26 +5,26 @@
 //! its owner does next, by the program's own events; who has the memory after the owner is for the
 //! arena to see to.
 
-use lowtide::device::LendError;
+use lowtide::device::ExportError;
 use lowtide::device::driver::sim::Pattern;
 
 use super::memory;
 use crate::harness::world::{Act, Away, Worker, World};
 
-pub(super) fn lend(world: &World, worker: &mut Worker) -> Act {
+pub(super) fn export(world: &World, worker: &mut Worker) -> Act {
     let Some(nth) = worker.some_held() else { return Ok(()) };
     let foreign = world.stranger()?;
     let (buffer, rest) = worker.held.swap_remove(nth).part();
-    match buffer.lend() {
-        Ok(lent) => {
-            let away = Away { lent, rest, foreign };
+    match buffer.export() {
+        Ok(exported) => {
+            let away = Away { exported, rest, foreign };
             // Before the loan it may have slept.
             let _ = away.is_lost()?;
             let ordered = world.order_streams(away.rest.home.stream(), away.foreign.stream());
             worker.away.push(away);
             ordered
         }
-        Err(LendError { buffer, error }) => {
+        Err(ExportError { buffer, error }) => {
             worker.held.push(rest.with(buffer));
             world.allowed(error)
         }
@@ -43,10 +43,10 @@ pub(super) fn work(world: &World, worker: &mut Worker) -> Act {
 fn work_on(world: &World, worker: &mut Worker, nth: usize) -> Act {
     let (mark, writes) = (worker.mark(), worker.one_in(2));
     let away = &mut worker.away[nth];
-    let (at, on) = (away.lent.address(), away.foreign.stream());
+    let (at, on) = (away.exported.address(), away.foreign.stream());
     if writes && !away.rest.is_shared {
         away.rest.is_lost.set(false);
-        (away.rest.mark, away.rest.written) = (mark, away.lent.bytes());
+        (away.rest.mark, away.rest.written) = (mark, away.exported.bytes());
         let (size, pattern) = (away.rest.written, Pattern::new(mark));
         return world.insist(|sim| sim.fill(on, at, size, pattern));
     }
@@ -65,16 +65,16 @@ pub(super) fn end(world: &World, worker: &mut Worker) -> Act {
     }
     let nth = worker.chance.below(worker.away.len());
     work_on(world, worker, nth)?;
-    let Away { lent, rest, foreign } = worker.away.swap_remove(nth);
+    let Away { exported, rest, foreign } = worker.away.swap_remove(nth);
     if worker.one_in(2) {
-        let (size, region) = (lent.len(), lent.buffer().region());
-        drop(lent);
+        let (size, region) = (exported.len(), exported.buffer().region());
+        drop(exported);
         worker.later.extend(rest.also);
         // As likely as not where the foreign stream is at work.
         let next = world.take(rest.home.lane.alloc(size, region))?;
         return memory::hold(world, worker, next, rest.home);
     }
-    let buffer = lent.end();
+    let buffer = exported.end();
     let ordered = world.order_streams(foreign.stream(), rest.home.stream());
     worker.held.push(rest.with(buffer));
     ordered

@@ -69,7 +69,7 @@ const TABLE: &[Entry] = &[
     entry("check by address", 1, Amid::Commits, work::check_raw),
     entry("use elsewhere", 8, Amid::Commits, work::share),
     entry("visit another stream", 6, Amid::Commits, work::visit),
-    entry("lend", 3, Amid::Commits, loans::lend),
+    entry("lend", 3, Amid::Commits, loans::export),
     entry("foreign work", 4, Amid::Moves, loans::work),
     entry("end a loan", 4, Amid::Events, loans::end),
     entry("send", 4, Amid::Moves, work::send),

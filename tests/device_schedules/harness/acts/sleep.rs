@@ -14,7 +14,7 @@ use std::thread;
 use std::time::Duration;
 
 use lowtide::clock::Clock as _;
-use lowtide::device::{ArenaState, Contents, DeviceError, Region, SleepOptions, Slept};
+use lowtide::device::{ArenaState, Contents, DeviceError, Region, SleepOptions, SleepReport};
 
 use crate::harness::world::{Act, Worker, World};
 
@@ -37,7 +37,7 @@ pub(super) fn sleep_if_idle(world: &World, worker: &mut Worker) -> Act {
     fall(world, || world.arena.sleep_if_idle(clock.now()))
 }
 
-fn fall(world: &World, sleep: impl FnOnce() -> Result<Option<Slept>, DeviceError>) -> Act {
+fn fall(world: &World, sleep: impl FnOnce() -> Result<Option<SleepReport>, DeviceError>) -> Act {
     let Ok(_alone) = world.drowsy.try_write() else { return Ok(()) };
     // In turns: a call that this is in the midst of.
     if world.arena.is_busy() {

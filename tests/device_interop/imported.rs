@@ -9,7 +9,7 @@ use lowtide::clock::{Clock as _, ManualClock, Moment};
 use lowtide::device::driver::sim::{Pattern, SimDriver, SimOptions};
 use lowtide::device::driver::{DeviceAddress, Driver as _};
 use lowtide::device::{
-    Adopted, ArenaConfig, DeviceArena, DeviceError, HostDriver, Planted, Region, Unadoptable,
+    ArenaConfig, DeviceArena, DeviceError, HostDriver, ImportError, Imported, Planted, Region,
 };
 
 use crate::support::{Bed, MIB, Released};
@@ -19,14 +19,14 @@ fn theirs(bed: &Bed, size: usize) -> DeviceAddress {
     DeviceAddress::new(bed.sim.raw().alloc(size as u64).expect("room"))
 }
 
-fn adopt(
+fn import(
     bed: &Bed,
     at: DeviceAddress,
     len: usize,
     release: impl FnOnce(DeviceAddress, ByteSize) + Send + 'static,
-) -> Result<Adopted<u8>, DeviceError> {
+) -> Result<Imported<u8>, DeviceError> {
     // SAFETY: nobody reads or writes it from here, and the simulation looks at every address.
-    unsafe { bed.arena.adopt(at, len, release) }
+    unsafe { bed.arena.import(at, len, release) }
 }
 
 /// Frees it as others do, without a wait.
@@ -50,12 +50,12 @@ fn mapped(bed: &Bed) -> DeviceAddress {
 fn dropped_at_work(fault: Option<Planted>) -> u64 {
     let bed = Bed::new(fault);
     let at = mapped(&bed);
-    let adopted = adopt(&bed, at, 2 * MIB, unmapping(&bed.sim)).expect("theirs");
-    bed.sim.fill(bed.foreign, at, adopted.bytes(), Pattern::new(1)).expect("queued");
-    drop(adopted);
+    let imported = import(&bed, at, 2 * MIB, unmapping(&bed.sim)).expect("theirs");
+    bed.sim.fill(bed.foreign, at, imported.bytes(), Pattern::new(1)).expect("queued");
+    drop(imported);
     assert_eq!(bed.sim.unsafe_unmaps(), 0, "a drop releases nothing");
     bed.arena.purge().expect("waited");
-    assert_eq!(bed.arena.snapshot().adopted_count, 0);
+    assert_eq!(bed.arena.snapshot().imported_count, 0);
     bed.sim.unsafe_unmaps()
 }
 
@@ -77,10 +77,10 @@ fn it_is_released_once_with_its_address_and_bytes_by_whoever_looks_next() {
     for look in looks {
         let (bed, released) = (Bed::new(None), Released::default());
         let at = theirs(&bed, 3 * MIB);
-        let adopted = adopt(&bed, at, 3 * MIB, released.note()).expect("theirs");
+        let imported = import(&bed, at, 3 * MIB, released.note()).expect("theirs");
         let (calls, next) = (bed.sim.calls_total(), bed.arena.next_decay());
         assert_eq!(next, Moment::NEVER);
-        drop(adopted);
+        drop(imported);
         assert_eq!(bed.sim.calls_total(), calls, "a drop makes no call");
         assert!(released.all().is_empty() && bed.arena.next_decay() < Moment::NEVER);
         bed.arena.decay(bed.clock.now()).expect("looked");
@@ -98,16 +98,16 @@ fn it_is_released_once_with_its_address_and_bytes_by_whoever_looks_next() {
 fn it_is_in_no_figure_of_the_arena_but_its_own() {
     let (bed, released) = (Bed::new(None), Released::default());
     let before = bed.arena.snapshot();
-    let adopted = adopt(&bed, theirs(&bed, MIB), MIB, released.note()).expect("theirs");
+    let imported = import(&bed, theirs(&bed, MIB), MIB, released.note()).expect("theirs");
     let snapshot = bed.arena.snapshot();
-    assert_eq!((snapshot.adopted, snapshot.adopted_count), (ByteSize::mib(1), 1));
+    assert_eq!((snapshot.imported, snapshot.imported_count), (ByteSize::mib(1), 1));
     assert_eq!((snapshot.committed, snapshot.live), (before.committed, before.live));
     assert_eq!(snapshot.allocs_total, 0);
-    drop(adopted);
-    assert_eq!(bed.arena.snapshot().adopted_count, 1, "it waits to be released");
+    drop(imported);
+    assert_eq!(bed.arena.snapshot().imported_count, 1, "it waits to be released");
     bed.arena.purge().expect("looked");
     let snapshot = bed.arena.snapshot();
-    assert_eq!((snapshot.adopted, snapshot.adopted_count), (ByteSize::ZERO, 0));
+    assert_eq!((snapshot.imported, snapshot.imported_count), (ByteSize::ZERO, 0));
     assert_eq!((snapshot.releases_total, snapshot.release_panics_total), (1, 0));
 }
 
@@ -115,10 +115,10 @@ fn it_is_in_no_figure_of_the_arena_but_its_own() {
 fn it_can_be_released_now() {
     let bed = Bed::new(None);
     let at = mapped(&bed);
-    let adopted = adopt(&bed, at, 2 * MIB, unmapping(&bed.sim)).expect("theirs");
-    bed.sim.fill(bed.foreign, at, adopted.bytes(), Pattern::new(1)).expect("queued");
-    adopted.release().expect("done");
-    assert_eq!((bed.sim.unsafe_unmaps(), bed.arena.snapshot().adopted_count), (0, 0));
+    let imported = import(&bed, at, 2 * MIB, unmapping(&bed.sim)).expect("theirs");
+    bed.sim.fill(bed.foreign, at, imported.bytes(), Pattern::new(1)).expect("queued");
+    imported.release().expect("done");
+    assert_eq!((bed.sim.unsafe_unmaps(), bed.arena.snapshot().imported_count), (0, 0));
     assert_eq!(bed.faults(), 0);
 }
 
@@ -126,9 +126,9 @@ fn it_can_be_released_now() {
 fn while_the_device_cannot_be_waited_for_it_is_not_released() {
     use lowtide::device::driver::sim::{Call, SimError};
     let (bed, released) = (Bed::new(None), Released::default());
-    let adopted = adopt(&bed, theirs(&bed, MIB), MIB, released.note()).expect("theirs");
+    let imported = import(&bed, theirs(&bed, MIB), MIB, released.note()).expect("theirs");
     bed.sim.fail_always(Call::Synchronize, Some(SimError::Unknown));
-    assert!(matches!(adopted.release(), Err(DeviceError::Driver(_))));
+    assert!(matches!(imported.release(), Err(DeviceError::Driver(_))));
     assert!(bed.arena.purge().is_err() && released.all().is_empty());
     bed.sim.forget_failures();
     bed.arena.purge().expect("waited");
@@ -139,13 +139,13 @@ fn while_the_device_cannot_be_waited_for_it_is_not_released() {
 fn a_release_that_panics_is_counted_and_the_next_is_called_all_the_same() {
     let (bed, released) = (Bed::new(None), Released::default());
     let panics = |_, _| panic!("planted");
-    let one = adopt(&bed, theirs(&bed, MIB), MIB, panics).expect("theirs");
-    let two = adopt(&bed, theirs(&bed, MIB), MIB, released.note()).expect("theirs");
+    let one = import(&bed, theirs(&bed, MIB), MIB, panics).expect("theirs");
+    let two = import(&bed, theirs(&bed, MIB), MIB, released.note()).expect("theirs");
     drop((one, two));
     bed.arena.purge().expect("waited");
     let snapshot = bed.arena.snapshot();
     assert_eq!((snapshot.releases_total, snapshot.release_panics_total), (2, 1));
-    assert_eq!((released.all().len(), snapshot.adopted_count), (1, 0));
+    assert_eq!((released.all().len(), snapshot.imported_count), (1, 0));
 }
 
 #[test]
@@ -156,10 +156,10 @@ fn a_release_may_use_the_arena_and_adopt_again() {
     let again = move |at: DeviceAddress, size: ByteSize| {
         drop(arena.alloc::<u8>(MIB, Region::Dynamic).expect("no lock is held"));
         // SAFETY: as above: the simulation looks.
-        let adopted = unsafe { arena.adopt::<u8>(at, MIB, second.note()) }.expect("released");
-        assert_eq!(adopted.bytes(), size);
+        let imported = unsafe { arena.import::<u8>(at, MIB, second.note()) }.expect("released");
+        assert_eq!(imported.bytes(), size);
     };
-    drop(adopt(&bed, at, MIB, again).expect("theirs"));
+    drop(import(&bed, at, MIB, again).expect("theirs"));
     bed.arena.purge().expect("waited");
     assert!(released.all().is_empty(), "one for each look that found it");
     bed.arena.purge().expect("waited");
@@ -172,38 +172,38 @@ fn what_cannot_be_adopted_is_named_and_its_release_not_called() {
     let at = theirs(&bed, MIB);
     let own = bed.arena.alloc_raw(ByteSize::mib(1), ByteSize::new(1), Region::Dynamic);
     let own = own.expect("room").at;
-    let kept = adopt(&bed, at, MIB / 2, released.note()).expect("theirs");
+    let kept = import(&bed, at, MIB / 2, released.note()).expect("theirs");
     let past = |by: u64| DeviceAddress::new(at.get() + by);
     let cases = [
-        (DeviceAddress::new(0), 8, "begins at address 0", Unadoptable::Null),
-        (at, 0, "no bytes", Unadoptable::Empty),
-        (DeviceAddress::new(u64::MAX - 4095), 8192, "last address", Unadoptable::Endless),
-        (at, usize::MAX, "last address", Unadoptable::Endless),
-        (own, 4096, "arena's own", Unadoptable::OfArena),
-        (at, MIB, "adopted before", Unadoptable::Adopted),
-        (past(MIB as u64 / 2 - 1), 8, "adopted before", Unadoptable::Adopted),
+        (DeviceAddress::new(0), 8, "begins at address 0", ImportError::Null),
+        (at, 0, "no bytes", ImportError::Empty),
+        (DeviceAddress::new(u64::MAX - 4095), 8192, "last address", ImportError::Endless),
+        (at, usize::MAX, "last address", ImportError::Endless),
+        (own, 4096, "arena's own", ImportError::OfArena),
+        (at, MIB, "adopted before", ImportError::Imported),
+        (past(MIB as u64 / 2 - 1), 8, "adopted before", ImportError::Imported),
     ];
     for (at, len, text, expected) in cases {
-        let error = adopt(&bed, at, len, released.note()).expect_err(text);
-        let DeviceError::Unadoptable { at: named, ref arena, why, .. } = error else {
+        let error = import(&bed, at, len, released.note()).expect_err(text);
+        let DeviceError::ImportError { at: named, ref arena, why, .. } = error else {
             panic!("{error}")
         };
         assert_eq!((named, arena.as_str(), why), (at, "border", expected));
         assert!(error.to_string().contains(text), "{error}");
     }
     // SAFETY: it is refused.
-    let odd = unsafe { bed.arena.adopt::<u32>(past(2), 1, released.note()) };
-    let misaligned = Unadoptable::Misaligned(ByteSize::new(4));
-    assert!(matches!(odd, Err(DeviceError::Unadoptable { why, .. }) if why == misaligned));
+    let odd = unsafe { bed.arena.import::<u32>(past(2), 1, released.note()) };
+    let misaligned = ImportError::Misaligned(ByteSize::new(4));
+    assert!(matches!(odd, Err(DeviceError::ImportError { why, .. }) if why == misaligned));
     for nowhere in [past(64 * MIB as u64), DeviceAddress::new(4096)] {
-        let error = adopt(&bed, nowhere, 16, released.note()).expect_err("nothing is there");
+        let error = import(&bed, nowhere, 16, released.note()).expect_err("nothing is there");
         assert!(
-            matches!(error, DeviceError::Unadoptable { why: Unadoptable::Elsewhere(_), .. }),
+            matches!(error, DeviceError::ImportError { why: ImportError::Elsewhere(_), .. }),
             "{error}"
         );
     }
-    let rest = adopt(&bed, past(MIB as u64 / 2), MIB / 2, released.note()).expect("beside it");
-    assert!(released.all().is_empty() && bed.arena.snapshot().adopted_count == 2);
+    let rest = import(&bed, past(MIB as u64 / 2), MIB / 2, released.note()).expect("beside it");
+    assert!(released.all().is_empty() && bed.arena.snapshot().imported_count == 2);
     let error = bed.arena.close().expect_err("a block by address, and two that are held");
     assert!(matches!(error, DeviceError::LiveBlocks { .. }), "{error}");
     bed.arena.reset().expect("freed");
@@ -212,19 +212,19 @@ fn what_cannot_be_adopted_is_named_and_its_release_not_called() {
     drop((kept, rest));
     bed.arena.close().expect("they are released");
     assert_eq!(released.all().len(), 2);
-    let error = adopt(&bed, at, 8, released.note()).expect_err("closed");
+    let error = import(&bed, at, 8, released.note()).expect_err("closed");
     assert!(matches!(error, DeviceError::Closed { .. }), "{error}");
 }
 
 #[test]
 fn a_lease_of_another_arena_opens_nothing() {
     let (bed, other) = (Bed::new(None), Bed::new(None));
-    let adopted = adopt(&bed, theirs(&bed, MIB), MIB, |_, _| {}).expect("theirs");
+    let imported = import(&bed, theirs(&bed, MIB), MIB, |_, _| {}).expect("theirs");
     let lease = other.arena.enter().expect("awake");
-    assert!(matches!(adopted.address(&lease), Err(DeviceError::ForeignLease { .. })));
+    assert!(matches!(imported.address(&lease), Err(DeviceError::ForeignLease { .. })));
     let lease = bed.arena.enter().expect("awake");
-    assert!(adopted.address(&lease).is_ok());
-    assert!(matches!(adopted.slice(&lease), Err(DeviceError::Unsupported { .. })));
+    assert!(imported.address(&lease).is_ok());
+    assert!(matches!(imported.slice(&lease), Err(DeviceError::Unsupported { .. })));
 }
 
 /// The last holder of an arena releases what the device is done with, and leaves the rest.
@@ -240,11 +240,11 @@ fn the_end_of_an_arena_calls_no_release_that_work_may_be_before() {
             self.0.fetch_add(1, Ordering::Relaxed);
         }
     }
-    drop(adopt(&bed, done, MIB, released.note()).expect("theirs"));
+    drop(import(&bed, done, MIB, released.note()).expect("theirs"));
     bed.arena.purge().expect("looked");
     assert_eq!(released.all(), [(done, ByteSize::mib(1))]);
     let (says, second) = (Says(Arc::clone(&dropped)), released.clone());
-    let late = adopt(&bed, at_work, MIB, move |at, size| {
+    let late = import(&bed, at_work, MIB, move |at, size| {
         let _says = &says;
         second.note()(at, size);
     });
@@ -267,7 +267,7 @@ fn on_the_host_it_is_a_slice_and_released_by_the_last_holder_too() {
         let at = DeviceAddress::new(theirs.as_mut_ptr().expose_provenance() as u64);
         // SAFETY: three numbers, initialised, which stay where they are until after the release,
         // and which nobody else uses.
-        let mut numbers = unsafe { arena.adopt::<u32>(at, 3, released.note()) }.expect("theirs");
+        let mut numbers = unsafe { arena.import::<u32>(at, 3, released.note()) }.expect("theirs");
         let lease = arena.enter().expect("awake");
         numbers.slice_mut(&lease).expect("host memory")[1] = 20;
         assert_eq!(numbers.slice(&lease).expect("host memory"), [1, 20, 3]);

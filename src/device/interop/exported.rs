@@ -22,12 +22,12 @@ use crate::device::planted::Planted;
 use crate::device::shared::Shared;
 use crate::device::streams::StreamKey;
 
-/// A buffer that is lent to code which keeps its address; from [`Buffer::lend`].
+/// A buffer that is lent to code which keeps its address; from [`Buffer::export`].
 ///
-/// Dropping it ends the loan and frees the buffer; [`Lent::end`] gives the buffer back. Neither
+/// Dropping it ends the loan and frees the buffer; [`Exported::end`] gives the buffer back. Neither
 /// waits, nor calls the driver.
 #[must_use = "the loan ends when this is dropped, and the buffer is freed"]
-pub struct Lent<T: Pod> {
+pub struct Exported<T: Pod> {
     // Dropped in this order: the block is freed last.
     loan: Loan,
     pin: BlockPin,
@@ -39,16 +39,16 @@ pub struct Lent<T: Pod> {
 #[derive(Debug, Error)]
 #[error("{error}")]
 #[expect(clippy::exhaustive_structs, reason = "a buffer and why")]
-pub struct LendError<T: Pod> {
+pub struct ExportError<T: Pod> {
     /// The buffer, as it was.
     pub buffer: Buffer<T>,
     /// Why.
     pub error: DeviceError,
 }
 
-impl<T: Pod> From<LendError<T>> for DeviceError {
+impl<T: Pod> From<ExportError<T>> for DeviceError {
     /// The error; the buffer is freed.
-    fn from(refused: LendError<T>) -> Self {
+    fn from(refused: ExportError<T>) -> Self {
         refused.error
     }
 }
@@ -58,11 +58,11 @@ impl<T: Pod> Buffer<T> {
     /// session of ONNX Runtime, a graph that captured it. No lease is needed while it is lent.
     ///
     /// Until the loan ends the block stays live and where it is, through compactions too, and the
-    /// arena neither falls asleep by itself nor is put to sleep ([`DeviceError::Lent`]). A sleeping
-    /// arena is woken first. When it ends, the memory counts as used by any stream of the context,
-    /// those that the arena does not know included: it is handed on, moved, copied out or given
-    /// back only after the host saw all of that complete. So a buffer that was ever lent is freed
-    /// as one of no lane, and what comes next may wait for the whole device.
+    /// arena neither falls asleep by itself nor is put to sleep ([`DeviceError::Exported`]). A
+    /// sleeping arena is woken first. When it ends, the memory counts as used by any stream of the
+    /// context, those that the arena does not know included: it is handed on, moved, copied out or
+    /// given back only after the host saw all of that complete. So a buffer that was ever lent is
+    /// freed as one of no lane, and what comes next may wait for the whole device.
     ///
     /// That the foreign work comes after what the buffer's own stream was given before, and the
     /// stream's next work after it, is the program's part, as without an arena.
@@ -76,11 +76,11 @@ impl<T: Pod> Buffer<T> {
     /// # let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock, ArenaConfig::new("a"))?;
     ///
     /// let weights = arena.alloc_from(&[1.0_f32; 64], Region::Stable)?;
-    /// let lent = weights.lend()?;
-    /// let (at, bytes) = (lent.address(), lent.bytes()); // for who keeps addresses
+    /// let exported = weights.export()?;
+    /// let (at, bytes) = (exported.address(), exported.bytes()); // for who keeps addresses
     /// assert_eq!((at.get() % 256, bytes.get()), (0, 256));
-    /// assert!(matches!(arena.sleep(SleepOptions::default()), Err(DeviceError::Lent { .. })));
-    /// let weights = lent.end(); // they have let go of the address
+    /// assert!(matches!(arena.sleep(SleepOptions::default()), Err(DeviceError::Exported { .. })));
+    /// let weights = exported.end(); // they have let go of the address
     /// arena.sleep(SleepOptions::default())?;
     /// # drop(weights);
     /// # Ok::<(), DeviceError>(())
@@ -90,7 +90,7 @@ impl<T: Pod> Buffer<T> {
     /// ```compile_fail,E0382
     /// # use lowtide::device::{Buffer, DeviceError};
     /// fn free_under_a_loan(buffer: Buffer<f32>) -> Result<(), DeviceError> {
-    ///     let lent = buffer.lend()?;
+    ///     let exported = buffer.export()?;
     ///     drop(buffer);
     ///     Ok(())
     /// }
@@ -100,10 +100,10 @@ impl<T: Pod> Buffer<T> {
     /// With the buffer: [`DeviceError::ZeroSize`] for one without bytes,
     /// [`DeviceError::ContentsLost`], [`DeviceError::Forked`]; else as
     /// [`DeviceArena::enter`](crate::device::DeviceArena::enter).
-    pub fn lend(mut self) -> Result<Lent<T>, LendError<T>> {
+    pub fn export(mut self) -> Result<Exported<T>, ExportError<T>> {
         match self.begin_loan() {
-            Ok((loan, pin, at)) => Ok(Lent { loan, pin, buffer: self, at }),
-            Err(error) => Err(LendError { buffer: self, error }),
+            Ok((loan, pin, at)) => Ok(Exported { loan, pin, buffer: self, at }),
+            Err(error) => Err(ExportError { buffer: self, error }),
         }
     }
 
@@ -117,12 +117,12 @@ impl<T: Pod> Buffer<T> {
             self.note_foreign();
         }
         let bytes = self.block_bytes();
-        shared.books().owed.lent.begin(bytes);
+        shared.books().outstanding.exported.begin(bytes);
         Ok((Loan { shared, bytes }, pin, at))
     }
 }
 
-impl<T: Pod> Lent<T> {
+impl<T: Pod> Exported<T> {
     /// Where the buffer is, for as long as this is not dropped or ended.
     #[must_use]
     pub const fn address(&self) -> DeviceAddress {
@@ -164,7 +164,7 @@ impl<T: Pod> Lent<T> {
     }
 }
 
-impl<T: Pod> fmt::Debug for Lent<T> {
+impl<T: Pod> fmt::Debug for Exported<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Lent").field("at", &self.at).field("buffer", &self.buffer).finish()
     }
@@ -184,7 +184,7 @@ impl Drop for Loan {
         }
         let forgets = self.shared.planted(Planted::ForgottenLoan);
         let mut books = self.shared.books();
-        books.owed.lent.end(self.bytes);
+        books.outstanding.exported.end(self.bytes);
         books.sleep.note_unused(self.shared.clock.now());
         if books.asynchronous && !forgets {
             books.sleep.note_used(StreamKey::CONTEXT);

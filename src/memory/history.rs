@@ -19,7 +19,7 @@ const POINTS_MAX: usize = 300;
 /// A few figures at one instant.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct TrailPoint {
+pub struct HistorySample {
     /// When, since the Unix epoch.
     pub at: Duration,
     /// What counts against the host's limit.
@@ -34,7 +34,7 @@ pub struct TrailPoint {
     pub device_retained: ByteSize,
 }
 
-impl TrailPoint {
+impl HistorySample {
     pub(super) fn of(snapshot: &MemorySnapshot) -> Self {
         let arenas = || snapshot.arenas.iter().chain(&snapshot.draining);
         let heap = snapshot.heap.as_ref();
@@ -51,16 +51,16 @@ impl TrailPoint {
 
 /// The ring.
 #[derive(Debug)]
-pub(super) struct Trail(Mutex<VecDeque<TrailPoint>>);
+pub(super) struct MetricsHistory(Mutex<VecDeque<HistorySample>>);
 
-impl Default for Trail {
+impl Default for MetricsHistory {
     fn default() -> Self {
         Self(Mutex::new(VecDeque::with_capacity(POINTS_MAX)))
     }
 }
 
-impl Trail {
-    pub(super) fn add(&self, point: TrailPoint) {
+impl MetricsHistory {
+    pub(super) fn add(&self, point: HistorySample) {
         let mut points = lock(&self.0);
         if points.len() == POINTS_MAX {
             points.pop_front();
@@ -69,7 +69,7 @@ impl Trail {
     }
 
     /// What is kept, oldest first.
-    pub(super) fn all(&self) -> Vec<TrailPoint> {
+    pub(super) fn all(&self) -> Vec<HistorySample> {
         lock(&self.0).iter().copied().collect()
     }
 }
@@ -80,13 +80,13 @@ mod tests {
 
     #[test]
     fn the_last_points_are_kept_oldest_first_without_growing() {
-        let trail = Trail::default();
-        let room = lock(&trail.0).capacity();
+        let history = MetricsHistory::default();
+        let room = lock(&history.0).capacity();
         for nth in 0..1000 {
-            trail.add(TrailPoint { at: Duration::from_secs(nth), ..TrailPoint::default() });
+            history.add(HistorySample { at: Duration::from_secs(nth), ..HistorySample::default() });
         }
-        let seconds: Vec<_> = trail.all().iter().map(|point| point.at.as_secs()).collect();
+        let seconds: Vec<_> = history.all().iter().map(|point| point.at.as_secs()).collect();
         assert!(seconds.into_iter().eq(700..1000));
-        assert_eq!(lock(&trail.0).capacity(), room, "allocated once");
+        assert_eq!(lock(&history.0).capacity(), room, "allocated once");
     }
 }

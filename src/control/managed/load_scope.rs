@@ -20,7 +20,7 @@ use super::parts::Parts;
 /// a load that failed, or panicked, comes the next load. A load that timed out
 /// ([`ManagedBuilder::load_timeout`](super::ManagedBuilder::load_timeout)) may still run while
 /// later ones come and go; it keeps nothing.
-pub trait Enclosure: Send + Sync {
+pub trait LoadScope: Send + Sync {
     /// Runs a load before it returns. `load` returns whether there is something to keep: not after
     /// a failure, and not if the load timed out, for then its value has been taken apart already.
     ///
@@ -77,8 +77,8 @@ impl<T> Parts<T> {
             }
             matches!(loaded, Some(Ok(_)))
         };
-        match &self.enclosure {
-            Some(enclosure) => enclosure.load(&mut load)?,
+        match &self.load_scope {
+            Some(load_scope) => load_scope.load(&mut load)?,
             None => {
                 load();
             }
@@ -106,8 +106,8 @@ impl<T> Parts<T> {
                 (self.unload)(value);
             }
         };
-        let enclosure = self.enclosure.as_ref();
-        let recovered = enclosure.and_then(|enclosure| enclosure.unload(&mut unload));
+        let load_scope = self.load_scope.as_ref();
+        let recovered = load_scope.and_then(|load_scope| load_scope.unload(&mut unload));
         unload();
         recovered
     }

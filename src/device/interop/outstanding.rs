@@ -23,31 +23,32 @@ pub(super) type Release = Box<dyn FnOnce(DeviceAddress, ByteSize) + Send>;
 /// What an arena owes, and what is owed to it.
 #[derive(Debug, Default)]
 pub(in crate::device) struct Owed {
-    pub(in crate::device) lent: Loans,
-    pub(in crate::device) adopted: Adoptions,
+    pub(in crate::device) exported: Exports,
+    pub(in crate::device) imported: Imports,
 }
 
 impl Owed {
     /// Puts its figures into a snapshot.
     pub(in crate::device) fn show(&self, snapshot: &mut ArenaSnapshot) {
         let size = ByteSize::new;
-        (snapshot.lent, snapshot.lent_count) = (size(self.lent.bytes), self.lent.count);
-        let adopted = &self.adopted;
-        (snapshot.adopted, snapshot.adopted_count) = (size(adopted.bytes), adopted.count());
+        (snapshot.exported, snapshot.exported_count) =
+            (size(self.exported.bytes), self.exported.count);
+        let imported = &self.imported;
+        (snapshot.imported, snapshot.imported_count) = (size(imported.bytes), imported.count());
         (snapshot.releases_total, snapshot.release_panics_total) =
-            (adopted.released, adopted.panics);
+            (imported.released, imported.panics);
     }
 }
 
 /// How much is out on loan.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(in crate::device) struct Loans {
+pub(in crate::device) struct Exports {
     pub(in crate::device) count: u64,
     /// Bytes of the blocks.
     pub(in crate::device) bytes: u64,
 }
 
-impl Loans {
+impl Exports {
     pub(super) const fn begin(&mut self, bytes: u64) {
         self.count += 1;
         self.bytes += bytes;
@@ -86,7 +87,7 @@ pub(super) struct Due {
 
 /// What was adopted and not released yet.
 #[derive(Debug, Default)]
-pub(in crate::device) struct Adoptions {
+pub(in crate::device) struct Imports {
     entries: BTreeMap<u64, Entry>,
     bytes: u64,
     waiting: u64,
@@ -95,7 +96,7 @@ pub(in crate::device) struct Adoptions {
     pub(super) panics: u64,
 }
 
-impl Adoptions {
+impl Imports {
     /// How many ranges are not released.
     pub(in crate::device) fn count(&self) -> u64 {
         self.entries.len() as u64
@@ -124,7 +125,7 @@ impl Adoptions {
     }
 
     /// Books a range that overlaps no other.
-    pub(super) fn adopt(&mut self, at: u64, size: u64, release: Release) {
+    pub(super) fn import(&mut self, at: u64, size: u64, release: Release) {
         debug_assert!(!self.overlaps(at, size), "adopted once");
         self.bytes += size;
         self.entries.insert(at, Entry { size, release, after: None });
@@ -187,9 +188,9 @@ mod tests {
 
     #[test]
     fn ranges_that_touch_do_not_overlap_and_those_that_share_a_byte_do() {
-        let mut adoptions = Adoptions::default();
-        adoptions.adopt(100, 50, nothing());
-        adoptions.adopt(200, 1, nothing());
+        let mut adoptions = Imports::default();
+        adoptions.import(100, 50, nothing());
+        adoptions.import(200, 1, nothing());
         for (at, size, overlaps) in [
             (50, 50, false),
             (50, 51, true),
@@ -207,9 +208,9 @@ mod tests {
 
     #[test]
     fn a_range_is_taken_once_and_only_when_nobody_holds_it_and_its_uses_are_done() {
-        let mut adoptions = Adoptions::default();
-        adoptions.adopt(100, 50, nothing());
-        adoptions.adopt(200, 10, nothing());
+        let mut adoptions = Imports::default();
+        adoptions.import(100, 50, nothing());
+        adoptions.import(200, 10, nothing());
         assert!(adoptions.take(|_| true).is_none(), "both are held");
         let of = Use { stream: StreamKey::CONTEXT, epoch: 3 };
         adoptions.let_go(200, Uses::of([of]));

@@ -22,7 +22,7 @@ use std::sync::Arc;
 
 use bytemuck::Pod;
 
-use super::owed::{Due, Release};
+use super::outstanding::{Due, Release};
 use crate::bytes::ByteSize;
 use crate::device::arena::DeviceArena;
 use crate::device::books::Books;
@@ -39,7 +39,7 @@ use crate::sync::caught;
 /// Why memory cannot be adopted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Unadoptable {
+pub enum ImportError {
     /// It begins at 0.
     Null,
     /// It has no bytes.
@@ -51,12 +51,12 @@ pub enum Unadoptable {
     /// Some of it lies in the arena's own address space.
     OfArena,
     /// Some of it was adopted before, and is not released yet.
-    Adopted,
+    Imported,
     /// It is none that the arena's driver can use: what it is instead.
     Elsewhere(&'static str),
 }
 
-impl fmt::Display for Unadoptable {
+impl fmt::Display for ImportError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Null => f.write_str("it begins at address 0"),
@@ -64,16 +64,16 @@ impl fmt::Display for Unadoptable {
             Self::Misaligned(align) => write!(f, "expected an address at a multiple of {align}"),
             Self::Endless => f.write_str("it ends beyond the last address"),
             Self::OfArena => f.write_str("some of it is the arena's own"),
-            Self::Adopted => f.write_str("some of it was adopted before and is not released"),
+            Self::Imported => f.write_str("some of it was adopted before and is not released"),
             Self::Elsewhere(what) => write!(f, "it is {what}"),
         }
     }
 }
 
-/// Elements in memory that somebody else allocated; from [`DeviceArena::adopt`].
+/// Elements in memory that somebody else allocated; from [`DeviceArena::import`].
 ///
 /// Dropping it only books that it is to be released: see there. It keeps its arena.
-pub struct Adopted<T: Pod> {
+pub struct Imported<T: Pod> {
     pub(in crate::device) shared: Arc<Shared>,
     at: DeviceAddress,
     len: usize,
@@ -88,14 +88,14 @@ impl DeviceArena {
     /// Adopts `len` elements at an address of the device that somebody else allocated: a library in
     /// C, ONNX Runtime, `cudarc` by its raw calls. They are used as a buffer is, under a lease of
     /// this arena, and are in no figure of it but
-    /// [`adopted`](super::super::ArenaSnapshot::adopted).
+    /// [`imported`](super::super::ArenaSnapshot::adopted).
     ///
     /// `release` is called with the address and the bytes, once, when the value was dropped and the
     /// host has seen the whole context complete, foreign streams included: by the next
     /// [`purge`](DeviceArena::purge), trim, shrink or close of the program, on the thread that
     /// calls that, with no lock held. A [`decay`](DeviceArena::decay) and the worker of a `Memory`
     /// do not wait for the context: they call it after another call of the program has.
-    /// [`Adopted::release`] does it now. It may use the arena as anybody may. A panic in it is
+    /// [`Imported::release`] does it now. It may use the arena as anybody may. A panic in it is
     /// caught, logged and counted. It is never called where the context is lost, in a forked child,
     /// or where the arena's last holder goes while the device may work on ([`DeviceArena::close`]
     /// waits, and refuses while adopted values are held).
@@ -117,13 +117,13 @@ impl DeviceArena {
     ///     drop(unsafe { Box::from_raw(theirs) });
     /// };
     /// // SAFETY: three numbers, initialised, which nobody else uses until they are released.
-    /// let numbers = unsafe { arena.adopt::<u32>(at, 3, free) }?;
+    /// let numbers = unsafe { arena.import::<u32>(at, 3, free) }?;
     /// let lease = arena.enter()?;
     /// assert_eq!(numbers.slice(&lease)?, [1, 2, 3]);
     /// drop((lease, numbers));
-    /// assert_eq!(arena.snapshot().adopted_count, 1); // until somebody looks
+    /// assert_eq!(arena.snapshot().imported_count, 1); // until somebody looks
     /// arena.decay(clock.now())?;
-    /// assert_eq!(arena.snapshot().adopted_count, 0);
+    /// assert_eq!(arena.snapshot().imported_count, 0);
     /// # Ok::<(), lowtide::device::DeviceError>(())
     /// ```
     ///
@@ -140,37 +140,37 @@ impl DeviceArena {
     ///   one to write is: on a device, in the order of its streams.
     ///
     /// # Errors
-    /// [`DeviceError::Unadoptable`] with what is wrong, where that can be seen: a driver with host
+    /// [`DeviceError::ImportError`] with what is wrong, where that can be seen: a driver with host
     /// access knows nothing of memory that it did not give. [`DeviceError::Driver`],
     /// [`DeviceError::Closed`], [`DeviceError::Forked`]. The memory is the caller's still then:
     /// `release` is dropped and not called.
-    pub unsafe fn adopt<T: Pod>(
+    pub unsafe fn import<T: Pod>(
         &self,
         at: DeviceAddress,
         len: usize,
         release: impl FnOnce(DeviceAddress, ByteSize) + Send + 'static,
-    ) -> Result<Adopted<T>, DeviceError> {
-        self.shared().adopt(at, len, Box::new(release), None)
+    ) -> Result<Imported<T>, DeviceError> {
+        self.shared().import(at, len, Box::new(release), None)
     }
 }
 
 impl Lane {
-    /// As [`DeviceArena::adopt`]; on a lane of a stream of cudarc's the value has views
-    /// (`Adopted::cuda`, feature `cuda`).
+    /// As [`DeviceArena::import`]; on a lane of a stream of cudarc's the value has views
+    /// (`Imported::cuda`, feature `cuda`).
     ///
     /// ```no_run
     /// # #[cfg(feature = "cuda")] {
     /// use std::sync::Arc;
     /// use lowtide::cudarc::driver::{CudaStream, DevicePtr as _};
     /// use lowtide::device::driver::DeviceAddress;
-    /// use lowtide::device::{Adopted, DeviceArena};
+    /// use lowtide::device::{Imported, DeviceArena};
     ///
-    /// fn adopt(arena: &DeviceArena, stream: &Arc<CudaStream>)
-    /// -> Result<Adopted<f32>, lowtide::BoxError> {
+    /// fn import(arena: &DeviceArena, stream: &Arc<CudaStream>)
+    /// -> Result<Imported<f32>, lowtide::BoxError> {
     ///     let slice = stream.clone_htod(&[1.0_f32; 1000])?; // cudarc's own memory
     ///     let (at, len) = (DeviceAddress::new(slice.device_ptr(stream).0), slice.len());
     ///     // SAFETY: the slice is there, and nobody else's, until it is dropped by the release.
-    ///     Ok(unsafe { arena.cuda_lane(stream)?.adopt(at, len, move |_, _| drop(slice)) }?)
+    ///     Ok(unsafe { arena.cuda_lane(stream)?.import(at, len, move |_, _| drop(slice)) }?)
     /// }
     /// # }
     /// ```
@@ -180,18 +180,18 @@ impl Lane {
     ///
     /// # Errors
     /// As there.
-    pub unsafe fn adopt<T: Pod>(
+    pub unsafe fn import<T: Pod>(
         &self,
         at: DeviceAddress,
         len: usize,
         release: impl FnOnce(DeviceAddress, ByteSize) + Send + 'static,
-    ) -> Result<Adopted<T>, DeviceError> {
+    ) -> Result<Imported<T>, DeviceError> {
         let lane = Some(Arc::clone(self.known()));
-        self.arena().shared().adopt(at, len, Box::new(release), lane)
+        self.arena().shared().import(at, len, Box::new(release), lane)
     }
 }
 
-impl<T: Pod> Adopted<T> {
+impl<T: Pod> Imported<T> {
     /// The number of elements; never 0.
     #[must_use]
     #[expect(clippy::len_without_is_empty, reason = "what is adopted is never empty")]
@@ -222,23 +222,23 @@ impl<T: Pod> Adopted<T> {
     /// [`DeviceError::ForeignLease`], [`DeviceError::Forked`].
     pub fn slice<'a>(&'a self, lease: &'a Lease) -> Result<&'a [T], DeviceError> {
         let start = self.start(lease)?;
-        // SAFETY: `DeviceArena::adopt`'s caller answers for `len` elements at an address that was
+        // SAFETY: `DeviceArena::import`'s caller answers for `len` elements at an address that was
         // looked at (not null, aligned, its end below `isize::MAX`), in memory of this process with
         // exposed provenance, initialised, and there until the release, which comes after the drop
         // of `self`. T is Pod: any bytes are a value. Nobody writes: others do not while a slice is
         // borrowed (the same contract), writing here takes `&mut self`, and no two values are of
-        // one range (`Shared::adopt`).
+        // one range (`Shared::import`).
         Ok(unsafe { slice::from_raw_parts(start.as_ptr(), self.len) })
     }
 
     /// The elements, to write, for as long as the lease is held.
     ///
     /// # Errors
-    /// As [`Adopted::slice`].
+    /// As [`Imported::slice`].
     pub fn slice_mut<'a>(&'a mut self, lease: &'a Lease) -> Result<&'a mut [T], DeviceError> {
         let start = self.start(lease)?;
         // SAFETY: as in `slice`; `&mut self` is borrowed for as long as the slice lives, so that
-        // no other slice of it exists, and the contract of `adopt` keeps others from reading.
+        // no other slice of it exists, and the contract of `import` keeps others from reading.
         Ok(unsafe { slice::from_raw_parts_mut(start.as_ptr(), self.len) })
     }
 
@@ -272,7 +272,7 @@ impl<T: Pod> Adopted<T> {
     }
 }
 
-impl<T: Pod> Drop for Adopted<T> {
+impl<T: Pod> Drop for Imported<T> {
     /// Bookkeeping under the arena's lock; a value with a view makes its stream wait for those that
     /// used it, as a buffer does. In a forked child does nothing.
     fn drop(&mut self) {
@@ -284,11 +284,11 @@ impl<T: Pod> Drop for Adopted<T> {
         let forgets = self.shared.planted(Planted::ReleaseBeforeDone);
         let mut books = self.shared.books();
         let after = if forgets { Uses::NONE } else { books.uses(&[]) };
-        books.owed.adopted.let_go(self.at.get(), after);
+        books.outstanding.imported.let_go(self.at.get(), after);
     }
 }
 
-impl<T: Pod> fmt::Debug for Adopted<T> {
+impl<T: Pod> fmt::Debug for Imported<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Adopted")
             .field("arena", &self.shared.name)
@@ -300,21 +300,21 @@ impl<T: Pod> fmt::Debug for Adopted<T> {
 }
 
 impl Shared {
-    /// Books memory of others; only where the caller of `DeviceArena::adopt` answers for it.
-    fn adopt<T: Pod>(
+    /// Books memory of others; only where the caller of `DeviceArena::import` answers for it.
+    fn import<T: Pod>(
         self: &Arc<Self>,
         at: DeviceAddress,
         len: usize,
         release: Release,
         lane: Option<Arc<Known>>,
-    ) -> Result<Adopted<T>, DeviceError> {
+    ) -> Result<Imported<T>, DeviceError> {
         self.check_open()?;
         let bytes = len.checked_mul(size_of::<T>()).filter(|&bytes| isize::try_from(bytes).is_ok());
         let size = bytes.map_or(ByteSize::MAX, ByteSize::of);
-        let refused = |why| DeviceError::Unadoptable { at, size, arena: self.name.clone(), why };
+        let refused = |why| DeviceError::ImportError { at, size, arena: self.name.clone(), why };
         look::<T>(at, bytes).map_err(refused)?;
         if let Owner::Elsewhere(what) = self.driver.owner_of(at, size)? {
-            return Err(refused(Unadoptable::Elsewhere(what)));
+            return Err(refused(ImportError::Elsewhere(what)));
         }
         let mut books = self.books();
         if self.is_closed() {
@@ -325,9 +325,9 @@ impl Shared {
             drop(books);
             return Err(refused(why));
         }
-        books.owed.adopted.adopt(at.get(), size.get(), release);
+        books.outstanding.imported.import(at.get(), size.get(), release);
         drop(books);
-        Ok(Adopted {
+        Ok(Imported {
             shared: Arc::clone(self),
             at,
             len,
@@ -354,7 +354,7 @@ impl Shared {
     fn call_release(&self, Due { at, size, release }: Due) {
         let outcome = caught(|| release(at, size));
         if let Err(message) = outcome {
-            self.books().owed.adopted.panics += 1;
+            self.books().outstanding.imported.panics += 1;
             log!(warn, arena = self.name, %at, %size, message, "a release panicked");
         }
     }
@@ -365,7 +365,7 @@ impl Shared {
         self.release_adopted();
         let mut left = (0_u64, ByteSize::ZERO);
         loop {
-            let due = self.books().owed.adopted.take_any();
+            let due = self.books().outstanding.imported.take_any();
             let Some(Due { size, release, .. }) = due else { break };
             left = (left.0 + 1, left.1.saturating_add(size));
             let _ = caught(|| drop(release)); // not ours, and nothing unwinds out of a drop
@@ -379,46 +379,46 @@ impl Shared {
 
 impl Books {
     fn waiting_releases(&self) -> u64 {
-        self.owed.adopted.count() - self.owed.adopted.held()
+        self.outstanding.imported.count() - self.outstanding.imported.held()
     }
 
     fn take_due(&mut self) -> Option<Due> {
-        let (adopted, streams) = (&mut self.owed.adopted, &self.streams);
-        let due = adopted.take(|of| streams.is_done(of))?;
-        adopted.released += 1;
+        let (imported, streams) = (&mut self.outstanding.imported, &self.streams);
+        let due = imported.take(|of| streams.is_done(of))?;
+        imported.released += 1;
         Some(due)
     }
 
     /// Leaves release functions to be neither called nor dropped: they are of another process.
     pub(in crate::device) fn forget_adopted(&mut self) {
-        let _ = ManuallyDrop::new(std::mem::take(&mut self.owed.adopted));
+        let _ = ManuallyDrop::new(std::mem::take(&mut self.outstanding.imported));
     }
 
     /// Why a range cannot be adopted, which does not wrap: some of it is known already.
-    fn owns(&self, at: DeviceAddress, size: ByteSize) -> Option<Unadoptable> {
+    fn owns(&self, at: DeviceAddress, size: ByteSize) -> Option<ImportError> {
         let is_own = |&region: &Region| self.region(region).segment.overlaps(at, size);
         if Region::ALL.iter().any(is_own) {
-            return Some(Unadoptable::OfArena);
+            return Some(ImportError::OfArena);
         }
-        self.owed.adopted.overlaps(at.get(), size.get()).then_some(Unadoptable::Adopted)
+        self.outstanding.imported.overlaps(at.get(), size.get()).then_some(ImportError::Imported)
     }
 }
 
 /// What is wrong with a range by itself.
-fn look<T>(at: DeviceAddress, bytes: Option<usize>) -> Result<(), Unadoptable> {
+fn look<T>(at: DeviceAddress, bytes: Option<usize>) -> Result<(), ImportError> {
     let align = ByteSize::of(align_of::<T>());
     if at.get() == 0 {
-        return Err(Unadoptable::Null);
+        return Err(ImportError::Null);
     }
     if bytes == Some(0) {
-        return Err(Unadoptable::Empty);
+        return Err(ImportError::Empty);
     }
     if !at.is_multiple_of(align) {
-        return Err(Unadoptable::Misaligned(align));
+        return Err(ImportError::Misaligned(align));
     }
     let end = bytes.and_then(|bytes| at.get().checked_add(bytes as u64));
     if end.is_none() {
-        return Err(Unadoptable::Endless);
+        return Err(ImportError::Endless);
     }
     Ok(())
 }

@@ -141,14 +141,14 @@ async fn alone() {
     for case in cases() {
         let request = post(case.path, "application/json", &case.body);
         let length = case.body.len() as u64;
-        let booked = match case.path {
+        let reserved = match case.path {
             "/words" => FORWARD_COST.saturating_add(ByteSize::new(words_cost(length))),
             _ => host_cost(length),
         };
         let (peak, answer) = peak_of(ask(proxy.at, &request)).await;
-        println!("{}: {}, took {peak} of {booked} booked", case.name, answer.status());
+        println!("{}: {}, took {peak} of {reserved} booked", case.name, answer.status());
         assert_eq!(answer.status(), case.status, "{}: {}", case.name, answer.text());
-        assert!(peak <= booked, "{}: took {peak}, booked {booked}", case.name);
+        assert!(peak <= reserved, "{}: took {peak}, booked {reserved}", case.name);
     }
     proxy.end().await;
 }

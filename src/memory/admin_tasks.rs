@@ -28,7 +28,7 @@ const KEPT_MAX: usize = 16;
 /// What can be asked for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Verb {
+pub enum AdminCommand {
     /// Give back all idle memory of the heap and of every arena.
     Purge,
     /// Give back idle memory of an arena until at most so much is committed.
@@ -60,7 +60,7 @@ pub enum Verb {
     },
 }
 
-impl Verb {
+impl AdminCommand {
     /// The names of all verbs.
     pub const NAMES: [&str; 6] = ["purge", "trim", "sleep", "wake", "unload", "snapshot"];
 
@@ -79,7 +79,7 @@ impl Verb {
 
     /// What it is about; nothing for a purge, which is about everything.
     #[must_use]
-    pub fn about(&self) -> &str {
+    pub fn subject(&self) -> &str {
         match self {
             Self::Purge => "",
             Self::Trim { arena, .. }
@@ -94,7 +94,7 @@ impl Verb {
 /// Why an errand was not taken on.
 #[derive(Clone, Debug, Error, PartialEq)]
 #[non_exhaustive]
-pub enum AskError {
+pub enum AdminError {
     /// No arena has this name.
     #[error("no arena is called {name:?}: expected {}", listed(known))]
     UnknownArena {
@@ -112,7 +112,7 @@ pub enum AskError {
         known: Vec<String>,
     },
     /// Too many wait.
-    #[error("{waiting} errands wait already: at most {max} do")]
+    #[error("{waiting} admin tasks are waiting: at most {max} may wait")]
     Full {
         /// How many.
         waiting: usize,
@@ -141,21 +141,21 @@ fn listed(names: &[String]) -> String {
 /// One errand.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Errand {
+pub struct AdminTask {
     /// Its number: from 1, in the order of asking.
     pub id: u64,
     /// What was asked for.
-    pub verb: Verb,
+    pub command: AdminCommand,
     /// When, since the Unix epoch.
     pub asked_at: Duration,
     /// What has become of it.
-    pub state: ErrandState,
+    pub state: AdminTaskState,
 }
 
 /// What has become of an errand.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum ErrandState {
+pub enum AdminTaskState {
     /// Not begun.
     Waiting,
     /// Begun.
@@ -166,7 +166,7 @@ pub enum ErrandState {
     Failed(String),
 }
 
-impl ErrandState {
+impl AdminTaskState {
     /// Its name.
     #[must_use]
     pub const fn name(&self) -> &'static str {
@@ -190,23 +190,23 @@ impl ErrandState {
 
 /// The list.
 #[derive(Debug, Default)]
-pub(super) struct Errands(Mutex<List>);
+pub(super) struct AdminTasks(Mutex<List>);
 
 #[derive(Debug, Default)]
 struct List {
     given: u64,
-    kept: VecDeque<Errand>,
+    kept: VecDeque<AdminTask>,
     /// The last picture, and the errand that it is of.
     picture: Option<(u64, Arc<str>)>,
 }
 
-impl Errands {
-    fn add(&self, verb: Verb, asked_at: Duration) -> Result<u64, AskError> {
+impl AdminTasks {
+    fn add(&self, command: AdminCommand, asked_at: Duration) -> Result<u64, AdminError> {
         let mut list = lock(&self.0);
-        let is_open = |errand: &&Errand| errand.state == ErrandState::Waiting;
+        let is_open = |admin_task: &&AdminTask| admin_task.state == AdminTaskState::Waiting;
         let waiting = list.kept.iter().filter(is_open).count();
         if waiting >= WAITING_MAX {
-            return Err(AskError::Full { waiting, max: WAITING_MAX });
+            return Err(AdminError::Full { waiting, max: WAITING_MAX });
         }
         if list.kept.len() == KEPT_MAX {
             // The oldest has ended: fewer than half of those that are kept wait, in order.
@@ -214,172 +214,174 @@ impl Errands {
         }
         list.given += 1;
         let id = list.given;
-        list.kept.push_back(Errand { id, verb, asked_at, state: ErrandState::Waiting });
+        list.kept.push_back(AdminTask { id, command, asked_at, state: AdminTaskState::Waiting });
         Ok(id)
     }
 
     /// Begins the oldest that waits.
-    fn begin(&self) -> Option<(u64, Verb)> {
+    fn begin(&self) -> Option<(u64, AdminCommand)> {
         let mut list = lock(&self.0);
         let mut open = list.kept.iter_mut();
-        let errand = open.find(|errand| errand.state == ErrandState::Waiting)?;
-        errand.state = ErrandState::Running;
-        Some((errand.id, errand.verb.clone()))
+        let admin_task = open.find(|admin_task| admin_task.state == AdminTaskState::Waiting)?;
+        admin_task.state = AdminTaskState::Running;
+        Some((admin_task.id, admin_task.command.clone()))
     }
 
     /// For one that nobody may come for any more: where it was begun it stays, else it has failed.
-    fn keep_if_begun(&self, id: u64) -> Result<u64, AskError> {
+    fn keep_if_begun(&self, id: u64) -> Result<u64, AdminError> {
         let mut list = lock(&self.0);
-        let waits = |errand: &&mut Errand| errand.id == id && errand.state == ErrandState::Waiting;
-        let Some(errand) = list.kept.iter_mut().find(waits) else { return Ok(id) };
-        errand.state = ErrandState::Failed(AskError::Ended.to_string());
-        Err(AskError::Ended)
+        let waits = |admin_task: &&mut AdminTask| {
+            admin_task.id == id && admin_task.state == AdminTaskState::Waiting
+        };
+        let Some(admin_task) = list.kept.iter_mut().find(waits) else { return Ok(id) };
+        admin_task.state = AdminTaskState::Failed(AdminError::Ended.to_string());
+        Err(AdminError::Ended)
     }
 
     /// Ends one; says whether others wait.
-    fn end(&self, id: u64, state: ErrandState, picture: Option<Arc<str>>) -> bool {
+    fn end(&self, id: u64, state: AdminTaskState, picture: Option<Arc<str>>) -> bool {
         let mut list = lock(&self.0);
-        if let Some(errand) = list.kept.iter_mut().find(|errand| errand.id == id) {
-            errand.state = state;
+        if let Some(admin_task) = list.kept.iter_mut().find(|admin_task| admin_task.id == id) {
+            admin_task.state = state;
         }
         if let Some(picture) = picture {
             list.picture = Some((id, picture));
         }
-        list.kept.iter().any(|errand| errand.state == ErrandState::Waiting)
+        list.kept.iter().any(|admin_task| admin_task.state == AdminTaskState::Waiting)
     }
 }
 
 impl Memory {
     /// Has the worker do something; returns at once with the number of the errand, under which
-    /// [`Memory::errands`] says what came of it. For endpoints: code calls the arena itself.
+    /// [`Memory::admin_tasks`] says what came of it. For endpoints: code calls the arena itself.
     ///
     /// ```
     /// use lowtide::Memory;
-    /// use lowtide::memory::{AskError, Verb};
+    /// use lowtide::memory::{AdminError, AdminCommand};
     ///
     /// let memory = Memory::builder().start()?;
-    /// let id = memory.ask(Verb::Purge)?;
-    /// assert_eq!(memory.errands()[0].id, id);
-    /// let sleep = Verb::Sleep { arena: "embedder".to_owned() };
-    /// assert!(matches!(memory.ask(sleep), Err(AskError::UnknownArena { .. })));
+    /// let id = memory.run_admin(AdminCommand::Purge)?;
+    /// assert_eq!(memory.admin_tasks()[0].id, id);
+    /// let sleep = AdminCommand::Sleep { arena: "embedder".to_owned() };
+    /// assert!(matches!(memory.run_admin(sleep), Err(AdminError::UnknownArena { .. })));
     /// # Ok::<(), lowtide::BoxError>(())
     /// ```
     ///
     /// # Errors
-    /// [`AskError`]; then nothing is done.
-    pub fn ask(&self, verb: Verb) -> Result<u64, AskError> {
+    /// [`AdminError`]; then nothing is done.
+    pub fn run_admin(&self, command: AdminCommand) -> Result<u64, AdminError> {
         let shared = &self.0.shared;
         shared.check_here()?;
         if shared.admission.is_closed() || shared.queue.is_closed() {
-            return Err(AskError::Ended);
+            return Err(AdminError::Ended);
         }
-        match &verb {
-            Verb::Purge => {}
-            Verb::Unload { resource } => drop(shared.resource_named(resource)?),
-            on_arena => drop(shared.arena_named(on_arena.about())?),
+        match &command {
+            AdminCommand::Purge => {}
+            AdminCommand::Unload { resource } => drop(shared.resource_named(resource)?),
+            on_arena => drop(shared.arena_named(on_arena.subject())?),
         }
-        let id = shared.errands.add(verb, shared.clock.since_epoch())?;
-        shared.queue.push_one(Job::Errand);
+        let id = shared.admin_tasks.add(command, shared.clock.since_epoch())?;
+        shared.queue.push_one(Job::AdminTask);
         if shared.queue.is_closed() {
             // It closed meanwhile, and may have dropped the job.
-            return shared.errands.keep_if_begun(id);
+            return shared.admin_tasks.keep_if_begun(id);
         }
         Ok(id)
     }
 
     /// The last errands, oldest first: at most 16. None in a forked child.
     #[must_use]
-    pub fn errands(&self) -> Vec<Errand> {
+    pub fn admin_tasks(&self) -> Vec<AdminTask> {
         let shared = &self.0.shared;
         if shared.check_here().is_err() {
             return Vec::new();
         }
-        lock(&shared.errands.0).kept.iter().cloned().collect()
+        lock(&shared.admin_tasks.0).kept.iter().cloned().collect()
     }
 
     /// The picture that an errand took; `None` where it took none, or another was taken since.
     #[must_use]
-    pub fn errand_picture(&self, id: u64) -> Option<Arc<str>> {
+    pub fn admin_task_picture(&self, id: u64) -> Option<Arc<str>> {
         let shared = &self.0.shared;
         shared.check_here().ok()?;
-        let list = lock(&shared.errands.0);
+        let list = lock(&shared.admin_tasks.0);
         list.picture.as_ref().filter(|(of, _)| *of == id).map(|(_, picture)| Arc::clone(picture))
     }
 }
 
 impl Shared {
-    fn arena_named(&self, name: &str) -> Result<DeviceArena, AskError> {
+    fn arena_named(&self, name: &str) -> Result<DeviceArena, AdminError> {
         let (serving, _) = self.arenas.parted();
         serving.iter().find(|arena| arena.name() == name).cloned().ok_or_else(|| {
             let known = serving.iter().map(|arena| arena.name().to_owned()).collect();
-            AskError::UnknownArena { name: name.to_owned(), known }
+            AdminError::UnknownArena { name: name.to_owned(), known }
         })
     }
 
-    fn resource_named(&self, name: &str) -> Result<Arc<dyn Resource>, AskError> {
+    fn resource_named(&self, name: &str) -> Result<Arc<dyn Resource>, AdminError> {
         let all = self.resources.all();
         all.iter().find(|resource| resource.name() == name).cloned().ok_or_else(|| {
             let known = all.iter().map(|resource| resource.name().to_owned()).collect();
-            AskError::UnknownResource { name: name.to_owned(), known }
+            AdminError::UnknownResource { name: name.to_owned(), known }
         })
     }
 
     /// Does the oldest errand that waits, on this thread; `purge` is how the worker purges. Says
     /// whether others wait.
-    pub(super) fn errand(&self, purge: impl FnOnce() -> ByteSize) -> bool {
-        let Some((id, verb)) = self.errands.begin() else { return false };
+    pub(super) fn admin_task(&self, purge: impl FnOnce() -> ByteSize) -> bool {
+        let Some((id, command)) = self.admin_tasks.begin() else { return false };
         let mut picture = None;
-        let done = caught(|| self.carry_out(&verb, purge, &mut picture));
+        let done = caught(|| self.carry_out(&command, purge, &mut picture));
         let state = match done {
-            Ok(Ok(text)) => ErrandState::Done(text),
-            Ok(Err(text)) => ErrandState::Failed(text),
-            Err(said) => ErrandState::Failed(format!("it panicked: {said}")),
+            Ok(Ok(text)) => AdminTaskState::Done(text),
+            Ok(Err(text)) => AdminTaskState::Failed(text),
+            Err(said) => AdminTaskState::Failed(format!("it panicked: {said}")),
         };
-        let about = verb.about();
-        let text = format!("{} {}: {}", verb.name(), state.name(), state.outcome());
-        self.events.add(self.clock.since_epoch(), "errand", about, text);
-        let others_wait = self.errands.end(id, state.clone(), picture);
+        let subject = command.subject();
+        let text = format!("{} {}: {}", command.name(), state.name(), state.outcome());
+        self.events.add(self.clock.since_epoch(), "admin", subject, text);
+        let others_wait = self.admin_tasks.end(id, state.clone(), picture);
         log!(
             info,
             target: "lowtide",
-            errand = id,
-            verb = verb.name(),
-            about,
+            admin_task = id,
+            command = command.name(),
+            subject,
             state = state.name(),
             outcome = state.outcome(),
-            "an errand ended"
+            "admin task finished"
         );
         others_wait
     }
 
     fn carry_out(
         &self,
-        verb: &Verb,
+        command: &AdminCommand,
         purge: impl FnOnce() -> ByteSize,
         picture: &mut Option<Arc<str>>,
     ) -> Result<String, String> {
-        let arena = || self.arena_named(verb.about()).map_err(|error| error.to_string());
+        let arena = || self.arena_named(command.subject()).map_err(|error| error.to_string());
         let said = |error: crate::device::DeviceError| error.to_string();
-        match verb {
-            Verb::Purge => Ok(format!("{} given back", purge())),
-            Verb::Trim { keep, .. } => {
+        match command {
+            AdminCommand::Purge => Ok(format!("{} given back", purge())),
+            AdminCommand::Trim { keep, .. } => {
                 let released = arena()?.trim(*keep).map_err(said)?;
                 Ok(format!("{released} given back"))
             }
-            Verb::Sleep { .. } => {
+            AdminCommand::Sleep { .. } => {
                 // Nobody is waited for: the worker has other things to do.
                 let drain = Duration::ZERO;
                 let options = SleepOptions { drain, ..self.config.device_sleep().options };
                 let slept = arena()?.sleep(options).map_err(said)?;
                 Ok(format!("{} given back, {} offloaded", slept.released, slept.offloaded))
             }
-            Verb::Wake { .. } => {
+            AdminCommand::Wake { .. } => {
                 // Nor here: what is short would be given back by this very worker.
                 let woken = arena()?.wake_at_once().map_err(said)?;
                 Ok(format!("{} committed, {} restored", woken.committed, woken.restored))
             }
-            Verb::Unload { resource } => self.unload_named(resource),
-            Verb::Snapshot { .. } => {
+            AdminCommand::Unload { resource } => self.unload_named(resource),
+            AdminCommand::Snapshot { .. } => {
                 let svg = arena()?.map().to_svg();
                 let size = ByteSize::of(svg.len());
                 *picture = Some(svg.into());
@@ -408,36 +410,36 @@ mod tests {
     /// The bug: one that was begun, or done, was told to have failed because the memory ended.
     #[test]
     fn only_an_errand_that_was_not_begun_fails_for_the_end() {
-        let errands = Errands::default();
+        let admin_tasks = AdminTasks::default();
         for id in 1..=3 {
-            assert_eq!(errands.add(Verb::Purge, Duration::ZERO), Ok(id));
+            assert_eq!(admin_tasks.add(AdminCommand::Purge, Duration::ZERO), Ok(id));
         }
-        let (done, _) = errands.begin().expect("one waits");
-        errands.end(done, ErrandState::Done("1 KiB given back".to_owned()), None);
-        let (running, _) = errands.begin().expect("another one waits");
-        assert_eq!(errands.keep_if_begun(done), Ok(done));
-        assert_eq!(errands.keep_if_begun(running), Ok(running));
-        assert_eq!(errands.keep_if_begun(3), Err(AskError::Ended));
+        let (done, _) = admin_tasks.begin().expect("one waits");
+        admin_tasks.end(done, AdminTaskState::Done("1 KiB given back".to_owned()), None);
+        let (running, _) = admin_tasks.begin().expect("another one waits");
+        assert_eq!(admin_tasks.keep_if_begun(done), Ok(done));
+        assert_eq!(admin_tasks.keep_if_begun(running), Ok(running));
+        assert_eq!(admin_tasks.keep_if_begun(3), Err(AdminError::Ended));
         let states: Vec<_> =
-            lock(&errands.0).kept.iter().map(|errand| errand.state.name()).collect();
+            lock(&admin_tasks.0).kept.iter().map(|admin_task| admin_task.state.name()).collect();
         assert_eq!(states, ["done", "running", "failed"]);
-        assert!(errands.begin().is_none(), "nobody does what its asker was told is not done");
+        assert!(admin_tasks.begin().is_none(), "nobody does what its asker was told is not done");
     }
 
     #[test]
     fn errands_are_bounded_and_done_in_the_order_of_asking() {
-        let errands = Errands::default();
+        let admin_tasks = AdminTasks::default();
         for id in 1..=8 {
-            assert_eq!(errands.add(Verb::Purge, Duration::ZERO), Ok(id));
+            assert_eq!(admin_tasks.add(AdminCommand::Purge, Duration::ZERO), Ok(id));
         }
-        let full = errands.add(Verb::Purge, Duration::ZERO);
-        assert_eq!(full, Err(AskError::Full { waiting: 8, max: 8 }));
+        let full = admin_tasks.add(AdminCommand::Purge, Duration::ZERO);
+        assert_eq!(full, Err(AdminError::Full { waiting: 8, max: 8 }));
         for nth in 1..=100 {
-            let (id, _) = errands.begin().expect("one waits");
+            let (id, _) = admin_tasks.begin().expect("one waits");
             assert_eq!(id, nth);
-            assert!(errands.end(id, ErrandState::Done(String::new()), None), "seven wait");
-            errands.add(Verb::Purge, Duration::ZERO).expect("room for one more");
-            assert!(lock(&errands.0).kept.len() <= KEPT_MAX);
+            assert!(admin_tasks.end(id, AdminTaskState::Done(String::new()), None), "seven wait");
+            admin_tasks.add(AdminCommand::Purge, Duration::ZERO).expect("room for one more");
+            assert!(lock(&admin_tasks.0).kept.len() <= KEPT_MAX);
         }
     }
 
