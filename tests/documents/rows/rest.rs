@@ -4,19 +4,17 @@
 
 use std::time::Duration;
 
-use lowtide::ByteSize;
 use lowtide::config::Config;
 use lowtide::config::arena::CUARENA_MARGIN;
-use lowtide::control::SizeClass;
 use lowtide::device::HostDriver;
 use lowtide::device::driver::Driver as _;
 use lowtide::host::HeapProfile;
 
 use super::{Row, jemalloc, k, rows as of_page, ticks, values};
-use crate::code::{between, constant, how_often, part, size, spoken, time};
+use crate::code::{between, constant, how_often, size, spoken};
 
 pub(super) fn rows() -> Vec<Row> {
-    let pages = [readme(), tuning(), options(), glossary(), benched(), built(), others()];
+    let pages = [readme(), tuning(), options(), benched(), built(), others()];
     pages.into_iter().flatten().collect()
 }
 
@@ -148,52 +146,14 @@ fn options() -> Vec<Row> {
     )
 }
 
-fn glossary() -> Vec<Row> {
-    let points = constant("src/memory/history.rs", "POINTS_MAX").number();
-    let class = SizeClass::of(ByteSize::ZERO).bound();
-    of_page(
-        "docs/GLOSSARY.md",
-        [
-            ("fills at most: {} of it by default |", values![format!("{:.2}", Config::CEILING)]),
-            (
-                "{} until measured (`LOWTIDE_CORRECTION_FACTOR`), held within {} to {} |",
-                correction_factor(),
-            ),
-            (
-                "under {} x (1 - size / allowance) of its proportional share",
-                values![part(constant("src/control/fairness.rs", "TARGET").number())],
-            ),
-            ("powers of two from {} to 64 GiB,", values![size(class.get())]),
-            (
-                "at each of the last publications: {} of them |",
-                values![spoken(Config::METRICS_INTERVAL.mul_f64(points))],
-            ),
-            (
-                "a refusal; the last {} are kept |",
-                values![constant("src/memory/events.rs", "EVENTS_MAX").count()],
-            ),
-        ],
-    )
-}
-
 fn built() -> Vec<Row> {
-    let sensor = "src/memory/sensor.rs";
-    let share = constant(sensor, "EPOCH_SHARE").number();
+    let share = constant("src/memory/sensor.rs", "EPOCH_SHARE").number();
     of_page(
         "docs/ARCHITECTURE.md",
         [
-            (
-                "Estimates are multiplied by it: {} until measured, then {} to {}.",
-                correction_factor(),
-            ),
+            ("The correction factor is {} until measured, then {} to {}.", correction_factor()),
             ("samples every {},", values![ticks()]),
-            ("no more often than {} % of a core allows", values![format!("{:.1}", 100.0 / share)]),
-            ("reads the rest every {}.", values![time(constant(sensor, "SIGNAL_MAX").time())]),
-            (
-                "cut into pieces no longer than the slide, at most {},",
-                values![constant("src/device/compact/plan.rs", "PIECES_MAX").count()],
-            ),
-            ("The control thread's tick lengthens from {}.", values![ticks()]),
+            ("only as often as {} % of a core allows", values![format!("{:.1}", 100.0 / share)]),
         ],
     )
 }
@@ -201,7 +161,10 @@ fn built() -> Vec<Row> {
 fn others() -> Vec<Row> {
     let mut all = of_page(
         "docs/METRICS.md",
-        [("facade, {} by default, to", values![how_often(Config::METRICS_INTERVAL)])],
+        [(
+            "publishes the metrics {} by default, through",
+            values![how_often(Config::METRICS_INTERVAL)],
+        )],
     );
     all.extend(of_page(
         "docs/RECORDING.md",
