@@ -111,7 +111,7 @@ fn counted(figures: &BTreeMap<String, f64>) {
         ("gpu.compact.bytes_changed", 0.0),
         ("gpu.governor.idle_held_bytes", 0.0),
         ("gpu.governor.busy_held_bytes", 64.0 * 1024.0),
-        ("gpu.memory.context_floor_bytes", 16.0 * 1024.0 * 1024.0),
+        ("gpu.memory.context_overhead_bytes", 16.0 * 1024.0 * 1024.0),
     ] {
         assert_eq!(figures.get(name), Some(&value), "{name}");
     }

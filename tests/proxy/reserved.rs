@@ -22,7 +22,7 @@ const ALONE: &str = "PROXY_TEST_ALONE";
 #[test]
 fn bodies_took_several_times_what_was_booked_for_them() {
     let output = Command::new(std::env::current_exe().expect("this binary"))
-        .args(["--exact", "booked::alone", "--nocapture"])
+        .args(["--exact", "reserved::alone", "--nocapture"])
         .env(ALONE, "1")
         .stdin(Stdio::null())
         .output()
