@@ -3,7 +3,6 @@
 //! Other tests would be seen as well, so it runs in a process of its own: this binary again. The
 //! watch looks as often as it can and may miss a short peak; no more is claimed than what it saw.
 
-use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -12,26 +11,8 @@ use lowtide::host::HeapProbe;
 
 use crate::app::{FORWARD_COST, Options};
 use crate::embed::{BODY_MAX, TEXT_MAX, TEXTS_MAX, host_cost};
-use crate::support::{Managed, ask, embed, post};
+use crate::support::{Managed, alone, ask, embed, post};
 use crate::upstream::words_cost;
-
-const ALONE: &str = "PROXY_TEST_ALONE";
-
-/// The bugs: a MiB of short words, or of different ones, took 40 MiB where 10 were booked, and
-/// 4 MiB of empty strings 86 MiB where 12 were.
-#[test]
-fn bodies_took_several_times_what_was_booked_for_them() {
-    let output = Command::new(std::env::current_exe().expect("this binary"))
-        .args(["--exact", "reserved::alone", "--nocapture"])
-        .env(ALONE, "1")
-        .stdin(Stdio::null())
-        .output()
-        .expect("it runs");
-    let text = String::from_utf8_lossy(&output.stdout);
-    println!("{text}");
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    assert!(text.contains("different words"), "it measured");
-}
 
 /// A body, and what becomes of it.
 struct Case {
@@ -129,10 +110,11 @@ async fn peak_of<T>(work: impl Future<Output = T>) -> (ByteSize, T) {
     (watch.await.expect("no panic").saturating_sub(start), output)
 }
 
+/// The bugs: a MiB of short words, or of different ones, took 40 MiB where 10 were booked, and
+/// 4 MiB of empty strings 86 MiB where 12 were.
 #[tokio::test(flavor = "multi_thread")]
-#[expect(clippy::disallowed_methods, reason = "how this process is told that it is alone")]
-async fn alone() {
-    if std::env::var_os(ALONE).is_none() {
+async fn bodies_took_several_times_what_was_booked_for_them() {
+    if !alone("reserved::bodies_took_several_times_what_was_booked_for_them") {
         return;
     }
     let proxy = Managed::with(Options::default(), |builder| builder).await;

@@ -11,7 +11,7 @@ use lowtide::host::HeapProbe;
 use tokio::io::AsyncReadExt as _;
 
 use crate::app::Options;
-use crate::support::{Managed, ask, plain, stage};
+use crate::support::{Managed, alone, ask, plain};
 use crate::wire::{Upstream, Wire, until, within};
 
 const LARGE: usize = 64 << 20;
@@ -91,7 +91,9 @@ async fn drain(wire: &mut Wire, framing: (&str, &str, &str, &str), heap: &mut He
 
 #[tokio::test(flavor = "multi_thread")]
 async fn sixty_four_mebibytes_pass_each_way_in_either_framing_without_being_held() {
-    let _stage = stage().await;
+    if !alone("streams::sixty_four_mebibytes_pass_each_way_in_either_framing_without_being_held") {
+        return;
+    }
     let upstream = Upstream::new().await;
     let proxy = plain(&upstream).await;
     for framing in FRAMINGS {
@@ -156,7 +158,9 @@ async fn a_side_that_does_not_read_stops_the_side_that_writes() {
     const HUGE: usize = 256 << 20;
     /// The kernel's buffers of four sockets at their largest, and the proxy's own.
     const AHEAD_MAX: usize = 64 << 20;
-    let _stage = stage().await;
+    if !alone("streams::a_side_that_does_not_read_stops_the_side_that_writes") {
+        return;
+    }
     let upstream = Upstream::new().await;
     let proxy = plain(&upstream).await;
     let length = format!("content-length: {HUGE}\r\n\r\n");

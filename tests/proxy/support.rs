@@ -20,8 +20,28 @@ use crate::wire::{Message, PATIENCE, Upstream, Wire, until, within};
 /// Weights that are made in no time; large enough that few n-grams share a row.
 pub(crate) const WEIGHTS: ByteSize = ByteSize::mib(2);
 
-/// Held by whoever runs a managed proxy, or measures the heap.
+/// Held by each test that runs a managed proxy.
 static STAGE: Mutex<()> = Mutex::const_new(());
+
+/// Whether this process runs this test alone, so that the heap is its own. If not, starts such a
+/// process and fails as it does.
+#[expect(clippy::disallowed_methods, reason = "how this process knows that it is alone")]
+pub(crate) fn alone(test: &str) -> bool {
+    const ALONE: &str = "PROXY_TEST_ALONE";
+    if std::env::var_os(ALONE).is_some() {
+        return true;
+    }
+    let output = std::process::Command::new(std::env::current_exe().expect("this binary"))
+        .args(["--exact", test, "--nocapture"])
+        .env(ALONE, "1")
+        .stdin(std::process::Stdio::null())
+        .output()
+        .expect("it runs");
+    let [text, errors] = [&output.stdout, &output.stderr].map(|of| String::from_utf8_lossy(of));
+    assert!(output.status.success(), "{text}{errors}");
+    assert!(text.contains("1 passed"), "it ran");
+    false
+}
 
 /// Waits for one's turn with the process's memory.
 pub(crate) async fn stage() -> MutexGuard<'static, ()> {
