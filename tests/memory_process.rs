@@ -505,3 +505,25 @@ fn a_limit_on_addresses_below_the_memory_limit_aborted_the_process() {
     }
     assert!(memory.shutdown(SOON).is_clean());
 }
+
+/// The bug: a builder that does not read the environment ignored a limit in it without a word.
+#[test]
+#[expect(clippy::disallowed_methods, reason = "how this process is told which half it is")]
+fn a_builder_ignored_variables_silently() {
+    const LIMIT: &str = "LOWTIDE_MEMORY_LIMIT";
+    if std::env::var_os(LIMIT).is_none() {
+        run_again("a_builder_ignored_variables_silently", &[(LIMIT, "1g"), ("LOWTIDE_DEVICE", "")]);
+        return;
+    }
+    let warns = |memory: Memory| {
+        let all = memory.diagnostics();
+        assert!(memory.shutdown(SOON).is_clean());
+        all.into_iter().any(|one| {
+            one.text.starts_with("LOWTIDE_MEMORY_LIMIT set but not read: call Builder::with_env")
+        })
+    };
+    let _turn = turn();
+    let builder = || Memory::builder().device(DeviceChoice::Host);
+    assert!(warns(builder().start().expect("starts")));
+    assert!(!warns(builder().with_environment().expect("read").start().expect("starts")));
+}

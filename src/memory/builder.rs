@@ -48,7 +48,8 @@ const STACK: ByteSize = ByteSize::kib(256);
 #[derive(Default)]
 pub struct Builder {
     code: Settings,
-    environment: Settings,
+    /// The variables; `None` if they are not read.
+    environment: Option<Settings>,
     /// What stands in jemalloc's variable that this build does not read.
     unread: Option<String>,
     clock: Option<Arc<dyn Clock>>,
@@ -127,7 +128,7 @@ impl Builder {
     /// # Errors
     /// [`StartError::Config`] with every unknown variable and every bad value.
     pub fn with_environment(mut self) -> Result<Self, StartError> {
-        self.environment = env::read()?;
+        self.environment = Some(env::read()?);
         let found = host::effective().ok();
         self.unread = found.and_then(|found| env::of_others(found.unread_variable()));
         Ok(self)
@@ -216,14 +217,16 @@ impl Builder {
     /// [`StartError`]: one runs already, settings that cannot be used, a memory limit below what
     /// the process holds already, `cuda` without a usable device, a thread that cannot be started.
     pub fn start(self) -> Result<Memory, StartError> {
-        let config = Config::resolve(&self.code, &self.environment)?;
+        let unread = Settings::default();
+        let environment = self.environment.as_ref().unwrap_or(&unread);
+        let config = Config::resolve(&self.code, environment)?;
         let claim = Claim::take().ok_or(StartError::AlreadyStarted)?;
         self.start_claimed(config, claim)
     }
 
     /// The claim is given back where it fails.
     fn start_claimed(self, config: Config, claim: Arc<Claim>) -> Result<Memory, StartError> {
-        let mut diagnostics = Vec::new();
+        let mut diagnostics = unread_variables(self.environment.is_some());
         let driver = open_driver(&config, self.driver, &mut diagnostics)?;
         let signals = open_signals(&config, self.signals, &mut diagnostics);
         let heap = settle_heap(&config, &signals, self.unread, &mut diagnostics);
@@ -313,6 +316,19 @@ fn settle_budgets(
         diagnostics.push(Diagnostic::info("device", text.to_owned()));
     }
     counted
+}
+
+/// A warning if variables are set and not read.
+fn unread_variables(are_read: bool) -> Vec<Diagnostic> {
+    let names = if are_read { Vec::new() } else { env::names() };
+    let text = format!(
+        "{} set but not read: call Builder::with_environment before Builder::start, or unset",
+        names.join(", ")
+    );
+    Some(Diagnostic::warning("configuration", text))
+        .filter(|_| !names.is_empty())
+        .into_iter()
+        .collect()
 }
 
 /// The signals, with the configured limit, and a note if some are missing.
