@@ -4,7 +4,7 @@
 //! would (one request that fits, one that never could, its readiness, its metrics) and ends it as
 //! SIGTERM would. With `--serve` it serves on port 8080 until SIGTERM or Ctrl-C instead.
 //!
-//! It is the service of the README, with a limit of its own and a client beside it.
+//! It is the service of `docs/GETTING_STARTED.md` with a limit, an orderly shutdown and a client.
 #![forbid(unsafe_code)]
 #![expect(clippy::print_stdout, reason = "what a client sees is the product")]
 

@@ -1,67 +1,55 @@
-//! Memory that goes out with the traffic.
+//! Keeps a service within its memory limit: rejects requests that do not fit, and returns unused
+//! memory within seconds, without a restart.
 //!
-//! lowtide manages memory for services that live for months and mix CPU work with GPU inference.
-//! It puts one vocabulary, one set of curves and one control loop over the process heap (jemalloc)
-//! and over device memory, and hands back what nothing needs.
+//! `README.md` has the smallest service, `docs/GETTING_STARTED.md` the next steps.
 //!
-//! # A tour
+//! # Heap
 //!
-//! **The heap.** jemalloc under the crate's name, and the profile that it reads before `main`.
-//! With these two lines alone memory goes back a second after the traffic.
+//! jemalloc as the global allocator. These two lines alone return unused memory a second after a
+//! load.
 //!
 //! ```
 //! #[global_allocator]
 //! static HEAP: lowtide::host::Heap = lowtide::host::Heap;
-//! lowtide::heap_profile!(balanced);
+//! lowtide::heap_profile!(balanced); // jemalloc reads these settings before `main`
 //!
 //! fn main() -> Result<(), lowtide::host::HostError> {
 //!     let live = lowtide::host::HeapProbe::new()?.snapshot()?.live;
-//!     println!("{live} live; {}", lowtide::host::effective()?); // what took effect
+//!     println!("{live} live; {}", lowtide::host::effective()?); // the settings in force
 //!     Ok(())
 //! }
 //! ```
 //!
-//! **The service's memory.** [`Memory::start`] goes by the cgroup's limit and the `LOWTIDE_*`
-//! variables. One thread samples and decides, another one purges, unloads and publishes.
+//! # Admission
 //!
-//! ```
-//! # use std::time::Duration;
-//! use lowtide::{ByteSize, Memory};
-//!
-//! let memory = Memory::builder().memory_limit(ByteSize::gib(1)).with_environment()?.start()?;
-//! println!("level {}; {:?}", memory.level(), memory.diagnostics()); // problems found
-//! println!("{}", memory.shutdown(Duration::from_secs(5))); // at the end: what is outstanding
-//! # Ok::<(), lowtide::BoxError>(())
-//! ```
-//!
-//! **Admission.** A request books the bytes that it will need, or is turned away: 503 and when to
-//! come again. It waits for no room; on HTTP/1 up to 64 MiB of its body are read before that answer
-//! (`service::DRAIN_MAX`). By hand, or for a whole router (feature `service`; axum here, tonic
-//! alike).
+//! A [`Memory`] samples, decides, purges and publishes, on two threads. A request reserves its
+//! estimated bytes, or is rejected at once: 503 with `Retry-After`.
 //!
 //! ```
 //! use lowtide::control::Cost;
 //! use lowtide::service::{ContentLength, MemoryLayer};
 //! use lowtide::{ByteSize, Memory};
 //!
-//! # let memory = Memory::builder().memory_limit(ByteSize::gib(1)).start()?;
-//! let mut permit = memory.admission().try_admit(Cost::host(ByteSize::mib(3)))?;
-//! permit.shrink(ByteSize::mib(1)); // less than it looked
-//! drop(permit); // gives back what it reserved
+//! // `Memory::start` uses the limit of the cgroup.
+//! let memory = Memory::builder().memory_limit(ByteSize::gib(1)).with_environment()?.start()?;
+//! println!("level {}; {:?}", memory.level(), memory.diagnostics());
+//! let permit = memory.admission().try_admit(Cost::host(ByteSize::mib(3)))?;
+//! drop(permit); // releases the 3 MiB
 //!
 //! let estimate = ContentLength::new(ByteSize::mib(2)).factor(2.0);
-//! let layer = MemoryLayer::new(memory.admission().clone(), estimate);
 //! let app: axum::Router = axum::Router::new()
 //!     .route("/length", axum::routing::post(|body: String| async move { body.len().to_string() }))
-//!     .layer(layer);
+//!     .layer(MemoryLayer::new(memory.admission().clone(), estimate)); // works with tonic too
 //! # drop(app);
+//! println!("{}", memory.shutdown(std::time::Duration::from_secs(5))); // what is outstanding
 //! # Ok::<(), lowtide::BoxError>(())
 //! ```
 //!
-//! **Device memory.** An arena gives typed buffers; a slice is had through a lease. What is idle
-//! for the decay time goes; asleep, what is live goes too, and is back at the next lease, at the
-//! same addresses. Without a GPU arenas lie in host memory, as here. On one (feature `cuda`)
-//! `LOWTIDE_DEVICE=auto` takes it, and buffers are cudarc's slices.
+//! # Device memory
+//!
+//! An arena allocates buffers, which are read through a lease. Idle memory is released after the
+//! decay time. A sleeping arena releases everything, and restores it at the same addresses. On a
+//! GPU (feature `cuda`) buffers are cudarc's slices; here they are in host memory.
 //!
 //! ```
 //! use lowtide::Memory;
@@ -71,17 +59,17 @@
 //! let memory = Memory::builder().device(DeviceChoice::Host).start()?;
 //! let arena = memory.open_arena("embedder")?;
 //! let mut buffer = arena.alloc::<f32>(1 << 20, Region::Dynamic)?;
-//! let lease = arena.enter()?;
-//! buffer.slice_mut(&lease)?.fill(1.0);
-//! drop(lease);
-//! arena.sleep(SleepOptions::default())?; // by itself, with `LOWTIDE_DEVICE_SLEEP_AFTER`
-//! let lease = arena.enter()?; // wakes it
+//! buffer.slice_mut(&arena.enter()?)?.fill(1.0);
+//! arena.sleep(SleepOptions::default())?; // automatic with `LOWTIDE_DEVICE_SLEEP_AFTER`
+//! let lease = arena.enter()?; // wakes the arena
 //! assert_eq!(buffer.slice(&lease)?[7], 1.0);
 //! # Ok::<(), lowtide::BoxError>(())
 //! ```
 //!
-//! **Resources.** A model is loaded on first use, once however many wait, booked before that, and
-//! unloaded when nobody has asked for it for a while, or when memory is short.
+//! # Models
+//!
+//! A model loads on first use, once however many callers wait. Its cost is reserved first. It is
+//! unloaded when idle, or when memory is short.
 //!
 //! ```
 //! use lowtide::{ByteSize, Memory};
@@ -94,8 +82,9 @@
 //! # Ok::<(), lowtide::BoxError>(())
 //! ```
 //!
-//! **Metrics.** The application installs the recorder, the worker publishes to it, and the answers
-//! to `/metrics`, `/healthz`, `/readyz` and `/memory` are ready to be routed.
+//! # Metrics
+//!
+//! The application installs the recorder and routes `/metrics`, `/healthz`, `/readyz`, `/memory`.
 //!
 //! ```
 //! use lowtide::Memory;
@@ -110,32 +99,28 @@
 //! # Ok::<(), lowtide::BoxError>(())
 //! ```
 //!
-//! `README.md` has all of it in one program, and `docs/LIFE_OF_AN_ALLOCATION.md` follows a block, a
-//! buffer and a permit through the parts.
+//! # Features
 //!
-//! # Parts
+//! Features only add. Without `memory` the parts work alone; nothing is timed, admitted or
+//! published then.
 //!
-//! | module | feature | what it is |
+//! | feature | default | contents |
 //! |---|---|---|
-//! | [`memory`] | `memory` (default) | [`Memory`]: the parts below joined; owns two threads |
-//! | [`host`] | `heap` (default) | jemalloc as global allocator; settings, statistics, purge |
-//! | [`device`] | `device` (default) | arenas over a driver, the pinned pool; the host driver |
-//! | [`control`] | `control` (default) | signals, pressure, ledger, admission, resources |
-//! | [`metrics`] | `metrics` (default) | the table of metric names; publication |
-//! | [`config`] | `memory` | settings, profiles, `LOWTIDE_*` variables |
-//! | `service` | `service` | a tower layer and HTTP endpoints |
-//! | `metrics::prometheus` | `prometheus` | set-up of metrics-exporter-prometheus |
-//! | - | `memory-viz` | [`device::ArenaMap`] as a snapshot for PyTorch's `memory_viz` |
-//! | `device::driver::sim` | `simulation` | a model of the CUDA driver, for tests only |
-//! | - | `api2` | `host::HostArena` as `allocator-api2`'s allocator, for large buffers |
-//! | - | `interpose` | C and C++ libraries use jemalloc as well; for engines in C++ |
-//! | - | `profiling` | jemalloc's heap profiler |
-//! | `device::driver::cuda` | `cuda` | arenas in CUDA memory, seen as slices of cudarc |
+//! | `memory` | yes | [`Memory`], [`config`]: joins the four parts below |
+//! | `heap` | yes | [`host`]: jemalloc as global allocator; settings, statistics, purge |
+//! | `device` | yes | [`device`]: arenas, compaction, pinned memory, plans; the host driver |
+//! | `control` | yes | [`control`]: signals, pressure, admission, resources |
+//! | `metrics` | yes | [`metrics`]: names, publication through the `metrics` facade |
+//! | `service` | no | `service`: a tower layer and HTTP endpoints |
+//! | `prometheus` | no | `metrics::prometheus`: set-up of metrics-exporter-prometheus |
+//! | `cuda` | no | arenas in CUDA memory, without a toolkit; **not run on a GPU yet** |
+//! | `interpose` | no | C and C++ libraries use jemalloc too; for engines in C++ |
+//! | `api2` | no | `host::HostArena` as an `allocator-api2` allocator |
+//! | `profiling` | no | jemalloc's heap profiler |
+//! | `memory-viz` | no | `device::ArenaMap` as a snapshot for PyTorch's `memory_viz` |
+//! | `simulation` | no | `device::driver::sim`: a model of the CUDA driver, for tests only |
 //!
-//! Features only add. Linux with glibc is supported in full; Windows is a compile error.
-//!
-//! Without a [`Memory`] heap and arenas work all the same; nothing is timed, admitted or published
-//! then.
+//! Linux with glibc is supported in full; Windows is a compile error.
 
 // First, so that its macro is known to all below.
 #[cfg(any(feature = "device", feature = "control"))]
@@ -182,6 +167,11 @@ compile_error!("lowtide supports Linux (full) and macOS (heap and host driver); 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;
+
+/// The code of the first page for users, compiled.
+#[cfg(doctest)]
+#[doc = include_str!("../docs/GETTING_STARTED.md")]
+struct GettingStartedPage;
 
 /// The code of the page on arena options, compiled.
 #[cfg(doctest)]

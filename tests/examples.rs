@@ -94,10 +94,10 @@ fn a_file_is_planned_beside_the_plans_of_others_and_drawn() {
 }
 
 #[test]
-fn the_readme_names_each_example() {
-    let readme = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("README.md"));
-    let readme = readme.expect("README.md");
+fn getting_started_names_each_example() {
+    const PAGE: &str = "docs/GETTING_STARTED.md";
+    let page = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(PAGE)).expect(PAGE);
     for (name, _) in EXAMPLES {
-        assert!(readme.contains(&format!("examples/{name}.rs")), "README.md does not name {name}");
+        assert!(page.contains(&format!("examples/{name}.rs")), "{PAGE} does not name {name}");
     }
 }

@@ -17,6 +17,7 @@ pub(crate) const PAGES: &[&str] = &[
     "docs/OPERATING.md",
     "docs/DEPLOYING.md",
     "docs/ARENA_OPTIONS.md",
+    "docs/GETTING_STARTED.md",
     "docs/LIFE_OF_AN_ALLOCATION.md",
 ];
 

@@ -104,7 +104,7 @@ fn features_of(manifest: &str) -> Vec<String> {
 }
 
 #[test]
-fn the_readmes_table_of_features_is_the_manifests() {
+fn the_table_of_features_is_the_manifests() {
     let manifest = text("Cargo.toml");
     // What `memory` needs is there by default as well.
     let by_default = |name: &str| {
@@ -114,10 +114,10 @@ fn the_readmes_table_of_features_is_the_manifests() {
         };
         [list("default"), list("memory")].iter().any(|list| list.contains(&format!("\"{name}\"")))
     };
-    let readme = text("README.md");
-    let rows: Vec<_> = readme
+    let library = text("src/lib.rs");
+    let rows: Vec<_> = library
         .lines()
-        .filter_map(|line| line.strip_prefix("| `")?.split_once("` | "))
+        .filter_map(|line| line.strip_prefix("//! | `")?.split_once("` | "))
         .filter_map(|(name, rest)| Some((name, rest.split_once(" | ")?.0)))
         .filter(|(_, default)| ["yes", "no"].contains(default))
         .collect();

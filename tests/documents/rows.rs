@@ -124,6 +124,8 @@ pub(crate) const FIGURES: &[(&str, &str, &str)] = &[
     ("docs/DEPLOYING.md", "seccomp's default", "the runtime's"),
     ("docs/DEPLOYING.md", "it is every container's default,", "the runtime's"),
     ("docs/DEPLOYING.md", "300 to 600 MiB of the device that only", "other people's measurements"),
+    ("docs/GETTING_STARTED.md", "1 MiB of the last kind needs 89 MiB.", "89 times, measured"),
+    ("docs/GETTING_STARTED.md", "axum's extractors accept 2 MiB unless", "axum's"),
     ("docs/ARENA_OPTIONS.md", "1.1 GiB takes 1.1 GiB (in ONNX Runtime 2 GiB)", "an example"),
     ("docs/ARENA_OPTIONS.md", "-1 for the default, but 0 for that of `max_mem`", "ONNX Runtime's"),
     ("docs/ARENA_OPTIONS.md", "5. the default.", "of each key, in the table above"),

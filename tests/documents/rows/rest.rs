@@ -4,17 +4,17 @@
 
 use std::time::Duration;
 
-use lowtide::config::Config;
 use lowtide::config::arena::CUARENA_MARGIN;
+use lowtide::config::{Config, Profile};
 use lowtide::device::HostDriver;
 use lowtide::device::driver::Driver as _;
 use lowtide::host::HeapProfile;
 
-use super::{Row, jemalloc, k, rows as of_page, ticks, values};
-use crate::code::{between, constant, how_often, size, spoken};
+use super::{Row, config, jemalloc, k, rows as of_page, ticks, values};
+use crate::code::{between, constant, how_often, percent, size, spoken, word};
 
 pub(super) fn rows() -> Vec<Row> {
-    let pages = [readme(), tuning(), options(), benched(), built(), others()];
+    let pages = [readme(), started(), tuning(), options(), benched(), built(), others()];
     pages.into_iter().flatten().collect()
 }
 
@@ -35,14 +35,31 @@ fn readme() -> Vec<Row> {
         "README.md",
         [
             (
-                "Both need a Rust toolchain ({} or newer)",
+                "Both need Rust {} or newer,",
                 values![between("Cargo.toml", "\nrust-version = \"", "\"")],
             ),
-            ("Once built, the first takes about {}.", values![spoken(lasts)]),
-            ("multiplies estimates by it: {} until it has measured, then between {} and {}.", {
-                correction_factor()
-            }),
-            ("larger than a third of what may be booked", values![]),
+            ("Once built, the first command takes about {},", values![spoken(lasts)]),
+            ("larger than a third of what may be reserved", values![]),
+        ],
+    )
+}
+
+fn started() -> Vec<Row> {
+    let slow = "src/service/slow_start.rs";
+    let eight = constant(slow, "ANSWERED").number();
+    let lessons = constant("src/service/learned.rs", "LESSONS_MIN").number();
+    assert!((eight - lessons).abs() < f64::EPSILON, "the page gives one number for both");
+    let lasts = constant(slow, "LASTS").time();
+    assert_eq!(lasts, Duration::from_secs(1), "the page says a second");
+    let idle = config(Profile::Balanced).idle_unload.value;
+    let ceiling = percent(Config::CEILING);
+    of_page(
+        "docs/GETTING_STARTED.md",
+        [
+            ("Once {} requests of a route have succeeded,", values![word(eight)]),
+            ("{} until it is measured, then between {} and {}.", correction_factor()),
+            ("Requests are admitted up to {} of the limit.", values![ceiling]),
+            ("It is unloaded after {} without use", values![spoken(idle)]),
         ],
     )
 }
