@@ -186,7 +186,7 @@ fn others() -> Vec<Row> {
     all.extend(of_page(
         "docs/RECORDING.md",
         [(
-            "about every {} the thread that happens to be there",
+            "about every {} the current thread",
             values![constant("src/device/record/lines.rs", "DUE_FROM").size()],
         )],
     ));
