@@ -1,7 +1,7 @@
-//! Amounts of memory as one type: parsed, printed and added up without surprises.
+//! Amounts of memory as one type, with parsing, printing and saturating arithmetic.
 //!
-//! Binary units only. What `docker run -m 512m` means is what `512m` means here: 512 MiB. The word
-//! `512MB` is refused, because half the world reads it as 512,000,000.
+//! Binary units only. `512m` means 512 MiB, as in `docker run -m 512m`. `512MB` is an error,
+//! because it is also read as 512,000,000.
 //!
 //! Invariant: `parse(print_exact(size)) = size` for every size, where `print_exact` is
 //! [`ByteSize::exact`].
@@ -30,67 +30,69 @@ const TIB: u64 = 1 << 40;
 pub struct ByteSize(u64);
 
 impl ByteSize {
-    /// No bytes.
+    /// Zero bytes.
     pub const ZERO: Self = Self(0);
-    /// The largest amount that can be written down; used for "no limit".
+    /// The largest amount. It stands for "no limit".
     pub const MAX: Self = Self(u64::MAX);
 
-    /// This many bytes.
+    /// Creates an amount of `bytes` bytes.
     #[must_use]
     pub const fn new(bytes: u64) -> Self {
         Self(bytes)
     }
 
-    /// This many KiB; [`ByteSize::MAX`] where that does not fit.
+    /// Creates an amount of `count` KiB. Saturates at [`ByteSize::MAX`].
     #[must_use]
     pub const fn kib(count: u64) -> Self {
         Self(count.saturating_mul(KIB))
     }
 
-    /// This many MiB; [`ByteSize::MAX`] where that does not fit.
+    /// Creates an amount of `count` MiB. Saturates at [`ByteSize::MAX`].
     #[must_use]
     pub const fn mib(count: u64) -> Self {
         Self(count.saturating_mul(MIB))
     }
 
-    /// This many GiB; [`ByteSize::MAX`] where that does not fit.
+    /// Creates an amount of `count` GiB. Saturates at [`ByteSize::MAX`].
     #[must_use]
     pub const fn gib(count: u64) -> Self {
         Self(count.saturating_mul(GIB))
     }
 
-    /// The amount of a length in memory. Lossless: no supported platform has more than 64 bits.
+    /// Creates an amount from a length in memory. Lossless: no supported platform has more than 64
+    /// bits.
     #[must_use]
     pub const fn of(bytes: usize) -> Self {
         Self(bytes as u64)
     }
 
-    /// The number of bytes.
+    /// Returns the number of bytes.
     #[must_use]
     pub const fn get(self) -> u64 {
         self.0
     }
 
-    /// The number of bytes as a length in memory, or `None` where the platform has no such length.
+    /// Returns the number of bytes as a length in memory, or `None` if it does not fit a `usize`.
     #[must_use]
     pub fn as_usize(self) -> Option<usize> {
         usize::try_from(self.0).ok()
     }
 
-    /// The number of bytes as a floating-point figure, for metrics and ratios. Exact below 2^53.
+    /// Returns the number of bytes as a floating-point number, for metrics and ratios. Exact below
+    /// 2^53.
     #[must_use]
     #[expect(clippy::cast_precision_loss, reason = "a figure for people and plots")]
     pub const fn as_f64(self) -> f64 {
         self.0 as f64
     }
 
-    /// Whether this is no bytes at all.
+    /// Returns `true` if the amount is zero.
     #[must_use]
     pub const fn is_zero(self) -> bool {
         self.0 == 0
     }
 
-    /// The sum, or `None` where it does not fit 64 bits.
+    /// Returns the sum, or `None` if it does not fit 64 bits.
     #[must_use]
     pub const fn checked_add(self, other: Self) -> Option<Self> {
         match self.0.checked_add(other.0) {
@@ -99,7 +101,7 @@ impl ByteSize {
         }
     }
 
-    /// The difference, or `None` where `other` is larger.
+    /// Returns the difference, or `None` if `other` is larger.
     #[must_use]
     pub const fn checked_sub(self, other: Self) -> Option<Self> {
         match self.0.checked_sub(other.0) {
@@ -108,7 +110,7 @@ impl ByteSize {
         }
     }
 
-    /// The product, or `None` where it does not fit 64 bits.
+    /// Returns the product, or `None` if it does not fit 64 bits.
     #[must_use]
     pub const fn checked_mul(self, factor: u64) -> Option<Self> {
         match self.0.checked_mul(factor) {
@@ -117,20 +119,20 @@ impl ByteSize {
         }
     }
 
-    /// The sum, held at [`ByteSize::MAX`].
+    /// Returns the sum. Saturates at [`ByteSize::MAX`].
     #[must_use]
     pub const fn saturating_add(self, other: Self) -> Self {
         Self(self.0.saturating_add(other.0))
     }
 
-    /// The difference, held at zero.
+    /// Returns the difference. Saturates at zero.
     #[must_use]
     pub const fn saturating_sub(self, other: Self) -> Self {
         Self(self.0.saturating_sub(other.0))
     }
 
-    /// This amount times a ratio, rounded down, held within the type; NaN and negative ratios
-    /// count as zero.
+    /// Returns the amount times `ratio`, rounded down and saturated. NaN and negative ratios count
+    /// as zero.
     #[must_use]
     #[expect(
         clippy::cast_possible_truncation,
@@ -141,7 +143,8 @@ impl ByteSize {
         Self((self.as_f64() * ratio) as u64)
     }
 
-    /// The next multiple of `step` at or above this amount, or `None` where it does not fit.
+    /// Returns the next multiple of `step` at or above the amount, or `None` if it does not fit 64
+    /// bits.
     ///
     /// # Panics
     /// If `step` is zero.
@@ -153,7 +156,8 @@ impl ByteSize {
         }
     }
 
-    /// The amount in the largest unit that divides it, so that parsing gives it back exactly.
+    /// Returns the amount as text in the largest unit that divides it. Parsing the text returns the
+    /// same amount.
     #[must_use]
     pub fn exact(self) -> String {
         for (unit, name) in [(TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")] {
@@ -166,8 +170,8 @@ impl ByteSize {
 }
 
 impl fmt::Display for ByteSize {
-    /// With one decimal in the largest unit that leaves at least 1, and `MAX` for
-    /// [`ByteSize::MAX`]: for people, not for parsing.
+    /// Prints one decimal in the largest unit that leaves at least 1, and `MAX` for
+    /// [`ByteSize::MAX`]. For people, not for parsing.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if *self == Self::MAX {
             return f.pad("MAX");
@@ -184,8 +188,8 @@ impl fmt::Display for ByteSize {
 }
 
 impl fmt::Debug for ByteSize {
-    /// As `Display`; where that is rounded, the bytes as well, so that unequal sizes never look
-    /// alike.
+    /// Prints the same text as `Display`, followed by the bytes if that text is rounded. Unequal
+    /// sizes never print the same.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let text = self.to_string();
         if *self == Self::MAX || text.parse() == Ok(*self) {
@@ -202,41 +206,41 @@ impl Sum for ByteSize {
     }
 }
 
-/// A text that is not an amount of memory.
+/// A text that cannot be parsed as an amount of memory.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ParseByteSizeError {
-    /// No digits at the start.
+    /// The text has no digits at the start.
     #[error("{text:?} is not an amount of memory: expected {}", self.expected())]
     NoNumber {
-        /// What was given.
+        /// The text.
         text: String,
     },
-    /// A unit that is unknown, or decimal and so ambiguous.
+    /// The unit is unknown, or decimal and therefore ambiguous.
     #[error("{text:?} is not an amount of memory: expected {}", self.expected())]
     Unit {
-        /// What was given.
+        /// The text.
         text: String,
-        /// Its unit.
+        /// The unit.
         unit: String,
     },
-    /// More than 64 bits of bytes, or a fraction of a byte.
+    /// The amount does not fit 64 bits, or has a fraction of a byte.
     #[error("{text:?} is not an amount of memory: expected {}", self.expected())]
     Range {
-        /// What was given.
+        /// The text.
         text: String,
     },
 }
 
 impl ParseByteSizeError {
-    /// What was expected, to stand after that word.
+    /// Returns the accepted syntax, as a phrase to follow the word "expected".
     #[must_use]
     pub const fn expected(&self) -> &'static str {
         match self {
             Self::NoNumber { .. } => "digits, then B, k, m, g, t, KiB, MiB, GiB or TiB",
             Self::Unit { .. } => {
                 "digits, then B, k, m, g, t, KiB, MiB, GiB or TiB \
-                 (MB and the like are refused because they are read both ways)"
+                 (MB and other decimal units are ambiguous and not accepted)"
             }
             Self::Range { .. } => "a whole number of bytes below 2^64",
         }
@@ -246,8 +250,9 @@ impl ParseByteSizeError {
 impl FromStr for ByteSize {
     type Err = ParseByteSizeError;
 
-    /// Digits, an optional decimal fraction, an optional unit: `b k m g t` (as Docker reads them),
-    /// `Ki Mi Gi Ti`, `KiB MiB GiB TiB`, in any case, with an optional space before the unit.
+    /// Parses digits, an optional decimal fraction and an optional unit: `b k m g t` (as Docker
+    /// reads them), `Ki Mi Gi Ti` or `KiB MiB GiB TiB`, in any case. A space before the unit is
+    /// allowed.
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let trimmed = text.trim();
         let split =
@@ -280,7 +285,8 @@ impl FromStr for ByteSize {
     }
 }
 
-/// `whole.fraction x scale` in integers: `None` where it is no whole number of bytes below 2^64.
+/// Computes `whole.fraction x scale` in integers. Returns `None` if it is not a whole number of
+/// bytes below 2^64.
 fn bytes_of(whole: &str, fraction: &str, scale: u64) -> Option<u64> {
     const FRACTION_DIGITS_MAX: usize = 12;
     if fraction.len() > FRACTION_DIGITS_MAX {

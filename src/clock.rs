@@ -1,18 +1,18 @@
-//! Time as a value that is handed in, so that tests own it.
+//! Time as an injected value, so that tests control it.
 //!
-//! Everything that measures or waits takes a [`Clock`]. [`SystemClock`] is the real one;
-//! [`ManualClock`] stands still until it is told to advance, and then wakes whoever waited. A
-//! waiting thread waits on a [`Bell`], which others ring to wake it early.
+//! Everything that measures or waits takes a [`Clock`]. [`SystemClock`] is the machine's clock.
+//! [`ManualClock`] stands still until a test advances it. A waiting thread waits on a [`Bell`],
+//! which other threads ring to wake it early.
 //!
-//! Invariant: `now` never decreases; a wait ends when `now >= deadline` or the bell has been rung
-//! since the last wait on it, and a ring is never lost.
+//! Invariant: `now` never decreases. A wait ends when `now >= deadline` or when the bell has been
+//! rung since the last wait on it. A ring is never lost.
 
 use std::fmt;
 use std::ops::{Add, Sub};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// A point in time: how long after its clock's origin.
+/// A point in time, stored as the time since its clock's origin.
 #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Moment(Duration);
 
@@ -28,16 +28,16 @@ impl fmt::Debug for Moment {
 impl Moment {
     /// The clock's origin.
     pub const ORIGIN: Self = Self(Duration::ZERO);
-    /// Later than everything: a deadline that never comes.
+    /// A deadline that never comes; later than every other moment.
     pub const NEVER: Self = Self(Duration::MAX);
 
-    /// The point this long after the clock's origin.
+    /// Creates the moment `elapsed` after the clock's origin.
     #[must_use]
     pub const fn after_origin(elapsed: Duration) -> Self {
         Self(elapsed)
     }
 
-    /// How long after the clock's origin this is.
+    /// Returns the time from the clock's origin to this moment.
     #[must_use]
     pub const fn since_origin(self) -> Duration {
         self.0
@@ -47,7 +47,7 @@ impl Moment {
 impl Add<Duration> for Moment {
     type Output = Self;
 
-    /// Held at [`Moment::NEVER`].
+    /// Returns the later moment. Saturates at [`Moment::NEVER`].
     fn add(self, wait: Duration) -> Self {
         Self(self.0.saturating_add(wait))
     }
@@ -56,75 +56,76 @@ impl Add<Duration> for Moment {
 impl Sub for Moment {
     type Output = Duration;
 
-    /// Zero where `earlier` is in fact later.
+    /// Returns the time between the two moments, or zero if `earlier` is later.
     fn sub(self, earlier: Self) -> Duration {
         self.0.saturating_sub(earlier.0)
     }
 }
 
-/// Where the time comes from.
+/// A source of time.
 pub trait Clock: fmt::Debug + Send + Sync {
-    /// The time now. Never decreases.
+    /// Returns the current time. Never decreases.
     fn now(&self) -> Moment;
 
-    /// The wall clock's time since the Unix epoch, for timestamps that people and Prometheus read.
+    /// Returns the wall clock's time since the Unix epoch, for timestamps.
     fn since_epoch(&self) -> Duration;
 
-    /// Blocks until `deadline` or until the bell is rung; a bell rung before the call counts, and
-    /// is used up by it.
+    /// Blocks until `deadline` or until the bell is rung. A ring before the call ends the wait at
+    /// once. Each wait consumes the ring.
     fn wait_until(&self, bell: &Arc<Bell>, deadline: Moment) -> Wake;
 }
 
-/// Why a wait ended.
+/// The reason why a wait ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wake {
-    /// The deadline has come.
+    /// The deadline passed.
     Deadline,
     /// The bell was rung.
-    Backend,
+    Rung,
 }
 
-/// What a waiting thread waits on; ringing it wakes the thread, now or at its next wait.
+/// Wakes a waiting thread early. A ring without a waiting thread ends the next wait.
 #[derive(Debug, Default)]
 pub struct Bell {
-    backend: Mutex<bool>,
+    rung: Mutex<bool>,
     changed: Condvar,
 }
 
 impl Bell {
-    /// A bell that has not been rung.
+    /// Creates a bell that has not been rung.
     #[must_use]
     pub fn new() -> Arc<Self> {
         Arc::default()
     }
 
-    /// Wakes the waiting thread; without one, its next wait returns at once. Never blocks for
-    /// longer than a flag takes to set; does not allocate.
+    /// Wakes the waiting thread. If no thread waits, the next wait returns at once. Sets a flag
+    /// under a short lock; does not allocate.
     pub fn ring(&self) {
-        *held(&self.backend) = true;
+        *held(&self.rung) = true;
         self.changed.notify_all();
     }
 
-    /// Wakes waiting threads to look at the time again.
+    /// Wakes waiting threads so that they check the time again.
     fn nudge(&self) {
-        drop(held(&self.backend));
+        drop(held(&self.rung));
         self.changed.notify_all();
     }
 
-    /// Waits until rung, or until `left()` is zero; `left` is asked again after each wake-up.
+    /// Waits until the bell is rung or `left()` returns zero. `left` is called again after each
+    /// wake-up.
     fn wait(&self, left: impl Fn() -> Option<Duration>) -> Wake {
-        let mut backend = held(&self.backend);
+        let mut rung = held(&self.rung);
         loop {
-            if std::mem::take(&mut *backend) {
-                return Wake::Backend;
+            if std::mem::take(&mut *rung) {
+                return Wake::Rung;
             }
-            backend = match left() {
+            rung = match left() {
                 Some(Duration::ZERO) => return Wake::Deadline,
                 Some(left) => {
-                    let waited = self.changed.wait_timeout(backend, left);
+                    let waited = self.changed.wait_timeout(rung, left);
                     waited.unwrap_or_else(PoisonError::into_inner).0
                 }
-                None => self.changed.wait(backend).unwrap_or_else(PoisonError::into_inner),
+                None => self.changed.wait(rung).unwrap_or_else(PoisonError::into_inner),
             };
         }
     }
@@ -134,14 +135,14 @@ fn held<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The machine's own clock, counted from its creation.
+/// The machine's monotonic clock, with its origin at its creation.
 #[derive(Clone, Debug)]
 pub struct SystemClock {
     origin: Instant,
 }
 
 impl SystemClock {
-    /// A clock whose origin is now.
+    /// Creates a clock whose origin is now.
     #[must_use]
     #[expect(clippy::disallowed_methods, reason = "this is the one place that reads it")]
     pub fn new() -> Self {
@@ -170,7 +171,7 @@ impl Clock for SystemClock {
     }
 }
 
-/// A clock for tests: it stands still until [`ManualClock::advance`] moves it.
+/// A clock for tests. It stands still until [`ManualClock::advance`] moves it.
 #[derive(Clone, Debug, Default)]
 pub struct ManualClock {
     shared: Arc<ManualState>,
@@ -184,26 +185,26 @@ struct ManualState {
 }
 
 impl ManualClock {
-    /// A clock at its origin.
+    /// Creates a clock at its origin.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Moves the time on and wakes those whose deadline has come.
+    /// Moves the time forward and wakes the threads whose deadline has passed.
     pub fn advance(&self, step: Duration) {
         {
             let mut now = held(&self.shared.now);
             *now = now.saturating_add(step);
         }
-        // Each waiting thread looks at the time again and goes back to waiting where it is early.
+        // Each waiting thread checks the time again and waits on if it is early.
         for bell in held(&self.shared.waiting).iter().filter_map(Weak::upgrade) {
             bell.nudge();
         }
     }
 
-    /// Blocks until `count` threads wait on this clock, so that a test advances it only when those
-    /// it wants to wake are there. Real time bounds it: `false` after `patience`.
+    /// Blocks until `count` threads wait on this clock, so that a test advances it only then.
+    /// Returns `false` if that takes longer than `patience` in real time.
     #[must_use]
     pub fn wait_for_waiters(&self, count: usize, patience: Duration) -> bool {
         let waiting = held(&self.shared.waiting);
@@ -268,7 +269,7 @@ mod tests {
         for clock in [&ManualClock::new() as &dyn Clock, &SystemClock::new()] {
             let bell = Bell::new();
             bell.ring();
-            assert_eq!(clock.wait_until(&bell, Moment::NEVER), Wake::Backend);
+            assert_eq!(clock.wait_until(&bell, Moment::NEVER), Wake::Rung);
             assert_eq!(clock.wait_until(&bell, clock.now()), Wake::Deadline);
         }
     }
@@ -283,7 +284,7 @@ mod tests {
         };
         assert!(clock.wait_for_waiters(1, PATIENCE));
         bell.ring();
-        assert_eq!(waiter.join().expect("no panic"), Wake::Backend);
+        assert_eq!(waiter.join().expect("no panic"), Wake::Rung);
         assert_eq!(clock.now(), Moment::ORIGIN);
     }
 

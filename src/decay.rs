@@ -1,34 +1,35 @@
-//! How long idle memory may stay: plain values, of one meaning for host and device.
+//! The time that idle memory may stay before it is released, for heap and device.
 //!
-//! They read no clock and give nothing back. What becomes of memory meanwhile differs: jemalloc
-//! lets the heap's idle pages go along a smooth curve, half of them by half of the time and the
-//! last at its end; a device arena lets nothing go before the whole time, and then all that was
-//! idle for so long, because what it gives back too early costs driver calls to get again.
+//! Plain values. Nothing here reads a clock or releases memory. The two parts apply a time
+//! differently. jemalloc releases the heap's idle pages along a smooth curve: half of them by half
+//! of the time, the last at its end. A device arena releases nothing before the whole time has
+//! passed and then everything that was idle for so long, because memory released too early costs
+//! driver calls to allocate again.
 //!
-//! Invariant: [`DecayTime::Within`] is never zero by way of a constructor.
+//! Invariant: a constructor never returns [`DecayTime::Within`] with a zero duration.
 
 use std::time::Duration;
 
-/// How long idle memory may stay.
+/// The time that idle memory may stay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DecayTime {
-    /// Given back as soon as it is idle (jemalloc's 0).
+    /// Idle memory is released at once (jemalloc's 0).
     AtOnce,
-    /// Given back within this long: the heap's along jemalloc's curve, the last of it after this
-    /// long; an arena's when it was not used for this long, and nothing of it before.
+    /// Idle memory is released within this time: on the heap along jemalloc's curve, in an arena
+    /// after the whole time without use.
     Within(Duration),
-    /// Kept until it is asked for (jemalloc's -1).
+    /// Idle memory is kept until a purge or trim (jemalloc's -1).
     Never,
 }
 
 impl DecayTime {
-    /// A time in milliseconds: 0 is [`DecayTime::AtOnce`].
+    /// Creates a decay time in milliseconds. 0 is [`DecayTime::AtOnce`].
     #[must_use]
     pub const fn from_millis(millis: u64) -> Self {
         Self::from_duration(Duration::from_millis(millis))
     }
 
-    /// A duration: zero is [`DecayTime::AtOnce`].
+    /// Creates a decay time from a duration. Zero is [`DecayTime::AtOnce`].
     #[must_use]
     pub const fn from_duration(time: Duration) -> Self {
         if time.is_zero() { Self::AtOnce } else { Self::Within(time) }

@@ -1,10 +1,12 @@
-//! Whether this process is still the one that made an object.
+//! Detection of `fork`: is this still the process that created an object?
 //!
-//! After `fork` only the calling thread exists in the child: our threads are gone, and a device
-//! context is unusable. Each part that owns threads or device memory keeps a [`Birth`] and asks it
-//! before every operation; in a child the operation is a typed error and drop does nothing.
+//! After `fork` only the calling thread exists in the child. The crate's threads are gone, and a
+//! device context is unusable. Each part that owns threads or device memory keeps a [`Birth`] and
+//! checks it before every operation. In a child the operation returns a typed error, and drop does
+//! nothing.
 //!
-//! Cost: one atomic load. A handler registered once with `pthread_atfork` counts the generations.
+//! Cost: one atomic load. A handler, registered once with `pthread_atfork`, counts the process
+//! generations.
 //!
 //! Invariant: `birth.is_here() = (forks between the birth's process and this one = 0)`.
 #![expect(unsafe_code, reason = "registering a fork handler is a C call")]
@@ -21,8 +23,9 @@ extern "C" fn in_child() {
     GENERATION.fetch_add(1, Ordering::Relaxed);
 }
 
-/// Has these called around each fork, on the thread that forks: the one before it in the parent,
-/// the other after it in the parent and in the child. A failure leaves them out.
+/// Registers functions that run around each fork, on the thread that forks: `before` in the parent
+/// before the fork, `after` in the parent and in the child after it. Does nothing if the
+/// registration fails.
 #[cfg(feature = "heap")]
 pub(crate) fn around(before: extern "C" fn(), after: extern "C" fn()) {
     // SAFETY: these are functions of the required type with static lifetime; what they may do in a
@@ -30,12 +33,12 @@ pub(crate) fn around(before: extern "C" fn(), after: extern "C" fn()) {
     let _ = unsafe { libc::pthread_atfork(Some(before), Some(after), Some(after)) };
 }
 
-/// The process generation in which something was made.
+/// The process generation in which an object was created.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Birth(u64);
 
 impl Birth {
-    /// The present process.
+    /// Returns the generation of the current process.
     #[must_use]
     pub fn now() -> Self {
         REGISTER.call_once(|| {
@@ -47,13 +50,14 @@ impl Birth {
         Self(GENERATION.load(Ordering::Relaxed))
     }
 
-    /// The number of the process generation; never `u64::MAX`.
+    /// Returns the number of the process generation; never `u64::MAX`.
     #[cfg(feature = "memory")]
     pub(crate) const fn generation(self) -> u64 {
         self.0
     }
 
-    /// Whether this is still the process of the birth. Costs one relaxed load.
+    /// Returns `true` if this is still the process in which the value was created. Costs one
+    /// relaxed load.
     #[must_use]
     #[inline]
     pub fn is_here(self) -> bool {

@@ -1,14 +1,14 @@
-//! Events of this crate, which no subscriber can turn into a failure of what logs them.
+//! Log events of this crate, isolated from panics of the subscriber.
 //!
-//! A subscriber is the application's code, and may panic: that of `tracing-subscriber` does when
-//! neither its writer nor standard error takes a line (a full disk, a closed pipe). All events go
-//! through [`log!`]; `tests/tidy` finds one that does not. What a caller has to keep (a state, a
-//! count, an entry of a list) it keeps before it logs, since a subscriber may also block.
+//! A subscriber is the application's code and may panic: `tracing-subscriber` does when neither its
+//! writer nor standard error accepts a line (a full disk, a closed pipe). All events go through
+//! [`log!`]; `tests/tidy` finds one that does not. Code updates its own state before it logs,
+//! because a subscriber may also block.
 //!
 //! Invariant: nothing unwinds out of `log!`.
 
-/// Logs an event: the level's name, then what `tracing`'s macro of this level takes. A panic of the
-/// subscriber ends here.
+/// Logs an event. Takes the level's name, then the arguments of `tracing`'s macro of that level.
+/// Catches a panic of the subscriber.
 macro_rules! log {
     ($level:ident, $($event:tt)+) => {{
         let _ = $crate::sync::caught(|| ::tracing::$level!($($event)+));

@@ -1,9 +1,9 @@
-//! The standard library's synchronisation, or loom's in a build for model checking.
+//! The standard library's synchronisation primitives, or loom's in a build for model checking.
 //!
-//! Code that is model-checked imports from here and from nowhere else, so that one source runs
-//! under both. Locks are taken through [`lock`], which ignores poison: every critical section in
-//! this crate keeps its invariants at each point where it can unwind, and a panic of a caller's
-//! closure on one thread must not stop the service on the others. Such closures run in [`caught`].
+//! Model-checked code imports its primitives only from here, so that one source runs under both.
+//! [`lock`] ignores poison: every critical section in this crate keeps its invariants at each point
+//! where it can unwind, and a panic in a caller's closure on one thread must not stop the service
+//! on the others. Such closures run in [`caught`].
 
 #[cfg(lowtide_loom)]
 pub use loom::sync::atomic;
@@ -21,12 +21,12 @@ use std::mem::ManuallyDrop;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{PoisonError, TryLockError};
 
-/// Takes the lock, poisoned or not.
+/// Takes the lock and ignores poison.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Takes the lock, poisoned or not, where nobody holds it.
+/// Takes the lock if it is free and ignores poison.
 pub fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
     match mutex.try_lock() {
         Ok(guard) => Some(guard),
@@ -35,8 +35,8 @@ pub fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
     }
 }
 
-/// A lock for critical sections of a few instructions, that is tried and nearly never waited for:
-/// taking it costs one atomic operation and giving it up none. Who waits for it yields the thread.
+/// A lock for critical sections of a few instructions that is almost never contended. Taking it
+/// costs one atomic operation, releasing it none. A waiting thread yields.
 #[cfg(all(feature = "device", not(lowtide_loom)))]
 pub type Brief<T> = spin::mutex::SpinMutex<T, spin::Yield>;
 #[cfg(all(feature = "device", not(lowtide_loom)))]
@@ -54,7 +54,7 @@ pub fn brief<T>(brief: &Brief<T>) -> BriefGuard<'_, T> {
     return lock(brief);
 }
 
-/// Takes a brief lock where nobody holds it.
+/// Takes a brief lock if it is free.
 #[cfg(feature = "device")]
 #[inline]
 pub fn try_brief<T>(brief: &Brief<T>) -> Option<BriefGuard<'_, T>> {
@@ -64,21 +64,22 @@ pub fn try_brief<T>(brief: &Brief<T>) -> Option<BriefGuard<'_, T>> {
     return try_lock(brief);
 }
 
-/// Gives the lock up until the condition variable is notified, then takes it again; may also
-/// return without a notification.
+/// Releases the lock until the condition variable is notified, then takes it again. May also return
+/// without a notification.
 pub fn wait<'a, T>(condvar: &Condvar, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
     condvar.wait(guard).unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Runs what is not ours. Nothing unwinds out of it, not even from the drop of what a panic threw.
+/// Runs code that may panic. Nothing unwinds out of it, not even from the drop of the panic's
+/// payload.
 ///
 /// # Errors
-/// What the panic said, or "no message".
+/// The panic's message, or "no message".
 pub fn caught<T>(act: impl FnOnce() -> T) -> Result<T, String> {
     catch_unwind(AssertUnwindSafe(act)).map_err(|thrown| {
         let said = message(&*thrown);
         if let Err(second) = catch_unwind(AssertUnwindSafe(|| drop(thrown))) {
-            // Its drop may panic as well, and so on: it is leaked.
+            // Its drop may panic as well, and so on, so it is leaked.
             let _ = ManuallyDrop::new(second);
         }
         said
@@ -87,7 +88,7 @@ pub fn caught<T>(act: impl FnOnce() -> T) -> Result<T, String> {
 
 #[cfg(not(lowtide_loom))]
 thread_local! {
-    /// Whether this thread does background work.
+    /// `true` while this thread does background work.
     static BACKGROUND: Cell<bool> = const { Cell::new(false) };
 }
 #[cfg(lowtide_loom)]
@@ -95,30 +96,30 @@ loom::thread_local! {
     static BACKGROUND: Cell<bool> = Cell::new(false);
 }
 
-/// Marks its thread as one that does background work, or the program's, until it is dropped.
+/// Marks its thread as background or foreground until it is dropped.
 #[derive(Debug)]
 pub struct Background {
     before: bool,
-    /// The mark is the thread's, so that this must end there.
+    /// The mark belongs to the thread, so the guard must be dropped there.
     _here: PhantomData<*const ()>,
 }
 
 /// Marks this thread as one that does background work, at times that the program does not choose.
-/// On such a thread nothing waits for all work of a device, because that would spoil every capture
-/// of a graph in the context.
-#[must_use = "the mark goes when this is dropped"]
+/// On such a thread nothing waits for all work of a device, because that would invalidate every
+/// graph capture in the context.
+#[must_use = "the mark ends when this is dropped"]
 pub fn background() -> Background {
     Background { before: BACKGROUND.with(|of| of.replace(true)), _here: PhantomData }
 }
 
-/// Marks what follows on this thread as the program's own work: a callback that background work
-/// runs may wait for what it asks for itself.
-#[must_use = "the mark goes when this is dropped"]
+/// Marks the following work on this thread as the program's own. A callback that runs in background
+/// work may wait for the device work that it requests.
+#[must_use = "the mark ends when this is dropped"]
 pub fn foreground() -> Background {
     Background { before: BACKGROUND.with(|of| of.replace(false)), _here: PhantomData }
 }
 
-/// Whether this thread does background work now.
+/// Returns `true` while this thread does background work.
 pub fn is_background() -> bool {
     BACKGROUND.with(Cell::get)
 }

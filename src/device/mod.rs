@@ -51,7 +51,7 @@
 //!         loop {
 //!             let now = clock.now();
 //!             let due = arena.decay(now)?.next.min(now + Duration::from_millis(250));
-//!             if clock.wait_until(&stop, due) == Wake::Backend {
+//!             if clock.wait_until(&stop, due) == Wake::Rung {
 //!                 return Ok(());
 //!             }
 //!         }
