@@ -1,12 +1,11 @@
-//! Admission by bytes: what a request will hold is booked before it starts, in every budget.
+//! Admission by bytes: a request reserves what it will hold, in every budget, before it starts.
 //!
-//! Admission decides with one compare-and-exchange and some loads; it reads no file, takes no lock
-//! and waits for nothing. It does not measure: the control loop corrects the ledgers and sets the
-//! level. A [`Permit`] gives back what it holds when it is dropped. What both work on is the desk
-//! behind the door (`desk`).
+//! Admission decides with one compare-and-exchange and a few loads. It reads no file, takes no lock
+//! and never waits. It does not measure: the control loop corrects the ledgers and sets the level.
+//! A [`Permit`] releases its bytes when it is dropped. The shared state is in `desk`.
 //!
-//! Invariant: `booked = sum of the costs of live permits` (standing permits by their units), in
-//! each budget; after a rejection nothing is booked for it.
+//! Invariant: `reserved = sum of the costs of live permits` (permits of resources by their units),
+//! in each budget. A rejected request reserves nothing.
 
 use std::any::Any;
 use std::fmt;
@@ -24,63 +23,64 @@ use super::rejected::{RejectReason, Rejected};
 use super::size_class::SizeClass;
 use super::tally::{BudgetCounts, ClassStats};
 
-/// What a request or resource will hold at its peak, by budget.
+/// The peak bytes that a request or resource will hold, by budget.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cost {
-    /// Bytes of the host's memory.
+    /// Bytes of host memory.
     pub host: ByteSize,
-    /// Bytes of the device's memory.
+    /// Bytes of device memory.
     pub device: ByteSize,
 }
 
 impl Cost {
-    /// Holds nothing.
+    /// No bytes.
     pub const ZERO: Self = Self { host: ByteSize::ZERO, device: ByteSize::ZERO };
 
-    /// This much of the host's memory.
+    /// Creates a cost of `bytes` of host memory.
     #[must_use]
     pub const fn host(bytes: ByteSize) -> Self {
         Self { host: bytes, device: ByteSize::ZERO }
     }
 
-    /// This much of the device's memory.
+    /// Creates a cost of `bytes` of device memory.
     #[must_use]
     pub const fn device(bytes: ByteSize) -> Self {
         Self { host: ByteSize::ZERO, device: bytes }
     }
 
-    /// And this much of the host's memory.
+    /// Adds `bytes` of host memory.
     #[must_use]
     pub const fn and_host(self, bytes: ByteSize) -> Self {
         Self { host: self.host.saturating_add(bytes), ..self }
     }
 
-    /// And this much of the device's memory.
+    /// Adds `bytes` of device memory.
     #[must_use]
     pub const fn and_device(self, bytes: ByteSize) -> Self {
         Self { device: self.device.saturating_add(bytes), ..self }
     }
 
-    /// The sum of both.
+    /// Returns the sum of both.
     pub(super) const fn and(self, other: Self) -> Self {
         self.and_host(other.host).and_device(other.device)
     }
 }
 
-/// The order in which requests are shed as the pressure level rises. Whatever its priority, a
-/// request is rejected if its cost does not fit ([`Rejected::Full`]), unless it is exempt.
+/// The priority of a request: the pressure level from which it is rejected. At every priority but
+/// `Exempt`, a request is also rejected if its cost does not fit ([`Rejected::Full`]).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Priority {
-    /// Shed from level high on.
+    /// Rejected from level high.
     Low,
-    /// Shed at level critical.
+    /// Rejected at level critical.
     #[default]
     Normal,
-    /// Shed at no level: admitted at level critical too, if its cost fits. It may also use the room
-    /// that requests of normal priority leave free for larger ones
-    /// ([`Ledger::reserved_headroom`](super::Ledger::berth)).
+    /// Admitted at every level if its cost fits. It may also use the headroom that requests of
+    /// normal priority leave free for larger ones
+    /// ([`Ledger::reserved_headroom`](super::Ledger::reserved_headroom)).
     High,
-    /// Never shed, and booked beyond the allowance: health, metrics, calls to oneself.
+    /// Never rejected, even beyond the allowance. For health checks, metrics and requests of the
+    /// service to itself.
     Exempt,
 }
 
@@ -91,32 +91,32 @@ impl From<Cost> for (Cost, Priority) {
     }
 }
 
-/// What has been admitted and shed.
+/// Counts of admitted and rejected requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct AdmissionStats {
     /// Requests admitted since start.
     pub admitted_total: u64,
     /// Admitted requests whose permit has been dropped.
     pub finished_total: u64,
-    /// Requests shed since start, in the order of [`RejectReason::ALL`].
+    /// Requests rejected since start, in the order of [`RejectReason::ALL`].
     pub shed: [u64; RejectReason::ALL.len()],
 }
 
 impl AdmissionStats {
-    /// Requests shed for this reason.
+    /// Returns the requests rejected for this reason.
     #[must_use]
     pub fn rejected_total(&self, reason: RejectReason) -> u64 {
         self.shed.get(reason as usize).copied().unwrap_or(0)
     }
 
-    /// Requests that hold a permit now.
+    /// Returns the number of requests that hold a permit now.
     #[must_use]
     pub const fn held(&self) -> u64 {
         self.admitted_total.saturating_sub(self.finished_total)
     }
 }
 
-/// A handle to admission: cheap to clone, all clones share one account. Admits everything until a
+/// A handle to admission. Cheap to clone; all clones share one account. Admits everything until a
 /// limit is known.
 ///
 /// A handle from a [`Memory`](https://docs.rs/lowtide/latest/lowtide/memory/struct.Memory.html)
@@ -128,7 +128,7 @@ pub struct Admission {
     open: Arc<Open>,
 }
 
-/// Releases the desk when the last handle is dropped.
+/// Releases the admission state when the last handle is dropped.
 struct Open {
     desk: &'static Desk,
     /// The service that corrects the account, for handles that keep it running, and the handle
@@ -160,23 +160,23 @@ impl Default for Admission {
 }
 
 impl Admission {
-    /// An open door without a limit.
+    /// Creates an admission without a limit.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// An open door with a fixed ceiling on the host's memory, and none on the device's.
+    /// Creates an admission with a fixed ceiling on host memory and none on device memory.
     ///
-    /// Nothing is measured: estimates are taken at their word, and the costs of all that is held
-    /// never pass the ceiling. Where a control loop measures, use [`Admission::new`] and have it
-    /// correct the ledgers.
+    /// Nothing is measured: estimates are trusted, and the total cost of all permits never exceeds
+    /// the ceiling. If a control loop measures, use [`Admission::new`] and let the loop correct the
+    /// ledgers.
     #[must_use]
     pub fn with_limit(ceiling: ByteSize) -> Self {
         Self::at(Ledger::with_ceiling(ceiling))
     }
 
-    /// With this account of the host's memory, as it begins.
+    /// Creates an admission with this initial account of host memory.
     fn at(host: Ledger) -> Self {
         let desk = Desk::take(&host);
         Self { desk, open: Arc::new(Open { desk, kept: None }) }
@@ -195,7 +195,7 @@ impl Admission {
         self.open.kept.as_ref().map_or_else(|| self.clone(), |(_, unkept)| unkept.clone())
     }
 
-    /// Whether a running service corrects the account while this handle lives.
+    /// Returns `true` if a running service corrects the account while this handle lives.
     pub(crate) fn is_managed(&self) -> bool {
         self.open.kept.is_some()
     }
@@ -208,13 +208,13 @@ impl Admission {
         self.try_admit_with(cost, Priority::Normal)
     }
 
-    /// Admits a request: books its cost in every budget, or in none. Some nanoseconds; no system
-    /// call, no allocation.
+    /// Admits a request: reserves its cost in every budget, or in none. Takes some nanoseconds,
+    /// without a system call or allocation.
     ///
-    /// If the bytes do not fit and idle resources are booked, it looks whether their unload makes
-    /// room, and starts that on threads of its own
-    /// ([`Resources::evict_for`](super::Resources::evict_for)): some microseconds and allocations
-    /// more. The request is rejected all the same.
+    /// If the bytes do not fit and idle resources hold reservations, it checks whether unloading
+    /// them makes room and starts the unloads on separate threads
+    /// ([`Resources::evict_for`](super::Resources::evict_for)). This costs some microseconds and
+    /// allocations more. The request is still rejected.
     ///
     /// # Errors
     /// [`Rejected`], with the numbers; it is counted.
@@ -223,82 +223,83 @@ impl Admission {
         self.desk.admit(cost, priority)
     }
 
-    /// Books what a resource holds while it is loaded: counted once, not multiplied, and not among
-    /// the requests. Say [`Permit::settle`] when it is loaded.
+    /// Reserves the bytes of a resource while it is loaded. They are counted once, without the
+    /// correction factor, and not among the requests. Call [`Permit::settle`] when it is loaded.
     ///
     /// # Errors
-    /// [`Rejected`]; it is not counted among the requests shed.
+    /// [`Rejected`]; it is not counted among the rejected requests.
     pub fn try_reserve_resource(&self, cost: Cost) -> Result<Permit, Rejected> {
         self.desk.stand(cost).map(|(host, device)| Permit::standing(self.desk, host, device))
     }
 
-    /// As [`Admission::try_reserve_resource`]; where that has no room, resources are claimed that
-    /// make it.
+    /// Like [`Admission::try_reserve_resource`], but claims idle resources whose unload makes room
+    /// if there is none.
     pub(super) fn stand_or_evict(&self, cost: Cost) -> Result<Stood, Rejected> {
         self.desk.stand_or_evict(cost)
     }
 
-    /// Makes room for requests and loads that do not fit by unloading idle resources of this
-    /// registry: see [`Resources::evict_for`](super::Resources::evict_for).
+    /// Unloads idle resources of this registry to make room for requests and loads that do not fit.
+    /// See [`Resources::evict_for`](super::Resources::evict_for).
     pub(super) fn set_evictor(&self, evictor: Evictor) {
         self.desk.set_evictor(Some(Arc::new(evictor)));
     }
 
-    /// Books the device's bytes of all costs in the host's budget from now on, for a device whose
-    /// memory is the host's: one limit holds for both, and every byte counts once. Called before
-    /// the first booking.
+    /// Reserves the device bytes of all costs in the host's budget from now on, for a device that
+    /// shares the host's memory: one limit holds for both, and every byte counts once. Called
+    /// before the first reservation.
     #[cfg(any(test, feature = "memory"))]
     pub(crate) fn unify(&self) {
         self.desk.unified.store(true, Ordering::Relaxed);
     }
 
-    /// A cost as it is booked: with one budget for host and device all of it is the host's.
+    /// Returns a cost as it is reserved. With one budget for host and device, all of it is the
+    /// host's.
     pub(crate) fn by_budget(&self, cost: Cost) -> Cost {
         self.desk.by_budget(cost)
     }
 
-    /// Counts a request that the caller rejects before it asks for admission.
+    /// Counts a request that the caller rejects before admission.
     #[cfg(feature = "service")]
     pub(crate) fn reject(&self, rejected: Rejected) -> Rejected {
         self.desk.shed(rejected)
     }
 
-    /// Ends admission: all that comes now is [`Rejected::ShuttingDown`], but for what is exempt.
+    /// Closes admission. Later requests get [`Rejected::ShuttingDown`], except exempt ones.
     pub fn close(&self) {
         self.desk.closed.store(true, Ordering::Release);
     }
 
-    /// Whether admission has ended.
+    /// Returns `true` if admission has been closed.
     #[must_use]
     pub fn is_closed(&self) -> bool {
         self.desk.closed.load(Ordering::Acquire)
     }
 
-    /// The level by which requests are shed now.
+    /// Returns the level that currently rejects requests by priority.
     #[must_use]
     pub fn level(&self) -> Level {
         self.desk.level()
     }
 
-    /// Sets the level by which requests are shed. Called by the control loop.
+    /// Sets the level that rejects requests by priority. Called by the control loop.
     pub fn set_level(&self, level: Level) {
         self.desk.level.store(level.as_u8(), Ordering::Relaxed);
     }
 
-    /// Rejects as exhausted what does not fit while so much belongs to no request; zero ends that.
-    /// Called by the control loop.
+    /// Rejects as exhausted the requests that do not fit while `unowned` bytes belong to no
+    /// request. Zero ends that. Called by the control loop.
     pub(super) fn set_unowned(&self, unowned: ByteSize) {
         self.desk.unowned.store(unowned.get(), Ordering::Relaxed);
     }
 
-    /// The account of a budget.
+    /// Returns the account of a budget.
     #[must_use]
     pub fn ledger(&self, budget: Budget) -> &Ledger {
         self.desk.ledger(budget)
     }
 
-    /// What has been admitted and shed. Reads some hundred counters; what goes on meanwhile may be
-    /// in one figure and not in another.
+    /// Returns the counts of admitted and rejected requests. Reads some hundred counters; a
+    /// concurrent request may be in one count and not yet in another.
     #[must_use]
     pub fn stats(&self) -> AdmissionStats {
         let counts = self.desk.counts();
@@ -309,8 +310,8 @@ impl Admission {
         }
     }
 
-    /// What has been admitted and shed for want of room in a budget, by size: all classes, from
-    /// the smallest. Of the device's those requests only that asked for some of it.
+    /// Returns the requests admitted and rejected for lack of room in a budget, by size class from
+    /// the smallest. Device counts include only requests with device bytes.
     #[must_use]
     pub fn classes(&self, budget: Budget) -> [ClassStats; SizeClass::COUNT] {
         self.counts(budget).classes

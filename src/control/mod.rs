@@ -1,12 +1,13 @@
-//! Policy: when to admit, purge, unload and shed. Knows neither heap nor arena, only traits.
+//! Admission, pressure levels, reclaim and managed resources. Policy only: it depends on traits,
+//! not on the heap or an arena.
 //!
 //! A sample of the machine ([`signal`]) becomes a level with hysteresis ([`pressure`]) and an
-//! allowance of bytes ([`ledger`]); requests and resources book against it ([`admission`],
-//! [`managed`]); what has to be given back is decided by [`maintenance`] in the order of the ladder
-//! ([`reclaim`]) and carried out by whoever implements its traits. Nothing here purges, allocates
-//! device memory, starts a thread that stays, or needs an async runtime.
+//! allowance in bytes ([`ledger`]). Requests and resources reserve bytes of it ([`admission`],
+//! [`managed`]). [`maintenance`] decides which memory to release, in the order of the reclaim steps
+//! ([`reclaim`]); implementations of its traits release it. Nothing here purges, allocates device
+//! memory, starts a permanent thread or needs an async runtime.
 //!
-//! Alone it admits by bytes against a fixed ceiling; no thread runs and nothing is measured:
+//! On its own, admission works against a fixed ceiling. No thread runs and nothing is measured:
 //!
 //! ```
 //! use lowtide::ByteSize;
@@ -15,21 +16,20 @@
 //! let admission = Admission::with_limit(ByteSize::mib(100));
 //! let mut permit = admission.try_admit(Cost::host(ByteSize::mib(60)))?;
 //! let second = admission.try_admit(Cost::host(ByteSize::mib(50)));
-//! assert!(matches!(second, Err(Rejected::Full { .. }))); // to be answered 503: come again
+//! assert!(matches!(second, Err(Rejected::Full { .. }))); // answer with 503
 //! permit.shrink(ByteSize::mib(20)); // the body turned out smaller
 //! let second = admission.try_admit(Cost::host(ByteSize::mib(50)))?;
-//! drop((permit, second)); // gives back what they hold
+//! drop((permit, second)); // releases both
 //! # Ok::<(), Rejected>(())
 //! ```
 //!
-//! To have it measure: a [`Maintenance`] is made of settings, a [`Sensor`] that takes samples, the
-//! [`Admission`] that it corrects, the [`Resources`] and the [`Ladder`]; its
-//! [`Worker`](Maintenance::worker) is made of [`MaintenanceActions`] that carry jobs out;
-//! [`run_control`] and [`run_worker`] run the two on threads of the caller's.
-//! `src/memory/builder.rs` does just that for
-//! [`Memory`](https://docs.rs/lowtide/latest/lowtide/memory/struct.Memory.html).
+//! To measure, create a [`Maintenance`] from settings, a [`Sensor`] that takes samples, the
+//! [`Admission`] to correct, the [`Resources`] and the [`Ladder`]. Create its
+//! [`Worker`](Maintenance::worker) from [`MaintenanceActions`], which carry out jobs. Run both on
+//! threads of your own with [`run_control`] and [`run_worker`]. `src/memory/builder.rs` does this
+//! for [`Memory`](https://docs.rs/lowtide/latest/lowtide/memory/struct.Memory.html).
 //!
-//! Invariant: `booked + asked <= allowance` at every admission that is not exempt.
+//! Invariant: `reserved + requested <= allowance` at every admission that is not exempt.
 
 pub mod admission;
 mod correction;

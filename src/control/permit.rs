@@ -1,9 +1,9 @@
-//! The right to hold bytes, from admission to its drop.
+//! The right to hold bytes, from admission until drop.
 //!
-//! It is moved between threads and dropped on any of them. It decides nothing: what it asks for
-//! more is booked as at admission ([`Admission`](super::Admission)).
+//! A permit can move between threads and be dropped on any of them. It decides nothing: growth is
+//! reserved as at admission ([`Admission`](super::Admission)).
 //!
-//! Invariant: what it says that it holds is what is booked for it, until its drop gives it back.
+//! Invariant: the cost that a permit reports is reserved until the permit is dropped.
 
 use crate::bytes::ByteSize;
 
@@ -15,17 +15,17 @@ use super::rejected::Rejected;
 #[derive(Debug)]
 enum Held {
     Request(Cost),
-    /// Apart, so that a request's permit is small: it is moved about. `None` once it was taken out.
+    /// Boxed so that a request's permit is small to move. `None` once it was taken out.
     Standing(Option<Box<(Standing, Standing)>>),
 }
 
-/// The right to hold bytes; dropping it gives them back.
+/// The right to hold bytes. Dropping it releases them.
 #[derive(Debug)]
-#[must_use = "dropping a permit gives its bytes back at once"]
+#[must_use = "dropping a permit releases its bytes at once"]
 pub struct Permit {
     desk: &'static Desk,
     held: Held,
-    /// Grows as it was booked: beyond the allowance.
+    /// The permit grows beyond the allowance, as it was reserved.
     exempt: bool,
 }
 
@@ -38,12 +38,13 @@ impl Permit {
         Self { desk, held: Held::Standing(Some(Box::new((host, device)))), exempt: false }
     }
 
-    /// The desk on which it is booked.
+    /// Returns the admission state that holds the reservation.
     pub(super) const fn desk(&self) -> &'static Desk {
         self.desk
     }
 
-    /// What a standing permit has booked, still booked; `None` for a request's, which ends.
+    /// Returns the reservations of a resource's permit, still reserved; `None` for a request's
+    /// permit, which ends.
     pub(super) fn into_standing(mut self) -> Option<(Standing, Standing)> {
         match &mut self.held {
             Held::Request(_) => None,
@@ -51,7 +52,7 @@ impl Permit {
         }
     }
 
-    /// What it holds.
+    /// Returns the bytes that the permit holds.
     #[must_use]
     pub fn cost(&self) -> Cost {
         match &self.held {
@@ -61,13 +62,13 @@ impl Permit {
         }
     }
 
-    /// Books more of the host's memory: a body turned out larger than it said. What is admitted is
-    /// not shed by level, since ending it is what frees memory. The permit of a request that was
-    /// exempt always grows.
+    /// Reserves more host memory, for example if a body is larger than declared. An admitted
+    /// request is not rejected by level, since its end frees memory. The permit of an exempt
+    /// request always grows.
     ///
     /// # Errors
-    /// [`Rejected`], which is counted; the permit keeps what it has. A standing permit does not
-    /// grow: [`Rejected::TooLarge`] with its own cost as the ceiling.
+    /// [`Rejected`], which is counted; the permit keeps what it holds. A resource's permit does not
+    /// grow: the error is [`Rejected::TooLarge`] with its own cost as the ceiling.
     pub fn grow(&mut self, bytes: ByteSize) -> Result<(), Rejected> {
         let held = self.cost().host;
         let Held::Request(cost) = &mut self.held else {
@@ -80,8 +81,8 @@ impl Permit {
         Ok(())
     }
 
-    /// Books up to these bytes of the host's memory in all, whatever the allowance says: they are
-    /// in use. Returns what was added. Does nothing on a standing permit.
+    /// Reserves host memory up to `held` bytes in total, even beyond the allowance, because the
+    /// bytes are in use. Returns the bytes added. Does nothing on a resource's permit.
     #[cfg(feature = "service")]
     pub(crate) fn raise(&mut self, held: ByteSize) -> ByteSize {
         let Held::Request(cost) = &mut self.held else { return ByteSize::ZERO };
@@ -94,8 +95,8 @@ impl Permit {
         reserved
     }
 
-    /// Gives some of the host's memory back early; at most what it holds. Does nothing on a
-    /// standing permit.
+    /// Releases part of the host memory early, at most what the permit holds. Does nothing on a
+    /// resource's permit.
     pub fn shrink(&mut self, bytes: ByteSize) {
         if let Held::Request(cost) = &mut self.held {
             let part = bytes.min(cost.host);
@@ -104,14 +105,13 @@ impl Permit {
         }
     }
 
-    /// Says that the resource of a standing permit is loaded, and so part of what is measured.
+    /// Marks the resource of the permit as loaded, so that its memory is part of what is measured.
     pub fn settle(&mut self) {
         self.settle_at(Cost::ZERO);
     }
 
-    /// The same, with what it was found to hold. Where that is more than it booked it books it,
-    /// whatever the allowance says: it is there, and would be taken for wrong estimates of
-    /// requests.
+    /// Marks the resource as loaded and raises the reservation to what it was measured to hold,
+    /// even beyond the allowance. Otherwise the excess would count as wrong estimates of requests.
     pub fn settle_at(&mut self, held: Cost) {
         let held = self.desk.by_budget(held);
         if let Held::Standing(Some(both)) = &mut self.held {

@@ -1,16 +1,15 @@
-//! Pressure levels: how near the limit memory is, with hysteresis.
+//! Pressure levels: how close memory use is to the limit, with hysteresis.
 //!
-//! Pure arithmetic over time, usage and limit. It reads no clock and no file, and does nothing
-//! about what it finds.
+//! Pure arithmetic over time, usage and limit. It reads no clock and no file, and acts on nothing.
 //!
-//! A level is entered at once when its `up` mark is reached, or when memory grows so fast that the
-//! limit would be reached within [`TICKS_TO_FULL`] samples of a busy service (one level more,
-//! then). It is left one step at a time, after usage has stayed under its `down` mark for the dwell
-//! time.
+//! A level is entered as soon as its `up` threshold is reached. Fast growth raises the level by one
+//! more: growth that would reach the limit within [`TICKS_TO_FULL`] samples of a busy service. A
+//! level is left one step at a time, after usage has stayed below its `down` threshold for the
+//! dwell time.
 //!
-//! Invariants: `level >= the highest level whose up mark <= usage / limit`;
-//! `falls <= elapsed / dwell + 1` and `rises <= falls + 3`, so that flips are bounded however
-//! usage moves.
+//! Invariants: `level >= the highest level whose up threshold <= usage / limit`;
+//! `falls <= elapsed / dwell + 1` and `rises <= falls + 3`, so that level changes are bounded for
+//! any usage.
 
 use std::fmt;
 use std::time::Duration;
@@ -23,25 +22,25 @@ use crate::clock::Moment;
 /// Growth that fills the limit within this many samples raises the level by one.
 pub const TICKS_TO_FULL: f64 = 5.0;
 
-/// A longer step than this is one of an idle service, and the next ones will be shorter: growth
-/// is not drawn out over five idle steps. Twice the step of an active one.
+/// A longer step than this is a step of an idle service, and the next ones will be shorter, so
+/// growth is not extrapolated over five idle steps. Twice the step of an active service.
 const STEP_MAX: Duration = Duration::from_millis(20);
 
-/// Weight of the newest growth in its average; a guess: two samples make three quarters of it.
+/// The weight of the newest growth in its average. A guess: two samples make three quarters of it.
 const GROWTH_WEIGHT: f64 = 0.5;
 
-/// How near the limit memory is.
+/// A pressure level: how close memory use is to the limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u8)]
 pub enum Level {
-    /// Far from it.
+    /// Far from the limit.
     #[default]
     None = 0,
-    /// Purge; let resources go sooner.
+    /// Heap and arenas are purged.
     Elevated = 1,
-    /// Give idle resources up; shed what can wait.
+    /// Idle resources are unloaded; requests of low priority are rejected.
     High = 2,
-    /// Shed all that is not exempt.
+    /// Requests of normal priority are rejected as well.
     Critical = 3,
 }
 
@@ -49,13 +48,13 @@ impl Level {
     /// All levels, from the lowest.
     pub const ALL: [Self; 4] = [Self::None, Self::Elevated, Self::High, Self::Critical];
 
-    /// The figure for metrics: 0 none, 1 elevated, 2 high, 3 critical.
+    /// Returns the number for metrics: 0 none, 1 elevated, 2 high, 3 critical.
     #[must_use]
     pub const fn as_u8(self) -> u8 {
         self as u8
     }
 
-    /// The level of a figure; what is beyond 3 is critical.
+    /// Returns the level of a number. Numbers above 3 are critical.
     #[must_use]
     pub const fn from_u8(figure: u8) -> Self {
         match figure {
@@ -66,7 +65,7 @@ impl Level {
         }
     }
 
-    /// Its name, lower-case.
+    /// Returns the name in lower case.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -92,48 +91,48 @@ impl fmt::Display for Level {
     }
 }
 
-/// The marks of one level, as parts of the limit.
+/// The thresholds of one level, as fractions of the limit.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Band {
-    /// Entered at or above this.
+    /// The level is entered at or above this fraction.
     pub up: f64,
-    /// May be left below this.
+    /// The level may be left below this fraction.
     pub down: f64,
 }
 
-/// When levels are entered and left.
+/// The thresholds of all levels and the dwell time.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Thresholds {
     bands: [Band; 3],
     dwell: Duration,
 }
 
-/// Marks that make no sense together.
+/// Invalid thresholds.
 #[derive(Clone, Debug, Error, PartialEq)]
 #[non_exhaustive]
 pub enum ThresholdsError {
-    /// A mark is no part of the limit.
-    #[error("the {mark} mark of level {level} is {value}: expected above 0 and at most 1")]
+    /// A threshold is not a fraction of the limit.
+    #[error("{mark} threshold of level {level} is {value}: expected above 0 and at most 1")]
     OutOfRange {
         /// The level.
         level: Level,
         /// `up` or `down`.
         mark: &'static str,
-        /// What was given.
+        /// The value given.
         value: f64,
     },
-    /// A level would be left where it is entered.
-    #[error("level {level} is entered at {up} and left at {down}: expected down below up")]
+    /// The lower threshold of a level is not below its upper one.
+    #[error("thresholds of level {level} are up {up} and down {down}: expected down below up")]
     Inverted {
         /// The level.
         level: Level,
-        /// Its upper mark.
+        /// Its upper threshold.
         up: f64,
-        /// Its lower mark.
+        /// Its lower threshold.
         down: f64,
     },
-    /// A level does not lie above the one before it.
-    #[error("level {level} has marks that are not above those of the level before it")]
+    /// The thresholds of a level are not above those of the level below it.
+    #[error("thresholds of level {level} are not above those of the level below")]
     Unordered {
         /// The level.
         level: Level,
@@ -141,12 +140,13 @@ pub enum ThresholdsError {
 }
 
 impl Thresholds {
-    /// The marks of elevated, high and critical, and how long usage must stay below a mark before
-    /// one level is left. A dwell time of zero leaves a level at each sample.
+    /// Creates thresholds from the bands of elevated, high and critical, and from the dwell time:
+    /// how long usage must stay below a `down` threshold before the level is left. With a dwell
+    /// time of zero a level can be left at each sample.
     ///
     /// # Errors
-    /// Where `0 < down < up <= 1` does not hold for a level, or the marks do not rise from level
-    /// to level.
+    /// [`ThresholdsError`] if `0 < down < up <= 1` does not hold for a level, or if the thresholds
+    /// do not rise from level to level.
     pub fn new(bands: [Band; 3], dwell: Duration) -> Result<Self, ThresholdsError> {
         let mut before = Band { up: 0.0, down: 0.0 };
         for (level, band) in Level::ALL.into_iter().skip(1).zip(bands) {
@@ -166,19 +166,19 @@ impl Thresholds {
         Ok(Self { bands, dwell })
     }
 
-    /// The marks of a level; `None` for [`Level::None`], which has none.
+    /// Returns the thresholds of a level; `None` for [`Level::None`], which has none.
     #[must_use]
     pub fn band(&self, level: Level) -> Option<Band> {
         self.bands.get(usize::from(level.as_u8()).checked_sub(1)?).copied()
     }
 
-    /// How long usage stays below a mark before the level is left.
+    /// Returns the time that usage must stay below a threshold before the level is left.
     #[must_use]
     pub const fn dwell(&self) -> Duration {
         self.dwell
     }
 
-    /// The highest level whose upper mark is reached.
+    /// Returns the highest level whose upper threshold is reached.
     fn reached(&self, ratio: f64) -> Level {
         let of = |level: &Level| self.band(*level).is_some_and(|band| ratio >= band.up);
         Level::ALL.into_iter().rev().find(of).unwrap_or(Level::None)
@@ -186,7 +186,7 @@ impl Thresholds {
 }
 
 impl Default for Thresholds {
-    /// .75/.70, .85/.78, .93/.85 and 250 ms: found in an overload experiment (a 256 MiB memory
+    /// .75/.70, .85/.78, .93/.85 and 250 ms: determined in an overload experiment (a 256 MiB memory
     /// cgroup at up to eight times the load that fits), together with a ceiling of .80.
     fn default() -> Self {
         let bands = [(0.75, 0.70), (0.85, 0.78), (0.93, 0.85)];
@@ -194,22 +194,22 @@ impl Default for Thresholds {
     }
 }
 
-/// The level and what is needed to move it. Written by one owner.
+/// The current level and the state that determines the next one. Updated by one owner.
 #[derive(Clone, Debug)]
 pub struct Pressure {
     thresholds: Thresholds,
     level: Level,
-    /// Since when usage has been under the lower mark of the present level.
+    /// The time since which usage is below the lower threshold of the current level.
     below_since: Option<Moment>,
     last: Option<(Moment, ByteSize)>,
-    /// Bytes a second, averaged; negative where memory shrinks.
+    /// The average growth in bytes per second; negative if memory shrinks.
     growth: f64,
-    /// How often each level has been entered.
+    /// The number of times that each level was entered.
     entered: [u64; 4],
 }
 
 impl Pressure {
-    /// No pressure yet.
+    /// Creates a state at [`Level::None`].
     #[must_use]
     pub const fn new(thresholds: Thresholds) -> Self {
         Self {
@@ -222,26 +222,26 @@ impl Pressure {
         }
     }
 
-    /// The present level.
+    /// Returns the current level.
     #[must_use]
     pub const fn level(&self) -> Level {
         self.level
     }
 
-    /// How often a level has been entered, from above or below.
+    /// Returns how often a level was entered, from above or below.
     #[must_use]
     pub fn entered_total(&self, level: Level) -> u64 {
         self.entered.get(usize::from(level.as_u8())).copied().unwrap_or(0)
     }
 
-    /// The averaged growth in bytes a second; negative where memory shrinks.
+    /// Returns the average growth in bytes per second; negative if memory shrinks.
     #[must_use]
     pub const fn growth(&self) -> f64 {
         self.growth
     }
 
-    /// Books a sample and says the level. A limit of [`ByteSize::MAX`] is no limit; one of zero is
-    /// always passed.
+    /// Updates the state with a sample and returns the level. A limit of [`ByteSize::MAX`] means no
+    /// limit; a limit of zero is always exceeded.
     pub fn update(&mut self, now: Moment, usage: ByteSize, limit: ByteSize) -> Level {
         let step = self.measure_growth(now, usage);
         let ratio = ratio(usage, limit);
@@ -259,7 +259,7 @@ impl Pressure {
                 self.below_since = Some(now);
             }
         }
-        debug_assert!(self.level >= reached, "a level whose mark is reached was left");
+        debug_assert!(self.level >= reached, "left a level whose threshold is reached");
         self.level
     }
 
@@ -271,12 +271,12 @@ impl Pressure {
         }
     }
 
-    /// Whether usage is under the lower mark of the present level.
+    /// `true` if usage is below the lower threshold of the current level.
     fn is_below(&self, ratio: f64) -> bool {
         self.thresholds.band(self.level).is_some_and(|band| ratio < band.down)
     }
 
-    /// Averages the growth; the time since the last sample.
+    /// Updates the average growth and returns the time since the last sample.
     fn measure_growth(&mut self, now: Moment, usage: ByteSize) -> Duration {
         let Some((then, before)) = self.last.replace((now, usage)) else { return Duration::ZERO };
         let step = now - then;
@@ -287,14 +287,14 @@ impl Pressure {
         step
     }
 
-    /// Whether the limit is reached within [`TICKS_TO_FULL`] steps at the present growth.
+    /// `true` if the limit is reached within [`TICKS_TO_FULL`] steps at the current growth.
     fn fills_soon(&self, usage: ByteSize, limit: ByteSize, step: Duration) -> bool {
         let grown = self.growth * step.min(STEP_MAX).as_secs_f64() * TICKS_TO_FULL;
         limit != ByteSize::MAX && grown > 0.0 && usage.as_f64() + grown >= limit.as_f64()
     }
 }
 
-/// Usage as a part of the limit.
+/// Returns usage as a fraction of the limit.
 fn ratio(usage: ByteSize, limit: ByteSize) -> f64 {
     if limit == ByteSize::MAX {
         0.0

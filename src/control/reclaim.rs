@@ -1,12 +1,12 @@
-//! The ladder: who gives memory back under pressure, in what order, and how often.
+//! The reclaim steps: who releases memory under pressure, in which order, and how often.
 //!
-//! Deciding ([`Ladder::due`]) and doing ([`Ladder::run`]) are apart: the control loop decides and
-//! never waits, the worker does. The ladder knows nobody by type; each reclaimer says which budget
-//! it relieves, how dear it is and from which level on it may be asked.
+//! Deciding ([`Ladder::due`]) and doing ([`Ladder::run`]) are separate. The control loop decides
+//! and never waits; the worker runs the steps. A reclaimer is known only by its trait: the budget
+//! that it relieves, its cost, and the level from which it runs.
 //!
-//! Invariant: `start - end of the run before >= pause`; the pause is [`PAUSE_MIN`] after a run of
-//! use, and twice what it was, [`PAUSE_MAX`] at most, after one that recovered less than a
-//! twentieth of what was asked; a rung never runs twice at once.
+//! Invariant: `start - end of the previous run >= pause`. The pause is [`PAUSE_MIN`] after a
+//! successful run. After a run that recovered less than a twentieth of the requested bytes it
+//! doubles, up to [`PAUSE_MAX`]. A step never runs twice at once.
 
 use std::fmt;
 use std::sync::Arc;
@@ -21,63 +21,63 @@ use crate::sync::{Mutex, caught, lock};
 use super::ledger::Budget;
 use super::pressure::Level;
 
-/// The shortest time between two starts.
+/// The shortest pause between two runs: 100 ms.
 pub const PAUSE_MIN: Duration = Duration::from_millis(100);
-/// The longest.
+/// The longest pause between two runs: 10 s.
 pub const PAUSE_MAX: Duration = Duration::from_secs(10);
-/// Less than one part in this many of what was asked is little.
+/// A run that recovers less than one part in this many of the requested bytes is ineffective.
 const LITTLE: u64 = 20;
 
-/// What is wanted of a reclaimer.
+/// A request to a reclaimer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ask {
-    /// How many bytes would relieve the budget.
+    /// The bytes that would relieve the budget.
     pub bytes: ByteSize,
-    /// The level.
+    /// The current level.
     pub level: Level,
-    /// The time.
+    /// The current time.
     pub now: Moment,
 }
 
-/// What a reclaimer gave back.
+/// The result of a reclaimer's run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Recovered {
-    /// Bytes of the budget that it relieves.
+    /// Bytes released in the budget that the reclaimer relieves.
     pub bytes: ByteSize,
 }
 
 impl Recovered {
-    /// Nothing.
+    /// No bytes.
     pub const NOTHING: Self = Self { bytes: ByteSize::ZERO };
 
-    /// These bytes.
+    /// Creates a result of `bytes`.
     #[must_use]
     pub const fn of(bytes: ByteSize) -> Self {
         Self { bytes }
     }
 }
 
-/// Something that can give memory back.
+/// Something that can release memory on request.
 pub trait Reclaim: Send + Sync {
-    /// Its name, for events and metrics.
+    /// Returns its name, for events and metrics.
     fn name(&self) -> &str;
 
-    /// The budget that it relieves.
+    /// Returns the budget that it relieves.
     fn relieves(&self) -> Budget;
 
-    /// Its place on the ladder: the cheaper, the lower, the earlier.
+    /// Returns its rank: lower is cheaper and runs earlier.
     fn cost_rank(&self) -> u8;
 
-    /// From which level on it is asked.
+    /// Returns the level from which it runs.
     fn starts_at(&self) -> Level {
         Level::Elevated
     }
 
-    /// Gives back what it can. Runs on the worker; may take its time, must not wait for requests.
+    /// Releases what it can. Runs on the worker. It may take long, but must not wait for requests.
     fn reclaim(&self, ask: Ask) -> Recovered;
 }
 
-/// How often something may be started: a rate limit that backs off when it is of little use.
+/// A rate limit that backs off after ineffective runs.
 #[derive(Debug, Default)]
 pub struct Pace {
     state: Mutex<PaceState>,
@@ -85,9 +85,9 @@ pub struct Pace {
 
 #[derive(Clone, Copy, Debug, Default)]
 struct PaceState {
-    /// When the last run ended; `None` before.
+    /// The end of the last run; `None` before the first.
     ended: Option<Moment>,
-    /// How long to wait after that.
+    /// The pause after it.
     pause: Duration,
     running: bool,
 }
@@ -103,19 +103,19 @@ impl PaceState {
 }
 
 impl Pace {
-    /// May start at once.
+    /// Creates a pace that allows a start at once.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// When it may start next; [`Moment::NEVER`] while it runs.
+    /// Returns the time of the next allowed start; [`Moment::NEVER`] during a run.
     #[must_use]
     pub fn next(&self) -> Moment {
         lock(&self.state).next()
     }
 
-    /// Books a start, if it may start now.
+    /// Begins a run if one is allowed now. Returns `true` if it began.
     #[must_use]
     pub fn start(&self, now: Moment) -> bool {
         let mut state = lock(&self.state);
@@ -124,14 +124,12 @@ impl Pace {
         may
     }
 
-    /// Forgets that it was of little use, because there is something new for it to do: it may
-    /// start [`PAUSE_MIN`] after the last run.
+    /// Resets the pause to [`PAUSE_MIN`], because there is new work to do.
     pub fn forgive(&self) {
         lock(&self.state).pause = PAUSE_MIN;
     }
 
-    /// Books the end of a run: the pause is at its shortest again, or doubled where the run was of
-    /// little use.
+    /// Ends a run. The pause is reset to its minimum, or doubled if the run was ineffective.
     pub fn finish(&self, asked: ByteSize, recovered: Recovered, now: Moment) {
         let mut state = lock(&self.state);
         let little = recovered.bytes.is_zero() || recovered.bytes.get() < asked.get() / LITTLE;
@@ -149,39 +147,39 @@ struct Step {
 
 impl fmt::Debug for Step {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Rung")
+        f.debug_struct("Step")
             .field("name", &self.reclaimer.name())
             .field("pace", &self.pace)
             .finish_non_exhaustive()
     }
 }
 
-/// A ladder that cannot be built.
+/// An error in the list of reclaimers.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum LadderError {
-    /// More reclaimers than a ladder has rungs.
-    #[error("{count} reclaimers were given: expected at most {}", Ladder::RUNGS_MAX)]
+    /// More reclaimers than [`Ladder::RUNGS_MAX`].
+    #[error("too many reclaimers: {count}, expected at most {}", Ladder::RUNGS_MAX)]
     TooManyRungs {
-        /// How many were given.
+        /// The number of reclaimers given.
         count: usize,
     },
 }
 
-/// Reclaimers in the order of their cost. Cheap to clone; all clones are one.
+/// Reclaimers in the order of their cost. Cheap to clone; all clones share one state.
 #[derive(Clone, Debug, Default)]
 pub struct Ladder {
     steps: Arc<[Step]>,
 }
 
 impl Ladder {
-    /// How many rungs a ladder has at most.
+    /// The largest number of steps.
     pub const RUNGS_MAX: usize = 32;
 
-    /// Orders reclaimers by cost, equal ones as they are given.
+    /// Orders reclaimers by cost; equal ones keep their order.
     ///
     /// # Errors
-    /// Where there are more than [`Ladder::RUNGS_MAX`].
+    /// [`LadderError::TooManyRungs`] if there are more than [`Ladder::RUNGS_MAX`].
     pub fn new(mut reclaimers: Vec<Arc<dyn Reclaim>>) -> Result<Self, LadderError> {
         let count = reclaimers.len();
         if count > Self::RUNGS_MAX {
@@ -192,26 +190,26 @@ impl Ladder {
         Ok(Self { steps: reclaimers.into_iter().map(step).collect() })
     }
 
-    /// How many rungs it has.
+    /// Returns the number of steps.
     #[must_use]
     pub fn len(&self) -> usize {
         self.steps.len()
     }
 
-    /// Whether it has none.
+    /// Returns `true` if there are no steps.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.steps.is_empty()
     }
 
-    /// The reclaimer on a rung.
+    /// Returns the reclaimer of a step.
     #[must_use]
     pub fn reclaimer(&self, step: usize) -> Option<&dyn Reclaim> {
         self.steps.get(step).map(|step| &*step.reclaimer)
     }
 
-    /// The cheapest rung that relieves the budget at this level and is not pausing; while one that
-    /// is cheaper still runs, none. Changes nothing, costs one look at each rung.
+    /// Returns the cheapest step that relieves the budget at this level and is not pausing, or
+    /// `None` while a cheaper one runs. Changes nothing; costs one check of each step.
     #[must_use]
     pub fn due(&self, budget: Budget, level: Level, now: Moment) -> Option<usize> {
         let asked = |step: &Step| {
@@ -228,14 +226,14 @@ impl Ladder {
         None
     }
 
-    /// Books the start of a rung that [`Ladder::due`] named; `false` where it may not start.
+    /// Begins a step that [`Ladder::due`] returned. Returns `false` if it may not start.
     #[must_use]
     pub fn start(&self, step: usize, now: Moment) -> bool {
         self.steps.get(step).is_some_and(|step| step.pace.start(now))
     }
 
-    /// Runs a started rung, on the calling thread. A reclaimer that panics has recovered nothing.
-    /// `finished` reads the time afterwards.
+    /// Runs a started step on the calling thread. A reclaimer that panics counts as having
+    /// recovered nothing. `finished` reads the time afterwards.
     pub fn run(&self, step: usize, ask: Ask, finished: impl FnOnce() -> Moment) -> Recovered {
         let Some(step) = self.steps.get(step) else { return Recovered::NOTHING };
         let ran = caught(|| step.reclaimer.reclaim(ask));

@@ -1,6 +1,6 @@
-//! Why a request was turned away, and when to come again.
+//! The reasons for a rejection, and the time after which to retry.
 //!
-//! Invariant: only what may fit later has a time to come again.
+//! Invariant: only a request that may fit later has a retry time.
 
 use std::time::Duration;
 
@@ -11,82 +11,84 @@ use crate::bytes::ByteSize;
 use super::ledger::Budget;
 use super::pressure::Level;
 
-/// Why a request was not admitted.
+/// The reason why a request was not admitted.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Rejected {
-    /// It can never fit: 413 for a request; a resource of that cost is its operator's error.
-    #[error("{asked} of {budget} memory can never fit under the ceiling of {ceiling}")]
+    /// The cost can never fit. Answer a request with 413; for a resource it is a configuration
+    /// error.
+    #[error("cannot reserve {asked} of {budget} memory: ceiling {ceiling}")]
     TooLarge {
-        /// The budget that it does not fit.
+        /// The budget that the cost exceeds.
         budget: Budget,
-        /// What was asked for.
+        /// The bytes requested.
         asked: ByteSize,
-        /// What may be held altogether.
+        /// The most bytes that may be held in total.
         ceiling: ByteSize,
     },
-    /// It does not fit now: 503.
+    /// The cost does not fit now. Answer with 503.
     #[error(
-        "{asked} of {budget} memory do not fit now: {reserved} of an allowance of {allowance} are \
-         booked; try again in {} s", retry_after.as_secs()
+        "cannot reserve {asked} of {budget} memory now: {reserved} of {allowance} are reserved; \
+         retry in {} s", retry_after.as_secs()
     )]
     Full {
-        /// The budget that it does not fit.
+        /// The budget that has no room.
         budget: Budget,
-        /// What was asked for.
+        /// The bytes requested.
         asked: ByteSize,
-        /// What is booked, a resource by its whole bytes.
+        /// The bytes reserved, with resources by their full size.
         reserved: ByteSize,
-        /// What may be booked by a request of this size, counted alike: where larger ones are
-        /// behind, less than by them ([`Ledger::reserved_headroom`](super::Ledger::berth)).
+        /// The bytes that may be reserved in total by a request of this size. Less than for larger
+        /// ones while headroom is reserved for those
+        /// ([`Ledger::reserved_headroom`](super::Ledger::reserved_headroom)).
         allowance: ByteSize,
-        /// When to try again: whole seconds, spread so that clients do not come back together. The
-        /// time in which what is missing comes free, as far as it is known: by requests that end,
-        /// by the unload of idle resources, or by their minimum residency.
+        /// The time after which to retry: whole seconds, spread so that clients do not return
+        /// together. It estimates when the missing bytes become free, because requests end, idle
+        /// resources are unloaded, or their minimum residency ends.
         retry_after: Duration,
     },
-    /// The level sheds this priority: 503.
-    #[error("memory pressure is {level}: try again in {} s", retry_after.as_secs())]
+    /// The pressure level rejects this priority. Answer with 503.
+    #[error("memory pressure is {level}; retry in {} s", retry_after.as_secs())]
     Pressure {
         /// The level.
         level: Level,
-        /// When to try again, as for [`Rejected::Full`].
+        /// The time after which to retry, as for [`Rejected::Full`].
         retry_after: Duration,
     },
-    /// Memory that no request owns leaves no room for requests, and a purge did not help: 503.
-    /// Instances that are like this one may have room; here an operator has to act.
+    /// Memory that no request owns leaves no room for requests, and a purge did not help. Answer
+    /// with 503. Other instances may have room; on this one an operator has to act.
     #[error(
-        "{unowned} of host memory belong to no request and leave no room under the ceiling of \
-         {ceiling}: try again in {} s", retry_after.as_secs()
+        "host memory is exhausted: {unowned} owned by no request, ceiling {ceiling}; retry in {} s",
+        retry_after.as_secs()
     )]
     Exhausted {
-        /// What no request owns: loaded resources, and memory that is booked nowhere.
+        /// The bytes that no request owns: loaded resources and unreserved memory.
         unowned: ByteSize,
-        /// What may be held altogether.
+        /// The most bytes that may be held in total.
         ceiling: ByteSize,
-        /// When to try again, as for [`Rejected::Full`]: 30 s to 60 s.
+        /// The time after which to retry, as for [`Rejected::Full`]: 30 s to 60 s.
         retry_after: Duration,
     },
-    /// The need of its route is not known yet, and as many of its requests run as may until it is:
-    /// 503. Only requests that are large for the allowance are rejected for this reason, and
-    /// none a second later.
+    /// The memory need of the route is not measured yet, and as many of its requests run as are
+    /// allowed until then. Answer with 503. Only requests that are large compared to the allowance
+    /// are rejected for this reason, and none after one second.
     #[error(
-        "the need of this route is not measured yet and {running} of its requests run: try again \
-         in {} s", retry_after.as_secs()
+        "memory need of this route is not measured yet: {running} requests running; retry in {} s",
+        retry_after.as_secs()
     )]
     SlowStart {
-        /// How many run.
+        /// The number of running requests of the route.
         running: u32,
-        /// When to try again.
+        /// The time after which to retry.
         retry_after: Duration,
     },
-    /// Admission has been closed: 503.
+    /// Admission has been closed. Answer with 503.
     #[error("the service is shutting down")]
     ShuttingDown,
 }
 
 impl Rejected {
-    /// Which counter it is under.
+    /// Returns the reason under which the rejection is counted.
     #[must_use]
     pub const fn reason(&self) -> RejectReason {
         match self {
@@ -99,7 +101,7 @@ impl Rejected {
         }
     }
 
-    /// What did not fit, where it may fit later.
+    /// Returns the budget and bytes that did not fit, if they may fit later.
     pub(crate) const fn shortage(&self) -> Option<(Budget, ByteSize)> {
         match self {
             Self::Full { budget, asked, .. } => Some((*budget, *asked)),
@@ -111,7 +113,7 @@ impl Rejected {
         }
     }
 
-    /// When to try again; `None` where it would not help.
+    /// Returns the time after which to retry, or `None` if a retry cannot succeed.
     #[must_use]
     pub const fn retry_after(&self) -> Option<Duration> {
         match self {
@@ -124,20 +126,20 @@ impl Rejected {
     }
 }
 
-/// Why requests were shed, for counting.
+/// The reason of a rejection, for counting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum RejectReason {
-    /// It can never fit.
+    /// The cost can never fit.
     TooLarge,
-    /// It did not fit then.
+    /// The cost did not fit at that time.
     Full,
-    /// By level.
+    /// The pressure level rejected the priority.
     Pressure,
     /// Admission was closed.
     ShuttingDown,
-    /// Memory that no request owns left no room for requests.
+    /// Memory that no request owned left no room for requests.
     Exhausted,
-    /// The need of its route was not known yet.
+    /// The memory need of the route was not measured yet.
     SlowStart,
 }
 
@@ -152,7 +154,7 @@ impl RejectReason {
         Self::SlowStart,
     ];
 
-    /// Its label in metrics.
+    /// Returns the label in metrics.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {

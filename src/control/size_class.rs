@@ -1,7 +1,8 @@
-//! Classes of requests by their size: the one scale by which admission counts and is fair.
+//! Size classes of requests, used for counting and for fairness.
 //!
-//! Powers of two, so that within a class no request is more than twice another. What is smaller
-//! than the least bound is one class, and so is what is larger than the largest.
+//! Bounds are powers of two, so that no request of a class is more than twice another. Two
+//! exceptions: one class holds everything up to the smallest bound, and one everything above the
+//! largest.
 //!
 //! Invariant: `of(bytes)` is the first class whose bound is at least `bytes`.
 
@@ -12,14 +13,14 @@ use crate::bytes::ByteSize;
 /// The power of two of the least bound, 16 KiB.
 const FIRST: u32 = 14;
 
-/// Names by place, as labels of metrics have them.
+/// Names by index, used as labels in metrics.
 const NAMES: [&str; SizeClass::COUNT] = [
     "16KiB", "32KiB", "64KiB", "128KiB", "256KiB", "512KiB", "1MiB", "2MiB", "4MiB", "8MiB",
     "16MiB", "32MiB", "64MiB", "128MiB", "256MiB", "512MiB", "1GiB", "2GiB", "4GiB", "8GiB",
     "16GiB", "32GiB", "64GiB", "larger",
 ];
 
-/// Requests of like size: more than half of the bound, at most the bound.
+/// A class of requests of similar size: more than half of the bound and at most the bound.
 ///
 /// ```
 /// use lowtide::ByteSize;
@@ -32,29 +33,29 @@ const NAMES: [&str; SizeClass::COUNT] = [
 pub struct SizeClass(u8);
 
 impl SizeClass {
-    /// How many there are.
+    /// The number of classes.
     pub const COUNT: usize = Self::LAST as usize + 1;
 
     const LAST: u32 = 23;
 
-    /// The class of a request.
+    /// Returns the class of a request of `bytes` bytes.
     #[must_use]
     #[expect(clippy::cast_possible_truncation, reason = "it is at most LAST")]
     pub const fn of(bytes: ByteSize) -> Self {
-        // The power of two at or above it.
+        // The exponent of the power of two at or above it.
         let power = u64::BITS - bytes.get().saturating_sub(1).leading_zeros();
         let at = power.saturating_sub(FIRST);
         Self(if at < Self::LAST { at as u8 } else { Self::LAST as u8 })
     }
 
-    /// All classes, from the smallest.
+    /// Returns all classes, from the smallest.
     #[must_use]
     pub fn all() -> [Self; Self::COUNT] {
         #[expect(clippy::cast_possible_truncation, reason = "there are few")]
         std::array::from_fn(|at| Self(at as u8))
     }
 
-    /// The smallest request in it that holds anything.
+    /// Returns the smallest non-empty request of the class.
     pub(super) const fn least(self) -> ByteSize {
         match self.0.checked_sub(1) {
             Some(before) => Self(before).bound().saturating_add(ByteSize::new(1)),
@@ -62,7 +63,7 @@ impl SizeClass {
         }
     }
 
-    /// The largest request in it; [`ByteSize::MAX`] for the last class.
+    /// Returns the largest request of the class, or [`ByteSize::MAX`] for the last class.
     #[must_use]
     pub const fn bound(self) -> ByteSize {
         if self.0 as u32 >= Self::LAST {
@@ -71,13 +72,13 @@ impl SizeClass {
         ByteSize::new(1 << (FIRST + self.0 as u32))
     }
 
-    /// Its label in metrics: the bound, or `larger`.
+    /// Returns the label in metrics: the bound, or `larger`.
     #[must_use]
     pub fn name(self) -> &'static str {
         NAMES.get(self.place()).copied().unwrap_or("larger")
     }
 
-    /// Its place in a list of all.
+    /// Returns the index in a list of all classes.
     pub(crate) const fn place(self) -> usize {
         self.0 as usize
     }

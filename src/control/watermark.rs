@@ -1,62 +1,61 @@
-//! The watermark of a device: when its neighbours have taken so much that idle memory of ours goes
-//! back before its time.
+//! The watermark of a device: decides when to release idle memory early because other processes use
+//! the device.
 //!
-//! Short while `free < low`, `low = part x total`; from then on as much idle memory is wanted back
-//! as brings `free` to `high = 3/2 low`, or half the way from `low` to all there is where that is
-//! less, and no more, so that what serves the next request stays where there is room for it. What
-//! we give back raises `free` itself: were that the end, the next burst would take it again, and so
-//! on. So it ends when there is room for what we held at the beginning as well
-//! (`free - given >= high`: the neighbour has left), or when `free >= high` for a minute without a
-//! break (what we held is not needed any more). In between nothing changes.
+//! A shortage begins when `free < low`, with `low = part x total`. From then on, idle memory is
+//! released until `free` reaches `high = 3/2 low`, or half of the way from `low` to the total if
+//! that is less, and no more, so that the next request still finds its memory if there is room. The
+//! memory that we release raises `free` itself. If that ended the shortage, the next burst would
+//! take the memory again. So the shortage ends when there is room for everything we held at its
+//! start as well (`free - released >= high`: the other process has left), or when `free >= high`
+//! for a whole minute (we no longer need what we held). In between nothing changes.
 //!
-//! Pure: it reads no clock, calls no driver, and gives nothing back itself. How often it looks is
-//! its caller's rate.
+//! Pure: it reads no clock, calls no driver and releases nothing. The caller decides how often it
+//! runs.
 //!
-//! Invariant: it begins and ends alternately; it begins only below `low`, and `wanted = 0` while it
-//! is not short or `free >= high`.
+//! Invariant: begin and end alternate; a shortage begins only below `low`; `wanted = 0` while there
+//! is no shortage or `free >= high`.
 
 use std::time::Duration;
 
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
 
-/// For how long the device must have had room where what was given back has not come back to it
-/// by somebody's leaving. A guess: it bounds how often a shortage can begin anew, to once in this
-/// time.
+/// The time for which the device must have room if the other process has not left. A guess. It
+/// limits how often a shortage can begin to once in this time.
 const CALM: Duration = Duration::from_secs(60);
 
-/// What was found of a device.
+/// A measurement of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceSample {
     /// The memory of the device.
     pub total: ByteSize,
-    /// What of it nobody holds.
+    /// The free memory of the device.
     pub free: ByteSize,
-    /// What our arenas hold of it.
+    /// The device memory that this process's arenas have committed.
     pub committed: ByteSize,
 }
 
-/// What changed with a look.
+/// The change that a sample brought.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Trend {
-    /// Nothing.
+    /// No change.
     Same,
-    /// The device is short of memory from now on.
+    /// A shortage of device memory began.
     Short,
-    /// It has room again.
+    /// The shortage ended.
     Room,
 }
 
-/// What follows of a look.
+/// The decision after a sample.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Decision {
-    /// What changed.
+    /// The change.
     pub tide: Trend,
-    /// How much idle memory is to go back, as far as there is any.
+    /// The idle memory to release, as far as there is any.
     pub wanted: ByteSize,
 }
 
-/// The state of one device.
+/// The watermark of one device.
 #[derive(Clone, Copy, Debug)]
 pub struct Watermark {
     part: f64,
@@ -65,32 +64,32 @@ pub struct Watermark {
 
 #[derive(Clone, Copy, Debug)]
 struct Shortage {
-    /// What our arenas held when it began.
+    /// The committed memory of our arenas when the shortage began.
     committed: ByteSize,
-    /// Since when the device had room.
+    /// The time since which the device has room.
     calm_since: Option<Moment>,
 }
 
 impl Watermark {
-    /// One at this part of the device's memory, in `[0, 1)`; with 0 it never is short.
+    /// Creates a watermark at this part of the device's memory, in `[0, 1)`. 0 disables it.
     #[must_use]
     pub const fn new(part: f64) -> Self {
         Self { part, short: None }
     }
 
-    /// Whether the device is short.
+    /// Returns `true` if the device is short of memory.
     #[must_use]
     pub const fn is_short(&self) -> bool {
         self.short.is_some()
     }
 
-    /// Below how much free memory it is short.
+    /// Returns the free memory below which a shortage begins.
     #[must_use]
     pub fn low(&self, total: ByteSize) -> ByteSize {
         total.scaled(self.part)
     }
 
-    /// Takes a look into account.
+    /// Updates the state with a sample and returns what to do.
     pub fn look(&mut self, now: Moment, look: DeviceSample) -> Decision {
         let low = self.low(look.total);
         let beyond = look.total.saturating_sub(low).min(low);
@@ -120,7 +119,7 @@ impl Watermark {
         Decision { tide, wanted }
     }
 
-    /// Forgets a shortage, where nothing is known of the device any more.
+    /// Ends a shortage without a sample, for example if the device can no longer be read.
     pub const fn forget(&mut self) {
         self.short = None;
     }
