@@ -330,8 +330,8 @@ mod tests {
     use crate::control::fairness::Balance;
     use crate::control::ledger::{Correction, Measured};
 
-    /// A door whose ceilings are these; the allowances are half of them at K = 2, but for a request
-    /// that is nearly alone.
+    /// An admission with these ceilings. The allowances are half of them at K = 2, except for a
+    /// request that is nearly alone.
     fn door(host: u64, device: u64) -> Admission {
         let admission = Admission::new();
         for (budget, mib) in [(Budget::Host, host), (Budget::Device, device)] {
@@ -419,7 +419,7 @@ mod tests {
         drop(held);
         let model = admission.try_reserve_resource(cost).expect_err("a load can wait");
         assert_eq!(model.reason(), RejectReason::Pressure);
-        // Beyond the allowance as well, and what it books is given back.
+        // Beyond the allowance as well, and its reservation is released.
         let huge = admission.try_admit_with(Cost::host(ByteSize::MAX), Priority::Exempt);
         let more = admission.try_admit_with(cost, Priority::Exempt).expect("exempt");
         assert_eq!(more.cost(), Cost::ZERO, "64 bits are full");
@@ -450,7 +450,7 @@ mod tests {
         drop(held);
     }
 
-    /// The bug: where both are one memory, each ledger gave it away.
+    /// The bug: with one memory for both, each ledger admitted all of it.
     #[test]
     fn with_one_budget_device_bytes_are_booked_with_the_host_once() {
         let admission = Admission::with_limit(ByteSize::mib(100));
@@ -504,7 +504,7 @@ mod tests {
         assert_eq!(reserved(&admission), NOTHING);
     }
 
-    /// The bug: it was admitted beyond the allowance, and refused when it grew by a byte.
+    /// The bug: it was admitted beyond the allowance, and rejected when it grew by a byte.
     #[test]
     fn an_exempt_permit_did_not_grow() {
         let admission = door(100, 100);
@@ -520,7 +520,7 @@ mod tests {
         assert_eq!((reserved(&admission), admission.stats().shed), (NOTHING, [0; 6]));
     }
 
-    /// The bug: one estimate of 64 bits refused everybody else, where nothing is to be refused.
+    /// The bug: without a limit, one estimate of 64 bits caused all others to be rejected.
     #[test]
     fn without_a_limit_one_boundless_request_shut_out_all_others() {
         let admission = Admission::new();

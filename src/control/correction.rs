@@ -1,112 +1,112 @@
-//! What a ledger's bookings really need, learned from samples: pure, owned by the control loop.
+//! Learns from samples how much memory reservations really need. Pure, owned by the control loop.
 //!
-//! It books nothing and reads no signal: it is given what is booked and what is held, and says
-//! what may be booked.
+//! It reserves nothing and reads no signal. Its input is what is reserved and what is held; its
+//! output is how much may be reserved.
 //!
-//! `K` is measured on requests that were admitted, so a `K` that refuses all of them would stay
-//! for ever. Therefore, where nothing has been measured for a while, a request that is nearly
-//! alone counts once: it is the measurement. Its estimate is taken at its word, once.
+//! `K`, the correction factor, is measured on admitted requests, so a `K` that rejects all of them
+//! would stay forever. Therefore a request that is nearly alone counts once if nothing has been
+//! measured for a while: it is the measurement. Its estimate is trusted, once.
 //!
-//! Invariants: with `requests = booked - units`, `required = physical - purgeable` and
-//! `pending` the standing bytes not yet loaded,
+//! Invariants: with `requests = reserved - units`, `required = physical - purgeable` and `pending`
+//! the bytes of resources not yet loaded,
 //! `other = max(base + resource_reservations, required - K x requests + pending)`,
-//! `allowance = (ceiling - other) / K + units` and
-//! `alone = ceiling - other - K x ceiling / 32`, or 0 while `K` is being measured;
-//! `K = max(1.05 x peak, (1 - .005 x min(8 x measured, 1)) x K)` held within 1 to 5, with `peak`
-//! the largest measure of the last three generations of requests, and .005 for each 10 ms: bytes
-//! that are booked and not used yet are no evidence that they will not be. What is not measured
-//! goes back to where it started, slowly.
+//! `allowance = (ceiling - other) / K + units` and `alone = ceiling - other - K x ceiling / 32`, or
+//! 0 while `K` is being measured; `K = max(1.05 x peak, (1 - .005 x min(8 x measured, 1)) x K)`
+//! clamped to 1 to 5, with `peak` the largest measurement of the last three generations of
+//! requests, and .005 for each 10 ms: bytes that are reserved and not used yet do not show that
+//! they will stay unused. Without measurements `K` slowly returns to its starting value.
 
 use std::time::Duration;
 
 use crate::bytes::ByteSize;
 
-/// `K` before anything is measured, unless somebody knows better: safe for estimates that are half
-/// of the truth.
+/// The correction factor before anything is measured, by default: 2. Safe for estimates that are
+/// half of the real need.
 pub const K_START: f64 = 2.0;
-/// `K` is never less: an estimate is never taken for too high.
+/// The smallest correction factor: 1. An estimate is never assumed to be too high.
 pub const K_MIN: f64 = 1.0;
-/// `K` is never more.
+/// The largest correction factor: 5.
 pub const K_MAX: f64 = 5.0;
 
-/// What is added to a measured `K`.
+/// The margin on top of a measured `K`.
 const K_MARGIN: f64 = 1.05;
-/// The part of `K` that goes in 10 ms in which less was measured, at most: half of it in 1.4 s.
+/// The largest part by which `K` falls in 10 ms if less was measured: half of it in 1.4 s.
 const K_DECAY: f64 = 0.005;
-/// That time, and how many of them a late sample stands for at most.
+/// That time, and the largest number of such times for which one late sample counts.
 const K_DECAY_TIME: Duration = Duration::from_millis(10);
 const K_DECAY_TIMES: f64 = 25.0;
-/// For how many generations of requests `K` is kept where the largest measure was: a body that is
-/// still arriving holds less than it will, so that what is held now says little about a life. By
-/// time alone `K` fell between two cohorts, and each was larger than the one before. Found with
-/// `benches/controller`: two are too few for bodies that take half of a life to arrive.
+/// The number of request generations for which `K` stays at the largest measurement. A body that is
+/// still arriving holds less than it will, so the bytes held now say little about a whole request.
+/// With decay by time alone `K` fell between two cohorts, and each was larger than the one before.
+/// Found with `benches/controller`: two are too few for bodies that take half of a request's life
+/// to arrive.
 const GENERATIONS: usize = 3;
-/// `K` moves only where requests have booked the ceiling divided by this: beside fewer bytes, what
-/// threads or neighbours hold would be taken for theirs. It counts once all the same, as `other`.
+/// `K` moves only if requests have reserved the ceiling divided by this. With fewer bytes, memory
+/// of threads or of other processes would be counted as theirs. It still counts once, as `other`.
 const EVIDENT_PART: u64 = 8;
-/// Weight of the newest measure in their average, by which it is seen whether the first bodies are
-/// still arriving; a guess: 20 samples make two thirds of it.
+/// The weight of the newest measurement in the average that shows if the first bodies are still
+/// arriving. A guess: 20 samples make two thirds of it.
 const TREND_WEIGHT: f64 = 0.05;
-/// It goes in full where requests hold one in so many of the bytes that they booked, and in part
-/// where they hold less. A guess: well-meant estimates are peaks and hold a tenth on average.
+/// `K` falls at the full rate if requests hold one in so many of their reserved bytes, and more
+/// slowly if they hold less. A guess: honest estimates are peaks and hold a tenth on average.
 const K_EVIDENCE: f64 = 8.0;
-/// The part of the way back to where it started that `K` goes with a tick without a measurement:
+/// The part of the way back to its starting value that `K` moves in a tick without a measurement:
 /// half of it in three minutes of an idle service. A guess.
 pub(super) const K_FORGETTING: f64 = 0.001;
-/// `K` is measured only where requests have booked at least the ceiling divided by this: below it
-/// the noise of the sample is larger than what it measures.
+/// `K` is measured only if requests have reserved at least the ceiling divided by this. Below it
+/// the noise of the sample is larger than the measurement.
 pub(super) const MEASURED_PART: u64 = 32;
-/// After so many corrections without a measurement a request that is nearly alone counts once: two
-/// seconds of an idle service. A guess.
+/// After so many corrections without a measurement a nearly lone request counts once: two seconds
+/// of an idle service. A guess.
 pub(super) const UNMEASURED: u32 = 8;
 
-/// What requests may have booked for one more to be nearly alone.
+/// Returns the bytes that requests may have reserved for one more to count as nearly alone.
 pub(super) fn few(ceiling: ByteSize) -> ByteSize {
     ByteSize::new(ceiling.get() / MEASURED_PART)
 }
 
-/// What a sample says about one budget.
+/// A measurement of one budget.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Measured {
-    /// What counts against the limit.
+    /// Bytes that count against the limit.
     pub physical: ByteSize,
-    /// The part of it that a purge of ours gives back.
+    /// The part of `physical` that a purge can release.
     pub purgeable: ByteSize,
-    /// What may be held altogether; [`ByteSize::MAX`] where no limit is known.
+    /// The most bytes that may be held in total; [`ByteSize::MAX`] if no limit is known.
     pub ceiling: ByteSize,
-    /// How far requests have come since the sample before.
+    /// The progress of requests since the last sample.
     pub turnover: Turnover,
 }
 
-/// What has become of requests between two samples; the default, which knows nothing of requests,
-/// stands for 10 ms in which all lives were lived.
+/// The progress of requests between two samples. The default, which knows nothing of requests,
+/// stands for 10 ms in which all requests were replaced.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Turnover {
-    /// The time between them.
+    /// The time between the samples.
     pub time: Duration,
-    /// How many requests have ended.
+    /// The number of requests that ended.
     pub ended: u64,
-    /// How many are held now.
+    /// The number of requests held now.
     pub held: u64,
 }
 
 impl Turnover {
-    /// The part of `K` that may go.
+    /// Returns the part of `K` that may decay.
     fn decay(self) -> f64 {
         let times = self.time.as_secs_f64() / K_DECAY_TIME.as_secs_f64();
         K_DECAY * times.clamp(1.0, K_DECAY_TIMES)
     }
 }
 
-/// The largest measures of the last generations. One is over when as many requests have ended as
-/// were held in it at most.
+/// The largest measurements of the last generations. A generation ends when as many requests have
+/// ended as it held at most.
 #[derive(Clone, Copy, Debug)]
 struct Peaks {
-    /// The present one first.
+    /// The current generation first.
     measures: [f64; GENERATIONS],
     ended: u64,
     held: u64,
-    /// The average of the last measures, while no generation is over.
+    /// The average of the last measurements, until the first generation ends.
     trend: Option<f64>,
 }
 
@@ -115,7 +115,7 @@ impl Peaks {
         Self { measures: [0.0; GENERATIONS], ended: 0, held: 0, trend: Some(0.0) }
     }
 
-    /// Takes a measure in.
+    /// Adds a measurement.
     fn add(&mut self, measure: f64, turnover: Turnover) {
         self.ended = self.ended.saturating_add(turnover.ended);
         self.held = self.held.max(turnover.held);
@@ -132,8 +132,8 @@ impl Peaks {
         }
     }
 
-    /// Whether the first bodies are arriving: what is held by them is no evidence yet. Asked once
-    /// the measure is in.
+    /// `true` while the first bodies are arriving, so that the bytes they hold prove nothing yet.
+    /// Called after the measurement was added.
     fn is_rising(&self, measure: f64) -> bool {
         self.trend.is_some_and(|trend| measure > trend)
     }
@@ -143,50 +143,51 @@ impl Peaks {
     }
 }
 
-/// What a ledger holds at one instant.
+/// The reservations of a ledger at one instant.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Books {
-    /// Booked by requests.
+    /// Bytes reserved by requests.
     pub requests: ByteSize,
-    /// What standing bookings take of the allowance.
+    /// The part of the allowance that resources take.
     pub units: ByteSize,
-    /// Booked by resources.
+    /// Bytes reserved by resources.
     pub resource_reservations: ByteSize,
     /// The part of `resource_reservations` that is loaded.
     pub settled: ByteSize,
 }
 
-/// What is learned from samples: pure, owned by the control loop.
+/// The learned state of one budget. Pure, owned by the control loop.
 #[derive(Clone, Debug)]
 pub struct Correction {
     pub(super) correction_factor: f64,
-    /// What is held when nothing is booked.
+    /// The memory held while nothing is reserved.
     base: ByteSize,
-    /// Whether next to nothing was booked at the last sample either.
+    /// `true` if next to nothing was reserved at the last sample either.
     quiet: bool,
     /// `K` before anything is measured.
     start: f64,
     /// Updates since `K` was last measured.
     unmeasured: u32,
     pub(super) alone: ByteSize,
-    /// What has to come free before `alone` is above 0; [`ByteSize::MAX`] while `K` is measured.
+    /// The bytes that must become free before `alone` is above 0; [`ByteSize::MAX`] while `K` is
+    /// measured.
     pub(super) alone_debt: ByteSize,
-    /// What no request owns, even if each needs [`K_MAX`] times what it booked.
+    /// The memory that no request owns, even if each needs [`K_MAX`] times its reservation.
     pub(super) unowned: ByteSize,
-    /// The most that one request could book if all others had ended.
+    /// The most that one request could reserve if all others had ended.
     pub(super) most: ByteSize,
     peaks: Peaks,
 }
 
 impl Correction {
-    /// Nothing learned yet: `K` begins with [`K_START`].
+    /// Creates a state without measurements. The correction factor starts at [`K_START`].
     #[must_use]
     pub const fn new() -> Self {
         Self::starting_at(K_START)
     }
 
-    /// Nothing learned yet, and `K` begins with this: what requests may need over their estimates.
-    /// It is held within [`K_MIN`] to [`K_MAX`].
+    /// Creates a state without measurements, with this starting correction factor: the expected
+    /// ratio of real need to estimate. Clamped to [`K_MIN`] to [`K_MAX`]; NaN becomes [`K_MIN`].
     #[must_use]
     pub const fn starting_at(start: f64) -> Self {
         let start = start.max(K_MIN).min(K_MAX); // in this order: no number is `K_MIN`
@@ -204,19 +205,19 @@ impl Correction {
         }
     }
 
-    /// By how much estimates are multiplied.
+    /// Returns the factor by which estimates of requests are multiplied.
     #[must_use]
     pub const fn correction_factor(&self) -> f64 {
         self.correction_factor
     }
 
-    /// What is held when nothing is booked.
+    /// Returns the memory held while nothing is reserved.
     #[must_use]
     pub const fn base(&self) -> ByteSize {
         self.base
     }
 
-    /// Learns from a sample and says what may be booked.
+    /// Updates the state with a sample and returns the bytes that may be reserved.
     pub fn update(&mut self, books: Books, measured: Measured) -> ByteSize {
         let required = measured.physical.saturating_sub(measured.purgeable);
         self.learn_base(books, required, measured.ceiling);
@@ -248,9 +249,9 @@ impl Correction {
         room.scaled(1.0 / self.correction_factor).saturating_add(books.units)
     }
 
-    /// The base is what is held while next to nothing is booked: taken after two quiet samples,
-    /// because memory goes a little later than its booking. It is never more than what is held
-    /// beside requests now.
+    /// Learns the base: the memory held while next to nothing is reserved. Taken after two quiet
+    /// samples, because memory is released a little later than its reservation. Never more than the
+    /// memory now held in addition to requests.
     fn learn_base(&mut self, books: Books, required: ByteSize, ceiling: ByteSize) {
         let quiet = books.requests <= few(ceiling);
         let held = required.saturating_sub(books.settled);
@@ -270,12 +271,12 @@ impl Correction {
             return;
         }
         if self.unmeasured >= UNMEASURED {
-            // What was measured is long ago.
+            // The last measurement is too old.
             self.peaks = Peaks::new();
         }
         self.unmeasured = 0;
-        // All standing bytes are taken off, loaded or not: a load must not look like a wrong
-        // estimate.
+        // The bytes of all resources are subtracted, loaded or not, so that a load does not look
+        // like a wrong estimate.
         let held = required.saturating_sub(self.base).saturating_sub(books.resource_reservations);
         let measured = held.as_f64() / books.requests.as_f64();
         let evident = books.requests.get() >= sample.ceiling.get() / EVIDENT_PART;
@@ -286,7 +287,7 @@ impl Correction {
         let peak = K_MARGIN * self.peaks.largest().max(measured);
         let decay = if rising || !evident { 0.0 } else { sample.turnover.decay() };
         let decayed = self.correction_factor * (1.0 - decay * (K_EVIDENCE * measured).min(1.0));
-        // What is held beside few booked bytes counts once, among `other`.
+        // With few reserved bytes, memory held in addition counts once, as part of `other`.
         let most = if evident { K_MAX } else { self.correction_factor };
         self.correction_factor = peak.min(most).max(decayed).clamp(K_MIN, K_MAX);
     }
@@ -369,8 +370,8 @@ pub(super) mod tests {
         assert!((correction.correction_factor() - K_MIN - K_FORGETTING).abs() < 1e-9);
     }
 
-    /// The bug: bytes that a client had announced and did not send were taken for an estimate that
-    /// was too high, `K` fell to 1 within seconds, and the burst after that did not fit.
+    /// The bug: bytes that a client had declared and did not send counted as an estimate that was
+    /// too high. `K` fell to 1 within seconds, and the next burst did not fit.
     #[test]
     fn announced_bytes_that_did_not_come_taught_that_estimates_are_too_high() {
         let mut correction = Correction::new();
@@ -384,7 +385,7 @@ pub(super) mod tests {
         );
     }
 
-    /// The bug: what a burst had taught stayed for as long as nothing large came.
+    /// The bug: the factor learned in a burst stayed until the next large request.
     #[test]
     fn what_was_learned_stayed_for_ever_in_an_idle_service() {
         for measured in [400, 50] {
@@ -409,7 +410,7 @@ pub(super) mod tests {
     }
 
     /// The bug: bodies that arrive within half of a request's life hold little at first. `K` fell
-    /// until they were there, and by then more had been admitted than the limit could hold.
+    /// until they had arrived, and by then more requests were admitted than the limit could hold.
     #[test]
     fn bodies_that_were_still_arriving_taught_that_estimates_are_too_high() {
         let mut correction = Correction::new();
@@ -430,7 +431,7 @@ pub(super) mod tests {
             "{}",
             correction.correction_factor()
         );
-        // Three generations later it is not true any more.
+        // Three generations later the measurement has expired.
         for _ in 0..500 {
             let _ = correction.update(requests(300), after(10, 1, 100, 250));
         }
@@ -441,8 +442,8 @@ pub(super) mod tests {
         );
     }
 
-    /// The bug: what a neighbour held was taken for the last requests' as a load ended, `K` rose to
-    /// 5, and the next burst was shed.
+    /// The bug: as a load ended, memory of another process was counted as the last requests'. `K`
+    /// rose to 5, and the next burst was rejected.
     #[test]
     fn a_neighbour_was_taken_for_a_wrong_estimate_when_a_load_ended() {
         let mut correction = Correction::new();
@@ -450,7 +451,7 @@ pub(super) mod tests {
             let _ = correction.update(requests(reserved), after(10, 1, reserved, reserved + 90));
         }
         assert!(correction.correction_factor() < 2.1, "{}", correction.correction_factor());
-        // It counts once all the same.
+        // It still counts once.
         let allowance = correction.update(requests(30), after(10, 1, 30, 120)).as_f64();
         let room = ByteSize::mib(800 - 120).as_f64();
         assert!(
@@ -460,7 +461,7 @@ pub(super) mod tests {
     }
 
     /// The bug: `K` fell by ticks, so that a loop which ticks 100 ms late needed ten times as long
-    /// to find out what is true.
+    /// to learn.
     #[test]
     fn a_late_loop_learned_slowly() {
         let correction_factor = |millis, ticks: u64| {
@@ -474,8 +475,8 @@ pub(super) mod tests {
         assert!((soon / late - 1.0).abs() < 0.05, "{soon} and {late}");
     }
 
-    /// The bug: one small request at any time was enough for the base never to be learned, so that
-    /// the service's own growth was taken for a wrong estimate.
+    /// The bug: one small request at any time kept the base from being learned, so that the
+    /// service's own growth counted as a wrong estimate.
     #[test]
     fn one_small_request_kept_the_base_from_being_learned() {
         let mut correction = Correction::new();
@@ -528,8 +529,8 @@ pub(super) mod tests {
         assert_eq!(correction.update(requests(10), zero), ByteSize::ZERO);
     }
 
-    /// The bug: at a cold start, while little was booked and less had arrived, `K` fell to 1.58
-    /// within half a second, and the burst that it let in was killed.
+    /// The bug: at a cold start, while little was reserved and less had arrived, `K` fell to 1.58
+    /// within half a second, and the burst that it admitted was OOM-killed.
     #[test]
     fn k_fell_while_too_little_was_booked_to_tell() {
         let mut correction = Correction::new();

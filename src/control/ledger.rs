@@ -1,21 +1,22 @@
-//! The account of booked bytes of one budget, and how measurement corrects it.
+//! The account of reserved bytes of one budget, and its correction by measurement.
 //!
-//! [`Ledger`] is shared and atomic: an admission is one compare-and-exchange. What may be booked it
-//! is told by the control loop ([`Correction`]). It neither sheds by level nor reads a signal.
+//! [`Ledger`] is shared and atomic: an admission is one compare-and-exchange. The control loop
+//! tells it how much may be reserved ([`Correction`]). It does not reject by level and reads no
+//! signal.
 //!
-//! Two kinds of bookings. A request's is an estimate: it counts `K` times, with `K` learned from
-//! measurement. A resource's (a loaded model) is *standing*: it stays for hours, its size is known,
-//! and it counts once. So that both share one atomic admission, a standing booking of `F` bytes
-//! takes `units = F / K` of the allowance when it is booked, and the allowance is raised by those
-//! units from the next correction on, when `F` has become part of `other`.
+//! There are two kinds of reservations. A request's is an estimate: it is multiplied by the
+//! correction factor `K`, learned from measurement. A resource's (a loaded model) stays for hours,
+//! its size is known, and it counts once. So that both share one atomic admission, a resource
+//! reservation of `F` bytes takes `units = F / K` of the allowance when it is made. From the next
+//! correction on, when `F` has become part of `other`, the allowance is raised by those units.
 //!
-//! While large requests get less than their share, each request has to leave room as if it were as
-//! large as one of them: the *berth* (how large it is the module `fairness` says).
+//! While large requests get less than their share, each request has to leave as much room as if it
+//! were as large as one of them: the *reserved headroom* (the module `fairness` computes its size).
 //!
-//! Invariants: at every admission `reserved + max(asked, reserved_headroom) <= allowance`, or
-//! `requests <= ceiling / 32` and `asked <= alone`, so that no request is refused for want of room
-//! where a larger one would be admitted. What is admitted and grows, and a request of high
-//! priority, may take the berth.
+//! Invariants: at every admission `reserved + max(requested, reserved_headroom) <= allowance`, or
+//! `requests <= ceiling / 32` and `requested <= alone`, so that no request is rejected for lack of
+//! room if a larger one would be admitted. Admitted requests that grow, and requests of high
+//! priority, may use the reserved headroom.
 
 use std::fmt;
 use std::num::NonZero;
@@ -32,17 +33,17 @@ use super::fairness::Balance;
 
 pub use super::correction::{Books, Correction, K_MAX, K_MIN, K_START, Measured, Turnover};
 
-/// Whose bytes.
+/// The memory that an account covers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Budget {
-    /// The host's memory.
+    /// Host memory.
     Host,
-    /// The device's memory.
+    /// Device memory.
     Device,
 }
 
 impl Budget {
-    /// Its name, lower-case.
+    /// Returns the name in lower case.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -58,21 +59,22 @@ impl fmt::Display for Budget {
     }
 }
 
-/// Why a booking failed.
+/// A reservation that did not fit.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
-#[error("{asked} more do not fit: {reserved} of an allowance of {allowance} are booked")]
+#[error("cannot reserve {asked}: {reserved} of {allowance} are reserved")]
 pub struct Shortfall {
-    /// What was asked for.
+    /// The bytes requested.
     pub asked: ByteSize,
-    /// What was booked at that moment.
+    /// The bytes reserved at that moment.
     pub reserved: ByteSize,
-    /// What may be booked: less the part of the berth that a request of this size leaves free.
+    /// The bytes that may be reserved, less the headroom that a request of this size must leave
+    /// free.
     pub allowance: ByteSize,
 }
 
-/// What a standing booking holds; given back to [`Ledger::release_standing`].
+/// The reservation of a resource; released with [`Ledger::release_standing`].
 #[derive(Debug, PartialEq, Eq)]
-#[must_use = "what is not released stays booked"]
+#[must_use = "a reservation that is not released stays"]
 pub(crate) struct Standing {
     bytes: ByteSize,
     units: u64,
@@ -80,24 +82,25 @@ pub(crate) struct Standing {
 }
 
 impl Standing {
-    /// Its bytes.
+    /// Returns its bytes.
     #[must_use]
     pub(crate) const fn bytes(&self) -> ByteSize {
         self.bytes
     }
 }
 
-/// What a standing booking will take once others are gone, and the part that is booked already.
+/// What the reservation of a resource will take once others are released, and the part that is
+/// reserved already.
 #[derive(Debug, Default, PartialEq, Eq)]
-#[must_use = "what is not released stays booked"]
+#[must_use = "a reservation that is not released stays"]
 pub(crate) struct Reservation {
     units: u64,
     reserved: u64,
 }
 
-/// The account: shared by all who book. Starts without a limit, until the first correction. It is
-/// booked on through [`Admission`](super::admission::Admission) only, whose permits give back
-/// exactly what they took.
+/// The account of one budget. Starts without a limit, until the first correction. Reservations are
+/// made only through [`Admission`](super::admission::Admission), whose permits release exactly what
+/// they reserved.
 #[derive(Debug)]
 pub struct Ledger {
     reserved: CachePadded,
@@ -105,22 +108,22 @@ pub struct Ledger {
     allowance: AtomicU64,
     /// Written by the control loop only.
     ceiling: AtomicU64,
-    /// What a request may book that is nearly alone. Written by the control loop only.
+    /// The bytes that a nearly lone request may reserve. Written by the control loop only.
     alone: AtomicU64,
-    /// How many standing bytes have to go before `alone` grows with them; [`u64::MAX`] while no
-    /// request counts as alone. Written by the control loop only.
+    /// The resource bytes that must be released before `alone` grows with them; [`u64::MAX`] while
+    /// no request counts as alone. Written by the control loop only.
     alone_debt: AtomicU64,
     /// Bits of an `f64`. Written by the control loop only.
     correction_factor: AtomicU64,
-    /// What each request has to leave room for. Written by the control loop only.
+    /// The room that each request must leave. Written by the control loop only.
     reserved_headroom: AtomicU64,
-    /// Bytes a second that come free for those who were refused; 0 where nothing does or nothing
-    /// is known. Written by the control loop only.
+    /// Bytes per second that become free for rejected requests; 0 if none do or nothing is known.
+    /// Written by the control loop only.
     drain: AtomicU64,
-    /// The least time after which they should come again, in milliseconds. Written by the control
+    /// The shortest time after which they should retry, in milliseconds. Written by the control
     /// loop only.
     pause_ms: AtomicU64,
-    /// What standing bookings hold of `reserved`.
+    /// The part of `reserved` that belongs to resources.
     units: AtomicU64,
     resource_reservations: AtomicU64,
     /// The part of `resource_reservations` that is loaded, and so part of what is measured.
@@ -128,7 +131,7 @@ pub struct Ledger {
 }
 
 impl Ledger {
-    /// An empty account without a limit.
+    /// Creates an empty account without a limit.
     #[must_use]
     pub fn new() -> Self {
         Self {
@@ -147,9 +150,9 @@ impl Ledger {
         }
     }
 
-    /// An empty account with a ceiling that stays, for use without measurement: each byte counts
-    /// once (`K = 1`), and what is booked never passes the ceiling. A [`Ledger::correct`] by a
-    /// control loop ends that.
+    /// Creates an empty account with a fixed ceiling, for use without measurement. Each byte counts
+    /// once (correction factor 1), and the reserved bytes never exceed the ceiling. A
+    /// [`Ledger::correct`] by a control loop ends that.
     #[must_use]
     pub fn with_ceiling(ceiling: ByteSize) -> Self {
         Self {
@@ -160,9 +163,10 @@ impl Ledger {
         }
     }
 
-    /// Begins anew as the other one is. Nobody books meanwhile, and nothing is booked.
+    /// Starts over with the state of `other`. Called while nothing is reserved and no other thread
+    /// reserves.
     pub(crate) fn begin(&self, other: &Self) {
-        debug_assert!(self.reserved().is_zero(), "{} are booked", self.reserved());
+        debug_assert!(self.reserved().is_zero(), "{} are reserved", self.reserved());
         for (mine, theirs) in self.figures().into_iter().zip(other.figures()) {
             mine.store(theirs.load(Ordering::Relaxed), Ordering::Relaxed);
         }
@@ -197,20 +201,20 @@ impl Ledger {
         ]
     }
 
-    /// Books bytes of a request if they fit and leave the berth; no bytes always fit. One
-    /// compare-and-exchange, tried again only when another thread's booking came in between.
+    /// Reserves bytes of a request if they fit and leave the reserved headroom. Zero bytes always
+    /// fit. One compare-and-exchange, repeated only if another thread reserved at the same time.
     ///
     /// # Errors
-    /// Where the bytes fit neither beside what is booked nor alone (see the module), or the sum
-    /// does not fit 64 bits; nothing is booked then.
+    /// [`Shortfall`] if the bytes fit neither next to what is reserved nor alone (see the module),
+    /// or if the sum does not fit 64 bits. Nothing is reserved then.
     #[inline]
     pub(crate) fn try_book(&self, bytes: ByteSize) -> Result<(), Shortfall> {
         let reserved_headroom = self.reserved_headroom.load(Ordering::Relaxed);
         self.book_request(bytes, reserved_headroom.saturating_sub(bytes.get()))
     }
 
-    /// The same for what may take the berth as well: a request of high priority, and one that is
-    /// admitted already and grows, since to reject it would waste what was done for it.
+    /// Like [`Ledger::try_book`], but may use the reserved headroom: for a request of high
+    /// priority, and for an admitted one that grows, since a rejection would waste its work.
     ///
     /// # Errors
     /// As for [`Ledger::try_book`].
@@ -228,8 +232,8 @@ impl Ledger {
         })
     }
 
-    /// Books bytes where the allowance has room and so much of it is left, or where what is booked
-    /// before them does no harm.
+    /// Reserves bytes if they fit the allowance and leave `left` of it free, or if `harmless`
+    /// accepts the bytes reserved before them.
     #[inline]
     fn book_where(
         &self,
@@ -242,7 +246,7 @@ impl Ledger {
         }
         let allowance = self.allowance.load(Ordering::Relaxed).saturating_sub(left);
         let mut reserved = self.reserved.load(Ordering::Relaxed);
-        // Ends: a failed exchange means that another one succeeded (or, rarely, a spurious one).
+        // Ends: a failed exchange means that another one succeeded (or, rarely, failed spuriously).
         loop {
             let fits = |sum: &u64| *sum <= allowance || harmless(reserved);
             let Some(sum) = reserved.checked_add(bytes.get()).filter(fits) else {
@@ -265,8 +269,8 @@ impl Ledger {
         }
     }
 
-    /// Books as much of the bytes as 64 bits hold, whatever the allowance says: for what is exempt.
-    /// Says what was booked, which is what has to be released.
+    /// Reserves as much of the bytes as 64 bits hold, even beyond the allowance, for exempt
+    /// requests. Returns the bytes reserved, which must be released later.
     pub(crate) fn book_exempt(&self, bytes: ByteSize) -> ByteSize {
         if bytes.is_zero() {
             return bytes;
@@ -287,17 +291,17 @@ impl Ledger {
         }
     }
 
-    /// Gives back bytes that were booked, no more than were.
+    /// Releases reserved bytes.
     #[inline]
     pub(crate) fn release(&self, bytes: ByteSize) {
         if bytes.is_zero() {
             return;
         }
         let before = self.reserved.fetch_sub(bytes.get(), Ordering::Relaxed);
-        debug_assert!(before >= bytes.get(), "released {bytes}, booked were {before} bytes");
+        debug_assert!(before >= bytes.get(), "released {bytes} of {before} reserved bytes");
     }
 
-    /// Books what will stay: counted once, not `K` times.
+    /// Reserves the bytes of a resource: counted once, not `K` times.
     ///
     /// # Errors
     /// As for [`Ledger::try_book`].
@@ -305,18 +309,18 @@ impl Ledger {
         let units = units_of(bytes, self.correction_factor());
         self.book_where(ByteSize::new(units), 0, |_| false)
             .map_err(|short| Shortfall { asked: bytes, ..short })?;
-        // After the booking: a correction in between takes the units for a request's, which is
-        // the same room.
+        // After the reservation: a correction in between counts the units as a request's, which
+        // takes the same room.
         self.resource_reservations.fetch_add(bytes.get(), Ordering::Relaxed);
         self.units.fetch_add(units, Ordering::Relaxed);
         Ok(Standing { bytes, units, settled: false })
     }
 
-    /// Books more for what will stay, up to these bytes in all, whatever the allowance says.
+    /// Raises the reservation of a resource to these bytes in total, even beyond the allowance.
     pub(crate) fn raise(&self, resource_reservations: &mut Standing, bytes: ByteSize) {
         let more = bytes.saturating_sub(resource_reservations.bytes);
         let units = self.book_exempt(ByteSize::new(units_of(more, self.correction_factor()))).get();
-        // As for a new booking.
+        // As for a new reservation.
         self.resource_reservations.fetch_add(more.get(), Ordering::Relaxed);
         self.units.fetch_add(units, Ordering::Relaxed);
         if resource_reservations.settled {
@@ -326,14 +330,15 @@ impl Ledger {
         resource_reservations.units = resource_reservations.units.saturating_add(units);
     }
 
-    /// Says that what was booked is loaded now, and so part of what is measured.
+    /// Marks the resource as loaded, so that its memory is part of what is measured.
     pub(crate) fn settle(&self, resource_reservations: &mut Standing) {
         if !std::mem::replace(&mut resource_reservations.settled, true) {
             self.settled.fetch_add(resource_reservations.bytes.get(), Ordering::Relaxed);
         }
     }
 
-    /// Whether a request of these bytes would fit if standing bookings of `freed` bytes were gone.
+    /// Returns `true` if a request of these bytes would fit if resource reservations of `freed`
+    /// bytes were released.
     pub(crate) fn fits(&self, bytes: ByteSize, freed: ByteSize) -> bool {
         if bytes.is_zero() {
             return true;
@@ -349,7 +354,8 @@ impl Ledger {
             || bytes.get() <= alone && requests <= few
     }
 
-    /// Whether a standing booking of these bytes would fit if others of `freed` bytes were gone.
+    /// Returns `true` if a resource of these bytes would fit if other resource reservations of
+    /// `freed` bytes were released.
     pub(crate) fn fits_standing(&self, bytes: ByteSize, freed: ByteSize) -> bool {
         let sum = self
             .reserved
@@ -358,8 +364,8 @@ impl Ledger {
         bytes.is_zero() || sum.is_some_and(|sum| sum <= self.allowance_without(freed))
     }
 
-    /// Books what a standing booking of these bytes needs beyond others of `freed` bytes that are
-    /// going; [`Ledger::exchange`] makes one booking of both. `None` where it does not fit.
+    /// Reserves what a resource of these bytes needs beyond other resources of `freed` bytes that
+    /// are being unloaded. [`Ledger::exchange`] merges both. Returns `None` if it does not fit.
     pub(crate) fn reserve(&self, bytes: ByteSize, freed: ByteSize) -> Option<Reservation> {
         let units = units_of(bytes, self.correction_factor());
         let more = units.saturating_sub(self.units_without(freed));
@@ -370,13 +376,13 @@ impl Ledger {
         reserved.ok().map(|_| Reservation { units, reserved: more })
     }
 
-    /// Releases a reservation that is not wanted any more.
+    /// Releases a reservation that is no longer needed.
     pub(crate) fn unreserve(&self, reserved: Reservation) {
         self.release(ByteSize::new(reserved.reserved));
     }
 
-    /// Makes one standing booking of these bytes out of a reservation and of the bookings that it
-    /// counted on, whose memory is gone. No other booking comes in between.
+    /// Turns a reservation and the released resources that it counted on into one resource
+    /// reservation. No other reservation can come in between.
     pub(crate) fn exchange(
         &self,
         freed: &[Standing],
@@ -390,7 +396,7 @@ impl Ledger {
         let added = reserved.units.wrapping_sub(units).wrapping_sub(reserved.reserved);
         let units = reserved.units.wrapping_sub(units);
         let add = |counter: &AtomicU64, amount| counter.fetch_add(amount, Ordering::Relaxed);
-        // In this order, so that `requests` is never less than what requests have booked.
+        // In this order, so that `requests` is never less than what requests have reserved.
         if units.cast_signed() < 0 {
             add(&self.units, units);
             add(&self.reserved, added);
@@ -403,68 +409,70 @@ impl Ledger {
         Standing { bytes, units: reserved.units, settled: false }
     }
 
-    /// The units that standing bookings of so many bytes free, by the present `K`: rounded as they
-    /// were booked, so that a booking of the same size fits in their place.
+    /// Returns the units that resource reservations of `freed` bytes release at the current `K`,
+    /// rounded as when they were made, so that a resource of the same size fits in their place.
     fn units_without(&self, freed: ByteSize) -> u64 {
         units_of(freed, self.correction_factor())
     }
 
-    /// The allowance if standing bookings of so many bytes were gone, with their units counted as
-    /// booked still.
+    /// Returns the allowance if resource reservations of `freed` bytes were released while their
+    /// units still count as reserved.
     fn allowance_without(&self, freed: ByteSize) -> u64 {
         self.allowance.load(Ordering::Relaxed).saturating_add(self.units_without(freed))
     }
 
-    /// Whether a request that did not fit would, once all requests have ended.
+    /// Returns `true` if a request that did not fit would fit once all requests have ended.
     pub(crate) fn drains(&self, short: &Shortfall) -> bool {
         let resource_reservations = short.reserved.saturating_sub(self.requests());
         resource_reservations.saturating_add(short.asked) <= short.allowance
     }
 
-    /// Gives a standing booking back, after its memory has been given back.
+    /// Releases a resource reservation, after its memory has been released.
     pub(crate) fn release_standing(&self, resource_reservations: Standing) {
         if resource_reservations.settled {
             self.settled.fetch_sub(resource_reservations.bytes.get(), Ordering::Relaxed);
         }
-        // In the reverse order of booking, so that `units <= booked` for who reads in between.
+        // In the reverse order of reserving, so that concurrent readers see `units <= reserved`.
         self.units.fetch_sub(resource_reservations.units, Ordering::Relaxed);
         self.resource_reservations.fetch_sub(resource_reservations.bytes.get(), Ordering::Relaxed);
         self.release(ByteSize::new(resource_reservations.units));
     }
 
-    /// All that is booked, standing bookings by their units.
+    /// Returns all reserved bytes, with resources counted by their units.
     #[must_use]
     pub fn reserved(&self) -> ByteSize {
         ByteSize::new(self.reserved.load(Ordering::Relaxed))
     }
 
-    /// What requests have booked, not multiplied.
+    /// Returns the bytes that requests have reserved, without the correction factor.
     #[must_use]
     pub fn requests(&self) -> ByteSize {
         let units = self.units.load(Ordering::Relaxed);
         self.reserved().saturating_sub(ByteSize::new(units))
     }
 
-    /// What resources have booked.
+    /// Returns the bytes that resources have reserved.
     #[must_use]
     pub fn resource_reservations(&self) -> ByteSize {
         ByteSize::new(self.resource_reservations.load(Ordering::Relaxed))
     }
 
-    /// What requests and resources have booked, in the bytes that they gave: `requests + standing`.
+    /// Returns the reserved bytes of requests and resources, without the correction factor:
+    /// `requests + resource_reservations`.
     #[must_use]
     pub fn reserved_bytes(&self) -> ByteSize {
         self.in_bytes(self.reserved())
     }
 
-    /// Up to which [`Ledger::reserved_bytes`] a request fits; [`ByteSize::MAX`] where no limit is
-    /// known.
+    /// Returns the value of [`Ledger::reserved_bytes`] up to which a request fits, or
+    /// [`ByteSize::MAX`] if no limit is known.
     #[must_use]
     pub fn allowance_bytes(&self) -> ByteSize {
         self.in_bytes(self.allowance())
     }
 
-    /// An amount of the allowance with standing bookings by their bytes in place of their units.
+    /// Converts an amount of the allowance to bytes: resource reservations count by their bytes
+    /// instead of their units.
     #[must_use]
     pub fn in_bytes(&self, amount: ByteSize) -> ByteSize {
         if amount == ByteSize::MAX {
@@ -474,14 +482,15 @@ impl Ledger {
         amount.saturating_sub(units).saturating_add(self.resource_reservations())
     }
 
-    /// What may be booked, standing bookings by their units; [`ByteSize::MAX`] where no limit is
-    /// known.
+    /// Returns the bytes that may be reserved, with resources counted by their units, or
+    /// [`ByteSize::MAX`] if no limit is known.
     #[must_use]
     pub fn allowance(&self) -> ByteSize {
         ByteSize::new(self.allowance.load(Ordering::Relaxed))
     }
 
-    /// What all requests together may book; [`ByteSize::MAX`] where no limit is known.
+    /// Returns the bytes that all requests together may reserve, or [`ByteSize::MAX`] if no limit
+    /// is known.
     #[cfg(feature = "service")]
     pub(crate) fn request_room(&self) -> ByteSize {
         let allowance = self.allowance();
@@ -491,27 +500,27 @@ impl Ledger {
         allowance.saturating_sub(ByteSize::new(self.units.load(Ordering::Relaxed)))
     }
 
-    /// What may be held altogether; [`ByteSize::MAX`] where no limit is known.
+    /// Returns the most bytes that may be held in total, or [`ByteSize::MAX`] if no limit is known.
     #[must_use]
     pub fn ceiling(&self) -> ByteSize {
         ByteSize::new(self.ceiling.load(Ordering::Relaxed))
     }
 
-    /// By how much estimates are multiplied.
+    /// Returns the factor by which estimates of requests are multiplied.
     #[must_use]
     pub fn correction_factor(&self) -> f64 {
         f64::from_bits(self.correction_factor.load(Ordering::Relaxed))
     }
 
-    /// What each request has to leave room for now, be it smaller itself; none while larger ones
-    /// get their share, and where no control loop runs.
+    /// Returns the room that each request must leave free now, even a smaller one. Zero while
+    /// larger requests get their share, and without a control loop.
     #[must_use]
     pub fn reserved_headroom(&self) -> ByteSize {
         ByteSize::new(self.reserved_headroom.load(Ordering::Relaxed))
     }
 
-    /// After what time who was refused may find room, as far as is known: the time in which what
-    /// was missing comes free, shared with all who are refused.
+    /// Returns the time after which a rejected request may find room, if known: the time in which
+    /// the missing bytes become free, shared with all rejected requests.
     pub(crate) fn wait_for(&self, short: &Shortfall) -> Option<Duration> {
         let drain = NonZero::new(self.drain.load(Ordering::Relaxed))?.get();
         let missing = short.reserved.saturating_add(short.asked).saturating_sub(short.allowance);
@@ -520,7 +529,7 @@ impl Ledger {
         Some(Duration::from_millis(u64::try_from(millis).unwrap_or(u64::MAX).max(least)))
     }
 
-    /// Publishes how the room is to be shared. Called by one owner.
+    /// Publishes how the room is shared. Called by one owner.
     pub(crate) fn balance(&self, balance: Balance) {
         self.reserved_headroom.store(balance.reserved_headroom.get(), Ordering::Relaxed);
         self.drain.store(balance.drain.get(), Ordering::Relaxed);
@@ -528,7 +537,7 @@ impl Ledger {
         self.pause_ms.store(pause, Ordering::Relaxed);
     }
 
-    /// Publishes what the control loop found. Called by one owner.
+    /// Updates the allowance from a measurement. Called by one owner.
     pub fn correct(&self, correction: &mut Correction, measured: Measured) {
         let books = Books {
             requests: self.requests(),
@@ -551,7 +560,8 @@ impl Default for Ledger {
     }
 }
 
-/// A counter on cache lines of its own: what all threads write does not slow what all read.
+/// A counter on its own cache lines, so that writes of all threads do not slow down readers of
+/// other fields.
 #[derive(Debug)]
 #[repr(align(128))]
 struct CachePadded(AtomicU64);
@@ -564,8 +574,8 @@ impl Deref for CachePadded {
     }
 }
 
-/// The allowance that `bytes` of standing memory take at this `K`, rounded up; none for no bytes,
-/// which always fit, and all of it for [`ByteSize::MAX`].
+/// Returns the allowance that `bytes` of a resource take at this factor, rounded up: zero for zero
+/// bytes, which always fit, and all of it for [`ByteSize::MAX`].
 fn units_of(bytes: ByteSize, correction_factor: f64) -> u64 {
     match bytes {
         ByteSize::ZERO => 0,
@@ -581,10 +591,10 @@ mod tests {
     use super::*;
 
     impl Ledger {
-        /// Books as often as it fits, at least until `sum` is booked: why it fits no more.
+        /// Reserves as often as it fits, at least up to `sum`. Returns why it no longer fits.
         fn book_and_fill(&self, each: ByteSize, sum: ByteSize) -> Shortfall {
             let short = std::iter::repeat_with(|| self.try_book(each)).find_map(Result::err);
-            assert!(self.reserved() >= sum, "{} are booked", self.reserved());
+            assert!(self.reserved() >= sum, "{} are reserved", self.reserved());
             short.expect("an allowance ends")
         }
     }
@@ -611,7 +621,7 @@ mod tests {
         let reserved_headroom = ByteSize::mib(8);
         ledger.balance(Balance { reserved_headroom, ..Balance::default() });
         let short = ledger.book_and_fill(ByteSize::mib(1), ByteSize::mib(93));
-        // 93 of 93: one more would leave 6 of the 8 MiB, besides its own.
+        // 93 of 93: one more would leave 6 of the 8 MiB, in addition to its own.
         assert_eq!((short.reserved, short.allowance), (ByteSize::mib(93), ByteSize::mib(93)));
         assert!(ledger.try_book(ByteSize::new(1)).is_err(), "be it as small as it may");
         assert_eq!(ledger.try_book(ByteSize::ZERO), Ok(()), "no bytes always fit");
@@ -663,7 +673,7 @@ mod tests {
     }
 
     /// The bug: `K` starts at 2 and is learned from admitted requests only, so that one which fits
-    /// once but not twice was refused each time for ever, with nothing else to do.
+    /// once but not twice was rejected forever, even without other requests.
     #[test]
     fn a_large_request_was_refused_for_ever_by_a_k_that_nothing_measured() {
         let ledger = Ledger::new();
@@ -674,7 +684,7 @@ mod tests {
         ledger.try_book(ByteSize::mib(20)).expect("a small one leaves it nearly alone");
         ledger.try_book(large).expect("alone");
         assert!(ledger.try_book(ByteSize::mib(5)).is_err(), "and no second one");
-        // It is measured now, and turns out to need what it said: so do those after it.
+        // It is measured now and needs its estimate: so do those after it.
         ledger.correct(&mut correction, sample(720, 0));
         assert!(correction.correction_factor() < K_START);
         ledger.release(ByteSize::mib(620));
@@ -729,7 +739,7 @@ mod tests {
             "a load is no wrong estimate"
         );
         assert!(ledger.try_book_standing(ByteSize::mib(201)).is_err());
-        // It said 500 MiB and all that is held is 400 as yet: what it said stays its own.
+        // Its estimate is 500 MiB, and 400 are held so far: the estimate stays reserved.
         ledger.correct(&mut correction, sample(400, 0));
         assert!(near(room(&ledger), 150), "smaller: {}", room(&ledger));
         ledger.release_standing(model);
@@ -822,7 +832,7 @@ mod models {
         });
     }
 
-    /// Whoever comes first, a small one never takes the room of a large one.
+    /// In any order, a small request never takes the room of a large one.
     #[test]
     fn a_small_request_that_is_admitted_leaves_room_for_the_berth() {
         loom::model(|| {

@@ -1,12 +1,12 @@
-//! What was admitted and shed, by size and reason: counted on each thread apart.
+//! Counts of admitted and rejected requests, by size and reason, in one stripe per thread.
 //!
 //! A counter that all threads write costs each of them a transfer of its cache line for each
-//! request. So there are stripes, and a thread counts in its own: nobody else writes there, and
-//! adding is a load and a store. Threads beyond the owned stripes share some, with atomic
-//! additions. It says who may write where; it decides nothing.
+//! request. So each thread counts in its own stripe: no other thread writes there, and adding is a
+//! load and a store. Threads beyond the owned stripes share some, with atomic additions. The module
+//! only manages who may write where.
 //!
-//! Invariants: an owned stripe's own counters are written by the thread that holds its place, and
-//! a place has one holder; what is read is never more than what happened, and at rest it is that.
+//! Invariants: the counters of an owned stripe are written by the one thread that holds its place.
+//! A sum that is read is never more than what happened, and exact when no thread counts.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
@@ -16,7 +16,7 @@ use super::ledger::Budget;
 use super::rejected::RejectReason;
 use super::size_class::SizeClass;
 
-/// Stripes that one thread owns each. As many threads at once pay least; a guess.
+/// Stripes that are owned by one thread each. Up to as many concurrent threads pay least. A guess.
 const OWNED: usize = 16;
 /// Stripes that further threads share.
 const SHARED: usize = 8;
@@ -25,16 +25,16 @@ pub(super) const STRIPES: usize = OWNED + SHARED;
 
 const _: () = assert!(OWNED <= u32::BITS as usize, "the places are bits of a word");
 
-/// The owned places that are taken, a bit each: of this process, for all admissions in it.
+/// The owned places in use, one bit each, for all admissions of this process.
 static TAKEN: AtomicU32 = AtomicU32::new(0);
-/// Which shared place the next thread gets.
+/// The shared place of the next thread.
 static NEXT: AtomicUsize = AtomicUsize::new(0);
 
 thread_local! {
     static HELD: Holding = Holding::take();
 }
 
-/// Where a thread counts.
+/// The place where a thread counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Place {
     pub(super) stripe: usize,
@@ -42,13 +42,13 @@ pub(super) struct Place {
 }
 
 impl Place {
-    /// The calling thread's. One of the shared where the thread is about to end.
+    /// Returns the place of the calling thread; a shared one if the thread is about to end.
     #[inline]
     pub(super) fn here() -> Self {
         HELD.try_with(|held| held.0).unwrap_or(Self { stripe: OWNED, owned: false })
     }
 
-    /// Adds where this thread may.
+    /// Adds to a counter of this thread's stripe.
     #[inline]
     fn add(self, counter: &AtomicU64, amount: u64) {
         if self.owned {
@@ -61,20 +61,20 @@ impl Place {
     }
 }
 
-/// A place until the thread ends.
+/// A place held until the thread ends.
 struct Holding(Place);
 
 impl Holding {
     fn take() -> Self {
         let mut taken = TAKEN.load(Ordering::Relaxed);
-        // Ends: a failed exchange means that another thread took or gave back a place.
+        // Ends: a failed exchange means that another thread took or returned a place.
         loop {
             let stripe = taken.trailing_ones() as usize;
             if stripe >= OWNED {
                 let shared = NEXT.fetch_add(1, Ordering::Relaxed) % SHARED;
                 return Self(Place { stripe: OWNED + shared, owned: false });
             }
-            // Acquire: what the holder before wrote in its stripes is seen, and added to.
+            // Acquire: makes the previous holder's writes to its stripes visible.
             let more = taken | 1 << stripe;
             match TAKEN.compare_exchange_weak(taken, more, Ordering::Acquire, Ordering::Relaxed) {
                 Ok(_) => return Self(Place { stripe, owned: true }),
@@ -110,14 +110,14 @@ pub(super) struct Tally {
     /// Requests whose permits were dropped on this thread, wherever they were admitted.
     finished: AtomicU64,
     shed: [AtomicU64; RejectReason::ALL.len()],
-    /// Bytes booked by requests other than by admission in a class, by budget.
+    /// Bytes reserved by requests outside a class, by budget: exempt requests and growth.
     beside: [AtomicU64; 2],
     stood: AtomicU64,
     unloaded: AtomicU64,
 }
 
 impl Tally {
-    /// Begins anew. Nobody counts here meanwhile.
+    /// Resets the counters. Called while no thread counts.
     pub(super) fn begin(&self) {
         for class in self.classes.iter().flatten() {
             let ClassTally { admitted, admitted_bytes, shed, shed_bytes } = class;
@@ -131,7 +131,7 @@ impl Tally {
         }
     }
 
-    /// A request was admitted with these bytes.
+    /// Counts an admitted request with these bytes.
     #[inline]
     pub(super) fn admit(&self, place: Place, host: ByteSize, device: ByteSize) {
         self.count(Budget::Host, host, |class| {
@@ -146,7 +146,7 @@ impl Tally {
         }
     }
 
-    /// One that is exempt was admitted with these bytes: it is in no class.
+    /// Counts an admitted exempt request with these bytes. It is in no class.
     pub(super) fn admit_exempt(&self, place: Place, host: ByteSize, device: ByteSize) {
         place.add(&self.exempt, 1);
         for (beside, bytes) in self.beside.iter().zip([host, device]) {
@@ -154,23 +154,23 @@ impl Tally {
         }
     }
 
-    /// A request ended.
+    /// Counts a request that ended.
     #[inline]
     pub(super) fn finish(&self, place: Place) {
         place.add(&self.finished, 1);
     }
 
-    /// A resource was booked.
+    /// Counts a resource that was reserved.
     pub(super) fn stand(&self, place: Place) {
         place.add(&self.stood, 1);
     }
 
-    /// One was given back.
+    /// Counts a resource that was released.
     pub(super) fn unload(&self, place: Place) {
         place.add(&self.unloaded, 1);
     }
 
-    /// A request was shed; by class where it did not fit this budget.
+    /// Counts a rejected request, by class if it did not fit this budget.
     #[cold]
     pub(super) fn shed(
         &self,
@@ -189,14 +189,14 @@ impl Tally {
         }
     }
 
-    /// A request grew by these bytes of the host's.
+    /// Counts the growth of a request by these host bytes.
     pub(super) fn grow(&self, place: Place, bytes: ByteSize) {
         if let Some(beside) = self.beside.first() {
             place.add(beside, bytes.get());
         }
     }
 
-    /// A number that differs from one shed request to the next.
+    /// Returns a number that differs from one rejected request to the next.
     pub(super) fn spread(&self, place: Place) -> u64 {
         let sheds: u64 = self.shed.iter().map(|count| count.load(Ordering::Relaxed)).sum();
         (sheds.wrapping_mul(STRIPES as u64) + place.stripe as u64)
@@ -213,25 +213,26 @@ impl Tally {
     }
 }
 
-/// Requests of one size class, since start.
+/// Counts of one size class since start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ClassStats {
-    /// The class.
+    /// The size class.
     pub class: SizeClass,
-    /// Requests admitted; those that are exempt are in no class.
+    /// Requests admitted. Exempt requests are in no class.
     pub admitted_total: u64,
-    /// Their bytes, as they were estimated at admission.
+    /// Bytes of the admitted requests, as estimated at admission.
     pub admitted_bytes_total: u64,
-    /// Requests that did not fit when they came. Those shed for another reason are in no class.
+    /// Requests rejected because they did not fit. Requests rejected for another reason are in no
+    /// class.
     pub rejected_total: u64,
-    /// Their bytes.
+    /// Bytes of the rejected requests.
     pub rejected_bytes_total: u64,
 }
 
 /// The sum of all stripes.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Counts {
-    /// Requests admitted, the exempt among them.
+    /// Requests admitted, including exempt ones.
     pub(super) admitted: u64,
     pub(super) finished: u64,
     pub(super) shed: [u64; RejectReason::ALL.len()],
@@ -240,14 +241,15 @@ pub(super) struct Counts {
 }
 
 impl Counts {
-    /// Adds what a stripe says has ended. All stripes' ends are added before their beginnings.
+    /// Adds the ended requests of a stripe. The ends of all stripes are added before the starts.
     pub(super) fn add_ended(&mut self, tally: &Tally) {
-        // Acquire: who sees an end sees the beginning, and all that was given back before it.
+        // Acquire: a reader that sees an end sees the start, and everything released before the
+        // end.
         self.finished += tally.finished.load(Ordering::Acquire);
         self.unloaded += tally.unloaded.load(Ordering::Acquire);
     }
 
-    /// Adds what a stripe says has begun.
+    /// Adds the started requests of a stripe.
     pub(super) fn add(&mut self, tally: &Tally) {
         if let Some(host) = tally.classes.first() {
             let each = host.iter().map(|class| class.admitted.load(Ordering::Relaxed));
@@ -260,18 +262,18 @@ impl Counts {
         }
     }
 
-    /// Permits that have not been dropped, of requests and resources.
+    /// Returns the number of permits that have not been dropped, of requests and resources.
     pub(super) const fn held(&self) -> u64 {
         let requests = self.admitted.saturating_sub(self.finished);
         requests.saturating_add(self.stood.saturating_sub(self.unloaded))
     }
 }
 
-/// What one budget's requests booked, by class, since start.
+/// Counts of one budget's requests, by class, since start.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct BudgetCounts {
     pub(super) classes: [ClassStats; SizeClass::COUNT],
-    /// Bytes booked by requests beside their classes: by those that are exempt, and by growth.
+    /// Bytes reserved by requests outside their classes: exempt requests and growth.
     pub(super) beside: u64,
 }
 
@@ -283,7 +285,7 @@ impl Default for BudgetCounts {
 }
 
 impl BudgetCounts {
-    /// The least request of the smallest class in which one was admitted or did not fit.
+    /// Returns the smallest request of the smallest class in which one was admitted or did not fit.
     pub(super) fn smallest(&self) -> ByteSize {
         let asked = |class: &&ClassStats| class.admitted_total + class.rejected_total > 0;
         self.classes.iter().find(asked).map_or(ByteSize::new(1), |class| class.class.least())
