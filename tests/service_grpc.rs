@@ -167,7 +167,10 @@ async fn a_grpc_client_reads_that_memory_is_short_and_when_to_come_again() {
         let held = admission.try_admit(Cost::host(ByteSize::mib(45))).expect("fits");
         let status = echo(&mut client, "ebb").await.expect_err("full");
         assert_eq!(status.code(), Code::ResourceExhausted, "{status:?}");
-        assert!(status.message().contains("10.0 MiB of host memory do not fit now"), "{status:?}");
+        assert!(
+            status.message().contains("cannot reserve 10.0 MiB of host memory now"),
+            "{status:?}"
+        );
         assert!(pushback(&status).is_some_and(|ms| (1_000..60_000).contains(&ms)), "{status:?}");
 
         admission.set_level(Level::Critical);

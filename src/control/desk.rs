@@ -1,11 +1,12 @@
-//! What doors and permits work on: the ledgers, the level, and the counts.
+//! The state shared by the handles of an admission and its permits: ledgers, level and counts.
 //!
 //! A permit has to keep it alive, and a reference count would cost two atomic operations for each
-//! request, as many as the booking itself. So a desk is never freed: when its door is gone and its
-//! last permit has been dropped, the next door has it, and there are as many as there were doors
-//! at once.
+//! request, as many as the reservation itself. So a desk is never freed: after its last handle and
+//! its last permit have been dropped, the next admission reuses it. There are as many desks as
+//! there were admissions at once.
 //!
-//! Invariant: at most one door has a desk; whoever has a permit of it finds it as the door left it.
+//! Invariant: at most one admission owns a desk. A permit that outlives the handles finds the desk
+//! as they left it.
 
 use std::num::NonZero;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
@@ -22,40 +23,40 @@ use super::pressure::Level;
 use super::rejected::Rejected;
 use super::tally::{BudgetCounts, Counts, Place, STRIPES, Tally};
 
-/// When to come again where an operator has to act. A guess.
+/// The retry time if an operator has to act. A guess.
 const EXHAUSTED: Duration = Duration::from_secs(30);
-/// The latest time to come again, unless it is known when there will be room.
+/// The longest retry time, unless it is known when there will be room.
 const RETRY_MAX: Duration = Duration::from_secs(60);
 
-/// Desks whose doors are gone.
+/// Desks whose admissions are gone.
 static LEFT: Mutex<Vec<&'static Desk>> = Mutex::new(Vec::new());
 
-/// The books behind a door.
+/// The shared state of one admission.
 #[derive(Debug, Default)]
 pub(super) struct Desk {
     pub(super) host: Ledger,
     pub(super) device: Ledger,
     pub(super) level: AtomicU8,
     pub(super) closed: AtomicBool,
-    /// What no request owns while that leaves no room for requests, else 0.
+    /// The bytes that no request owns while that leaves no room for requests, otherwise 0.
     pub(super) unowned: AtomicU64,
-    /// Bytes of the device are bytes of the host: what is asked of the one is booked in the other.
+    /// `true` if device memory is host memory: device bytes are reserved in the host's ledger.
     pub(super) unified: AtomicBool,
     tallies: [Tally; STRIPES],
-    /// What makes room for those who find none. Read only where a request or a load is rejected.
+    /// Makes room for requests and loads that do not fit. Read only on a rejection.
     evictor: RwLock<Option<Arc<Evictor>>>,
 }
 
-/// What a load has, in place of a rejection.
+/// The result of a load's reservation that was not rejected.
 pub(super) enum Stood {
-    /// Its bytes are booked.
+    /// Its bytes are reserved.
     Booked(Permit),
-    /// They will be, when the resources that were claimed for it are unloaded.
+    /// Its bytes will be reserved when the claimed resources are unloaded.
     Evicting(Eviction),
 }
 
 impl Desk {
-    /// A desk that nobody has, with this account of the host's memory.
+    /// Returns an unused desk, with this account of host memory.
     pub(super) fn take(host: &Ledger) -> &'static Self {
         let desk = Self::left().unwrap_or_else(|| Box::leak(Box::default()));
         desk.host.begin(host);
@@ -71,37 +72,39 @@ impl Desk {
         desk
     }
 
-    /// One whose door is gone, and all whose permits have been dropped.
+    /// Returns a desk whose admission and permits are all gone.
     fn left() -> Option<&'static Self> {
-        // Tried, not waited for: a process that was forked off meanwhile would wait for ever.
+        // Tried, not waited for: a process forked in the meantime would wait forever.
         let mut left = LEFT.try_lock().ok()?;
         let at = left.iter().position(|desk| desk.counts().held() == 0)?;
         Some(left.swap_remove(at))
     }
 
-    /// The last door to it goes.
+    /// Returns the desk when its last handle is dropped.
     pub(super) fn leave(&'static self) {
         self.set_evictor(None);
         if cfg!(lowtide_loom) {
-            // Its atomics are of one run of a model.
+            // Its atomics belong to one run of a model.
             return;
         }
-        // Tried, as above. Where another door comes or goes at this moment, the desk is let go.
+        // Tried, as above. If another admission takes or returns a desk at this moment, the desk is
+        // leaked.
         if let Ok(mut left) = LEFT.try_lock() {
             left.push(self);
         }
     }
 
-    /// A cost by the budgets that there are: with one for host and device all of it is the host's.
+    /// Returns a cost by the existing budgets. With one budget for host and device, all of it is
+    /// the host's.
     pub(super) fn by_budget(&self, cost: Cost) -> Cost {
-        // Most requests ask for nothing of the device.
+        // Most requests need no device memory.
         if cost.device.is_zero() || !self.unified.load(Ordering::Relaxed) {
             return cost;
         }
         Cost::host(cost.host.saturating_add(cost.device))
     }
 
-    /// Admits a request, or counts it as shed.
+    /// Admits a request, or counts it as rejected.
     pub(super) fn admit(&'static self, cost: Cost, priority: Priority) -> Result<Permit, Rejected> {
         let cost = self.by_budget(cost);
         let place = Place::here();
@@ -132,7 +135,7 @@ impl Desk {
         Ok(Permit::request(self, Cost { host, device }, exempt))
     }
 
-    /// Gives back what a request holds, which ends.
+    /// Releases the reservation of a request that ends.
     pub(super) fn finish(&self, cost: Cost) {
         self.host.release(cost.host);
         self.device.release(cost.device);
@@ -140,13 +143,13 @@ impl Desk {
         self.tally(place).finish(place);
     }
 
-    /// Books what stays.
+    /// Reserves the bytes of a resource.
     pub(super) fn stand(&self, cost: Cost) -> Result<(Standing, Standing), Rejected> {
         self.stand_where(cost, || Hint::Unknown)
     }
 
-    /// Books what stays, or claims idle resources whose unload makes room for it. Not to be called
-    /// with the lock of a resource held.
+    /// Reserves the bytes of a resource, or claims idle resources whose unload makes room for it.
+    /// Must not be called with the lock of a resource held.
     pub(super) fn stand_or_evict(&'static self, cost: Cost) -> Result<Stood, Rejected> {
         let cost = self.by_budget(cost);
         let mut eviction = None;
@@ -191,7 +194,7 @@ impl Desk {
         Ok((host, device))
     }
 
-    /// Gives back what stood.
+    /// Releases the reservation of a resource.
     pub(super) fn unload(&self, host: Standing, device: Standing) {
         self.host.release_standing(host);
         self.device.release_standing(device);
@@ -199,9 +202,9 @@ impl Desk {
         self.tally(place).unload(place);
     }
 
-    /// What makes room for those who find none.
+    /// Sets what makes room for requests and loads that do not fit.
     pub(super) fn set_evictor(&self, evictor: Option<Arc<Evictor>>) {
-        // Tried, as above. The one that was there is dropped with the lock given up.
+        // Tried, as above. The previous one is dropped after the lock is released.
         let before =
             self.evictor.try_write().map(|mut slot| std::mem::replace(&mut *slot, evictor));
         drop(before);
@@ -213,18 +216,20 @@ impl Desk {
         self.evictor.try_read().ok().filter(|_| stand)?.clone()
     }
 
-    /// Whether a request of this cost would fit if so much of what stands were gone.
+    /// Returns `true` if a request of this cost would fit if `freed` bytes of resources were
+    /// released.
     pub(super) fn fits(&self, cost: Cost, freed: Cost) -> bool {
         self.host.fits(cost.host, freed.host) && self.device.fits(cost.device, freed.device)
     }
 
-    /// Whether this would fit, to stand, if so much of what stands were gone.
+    /// Returns `true` if a resource of this cost would fit if `freed` bytes of resources were
+    /// released.
     pub(super) fn fits_standing(&self, cost: Cost, freed: Cost) -> bool {
         self.host.fits_standing(cost.host, freed.host)
             && self.device.fits_standing(cost.device, freed.device)
     }
 
-    /// Books what this needs, to stand, beyond so much that is going.
+    /// Reserves what a resource needs beyond `freed` bytes that are being released.
     pub(super) fn reserve(&self, cost: Cost, freed: Cost) -> Option<[Reservation; 2]> {
         let host = self.host.reserve(cost.host, freed.host)?;
         match self.device.reserve(cost.device, freed.device) {
@@ -236,13 +241,13 @@ impl Desk {
         }
     }
 
-    /// Releases what was reserved.
+    /// Releases a reservation.
     pub(super) fn unreserve(&self, [host, device]: [Reservation; 2]) {
         self.host.unreserve(host);
         self.device.unreserve(device);
     }
 
-    /// Books what stays, in place of what is gone and of what was reserved for it.
+    /// Turns released resources and the additional reservation into the permit of a load.
     pub(super) fn exchange(
         &'static self,
         freed: Vec<Permit>,
@@ -261,7 +266,7 @@ impl Desk {
         Permit::standing(self, host, device)
     }
 
-    /// Books more of the host's memory for a request that holds `held`: what was booked.
+    /// Reserves more host memory for a request that holds `held`. Returns the bytes reserved.
     pub(super) fn grow(
         &'static self,
         held: ByteSize,
@@ -280,7 +285,8 @@ impl Desk {
         Ok(reserved)
     }
 
-    /// Books more of the host's memory for a request, whatever the allowance says: what was booked.
+    /// Reserves more host memory for a request, even beyond the allowance. Returns the bytes
+    /// reserved.
     #[cfg(feature = "service")]
     pub(super) fn raise(&self, bytes: ByteSize) -> ByteSize {
         let place = Place::here();
@@ -289,7 +295,7 @@ impl Desk {
         reserved
     }
 
-    /// A request shed for what it is, not for want of room.
+    /// Counts a request rejected for a reason other than lack of room.
     pub(super) fn shed(&self, rejected: Rejected) -> Rejected {
         let place = Place::here();
         self.tally(place).shed(place, rejected.reason(), None);
@@ -303,10 +309,10 @@ impl Desk {
         }
     }
 
-    /// What all stripes say.
+    /// Returns the sums of all stripes.
     pub(super) fn counts(&self) -> Counts {
         let mut counts = Counts::default();
-        // What ended first: it began before, and so is counted below.
+        // Ends first: an ended request began before and is counted below.
         for tally in &self.tallies {
             counts.add_ended(tally);
         }
@@ -325,11 +331,11 @@ impl Desk {
     }
 
     fn tally(&self, place: Place) -> &Tally {
-        // A place is one of the stripes.
+        // A place is always one of the stripes.
         self.tallies.get(place.stripe).unwrap_or(&self.tallies[0])
     }
 
-    /// A number that differs from one shed request to the next.
+    /// Returns a number that differs from one rejected request to the next.
     fn spread(&self, place: Place) -> u64 {
         self.tally(place).spread(place)
     }
@@ -338,7 +344,7 @@ impl Desk {
         Level::from_u8(self.level.load(Ordering::Relaxed))
     }
 
-    /// Whether requests of this priority are shed now, whatever they ask for.
+    /// Returns `true` if requests of this priority are rejected now, whatever their cost.
     fn sheds(&self, priority: Priority) -> bool {
         let by_level = match self.level() {
             Level::None | Level::Elevated => false,
@@ -348,7 +354,7 @@ impl Desk {
         by_level || self.closed.load(Ordering::Acquire)
     }
 
-    /// Why a request is shed whatever it asks for.
+    /// Returns why a request is rejected independently of its cost.
     fn away(&self, place: Place) -> Rejected {
         if self.closed.load(Ordering::Acquire) {
             return Rejected::ShuttingDown;
@@ -360,7 +366,7 @@ impl Desk {
         Rejected::Pressure { level: self.level(), retry_after }
     }
 
-    /// Why a request is rejected while memory that no request owns leaves no room.
+    /// Returns the rejection while memory that no request owns leaves no room.
     fn exhausted(&self, place: Place) -> Option<Rejected> {
         let unowned = NonZero::new(self.unowned.load(Ordering::Relaxed))?;
         let retry_after = self.retry_after(Some(EXHAUSTED), self.spread(place));
@@ -388,13 +394,13 @@ impl Desk {
         rejected
     }
 
-    /// Unloads idle resources, where that makes room for a request that is being rejected.
+    /// Unloads idle resources if that makes room for a rejected request.
     fn make_room(&'static self, cost: Cost) -> Hint {
         let evictor = self.evictor();
         evictor.map_or(Hint::Unknown, |evictor| evictor.for_request(self, cost))
     }
 
-    /// Books more of the host's memory for a request of this much: what was booked.
+    /// Reserves more host memory for a request of this size. Returns the bytes reserved.
     fn book_more(
         &'static self,
         held: ByteSize,
@@ -402,7 +408,7 @@ impl Desk {
         place: Place,
     ) -> Result<ByteSize, Rejected> {
         book(&self.host, bytes, Ledger::try_book_more).map_err(|short| {
-            // What it holds already and what it asks for must fit together, ever.
+            // The bytes it holds and the bytes it requests must fit together.
             let total = held.saturating_add(bytes);
             let never = total > self.host.ceiling();
             let short = Shortfall { asked: if never { total } else { bytes }, ..short };
@@ -410,7 +416,7 @@ impl Desk {
         })
     }
 
-    /// Why something does not fit. What may fit later has room made for it.
+    /// Returns why a cost does not fit, and makes room if it may fit later.
     fn full(
         &self,
         budget: Budget,
@@ -441,9 +447,9 @@ impl Desk {
         Rejected::Full { budget, asked, reserved, allowance, retry_after }
     }
 
-    /// As long as it takes for what is missing to come free, where that is known; else from 1 s at
-    /// no pressure to 4 s at critical, a guess. Up to as much again is added, so that clients do
-    /// not come back at once: by a number that differs from one to the next.
+    /// Returns the time in which the missing bytes become free, if known; otherwise 1 s at no
+    /// pressure to 4 s at critical, a guess. Up to as much again is added, by a number that differs
+    /// between requests, so that clients do not return at once.
     fn retry_after(&self, wait: Option<Duration>, spread: u64) -> Duration {
         let seconds = match wait {
             Some(wait) => wait.as_secs() + u64::from(wait.subsec_nanos() > 0),
@@ -454,20 +460,20 @@ impl Desk {
     }
 }
 
-/// A time that is known, in whole seconds, and up to a tenth and a second more.
+/// Returns a known time in whole seconds, plus up to a tenth and one second.
 fn known(time: Duration, spread: u64) -> Duration {
     let seconds = time.as_secs() + u64::from(time.subsec_nanos() > 0);
     Duration::from_secs(seconds + spread % (seconds / 10 + 2))
 }
 
-/// Books for a request and says what was booked, which is what has to be released. Where no limit
-/// is known nothing is refused: it is as much as 64 bits hold.
+/// Reserves for a request and returns the bytes reserved, which must be released later. Without a
+/// limit nothing is rejected: it reserves as much as 64 bits hold.
 fn book(
     ledger: &Ledger,
     bytes: ByteSize,
     how: impl Fn(&Ledger, ByteSize) -> Result<(), Shortfall>,
 ) -> Result<ByteSize, Shortfall> {
-    // Most requests ask for nothing of the device.
+    // Most requests need no device memory.
     if bytes.is_zero() {
         return Ok(bytes);
     }
@@ -477,8 +483,8 @@ fn book(
     how(ledger, bytes).map(|()| bytes)
 }
 
-/// Books what stays. Where no limit is known nothing is refused: nothing is booked where 64 bits
-/// are full.
+/// Reserves the bytes of a resource. Without a limit nothing is rejected: it reserves nothing if 64
+/// bits are full.
 fn stand(ledger: &Ledger, bytes: ByteSize) -> Result<Standing, Shortfall> {
     let reserved = ledger.try_book_standing(bytes);
     if reserved.is_err() && ledger.ceiling() == ByteSize::MAX {

@@ -1,17 +1,17 @@
-//! Room made by unloading idle resources, in one step: enough for what asks, or nothing.
+//! Makes room by unloading idle resources in one step: enough for the requester, or none.
 //!
-//! Called where a load or a request does not fit. An [`Evictor`] chooses idle resources, claims
-//! them, and books what the load needs beyond their bytes. Threads of their own unload them. What
-//! they had booked stays booked until the last of them is gone, and becomes the load's in one
-//! exchange, so that no other request takes that room. A request is not kept waiting: it is
-//! rejected, with the time that the unloads take, and finds the room when it comes again.
+//! Called if a load or a request does not fit. An [`Evictor`] chooses idle resources, claims them,
+//! and reserves what the load needs beyond their bytes. Separate threads unload them. Their
+//! reservations stay until the last one is unloaded and then pass to the load in one exchange, so
+//! that no other request takes that room. A request is not kept waiting: it is rejected, with the
+//! time that the unloads take, and finds the room when it retries.
 //!
-//! It relies on resources that can be claimed ([`Claimable`]): none uses them, none waits for them,
-//! and their minimum residency is over. It knows neither their types nor their registry.
+//! It relies on resources that can be claimed ([`Claimable`]): not in use, not waited for, and past
+//! their minimum residency. It knows neither their types nor their registry.
 //!
-//! Invariants: what is claimed makes enough room together with what is free, else nothing is
-//! claimed; what was claimed is unloaded or put back; bytes of an unload that has not ended are
-//! booked. No lock is held while a resource is unloaded or put back.
+//! Invariants: the claimed resources make enough room together with the free room, otherwise
+//! nothing is claimed; a claimed resource is unloaded or put back; bytes of an unload that has not
+//! ended are reserved. No lock is held while a resource is unloaded or put back.
 //!
 //! It deliberately does not wait for resources in use, and does not measure what an unload freed.
 
@@ -29,41 +29,41 @@ use super::desk::Desk;
 use super::ledger::Reservation;
 use super::permit::Permit;
 
-/// How long a load waits for the unloads that make room for it. A guess: an unload that takes
+/// The time that a load waits for the unloads that make room for it. A guess: an unload that takes
 /// longer is stuck.
 const UNLOAD_MAX: Duration = Duration::from_secs(30);
-/// Threads that unload for one eviction. A stuck unload holds up at most what its thread would
-/// have unloaded next.
+/// The threads that unload for one eviction. A stuck unload delays at most the unloads that its
+/// thread would have run next.
 const THREADS_MAX: usize = 16;
-/// How often a choice is made again because one of the chosen came into use meanwhile.
+/// The number of attempts to choose again because a chosen resource came into use.
 const CHOICES_MAX: usize = 8;
 
 /// A resource that can be taken out of use.
 pub(super) trait Claimable: Send + Sync {
-    /// Takes it out of use if it may be evicted now. Those who ask for it then wait.
+    /// Takes it out of use if it may be evicted now. Callers that acquire it then wait.
     fn claim(self: Arc<Self>) -> Option<Box<dyn Claimed>>;
 }
 
 /// A resource that is out of use. Dropping it puts the resource back.
 pub(super) trait Claimed: Send {
-    /// What it has booked.
+    /// Returns its reservation.
     fn cost(&self) -> Cost;
 
-    /// Unloads it on this thread and returns what it had booked.
+    /// Unloads it on this thread and returns its reservation.
     fn unload(self: Box<Self>) -> Option<Permit>;
 }
 
 /// A resource that may be evicted, now or after its minimum residency.
 pub struct Idle {
-    /// The desk on which it is booked.
+    /// The admission state that holds its reservation.
     pub(super) desk: &'static Desk,
-    /// What it has booked.
+    /// Its reservation.
     pub(super) cost: Cost,
-    /// How long it stays at least.
+    /// The remaining minimum residency.
     pub(super) stays_for: Duration,
-    /// How long its last unload took.
+    /// The duration of its last unload.
     pub(super) unload_time: Duration,
-    /// The larger, the sooner it goes.
+    /// The larger, the sooner it is unloaded.
     pub(super) score: f64,
     pub(super) resource: Arc<dyn Claimable>,
 }
@@ -74,13 +74,13 @@ impl fmt::Debug for Idle {
     }
 }
 
-/// Where idle resources come from.
+/// A source of idle resources.
 pub(super) trait Pool: Send + Sync {
-    /// Those that may be evicted, now or after their minimum residency.
+    /// Returns the resources that may be evicted, now or after their minimum residency.
     fn idle(&self) -> Vec<Idle>;
 }
 
-/// When a request that does not fit should come again.
+/// When a request that does not fit should retry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Hint {
     /// Resources are being unloaded for it, which takes this long.
@@ -95,19 +95,20 @@ pub(super) enum Hint {
 pub(super) struct Evictor {
     pool: Box<dyn Pool>,
     clock: Arc<dyn Clock>,
-    /// Called after the unloads, before the room is used: releases what they left behind.
+    /// Called after the unloads, before the room is used: releases the memory that they left in the
+    /// heap.
     after: Box<dyn Fn() + Send + Sync>,
-    /// One choice at a time.
+    /// Serialises the choices.
     choosing: Mutex<()>,
     coming: Mutex<Vec<Arc<Coming>>>,
 }
 
-/// Bytes that are being unloaded for a request that was rejected.
+/// Bytes that are being unloaded for a rejected request.
 struct Coming {
     cost: Cost,
-    /// When they are expected to be free.
+    /// The time when they are expected to be free.
     ready: Moment,
-    /// Counted on no longer than this.
+    /// They are not counted after this time.
     until: Moment,
 }
 
@@ -120,16 +121,16 @@ impl Evictor {
         Self { pool, clock, after, choosing: Mutex::new(()), coming: Mutex::default() }
     }
 
-    /// Makes room for a request that was rejected, unless other unloads make enough already.
+    /// Makes room for a rejected request, unless other unloads already make enough.
     pub(super) fn for_request(self: &Arc<Self>, desk: &'static Desk, cost: Cost) -> Hint {
         let (coming, takes) = self.coming();
         if desk.fits(cost, coming) {
             return Hint::Unloading(takes);
         }
-        // Read again for each choice: another thread may have begun unloads meanwhile.
+        // Read again for each choice: another thread may have started unloads.
         let fits = |freed: Cost| desk.fits(cost, self.coming().0.and(freed));
         match self.claim(desk, fits, |claims| Some(self.announce(claims))) {
-            // Room came meanwhile. Nothing runs on this thread, which may be an async runtime's.
+            // Room became free. Nothing runs on this thread, which may belong to an async runtime.
             Ok((claims, _)) if claims.list.is_empty() => Hint::Unloading(self.coming().1),
             Ok((claims, coming)) => {
                 let takes = claims.takes;
@@ -144,10 +145,10 @@ impl Evictor {
         }
     }
 
-    /// Claims what makes room for a load, and books what the load needs besides.
+    /// Claims resources that make room for a load, and reserves what the load needs in addition.
     ///
     /// # Errors
-    /// When enough resources would have stayed for their minimum residency, if they ever will.
+    /// The time after which the minimum residency of enough resources ends, if any suffice.
     pub(super) fn for_load(
         self: &Arc<Self>,
         desk: &'static Desk,
@@ -160,7 +161,7 @@ impl Evictor {
         Ok(Eviction { claims, owed: Owed { desk, evictor: Arc::clone(self), of } })
     }
 
-    /// Chooses and claims, and books while no other thread chooses.
+    /// Chooses and claims, and reserves while no other thread chooses.
     fn claim<B>(
         &self,
         desk: &'static Desk,
@@ -184,16 +185,16 @@ impl Evictor {
             {
                 return Ok((claims, reserved));
             }
-            // One of them came into use, or another request took the room: the others are put back,
-            // which wakes those who wait.
+            // One of them came into use, or another request took the room. The others are put back,
+            // which wakes their waiters.
             drop(choosing);
             drop(claims);
         }
         Err(None)
     }
 
-    /// Bytes that become free soon, because they are being unloaded for requests, and how long
-    /// that is expected to take.
+    /// Returns the bytes that become free soon, because they are being unloaded for requests, and
+    /// the expected time.
     fn coming(&self) -> (Cost, Duration) {
         let now = self.clock.now();
         let coming = lock(&self.coming);
@@ -203,7 +204,7 @@ impl Evictor {
         })
     }
 
-    /// Counts what is claimed as coming; an empty claim is none.
+    /// Counts the claimed bytes as coming, unless the claim is empty.
     fn announce(&self, claims: &Claims) -> Arc<Coming> {
         let now = self.clock.now();
         let (ready, until) = (now + claims.takes, now + UNLOAD_MAX);
@@ -221,10 +222,10 @@ impl fmt::Debug for Evictor {
     }
 }
 
-/// The fewest of these resources that make room, those that cost least to load again first.
+/// Chooses the fewest resources that make room, those that cost least to load again first.
 ///
 /// # Errors
-/// When enough of them would have stayed for their minimum residency, if they ever will.
+/// The time after which the minimum residency of enough resources ends, if any suffice.
 fn choose(mut idle: Vec<Idle>, fits: impl Fn(Cost) -> bool) -> Result<Vec<Idle>, Option<Duration>> {
     let cost_of = |sum: Cost, idle: &Idle| sum.and(idle.cost);
     if fits(Cost::ZERO) {
@@ -245,7 +246,7 @@ fn choose(mut idle: Vec<Idle>, fits: impl Fn(Cost) -> bool) -> Result<Vec<Idle>,
     if !stays.is_zero() {
         return Err(Some(stays));
     }
-    // The last may have made those before it superfluous.
+    // The last one may have made earlier ones superfluous.
     for at in (0..idle.len()).rev() {
         let others = idle.iter().enumerate().filter(|(other, _)| *other != at);
         if fits(others.fold(Cost::ZERO, |sum, (_, idle)| cost_of(sum, idle))) {
@@ -258,7 +259,7 @@ fn choose(mut idle: Vec<Idle>, fits: impl Fn(Cost) -> bool) -> Result<Vec<Idle>,
 /// Resources that are out of use.
 struct Claims {
     list: Vec<Box<dyn Claimed>>,
-    /// How long their unloads are expected to take.
+    /// The expected duration of their unloads.
     takes: Duration,
 }
 
@@ -268,15 +269,15 @@ impl Claims {
     }
 }
 
-/// What an eviction makes room for.
+/// The purpose of an eviction.
 enum Made {
-    /// A request that comes again and finds the room free.
+    /// A request that retries and finds the room free.
     Announced(Arc<Coming>),
-    /// A load, and what it has booked besides; `None` once that is part of its permit.
+    /// A load and its additional reservation; `None` once that is part of its permit.
     Reserved { cost: Cost, reserved: Option<[Reservation; 2]> },
 }
 
-/// What is to be released, or handed over, when the unloads have ended.
+/// Releases a reservation, or hands it over, when the unloads have ended.
 struct Owed {
     desk: &'static Desk,
     evictor: Arc<Evictor>,
@@ -284,7 +285,7 @@ struct Owed {
 }
 
 impl Owed {
-    /// What is booked for the load, now that these bytes are free; `None` for a request.
+    /// Returns the permit of the load, now that these bytes are free; `None` for a request.
     fn hand_over(&mut self, freed: Vec<Permit>) -> Option<Permit> {
         let Made::Reserved { cost, reserved } = &mut self.of else { return None };
         Some(self.desk.exchange(freed, reserved.take()?, *cost))
@@ -306,29 +307,29 @@ impl Drop for Owed {
     }
 }
 
-/// Resources that are claimed to make room. Dropping it unstarted puts them back.
+/// Resources claimed to make room. Dropping it before the start puts them back.
 pub(super) struct Eviction {
     claims: Claims,
     owed: Owed,
 }
 
-/// A load that has no room although resources were claimed for it.
+/// The reason why a load has no room although resources were claimed for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum EvictionError {
-    /// No thread could be started to unload them: they are back in use.
+    /// No thread could be started to unload them; they are back in use.
     NoThread(io::ErrorKind),
-    /// The unloads have not ended within [`UNLOAD_MAX`]. Their bytes stay booked until they do.
+    /// The unloads have not ended within [`UNLOAD_MAX`]. Their bytes stay reserved until they do.
     Stuck,
 }
 
 impl Eviction {
-    /// Unloads what was claimed and returns what is booked for the load. Waits for the unloads on
-    /// this thread, at most for [`UNLOAD_MAX`].
+    /// Unloads the claimed resources and returns the permit of the load. Blocks this thread until
+    /// the unloads end, at most for [`UNLOAD_MAX`].
     pub(super) fn run(self) -> Result<Permit, EvictionError> {
         let clock = Arc::clone(&self.owed.evictor.clock);
         let deadline = clock.now() + UNLOAD_MAX;
         let unloads = self.start().map_err(|error| EvictionError::NoThread(error.kind()))?;
-        // Ends at the deadline at the latest: each turn waits until then, or for the end.
+        // Ends at the deadline at the latest: each iteration waits until then, or for the end.
         loop {
             if let Some(permit) = lock(&unloads.state).made.take() {
                 return Ok(permit);
@@ -340,7 +341,7 @@ impl Eviction {
         }
     }
 
-    /// Unloads what was claimed, on threads of its own.
+    /// Unloads the claimed resources on separate threads.
     fn start(self) -> io::Result<Arc<Unloads>> {
         let Self { claims: Claims { list, .. }, owed } = self;
         let (count, after) = (list.len(), Arc::clone(&owed.evictor));
@@ -356,7 +357,7 @@ impl Eviction {
             let thread = thread::Builder::new().name("lowtide-unload".to_owned());
             match thread.spawn(move || of_thread.work()) {
                 Ok(_) => {}
-                // The threads that run unload the rest.
+                // The running threads unload the rest.
                 Err(_) if nth > 0 => break,
                 Err(error) => {
                     let claims = std::mem::take(&mut lock(&unloads.state).claims);
@@ -369,7 +370,7 @@ impl Eviction {
     }
 }
 
-/// Unloads under way.
+/// Unloads in progress.
 struct Unloads {
     after: Arc<Evictor>,
     state: Mutex<UnloadsState>,
@@ -377,21 +378,21 @@ struct Unloads {
 }
 
 struct UnloadsState {
-    /// Not begun yet.
+    /// Not started yet.
     claims: Vec<Box<dyn Claimed>>,
-    /// How many have not ended.
+    /// The number that has not ended.
     unloading: usize,
-    /// What those that have ended had booked.
+    /// The permits of those that have ended.
     freed: Vec<Permit>,
     owed: Option<Owed>,
-    /// What is booked for the load, once it has room.
+    /// The permit of the load, once it has room.
     made: Option<Permit>,
 }
 
 impl Unloads {
-    /// Unloads what no other thread has begun to.
+    /// Unloads the resources that no other thread has taken.
     fn work(&self) {
-        // Ends: each turn takes one of the claims.
+        // Ends: each iteration takes one of the claims.
         loop {
             let Some(claimed) = lock(&self.state).claims.pop() else { return };
             let permit = claimed.unload();

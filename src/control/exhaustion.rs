@@ -1,13 +1,13 @@
 //! Decides when memory that no request owns leaves no room for requests.
 //!
-//! Pure, and owned by the control loop. A leak ends in that state: every request is rejected, and
-//! no request that ends makes room. It is declared once requests have been rejected for
+//! Pure, and owned by the control loop. A leak leads to this state: every request is rejected, and
+//! no request that ends makes room. Exhaustion is declared once requests have been rejected for
 //! [`REFUSED_FOR`] while not even the smallest would fit if all others had ended, and a purge that
-//! began meanwhile has completed. It ends with the first sample that has room, whether requests
-//! come or not, so that a service which its load balancer has left recovers.
+//! started during that time has completed. It ends with the first sample that has room, with or
+//! without requests, so that a service recovers after its load balancer stopped sending requests.
 //!
 //! The smallest request is the least one of the smallest size class in which a request was admitted
-//! or did not fit since start, as it was estimated or learned; one byte before there is any.
+//! or did not fit since start, as estimated or learned; one byte before the first request.
 //!
 //! It reads no clock and purges nothing.
 //!
@@ -18,26 +18,26 @@ use std::time::Duration;
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
 
-/// For how long requests are rejected before it is declared.
+/// The time for which requests are rejected before exhaustion is declared.
 pub(super) const REFUSED_FOR: Duration = Duration::from_secs(5);
 
-/// What is seen at a sample.
+/// The room at a sample.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Room {
-    /// The most that one request could book if all others had ended.
+    /// The most that one request could reserve if all others had ended.
     pub(super) most: ByteSize,
     /// The smallest request.
     pub(super) smallest: ByteSize,
-    /// Requests rejected since start for want of room or by level.
+    /// Requests rejected since start for lack of room or by level.
     pub(super) refused_total: u64,
-    /// When the last purge that has completed began.
+    /// The start of the last purge that has completed.
     pub(super) purged: Option<Moment>,
 }
 
-/// Since when there has been no room.
+/// The state of the detection.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Exhaustion {
-    /// The first and the last rejection since there is no room.
+    /// The first and the last rejection without room.
     refused: Option<(Moment, Moment)>,
     refused_total: u64,
     purged: bool,
@@ -45,7 +45,7 @@ pub(super) struct Exhaustion {
 }
 
 impl Exhaustion {
-    /// Takes a sample in.
+    /// Updates the state with a sample.
     pub(super) fn update(&mut self, now: Moment, room: Room) {
         let rejects = room.refused_total != self.refused_total;
         self.refused_total = room.refused_total;
@@ -63,12 +63,12 @@ impl Exhaustion {
         self.is_declared |= self.purged && last - first >= REFUSED_FOR;
     }
 
-    /// Whether memory that no request owns leaves no room for requests.
+    /// Returns `true` if memory that no request owns leaves no room for requests.
     pub(super) const fn is_declared(&self) -> bool {
         self.is_declared
     }
 
-    /// Whether a purge has to show that it makes no room.
+    /// Returns `true` if a purge has yet to show that it makes no room.
     pub(super) const fn wants_purge(&self) -> bool {
         self.refused.is_some() && !self.purged
     }

@@ -1,29 +1,29 @@
-//! Who gets the room when there is too little of it: every size of request its part.
+//! Shares scarce room between request sizes, so that every size class gets its part.
 //!
-//! Where each request is admitted that fits, the small ones fill each gap, and a large one finds
-//! room once in a hundred times. No request waits here, so a queue is no way out. Telephony has
-//! another: *trunk reservation*. Where every call needs as many free lines as the widest one, all
-//! are blocked alike. So while a class of large requests is behind, every request has to leave a
-//! *berth*: room as if it were as large as one of that class itself. Gaps then grow until a large
-//! one comes, and once the class has caught up they are filled again. What it costs is the room
-//! that stands empty meanwhile, about `share x size / load` of it; that price is bounded.
+//! If each request is admitted that fits, small requests fill each gap, and a large one finds room
+//! once in a hundred times. Requests do not wait here, so a queue cannot help. Telephony solves
+//! this with *trunk reservation*: if every call needs as many free lines as the widest one, all are
+//! blocked alike. So while a class of large requests is behind, every request has to leave
+//! *headroom*: as much room as if it were as large as one of that class. Gaps then grow until a
+//! large request comes, and once the class has caught up they are filled again. The cost is the
+//! room that stays empty in the meantime, about `share x size / load` of it; that cost is bounded.
 //!
-//! [`Fairness`] is pure and owned by the control loop: it is given counts, and says how large the
-//! berth is, how fast room comes free, and when to come again. It reads no clock, refuses nobody
+//! [`Fairness`] is pure and owned by the control loop. From counts it computes the reserved
+//! headroom, how fast room becomes free, and when to retry. It reads no clock, rejects no request
 //! itself, and orders no request before another.
 //!
-//! With `admitted` and `offered` the bytes of a class, `g` the same ratio over all classes, all of
-//! them decayed: a class is behind where
+//! With `admitted` and `offered` the bytes of a class, and `g` the same ratio over all classes, all
+//! of them decayed: a class is behind if
 //! `admitted < TARGET x (1 - size / allowance) x g x offered`.
 //!
-//! Invariants: `berth <= allowance / 3`; there is no berth where fewer than four requests were
-//! shed lately, or at least .9 of the bytes were admitted; what stands empty for berths is on
-//! average not much more than a twentieth of the allowance.
+//! Invariants: `reserved headroom <= allowance / 3`; it is zero if fewer than four requests were
+//! rejected lately, or if at least .9 of the bytes were admitted; the room that stays empty for it
+//! is on average not much more than a twentieth of the allowance.
 //!
 //! Not promised: a share to requests larger than a third of the allowance, since the room for one
-//! would have to be taken from all others; to classes of which one comes in several seconds; or
-//! before some seconds of a new load have passed. Within a class all count alike, though one may
-//! be twice another.
+//! would have to be taken from all others; to classes with less than one request in several
+//! seconds; or within the first seconds of a new load. Within a class all requests count alike,
+//! though one may be twice another.
 
 use std::time::Duration;
 
@@ -33,57 +33,57 @@ use super::ledger::Ledger;
 use super::size_class::SizeClass;
 use super::tally::{BudgetCounts, ClassStats};
 
-/// The part of its proportional share that a class is to have at least. What is asked of it is
-/// one half.
+/// The part of its proportional share that a class should get at least. The requirement is one
+/// half.
 const TARGET: f64 = 0.75;
-/// The time over which admitted and offered bytes are compared. Shorter forgets classes that come
-/// rarely, longer follows a change of the load later.
+/// The time over which admitted and offered bytes are compared. A shorter time forgets rare
+/// classes, a longer one follows a change of the load later.
 const SETTLING: Duration = Duration::from_secs(4);
-/// Fewer recent sheds are chance, not overload: a load that fits sheds a large one now and then.
+/// Fewer recent rejections are chance, not overload: a load that fits causes one now and then.
 const SHEDS_MIN: f64 = 4.0;
-/// Nor is it overload where this part of the bytes was admitted.
+/// If this part of the bytes was admitted, it is not overload.
 const ADMITTED_MOST: f64 = 0.9;
-/// The part of the allowance that may stand empty, on average, when a berth is begun; one that is
-/// begun is kept up to twice that.
+/// The part of the allowance that may stay empty, on average, when headroom is first reserved.
+/// Existing headroom is kept up to twice that.
 const PRICE_MAX: f64 = 0.05;
-/// The largest berth is the allowance divided by this.
+/// The largest reserved headroom is the allowance divided by this.
 const BERTH_PART: u64 = 3;
-/// A berth is begun when this part of it is empty already, as it is where a large request just
-/// ended: so nothing has to be held back while it fills.
+/// Headroom is reserved if this part of it is already free, for example because a large request
+/// just ended. Then nothing has to be held back while it fills.
 const READY: f64 = 0.75;
-/// Or else when a class has been behind for this long.
+/// Otherwise headroom is reserved when a class has been behind for this long.
 const PATIENCE: Duration = Duration::from_secs(1);
-/// Less of a class than this part of one request was offered lately: it does not come any more.
+/// If less of a class than this part of one request was offered lately, the class is inactive.
 const OFFERED_MIN: f64 = 0.5;
-/// Nobody is told to wait for longer because of others who ask.
+/// The largest factor by which the retry time grows because of other rejected requests.
 const CROWD_MAX: f64 = 30.0;
 
-/// How the room of one budget is to be shared, until the next look.
+/// How the room of one budget is shared until the next update.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Balance {
-    /// What each request has to leave room for, itself included.
+    /// The room that each request must leave, including its own bytes.
     pub(crate) reserved_headroom: ByteSize,
-    /// Bytes a second that come free for those who are refused; none where that is not known.
+    /// Bytes per second that become free for rejected requests; zero if unknown.
     pub(crate) drain: ByteSize,
-    /// The least time after which they should come again.
+    /// The shortest time after which they should retry.
     pub(crate) pause: Duration,
 }
 
-/// What one budget's account shows.
+/// The state of one budget's account.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Seen {
-    /// Time since the last look.
+    /// Time since the last update.
     pub(crate) since: Duration,
-    /// What all hold.
+    /// Bytes reserved in total.
     pub(crate) reserved: ByteSize,
-    /// What of it requests hold.
+    /// The part of it that requests hold.
     pub(crate) requests: ByteSize,
-    /// What may be booked.
+    /// Bytes that may be reserved.
     pub(crate) allowance: ByteSize,
 }
 
 impl Seen {
-    /// What the ledger shows, this long after the last look.
+    /// Reads the state of a ledger, `since` after the last update.
     pub(crate) fn of(ledger: &Ledger, since: Duration) -> Self {
         let (reserved, allowance) = (ledger.reserved(), ledger.allowance());
         Self { since, reserved, requests: ledger.requests(), allowance }
@@ -96,12 +96,12 @@ struct Class {
     before: ClassStats,
     offered: f64,
     admitted: f64,
-    /// The largest that was shed in this settling time and in the one before it, on average over
-    /// what came between two looks.
+    /// The largest rejected size in this settling time and in the previous one, averaged over the
+    /// rejections between two updates.
     sizes: [f64; 2],
-    /// For how long it has been behind.
+    /// The time for which it has been behind.
     behind: Duration,
-    /// Whether there is a berth for it.
+    /// `true` if headroom is reserved for it.
     has_berth: bool,
 }
 
@@ -111,29 +111,30 @@ impl Class {
     }
 }
 
-/// The controller of one budget's berth. Owned by the control loop.
+/// The controller of one budget's reserved headroom. Owned by the control loop.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Fairness {
     classes: [Class; SizeClass::COUNT],
-    /// Requests shed, decayed.
+    /// Requests rejected, decayed.
     sheds: f64,
-    /// The part of the allowance that stood empty for a berth, decayed.
+    /// The part of the allowance that stayed empty for the headroom, decayed.
     price: f64,
     reserved_headroom: f64,
-    /// Since the last turn of `sizes`.
+    /// Time since the last turn of `sizes`.
     turned: Duration,
-    /// Bytes that requests gave back and the time in which they did, decayed.
+    /// Bytes that requests released and the time in which they did, decayed.
     released: f64,
     passed: f64,
-    /// Booked by requests beside their classes, and booked by all requests, at the last look.
+    /// Bytes reserved by requests outside their classes, and bytes reserved by all requests, at the
+    /// last update.
     beside: u64,
     requests: ByteSize,
-    /// Whether there was a look before: what was counted before the first is of no known time.
+    /// `false` before the first update: counts before it belong to an unknown time.
     has_looked: bool,
 }
 
 impl Fairness {
-    /// Looks at the account and says how the room is to be shared.
+    /// Updates the state from the account and returns how the room is shared.
     pub(crate) fn update(&mut self, seen: Seen, counts: &BudgetCounts) -> Balance {
         if !std::mem::replace(&mut self.has_looked, true) {
             for (class, now) in self.classes.iter_mut().zip(&counts.classes) {
@@ -152,7 +153,7 @@ impl Fairness {
         let (mut offered, mut admitted) = (0.0, 0.0);
         for (class, now) in self.classes.iter_mut().zip(&counts.classes) {
             let sheds = count(class, now, kept);
-            // What can have no berth takes no part: nobody waits for it, and it proves nothing.
+            // A class that can have no headroom takes no part.
             if class.size() <= bound {
                 self.sheds += sheds;
                 offered += class.offered;
@@ -160,7 +161,7 @@ impl Fairness {
             }
         }
         let overall = if offered > 0.0 { (admitted / offered).min(1.0) } else { 1.0 };
-        // Without a limit the allowance says nothing, and nothing is refused.
+        // Without a limit the allowance means nothing, and no request is rejected.
         let is_short =
             seen.allowance != ByteSize::MAX && self.sheds >= SHEDS_MIN && overall < ADMITTED_MOST;
         let reserved_headroom =
@@ -180,7 +181,7 @@ impl Fairness {
         }
     }
 
-    /// The largest berth that a class needs, of those that are behind.
+    /// Returns the largest headroom that a class needs, of those that are behind.
     fn reserved_headroom(&mut self, seen: &Seen, overall: f64, bound: f64) -> f64 {
         let allowance = seen.allowance.as_f64();
         let room = seen.allowance.saturating_sub(seen.reserved).as_f64();
@@ -215,7 +216,7 @@ impl Fairness {
         0.0
     }
 
-    /// What the berth has cost since the last look.
+    /// Adds the cost of the headroom since the last update.
     fn weigh(&mut self, seen: &Seen, kept: f64) {
         let room = seen.allowance.saturating_sub(seen.reserved).as_f64();
         let empty = if seen.allowance.is_zero() {
@@ -226,7 +227,8 @@ impl Fairness {
         self.price = self.price * kept + empty * (1.0 - kept);
     }
 
-    /// What requests gave back: what they held and were given since, less what they hold now.
+    /// Adds the bytes that requests released: those they held and reserved since, less those they
+    /// hold now.
     fn drain(&mut self, seen: &Seen, counts: &BudgetCounts, kept: f64) {
         let reserved: u64 = (self.classes.iter().zip(&counts.classes))
             .map(|(class, now)| {
@@ -234,7 +236,8 @@ impl Fairness {
             })
             .fold(counts.beside.wrapping_sub(self.beside), u64::wrapping_add);
         let held = self.requests.as_f64() - seen.requests.as_f64();
-        // Below zero where a request is counted a moment after it booked; made up for at the next.
+        // Below zero if a request is counted a moment after it reserved; corrected at the next
+        // update.
         self.released = self.released * kept + held + ByteSize::new(reserved).as_f64();
         self.passed = self.passed * kept + seen.since.as_secs_f64();
         self.requests = seen.requests;
@@ -252,7 +255,7 @@ impl Fairness {
     }
 }
 
-/// Takes what came since the last look into a class; says how many were shed.
+/// Adds the counts since the last update to a class. Returns the number of rejections.
 fn count(class: &mut Class, now: &ClassStats, kept: f64) -> f64 {
     let since = |now: u64, before: u64| ByteSize::new(now.wrapping_sub(before)).as_f64();
     let before = std::mem::replace(&mut class.before, *now);

@@ -1,13 +1,13 @@
-//! The state machine behind `Managed<T>`: one lock, short sections, everything slow outside it.
+//! The state machine behind `Managed<T>`: one lock, short critical sections, everything slow
+//! outside it.
 //!
-//! A phase moves under the lock; the loader, the clean-up and every waker run outside it. Wakers
-//! are also dropped outside it, because dropping one may drop a task that holds a guard of this
-//! very cell. It knows no idle policy beyond its own times.
+//! The phase changes under the lock; the loader, the cleanup and every waker run outside it. Wakers
+//! are also dropped outside it, because dropping one may drop a task that holds a guard of the same
+//! cell. It has no idle policy beyond its own times.
 //!
-//! A load that passes its timeout is given up: the phase becomes `Failed`, and the thread that
-//! still runs the loader is counted as hung until it returns. Whatever it returns then is taken
-//! apart.
-//! A load that has no room evicts others (`evict`).
+//! A load that exceeds its timeout is given up: the phase becomes `Failed`, and the thread that
+//! still runs the loader counts as hung until the loader returns. The value that it then returns is
+//! cleaned up. A load that has no room evicts other resources (`evict`).
 //!
 //! Invariants: `guards > 0 => Ready`; with `guards = 0` the phase holds the only reference to the
 //! value; wakers held = futures that wait and have not been woken, at most `waiting`;
@@ -48,19 +48,20 @@ enum Phase<T> {
     Failed { until: Moment, error: LoadError },
 }
 
-/// A load under way.
+/// A load in progress.
 struct Loading {
     /// Its number: `State::loads_begun` when it began.
     number: u64,
     /// The thread that runs the loader, once it runs.
     thread: Option<ThreadId>,
-    /// When it is given up; [`Moment::NEVER`] without a timeout, and once the loader has returned.
+    /// The time when it is given up; [`Moment::NEVER`] without a timeout, and after the loader has
+    /// returned.
     deadline: Moment,
-    /// What is reserved for it.
+    /// Its reservation.
     permit: Option<Permit>,
 }
 
-/// The value and what it has booked; given back in this order.
+/// The value and its reservation; released in this order.
 struct Loaded<T> {
     value: Arc<T>,
     permit: Option<Permit>,
@@ -72,9 +73,9 @@ pub(super) struct State<T> {
     /// Callers that wait, threads and futures.
     pub(super) waiting: usize,
     pub(super) wakers: BTreeMap<u64, Waker>,
-    /// Keys of wakers given out so far.
+    /// The number of waker keys assigned so far.
     pub(super) tickets: u64,
-    /// Those who wait to unload it.
+    /// Threads that wait to unload it.
     drainers: Vec<Arc<Bell>>,
     closed: bool,
     loaded_at: Moment,
@@ -90,19 +91,19 @@ pub(super) struct State<T> {
     unload_panics: u64,
     load_time: Duration,
     unload_time: Duration,
-    /// What it held after its last load, where that was measured.
+    /// The bytes held after the last load, if measured.
     measured: Option<Cost>,
-    /// What its unloads gave back, as far as that was measured.
+    /// The bytes released by unloads, as far as measured.
     recovered: Cost,
 }
 
-/// What a caller has to do next.
+/// The next action of a caller.
 pub(super) enum Step<T> {
     /// Its guard is counted.
     Have(Arc<T>),
-    /// It has to run the load of this number.
+    /// It must run the load of this number.
     Load(u64),
-    /// The load of this number has no room for this cost: [`Cell::make_room`] looks for some.
+    /// The load of this number has no room for this cost; call [`Cell::make_room`].
     Short(u64, Cost),
     Wait,
 }
@@ -153,13 +154,13 @@ impl<T: Send + Sync + 'static> Cell<T> {
         &self.parts.name
     }
 
-    /// A counted guard; loads on this thread where nobody does.
+    /// Returns the value of a counted guard. Loads on this thread if no other thread does.
     pub(super) fn acquire_blocking(&self) -> Result<Arc<T>, AcquireError> {
         self.check_may_wait()?;
         let mut state = lock(&self.state);
         let seen = state.loads_failed;
         state.waiting += 1;
-        // Ends when the load or clean-up that it waits for ends; one that it began itself has.
+        // Ends when the load or cleanup that it waits for ends; one that it began itself has ended.
         let found = loop {
             match self.step(&mut state, seen) {
                 Ok(Step::Have(value)) => break Ok(value),
@@ -167,7 +168,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
                 Ok(Step::Load(number)) => {
                     drop(state);
                     self.load(number, None);
-                    // The loader may have forked, and this be the child.
+                    // The loader may have forked, and this may be the child.
                     self.check_here()?;
                     state = lock(&self.state);
                 }
@@ -188,7 +189,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         found
     }
 
-    /// A counted guard, if there is a value.
+    /// Counts a guard, if there is a value.
     pub(super) fn try_acquire(&self) -> Option<Arc<T>> {
         self.check_here().ok()?;
         let mut state = lock(&self.state);
@@ -221,7 +222,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         }
         let now = self.clock.now();
         let mut state = lock(&self.state);
-        debug_assert!(state.guards > 0, "a guard that was not counted is released");
+        debug_assert!(state.guards > 0, "released a guard that was not counted");
         state.guards = state.guards.saturating_sub(1);
         if counts {
             state.last_used = state.last_used.max(Some(now));
@@ -231,7 +232,8 @@ impl<T: Send + Sync + 'static> Cell<T> {
         }
     }
 
-    /// What the caller has to do. A load that failed since `seen` was read is the caller's own.
+    /// Returns the caller's next action. A load that failed after `seen` was read counts as the
+    /// caller's own.
     pub(super) fn step(&self, state: &mut State<T>, seen: u64) -> Result<Step<T>, AcquireError> {
         let name = || Arc::clone(&self.parts.name);
         if state.closed {
@@ -249,7 +251,8 @@ impl<T: Send + Sync + 'static> Cell<T> {
             Phase::Loading(_) | Phase::Unloading => return Ok(Step::Wait),
             Phase::Failed { until, error } => {
                 let now = self.clock.now();
-                // No further thread is risked while so many hang; one of them may return any time.
+                // No further thread is started while so many hang; one of them may return at any
+                // time.
                 let all_hang = state.hung >= HUNG_LOADS_MAX;
                 if state.loads_failed > seen || now < *until || all_hang {
                     let pause = if all_hang { self.parts.backoff.max } else { Duration::ZERO };
@@ -272,14 +275,14 @@ impl<T: Send + Sync + 'static> Cell<T> {
         };
         state.loads_begun += 1;
         let number = state.loads_begun;
-        // The loader begins, and its timeout, when there is room.
+        // The loader and its timeout start when there is room.
         let deadline = if is_short { Moment::NEVER } else { self.load_deadline() };
         state.phase = Phase::Loading(Loading { number, thread: None, deadline, permit });
         Ok(if is_short { Step::Short(number, cost) } else { Step::Load(number) })
     }
 
-    /// What the next load books: what its builder said, and where the last one was found to hold
-    /// more, as much. Of a budget of which the builder said nothing it asked for no admission.
+    /// Returns the bytes that the next load reserves: the builder's cost, or the measured bytes of
+    /// the last load if they are more. Zero in a budget for which the builder set no cost.
     fn cost(&self, state: &State<T>) -> Cost {
         let learned = state.measured.unwrap_or_default();
         let asks = |said: ByteSize, learned| if said.is_zero() { said } else { said.max(learned) };
@@ -298,12 +301,12 @@ impl<T: Send + Sync + 'static> Cell<T> {
         }
     }
 
-    /// When a load that begins now is given up.
+    /// Returns the deadline of a load that starts now.
     fn load_deadline(&self) -> Moment {
         self.parts.load_timeout.map_or(Moment::NEVER, |timeout| self.clock.now() + timeout)
     }
 
-    /// Runs the load of this number on this thread, off the lock, once this eviction made room.
+    /// Runs the load of this number on this thread, outside the lock, after the eviction made room.
     fn load(&self, number: u64, eviction: Option<Eviction>) {
         if let Some(loading) = lock(&self.state).loading(number) {
             loading.thread = Some(thread::current().id());
@@ -317,11 +320,11 @@ impl<T: Send + Sync + 'static> Cell<T> {
         self.end_load(number, loaded, self.clock.now() - start);
     }
 
-    /// Notes that the loader has returned: its load does not time out any more. Says whether it is
-    /// still wanted.
+    /// Records that the loader has returned, so that the load no longer times out. Returns `true`
+    /// if the value is still wanted.
     fn has_returned(&self, number: u64) -> bool {
         if !self.birth.is_here() {
-            return true; // the loader forked, and this is the child: nothing is taken apart here
+            return true; // the loader forked, and this is the child: nothing is cleaned up here
         }
         let mut state = lock(&self.state);
         let Some(loading) = state.loading(number) else { return false };
@@ -340,17 +343,17 @@ impl<T: Send + Sync + 'static> Cell<T> {
         let now = self.clock.now();
         let mut state = lock(&self.state);
         let Some(loading) = state.loading(number) else {
-            debug_assert!(loaded.is_err(), "a value that came too late was not taken apart");
+            debug_assert!(loaded.is_err(), "a late value was not cleaned up");
             state.hung -= 1;
             drop(state);
             let resource = &*self.parts.name;
-            log!(warn, target: "lowtide", resource, ?took, "a hung loader returned");
+            log!(warn, target: "lowtide", resource, ?took, "hung loader returned");
             return;
         };
         let mut permit = loading.permit.take();
         match loaded {
             Ok(value) => {
-                // A loader that hangs may hold memory in the same arena.
+                // A hung loader may hold memory in the same arena.
                 let held = held.filter(|_| state.hung == 0);
                 if let Some(permit) = &mut permit {
                     permit.settle_at(held.unwrap_or_default());
@@ -377,26 +380,25 @@ impl<T: Send + Sync + 'static> Cell<T> {
         state.phase = Phase::Failed { until, error };
     }
 
-    /// Gives up a load that has passed its timeout: releases its reservation and wakes those who
-    /// wait for it with the error. The thread that runs the loader goes on until that returns.
+    /// Gives up a load that exceeded its timeout: releases its reservation and wakes its waiters
+    /// with the error. The thread that runs the loader continues until the loader returns.
     fn give_up_hung_load(&self, now: Moment) {
         let mut state = lock(&self.state);
         let Phase::Loading(loading) = &mut state.phase else { return };
         if now < loading.deadline {
             return;
         }
-        // Before those who wait are woken: one of them may try again at once.
+        // Before the waiters are woken: one of them may try again at once.
         drop(loading.permit.take());
         state.hung += 1;
         let (hung, timeout) = (state.hung, self.parts.load_timeout.unwrap_or_default());
         self.fail(&mut state, LoadError::TimedOut { timeout, hung }, now);
         self.wake_all(state);
         let resource = &*self.parts.name;
-        log!(warn, target: "lowtide", resource, ?timeout, hung, "a load timed out");
+        log!(warn, target: "lowtide", resource, ?timeout, hung, "load timed out");
     }
 
-    /// Wakes whoever waits for the phase to change, after giving the lock up. A waker that panics
-    /// costs nobody else the wake-up.
+    /// Wakes all waiters after releasing the lock. A waker that panics does not affect the others.
     fn wake_all(&self, mut state: MutexGuard<'_, State<T>>) {
         let wakers = mem::take(&mut state.wakers);
         state.ring_drainers();
@@ -407,7 +409,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         }
     }
 
-    /// When it may be unloaded for idleness, or its load is to be given up.
+    /// Returns the time when the resource may be unloaded for idleness, or its load is given up.
     pub(super) fn next_due(&self) -> Moment {
         if !self.birth.is_here() {
             return Moment::NEVER;
@@ -435,7 +437,8 @@ impl<T: Send + Sync + 'static> Cell<T> {
         }
     }
 
-    /// Unloads it on this thread if nobody holds it and the reason allows it now; says whether.
+    /// Unloads the resource on this thread if it has no guards and the reason allows it now.
+    /// Returns `true` if it did.
     pub(super) fn unload_if(&self, reason: UnloadReason, due: Option<Moment>) -> bool {
         if !self.birth.is_here() {
             return false;
@@ -450,7 +453,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
                 return false;
             }
         }
-        // Who waits is about to use it; only those who insist do not mind.
+        // A waiter is about to use it. Idleness checks this in `due`; other reasons ignore it.
         if reason == UnloadReason::Pressure {
             let stays_until = state.loaded_at + self.parts.min_residency;
             if state.waiting > 0 || self.clock.now() < stays_until {
@@ -464,7 +467,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         true
     }
 
-    /// Unloads it once nobody holds it.
+    /// Unloads the resource once it has no guards.
     pub(super) fn unload_within(
         &self,
         reason: UnloadReason,
@@ -474,7 +477,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         let deadline = self.clock.now() + patience;
         let bell = Bell::new();
         lock(&self.state).drainers.push(Arc::clone(&bell));
-        // Ends at the deadline at the latest: each turn waits until then, or for a change.
+        // Ends at the deadline at the latest: each iteration waits until then, or for a change.
         let found = loop {
             if self.unload_if(reason, None) {
                 break Ok(true);
@@ -502,10 +505,10 @@ impl<T: Send + Sync + 'static> Cell<T> {
         found
     }
 
-    /// Cleans up off the lock, releases the reservation, then lets new loads begin.
+    /// Cleans up outside the lock, releases the reservation, then allows new loads.
     fn take_apart(&self, loaded: Loaded<T>, reason: UnloadReason) {
         let Loaded { value, permit } = loaded;
-        // Only when it has ended: what it held is booked until it is gone.
+        // Only after the cleanup: its bytes stay reserved until they are released.
         self.take_apart_with(value, reason, || drop(permit));
     }
 
@@ -528,10 +531,10 @@ impl<T: Send + Sync + 'static> Cell<T> {
         self.wake_all(state);
     }
 
-    /// The one clean-up of every way out: what it gave back, or how it panicked.
+    /// Runs the cleanup. Returns the bytes released, or the panic's message.
     fn clean_up(&self, value: Arc<T>) -> Result<Option<Cost>, String> {
         let value = Arc::into_inner(value);
-        debug_assert!(value.is_some(), "a value is taken apart while it is held");
+        debug_assert!(value.is_some(), "a value is cleaned up while it is held");
         // The program's own code: it may close an arena, for example, which waits for the device.
         let _own = foreground();
         caught(|| value.and_then(|value| self.parts.take_apart(value)))
@@ -545,7 +548,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         }
     }
 
-    /// In a forked child, where another thread may have held the lock: its name and cost alone.
+    /// In a forked child, in which another thread may have held the lock: only the name and cost.
     pub(super) fn stats(&self) -> ResourceStats {
         if !self.birth.is_here() {
             return ResourceStats::unknown(Arc::clone(&self.parts.name), self.parts.cost);
@@ -579,7 +582,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         Err(AcquireError::Forked { name: Arc::clone(&self.parts.name) })
     }
 
-    /// As [`Cell::check_here`], for a thread that may have to wait for a load.
+    /// Like [`Cell::check_here`], for a thread that may have to wait for a load.
     pub(super) fn check_may_wait(&self) -> Result<(), AcquireError> {
         self.check_here()?;
         if is_unloading() {
@@ -604,7 +607,8 @@ impl<T> Drop for Cell<T> {
             return;
         };
         if !self.birth.is_here() {
-            // The parent's: what it would touch (a device, threads) is not in this process.
+            // It belongs to the parent: the device and threads that it would use do not exist in
+            // this process.
             let _ = ManuallyDrop::new((value, permit));
             return;
         }

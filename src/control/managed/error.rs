@@ -1,8 +1,8 @@
-//! Why a resource cannot be loaded, acquired or unloaded.
+//! The reasons why a resource cannot be loaded, acquired or unloaded.
 //!
 //! Values only; nothing is retried here.
 //!
-//! Invariant: an error is cloned to everyone who waited for the same load.
+//! Invariant: every waiter of a failed load gets a clone of its error.
 
 use std::error::Error;
 use std::io;
@@ -13,14 +13,14 @@ use thiserror::Error;
 
 use crate::control::rejected::Rejected;
 
-/// A load that failed.
+/// A failed load.
 #[derive(Clone, Debug, Error)]
 #[non_exhaustive]
 pub enum LoadError {
-    /// The loader said so.
+    /// The loader returned an error.
     #[error("{source}")]
     Failed {
-        /// What it said.
+        /// The error.
         source: Arc<dyn Error + Send + Sync>,
     },
     /// The loader panicked.
@@ -29,25 +29,25 @@ pub enum LoadError {
         /// The message of the panic.
         message: String,
     },
-    /// The loader did not return in time. Its reservation is released; its thread runs until the
-    /// loader returns, and what it returns is taken apart.
-    #[error("the loader did not return within {timeout:.1?}; loader threads that hang: {hung}")]
+    /// The loader did not return in time. Its reservation is released. Its thread runs until the
+    /// loader returns; the value is then cleaned up.
+    #[error("the loader timed out after {timeout:.1?}; hung loader threads: {hung}")]
     TimedOut {
         /// The timeout ([`ManagedBuilder::load_timeout`](super::ManagedBuilder::load_timeout)).
         timeout: Duration,
-        /// Threads of this resource that hung in its loader then, this one included.
+        /// The number of threads of this resource that hung in its loader, this one included.
         hung: usize,
     },
-    /// No thread could be started to load on.
-    #[error("no thread to load on: {kind}")]
+    /// No thread could be started for the load.
+    #[error("cannot start a loader thread: {kind}")]
     NoThread {
-        /// Why.
+        /// The operating system's error.
         kind: io::ErrorKind,
     },
 }
 
 impl LoadError {
-    /// The loader failed because of this: an error, or a text.
+    /// Creates [`LoadError::Failed`] from an error or a text.
     pub fn new(source: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
         Self::Failed { source: Arc::from(source.into()) }
     }
@@ -59,57 +59,57 @@ impl From<io::Error> for LoadError {
     }
 }
 
-/// A resource that could not be acquired.
+/// A failure to acquire a resource.
 #[derive(Clone, Debug, Error)]
 #[non_exhaustive]
 pub enum AcquireError {
-    /// Its load failed; it is tried again by whoever asks after the pause.
-    #[error("{name} could not be loaded ({error}); tried again in {retry_in:.1?} at the earliest")]
+    /// The load failed. The first call after the pause tries again.
+    #[error("cannot load {name}: {error}; next attempt in {retry_in:.1?} at the earliest")]
     Load {
-        /// The resource.
+        /// The name of the resource.
         name: Arc<str>,
-        /// Why.
+        /// The cause.
         error: LoadError,
-        /// How long the pause still lasts.
+        /// The remaining pause.
         retry_in: Duration,
     },
-    /// Its cost does not fit.
-    #[error("{name} does not fit: {rejected}")]
+    /// The cost does not fit.
+    #[error("cannot load {name}: {rejected}")]
     Rejected {
-        /// The resource.
+        /// The name of the resource.
         name: Arc<str>,
-        /// Why.
+        /// The cause.
         rejected: Rejected,
     },
-    /// It has been closed.
-    #[error("{name} has been closed")]
+    /// The resource has been closed.
+    #[error("{name} is closed")]
     Closed {
-        /// The resource.
+        /// The name of the resource.
         name: Arc<str>,
     },
-    /// It is being loaded by this very thread: its loader asks for itself.
-    #[error("the loader of {name} asks for {name}")]
+    /// The resource is being loaded by this thread: its loader acquires the resource itself.
+    #[error("the loader of {name} acquires {name}: expected no acquire of itself")]
     Recursive {
-        /// The resource.
+        /// The name of the resource.
         name: Arc<str>,
     },
-    /// An unload on this thread asks for it: it could wait for its own end.
-    #[error("cannot acquire {name} inside an unload: expected a call outside it")]
+    /// Called inside an unload function, which could wait for its own end.
+    #[error("cannot acquire {name} inside an unload function")]
     Unloading {
-        /// The resource.
+        /// The name of the resource.
         name: Arc<str>,
     },
-    /// It belongs to the process that this one was forked from.
-    #[error("{name} belongs to the process that this one was forked from")]
+    /// Called in a forked child: the resource belongs to the parent process.
+    #[error("{name} belongs to the parent process: forked children cannot use it")]
     Forked {
-        /// The resource.
+        /// The name of the resource.
         name: Arc<str>,
     },
 }
 
 impl AcquireError {
-    /// When it may be had, where that is known. A cost that can never fit and a resource that has
-    /// been closed have none: somebody has to act first.
+    /// Returns the time after which to retry, if known. `None` if a retry cannot succeed by itself,
+    /// such as for a cost that can never fit or a closed resource.
     #[must_use]
     pub const fn retry_after(&self) -> Option<Duration> {
         match self {
@@ -122,7 +122,7 @@ impl AcquireError {
         }
     }
 
-    /// Which of them it is, in a word.
+    /// Returns the kind of failure as one word, such as `load_failed`.
     #[must_use]
     pub const fn reason(&self) -> &'static str {
         match self {
@@ -136,50 +136,50 @@ impl AcquireError {
     }
 }
 
-/// A resource that could not be added to a registry.
+/// A failure to add a resource to a registry.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum AddError {
-    /// Every place is taken.
-    #[error("{max} resources are registered: expected fewer")]
+    /// The registry is full.
+    #[error("cannot register another resource: limit {max}")]
     Full {
-        /// How many there may be.
+        /// The largest number of resources.
         max: usize,
     },
-    /// The name is taken: the two would be one in metrics.
-    #[error("a resource called {name:?} is registered already: expected another name")]
+    /// The name is taken. In metrics the two could not be distinguished.
+    #[error("a resource named {name:?} is already registered")]
     Duplicate {
         /// The name.
         name: String,
     },
-    /// Called in a forked child, where nobody would unload it.
-    #[error("a forked child cannot register resources: start a Memory of its own")]
+    /// Called in a forked child, which has no worker to unload the resource.
+    #[error("cannot register a resource in a forked child: start a new Memory")]
     Forked,
 }
 
-/// A resource that could not be unloaded.
+/// A failure to unload a resource.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum UnloadError {
-    /// It was still used, or still loading, when the time was up; it stays loaded.
+    /// The resource was still in use or loading when the wait ended. It stays loaded.
     #[error(
-        "{name} was not idle within {waited:.1?}: {guards} guard{}, {waiting} waiting",
+        "{name} is still in use after {waited:.1?}: {guards} guard{}, {waiting} waiting",
         if *guards == 1 { "" } else { "s" }
     )]
     Busy {
-        /// The resource.
+        /// The name of the resource.
         name: Arc<str>,
-        /// Guards that are held.
+        /// The number of guards held.
         guards: usize,
-        /// Callers that wait for it.
+        /// The number of callers that wait for it.
         waiting: usize,
-        /// How long was waited.
+        /// The time waited.
         waited: Duration,
     },
-    /// It belongs to the process that this one was forked from.
-    #[error("{name} belongs to the process that this one was forked from")]
+    /// Called in a forked child: the resource belongs to the parent process.
+    #[error("{name} belongs to the parent process: forked children cannot use it")]
     Forked {
-        /// The resource.
+        /// The name of the resource.
         name: Arc<str>,
     },
 }
@@ -196,7 +196,7 @@ mod tests {
             waiting: 0,
             waited: Duration::from_nanos(249_915_449),
         };
-        let text = "model was not idle within 249.9ms: 1 guard, 0 waiting";
+        let text = "model is still in use after 249.9ms: 1 guard, 0 waiting";
         assert_eq!(busy(1).to_string(), text);
         assert!(busy(2).to_string().contains(": 2 guards,"));
         let failed = AcquireError::Load {
@@ -204,7 +204,7 @@ mod tests {
             error: LoadError::new("planted"),
             retry_in: Duration::from_nanos(249_915_449),
         };
-        assert!(failed.to_string().contains("again in 249.9ms at"), "{failed}");
+        assert!(failed.to_string().contains("attempt in 249.9ms at"), "{failed}");
         assert_eq!(failed.retry_after(), Some(Duration::from_nanos(249_915_449)));
     }
 }

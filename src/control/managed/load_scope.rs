@@ -1,9 +1,9 @@
-//! What a resource's load and clean-up run within, such as a heap arena of its own.
+//! Scopes within which a resource's loads and cleanups run, such as a separate heap arena.
 //!
-//! It knows neither the resource nor what the enclosure is; it only hands the one to the other.
+//! It knows neither the resource nor what the scope does; it only connects the two.
 //!
-//! Invariant: a load is run at most once by a call, a clean-up exactly once; a value that came too
-//! late is taken apart before `load` returns, within the same enclosure.
+//! Invariant: one call runs a load at most once and a cleanup exactly once. A value that came too
+//! late is cleaned up before `load` returns, within the same scope.
 
 use std::cell::Cell;
 
@@ -13,27 +13,28 @@ use crate::sync::caught;
 use super::error::LoadError;
 use super::parts::Parts;
 
-/// What a resource's load and clean-up run within; it may do something before and after them on the
-/// thread that they run on.
+/// A scope within which a resource's loads and cleanups run. It may act before and after them, on
+/// the thread that they run on.
 ///
-/// A load and the clean-up of what it loaded come in turns. They may be on different threads. After
-/// a load that failed, or panicked, comes the next load. A load that timed out
-/// ([`ManagedBuilder::load_timeout`](super::ManagedBuilder::load_timeout)) may still run while
-/// later ones come and go; it keeps nothing.
+/// A load and the cleanup of its value alternate. They may run on different threads. A load that
+/// failed or panicked is followed by the next load. A load that timed out
+/// ([`ManagedBuilder::load_timeout`](super::ManagedBuilder::load_timeout)) may still run during
+/// later ones; it keeps nothing.
 pub trait LoadScope: Send + Sync {
-    /// Runs a load before it returns. `load` returns whether there is something to keep: not after
-    /// a failure, and not if the load timed out, for then its value has been taken apart already.
+    /// Runs a load before it returns. `load` returns `true` if there is a value to keep: not after
+    /// a failure, and not if the load timed out, since its value has then been cleaned up already.
     ///
     /// # Errors
-    /// Why it was not run.
+    /// The reason why the load was not run.
     fn load(&self, load: &mut dyn FnMut() -> bool) -> Result<(), LoadError>;
 
-    /// Runs a clean-up, before it returns; one that it does not run is run after it. Says what went
-    /// with it, where it can tell; nothing of a budget of which it cannot.
+    /// Runs a cleanup before it returns; a cleanup that it does not run is run afterwards. Returns
+    /// the bytes that it released, if the scope can measure them; zero for a budget that it cannot
+    /// measure.
     fn unload(&self, unload: &mut dyn FnMut()) -> Option<Cost>;
 
-    /// What it holds now, where it can tell: asked after each load. Nothing of a budget of which it
-    /// cannot.
+    /// Returns the bytes held now, if the scope can measure them; zero for a budget that it cannot
+    /// measure. Called after each load.
     fn held(&self) -> Option<Cost> {
         None
     }
@@ -60,15 +61,15 @@ impl Drop for Unloading {
     }
 }
 
-/// Whether this thread is inside an unload. One that acquires there could wait for itself: for a
+/// Returns `true` inside an unload on this thread. Acquiring there could wait for itself: for a
 /// resource whose load waits for the room that this unload makes.
 pub(super) fn is_unloading() -> bool {
     UNLOADING.get()
 }
 
 impl<T> Parts<T> {
-    /// Loads on this thread. Asks when the loader has returned whether its value is still wanted,
-    /// and takes it apart otherwise.
+    /// Loads on this thread. After the loader has returned, checks if its value is still wanted,
+    /// and cleans it up otherwise.
     pub(super) fn load(&self, is_wanted: impl Fn() -> bool) -> Result<T, LoadError> {
         let mut loaded = None;
         let mut load = || {
@@ -83,7 +84,7 @@ impl<T> Parts<T> {
                 load();
             }
         }
-        loaded.unwrap_or_else(|| Err(LoadError::new("its enclosure did not run the loader")))
+        loaded.unwrap_or_else(|| Err(LoadError::new("the load scope did not run the loader")))
     }
 
     fn load_if(&self, is_wanted: impl Fn() -> bool) -> Result<T, LoadError> {
@@ -91,13 +92,13 @@ impl<T> Parts<T> {
         if is_wanted() {
             return loaded;
         }
-        // Nobody sees this error: those who waited got theirs when the load timed out.
+        // No caller sees this error: the waiters got theirs when the load timed out.
         let _inside = Unloading::begin();
         let _ = caught(|| loaded.map(|value| (self.unload)(value)));
-        Err(LoadError::new("the load had timed out"))
+        Err(LoadError::new("the load timed out"))
     }
 
-    /// Takes what was loaded apart, on this thread; what went with it, where that was measured.
+    /// Cleans up a value on this thread. Returns the bytes released, if measured.
     pub(super) fn take_apart(&self, value: T) -> Option<Cost> {
         let _inside = Unloading::begin();
         let mut value = Some(value);

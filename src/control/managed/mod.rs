@@ -1,22 +1,22 @@
-//! `Managed<T>`: something costly that is loaded on first use and unloaded when it has been idle.
+//! `Managed<T>`: a costly resource that is loaded on first use and unloaded when it has been idle.
 //!
-//! One load at a time whoever asks; never two copies, since those who come while it is unloaded
-//! wait for the end of that; its cost is booked before the load and given back after the clean-up.
-//! A load that has no room evicts idle ones (see [`Resources::evict_for`]), or is rejected.
-//! Idleness counts from the release of the last guard. Loading and clean-up run off every lock, and
-//! a panic in either is caught. It starts no thread that stays and knows no async runtime: the
-//! future of [`Managed::acquire`] loads on a thread of its own, and dropping it does not stop the
-//! load.
+//! Concurrent callers share one load, and there are never two copies: callers that arrive during an
+//! unload wait for its end. The cost is reserved before the load and released after the cleanup. A
+//! load that has no room evicts idle resources (see [`Resources::evict_for`]) or is rejected. Idle
+//! time counts from the release of the last guard. Loading and cleanup run outside every lock, and
+//! a panic in either is caught. The module starts no permanent thread and needs no async runtime:
+//! the future of [`Managed::acquire`] loads on a thread of its own, and dropping it does not stop
+//! the load.
 //!
-//! It does not decide when to unload: whoever calls [`Resource::unload_if_due`] gives the time.
+//! It does not decide when to unload: the caller of [`Resource::unload_if_due`] supplies the time.
 //!
 //! States: `Empty -> Loading -> Ready -> Unloading -> Empty`, and `Loading -> Failed -> Loading`
-//! after a pause that doubles. A load that takes longer than its timeout fails, though its loader
-//! still runs.
+//! after a pause that doubles. A load that exceeds its timeout fails, although its loader still
+//! runs.
 //!
-//! Invariants: `guards > 0 => Ready`; `copies of T <= 1`, apart from those that loaders return
-//! after their timeout and that are taken apart at once; `booked cost > 0 <=> Loading, Ready or
-//! Unloading`, or handed to the load that evicted it.
+//! Invariants: `guards > 0 => Ready`; `copies of T <= 1`, except values that loaders return after
+//! their timeout, which are cleaned up at once;
+//! `reserved cost > 0 <=> Loading, Ready or Unloading`, or handed to the load that evicted it.
 
 mod cell;
 mod error;
@@ -46,20 +46,20 @@ pub use error::{AcquireError, AddError, LoadError, UnloadError};
 pub use load_scope::LoadScope;
 pub use resource::{Resource, ResourceStats, Resources, UnloadReason, Unloads};
 
-/// The time a load may take by default: enough for 60 GiB at 100 MiB/s. A guess.
+/// The default load timeout: enough for 60 GiB at 100 MiB/s. A guess.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// How long to wait after a failed load: doubled with each failure in a row.
+/// The pause after a failed load. It doubles with each failure in a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Backoff {
-    /// After the first failure.
+    /// The pause after the first failure.
     pub first: Duration,
-    /// At most.
+    /// The longest pause.
     pub max: Duration,
 }
 
 impl Backoff {
-    /// The pause after this many failures in a row; none after none.
+    /// Returns the pause after this many failures in a row; zero after none.
     #[must_use]
     pub fn pause(self, failures: u32) -> Duration {
         let Some(doublings) = failures.checked_sub(1) else { return Duration::ZERO };
@@ -69,90 +69,95 @@ impl Backoff {
 }
 
 impl Default for Backoff {
-    /// 250 ms to 30 s: a guess.
+    /// 250 ms to 30 s. A guess.
     fn default() -> Self {
         Self { first: Duration::from_millis(250), max: Duration::from_secs(30) }
     }
 }
 
-/// Builds a [`Managed`].
+/// A builder for a [`Managed`].
 pub struct ManagedBuilder<T: Send + Sync + 'static> {
     parts: Parts<T>,
 }
 
 impl<T: Send + Sync + 'static> ManagedBuilder<T> {
-    /// Unload after this long without use. Without it, it stays until asked or under pressure.
+    /// Sets the idle time after which the resource is unloaded. Without it, the resource stays
+    /// until it is unloaded explicitly or under pressure.
     #[must_use]
     pub fn idle(mut self, idle: Duration) -> Self {
         self.parts.idle = Some(idle);
         self
     }
 
-    /// Keep it at least this long after a load, so that it does not come and go; zero by default.
-    /// Holds for idleness, pressure and eviction, not for who asks.
+    /// Sets the minimum time that the resource stays after a load, so that it is not loaded and
+    /// unloaded in turns. Default: zero. Applies to idleness, pressure and eviction, not to an
+    /// explicit unload.
     #[must_use]
     pub fn min_residency(mut self, time: Duration) -> Self {
         self.parts.min_residency = time;
         self
     }
 
-    /// What it holds while it is loaded; booked before the load, which is refused where that does
-    /// not fit. Where it was found to hold more of the host's memory the last time, that is booked.
+    /// Sets the bytes that the resource holds while it is loaded. They are reserved before the
+    /// load, which is rejected if they do not fit. If the resource was measured to hold more host
+    /// memory the last time, that amount is reserved.
     ///
-    /// Nothing by default: no load is refused for its size then, and what it is found to hold is
-    /// booked once it is there.
+    /// Default: zero. Then no load is rejected for its size, and the measured bytes are reserved
+    /// after the load.
     #[must_use]
     pub fn cost(mut self, cost: Cost) -> Self {
         self.parts.cost = cost;
         self
     }
 
-    /// How long to wait after failed loads.
+    /// Sets the pause after failed loads.
     #[must_use]
     pub fn backoff(mut self, backoff: Backoff) -> Self {
         self.parts.backoff = backoff;
         self
     }
 
-    /// The time a load may take, 10 minutes by default; [`Duration::ZERO`] for no timeout.
+    /// Sets the time that a load may take. Default: 10 minutes; [`Duration::ZERO`] disables the
+    /// timeout.
     ///
-    /// When it is over, those who wait get [`LoadError::TimedOut`], the reservation of the load is
-    /// released, and the next load may start after the [backoff](Self::backoff). A thread cannot be
-    /// stopped: the loader runs on until it returns. What it returns then goes through
-    /// [`unload`](Self::unload) on its own thread and never becomes the value of another load. At
-    /// most 2 threads of a resource hang in its loader; until one of them returns, no further load
-    /// starts and acquiring fails at once.
+    /// After the timeout, waiting callers get [`LoadError::TimedOut`], the reservation of the load
+    /// is released, and the next load may start after the [backoff](Self::backoff). A thread cannot
+    /// be stopped: the loader runs until it returns. The value that it then returns goes through
+    /// [`unload`](Self::unload) on the same thread and never becomes the value of another load. At
+    /// most 2 threads of a resource can hang in its loader. Until one of them returns, no further
+    /// load starts and acquiring fails at once.
     ///
-    /// The timeout is noticed by a call of [`Resource::unload_if_due`], such as the worker's of a
-    /// [`Memory`](crate::Memory) for registered resources.
+    /// The timeout is detected by a call of [`Resource::unload_if_due`]. The worker of a
+    /// [`Memory`](crate::Memory) makes this call for registered resources.
     #[must_use]
     pub fn load_timeout(mut self, timeout: Duration) -> Self {
         self.parts.load_timeout = (!timeout.is_zero()).then_some(timeout);
         self
     }
 
-    /// How to take it apart; by default it is dropped. Every way out runs it, once for each load.
+    /// Sets the cleanup function. By default the value is dropped. It runs exactly once for each
+    /// loaded value, however the value is unloaded.
     ///
-    /// For idleness and pressure it runs on the one worker: until it ends nothing else is purged,
-    /// unloaded or published, and who asks for the resource waits. To make room for others it runs
-    /// on a thread of its own, and they wait for at most 30 s. Let it be short, and bound what it
-    /// waits for. Inside it resources cannot be acquired: that is [`AcquireError::Unloading`].
+    /// For idleness and pressure it runs on the one worker: until it returns, nothing else is
+    /// purged, unloaded or published, and callers that acquire the resource wait. For an eviction
+    /// it runs on a thread of its own, and the load waits for at most 30 s. Keep it short, and
+    /// bound its waits. It cannot acquire resources: that returns [`AcquireError::Unloading`].
     #[must_use]
     pub fn unload(mut self, unload: impl Fn(T) + Send + Sync + 'static) -> Self {
         self.parts.unload = Box::new(unload);
         self
     }
 
-    /// What loads and clean-ups run within, such as a heap arena of its own; nothing by default, or
-    /// with `None`.
+    /// Sets the scope within which loads and cleanups run, such as a separate heap arena. Default:
+    /// `None`.
     #[must_use]
     pub fn load_scope(mut self, load_scope: Option<Arc<dyn LoadScope>>) -> Self {
         self.parts.load_scope = load_scope;
         self
     }
 
-    /// Builds the resource, which is not loaded yet. It does not keep the `Memory` running that
-    /// `admission` belongs to.
+    /// Builds the resource, which is not loaded yet. It does not keep the `Memory` of `admission`
+    /// running.
     #[must_use]
     pub fn build(self, clock: Arc<dyn Clock>, admission: Option<Admission>) -> Managed<T> {
         let admission = admission.map(|admission| admission.unkept());
@@ -166,8 +171,7 @@ impl<T: Send + Sync + 'static> fmt::Debug for ManagedBuilder<T> {
     }
 }
 
-/// A resource that is there while it is used, and goes when it is not. Cheap to clone; all clones
-/// are one.
+/// A resource that is loaded while it is in use. Cheap to clone; all clones share one resource.
 ///
 /// ```
 /// use std::{sync::Arc, time::Duration};
@@ -190,10 +194,12 @@ pub struct Managed<T: Send + Sync + 'static> {
 }
 
 impl<T: Send + Sync + 'static> Managed<T> {
-    /// A resource of this name, loaded by `loader`, which may be called again after an unload or a
-    /// failure and must not ask for the resource itself: that is [`AcquireError::Recursive`]. Nor
-    /// may it ask for one whose loader asks for this one: where two threads begin with one each,
-    /// both wait for ever. Only the former is noticed.
+    /// Creates a builder for a resource of this name.
+    ///
+    /// `loader` may be called again after an unload or a failure. It must not acquire the resource
+    /// itself: that returns [`AcquireError::Recursive`]. It must also not acquire a resource whose
+    /// loader acquires this one: two threads that start with one each wait for each other forever,
+    /// and this is not detected.
     pub fn builder(
         name: impl Into<Arc<str>>,
         loader: impl Fn() -> Result<T, LoadError> + Send + Sync + 'static,
@@ -201,19 +207,19 @@ impl<T: Send + Sync + 'static> Managed<T> {
         ManagedBuilder { parts: Parts::new(name.into(), Box::new(loader)) }
     }
 
-    /// Its name.
+    /// Returns the name.
     #[must_use]
     pub fn name(&self) -> &str {
         self.cell.name()
     }
 
-    /// Returns a guard. Runs the loader on this thread if the resource is not loaded and no other
-    /// thread loads it, else waits for that load. Blocks for as long as the load, or the clean-up
-    /// of the copy before, takes.
+    /// Acquires a guard. Runs the loader on this thread if the resource is not loaded and no other
+    /// thread loads it, otherwise waits for that load. Blocks for the duration of the load, or of
+    /// the cleanup of the previous copy.
     ///
-    /// Do not call it on a thread of an async runtime: nothing detects that, and the thread serves
-    /// no other task meanwhile. With as many such calls as the runtime has workers all tasks stand
-    /// still. Use [`Managed::acquire`] there, or the runtime's pool for blocking work
+    /// Do not call it on a thread of an async runtime: this is not detected, and the thread serves
+    /// no other task meanwhile. With as many such calls as the runtime has workers, all tasks stop.
+    /// Use [`Managed::acquire`] there, or the runtime's pool for blocking work
     /// (`tokio::task::spawn_blocking`).
     ///
     /// The caller that runs the loader itself is not interrupted by the
@@ -221,51 +227,53 @@ impl<T: Send + Sync + 'static> Managed<T> {
     ///
     /// # Panics
     /// A panic of the loader is caught and becomes [`LoadError::Panicked`]. With `panic = "abort"`
-    /// in the profile of the binary nothing can be caught: such a panic ends the process.
+    /// in the profile of the binary it cannot be caught and ends the process.
     ///
     /// # Errors
-    /// [`AcquireError`]: all who waited for a load that fails get its error.
+    /// [`AcquireError`]. All callers that waited for a failed load get its error.
     pub fn acquire_blocking(&self) -> Result<Use<T>, AcquireError> {
         self.cell.acquire_blocking().map(|value| self.guard(value, true))
     }
 
-    /// A guard, once it is loaded; where nobody loads yet, a thread is started that does. Dropping
-    /// the future gives up waiting, not the load. Some tens of nanoseconds when loaded.
+    /// Waits for the resource to be loaded and returns a guard. If no load is running, starts one
+    /// on a new thread. Dropping the future stops waiting, not the load. Takes some tens of
+    /// nanoseconds if the resource is loaded.
     #[must_use = "futures do nothing unless polled"]
     pub fn acquire(&self) -> Acquire<T> {
         Acquire { ticket: Ticket::new(Arc::clone(&self.cell)) }
     }
 
-    /// A guard if it is loaded now.
+    /// Returns a guard if the resource is loaded now.
     #[must_use]
     pub fn try_acquire(&self) -> Option<Use<T>> {
         self.cell.try_acquire().map(|value| self.guard(value, true))
     }
 
-    /// As [`Managed::try_acquire`], but it does not count as use: the idle time runs on.
+    /// Like [`Managed::try_acquire`], but does not count as use: the idle time continues.
     #[must_use]
     pub fn peek(&self) -> Option<Use<T>> {
         self.cell.try_acquire().map(|value| self.guard(value, false))
     }
 
-    /// Starts to load it on a thread of its own where it is not loaded, and does not wait.
+    /// Starts a load on a new thread if the resource is not loaded. Does not wait.
     ///
     /// # Errors
-    /// [`AcquireError`] where it may not be loaded now.
+    /// [`AcquireError`] if the resource may not be loaded now.
     pub fn warm(&self) -> Result<(), AcquireError> {
         Cell::warm(&self.cell)
     }
 
-    /// Unloads it on this thread once nobody holds it. Those who ask meanwhile are not kept waiting
-    /// for that; while traffic never pauses it stays. `Ok(false)` where it was not loaded.
+    /// Unloads the resource on this thread as soon as it has no guards, and returns `false` if it
+    /// was not loaded. New callers still get guards meanwhile, so that under constant traffic the
+    /// resource stays loaded.
     ///
     /// # Errors
-    /// [`UnloadError::Busy`] where it is still held or loading when `wait` is over.
+    /// [`UnloadError::Busy`] if the resource is still in use or loading when `wait` is over.
     pub fn unload_now(&self, wait: Duration) -> Result<bool, UnloadError> {
         self.cell.unload_within(UnloadReason::Asked, wait)
     }
 
-    /// Wraps a value whose guard is counted already.
+    /// Wraps a value whose guard is already counted.
     fn guard(&self, value: Arc<T>, counts: bool) -> Use<T> {
         Use { value, _stamp: Stamp { cell: Arc::clone(&self.cell), counts } }
     }
@@ -314,8 +322,8 @@ impl<T: Send + Sync + 'static> Resource for Managed<T> {
     }
 }
 
-/// A guard: while it lives the resource stays loaded.
-#[must_use = "dropping it lets the resource go"]
+/// A guard. The resource stays loaded while a guard lives.
+#[must_use = "the resource may be unloaded when the guard is dropped"]
 pub struct Use<T: Send + Sync + 'static> {
     // Dropped in this order: the value's count goes down before the guard's.
     value: Arc<T>,
@@ -336,7 +344,7 @@ impl<T: Send + Sync + fmt::Debug + 'static> fmt::Debug for Use<T> {
     }
 }
 
-/// Ends a guard and stamps the time.
+/// Ends a guard and records the time.
 struct Stamp<T: Send + Sync + 'static> {
     cell: Arc<Cell<T>>,
     counts: bool,

@@ -1,6 +1,6 @@
-//! What a resource is made of: collected by its builder, kept by its cell.
+//! The configuration of a resource, collected by its builder and kept by its cell.
 //!
-//! Plain values, two closures and what they run within; it loads and unloads nothing.
+//! Plain values, two closures and the load scope. It loads and unloads nothing.
 //!
 //! Invariant: nothing in it changes once the cell has it.
 
@@ -16,7 +16,7 @@ use super::{Backoff, LOAD_TIMEOUT};
 type Loader<T> = Box<dyn Fn() -> Result<T, LoadError> + Send + Sync>;
 type Unloader<T> = Box<dyn Fn(T) + Send + Sync>;
 
-/// What a builder collects.
+/// The values that a builder collects.
 pub(super) struct Parts<T> {
     pub(super) name: Arc<str>,
     pub(super) loader: Loader<T>,

@@ -1,9 +1,9 @@
-//! Resources as the control loop sees them: when one is due, and unloading it; nothing of its type.
+//! Resources of any type, as the control loop uses them: when one is due, and how to unload it.
 //!
-//! The loop decides and the worker unloads. This file loads nothing.
+//! The loop decides and the worker unloads. Nothing is loaded here.
 //!
-//! Invariant: `next_due` of a registry is the least of its members', and a member that is
-//! guarded has none.
+//! Invariant: `next_due` of a registry is the earliest of its members', and a member with guards
+//! has none.
 
 use std::fmt;
 use std::sync::{Arc, Weak};
@@ -21,18 +21,18 @@ use crate::sync::{Mutex, lock};
 
 use super::error::{AddError, UnloadError};
 
-/// Why a resource was unloaded.
+/// The reason why a resource was unloaded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum UnloadReason {
-    /// It was not used for its idle time.
+    /// The resource was not used for its idle time.
     Idle,
     /// Memory was short.
     Pressure,
     /// A load or a request had no room.
     Eviction,
-    /// Somebody asked for it.
+    /// An explicit unload was requested.
     Asked,
-    /// The service ends.
+    /// The service shut down.
     Shutdown,
 }
 
@@ -41,7 +41,7 @@ impl UnloadReason {
     pub const ALL: [Self; 5] =
         [Self::Idle, Self::Pressure, Self::Eviction, Self::Asked, Self::Shutdown];
 
-    /// Its label in metrics.
+    /// Returns the label in metrics.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -54,20 +54,20 @@ impl UnloadReason {
     }
 }
 
-/// How often a resource has been unloaded, by reason.
+/// The number of unloads of a resource, by reason.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Unloads {
     counts: [u64; UnloadReason::ALL.len()],
 }
 
 impl Unloads {
-    /// For this reason.
+    /// Returns the number of unloads for this reason.
     #[must_use]
     pub fn total(&self, reason: UnloadReason) -> u64 {
         self.counts.get(reason as usize).copied().unwrap_or(0)
     }
 
-    /// For all reasons.
+    /// Returns the number of unloads for all reasons.
     #[must_use]
     pub fn sum(&self) -> u64 {
         self.counts.iter().sum()
@@ -80,52 +80,52 @@ impl Unloads {
     }
 }
 
-/// What there is to know about a resource at one instant.
+/// The state and counters of a resource at one instant.
 #[derive(Clone, Debug)]
 pub struct ResourceStats {
-    /// Its name.
+    /// The name.
     pub name: Arc<str>,
-    /// Whether it is loaded.
+    /// `true` if the resource is loaded.
     pub loaded: bool,
-    /// Whether it is being loaded, be it that nobody waits for it.
+    /// `true` while the resource is being loaded, even if no caller waits for it.
     pub loading: bool,
-    /// Guards that are held.
+    /// The number of guards held.
     pub guards: usize,
-    /// Callers that wait for it.
+    /// The number of callers that wait for the resource.
     pub waiting: usize,
-    /// What its next load books: what its builder said, or what it was found to hold where that is
-    /// more and the builder said anything.
+    /// The bytes that the next load reserves: the cost set on the builder, or the measured bytes if
+    /// they are more and a cost was set.
     pub cost: Cost,
     /// Loads that succeeded.
     pub loads_ok_total: u64,
     /// Loads that failed.
     pub loads_failed_total: u64,
-    /// Loads that were not begun because the cost did not fit, or was shed by level.
+    /// Loads that were rejected because the cost did not fit, or by level.
     pub loads_refused_total: u64,
     /// Unloads, by reason.
     pub unloads: Unloads,
-    /// Clean-ups that panicked.
+    /// Cleanups that panicked.
     pub unload_panics_total: u64,
-    /// When its last guard was released; `None` before.
+    /// The time when the last guard was released; `None` before.
     pub last_used: Option<Moment>,
-    /// When it will be unloaded for idleness, if nobody uses it before; `None` while it is not
-    /// loaded, is used, or has no idle time.
+    /// The time when the resource will be unloaded for idleness unless it is used before; `None`
+    /// while it is not loaded, is in use, or has no idle time.
     pub due: Option<Moment>,
-    /// How long the last successful load took.
+    /// The duration of the last successful load.
     pub load_time: Duration,
-    /// How long the last clean-up took.
+    /// The duration of the last cleanup.
     pub unload_time: Duration,
-    /// What it held right after its last load, where its enclosure can tell: a heap arena of its
-    /// own can of the host's memory, a device arena of its own of the device's. Nothing of a budget
-    /// of which it cannot. If jemalloc does not serve C and C++ code (feature `interpose`), a load
-    /// that ran alone is also measured by the growth of the process.
+    /// The bytes held right after the last load, if the load scope can measure them: a separate
+    /// heap arena measures host memory, a separate device arena device memory. Zero for a budget
+    /// that is not measured. If jemalloc does not serve C and C++ code (feature `interpose`), a
+    /// load that ran alone is also measured by the growth of the process.
     pub measured: Option<Cost>,
-    /// What its unloads gave back in all, as far as its enclosure could tell.
+    /// The bytes released by all unloads, as far as the load scope could measure them.
     pub recovered_total: Cost,
 }
 
 impl ResourceStats {
-    /// What is known without a look at it.
+    /// Returns the statistics of a resource that cannot be inspected.
     pub(super) fn unknown(name: Arc<str>, cost: Cost) -> Self {
         Self {
             name,
@@ -151,40 +151,40 @@ impl ResourceStats {
 
 /// A resource of any type.
 pub trait Resource: Send + Sync {
-    /// Its name.
+    /// Returns the name.
     fn name(&self) -> &str;
 
-    /// When it may be unloaded for idleness, or when its load times out; [`Moment::NEVER`] while it
-    /// is neither loaded nor loading, is used, or has no such time. Does not allocate.
+    /// Returns the time when the resource may be unloaded for idleness, or when its load times out;
+    /// [`Moment::NEVER`] if neither applies. Does not allocate.
     fn next_due(&self) -> Moment;
 
-    /// Unloads it on the calling thread if it is due, and says whether it did. Gives up a load that
-    /// has timed out.
+    /// Unloads the resource on the calling thread if it is due, and returns `true` if it did. Also
+    /// gives up a load that has timed out.
     fn unload_if_due(&self, now: Moment) -> bool;
 
-    /// Unloads it on the calling thread if nobody holds it, and says whether it did. For pressure
-    /// only after its minimum residency.
+    /// Unloads the resource on the calling thread if it has no guards, and returns `true` if it
+    /// did. For pressure only after its minimum residency.
     fn unload(&self, reason: UnloadReason) -> bool;
 
-    /// Closes it for good and waits until it is unloaded.
+    /// Closes the resource permanently and waits until it is unloaded.
     ///
     /// # Errors
-    /// [`UnloadError::Busy`] where it is still held when `wait` is over.
+    /// [`UnloadError::Busy`] if the resource is still in use when `wait` is over.
     fn close(&self, wait: Duration) -> Result<(), UnloadError>;
 
-    /// What there is to know about it; in a forked child its name and cost alone.
+    /// Returns the state and counters; in a forked child only the name and cost.
     fn stats(&self) -> ResourceStats;
 
-    /// Whether it may be evicted, now or after its minimum residency, to make room for others. By
-    /// default never.
+    /// Returns how the resource may be evicted to make room for others, now or after its minimum
+    /// residency. Default: never.
     #[doc(hidden)]
     fn idle(&self) -> Option<Idle> {
         None
     }
 }
 
-/// The resources of a service. Cheap to clone; all clones are one. In a forked child there are
-/// none, and none can be added.
+/// The registry of a service's resources. Cheap to clone; all clones share one list. In a forked
+/// child it is empty, and none can be added.
 #[derive(Clone)]
 pub struct Resources {
     list: Arc<Mutex<Vec<Arc<dyn Resource>>>>,
@@ -192,20 +192,20 @@ pub struct Resources {
 }
 
 impl Resources {
-    /// How many resources there may be.
+    /// The largest number of resources: 1024.
     pub const MAX: usize = 1024;
 
-    /// None yet.
+    /// Creates an empty registry.
     #[must_use]
     pub fn new() -> Self {
         Self { list: Arc::default(), birth: Birth::now() }
     }
 
-    /// Adds one. It stays, and so its name is taken, as long as this registry.
+    /// Adds a resource. It stays, and its name is taken, as long as the registry exists.
     ///
     /// # Errors
-    /// [`AddError`] where there are [`Resources::MAX`] already, or one of that name, or in a forked
-    /// child; nothing happens then.
+    /// [`AddError`] if there are already [`Resources::MAX`], if the name is taken, or in a forked
+    /// child. Nothing is added then.
     pub fn add(&self, resource: Arc<dyn Resource>) -> Result<(), AddError> {
         if !self.birth.is_here() {
             return Err(AddError::Forked);
@@ -221,13 +221,13 @@ impl Resources {
         Ok(())
     }
 
-    /// All of them, in the order in which they were added.
+    /// Returns all resources, in the order in which they were added.
     #[must_use]
     pub fn all(&self) -> Vec<Arc<dyn Resource>> {
         if self.birth.is_here() { lock(&self.list).clone() } else { Vec::new() }
     }
 
-    /// When the next one is due. Does not allocate; costs a look at each.
+    /// Returns the time when the next resource is due. Does not allocate; checks each resource.
     #[must_use]
     pub fn next_due(&self) -> Moment {
         if !self.birth.is_here() {
@@ -237,7 +237,7 @@ impl Resources {
         list.iter().map(|resource| resource.next_due()).min().unwrap_or(Moment::NEVER)
     }
 
-    /// Returns how many loads have succeeded. Does not allocate; costs a look at each resource.
+    /// Returns the number of loads that succeeded. Does not allocate; checks each resource.
     pub(crate) fn loads_total(&self) -> u64 {
         if !self.birth.is_here() {
             return 0;
@@ -245,22 +245,22 @@ impl Resources {
         lock(&self.list).iter().map(|resource| resource.stats().loads_ok_total).sum()
     }
 
-    /// Unloads those that are due, on the calling thread, and says how many were.
+    /// Unloads the resources that are due, on the calling thread, and returns their number.
     pub fn unload_due(&self, now: Moment) -> usize {
         self.all().iter().filter(|resource| resource.unload_if_due(now)).count()
     }
 
-    /// Has this admission evict idle resources of this registry before it rejects for want of room:
-    /// loads of resources that are built with it, and requests, which are rejected with the time
-    /// that the unloads take and find the room when they come again.
+    /// Lets `admission` evict idle resources of this registry if a load or a request does not fit.
+    /// A load waits for the room. A request is rejected, with the time that the unloads take, and
+    /// finds the room when it retries.
     ///
-    /// Resources are unloaded in one step: as few as make enough room, those first that cost least
-    /// to load again, or none. Evicted are resources that are not in use or waited for, are booked
-    /// with this admission, and are past their minimum residency, however short they have been
-    /// idle. What they had booked stays booked until they are gone; then it is the load's.
+    /// Resources are unloaded in one step: as few as make enough room, those that cost least to
+    /// load again first, or none. Candidates are resources that are not in use or waited for, are
+    /// reserved with this admission, and are past their minimum residency, however short they have
+    /// been idle. Their reservations stay until they are unloaded and then pass to the load.
     ///
-    /// The unloads run on threads that end with them. When those of one step have ended, `after` is
-    /// called on one of those threads, before the room is used: the place to purge the heap.
+    /// The unloads run on temporary threads. When the unloads of one step have ended, `after` is
+    /// called on one of those threads, before the room is used. Purge the heap there.
     ///
     /// The registry is not kept alive. A second call replaces the first.
     pub fn evict_for(
@@ -273,8 +273,8 @@ impl Resources {
         admission.set_evictor(Evictor::new(Box::new(pool), clock, Box::new(after)));
     }
 
-    /// A reclaimer that unloads idle resources at level high: first those whose return costs least
-    /// for what they hold, `bytes x idle time / load time`.
+    /// Returns a reclaimer that unloads idle resources from level high, those first that are
+    /// cheapest to load again for their size: `bytes x idle time / load time`.
     #[must_use]
     pub fn reclaimer(&self, budget: Budget) -> Arc<dyn Reclaim> {
         Arc::new(IdleResources { resources: self.clone(), budget })
@@ -294,7 +294,7 @@ impl fmt::Debug for Resources {
     }
 }
 
-/// Resources that it does not keep.
+/// A registry that is not kept alive.
 struct WeakResources {
     list: Weak<Mutex<Vec<Arc<dyn Resource>>>>,
     birth: Birth,
@@ -308,12 +308,12 @@ impl Pool for WeakResources {
     }
 }
 
-/// By how much it is better to unload this than another: the larger, the sooner.
+/// Returns the score of a resource: the larger, the sooner it is unloaded.
 pub(super) fn score(bytes: ByteSize, idle: Duration, load: Duration) -> f64 {
     bytes.as_f64() * idle.as_secs_f64() / load.max(Duration::from_millis(1)).as_secs_f64()
 }
 
-/// Unloads what is idle until enough is recovered.
+/// Unloads idle resources until enough is recovered.
 #[derive(Debug)]
 struct IdleResources {
     resources: Resources,
@@ -321,7 +321,7 @@ struct IdleResources {
 }
 
 impl IdleResources {
-    /// What it holds: what it was found to, or what it was said to where that is more.
+    /// Returns the bytes that it holds: the measured ones, or the declared cost if that is more.
     fn bytes(&self, stats: &ResourceStats) -> ByteSize {
         self.part_of(stats.cost).max(self.part_of(stats.measured.unwrap_or_default()))
     }
@@ -333,14 +333,14 @@ impl IdleResources {
         }
     }
 
-    /// What an unload gave back: what was measured of it, or what was booked.
+    /// Returns the bytes that an unload released: the measured ones, or else the reservation.
     fn given_back(&self, before: &ResourceStats, after: &ResourceStats) -> ByteSize {
         let total = |stats: &ResourceStats| self.part_of(stats.recovered_total);
         let measured = total(after).saturating_sub(total(before));
         if measured.is_zero() { self.bytes(before) } else { measured }
     }
 
-    /// The larger, the sooner it goes.
+    /// Returns the score: the larger, the sooner it is unloaded.
     fn score(&self, stats: &ResourceStats, now: Moment) -> f64 {
         let idle = now - stats.last_used.unwrap_or(Moment::ORIGIN);
         score(self.bytes(stats), idle, stats.load_time)

@@ -1,9 +1,9 @@
-//! A future's place among those who wait for a resource.
+//! The place of a future among the waiters for a resource.
 //!
-//! It polls the cell and leaves its task's waker there, replaced at each poll and taken back when
-//! the future is dropped. It does not load: where it is the first, it has a thread started.
-//! Wakers are dropped off the lock, because dropping one may drop a task that holds a guard of the
-//! same cell.
+//! It polls the cell and leaves its task's waker there. The waker is replaced at each poll and
+//! removed when the future is dropped. It does not load: the first waiter starts a thread for that.
+//! Wakers are dropped outside the lock, because dropping one may drop a task that holds a guard of
+//! the same cell.
 //!
 //! Invariant: `waits is some <=> it is counted in waiting`; it has at most one waker in the cell.
 
@@ -16,10 +16,10 @@ use crate::sync::{caught, lock};
 use super::cell::{Cell, State, Step};
 use super::error::AcquireError;
 
-/// A future's place among those who wait.
+/// The place of a future among the waiters.
 pub(super) struct Ticket<T: Send + Sync + 'static> {
     cell: Arc<Cell<T>>,
-    /// Its key among the wakers, and the failures that it had seen when it came.
+    /// Its key among the wakers, and the number of failures seen when it arrived.
     waits: Option<(u64, u64)>,
 }
 
@@ -28,7 +28,7 @@ impl<T: Send + Sync + 'static> Ticket<T> {
         Self { cell, waits: None }
     }
 
-    /// A counted guard's value and its cell, once there is one.
+    /// Returns the value of a counted guard and its cell, once there is one.
     #[expect(clippy::type_complexity, reason = "the parts of a guard, used in one place")]
     pub(super) fn poll(
         &mut self,
@@ -64,12 +64,12 @@ impl<T: Send + Sync + 'static> Ticket<T> {
             None => (self.wait_for_change(&mut state, seen, cx), Poll::Pending),
         };
         drop(state);
-        // A panic in it must not cost the guard that is counted already.
+        // A panic in it must not lose the guard that is already counted.
         let _ = caught(|| drop(replaced));
         poll
     }
 
-    /// Waits for a load that a thread of its own begins.
+    /// Waits for a load that a separate thread begins.
     fn load<R>(
         &mut self,
         cell: &Arc<Cell<T>>,
@@ -83,7 +83,7 @@ impl<T: Send + Sync + 'static> Ticket<T> {
         Poll::Pending
     }
 
-    /// Leaves the task's waker; the one it had left before, to be dropped off the lock.
+    /// Leaves the task's waker and returns the previous one, to be dropped outside the lock.
     fn wait_for_change(
         &mut self,
         state: &mut State<T>,

@@ -1,8 +1,9 @@
-//! A resource that makes room by evicting others, and one that is evicted.
+//! Eviction: a resource that makes room by evicting others, and one that is evicted.
 //!
-//! Called off the lock of the resource that has no room, since the others' locks are taken.
+//! Called outside the lock of the resource that has no room, since it takes the others' locks.
 //!
-//! Invariant: a claimed resource is `Unloading`, and is unloaded or put back by its claim's holder.
+//! Invariant: a claimed resource is `Unloading`, and the holder of the claim unloads it or puts it
+//! back.
 
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
@@ -20,10 +21,11 @@ use super::super::resource::{UnloadReason, score};
 use super::{Cell, Loaded, Phase, State};
 
 impl<T: Send + Sync + 'static> Cell<T> {
-    /// Books the load of this number, which found no room, or claims what makes room for it.
+    /// Reserves the load of this number, which found no room, or claims resources that make room
+    /// for it.
     ///
     /// # Errors
-    /// Where no room can be made; the next caller tries again.
+    /// [`AcquireError::Rejected`] if no room can be made; the next caller tries again.
     pub(in super::super) fn make_room(
         &self,
         number: u64,
@@ -43,7 +45,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         }
     }
 
-    /// Waits for the room of the load of this number; where there is none, the load ends.
+    /// Waits for the room of the load of this number; without room, the load ends.
     pub(super) fn settle_room(&self, number: u64, eviction: Eviction) -> bool {
         let made = eviction.run();
         if !self.birth.is_here() {
@@ -58,7 +60,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
             Err(EvictionError::NoThread(kind)) => {
                 self.end_load(number, Err(LoadError::NoThread { kind }), Duration::ZERO);
             }
-            // Those who wait look for other room, or are rejected.
+            // The waiters look for other room, or are rejected.
             Err(EvictionError::Stuck) => self.end_refused(number),
         }
         false
@@ -66,7 +68,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
 
     fn has_room(&self, number: u64, permit: Permit) {
         let deadline = self.load_deadline();
-        // Without a deadline it was not given up.
+        // Without a deadline it cannot have been given up.
         if let Some(loading) = lock(&self.state).loading(number) {
             (loading.permit, loading.deadline) = (Some(permit), deadline);
         }
@@ -81,7 +83,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         }
     }
 
-    /// How it may be evicted: if it is loaded, booked, not in use and not waited for.
+    /// Returns how it may be evicted, if it is loaded, reserved, not in use and not waited for.
     pub(in super::super) fn idle(cell: &Arc<Self>) -> Option<Idle> {
         if !cell.birth.is_here() {
             return None;
@@ -102,7 +104,7 @@ impl<T: Send + Sync + 'static> Cell<T> {
         })
     }
 
-    /// From when on it may be evicted if nothing changes.
+    /// Returns the time from which it may be evicted if nothing changes.
     fn evictable_from(&self, state: &State<T>) -> Option<Moment> {
         let unused = state.guards == 0 && state.waiting == 0 && !state.closed;
         unused.then(|| state.loaded_at + self.parts.min_residency)
@@ -121,10 +123,10 @@ impl<T: Send + Sync + 'static> Claimable for Cell<T> {
     }
 }
 
-/// A resource that was taken out of use. Dropping it puts the resource back.
+/// A resource that was taken out of use. Dropping the claim puts the resource back.
 struct Claim<T: Send + Sync + 'static> {
     cell: Arc<Cell<T>>,
-    /// `None` once it is being unloaded.
+    /// `None` once the unload has begun.
     loaded: Option<Loaded<T>>,
 }
 

@@ -1,8 +1,8 @@
-//! Guards of a resource as its state counts them: given, and the value taken out when none is left.
+//! The guards of a resource: counting them, and taking the value out when none is left.
 //!
-//! Called with the lock held; it waits for nothing and runs nobody's code.
+//! Called with the lock held. It waits for nothing and runs no foreign code.
 //!
-//! Invariant: a value is taken out only with `guards = 0`, and then its clean-up is the caller's.
+//! Invariant: a value is taken out only with `guards = 0`, and then the caller cleans it up.
 
 use std::mem;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use std::sync::Arc;
 use super::{Loaded, Loading, Phase, State};
 
 impl<T> State<T> {
-    /// The load of this number, unless it has been given up.
+    /// Returns the load of this number, unless it has been given up.
     pub(super) fn loading(&mut self, number: u64) -> Option<&mut Loading> {
         match &mut self.phase {
             Phase::Loading(loading) if loading.number == number => Some(loading),
@@ -26,7 +26,7 @@ impl<T> State<T> {
         Some(value)
     }
 
-    /// Takes the value out, if nobody holds it; its clean-up is then the caller's.
+    /// Takes the value out if it has no guards. The caller cleans it up.
     pub(super) fn unguarded(&mut self) -> Option<Loaded<T>> {
         if self.guards > 0 || !matches!(self.phase, Phase::Ready(_)) {
             return None;
