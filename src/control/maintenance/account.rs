@@ -1,9 +1,9 @@
-//! What the control loop has learned about one budget, and how it tells the budget's ledger.
+//! The learned state of one budget, and its publication to the budget's ledger.
 //!
 //! It takes no sample and sets no level: the loop does.
 //!
-//! Invariant: at each tick the ledger is corrected first and shared out after, so that no berth is
-//! measured by an allowance of before.
+//! Invariant: each tick first corrects the ledger and then shares the room, so that no headroom is
+//! computed from an old allowance.
 
 use crate::bytes::ByteSize;
 use crate::control::admission::Admission;
@@ -17,7 +17,7 @@ pub(super) struct Account {
     pub(super) budget: Budget,
     pub(super) pressure: Pressure,
     pub(super) correction: Correction,
-    /// The smallest request that was seen.
+    /// The smallest request seen.
     pub(super) smallest: ByteSize,
     fairness: Fairness,
 }
@@ -30,7 +30,7 @@ impl Account {
         Self { budget, pressure, correction, smallest, fairness }
     }
 
-    /// What may be booked, and what of it is a berth.
+    /// Updates the allowance and the headroom reserved within it.
     pub(super) fn correct(&mut self, admission: &Admission, measured: Measured) {
         let since = measured.turnover.time;
         let ledger = admission.ledger(self.budget);
@@ -41,8 +41,8 @@ impl Account {
         ledger.balance(balance);
     }
 
-    /// What may be booked as if nothing were held but what is booked, and no berth: nobody will
-    /// say so any more.
+    /// Publishes a last allowance, as if nothing were held but the reservations, and no reserved
+    /// headroom: no further update will follow.
     pub(super) fn leave(&mut self, admission: &Admission) {
         let ledger = admission.ledger(self.budget);
         let measured = Measured { ceiling: ledger.ceiling(), ..Measured::default() };

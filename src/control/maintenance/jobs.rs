@@ -1,10 +1,10 @@
-//! What the control loop wants done, and the queue on which the worker waits for it.
+//! Jobs of the control loop, and the queue on which the worker waits for them.
 //!
-//! A set of jobs is 64 bits: each job has one place, so that the queue is bounded, a job that waits
-//! already is not queued twice, and a push neither allocates nor locks more than the bell's flag.
-//! The queue runs nothing.
+//! A set of jobs is 64 bits, with one bit per job. So the queue is bounded, a pending job is not
+//! queued twice, and a push neither allocates nor locks more than the bell's flag. The queue runs
+//! nothing.
 //!
-//! Invariant: `pop` gives the most urgent job that was pushed and not yet popped; a job pushed
+//! Invariant: `pop` returns the most urgent job that was pushed and not yet popped. A job pushed
 //! before or while the worker waits is never lost.
 
 use std::sync::Arc;
@@ -13,22 +13,22 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::clock::{Bell, Clock, Moment};
 use crate::control::reclaim::Ladder;
 
-/// Why the heap is purged; the label of its metrics.
+/// The reason for a purge of the heap, used as a label in metrics.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Trigger {
     /// Memory is short.
     Pressure,
-    /// Somebody asked for it.
+    /// A caller or an operator requested it.
     Manual,
     /// A resource has been unloaded.
     Unload,
     /// A resource has been loaded.
     Load,
-    /// What the heaps keep has grown.
+    /// Retained memory has grown.
     Growth,
-    /// Nothing is going on.
+    /// The service is idle.
     Idle,
-    /// It was time to.
+    /// The purge interval has passed.
     Periodic,
 }
 
@@ -44,17 +44,18 @@ impl Trigger {
         Self::Periodic,
     ];
 
-    /// Whether the control loop posts it, at its pace; the others run whenever they are asked for.
+    /// Returns `true` if the control loop posts it, at its own rate. The others run on every
+    /// request.
     pub(super) const fn is_paced(self) -> bool {
         !matches!(self, Self::Manual | Self::Unload)
     }
 
-    /// Whether it leaves alone what leaves by itself in its time: there is no hurry.
+    /// Returns `true` if the purge leaves memory alone that decays by itself: there is no hurry.
     pub(crate) const fn leaves_decaying(self) -> bool {
         matches!(self, Self::Load | Self::Growth | Self::Idle | Self::Periodic)
     }
 
-    /// Its label in metrics.
+    /// Returns the label in metrics.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -69,45 +70,45 @@ impl Trigger {
     }
 }
 
-/// Something for the worker to do.
+/// A task for the worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Job {
     /// Purge the host's heap.
     Purge {
-        /// Why.
+        /// The reason.
         trigger: Trigger,
     },
-    /// Ask a reclaimer.
+    /// Run a reclaim step.
     Reclaim {
-        /// Its rung on the ladder.
+        /// The index of the step.
         step: usize,
     },
-    /// Do what an operator asked for, one errand.
+    /// Run one admin task.
     AdminTask,
-    /// Report that memory that no request owns leaves no room, or does no longer.
+    /// Report that memory that no request owns leaves no room, or no longer does.
     ReportExhaustion,
     /// Unload the resources that are due.
     UnloadIdle,
-    /// Give back what the device arenas have let decay.
+    /// Release device memory whose decay time has passed.
     DecayDevice,
-    /// Have the heap give back what its decay times let go.
+    /// Release heap memory whose decay time has passed.
     DecayHeap,
-    /// Look how much memory the device has left, and give idle memory back where that is little.
+    /// Sample the free memory of the device, and release idle memory if it is low.
     SampleDevice,
     /// Publish metrics.
     Publish,
-    /// Let the device arena fall asleep that has been idle for longest.
+    /// Put the device arena to sleep that has been idle for longest.
     SleepDevice,
 }
 
-/// Places: the lower, the more urgent. The rungs of the ladder come after the pressure purge.
+/// Bit numbers: the lower, the more urgent. The reclaim steps follow the pressure purge.
 const RUNG_FIRST: usize = 1;
 const MANUAL: usize = RUNG_FIRST + Ladder::RUNGS_MAX;
 const PLACES: usize = MANUAL + 14;
 const _: () = assert!(PLACES <= 64, "each job has a bit of its own");
 
 impl Job {
-    /// Its place; `None` for a rung that no ladder has.
+    /// Returns the bit number; `None` for a step beyond the largest ladder.
     const fn place(self) -> Option<usize> {
         Some(match self {
             Self::Purge { trigger: Trigger::Pressure } => 0,
@@ -126,7 +127,7 @@ impl Job {
             Self::Purge { trigger: Trigger::Periodic } => MANUAL + 10,
             Self::Publish => MANUAL + 11,
             Self::ReportExhaustion => MANUAL + 12,
-            // It may copy for long, and nobody waits for it.
+            // It may copy for long, and no caller waits for it.
             Self::SleepDevice => MANUAL + 13,
         })
     }
@@ -156,17 +157,17 @@ impl Job {
     }
 }
 
-/// A set of jobs; iterates from the most urgent.
+/// A set of jobs. Iterates from the most urgent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Jobs(u64);
 
 impl Jobs {
-    /// Puts one in; a rung that no ladder has is left out.
+    /// Adds a job. Ignores a step beyond the largest ladder.
     pub fn insert(&mut self, job: Job) {
         self.0 |= job.place().map_or(0, |place| 1 << place);
     }
 
-    /// Whether one is in it.
+    /// Returns `true` if the set contains the job.
     #[must_use]
     pub const fn contains(self, job: Job) -> bool {
         match job.place() {
@@ -175,7 +176,7 @@ impl Jobs {
         }
     }
 
-    /// Whether there are none.
+    /// Returns `true` if the set is empty.
     #[must_use]
     pub const fn is_empty(self) -> bool {
         self.0 == 0
@@ -192,7 +193,7 @@ impl Iterator for Jobs {
     }
 }
 
-/// Jobs that wait for the worker. One worker waits on it; anybody pushes.
+/// The pending jobs. One worker waits on it; any thread may push.
 #[derive(Debug)]
 pub struct JobQueue {
     pending: AtomicU64,
@@ -201,13 +202,14 @@ pub struct JobQueue {
 }
 
 impl JobQueue {
-    /// An open queue without jobs.
+    /// Creates an open queue without jobs.
     #[must_use]
     pub fn new() -> Self {
         Self { pending: AtomicU64::new(0), closed: AtomicBool::new(false), bell: Bell::new() }
     }
 
-    /// Adds jobs and wakes the worker; what waits already waits once. Nothing after the close.
+    /// Adds jobs and wakes the worker. A job that is already pending stays single. Does nothing
+    /// after [`JobQueue::close`].
     pub fn push(&self, jobs: Jobs) {
         if !jobs.is_empty() && !self.is_closed() {
             self.pending.fetch_or(jobs.0, Ordering::Release);
@@ -225,7 +227,7 @@ impl JobQueue {
     /// Takes the most urgent job.
     pub fn pop(&self) -> Option<Job> {
         let mut pending = Jobs(self.pending.load(Ordering::Acquire));
-        // Ends: a bit that somebody else took is looked for no more.
+        // Ends: a bit that another thread took is not tried again.
         loop {
             let job = pending.next()?;
             let bit = 1 << job.place()?;
@@ -235,15 +237,16 @@ impl JobQueue {
         }
     }
 
-    /// The jobs that wait.
+    /// Returns the pending jobs.
     #[must_use]
     pub fn pending(&self) -> Jobs {
         Jobs(self.pending.load(Ordering::Acquire))
     }
 
-    /// Takes the most urgent job, waiting for one; `None` once the queue is closed and empty.
+    /// Waits for a job and takes the most urgent one. Returns `None` once the queue is closed and
+    /// empty.
     pub fn wait(&self, clock: &dyn Clock) -> Option<Job> {
-        // Ends: each turn waits for a push or the close.
+        // Ends: each iteration waits for a push or the close.
         loop {
             if let Some(job) = self.pop() {
                 return Some(job);
@@ -255,13 +258,13 @@ impl JobQueue {
         }
     }
 
-    /// Takes no more jobs; the worker ends after those that wait.
+    /// Stops accepting jobs. The worker ends after the pending ones.
     pub fn close(&self) {
         self.closed.store(true, Ordering::Release);
         self.bell.ring();
     }
 
-    /// Whether it takes no more jobs.
+    /// Returns `true` if the queue accepts no more jobs.
     #[must_use]
     pub fn is_closed(&self) -> bool {
         self.closed.load(Ordering::Acquire)

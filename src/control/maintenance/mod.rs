@@ -1,14 +1,14 @@
 //! The control loop: from a sample to levels, allowances and jobs.
 //!
-//! [`Maintenance::tick`] is the whole of it. It samples, corrects the ledgers, sets the level, and
-//! names what is to be done; it purges, unloads and publishes nothing itself, calls no driver and
-//! allocates nothing. The worker ([`Worker`]) does the jobs. Whoever owns the threads drives both:
-//! [`run_control`] on one, [`run_worker`] on the other.
+//! [`Maintenance::tick`] is the whole loop body. It samples, corrects the ledgers, sets the level,
+//! and selects jobs. It does not purge, unload or publish, calls no driver and allocates nothing.
+//! The worker ([`Worker`]) runs the jobs. The owner of the threads drives both: [`run_control`] on
+//! one, [`run_worker`] on the other.
 //!
-//! Invariants: `next > now`, and `next - now <= idle_tick`; nothing is purged but for pressure or
-//! exhaustion, an unload, a request of an operator, growth ([`PurgeGrowth`]), or if `purgeable -
-//! decaying + free blocks of the C library > max(purge_floor, purge_part x live)`; levels act on
-//! physical bytes, allowances on required ones.
+//! Invariants: `next > now`, and `next - now <= idle_tick`; a purge happens only for pressure or
+//! exhaustion, an unload, an operator's request, growth ([`PurgeGrowth`]), or if
+//! `purgeable - decaying + free blocks of the C library > max(purge_floor, purge_part x live)`;
+//! levels depend on physical bytes, allowances on required ones.
 
 mod account;
 mod jobs;
@@ -43,44 +43,44 @@ pub use settings::{Settings, SettingsError};
 pub use state::PressureState;
 pub use worker::{MaintenanceActions, Worker, run_control, run_worker};
 
-/// What the sensor found: signals, heap and arenas joined.
+/// A sample of signals, heap and arenas.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sample {
-    /// What counts against the host's limit.
+    /// Bytes that count against the host's limit.
     pub physical: ByteSize,
-    /// The part of it that a purge gives back (dirty and muzzy pages; idle bytes of arenas on host
-    /// memory).
+    /// The part of `physical` that a purge releases: dirty and muzzy pages, and idle bytes of
+    /// arenas on host memory.
     pub purgeable: ByteSize,
-    /// The part of that which leaves by itself in its time: idle bytes of arenas on host memory.
-    /// A purge takes it under pressure, when it is asked for and after an unload.
+    /// The part of `purgeable` that decays by itself: idle bytes of arenas on host memory. A purge
+    /// releases it under pressure, on request and after an unload.
     pub decaying: ByteSize,
-    /// Blocks that threads have freed and keep: a purge asks for them, and they go where their
-    /// threads answer.
+    /// Freed blocks in thread caches. A purge requests their release, and each thread releases its
+    /// own.
     pub cached: ByteSize,
     /// Anonymous memory of this process.
     pub anonymous: ByteSize,
-    /// The part of it that neither live pages of the heap nor arenas account for: what the heap
-    /// keeps, and all that C code's heap holds.
+    /// The part of `anonymous` that belongs neither to live pages of the heap nor to arenas: memory
+    /// that the heap retains, and everything in the C library's heap.
     pub untracked_anonymous: ByteSize,
     /// The host's limit.
     pub limit: Limit,
-    /// Bytes of blocks that the application holds on the heap.
+    /// Bytes of live blocks on the heap.
     pub heap_live: ByteSize,
-    /// Bytes of pages with such blocks.
+    /// Bytes of heap pages with live blocks.
     pub heap_active: ByteSize,
     /// Device memory that the arenas have committed.
     pub device_committed: ByteSize,
-    /// The part of it that is wholly idle.
+    /// The part of `device_committed` that is wholly idle.
     pub device_idle: ByteSize,
-    /// The device's limit, where there is a device.
+    /// The device's limit, if there is a device.
     pub device_limit: Option<ByteSize>,
-    /// When an arena has something to let decay; [`Moment::NEVER`] where none has.
+    /// The time when an arena's idle memory is due to decay; [`Moment::NEVER`] if none is.
     pub device_decay_due: Moment,
-    /// When an arena has been idle for long enough to fall asleep; [`Moment::NEVER`] where none
+    /// The time when an arena has been idle for long enough to sleep; [`Moment::NEVER`] if none
     /// will.
     pub device_sleep_due: Moment,
-    /// Whether that may take host memory, for contents, and the time of the copies: not while the
-    /// host is short of memory.
+    /// `true` if that sleep may need host memory for contents, and time for copies. It is then
+    /// skipped while the host is short of memory.
     pub device_sleep_takes_host: bool,
 }
 
@@ -108,17 +108,17 @@ impl Default for Sample {
 }
 
 impl Sample {
-    /// Physical bytes less those that a purge gives back.
+    /// Returns the physical bytes less the purgeable ones.
     #[must_use]
     pub const fn required(&self) -> ByteSize {
         self.physical.saturating_sub(self.purgeable)
     }
 }
 
-/// What the control loop reads.
+/// The source of samples for the control loop.
 pub trait Sensor: Send {
-    /// One sample. Called on the control thread at each tick: some ten microseconds, no allocation,
-    /// no driver call.
+    /// Takes a sample. Called on the control thread at each tick: some ten microseconds, no
+    /// allocation, no driver call.
     fn sample(&mut self, now: Moment) -> Sample;
 
     /// Returns the bytes of free blocks in the heap of the C library, with or without memory behind
@@ -130,16 +130,16 @@ pub trait Sensor: Send {
     }
 }
 
-/// What a tick decided.
+/// The decision of a tick.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tick {
-    /// When to tick again.
+    /// The time of the next tick.
     pub next: Moment,
-    /// What to do until then.
+    /// The jobs to run until then.
     pub jobs: Jobs,
 }
 
-/// The control loop's state. Owned by one thread.
+/// The state of the control loop. Owned by one thread.
 pub struct Maintenance {
     settings: Settings,
     sensor: Box<dyn Sensor>,
@@ -152,34 +152,35 @@ pub struct Maintenance {
     host: Account,
     device: Account,
     last: Option<Sample>,
-    /// When the last tick was, and how many requests had ended by then.
+    /// The time of the last tick, and the requests that had ended by then.
     ticked: (Moment, u64),
-    /// Requests admitted by the last tick, and since when none has come or been held.
+    /// The requests admitted by the last tick, and the time since which none has arrived or been
+    /// held.
     admitted: u64,
     quiet_since: Option<Moment>,
     purged_at: Moment,
-    /// The least that was purgeable since the last purge began.
+    /// The smallest purgeable amount since the last purge began.
     purgeable_low: ByteSize,
-    /// Whether thread caches were asked for since it became quiet.
+    /// `true` if a flush of thread caches was requested since the service became quiet.
     recalled: bool,
-    /// Loads by the last tick, and when the last one that no purge has followed was seen.
+    /// The loads by the last tick, and the time of the last load without a purge after it.
     loads: u64,
     loaded_at: Option<Moment>,
     growth: Growth,
     exhaustion: Exhaustion,
     decayed_at: Option<Moment>,
     published_at: Option<Moment>,
-    /// When the device was last looked at.
+    /// The time of the last device sample.
     looked_at: Option<Moment>,
-    /// Where the jitter stands; of no value to anybody, and another in each process.
+    /// The state of the jitter's generator, different in each process.
     chance: u64,
 }
 
 impl Maintenance {
-    /// A loop that has not sampled yet.
+    /// Creates a loop that has not sampled yet.
     ///
     /// # Errors
-    /// Where the settings make no sense.
+    /// [`SettingsError`] if a setting is invalid.
     pub fn new(
         settings: Settings,
         sensor: Box<dyn Sensor>,
@@ -219,19 +220,19 @@ impl Maintenance {
         })
     }
 
-    /// The queue into which its jobs go.
+    /// Returns the queue that receives the jobs.
     #[must_use]
     pub fn queue(&self) -> Arc<JobQueue> {
         Arc::clone(&self.queue)
     }
 
-    /// What the last tick found.
+    /// Returns the shared state that the last tick published.
     #[must_use]
     pub fn state(&self) -> Arc<PressureState> {
         Arc::clone(&self.state)
     }
 
-    /// The worker that does its jobs.
+    /// Creates the worker that runs the jobs.
     #[must_use]
     pub fn worker(&self, hands: Box<dyn MaintenanceActions>) -> Worker {
         Worker {
@@ -245,10 +246,10 @@ impl Maintenance {
         }
     }
 
-    /// Samples and decides. Allocates nothing.
+    /// Takes a sample and decides. Allocates nothing.
     pub fn tick(&mut self, now: Moment) -> Tick {
         let mut sample = self.sensor.sample(now);
-        // A limit that was known is there still: that it cannot be read now admits nobody.
+        // A limit that was known still exists: a failed read must not admit requests.
         if let Some(last) = self.last.filter(|_| !sample.limit.is_known()) {
             sample.limit = last.limit;
         }
@@ -268,7 +269,7 @@ impl Maintenance {
         if sleep_due <= now {
             jobs.insert(Job::SleepDevice);
         }
-        // Nothing to decay: an idle service is not woken for it.
+        // Without anything to decay, an idle service is not woken for it.
         let every = self.settings.heap_decay_interval;
         let every = every.filter(|_| sample.purgeable > sample.decaying);
         let decay_due = decide(Job::DecayHeap, every, &mut self.decayed_at, now, &mut jobs);
@@ -285,16 +286,17 @@ impl Maintenance {
         let step = self.jittered(step);
         let due = resources_due.min(sample.device_decay_due).min(sleep_due);
         let due = due.min(publish_due).min(look_due).min(decay_due);
-        // What is due already has been posted: looked at again no sooner than an active tick on.
+        // A job that is already due has been posted: check again after an active tick at the
+        // earliest.
         let next = due.max(now + self.settings.active_tick).min(now + step);
         self.last = Some(sample);
-        debug_assert!(next > now, "the loop would not rest");
+        debug_assert!(next > now, "the next tick is not in the future");
         Tick { next, jobs }
     }
 
-    /// A step, shortened at random.
+    /// Shortens a step at random.
     fn jittered(&mut self, step: Duration) -> Duration {
-        // Marsaglia's xorshift: any sequence does that differs from process to process.
+        // Marsaglia's xorshift: any sequence that differs between processes works.
         self.chance ^= self.chance << 13;
         self.chance ^= self.chance >> 7;
         self.chance ^= self.chance << 17;
@@ -302,9 +304,10 @@ impl Maintenance {
         step.mul_f64(1.0 - self.settings.jitter * part)
     }
 
-    /// Leaves admission to itself, when this loop ends and the service does not: no level, and what
-    /// may be booked is `ceiling / K` as if nothing were held but what is booked. Otherwise a
-    /// critical moment would refuse for ever. A closed door stays closed.
+    /// Resets admission when this loop ends before the service: the level is cleared, and the
+    /// allowance becomes `ceiling / K`, as if nothing were held but the reservations. Otherwise a
+    /// critical level at that moment would reject requests forever. A closed admission stays
+    /// closed.
     pub fn leave(&mut self) {
         for account in [&mut self.host, &mut self.device] {
             account.leave(&self.admission);
@@ -313,7 +316,7 @@ impl Maintenance {
         self.admission.set_unowned(ByteSize::ZERO);
     }
 
-    /// Whether memory that no request owns leaves no room for requests.
+    /// Updates the exhaustion state.
     fn look_for_exhaustion(&mut self, now: Moment, jobs: &mut Jobs) {
         let stats = self.admission.stats();
         let reasons = [RejectReason::Full, RejectReason::Pressure, RejectReason::Exhausted];
@@ -335,7 +338,7 @@ impl Maintenance {
         }
     }
 
-    /// Levels, allowances and berths.
+    /// Updates levels, allowances and reserved headroom.
     fn account(&mut self, sample: &Sample, now: Moment) {
         let turnover = self.turnover(now);
         let limit = if sample.limit.is_known() { sample.limit.bytes } else { ByteSize::MAX };
@@ -359,16 +362,16 @@ impl Maintenance {
         });
         self.state.set_sample(sample, limit, now);
         self.state.set_entered(&self.host.pressure);
-        // The device's level unloads; only the host's sheds, since what does not fit the device
-        // is refused by its ledger and nothing is killed.
+        // The device's level unloads; only the host's rejects, since a cost that does not fit the
+        // device is rejected by its ledger, and no process is killed.
         self.admission.set_level(self.host.pressure.level());
-        // Last of all: who sees a level finds it in force.
+        // Last: a reader that sees a level finds it in force.
         for (account, wanted) in [&self.host, &self.device].into_iter().zip(wanted) {
             self.state.set_level(account.budget, account.pressure.level(), wanted);
         }
     }
 
-    /// What has become of requests since the last tick.
+    /// Returns the progress of requests since the last tick.
     fn turnover(&mut self, now: Moment) -> Turnover {
         let stats = self.admission.stats();
         let (then, ended) = std::mem::replace(&mut self.ticked, (now, stats.finished_total));
@@ -376,7 +379,7 @@ impl Maintenance {
         Turnover { time: now - then, ended, held: stats.held() }
     }
 
-    /// Whether no request has been held or admitted for the quiet time.
+    /// Returns `true` if no request has been held or admitted for the quiet time.
     fn is_quiet(&mut self, now: Moment) -> bool {
         let stats = self.admission.stats();
         if stats.held() > 0 || stats.admitted_total != self.admitted {
@@ -387,7 +390,7 @@ impl Maintenance {
         now - *self.quiet_since.get_or_insert(now) >= self.settings.quiet
     }
 
-    /// One step of the ladder for each budget.
+    /// Posts one reclaim step for each budget.
     fn climb(&self, now: Moment, jobs: &mut Jobs) {
         for account in [&self.host, &self.device] {
             let level = account.pressure.level();
@@ -398,8 +401,9 @@ impl Maintenance {
         }
     }
 
-    /// When an arena may fall asleep. One that takes host memory for its contents relieves nobody
-    /// while that is short, and a purge would wait for its copies.
+    /// Returns the time when an arena may sleep. While host memory is short, an arena that needs it
+    /// for its contents does not sleep: that relieves nothing, and a purge would wait for its
+    /// copies.
     fn sleep_due(&self, sample: &Sample) -> Moment {
         let is_short = self.host.pressure.level() > Level::None;
         if is_short && sample.device_sleep_takes_host {
@@ -408,7 +412,7 @@ impl Maintenance {
         sample.device_sleep_due
     }
 
-    /// Whether the next sample should come soon.
+    /// Returns `true` if the next sample should come soon.
     fn is_active(&self, sample: &Sample) -> bool {
         let limit = sample.limit;
         let filled = limit.is_known() && sample.required() > limit.bytes.scaled(0.5);
@@ -421,7 +425,7 @@ impl Maintenance {
     }
 }
 
-/// Whether a periodic job is to be done, and when it is next.
+/// Posts a periodic job if it is due. Returns the time when it is next due.
 fn decide(
     job: Job,
     every: Option<Duration>,

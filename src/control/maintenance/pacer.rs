@@ -1,41 +1,41 @@
-//! When the control loop may tick again: not so soon that it takes more of a core than it may.
+//! Limits the rate of the control loop's ticks, so that they take at most a set share of a core.
 //!
-//! What a tick costs is the least of the last few: on a busy machine the clock counts what others
-//! took of the core as well, and a loop that slowed down for that would be blind when it matters.
-//! It reads no clock.
+//! The cost of a tick is the smallest of the last few: on a busy machine the clock also counts the
+//! time that other processes took, and a loop that slowed down for that would be blind when it
+//! matters. It reads no clock.
 //!
-//! Invariant: `rest >= cost / share - cost`, with `cost` the least of the last [`KEPT`], and
-//! `next <= max(asked, now + rest_max)`.
+//! Invariant: `rest >= cost / share - cost`, with `cost` the smallest of the last [`KEPT`], and
+//! `next <= max(requested, now + rest_max)`.
 
 use std::time::Duration;
 
 use crate::clock::Moment;
 
-/// Ticks whose cost is remembered.
+/// The number of ticks whose cost is kept.
 const KEPT: usize = 8;
 
 /// The costs of the last ticks.
 #[derive(Debug)]
 pub(super) struct Pacer {
-    /// The part of a core that ticks may take, as one in so many.
+    /// The inverse of the share of a core that ticks may take.
     per_cost: u32,
-    /// The longest rest that it asks for.
+    /// The longest rest.
     rest_max: Duration,
     costs: [Duration; KEPT],
     next: usize,
 }
 
 impl Pacer {
-    /// One for this part of a core, in `(0, 1]`.
+    /// Creates a pacer for this share of a core, in `(0, 1]`.
     pub(super) fn new(share: f64, rest_max: Duration) -> Self {
-        // From 1 to 10,000, since a part is at least that small where it is checked.
+        // From 1 to 10,000, since the share is checked to be at least that small.
         let per_cost = Duration::from_secs(1).div_f64(share.clamp(1e-4, 1.0)).as_secs();
         let per_cost = u32::try_from(per_cost).unwrap_or(u32::MAX);
         Self { per_cost, rest_max, costs: [Duration::ZERO; KEPT], next: 0 }
     }
 
-    /// Takes a tick into account that began at `begun` and took `cost`; when to tick again, where
-    /// the loop asks for `asked`.
+    /// Adds a tick that began at `begun` and took `cost`. Returns the time of the next tick, not
+    /// before `asked`.
     pub(super) fn next(&mut self, begun: Moment, cost: Duration, asked: Moment) -> Moment {
         if let Some(place) = self.costs.get_mut(self.next) {
             *place = cost;

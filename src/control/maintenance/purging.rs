@@ -1,24 +1,25 @@
-//! Whether the heap is to be purged now, and why.
+//! Decides if the heap is purged now, and for which reason.
 //!
-//! Pressure, a load that ended, a quiet service, a time that has passed, and growth: a busy service
-//! is never quiet, and what its heaps keep would else grow until memory is short. It purges nothing
-//! itself.
+//! The reasons are pressure, a load that ended, a quiet service, a time that has passed, and
+//! growth: a busy service is never quiet, and without a purge its retained memory would grow until
+//! memory is short. It purges nothing itself.
 //!
-//! Growth is looked for in [`Sample::untracked_anonymous`], anonymous memory that no live page of
-//! the heap and no arena accounts for. Resident bytes would do for a service that holds the same
-//! all day, but a loaded model is growth of them and nothing to purge. Retained bytes are resident
-//! less live ones of jemalloc: the holes in its pages are among them, which no purge returns, and
-//! what C code's heap keeps is not, which a trim does return.
+//! Growth is detected in [`Sample::untracked_anonymous`], anonymous memory that belongs to no live
+//! page of the heap and no arena. Resident bytes would work for a service that holds the same all
+//! day, but a loaded model makes them grow without anything to purge. Retained bytes are resident
+//! less live ones of jemalloc: they include the holes in its pages, which no purge releases, and
+//! exclude memory retained by the C library's heap, which a trim does release.
 //!
 //! After a load, when the service is quiet and when the interval has passed, a purge must be worth
 //! its cost: unused pages of jemalloc and free blocks of the C library's heap count. The C library
 //! also counts free blocks without memory behind them, such as those that the last purge released,
-//! so they count only up to the growth of [`Sample::untracked_anonymous`] since that purge. To
-//! count them locks the C library's heap: that is done only if the answer can decide.
+//! so they count only up to the growth of [`Sample::untracked_anonymous`] since that purge.
+//! Counting them locks the C library's heap, so it is done only if the answer can decide.
 //!
-//! Invariants: a purge for growth starts only where `kept - low > max(floor, part x anonymous at
-//! low)` held at every sample of `hold`, with `low` the least since the last purge began; and
-//! `1 MiB` that the last purge found kept stands for 10 ms of pause before the next one for growth.
+//! Invariants: a purge for growth starts only if `kept - low > max(floor, part x anonymous at low)`
+//! held at every sample of `hold`, with `low` the smallest value since the last purge began; and
+//! each `1 MiB` that the last purge found retained adds 10 ms of pause before the next one for
+//! growth.
 
 use std::time::Duration;
 
@@ -28,16 +29,16 @@ use crate::control::pressure::Level;
 
 use super::{Job, Jobs, Maintenance, Sample, SettingsError, Trigger};
 
-/// When growth is worth a purge.
+/// The growth of retained memory that triggers a purge.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct PurgeGrowth {
-    /// Growth of less than this is not worth one.
+    /// The smallest growth that triggers a purge.
     pub floor: ByteSize,
-    /// Nor is growth of less than this part of the anonymous memory from which it grew; above 0, at
-    /// most 1.
+    /// The smallest growth that triggers a purge, as a fraction of the anonymous memory from which
+    /// it grew; above 0, at most 1. Both minimums apply.
     pub part: f64,
-    /// It must have stayed for this long: pages that decay by themselves cost nobody a fault, and
-    /// those that the next request takes again would be faulted in again.
+    /// The time for which the growth must last: pages that decay by themselves cost no page fault,
+    /// and pages that the next request uses again would be faulted in again.
     pub hold: Duration,
 }
 
@@ -50,23 +51,24 @@ impl PurgeGrowth {
     }
 }
 
-/// A purge takes about 0.1 ms for each MiB; a hundred times as long lies between two for growth,
-/// so that they take a hundredth of a core at most.
+/// A purge takes about 0.1 ms for each MiB. Purges for growth are a hundred times as long apart, so
+/// that they take a hundredth of a core at most.
 const PAUSE_PER_MIB: Duration = Duration::from_micros(100 * 100);
 
-/// How long after a load a purge is still for that load: longer than the figures of a sample may be
-/// old.
+/// The time after a load in which a purge counts as caused by it: longer than the figures of a
+/// sample may be old.
 const LOAD_WINDOW: Duration = Duration::from_secs(2);
 
-/// Since when memory that a purge may return has grown.
+/// The growth of memory that a purge may release.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Growth {
-    /// The least that was kept since the last purge began, and the anonymous memory beside it.
+    /// The smallest retained amount since the last purge began, and the anonymous memory at that
+    /// time.
     low: ByteSize,
     base: ByteSize,
-    /// Since when it has been too much.
+    /// The time since which the growth is too large.
     since: Option<Moment>,
-    /// No purge for growth before this.
+    /// The earliest time of the next purge for growth.
     next: Moment,
 }
 
@@ -75,14 +77,14 @@ impl Growth {
         Self { low: ByteSize::MAX, base: ByteSize::ZERO, since: None, next: Moment::ORIGIN }
     }
 
-    /// Takes a sample into account.
+    /// Adds a sample.
     fn see(&mut self, sample: &Sample) {
         if sample.untracked_anonymous <= self.low {
             (self.low, self.base) = (sample.untracked_anonymous, sample.anonymous);
         }
     }
 
-    /// Whether it has grown for long enough to be worth a purge.
+    /// Returns `true` if the growth has lasted for long enough to be worth a purge.
     fn is_due(&mut self, settings: PurgeGrowth, sample: &Sample, now: Moment) -> bool {
         let worth = settings.floor.max(self.base.scaled(settings.part));
         if sample.untracked_anonymous.saturating_sub(self.low) <= worth {
@@ -93,7 +95,7 @@ impl Growth {
         now - since >= settings.hold && now >= self.next
     }
 
-    /// A purge begins, for whatever reason.
+    /// Resets the growth when a purge begins, for any reason.
     fn purged(&mut self, sample: &Sample, now: Moment) {
         let mib = u32::try_from(sample.untracked_anonymous.get() >> 20).unwrap_or(u32::MAX);
         *self = Self {
@@ -106,7 +108,8 @@ impl Growth {
 }
 
 impl Maintenance {
-    /// Whether to purge, and why. The pace is one for all: a purge takes what there is.
+    /// Decides on a purge and its trigger. All triggers share one rate limit, since a purge
+    /// releases everything.
     pub(super) fn decide_purge(&mut self, sample: &Sample, now: Moment, jobs: &mut Jobs) {
         let quiet = self.is_quiet(now);
         let part = sample.heap_live.scaled(self.settings.purge_part);
@@ -119,13 +122,14 @@ impl Maintenance {
         let asks = loaded || quiet || interval_passed;
         let much =
             purgeable > worth || (asks && self.is_much_with_libc(sample, purgeable, worth, now));
-        // Caches go where their threads answer, and nobody knows where: once in each quiet time.
+        // Threads flush their caches at an unknown time, so this is requested once in each quiet
+        // time.
         self.recalled &= quiet;
         let cached = !self.recalled && purgeable.saturating_add(sample.cached) > worth;
         self.purgeable_low = self.purgeable_low.min(sample.purgeable);
         if sample.purgeable.saturating_sub(self.purgeable_low) > worth {
-            // Purges were useless while all was live; now load has fallen, and a pause of 10 s
-            // would keep the level where it is.
+            // Purges were ineffective while all memory was live. Now load has fallen, and a pause
+            // of 10 s would keep the level up.
             self.purge.forgive();
         }
         let growth = self.settings.purge_growth;
@@ -154,7 +158,7 @@ impl Maintenance {
         }
     }
 
-    /// Whether a resource was loaded within [`LOAD_WINDOW`], and nothing was purged since.
+    /// Returns `true` if a resource was loaded within [`LOAD_WINDOW`] and no purge followed.
     fn has_loaded(&mut self, now: Moment) -> bool {
         let loads = self.resources.loads_total();
         if loads > self.loads {
@@ -164,7 +168,7 @@ impl Maintenance {
         self.loaded_at.is_some_and(|at| now - at < LOAD_WINDOW)
     }
 
-    /// Whether unused pages and the C library's free blocks together are worth a purge.
+    /// Returns `true` if unused pages and the C library's free blocks together are worth a purge.
     fn is_much_with_libc(
         &mut self,
         sample: &Sample,

@@ -1,8 +1,8 @@
-//! What the control loop goes by, and which of it makes no sense.
+//! The settings of the control loop, and their validation.
 //!
-//! Plain values: they are checked once, before the loop begins, and stay.
+//! Plain values, checked once before the loop begins.
 //!
-//! Invariant: a loop that runs has times above zero, parts within their bounds, and
+//! Invariant: a running loop has times above zero, fractions within their bounds, and
 //! `active_tick <= idle_tick`.
 
 use std::time::Duration;
@@ -15,43 +15,46 @@ use crate::control::pressure::Thresholds;
 
 use super::PurgeGrowth;
 
-/// What the control loop goes by.
+/// The settings of the control loop.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Settings {
-    /// The marks of the levels.
+    /// The thresholds of the pressure levels.
     pub thresholds: Thresholds,
-    /// The part of the limit that admission fills; .80 by default, found together with the marks.
+    /// The fraction of the limit that admission fills, in (0, 1]. Default: .80, determined together
+    /// with the thresholds.
     pub ceiling: f64,
-    /// What a booked byte is taken to need until that is measured, in [1, 5]; 2 by default.
+    /// The initial correction factor: the assumed ratio of real need to estimate until it is
+    /// measured, in [1, 5]. Default: 2.
     pub correction_factor: f64,
     /// Time between samples while requests are held, memory grows, or more than half of the limit
-    /// is required; 10 ms by default (a sampler of 250 ms cost a fifth of the goodput).
+    /// is required. Default: 10 ms (with 250 ms the goodput was a fifth lower).
     pub active_tick: Duration,
-    /// Time between samples else; 250 ms by default.
+    /// Time between samples otherwise. Default: 250 ms.
     pub idle_tick: Duration,
-    /// The part by which steps between samples are shortened at random, so that the services of a
-    /// fleet do not sample, and purge, in step; 0 by default.
+    /// The largest fraction by which the time between samples is shortened at random, so that the
+    /// services of a fleet do not sample and purge in step; in [0, 0.5]. Default: 0.
     pub jitter: f64,
-    /// The part of a core that sampling may take: ticks come less often where they cost more; .01
-    /// by default.
+    /// The fraction of a core that sampling may take, in (0, 1]. Ticks are less frequent if they
+    /// cost more. Default: .01.
     pub share: f64,
-    /// Without requests for this long the service is idle; 1 s by default.
+    /// The time without requests after which the service counts as idle. Default: 1 s.
     pub quiet: Duration,
-    /// Time between periodic purges; 30 s by default, `None` for off.
+    /// Time between periodic purges; `None` disables them. Default: 30 s.
     pub purge_interval: Option<Duration>,
-    /// Less than this is not worth a purge; 16 MiB by default, a guess.
+    /// The smallest amount worth a purge. Default: 16 MiB, a guess.
     pub purge_floor: ByteSize,
-    /// Nor is less than this part of the live bytes; .25 by default.
+    /// The smallest amount worth a purge, as a fraction of the live bytes, in (0, 1]. Default: .25.
+    /// Both minimums apply.
     pub purge_part: f64,
-    /// When growth is worth a purge; `None`, the default, for never.
+    /// The growth that triggers a purge; `None` disables it. Default: `None`.
     pub purge_growth: Option<PurgeGrowth>,
-    /// Time between ticks of the heap's decay while there is something to decay; `None`, the
-    /// default, where the allocator has threads of its own for that.
+    /// Time between runs of the heap's decay while there is something to decay; `None` if the
+    /// allocator has its own threads for that. Default: `None`.
     pub heap_decay_interval: Option<Duration>,
-    /// Time between publications of metrics; 1 s by default, `None` for off.
+    /// Time between publications of metrics; `None` disables them. Default: 1 s.
     pub publish_interval: Option<Duration>,
-    /// Time between looks at the memory that the device has left; `None`, the default, where there
-    /// is no device to look at.
+    /// Time between samples of the device's free memory; `None` without such a device. Default:
+    /// `None`.
     pub device_interval: Option<Duration>,
 }
 
@@ -77,34 +80,34 @@ impl Default for Settings {
     }
 }
 
-/// Settings that make no sense.
+/// An invalid setting.
 #[derive(Clone, Debug, Error, PartialEq)]
 #[non_exhaustive]
 pub enum SettingsError {
-    /// A part that is none.
+    /// A fraction is out of range.
     #[error("{name} is {value}: expected above 0 and at most 1")]
     Part {
-        /// The setting.
+        /// The name of the setting.
         name: &'static str,
-        /// What was given.
+        /// The value given.
         value: f64,
     },
-    /// A multiplier that is none.
+    /// The correction factor is out of range.
     #[error("correction_factor is {value}: expected 1 to 5")]
     Multiplier {
-        /// What was given.
+        /// The value given.
         value: f64,
     },
-    /// A jitter that is none.
+    /// The jitter is out of range.
     #[error("jitter is {value}: expected 0 to 0.5")]
     Jitter {
-        /// What was given.
+        /// The value given.
         value: f64,
     },
-    /// A time of zero, at which a loop would never rest.
+    /// A time is zero, so that the loop would never rest.
     #[error("{name} is zero: expected a time")]
     ZeroTime {
-        /// The setting.
+        /// The name of the setting.
         name: &'static str,
     },
     /// The active tick is longer than the idle one.

@@ -1,8 +1,8 @@
 //! The figures of the last tick, shared with the worker, metrics and endpoints.
 //!
-//! Written by the control loop, read by anybody, without a lock. It decides nothing.
+//! Written by the control loop, read by any thread, without a lock. It decides nothing.
 //!
-//! Invariant: `required = physical - purgeable` as of one tick, or of two where a tick came in
+//! Invariant: `required = physical - purgeable` as of one tick, or of two if a tick came in
 //! between.
 
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
@@ -15,8 +15,8 @@ use crate::control::pressure::{Level, Pressure};
 
 use super::{Sample, Trigger};
 
-/// What the last tick found, for the worker, metrics and endpoints. Written by the control loop;
-/// each figure is whole, together they may be of two ticks.
+/// The figures of the last tick, for the worker, metrics and endpoints. Written by the control
+/// loop. Each figure is consistent; two figures may come from different ticks.
 #[derive(Debug, Default)]
 pub struct PressureState {
     physical: AtomicU64,
@@ -33,38 +33,38 @@ pub struct PressureState {
 }
 
 impl PressureState {
-    /// What counts against the host's limit.
+    /// Returns the bytes that count against the host's limit.
     #[must_use]
     pub fn physical(&self) -> ByteSize {
         ByteSize::new(self.physical.load(Ordering::Relaxed))
     }
 
-    /// The part of it that a purge gives back.
+    /// Returns the part of the physical bytes that a purge releases.
     #[must_use]
     pub fn purgeable(&self) -> ByteSize {
         ByteSize::new(self.purgeable.load(Ordering::Relaxed))
     }
 
-    /// The part of it that a purge with this trigger gives back.
+    /// Returns the part of the physical bytes that a purge with this trigger releases.
     pub(super) fn purgeable_by(&self, trigger: Trigger) -> ByteSize {
         let left =
             if trigger.leaves_decaying() { self.decaying.load(Ordering::Relaxed) } else { 0 };
         self.purgeable().saturating_sub(ByteSize::new(left))
     }
 
-    /// The difference.
+    /// Returns the physical bytes less the purgeable ones.
     #[must_use]
     pub fn required(&self) -> ByteSize {
         self.physical().saturating_sub(self.purgeable())
     }
 
-    /// The host's limit; [`ByteSize::MAX`] where none is known.
+    /// Returns the host's limit, or [`ByteSize::MAX`] if none is known.
     #[must_use]
     pub fn limit(&self) -> ByteSize {
         ByteSize::new(self.limit.load(Ordering::Relaxed))
     }
 
-    /// The level of a budget.
+    /// Returns the level of a budget.
     #[must_use]
     pub fn level(&self, budget: Budget) -> Level {
         self.levels
@@ -72,53 +72,54 @@ impl PressureState {
             .map_or(Level::None, |level| Level::from_u8(level.load(Ordering::Acquire)))
     }
 
-    /// What a budget would have to give back to come under the lowest mark.
+    /// Returns the bytes that a budget must release to fall below the lowest threshold.
     #[must_use]
     pub fn wanted(&self, budget: Budget) -> ByteSize {
         let wanted = self.wanted.get(budget as usize);
         ByteSize::new(wanted.map_or(0, |wanted| wanted.load(Ordering::Relaxed)))
     }
 
-    /// How often the host has entered a level.
+    /// Returns how often the host has entered a level.
     #[must_use]
     pub fn entered_total(&self, level: Level) -> u64 {
         let entered = self.entered.get(usize::from(level.as_u8()));
         entered.map_or(0, |entered| entered.load(Ordering::Relaxed))
     }
 
-    /// When the last sample was taken.
+    /// Returns the time of the last sample.
     #[must_use]
     pub fn sampled_at(&self) -> Moment {
         let nanos = self.sampled_at.load(Ordering::Relaxed);
         Moment::after_origin(Duration::from_nanos(nanos))
     }
 
-    /// Whether memory that no request owns leaves no room for requests: even the smallest have been
-    /// rejected for 5 s, with a completed purge. Ends with the first sample that has room.
+    /// Returns `true` if memory that no request owns leaves no room for requests: even the smallest
+    /// have been rejected for 5 s, with a completed purge. Ends with the first sample that has
+    /// room.
     #[must_use]
     pub fn is_exhausted(&self) -> bool {
         self.exhausted.load(Ordering::Acquire)
     }
 
-    /// Returns what it was before.
+    /// Sets the exhaustion state and returns the previous one.
     pub(super) fn set_exhausted(&self, exhausted: bool) -> bool {
         self.exhausted.swap(exhausted, Ordering::AcqRel)
     }
 
-    /// How often the loop has ticked.
+    /// Returns how often the loop has ticked.
     #[must_use]
     pub fn ticks_total(&self) -> u64 {
         self.ticks.load(Ordering::Relaxed)
     }
 
-    /// How long after its time a tick began at most, since this was last asked: what the machine
-    /// kept the loop from, and how old a sample could be.
+    /// Returns the largest delay of a tick since the last call of this method: the time that the
+    /// machine kept the loop from running, and so the possible age of a sample.
     #[must_use]
     pub fn take_lateness(&self) -> Duration {
         Duration::from_nanos(self.late.swap(0, Ordering::Relaxed))
     }
 
-    /// Counts a tick that began so long after its time.
+    /// Counts a tick that began with this delay.
     pub(super) fn note_tick(&self, late: Duration) {
         self.ticks.fetch_add(1, Ordering::Relaxed);
         let nanos = u64::try_from(late.as_nanos()).unwrap_or(u64::MAX);

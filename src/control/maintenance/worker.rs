@@ -1,10 +1,9 @@
-//! The worker: does what the control loop decided, one job after the other, on its own thread.
+//! The worker: runs the jobs of the control loop, one after the other, on its own thread.
 //!
-//! It decides nothing but that what a resource left behind is purged. What it does is behind
+//! Its only decision is to purge after an unload. The actions themselves are behind
 //! [`MaintenanceActions`], [`super::super::reclaim::Reclaim`] and
 //! [`super::super::managed::Resource`]; a panic in any of them ends that job and not the thread.
-//! While it runs a job its thread is marked as one of background work: nothing there waits for all
-//! work of a device.
+//! During a job its thread is marked as background: nothing on it waits for all work of a device.
 //!
 //! Invariant: `jobs done + jobs panicked = jobs taken`.
 
@@ -22,36 +21,36 @@ use super::jobs::{Job, JobQueue, Trigger};
 use super::pacer::Pacer;
 use super::{Maintenance, PressureState, Settings};
 
-/// What the worker cannot do by itself; `memory` implements it over heap, arenas and metrics.
+/// Actions that the worker delegates. `memory` implements them over heap, arenas and metrics.
 pub trait MaintenanceActions: Send {
     /// Purges the host's heap.
     fn purge(&mut self, trigger: Trigger) -> Recovered;
 
-    /// Gives back what the device arenas have let decay.
+    /// Releases device memory whose decay time has passed.
     fn decay_device(&mut self, now: Moment);
 
-    /// Has the heap give back what its decay times let go. Default: nothing.
+    /// Releases heap memory whose decay time has passed. Default: nothing.
     fn decay_heap(&mut self) {}
 
-    /// Lets the device arena fall asleep that has been idle for longest, and no other; says whether
-    /// more are due. Default: nothing.
+    /// Puts the device arena to sleep that has been idle for longest, and only that one. Returns
+    /// `true` if more are due. Default: nothing.
     fn sleep_device(&mut self, now: Moment) -> bool {
         let _ = now;
         false
     }
 
-    /// Does one thing that an operator asked for; says whether more are. Default: nothing.
+    /// Runs one admin task. Returns `true` if more are pending. Default: nothing.
     fn admin_task(&mut self) -> bool {
         false
     }
 
-    /// Looks how much memory the device has left, and gives idle memory back where that is little.
-    /// Default: nothing.
+    /// Samples the free memory of the device, and releases idle memory if it is low. Default:
+    /// nothing.
     fn sample_device(&mut self, now: Moment) {
         let _ = now;
     }
 
-    /// Reports that memory that no request owns leaves no room for requests, or does no longer
+    /// Reports that memory that no request owns leaves no room for requests, or no longer does
     /// ([`PressureState::is_exhausted`]). Default: nothing.
     fn report_exhaustion(&mut self) {}
 
@@ -61,7 +60,7 @@ pub trait MaintenanceActions: Send {
     }
 }
 
-/// What the worker needs.
+/// The worker's state, created by [`Maintenance::worker`].
 pub struct Worker {
     pub(super) queue: Arc<JobQueue>,
     pub(super) state: Arc<PressureState>,
@@ -73,7 +72,7 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// Does one job on this thread.
+    /// Runs one job on this thread. A panic of the job is caught and counted.
     pub fn run(&mut self, job: Job, clock: &dyn Clock) {
         let _background = background();
         let done = caught(|| self.work(job, clock));
@@ -88,7 +87,7 @@ impl Worker {
         }
     }
 
-    /// How many jobs have panicked.
+    /// Returns the number of jobs that have panicked.
     #[must_use]
     pub const fn panics_total(&self) -> u64 {
         self.panics
@@ -118,7 +117,7 @@ impl Worker {
             }
             Job::DecayDevice => self.hands.decay_device(now),
             Job::DecayHeap => self.hands.decay_heap(),
-            // One at a time: what came meanwhile and is more urgent goes before the next.
+            // One at a time: a more urgent job that arrived meanwhile runs before the next.
             Job::SleepDevice if self.hands.sleep_device(now) => {
                 self.queue.push_one(Job::SleepDevice);
             }
@@ -131,7 +130,7 @@ impl Worker {
         }
     }
 
-    /// A resource's memory goes back only with the next purge.
+    /// Posts a purge if a resource was unloaded: only a purge releases its memory.
     fn purge_after_unload(&self, unloaded: bool) {
         if unloaded {
             self.queue.push_one(Job::Purge { trigger: Trigger::Unload });
@@ -152,7 +151,7 @@ impl fmt::Debug for Worker {
     }
 }
 
-/// The worker's thread: does jobs until the queue is closed and empty.
+/// Runs the worker's jobs on this thread until the queue is closed and empty.
 pub fn run_worker(worker: &mut Worker, clock: &dyn Clock) {
     let queue = Arc::clone(&worker.queue);
     // Ends when the queue is closed.
@@ -161,7 +160,8 @@ pub fn run_worker(worker: &mut Worker, clock: &dyn Clock) {
     }
 }
 
-/// The control loop's thread: samples, decides and posts until `stop` is set and `bell` is rung.
+/// Runs the control loop on this thread: samples, decides and posts jobs until `stop` is set and
+/// `bell` is rung.
 pub fn run_control(
     maintenance: &mut Maintenance,
     clock: &dyn Clock,
@@ -169,19 +169,19 @@ pub fn run_control(
     stop: &AtomicBool,
 ) {
     let mut turns = Turns::new(maintenance, clock.now());
-    // Ends when it is told to; each turn waits until the next sample.
+    // Ends when `stop` is set; each iteration waits until the next sample.
     while !stop.load(Ordering::Acquire) {
         clock.wait_until(bell, turns.turn(clock));
     }
 }
 
-/// The loop's turns.
+/// The iterations of the loop.
 struct Turns<'a> {
     maintenance: &'a mut Maintenance,
     queue: Arc<JobQueue>,
     state: Arc<PressureState>,
     pacer: Pacer,
-    /// When the next one is to be.
+    /// The time of the next iteration.
     due: Moment,
 }
 
@@ -192,11 +192,11 @@ impl<'a> Turns<'a> {
         Self { maintenance, queue, state, pacer: Pacer::new(share, idle_tick), due: now }
     }
 
-    /// Ticks; says when to come again.
+    /// Runs a tick. Returns the time of the next one.
     fn turn(&mut self, clock: &dyn Clock) -> Moment {
         let now = clock.now();
         self.state.note_tick(now - self.due);
-        // A sensor that panics costs its tick, not the thread: the allowances stay as they were.
+        // A sensor that panics costs its tick, not the thread: the allowances stay unchanged.
         let ticked = caught(|| self.maintenance.tick(now));
         let next = match ticked {
             Ok(tick) => {

@@ -1,16 +1,18 @@
 //! The memory cgroup of this process: version 1, version 2 with its ancestors, hybrid, or none.
 //!
-//! It is found once through `/proc/self/cgroup`, less the root of the mount in `mountinfo`, and
-//! then read through kept descriptors. Page cache that the kernel reclaims by itself
-//! never counts, be it `inactive_file` or `active_file`: files that are read again and again are
-//! active, and still give way to whoever needs memory. It writes nothing and moves no process.
+//! It is located once through `/proc/self/cgroup`, relative to the root of the mount in
+//! `mountinfo`, and then read through open descriptors. Page cache that the kernel reclaims by
+//! itself never counts, neither `inactive_file` nor `active_file`: files that are read repeatedly
+//! are active, and the kernel still reclaims them on demand. It writes nothing and moves no
+//! process.
 //!
-//! A limit of an ancestor is shared with that ancestor's other members, so it binds us at
-//! `limit - what they hold`.
+//! The limit of an ancestor is shared with that ancestor's other members, so it limits this process
+//! at `limit - bytes held by the others`.
 //!
-//! Invariant: `limit = min over levels of (own limit of the level - (held by the level - held by
-//! the leaf))`, with `held = max(usage - inactive_file - active_file, anon + shmem)`, and on
-//! version 1 also `limit <= hierarchical_memory_limit`.
+//! Invariant:
+//! `limit = min over levels of (own limit of the level - (held by the level - held by the leaf))`,
+//! with `held = max(usage - inactive_file - active_file, anon + shmem)`, and on version 1 also
+//! `limit <= hierarchical_memory_limit`.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -23,14 +25,14 @@ use super::events::{EventFiles, EventNames, MemoryEvents};
 use super::file::{KeptFile, keyed, number, read_whole};
 use super::{Limit, LimitSource, SignalError};
 
-/// How many levels are looked at, the leaf included. systemd and Kubernetes nest below ten.
+/// The largest number of levels read, including the leaf. systemd and Kubernetes nest below ten.
 const LEVELS_MAX: usize = 32;
 /// The controller's name on version 1.
 const MEMORY: &[u8] = b"memory";
-/// Amounts from here on mean "no limit": version 1 writes 2^63 rounded down to a page.
+/// Values from here on mean "no limit": version 1 writes 2^63 rounded down to a page.
 const UNLIMITED_FROM: u64 = 1 << 62;
 
-/// What the files are called.
+/// The names of the files.
 #[derive(Debug)]
 struct Names {
     usage: &'static str,
@@ -73,14 +75,14 @@ const V2: Names = Names {
     shmem: b"shmem",
 };
 
-/// The kept descriptors, the leaf's first.
+/// The open descriptors, the leaf's first.
 #[derive(Debug)]
 pub(super) struct Cgroup {
     names: &'static Names,
     folder: PathBuf,
     levels: Vec<Group>,
-    /// Of version 1, as last read; `u64::MAX` for none. As the values below: a file that cannot be
-    /// read leaves the limit where it was.
+    /// From version 1, as last read; `u64::MAX` for none. As for the values below, a file that
+    /// cannot be read leaves the limit unchanged.
     hierarchical_last: AtomicU64,
 }
 
@@ -91,30 +93,30 @@ struct Group {
     max: LimitFile,
     high: LimitFile,
     events: EventFiles,
-    /// What the other members of it held when that was last known.
+    /// The bytes held by its other members when they were last known.
     others_last: AtomicU64,
 }
 
-/// A file that holds a limit, and what was last read of it; `u64::MAX` for none. Written by whoever
-/// samples.
+/// A file that holds a limit, and the value last read; `u64::MAX` for none. Written by each
+/// sampling thread.
 #[derive(Debug)]
 struct LimitFile {
     file: Option<KeptFile>,
     last: AtomicU64,
 }
 
-/// One reading of it.
+/// One reading of the cgroup.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Reading {
     /// Usage less page cache.
     pub(super) held: Option<ByteSize>,
     pub(super) charged: Option<ByteSize>,
     pub(super) limit: Option<Limit>,
-    /// A file on which the limit rests could not be read or understood.
+    /// `true` if a file on which the limit depends could not be read or parsed.
     pub(super) is_stale: bool,
 }
 
-/// What `memory.stat` says of one level.
+/// The figures of `memory.stat` at one level.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Stat {
     /// Page cache of files.
@@ -124,15 +126,15 @@ struct Stat {
 }
 
 impl Stat {
-    /// Usage without the cache that the kernel drops by itself; `None` rather than a figure with
-    /// cache in it, because cache must never shed a request.
+    /// Returns the usage without page cache that the kernel drops by itself. Returns `None` rather
+    /// than a figure that includes cache, because cache must never cause a rejection.
     fn held_of(self, usage: Option<u64>) -> Option<u64> {
         Some(usage?.saturating_sub(self.cache?).max(self.charged.unwrap_or(0)))
     }
 }
 
 impl Cgroup {
-    /// Finds the memory cgroup; `None`, with a line in `missing`, where there is none to see.
+    /// Finds the memory cgroup. Returns `None`, with an entry in `missing`, if none is visible.
     pub(super) fn find(root: &Path, missing: &mut Vec<SignalError>) -> Option<Self> {
         let proc = root.join("proc/self");
         let texts = (read_whole(&proc.join("cgroup")), read_whole(&proc.join("mountinfo")));
@@ -164,7 +166,7 @@ impl Cgroup {
         None
     }
 
-    /// Opens the nearest level that is charged and all above it, up to the mount.
+    /// Opens the nearest level with memory accounting and all levels above it, up to the mount.
     fn open(
         names: &'static Names,
         root: &Path,
@@ -201,7 +203,7 @@ impl Cgroup {
         Some(Self { names, folder, levels, hierarchical_last: AtomicU64::new(u64::MAX) })
     }
 
-    /// Reads limits now, and what the usage, just read, is made of.
+    /// Reads the limits, and the composition of the usage that was just read.
     pub(super) fn sample(&self, usage: Option<ByteSize>) -> Reading {
         let Some(leaf) = self.levels.first() else { return Reading::default() };
         let mut is_stale = false;
@@ -211,7 +213,7 @@ impl Cgroup {
         let mut limit = hierarchical.map(|limit| (limit, LimitSource::Cgroup));
         for (depth, group) in self.levels.iter().enumerate() {
             let Some((own, source)) = group.limit(&mut is_stale) else { continue };
-            // Version 1 without `use_hierarchy`: a smaller limit above is not ours.
+            // Version 1 without `use_hierarchy`: a smaller limit above does not apply.
             if depth > 0 && hierarchical.is_some_and(|bound| own < bound) {
                 continue;
             }
@@ -230,7 +232,8 @@ impl Cgroup {
         }
     }
 
-    /// The limit that version 1 derives from all levels, those that are not visible here included.
+    /// Returns the limit that version 1 derives from all levels, including those that are not
+    /// visible here.
     fn hierarchical(&self, stat: Stat, is_stale: &mut bool) -> Option<u64> {
         if self.names.high.is_some() {
             return None;
@@ -247,12 +250,12 @@ impl Cgroup {
         (limit != u64::MAX).then_some(limit)
     }
 
-    /// The folder of the group that is charged.
+    /// Returns the folder of the group with memory accounting.
     pub(super) fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// What happened since the open, in the leaf and in the ancestors that have a limit.
+    /// Returns the events since the open, in the leaf and in the ancestors that have a limit.
     pub(super) fn events(&self) -> MemoryEvents {
         let mut events = MemoryEvents::default();
         for (depth, group) in self.levels.iter().enumerate() {
@@ -265,13 +268,13 @@ impl Cgroup {
         events
     }
 
-    /// What the leaf is charged with, page cache included.
+    /// Returns the usage of the leaf, including page cache.
     pub(super) fn usage(&self) -> Option<ByteSize> {
         let usage = self.levels.first()?.usage.as_ref()?;
         usage.read(number).flatten().map(ByteSize::new)
     }
 
-    /// Processes of the leaf that were killed for memory.
+    /// Returns the number of processes of the leaf that were OOM-killed.
     pub(super) fn oom_kills(&self) -> Option<u64> {
         self.levels.first()?.events.oom_kills()
     }
@@ -283,12 +286,12 @@ impl Group {
         read.unwrap_or_default()
     }
 
-    /// What all members hold.
+    /// Returns the bytes held by all members.
     fn held(&self, stat: Stat) -> Option<u64> {
         stat.held_of(self.usage.as_ref().and_then(|file| file.read(number)).flatten())
     }
 
-    /// What the other members of this ancestor hold, or held when that could last be told.
+    /// Returns the bytes held by the other members of this ancestor, or the last known value.
     fn held_by_others(&self, names: &Names, leaf: Option<u64>, is_stale: &mut bool) -> u64 {
         match self.held(self.stat(names)).zip(leaf) {
             Some((all, ours)) => {
@@ -303,7 +306,7 @@ impl Group {
         }
     }
 
-    /// The own limit of this level, the smaller of hard and soft.
+    /// Returns the level's own limit, the smaller of hard and soft.
     fn limit(&self, is_stale: &mut bool) -> Option<(u64, LimitSource)> {
         match (self.max.read(is_stale), self.high.read(is_stale)) {
             (u64::MAX, u64::MAX) => None,
@@ -314,7 +317,7 @@ impl Group {
 }
 
 impl LimitFile {
-    /// Opens the file of this name, where there is one, and says where it holds no limit.
+    /// Opens the file of this name, if it exists, and reports if it holds no limit.
     fn open(name: Option<&str>, folder: &Path, diagnostics: &mut Vec<SignalError>) -> Self {
         let path = name.map(|name| folder.join(name));
         let file = path.as_deref().and_then(|path| KeptFile::open(path).ok());
@@ -327,7 +330,7 @@ impl LimitFile {
         opened
     }
 
-    /// The limit now, or as it was where the file is unreadable or not understood.
+    /// Reads the limit, or returns the last value if the file cannot be read or parsed.
     fn read(&self, is_stale: &mut bool) -> u64 {
         let Some(file) = &self.file else { return u64::MAX };
         match file.read(limit_of).flatten() {
@@ -343,7 +346,7 @@ impl LimitFile {
     }
 }
 
-/// A limit as written: a number, or `max`; `u64::MAX` for none. `None` where it is neither.
+/// Parses a limit: a number, or `max`; `u64::MAX` for none. Returns `None` if it is neither.
 fn limit_of(text: &[u8]) -> Option<u64> {
     if text.trim_ascii() == b"max" {
         return Some(u64::MAX);
@@ -362,12 +365,12 @@ fn stat_of(text: &[u8], names: &Names) -> Stat {
     }
 }
 
-/// The path in the line of a controller of version 1.
+/// Returns the path in the line of a version 1 controller.
 pub(super) fn path_v1<'a>(lines: &'a [u8], controller: &[u8]) -> Option<&'a [u8]> {
     path_where(lines, |list| list.split(|&byte| byte == b',').any(|one| one == controller))
 }
 
-/// The path in the `0::` line.
+/// Returns the path in the `0::` line.
 pub(super) fn path_v2(lines: &[u8]) -> Option<&[u8]> {
     path_where(lines, <[u8]>::is_empty)
 }
@@ -380,42 +383,42 @@ fn path_where(lines: &[u8], wanted: impl Fn(&[u8]) -> bool) -> Option<&[u8]> {
     })
 }
 
-/// Where a cgroup is to be read.
+/// The location of a cgroup in the file tree.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Place {
     mount: PathBuf,
     root: PathBuf,
     below: PathBuf,
-    /// The own path is not under the mount's root; the mount itself stands for it.
+    /// The cgroup's path is not under the mount's root; the mount itself stands for it.
     outside: bool,
 }
 
 impl Place {
-    /// The cgroup's own folder and those of its ancestors up to the mount, in a file tree at
+    /// Returns the cgroup's folder and those of its ancestors up to the mount, in a file tree at
     /// `root`.
     pub(super) fn folders(&self, root: &Path) -> Vec<PathBuf> {
         let mount = root.join(self.mount.strip_prefix("/").unwrap_or(&self.mount));
-        // Joined with nothing it would end in a slash.
+        // Joining an empty path would add a trailing slash.
         let leaf: PathBuf = mount.components().chain(self.below.components()).collect();
         let ancestors = leaf.ancestors().take_while(|folder| folder.starts_with(&mount));
         ancestors.map(Path::to_owned).collect()
     }
 
-    /// The own folder; `None` where the mount stands for it.
+    /// Returns the cgroup's folder; `None` if the mount stands for it.
     pub(super) fn folder_of_own(&self, root: &Path) -> Option<PathBuf> {
         self.folders(root).into_iter().next().filter(|_| !self.outside)
     }
 }
 
-/// The folder of `path` under the mounts of its hierarchy: that of a controller of version 1, or
-/// the one of version 2.
+/// Locates `path` under the mounts of its hierarchy: that of a version 1 controller, or that of
+/// version 2.
 pub(super) fn place(mounts: &[u8], path: &[u8], controller: Option<&[u8]>) -> Option<Place> {
     let path = Path::new(OsStr::from_bytes(path));
     let mut fallback = None;
     let mut lines = mounts.split(|&byte| byte == b'\n');
     while let Some(line) = lines.next() {
         let Some((root, mount)) = mount_of(line, controller) else { continue };
-        // What is mounted over by a later line cannot be reached.
+        // A mount that a later line covers cannot be reached.
         if lines.clone().any(|later| mount_point(later).is_some_and(|point| point == mount)) {
             continue;
         }
@@ -440,8 +443,9 @@ fn mount_point(line: &[u8]) -> Option<PathBuf> {
     line.split(|&byte| byte == b' ').nth(4).map(unescaped)
 }
 
-/// Root and mount point of a line `id parent dev root mount options... - type source options`,
-/// where it mounts the hierarchy that is looked for (proc(5)).
+/// Returns root and mount point of a line
+/// `id parent dev root mount options... - type source options`, if it mounts the requested
+/// hierarchy (proc(5)).
 fn mount_of(line: &[u8], controller: Option<&[u8]>) -> Option<(PathBuf, PathBuf)> {
     let mut fields = line.split(|&byte| byte == b' ');
     let root = unescaped(fields.nth(3)?);
@@ -458,7 +462,7 @@ fn mount_of(line: &[u8], controller: Option<&[u8]>) -> Option<(PathBuf, PathBuf)
     ours.then_some((root, mount))
 }
 
-/// `\040` and its like back to the byte that they stand for.
+/// Decodes octal escapes such as `\040`.
 fn unescaped(field: &[u8]) -> PathBuf {
     let mut bytes = Vec::with_capacity(field.len());
     let mut rest = field;

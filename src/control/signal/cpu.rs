@@ -1,11 +1,11 @@
-//! How many CPUs this process can keep busy: those that it may run on, and its cgroup's quota of
+//! The number of CPUs that this process can keep busy: its allowed CPUs and its cgroup's quota of
 //! CPU time.
 //!
-//! Read once, at an open: threads and heap arenas are laid out by it at the start. It binds nothing
-//! and changes no quota.
+//! Read once, at the open: the layout of threads and heap arenas depends on it at the start. It
+//! binds nothing and changes no quota.
 //!
-//! Invariant: `whole = max(1, min(allowed, quota rounded up))`, over what could be read; the quota
-//! is the least of the cgroup and its ancestors.
+//! Invariant: `whole = max(1, min(allowed, quota rounded up))`, over the values that could be read;
+//! the quota is the smallest of the cgroup and its ancestors.
 
 use std::path::Path;
 
@@ -15,32 +15,33 @@ use super::file::{number, read_whole};
 /// The controller's name on version 1.
 const CPU: &[u8] = b"cpu";
 
-/// CPUs of this process.
+/// The CPUs of this process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cpus {
-    /// Those that it may run on; `None` where that cannot be read.
+    /// The number of CPUs that it may run on; `None` if it cannot be read.
     pub allowed: Option<u32>,
     /// Thousandths of a CPU that its cgroup may keep busy on average: the quota divided by its
-    /// period, rounded up. `None` without one.
+    /// period, rounded up. `None` without a quota.
     pub quota_milli: Option<u64>,
 }
 
 impl Cpus {
-    /// Those that it may run on without a quota, as the standard library says.
+    /// Returns the allowed CPUs from the standard library, without a quota.
     pub(super) fn of_thread() -> Self {
         let count = std::thread::available_parallelism().ok();
         let allowed = count.and_then(|count| u32::try_from(count.get()).ok());
         Self { allowed, quota_milli: None }
     }
 
-    /// What the files of a file tree say.
+    /// Reads the files of a file tree.
     pub(super) fn read(root: &Path) -> Self {
         let status = read_whole(&root.join("proc/self/status")).ok();
         let allowed = status.and_then(|text| allowed_of(&text));
         Self { allowed, quota_milli: quota(root) }
     }
 
-    /// How many threads it can keep busy: part of a CPU is one. `None` where nothing is known.
+    /// Returns the number of threads that the process can keep busy; part of a CPU counts as one.
+    /// `None` if nothing is known.
     #[must_use]
     pub fn whole(&self) -> Option<u32> {
         let by_quota = self.quota_milli.map(|milli| milli.div_ceil(1_000));
@@ -53,7 +54,7 @@ impl Cpus {
     }
 }
 
-/// The least quota of the cgroup and its ancestors, in thousandths of a CPU.
+/// Returns the smallest quota of the cgroup and its ancestors, in thousandths of a CPU.
 fn quota(root: &Path) -> Option<u64> {
     let proc = root.join("proc/self");
     let lines = read_whole(&proc.join("cgroup")).ok()?;
@@ -89,7 +90,7 @@ fn milli(quota_us: u64, period_us: u64) -> Option<u64> {
     is_one.then(|| quota_us.saturating_mul(1_000).div_ceil(period_us))
 }
 
-/// How many CPUs the line `Cpus_allowed_list: 0-3,8` of `status` names.
+/// Returns the number of CPUs in the line `Cpus_allowed_list: 0-3,8` of `status`.
 fn allowed_of(status: &[u8]) -> Option<u32> {
     let lines = status.split(|&byte| byte == b'\n');
     let list = lines.filter_map(|line| line.strip_prefix(b"Cpus_allowed_list:")).next()?;

@@ -1,34 +1,34 @@
-//! What the kernel counts of a memory cgroup: limits reached, and processes killed.
+//! Events that the kernel counts for a memory cgroup: limits reached, and processes killed.
 //!
-//! `memory.events` (version 2) counts what happened in the cgroup and below it, so the `max` and
-//! `oom` of a limit that an ancestor has show in that ancestor's file alone, beside those of its
-//! other members; `memory.events.local`, where the kernel has it (5.2), leaves those out. Version 1
-//! has `memory.failcnt` and the `oom_kill` of `memory.oom_control`. It is for metrics and warnings:
-//! no decision rests on it, and no sample reads it.
+//! `memory.events` (version 2) counts events of the cgroup and of those below it. So the `max` and
+//! `oom` of an ancestor's limit appear only in that ancestor's file, together with those of its
+//! other members. `memory.events.local` (kernel 5.2) leaves those out. Version 1 has
+//! `memory.failcnt` and the `oom_kill` of `memory.oom_control`. The counts serve metrics and
+//! warnings: no decision depends on them, and no sample reads them.
 //!
-//! Invariant: `count = what the file says now - what it said at the open`, never below zero.
+//! Invariant: `count = current value of the file - value at the open`, never below zero.
 
 use std::path::Path;
 
 use super::file::{KeptFile, keyed, number};
 
-/// How often something happened since [`Signals`](super::Signals) was opened; `None` where it
-/// cannot be told.
+/// Counts of events since [`Signals`](super::Signals) was opened; `None` for a count that is not
+/// available.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct EventCounts {
-    /// Times that a process was throttled and made to reclaim because `memory.high` was passed.
+    /// Times that a process was throttled and made to reclaim because usage exceeded `memory.high`.
     pub high: Option<u64>,
-    /// Times that usage was about to pass the hard limit and the kernel reclaimed first; page cache
-    /// alone brings this about. Version 1: `memory.failcnt`.
+    /// Times that usage was about to exceed the hard limit and the kernel reclaimed first. Page
+    /// cache alone can cause this. Version 1: `memory.failcnt`.
     pub max: Option<u64>,
     /// Times that reclaim was not enough, so that an allocation failed or a kill followed.
     pub oom: Option<u64>,
-    /// Processes that the kernel killed for memory, whatever limit was the reason.
+    /// Processes that the kernel OOM-killed, whichever limit was the reason.
     pub oom_kill: Option<u64>,
 }
 
 impl EventCounts {
-    /// The counts under the names that the kernel has for them, for metrics.
+    /// Returns the counts with the kernel's names, for metrics.
     #[must_use]
     pub const fn by_name(self) -> [(&'static str, Option<u64>); 4] {
         [("high", self.high), ("max", self.max), ("oom", self.oom), ("oom_kill", self.oom_kill)]
@@ -43,8 +43,8 @@ impl EventCounts {
         }
     }
 
-    /// With the counts of one more ancestor. Limits reached are added up; kills are not, because
-    /// each ancestor counts those of the one below as well.
+    /// Adds the counts of another ancestor. Limits reached are summed; kills are not, because each
+    /// ancestor also counts those of the levels below.
     pub(super) fn with(self, other: Self) -> Self {
         let sum = |one: Option<u64>, two: Option<u64>| match (one, two) {
             (Some(one), Some(two)) => Some(one.saturating_add(two)),
@@ -54,17 +54,17 @@ impl EventCounts {
     }
 }
 
-/// What happened to the memory cgroup of this process since [`Signals`](super::Signals) was opened.
+/// Events of this process's memory cgroup since [`Signals`](super::Signals) was opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MemoryEvents {
-    /// In the own cgroup, and in those below it.
+    /// In the process's own cgroup and those below it.
     pub own: EventCounts,
-    /// In the ancestors that have a limit, all together: theirs is what kills where the own cgroup
-    /// has none. Kills among all their members. Nothing where no ancestor that is visible has one.
+    /// In the ancestors that have a limit, combined, including kills among all their members. These
+    /// limits kill if the own cgroup has none. Empty if no visible ancestor has a limit.
     pub above: EventCounts,
 }
 
-/// What the files are called.
+/// The names of the files.
 #[derive(Debug)]
 pub(super) struct EventNames {
     pub(super) events: &'static str,
@@ -72,7 +72,7 @@ pub(super) struct EventNames {
     pub(super) failcnt: Option<&'static str>,
 }
 
-/// The files of one level, and what they said at the open.
+/// The files of one level, and their values at the open.
 #[derive(Debug)]
 pub(super) struct EventFiles {
     events: Option<KeptFile>,
@@ -82,7 +82,7 @@ pub(super) struct EventFiles {
 }
 
 impl EventFiles {
-    /// Opens the files of this folder; those of an ancestor where it is not the leaf's.
+    /// Opens the files of this folder, either as the leaf or as an ancestor.
     pub(super) fn open(folder: &Path, names: &EventNames, is_leaf: bool) -> Self {
         let open = |name: &str| KeptFile::open(&folder.join(name)).ok();
         let local = names.local.filter(|_| !is_leaf).and_then(open);
@@ -93,7 +93,7 @@ impl EventFiles {
         files
     }
 
-    /// What has been counted since the open.
+    /// Returns the counts since the open.
     pub(super) fn counts(&self) -> EventCounts {
         let since = |now: Option<u64>, base: Option<u64>| {
             now.zip(base).map(|(now, base)| now.saturating_sub(base))
@@ -101,7 +101,7 @@ impl EventFiles {
         self.read().map2(self.base, since)
     }
 
-    /// Kills in the cgroup since it was made.
+    /// Returns the kills in the cgroup since it was created.
     pub(super) fn oom_kills(&self) -> Option<u64> {
         self.events.as_ref()?.read(|text| keyed(text, b"oom_kill")).flatten()
     }
@@ -109,8 +109,8 @@ impl EventFiles {
     fn read(&self) -> EventCounts {
         let counts = |file: &KeptFile| file.read(counts_of);
         let all = self.events.as_ref().and_then(counts).unwrap_or_default();
-        // Where there is a file without the neighbours' counts it is believed, but for kills, of
-        // which an inner cgroup has none of its own.
+        // A file without the counts of other members is preferred, except for kills, which an inner
+        // cgroup does not count itself.
         let counts = match self.local.as_ref().and_then(counts) {
             Some(local) => EventCounts { oom_kill: all.oom_kill, ..local },
             None => all,

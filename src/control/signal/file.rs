@@ -1,9 +1,9 @@
-//! A descriptor kept open and read again and again from its start, and the scanning of numbers.
+//! A descriptor that is kept open and read from its start each time, and parsers for numbers.
 //!
-//! It knows no format: parsers are given the bytes. Nothing is allocated by a read.
+//! It knows no file format: parsers get the bytes. A read does not allocate.
 //!
-//! Invariant: a parser sees at most [`TEXT_MAX`] bytes and, where the text was cut there, no
-//! broken last line: `seen = text up to its last newline`.
+//! Invariant: a parser sees at most [`TEXT_MAX`] bytes and no truncated last line:
+//! `seen = text up to its last newline`.
 
 use std::fs::File;
 use std::io::{ErrorKind, Read};
@@ -12,10 +12,10 @@ use std::path::Path;
 
 use super::SignalError;
 
-/// Largest text that a repeated read looks at. `memory.stat` is below 4,096 bytes by the kernel's
-/// own buffer, `/proc/self/status` about 1,500.
+/// The largest text of a repeated read. `memory.stat` is below 4,096 bytes by the kernel's own
+/// buffer, `/proc/self/status` about 1,500.
 const TEXT_MAX: usize = 8192;
-/// Largest file that is read at start; a mountinfo of a busy node has some hundred KiB.
+/// The largest file that is read at the start; a mountinfo of a busy node has some hundred KiB.
 const START_MAX: u64 = 4 << 20;
 
 /// An open file, read from its start each time.
@@ -25,7 +25,7 @@ pub(super) struct KeptFile {
 }
 
 impl KeptFile {
-    /// Opens the file and reads it once, because some files of cgroups open but do not read.
+    /// Opens the file and reads it once, because some cgroup files open but do not read.
     pub(super) fn open(path: &Path) -> Result<Self, SignalError> {
         let unreadable = |kind| SignalError::Unreadable { path: path.to_owned(), kind };
         let kept = Self { file: File::open(path).map_err(|error| unreadable(error.kind()))? };
@@ -36,11 +36,12 @@ impl KeptFile {
         }
     }
 
-    /// What `parse` makes of the present text; `None` where it cannot be read or is empty.
+    /// Returns the result of `parse` for the current text; `None` if the file cannot be read or is
+    /// empty.
     pub(super) fn read<T>(&self, parse: impl FnOnce(&[u8]) -> T) -> Option<T> {
         let mut buffer = [0; TEXT_MAX];
         let mut filled = 0;
-        // Ends: each turn fills at least one byte more or leaves; interruptions are bounded too.
+        // Ends: each iteration reads at least one byte or leaves; interruptions are bounded too.
         let mut interruptions = 0;
         while filled < TEXT_MAX {
             let rest = buffer.get_mut(filled..)?;
@@ -53,8 +54,8 @@ impl KeptFile {
                 }
                 Err(_) => return None,
             }
-            // Each of these files is written by the kernel in one piece, so that a final newline
-            // is its end, and one more system call to see the end can be spared.
+            // The kernel writes each of these files in one piece, so a final newline is its end and
+            // saves one more system call.
             if buffer.get(filled - 1) == Some(&b'\n') {
                 break;
             }
@@ -70,7 +71,7 @@ fn up_to_last_line(text: &[u8]) -> &[u8] {
     text.get(..end).unwrap_or_default()
 }
 
-/// A whole file, at start; cut at [`START_MAX`].
+/// Reads a whole file at the start; truncated at [`START_MAX`].
 pub(super) fn read_whole(path: &Path) -> Result<Vec<u8>, SignalError> {
     let unreadable = |kind| SignalError::Unreadable { path: path.to_owned(), kind };
     let file = File::open(path).map_err(|error| unreadable(error.kind()))?;
@@ -81,7 +82,7 @@ pub(super) fn read_whole(path: &Path) -> Result<Vec<u8>, SignalError> {
     }
 }
 
-/// A decimal number that is the whole of `text`, spaces around it apart.
+/// Parses a decimal number that fills `text`, except for surrounding spaces.
 pub(super) fn number(text: &[u8]) -> Option<u64> {
     let text = text.trim_ascii();
     if text.is_empty() {
@@ -93,7 +94,7 @@ pub(super) fn number(text: &[u8]) -> Option<u64> {
     })
 }
 
-/// The number in the line `key number`; lines without one are passed over.
+/// Returns the number in the line `key number`; other lines are skipped.
 pub(super) fn keyed(text: &[u8], key: &[u8]) -> Option<u64> {
     text.split(|&byte| byte == b'\n').find_map(|line| {
         let rest = line.strip_prefix(key)?;

@@ -1,17 +1,17 @@
-//! What the kernel says about this process and the limit it lives under.
+//! Memory signals of the kernel: the use of this process and its cgroup, and the limit.
 //!
-//! Descriptors are opened once and read with `pread` into buffers on the stack: a sample costs a
+//! Descriptors are opened once and read with `pread` into buffers on the stack. A sample costs a
 //! few microseconds (one read of `statm`, and of `memory.stat`, usage and limit for each level of
-//! the cgroup that has a limit) and allocates nothing. It decides nothing and subtracts nothing of
-//! ours: what is purgeable is known by the heap.
+//! the cgroup that has a limit) and allocates nothing. It decides nothing and does not subtract
+//! purgeable memory, which only the heap knows.
 //!
-//! The limit is a minimum over the cgroup's ancestors, less what other members of that ancestor
-//! hold, because a kill does not ask whose bytes they were. Without a limit it is the machine's
-//! memory. A limit of the process on addresses or data (`ulimit -v`, `ulimit -d`) lowers it to what
-//! the resident set may become: beyond that an allocation fails, which aborts a Rust program. On
-//! systems other than Linux there is nothing to read, and [`Signals::missing`] says so.
-//! Beside memory there is one thing more, read once: how many CPUs the process can keep busy
-//! ([`Cpus`]).
+//! The limit is a minimum over the cgroup's ancestors, less the memory held by other members of
+//! that ancestor, because the kernel kills for their bytes as well. Without a cgroup limit it is
+//! the machine's memory. A limit of the process on addresses or data (`ulimit -v`, `ulimit -d`)
+//! lowers it to the possible size of the resident set: beyond that an allocation fails, which
+//! aborts a Rust program. On systems other than Linux there is nothing to read, and
+//! [`Signals::missing`] reports that. The number of CPUs that the process can keep busy is read
+//! once ([`Cpus`]).
 //!
 //! Invariant: `physical = max(held, anonymous resident)` in a cgroup with a limit, `rss` elsewhere;
 //! `held = max(usage - inactive_file - active_file, anon + shmem)`.
@@ -38,26 +38,26 @@ pub use cpu::Cpus;
 pub use events::{EventCounts, MemoryEvents};
 pub use psi::{Psi, Stall};
 
-/// Where a limit comes from.
+/// The source of a limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum LimitSource {
     /// The hard limit of a cgroup (`memory.max`, `memory.limit_in_bytes`).
     Cgroup,
-    /// The soft ceiling of a cgroup (`memory.high`), where it is lower than the hard limit.
+    /// The soft limit of a cgroup (`memory.high`), if it is lower than the hard limit.
     High,
     /// The machine's physical memory: no cgroup limits this process.
     Machine,
-    /// Given by configuration.
+    /// The configuration.
     Override,
     /// A limit of the process on its addresses or its data (`RLIMIT_AS`, `RLIMIT_DATA`).
     AddressSpace,
-    /// Nothing could be read: there is no limit that we know of.
+    /// No limit is known, because nothing could be read.
     #[default]
     Unknown,
 }
 
 impl LimitSource {
-    /// All of them.
+    /// All sources.
     pub const ALL: [Self; 6] = [
         Self::Cgroup,
         Self::High,
@@ -67,7 +67,7 @@ impl LimitSource {
         Self::Unknown,
     ];
 
-    /// Its label in metrics.
+    /// Returns the label in metrics.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -81,26 +81,26 @@ impl LimitSource {
     }
 }
 
-/// What must not be passed.
+/// The memory limit and its source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limit {
-    /// How far [`Signal::physical`] may go; [`ByteSize::MAX`] where it is unknown.
+    /// The largest allowed [`Signal::physical`]; [`ByteSize::MAX`] if unknown.
     pub bytes: ByteSize,
-    /// Where it comes from.
+    /// The source of the limit.
     pub source: LimitSource,
 }
 
 impl Limit {
-    /// No limit is known.
+    /// No known limit.
     pub const UNKNOWN: Self = Self { bytes: ByteSize::MAX, source: LimitSource::Unknown };
 
-    /// A limit given by configuration.
+    /// Creates a limit given by configuration.
     #[must_use]
     pub const fn given(bytes: ByteSize) -> Self {
         Self { bytes, source: LimitSource::Override }
     }
 
-    /// Whether there is a limit.
+    /// Returns `true` if there is a limit.
     #[must_use]
     pub fn is_known(self) -> bool {
         self.source != LimitSource::Unknown && self.bytes != ByteSize::MAX
@@ -113,26 +113,25 @@ impl Default for Limit {
     }
 }
 
-/// One reading.
+/// One sample.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Signal {
     /// The process's resident set.
     pub rss: Option<ByteSize>,
-    /// The part of it that belongs to no file and no shared memory.
+    /// The part of `rss` that belongs to no file and no shared memory.
     pub anonymous: Option<ByteSize>,
-    /// What counts against the limit; zero where nothing could be read.
+    /// Bytes that count against the limit; zero if nothing could be read.
     pub physical: ByteSize,
-    /// What must not be passed.
+    /// The limit.
     pub limit: Limit,
-    /// Anonymous and shared memory that the cgroup is charged with: what no reclaim of the kernel
-    /// gives back without swap.
+    /// Anonymous and shared memory of the cgroup, which the kernel cannot reclaim without swap.
     pub charged: Option<ByteSize>,
-    /// Whether a file on which the limit rests cannot be read or understood now, so that the limit
-    /// is the last that could be.
+    /// `true` if a file on which the limit depends cannot be read or parsed now, so that `limit` is
+    /// the last known value.
     pub limit_is_stale: bool,
 }
 
-/// What shows that something moved; see [`Signals::glance`].
+/// A cheap reading that shows if memory use changed; see [`Signals::glance`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Glance {
     resident: Option<statm::Statm>,
@@ -150,67 +149,68 @@ pub struct Resident {
     pub shmem: ByteSize,
 }
 
-/// A part of the signals that could not be had.
+/// A signal that is not available.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum SignalError {
     /// A file could not be read.
-    #[error("{path} cannot be read: {kind}", path = path.display())]
+    #[error("cannot read {path}: {kind}", path = path.display())]
     Unreadable {
-        /// The file.
+        /// The path of the file.
         path: PathBuf,
-        /// Why.
+        /// The operating system's error.
         kind: std::io::ErrorKind,
     },
-    /// A file does not say what it should.
-    #[error("{path} does not hold {expected}", path = path.display())]
+    /// A file does not have the expected content.
+    #[error("{path} is malformed: expected {expected}", path = path.display())]
     Malformed {
-        /// The file.
+        /// The path of the file.
         path: PathBuf,
-        /// What was expected in it.
+        /// The expected content.
         expected: &'static str,
     },
     /// No memory cgroup is visible: only the machine's memory limits this process.
     #[error("no memory cgroup is visible to this process")]
     NoCgroup,
-    /// The own cgroup lies outside what is mounted here, so that the mount's root stands for it.
-    #[error("the cgroup {cgroup:?} is not under the mount {root:?}: the mount itself is read")]
+    /// The process's cgroup lies outside the mount that is visible here, so the mount's root stands
+    /// for it.
+    #[error("cgroup {cgroup:?} is outside the mount {root:?}: reading the root of the mount")]
     Outside {
-        /// The path of the own cgroup.
+        /// The path of the process's cgroup.
         cgroup: String,
         /// The root of the mount.
         root: String,
     },
-    /// The cgroup lies deeper than is looked at.
-    #[error("the cgroup has more ancestors than {looked_at}: those above are not looked at")]
+    /// The cgroup has more levels than are read.
+    #[error("the cgroup has more than {looked_at} levels: levels above are ignored")]
     Deep {
-        /// How many levels are looked at.
+        /// The number of levels read.
         looked_at: usize,
     },
-    /// The own cgroup shows no pressure (PSI): the kernel has none (`CONFIG_PSI`, `psi=0`), version
-    /// 2 is not mounted here, or this is the root, whose figures are the machine's.
+    /// The cgroup has no pressure information (PSI): the kernel lacks it (`CONFIG_PSI`, `psi=0`),
+    /// version 2 is not mounted here, or this is the root, whose figures are the machine's.
     #[error(
-        "no memory pressure (PSI) of the own cgroup is known: {}",
+        "memory pressure (PSI) of the cgroup is not available: {}",
         path.as_ref().map_or_else(
-            || "no cgroup of version 2 below the root is visible".to_owned(),
-            |path| format!("{} cannot be read", path.display()),
+            || "no version 2 cgroup below the root is visible".to_owned(),
+            |path| format!("cannot read {}", path.display()),
         )
     )]
     NoPsi {
-        /// The file that would have it, where there is a cgroup.
+        /// The path of the file, if there is a cgroup.
         path: Option<PathBuf>,
     },
-    /// This system has no such signals.
-    #[error("memory signals are read from /proc and cgroups, which {system} does not have")]
+    /// This operating system has no such signals.
+    #[error("memory signals are not available on {system}: expected /proc and cgroups")]
     Unsupported {
         /// The operating system.
         system: &'static str,
     },
 }
 
-/// The signals of this process: kept descriptors, found once.
+/// The signals of this process, read through open descriptors.
 ///
-/// After `fork` the descriptors still speak of the parent.
+/// After `fork` the descriptors still refer to the parent.
 #[derive(Debug)]
 pub struct Signals {
     statm: Option<KeptFile>,
@@ -226,7 +226,8 @@ pub struct Signals {
 }
 
 impl Signals {
-    /// Finds what there is to read. Never fails: what cannot be read is in [`Signals::missing`].
+    /// Opens the available signals. Never fails: unavailable ones are listed in
+    /// [`Signals::missing`].
     #[must_use]
     pub fn open() -> Self {
         if cfg!(target_os = "linux") {
@@ -237,8 +238,8 @@ impl Signals {
         }
     }
 
-    /// As [`Signals::open`], with another root of the file tree: `root/proc`, and what
-    /// `root/proc/self/mountinfo` names, under `root` as well.
+    /// Like [`Signals::open`], with another root of the file tree: `root/proc`, and the mounts of
+    /// `root/proc/self/mountinfo` under `root` as well.
     #[must_use]
     pub fn open_at(root: &Path) -> Self {
         let mut missing = Vec::new();
@@ -257,7 +258,7 @@ impl Signals {
         let cgroup = Cgroup::find(root, &mut missing);
         let pressure = psi::find(root, &mut missing);
         let status = note(KeptFile::open(&proc.join("self/status")), &mut missing);
-        // Where there is no such file nothing is limited: that is how it is on other systems.
+        // A missing file means no limits, as on other systems.
         let space = read_whole(&proc.join("self/limits")).ok();
         let space = space.map(|text| SpaceLimits::of(&text)).unwrap_or_default();
         let page = read_whole(&proc.join("self/auxv")).ok();
@@ -288,40 +289,40 @@ impl Signals {
         }
     }
 
-    /// The CPUs that this process can keep busy, as they were at the open.
+    /// Returns the CPUs that this process can keep busy, as of the open.
     #[must_use]
     pub const fn cpus(&self) -> Cpus {
         self.cpus
     }
 
-    /// With a limit from configuration. It lowers what was found and never raises it: the kernel
-    /// kills, or refuses memory, at its own limit whatever we believe.
+    /// Sets a limit from configuration. It can lower the limit that was found but not raise it: the
+    /// kernel kills, or refuses memory, at its own limit.
     #[must_use]
     pub fn with_limit(mut self, limit: ByteSize) -> Self {
         self.given = Some(limit);
         self
     }
 
-    /// The machine's physical memory, read once; `None` if it could not be read.
+    /// Returns the machine's physical memory, read once; `None` if it could not be read.
     #[must_use]
     pub const fn machine(&self) -> Option<ByteSize> {
         self.machine
     }
 
-    /// What could not be had, for one report at start.
+    /// Returns the signals that are not available, for one report at the start.
     #[must_use]
     pub fn missing(&self) -> &[SignalError] {
         &self.missing
     }
 
-    /// One reading. Parts that cannot be read now are `None`; a limit that cannot be read now stays
-    /// as it was last read. A few microseconds; allocates nothing.
+    /// Takes a sample. Parts that cannot be read now are `None`; a limit that cannot be read now
+    /// keeps its last value. Takes a few microseconds; allocates nothing.
     #[must_use]
     pub fn sample(&self) -> Signal {
         self.sample_after(self.glance())
     }
 
-    /// The same after a glance of just now, whose two files are not read again.
+    /// Takes a sample after a fresh glance, whose two files are not read again.
     #[must_use]
     pub fn sample_after(&self, glance: Glance) -> Signal {
         let rss = glance.resident.map(|resident| resident.rss);
@@ -343,7 +344,7 @@ impl Signals {
             }
             _ => limit,
         };
-        // A machine's limit is compared with this process, a cgroup's with all that it holds.
+        // A machine's limit applies to this process, a cgroup's to all of the cgroup.
         let physical = match group.held {
             Some(held) if group.limit.is_some() || rss.is_none() => {
                 held.max(anonymous.unwrap_or(ByteSize::ZERO))
@@ -354,9 +355,9 @@ impl Signals {
         Signal { rss, anonymous, physical, limit, charged, limit_is_stale }
     }
 
-    /// Whether anything may have moved since the reading before: two reads in place of a sample's
-    /// four and more. Equal glances mean that this process and its cgroup hold what they held; a
-    /// limit, or what others hold beside them, may have changed.
+    /// Reads two files that change whenever memory use may have changed, instead of a sample's four
+    /// and more. Equal glances mean that this process and its cgroup hold the same memory; a limit,
+    /// or the memory of other members, may have changed.
     #[must_use]
     pub fn glance(&self) -> Glance {
         let resident =
@@ -367,35 +368,36 @@ impl Signals {
         }
     }
 
-    /// Processes of the cgroup that the kernel has killed for memory, since it was made. One more
-    /// read, so it is no part of a sample.
+    /// Returns the number of processes of the cgroup that the kernel has OOM-killed since the
+    /// cgroup was created. Not part of a sample, because it costs another read.
     #[must_use]
     pub fn oom_kills(&self) -> Option<u64> {
         self.cgroup.as_ref()?.oom_kills()
     }
 
-    /// Limits reached and processes killed since this was opened, in the own cgroup and in the
-    /// ancestors that limit it; `None` without a cgroup. A read for each level and more, so it is
-    /// for metrics: once a second will do.
+    /// Returns the limits reached and processes killed since the open, in the process's own cgroup
+    /// and in the ancestors that limit it; `None` without a cgroup. Costs at least one read for
+    /// each level; for metrics, once per second is enough.
     #[must_use]
     pub fn events(&self) -> Option<MemoryEvents> {
         self.cgroup.as_ref().map(Cgroup::events)
     }
 
-    /// How much time the own cgroup loses for memory; `None` where that is not known
-    /// ([`SignalError::NoPsi`]). Advisory, and for metrics: 10 us measured.
+    /// Returns the time that the cgroup lost waiting for memory; `None` if unknown
+    /// ([`SignalError::NoPsi`]). Advisory, for metrics. Takes 10 us (measured).
     #[must_use]
     pub fn psi(&self) -> Option<Psi> {
         self.pressure.as_ref()?.read(psi::psi_of).flatten()
     }
 
-    /// The folder of the memory cgroup that is read: the nearest one that is charged.
+    /// Returns the folder of the memory cgroup that is read: the nearest one with memory
+    /// accounting.
     #[must_use]
     pub fn cgroup(&self) -> Option<&Path> {
         self.cgroup.as_ref().map(Cgroup::folder)
     }
 
-    /// The resident set by kind. Dearer than a sample (25 us measured): for metrics.
+    /// Returns the resident set by kind. Costs more than a sample (25 us measured); for metrics.
     #[must_use]
     pub fn resident(&self) -> Option<Resident> {
         let status = self.status.as_ref()?;
@@ -411,7 +413,7 @@ impl Signals {
     }
 }
 
-/// The value, or `None` and a line in the list.
+/// Returns the value, or `None` with an entry in the list.
 fn note<T>(found: Result<T, SignalError>, missing: &mut Vec<SignalError>) -> Option<T> {
     match found {
         Ok(value) => Some(value),

@@ -1,10 +1,10 @@
-//! Pressure stall information (PSI) of the own cgroup: how much time its processes lost waiting for
+//! Pressure stall information (PSI) of the own cgroup: the time its processes lost waiting for
 //! memory.
 //!
-//! Advisory: it is published and sheds nothing. The machine's own PSI is never read, because a
-//! busy neighbour shows in it; so the root of the hierarchy, whose file is the machine's, is no own
-//! cgroup here. Kernels have it on version 2, and on hybrid hosts in the unified hierarchy. No
-//! trigger is set: without rights its windows are 2 s and longer.
+//! Advisory: it is published and rejects nothing. The machine's own PSI is never read, because it
+//! includes other processes; so the root of the hierarchy, whose file is the machine's, does not
+//! count as an own cgroup. The kernel provides PSI on version 2, and on hybrid hosts in the unified
+//! hierarchy. No trigger is set: without privileges its windows are 2 s and longer.
 //!
 //! Invariant: `full.total <= some.total`, as the kernel counts them.
 
@@ -15,34 +15,34 @@ use super::SignalError;
 use super::cgroup::{path_v2, place};
 use super::file::{KeptFile, number, read_whole};
 
-/// Time lost for memory.
+/// Time lost waiting for memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Stall {
-    /// The part of the last ten seconds, 0 to 1, in steps of 0.0001.
+    /// The fraction of the last ten seconds, 0 to 1, in steps of 0.0001.
     pub avg10: f64,
-    /// Since the cgroup was made.
+    /// The total since the cgroup was created.
     pub total: Duration,
 }
 
-/// Pressure stall information of the own cgroup (PSI).
+/// Pressure stall information (PSI) of the own cgroup.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Psi {
-    /// At least one task waited for memory.
+    /// Time in which at least one task waited for memory.
     pub some: Stall,
-    /// All tasks that could have run waited for memory.
+    /// Time in which all tasks that could have run waited for memory.
     pub full: Stall,
 }
 
 impl Psi {
-    /// Both under the kernel's names for them, for metrics.
+    /// Returns both with the kernel's names, for metrics.
     #[must_use]
     pub const fn by_name(self) -> [(&'static str, Stall); 2] {
         [("some", self.some), ("full", self.full)]
     }
 }
 
-/// Opens `memory.pressure` of the own cgroup; `None`, with a line in `missing`, where it has none.
-/// Where the files that say which cgroup it is cannot be read, that is said elsewhere.
+/// Opens `memory.pressure` of the own cgroup. Returns `None`, with an entry in `missing`, if there
+/// is none. Unreadable files that identify the cgroup are reported elsewhere.
 pub(super) fn find(root: &Path, missing: &mut Vec<SignalError>) -> Option<KeptFile> {
     let proc = root.join("proc/self");
     let lines = read_whole(&proc.join("cgroup")).ok()?;
@@ -55,7 +55,7 @@ pub(super) fn find(root: &Path, missing: &mut Vec<SignalError>) -> Option<KeptFi
     kept
 }
 
-/// Where the file would be; `None` where no hierarchy shows the own cgroup.
+/// Returns the path of the file; `None` if no hierarchy shows the own cgroup.
 fn own_file(root: &Path, lines: &[u8], mounts: &[u8]) -> Option<PathBuf> {
     let place = place(mounts, path_v2(lines)?, None)?;
     let folder = place.folder_of_own(root)?;
@@ -64,7 +64,7 @@ fn own_file(root: &Path, lines: &[u8], mounts: &[u8]) -> Option<PathBuf> {
     folder.join("cgroup.type").exists().then(|| folder.join("memory.pressure"))
 }
 
-/// Reads `some avg10=1.23 avg60=... avg300=... total=<microseconds>`, and a line of `full`.
+/// Parses `some avg10=1.23 avg60=... avg300=... total=<microseconds>`, and a line of `full`.
 pub(super) fn psi_of(text: &[u8]) -> Option<Psi> {
     Some(Psi { some: stall_of(text, b"some ")?, full: stall_of(text, b"full ")? })
 }
@@ -77,7 +77,7 @@ fn stall_of(text: &[u8], kind: &[u8]) -> Option<Stall> {
     Some(Stall { avg10: percent(value(b"avg10=")?)?, total })
 }
 
-/// `12.34`, in hundredths of a percent, as a ratio.
+/// Parses a percentage with two decimals, such as `12.34`, as a ratio.
 fn percent(text: &[u8]) -> Option<f64> {
     let dot = text.iter().position(|&byte| byte == b'.')?;
     let whole = number(text.get(..dot)?)?;

@@ -1,5 +1,4 @@
-//! The texts of `/proc/self`: `statm`, `status`, `limits`, `auxv`, and `meminfo` beside them, as
-//! arithmetic.
+//! Parsers for the texts of `/proc/self` (`statm`, `status`, `limits`, `auxv`) and for `meminfo`.
 //!
 //! It opens nothing. `statm` counts pages, and their size is read from `auxv`, since asking the C
 //! library for it would be the only foreign call in this part.
@@ -10,27 +9,27 @@ use crate::bytes::ByteSize;
 
 use super::file::number;
 
-/// The page of x86-64 and of most aarch64 kernels, where `auxv` cannot be read.
+/// The page size of x86-64 and of most aarch64 kernels, used if `auxv` cannot be read.
 pub(super) const PAGE_USUAL: ByteSize = ByteSize::kib(4);
 
 /// `AT_PAGESZ` in `<linux/auxvec.h>`.
 const AUXV_PAGE_SIZE: usize = 6;
 
-/// The process's memory as `statm` counts it.
+/// The process's memory according to `statm`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Statm {
-    /// Everything resident.
+    /// All resident memory.
     pub(super) rss: ByteSize,
     /// Anonymous pages only.
     pub(super) anon: ByteSize,
-    /// Addresses that are mapped and not resident: reserved ranges, untouched stacks, what an
-    /// allocator keeps for reuse.
+    /// Mapped addresses that are not resident: reserved ranges, untouched stacks, and addresses
+    /// that an allocator keeps for reuse.
     pub(super) unbacked: ByteSize,
-    /// The part of that which is data.
+    /// The part of `unbacked` that is data.
     pub(super) unbacked_data: ByteSize,
 }
 
-/// What the process may map at most; `None` for no limit.
+/// The limits on mappings of the process; `None` for no limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct SpaceLimits {
     /// Addresses of any kind (`RLIMIT_AS`).
@@ -40,7 +39,7 @@ pub(super) struct SpaceLimits {
 }
 
 impl SpaceLimits {
-    /// Reads `/proc/self/limits`, whose first column of numbers is what is in force.
+    /// Parses `/proc/self/limits`, whose first column of numbers holds the limits in force.
     pub(super) fn of(text: &[u8]) -> Self {
         let soft = |name: &[u8]| {
             let line =
@@ -51,8 +50,8 @@ impl SpaceLimits {
         Self { address: soft(b"Max address space"), data: soft(b"Max data size") }
     }
 
-    /// How large the resident set may become, if all that it grows by is mapped anew. An allocator
-    /// may reuse addresses that it kept, but not for every size, so they count as taken.
+    /// Returns the possible size of the resident set if all growth needs new mappings. An allocator
+    /// may reuse addresses that it kept, but not for every size, so they count as used.
     pub(super) fn resident_max(self, held: Statm) -> Option<ByteSize> {
         let address = self.address.map(|address| address.saturating_sub(held.unbacked));
         let data = self.data.map(|data| data.saturating_sub(held.unbacked_data));
@@ -60,7 +59,7 @@ impl SpaceLimits {
     }
 }
 
-/// Reads `size resident shared text lib data dt`, in pages.
+/// Parses `size resident shared text lib data dt`, in pages.
 pub(super) fn resident_of(text: &[u8], page: ByteSize) -> Option<Statm> {
     let mut fields = text.split(u8::is_ascii_whitespace).filter(|field| !field.is_empty());
     let size = number(fields.next()?)?;
@@ -77,14 +76,14 @@ pub(super) fn resident_of(text: &[u8], page: ByteSize) -> Option<Statm> {
     })
 }
 
-/// The amount in the line `key <n> kB` of `status` or `meminfo`.
+/// Returns the amount in the line `key <n> kB` of `status` or `meminfo`.
 pub(super) fn kib_of(text: &[u8], key: &[u8]) -> Option<ByteSize> {
     let line = text.split(|&byte| byte == b'\n').find_map(|line| line.strip_prefix(key))?;
     let count = number(line.trim_ascii().strip_suffix(b"kB")?)?;
     ByteSize::kib(1).checked_mul(count)
 }
 
-/// The page size in an auxiliary vector: pairs of words, a kind and its value.
+/// Returns the page size in an auxiliary vector: pairs of words, a kind and its value.
 pub(super) fn page_of(auxv: &[u8]) -> Option<ByteSize> {
     const WORD: usize = size_of::<usize>();
     let word = |bytes: &[u8]| bytes.try_into().ok().map(usize::from_ne_bytes);
