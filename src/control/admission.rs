@@ -399,7 +399,7 @@ mod tests {
 
     #[test]
     fn priorities_are_shed_in_their_order_and_the_exempt_never() {
-        // The bug: high priority was shed at the same level as normal.
+        // The bug: high priority was rejected at the same level as normal.
         let admission = door(100, 100);
         let cost = Cost::host(ByteSize::mib(1));
         let admitted = |level| {

@@ -365,7 +365,7 @@ pub(super) mod tests {
             let _ = correction.update(requests(100), sample(90, 0));
         }
         assert!((correction.correction_factor() - K_MIN).abs() < 1e-9);
-        // Too little is booked to measure against.
+        // Too little is reserved to measure against.
         let _ = correction.update(requests(1), sample(500, 0));
         assert!((correction.correction_factor() - K_MIN - K_FORGETTING).abs() < 1e-9);
     }
@@ -517,7 +517,7 @@ pub(super) mod tests {
         let mut correction = Correction::new();
         let allowance = correction.update(requests(0), sample(100, 0));
         assert_eq!(allowance, ByteSize::mib((800 - 100) / 2));
-        // Twice over the ceiling: nothing may be booked, and nothing wraps.
+        // Twice over the ceiling: nothing may be reserved, and nothing wraps.
         let full = correction.update(requests(0), sample(1600, 0));
         assert_eq!(full, ByteSize::ZERO);
         let none = Measured { ceiling: ByteSize::MAX, ..sample(1600, 0) };

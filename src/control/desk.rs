@@ -498,8 +498,8 @@ mod tests {
     use super::*;
     use crate::control::admission::Admission;
 
-    /// Desks are of the whole process, and other tests have doors meanwhile: so it is told from the
-    /// outside only that a new door is a new door.
+    /// Desks belong to the whole process, and other tests use admissions at the same time. So the
+    /// test only checks from outside that a new admission starts fresh.
     #[test]
     fn a_new_door_is_open_empty_and_without_limit_whatever_the_last_one_was() {
         let one = ByteSize::mib(1);
@@ -525,7 +525,7 @@ mod tests {
             }
             assert_eq!((before.stats().held(), before.is_closed()), (1, true));
             drop((before, new));
-            // They outlive their door, and nobody else has its desk meanwhile.
+            // They outlive their admission, and no other has its desk in the meantime.
             let other = Admission::with_limit(one);
             drop((permit, model));
             assert_eq!(other.stats().finished_total, 0);
@@ -535,7 +535,7 @@ mod tests {
 
     #[test]
     fn a_desk_whose_door_and_permits_are_gone_is_taken_again() {
-        // More than all other tests of this process ever have at once.
+        // More than all other tests of this process ever use at once.
         const MANY: usize = 400;
         let addresses: Vec<_> = (0..MANY)
             .map(|_| {

@@ -146,7 +146,7 @@ mod tests {
             (500, 400, Trend::Same, 0),
             (100, 400, Trend::Same, 0),
             (99, 400, Trend::Short, 51),
-            // 51 given back: that alone is no end.
+            // 51 released: that alone does not end it.
             (150, 349, Trend::Same, 0),
             (120, 379, Trend::Same, 30),
             (150, 349, Trend::Same, 0),
@@ -173,8 +173,8 @@ mod tests {
         assert!(!mark.is_short());
     }
 
-    /// The bug: from a part of two thirds on no device had room again, since half as much once more
-    /// is more than there is.
+    /// The bug: from a part of two thirds on, a device never had room again, since one and a half
+    /// times that is more than the total.
     #[test]
     fn a_large_part_made_a_shortage_without_end() {
         for part in [0.5, 0.67, 0.9, 0.999] {
@@ -193,8 +193,8 @@ mod tests {
         assert_eq!(verdict, Decision { tide: Trend::Same, wanted: ByteSize::ZERO });
     }
 
-    /// A burst each second that takes back what was given: whoever looks at `free` alone begins and
-    /// ends with each.
+    /// A burst each second that takes the released memory again. Checking `free` alone would begin
+    /// and end a shortage with each.
     #[test]
     fn bursts_beside_a_neighbour_that_stays_are_one_shortage() {
         let mut mark = Watermark::new(0.1);

@@ -1,5 +1,6 @@
-//! A loss model in virtual time: requests come at random, are admitted by the real door or turned
-//! away, and hold what they booked for about two seconds. Nothing is measured and no thread runs.
+//! A loss model in virtual time: requests arrive at random, are admitted by the real admission or
+//! rejected, and hold their reservation for about two seconds. Nothing is measured and no thread
+//! runs.
 //!
 //! Invariant: a seed and a load give one outcome; every figure that is asserted is printed first.
 
@@ -19,7 +20,7 @@ const TICK: Duration = Duration::from_millis(10);
 /// Of the limit of 256 MiB that is filled.
 const CEILING: f64 = 0.8 * 256.0;
 
-/// A generator of its own: the outcome of a seed stays what it is.
+/// A separate generator, so that the outcome of a seed does not change.
 struct Random(u64);
 
 impl Random {
@@ -58,7 +59,7 @@ fn mean(mix: &Mix) -> f64 {
     mix.iter().map(|(size, part)| size.as_f64() * part / 100.0).sum()
 }
 
-/// A client beside the mix: requests of this size at this rate.
+/// A client in addition to the mix: requests of this size at this rate.
 #[derive(Clone, Copy)]
 struct Client {
     size: ByteSize,
@@ -90,13 +91,13 @@ impl Ord for Held {
     }
 }
 
-/// What came of a run.
+/// The outcome of a run.
 #[derive(Clone, Copy, Debug, Default)]
 struct Outcome {
     offered: [f64; 3],
     admitted: [f64; 3],
     sheds: [u32; 3],
-    /// Bytes refused that only the berth had no room for.
+    /// Bytes rejected only because of the reserved headroom.
     held_back: f64,
     berth_most: ByteSize,
 }
@@ -110,7 +111,7 @@ impl Outcome {
         self.offered.iter().sum()
     }
 
-    /// What each class has of its proportional share.
+    /// Returns the part of its proportional share that each class gets.
     fn shares(&self) -> [f64; 3] {
         let overall = self.admitted_all() / self.offered_all();
         std::array::from_fn(|at| self.admitted[at] / self.offered[at] / overall)
@@ -122,7 +123,7 @@ impl Outcome {
 }
 
 struct Model {
-    /// As of the last look.
+    /// As of the last update.
     balance: Balance,
     admission: Admission,
     fairness: Option<Fairness>,
@@ -133,7 +134,7 @@ struct Model {
 }
 
 impl Model {
-    /// `K` is fixed; it divides what may be booked.
+    /// `K` is fixed; it divides the allowance.
     fn new(k: f64, is_fair: bool, seed: u64) -> Self {
         let allowance = ByteSize::mib(1).scaled(CEILING / k);
         Self {
@@ -151,7 +152,7 @@ impl Model {
         self.admission.ledger(Budget::Host).allowance()
     }
 
-    /// Offers so many times what fits, for so long.
+    /// Offers this many times the load that fits, for this long.
     fn run(&mut self, mix: &Mix, load: f64, time: Duration) -> Outcome {
         let mut outcome = Outcome::default();
         let end = self.now + time;
@@ -231,7 +232,7 @@ impl Model {
 
 const SEED: u64 = 0x7ab1;
 
-/// With berths and without, and the figures as a line.
+/// Runs with and without reserved headroom, and formats the figures as a line.
 fn pair(k: f64, mix: &Mix, load: f64, time: u64) -> (Outcome, Outcome, String) {
     let time = Duration::from_secs(time);
     let [fair, unfair] = [true, false].map(|is| Model::new(k, is, SEED).run(mix, load, time));
@@ -259,7 +260,7 @@ fn under_overload_each_size_has_its_share_and_hardly_less_is_admitted_in_all() {
                 println!("{line}");
                 let large = mix[2].0.as_f64() / (CEILING / k * 1_048_576.0);
                 assert!(fair.least_share() >= 0.5, "{:.3?}", fair.shares());
-                // Berths of a seventh of all there is cost more than small ones do.
+                // Headroom of a seventh of the allowance costs more than smaller amounts do.
                 let least = if large > 0.14 { 0.93 } else { 0.95 };
                 assert!(fair.admitted_all() >= least * unfair.admitted_all());
             }
@@ -275,7 +276,8 @@ fn a_load_that_fits_meets_no_berth() {
             let (fair, unfair, line) = pair(k, mix, 0.5, 120);
             println!("{line}");
             assert_eq!((fair.berth_most, fair.sheds), (ByteSize::ZERO, unfair.sheds));
-            // Nearly what fits: a few large ones are turned away by chance, and small ones hardly.
+            // Almost the load that fits: a few large requests are rejected by chance, and hardly
+            // any small ones.
             let (fair, unfair, line) = pair(k, mix, 0.75, 120);
             println!("{line}");
             assert!(fair.held_back <= 0.001 * fair.offered_all());
@@ -284,7 +286,7 @@ fn a_load_that_fits_meets_no_berth() {
     }
 }
 
-/// What is shed after the load has fallen is shed while what was admitted before ends.
+/// Rejections after the load has fallen happen while requests admitted before end.
 #[test]
 fn a_berth_goes_with_the_overload_and_comes_with_the_next() {
     println!("seed {SEED:#x}");
@@ -327,7 +329,7 @@ fn who_offers_only_what_never_fits_takes_nothing_from_others() {
     for part in [0.35, 0.6, 0.99] {
         let size = ByteSize::mib(1).scaled(part * CEILING / 1.2);
         let client = Client { size, rate: 20.0 };
-        // The room for one of them is never empty, but by a load that leaves it.
+        // The room for one of them is never free, except under a load that leaves it.
         let mut model = Model::new(1.2, true, SEED);
         let _ = model.run(mix, 1.5, Duration::from_secs(10));
         model.client = Some(client);
@@ -345,7 +347,7 @@ fn who_offers_only_what_never_fits_takes_nothing_from_others() {
     }
 }
 
-/// The worst that fits a berth: each as large as the largest berth may be, and few.
+/// The worst case: requests as large as the largest headroom may be, and few.
 #[test]
 fn who_offers_the_largest_that_has_a_berth_costs_others_no_more_than_the_price() {
     println!("seed {SEED:#x}");
@@ -385,7 +387,7 @@ fn what_comes_free_is_what_was_admitted_shared_with_all_who_ask() {
         assert!((drain.as_f64() / expected - 1.0).abs() < 0.3, "{drain}, not {expected}");
         assert!((pause.as_secs_f64() * ratio - 1.0).abs() < 0.2, "{pause:?} at {ratio}");
     }
-    // Once nobody holds anything and nothing comes, it is forgotten.
+    // Once no bytes are held and no requests arrive, the state is forgotten.
     let mut model = Model::new(1.2, true, SEED);
     let _ = model.run(&MIXES[0], 4.0, Duration::from_secs(20));
     let _ = model.run(&MIXES[0], 1e-9, Duration::from_secs(60));
@@ -404,7 +406,7 @@ fn without_a_limit_there_is_no_berth() {
         }
         assert_eq!(fairness.update(seen, &counts).reserved_headroom, ByteSize::ZERO, "turn {turn}");
     }
-    // Nor is there one in no room at all, and figures at their ends do no harm.
+    // Without any allowance there is none either, and extreme figures do no harm.
     for allowance in [ByteSize::ZERO, ByteSize::new(2), ByteSize::new(u64::MAX - 1)] {
         seen = Seen { allowance, reserved: ByteSize::MAX, requests: ByteSize::MAX, ..seen };
         for class in &mut counts.classes {
@@ -441,7 +443,7 @@ fn a_few_sheds_are_chance_and_more_are_overload() {
         }
         berths.push(fairness.update(seen, &counts).reserved_headroom);
     }
-    // As many bytes of smaller ones were admitted, and most of a berth is empty already.
+    // As many bytes of smaller ones were admitted, and most of the headroom is free already.
     println!("{berths:?}");
     assert_eq!(berths[..4], [ByteSize::ZERO; 4], "four, and the first has faded a little");
     assert_eq!(berths[4..], [large; 2]);

@@ -57,7 +57,7 @@ mod tests {
         Pacer::new(0.01, 250 * MILLI)
     }
 
-    /// When it ticks again, in ms, after ticks of these ms, where the loop asks for 10.
+    /// Returns the time of the next tick, in ms, after ticks of these ms, if the loop requests 10.
     fn after(costs: &[u32]) -> u128 {
         let mut pacer = pacer();
         let begun = Moment::ORIGIN + 1000 * MILLI;

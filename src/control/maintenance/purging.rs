@@ -337,8 +337,8 @@ mod tests {
         };
     }
 
-    /// Bug: idle and periodic purges looked at jemalloc's unused pages only, so that 80 MiB of an
-    /// engine written in C++ stayed for as long as the service was idle.
+    /// Bug: idle and periodic purges counted jemalloc's unused pages only, so that 80 MiB of an
+    /// engine written in C++ stayed while the service was idle.
     #[test]
     fn free_blocks_of_the_c_library_are_purged_once_after_each_burst() {
         let seen = Seen::of(untracked_anonymous(20));
@@ -378,7 +378,7 @@ mod tests {
         assert_eq!(purges_until(&mut loops, &seen, 10, 100), []);
     }
 
-    /// Bug: what a load left behind stayed under the first requests, and raised their peak.
+    /// Bug: memory that a load left unused stayed during the first requests and raised their peak.
     #[test]
     fn what_a_load_leaves_behind_is_purged_once_and_without_a_quiet_time() {
         let (seen, resources) = (Seen::of(untracked_anonymous(20)), Resources::new());

@@ -225,11 +225,11 @@ mod tests {
     const SECOND: Duration = Duration::from_secs(1);
     const MILLI: Duration = Duration::from_millis(1);
 
-    /// A host of 100 MiB, and arenas that are due; a purge gives nothing back.
+    /// A host of 100 MiB, and arenas that are due; a purge releases nothing.
     #[derive(Default)]
     struct World {
         sample: Sample,
-        /// Arenas that are due, and what is held once one of them sleeps.
+        /// Arenas that are due, and the bytes held once one of them sleeps.
         due: usize,
         held: ByteSize,
         done: Vec<&'static str>,

@@ -542,7 +542,7 @@ mod tests {
         let v2 = b"anon 20\nfile 90\nkernel 5\nshmem 30\nfile_mapped 2\ninactive_file 40\n\
             active_file 2\n";
         assert_eq!(stat_of(v2, &V2), Stat { hierarchical_limit: None, ..expected });
-        // Cut short by whatever: what is missing is missing, nothing is guessed.
+        // Truncated text: missing values stay missing, nothing is guessed.
         assert_eq!(stat_of(b"anon 20\ninactive_file 3\nact", &V2).cache, None);
     }
 }
