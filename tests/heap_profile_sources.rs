@@ -114,10 +114,10 @@ fn a_bad_string_is_told_piece_by_piece_and_the_process_runs_on() {
     let said = Said::with(bad);
     let ignored = said.about("ignored");
     let expected = [
-        "narenas: asked \"two\", found 4: jemalloc refused what the variable",
-        "malloc_conf: asked \"narena:3\", found nothing of it: jemalloc knows no such setting",
-        "tcache_max: asked \"4096 \", found 32768: jemalloc refused what the variable",
-        "malloc_conf: asked \" narenas:2\", found nothing of it: jemalloc read the variable",
+        "narenas: asked \"two\", found 4: jemalloc refused the value from the variable",
+        "malloc_conf: asked \"narena:3\", found nothing: unknown jemalloc setting",
+        "tcache_max: asked \"4096 \", found 32768: jemalloc refused the value from the variable",
+        "malloc_conf: asked \" narenas:2\", found nothing: jemalloc stopped reading the variable",
     ];
     assert_eq!(ignored.len(), expected.len(), "{ignored:?}");
     for (line, start) in ignored.iter().zip(expected) {
@@ -137,6 +137,6 @@ fn a_variable_cannot_raise_the_number_of_background_threads() {
     let said = Said::with("max_background_threads:4");
     assert!(said.about("effective")[0].contains("at most 2"), "{}", said.0);
     let ignored = said.about("ignored");
-    let capped = "max_background_threads: asked 4, found 2: jemalloc takes at most 2";
+    let capped = "max_background_threads: asked 4, found 2: jemalloc accepts at most 2";
     assert!(ignored.len() == 1 && ignored[0].starts_with(capped), "{ignored:?}");
 }

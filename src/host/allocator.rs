@@ -1,9 +1,9 @@
-//! `Heap`, jemalloc as Rust's global allocator, and the questions who reaches it.
+//! `Heap`, jemalloc as Rust's global allocator, and the checks of which code uses it.
 //!
-//! It adds nothing per call: jemalloc already counts what every thread allocates, so a wrapper
-//! that counted again would only cost. It neither purges nor configures.
+//! It adds nothing per call: jemalloc already counts what each thread allocates, so a counting
+//! wrapper would only add cost. It neither purges nor configures.
 //!
-//! Invariant: a block that `Heap` hands out is jemalloc's own, with jemalloc's own layout rules.
+//! Invariant: a block that `Heap` returns is jemalloc's own, with jemalloc's own layout rules.
 #![expect(
     unsafe_code,
     reason = "GlobalAlloc is an unsafe trait; C's malloc is asked who serves it"
@@ -36,13 +36,13 @@ pub struct Heap;
 unsafe impl GlobalAlloc for Heap {
     #[inline]
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        // SAFETY: the caller's promise (a layout of non-zero size) is the one asked for here.
+        // SAFETY: the caller's promise (a layout of non-zero size) is the one required here.
         unsafe { Jemalloc.alloc(layout) }
     }
 
     #[inline]
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        // SAFETY: the caller's promise (a layout of non-zero size) is the one asked for here.
+        // SAFETY: the caller's promise (a layout of non-zero size) is the one required here.
         unsafe { Jemalloc.alloc_zeroed(layout) }
     }
 
@@ -56,18 +56,18 @@ unsafe impl GlobalAlloc for Heap {
     #[inline]
     unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
         // SAFETY: the caller promises that `block` came from this allocator, which means from
-        // `Jemalloc`, with this layout, and is given back once.
+        // `Jemalloc`, with this layout, and is freed once.
         unsafe { Jemalloc.dealloc(block, layout) }
     }
 }
 
-/// Size of the block with which it is asked who serves an allocation.
+/// Size of the block that tests which allocator serves an allocation.
 const TRIAL_BYTES: usize = 1024;
 
-/// Whether Rust's allocations reach jemalloc, through [`Heap`] or any other wrapper around it.
+/// Returns `true` if Rust's allocations reach jemalloc, through [`Heap`] or another wrapper.
 ///
-/// Found once with one small allocation, which jemalloc's count for this thread must show; later
-/// calls cost one load.
+/// The first call allocates one small block and checks that jemalloc counted it for this thread;
+/// later calls cost one load.
 #[must_use]
 pub fn is_global() -> bool {
     static ANSWER: OnceLock<bool> = OnceLock::new();
@@ -75,10 +75,10 @@ pub fn is_global() -> bool {
         .get_or_init(|| reaches_jemalloc(|| drop(black_box(Vec::<u8>::with_capacity(TRIAL_BYTES)))))
 }
 
-/// Whether C's `malloc` reaches this jemalloc, as it does with feature `interpose`: then C and C++
-/// libraries in the process are measured and purged with the heap.
+/// Returns `true` if C's `malloc` reaches this jemalloc, as it does with feature `interpose`: C and
+/// C++ libraries in the process are then measured and purged with the heap.
 ///
-/// Found once with one small allocation; later calls cost one load.
+/// The first call allocates one small block; later calls cost one load.
 #[must_use]
 pub fn serves_c() -> bool {
     static ANSWER: OnceLock<bool> = OnceLock::new();
@@ -92,21 +92,21 @@ pub fn serves_c() -> bool {
     })
 }
 
-/// Whether what `allocate` allocates shows in jemalloc's count for this thread.
+/// Returns `true` if an allocation by `allocate` shows in jemalloc's count for this thread.
 fn reaches_jemalloc(allocate: impl FnOnce()) -> bool {
     let Ok(before) = THREAD_ALLOCATED.read() else { return false };
     allocate();
     THREAD_ALLOCATED.read().is_ok_and(|after| after.wrapping_sub(before) >= TRIAL_BYTES as u64)
 }
 
-/// A configuration string in the form in which jemalloc looks for it: the symbol is a `char *`.
+/// A configuration string in the form that jemalloc looks for: the symbol is a `char *`.
 #[doc(hidden)]
 #[derive(Debug)]
 #[repr(transparent)]
 pub struct ConfSymbol(*const c_char);
 
 impl ConfSymbol {
-    /// A symbol that points to `conf`.
+    /// Creates a symbol that points to `conf`.
     #[must_use]
     pub const fn new(conf: &'static CStr) -> Self {
         Self(conf.as_ptr())

@@ -1,16 +1,15 @@
-//! Dedicated arenas: host memory of a model in a jemalloc arena of its own, all of which goes back
-//! when the model is gone, whatever its neighbours keep.
+//! Dedicated arenas: host memory of a model in its own jemalloc arena, all of which is released
+//! when the model is dropped, independent of other allocations.
 //!
-//! Memory gets there by a scope, which binds the calling thread for as long as a closure runs, with
-//! the thread's cache emptied before and after: else blocks of the arena would be handed out after
-//! the scope, and blocks from before it within. An arena is destroyed only when nothing can point
-//! into it: nobody is in a scope, and it has no active page, where thread caches count as active.
-//! Else, and where it is only dropped, it is kept, purged, for the next that asks for one. Nothing
-//! here allocates but the list of all: a control path that did so in a scope would pin the arena
-//! it serves.
+//! A scope places memory there: it binds the calling thread while a closure runs, and empties the
+//! thread's cache before and after it. Otherwise blocks of the arena would be handed out after the
+//! scope, and earlier blocks within it. An arena is destroyed only if nothing can point into it: no
+//! thread is in a scope, and it has no active page (cached blocks count as active). Otherwise, and
+//! when it is only dropped, it is purged and kept for reuse. The only allocation here is the list
+//! of all arenas: allocating in a scope would pin the arena.
 //!
-//! Invariant: `destroyed => active pages = 0 and no scope`; an index is in one `HostArena`, or
-//! kept, or of jemalloc's own.
+//! Invariant: `destroyed => active pages = 0 and no scope`; an index is in one `HostArena`, or kept
+//! for reuse, or one of jemalloc's own.
 #![expect(unsafe_code, reason = "destroying an arena takes its memory from whoever points there")]
 
 use std::cell::RefCell;
@@ -32,14 +31,14 @@ use super::mallctl::{self as ctl, ARENA_LIMIT};
 use super::purge::flush_thread_cache;
 use super::stats::refresh;
 
-/// The longest name of an arena, in bytes: jemalloc's 32 less the NUL.
+/// The maximum length of an arena's name in bytes: jemalloc's 32 minus the NUL.
 pub const ARENA_NAME_MAX: usize = 31;
 
 /// A jemalloc arena for one purpose, such as a model.
 ///
-/// Dropping it keeps it, purged, for the next that asks for one: where many come and go that is
-/// better than to retire each, because jemalloc's books grow by some 10 KiB with every arena that
-/// is made and destroyed.
+/// Dropping it purges it and keeps it for reuse. If many arenas come and go, that is better than
+/// retiring each: jemalloc's metadata grows by about 10 KiB with every arena that is created and
+/// destroyed.
 ///
 /// ```
 /// use lowtide::host::HostArena;
@@ -48,11 +47,11 @@ pub const ARENA_NAME_MAX: usize = 31;
 /// static HEAP: lowtide::host::Heap = lowtide::host::Heap;
 ///
 /// let arena = HostArena::new("reranker")?;
-/// let model = arena.scope(|| vec![1_u8; 64 << 20])?; // all that is allocated in it lies there
+/// let model = arena.scope(|| vec![1_u8; 64 << 20])?; // all its allocations are in the arena
 /// assert!(arena.stats()?.active.get() >= 64 << 20);
 /// let refused = arena.retire().expect_err("the model is still there");
 /// drop(model);
-/// refused.arena.retire()?; // and all of its memory is given back
+/// refused.arena.retire()?; // releases all its memory
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug)]
@@ -62,22 +61,21 @@ pub struct HostArena {
     birth: Birth,
 }
 
-/// What an arena holds, at the last refresh of jemalloc's statistics.
+/// Memory of an arena at the last refresh of jemalloc's statistics.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct HostArenaStats {
-    /// Bytes of its blocks that the application holds, after rounding, less what lies in thread
-    /// caches.
+    /// Bytes of blocks that the application holds, after rounding, without thread caches.
     pub live: ByteSize,
-    /// Bytes of its pages with at least one live or cached block.
+    /// Bytes of pages with at least one live or cached block.
     pub active: ByteSize,
-    /// Bytes of its unused pages that are still backed by memory.
+    /// Bytes of unused pages that are still backed by memory.
     pub dirty: ByteSize,
-    /// Bytes of its unused pages that the kernel takes when it is short.
+    /// Bytes of unused pages that the kernel reclaims under pressure.
     pub muzzy: ByteSize,
 }
 
 impl HostArenaStats {
-    /// Backed bytes beyond what is live: `active + dirty + muzzy - live`.
+    /// Returns the backed bytes beyond live ones: `active + dirty + muzzy - live`.
     #[must_use]
     pub const fn retained(&self) -> ByteSize {
         let backed = self.active.saturating_add(self.dirty).saturating_add(self.muzzy);
@@ -85,52 +83,52 @@ impl HostArenaStats {
     }
 }
 
-/// Why there is no such arena.
+/// The reason an arena could not be created.
 #[derive(Clone, Debug, Error, PartialEq)]
 #[non_exhaustive]
 pub enum HostArenaError {
-    /// The name is too long, empty, or has a NUL in it.
-    #[error("{name:?} is no name of an arena: expected 1 to {ARENA_NAME_MAX} bytes without a NUL")]
+    /// The name is empty, too long, or contains a NUL.
+    #[error("invalid arena name {name:?}: expected 1 to {ARENA_NAME_MAX} bytes without a NUL")]
     Name {
-        /// What was given.
+        /// The name.
         name: String,
     },
     /// Another arena has the name.
-    #[error("an arena is named {name:?} already: expected a name of its own")]
+    #[error("arena name {name:?} is already in use: expected a unique name")]
     Taken {
-        /// What was given.
+        /// The name.
         name: String,
     },
-    /// All indices are taken.
-    #[error("no arena is left: expected fewer than {ARENA_LIMIT}")]
+    /// All arena indices are in use.
+    #[error("no arena index is free: expected fewer than {ARENA_LIMIT} arenas")]
     Exhausted,
-    /// jemalloc refused.
+    /// A call to jemalloc failed.
     #[error(transparent)]
     Host(#[from] HostError),
 }
 
-/// An arena that was not retired, with the arena: something may point into it.
+/// An arena that was not retired because something may point into it.
 #[derive(Debug, Error)]
-#[error("the arena {:?} is held still: {cause}", .arena.name())]
-#[expect(clippy::exhaustive_structs, reason = "an arena and why")]
+#[error("cannot retire arena {:?}: {cause}", .arena.name())]
+#[expect(clippy::exhaustive_structs, reason = "an arena and the cause")]
 pub struct RetireRefused {
     /// The arena, purged.
     pub arena: HostArena,
-    /// Why.
+    /// The reason.
     pub cause: StillHeld,
 }
 
-/// What is in an arena still.
+/// The reason an arena cannot be retired.
 #[derive(Clone, Debug, Error, PartialEq)]
 #[non_exhaustive]
 pub enum StillHeld {
-    /// Pages with blocks, live ones or such that threads have in their caches.
-    #[error("{0} of its pages have blocks, of which some may lie in the caches of threads")]
+    /// Bytes of pages with blocks that are live or in thread caches.
+    #[error("{0} of its pages have live or thread-cached blocks: expected none")]
     Active(ByteSize),
-    /// A thread could not be taken out of it at the end of a scope.
-    #[error("a thread is bound to it")]
+    /// A thread could not leave it at the end of a scope.
+    #[error("a thread is bound to it: expected none")]
     Bound,
-    /// jemalloc refused to say, or to destroy it.
+    /// A call to jemalloc failed.
     #[error(transparent)]
     Host(HostError),
 }
@@ -164,11 +162,11 @@ impl fmt::Debug for ArenaName {
     }
 }
 
-/// What is known of an index.
+/// The state of an index.
 #[derive(Clone, Copy)]
 struct Slot {
     name: ArenaName,
-    /// Purged, and waiting for the next that asks.
+    /// Purged, and kept for reuse.
     is_kept: bool,
     /// A thread may be bound to it for ever.
     is_bound: bool,
@@ -193,7 +191,7 @@ impl Slots {
         self.slots.get_mut(..self.known).unwrap_or_default()
     }
 
-    /// Books a new index, or one that was kept.
+    /// Records a new index, or one that was kept.
     fn put(&mut self, index: u32, slot: Slot) {
         if let Some(at) = self.slots.get_mut(index as usize) {
             *at = slot;
@@ -206,23 +204,23 @@ impl Slots {
     fn take_kept(&mut self) -> Option<u32> {
         let kept = (0..).zip(self.known().iter());
         let mut kept = kept.filter(|(_, slot)| slot.is_kept && !slot.is_bound).peekable();
-        // What stayed may be gone by now.
+        // Its remaining pages may be free by now.
         let _ = kept.peek().map(|_| refresh());
         let pages = |index| ctl::STATS_ARENA_ACTIVE_PAGES.read_of(index).unwrap_or(usize::MAX);
         kept.map(|(index, _)| index).min_by_key(|&index| pages(index))
     }
 }
 
-/// Keeps arenas from being destroyed for as long as it is held. Who goes over all of them needs it:
-/// jemalloc 5.3.1 looks them up under a lock of its own, and works on them without it.
+/// Keeps arenas from being destroyed while it is held. Iterating over all of them needs it:
+/// jemalloc 5.3.1 looks them up under its own lock, and works on them without it.
 ///
-/// A fork waits for whoever holds it, as it does for jemalloc's own locks: else it would stay held
-/// in the child, by a thread that is not there.
+/// A fork waits for the holder, as it does for jemalloc's own locks: otherwise it would stay held
+/// in the child, by a thread that does not exist there.
 pub(super) fn keep() -> MutexGuard<'static, Slots> {
     static HEEDS_FORKS: AtomicBool = AtomicBool::new(false);
     if !HEEDS_FORKS.swap(true, Ordering::Relaxed) {
-        // Handlers of before a fork run last registered first. Jemalloc's are there once it has
-        // been asked anything, so that this lock is taken before its own, as everywhere.
+        // Handlers that run before a fork run in reverse order of registration. Jemalloc's are
+        // registered by its first call, so that this lock is taken before its own, as everywhere.
         let _ = ctl::ARENAS_PAGE.read();
         fork::around(before_fork, after_fork);
     }
@@ -230,7 +228,7 @@ pub(super) fn keep() -> MutexGuard<'static, Slots> {
 }
 
 thread_local! {
-    /// What `keep` gives, held by a thread that forks.
+    /// The guard of `keep`, held by a thread that forks.
     static OVER_FORK: RefCell<Option<ManuallyDrop<MutexGuard<'static, Slots>>>> =
         const { RefCell::new(None) };
 }
@@ -246,10 +244,11 @@ extern "C" fn after_fork() {
 }
 
 impl HostArena {
-    /// An arena of this name, which statistics show: one that was kept, or a new one (some 70 us).
+    /// Creates an arena with this name, which statistics show, or reuses a kept one. Creating one
+    /// costs about 70 us.
     ///
     /// # Errors
-    /// [`HostArenaError`]: each way in which there is none.
+    /// [`HostArenaError`] if the name is invalid or taken, no index is free, or jemalloc refuses.
     pub fn new(name: &str) -> Result<Self, HostArenaError> {
         let text =
             ArenaName::new(name).ok_or_else(|| HostArenaError::Name { name: name.into() })?;
@@ -260,43 +259,43 @@ impl HostArena {
         let index = match slots.take_kept() {
             Some(index) => index,
             None => ctl::ARENAS_CREATE.read().map_err(|error| match error {
-                // Where all are taken jemalloc answers EAGAIN, and nothing else makes it fail.
+                // If all are in use jemalloc answers EAGAIN, and nothing else makes it fail.
                 HostError::Mallctl { act: Act::Read, .. } => HostArenaError::Exhausted,
                 error => error.into(),
             })?,
         };
         let arena = Self { index, name: text, birth: Birth::now() };
         slots.put(index, Slot { name: text, ..Slot::NONE });
-        // Who goes over all of them finds figures of each.
+        // Iterations over all of them find figures of each.
         let refreshed = refresh();
         drop(slots);
         // From here on the drop of `arena` gives the index back.
         refreshed?;
         ctl::ARENA_NAME.write_in(index, text.c_str())?;
-        // Who had one that was kept may have given it another, and failed to take it back.
+        // The last owner of a kept one may have set another time, and failed to reset it.
         ctl::ARENA_DIRTY_DECAY.write_in(index, ctl::ARENAS_DIRTY_DECAY.read()?)?;
         Ok(arena)
     }
 
-    /// Its name.
+    /// Returns its name.
     #[must_use]
     pub fn name(&self) -> &str {
         self.name.text()
     }
 
-    /// Runs a closure, whose allocations on this thread lie in the arena; those of threads that it
-    /// starts do not. Scopes nest; a panic ends one as a return does.
+    /// Runs a closure whose allocations on this thread are made in the arena. Threads that it
+    /// starts allocate elsewhere. Scopes nest, and a panic ends one as a return does.
     ///
-    /// For what stays, such as a model while it is loaded: it costs some 4 us, and jemalloc purges
-    /// the arena when its last thread leaves where there are no background threads. What outlives
-    /// the arena's purpose, such as a static that is set up in it, keeps the arena from being
-    /// retired. So does what is allocated out of the cache of a thread that freed blocks of the
-    /// arena: free them in a scope too, which leaves the cache empty. On a runtime it is for
-    /// blocking tasks; it cannot be held over an `.await`.
+    /// Use it for memory that stays, such as a model while it is loaded. It costs about 4 us, and
+    /// without background threads jemalloc purges the arena when its last thread leaves. An
+    /// allocation that outlives the arena's purpose, such as a static initialised in the scope,
+    /// keeps the arena from being retired. So do blocks of the arena that a thread freed into its
+    /// cache and allocated again: free them in a scope as well, which leaves the cache empty. On an
+    /// async runtime, use it in blocking tasks; it cannot be held over an `.await`.
     ///
     /// # Errors
-    /// [`HostError`], and the closure has not run. [`HostError::ArenasByCpu`] where jemalloc runs
-    /// with `percpu_arena`.
+    /// [`HostError`] if the thread cannot be bound; the closure has not run.
+    /// [`HostError::ArenasByCpu`] if jemalloc runs with `percpu_arena`.
     pub fn scope<T>(&self, act: impl FnOnce() -> T) -> Result<T, HostError> {
         self.check_birth()?;
         if let Some(found) = ctl::OPT_PERCPU_ARENA.read()?.filter(|mode| *mode != "disabled") {
@@ -308,22 +307,22 @@ impl HostArena {
         Ok(act())
     }
 
-    /// What it holds now. One refresh of jemalloc's statistics, as
+    /// Returns its current memory. Refreshes jemalloc's statistics once, like
     /// [`HeapProbe::snapshot`](super::HeapProbe::snapshot).
     ///
     /// # Errors
-    /// [`HostError`].
+    /// [`HostError`] if jemalloc refuses a control.
     pub fn stats(&self) -> Result<HostArenaStats, HostError> {
         self.check_birth()?;
         refresh()?;
         stats_of(self.index)
     }
 
-    /// All dedicated arenas of this process by their names, and those that are kept for the next
-    /// under none. One refresh of jemalloc's statistics; allocates the list.
+    /// Returns all dedicated arenas of this process with their names; arenas kept for reuse have an
+    /// empty name. Refreshes jemalloc's statistics once; allocates the list.
     ///
     /// # Errors
-    /// [`HostError`].
+    /// [`HostError`] if jemalloc refuses a control.
     pub fn all() -> Result<Vec<(String, HostArenaStats)>, HostError> {
         refresh()?;
         Self::all_as_refreshed()
@@ -337,31 +336,30 @@ impl HostArena {
         indices.map(|(index, slot)| Ok((slot.name.text().to_owned(), stats_of(index)?))).collect()
     }
 
-    /// Gives its unused pages back now; about 0.1 ms for each MiB.
+    /// Releases its unused pages now. Costs about 0.1 ms per MiB.
     ///
     /// # Errors
-    /// [`HostError`].
+    /// [`HostError`] if jemalloc refuses.
     pub fn purge(&self) -> Result<(), HostError> {
         self.check_birth()?;
         flush_thread_cache()?;
-        // SAFETY: a purge gives back pages without blocks, and no other.
+        // SAFETY: a purge releases pages without blocks, and no other.
         unsafe { ctl::ARENA_PURGE.perform_in(self.index) }
     }
 
-    /// How long its unused pages may stay; as elsewhere in the heap, unless this is called. Where
-    /// the arena is kept for the next, that is forgotten; so it is when a `Memory` starts, or
-    /// [`apply`](super::apply) sets all arenas.
+    /// Sets how long its unused pages stay backed. Default: the decay time of the rest of the heap.
+    /// Dropping the arena, starting a `Memory` or [`apply`](super::apply) to all arenas resets it.
     ///
     /// # Errors
-    /// [`HostError`].
+    /// [`HostError`] if jemalloc refuses.
     pub fn set_decay(&self, time: DecayTime) -> Result<(), HostError> {
         self.check_birth()?;
         ctl::ARENA_DIRTY_DECAY.write_in(self.index, decay_to_ms(time))
     }
 
-    /// Destroys it and gives all its memory back, where nothing points into it any more. Blocks
-    /// that other threads freed may lie in their caches: those have to be flushed
-    /// ([`flush_thread_cache`](super::flush_thread_cache)) or to end first.
+    /// Destroys it and releases all its memory, if nothing points into it any more. Blocks that
+    /// other threads freed may be in their caches: flush those first
+    /// ([`flush_thread_cache`](super::flush_thread_cache)), or let the threads end.
     ///
     /// # Errors
     /// [`RetireRefused`] with the arena, purged.
@@ -390,9 +388,9 @@ impl HostArena {
             return Err(StillHeld::Active(ByteSize::of(active.saturating_mul(page))));
         }
         // SAFETY: it has no active page, so there is no block in it, not even in a thread's cache.
-        // None comes: blocks are allocated in it by bound threads, scopes are those, or through the
+        // None comes: blocks are allocated in it by bound threads, which are scopes, or through the
         // arena as allocator; each borrows it, and it is borrowed mutably here; a scope that could
-        // not be left is booked as `is_bound`.
+        // not be left is recorded as `is_bound`.
         unsafe { ctl::ARENA_DESTROY.perform_in(self.index) }.map_err(StillHeld::Host)?;
         slots.put(self.index, Slot::NONE);
         Ok(())
@@ -409,7 +407,7 @@ impl HostArena {
     }
 }
 
-/// What an arena held at the last refresh.
+/// Returns an arena's figures at the last refresh.
 fn stats_of(index: u32) -> Result<HostArenaStats, HostError> {
     let page = ctl::ARENAS_PAGE.read()?;
     let pages = |count: usize| ByteSize::of(count.saturating_mul(page));
@@ -428,7 +426,7 @@ impl Drop for HostArena {
     /// Keeps it, purged, for another. In a forked child does nothing.
     fn drop(&mut self) {
         if self.birth.is_here() {
-            // What is unused decays where the purge is refused, and what stays once it is freed.
+            // Unused pages decay if the purge is refused, and other pages once they are free.
             let _ = ctl::ARENAS_DIRTY_DECAY
                 .read()
                 .and_then(|time| ctl::ARENA_DIRTY_DECAY.write_in(self.index, time));

@@ -1,8 +1,7 @@
-//! What jemalloc is asked for at start: a profile, with settings of one's own on top, as a string.
+//! The configuration that jemalloc receives at start: a profile, with custom settings on top, as a
+//! string. Which of it took effect is in [`EffectiveConf`](super::EffectiveConf).
 //!
-//! It says nothing of what came of it (see [`EffectiveConf`](super::EffectiveConf)).
-//!
-//! Invariant: a string made from a profile names the profile's settings first, in their order.
+//! Invariant: a string made from a profile lists the profile's settings first, in their order.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -13,7 +12,7 @@ use super::conf::{HeapSettings, decay_to_ms};
 use super::knobs::{Piece, pieces};
 use super::profile::HeapProfile;
 
-/// A configuration for jemalloc, as its string.
+/// A configuration string for jemalloc.
 ///
 /// ```
 /// use lowtide::host::{HeapConf, HeapProfile};
@@ -21,7 +20,7 @@ use super::profile::HeapProfile;
 /// let own = HeapConf::from(HeapProfile::Balanced).with("narenas", "8");
 /// assert_eq!(own.profile(), Some(HeapProfile::Balanced));
 /// assert_eq!(own.own(), [("narenas", "8")]);
-/// // The same wish on top of another profile.
+/// // The same settings on top of another profile.
 /// assert!(own.on(HeapProfile::LowMemory).text().contains("narenas:8,dirty_decay_ms"));
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -30,20 +29,20 @@ pub struct HeapConf {
 }
 
 impl HeapConf {
-    /// This string, whatever it says: settings as `name:value`, separated by commas.
+    /// Creates a configuration from any string: settings as `name:value`, separated by commas.
     #[must_use]
     pub fn new(text: impl Into<Cow<'static, str>>) -> Self {
         Self { text: text.into() }
     }
 
-    /// The string.
+    /// Returns the string.
     #[must_use]
     pub fn text(&self) -> &str {
         &self.text
     }
 
-    /// The profile that it was made from, by the order of its settings; `None` for a string of
-    /// other making.
+    /// Returns the profile that it was made from, recognised by the order of its settings; `None`
+    /// for other strings.
     #[must_use]
     pub fn profile(&self) -> Option<HeapProfile> {
         HeapProfile::ALL.into_iter().find(|profile| {
@@ -52,8 +51,8 @@ impl HeapConf {
         })
     }
 
-    /// The settings in which it differs from its profile, each as name and value; all of them
-    /// where it has none.
+    /// Returns the settings that differ from its profile, as name and value; all of them if it has
+    /// no profile.
     #[must_use]
     pub fn own(&self) -> Vec<(&str, &str)> {
         let profile = self.profile().map_or("", text_of);
@@ -62,14 +61,14 @@ impl HeapConf {
             .collect()
     }
 
-    /// Its own settings on top of another profile.
+    /// Returns its custom settings on top of another profile.
     #[must_use]
     pub fn on(&self, profile: HeapProfile) -> Self {
         let own = self.own();
         own.iter().fold(profile.into(), |conf: Self, (name, value)| conf.with(name, value))
     }
 
-    /// The same with one more setting, in the place of one of this name.
+    /// Returns the configuration with one more setting, replacing one of the same name.
     #[must_use]
     pub fn with(&self, name: &str, value: &str) -> Self {
         let mut settings: Vec<_> = settings(&self.text).collect();
@@ -81,7 +80,7 @@ impl HeapConf {
         Self { text: text.join(",").into() }
     }
 
-    /// What it says of a setting; the last word counts.
+    /// Returns its value of a setting; the last one counts.
     pub(super) fn value(&self, name: &str) -> Option<&str> {
         last(&self.text, name)
     }
@@ -120,7 +119,7 @@ impl From<&Self> for HeapConf {
     }
 }
 
-/// What these settings would be, asked for at start.
+/// Creates the equivalent configuration at start.
 impl From<&HeapSettings> for HeapConf {
     fn from(settings: &HeapSettings) -> Self {
         let ms = |time: DecayTime| decay_to_ms(time).to_string();

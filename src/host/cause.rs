@@ -1,29 +1,31 @@
-//! Why a setting of the heap came out otherwise than asked.
+//! The causes why a heap setting differs from the requested value.
 //!
-//! Names and sentences only: who finds the cause is [`EffectiveConf`](super::EffectiveConf) for
-//! what is fixed at start, and [`apply`](super::apply) for what moves later.
+//! Names and messages only. [`EffectiveConf`](super::EffectiveConf) finds the cause for settings
+//! that are fixed at start, and [`apply`](super::apply) for those that can change later.
 //!
-//! Invariant: a cause that names a place names the one that this build of jemalloc reads.
+//! Invariant: a cause that names a configuration source names one that this build of jemalloc
+//! reads.
 
 use std::fmt;
 
 use super::error::HostError;
 
-/// A setting that came out otherwise than asked.
+/// A setting that differs from the requested value.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Difference {
-    /// jemalloc's name for it; `malloc_conf` for a text as a whole, `page` for the page size.
+    /// jemalloc's name of the setting; `malloc_conf` for a whole configuration text, `page` for the
+    /// page size.
     pub setting: &'static str,
-    /// What was asked for.
+    /// The requested value.
     pub asked: String,
-    /// What is in effect.
+    /// The value in effect.
     pub found: String,
-    /// Why, as far as can be known.
+    /// The cause, if known.
     pub cause: Cause,
 }
 
 impl Difference {
-    /// Whether only another start of the process can change it.
+    /// Returns `true` if only a restart of the process can change it.
     #[must_use]
     pub const fn is_fixed_at_start(&self) -> bool {
         match super::knobs::knob(self.setting) {
@@ -40,20 +42,21 @@ impl fmt::Display for Difference {
     }
 }
 
-/// A place from which jemalloc takes its configuration at start. A later one of these wins over an
-/// earlier one, setting by setting.
+/// A source of jemalloc's configuration at start. A later one overrides an earlier one, setting by
+/// setting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum ConfSource {
-    /// The string given when jemalloc was built (`JEMALLOC_SYS_WITH_MALLOC_CONF`).
+    /// The string set when jemalloc was built (`JEMALLOC_SYS_WITH_MALLOC_CONF`).
     Build,
-    /// The symbol of this name in the binary, as [`heap_profile!`](crate::heap_profile) exports it.
+    /// The symbol of this name in the binary, as exported by
+    /// [`heap_profile!`](crate::heap_profile).
     Binary(&'static str),
-    /// The name of the file that this symbolic link refers to.
+    /// The name that this symbolic link refers to.
     Symlink(&'static str),
     /// The environment variable of this name.
     Variable(&'static str),
-    /// The symbol of this name in the binary, which wins over the variable.
+    /// The symbol of this name in the binary that overrides the variable.
     HarderSymbol(&'static str),
 }
 
@@ -65,77 +68,77 @@ impl fmt::Display for ConfSource {
             Self::Symlink(path) => write!(f, "the symbolic link {path}"),
             Self::Variable(name) => write!(f, "the variable {name}"),
             Self::HarderSymbol(name) => {
-                write!(f, "the binary's symbol {name}, which wins over every variable")
+                write!(f, "the binary's symbol {name}, which overrides every variable")
             }
         }
     }
 }
 
-/// Why a setting came out otherwise than asked.
+/// The cause why a setting differs from the requested value.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Cause {
-    /// Another place than the one that asked set it.
+    /// Another source set it.
     SetBy(ConfSource),
-    /// No place that jemalloc reads names it; the binary carries no string under this symbol.
+    /// No source that jemalloc reads sets it, and the binary has no symbol of this name.
     NoSymbol(&'static str),
-    /// No place that jemalloc reads names it.
+    /// No source that jemalloc reads sets it.
     NotAsked,
-    /// It stands where this build of jemalloc does not look.
+    /// It is set in a source that this build of jemalloc does not read.
     NotRead {
-        /// Where it stands.
+        /// The source that sets it.
         written: &'static str,
-        /// Where it would be read.
+        /// The source that jemalloc reads.
         read: &'static str,
     },
     /// jemalloc refused the value.
     Refused {
-        /// Where it stands.
+        /// The source that sets it.
         by: ConfSource,
-        /// What jemalloc takes.
+        /// The values that jemalloc accepts.
         expected: &'static str,
     },
-    /// jemalloc knows no setting of this name.
+    /// jemalloc has no setting of this name.
     Unknown(ConfSource),
-    /// jemalloc read this place no further, so that nothing after it had any effect.
+    /// jemalloc stopped reading this source here, so everything after it was ignored.
     Broken(ConfSource),
-    /// jemalloc takes no more than this, from any later place.
+    /// A limit from an earlier source caps the value.
     Capped {
-        /// The most it takes.
+        /// The largest value that jemalloc accepts.
         most: u64,
     },
     /// This build of jemalloc cannot run background threads on this platform (musl).
     NoBackgroundThreads,
-    /// The kernel gives huge pages unasked, or has none.
+    /// The kernel always gives huge pages, or has none.
     KernelHugePages,
     /// jemalloc was built for another page size than this kernel's.
     PageOfBuild,
     /// jemalloc counts whole milliseconds, within bounds.
     WholeMilliseconds {
-        /// The most it takes.
+        /// The largest value that jemalloc accepts, in ms.
         most: u64,
     },
-    /// The value was outside what jemalloc takes while it runs.
+    /// The value is outside the range that jemalloc accepts while it runs.
     Bounds {
-        /// The least it takes.
+        /// The smallest value that jemalloc accepts.
         least: u64,
-        /// The most it takes, fixed at start.
+        /// The largest value that jemalloc accepts, fixed at start.
         most: u64,
     },
-    /// The arena that jemalloc makes for very large blocks: while background threads are off it is
-    /// given a decay time of 0.
+    /// The setting is of the arena that jemalloc creates for very large blocks: without background
+    /// threads its decay time is 0.
     LargeBlocks {
-        /// The arena.
+        /// The arena's index.
         arena: u32,
     },
-    /// Something else sets it as well.
+    /// Other code sets it as well.
     SetElsewhere {
-        /// In this arena; `None`: in all of them.
+        /// The arena in which it was set; `None` for all of them.
         arena: Option<u32>,
     },
     /// jemalloc refused the call.
     Error(HostError),
-    /// Not found out.
+    /// The cause is unknown.
     NotKnown,
 }
 
@@ -145,57 +148,55 @@ impl fmt::Display for Cause {
             Self::SetBy(by) => write!(f, "set by {by}"),
             Self::NoSymbol(name) => write!(
                 f,
-                "no place that jemalloc reads asks for it: the binary carries no symbol {name} \
+                "set in no source that jemalloc reads: the binary has no symbol {name} \
                  (lowtide::heap_profile! exports it)"
             ),
-            Self::NotAsked => f.write_str("no place that jemalloc reads asks for it"),
+            Self::NotAsked => f.write_str("set in no source that jemalloc reads"),
             Self::NotRead { written, read } => {
                 write!(f, "this build of jemalloc does not read {written}: it reads {read}")
             }
             Self::Refused { by, expected } => {
-                write!(f, "jemalloc refused what {by} says: expected {expected}")
+                write!(f, "jemalloc refused the value from {by}: expected {expected}")
             }
             Self::Unknown(by) => {
-                write!(f, "jemalloc knows no such setting; it stands in {by}")
+                write!(f, "unknown jemalloc setting in {by}")
             }
             Self::Broken(by) => write!(
                 f,
-                "jemalloc read {by} no further than here: expected name:value, names of letters, \
+                "jemalloc stopped reading {by} here: expected name:value, names of letters, \
                  digits and _, separated by commas without spaces"
             ),
             Self::Capped { most } => {
-                write!(f, "jemalloc takes at most {most}, which an earlier place or the build says")
+                write!(f, "jemalloc accepts at most {most}, set by an earlier source or its build")
             }
             Self::NoBackgroundThreads => {
                 f.write_str("this build of jemalloc cannot run background threads on this platform")
             }
             Self::KernelHugePages => f.write_str(
-                "as /sys/kernel/mm/transparent_hugepage/enabled says; thp:never keeps the heap out \
-                 of it",
+                "as in /sys/kernel/mm/transparent_hugepage/enabled; thp:never keeps the heap out \
+                 of huge pages",
             ),
             Self::PageOfBuild => f.write_str(
-                "jemalloc was built for larger pages than this kernel's, and gives back nothing \
-                 smaller: build with JEMALLOC_SYS_WITH_LG_PAGE=12 for 4 KiB",
+                "jemalloc was built for larger pages than this kernel's, and releases no \
+                 smaller ones: build with JEMALLOC_SYS_WITH_LG_PAGE=12 for 4 KiB",
             ),
             Self::WholeMilliseconds { most } => {
                 write!(f, "jemalloc counts whole milliseconds, from 1 to {most}")
             }
             Self::Bounds { least, most } => {
-                write!(f, "jemalloc takes {least} to {most}, which was fixed at start")
+                write!(f, "jemalloc accepts {least} to {most}, fixed at start")
             }
             Self::LargeBlocks { arena } => write!(
                 f,
-                "arena {arena} holds very large blocks only, and is given a decay time of 0 while \
+                "arena {arena} holds only very large blocks, and has a decay time of 0 while \
                  background threads are off"
             ),
             Self::SetElsewhere { arena: Some(arena) } => {
-                write!(f, "something else sets it as well, in arena {arena}")
+                write!(f, "other code also sets it, in arena {arena}")
             }
-            Self::SetElsewhere { arena: None } => {
-                f.write_str("something else set it at the same time")
-            }
+            Self::SetElsewhere { arena: None } => f.write_str("other code set it at the same time"),
             Self::Error(error) => error.fmt(f),
-            Self::NotKnown => f.write_str("jemalloc does not say why"),
+            Self::NotKnown => f.write_str("unknown cause"),
         }
     }
 }

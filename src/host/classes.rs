@@ -1,11 +1,11 @@
-//! Where the heap's slack sits: how well the pages of each size class are filled.
+//! The heap's slack by size class: how well the pages of each are filled.
 //!
-//! jemalloc has small blocks, to 14 KiB, in groups of pages, each for one size class; a group goes
-//! back only when its last block does. What its free blocks take is slack, and no purge has it.
-//! Larger blocks have pages of their own and no slack. It reads and changes nothing.
+//! jemalloc keeps blocks of up to 14 KiB in groups of pages, one size class per group; a group is
+//! released only with its last block. The space of its free blocks is slack, which no purge
+//! releases. Larger blocks have their own pages and no slack. This module only reads.
 //!
-//! Invariant: `slack = groups x bytes of a group - blocks x size`, and the sum over all classes is
-//! `active - live - thread caches` of the same epoch, but for pages that are neither.
+//! Invariant: `slack = groups x bytes of a group - blocks x size`; the sum over all classes is
+//! `active - live - thread caches` of the same epoch, except for pages that are neither.
 
 use crate::bytes::ByteSize;
 
@@ -18,25 +18,25 @@ use super::stats::{HeapProbe, refresh};
 pub struct SizeClass {
     /// Bytes of a block: requests are rounded up to it.
     pub size: ByteSize,
-    /// Blocks that the application or a thread's cache has.
+    /// The number of blocks that the application or a thread cache holds.
     pub blocks: u64,
-    /// Groups of pages with such blocks.
+    /// The number of page groups with such blocks.
     pub groups: u64,
     /// Bytes of a group.
     pub group_bytes: ByteSize,
-    /// Blocks for which a group has room.
+    /// The number of blocks that fit in a group.
     pub group_blocks: u64,
 }
 
 impl SizeClass {
-    /// What free blocks in its groups take, and what is left over at their ends.
+    /// Returns the bytes of free blocks in its groups, including remainders at their ends.
     #[must_use]
     pub fn slack(&self) -> ByteSize {
         let times = |size: ByteSize, count| size.checked_mul(count).unwrap_or(ByteSize::MAX);
         times(self.group_bytes, self.groups).saturating_sub(times(self.size, self.blocks))
     }
 
-    /// How many of the blocks for which there is room are there; 1 where there is no group.
+    /// Returns the used fraction of the blocks that fit in its groups; 1 without a group.
     #[must_use]
     #[expect(clippy::cast_precision_loss, reason = "a ratio of counts below 2^53")]
     pub fn utilisation(&self) -> f64 {
@@ -45,20 +45,20 @@ impl SizeClass {
     }
 }
 
-/// What the calling thread has allocated and freed since it started.
+/// Bytes that the calling thread has allocated and freed since it started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ThreadTotals {
-    /// Bytes of blocks that it had, after rounding.
+    /// Bytes of blocks that it allocated, after rounding.
     pub allocated: u64,
-    /// Bytes of blocks that it freed, whoever had had them.
+    /// Bytes of blocks that it freed, including those that other threads allocated.
     pub deallocated: u64,
 }
 
-/// The calling thread's totals: two reads of some 30 ns, and no refresh. What a piece of work
-/// allocates on its own thread is the difference of two.
+/// Returns the calling thread's totals. The difference between two calls is the allocation of the
+/// work in between. Two reads of about 30 ns, without a refresh of statistics.
 ///
 /// # Errors
-/// [`HostError::Mallctl`].
+/// [`HostError::Mallctl`] if jemalloc refuses.
 pub fn thread_totals() -> Result<ThreadTotals, HostError> {
     Ok(ThreadTotals {
         allocated: ctl::THREAD_ALLOCATED.read()?,
@@ -67,12 +67,13 @@ pub fn thread_totals() -> Result<ThreadTotals, HostError> {
 }
 
 impl HeapProbe {
-    /// Calls `each` for every size class, the smallest first. One refresh of the statistics and
-    /// five reads for each of some 36 classes, 6 us besides the refresh: for a look, or once a
-    /// minute, not for every scrape. Does not allocate.
+    /// Calls `each` for every size class, smallest first. Does not allocate.
+    ///
+    /// Refreshes the statistics once, and reads five values for each of about 36 classes, which
+    /// adds 6 us: call it on demand or once a minute, not for every scrape.
     ///
     /// # Errors
-    /// As [`HeapProbe::snapshot`].
+    /// The errors of [`HeapProbe::snapshot`].
     pub fn each_class(&self, mut each: impl FnMut(SizeClass)) -> Result<(), HostError> {
         self.check_birth()?;
         refresh()?;

@@ -1,9 +1,10 @@
-//! What was asked of jemalloc compared with what took effect, each difference with its cause.
+//! Compares the requested jemalloc settings with those in effect, and finds the cause of each
+//! difference.
 //!
-//! Works on what [`effective`](super::effective) has read; asks jemalloc only whether it knows a
-//! name. It changes nothing.
+//! Works on the result of [`effective`](super::effective); it calls jemalloc only to check if a
+//! name exists. It changes nothing.
 //!
-//! Invariant: a setting that is as asked is in no difference.
+//! Invariant: a setting that is as requested is in no difference.
 
 use super::asked::{HeapConf, last};
 use super::cause::{Cause, ConfSource, Difference};
@@ -12,24 +13,24 @@ use super::knobs::{KNOBS, Knob, Meaning, Piece, knob, pieces};
 use super::mallctl;
 use super::profile::HeapProfile;
 
-/// How much of a text is quoted.
+/// The maximum length of a quoted text.
 const QUOTED: usize = 80;
 
 impl EffectiveConf {
-    /// The environment variable from which this jemalloc reads its configuration at start.
+    /// Returns the name of the environment variable that this jemalloc reads at start.
     #[must_use]
     pub const fn variable(&self) -> &'static str {
         if self.serves_c { PLAIN.variable } else { PREFIXED.variable }
     }
 
-    /// The variable that other builds of jemalloc read and this one does not. Whoever may read the
-    /// environment says by [`with_unread`](Self::with_unread) what stands there.
+    /// Returns the name of the variable that other builds of jemalloc read and this one does not.
+    /// Pass its value to [`with_unread`](Self::with_unread).
     #[must_use]
     pub const fn unread_variable(&self) -> &'static str {
         if self.serves_c { PREFIXED.variable } else { PLAIN.variable }
     }
 
-    /// The same, knowing what stands in [`unread_variable`](Self::unread_variable).
+    /// Sets the value of [`unread_variable`](Self::unread_variable), to report it as ignored.
     #[must_use]
     pub fn with_unread(mut self, text: Option<String>) -> Self {
         let name = self.unread_variable();
@@ -37,22 +38,22 @@ impl EffectiveConf {
         self
     }
 
-    /// What the binary asks for: the string of [`heap_profile!`](crate::heap_profile), where it
-    /// has one.
+    /// Returns the configuration of [`heap_profile!`](crate::heap_profile) in the binary, if it has
+    /// one.
     #[must_use]
     pub fn requested_by_binary(&self) -> Option<HeapConf> {
         self.conf_of_binary.map(HeapConf::new)
     }
 
-    /// What this profile would ask for in this binary: with the binary's own settings on top.
+    /// Returns this profile's configuration with the binary's custom settings on top.
     #[must_use]
     pub fn requested_by(&self, profile: HeapProfile) -> HeapConf {
         let asked = self.requested_by_binary().filter(|conf| conf.profile().is_some());
         asked.map_or_else(|| profile.into(), |conf| conf.on(profile))
     }
 
-    /// The string that [`variable`](Self::variable) must have for this configuration to take
-    /// effect. What other places ask for and this does not is taken back in it.
+    /// Returns the value of [`variable`](Self::variable) that makes this configuration effective.
+    /// It resets settings of other sources that `asked` does not have.
     #[must_use]
     pub fn variable_for(&self, asked: &HeapConf) -> String {
         let said = self.sources();
@@ -70,13 +71,13 @@ impl EffectiveConf {
             .to_owned()
     }
 
-    /// What took effect otherwise than a profile, or a configuration of one's own, asks; what it
-    /// does not name it asks to be jemalloc's default. Empty when the process was started with it:
-    /// by [`heap_profile!`](crate::heap_profile) in the binary, or by [`variable`](Self::variable)
-    /// with the string of [`variable_for`](Self::variable_for).
+    /// Returns the settings in effect that differ from a profile or a custom configuration;
+    /// settings that it does not name are expected to have jemalloc's default. Empty if the process
+    /// was started with it: by [`heap_profile!`](crate::heap_profile) in the binary, or by
+    /// [`variable`](Self::variable) with the string of [`variable_for`](Self::variable_for).
     ///
-    /// Beside that string it expects pages no larger than the kernel's, and in every arena the
-    /// decay times of the start. Allocates, and takes some 10 us, optimised.
+    /// It also expects pages no larger than the kernel's, and every arena at the decay times of the
+    /// start. Allocates; takes about 10 us in an optimised build.
     #[must_use]
     pub fn differences_from(&self, asked: impl Into<HeapConf>) -> Vec<Difference> {
         let asked = asked.into();
@@ -102,9 +103,9 @@ impl EffectiveConf {
         differences
     }
 
-    /// What was written for jemalloc and had no effect, wherever it stands: a value or a name that
-    /// it refused, a text that it read no further, a variable that this build does not read. Empty
-    /// in a process whose configuration is in order.
+    /// Returns configuration that was ignored: a value or name that jemalloc refused, text that it
+    /// did not read, a variable that this build does not read. Empty if the configuration is
+    /// correct.
     #[must_use]
     pub fn ignored(&self) -> Vec<Difference> {
         let mut ignored = Vec::new();
@@ -140,7 +141,7 @@ impl EffectiveConf {
         if self.serves_c { &PLAIN } else { &PREFIXED }
     }
 
-    /// Whether the heap gets huge pages that nobody asked for.
+    /// Returns `true` if the heap gets huge pages that were not requested.
     fn thp_unasked(&self) -> bool {
         self.thp == "default" && self.kernel_thp == Some("always")
     }
@@ -167,7 +168,7 @@ impl EffectiveConf {
         Some(Difference { setting: knob.name, asked, found, cause })
     }
 
-    /// What took effect, as jemalloc would write it; `None` where it cannot be known.
+    /// Returns the value in effect, as jemalloc would write it; `None` if unknown.
     fn found(&self, name: &str) -> Option<String> {
         let on = self.background_threads && self.background_threads_supported;
         Some(match name {
@@ -188,14 +189,14 @@ impl EffectiveConf {
         })
     }
 
-    /// Whether a place that jemalloc reads gives it a value.
+    /// Returns `true` if a source that jemalloc reads sets it.
     fn is_set(&self, knob: &Knob) -> bool {
         let said = self.sources();
         let last = said.iter().rev().find_map(|(_, text)| last(text, knob.name));
         last.is_some_and(|text| matches!(knob.meaning(text), Meaning::Value(_)))
     }
 
-    /// Why a setting is not as asked.
+    /// Returns the cause of a difference.
     fn cause(&self, knob: &Knob, asked: &str, found: &str) -> Cause {
         if !self.background_threads_supported && knob.name == "background_thread" {
             return Cause::NoBackgroundThreads;
@@ -234,7 +235,7 @@ impl EffectiveConf {
         }
     }
 
-    /// What is wrong with a piece of a text.
+    /// Returns the fault of a piece of a text.
     fn fault(&self, source: ConfSource, piece: Piece<'_>) -> Option<Difference> {
         let (name, value) = match piece {
             Piece::Broken(text) => return Some(nothing_came_of(text, Cause::Broken(source))),
@@ -252,7 +253,7 @@ impl EffectiveConf {
         refused.then_some(Difference { setting: knob.name, asked, found, cause })
     }
 
-    /// Where the last place that names it asks for more of this than jemalloc took.
+    /// Returns the difference if the last source that sets it requests more than jemalloc accepted.
     fn cap(&self, name: &str) -> Option<Difference> {
         let said = self.sources();
         let (asked, found) =
@@ -286,7 +287,7 @@ impl EffectiveConf {
     }
 }
 
-/// Where a build of jemalloc looks.
+/// The sources of a build of jemalloc.
 struct Places {
     symbol: &'static str,
     harder: &'static str,
@@ -302,7 +303,7 @@ const PREFIXED: Places = Places {
     variable: "_RJEM_MALLOC_CONF",
 };
 
-/// Where it is C's `malloc` as well.
+/// For a build that also serves C's `malloc`.
 const PLAIN: Places = Places {
     symbol: "malloc_conf",
     harder: "malloc_conf_2_conf_harder",
@@ -320,7 +321,7 @@ fn is_of_profiler(name: &str) -> bool {
     name.starts_with("prof") || name.starts_with("lg_prof")
 }
 
-/// Whether a text is read no further before it comes to this name.
+/// Returns `true` if reading a text stops before this name.
 fn broken_before(text: &str, name: &str) -> bool {
     pieces(text).any(|piece| match piece {
         Piece::Broken(rest) => {
@@ -332,7 +333,7 @@ fn broken_before(text: &str, name: &str) -> bool {
 
 fn nothing_came_of(text: &str, cause: Cause) -> Difference {
     let setting = "malloc_conf";
-    Difference { setting, asked: quoted(text), found: "nothing of it".to_owned(), cause }
+    Difference { setting, asked: quoted(text), found: "nothing".to_owned(), cause }
 }
 
 /// A text in quotes, or its beginning.
@@ -439,7 +440,7 @@ mod tests {
         assert_eq!(found.differences_from(found.requested_by(HeapProfile::Balanced)), []);
         let low = found.requested_by(HeapProfile::LowMemory);
         assert_eq!((low.value("narenas"), low.value("thp")), (Some("9"), Some("never")));
-        // A string of other making is nobody's wish for another profile.
+        // A custom string does not apply to another profile.
         found.conf_of_binary = Some("narenas:9");
         assert_eq!(found.requested_by(HeapProfile::Balanced), HeapProfile::Balanced.into());
     }
@@ -488,7 +489,7 @@ mod tests {
         );
         assert_eq!((&*ignored[0].asked, &*ignored[0].found), ("\"two\"", "4"));
         assert_eq!(ignored[3].asked, "\" thp:never\"");
-        // What somebody asked for and would be there but for that.
+        // Settings that were requested and would be effective otherwise.
         let conf = HeapConf::from(HeapProfile::Balanced).with("narenas", "2").with("thp", "never");
         assert_eq!(
             causes(&found.differences_from(conf)),

@@ -1,9 +1,9 @@
-//! The heap's settings that can change while the process runs, written and read back.
+//! The heap settings that can change while the process runs: writing them and reading them back.
 //!
-//! jemalloc takes a decay time arena by arena (it refuses to write one to all of them at once), so
-//! every initialised arena is written, and the value that later ones start with before that. What
-//! it made of a setting is read back; whatever came out otherwise is a [`Difference`] with its
-//! cause. It does not touch what is fixed at start (see [`effective`](super::effective)).
+//! jemalloc sets a decay time arena by arena (it refuses to set all at once), so the default for
+//! later arenas is written first, then every initialised arena. Each setting is read back; one that
+//! differs becomes a [`Difference`] with its cause. Settings that are fixed at start are in
+//! [`effective`](super::effective).
 //!
 //! An arena must not be destroyed while settings are applied: jemalloc looks it up without a lock.
 //!
@@ -25,51 +25,50 @@ const DECAY_MS_MAX: u64 = (u64::MAX / 1_000_000_000 - 1) * 1_000;
 /// Heap settings for a running process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HeapSettings {
-    /// How long unused pages stay backed. Counted by jemalloc in whole milliseconds: rounded up,
-    /// never to 0. [`DecayTime::AtOnce`] costs 5 to 8 times the CPU.
+    /// Time that unused pages stay backed. jemalloc counts whole milliseconds: rounded up, never to
+    /// 0. [`DecayTime::AtOnce`] costs 5 to 8 times the CPU.
     pub dirty_decay: DecayTime,
-    /// How long pages that were given back lazily stay so. [`DecayTime::AtOnce`] means that pages
-    /// are never left to the kernel's leisure, where they would still count as resident.
+    /// Time that lazily released pages stay so. With [`DecayTime::AtOnce`], pages are never left
+    /// for the kernel to reclaim later, while they would still count as resident.
     pub muzzy_decay: DecayTime,
-    /// Whether jemalloc's own threads decay the heap; without them it decays only as the
+    /// `true` if jemalloc's background threads decay the heap. Without them it decays only when the
     /// application allocates and frees, or by [`decay_tick`](super::decay_tick).
     pub background_threads: bool,
-    /// The most of those threads, from 1 up to what was fixed at start; `None` leaves it.
+    /// The maximum number of those threads, from 1 to the number fixed at start; `None` keeps it.
     pub max_background_threads: Option<u32>,
 }
 
-/// What came of settings: the values in effect, read back.
+/// The settings in effect after [`apply`], read back.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Applied {
-    /// Arenas that have the decay times now.
+    /// The number of arenas that have these decay times.
     pub arenas_set: u32,
-    /// Indices at which no arena exists yet; one that appears there takes the new times.
+    /// The number of indices without an arena; an arena created there takes these times.
     pub arenas_uninitialised: u32,
-    /// Dirty decay for arenas to come, and of every arena unless a difference says otherwise.
+    /// Dirty decay of later arenas, and of every arena unless a difference says otherwise.
     pub dirty_decay: DecayTime,
     /// Muzzy decay, likewise.
     pub muzzy_decay: DecayTime,
-    /// Whether jemalloc's background threads are on.
+    /// `true` if jemalloc's background threads are on.
     pub background_threads: bool,
-    /// The most of them; 0 where they are unsupported.
+    /// The maximum number of background threads; 0 if they are unsupported.
     pub max_background_threads: u32,
-    /// What came out otherwise than asked; at most one for each setting.
+    /// Settings that differ from the requested value; at most one entry each.
     pub differences: Vec<Difference>,
 }
 
-/// Applies settings to the running process and reads back what came of them.
+/// Applies settings to the running process and reads them back.
 ///
-/// Costs about 0.1 us for each arena and, where background threads are switched or their number
-/// changes, the start or end of those threads.
+/// Costs about 0.1 us per arena, plus starting or ending background threads if their setting
+/// changes.
 ///
-/// While background threads are off, jemalloc sets the decay times of the one arena that it makes
-/// for very large blocks (8 MiB and more) to 0 when it makes it; applying again after that evens
-/// it out. Likewise an arena that another thread is making at this very moment may begin with the
-/// times of before.
+/// While background threads are off, jemalloc sets the decay times of the arena for very large
+/// blocks (8 MiB and more) to 0 when it creates it; apply again to correct that. An arena that
+/// another thread is creating at the same time may start with the previous times.
 ///
 /// # Errors
-/// [`HostError::Mallctl`] where jemalloc refuses what it should take; settings before that one are
-/// in effect. What the platform cannot do is no error but a difference.
+/// [`HostError::Mallctl`] if jemalloc refuses a valid setting; the settings before it are in
+/// effect. Settings that the platform does not support are differences, not errors.
 pub fn apply(settings: &HeapSettings) -> Result<Applied, HostError> {
     let mut differences = Vec::new();
     let count = ctl::ARENAS_COUNT.read()?.min(ctl::ARENA_LIMIT);
@@ -103,7 +102,8 @@ pub fn apply(settings: &HeapSettings) -> Result<Applied, HostError> {
     })
 }
 
-/// Whether jemalloc can run background threads in this build; musl and some other targets cannot.
+/// Returns `true` if this build of jemalloc can run background threads; it cannot on musl and some
+/// other targets.
 #[must_use]
 pub fn background_threads_supported() -> bool {
     ctl::BACKGROUND_THREAD.read().is_ok()
@@ -167,12 +167,12 @@ struct DecayPass {
 }
 
 impl DecayPass {
-    /// Writes where another value is found, and nowhere else: writing starts an arena's curve anew,
-    /// so that what is idle already would stay longer.
+    /// Writes only if another value is found: writing restarts an arena's curve, so that memory
+    /// that is already idle would stay longer.
     fn run(key: &Key<isize, 3>, asked_ms: isize, count: u32) -> Result<Self, HostError> {
         let mut pass = Self::default();
         for arena in 0..count {
-            // Reading is refused where no arena is initialised, and only there.
+            // Reading is refused only if no arena is initialised.
             let Ok(found) = key.read_in(arena) else { continue };
             pass.arenas += 1;
             if found != asked_ms {
@@ -184,7 +184,7 @@ impl DecayPass {
     }
 }
 
-/// Sets the number of background threads where one is asked for, and returns the one in effect.
+/// Sets the number of background threads if one is requested, and returns the one in effect.
 fn set_max_threads(
     settings: &HeapSettings,
     differences: &mut Vec<Difference>,
@@ -219,7 +219,7 @@ fn set_threads(asked: bool, differences: &mut Vec<Difference>) -> Result<bool, H
         cause = Cause::SetElsewhere { arena: None };
         if let Err(error) = ctl::BACKGROUND_THREAD.write(asked) {
             cause = Cause::Error(error);
-            // jemalloc marks them as on before it starts them, also where that fails.
+            // jemalloc marks them as on before it starts them, even if that fails.
             if asked {
                 ctl::BACKGROUND_THREAD.write(false)?;
             }

@@ -1,12 +1,12 @@
-//! What configuration took effect when the process started, read back from jemalloc.
+//! The configuration that took effect when the process started, read back from jemalloc.
 //!
-//! jemalloc reports a bad or misnamed setting at most on standard error and runs on, so what was
-//! asked for proves nothing. It sets nothing, and compares nothing: that is
-//! [`EffectiveConf::differences_from`], and for what can change while the process runs
+//! jemalloc reports a bad or misnamed setting at most on standard error and continues, so the
+//! requested text proves nothing. This module only reads: comparing is
+//! [`EffectiveConf::differences_from`], and changing settings at run time is
 //! [`apply`](super::apply). It reads one file of the kernel and one symbolic link, never the
-//! environment: what jemalloc read there it tells itself.
+//! environment: jemalloc reports what it read there.
 //!
-//! Invariant: every field is jemalloc's own answer, or the kernel's.
+//! Invariant: every field is an answer of jemalloc or the kernel.
 
 use std::fmt;
 
@@ -24,53 +24,55 @@ use super::{allocator, arenas, compare, conf};
 pub struct EffectiveConf {
     /// jemalloc's version.
     pub version: &'static str,
-    /// Whether Rust's allocations reach it.
+    /// `true` if Rust's allocations reach it.
     pub is_global: bool,
-    /// Whether C's do.
+    /// `true` if C's allocations reach it.
     pub serves_c: bool,
-    /// The string that the binary carries for jemalloc (as `heap_profile!` does), where it found
-    /// one. Later places may have overridden parts of it: the four fields after the next.
+    /// The configuration string in the binary (as of `heap_profile!`), if jemalloc found one. Later
+    /// sources may have overridden parts of it: `conf_of_symlink`, `conf_of_variable` and
+    /// `conf_of_harder`.
     pub conf_of_binary: Option<&'static str>,
-    /// The string given when jemalloc was built; read before that of the binary.
+    /// The string set when jemalloc was built; read before the binary's.
     pub conf_of_build: Option<&'static str>,
-    /// The name that the symbolic link `/etc/_rjem_malloc.conf` (`/etc/malloc.conf` where jemalloc
-    /// serves C) refers to.
+    /// The name that the symbolic link `/etc/_rjem_malloc.conf` refers to (`/etc/malloc.conf` if
+    /// jemalloc serves C).
     pub conf_of_symlink: Option<String>,
-    /// The value of the environment variable, as it was at start.
+    /// The value of the environment variable at start.
     pub conf_of_variable: Option<String>,
-    /// The string under the binary's second symbol, which wins over all others.
+    /// The string under the binary's second symbol, which overrides all others.
     pub conf_of_harder: Option<&'static str>,
-    /// Places that other builds of jemalloc read and this one does not, and what stands there: by
-    /// itself it looks at the symbolic link only.
+    /// Sources that other builds of jemalloc read and this one does not, with their content. Only
+    /// the symbolic link is checked by default; see [`with_unread`](Self::with_unread).
     pub unread: Vec<(&'static str, String)>,
-    /// Automatic arenas (`opt.narenas`), among which threads are spread.
+    /// The number of automatic arenas (`opt.narenas`), over which threads are spread.
     pub arenas_at_start: u32,
-    /// Arena indices that exist now, initialised or not.
+    /// The number of arena indices that exist now, initialised or not.
     pub arenas: u32,
-    /// Whether threads cache freed blocks.
+    /// `true` if threads cache freed blocks.
     pub thread_caches: bool,
-    /// The largest block that they cache.
+    /// The size of the largest block that they cache.
     pub thread_cache_max: ByteSize,
-    /// jemalloc's own page; not below the kernel's.
+    /// jemalloc's page size; at least the kernel's.
     pub page: ByteSize,
-    /// The kernel's page; zero where it is not known (other than Linux).
+    /// The kernel's page size; zero if unknown (other than Linux).
     pub kernel_page: ByteSize,
-    /// What the kernel does about huge pages: `always`, `madvise`, `never`.
+    /// The kernel's mode for huge pages: `always`, `madvise`, `never`.
     pub kernel_thp: Option<&'static str>,
-    /// Whether blocks of every small size stand in the fewest pages that they fit (`slab_sizes:
-    /// 1-16384:1`); any other layout is false.
+    /// `true` if blocks of every small size use the fewest pages that fit (`slab_sizes:1-16384:1`);
+    /// `false` for any other layout.
     pub one_page_groups: Option<bool>,
-    /// What it does about huge pages: `default`, `always`, `never`.
+    /// jemalloc's mode for huge pages: `default`, `always`, `never`.
     pub thp: &'static str,
-    /// Huge pages for its own books: `disabled`, `auto`, `always`.
+    /// Huge pages for its metadata: `disabled`, `auto`, `always`.
     pub metadata_thp: &'static str,
-    /// Whether it adds a page to blocks of 16 KiB and more, so that they begin at odd places.
+    /// `true` if it adds a page to blocks of 16 KiB and more, so that they start at varying
+    /// offsets.
     pub cache_oblivious: bool,
-    /// Whether arenas go with CPUs: `disabled`, `percpu`, `phycpu`.
+    /// One arena per CPU: `disabled`, `percpu`, `phycpu`.
     pub percpu_arena: &'static str,
-    /// Whether its huge-page allocator is on.
+    /// `true` if its huge-page allocator is on.
     pub hpa: bool,
-    /// Whether it keeps address space that has nothing behind it.
+    /// `true` if it keeps address space without memory behind it.
     pub retain: bool,
     /// Dirty decay at start.
     pub dirty_decay: DecayTime,
@@ -78,20 +80,20 @@ pub struct EffectiveConf {
     pub muzzy_decay: DecayTime,
     /// The arenas that have other decay times now.
     pub arenas_apart: Vec<ArenaDecay>,
-    /// Whether background threads are possible in this build.
+    /// `true` if this build supports background threads.
     pub background_threads_supported: bool,
-    /// Whether they were on at start.
+    /// `true` if they were on at start.
     pub background_threads: bool,
-    /// The most of them, fixed at start.
+    /// The maximum number of background threads, fixed at start.
     pub max_background_threads: u32,
-    /// Whether the heap profiler was built in.
+    /// `true` if the heap profiler was built in.
     pub profiler: bool,
 }
 
 /// The decay times of one arena.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ArenaDecay {
-    /// Its index.
+    /// The arena's index.
     pub arena: u32,
     /// Dirty decay.
     pub dirty: DecayTime,
@@ -99,11 +101,11 @@ pub struct ArenaDecay {
     pub muzzy: DecayTime,
 }
 
-/// Reads what took effect. 10 to 50 us: one file of the kernel, one symbolic link, some 100
-/// controls.
+/// Reads the configuration in effect. Takes 10 to 50 us: one file of the kernel, one symbolic link,
+/// about 100 controls.
 ///
 /// # Errors
-/// [`HostError::Mallctl`] where jemalloc refuses a control.
+/// [`HostError::Mallctl`] if jemalloc refuses a control.
 pub fn effective() -> Result<EffectiveConf, HostError> {
     let serves_c = allocator::serves_c();
     let decay = (ctl::OPT_DIRTY_DECAY.read()?, ctl::OPT_MUZZY_DECAY.read()?);
@@ -111,7 +113,7 @@ pub fn effective() -> Result<EffectiveConf, HostError> {
         version: text(&ctl::VERSION)?,
         is_global: allocator::is_global(),
         serves_c,
-        // Each is refused (ENOENT) where there is none.
+        // Each is refused (ENOENT) if there is none.
         conf_of_binary: ctl::OPT_CONF_FROM_BINARY.read().unwrap_or(None),
         conf_of_build: ctl::CONFIG_CONF.read().unwrap_or(None).filter(|text| !text.is_empty()),
         conf_of_symlink: ctl::OPT_CONF_FROM_SYMLINK.copy().unwrap_or(None),
@@ -152,7 +154,7 @@ fn arenas_apart(start: (isize, isize)) -> Result<Vec<ArenaDecay>, HostError> {
     let _kept = arenas::keep();
     let count = ctl::ARENAS_COUNT.read()?.min(ctl::ARENA_LIMIT);
     let apart = (0..count).filter_map(|arena| {
-        // Reading is refused where no arena is initialised, and only there.
+        // Reading is refused only if no arena is initialised.
         let dirty = ctl::ARENA_DIRTY_DECAY.read_in(arena).ok()?;
         let muzzy = ctl::ARENA_MUZZY_DECAY.read_in(arena).ok()?;
         let (dirty, muzzy, other) =
@@ -162,7 +164,7 @@ fn arenas_apart(start: (isize, isize)) -> Result<Vec<ArenaDecay>, HostError> {
     Ok(apart.collect())
 }
 
-/// Whether every small size has the fewest pages that one block of it needs.
+/// Returns `true` if every small size has the fewest pages that one block of it needs.
 fn one_page_groups() -> Result<bool, HostError> {
     let page = ctl::ARENAS_PAGE.read()?;
     for bin in 0..ctl::ARENAS_BINS.read()? {
@@ -184,14 +186,14 @@ const fn kernel_page() -> ByteSize {
     ByteSize::ZERO
 }
 
-/// What the kernel does about huge pages: the word in brackets.
+/// Returns the kernel's mode for huge pages: the word in brackets.
 fn kernel_thp() -> Option<&'static str> {
     let text = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").ok()?;
     let modes = ["always", "madvise", "never"];
     modes.into_iter().find(|mode| text.contains(&format!("[{mode}]")))
 }
 
-/// The symbolic link that this build does not follow, where there is one.
+/// Returns the symbolic link that this build does not follow, if there is one.
 fn unread_symlink(serves_c: bool) -> Option<(&'static str, String)> {
     let path = compare::unread_symlink(serves_c);
     let name = std::fs::read_link(path).ok()?;

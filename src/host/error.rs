@@ -1,9 +1,9 @@
-//! What can go wrong with the process heap, as values.
+//! Errors of the process heap, as values.
 //!
-//! Raised only when jemalloc itself refused; what a platform cannot do is [`Unsupported`] inside an
-//! answer, and a setting that came out otherwise is a [`Difference`](super::Difference).
+//! They mean that jemalloc refused a call. A missing platform feature is [`Unsupported`] in a
+//! result, and a setting that differs from the request is a [`Difference`](super::Difference).
 //!
-//! Invariant: every error names the control and what was tried with it.
+//! Invariant: every error names the control and the operation.
 
 use std::fmt;
 
@@ -11,16 +11,16 @@ use thiserror::Error;
 
 use super::mallctl::ARENA_LIMIT;
 
-/// An operation on the process heap that failed.
+/// A failed operation on the process heap.
 #[derive(Clone, Debug, Error, PartialEq)]
 #[non_exhaustive]
 pub enum HostError {
     /// jemalloc refused a control call.
     #[error("jemalloc refused to {act} its control {name:?}: {refusal}")]
     Mallctl {
-        /// Name of the control, as in jemalloc's manual.
+        /// The control's name, as in jemalloc's manual.
         name: &'static str,
-        /// What was tried.
+        /// The operation.
         act: Act,
         /// jemalloc's answer.
         refusal: Refusal,
@@ -31,32 +31,31 @@ pub enum HostError {
          (a library named by JEMALLOC_OVERRIDE must be built with statistics)"
     )]
     NoStatistics,
-    /// jemalloc has an arena for each CPU, and lets no thread go back to them that was bound to
-    /// another.
+    /// jemalloc has an arena per CPU, and cannot return a thread that was bound to another arena.
     #[error(
         "a thread could not leave the arena again: expected opt.percpu_arena = disabled, found \
          {found}"
     )]
     ArenasByCpu {
-        /// What `percpu_arena` is.
+        /// The value of `percpu_arena`.
         found: &'static str,
     },
-    /// The object was made before a fork, and this is the child.
-    #[error("made before a fork and used in the child: make a new one in the child")]
+    /// The object was created before a fork and is used in the child.
+    #[error("created before a fork and used in the child: expected a new one in the child")]
     Forked,
 }
 
-/// What was tried with a control.
+/// An operation on a control.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Act {
-    /// Translate its name.
+    /// Look up its name.
     Find,
     /// Read its value.
     Read,
     /// Write a value.
     Write,
-    /// Have it done, for a control without a value.
+    /// Trigger its action, for a control without a value.
     Perform,
 }
 
@@ -71,7 +70,7 @@ impl fmt::Display for Act {
     }
 }
 
-/// Why a control call was refused: jemalloc's answer, in words.
+/// jemalloc's answer to a refused call, in words.
 #[derive(Clone, Copy, PartialEq)]
 pub struct Refusal(Answer);
 
@@ -98,7 +97,8 @@ impl Refusal {
         Self(Answer::NoSuchArena(arena))
     }
 
-    /// Whether jemalloc answered EFAULT, "failed in some way not related to reading or writing".
+    /// Returns `true` if jemalloc answered EFAULT, "failed in some way not related to reading or
+    /// writing".
     pub(crate) fn is_fault(self) -> bool {
         self.0 == Answer::Code(libc::EFAULT)
     }
@@ -110,7 +110,7 @@ impl fmt::Display for Refusal {
             Answer::Explained(error) => write!(f, "{error}"),
             Answer::Code(code) => write!(f, "error code {code}, expected 0"),
             Answer::NoSuchArena(arena) => {
-                write!(f, "no arena can have the index {arena}: expected one below {ARENA_LIMIT}")
+                write!(f, "arena index {arena} is out of range: expected below {ARENA_LIMIT}")
             }
         }
     }
@@ -122,7 +122,7 @@ impl fmt::Debug for Refusal {
     }
 }
 
-/// Why this process cannot do something to a heap.
+/// The reason this process does not support an operation on a heap.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Unsupported {
@@ -133,9 +133,9 @@ pub enum Unsupported {
     #[error("the C library is not glibc")]
     NotGlibc,
     /// This glibc has no such function, or the process cannot look it up.
-    #[error("this glibc has no function {0:?} that could be found")]
+    #[error("this glibc has no function {0:?}: expected glibc 2.33 or later")]
     SymbolMissing(&'static str),
-    /// Rust's allocations do not reach jemalloc, so it holds nothing to give back.
+    /// Rust's allocations do not reach jemalloc, so it has nothing to release.
     #[error("jemalloc is not the global allocator")]
     NoJemalloc,
 }

@@ -1,14 +1,13 @@
-//! jemalloc's settings that this crate offers and compares: one table, and the string they are
-//! written in.
+//! jemalloc's settings that this crate supports: one table, and their string format.
 //!
-//! Pure: it reads nothing and asks nobody. The table serves the macro
-//! [`heap_profile!`](crate::heap_profile), which checks and writes a string while the program is
-//! compiled, and the comparison of what was asked with what took effect.
+//! Pure: no calls to jemalloc. The table serves the macro [`heap_profile!`](crate::heap_profile),
+//! which checks and writes a string at compile time, and the comparison of requested and effective
+//! settings.
 //!
 //! Left out on purpose: `hpa` (twice the memory at rest), and a dirty decay of 0 (5 to 8 times the
 //! CPU).
 //!
-//! Invariant: a setting that the macro takes is one that jemalloc takes.
+//! Invariant: jemalloc accepts every setting that the macro accepts.
 
 use std::ffi::CStr;
 
@@ -18,21 +17,21 @@ use super::profile::HeapProfile;
 pub(super) struct Knob {
     /// jemalloc's name for it.
     pub(super) name: &'static str,
-    /// What the macro takes.
+    /// The values that the macro accepts.
     takes: Takes,
-    /// What jemalloc would have without being asked; written, it takes back what an earlier
-    /// string asked. `None` where nothing takes it back.
+    /// jemalloc's default; written explicitly, it resets an earlier string's value. `None` if it
+    /// cannot be reset.
     pub(super) default: Option<&'static str>,
-    /// Whether it can be moved while the process runs.
+    /// `true` if it can be changed while the process runs.
     pub(super) moves: bool,
-    /// What the macro says to anything else.
+    /// The macro's message for other values.
     expected: &'static str,
 }
 
 enum Takes {
     /// A whole number, both ends included.
     Number(u64, u64),
-    /// One of these words, each with what is written for it.
+    /// One of these words, each with its written form.
     Word(&'static [(&'static str, &'static str)]),
 }
 
@@ -123,7 +122,7 @@ const UNKNOWN: &str = "heap_profile!: expected a setting of background_thread, \
                        cache_oblivious";
 const HPA: &str = "heap_profile!: hpa is not offered: it keeps twice the memory at rest; expected \
                    another setting, such as narenas";
-const TWICE: &str = "heap_profile!: a setting stands twice; expected each once";
+const TWICE: &str = "heap_profile!: duplicate setting; expected each at most once";
 const TOO_LONG: &str = "heap_profile!: the settings together are too long";
 
 /// The setting of this name.
@@ -142,7 +141,7 @@ pub(super) const fn knob(name: &str) -> Option<&'static Knob> {
 /// The most bytes of a string, its NUL included; all settings together take some 250.
 const TEXT_MAX: usize = 512;
 
-/// A configuration string, put together while the program is compiled.
+/// A configuration string, built at compile time.
 #[doc(hidden)]
 #[derive(Clone, Copy, Debug)]
 pub struct ConfText {
@@ -151,10 +150,12 @@ pub struct ConfText {
 }
 
 impl ConfText {
-    /// The string of a profile with settings of one's own in place of its own, or after them.
+    /// Creates the string of a profile with custom settings, which replace the profile's or follow
+    /// them.
     ///
     /// # Panics
-    /// While the program is compiled: says which setting was expected to be what.
+    /// At compile time, if a setting is invalid; the message names the setting and the expected
+    /// value.
     #[must_use]
     pub const fn of(profile: HeapProfile, own: &[(&str, &str)]) -> Self {
         match Self::compose(profile, own) {
@@ -163,10 +164,10 @@ impl ConfText {
         }
     }
 
-    /// The string, as C wants it.
+    /// Returns the string as a C string.
     ///
     /// # Panics
-    /// Never: the bytes behind the text are 0.
+    /// Never: the bytes after the text are 0.
     #[must_use]
     pub const fn as_c_str(&self) -> &CStr {
         match CStr::from_bytes_until_nul(&self.bytes) {
@@ -175,7 +176,7 @@ impl ConfText {
         }
     }
 
-    /// The same with what was expected as a value.
+    /// The same, with the expected value as error.
     pub(super) const fn compose(
         profile: HeapProfile,
         own: &[(&str, &str)],
@@ -245,7 +246,7 @@ impl ConfText {
         }
     }
 
-    /// Appends after a comma, where something stands before.
+    /// Appends after a comma, if the text is not empty.
     const fn push(&mut self, setting: &[u8]) -> Result<(), &'static str> {
         // Room for a value of any length that passes its check.
         if self.len + setting.len() + 32 > TEXT_MAX {
@@ -298,7 +299,7 @@ const fn digits(text: &[u8]) -> Option<u64> {
     if text.is_empty() { None } else { Some(number) }
 }
 
-/// What stands before and after the first such byte.
+/// Returns the text before and after the first such byte.
 const fn cut(text: &[u8], by: u8) -> (&[u8], &[u8]) {
     let mut at = 0;
     while at < text.len() {
@@ -312,7 +313,7 @@ const fn cut(text: &[u8], by: u8) -> (&[u8], &[u8]) {
     (text, &[])
 }
 
-/// Where a setting of this name stands first.
+/// Returns the first position of a setting of this name.
 const fn position(own: &[(&str, &str)], name: &[u8]) -> Option<usize> {
     let mut at = 0;
     while at < own.len() {
@@ -324,7 +325,7 @@ const fn position(own: &[(&str, &str)], name: &[u8]) -> Option<usize> {
     None
 }
 
-/// Whether a string sets this.
+/// Returns `true` if a string sets this.
 const fn names(mut conf: &[u8], name: &[u8]) -> bool {
     while !conf.is_empty() {
         let (setting, after) = cut(conf, b',');
@@ -352,7 +353,7 @@ const fn same(one: &[u8], other: &[u8]) -> bool {
 pub(super) enum Piece<'a> {
     /// A name and a value.
     Setting(&'a str, &'a str),
-    /// From here on jemalloc reads no further: a name breaks off, or holds what no name does.
+    /// From here on jemalloc stops reading: a name is incomplete, or has an invalid character.
     Broken(&'a str),
 }
 
@@ -372,19 +373,19 @@ pub(super) fn pieces(text: &str) -> impl Iterator<Item = Piece<'_>> {
     })
 }
 
-/// What a value means to jemalloc.
+/// The meaning of a value to jemalloc.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Meaning {
     /// This, as jemalloc itself would write it.
     Value(String),
-    /// What it would be without being asked.
+    /// The default.
     Default,
-    /// Nothing: it is refused, and what was set before stays.
+    /// None: it is refused, and the earlier value stays.
     Refused,
 }
 
 impl Knob {
-    /// What jemalloc makes of this text.
+    /// Returns jemalloc's interpretation of this text.
     pub(super) fn meaning(&self, text: &str) -> Meaning {
         let resets = matches!(self.name, "narenas" | "slab_sizes");
         if resets && text == "default" {
@@ -413,7 +414,7 @@ impl Knob {
         value.map_or(Meaning::Refused, Meaning::Value)
     }
 
-    /// What jemalloc takes, for whoever wrote something else.
+    /// Returns the values that jemalloc accepts, for messages.
     pub(super) const fn expects(&self) -> &'static str {
         match self.takes {
             Takes::Word(_) => match self.name.as_bytes() {

@@ -1,7 +1,7 @@
-//! glibc's own heap, which serves C and C++ code in the same process: what it holds, and trimming.
+//! glibc's heap, which serves C and C++ code in the same process: its statistics, and trimming.
 //!
-//! The functions are looked up at run time, so that a C library without them is an answer
-//! ([`Unsupported`]) and never a program that does not link or start. It decides nothing.
+//! The functions are looked up at run time: if the C library lacks them, calls return
+//! [`Unsupported`], and the program still links and starts. When to trim is decided elsewhere.
 //!
 //! Invariant: `held = live + idle`, as glibc counts.
 #![expect(unsafe_code, reason = "glibc's malloc_trim and mallinfo2 are C calls")]
@@ -9,21 +9,21 @@
 use super::error::Unsupported;
 use crate::bytes::ByteSize;
 
-/// glibc's heap at one instant, as `mallinfo2` tells it.
+/// glibc's heap at one instant, as `mallinfo2` reports it.
 ///
-/// With feature `interpose` C code uses jemalloc, and this is next to nothing.
+/// With feature `interpose` C code uses jemalloc, and this is nearly zero.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LibcHeap {
-    /// Address space obtained from the kernel: arenas, and blocks with a map of their own. Memory
-    /// that a trim took from the middle of an arena still counts here.
+    /// Address space obtained from the kernel: arenas, and blocks with their own mapping. Memory
+    /// that a trim released from the middle of an arena still counts here.
     pub held: ByteSize,
-    /// Blocks that are held by callers or lie in glibc's caches of threads.
+    /// Blocks that callers hold, or that are in glibc's thread caches.
     pub live: ByteSize,
     /// Free blocks inside the arenas, backed or not.
     pub idle: ByteSize,
 }
 
-/// glibc's heap now. Locks each of its arenas in turn and walks their free blocks.
+/// Returns the statistics of glibc's heap. Locks each arena in turn and walks its free blocks.
 ///
 /// # Errors
 /// [`Unsupported`] without glibc 2.33 or later.
@@ -31,13 +31,13 @@ pub fn libc_heap() -> Result<LibcHeap, Unsupported> {
     platform::read()
 }
 
-/// Asks glibc to give back every whole free page; true where it says that it gave back something
-/// (it says so even when those pages had been given back before).
+/// Makes glibc release every whole free page; returns `true` if it reports that it released
+/// something (which it does even if those pages had been released before).
 pub(super) fn trim() -> Result<bool, Unsupported> {
     platform::trim()
 }
 
-/// Bytes of one page of the kernel; zero where that cannot be known.
+/// Returns the bytes of one page of the kernel; zero if unknown.
 #[cfg(target_os = "linux")]
 pub(super) fn kernel_page() -> ByteSize {
     // SAFETY: `sysconf` takes any number and only reads.
@@ -69,8 +69,8 @@ mod platform {
         keepcost: usize,
     }
 
-    /// `int malloc_trim(size_t pad)` and `struct mallinfo2 mallinfo2(void)`. Safe to call: whoever
-    /// makes one vouches for that.
+    /// `int malloc_trim(size_t pad)` and `struct mallinfo2 mallinfo2(void)`. Safe to call: the code
+    /// that creates one guarantees that.
     type Trim = extern "C" fn(usize) -> c_int;
     type Info = extern "C" fn() -> MallInfo2;
 
@@ -79,7 +79,7 @@ mod platform {
         trim_by(*FOUND.get_or_init(|| {
             // SAFETY: glibc declares the function so (malloc.h); the pointer is not null. Any
             // thread may call it with any number ("MT-Safe", malloc_trim(3)): only pages without a
-            // block are given back.
+            // block are released.
             symbol(c"malloc_trim")
                 .map(|found| unsafe { mem::transmute::<NonNull<c_void>, Trim>(found) })
         }))
@@ -151,13 +151,13 @@ mod platform {
 #[cfg(not(all(target_os = "linux", target_env = "gnu")))]
 use without_glibc as platform;
 
-/// Where there is no such heap; compiled into every test, so that it is more than a type check of
-/// platforms that nobody builds.
+/// For platforms without such a heap; compiled into every test, so that platforms without a build
+/// machine are tested too.
 #[cfg(any(test, not(all(target_os = "linux", target_env = "gnu"))))]
 mod without_glibc {
     use super::{LibcHeap, Unsupported};
 
-    /// Why: the nearest cause.
+    /// The nearest cause.
     pub(super) const fn reason(is_linux: bool) -> Unsupported {
         if is_linux { Unsupported::NotGlibc } else { Unsupported::NotLinux }
     }

@@ -1,14 +1,14 @@
-//! jemalloc's controls as typed values: found by name once, then read and written by number.
+//! jemalloc's controls as typed values: looked up by name once, then read and written by number.
 //!
-//! Every control that this crate touches stands in the table below with its C type; nothing else
-//! can make a [`Key`]. No call allocates from the heap it controls: names are static, the numbers
-//! are kept in place. (A control path that allocates would disturb what it measures, and would put
-//! blocks back into the caches it has just emptied.) It decides nothing and keeps no other state.
+//! The table below lists every control that this crate uses with its C type; no other code can
+//! create a [`Key`]. No call allocates from the heap it controls: names are static, and the numbers
+//! are stored in place. (A control path that allocates would disturb its own measurement, and
+//! refill the caches it has just emptied.) It has no policy and no other state.
 //!
 //! Values go through `tikv_jemalloc_ctl::raw`; calls without a value, which it lacks, through
 //! `tikv_jemalloc_sys`.
 //!
-//! Invariant: `len(numbers) = components of the name`, checked when the table is compiled.
+//! Invariant: `len(numbers) = components of the name`, checked at compile time.
 #![expect(unsafe_code, reason = "jemalloc's control interface is untyped C")]
 
 use std::ffi::{CStr, c_char};
@@ -178,7 +178,7 @@ impl<T: Number, const N: usize> Key<T, N> {
         self.write_by(&self.numbers()?, value)
     }
 
-    /// Writes the value and reads what the control says after it.
+    /// Writes the value and returns the control's value after it.
     pub(crate) fn exchange(&self, value: T) -> Result<T, HostError> {
         let numbers = self.numbers()?;
         // SAFETY: the table gives the control's C type as `T`, for which every value that jemalloc
@@ -196,7 +196,7 @@ impl<T: Number, const N: usize> Key<T, N> {
     }
 
     fn write_by(&self, numbers: &[usize; N], value: T) -> Result<(), HostError> {
-        // SAFETY: as in `read_by`: a `T` is what the control expects to be given.
+        // SAFETY: as in `read_by`: the control expects a `T`.
         let written = unsafe { raw::write_mib(numbers, value) };
         written.map_err(|error| self.refused(Act::Write, Refusal::explained(error)))
     }
@@ -230,7 +230,7 @@ impl<T: Number, const N: usize> Key<T, N> {
 }
 
 impl<T: Number> Key<T, 3> {
-    /// The value in one arena, for a control named `arena.0.*`. Refused where no arena is
+    /// Returns the value in one arena, for a control named `arena.0.*`. Refused if no arena is
     /// initialised at the index (EFAULT).
     pub(crate) fn read_in(&self, arena: u32) -> Result<T, HostError> {
         self.read_by(&self.numbers_in(arena, Act::Read)?)
@@ -256,7 +256,7 @@ impl<T> Key<T, 3> {
 }
 
 impl<T: Pointed, const N: usize> Key<T, N> {
-    /// Where the text is; `None` where jemalloc has none.
+    /// Returns the address of the text; `None` if jemalloc has none.
     fn pointer(&self) -> Result<Option<NonNull<c_char>>, HostError> {
         let numbers = self.numbers()?;
         // SAFETY: the table gives the control's C type as `const char *`; any pointer is valid.
@@ -267,7 +267,7 @@ impl<T: Pointed, const N: usize> Key<T, N> {
 }
 
 impl<const N: usize> Key<Counter, N> {
-    /// Where the calling thread's counter is; `None` if jemalloc has none.
+    /// Returns the address of the calling thread's counter; `None` if jemalloc has none.
     pub(crate) fn counter(&self) -> Result<Option<NonNull<u64>>, HostError> {
         let numbers = self.numbers()?;
         // SAFETY: the table gives the control's C type as `uint64_t *`; any pointer is valid.
@@ -278,7 +278,7 @@ impl<const N: usize> Key<Counter, N> {
 }
 
 impl<const N: usize> Key<Text, N> {
-    /// The text; `None` where jemalloc has none, or none in UTF-8.
+    /// Returns the text; `None` if jemalloc has none, or none in UTF-8.
     pub(crate) fn read(&self) -> Result<Option<&'static str>, HostError> {
         let Some(text) = self.pointer()? else { return Ok(None) };
         // SAFETY: not null, and every `Text` of the table is a string literal inside jemalloc
@@ -290,15 +290,15 @@ impl<const N: usize> Key<Text, N> {
 }
 
 impl<const N: usize> Key<Copied, N> {
-    /// A copy of the text; `None` where jemalloc has none. What is not UTF-8 is replaced.
+    /// Returns a copy of the text; `None` if jemalloc has none. Invalid UTF-8 is replaced.
     pub(crate) fn copy(&self) -> Result<Option<String>, HostError> {
         let Some(text) = self.pointer()? else { return Ok(None) };
         // SAFETY: not null, and each `Copied` of the table is a string that jemalloc keeps a
-        // pointer to for as long as the process lives: its own copy of the link's name, which it
-        // never frees (`malloc_init_hard_a0_locked`), or what `getenv` gave it before `main`
+        // pointer to while the process lives: its own copy of the link's name, which it never frees
+        // (`malloc_init_hard_a0_locked`), or the result of `getenv` before `main`
         // (`obtain_malloc_conf`): a part of the block that the kernel put above the stack, which
-        // stays and ends in NULs whatever the environment is set to later. It is copied within
-        // this call, so nobody holds a reference to bytes that a program could write over.
+        // stays and ends in NULs even if the environment is changed later. It is copied within this
+        // call, so no reference remains to bytes that a program could overwrite.
         let text = unsafe { CStr::from_ptr(text.as_ptr()) };
         Ok(Some(text.to_string_lossy().into_owned()))
     }
@@ -318,12 +318,12 @@ impl Key<Text, 3> {
 }
 
 impl Key<(), 3> {
-    /// Has a control named `arena.0.*` done in one arena. Refused where no arena is initialised at
-    /// the index (EFAULT).
+    /// Triggers a control named `arena.0.*` in one arena. Refused if no arena is initialised at the
+    /// index (EFAULT).
     ///
     /// # Safety
-    /// Where it takes memory away that may be live (`arena.0.destroy`): nothing points into the
-    /// arena, and nobody allocates in it any more.
+    /// If it frees memory that may be live (`arena.0.destroy`): nothing points into the arena, and
+    /// no thread allocates in it any more.
     pub(crate) unsafe fn perform_in(&self, arena: u32) -> Result<(), HostError> {
         self.perform_by(&self.numbers_in(arena, Act::Perform)?)
     }
@@ -336,10 +336,10 @@ impl<const N: usize> Key<(), N> {
     }
 
     fn perform_by(&self, numbers: &[usize; N]) -> Result<(), HostError> {
-        // SAFETY: `numbers` holds N numbers; null pointers and a length of 0 say that nothing is
-        // read and nothing written, as these controls require. Those that are done without an index
-        // take no memory away that is live: purge and decay give back unused pages, flush empties a
-        // cache. For the others the caller of `perform_in` vouches.
+        // SAFETY: `numbers` holds N numbers; null pointers and a length of 0 mean that nothing is
+        // read and nothing written, as these controls require. Those that run without an index free
+        // no live memory: purge and decay release unused pages, flush empties a cache. For the
+        // others the caller of `perform_in` guarantees it.
         let code = unsafe {
             tikv_jemalloc_sys::mallctlbymib(
                 numbers.as_ptr(),
@@ -369,7 +369,8 @@ const WITHOUT_CONTROL: &[&str] = &[
     "tcache_ncached_max",
 ];
 
-/// Whether jemalloc knows a setting of this name at start. Names have letters, digits and `_`.
+/// Returns `true` if jemalloc has a setting of this name at start. Names have letters, digits and
+/// `_`.
 pub(crate) fn knows_option(name: &str) -> bool {
     let mut numbers = [0; 2];
     let control = format!("opt.{name}\0");

@@ -1,15 +1,14 @@
-//! Bytes that a piece of work allocates and frees on its thread.
+//! Measures the bytes that a piece of work allocates and frees on its thread.
 //!
-//! jemalloc adds the size of each block to a counter of the thread that allocates or frees it, at
-//! the call. The difference between two reads is what the work in between moved. The tower layer
-//! measures requests with it, around each poll (`service/permit`). Work on other threads is not
-//! followed.
+//! jemalloc adds the size of each block to a counter of the thread that allocates or frees it. The
+//! difference between two reads is the amount of the work in between. The tower layer measures
+//! requests with it, around each poll (`service/permit`). Work on other threads is not measured.
 //!
-//! Only a closure can be measured, so that each beginning has its end on the same thread, by a
-//! panic too. Nothing of it can be leaked. On systems other than Linux nothing is measured.
+//! Only closures can be measured, so each start has its end on the same thread, also after a panic,
+//! and a measurement cannot leak. On systems other than Linux nothing is measured.
 //!
-//! Invariant: each byte that a thread moves belongs to the innermost measurement that runs on it,
-//! or to none.
+//! Invariant: each byte that a thread allocates or frees counts for the innermost measurement that
+//! runs on it, or for none.
 #![expect(unsafe_code, reason = "jemalloc's counters are read through pointers")]
 
 use std::cell::Cell;
@@ -17,10 +16,10 @@ use std::ptr::NonNull;
 
 use super::mallctl as ctl;
 
-/// A peak of fewer bytes is not asked for: what was allocated is a bound of it.
+/// A peak of fewer bytes is not read: the allocated bytes are an upper bound.
 const PEAK_MIN: u64 = 64 << 10;
 
-/// What a piece of work moved on its thread, without the measured work within it.
+/// The bytes that a piece of work allocated and freed on its thread, without nested measured work.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Moved {
     /// Bytes of blocks that it allocated, after rounding.
@@ -31,14 +30,15 @@ pub(crate) struct Moved {
     pub(crate) peak: u64,
 }
 
-/// Whether work can be measured on this thread: [`Heap`](super::Heap) is the global allocator.
-/// Some nanoseconds.
+/// Returns `true` if work can be measured on this thread: [`Heap`](super::Heap) is the global
+/// allocator. Takes a few nanoseconds.
 pub(crate) fn is_measured() -> bool {
     Counters::here().is_some()
 }
 
-/// Runs the work and returns what it moved on this thread; `None` if that cannot be measured here.
-/// Costs some nanoseconds, and about 40 more if more than 64 KiB were allocated.
+/// Runs the work and returns the bytes that it allocated and freed on this thread; `None` if that
+/// cannot be measured here. Costs a few nanoseconds, and about 40 more if more than 64 KiB were
+/// allocated.
 pub(crate) fn measure<R>(work: impl FnOnce() -> R) -> (R, Option<Moved>) {
     let Some(counters) = Counters::here() else { return (work(), None) };
     let scope = Scope::enter(counters.read());
@@ -60,7 +60,7 @@ impl Totals {
     }
 }
 
-/// Where jemalloc keeps a thread's counters.
+/// The addresses of a thread's counters in jemalloc.
 #[derive(Clone, Copy)]
 struct Counters {
     allocated: NonNull<u64>,
@@ -113,7 +113,7 @@ impl Counters {
 /// A measurement that runs.
 #[derive(Clone, Copy)]
 struct Frame {
-    /// From where on the counters are not in `moved` yet.
+    /// The start of the counts that are not in `moved` yet.
     since: Totals,
     moved: Moved,
 }
@@ -124,7 +124,7 @@ impl Frame {
         Self { since: now, moved: Moved::default() }
     }
 
-    /// Takes in what was moved until now.
+    /// Adds the bytes until now.
     fn settle(&mut self, now: Totals) {
         let Moved { allocated, freed, peak } = &mut self.moved;
         let more = now.allocated.wrapping_sub(self.since.allocated);
@@ -185,7 +185,7 @@ impl Scope {
 
 impl Drop for Scope {
     fn drop(&mut self) {
-        // What the inner work moved is not the outer one's.
+        // Bytes of the inner work do not count for the outer one.
         let outer = self.outer.zip(Counters::here()).map(|(outer, counters)| {
             let now = counters.read();
             reset_peak(now);

@@ -1,8 +1,8 @@
-//! The process heap: jemalloc as global allocator, and glibc's heap beside it. Knows no device.
+//! The process heap: jemalloc as global allocator, and glibc's heap. Independent of devices.
 //!
-//! Mechanism only: it measures ([`HeapProbe`]), gives back ([`purge`](fn@purge)) and sets
-//! ([`apply`]) when it is told to. When to do so is decided elsewhere; it owns no thread and reads
-//! no environment.
+//! This module provides mechanisms: it measures ([`HeapProbe`]), releases memory
+//! ([`purge`](fn@purge)) and changes settings ([`apply`]) when called. It owns no thread and reads
+//! no environment; policy is elsewhere.
 //!
 //! ```
 //! use lowtide::host::{self, HeapProbe};
@@ -12,12 +12,12 @@
 //!
 //! let applied = host::apply(&host::HeapProfile::Balanced.settings())?;
 //! for difference in &applied.differences {
-//!     println!("not taken over: {difference}");
+//!     println!("not applied: {difference}");
 //! }
 //! let probe = HeapProbe::new()?;
 //! drop(vec![1_u8; 8 << 20]);
-//! println!("kept beyond what is live: {}", probe.snapshot()?.retained());
-//! println!("given back: {}", host::purge_now()?.released());
+//! println!("retained: {}", probe.snapshot()?.retained());
+//! println!("released: {}", host::purge_now()?.released());
 //! # Ok::<(), host::HostError>(())
 //! ```
 //!
@@ -62,9 +62,9 @@ pub use purge::{Outcome, Part, PurgeReport, decay_tick, flush_thread_cache, purg
 pub use recall::{flush_tcache_if_requested, on_thread_park, request_tcache_flush};
 pub use stats::{HeapGlance, HeapProbe, HeapSnapshot};
 
-/// What the expansion of [`heap_profile!`](crate::heap_profile) needs; not for use by hand.
+/// Used by the expansion of [`heap_profile!`](crate::heap_profile); don't use it directly.
 #[doc(hidden)]
 pub use allocator::ConfSymbol;
-/// The same.
+/// Used by the expansion of [`heap_profile!`](crate::heap_profile); don't use it directly.
 #[doc(hidden)]
 pub use knobs::ConfText;

@@ -1,14 +1,13 @@
-//! The three named sets of heap settings, and the macro that puts one into a binary.
+//! The three named heap profiles, and the macro that puts one into a binary.
 //!
 //! jemalloc fixes its arena count, block layout and thread-cache size before `main`, from a string
-//! that it finds under a symbol of the binary. The macro exports that symbol; a library must not,
-//! because two of them do not link. What can be changed later is in
-//! [`HeapSettings`]. Which settings may stand on top of a profile, and their checks, are in
-//! `knobs`.
+//! under a symbol of the binary. The macro exports that symbol. A library must not: two of them do
+//! not link. [`HeapSettings`] has the settings that can change later. The settings that may
+//! override a profile, and their checks, are in `knobs`.
 //!
 //! Left out on purpose: a dirty decay of 0 (5 to 8 times the CPU), `hpa` (twice the memory at
 //! rest), and block groups of one page (`slab_sizes`): jemalloc keeps 128 bytes of metadata for
-//! each group of the peak, so that a burst of small blocks leaves more behind than it saves.
+//! each group at the peak, so a burst of small blocks leaves more behind than it saves.
 //!
 //! Invariant: the decay times in `conf` are those in `settings`.
 
@@ -25,18 +24,19 @@ use super::conf::HeapSettings;
 pub enum HeapProfile {
     /// The least memory at rest: 2 arenas, no huge pages.
     LowMemory,
-    /// Memory goes a second after the traffic: 4 arenas. In the bench 20 to 34 % more CPU than
-    /// jemalloc's defaults over a burst of 5 s, nothing that showed over 20 s of traffic.
+    /// Memory is released one second after the traffic ends: 4 arenas. In the benchmark it costs 20
+    /// to 34 % more CPU than jemalloc's defaults over a burst of 5 s, and no measurable amount over
+    /// 20 s of traffic.
     Balanced,
-    /// Memory goes ten seconds after the traffic; jemalloc's own arena count.
+    /// Memory is released ten seconds after the traffic ends; jemalloc's own arena count.
     Throughput,
 }
 
 impl HeapProfile {
-    /// All of them.
+    /// All profiles.
     pub const ALL: [Self; 3] = [Self::LowMemory, Self::Balanced, Self::Throughput];
 
-    /// The name, as in [`heap_profile!`](crate::heap_profile).
+    /// Returns the name, as in [`heap_profile!`](crate::heap_profile).
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -46,9 +46,9 @@ impl HeapProfile {
         }
     }
 
-    /// The string for jemalloc's configuration symbol.
+    /// Returns the string for jemalloc's configuration symbol.
     ///
-    /// 4 arenas and 2 background threads are guesses; the rest is measured.
+    /// 4 arenas and 2 background threads are guesses; the other values are measured.
     #[must_use]
     pub const fn conf(self) -> &'static CStr {
         match self {
@@ -65,7 +65,7 @@ impl HeapProfile {
         }
     }
 
-    /// The part of it that can be set while the process runs.
+    /// Returns the settings that can be applied while the process runs.
     #[must_use]
     pub const fn settings(self) -> HeapSettings {
         let (dirty_ms, threads) = match self {
@@ -88,15 +88,15 @@ impl fmt::Display for HeapProfile {
     }
 }
 
-/// Fixes what jemalloc can be told only before `main`: `low_memory`, `balanced` or `throughput`,
-/// and settings of one's own on top.
+/// Configures jemalloc's settings that are fixed before `main`: `low_memory`, `balanced` or
+/// `throughput`, and custom settings on top.
 ///
-/// Once, in the binary (a second one does not link), beside the global allocator. It exports the
-/// profile's string (see [`HeapProfile::conf`](crate::host::HeapProfile::conf)) as
-/// `_rjem_malloc_conf` and as `malloc_conf`, because jemalloc looks for the second where it serves
-/// C code as well (feature `interpose`, which any dependency may switch on). Whoever starts the
-/// process can override it with the variable `_RJEM_MALLOC_CONF` or, in that case, `MALLOC_CONF`.
-/// [`effective`](crate::host::effective) tells what came of it.
+/// Use it once, in the binary (a second one does not link), together with the global allocator. It
+/// exports the profile's string (see [`HeapProfile::conf`](crate::host::HeapProfile::conf)) as
+/// `_rjem_malloc_conf` and as `malloc_conf`, because jemalloc reads the second if it serves C code
+/// as well (feature `interpose`, which any dependency may enable). The environment variable
+/// `_RJEM_MALLOC_CONF`, or `MALLOC_CONF` in that case, overrides it.
+/// [`effective`](crate::host::effective) returns the settings in effect.
 ///
 /// ```
 /// #[global_allocator]
@@ -108,12 +108,12 @@ impl fmt::Display for HeapProfile {
 ///
 /// # Settings
 ///
-/// Each by jemalloc's name, once, with a literal value; docs/TUNING.md says what each costs.
+/// Each by jemalloc's name, at most once, with a literal value; docs/TUNING.md lists their costs.
 ///
 /// | setting | value |
 /// |---|---|
 /// | `background_thread` | `true`, `false` |
-/// | `max_background_threads` | 1 to 64; what a later place says can only lower it |
+/// | `max_background_threads` | 1 to 64; later sources can only lower it |
 /// | `narenas` | 1 to 4094 |
 /// | `tcache_max` | bytes, 8 to 32768 |
 /// | `dirty_decay_ms` | ms, 1 to 3600000 |
@@ -123,7 +123,7 @@ impl fmt::Display for HeapProfile {
 /// | `slab_sizes` | `default`, `one_page` |
 /// | `cache_oblivious` | `true`, `false` |
 ///
-/// Anything else does not compile, and the message says what was expected:
+/// Other settings and values do not compile, and the message names the expected ones:
 /// ```compile_fail
 /// lowtide::heap_profile!(lowmemory);
 /// ```
@@ -140,14 +140,14 @@ impl fmt::Display for HeapProfile {
 /// lowtide::heap_profile!(balanced, arenas: 8); // jemalloc calls it narenas
 /// ```
 ///
-/// # Where unsafe code is forbidden
+/// # If unsafe code is forbidden
 ///
 /// It compiles under `#![forbid(unsafe_code)]` too: the compiler does not report that lint inside
-/// macros of other crates, and the exported static is all that the expansion has of unsafe code.
-/// Where a rule goes further, docs/TUNING.md has three other ways: allocator and macro in a crate
-/// of their own, which the binary names (`use that_crate as _;`); the variable
-/// `_RJEM_MALLOC_CONF`, set by whoever starts the process; and `JEMALLOC_SYS_WITH_MALLOC_CONF` in
-/// the `[env]` of `.cargo/config.toml`, which is built into jemalloc.
+/// macros of other crates, and the exported static is the only unsafe code of the expansion. For
+/// stricter rules, docs/TUNING.md has three other ways: allocator and macro in a separate crate,
+/// which the binary names (`use that_crate as _;`); the environment variable `_RJEM_MALLOC_CONF`;
+/// and `JEMALLOC_SYS_WITH_MALLOC_CONF` in the `[env]` of `.cargo/config.toml`, which is built into
+/// jemalloc.
 #[macro_export]
 macro_rules! heap_profile {
     (low_memory $($own:tt)*) => {
@@ -161,12 +161,12 @@ macro_rules! heap_profile {
     };
     ($($other:tt)*) => {
         ::core::compile_error!(
-            "heap_profile! takes one of these names: low_memory, balanced, throughput"
+            "heap_profile! expects one of the names low_memory, balanced, throughput"
         );
     };
 }
 
-/// What [`heap_profile!`](crate::heap_profile) expands to; not for use by hand.
+/// The expansion of [`heap_profile!`](crate::heap_profile); don't use it directly.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! __heap_profile_export {

@@ -1,10 +1,10 @@
-//! Giving memory back now: jemalloc's unused pages, and glibc's beside it.
+//! Releases memory now: jemalloc's unused pages, and glibc's.
 //!
-//! It does so when it is called and never by itself; when to call is decided elsewhere. A purge
-//! takes about 0.1 ms for each MiB that it gives back, so it belongs on a thread of its own and
-//! never on one that runs an async runtime.
+//! It runs only when called; policy is elsewhere. A purge takes about 0.1 ms per MiB released, so
+//! it belongs on its own thread, never on one that runs an async runtime.
 //!
-//! Invariant: each part is `Released(bytes > 0)`, or nothing was there, or the reason why not.
+//! Invariant: each part is `Released(bytes > 0)`, nothing to release, or the reason it is
+//! unsupported.
 
 use std::time::Duration;
 
@@ -16,14 +16,14 @@ use super::recall::request_tcache_flush;
 use super::stats::Backed;
 use super::{allocator, arenas, libc_heap, mallctl};
 
-/// What came of giving back one heap's memory.
+/// The result of purging one heap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// This much was given back; never zero.
+    /// Bytes that were released; never zero.
     Released(ByteSize),
-    /// Nothing was there to give back, or as much was taken meanwhile by other threads.
+    /// No memory was released: there was none, or other threads took as much at the same time.
     NothingToRelease,
-    /// Cannot be done in this process.
+    /// This process does not support it.
     Unsupported(Unsupported),
 }
 
@@ -37,17 +37,17 @@ impl Outcome {
     }
 }
 
-/// What came of one heap, and how long it took.
+/// The result and duration of purging one heap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Part {
-    /// What came of it.
+    /// The result.
     pub outcome: Outcome,
-    /// Time for the giving back itself; the measuring around it is not in it.
+    /// Duration of the purge, without the measurements around it.
     pub took: Duration,
 }
 
 impl Part {
-    /// The bytes given back; zero where there were none or it cannot be done.
+    /// Returns the bytes released; zero if there were none or purging is unsupported.
     #[must_use]
     pub const fn released(&self) -> ByteSize {
         match self.outcome {
@@ -57,72 +57,73 @@ impl Part {
     }
 }
 
-/// What a purge gave back, by heap.
+/// The memory that a purge released, by heap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PurgeReport {
-    /// jemalloc: how much less memory its statistics show behind its pages (resident and muzzy),
-    /// by one refresh before and one after. What other threads allocated in between is subtracted.
+    /// jemalloc: the decrease of the memory behind its pages (resident and muzzy), from one refresh
+    /// before and one after. Allocations of other threads in between are subtracted.
     pub jemalloc: Part,
-    /// The part of jemalloc's bytes that were muzzy: given back lazily before, and taken by the
-    /// kernel only now. The rest were dirty. jemalloc purges both kinds in one go, so there is one
-    /// time for them.
+    /// The muzzy part of jemalloc's bytes: released lazily before, and reclaimed only now. The rest
+    /// was dirty. jemalloc purges both in one call, so they share one duration.
     pub muzzy: ByteSize,
-    /// glibc: how much smaller the process's anonymous resident memory became (`/proc/self/statm`,
-    /// resident less shared) while glibc trimmed. glibc itself says only yes or no. It is of
-    /// the whole process, so what other threads touched or gave back meanwhile is in it, and the
-    /// kernel may keep it wrong by some hundred KiB.
+    /// glibc: the decrease of the process's anonymous resident memory (`/proc/self/statm`, resident
+    /// less shared) while glibc trimmed; glibc itself reports only yes or no. It includes pages
+    /// that other threads touched or released meanwhile, and the kernel's figure may be off by some
+    /// hundred KiB.
     pub libc: Part,
 }
 
 impl PurgeReport {
-    /// The bytes given back by both heaps.
+    /// Returns the bytes that both heaps released.
     #[must_use]
     pub const fn released(&self) -> ByteSize {
         self.jemalloc.released().saturating_add(self.libc.released())
     }
 
-    /// The part of jemalloc's bytes that were dirty.
+    /// Returns the dirty part of jemalloc's bytes.
     #[must_use]
     pub const fn dirty(&self) -> ByteSize {
         self.jemalloc.released().saturating_sub(self.muzzy)
     }
 }
 
-/// Gives back all unused memory of the heap now.
+/// Releases all unused memory of the heap now.
 ///
-/// Calls back the caches of threads that cooperate
-/// ([`request_tcache_flush`](super::recall_thread_caches)), empties the calling thread's, purges
-/// every jemalloc arena, then has glibc trim its own heap. It waits for no other thread: what those
-/// give up later is dirty until it decays or the next purge takes it. If jemalloc's background
-/// thread is purging an arena at the same time, that arena is left to it: its pages are released a
-/// moment later and are not in the report. Memory that is live is never touched. Blocks for about
-/// 0.1 ms for each MiB given back, twice the cost of
-/// [`HeapProbe::snapshot`](super::HeapProbe::snapshot) besides; threads that allocate meanwhile
-/// wait on single arenas for parts of it. Allocates nothing but the one block with which
-/// [`is_global`](super::is_global) is found the first time.
+/// Requests that cooperating threads flush their caches
+/// ([`request_tcache_flush`](super::request_tcache_flush)), flushes the calling thread's cache,
+/// purges every jemalloc arena, then trims glibc's heap. Live memory is never touched.
+///
+/// It does not wait for other threads: memory that they flush later is dirty until it decays or the
+/// next purge. If jemalloc's background thread is purging an arena at the same time, that arena is
+/// left to it; its pages are released a moment later and are not in the report.
+///
+/// Blocks for about 0.1 ms per MiB released, plus twice the cost of
+/// [`HeapProbe::snapshot`](super::HeapProbe::snapshot); threads that allocate meanwhile wait for
+/// single arenas during parts of it. Allocates nothing except the one block of the first
+/// [`is_global`](super::is_global).
 ///
 /// # Errors
-/// [`HostError::Mallctl`] where jemalloc refuses; then glibc has not been asked.
+/// [`HostError::Mallctl`] if jemalloc refuses; glibc's heap is then not trimmed.
 pub fn purge(clock: &dyn Clock) -> Result<PurgeReport, HostError> {
     let (jemalloc, muzzy) = purge_jemalloc(clock)?;
     Ok(PurgeReport { jemalloc, muzzy, libc: trim_libc(clock, libc_heap::trim) })
 }
 
-/// As [`purge`], with times by the machine's clock.
+/// Like [`purge`], with times by the system clock.
 ///
 /// # Errors
-/// As [`purge`].
+/// The errors of [`purge`].
 pub fn purge_now() -> Result<PurgeReport, HostError> {
     purge(&SystemClock::new())
 }
 
-/// Empties the calling thread's cache of freed blocks, so that the pages under them can go.
+/// Empties the calling thread's cache of freed blocks, so that their pages can be released. Returns
+/// `true` if there was a cache.
 ///
-/// For threads that are about to park. True where there was a cache to empty. About 1 us when it
-/// is empty already.
+/// For threads that are about to park. Costs about 1 us if the cache is already empty.
 ///
 /// # Errors
-/// [`HostError::Mallctl`] where jemalloc refuses.
+/// [`HostError::Mallctl`] if jemalloc refuses.
 pub fn flush_thread_cache() -> Result<bool, HostError> {
     match mallctl::THREAD_CACHE_FLUSH.perform() {
         Ok(()) => Ok(true),
@@ -132,20 +133,21 @@ pub fn flush_thread_cache() -> Result<bool, HostError> {
     }
 }
 
-/// Has every arena give back what its decay times let go, as jemalloc's background threads do.
+/// Makes every arena release the pages that are due by its decay time, as jemalloc's background
+/// threads do.
 ///
-/// For platforms without those (see
-/// [`background_threads_supported`](super::background_threads_supported)): call it a few times in
-/// each decay time. Below 1 us for each arena when nothing is due.
+/// For platforms without those threads (see
+/// [`background_threads_supported`](super::background_threads_supported)): call it a few times per
+/// decay time. Costs less than 1 us per arena if nothing is due.
 ///
 /// # Errors
-/// [`HostError::Mallctl`] where jemalloc refuses.
+/// [`HostError::Mallctl`] if jemalloc refuses.
 pub fn decay_tick() -> Result<(), HostError> {
     let _kept = arenas::keep();
     mallctl::ARENAS_DECAY.perform()
 }
 
-/// What came of jemalloc, and how much of that was muzzy.
+/// Returns the result for jemalloc, and its muzzy part.
 fn purge_jemalloc(clock: &dyn Clock) -> Result<(Part, ByteSize), HostError> {
     let before = Backed::read()?;
     let start = clock.now();
@@ -164,7 +166,7 @@ fn purge_jemalloc(clock: &dyn Clock) -> Result<(Part, ByteSize), HostError> {
     Ok((part, before.muzzy.saturating_sub(after.muzzy).min(part.released())))
 }
 
-/// What came of glibc, by whoever trims it.
+/// Returns the result for glibc, trimmed by `trim`.
 fn trim_libc(clock: &dyn Clock, trim: impl FnOnce() -> Result<bool, Unsupported>) -> Part {
     let before = anonymous_resident();
     let start = clock.now();
@@ -178,8 +180,8 @@ fn trim_libc(clock: &dyn Clock, trim: impl FnOnce() -> Result<bool, Unsupported>
     Part { outcome, took }
 }
 
-/// Resident memory of the process that belongs to no file and no shared memory; zero where the
-/// kernel does not say. Does not allocate.
+/// Returns the resident memory of the process that belongs to no file and no shared memory; zero if
+/// the kernel does not report it. Does not allocate.
 #[cfg(target_os = "linux")]
 fn anonymous_resident() -> ByteSize {
     let mut text = [0_u8; 128];

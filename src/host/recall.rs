@@ -1,14 +1,14 @@
-//! Thread caches, called back: what cooperating threads give up before they park.
+//! Flush requests for thread caches, which cooperating threads follow before they park.
 //!
-//! No thread can empty another one's cache. So a purge advances a number, and threads that
-//! cooperate compare it with the one they saw when they are about to park. A thread that is parked
-//! already runs nothing until somebody wakes it, which its runtime can and this cannot.
+//! A thread cannot empty another thread's cache. So a purge advances a counter, and threads that
+//! cooperate compare it with the value that they saw last when they are about to park. A thread
+//! that is already parked does nothing until its runtime wakes it.
 //!
-//! Emptying at each park would cost more than it gives: a full cache takes 0.1 to 0.2 ms to empty
-//! and as long to fill again, as much as allocating and freeing some 2 MiB.
+//! Flushing at each park would cost more than it releases: a full cache takes 0.1 to 0.2 ms to
+//! empty and as long to fill again, as much as allocating and freeing some 2 MiB.
 //!
-//! Invariant: once a thread that cooperates has parked after a purge began, its cache has been
-//! emptied since.
+//! Invariant: if a cooperating thread has parked after a purge began, its cache has been flushed
+//! since.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -16,28 +16,27 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::error::HostError;
 use super::purge::flush_thread_cache;
 
-/// How often caches have been called back.
+/// The number of flush requests.
 static ASKED: AtomicU64 = AtomicU64::new(0);
 
 thread_local! {
-    /// What `ASKED` was when this thread last answered.
+    /// The value of `ASKED` when this thread last flushed.
     static SEEN: Cell<u64> = const { Cell::new(0) };
 }
 
-/// Asks every thread that cooperates to empty its cache when it parks next, or calls
-/// [`flush_tcache_if_requested`]. [`purge`](fn@super::purge) does so itself.
+/// Requests that every cooperating thread empties its cache when it next parks or calls
+/// [`flush_tcache_if_requested`]. [`purge`](fn@super::purge) calls this itself.
 ///
-/// Waits for nobody; one atomic addition.
+/// Does not wait; costs one atomic addition.
 pub fn request_tcache_flush() {
     ASKED.fetch_add(1, Ordering::Relaxed);
 }
 
-/// Empties the calling thread's cache if that was asked for since this thread last did so; true
-/// where there was a cache to empty.
+/// Empties the calling thread's cache if that was requested since the thread last did so. Returns
+/// `true` if there was a cache to empty.
 ///
-/// For runtimes of any kind, at a place that every thread passes when it has nothing to do. One
-/// relaxed load where nothing was asked; else as
-/// [`flush_thread_cache`].
+/// Call it from any runtime, at a point that every thread passes when it is idle. Costs one relaxed
+/// load without a request, otherwise as much as [`flush_thread_cache`].
 ///
 /// ```
 /// use lowtide::host;
@@ -51,7 +50,7 @@ pub fn request_tcache_flush() {
 /// ```
 ///
 /// # Errors
-/// [`HostError::Mallctl`] where jemalloc refuses.
+/// [`HostError::Mallctl`] if jemalloc refuses.
 pub fn flush_tcache_if_requested() -> Result<bool, HostError> {
     // Relaxed: nothing is read that the asking thread wrote; a load that misses it is the next
     // one's.
@@ -63,14 +62,13 @@ pub fn flush_tcache_if_requested() -> Result<bool, HostError> {
     flush_thread_cache()
 }
 
-/// [`flush_tcache_if_requested`] without an answer, for tokio's `on_thread_park` and hooks like it.
+/// Like [`flush_tcache_if_requested`], without a result, for tokio's `on_thread_park` and similar
+/// hooks.
 ///
-/// One relaxed load where nothing was asked. An error of jemalloc's is no concern of a thread that
-/// parks, and is dropped.
+/// Costs one relaxed load without a request. An error of jemalloc is ignored.
 ///
-/// A thread that was parked when a purge began keeps its cache until it has run again. Where that
-/// is long, have the runtime wake its threads: [`Builder::after_tcache_flush_request`] is the
-/// place.
+/// A thread that was parked when a purge began keeps its cache until it has run again. If that
+/// takes long, have the runtime wake its threads: use [`Builder::after_tcache_flush_request`].
 ///
 /// ```
 /// let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -81,7 +79,7 @@ pub fn flush_tcache_if_requested() -> Result<bool, HostError> {
 /// ```
 ///
 /// [`Builder::after_tcache_flush_request`]:
-/// https://docs.rs/lowtide/latest/lowtide/memory/struct.Builder.html#method.after_recall
+/// https://docs.rs/lowtide/latest/lowtide/memory/struct.Builder.html#method.after_tcache_flush_request
 pub fn on_thread_park() {
     let _ = flush_tcache_if_requested();
 }

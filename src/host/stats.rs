@@ -1,10 +1,10 @@
-//! What the heap holds: jemalloc's statistics in this crate's words.
+//! The heap's statistics, in this crate's terms.
 //!
-//! It measures and does nothing about it. A snapshot refreshes jemalloc's statistics (one *epoch*)
-//! and reads them; a glance reads what is cheap. Neither allocates.
+//! It only measures. A snapshot refreshes jemalloc's statistics (one *epoch*) and reads them; a
+//! glance reads the cheap ones. Neither allocates.
 //!
-//! Invariants: `live <= active <= mapped`; `dirty + muzzy <= resident` where the pages were
-//! touched and muzzy pages are few; `retained = resident - live`.
+//! Invariants: `live <= active <= mapped`; `dirty + muzzy <= resident` if the pages were touched
+//! and muzzy pages are few; `retained = resident - live`.
 
 use crate::bytes::ByteSize;
 use crate::fork::Birth;
@@ -14,64 +14,63 @@ use super::mallctl as ctl;
 
 /// The heap at one instant.
 ///
-/// All amounts are of jemalloc's heap alone: stacks, file maps and the C library's own heap are not
-/// in them.
+/// All amounts are of jemalloc's heap alone, without stacks, file mappings and the C library's
+/// heap.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct HeapSnapshot {
-    /// Bytes of blocks now held by the application, after rounding: jemalloc's `stats.allocated`
-    /// less what lies in thread caches.
+    /// Bytes of blocks that the application holds, after rounding: jemalloc's `stats.allocated`
+    /// less thread caches.
     pub live: ByteSize,
-    /// Pages with at least one live or cached block.
+    /// Bytes of pages with at least one live or cached block.
     pub active: ByteSize,
-    /// Unused pages that are still backed by memory.
+    /// Bytes of unused pages that are still backed by memory.
     pub dirty: ByteSize,
-    /// Unused pages given back lazily: the kernel takes them when it is short.
+    /// Bytes of unused pages released lazily: the kernel reclaims them under pressure.
     pub muzzy: ByteSize,
-    /// jemalloc's own books.
+    /// Bytes of jemalloc's metadata.
     pub metadata: ByteSize,
-    /// Physical pages of the heap: active, dirty and metadata. It may count pages that were never
-    /// touched, and does not count muzzy pages.
+    /// Bytes of physical pages: active, dirty and metadata. May include pages that were never
+    /// touched; does not include muzzy pages.
     pub resident: ByteSize,
-    /// Address space in use by blocks and books, backed or not.
+    /// Bytes of address space in use by blocks and metadata, backed or not.
     pub mapped: ByteSize,
-    /// Address space kept with nothing behind it (jemalloc calls this "retained").
+    /// Bytes of address space kept without memory behind it (jemalloc calls this "retained").
     pub unbacked: ByteSize,
-    /// Blocks that threads have freed and keep for themselves; the application does not hold them.
+    /// Bytes of blocks that threads have freed and cached; the application does not hold them.
     pub thread_caches: ByteSize,
-    /// Arena indices that exist, whether or not an arena has been initialised there.
+    /// The number of arena indices that exist, initialised or not.
     pub arenas: u32,
-    /// jemalloc's background threads that run now.
+    /// The number of jemalloc's background threads that run now.
     pub background_threads: u32,
 }
 
 impl HeapSnapshot {
-    /// Memory kept that nothing needs: `resident - live`. The part that can be had back is
-    /// [`purgeable`](Self::purgeable) and the thread caches; the rest is partly filled pages and
-    /// metadata.
+    /// Returns the unneeded memory: `resident - live`. [`purgeable`](Self::purgeable) and the
+    /// thread caches can be released; the rest is partly filled pages and metadata.
     #[must_use]
     pub const fn retained(&self) -> ByteSize {
         self.resident.saturating_sub(self.live)
     }
 
-    /// What a purge gives back at once: `dirty + muzzy`.
+    /// Returns the bytes that a purge releases immediately: `dirty + muzzy`.
     #[must_use]
     pub const fn purgeable(&self) -> ByteSize {
         self.dirty.saturating_add(self.muzzy)
     }
 }
 
-/// What can be known of the heap without refreshing its statistics.
+/// Figures of the heap that need no refresh of statistics.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct HeapGlance {
-    /// Active pages now, summed without stopping anything: arenas change while they are added up.
+    /// Active pages now, in bytes, summed without stopping other threads: arenas change meanwhile.
     pub active: ByteSize,
-    /// Dirty pages at the last epoch.
+    /// Dirty pages at the last epoch, in bytes.
     pub dirty: ByteSize,
-    /// Muzzy pages at the last epoch.
+    /// Muzzy pages at the last epoch, in bytes.
     pub muzzy: ByteSize,
 }
 
-/// Reads the heap's statistics.
+/// A reader of the heap's statistics.
 #[derive(Clone, Copy, Debug)]
 pub struct HeapProbe {
     birth: Birth,
@@ -83,12 +82,12 @@ pub struct HeapProbe {
 const READINGS_MAX: usize = 4;
 
 impl HeapProbe {
-    /// A probe of this process's heap. Also finds every control once, so that later calls only
-    /// read.
+    /// Creates a probe of this process's heap. Looks up every control once, so that later calls
+    /// only read.
     ///
     /// # Errors
-    /// [`HostError::NoStatistics`] where jemalloc was built without them; [`HostError::Mallctl`]
-    /// where it refuses a control.
+    /// [`HostError::NoStatistics`] if jemalloc was built without them; [`HostError::Mallctl`] if it
+    /// refuses a control.
     pub fn new() -> Result<Self, HostError> {
         if !ctl::CONFIG_STATS.read()? {
             return Err(HostError::NoStatistics);
@@ -100,16 +99,15 @@ impl HeapProbe {
         Ok(probe)
     }
 
-    /// The heap now. Does not allocate.
+    /// Returns the heap's current statistics. Does not allocate.
     ///
     /// Costs one refresh of jemalloc's statistics, which locks every arena in turn (about 10 us
-    /// with one thread, 0.1 ms with 64 threads on 8 arenas, 1.6 ms on 128), and 13 readings of
-    /// about 30 ns. All amounts are of one epoch unless another reader keeps refreshing in
-    /// between.
+    /// with one thread, 0.1 ms with 64 threads on 8 arenas, 1.6 ms on 128), and 13 reads of about
+    /// 30 ns. All amounts are of one epoch unless another reader keeps refreshing in between.
     ///
     /// # Errors
-    /// [`HostError::Forked`] in a child of the process that made the probe;
-    /// [`HostError::Mallctl`] where jemalloc refuses a control.
+    /// [`HostError::Forked`] in a child of the process that created the probe;
+    /// [`HostError::Mallctl`] if jemalloc refuses a control.
     pub fn snapshot(&self) -> Result<HeapSnapshot, HostError> {
         self.check_birth()?;
         let mut snapshot = HeapSnapshot::default();
@@ -123,10 +121,10 @@ impl HeapProbe {
         Ok(snapshot)
     }
 
-    /// What is known without a refresh. Does not allocate; about 0.1 us with few threads.
+    /// Returns the figures that need no refresh. Does not allocate; about 0.1 us with few threads.
     ///
     /// # Errors
-    /// As [`snapshot`](Self::snapshot).
+    /// The errors of [`snapshot`](Self::snapshot).
     pub fn glance(&self) -> Result<HeapGlance, HostError> {
         self.check_birth()?;
         Ok(HeapGlance {
