@@ -200,7 +200,7 @@ fn a_wrong_alignment_is_named_with_what_was_expected() {
         let align = ByteSize::new(align);
         let refused = arena.alloc_raw(ByteSize::kib(1), align, Region::Dynamic).expect_err("none");
         let expected =
-            format!("an alignment of {align}: expected a power of two of at most {GRANULE}");
+            format!("unsupported alignment {align}: expected a power of two of at most {GRANULE}");
         assert_eq!(refused.to_string(), expected);
     }
 }

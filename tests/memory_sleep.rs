@@ -250,8 +250,8 @@ fn without_room_in_the_hosts_ledger_it_stays_awake_and_tries_again_later() {
     let stores = bed.sim.calls(Call::HostAlloc);
     assert_eq!((arena.state(), stores), (ArenaState::Awake, 0));
     let note = said().next().expect("one").text;
-    let start = "weights did not fall asleep by itself: arena \"weights\" stays awake: no room on \
-                 the host for 8.0 MiB: ";
+    let start = "weights did not fall asleep by itself: arena \"weights\" cannot sleep: cannot \
+                 reserve 8.0 MiB of host memory: ";
     assert!(note.starts_with(start) && note.ends_with(" are booked"), "{note}");
     let refused = arena.sleep(SleepOptions::default()).expect_err("nor when it is asked for");
     assert!(matches!(refused, DeviceError::HostBudget { .. }), "{refused}");

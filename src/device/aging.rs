@@ -1,13 +1,14 @@
-//! How long idle memory of an arena has been idle, and when somebody should look.
+//! Tracks how long an arena's memory has been idle, and when to check again.
 //!
-//! Each granule bears the time at which it was last used, as a [`Stamp`]: 32 bits that count parts
-//! of the decay time. What has been idle for the whole of that time is over, and goes; nothing goes
-//! before. Looks are apart by a sixteenth of the time while memory is used, so that what went idle
-//! shortly after each other leaves in few calls. It reads no clock but when memory went idle, and
-//! gives nothing back.
+//! Each granule has the time of its last use as a [`Stamp`]: 32 bits that count fractions of the
+//! decay time. Memory that has been idle for the whole decay time expires and is released; no
+//! memory is released earlier. While memory is in use, checks are a sixteenth of the decay time
+//! apart, so that memory that became idle at about the same time leaves in few calls. The clock is
+//! read only when memory becomes idle. This module releases nothing.
 //!
-//! Invariants: what is over has been idle for at least the decay time; while anything is idle and
-//! the time is finite, `due` is at most a decay time and two parts after the last look or free.
+//! Invariants: expired memory has been idle for at least the decay time; while memory is idle and
+//! the time is finite, `due` is at most a decay time and two fractions after the last check or
+//! free.
 
 use std::time::Duration;
 
@@ -18,18 +19,18 @@ use crate::decay::DecayTime;
 /// 1/256 of the decay time.
 const PARTS: u64 = 512;
 
-/// Looks in a decay time at most, while memory is used: what is idle stays up to a sixteenth longer
-/// than it has to. A guess.
+/// Checks per decay time at most, while memory is used: idle memory stays up to a sixteenth longer
+/// than necessary. A guess.
 const LOOKS: u32 = 16;
 
-/// Looks in a decay time at what the fronts keep, which is cold after two of them. A guess.
+/// Checks per decay time of the thread caches, whose blocks are cold after two of them. A guess.
 const FRONT_LOOKS: u32 = 200;
 
-/// How long a failed look waits before the next: a driver that is out of order is not hammered.
+/// The delay after a failed check, so that a failing driver is not called continuously.
 const RETRY_AFTER: Duration = Duration::from_millis(100);
 
-/// When a granule was last used, in parts of the decay time; wraps after 4 million decay times, and
-/// what nobody looked at for that long may stay for one decay time more.
+/// The last use of a granule, in parts of the decay time. Wraps after 4 million decay times; memory
+/// not checked for that long may stay for one decay time more.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Stamp(u32);
 
@@ -58,12 +59,12 @@ impl Ages {
         if age == u32::MAX { 0 } else { age }
     }
 
-    /// The same moment, where memory is over after so many parts.
+    /// Returns the same moment with an expiry after this many parts.
     pub(super) const fn waiting(self, wait: u32) -> Self {
         Self { wait, ..self }
     }
 
-    /// Whether its time is over.
+    /// Returns `true` if its time is over.
     pub(super) const fn is_over(self, stamp: Stamp) -> bool {
         self.of(stamp) >= self.wait
     }
@@ -77,8 +78,9 @@ pub(super) struct Aging {
     shift: u32,
     /// Parts after which idle memory is over; of [`DecayTime::Never`] more than any age.
     wait: u32,
-    /// The latest time that a stamp had: ages are never negative. Not that of a look, which may be
-    /// asked for at any time: what goes idle after one ahead of the clock would never be old.
+    /// The latest time of a stamp, so that ages are never negative. Not the time of a check, which
+    /// may be called with a time ahead of the clock: memory that became idle afterwards would never
+    /// expire.
     latest: Moment,
     looked_at: Moment,
     due: Moment,
@@ -107,8 +109,8 @@ impl Aging {
         }
     }
 
-    /// The stamp of memory that goes idle now, where anybody will ever look at it; sees to it that
-    /// a look is due. Costs a look at the clock.
+    /// Returns the stamp of memory that becomes idle now, if idle memory ever decays, and schedules
+    /// a check. Reads the clock.
     pub(super) fn note_idle(&mut self, now: impl FnOnce() -> Moment) -> Option<Stamp> {
         if self.time == DecayTime::Never {
             return None;
@@ -119,7 +121,7 @@ impl Aging {
         Some(stamp)
     }
 
-    /// What goes idle at the latest moment known.
+    /// Returns the stamp of memory that becomes idle at the latest known moment.
     fn stamp(&self) -> Stamp {
         Stamp(low_half(self.part_of(self.latest).wrapping_add(1)))
     }
@@ -129,8 +131,8 @@ impl Aging {
         Ages { now: low_half(self.part_of(self.latest.max(now))), wait: self.wait }
     }
 
-    /// Sets when the next look is due after one at `now`, by the age of what has been idle longest
-    /// and stayed; `failed`, where the driver did.
+    /// Schedules the next check after one at `now`, by the age of the longest idle memory that
+    /// stayed; `failed` if the driver failed.
     pub(super) fn set_looked(&mut self, now: Moment, oldest: Option<u32>, failed: bool) {
         self.looked_at = now;
         let again = now + self.portion(LOOKS);
@@ -140,7 +142,7 @@ impl Aging {
             (_, Some(age)) if age >= self.wait => now,
             (DecayTime::AtOnce, _) => now,
             (DecayTime::Within(_), Some(age)) => self.over_at(self.latest.max(now), age).max(again),
-            // What is idle is on its way; should it stay, it is to be looked at.
+            // Idle memory is leaving; if it stays, it must be checked.
             (DecayTime::Within(_), None) => again,
         };
     }
@@ -158,7 +160,7 @@ impl Aging {
         self.stamp()
     }
 
-    /// When somebody last looked.
+    /// Returns the time of the last check.
     pub(super) const fn looked_at(&self) -> Moment {
         self.looked_at
     }
@@ -168,7 +170,7 @@ impl Aging {
         self.due
     }
 
-    /// When a look at what the fronts keep is due.
+    /// Returns the due time of the next check of the thread caches.
     pub(super) fn front_due(&self) -> Moment {
         match self.time {
             DecayTime::Never => Moment::NEVER,
@@ -181,7 +183,7 @@ impl Aging {
         if self.time == DecayTime::AtOnce {
             return at;
         }
-        // What has no age yet was stamped a part ahead.
+        // Memory without an age yet was stamped a part ahead.
         let left = u64::from(self.wait.saturating_sub(age)) + u64::from(age == 0);
         let part = self.part_of(at).saturating_add(left);
         let nanos = part.saturating_mul(1 << self.shift);
@@ -206,7 +208,7 @@ fn nanos_of(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// What wraps.
+/// Returns the part that wraps.
 #[expect(clippy::cast_possible_truncation, reason = "stamps wrap")]
 const fn low_half(part: u64) -> u32 {
     part as u32
@@ -249,7 +251,7 @@ mod tests {
         assert!(!aging.ages(Moment::ORIGIN).is_over(stamp));
     }
 
-    /// The bug: what went idle after a look at a time ahead of the clock never was old.
+    /// The bug: memory that became idle after a check at a time ahead of the clock never expired.
     #[test]
     fn a_look_ahead_of_the_clock_kept_all_that_went_idle_later() {
         for ahead in [Duration::from_secs(3600), Duration::MAX] {

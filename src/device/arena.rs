@@ -1,12 +1,13 @@
-//! A device arena: blocks out of reserved address space, memory behind them only while needed.
+//! A device arena: allocates blocks from reserved address space, with memory behind them only while
+//! needed.
 //!
-//! What a caller sees: open, allocate, enter, limit, snapshot. The mechanisms stand beside it:
-//! `commit` puts memory behind blocks, `reclaim` gives idle memory back, `books` counts. It owns
-//! no thread and reads no time but for when memory went idle; who wants memory back calls
-//! [`DeviceArena::decay`].
+//! This file has the callers' interface: open, allocate, enter, limit, snapshot. The mechanisms:
+//! `commit` puts memory behind blocks, `reclaim` releases idle memory, `books` has the accounting.
+//! The arena owns no thread, and reads the clock only when memory becomes idle; callers release
+//! memory with [`DeviceArena::decay`].
 //!
-//! Invariants: those of [`ArenaSnapshot`](super::ArenaSnapshot); no driver call under the lock;
-//! the arena lives as long as a handle, a buffer or a lease of it.
+//! Invariants: those of [`ArenaSnapshot`](super::ArenaSnapshot); no driver call under the lock; the
+//! arena lives as long as one of its handles, buffers or leases.
 
 use std::fmt;
 use std::sync::Arc;
@@ -37,7 +38,7 @@ use crate::fork::Birth;
 use crate::sync::atomic::{AtomicBool, AtomicU64};
 use crate::sync::{Condvar, Mutex, lock};
 
-/// A device arena: a cheap handle, the same arena for every clone.
+/// A device arena. A cheap handle: clones refer to the same arena.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -55,20 +56,19 @@ use crate::sync::{Condvar, Mutex, lock};
 #[derive(Clone)]
 pub struct DeviceArena {
     shared: Arc<Shared>,
-    /// Where each thread's blocks come from and go back to.
+    /// The homes of each thread's blocks.
     homes: Arc<Homes>,
 }
 
 impl DeviceArena {
-    /// Opens an arena: reserves its address space, where the driver has such apart from memory;
-    /// commits nothing.
+    /// Opens an arena and reserves its address space, if the driver reserves addresses separately
+    /// from memory. Commits nothing.
     ///
     /// # Errors
-    /// [`DeviceError::Unsupported`] for a driver whose work goes on after its calls return while
-    /// the host has access, or which claims to remap or to wake without virtual memory;
-    /// [`DeviceError::Driver`] where not even a granule can be reserved;
-    /// [`DeviceError::RecorderTaken`]; [`DeviceError::Granule`] where the configuration asks for
-    /// one that is no multiple of the driver's.
+    /// [`DeviceError::Unsupported`] if the driver has host access and asynchronous work, or claims
+    /// to remap or wake without virtual memory; [`DeviceError::Driver`] if not even one granule can
+    /// be reserved; [`DeviceError::RecorderTaken`]; [`DeviceError::Granule`] if the configured
+    /// granule is not a multiple of the driver's.
     pub fn open(
         driver: Arc<dyn Driver>,
         clock: Arc<dyn Clock>,
@@ -80,12 +80,12 @@ impl DeviceArena {
         for (offered, what) in [
             (
                 !(capabilities.asynchronous && capabilities.host_access),
-                "work that is complete when its call returns, where the host has access",
+                "synchronous calls, which host access requires",
             ),
             (
                 capabilities.virtual_memory
                     || !(capabilities.same_address_wake || capabilities.remap),
-                "addresses that are kept apart from memory",
+                "virtual memory, which remap and wake require",
             ),
             (granularity.get() >= ALIGN, "granules of at least 256 bytes"),
             (granularity.get().is_power_of_two(), "granules of a power of two"),
@@ -133,34 +133,34 @@ impl DeviceArena {
         });
         let homes = Arc::new(Homes::new(&shared));
         let (arena, backend) = (&shared.name, shared.driver.backend());
-        log!(info, arena, %backend, limit = %config.limit, "an arena was opened");
+        log!(info, arena, %backend, limit = %config.limit, "arena opened");
         Ok(Self { shared, homes })
     }
 
-    /// Room for `len` elements, whose contents are unspecified: zero, or what an earlier buffer of
-    /// this arena left there.
+    /// Allocates `len` elements. Their contents are unspecified: zero, or data of an earlier buffer
+    /// of this arena.
     ///
-    /// Rounded up to 256 bytes. O(1), beside the granules to commit; without any bytes, no block
-    /// is taken. Waits for driver calls of other threads only where it needs their granules. A
-    /// sleeping arena is woken first.
+    /// The size is rounded up to 256 bytes; a buffer of 0 bytes takes no block. O(1), plus
+    /// committing granules. Waits for another thread's driver call only if it needs the same
+    /// granules. Wakes a sleeping arena first.
     ///
-    /// On a driver with streams such a buffer may be used on any stream, so that only a wait for
-    /// the whole device proves that its memory is free. Background work never makes that wait:
-    /// after the drop the memory stays pending until an allocation takes it, or the program calls
+    /// On a driver with streams the buffer may be used on any stream, so only a wait for the whole
+    /// device proves that its memory is unused. Background work never waits for that: after the
+    /// drop the memory stays pending until an allocation takes it, or the program calls
     /// [`DeviceArena::purge`], [`DeviceArena::trim`], [`DeviceArena::shrink`],
     /// [`DeviceArena::sleep`], [`DeviceArena::compact`] or [`DeviceArena::close`]. Buffers of a
-    /// [`Lane`](super::Lane) need none of that.
+    /// [`Lane`](super::Lane) avoid this.
     ///
-    /// `T` is plain data by bytemuck's `Pod`: numbers, arrays of them, and structs of yours that
-    /// derive it (`bytemuck` 1 with its feature `derive`).
+    /// `T` is plain data (bytemuck's `Pod`): numbers, arrays of them, and structs that derive it
+    /// (`bytemuck` 1 with its feature `derive`).
     ///
     /// # Errors
-    /// [`DeviceError::OutOfMemory`] where the arena's own idle memory, which goes first, and what
-    /// callbacks give back ([`DeviceArena::on_shortage`]) are not enough; before that every free
-    /// span is looked at. Of an arena that sleeps, as [`DeviceArena::wake`], with the figures of
-    /// the wake. [`DeviceError::OutOfAddresses`], [`DeviceError::TooLarge`],
-    /// [`DeviceError::Alignment`], [`DeviceError::Driver`], [`DeviceError::Closed`],
-    /// [`DeviceError::Forked`]. The arena works on after each.
+    /// [`DeviceError::OutOfMemory`] if releasing the arena's idle memory, searching every free span
+    /// and calling shortage callbacks ([`DeviceArena::on_shortage`]) is not enough. The errors of
+    /// [`DeviceArena::wake`] if the arena sleeps, with the figures of the wake.
+    /// [`DeviceError::OutOfAddresses`], [`DeviceError::TooLarge`], [`DeviceError::Alignment`],
+    /// [`DeviceError::Driver`], [`DeviceError::Closed`], [`DeviceError::Forked`]. The arena stays
+    /// usable after each.
     pub fn alloc<T: Pod>(&self, len: usize, region: Region) -> Result<Buffer<T>, DeviceError> {
         let (bytes, align) = self.shared.layout::<T>(len, region)?;
         let home = self.homes.here();
@@ -196,8 +196,8 @@ impl DeviceArena {
         self.alloc_as(wanted, Some(lane), len, region)
     }
 
-    /// A buffer of `len` elements on a block that is asked for as it is; for the stream of a lane,
-    /// where one is named.
+    /// Allocates a buffer of `len` elements on a block as requested; for the stream of a lane, if
+    /// given.
     pub(super) fn alloc_as<T: Pod>(
         &self,
         wanted: Option<Wanted>,
@@ -214,14 +214,16 @@ impl DeviceArena {
         Ok(Buffer::new(owned, len))
     }
 
-    /// As [`DeviceArena::alloc`], on granules that no other block shares: what is freed can be
-    /// given back whole. For a few large blocks that stay; each is rounded up to whole granules,
-    /// and all of it is live. ONNX Runtime's `Reserve`, except that the limit counts it. Once it is
-    /// resized it is a buffer as any other. The memory is committed at once: it is not the address
-    /// space that [`ArenaConfig::reserve`] is about.
+    /// Like [`DeviceArena::alloc`], on granules that no other block shares, so that a free releases
+    /// all of them. For a few large blocks that stay: each is rounded up to whole granules, and all
+    /// of it is live. Equals ONNX Runtime's `Reserve`, except that the limit counts it. After a
+    /// resize it is an ordinary buffer.
+    ///
+    /// The memory is committed immediately; [`ArenaConfig::reserve`] is about address space
+    /// instead.
     ///
     /// # Errors
-    /// As [`DeviceArena::alloc`].
+    /// The errors of [`DeviceArena::alloc`].
     pub fn reserve<T: Pod>(&self, len: usize, region: Region) -> Result<Buffer<T>, DeviceError> {
         let (bytes, _) = self.shared.layout_by::<T>(len, region, Origin::RESERVE)?;
         let home = self.homes.here();
@@ -236,11 +238,11 @@ impl DeviceArena {
         Ok(Buffer::new(Owned::new(Arc::clone(home), region, Some(placed)), len))
     }
 
-    /// A buffer with a copy of `data`.
+    /// Allocates a buffer and copies `data` to it.
     ///
     /// # Errors
-    /// As [`DeviceArena::alloc`]; [`DeviceError::Unsupported`] on a driver without host access,
-    /// [`DeviceError::TooManyLeases`].
+    /// The errors of [`DeviceArena::alloc`]; [`DeviceError::Unsupported`] on a driver without host
+    /// access, [`DeviceError::TooManyLeases`].
     pub fn alloc_from<T: Pod>(&self, data: &[T], region: Region) -> Result<Buffer<T>, DeviceError> {
         self.shared.check_host_access()?;
         let lease = self.enter()?;
@@ -249,25 +251,26 @@ impl DeviceArena {
         Ok(buffer)
     }
 
-    /// The right to use the arena's memory; keeps it awake. May be nested and held by many.
+    /// Returns a lease, which permits use of the arena's memory and keeps it awake. Leases nest,
+    /// and any number can be held.
     ///
-    /// Hold it for as long as slices are used and no longer: nothing is compacted meanwhile. A
-    /// sleeping arena is woken, which blocks for the driver's calls and the copies
-    /// ([`DeviceArena::enter_async`] does not); one that is about to fall asleep stays awake.
+    /// Hold it only while slices or addresses are in use: it blocks compaction. Entering wakes a
+    /// sleeping arena, which blocks for the driver's calls and the copies
+    /// ([`DeviceArena::enter_async`] does not); an arena that is about to sleep stays awake.
     ///
-    /// On a driver with streams this lease says nothing of which are used: before the memory sleeps
-    /// all work of the device is waited for. [`Lane::enter`](super::Lane::enter) names one.
+    /// On a driver with streams this lease covers all of them: before the memory sleeps, all work
+    /// of the device is waited for. [`Lane::enter`](super::Lane::enter) covers one stream.
     ///
     /// # Errors
-    /// As [`DeviceArena::wake`] where it sleeps; [`DeviceError::TooManyLeases`],
+    /// The errors of [`DeviceArena::wake`] if it sleeps; [`DeviceError::TooManyLeases`],
     /// [`DeviceError::Closed`], [`DeviceError::Forked`].
     pub fn enter(&self) -> Result<Lease, DeviceError> {
         Lease::of(&self.shared)
     }
 
-    /// Sets the most that may be committed. What is above it stays until it is freed or given
-    /// back, idle memory too ([`DeviceArena::trim`] gives that back now). Nothing more is committed
-    /// until then; what fits in granules that have memory is still handed out.
+    /// Sets the limit of committed memory. Memory above a lowered limit stays until it is freed or
+    /// released, idle memory too ([`DeviceArena::trim`] releases that now). Until then nothing more
+    /// is committed; allocations that fit in committed granules still succeed.
     ///
     /// ```
     /// # use std::sync::Arc;
@@ -279,7 +282,7 @@ impl DeviceArena {
     /// drop(arena.alloc::<u8>(4 << 20, Region::Dynamic)?);
     /// let limit = ByteSize::mib(2);
     /// arena.set_limit(limit);
-    /// assert_eq!(arena.trim(limit)?, ByteSize::mib(4)); // what was idle; the tables stay
+    /// assert_eq!(arena.trim(limit)?, ByteSize::mib(4)); // releases idle memory; the tables stay
     /// let refused = arena.alloc::<u8>(1 << 20, Region::Dynamic).unwrap_err();
     /// assert!(refused.is_out_of_memory());
     /// # drop(tables);
@@ -292,11 +295,11 @@ impl DeviceArena {
             books.tell(&*self.shared.clock, |_| Some(Operation::Limit { limit }));
             drop(books);
             self.shared.pass_on();
-            log!(info, arena = self.name(), %limit, "the arena's limit was set");
+            log!(info, arena = self.name(), %limit, "arena limit set");
         }
     }
 
-    /// The most that may be committed; zero in a forked child.
+    /// Returns the limit of committed memory; zero in a forked child.
     #[must_use]
     pub fn limit(&self) -> ByteSize {
         if self.shared.check_here().is_err() {
@@ -305,8 +308,8 @@ impl DeviceArena {
         lock(&self.shared.books).limit
     }
 
-    /// Sets how many bytes the front of each thread, or of each lane, may keep
-    /// ([`ArenaConfig::front`]); zero for none. Where events are kept, no front is.
+    /// Sets how many bytes of free blocks each thread or lane may cache ([`ArenaConfig::front`]);
+    /// zero for none. Has no effect if the arena keeps events.
     pub fn set_thread_cache(&self, front: ByteSize) {
         if self.shared.check_here().is_ok() {
             let front = lock(&self.shared.books).front_kept(front);
@@ -315,18 +318,20 @@ impl DeviceArena {
         }
     }
 
-    /// Closes the arena: gives all its memory back, and hands out nothing more. Where work is done
-    /// when its call returns it is not needed: the last handle, buffer or lease of it does the same
-    /// when it is dropped. A drop waits for no work of a device, and leaves behind memory that may
-    /// be worked on still; this waits. Closing again does nothing.
+    /// Closes the arena: releases all its memory and rejects further allocations. Closing again
+    /// does nothing.
     ///
-    /// Every handle of it is closed with this one. Its address space is given back when the last
-    /// handle is dropped. While this looks, other threads may be refused as if it were closed.
+    /// Closing is optional if the driver's work is complete when its calls return: dropping the
+    /// last handle, buffer or lease does the same. A drop does not wait for the device and leaks
+    /// memory that it may still use; `close` waits.
+    ///
+    /// All handles are closed with this one. The address space is released with the last handle.
+    /// While `close` runs, other threads may get [`DeviceError::Closed`] even if it then fails.
     ///
     /// # Errors
-    /// [`DeviceError::LiveBlocks`] and [`DeviceError::AdoptedHeld`], and the arena works on;
-    /// [`DeviceError::Driver`] where the driver did not take everything back, and the arena is
-    /// closed; [`DeviceError::Forked`].
+    /// [`DeviceError::LiveBlocks`] and [`DeviceError::AdoptedHeld`]: the arena stays open.
+    /// [`DeviceError::Driver`] if the driver did not release everything: the arena is closed.
+    /// [`DeviceError::Forked`].
     pub fn close(&self) -> Result<(), DeviceError> {
         let shared = &self.shared;
         shared.check_here()?;
@@ -344,20 +349,19 @@ impl DeviceArena {
         });
         shared.tell_closed(&closed);
         if is_closing {
-            log!(info, arena = self.name(), "the arena was closed");
+            log!(info, arena = self.name(), "arena closed");
         }
         closed
     }
 
-    /// Whether it was closed, by this handle or another. While a close looks for live blocks, it
-    /// says so as well.
+    /// Returns `true` if it was closed by any handle, or while a close checks for live blocks.
     #[must_use]
     pub fn is_closed(&self) -> bool {
         self.shared.is_closed()
     }
 
-    /// Frees every block that was had by address; buffers keep theirs. Returns the bytes of those
-    /// blocks. No driver call: what went idle decays.
+    /// Frees all raw blocks ([`DeviceArena::alloc_raw`]) and returns their bytes. Buffers keep
+    /// theirs. Makes no driver call; memory that becomes idle decays.
     ///
     /// # Errors
     /// [`DeviceError::Forked`].
@@ -368,10 +372,10 @@ impl DeviceArena {
         Ok(bytes)
     }
 
-    /// All figures at one instant, without a driver call; all zero in a forked child.
+    /// Returns all figures at one instant, without a driver call; all zero in a forked child.
     ///
-    /// Holds the locks while it looks for the largest free span: at worst at every free block and
-    /// granule, mostly at a few.
+    /// Holds the locks while it searches the largest free span: usually a few free blocks and
+    /// granules, in the worst case all.
     #[must_use]
     pub fn snapshot(&self) -> ArenaSnapshot {
         if self.shared.check_here().is_err() {
@@ -380,8 +384,8 @@ impl DeviceArena {
         self.shared.snapshot()
     }
 
-    /// Committed and idle memory at one instant, for a sampler: no allocation, no driver call, and
-    /// the lock is held for a few additions. Zero in a forked child.
+    /// Returns committed and idle memory at one instant, for sampling: no allocation, no driver
+    /// call, and the lock is held for a few additions. Zero in a forked child.
     #[must_use]
     pub fn glance(&self) -> ArenaGlance {
         if self.shared.check_here().is_err() {
@@ -390,29 +394,29 @@ impl DeviceArena {
         self.shared.glance()
     }
 
-    /// What the driver can do. Its granularity may be less than the arena's granule
+    /// Returns the driver's capabilities. Its granularity may be smaller than the arena's granule
     /// ([`ArenaConfig::granule`]).
     #[must_use]
     pub fn capabilities(&self) -> Capabilities {
         self.shared.capabilities
     }
 
-    /// The driver in use.
+    /// Returns the backend of the driver.
     #[must_use]
     pub fn backend(&self) -> Backend {
         self.shared.driver.backend()
     }
 
-    /// The arena's name.
+    /// Returns the arena's name.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.shared.name
     }
 
-    /// Walks all books and checks every invariant; for tests, at the cost of the whole arena.
+    /// Checks every invariant by walking all metadata; for tests.
     ///
     /// # Panics
-    /// Where one is broken.
+    /// If an invariant is violated.
     #[doc(hidden)]
     pub fn validate(&self) {
         self.shared.validate();
@@ -427,10 +431,10 @@ impl DeviceArena {
         &self.shared
     }
 
-    /// A block out of a front, where that has one.
+    /// Returns a block from a cache, if that has one.
     #[inline]
     fn kept(&self, home: &Home, region: Region, wanted: Wanted) -> Option<Box<Owned>> {
-        // What is aligned further has a note of it in the books.
+        // Larger alignments have an entry in the arena's metadata.
         if wanted.size > home.room() || wanted.align > ALIGN {
             return None;
         }
@@ -439,7 +443,7 @@ impl DeviceArena {
         if self.shared.is_fresh(region, placed) {
             return Some(owned);
         }
-        // It was moved while it was in the front: the books know where it is.
+        // It was moved while it was cached: the arena knows its address.
         self.shared.release_all(vec![home.swept(region, *placed)]);
         None
     }
@@ -462,7 +466,7 @@ impl Shared {
         self.layout_by::<T>(len, region, Origin::BUFFER)
     }
 
-    /// The same, asked for by another.
+    /// The same, for another origin.
     #[inline]
     pub(super) fn layout_by<T: Pod>(
         &self,
@@ -487,7 +491,7 @@ impl Shared {
         }
     }
 
-    /// Counts a block that could never be had.
+    /// Counts a block that is too large for any memory.
     pub(super) fn refuse_too_large(
         &self,
         region: Region,

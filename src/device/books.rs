@@ -1,10 +1,10 @@
-//! Everything an arena knows, under its one lock: regions, limit, ages, counts.
+//! The state of an arena under its one lock: regions, limit, ages, counts.
 //!
-//! It calls no driver. What it books about a driver call comes from the two places that make such
-//! calls, `commit` and `reclaim`, which do so with the lock given up.
+//! It calls no driver. `commit` and `reclaim` make the driver calls, with the lock released, and
+//! record the results here.
 //!
-//! Invariants: those of [`ArenaSnapshot`]; `backed <= limit` but for a limit that was lowered
-//! below it; those of [`Aging`].
+//! Invariants: those of [`ArenaSnapshot`]; `backed <= limit`, unless the limit was lowered below
+//! it; those of [`Aging`].
 
 use std::collections::BTreeMap;
 
@@ -39,7 +39,7 @@ use crate::decay::DecayTime;
 /// unbounded. A guess; a figure for each driver is to be measured.
 const RUN_MAX: ByteSize = ByteSize::gib(1);
 
-/// A run on its way out, and where it is.
+/// A run that is leaving, and its place.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Leaving {
     pub(super) region: Region,
@@ -48,7 +48,7 @@ pub(super) struct Leaving {
     pub(super) size: ByteSize,
 }
 
-/// An arena's books.
+/// The accounting of an arena.
 #[derive(Debug)]
 pub(super) struct Books {
     regions: [RegionBooks; 2],
@@ -61,22 +61,22 @@ pub(super) struct Books {
     committed_peak: u64,
     pub(super) aging: Aging,
     pub(super) steps: Steps,
-    /// The driver may keep memory of segments that were given back, for want of a trim.
+    /// `true` if the driver may keep memory of released segments until a trim.
     pub(super) untrimmed: bool,
     pub(super) streams: Streams,
     /// Work goes on after the call that started it.
     pub(super) asynchronous: bool,
     /// Blocks given out by address, by that address.
     pub(super) raw: BTreeMap<DeviceAddress, Kept>,
-    /// What is out on loan, and what was adopted and not released.
+    /// Exports, and imported memory that is not released.
     pub(super) outstanding: Owed,
     /// The block that a compaction moves now.
     pub(super) moving: Option<Moving>,
-    /// Who waits for a lease until that is done.
+    /// The number of threads that wait for a lease until that is done.
     pub(super) entering: u32,
     /// A compaction is under way.
     pub(super) compacting: bool,
-    /// The last events, where they are kept.
+    /// The last events, if they are kept.
     pub(super) history: History,
     pub(super) recorder: Option<Recorder>,
     pub(super) outlook: Outlook,
@@ -170,7 +170,8 @@ impl Books {
         self.backed().saturating_add(bytes).saturating_sub(self.limit.get())
     }
 
-    /// Finds addresses for a block; says what must come before the taker uses it.
+    /// Finds addresses for a block, and returns the uses that must complete before the block is
+    /// used.
     pub(super) fn place(
         &mut self,
         region: Region,
@@ -194,7 +195,7 @@ impl Books {
         })
     }
 
-    /// Books that a placed block has its memory.
+    /// Records that a placed block has its memory.
     pub(super) fn arrive(&mut self, region: Region, placed: Placed) {
         self.region_mut(region).arrive(placed);
         self.totals.allocs += 1;
@@ -202,7 +203,7 @@ impl Books {
         self.live_peak = self.live_peak.max(self.live());
     }
 
-    /// Lets a live block be of another size where it stands; `None` where there is no room.
+    /// Starts resizing a live block in place; `None` if there is no room.
     pub(super) fn begin_resize(
         &mut self,
         region: Region,
@@ -220,7 +221,7 @@ impl Books {
         resized.ok().flatten()
     }
 
-    /// Books what came of the memory that a resized block grew by.
+    /// Records the result of committing the memory that a resized block grew by.
     pub(super) fn end_resize(
         &mut self,
         region: Region,
@@ -241,7 +242,7 @@ impl Books {
         }
     }
 
-    /// Marks what a placed span needs as committing, and what the growth adds to it.
+    /// Marks the bare granules of a placed span, and the growth, as committing.
     pub(super) fn begin_commit(&mut self, region: Region, span: Span, grow: bool) -> Vec<Run> {
         let needed = self.bytes_of(self.region(region).segment.wanting(span));
         let room = self.limit.get().saturating_sub(self.backed());
@@ -250,7 +251,7 @@ impl Books {
         self.region_mut(region).segment.begin_commit(span, ahead)
     }
 
-    /// Notes how much is committed, after a commit: what was asked for and refused never was.
+    /// Updates the peak of committed memory after a commit; a failed commit does not count.
     pub(super) fn note_committed(&mut self) {
         self.committed_peak = self.committed_peak.max(self.there());
     }
@@ -260,7 +261,7 @@ impl Books {
         self.backed() - self.committing()
     }
 
-    /// Books what came of a commit.
+    /// Records the result of a commit.
     pub(super) fn end_commit(&mut self, region: Region, run: Run, done: bool, clock: &dyn Clock) {
         let segment = &mut self.region_mut(region).segment;
         let (at, size) = segment.place_of(run);
@@ -277,7 +278,7 @@ impl Books {
         }
     }
 
-    /// Takes back a placed block that got no memory, or that nobody got into order.
+    /// Removes a placed block that got no memory, or whose earlier uses could not be waited for.
     pub(super) fn withdraw(
         &mut self,
         region: Region,
@@ -299,14 +300,14 @@ impl Books {
         self.release_after(region, placed, (&[], After::All), clock);
     }
 
-    /// Frees a block that a front held.
+    /// Frees a cached block.
     pub(super) fn release_swept(&mut self, swept: Swept, clock: &dyn Clock) {
         let ((region, placed), stream) = swept;
         let after = if stream.is_some() { After::Lanes } else { After::All };
         self.release_after(region, placed, (stream.as_slice(), after), clock);
     }
 
-    /// Counts what a front has done that is no more; it holds nothing.
+    /// Adds the counts of a dropped cache, which is empty.
     pub(super) fn add_front(&mut self, tally: &Tally) {
         debug_assert_eq!(tally.cached(), 0, "what it held is in the books");
         self.totals.allocs += tally.allocs;
@@ -342,9 +343,9 @@ impl Books {
         }
     }
 
-    /// Marks up to `granules` idle granules as leaving, in at most `runs_max` runs; only of those
-    /// whose time is over, where ages are given. The stable region's first: what became idle there
-    /// is the least likely to be asked for again.
+    /// Marks up to `granules` idle granules as leaving, in at most `runs_max` runs; with ages, only
+    /// expired ones. The stable region comes first: its idle memory is the least likely to be
+    /// requested again.
     pub(super) fn begin_leave(
         &mut self,
         granules: u64,
@@ -368,7 +369,7 @@ impl Books {
         runs
     }
 
-    /// Books what came of a decommit.
+    /// Records the result of a decommit.
     pub(super) fn end_leave(&mut self, leaving: Leaving, done: bool) {
         self.region_mut(leaving.region).end_leave(leaving.run, done);
         if done {
@@ -385,7 +386,7 @@ impl Books {
         if self.idle() == 0 { Moment::NEVER } else { self.aging.due() }
     }
 
-    /// Sets when the next look is due after one at `now`; `failed`, where the driver did.
+    /// Schedules the next check after one at `now`; `failed` if the driver failed.
     pub(super) fn set_looked(&mut self, now: Moment, failed: bool) {
         let ages = self.aging.ages(now);
         let oldest = self.regions.iter().filter_map(|region| region.segment.oldest(ages)).max();
@@ -409,7 +410,7 @@ impl Books {
         }
     }
 
-    /// All figures at this instant, with what the fronts did.
+    /// Returns all figures at this instant, including the counts of the caches.
     pub(super) fn snapshot(&self, name: &str, backend: Backend, fronts: &Tally) -> ArenaSnapshot {
         let size = ByteSize::new;
         let is_open = self.sleep.is_open();
@@ -477,7 +478,7 @@ impl Books {
     /// Walks everything and checks the invariants.
     ///
     /// # Panics
-    /// Where one is broken.
+    /// If an invariant is violated.
     pub(super) fn validate(&self) {
         self.regions.iter().for_each(RegionBooks::validate);
         self.streams.validate();

@@ -1,10 +1,10 @@
-//! A typed block of device memory, freed when it is dropped.
+//! A typed block of device memory, freed on drop.
 //!
-//! It holds its arena, so that the arena outlives it. On `host_access` rungs it is a slice of host
-//! memory, for whoever shows a lease. It has no address without a lease, and no pointer at all.
+//! It keeps its arena alive. On backends with host access it is a slice of host memory, available
+//! with a lease. Without a lease it has no address, and it stores no pointer.
 //!
-//! Contents: a new buffer has unspecified contents: zero, or what an earlier buffer of the same
-//! arena left there. Every byte is initialised.
+//! Contents: a new buffer has unspecified contents: zero, or data of an earlier buffer of the same
+//! arena. Every byte is initialised.
 //!
 //! Invariant: `buffer not empty <=> it owns one live block of at least len x size_of::<T>() bytes`.
 #![expect(unsafe_code, reason = "device memory is seen as a slice through the driver's pointer")]
@@ -34,9 +34,10 @@ use super::sleep::Contents;
 use crate::bytes::ByteSize;
 use crate::sync::atomic::Ordering;
 
-/// Elements in device memory, freed when this is dropped: bookkeeping, no driver call.
+/// Elements in device memory, freed on drop. A drop makes no driver call.
 ///
-/// It keeps its arena, may go to another thread, and may outlive every [`DeviceArena`] handle.
+/// It keeps its arena alive, can be sent to another thread, and may outlive every [`DeviceArena`]
+/// handle.
 ///
 /// ```
 /// # use std::sync::Arc;
@@ -47,7 +48,7 @@ use crate::sync::atomic::Ordering;
 ///
 /// let mut tokens = arena.alloc_from(&[1_u32, 2, 3], Region::Dynamic)?;
 /// drop(arena); // the buffer keeps it
-/// tokens.resize(1024)?; // keeps what was there
+/// tokens.resize(1024)?; // keeps the first elements
 /// let lease = tokens.enter()?;
 /// assert_eq!((tokens.len(), tokens.slice(&lease)?[2]), (1024, 3));
 /// # Ok::<(), lowtide::device::DeviceError>(())
@@ -81,66 +82,66 @@ impl<T: Pod> Buffer<T> {
         }
     }
 
-    /// The number of elements.
+    /// Returns the number of elements.
     #[must_use]
     pub const fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are no elements.
+    /// Returns `true` if there are no elements.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The bytes of the elements, before rounding.
+    /// Returns the bytes of the elements, before rounding.
     #[must_use]
     pub const fn bytes(&self) -> ByteSize {
         ByteSize::of(self.len * size_of::<T>())
     }
 
-    /// The region that the buffer is in.
+    /// Returns the buffer's region.
     #[must_use]
     pub fn region(&self) -> Region {
         self.owned.region
     }
 
-    /// The right to use the arena that the buffer is in: for who has the buffer and not the arena.
+    /// Returns a lease of the buffer's arena, for callers without an arena handle.
     ///
     /// # Errors
-    /// As [`DeviceArena::enter`](super::DeviceArena::enter).
+    /// The errors of [`DeviceArena::enter`](super::DeviceArena::enter).
     pub fn enter(&self) -> Result<Lease, DeviceError> {
         Lease::of(self.shared())
     }
 
-    /// The elements, for as long as the lease is held.
+    /// Returns the elements, while the lease is held.
     ///
     /// # Errors
-    /// [`DeviceError::Unsupported`] on a driver without host access,
-    /// [`DeviceError::ForeignLease`] for a lease of another arena, [`DeviceError::Forked`];
-    /// [`DeviceError::ContentsLost`], until it is resized to nothing.
+    /// [`DeviceError::Unsupported`] on a driver without host access, [`DeviceError::ForeignLease`]
+    /// for a lease of another arena, [`DeviceError::Forked`]; [`DeviceError::ContentsLost`], until
+    /// it is resized to zero elements.
     pub fn slice<'a>(&'a self, lease: &'a Lease) -> Result<&'a [T], DeviceError> {
         let start = self.start(lease)?;
-        // SAFETY: `start` is aligned for T (asserted in `pointer`, or dangling and aligned where
-        // there are no bytes) and has the provenance of the driver's whole reservation
+        // SAFETY: `start` is aligned for T (asserted in `pointer`, or dangling and aligned if there
+        // are no bytes) and has the provenance of the driver's whole reservation
         // (`Driver::host_pointer`; drivers are sealed to this crate). `len` elements lie in the
         // block (asserted in `new`), within a reservation and so below `isize::MAX` bytes
-        // (`reserve_region` holds it at that). The block is live while `self` is borrowed, and it
-        // stays where `Place::get` found it while the lease is (`Shared::move_block` moves nothing
-        // while one is held, `Lease::of` waits for a move under way). A live block's granules are
-        // committed while a lease is held: those that a block touches leave only when the arena
-        // sleeps, which it does not under a lease (`Shared::drain`). So the bytes are readable, and
-        // they are initialised (`Driver::host_pointer`). T is Pod: any bytes are a value. Nobody
-        // writes: blocks do not overlap (invariant of the index), the buffer owns its block alone,
-        // writing takes `&mut self`, and no device works on it after its call returned (drivers
-        // with host access are refused at open where one might).
+        // (`reserve_region` limits it to that). The block is live while `self` is borrowed, and it
+        // stays where `Place::get` found it while the lease exists (`Shared::move_block` moves
+        // nothing while one is held, `Lease::of` waits for a move in progress). A live block's
+        // granules are committed while a lease is held: granules that a block touches leave only
+        // when the arena sleeps, which it does not under a lease (`Shared::drain`). So the bytes
+        // are readable, and they are initialised (`Driver::host_pointer`). T is Pod: any bytes are
+        // a value. There is no concurrent writer: blocks do not overlap (invariant of the index),
+        // the buffer owns its block alone, writing takes `&mut self`, and no device uses it after a
+        // call returned (drivers with host access and asynchronous work are rejected at open).
         Ok(unsafe { slice::from_raw_parts(start.as_ptr(), self.len) })
     }
 
-    /// The elements, to write, for as long as the lease is held.
+    /// Returns the elements for writing, while the lease is held.
     ///
     /// # Errors
-    /// As [`Buffer::slice`].
+    /// The errors of [`Buffer::slice`].
     pub fn slice_mut<'a>(&'a mut self, lease: &'a Lease) -> Result<&'a mut [T], DeviceError> {
         let start = self.start(lease)?;
         // SAFETY: as in `slice`; `&mut self` is borrowed for as long as the slice lives, so that
@@ -149,15 +150,15 @@ impl<T: Pod> Buffer<T> {
         Ok(unsafe { slice::from_raw_parts_mut(start.as_ptr(), self.len) })
     }
 
-    /// Lets the buffer have `len` elements, of which the first, as many as it had and has, are
-    /// kept; the contents of others are unspecified.
+    /// Resizes the buffer to `len` elements. The first elements, up to the smaller length, are
+    /// kept; the contents of new ones are unspecified.
     ///
-    /// Where it stands, if it shrinks or there is room after it: O(1), and what is cut off is free.
-    /// Else it is copied to a new place, and both are held meanwhile. Nobody has a slice of it now.
+    /// If it shrinks, or the space after it is free, it is resized in place: O(1), and the rest is
+    /// free. Otherwise it is copied to a new block, and both are live during the copy.
     ///
     /// # Errors
-    /// As [`DeviceArena::alloc`](super::DeviceArena::alloc), and [`DeviceError::Driver`] where the
-    /// copy fails; [`DeviceError::ContentsLost`]; the buffer is as it was.
+    /// The errors of [`DeviceArena::alloc`](super::DeviceArena::alloc); [`DeviceError::Driver`] if
+    /// the copy fails; [`DeviceError::ContentsLost`]. The buffer is unchanged.
     pub fn resize(&mut self, len: usize) -> Result<(), DeviceError> {
         let shared = self.shared();
         let region = self.region();
@@ -187,8 +188,8 @@ impl<T: Pod> Buffer<T> {
         Ok(())
     }
 
-    /// Keeps the block where it is, through every compaction, until the pin is dropped. A resize
-    /// may still take another block.
+    /// Prevents compaction from moving the block until the pin is dropped. A resize may still move
+    /// the buffer to another block.
     ///
     /// # Errors
     /// [`DeviceError::Forked`].
@@ -197,12 +198,12 @@ impl<T: Pod> Buffer<T> {
         Ok(BlockPin::new(self.shared(), self.region(), self.owned.block.map(|block| block.id)))
     }
 
-    /// Where the buffer is, for work on the device while the lease is held. `None` where its
-    /// elements have no bytes.
+    /// Returns the address for work on the device while the lease is held; `None` if the elements
+    /// have no bytes.
     ///
-    /// The work is to be in the stream of the lane that the buffer was taken on, or in one that
-    /// [`Buffer::record_use`] named. A buffer of no lane may be used anywhere: then all work of the
-    /// device is waited for before its memory is.
+    /// The work must be on the stream of the lane that allocated the buffer, or on one passed to
+    /// [`Buffer::record_use`]. A buffer without a lane may be used on any stream: its memory is
+    /// reused only after all work of the device.
     ///
     /// # Errors
     /// [`DeviceError::ForeignLease`], [`DeviceError::ContentsLost`], [`DeviceError::Forked`].
@@ -212,7 +213,7 @@ impl<T: Pod> Buffer<T> {
         self.owned.place.get(self.shared(), self.region(), block).map(Some)
     }
 
-    /// Notes that another lane's stream uses the buffer too: its work until the buffer is dropped
+    /// Records that another lane's stream also uses the buffer: after the drop, its work until then
     /// is waited for as well.
     ///
     /// # Errors
@@ -237,8 +238,8 @@ impl<T: Pod> Buffer<T> {
         Ok(())
     }
 
-    /// Says what becomes of the contents when the arena falls asleep; `None` for what its options
-    /// say of the region. A resize that takes another block forgets it.
+    /// Sets how the arena's sleep treats the contents; `None` for the region's setting in the sleep
+    /// options. A resize to another block resets it.
     ///
     /// # Errors
     /// [`DeviceError::Forked`].
@@ -247,7 +248,7 @@ impl<T: Pod> Buffer<T> {
         let region = self.region();
         let Owned { home, block, .. } = &mut **self.owned;
         if let Some(block) = block {
-            // It goes back to the books, and to no front: there it would keep this note.
+            // It is not cached when freed: a cache would keep this setting.
             block.moves = Placed::STALE;
             let (shared, id) = (&home.shared, block.id);
             let mut books = shared.books();
@@ -261,8 +262,8 @@ impl<T: Pod> Buffer<T> {
         Ok(())
     }
 
-    /// Whether the contents were discarded by a sleep since this was last asked: what is there now
-    /// is unspecified. Takes the arena's lock for a search; false in a forked child.
+    /// Returns `true` if a sleep discarded the contents since the last call; they are unspecified
+    /// then. Takes the arena's lock for a lookup; `false` in a forked child.
     #[must_use]
     pub fn take_discarded(&self) -> bool {
         let shared = self.shared();
@@ -273,7 +274,7 @@ impl<T: Pod> Buffer<T> {
         shared.books().region_mut(self.region()).pins.take_discarded(block.id)
     }
 
-    /// Notes one more lane, whoever has used the buffer before.
+    /// Adds a lane to those that use the buffer.
     pub(super) fn add_lane(&mut self, lane: &Lane) {
         self.owned.lanes.push(Arc::clone(lane.known()));
         if let Some(block) = self.owned.block {
@@ -312,7 +313,7 @@ impl<T: Pod> Buffer<T> {
         self.owned.lanes.clear();
     }
 
-    /// Where the elements begin, for a holder of this arena's lease.
+    /// Returns the pointer to the elements, for a holder of this arena's lease.
     fn start(&self, lease: &Lease) -> Result<NonNull<T>, DeviceError> {
         lease.check_of(self.shared())?;
         self.shared().check_host_access()?;
@@ -321,7 +322,7 @@ impl<T: Pod> Buffer<T> {
         self.pointer(at).ok_or_else(|| self.shared().no_host_access())
     }
 
-    /// The pointer to where the block is; `None` without host access.
+    /// Returns the pointer to the block's address; `None` without host access.
     fn pointer(&self, at: DeviceAddress) -> Option<NonNull<T>> {
         assert!(at.is_multiple_of(ByteSize::of(align_of::<T>())), "block not aligned");
         self.shared().driver.host_pointer(at).map(NonNull::cast)
@@ -329,10 +330,10 @@ impl<T: Pod> Buffer<T> {
 }
 
 impl Place {
-    /// Where the block is, for a holder of a lease: nothing moves while it is held, and it was
-    /// entered under the lock under which the last move was counted. So all who are here at once
-    /// read the same count and store the same address; whoever reads that count from `moves`
-    /// reads the address that was stored before it.
+    /// Returns the block's address, for a holder of a lease: nothing moves while it is held, and it
+    /// was entered under the lock that counted the last move. So all concurrent callers read the
+    /// same count and store the same address, and a thread that reads that count from `moves` reads
+    /// the address stored before it.
     fn get(
         &self,
         shared: &Shared,

@@ -1,12 +1,11 @@
-//! A coarse map of an arena: for each of some hundred cells of address space, what lies in it.
+//! A coarse map of an arena: usage in a few hundred cells of address space.
 //!
-//! For pages that show an arena again and again. Unlike [`DeviceArena::map`] it lists no block, has
-//! no address, and leaves the fronts of threads alone: what those keep shows as live. Blocks whose
-//! memory is on its way show as asleep. Addresses with nothing in them, which are most, have no
-//! cell.
+//! For pages that refresh often. Unlike [`DeviceArena::map`] it lists no blocks and no addresses,
+//! and keeps thread caches: their blocks show as live. Blocks whose memory is still being committed
+//! show as asleep. Empty addresses, the majority, have no cell.
 //!
-//! Invariants: `active + idle <= size` of every cell; of the sums of a region, `active + idle` is
-//! what is committed; `cells <= cells_max`.
+//! Invariants: `active + idle <= size` of every cell; summed over a region, `active + idle` is its
+//! committed memory; `cells <= cells_max`.
 
 use super::arena::DeviceArena;
 use super::books::Books;
@@ -16,16 +15,16 @@ use super::region::Region;
 use super::segment::Run;
 use crate::bytes::ByteSize;
 
-/// Bytes of the smallest cell: less is not told apart in a picture of an arena.
+/// Bytes of the smallest cell: a picture of an arena does not resolve smaller ones.
 const CELL_MIN: u64 = 4 << 10;
 
-/// Where everything in an arena lies, in cells.
+/// A map of an arena in cells.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ArenaCells {
     /// The smallest unit that is committed.
     pub granularity: ByteSize,
-    /// In the order of [`Region::ALL`]; none in a forked child.
+    /// The regions in the order of [`Region::ALL`]; empty in a forked child.
     pub regions: Vec<RegionCells>,
 }
 
@@ -33,38 +32,37 @@ pub struct ArenaCells {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RegionCells {
-    /// Its name.
+    /// The region's name.
     pub region: &'static str,
     /// Bytes of each cell: a power of two.
     pub cell: ByteSize,
-    /// Its live blocks.
+    /// The number of live blocks.
     pub blocks: u64,
-    /// Those with memory or a block, in address order.
+    /// Cells with memory or a block, in address order.
     pub cells: Vec<Cell>,
 }
 
-/// What lies in one cell. The rest of it is bare.
+/// The usage of one cell. The rest of it has no memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Cell {
-    /// Which it is of the region: the first is 0.
+    /// The cell's index in the region, from 0.
     pub nth: u64,
-    /// Bytes of live blocks; more than is active where they are asleep.
+    /// Bytes of live blocks; more than `active` if they are asleep.
     pub live: ByteSize,
     /// Bytes of freed blocks that the device may still use.
     pub pending: ByteSize,
-    /// Bytes with memory, of granules that a block touches.
+    /// Committed bytes of granules that a block touches.
     pub active: ByteSize,
-    /// Bytes with memory, of granules that none touches.
+    /// Committed bytes of granules that no block touches.
     pub idle: ByteSize,
 }
 
 impl DeviceArena {
-    /// Where everything lies now, each region in at most `cells_max` cells (at least 2).
+    /// Returns the current usage, each region in at most `cells_max` cells (at least 2).
     ///
-    /// Holds the lock for a walk over all blocks, some ns for each where the arena is awake, and
-    /// allocates the cells and an entry for each run of committed granules. Nothing in a forked
-    /// child.
+    /// Walks all blocks under the lock, a few ns each if the arena is awake, and allocates the
+    /// cells and an entry for each run of committed granules. Empty in a forked child.
     ///
     /// ```
     /// # use std::sync::Arc;
@@ -115,8 +113,8 @@ fn region_cells(books: &Books, region: Region, cells_max: usize) -> RegionCells 
             }
         }
     }
-    // Mostly all blocks lie where memory is, so that the cells are known, and any order will do. A
-    // block that sleeps may lie elsewhere.
+    // Usually all blocks have memory, so that the cells are known, and any order works. A sleeping
+    // block may lie elsewhere.
     let spread = spread(books_of.live_spans_unordered(), &backed);
     let (live, blocks) = spread.unwrap_or_else(|| {
         let (mut live, mut blocks) = (strip(), 0);
@@ -132,8 +130,8 @@ fn region_cells(books: &Books, region: Region, cells_max: usize) -> RegionCells 
     RegionCells { region: region.name(), cell: ByteSize::new(cell), blocks, cells }
 }
 
-/// Adds spans, in any order, to the cells in which there is memory; how many spans it were. `None`
-/// where one lies in another.
+/// Adds spans, in any order, to the cells with memory, and returns the number of spans. `None` if
+/// one lies in another cell.
 fn spread(spans: impl Iterator<Item = Span>, backed: &Strip) -> Option<(Strip, u64)> {
     let shift = backed.size.trailing_zeros(); // a power of two
     let mut sums: Vec<_> = backed.sums.iter().map(|(nth, _)| (*nth, 0)).collect();
@@ -197,7 +195,7 @@ fn joined(mut strips: [Strip; 4], cells_max: usize) -> (u64, Vec<Cell>) {
 struct Strip {
     size: u64,
     most: usize,
-    /// Which cell, and its bytes.
+    /// The cell's index and its bytes.
     sums: Vec<(u64, u64)>,
 }
 
@@ -206,7 +204,7 @@ impl Strip {
         Self { size: CELL_MIN, most, sums: Vec::new() }
     }
 
-    /// Adds the bytes of a span, which begins where the last one ended or after it.
+    /// Adds the bytes of a span, which begins at or after the end of the last one.
     #[inline]
     fn add(&mut self, span: Span) {
         if span.size == 0 {

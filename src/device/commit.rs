@@ -1,15 +1,15 @@
-//! Puts memory behind blocks: finds a place, commits what is bare, within the limit.
+//! Puts memory behind blocks: finds a place and commits its missing granules, within the limit.
 //!
-//! Driver calls run with the arena's lock given up; the granules they are for are marked, and
-//! whoever needs such a granule waits for that granule's result and for nothing else.
+//! Driver calls run with the arena's lock released. Their granules are marked, and only a thread
+//! that needs such a granule waits for its result.
 //!
-//! On shortage, in this order: the arena's own idle memory, moved to where it is needed or given
-//! back; the threads' fronts; what streams have yet to finish; every free span, not only the likely
-//! ones; callbacks (`shortage`); then the error is raised (`refusal`).
+//! On shortage, in this order: idle memory of the arena, remapped or released; thread caches;
+//! pending work of streams; every free span instead of the likely ones; callbacks (`shortage`);
+//! then the error (`refusal`).
 //!
-//! Invariants: `backed + being committed <= limit` at every commit; nothing is refused for the
-//! limit while `active` and what the block wants are within it; after an error the block is free
-//! again, and what was committed for it is idle.
+//! Invariants: `backed + being committed <= limit` at every commit; the limit fails an allocation
+//! only if `active` plus the block's granules exceed it; after an error the block is free again,
+//! and memory committed for it is idle.
 
 use std::mem::ManuallyDrop;
 
@@ -32,14 +32,14 @@ use super::streams::StreamKey;
 use crate::bytes::ByteSize;
 use crate::sync::{MutexGuard, lock, wait};
 
-/// One try of an allocation; where a place is looked for.
+/// One attempt of an allocation, with the extent of the search.
 pub(super) type Attempt<'a, T> = dyn Fn(Search) -> Result<T, Refusal> + 'a;
 
-/// Attempts that an allocation makes on a full device beside one for every idle granule: each
-/// attempt gives at least one granule back, so more are needed only against neighbours.
+/// Attempts of an allocation on a full device in addition to one per idle granule: each attempt
+/// releases at least one granule, so more are needed only against other processes.
 pub(super) const ATTEMPTS_BESIDE: u64 = 16;
 
-/// What comes next after a shortage; any other outcome stays.
+/// Calls the next step after a shortage; returns any other result.
 fn on_shortage<T>(
     outcome: Result<T, Refusal>,
     next: impl FnOnce(Refusal) -> Result<T, Refusal>,
@@ -50,7 +50,7 @@ fn on_shortage<T>(
     }
 }
 
-/// What stands against a commit.
+/// The bound that a commit would exceed.
 #[derive(Clone, Copy)]
 pub(super) enum Shortage {
     /// The arena's limit: so many bytes are wanted.
@@ -59,20 +59,20 @@ pub(super) enum Shortage {
     Device(u64),
 }
 
-/// What was done about a shortage.
+/// The result of acting on a shortage.
 pub(super) enum Room {
-    /// Idle granules were given back, or are where they are needed.
+    /// Idle granules were released, or moved to where they are needed.
     Made,
-    /// Nothing, while the lock was given up: what is known is to be looked at again.
+    /// The lock was released without a gain: check again.
     Tried,
-    /// Idle granules are being given back, or committed ahead, by another thread.
+    /// Another thread is releasing idle granules, or committing ahead.
     Coming,
     /// All idle granules together would not do.
     None(Cause),
 }
 
 impl Shared {
-    /// A block with memory behind it. O(1) beside its granules where nothing is to be committed.
+    /// Allocates a block with memory behind it. O(1), plus its granules if some must be committed.
     ///
     /// # Errors
     /// `OutOfAddresses`, `OutOfMemory`, or `Driver`.
@@ -80,10 +80,11 @@ impl Shared {
         self.obtain_for(region, wanted, None)
     }
 
-    /// A block that a stream may use at once, in its order; any may, where none is named.
+    /// Allocates a block that a stream may use immediately, in its order; any stream, if none is
+    /// given.
     ///
     /// # Errors
-    /// As [`Shared::obtain`].
+    /// The errors of [`Shared::obtain`].
     pub(super) fn obtain_for(
         &self,
         region: Region,
@@ -102,7 +103,7 @@ impl Shared {
     ) -> Result<Placed, Refusal> {
         self.insist(region, &|search| {
             match self.try_obtain(region, wanted, search, taker) {
-                // There may be memory for which nobody need wait, or that is to be committed.
+                // There may be memory that needs no wait, or that can be committed.
                 Err(refusal) if refusal.is_by_capture() => {
                     self.try_obtain(region, wanted, Search::Clear, taker)
                 }
@@ -111,18 +112,18 @@ impl Shared {
         })
     }
 
-    /// Tries; where there is no room, again after each rung of the ladder.
+    /// Tries, and after a shortage again after each step.
     fn insist<T>(&self, region: Region, attempt: &Attempt<'_, T>) -> Result<T, Refusal> {
         let outcome = on_shortage(attempt(Search::Usual), |_| self.climb(region, attempt));
         self.pass_on();
         outcome
     }
 
-    /// The rungs after the first: fronts, which are kept empty meanwhile, streams, callbacks.
+    /// The steps after the first: caches, which are kept empty meanwhile, streams, callbacks.
     fn climb<T>(&self, region: Region, attempt: &Attempt<'_, T>) -> Result<T, Refusal> {
         let (shut, held) = self.shut_fronts();
         let outcome = if held {
-            // What they held may be had in the order of the streams, before anybody waits for it.
+            // Their blocks may be usable in stream order, before any thread waits for them.
             on_shortage(attempt(Search::Usual), |_| self.after_pending(attempt))
         } else {
             self.after_pending(attempt)
@@ -149,21 +150,21 @@ impl Shared {
         outcome
     }
 
-    /// Waits for the next result of a driver call, where one is under way: whoever has a place and
-    /// no memory makes one or waits for one.
+    /// Waits for the next result of a driver call, if one is in progress: a thread that has a place
+    /// without memory makes one or waits for one.
     fn await_neighbour(&self) {
         let books = self.books();
-        // Of one that is on its way up the next try waits for the end, or is refused: who wakes it
+        // While a wake is in progress the next try waits for its end, or fails: the waking thread
         // may wait for this thread's callback.
         if books.sleep.is_open() && books.leaving() + books.committing() > 0 {
             drop(wait(&self.settled, books));
         }
     }
 
-    /// Tries when what was freed and worked on still is idle, at every free span.
+    /// Tries after pending memory has become idle, at every free span.
     pub(super) fn after_pending<T>(&self, attempt: &Attempt<'_, T>) -> Result<T, Refusal> {
         if self.books().pending() > 0 {
-            let _ = self.complete_all(); // where it fails, what is pending stays so
+            let _ = self.complete_all(); // if it fails, memory stays pending
         }
         attempt(Search::Cheapest)
     }
@@ -208,10 +209,10 @@ impl Shared {
         outcome.map(|()| placed).map_err(|refusal| refusal.told(&books))
     }
 
-    /// Lets a live block be of another size where it stands; `None` where it cannot grow there.
+    /// Resizes a live block in place; `None` if it cannot grow there.
     ///
     /// # Errors
-    /// As [`Shared::obtain`], or `ContentsLost`; the block is as it was.
+    /// The errors of [`Shared::obtain`], or `ContentsLost`; the block is unchanged.
     pub(super) fn resize_in_place(
         &self,
         region: Region,
@@ -238,7 +239,7 @@ impl Shared {
                 break;
             }
         }
-        // A block that is resized is known to be where it is: nobody would look for this again.
+        // The block's place is current here: a later check would not happen.
         check_whole(&books, region, placed).map_err(Refusal::uncounted)?;
         let Some(resized) = books.begin_resize(region, placed, requested, &*self.clock) else {
             return Ok(None);
@@ -262,11 +263,12 @@ impl Shared {
         Ok(())
     }
 
-    /// A larger block with the contents of a live one, which is freed. The caller holds a lease, so
-    /// that neither moves.
+    /// Allocates a larger block, copies the contents of a live one and frees that. The caller holds
+    /// a lease, so that neither moves.
     ///
     /// # Errors
-    /// As [`Shared::obtain`], or the driver's where it does not copy; the old block is as it was.
+    /// The errors of [`Shared::obtain`], or the driver's if the copy fails; the old block is
+    /// unchanged.
     pub(super) fn moved(
         &self,
         region: Region,
@@ -278,7 +280,7 @@ impl Shared {
             .seek(region, wanted.by(Origin::RESIZE), None)
             .map_err(|refusal| self.note_refusal(region, refusal, what))?;
         let size = ByteSize::new(old.requested.min(wanted.requested));
-        // What streams do to the old block comes before the copy.
+        // Uses of the old block by streams come before the copy.
         let complete = self.complete_all();
         let copy = || self.driver.copy(old.at, new.at, size, Key::new());
         let copied = complete.and_then(|()| copy());
@@ -286,8 +288,8 @@ impl Shared {
         if copied.is_ok() {
             let pins = &mut books.region_mut(region).pins;
             if pins.take_discarded(old.id) {
-                // What was copied is no contents either. It goes back to the books, and to no
-                // front: there it would keep this note.
+                // The copied contents were discarded before. The block is not cached when freed: a
+                // cache would keep this setting.
                 pins.discard(new.id);
                 new.moves = Placed::STALE;
             }
@@ -301,8 +303,7 @@ impl Shared {
         copied.map(|()| new).map_err(Into::into)
     }
 
-    /// Sees to it that every granule of a block is committed; where the lock is given up for that,
-    /// the block stays where it is.
+    /// Commits every granule of a block; if the lock is released for that, the block does not move.
     fn back_still<'a>(
         &'a self,
         mut books: MutexGuard<'a, Books>,
@@ -352,7 +353,7 @@ impl Shared {
                 (books, outcome) = self.commit(books, region, &runs);
                 shortage = match outcome {
                     Ok(()) => continue,
-                    // Without what the growth adds, it may do.
+                    // It may succeed without the growth.
                     Err(DriverError::OutOfMemory { .. }) if grow => {
                         grow = false;
                         continue;
@@ -380,7 +381,7 @@ impl Shared {
         }
     }
 
-    /// Moves idle granules to where a span wants them, or gives them back, where that can help.
+    /// Moves idle granules to where a span needs them, or releases them, if that can help.
     fn make_room<'a>(
         &'a self,
         mut books: MutexGuard<'a, Books>,
@@ -392,7 +393,7 @@ impl Shared {
             Ok(granules) => granules,
             Err(cause) => return (books, Ok(Room::None(cause))),
         };
-        // Beyond what is wanted there is an excess only where the limit was lowered: it leaves.
+        // An excess beyond the need exists only if the limit was lowered: it leaves.
         let wanting = books.region(region).segment.wanting(span);
         if *remaps && granules <= wanting {
             let moved;
@@ -409,7 +410,7 @@ impl Shared {
         self.give_room(books, leave)
     }
 
-    /// Gives idle memory back, where that can help.
+    /// Releases idle memory, if that can help.
     pub(super) fn room_of_idle<'a>(
         &'a self,
         books: MutexGuard<'a, Books>,
@@ -429,7 +430,7 @@ impl Shared {
     ) -> (MutexGuard<'a, Books>, Result<Room, DriverError>) {
         let (books, given) = self.give_back(books, granules, None);
         let room = match given.error {
-            // Room there is without a trim as well, or the driver says whether.
+            // There is room without a trim as well, or the driver reports an error.
             Some(error) if !given.is_of_trim => Err(error),
             _ if given.granules > 0 => Ok(Room::Made),
             _ if given.unlocked => Ok(Room::Tried),
@@ -440,7 +441,7 @@ impl Shared {
         (books, room)
     }
 
-    /// Commits marked runs, in order until one fails, and books what came of each.
+    /// Commits marked runs in order until one fails, and records each result.
     fn commit<'a>(
         &'a self,
         books: MutexGuard<'a, Books>,
@@ -470,8 +471,8 @@ impl Shared {
 }
 
 impl Books {
-    /// How many idle granules are to go because of a shortage; the cause of a refusal where all of
-    /// them would not do.
+    /// Returns how many idle granules must leave because of a shortage, or the cause of the error
+    /// if all of them are too few.
     fn assess(&self, shortage: Shortage) -> Result<u64, Cause> {
         let idle = self.granules_for(self.idle());
         match shortage {

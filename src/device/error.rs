@@ -1,10 +1,10 @@
-//! What can go wrong in a device arena or a pool, with the numbers that explain it.
+//! Errors of device arenas and pinned pools, with the figures that explain them.
 //!
-//! Raised only when certain: an `OutOfMemory` comes after the arena's own idle memory was given
-//! back. It retries nothing and logs nothing.
+//! Errors are final: `OutOfMemory` comes after the arena's idle memory was released. This module
+//! does not retry or log.
 //!
-//! Invariant: an operation that returns an error left the arena as it was, but for idle memory
-//! that it gave back or committed.
+//! Invariant: an operation that returns an error leaves the arena unchanged, except that idle
+//! memory may have been released or committed.
 
 use std::time::Duration;
 
@@ -16,163 +16,162 @@ use super::region::Region;
 use super::sleep::ArenaState;
 use crate::bytes::ByteSize;
 
-/// What was in the way of more memory.
+/// The bound that prevented an allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Bound {
     /// The limit of the arena or the pool.
     Limit,
-    /// The driver, for the device or the host behind it, had no more to give.
+    /// The memory of the driver, for the device or the host.
     Driver,
 }
 
-/// Why an operation on a device arena or on a pinned pool failed.
+/// A failed operation on a device arena or a pinned pool.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DeviceError {
-    /// The limit of the arena, or the memory of the device, does not allow it; neither the arena's
-    /// own idle memory nor what callbacks gave back did help.
+    /// The arena's limit or the device's memory is exhausted, and releasing idle memory and calling
+    /// shortage callbacks did not help.
     ///
-    /// Where the limit was in the way, `active` and the granules that the block needs are more than
-    /// it, wherever the block would be placed. Where addresses are so scarce that no free span has
-    /// the block at a granule's start, a neighbour that waits for its memory may cost one granule
-    /// more: that is tried again 16 times.
+    /// If the limit was the bound, `active` plus the granules that the block needs exceed it,
+    /// wherever the block is placed. If addresses are so scarce that no free span can hold the
+    /// block at a granule's start, a neighbour whose memory is being committed may cost one granule
+    /// more: that is retried 16 times.
     #[error(
-        "no room for {requested}: {committed} committed{}, {live} live; {holes} are free between \
-         live blocks, the longest free span with memory has {largest_free}, and a compaction would \
-         make {recoverable} idle or more",
-        beside(*bound, *limit)
+        "cannot allocate {requested}: {}, {committed} committed, {live} live, {holes} free between \
+         live blocks, largest free span {largest_free}, {recoverable} or more recoverable by \
+         compaction",
+        bound_text(*bound, *limit)
     )]
     OutOfMemory {
-        /// The size of the block asked for.
+        /// The size of the requested block.
         requested: ByteSize,
         /// Bytes of live blocks.
         live: ByteSize,
-        /// Bytes of granules that a block touches; all others could have been given back.
+        /// Bytes of granules that a block touches; all others could have been released.
         active: ByteSize,
         /// Bytes obtained from the driver.
         committed: ByteSize,
-        /// The most that may be committed, whether or not that was in the way.
+        /// The limit of committed memory, even if it was not the bound.
         limit: ByteSize,
-        /// What was in the way.
+        /// The bound that was reached.
         bound: Bound,
-        /// Free bytes between live blocks, on granules that those keep. No compaction makes more
-        /// than these idle.
+        /// Free bytes between live blocks, on granules that these keep. Upper bound of the memory
+        /// that compaction can make idle.
         holes: ByteSize,
         /// The longest free span with memory behind it.
         largest_free: ByteSize,
         /// Bytes of granules that [`DeviceArena::compact`](super::DeviceArena::compact) would make
-        /// idle with [`Goal::Granules`](super::Goal::Granules), in both regions together, as far as
-        /// a plan for the first hundred or so blocks of each kind in each region finds: there may
-        /// be more. Planned for errors that a caller gets and for no others, with no lock held but
-        /// to copy those blocks; about 4 ms, and no more than a 32nd of a core: where refusals come
-        /// faster it is what the last plan found. Zero for a pool.
+        /// idle with [`Goal::Granules`](super::Goal::Granules), over both regions. A lower bound:
+        /// the plan covers about the first hundred blocks of each kind per region. It is made only
+        /// for errors that a caller gets; it takes about 4 ms, at most a 32nd of one core (more
+        /// frequent errors repeat the last result), and holds a lock only to copy those blocks.
+        /// Zero for a pool.
         recoverable: ByteSize,
     },
-    /// The region's address space has no free span of that size left.
+    /// The region's address space has no free span of the requested size.
     #[error(
-        "no addresses for {requested} in a region of {reserved}: {live} live, the largest free \
-         span has {largest_span}, and {compacted_span} or more after a compaction; reserve more \
-         per region"
+        "no address range for {requested} in a region of {reserved}: {live} live, largest free \
+         span {largest_span}, {compacted_span} or more after compaction; reserve more per region"
     )]
     OutOfAddresses {
-        /// The size of the block asked for.
+        /// The size of the requested block.
         requested: ByteSize,
         /// The address space of the region.
         reserved: ByteSize,
         /// Bytes of live blocks in the region.
         live: ByteSize,
-        /// The longest free span of addresses, backed or not.
+        /// The longest free span of addresses, with or without memory.
         largest_span: ByteSize,
-        /// The longest that [`DeviceArena::compact`](super::DeviceArena::compact) would make for
-        /// the block with [`Goal::Contiguous`](super::Goal::Contiguous), as far as a plan for the
-        /// first hundred or so large blocks of the region finds; it costs what that of
-        /// `OutOfMemory` does, and is `largest_span` where refusals come too fast for a plan.
+        /// The longest free span that [`DeviceArena::compact`](super::DeviceArena::compact) would
+        /// make with [`Goal::Contiguous`](super::Goal::Contiguous): a lower bound from a plan for
+        /// about the first hundred large blocks of the region. Costs as much as `recoverable` of
+        /// `OutOfMemory`; equals `largest_span` if errors come too fast for a plan.
         compacted_span: ByteSize,
     },
-    /// A granule that no arena over this driver can have.
+    /// The configured granule does not fit the driver.
     #[error(
-        "a granule of {requested}: expected a power of two, and a multiple of the driver's \
+        "invalid granule {requested}: expected a power of two and a multiple of the driver's \
          {granularity}"
     )]
     Granule {
-        /// What [`ArenaConfig::granule`](super::ArenaConfig::granule) asks for.
+        /// The value of [`ArenaConfig::granule`](super::ArenaConfig::granule).
         requested: ByteSize,
         /// The smallest unit that the driver commits.
         granularity: ByteSize,
     },
-    /// A length that no region of this arena, or no memory at all, could ever hold.
-    #[error("{len} elements of {element} can never fit: the most is {largest}")]
+    /// A length that no region of this arena, or no process, could ever hold.
+    #[error("cannot allocate {len} elements of {element}: expected at most {largest}")]
     TooLarge {
-        /// The number of elements asked for.
+        /// The number of requested elements.
         len: usize,
-        /// The size of one.
+        /// The size of one element.
         element: ByteSize,
         /// The address space of a region, or of a process.
         largest: ByteSize,
     },
-    /// An alignment that is no power of two, or beyond what addresses are known to be aligned to.
-    #[error("an alignment of {requested}: expected a power of two of at most {largest}")]
+    /// An alignment that is not a power of two, or larger than addresses are aligned to.
+    #[error("unsupported alignment {requested}: expected a power of two of at most {largest}")]
     Alignment {
-        /// The alignment that was asked for, or that of the element type.
+        /// The requested alignment, or that of the element type.
         requested: ByteSize,
         /// The granule; in a pinned pool, the smallest page.
         largest: ByteSize,
     },
-    /// The driver in use cannot do it.
-    #[error("the {backend} driver does not offer {what}")]
+    /// The driver does not support the operation.
+    #[error("the {backend} driver does not support {what}")]
     Unsupported {
-        /// The capability that is missing.
+        /// The missing capability.
         what: &'static str,
-        /// The driver in use.
+        /// The driver's backend.
         backend: Backend,
     },
-    /// A lease of one arena was shown for a buffer of another.
-    #[error("the buffer is of arena {buffer_of:?}, the lease of arena {lease_of:?}")]
+    /// A lease of one arena was used with a buffer of another.
+    #[error("buffer of arena {buffer_of:?} used with a lease of arena {lease_of:?}")]
     ForeignLease {
-        /// The arena that the buffer is in.
+        /// The buffer's arena.
         buffer_of: String,
-        /// The arena that the lease keeps awake.
+        /// The lease's arena.
         lease_of: String,
     },
-    /// A lane of one arena was named for a buffer or a lease of another.
-    #[error("the lane is of arena {lane_of:?}, what it was named for of arena {buffer_of:?}")]
+    /// A lane of one arena was used with a buffer or a lease of another.
+    #[error("lane of arena {lane_of:?} used with a buffer or lease of arena {buffer_of:?}")]
     ForeignLane {
-        /// The arena that the buffer or the lease is of.
+        /// The arena of the buffer or the lease.
         buffer_of: String,
-        /// The arena that the lane is of.
+        /// The lane's arena.
         lane_of: String,
     },
-    /// A stream of another context than the arena's, or the null stream, which orders itself with
-    /// those of others.
-    #[error("the stream is not one that arena {arena:?} can use: {what}")]
+    /// A stream of another context than the arena's, or the null stream, which synchronizes with
+    /// other streams.
+    #[error("arena {arena:?} cannot use the stream: {what}")]
     ForeignStream {
         /// The arena.
         arena: String,
-        /// What is wrong with it.
+        /// The reason.
         what: &'static str,
     },
-    /// The buffer was not taken on a lane of a cudarc stream, which a view needs.
-    #[error("a buffer of arena {arena:?} has no stream of cudarc: take it on a `cuda_lane`")]
+    /// The buffer was not allocated on a lane of a cudarc stream, which a view needs.
+    #[error("buffer of arena {arena:?} has no cudarc stream: expected one of a `cuda_lane`")]
     NoStream {
         /// The arena.
         arena: String,
     },
-    /// cudarc panicked when it was to make a view, for want of an event.
-    #[error("cudarc made no view: {message}")]
+    /// cudarc panicked while creating a view, because it could not create an event.
+    #[error("cudarc could not create a view: {message}")]
     View {
-        /// What it said.
+        /// The panic message.
         message: String,
     },
-    /// More leases at once than are counted.
-    #[error("more than {limit} leases at once: some are leaked")]
+    /// Too many leases are held at once.
+    #[error("more than {limit} leases held: some may have leaked")]
     TooManyLeases {
-        /// The most that are counted.
+        /// The maximum number of leases.
         limit: u32,
     },
-    /// The arena is not in the state that the call needs: awake to fall asleep, asleep to wake.
+    /// The arena is in the wrong state: sleep needs an awake arena, wake a sleeping one.
     #[error(
-        "arena {arena:?} is {}: only one that is awake falls asleep, and one that is asleep wakes",
+        "arena {arena:?} is {}: expected awake to sleep, or asleep to wake",
         state.name()
     )]
     State {
@@ -181,185 +180,184 @@ pub enum DeviceError {
         /// Its state.
         state: ArenaState,
     },
-    /// Leases were held for longer than was to be waited for them; one of them may be forgotten.
+    /// Leases were held until the drain timeout; one of them may have been forgotten.
     #[error(
-        "arena {arena:?} stays awake: leases held: {leases}, one or more of them at any time in \
-         the last {held_for:?}"
+        "arena {arena:?} cannot sleep: {leases} leases held, at least one at any time in the \
+         last {held_for:?}"
     )]
     Leased {
         /// The arena.
         arena: String,
-        /// How many leases are held.
+        /// The number of leases held.
         leases: u32,
-        /// For how long there was no moment without a lease.
+        /// The time without a moment free of leases.
         held_for: Duration,
     },
-    /// Buffers are lent to foreign code, which asks for no lease before it uses them.
-    #[error("arena {arena:?} stays awake: lent buffers: {count} of {bytes} together")]
+    /// Buffers are exported to foreign code, which uses them without a lease.
+    #[error("arena {arena:?} cannot sleep: {count} exported buffers, {bytes} in total")]
     Exported {
         /// The arena.
         arena: String,
-        /// How many are lent.
+        /// The number of exported buffers.
         count: u64,
         /// The bytes of their blocks.
         bytes: ByteSize,
     },
-    /// Somebody entered while the arena was about to fall asleep, or memory was freed all the time.
-    #[error("arena {arena:?} stays awake: it is used")]
+    /// A thread entered the arena while it was falling asleep, or memory was freed continuously.
+    #[error("arena {arena:?} cannot sleep: it is in use")]
     SleepCancelled {
         /// The arena.
         arena: String,
     },
-    /// A stream captures a graph: to wait for the device would spoil it.
-    #[error("arena {arena:?} stays as it is: a stream captures a graph")]
+    /// A stream is capturing a graph, and a wait for the device would invalidate the capture.
+    #[error("arena {arena:?} cannot wait for the device: a stream is capturing a graph")]
     Capturing {
         /// The arena.
         arena: String,
     },
-    /// The host's budget has no room for the contents that were to be kept.
-    #[error("arena {arena:?} stays awake: no room on the host for {bytes}: {reason}")]
+    /// The host budget has no room for the contents to keep.
+    #[error("arena {arena:?} cannot sleep: cannot reserve {bytes} of host memory: {reason}")]
     HostBudget {
         /// The arena.
         arena: String,
-        /// The host memory that was to be booked.
+        /// The host memory to reserve.
         bytes: ByteSize,
-        /// Why it was not.
+        /// The reason from the host budget.
         reason: String,
     },
-    /// No thread could be started.
-    #[error("a thread could not be started: {message}")]
+    /// A thread could not be started.
+    #[error("cannot start a thread: {message}")]
     Thread {
-        /// What the system said.
+        /// The system's message.
         message: String,
     },
-    /// A pool's low watermark is above its high one.
-    #[error("a low watermark of {low} above a high one of {high}")]
+    /// A pool's low watermark is above its high watermark.
+    #[error("low watermark {low} is above high watermark {high}")]
     Watermarks {
-        /// What is to stay idle at most, once memory is given back.
+        /// Idle memory that stays after a release.
         low: ByteSize,
-        /// What may be idle before any is given back.
+        /// Idle memory above which some is released.
         high: ByteSize,
     },
-    /// More segments in one pool than are kept.
-    #[error("no room for {requested}: the pool has {limit} segments; make them larger")]
+    /// The pool has the maximum number of segments.
+    #[error("cannot allocate {requested}: the pool has {limit} segments; use larger segments")]
     TooManySegments {
-        /// The size of the block asked for.
+        /// The size of the requested block.
         requested: ByteSize,
-        /// The most that are kept.
+        /// The maximum number of segments.
         limit: usize,
     },
-    /// The arena or the pool was closed.
-    #[error("{arena:?} was closed")]
+    /// The arena or the pool is closed.
+    #[error("{arena:?} is closed")]
     Closed {
-        /// The arena, or the pool.
+        /// The arena or the pool.
         arena: String,
     },
-    /// Blocks are live that the call would have taken away.
-    #[error("{arena:?} has live blocks: {count} of {bytes} together")]
+    /// The call needs an arena or a pool without live blocks.
+    #[error("{arena:?} has {count} live blocks, {bytes} in total: expected none")]
     LiveBlocks {
-        /// The arena, or the pool.
+        /// The arena or the pool.
         arena: String,
-        /// How many blocks.
+        /// The number of live blocks.
         count: u64,
         /// Their bytes.
         bytes: ByteSize,
     },
-    /// Adopted values are held that the call would have left behind.
-    #[error("arena {arena:?} has adopted values: {count} of {bytes} together are held")]
+    /// The call needs an arena whose imported values are all dropped.
+    #[error("arena {arena:?} has {count} imported values held, {bytes} in total: expected none")]
     AdoptedHeld {
         /// The arena.
         arena: String,
-        /// How many are held.
+        /// The number of imported values held.
         count: u64,
-        /// Bytes of all that was adopted and not released.
+        /// Bytes of all imported memory that is not released.
         bytes: ByteSize,
     },
-    /// Memory that cannot be adopted. It is its owner's still, and its release function was not
-    /// called.
-    #[error("{size} at {at} cannot be adopted by arena {arena:?}: {why}")]
+    /// The memory cannot be imported. It still belongs to the caller, and the release function was
+    /// not called.
+    #[error("arena {arena:?} cannot import {size} at {at}: {why}")]
     ImportError {
-        /// Where it begins.
+        /// Its first address.
         at: DeviceAddress,
-        /// Its size; [`ByteSize::MAX`] where it is beyond all sizes.
+        /// Its size; [`ByteSize::MAX`] if it overflows.
         size: ByteSize,
         /// The arena.
         arena: String,
-        /// What is wrong with it.
+        /// The reason.
         why: ImportError,
     },
-    /// No bytes were asked for, where a block must have some: one had by address. A buffer may be
-    /// empty.
-    #[error("a block of 0 B was asked for: at least 1 B is needed")]
+    /// A raw block or an export of 0 bytes was requested. A buffer may be empty.
+    #[error("block size is 0 B: expected at least 1 B")]
     ZeroSize,
-    /// An address that is of no arena, or of another one.
-    #[error("address {at} is none of arena {arena:?}")]
+    /// The address does not belong to the arena.
+    #[error("address {at} does not belong to arena {arena:?}")]
     ForeignAddress {
         /// The address.
         at: DeviceAddress,
-        /// The arena that was asked.
+        /// The arena.
         arena: String,
     },
-    /// An address in a block, where that of its beginning is needed.
-    #[error("address {at} lies in the block of {size} at {block}, not at its beginning")]
+    /// The address is inside a block, not at its start.
+    #[error("address {at} is inside the block of {size} at {block}: expected its start")]
     InteriorAddress {
         /// The address.
         at: DeviceAddress,
-        /// Where the block begins.
+        /// The block's address.
         block: DeviceAddress,
-        /// How large it is.
+        /// The block's size.
         size: ByteSize,
     },
-    /// No block that was had by address begins there: it was freed before, or is a buffer's.
-    #[error("no block that was had by address is live at {at}: it was freed before, or never was")]
+    /// No raw block starts at the address: it was freed before, or belongs to a buffer.
+    #[error("no live raw block at {at} (already freed, or never allocated)")]
     NotLive {
         /// The address.
         at: DeviceAddress,
     },
-    /// It cannot be shown that no copy uses the pinned buffer: a wait or the record of an event
-    /// failed, or a view for cudarc was forgotten. Its memory is neither reused nor freed.
-    #[error("a buffer of pool {pool:?} is quarantined: a copy of it may not be complete")]
+    /// A copy of the pinned buffer may not be complete: a wait or the recording of an event failed,
+    /// or a cudarc view was forgotten. Its memory is neither reused nor freed.
+    #[error("buffer of pool {pool:?} is quarantined: a copy may still use it")]
     Quarantined {
         /// The pool.
         pool: String,
     },
-    /// The contents of a block were lost in a move: the copy failed, and so did its undoing.
-    #[error("the contents of a block of {size} were lost in a move; region: {}", region.name())]
+    /// A move lost the contents of a block: the copy failed, and undoing it failed too.
+    #[error("contents of a block of {size} in region {} were lost in a move", region.name())]
     ContentsLost {
-        /// The region that it is in.
+        /// The block's region.
         region: Region,
-        /// The size of the block.
+        /// The block's size.
         size: ByteSize,
     },
-    /// The recorder was given to another arena before.
-    #[error("the recorder writes for arena {by:?}: one arena for each recorder")]
+    /// The recorder already serves another arena.
+    #[error("recorder is in use by arena {by:?}: expected one recorder per arena")]
     RecorderTaken {
-        /// That arena.
+        /// The recorder's arena.
         by: String,
     },
     /// A callback panicked.
-    #[error("a callback panicked: {message}")]
+    #[error("callback panicked: {message}")]
     Callback {
-        /// What it said.
+        /// The panic message.
         message: String,
     },
-    /// The process is a fork of the one that opened the arena.
-    #[error("it was opened before a fork; device memory and pools do not outlive one")]
+    /// The arena was opened before a fork and is used in the child.
+    #[error("opened before a fork and used in the child: expected one opened in the child")]
     Forked,
-    /// The driver failed.
+    /// A driver call failed.
     #[error(transparent)]
     Driver(#[from] DriverError),
 }
 
-/// Under what, or beside what, so much is committed.
-fn beside(bound: Bound, limit: ByteSize) -> String {
+/// The bound of an allocation, as text.
+fn bound_text(bound: Bound, limit: ByteSize) -> String {
     match bound {
-        Bound::Limit => format!(" under a limit of {limit}"),
-        Bound::Driver => ", and the driver has no more".to_owned(),
+        Bound::Limit => format!("limit {limit}"),
+        Bound::Driver => "out of driver memory".to_owned(),
     }
 }
 
 impl DeviceError {
-    /// Whether there was no room: waiting, or giving something back, may help.
+    /// Returns `true` if there was no room: waiting or releasing memory may help.
     #[must_use]
     pub const fn is_out_of_memory(&self) -> bool {
         matches!(

@@ -1,26 +1,25 @@
-//! The per-thread front: freed blocks of hot sizes, kept where the next request finds them without
-//! the arena's lock.
+//! The thread cache: freed blocks of frequent sizes, reused without the arena's lock.
 //!
-//! Each thread has a home (threads share one where there are more of them than homes), and each
-//! home a front behind a lock of its own, which only a reclaim or another thread of that home ever
-//! contends for. A block goes back to the home that it was taken from; a size is hot that was asked
-//! for `HOT` times lately. To the books a block in a front is live; the front says how much is
-//! not. It calls no driver. Whoever gives memory back empties the fronts first, so that a front
-//! never keeps what the arena needs. What it keeps of which sizes is [`kept`](super::kept).
+//! Each thread has a home (threads share homes if there are more threads than homes), and each home
+//! has a cache behind its own lock, contended only by reclaim and by other threads of that home. A
+//! block returns to the home that it was taken from. A size is hot if it was requested `HOT` times
+//! recently. In the arena's accounting a cached block is live; the cache knows its bytes. It makes
+//! no driver calls. Reclaim empties the caches first, so that a cache never keeps memory that the
+//! arena needs. [`kept`](super::kept) selects the blocks.
 //!
-//! Where work goes on after its call returned, a thread's front keeps nothing: the next block might
-//! go to another stream. There each lane has a home of its own, in whose front the blocks wait that
-//! this lane alone used. It has them back at once, its work being done in order. To others they are
-//! freed when they come to the books, with the lane's use of then, which is no earlier than theirs.
+//! On drivers with asynchronous work threads cache nothing, because the next block might go to
+//! another stream. There each lane has a home, whose cache holds blocks that only this lane used;
+//! it can reuse them immediately, because its work runs in order. When such a block returns to the
+//! arena, it is freed with the lane's use at that time, which is no earlier than the block's.
 //!
-//! A block in a front keeps the hold on the home that its buffer had, and the next buffer gets it:
-//! a pair of calls takes and gives no count, which would cost as much as its two locks. So a home
-//! whose front holds anything keeps itself; the arena's last handle empties the fronts for good,
-//! the end of a lane that lane's. A block in a front holds no lane.
+//! A cached block keeps the reference to its home that its buffer held, and the next buffer takes
+//! it over: so an alloc/free pair touches no reference count, which would cost as much as its two
+//! locks. A home with a non-empty cache therefore keeps itself alive; the arena's last handle
+//! empties all caches for good, and the end of a lane that lane's. A cached block holds no lane.
 //!
-//! Invariants: `cached = sum of the blocks in the front <= room`; what a front holds is handed out
-//! at most once; no front's lock is taken under the arena's; without a handle of the arena every
-//! front is empty.
+//! Invariants: `cached = sum of the blocks in the cache <= room`; a cached block is handed out at
+//! most once; no cache lock is taken under the arena's lock; without a handle of the arena every
+//! cache is empty.
 #![expect(unsafe_code, reason = "a block that holds its home is put into that home")]
 
 use std::cell::Cell;
@@ -44,26 +43,26 @@ const HOMES_MAX: usize = 64;
 /// A block of a region.
 pub(super) type Kept = (Region, Placed);
 
-/// A block that came out of a front, and the stream of the lane whose front that was.
+/// A block taken out of a cache, and the stream of the lane whose cache that was.
 pub(super) type Swept = (Kept, Option<StreamKey>);
 
-/// A block with the home that it goes back to: a buffer's, or a front's while nobody has it. On the
-/// heap, so that it changes hands as a pointer.
+/// A block with its home, owned by a buffer or by a cache. On the heap, so that it is passed on as
+/// a pointer.
 #[derive(Debug)]
 pub(super) struct Owned {
     pub(super) home: Arc<Home>,
     pub(super) region: Region,
-    /// Nothing, where a buffer's elements have no bytes; never so in a front.
+    /// `None` if a buffer's elements have no bytes; never `None` in a cache.
     pub(super) block: Option<Placed>,
-    /// Where the block was last known to be.
+    /// The last known place of the block.
     pub(super) place: Place,
-    /// The lanes that use the block: the one it was taken on first. None in a front.
+    /// The lanes that use the block, first the one that allocated it. Empty in a cache.
     pub(super) lanes: Vec<Arc<Known>>,
     /// Its address was out with code that uses streams of its own.
     pub(super) foreign: bool,
 }
 
-/// Where a block was when its region had seen so many moves.
+/// The place of a block at a count of moves of its region.
 #[derive(Debug)]
 pub(super) struct Place {
     pub(super) at: AtomicU64,
@@ -89,8 +88,8 @@ impl Owned {
         })
     }
 
-    /// Frees the block: into its home's front where it is of a hot size, else in the books. In a
-    /// forked child does nothing.
+    /// Frees the block: into its home's cache if its size is hot, else in the arena. Does nothing
+    /// in a forked child.
     #[inline]
     pub(super) fn release(mut self: Box<Self>) {
         let Some(placed) = &self.block else { return };
@@ -105,7 +104,7 @@ impl Owned {
         if !fits {
             return self.free();
         }
-        // Let go of last: where it is the last of its lane, the lane's end empties the front.
+        // Released last: if it is the last of its lane, the lane's end empties the cache.
         let lane = self.lanes.pop();
         if let Some(mut left) = self.give() {
             left.lanes.extend(lane);
@@ -113,7 +112,7 @@ impl Owned {
         }
     }
 
-    /// Frees the block in the books.
+    /// Frees the block in the arena.
     fn free(&self) {
         if let Some(placed) = self.block {
             let lanes = if self.foreign { &[][..] } else { &self.lanes };
@@ -121,21 +120,21 @@ impl Owned {
         }
     }
 
-    /// Puts the block into its home's front; returns it where it belongs to the books: its size is
-    /// not hot, there is no room, or the front is busy.
+    /// Puts the block into its home's cache; returns it if the arena must free it: its size is not
+    /// hot, there is no room, or the cache is busy.
     #[inline]
     fn give(self: Box<Self>) -> Option<Box<Self>> {
-        // SAFETY: what is here holds the home until it is put into the front below. From when the
-        // front's lock is given up after that, another thread may take it out and let go of the
-        // home: so `home` is used no more then, and the guard's last act is a store to the lock,
-        // an atomic, whose reference need not outlive the store.
+        // SAFETY: this block holds the home until it is put into the cache below. Once the cache's
+        // lock is released after that, another thread may take it out and release the home: so
+        // `home` is not used after that, and the guard's last act is a store to the lock, an
+        // atomic, whose reference need not outlive the store.
         let home = unsafe { &*Arc::as_ptr(&self.home) };
         let Some(mut front) = try_brief(&home.front) else {
             home.shared.note_contended();
             return Some(self);
         };
-        // Both under the front's lock: whoever empties it after shutting the fronts finds this
-        // block, or this finds no room.
+        // Both under the cache's lock: a thread that empties it after shutting the caches finds
+        // this block, or this finds no room.
         let Some(vacant) = front.admit(&self, home.room()) else { return Some(self) };
         *vacant = Some(self);
         home.shared.note_kept();
@@ -144,15 +143,15 @@ impl Owned {
     }
 }
 
-/// Where the blocks of some threads, or of one lane, come from and go back to. Buffers hold it, so
-/// that neither taking nor giving back touches a count that other threads use.
+/// The home of blocks of some threads, or of one lane. Buffers hold it, so that neither allocating
+/// nor freeing touches a count that other threads use.
 #[repr(align(128))]
 pub(super) struct Home {
     pub(super) shared: Arc<Shared>,
-    /// Whose it is, where it is a lane's.
+    /// The stream, for a lane's home.
     stream: Option<StreamKey>,
     front: Brief<Front>,
-    /// A copy of the front's figure, for who must not take its lock.
+    /// Cached byte count, readable without the lock.
     cached: AtomicU64,
 }
 
@@ -169,7 +168,7 @@ impl Home {
         home
     }
 
-    /// The most bytes that its front may keep now.
+    /// Returns the maximum bytes that its cache may keep now.
     #[inline]
     pub(super) fn room(&self) -> u64 {
         match self.stream {
@@ -178,12 +177,12 @@ impl Home {
         }
     }
 
-    /// A block of its front, as who frees it in the books needs it.
+    /// Returns a block of its cache in the form for freeing it in the arena.
     pub(super) const fn swept(&self, region: Region, placed: Placed) -> Swept {
         ((region, placed), self.stream)
     }
 
-    /// Whether a block that these lanes used may wait in its front.
+    /// Returns `true` if a block used by these lanes may be kept in its cache.
     #[inline]
     fn is_of(&self, lanes: &[Arc<Known>]) -> bool {
         match (lanes, self.stream) {
@@ -193,8 +192,8 @@ impl Home {
         }
     }
 
-    /// Frees what the front holds, in the books, and lets those count what it has done: its lane is
-    /// at its end.
+    /// Frees the cached blocks in the arena and adds the cache's counts to the arena's: its lane
+    /// has ended.
     pub(super) fn retire(&self) {
         let mut front = brief(&self.front);
         let mut books = self.shared.books();
@@ -204,7 +203,7 @@ impl Home {
         self.shared.fronts.remove(self);
     }
 
-    /// Frees in the books what the front holds.
+    /// Frees the cached blocks in the arena.
     pub(super) fn give_up(&self) {
         if self.cached() > 0 {
             let mut front = brief(&self.front);
@@ -218,10 +217,10 @@ impl Home {
         self.cached.store(0, Ordering::Relaxed);
     }
 
-    /// A block of this size out of the front; `None` where it has none, or is busy.
+    /// Takes a block of this size from the cache; `None` if it has none, or is busy.
     ///
-    /// Where it has none, what it keeps goes back to the books unless those are busy: the books
-    /// then place the request with all free space before them, as close as without fronts.
+    /// If it has none, all its blocks return to the arena unless that is busy: the request is then
+    /// placed with all free space available, as closely as without caches.
     #[inline]
     pub(super) fn take(&self, key: Key, requested: u64) -> Option<Box<Owned>> {
         let Some(mut front) = try_brief(&self.front) else {
@@ -250,7 +249,7 @@ impl Home {
     }
 
     /// Halves the heat of every size and takes out the blocks of those that are no longer hot;
-    /// says whether any stay.
+    /// returns `true` if any stay.
     pub(super) fn cool(&self, out: &mut Vec<Swept>) -> bool {
         let mut front = brief(&self.front);
         front.cool();
@@ -258,13 +257,13 @@ impl Home {
         self.sweep(out, |heat| heat < HOT)
     }
 
-    /// Bytes in the front, read without its lock.
+    /// Returns the cached bytes, read without the lock.
     #[inline]
     pub(super) fn cached(&self) -> u64 {
         self.cached.load(Ordering::Relaxed)
     }
 
-    /// Holds the front still: what it says is true until the guard goes.
+    /// Locks the cache: its figures are valid until the guard is dropped.
     pub(super) fn still(&self) -> Still<'_> {
         Still(brief(&self.front))
     }
@@ -293,13 +292,13 @@ impl Homes {
     /// The home of this thread.
     #[inline]
     pub(super) fn here(&self) -> &Arc<Home> {
-        // As many as `homes` says: a power of two, at least two.
+        // Indexed by `homes`: a power of two, at least two.
         &self.0[thread_number() & (self.0.len() - 1)]
     }
 }
 
 impl Drop for Homes {
-    /// Empties the fronts for good: the last handle of the arena is gone.
+    /// Empties the caches for good: the last handle of the arena was dropped.
     fn drop(&mut self) {
         if let Some(home) = self.0.first() {
             home.shared.retire_fronts();
@@ -307,7 +306,7 @@ impl Drop for Homes {
     }
 }
 
-/// A front that is held still.
+/// A locked cache.
 pub(super) struct Still<'a>(BriefGuard<'a, Front>);
 
 impl Still<'_> {
@@ -322,8 +321,8 @@ impl fmt::Debug for Home {
     }
 }
 
-/// How many homes an arena has: four for each thread that can run at once, so that threads which
-/// move from a busy home find one of their own.
+/// Returns the number of homes of an arena: four for each thread that can run at once, so that
+/// threads which move from a busy home find their own.
 fn homes() -> usize {
     let threads = thread::available_parallelism().map_or(1, usize::from);
     threads.saturating_mul(4).next_power_of_two().clamp(8, HOMES_MAX)
@@ -336,7 +335,7 @@ thread_local! {
     static NUMBER: Cell<usize> = const { Cell::new(usize::MAX) };
 }
 
-/// The number of this thread, which says where its home is.
+/// Returns the number of this thread, which selects its home.
 #[inline]
 fn thread_number() -> usize {
     // A thread that is ending has no number any more: any home will do.

@@ -1,15 +1,15 @@
-//! The granules of one end of a segment, as bitmaps: pure books, counted from that end.
+//! The granules of one end of a segment, as bitmaps counted from that end. Pure accounting.
 //!
-//! A granule is bare, committing, committed, leaving or arriving (the memory of another granule is
-//! on its way here, and booked there); and touched while a live block covers any byte of it. Whole
-//! granules of a block are bits; only the two at its edges, which it may share with other blocks,
-//! are counted. Where a granule is not touched, the time at which it last was stands in the place
-//! of that count.
+//! A granule is bare, committing, committed, leaving or arriving (memory of another granule is
+//! being moved here, and is still counted there). It is touched while a live block covers any byte
+//! of it. Granules that a block covers wholly are bits; only the two at its edges, which it may
+//! share with other blocks, have counts. For an untouched granule the count's place holds the time
+//! of its last use.
 //!
 //! Memory: 36 bytes for 8 granules, up to the farthest one ever touched: 1/466,000 of 2 MiB.
 //!
-//! Invariants: `backed = committing + committed + leaving`, arriving is not backed; `active =
-//! backed and touched`; `idle = backed - active`; every granule that may leave lies before
+//! Invariants: `backed = committing + committed + leaving`, arriving is not backed;
+//! `active = backed and touched`; `idle = backed - active`; every granule that may leave is before
 //! `idle_end`.
 
 use std::ops::Range;
@@ -23,7 +23,7 @@ struct Word {
     touched: u64,
     /// There is memory behind it, or on the way there or away.
     backed: u64,
-    /// A commit is under way: backed, no memory yet. Where it is not backed: arriving.
+    /// A commit is in progress: backed, no memory yet. If not backed: arriving.
     committing: u64,
     /// A decommit is under way: backed still.
     leaving: u64,
@@ -47,8 +47,8 @@ impl Word {
 #[derive(Debug, Default)]
 pub(super) struct Granules {
     words: Vec<Word>,
-    /// Blocks that cover a part of the granule, and not all of it; where none touches it, the
-    /// [`Stamp`] of its last use.
+    /// The number of blocks that cover a part of the granule, but not all of it; if no block
+    /// touches it, the [`Stamp`] of its last use.
     partly: Vec<u32>,
     backed: u64,
     active: u64,
@@ -74,17 +74,17 @@ impl Granules {
         self.leaving
     }
 
-    /// Bytes of the books themselves.
+    /// Returns the bytes of this metadata.
     pub(super) const fn metadata(&self) -> usize {
         self.words.capacity() * size_of::<Word>() + self.partly.capacity() * size_of::<u32>()
     }
 
-    /// How many granules have entries; those beyond are bare and untouched.
+    /// Returns the number of granules with entries; later ones are bare and untouched.
     pub(super) const fn known(&self) -> usize {
         self.partly.len()
     }
 
-    /// Books a block that covers all of these granules.
+    /// Records a block that covers all of these granules.
     pub(super) fn touch(&mut self, range: Range<usize>) {
         self.reach(range.end);
         self.partly[range.clone()].fill(0);
@@ -96,7 +96,7 @@ impl Granules {
         }
     }
 
-    /// Books that a block which covered all of these granules is gone.
+    /// Records that a block which covered all of these granules is freed.
     pub(super) fn untouch(&mut self, range: Range<usize>) {
         for (at, mask) in masks(range.clone()) {
             let word = &mut self.words[at];
@@ -107,7 +107,7 @@ impl Granules {
         self.idle_end = self.idle_end.max(range.end);
     }
 
-    /// Books a block that covers a part of this granule.
+    /// Records a block that covers a part of this granule.
     pub(super) fn touch_part(&mut self, granule: usize) {
         if !self.is_touched(granule) {
             self.touch(granule..granule + 1);
@@ -115,7 +115,7 @@ impl Granules {
         self.partly[granule] += 1;
     }
 
-    /// Books that a block which covered a part of this granule is gone.
+    /// Records that a block which covered a part of this granule is freed.
     pub(super) fn untouch_part(&mut self, granule: usize) {
         self.partly[granule] -= 1;
         if self.partly[granule] == 0 {
@@ -123,7 +123,7 @@ impl Granules {
         }
     }
 
-    /// Books when those of them were last used that no block touches now.
+    /// Records the last use of those granules that no block touches now.
     pub(super) fn stamp(&mut self, range: Range<usize>, stamp: Stamp) {
         let known = self.known();
         for (at, mask) in masks(range.start.min(known)..range.end.min(known)) {
@@ -133,7 +133,7 @@ impl Granules {
         }
     }
 
-    /// The age of what has been idle longest, of what may leave.
+    /// Returns the age of the longest idle memory that may leave.
     pub(super) fn oldest(&self, ages: Ages) -> Option<u32> {
         self.idle_ages(ages).max()
     }
@@ -146,12 +146,12 @@ impl Granules {
         idle.map(move |granule| ages.of(Stamp::new(self.partly[granule])))
     }
 
-    /// Whether a block covers any of it.
+    /// Returns `true` if a block covers any of it.
     pub(super) fn is_touched(&self, granule: usize) -> bool {
         self.words.get(granule / 64).is_some_and(|word| word.touched >> (granule % 64) & 1 == 1)
     }
 
-    /// How many of them are not active: a block that arrives may touch them.
+    /// Returns the number of inactive granules: an arriving block may touch them.
     pub(super) fn inactive(&self, range: Range<usize>) -> u64 {
         let known = |(at, mask): (usize, u64)| {
             let word = self.words.get(at).copied().unwrap_or_default();
@@ -160,7 +160,7 @@ impl Granules {
         masks(range).map(known).sum()
     }
 
-    /// How many of them are bare, and no memory on its way to them.
+    /// Returns the number of bare granules without memory on its way.
     pub(super) fn bare(&self, range: Range<usize>) -> u64 {
         let known = |(at, mask): (usize, u64)| {
             count(mask & self.words.get(at).copied().unwrap_or_default().bare())
@@ -168,7 +168,7 @@ impl Granules {
         masks(range).map(known).sum()
     }
 
-    /// How many of them have no memory to stay: bare or leaving.
+    /// Returns the number of granules without lasting memory: bare or leaving.
     pub(super) fn wanting(&self, range: Range<usize>) -> u64 {
         let known = |(at, mask): (usize, u64)| {
             let word = self.words.get(at).copied().unwrap_or_default();
@@ -177,14 +177,14 @@ impl Granules {
         masks(range).map(known).sum()
     }
 
-    /// Whether all of them are committed, and stay so.
+    /// Returns `true` if all of them are committed, and stay so.
     pub(super) fn are_committed(&self, range: Range<usize>) -> bool {
         masks(range).all(|(at, mask)| {
             self.words.get(at).is_some_and(|word| word.committed() & mask == mask)
         })
     }
 
-    /// Whether a driver call is under way for one of them.
+    /// Returns `true` if a driver call is in progress for one of them.
     pub(super) fn is_moving(&self, range: Range<usize>) -> bool {
         masks(range).any(|(at, mask)| {
             self.words.get(at).is_some_and(|word| (word.committing | word.leaving) & mask != 0)
@@ -194,7 +194,7 @@ impl Granules {
     /// Marks the bare ones as committing; calls `each` with every run of them.
     pub(super) fn begin_commit(&mut self, range: Range<usize>, mut each: impl FnMut(Range<usize>)) {
         if range.is_empty() {
-            return; // the books do not grow for what is beyond the other half
+            return; // no entries for granules beyond the other half
         }
         self.reach(range.end);
         let mut run: Option<Range<usize>> = None;
@@ -237,7 +237,7 @@ impl Granules {
         granules_max - left
     }
 
-    /// Books what came of memory that was to arrive.
+    /// Records the result for memory that was to arrive.
     pub(super) fn end_arrive(&mut self, range: Range<usize>, done: bool) {
         for (at, mask) in masks(range.clone()) {
             let word = &mut self.words[at];
@@ -253,7 +253,7 @@ impl Granules {
         self.idle_end = self.idle_end.max(range.end);
     }
 
-    /// Calls `each` with every run of committed ones. A word at a time, where none is committed.
+    /// Calls `each` with every run of committed granules. Skips words without one.
     pub(super) fn committed_runs(&self, range: Range<usize>, mut each: impl FnMut(Range<usize>)) {
         let mut run = None;
         for (at, mask) in masks(range.start..range.end.min(self.known())) {
@@ -263,7 +263,7 @@ impl Granules {
         run.into_iter().for_each(each);
     }
 
-    /// Whether there is memory behind it, or on the way there or away.
+    /// Returns `true` if it has memory, arriving or leaving included.
     pub(super) fn is_backed(&self, granule: usize) -> bool {
         self.words.get(granule / 64).is_some_and(|word| word.backed >> (granule % 64) & 1 == 1)
     }
@@ -293,7 +293,7 @@ impl Granules {
         run.into_iter().for_each(each);
     }
 
-    /// Books what came of a commit.
+    /// Records the result of a commit.
     pub(super) fn end_commit(&mut self, range: Range<usize>, done: bool) {
         for (at, mask) in masks(range.clone()) {
             let word = &mut self.words[at];
@@ -311,11 +311,11 @@ impl Granules {
     }
 
     /// Marks the innermost run of idle granules before `end`, at most `granules_max` of them, as
-    /// leaving; only those whose time is over, where ages are given.
+    /// leaving; with ages, only expired ones.
     ///
-    /// The innermost, because blocks are placed towards the end: what is far from it is missed
-    /// least. Amortised, each word is passed over once for each time that one of it went idle, or
-    /// once a look where ages are given.
+    /// The innermost, because blocks are placed towards the end: granules far from it are needed
+    /// least. Amortised, each word is visited once for each time that one of it became idle, or
+    /// once per check with ages.
     pub(super) fn begin_leave(
         &mut self,
         end: usize,
@@ -356,7 +356,7 @@ impl Granules {
         self.leaving += range.len() as u64;
     }
 
-    /// Books what came of a decommit.
+    /// Records the result of a decommit.
     pub(super) fn end_leave(&mut self, range: Range<usize>, done: bool) {
         for (at, mask) in masks(range.clone()) {
             let word = &mut self.words[at];
@@ -389,10 +389,10 @@ impl Granules {
         runs
     }
 
-    /// Counts everything again; `partly` and `touched` say what the live blocks make of a granule.
+    /// Counts everything again; `partly` and `touched` are the live blocks' effect on a granule.
     ///
     /// # Panics
-    /// Where a figure is wrong.
+    /// If a figure is wrong.
     pub(super) fn validate(&self, expected: impl Fn(usize) -> (u32, bool)) {
         let total =
             |part: fn(&Word) -> u64| self.words.iter().map(|word| count(part(word))).sum::<u64>();
@@ -414,7 +414,7 @@ impl Granules {
         }
     }
 
-    /// Whether it may leave, and its time is over where ages are given.
+    /// Returns `true` if it may leave, and, with ages, its time is over.
     fn leaves(&self, granule: usize, ages: Option<Ages>) -> bool {
         let word = self.words.get(granule / 64);
         word.is_some_and(|word| word.may_leave() >> (granule % 64) & 1 == 1)

@@ -1,8 +1,8 @@
-//! What the blocks of a region stand on: one reserved segment whose granules come and go, or pieces
-//! that a driver gives and takes whole.
+//! The memory below the blocks of a region: one reserved segment with granules, or pieces that a
+//! driver allocates and frees whole.
 //!
-//! The same questions to both, so that who places and counts need not know. What only one of them
-//! can do, such as a commit of some granules, is no more than nothing on the other.
+//! Both have the same interface, so placing and counting are independent of the kind. An operation
+//! that only one kind supports, such as committing single granules, does nothing on the other.
 //!
 //! Invariants: those of [`Segment`] and of [`Pieces`].
 
@@ -17,7 +17,7 @@ use super::ranges::Ranges;
 use super::segment::{Run, Segment};
 use crate::bytes::ByteSize;
 
-/// What is behind the offsets of a region.
+/// The memory behind the offsets of a region.
 #[derive(Debug)]
 pub(super) enum Ground {
     /// Addresses that were reserved once.
@@ -29,16 +29,15 @@ pub(super) enum Ground {
 /// Adjoining addresses, as pictures show them.
 #[derive(Debug)]
 pub(super) struct Stretch {
-    /// Where it begins.
+    /// Its first address.
     pub(super) at: DeviceAddress,
     /// Its offsets in the region.
     pub(super) span: Span,
-    /// What of them has memory; and whether a block touches that, where it is not a question of
-    /// each granule.
+    /// Spans with memory; and if a block touches them, unless that differs per granule.
     pub(super) backed: Vec<(Span, Option<GranuleState>)>,
 }
 
-/// Asks whichever it is.
+/// Calls the method of either kind.
 macro_rules! either {
     ($self:expr, $it:ident => $said:expr) => {
         match $self {
@@ -49,7 +48,7 @@ macro_rules! either {
 }
 
 impl Ground {
-    /// Whether memory comes and goes in whole pieces.
+    /// Returns `true` if memory comes and goes in whole pieces.
     #[inline]
     pub(super) const fn is_whole(&self) -> bool {
         matches!(self, Self::Pieces(_))
@@ -59,7 +58,7 @@ impl Ground {
         either!(self, it => it.granularity())
     }
 
-    /// How far its offsets go.
+    /// Returns the end of its offsets.
     pub(super) const fn extent(&self) -> u64 {
         match self {
             Self::Reserved(segment) => segment.reserved(),
@@ -75,8 +74,7 @@ impl Ground {
         }
     }
 
-    /// Takes what has no memory out of an index in which nothing is live, where that is for the
-    /// pieces to do.
+    /// For pieces: holds the offsets without memory in an index in which nothing is live.
     pub(super) fn wall_off(&mut self, index: &mut Ranges) {
         if let Self::Pieces(pieces) = self {
             pieces.wall_off(index);
@@ -91,7 +89,7 @@ impl Ground {
         }
     }
 
-    /// Whether what begins at an offset, as the index has it, is no block's.
+    /// Returns `true` if the index entry at an offset is not a block.
     pub(super) fn is_held(&self, offset: u64) -> bool {
         match self {
             Self::Reserved(_) => false,
@@ -127,7 +125,7 @@ impl Ground {
         either!(self, it => it.leaving())
     }
 
-    /// Bytes of the books themselves.
+    /// Returns the bytes of this metadata.
     pub(super) fn metadata(&self) -> usize {
         either!(self, it => it.metadata())
     }
@@ -152,7 +150,7 @@ impl Ground {
         }
     }
 
-    /// The offset of an address, where it is one of these.
+    /// Returns the offset of an address, if it is in this region.
     pub(super) fn offset_of(&self, at: DeviceAddress) -> Option<ByteSize> {
         match self {
             Self::Reserved(segment) => {
@@ -162,7 +160,8 @@ impl Ground {
         }
     }
 
-    /// Whether any of these addresses is its own, to stay. Of pieces a step for each.
+    /// Returns `true` if any of these addresses belongs to it permanently. For pieces one step
+    /// each.
     pub(super) fn overlaps(&self, at: DeviceAddress, size: ByteSize) -> bool {
         let meets = |from: DeviceAddress, bytes: u64| {
             let (from, at) = (from.get(), at.get());
@@ -177,25 +176,25 @@ impl Ground {
         }
     }
 
-    /// Books that a block is there.
+    /// Records a block there.
     #[inline]
     pub(super) fn touch(&mut self, span: Span) {
         either!(self, it => it.touch(span));
     }
 
-    /// Books that a block is gone; says whether memory went idle by it.
+    /// Records that a block is freed; returns `true` if memory became idle.
     #[inline]
     pub(super) fn untouch(&mut self, span: Span) -> bool {
         either!(self, it => it.untouch(span))
     }
 
-    /// Whether all of a span is committed, and no driver call under way for it.
+    /// Returns `true` if all of a span is committed, and no driver call is in progress for it.
     #[inline]
     pub(super) fn is_committed(&self, span: Span) -> bool {
         either!(self, it => it.is_committed(span))
     }
 
-    /// Whether a driver call is under way for a granule of the span.
+    /// Returns `true` if a driver call is in progress for a granule of the span.
     pub(super) fn is_moving(&self, span: Span) -> bool {
         match self {
             Self::Reserved(segment) => segment.is_moving(span),
@@ -212,8 +211,8 @@ impl Ground {
         }
     }
 
-    /// What a block there costs beyond its size: see [`Segment::cost`]. In pieces what it keeps
-    /// from going idle.
+    /// Returns the cost of a block there beyond its size: see [`Segment::cost`]. For pieces, the
+    /// bytes that it keeps from becoming idle.
     #[inline]
     pub(super) fn cost(&self, span: Span) -> u64 {
         match self {
@@ -260,12 +259,12 @@ impl Ground {
         }
     }
 
-    /// Books when the memory of a span was last used: no block touches what is idle of it.
+    /// Records the last use of a span's memory that no block touches.
     pub(super) fn stamp(&mut self, span: Span, stamp: Stamp) {
         either!(self, it => it.stamp(span, stamp));
     }
 
-    /// The age of what has been idle longest, of what may leave.
+    /// Returns the age of the longest idle memory that may leave.
     pub(super) fn oldest(&self, ages: Ages) -> Option<u32> {
         either!(self, it => it.oldest(ages))
     }
@@ -284,8 +283,8 @@ impl Ground {
         }
     }
 
-    /// What can leave for a sleep, in runs: all committed granules; of pieces those that are idle,
-    /// since the others have no way back.
+    /// Returns the granules that can leave for a sleep, in runs: all committed ones; for pieces the
+    /// idle ones, since the others cannot be restored.
     pub(super) fn committed_runs(&self) -> Vec<Range<usize>> {
         match self {
             Self::Reserved(segment) => segment.committed_runs(),
@@ -293,7 +292,7 @@ impl Ground {
         }
     }
 
-    /// The spans of its segments that are there, in order, where memory comes in those.
+    /// Returns the spans of its segments, in order, on drivers that allocate segments.
     pub(super) fn segments(&self) -> Option<Vec<Span>> {
         match self {
             Self::Reserved(_) => None,
@@ -346,7 +345,7 @@ impl Ground {
     }
 
     /// # Panics
-    /// Where a figure is wrong.
+    /// If a figure is wrong.
     pub(super) fn validate(&self, index: &Ranges, spans: impl Iterator<Item = Span>) {
         match self {
             Self::Reserved(segment) => segment.validate(spans),

@@ -1,7 +1,7 @@
-//! How far a commit goes beyond the block that needs it: steps that double, or nothing.
+//! Computes how much to commit beyond the block that needs memory: doubling steps, or nothing.
 //!
-//! Plain arithmetic; ONNX Runtime's `kNextPowerOfTwo` with one difference: its cap holds for growth
-//! that a request forces as well, so that 1.1 GiB under a cap of 1 GiB commits 1.1 GiB and not 2.
+//! Pure arithmetic: ONNX Runtime's `kNextPowerOfTwo` with one difference: the cap also applies to
+//! growth forced by a request, so 1.1 GiB under a cap of 1 GiB commits 1.1 GiB and not 2.
 //!
 //! Invariant: `needed <= committed by one step <= max(needed, cap, room)`.
 
@@ -24,12 +24,12 @@ impl Steps {
         Self { growth, next }
     }
 
-    /// Whether a commit may be larger than what is needed.
+    /// Returns `true` if a commit may be larger than needed.
     pub(super) const fn grow(&self) -> bool {
         matches!(self.growth, Growth::NextPowerOfTwo { .. })
     }
 
-    /// How many bytes to commit where so many are needed, and the limit has room for so many.
+    /// Returns the bytes to commit if `needed` are needed and the limit leaves `room`.
     pub(super) fn commit(&mut self, needed: u64, room: u64) -> u64 {
         let Growth::NextPowerOfTwo { cap, .. } = self.growth else { return needed };
         let cap = cap.get();
@@ -46,7 +46,7 @@ impl Steps {
         step.min(room).max(needed)
     }
 
-    /// Starts anew after a shrink.
+    /// Restarts after a shrink.
     pub(super) const fn shrunk(&mut self) {
         if let Growth::NextPowerOfTwo { after_shrink, .. } = self.growth {
             self.next = after_shrink.get();

@@ -1,7 +1,7 @@
-//! The last events of an arena, in a ring of a fixed size.
+//! The last events of an arena, in a ring of fixed size.
 //!
-//! Kept under the arena's lock and only where the arena was opened for it. The ring is allocated
-//! once, so that recording is a store; when it is full, the oldest event makes way.
+//! Recorded under the arena's lock, only if the arena was opened with a history. The ring is
+//! allocated once; when it is full, a new event replaces the oldest.
 //!
 //! Invariant: `events <= capacity <= HISTORY_MAX`, oldest first.
 
@@ -21,7 +21,7 @@ pub(super) const HISTORY_MAX: usize = 1 << 18;
 pub(super) struct History {
     capacity: usize,
     ring: Vec<Event>,
-    /// Where the next event goes, once the ring is full.
+    /// The place of the next event, once the ring is full.
     next: usize,
 }
 
@@ -32,7 +32,7 @@ impl History {
         Self { capacity, ring: Vec::with_capacity(capacity), next: 0 }
     }
 
-    /// Records an event. One comparison where nothing is kept; else it reads the clock and stores.
+    /// Records an event. One comparison if no events are kept; else it reads the clock and stores.
     pub(super) fn record(&mut self, clock: &dyn Clock, act: Act, address: u64, size: ByteSize) {
         if self.capacity == 0 {
             return;
@@ -46,7 +46,7 @@ impl History {
         }
     }
 
-    /// What a thread's front may keep: nothing where events are kept, which it would hide.
+    /// Returns the allowed size of a thread cache: zero if events are kept, which it would hide.
     pub(super) const fn front_kept(&self, front: ByteSize) -> ByteSize {
         if self.capacity > 0 { ByteSize::ZERO } else { front }
     }
@@ -56,7 +56,7 @@ impl History {
         self.ring.capacity() * size_of::<Event>()
     }
 
-    /// What is kept, oldest first.
+    /// Returns the kept events, oldest first.
     pub(super) fn events(&self) -> Vec<Event> {
         let (newer, older) = self.ring.split_at(self.next);
         [older, newer].concat()
@@ -64,7 +64,7 @@ impl History {
 }
 
 impl Books {
-    /// Records what became of a block.
+    /// Records an event of a block.
     pub(super) fn record(&mut self, clock: &dyn Clock, act: Act, placed: Placed) {
         self.history.record(clock, act, placed.at.get(), ByteSize::new(placed.requested));
     }

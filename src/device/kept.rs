@@ -1,14 +1,14 @@
-//! What one front keeps: blocks by size, of hot sizes. Plain values, under the front's lock.
+//! The blocks of one thread cache by size, for hot sizes. Plain values, under the cache's lock.
 //!
-//! A size is hot that was asked for [`HOT`] times lately; each look, and each size that is not
-//! known, cools it.
+//! A size is hot if it was requested [`HOT`] times recently; each check, and each request of an
+//! unknown size, cools it.
 //!
-//! Invariants: `cached = sum of its blocks`; a block that went out is not in it.
+//! Invariants: `cached = sum of its blocks`; a block that was handed out is not in it.
 
 use super::front::{Kept, Owned};
 use super::region::{Placed, Region};
 
-/// How often a size was asked for, less what it has cooled by.
+/// The number of requests of a size, less its cooling.
 pub(super) type Heat = u8;
 
 /// Requests for a size since it was last cooled, from which on it is hot. A guess: twice for a
@@ -18,15 +18,16 @@ pub(super) const HOT: Heat = 4;
 /// The most that a size's heat comes to: it is cold at the second look after its last use.
 const HEAT_MAX: Heat = 4 * HOT - 1;
 
-/// Blocks of one size that a front keeps: a request seldom frees more of one size than it asks
-/// for again at once. A guess.
+/// The maximum number of blocks of one size in a cache: a request seldom frees more of one size
+/// than it soon allocates again. A guess.
 const BLOCKS_MAX: usize = 4;
 
-/// Sizes that a front knows, in sets of [`WAYS`]. A guess: what a layer of a model asks for.
+/// The number of sizes in a cache, in sets of [`WAYS`]. A guess: the requests of one layer of a
+/// model.
 const SETS: usize = 8;
 const WAYS: usize = 2;
 
-/// What a block in a front, or one on its way there, is asked by.
+/// The key of a block in a cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Key(u64);
 
@@ -40,7 +41,7 @@ impl Key {
         Self(size | region.number() as u64)
     }
 
-    /// Where the ways of its set begin.
+    /// Returns the start of its set's ways.
     #[inline]
     fn ways(self) -> usize {
         // Fibonacci hashing: the top bits of the product.
@@ -64,15 +65,15 @@ impl Class {
         Self { key: Key::NONE, heat: 0, kept: 0, blocks: [const { None }; BLOCKS_MAX] };
 }
 
-/// What a front has done since the arena was opened.
+/// The counts of a cache since the arena was opened.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Tally {
-    /// Blocks handed out of it, and taken in; those that the books were given later do not count.
+    /// Blocks handed out of it, and taken in; blocks passed on to the arena later do not count.
     pub(super) allocs: u64,
     pub(super) frees: u64,
     /// Bytes in it now, by region.
     pub(super) cached: [u64; 2],
-    /// Requested bytes of what it handed out less those of what it took in, by region; wraps.
+    /// Requested bytes of blocks handed out less those taken in, by region; wraps.
     pub(super) requested: [u64; 2],
 }
 
@@ -87,13 +88,13 @@ impl Tally {
         }
     }
 
-    /// Bytes in the front now.
+    /// Returns the bytes in the cache.
     #[inline]
     pub(super) fn cached(&self) -> u64 {
         self.cached.iter().sum()
     }
 
-    /// Books a block that went out.
+    /// Counts a block that was handed out.
     #[inline]
     fn went(&mut self, region: Region, size: u64, requested: u64) {
         self.cached[region.number()] -= size;
@@ -101,7 +102,7 @@ impl Tally {
         *sum = sum.wrapping_add(requested);
     }
 
-    /// Books a block that came in.
+    /// Counts a block that was taken in.
     #[inline]
     fn came(&mut self, region: Region, placed: &Placed) {
         self.cached[region.number()] += placed.span.size;
@@ -119,7 +120,7 @@ pub(super) struct Front {
 }
 
 impl Front {
-    /// The place of a size; claims that of a cold one without blocks, where it has none.
+    /// Returns the entry of a size; takes that of a cold one without blocks, if it has none.
     #[inline]
     fn claim(&mut self, key: Key) -> Option<&mut Class> {
         if self.classes.is_empty() {
@@ -154,7 +155,7 @@ impl Front {
         Some(owned)
     }
 
-    /// Books a block, and says where it is to be put; nowhere, where it belongs to the books.
+    /// Counts a block, and returns its slot; `None` if the arena must free it.
     #[inline]
     pub(super) fn admit(&mut self, owned: &Owned, room: u64) -> Option<&mut Option<Box<Owned>>> {
         let placed = owned.block.as_ref()?;
@@ -178,7 +179,7 @@ impl Front {
             class.kept = 0;
             for owned in class.blocks.iter_mut().filter_map(Option::take) {
                 let Some(placed) = owned.block else { continue };
-                // The books count its release: the front has not freed it any more.
+                // The arena counts its release: the cache no longer freed it.
                 self.tally.frees -= 1;
                 self.tally.went(owned.region, placed.span.size, placed.requested);
                 out((owned.region, placed));

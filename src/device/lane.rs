@@ -1,10 +1,10 @@
 //! A lane: one stream of the device on one arena.
 //!
-//! What a lane frees it may take again at once, because its work is done in order. Another lane
-//! gets it after an event that its stream waits for, or when the work is complete. A lane knows the
-//! stream by its handle, and neither makes nor destroys it.
+//! A lane can reuse memory that it freed immediately, because its work runs in order. Another lane
+//! gets it after an event that its stream waits for, or when the work is complete. A lane uses the
+//! stream's handle, and neither creates nor destroys the stream.
 //!
-//! Invariant: while a lane, or a buffer or a lease of it, is there, the arena knows its stream.
+//! Invariant: the arena knows the stream while its lane, or a buffer or a lease of it, exists.
 #![expect(unsafe_code, reason = "only the caller knows that a stream is there")]
 
 use std::fmt;
@@ -24,24 +24,23 @@ use super::region::Region;
 use super::shared::Shared;
 use super::streams::StreamKey;
 
-/// One stream on one arena: a cheap handle, the same lane for every clone.
+/// One stream on one arena. A cheap handle: clones refer to the same lane.
 ///
-/// What a lane frees it may take again at once. Another lane's stream is made to wait for the work
-/// on it, by the device and without a thread that waits, or has it without a wait once an arena
-/// that is looked at ([`DeviceArena::decay`], or a `Memory`) has seen that the work is done. Memory
-/// leaves only after that. A stream ends in this order: its buffers, leases and lanes are dropped,
-/// which waits for no work, then the stream is destroyed. A stream and a lane for each request are
-/// fine: what they freed is the next one's.
+/// A lane can reuse memory that it freed immediately. If another lane takes the memory, its stream
+/// waits on the device for the earlier work, and no thread waits; the wait is skipped if the arena
+/// has seen that the work is complete ([`DeviceArena::decay`], or a `Memory`). Memory is released
+/// only after that. End a stream in this order: drop its buffers, leases and lanes, which does not
+/// wait, then destroy the stream. A stream and a lane per request are fine: the next request reuses
+/// their memory.
 ///
-/// Blocks of sizes that it asks for often wait in a front of the lane's own, within
-/// [`ArenaConfig::front`](super::ArenaConfig::front): such a pair of calls takes no lock of the
-/// arena. Others have them when the lane ends a run, when it is gone with the last of its buffers
-/// and leases, when they cool, and when memory is short.
+/// Blocks of frequent sizes are cached in the lane, within
+/// [`ArenaConfig::front`](super::ArenaConfig::front): such an alloc/free pair does not take the
+/// arena's lock. Other lanes get them when this lane ends a run, when its last buffer and lease are
+/// dropped, when they age, and when memory is short.
 ///
 /// [`Lane::copy_to_device`] and [`Lane::copy_to_host`] copy page-locked memory asynchronously.
 ///
-/// On a driver whose work is complete when its call returns there is nothing to order, and a lane
-/// is the arena by another name.
+/// On a driver with synchronous calls a lane is equivalent to the arena.
 ///
 /// ```
 /// # #[cfg(feature = "simulation")] {
@@ -63,15 +62,15 @@ use super::streams::StreamKey;
 /// let mut lease = one.enter()?;
 /// let at = input.address(&lease)?.expect("not empty");
 /// sim.fill(copies, at, input.bytes(), Pattern::new(1))?;
-/// // The other stream works on it too: both the buffer and the lease are told. That its work
-/// // comes after the copy is the program's part, as without lanes.
+/// // The other stream uses it too: record that for the buffer and the lease. The program
+/// // itself orders that work after the copy, as without lanes.
 /// input.record_use(&two)?;
 /// lease.record_use(&two)?;
 /// let copied = sim.event_create()?;
 /// sim.event_record(copied, copies)?;
 /// sim.stream_wait_event(computes, copied)?;
 /// sim.check(computes, at, input.bytes(), Pattern::new(1))?;
-/// drop((input, lease)); // nobody waits
+/// drop((input, lease)); // does not wait
 ///
 /// let output = two.alloc::<u8>(4 << 20, Region::Dynamic)?; // the same memory, after that work
 /// drop(output);
@@ -91,24 +90,24 @@ pub struct Lane {
     known: Arc<Known>,
 }
 
-/// The arena's knowledge of a stream, for as long as somebody may use it.
+/// A stream known to the arena, while it may be used.
 pub(super) struct Known {
     shared: Arc<Shared>,
     stream: StreamHandle,
-    /// None where nothing is to be ordered.
+    /// `None` if the driver's work needs no order.
     key: Option<StreamKey>,
-    /// Where the blocks wait that it alone used; none where nothing is to be ordered.
+    /// The home of blocks that it alone used; `None` if the driver's work needs no order.
     home: Option<Arc<Home>>,
-    /// Its number in the arena's recording; 0 where there is none.
+    /// Its number in the arena's recording; 0 without one.
     number: u64,
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "it is there to be dropped"))]
     keeps: Keeps,
 }
 
-/// What keeps a lane's stream there.
+/// The owner of a lane's stream.
 #[derive(Debug)]
 pub(super) enum Keeps {
-    /// Whoever vouched for it.
+    /// The caller of the unsafe constructor.
     Others,
     /// The arena.
     Own { _stream: Arc<OwnStream> },
@@ -162,26 +161,25 @@ impl Known {
         self.number
     }
 
-    /// The stream, where it is one of cudarc's.
+    /// Returns the stream, if it is one of cudarc's.
     #[cfg(feature = "cuda")]
     pub(super) const fn cuda(&self) -> Option<&Arc<cudarc::driver::CudaStream>> {
         if let Keeps::Cuda(stream) = &self.keeps { Some(stream) } else { None }
     }
 
-    /// Whether both are of one stream.
+    /// Returns `true` if both are of one stream.
     pub(super) fn is_beside(&self, other: &Self) -> bool {
         self.stream == other.stream
     }
 }
 
 impl DeviceArena {
-    /// The lane of a stream.
+    /// Returns the lane of a stream.
     ///
     /// # Safety
-    /// The stream is one of the arena's driver, and goes on existing until the lane, its clones,
-    /// its buffers and its leases are dropped: a CUDA driver does not look whether a stream that it
-    /// is given is there. The host driver has no streams and the simulation looks, so that there
-    /// any number will do.
+    /// The stream belongs to the arena's driver, and exists until the lane, its clones, its buffers
+    /// and its leases are dropped: a CUDA driver does not check stream handles. The host driver has
+    /// no streams and the simulation checks handles, so any number is safe with them.
     ///
     /// # Errors
     /// [`DeviceError::Closed`], [`DeviceError::Forked`].
@@ -189,7 +187,7 @@ impl DeviceArena {
         self.lane_of(stream)
     }
 
-    /// The same, where somebody else vouches for the stream.
+    /// The same, for a stream that another object keeps alive.
     pub(super) fn lane_of(&self, stream: StreamHandle) -> Result<Lane, DeviceError> {
         self.lane_with(stream, Keeps::Others)
     }
@@ -203,10 +201,10 @@ impl DeviceArena {
         self.lane_with(own.handle, Keeps::Own { _stream: Arc::clone(own) })
     }
 
-    /// The lane of a stream that what it keeps keeps there.
+    /// Returns the lane of a stream that the given value keeps alive.
     ///
     /// # Errors
-    /// As [`DeviceArena::lane`].
+    /// The errors of [`DeviceArena::lane`].
     pub(super) fn lane_with(
         &self,
         stream: StreamHandle,
@@ -232,29 +230,29 @@ impl DeviceArena {
 }
 
 impl Lane {
-    /// The arena that it is of.
+    /// Returns the lane's arena.
     #[must_use]
     pub const fn arena(&self) -> &DeviceArena {
         &self.arena
     }
 
-    /// The stream.
+    /// Returns the stream.
     #[must_use]
     pub fn stream(&self) -> StreamHandle {
         self.known.stream
     }
 
-    /// Room for `len` elements that this lane's stream may use from its next work on, with
-    /// unspecified contents. Freed by the drop of the buffer, when its last use is in the stream.
+    /// Allocates `len` elements with unspecified contents for this lane's next work. Dropping the
+    /// buffer after its last use was queued on the stream frees it.
     ///
-    /// Where only memory is left that other streams may still work on, the stream is made to wait
-    /// for them: no thread waits. Memory that nobody gave up is committed last.
+    /// If only memory is left that other streams may still use, the stream waits for them on the
+    /// device; no thread waits. Committing new memory comes last.
     ///
-    /// While a stream captures a graph, nothing is waited for that could spoil it: memory for which
-    /// that would be needed is passed over for memory that is committed, within the limit.
+    /// While a stream captures a graph, memory that would need a wait harmful to the capture is
+    /// skipped, and memory is committed instead, within the limit.
     ///
     /// # Errors
-    /// As [`DeviceArena::alloc`].
+    /// The errors of [`DeviceArena::alloc`].
     pub fn alloc<T: Pod>(&self, len: usize, region: Region) -> Result<Buffer<T>, DeviceError> {
         match (self.known.key, self.known.number) {
             (None, 0) => self.arena.alloc(len, region),
@@ -262,20 +260,19 @@ impl Lane {
         }
     }
 
-    /// The right to use the arena's memory on this lane's stream: as [`DeviceArena::enter`], but
-    /// that before the memory sleeps the work of this stream is waited for, and not that of the
-    /// whole device. [`Lease::record_use`] names further streams.
+    /// Returns a lease for this lane's stream. Like [`DeviceArena::enter`], but a sleep waits for
+    /// the work of this stream and not of the whole device. [`Lease::record_use`] adds further
+    /// streams.
     ///
     /// # Errors
-    /// As [`DeviceArena::enter`].
+    /// The errors of [`DeviceArena::enter`].
     pub fn enter(&self) -> Result<Lease, DeviceError> {
         Lease::on(&self.known, self.arena.shared())
     }
 
-    /// Marks the end of a run: other lanes that want what this one has freed until now come after
-    /// the work up to here, and not after what the stream is given later. Without it they have that
-    /// memory as well, and come after all that the stream was given until they ask. Records one
-    /// event, where any is wanted, and waits for nothing.
+    /// Marks the end of a run: lanes that take memory freed until now wait for the work up to here,
+    /// not for later work of the stream. Without this call they wait for all work queued until they
+    /// allocate. Records at most one event, and does not wait.
     ///
     /// # Errors
     /// [`DeviceError::Driver`], with code 900 while the stream captures a graph;
@@ -283,7 +280,7 @@ impl Lane {
     pub fn end_run(&self) -> Result<(), DeviceError> {
         self.known.shared.check_here()?;
         let (shared, lane) = (&self.known.shared, self.known.number);
-        // What waits in the front was freed before the mark.
+        // Cached blocks were freed before the mark.
         if let Some(home) = &self.known.home {
             home.give_up();
         }
@@ -300,7 +297,7 @@ impl Lane {
 }
 
 impl Known {
-    /// Books that the lane is gone, and with the last of its stream that stream.
+    /// Records that the lane is dropped, and with the last of its stream that stream.
     fn leave(&self, key: StreamKey) {
         let mut books = self.shared.books();
         if !books.streams.leave(key) {
@@ -317,11 +314,11 @@ impl Known {
 }
 
 impl Drop for Known {
-    /// The arena forgets the stream, after an event for what it still has to do: one call of the
-    /// driver that waits for nothing. Where that fails, all work of the device is waited for by who
-    /// needs that memory. A call that another thread makes with the handle ends first, which waits
-    /// for nothing either: whoever dropped this may destroy the stream. In a forked child does
-    /// nothing.
+    /// The arena forgets the stream, after recording an event for its remaining work: one driver
+    /// call that does not wait. If that fails, the next user of its memory waits for all work of
+    /// the device. A call that another thread makes with the handle ends first, which is no wait
+    /// for the device either: the stream may be destroyed after this drop. Does nothing in a forked
+    /// child.
     fn drop(&mut self) {
         if self.shared.check_here().is_err() {
             return;

@@ -1,9 +1,9 @@
-//! The right to use an arena's memory while it lasts.
+//! The permission to use an arena's memory.
 //!
-//! A slice of a buffer is had only by showing a lease, so that use without one does not compile.
-//! Leases nest and are counted; while one is held the arena is awake, and nothing moves. A lease
-//! names the streams on which memory is used while it is held: before that memory sleeps, their
-//! work is waited for. One that names none stands for all streams of the device.
+//! A slice of a buffer needs a lease, so that use without one does not compile. Leases nest and are
+//! counted; while one is held the arena is awake, and no block moves. A lease names the streams
+//! that use memory while it is held: before that memory sleeps, their work is waited for. A lease
+//! without streams stands for all streams of the device.
 //!
 //! Invariant: `leases held = leases entered - leases dropped`, in the process of the arena.
 
@@ -18,9 +18,10 @@ use crate::sync::MutexGuard;
 #[cfg(feature = "cuda")]
 use crate::sync::atomic::{AtomicBool, Ordering};
 
-/// Keeps an arena awake; had from [`DeviceArena::enter`](super::DeviceArena::enter).
+/// A lease of an arena from [`DeviceArena::enter`](super::DeviceArena::enter), which keeps it
+/// awake.
 ///
-/// One lease serves all buffers of its arena, and no buffer of another:
+/// One lease serves all buffers of its arena, and no other:
 /// ```
 /// use std::sync::Arc;
 /// use lowtide::clock::SystemClock;
@@ -44,16 +45,16 @@ use crate::sync::atomic::{AtomicBool, Ordering};
 #[must_use = "an arena is awake only while the lease is held"]
 pub struct Lease {
     pub(super) arena: Arc<Shared>,
-    /// On which streams memory is used; any, where there are none.
+    /// The streams that use memory; empty for any stream.
     lanes: Vec<Arc<Known>>,
-    /// Whether cudarc was given a view under it, which any stream may use.
+    /// `true` if cudarc got a view under it, which any stream may use.
     #[cfg(feature = "cuda")]
     viewed: AtomicBool,
 }
 
 impl Lease {
-    /// One more lease of an arena, which is woken where it sleeps. Waits for the end of a move that
-    /// is under way; none follows while the lease is held.
+    /// Creates a lease of an arena, waking it if it sleeps. Waits for the end of a move in
+    /// progress; no other starts while the lease is held.
     pub(super) fn of(arena: &Arc<Shared>) -> Result<Self, DeviceError> {
         arena.check_open()?;
         Self::under(arena, arena.books())
@@ -94,7 +95,7 @@ impl Lease {
         self.viewed.store(true, Ordering::Relaxed);
     }
 
-    /// Whether streams use memory under it that it does not name.
+    /// Returns `true` if streams that it does not name use memory under it.
     fn is_for_all(&self) -> bool {
         #[cfg(feature = "cuda")]
         if self.viewed.load(Ordering::Relaxed) {
@@ -103,11 +104,10 @@ impl Lease {
         self.lanes.is_empty()
     }
 
-    /// Names one more stream on which memory is used while this lease is held, and no others from
-    /// here on: for who works on several.
+    /// Adds a stream that uses memory while this lease is held.
     ///
     /// A lease from [`DeviceArena::enter`](super::DeviceArena::enter) stands for all streams until
-    /// it names one.
+    /// the first call; from then on for the added streams only.
     ///
     /// # Errors
     /// [`DeviceError::ForeignLane`], [`DeviceError::Forked`].

@@ -1,7 +1,7 @@
-//! Takes a map of an arena: what its books say, under their lock.
+//! Takes a map of an arena from its metadata, under the lock.
 //!
-//! A granule on its way in or out counts as committed, and a block whose memory is still on its
-//! way as free, as in a snapshot; so does, until it has its memory, a block that grows in place.
+//! A granule that is being committed or released counts as committed. A block whose memory is not
+//! there yet, or that is growing in place, counts as free, as in a snapshot.
 //!
 //! Invariant: the map shows one instant; its events lead up to that instant.
 
@@ -14,12 +14,12 @@ use super::region::Region;
 use crate::bytes::ByteSize;
 
 impl DeviceArena {
-    /// Where everything lies now, and the events that are kept; nothing in a forked child.
+    /// Returns a map of all blocks and granules, and the kept events; empty in a forked child.
     ///
-    /// Holds the lock while it copies the books: time and memory go with the number of blocks and
-    /// granules. What was asked for is known of each region and not of each block: a block shows
-    /// its rounded size there. What threads keep for their next request is given back first; what
-    /// other threads put aside meanwhile shows as live.
+    /// Copies the metadata under the lock: time and memory grow with the number of blocks and
+    /// granules. Requested sizes are known per region and not per block, so a block shows its
+    /// rounded size as requested. Thread caches are flushed first; blocks that other threads cache
+    /// meanwhile show as live.
     ///
     /// ```
     /// # use std::sync::Arc;
@@ -87,7 +87,7 @@ fn segments(books: &Books, region: Region) -> Vec<SegmentMap> {
     ground.stretches().into_iter().map(map).collect()
 }
 
-/// Tells active granules from idle ones by the blocks that touch them, arriving ones as well, in
+/// Distinguishes active from idle granules by the blocks that touch them, arriving ones as well, in
 /// one pass.
 struct Touched<'a> {
     spans: &'a [Span],
@@ -117,8 +117,8 @@ impl<'a> Touched<'a> {
         }
     }
 
-    /// Up to where granules from `at` on are idle, and to where the first block after that keeps
-    /// them active.
+    /// Returns the end of the idle granules from `at` on, and the end of the granules that the next
+    /// block keeps active.
     fn next_after(&mut self, at: u64, end: u64, granule: u64) -> (u64, u64) {
         while self.spans.get(self.next).is_some_and(|span| span.end() <= at) {
             self.next += 1;

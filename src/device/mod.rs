@@ -1,11 +1,12 @@
-//! Device memory: drivers and the arena over them. Knows no service and no policy.
+//! Device memory: drivers, and arenas that allocate from them. Independent of services and
+//! policies.
 //!
 //! A [`DeviceArena`] reserves address space, commits memory behind blocks by the granule, and
-//! gives granules back that no block has touched for a time. When to ask for that, and
-//! under what pressure, is decided elsewhere.
+//! releases granules that no block has used for some time. When to release, and under which
+//! pressure, is decided elsewhere.
 //!
-//! Without a `Memory` nothing is given back by itself: the owner calls [`DeviceArena::decay`], and
-//! again when it says.
+//! Without a `Memory` nothing is released in the background: the owner calls
+//! [`DeviceArena::decay`], again at the time that it returns.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -18,12 +19,12 @@
 //! let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock.clone(), config)?;
 //!
 //! let mut buffer = arena.alloc::<f32>(1 << 20, Region::Dynamic)?;
-//! let lease = arena.enter()?; // slices are had through a lease only
+//! let lease = arena.enter()?; // slices need a lease
 //! buffer.slice_mut(&lease)?.fill(1.0);
 //! drop((buffer, lease));
 //! assert!(arena.glance().idle >= ByteSize::mib(4)); // free, and still committed
 //!
-//! // The owner's loop; here it ends when nothing is idle.
+//! // The owner's loop; here it ends when no memory is idle.
 //! while !arena.glance().idle.is_zero() {
 //!     let due = arena.decay(clock.now())?.next;
 //!     clock.advance(due - clock.now());
@@ -32,8 +33,9 @@
 //! # Ok::<(), lowtide::device::DeviceError>(())
 //! ```
 //!
-//! In a service the loop has a thread of its own. It looks again after a while even where nothing
-//! is idle ([`Moment::NEVER`](crate::clock::Moment::NEVER)), since nobody rings when something is:
+//! A service runs the loop in a thread. It also checks periodically while no memory is idle
+//! ([`Moment::NEVER`](crate::clock::Moment::NEVER)), because it gets no notification when memory
+//! becomes idle:
 //!
 //! ```
 //! use std::sync::Arc;
@@ -59,19 +61,27 @@
 //! };
 //! // ... the service ...
 //! stop.ring();
-//! decay.join().expect("it does not panic")?;
+//! decay.join().expect("no panic")?;
 //! # Ok::<(), DeviceError>(())
 //! ```
 //!
-//! Beside that: streams ([`DeviceArena::lane`]), sleep and wake at the same addresses
-//! ([`DeviceArena::sleep`]), blocks by address ([`DeviceArena::alloc_raw`]), buffers whose address
-//! foreign code keeps ([`Buffer::export`]) and memory of its own ([`DeviceArena::import`]),
-//! compaction ([`DeviceArena::compact`]), callbacks when memory is short
-//! ([`DeviceArena::on_shortage`]), recordings that can be replayed ([`record`]), a picture of what
-//! lies where ([`DeviceArena::map`]), host memory for copies ([`PinnedPool`]), offsets for buffers
-//! of known lifetimes ([`plan`]), and the [block index](index) by itself. With the feature `cuda`,
-//! arenas in CUDA memory and buffers as cudarc's slices are in `driver::cuda`. The parts say what
-//! they do through `tracing`: `docs/OPERATING.md` lists the events.
+//! Further functions:
+//!
+//! - streams: [`DeviceArena::lane`]
+//! - sleep, and wake at the same addresses: [`DeviceArena::sleep`]
+//! - blocks by address: [`DeviceArena::alloc_raw`]
+//! - buffers whose address foreign code keeps: [`Buffer::export`]; memory that it allocated:
+//!   [`DeviceArena::import`]
+//! - compaction: [`DeviceArena::compact`]
+//! - callbacks when memory is short: [`DeviceArena::on_shortage`]
+//! - recordings that can be replayed: [`record`]
+//! - a map of the blocks: [`DeviceArena::map`]
+//! - host memory for copies: [`PinnedPool`]
+//! - offsets for buffers of known lifetimes: [`plan`]
+//! - the [block index](index), usable by itself
+//!
+//! With the feature `cuda`, `driver::cuda` has arenas in CUDA memory and buffers as cudarc slices.
+//! Events are logged through `tracing`; `docs/OPERATING.md` lists them.
 //!
 //! Invariant: `active + idle = committed <= reserved`, for every arena at every instant.
 

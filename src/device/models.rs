@@ -1,7 +1,7 @@
 //! The arena under loom: every interleaving of a few calls, up to the bound on preemptions.
 //!
-//! The driver here is a model that keeps a bit for each granule, and for streams what they were
-//! given and have done (`work`). It takes the lock of the books in every call: if its caller held
+//! The driver here is a model that keeps a bit for each granule, and for streams their queued
+//! and completed work (`work`). It takes the accounting's lock in every call: if its caller held
 //! that lock, loom would see the deadlock. It refuses nothing, and no stream captures.
 //!
 //! Invariant of each model: the driver's contract is kept, the books are right when the threads
@@ -31,7 +31,7 @@ use work::Work;
 
 const GRANULE: u64 = 512;
 const GRANULES: usize = 4;
-/// Where the first reservation begins; the second follows.
+/// The start of the first reservation; the second follows.
 const BASE: u64 = 1 << 20;
 
 #[derive(Default)]

@@ -1,14 +1,13 @@
-//! Obtains a segment for a block, where a driver gives memory whole and not by the granule.
+//! Allocates a segment for a block, on drivers that allocate whole segments instead of granules.
 //!
-//! What `commit` is to a reserved segment. There a block has a place before it has memory; here it
-//! has memory first, since the index offers nothing else. The segment is asked for with the
-//! arena's lock given up, and the block that it is for is placed in it under the same hold of the
-//! lock in which it is booked. Other threads obtain their own meanwhile, or wait where the limit
-//! leaves no other way. The order of what is done about a shortage is that of `commit`, whose
-//! ladder this is the first rung of.
+//! The counterpart of `commit` for reserved segments. There a block has a place before it has
+//! memory; here the index offers only memory that exists, so the segment comes first. It is
+//! allocated with the arena's lock released, and the block is placed in it while the lock that
+//! records it is held. Other threads allocate their own segments meanwhile, or wait if the limit
+//! leaves no other way. The steps on shortage are those of `commit`, and this is their first.
 //!
-//! Invariants: those of `commit`, where what a block wants is the whole segment that must be
-//! obtained for it: nothing is refused for the limit while `active` and that are within it.
+//! Invariants: those of `commit`, with the whole new segment as the block's need: the limit fails
+//! an allocation only if `active` plus that segment exceed it.
 
 use super::aging::Ages;
 use super::books::Books;
@@ -29,7 +28,7 @@ use crate::bytes::ByteSize;
 use crate::clock::Clock;
 use crate::sync::{MutexGuard, lock, wait};
 
-/// A block that is asked for, and how.
+/// A requested block, and the manner of the search.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Sought {
     pub(super) region: Region,
@@ -38,15 +37,15 @@ pub(super) struct Sought {
     pub(super) taker: Option<StreamKey>,
 }
 
-/// The lock of the books, and a block that has a place.
+/// The lock of the accounting, and a block that has a place.
 pub(super) type Found<'a> = (MutexGuard<'a, Books>, (Placed, Claim));
 
 impl Shared {
-    /// Finds a place for a block; obtains a segment for it where there is none and memory is had
-    /// so.
+    /// Finds a place for a block; allocates a segment for it if there is none and the driver
+    /// allocates segments.
     ///
     /// # Errors
-    /// `OutOfAddresses`; of a segment also as [`Shared::obtain`].
+    /// `OutOfAddresses`; for a segment also the errors of [`Shared::obtain`].
     pub(super) fn find_place<'a>(
         &'a self,
         mut books: MutexGuard<'a, Books>,
@@ -86,7 +85,7 @@ impl Shared {
                 shortage = match outcome {
                     Ok(Some(placed)) => return Ok((books, (placed, Claim::default()))),
                     Ok(None) => return Err(no_place),
-                    // Without what the growth adds, it may do.
+                    // It may succeed without the growth.
                     Err(DriverError::OutOfMemory { .. }) if grow => {
                         grow = false;
                         continue;
@@ -108,7 +107,7 @@ impl Shared {
             match room {
                 Ok(Room::Made | Room::Tried) => {}
                 Ok(Room::Coming) => books = wait(&self.settled, books),
-                // What arrives for another thread may have room for this one as well.
+                // A segment that arrives for another thread may have room for this one as well.
                 Ok(Room::None(Cause::Limit { .. }))
                     if books.region(region).segment.committing() > 0 =>
                 {
@@ -119,7 +118,7 @@ impl Shared {
                 }
                 Err(error) => return Err(Refusal { cause: Cause::Driver, error: error.into() }),
             }
-            // It may have fallen asleep: nothing of this block was in the books.
+            // It may have fallen asleep: nothing of this block was recorded.
             books = self.awake(books).map_err(Refusal::uncounted)?;
             match books.place(region, wanted, search, taker) {
                 Ok(found) => return Ok((books, found)),
@@ -128,7 +127,7 @@ impl Shared {
         }
     }
 
-    /// Asks the driver for a marked segment, and places the block in it.
+    /// Allocates a marked segment from the driver, and places the block in it.
     fn create<'a>(
         &'a self,
         books: MutexGuard<'a, Books>,
@@ -145,7 +144,7 @@ impl Shared {
         (books, placed)
     }
 
-    /// Whether the driver gives and takes memory in whole segments.
+    /// Returns `true` if the driver allocates and frees whole segments.
     #[inline]
     pub(super) const fn is_whole(&self) -> bool {
         !self.capabilities.virtual_memory
@@ -162,13 +161,13 @@ impl Shared {
 }
 
 impl Books {
-    /// Whether every granule counts under the limit, and all blocks share them.
+    /// Returns `true` if every granule counts against the limit, and all blocks share them.
     pub(super) fn shares_granules(&self) -> bool {
         self.limit.get() / self.bytes_of(1) < APART_FROM
     }
 
-    /// Marks a segment as committing that holds the block, with what the growth adds to it; `None`
-    /// where there are no offsets for it.
+    /// Marks a segment for the block as committing, including the growth; `None` if there are no
+    /// offsets for it.
     fn begin_segment(&mut self, sought: Sought, needed: u64, grow: bool) -> Option<Span> {
         let Sought { region, wanted, search, .. } = sought;
         let room = self.limit.get().saturating_sub(self.backed());
@@ -178,12 +177,12 @@ impl Books {
         let books = self.region_mut(region);
         let is_small = end_of(wanted.size) == End::High && books.index.bounds(End::High).size > 0;
         let end = if is_small && !is_shared { End::High } else { End::Low };
-        // Where offsets are short, without the growth, and a small block among the large.
+        // If offsets are short, without the growth, and a small block among the large.
         let ways = [(end, size), (end, needed), (End::Low, needed)];
         ways.into_iter().find_map(|(end, size)| books.begin_segment(end, size))
     }
 
-    /// Books what came of a segment that was asked for.
+    /// Records the result of allocating a segment.
     fn end_segment(
         &mut self,
         region: Region,
@@ -228,8 +227,8 @@ impl RegionBooks {
         Some(self.put(wanted, id?, span))
     }
 
-    /// Marks the next run of idle memory as leaving, of about so many granules; only of what is
-    /// over, where ages are given. A segment that came whole leaves whole.
+    /// Marks the next run of idle memory as leaving, of about this many granules; with ages, only
+    /// expired memory. A segment leaves whole.
     pub(super) fn begin_leave(
         &mut self,
         cursor: &mut Cursor,
@@ -257,7 +256,7 @@ impl RegionBooks {
         }
     }
 
-    /// Books what came of a decommit.
+    /// Records the result of a decommit.
     pub(super) fn end_leave(&mut self, run: Run, done: bool) {
         match &mut self.segment {
             Ground::Reserved(segment) => segment.end_leave(run, done),

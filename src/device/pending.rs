@@ -1,9 +1,9 @@
-//! Spans that were freed while the device may still work on them: pure books over the addresses of
+//! Spans that were freed while the device may still use them. Pure accounting over the addresses of
 //! a region.
 //!
-//! A block that a stream used is free space to the index as soon as it is freed, and stands here
-//! until its uses are known to be complete. Who takes the space learns what must come first. It
-//! knows streams by number only, orders nothing, and calls no driver.
+//! A block that a stream used is free space in the index when it is freed, and has an entry here
+//! until its uses are known to be complete. An allocation of the space learns what it must wait
+//! for. Streams are numbers here; this module orders nothing and calls no driver.
 //!
 //! Invariants: entries overlap neither each other nor a live block; every entry has a use that is
 //! not known to be complete; `bytes = sum of the entries`.
@@ -13,14 +13,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::index::Span;
 use super::streams::{StreamKey, Use};
 
-/// What must be complete: at most one use for each stream, in the order of streams.
+/// Uses that must be complete: at most one for each stream, in the order of streams.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Uses(Vec<Use>);
 
 impl Uses {
     pub(super) const NONE: Self = Self(Vec::new());
 
-    /// What a block was used for.
+    /// Creates the uses of a block.
     pub(super) fn of(uses: impl IntoIterator<Item = Use>) -> Self {
         let mut all = Self::NONE;
         uses.into_iter().for_each(|of| all.add(of));
@@ -49,7 +49,7 @@ impl Uses {
         self.0.iter().copied()
     }
 
-    /// Whether all of it is on this stream, which then need not wait.
+    /// Returns `true` if all uses are on this stream, which then need not wait.
     fn is_of(&self, stream: Option<StreamKey>) -> bool {
         self.0.iter().all(|of| Some(of.stream) == stream)
     }
@@ -61,21 +61,21 @@ struct Entry {
     uses: Uses,
 }
 
-/// What was pending in a span that a block got, to be pending again if the block is given back
-/// before its first use.
+/// The pending parts of a span that a block got, to be pending again if the block is freed before
+/// its first use.
 #[derive(Debug, Default)]
 pub(super) struct Claim {
-    /// What the block's first use must come after.
+    /// Uses that must complete before the block's first use.
     pub(super) uses: Uses,
-    /// Where what of it was pending.
+    /// The pending parts and their uses.
     pub(super) parts: Vec<(Span, Uses)>,
 }
 
-/// What became of the entries where a span was taken.
+/// The changes of entries after a span was taken.
 #[derive(Debug, Default)]
 pub(super) struct Taken {
     pub(super) claim: Claim,
-    /// The entries that were there, and what of them is still pending, before and after the span.
+    /// The former entries, and their parts that are still pending, before and after the span.
     pub(super) were: Vec<Span>,
     pub(super) left: Vec<Span>,
 }
@@ -84,7 +84,7 @@ pub(super) struct Taken {
 #[derive(Debug, Default)]
 pub(super) struct Pending {
     entries: BTreeMap<u64, Entry>,
-    /// Every use of every entry, with where that begins.
+    /// Every use of every entry, with the entry's offset.
     by_use: BTreeSet<(Use, u64)>,
     bytes: u64,
 }
@@ -95,13 +95,13 @@ impl Pending {
         self.bytes
     }
 
-    /// Bytes of the books themselves, about.
+    /// Returns the approximate bytes of this metadata.
     pub(super) fn metadata(&self) -> usize {
         let uses = self.by_use.len() * (size_of::<Use>() + size_of::<(Use, u64)>());
         self.entries.len() * size_of::<(u64, Entry)>() + uses
     }
 
-    /// Books a freed span.
+    /// Records a freed span.
     pub(super) fn insert(&mut self, span: Span, uses: Uses) {
         debug_assert!(!uses.is_empty() && self.is_clear(span), "freed once, and used");
         self.by_use.extend(uses.iter().map(|of| (of, span.offset)));
@@ -109,18 +109,18 @@ impl Pending {
         self.entries.insert(span.offset, Entry { size: span.size, uses });
     }
 
-    /// Whether nothing in a span is pending.
+    /// Returns `true` if nothing in a span is pending.
     pub(super) fn is_clear(&self, span: Span) -> bool {
         self.over(span).next().is_none()
     }
 
-    /// Whether who works on this stream, or on none, must wait before it uses a span.
+    /// Returns `true` if a user on this stream, or on none, must wait before it uses a span.
     pub(super) fn is_foreign(&self, span: Span, stream: Option<StreamKey>) -> bool {
         !self.entries.is_empty() && self.over(span).any(|(_, entry)| !entry.uses.is_of(stream))
     }
 
-    /// The first place of this size and alignment in a span for which who works on this stream need
-    /// not wait.
+    /// Returns the first place of this size and alignment in a span that a user on this stream need
+    /// not wait for.
     pub(super) fn first_clear(
         &self,
         within: Span,
@@ -161,8 +161,8 @@ impl Pending {
         taken
     }
 
-    /// Books that a stream is done with all uses up to an epoch; the entries that were waiting for
-    /// nothing else are pending no more.
+    /// Records that a stream has completed all uses up to an epoch; entries without other uses are
+    /// no longer pending.
     pub(super) fn complete(&mut self, stream: StreamKey, epoch: u64) -> Vec<Span> {
         let first = Use { stream, epoch: 0 };
         let last = Use { stream, epoch };
@@ -182,7 +182,7 @@ impl Pending {
         free
     }
 
-    /// Whether anything waits for a stream.
+    /// Returns `true` if an entry waits for a stream.
     pub(super) fn has(&self, stream: StreamKey) -> bool {
         let first = (Use { stream, epoch: 0 }, 0);
         self.by_use.range(first..).next().is_some_and(|(of, _)| of.stream == stream)
@@ -212,7 +212,7 @@ impl Pending {
     /// Walks everything and checks the invariants.
     ///
     /// # Panics
-    /// Where one is broken.
+    /// If an invariant is violated.
     pub(super) fn validate(&self) {
         let (mut end, mut bytes, mut uses) = (0, 0, 0);
         for (&offset, entry) in &self.entries {

@@ -1,11 +1,11 @@
-//! The memory of a region in pieces: segments that a driver without virtual memory gives whole, at
-//! addresses of its choice. Pure books, no driver and no lock.
+//! The memory of a region in pieces: segments that a driver without virtual memory allocates whole,
+//! at addresses of its choice. Pure accounting, no driver and no lock.
 //!
-//! The region's offsets are numbers only, with no address behind them until a piece is there. What
-//! has no piece is held by walls: blocks of the index that are nobody's, so that the index offers
-//! memory and nothing else. A granule of wall stays between two pieces, so that no free span, and
-//! no block, crosses their border. A piece is active as a whole while any live or pending byte is
-//! in it; it arrives whole and leaves whole.
+//! The region's offsets are only numbers, without an address until a piece is there. Ranges without
+//! a piece are held by walls: blocks of the index without an owner, so that the index offers only
+//! memory. A granule of wall stays between two pieces, so that no free span and no block crosses
+//! their border. A piece is active as a whole while it has any live or pending byte; it arrives and
+//! leaves whole.
 //!
 //! Invariants: walls and pieces tile the ranges of the index; no two pieces adjoin, nor two walls;
 //! `backed = committing + committed + leaving`; `active = committing + touched`;
@@ -25,7 +25,7 @@ use crate::bytes::ByteSize;
 #[derive(Debug)]
 struct Entry {
     size: u64,
-    /// What holds its offsets in the index; none where they are the blocks'.
+    /// The block id that holds its offsets in the index; `None` if blocks use them.
     hold: Option<BlockName>,
     piece: Option<Piece>,
 }
@@ -36,13 +36,13 @@ struct Piece {
     state: State,
     /// Spans in it that are live, pending or arriving.
     touched: u64,
-    /// When it was last used, where nothing touches it.
+    /// Its last use, if nothing touches it.
     stamp: Stamp,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
-    /// Asked of the driver.
+    /// Requested from the driver.
     Committing,
     Committed,
     /// On its way back.
@@ -59,7 +59,7 @@ impl Piece {
     }
 }
 
-/// The pieces of a region, and what of its offsets has none.
+/// The pieces of a region, and the walls between them.
 #[derive(Debug)]
 pub(super) struct Pieces {
     granularity: u64,
@@ -142,19 +142,19 @@ impl Pieces {
         self.leaving
     }
 
-    /// Bytes of the books themselves, about: a tree's nodes are mostly two thirds full.
+    /// Returns the approximate bytes of this metadata: a tree's nodes are mostly two thirds full.
     pub(super) fn metadata(&self) -> usize {
         self.entries.len() * size_of::<(u64, Entry)>() * 3 / 2
     }
 
     /// Finds offsets for a piece at an end of the region, the outermost that fit, and marks it as
-    /// committing; `None` where there are none. A step for each wall.
+    /// committing; `None` if there are none. One step per wall.
     pub(super) fn begin(&mut self, index: &mut Ranges, end: End, size: u64) -> Option<Span> {
         let bounds = index.bounds(end);
         let walls = self.entries.range(bounds.offset..bounds.end());
         let walls = walls.filter(|(_, entry)| entry.piece.is_none());
         let mut walls = walls.map(|(&offset, entry)| Span { offset, size: entry.size });
-        // A wall that stays on each side where another piece may be.
+        // A wall stays on each side that may have another piece.
         let room = |wall: Span| {
             let from = wall.offset + self.gap(wall.offset > bounds.offset);
             let to = wall.end() - self.gap(wall.end() < bounds.end());
@@ -184,8 +184,8 @@ impl Pieces {
         Some(span)
     }
 
-    /// Books what came of it: its address, where it is there. Its span is free then, and nobody
-    /// has been told.
+    /// Records the result: its address, if it was allocated. Its span is then free, and no other
+    /// thread has been notified.
     pub(super) fn end(&mut self, index: &mut Ranges, offset: u64, at: Option<DeviceAddress>) {
         let Some((size, piece)) = self.piece_mut(offset) else { return };
         debug_assert_eq!(piece.state, State::Committing, "it was asked for");
@@ -199,8 +199,8 @@ impl Pieces {
         }
     }
 
-    /// Marks an idle piece as leaving, of those whose time is over, where ages are given: the
-    /// smallest that has so many bytes, else the largest. A step for each piece.
+    /// Marks an idle piece as leaving, with ages only an expired one: the smallest that has this
+    /// many bytes, else the largest. One step per piece.
     pub(super) fn begin_leave(
         &mut self,
         index: &mut Ranges,
@@ -220,7 +220,7 @@ impl Pieces {
         self.mark_leaving(index, span).then_some(span)
     }
 
-    /// Marks an idle piece as leaving; says whether it is one.
+    /// Marks an idle piece as leaving; returns `true` if it is one.
     pub(super) fn mark_leaving(&mut self, index: &mut Ranges, span: Span) -> bool {
         let Some(entry) = self.entries.get_mut(&span.offset) else { return false };
         let Some(piece) = entry.piece.as_mut().filter(|piece| piece.is_idle()) else {
@@ -235,7 +235,7 @@ impl Pieces {
         true
     }
 
-    /// Books what came of it: where it stays, its span is free again.
+    /// Records the result: if it stays, its span is free again.
     pub(super) fn end_leave(&mut self, index: &mut Ranges, offset: u64, done: bool) {
         let Some((size, piece)) = self.piece_mut(offset) else { return };
         debug_assert_eq!(piece.state, State::Leaving, "it was on its way");
@@ -248,7 +248,7 @@ impl Pieces {
         }
     }
 
-    /// Books that a block is there, or that what was one is still pending.
+    /// Records a block there, or that a freed one is still pending.
     pub(super) fn touch(&mut self, span: Span) {
         let Some((size, piece)) = self.piece_mut(span.offset) else { return };
         piece.touched += 1;
@@ -257,7 +257,7 @@ impl Pieces {
         }
     }
 
-    /// Books that it is gone; says whether the piece went idle by it.
+    /// Records that it is gone; returns `true` if the piece became idle.
     pub(super) fn untouch(&mut self, span: Span) -> bool {
         let Some((size, piece)) = self.piece_mut(span.offset) else { return false };
         piece.touched -= 1;
@@ -268,13 +268,13 @@ impl Pieces {
         is_idle
     }
 
-    /// The granules of the piece of a place, where the place would be the first to touch it.
+    /// Returns the granules of a place's piece, if the place would be the first to touch it.
     pub(super) fn opened(&self, span: Span) -> u64 {
         let found = self.find(span.offset).filter(|(_, piece)| !piece.is_active());
         found.map_or(0, |(whole, _)| whole.size / self.granularity)
     }
 
-    /// Whether a span is of memory that is there and stays.
+    /// Returns `true` if a span has memory that stays.
     pub(super) fn is_committed(&self, span: Span) -> bool {
         let found = self.find(span.offset);
         found.is_some_and(|(whole, piece)| {
@@ -282,7 +282,7 @@ impl Pieces {
         })
     }
 
-    /// Whether what begins at an offset, as the index has it, is no block's.
+    /// Returns `true` if the index entry at an offset is not a block.
     pub(super) fn is_held(&self, offset: u64) -> bool {
         self.entries.get(&offset).is_some_and(|entry| entry.hold.is_some())
     }
@@ -296,8 +296,8 @@ impl Pieces {
         address.unwrap_or(DeviceAddress::new(0))
     }
 
-    /// The offset of an address, where it lies in a piece that stays: the driver may have given
-    /// those of one that leaves to another already. A step for each piece.
+    /// Returns the offset of an address, if it is in a piece that stays: the driver may already
+    /// have reused the addresses of a leaving one. One step per piece.
     pub(super) fn offset_of(&self, at: DeviceAddress) -> Option<u64> {
         self.pieces().find_map(|(span, piece)| {
             let into = at.offset_from(piece.at)?.get();
@@ -305,7 +305,7 @@ impl Pieces {
         })
     }
 
-    /// Books when the pieces of a span were last used: nothing touches those that are idle.
+    /// Records the last use of a span's pieces that are idle.
     pub(super) fn stamp(&mut self, span: Span, stamp: Stamp) {
         let first = self.find(span.offset).map_or(span.offset, |(whole, _)| whole.offset);
         for (_, entry) in self.entries.range_mut(first..span.end().max(first)) {
@@ -315,7 +315,7 @@ impl Pieces {
         }
     }
 
-    /// The age of what has been idle longest, of what may leave.
+    /// Returns the age of the longest idle memory that may leave.
     pub(super) fn oldest(&self, ages: Ages) -> Option<u32> {
         let idle = self.pieces().filter(|(_, piece)| piece.is_idle());
         idle.map(|(_, piece)| ages.of(piece.stamp)).max()
@@ -353,7 +353,7 @@ impl Pieces {
         granule(span.offset)..granule(span.end() + (self.granularity - 1))
     }
 
-    /// The wall that stays at an end where there may be a neighbour.
+    /// Returns the wall that stays at an end with a possible neighbour.
     const fn gap(&self, is_needed: bool) -> u64 {
         if is_needed { self.granularity } else { 0 }
     }
@@ -380,7 +380,7 @@ impl Pieces {
         found
     }
 
-    /// Puts a wall there, where there is room for one.
+    /// Puts a wall there, if there is room for one.
     fn put_wall(&mut self, index: &mut Ranges, span: Span) {
         if span.size > 0 {
             self.put(index, span, None);
@@ -405,7 +405,7 @@ impl Pieces {
         }
     }
 
-    /// Takes an entry away, with its offsets free; says how large it was.
+    /// Removes an entry, with its offsets free; returns its size.
     fn remove(&mut self, index: &mut Ranges, offset: u64) -> u64 {
         self.release(index, offset);
         self.entries.remove(&offset).map_or(0, |entry| entry.size)
@@ -433,7 +433,7 @@ impl Pieces {
     /// Counts everything again; `spans` are those that touch pieces, in order.
     ///
     /// # Panics
-    /// Where a figure is wrong.
+    /// If a figure is wrong.
     pub(super) fn validate(&self, index: &Ranges, spans: impl Iterator<Item = Span>) {
         let mut touched = BTreeMap::<u64, u64>::new();
         for span in spans {

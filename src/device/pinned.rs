@@ -1,6 +1,6 @@
 //! The pinned pool: host memory for data on its way to a device or back, page-locked by choice.
 //!
-//! Page-locking is slow, so a pool keeps what it obtained: segments from the driver, cut into
+//! Page-locking is slow, so a pool keeps its memory: segments from the driver, cut into
 //! blocks by a block index each, returned by watermarks. This file has the typed buffer, and the
 //! pool's one kind of pointer; the mechanisms are in the folder next to it.
 //!
@@ -52,7 +52,7 @@ pub use self::cuda::PinnedView;
 pub use self::pool::PinnedPool;
 pub use self::snapshot::{PinnedFailures, PinnedGlance, PinnedSnapshot};
 
-/// One piece of host memory from the driver: where it is, and nothing that reads or writes it.
+/// One piece of host memory from the driver: an address range without access.
 #[derive(Clone, Copy, Debug)]
 struct Range {
     start: NonNull<u8>,
@@ -63,11 +63,11 @@ struct Range {
 // SAFETY: a range is an address and two plain values; reading and writing there is the business of
 // buffers, each of which owns its part alone.
 unsafe impl Send for Range {}
-// SAFETY: as above; a shared range lets nobody write anything.
+// SAFETY: as above; a shared range permits no writes.
 unsafe impl Sync for Range {}
 
 impl Range {
-    /// What the driver just gave.
+    /// Creates a range of memory that the driver just allocated.
     fn new(start: NonNull<u8>, size: ByteSize, memory: HostMemory) -> Self {
         let aligned = ByteSize::of(start.addr().get()).get().is_multiple_of(HOST_ALIGNMENT.get());
         assert!(aligned, "the driver gave {start:?}");
@@ -107,7 +107,7 @@ impl Range {
 ///
 /// let mut inputs = pool.alloc_from(&[1.0_f32, 2.0, 3.0])?;
 /// inputs.write_at(0, &[10.0])?;
-/// inputs.resize(1024)?; // keeps what was there
+/// inputs.resize(1024)?; // keeps the first elements
 /// let mut first = [0.0; 3];
 /// inputs.read_at(0, &mut first)?;
 /// assert_eq!((first, inputs.len()), ([10.0, 2.0, 3.0], 1024));
@@ -139,19 +139,19 @@ impl Range {
 ///
 /// fn read(stream: &Arc<CudaStream>, from: &CudaSlice<u8>, to: &mut PinnedBuffer<u8>) {
 ///     stream.memcpy_dtoh(from, &mut to[..]).unwrap();
-///     let _ = to.to_vec(); // would be what was there before
+///     let _ = to.to_vec(); // would be the old contents
 /// }
 /// ```
 pub struct PinnedBuffer<T: Pod> {
     pool: Arc<Shared>,
-    /// Nothing, if the elements have no bytes.
+    /// `None` if the elements have no bytes.
     block: Option<Placed>,
     start: NonNull<T>,
     len: usize,
     device_use: DeviceUse,
 }
 
-/// Whether a device may be reading or writing a buffer.
+/// The possible use of a buffer by a device.
 #[derive(Debug)]
 enum DeviceUse {
     /// No: the host has observed that every copy is complete.
@@ -176,17 +176,17 @@ const _: fn() = || {
 };
 
 impl<T: Pod> PinnedBuffer<T> {
-    /// The owner of a live block, or of none where the elements have no bytes.
+    /// Creates the owner of a live block, or of none if the elements have no bytes.
     ///
     /// # Panics
-    /// Where the block is too small, or not aligned.
+    /// If the block is too small, or not aligned.
     fn new(pool: Arc<Shared>, block: Option<Placed>, len: usize) -> Self {
         let start = block.map_or(NonNull::dangling(), |block| Self::start_of(&block, len));
         assert!(block.is_some() || size_of::<T>() == 0 || len == 0, "elements without a block");
         Self { pool, block, start, len, device_use: DeviceUse::None }
     }
 
-    /// Where `len` elements in the block begin.
+    /// Returns the start of `len` elements in the block.
     fn start_of(block: &Placed, len: usize) -> NonNull<T> {
         let bytes = size_of::<T>().checked_mul(len).map(ByteSize::of);
         let fits = bytes.is_some_and(|bytes| bytes.get() <= block.span.size);
@@ -199,25 +199,25 @@ impl<T: Pod> PinnedBuffer<T> {
         start.unwrap_or(NonNull::dangling())
     }
 
-    /// The number of elements.
+    /// Returns the number of elements.
     #[must_use]
     pub const fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are no elements.
+    /// Returns `true` if there are no elements.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The bytes of the elements, before rounding.
+    /// Returns the bytes of the elements, before rounding.
     #[must_use]
     pub const fn bytes(&self) -> ByteSize {
         ByteSize::of(self.len * size_of::<T>())
     }
 
-    /// What kind of memory the elements are in; `None` if they have no bytes.
+    /// Returns the kind of memory of the elements; `None` if they have no bytes.
     #[must_use]
     pub fn memory(&self) -> Option<HostMemory> {
         self.block.map(|block| block.range.memory)
@@ -226,8 +226,8 @@ impl<T: Pod> PinnedBuffer<T> {
     /// Copies `elements` to the elements from `start` on.
     ///
     /// # Errors
-    /// [`DeviceError::Forked`]; [`DeviceError::Quarantined`] if it cannot be shown that a copy of
-    /// the buffer is complete.
+    /// [`DeviceError::Forked`]; [`DeviceError::Quarantined`] if a copy of the buffer may not be
+    /// complete.
     ///
     /// # Panics
     /// If the buffer ends before the last of them.
@@ -237,10 +237,10 @@ impl<T: Pod> PinnedBuffer<T> {
         Ok(())
     }
 
-    /// Copies the elements from `start` on to `into`, as many as there is room for.
+    /// Copies the elements from `start` on to `into`, filling it.
     ///
     /// # Errors
-    /// As [`PinnedBuffer::write_at`].
+    /// The errors of [`PinnedBuffer::write_at`].
     ///
     /// # Panics
     /// If the buffer ends before the last of them.
@@ -253,7 +253,7 @@ impl<T: Pod> PinnedBuffer<T> {
     /// Sets every element to `value`.
     ///
     /// # Errors
-    /// As [`PinnedBuffer::write_at`].
+    /// The errors of [`PinnedBuffer::write_at`].
     pub fn fill(&mut self, value: T) -> Result<(), DeviceError> {
         self.check()?;
         self.elements_mut().fill(value);
@@ -263,7 +263,7 @@ impl<T: Pod> PinnedBuffer<T> {
     /// Returns a copy of all elements.
     ///
     /// # Errors
-    /// As [`PinnedBuffer::write_at`].
+    /// The errors of [`PinnedBuffer::write_at`].
     pub fn to_vec(&self) -> Result<Vec<T>, DeviceError> {
         self.check()?;
         Ok(self.elements().to_vec())
@@ -272,12 +272,12 @@ impl<T: Pod> PinnedBuffer<T> {
     /// Returns the elements as a slice.
     ///
     /// # Safety
-    /// The slice is handed to nothing that copies asynchronously, such as
+    /// The slice is not passed to code that copies asynchronously, such as
     /// `CudaStream::memcpy_htod` of cudarc, unless the caller waits for that copy before the
-    /// elements are written and before the buffer is dropped or lent again.
+    /// elements are written and before the buffer is dropped or borrowed again.
     ///
     /// # Errors
-    /// As [`PinnedBuffer::write_at`].
+    /// The errors of [`PinnedBuffer::write_at`].
     pub unsafe fn as_slice(&self) -> Result<&[T], DeviceError> {
         self.check()?;
         Ok(self.elements())
@@ -286,23 +286,24 @@ impl<T: Pod> PinnedBuffer<T> {
     /// Returns the elements as a mutable slice.
     ///
     /// # Safety
-    /// As [`PinnedBuffer::as_slice`]; the caller does not read the elements either while a copy
-    /// into them is queued.
+    /// As for [`PinnedBuffer::as_slice`]; nor does the caller read the elements while a copy into
+    /// them is queued.
     ///
     /// # Errors
-    /// As [`PinnedBuffer::write_at`].
+    /// The errors of [`PinnedBuffer::write_at`].
     pub unsafe fn as_mut_slice(&mut self) -> Result<&mut [T], DeviceError> {
         self.check()?;
         Ok(self.elements_mut())
     }
 
-    /// Makes it `len` elements. What was there stays, up to the new length; what is new has
-    /// unspecified contents. If the block cannot grow in place, the elements are copied to another
-    /// block, and both are live meanwhile. A smaller length never copies, and what it leaves is
-    /// free for others.
+    /// Resizes the buffer to `len` elements. The first elements, up to the smaller length, are
+    /// kept; the contents of new ones are unspecified. If the block cannot grow in place, the
+    /// elements are copied to another block, and both are live during the copy. Shrinking never
+    /// copies, and the rest is free.
     ///
     /// # Errors
-    /// As [`PinnedPool::alloc`] and [`PinnedBuffer::write_at`]; the buffer then is as it was.
+    /// The errors of [`PinnedPool::alloc`] and [`PinnedBuffer::write_at`]; the buffer is then
+    /// unchanged.
     pub fn resize(&mut self, len: usize) -> Result<(), DeviceError> {
         self.check()?;
         let bytes = self.pool.bytes_of::<T>(len)?;
@@ -320,11 +321,12 @@ impl<T: Pod> PinnedBuffer<T> {
         Ok(())
     }
 
-    /// Frees it, and returns idle memory to the driver at once if the high watermark is passed;
-    /// returns how many bytes that was. A drop leaves that to [`PinnedPool::maintain`].
+    /// Frees the buffer, releases idle memory if the high watermark is exceeded, and returns the
+    /// bytes released. A drop leaves that to [`PinnedPool::maintain`].
     ///
     /// # Errors
-    /// As [`PinnedPool::maintain`]; the buffer is freed all the same, but for a forked child.
+    /// The errors of [`PinnedPool::maintain`]; the buffer is freed nevertheless, except in a forked
+    /// child.
     pub fn free(self) -> Result<ByteSize, DeviceError> {
         let pool = Arc::clone(&self.pool);
         drop(self);
@@ -347,12 +349,12 @@ impl<T: Pod> PinnedBuffer<T> {
         // SAFETY: `start` is aligned for T (asserted in `start_of`; else dangling and aligned, if
         // there are no bytes). If there are, it has the provenance of the driver's whole piece, and
         // `len` elements lie in the block and the block in that piece (asserted in `start_of`),
-        // which is below `isize::MAX` bytes (`Shared::bytes_of` holds a block at 2^62). The block
+        // which is below `isize::MAX` bytes (`Shared::bytes_of` limits a block to 2^62). The block
         // is live while `self` is, and a segment with a live block is not freed, so the bytes are
         // readable and initialised (`Driver::host_alloc`; drivers are sealed to this crate). T is
-        // Pod: any bytes are a value. Nobody writes: blocks do not overlap (invariant of the
-        // index), writing takes `&mut self`, and a copy into it is complete (`check`, or a buffer
-        // that was lent to no copy yet).
+        // Pod: any bytes are a value. There is no concurrent writer: blocks do not overlap
+        // (invariant of the index), writing takes `&mut self`, and a copy into it is complete
+        // (`check`, or a buffer that was not given to a copy yet).
         unsafe { slice::from_raw_parts(self.start.as_ptr(), self.len) }
     }
 
@@ -448,7 +450,7 @@ mod fenced_tests {
         // SAFETY: the child drops a buffer and handles, reads a byte, and ends with `_exit`.
         let child = unsafe { libc::fork() };
         if child == 0 {
-            // SAFETY: sets a timer of this process, which ends it where it waits for the lock.
+            // SAFETY: sets a timer of this process, which ends it if it waits for the lock.
             unsafe { libc::alarm(20) };
             drop((buffer, pool));
             drop(held); // the last holder

@@ -1,50 +1,50 @@
-//! Faults that tests plant into an arena, to see that they are found: with the feature
-//! `simulation`, and nothing at all without it.
+//! Faults that tests inject into an arena to check that they are detected; only with the feature
+//! `simulation`.
 //!
-//! Each stands where the line is that prevents it. No setting plants one.
+//! Each takes effect at the line that prevents the fault. No configuration enables one.
 //!
-//! Invariant: without the feature `Shared::planted` is false, and known to be when it is compiled.
+//! Invariant: without the feature `Shared::planted` is false at compile time.
 
 use super::shared::Shared;
 
-/// A fault.
+/// An injected fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(not(feature = "simulation"), expect(unreachable_pub, reason = "for the feature"))]
 #[non_exhaustive]
 pub enum Planted {
-    /// A stream that takes what another freed is not made to wait.
+    /// A stream that reuses another stream's memory does not wait for it.
     NoEventWait,
-    /// What is pending is taken as if its uses were complete.
+    /// Pending memory is reused as if its uses were complete.
     CrossStreamReuse,
-    /// An event counts as complete without being asked.
+    /// An event counts as complete without a query.
     EarlyUnmap,
-    /// A stream whose last lane is gone stays known.
+    /// A stream stays known after its last lane is dropped.
     StaleOwner,
-    /// The end of a stream does not wait for calls that are made with its handle.
+    /// The end of a stream does not wait for calls that use its handle.
     StaleCall,
-    /// A use on another lane is not noted.
+    /// A use on another lane is not recorded.
     ForgottenUse,
     /// A compaction copies before the work on the block is complete.
     MoveBeforeDone,
-    /// An allocation that fails gives the space back as if nothing had been pending there.
+    /// A failed allocation frees its space as if nothing had been pending there.
     LostClaim,
-    /// A block that waits for others' work may be moved meanwhile.
+    /// A block that waits for the work of others may be moved meanwhile.
     MovesWhatArrives,
     /// An event is recorded while its stream captures a graph.
     CapturedEvent,
     /// A driver call is made with the arena's lock held.
     LockAcrossCall,
-    /// The arena falls asleep without waiting for work that leases let in.
+    /// The arena falls asleep without waiting for work under leases.
     SleepBeforeDone,
-    /// The end of a loan is not noted as a use by any stream.
+    /// The end of an export is not recorded as a use by any stream.
     ForgottenLoan,
-    /// Adopted memory is released without a wait.
+    /// Imported memory is released without a wait.
     ReleaseBeforeDone,
 }
 
 #[cfg(feature = "simulation")]
 impl Planted {
-    /// All of them.
+    /// All faults.
     #[doc(hidden)]
     pub const ALL: [Self; 14] = [
         Self::NoEventWait,
@@ -64,7 +64,7 @@ impl Planted {
     ];
 }
 
-/// What is planted in an arena.
+/// The fault injected into an arena.
 #[derive(Debug, Default)]
 pub(super) struct Plants {
     #[cfg(feature = "simulation")]
@@ -85,7 +85,7 @@ impl Plants {
 }
 
 impl Shared {
-    /// Whether this fault is planted.
+    /// Returns `true` if this fault is injected.
     #[inline]
     pub(super) fn planted(&self, fault: Planted) -> bool {
         self.plants.has(fault)
@@ -94,7 +94,7 @@ impl Shared {
 
 #[cfg(feature = "simulation")]
 impl super::arena::DeviceArena {
-    /// Plants a fault, for good; the first one stays.
+    /// Injects a fault permanently; the first one stays.
     #[doc(hidden)]
     pub fn plant(&self, fault: Planted) {
         let _ = self.shared().plants.fault.set(fault);

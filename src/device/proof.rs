@@ -1,22 +1,21 @@
-//! Proof that work is complete: events recorded, waited for and asked, and what follows from that.
+//! Proves that device work is complete: records, queries and waits for events.
 //!
-//! No call of the driver frees, unmaps or reuses memory because it is likely to be done: a use is
-//! complete when an event that was recorded after it is, as the host has seen, or comes before a
-//! stream's next work because that stream was made to wait for such an event. All driver calls are
-//! made with no lock held.
+//! No driver call frees, unmaps or reuses memory because its work is likely done. A use is complete
+//! when the host has seen an event that was recorded after it, and precedes a stream's next work if
+//! that stream was made to wait for such an event. All driver calls are made without a lock.
 //!
-//! Two kinds of use have no event: memory of which nobody said on which stream it is used
-//! ([`StreamKey::CONTEXT`]), and a stream that ended before an event could be recorded on it. Only
-//! a wait for the whole context proves those ([`Shared::complete_all`]). Events on all streams that
-//! the arena knows would prove nothing, because the work may be on another; and an event of the
-//! whole context (`cuCtxRecordEvent`) spoils captures as the wait does. The wait fails, and spoils
-//! every capture in the context, while any stream captures a graph, and an arena cannot see streams
-//! that are not its lanes. So it is made only in a call of the program, which knows when it
-//! captures: an allocation that takes the memory, a purge, trim, shrink, sleep, compaction, move or
-//! close. A decay never makes it, nor does background work ([`is_background`]: all that the worker
-//! of a `Memory` does); such memory stays pending until a call of the program has proved it.
+//! Two kinds of use have no event: memory used without naming a stream ([`StreamKey::CONTEXT`]),
+//! and a stream that ended before an event could be recorded on it. Only a wait for the whole
+//! context proves those ([`Shared::complete_all`]): events on all known streams prove nothing,
+//! because the work may be on another stream, and an event of the whole context
+//! (`cuCtxRecordEvent`) breaks captures like the wait does. While any stream captures a graph, the
+//! wait fails and invalidates every capture in the context, and an arena sees only the streams of
+//! its lanes. So it is made only in calls of the program, which knows when it captures: an
+//! allocation that takes the memory, a purge, trim, shrink, sleep, compaction, move or close. A
+//! decay never waits so, nor does background work ([`is_background`]: the worker of a `Memory`);
+//! such memory stays pending until a call of the program has proved it.
 //!
-//! Invariants: a use is booked as complete only after the host saw it; neither a decay nor
+//! Invariants: a use counts as complete only after the host has seen it; neither a decay nor
 //! background work waits for the context.
 
 use std::sync::Arc;
@@ -34,8 +33,8 @@ use crate::bytes::ByteSize;
 use crate::clock::Clock;
 use crate::sync::{is_background, wait};
 
-/// `CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED`: what the driver would answer to a wait that spoils a
-/// capture, and what is answered in its stead.
+/// `CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED`: the driver's answer to a wait that would invalidate a
+/// capture, returned here without calling it.
 const CAPTURES: u32 = 900;
 
 /// The answer to a call that is not made, because a stream captures a graph.
@@ -43,23 +42,23 @@ pub(super) fn captures(call: &'static str) -> DriverError {
     DriverError::of_cuda(call, CAPTURES, ByteSize::ZERO)
 }
 
-/// Whether it is that answer, or the driver's own of that kind.
+/// Returns `true` for that answer, or the driver's own of that kind.
 pub(super) fn is_captures(error: &DriverError) -> bool {
     error.code() == Some(i64::from(CAPTURES))
 }
 
-/// Whether a wait was refused because of a capture, or because there may be one.
+/// Returns `true` if a wait was refused because of a capture, or because there may be one.
 pub(super) fn is_unwaited(error: &DriverError) -> bool {
     is_captures(error) || matches!(error, DriverError::Background { .. })
 }
 
 impl Shared {
-    /// Sees to it that the next work of a stream, or of whoever comes next where none is named,
-    /// comes after these uses. With a stream, the device waits; without, this thread. While a
-    /// stream captures a graph nothing is waited for that would spoil it.
+    /// Orders the next work of a stream, or of the next user if none is given, after these uses.
+    /// With a stream the device waits; without one this thread does. While a stream captures a
+    /// graph no wait that would invalidate it is made.
     ///
     /// # Errors
-    /// As the driver; [`CAPTURES`] for a capture. Nothing is reused then.
+    /// The driver's; [`CAPTURES`] for a capture. Nothing is reused then.
     pub(super) fn come_after(
         &self,
         taker: Option<StreamKey>,
@@ -73,8 +72,8 @@ impl Shared {
         Ok(())
     }
 
-    /// The event to wait for so that `taker` comes after a use, and its epoch; `None` where it does
-    /// now.
+    /// Returns the event to wait for so that `taker` comes after a use, and its epoch; `None` if it
+    /// already does.
     fn event_after(
         &self,
         of: Use,
@@ -124,10 +123,10 @@ impl Shared {
         Ok(())
     }
 
-    /// Lets the end of what a stream was given until now be waited for by others, without waiting.
+    /// Records the end of a stream's work until now, so that others can wait for it. Does not wait.
     ///
     /// # Errors
-    /// As the driver; [`CAPTURES`] while the stream captures a graph.
+    /// The driver's; [`CAPTURES`] while the stream captures a graph.
     pub(super) fn mark_end(&self, stream: StreamKey) -> Result<(), DriverError> {
         let closed = self.books().streams.close(stream);
         let recorded = closed.and_then(|epoch| self.record(stream, epoch));
@@ -149,7 +148,7 @@ impl Shared {
     }
 
     /// Makes a call with the handle of a stream of which this thread need not have a lane. The call
-    /// waits for nothing. `None` where the stream has ended.
+    /// does not wait. `None` if the stream has ended.
     fn on_stream<T>(
         &self,
         stream: StreamKey,
@@ -163,12 +162,12 @@ impl Shared {
         Some(answer)
     }
 
-    /// Whether a stream captures a graph.
+    /// Returns `true` if a stream captures a graph.
     pub(super) fn is_any_capturing(&self) -> Result<bool, DriverError> {
         let alive = self.books().streams.alive();
         for stream in alive {
             let asked = self.on_stream(stream, |handle| {
-                self.driver.is_capturing(handle, Key::new()) // of one that ended nobody asks
+                self.driver.is_capturing(handle, Key::new()) // not for an ended one
             });
             if asked.transpose()? == Some(true) {
                 return Ok(true);
@@ -177,10 +176,10 @@ impl Shared {
         Ok(false)
     }
 
-    /// Records an event of a closed epoch; `None` where the stream has ended. Not while the stream
-    /// captures a graph: the event would be a part of that, never be complete, and to ask it would
-    /// spoil the capture. Another thread may begin one at any time, so it is asked again after the
-    /// record, and an event that may have been captured counts for nothing.
+    /// Records an event of a closed epoch; `None` if the stream has ended. Not while the stream
+    /// captures a graph: the event would become part of that, never complete, and querying it would
+    /// invalidate the capture. Another thread may begin one at any time, so this is checked again
+    /// after the record, and an event that may have been captured is ignored.
     fn record(&self, stream: StreamKey, epoch: u64) -> Option<Result<Arc<Event>, DriverError>> {
         let event = match self.event_to_record() {
             Ok(event) => event,
@@ -208,13 +207,13 @@ impl Shared {
         Some(recorded?.map(|()| event))
     }
 
-    /// Looks which freed memory is done with, and books it: records events where none is yet, and
-    /// asks those that are. Where that cannot prove everything it waits for the whole device if it
-    /// may, unless a lane's stream captures a graph. Otherwise the rest stays pending, as it does
-    /// in background work.
+    /// Checks which freed memory is no longer used, and records it: records missing events, and
+    /// queries recorded ones. If that cannot prove everything it waits for the whole device if it
+    /// may, unless a lane's stream captures a graph. Otherwise the rest stays pending, as in
+    /// background work.
     ///
     /// # Errors
-    /// As the driver.
+    /// The driver's.
     pub(super) fn look_for_ends(&self, may_wait: bool) -> Result<(), DriverError> {
         if !self.capabilities.asynchronous || !self.books().is_awaiting() {
             return Ok(());
@@ -234,11 +233,11 @@ impl Shared {
         failed.filter(|error| !is_captures(error)).map_or(Ok(()), Err)
     }
 
-    /// Asks the events that are recorded, and books what is complete. Of a stream that has done
-    /// nothing or all, one or two of them; else as many as halving takes.
+    /// Queries the recorded events, and records completed ones. One or two queries for a stream
+    /// that has completed nothing or everything; else a binary search.
     ///
     /// # Errors
-    /// As the driver.
+    /// The driver's.
     pub(super) fn ask_events(&self) -> Result<(), DriverError> {
         let streams = self.books().streams.with_events();
         for stream in streams {
@@ -254,9 +253,10 @@ impl Shared {
         Ok(())
     }
 
-    /// How many of a stream's events are complete, which come in order: the last of so many is.
+    /// Returns the number of a stream's complete events. Events complete in order, so the last
+    /// complete one counts them.
     fn count_complete(&self, events: &[(u64, Arc<Event>)]) -> Result<usize, DriverError> {
-        // Known to be complete; may be; asked next: the first, the last, then the middle.
+        // Known to be complete; may be; queried next: the first, the last, then the middle.
         let (mut done, mut most, mut next) = (0, events.len(), 0);
         while done < most {
             debug_assert!((done..most).contains(&next), "{next} in {done}..{most}");
@@ -276,10 +276,10 @@ impl Shared {
         Ok(self.planted(Planted::EarlyUnmap) || self.driver.event_query(event.0, Key::new())?)
     }
 
-    /// An event to record: one that nobody waits for any more, else a new one. Where many are
-    /// recorded those are asked first, so that there are at most about twice as many as epochs are
-    /// under way, whether or not anybody looks for idle memory. What that fails at, the next look
-    /// is told.
+    /// Returns an event to record: one that no thread waits for any more, else a new one. If many
+    /// are recorded those are queried first, so that there are at most about twice as many as
+    /// epochs in progress, even if no thread checks for idle memory. The next check reports its
+    /// failure.
     fn event_to_record(&self) -> Result<Arc<Event>, DriverError> {
         if let Some(event) = self.books().streams.spare() {
             return Ok(event);
@@ -297,13 +297,12 @@ impl Shared {
         Ok(Arc::new(Event(event)))
     }
 
-    /// Waits until every use on record is complete: of what was freed, of what the streams of lanes
-    /// were given, and of what leases were held for. Where nobody said on which stream that was, or
-    /// blocks are given out by address, or memory of others is adopted, it waits for the whole
-    /// device. No lease is held, and none is given meanwhile.
+    /// Waits until every recorded use is complete: of freed memory, of the streams of lanes, and of
+    /// leases. If a stream is unknown, raw blocks exist, or memory is imported, it waits for the
+    /// whole device. No lease is held, and none is granted meanwhile.
     ///
     /// # Errors
-    /// `Capturing`; as the driver.
+    /// `Capturing`; the driver's.
     pub(super) fn complete_used(&self) -> Result<(), DeviceError> {
         if !self.capabilities.asynchronous {
             return Ok(());
@@ -334,7 +333,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Whether an event can be recorded on a stream: on one that has not ended.
+    /// Returns `true` if an event can be recorded on a stream: on one that has not ended.
     fn is_markable(&self, stream: StreamKey) -> bool {
         self.books().streams.handle(stream).is_some()
     }
@@ -354,13 +353,13 @@ impl Shared {
         }
     }
 
-    /// Waits until the device has done all that it was given, and books it. Nothing, on a driver
-    /// whose work is complete when its call returns.
+    /// Waits until the device has completed all its work, and records it. Does nothing on a driver
+    /// with synchronous work.
     ///
     /// # Errors
-    /// As the driver: the device may work on. [`CAPTURES`] while the stream of a lane captures a
-    /// graph, which that would spoil. `Background` in background work, before any call: see the
-    /// head of this file.
+    /// The driver's: the device may still work. [`CAPTURES`] while the stream of a lane captures a
+    /// graph, which the wait would invalidate. `Background` in background work, before any call:
+    /// see the head of this file.
     pub(super) fn complete_all(&self) -> Result<(), DriverError> {
         if !self.capabilities.asynchronous {
             return Ok(());
@@ -384,7 +383,8 @@ impl Shared {
 }
 
 impl Books {
-    /// What a block that these streams used, or nobody said which, waits for when it is freed.
+    /// Returns the uses to wait for when a block used by these streams, or by unknown ones, is
+    /// freed.
     pub(super) fn uses(&mut self, streams: &[StreamKey]) -> Uses {
         if !self.asynchronous {
             return Uses::NONE;
@@ -395,7 +395,7 @@ impl Books {
         Uses::of(streams.iter().map(|&stream| self.streams.use_now(stream)))
     }
 
-    /// Whether something waits for the end of work.
+    /// Returns `true` if something waits for the end of work.
     fn is_awaiting(&self) -> bool {
         self.pending() > 0 || self.outstanding.imported.is_waiting()
     }
@@ -405,7 +405,7 @@ impl Books {
         self.total(|region| region.pending.bytes())
     }
 
-    /// Books that a stream is done with all uses up to an epoch.
+    /// Records that a stream has completed all uses up to an epoch.
     pub(super) fn settle(&mut self, stream: StreamKey, epoch: u64, clock: &dyn Clock) {
         self.streams.complete(stream, epoch);
         for region in Region::ALL {

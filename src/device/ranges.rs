@@ -1,14 +1,15 @@
-//! The addresses of a region in two ranges: large blocks from its low end, small ones in a range of
-//! their own at its high end.
+//! The addresses of a region in two ranges: large blocks from the low end, small blocks in a
+//! separate range at the high end.
 //!
-//! A small block that stays would pin a granule among large ones; here small blocks share granules
-//! with small blocks. The small range is a ninth of the addresses, which cost nothing; where it is
-//! full, or memory is short, a small block is placed among the large. Between the ranges stands a
-//! wall, a granule that is nobody's, so that no free span crosses the border.
+//! A small block that stays would pin a granule among large blocks; so small blocks share granules
+//! with small blocks. The small range is a ninth of the addresses, which cost nothing. If it is
+//! full, or memory is short, a small block is placed among the large ones. Between the ranges is a
+//! wall, a granule without an owner, so that no free span crosses the border.
 //!
-//! It joins two indexes under one set of names and decides nothing about memory.
+//! It joins two indexes under one set of block ids and makes no decision about memory.
 //!
-//! Invariants: large range, wall and small range tile `[0, span)`; a name is of one range for ever.
+//! Invariants: large range, wall and small range tile `[0, span)`; an id always refers to one
+//! range.
 
 use super::index::{BlockId, BlockIndex, End, ExchangeError, Request, Span, StaleBlock};
 
@@ -44,12 +45,12 @@ impl BlockName {
 pub(super) struct Ranges {
     low: BlockIndex,
     high: BlockIndex,
-    /// Where the high range begins.
+    /// The start of the high range.
     high_at: u64,
 }
 
-/// How many bytes of addresses a region needs so that its large range has `large` of them: a
-/// multiple of the granule, which `large` is one of.
+/// Returns the bytes of addresses that a region needs so that its large range has `large` of them:
+/// a multiple of the granule, as `large` is.
 pub(super) fn span_for(large: u64, granule: u64) -> u64 {
     if large / granule < APART_FROM {
         return large;
@@ -73,14 +74,14 @@ impl Ranges {
         self.low.span()
     }
 
-    /// The wall between the ranges, where there are two.
+    /// Returns the wall between the ranges, if there are two.
     pub(super) const fn wall(&self) -> Option<Span> {
         let span = Span { offset: self.low.span(), size: self.high_at - self.low.span() };
         if span.size > 0 { Some(span) } else { None }
     }
 
-    /// As [`BlockIndex::take`], in the range at the request's end; where a small block finds no
-    /// address there, among the large.
+    /// Like [`BlockIndex::take`], in the range at the request's end; a small block that finds no
+    /// address there is placed among the large.
     pub(super) fn take(
         &mut self,
         request: Request,
@@ -226,7 +227,7 @@ impl Ranges {
     }
 
     /// # Panics
-    /// Where an invariant is broken.
+    /// If an invariant is violated.
     pub(super) fn validate(&self) {
         self.low.validate();
         self.high.validate();

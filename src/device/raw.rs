@@ -1,12 +1,12 @@
-//! Blocks that are had and freed by their address, for code that keeps addresses and not buffers.
+//! Raw blocks: allocated and freed by address, for code that keeps addresses and not buffers.
 //!
-//! What ONNX Runtime's allocator callbacks and C code need: an address out, an address back. The
-//! owner answers for all use of it; nothing here reads or writes memory. Such a block is freed by
-//! [`DeviceArena::free`] or [`DeviceArena::reset`], or with the arena, and never by itself. Where
-//! the device may still work on it then, the arena's memory is left behind.
+//! ONNX Runtime's allocator callbacks and C code need an address from an allocation, and free by
+//! address. The owner is responsible for every use of it; nothing here reads or writes the memory.
+//! A raw block is freed by [`DeviceArena::free`] or [`DeviceArena::reset`], or with the arena. If
+//! the device may still use it then, the arena's memory is leaked.
 //!
-//! Invariant: an address is known from the call that returned it until it is freed, and only the
-//! beginning of a block that was had here is known.
+//! Invariant: an address is known from the call that returned it until it is freed; only the starts
+//! of raw blocks are known.
 
 use std::fmt;
 
@@ -22,19 +22,19 @@ use super::shared::Shared;
 use crate::bytes::ByteSize;
 use crate::clock::Clock;
 
-/// A block that was had by address, from [`DeviceArena::alloc_raw`].
+/// A raw block from [`DeviceArena::alloc_raw`].
 ///
-/// A note of where it is and how large, not its owner: dropping this frees nothing.
+/// It describes the block and does not own it: dropping this frees nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RawBlock {
-    /// Where it begins.
+    /// The first address.
     pub at: DeviceAddress,
-    /// What was asked for.
+    /// The requested size.
     pub requested: ByteSize,
-    /// What was given: rounded up to 256 bytes.
+    /// The size after rounding up to 256 bytes.
     pub size: ByteSize,
-    /// The region that it is in.
+    /// The region.
     pub region: Region,
 }
 
@@ -57,13 +57,12 @@ impl fmt::Display for RawBlock {
 }
 
 impl DeviceArena {
-    /// A block at a multiple of `align` bytes (1 for any), by its address. Its contents are
+    /// Allocates a raw block at a multiple of `align` bytes (1 for any). Its contents are
     /// unspecified.
     ///
-    /// For code that keeps addresses: a kernel, a library in C. Nothing here reads or writes what
-    /// is there; who wants slices wants [`DeviceArena::alloc`]. It is live until
-    /// [`DeviceArena::free`] or [`DeviceArena::reset`]. O(log n) in the blocks that are had by
-    /// address.
+    /// For code that keeps addresses: a kernel, a C library. Use [`DeviceArena::alloc`] for slices.
+    /// The block is live until [`DeviceArena::free`] or [`DeviceArena::reset`]. O(log n) in the
+    /// number of raw blocks.
     ///
     /// ```
     /// # use std::sync::Arc;
@@ -81,8 +80,8 @@ impl DeviceArena {
     /// ```
     ///
     /// # Errors
-    /// [`DeviceError::ZeroSize`]; [`DeviceError::Alignment`] for one that is no power of two, or
-    /// beyond the granule; else as [`DeviceArena::alloc`].
+    /// [`DeviceError::ZeroSize`]; [`DeviceError::Alignment`] if `align` is not a power of two, or
+    /// exceeds the granule; otherwise the errors of [`DeviceArena::alloc`].
     pub fn alloc_raw(
         &self,
         size: ByteSize,
@@ -103,7 +102,7 @@ impl DeviceArena {
             return Err(DeviceError::TooLarge { len, element: ByteSize::new(1), largest });
         }
         let placed = shared.obtain(region, wanted.by(Origin::RAW))?;
-        // It may have been moved since it was had; from here on it stays.
+        // It may have been moved since its allocation; from here on it stays.
         let mut books = shared.wait_until_still(shared.books(), region, placed.id);
         let kept = (region, books.region(region).refreshed(placed));
         let before = books.raw.insert(kept.1.at, kept);
@@ -112,12 +111,12 @@ impl DeviceArena {
         Ok(RawBlock::of(&kept))
     }
 
-    /// Frees a block that was had by address; returns what it was. No driver call.
+    /// Frees a raw block and returns its description. Makes no driver call.
     ///
     /// # Errors
-    /// [`DeviceError::NotLive`] for one that was freed before, or is a buffer's;
+    /// [`DeviceError::NotLive`] if it was freed before, or belongs to a buffer;
     /// [`DeviceError::InteriorAddress`], [`DeviceError::ForeignAddress`], [`DeviceError::Forked`].
-    /// The arena is as before after each.
+    /// The arena is unchanged after each.
     pub fn free(&self, at: DeviceAddress) -> Result<RawBlock, DeviceError> {
         let shared = self.shared();
         shared.check_here()?;
@@ -131,10 +130,10 @@ impl DeviceArena {
         Ok(RawBlock::of(&kept))
     }
 
-    /// The block that was had by this address. O(log n) in such blocks.
+    /// Returns the raw block at this address. O(log n) in the number of raw blocks.
     ///
     /// # Errors
-    /// As [`DeviceArena::free`].
+    /// The errors of [`DeviceArena::free`].
     pub fn raw_block(&self, at: DeviceAddress) -> Result<RawBlock, DeviceError> {
         self.shared().check_here()?;
         let books = self.shared().books();
@@ -144,7 +143,7 @@ impl DeviceArena {
 }
 
 impl Books {
-    /// Frees every block that was had by address; returns their bytes.
+    /// Frees every raw block; returns their bytes.
     pub(super) fn reset(&mut self, clock: &dyn Clock) -> ByteSize {
         self.tell(clock, |numbers| {
             numbers.forget_raw();
@@ -161,7 +160,7 @@ impl Books {
 }
 
 impl Shared {
-    /// Why an address is not known. Walks the blocks of a region.
+    /// Returns the reason an address is not known. Walks the blocks of a region.
     fn unknown(&self, books: &Books, at: DeviceAddress) -> DeviceError {
         for region in Region::ALL {
             let books = books.region(region);

@@ -1,15 +1,14 @@
-//! Gives idle memory back: what has been idle for its time (decay), all of it (purge), down to a
-//! size (trim).
+//! Releases idle memory: after its idle time (decay), all of it (purge), or down to a size (trim).
 //!
-//! It decides how much and in what order, never when: a control thread, or whoever wants to, asks.
-//! It needs no stream and no lease, because only granules that no block touches leave.
+//! It decides how much and in which order, never when; a control thread or the program calls it. It
+//! needs neither a stream nor a lease, because only granules that no block touches leave.
 //!
-//! The law of decommit: a granule leaves only when every use of it is complete. On a driver whose
-//! work completes at once a freed block has no uses left; elsewhere freed memory is pending, and so
+//! The rule of decommit: a granule leaves only when every use of it is complete. On a driver with
+//! synchronous work a freed block has no uses left; on others freed memory is pending, and so
 //! active, until its uses are known to be complete (`proof`).
 //!
-//! Invariants: a decay takes nothing that was in use within the decay time; after it, in as many
-//! calls as the bound on each asks for, nothing has been idle for longer.
+//! Invariants: a decay releases no memory that was in use within the decay time; after it, with as
+//! many calls as the bound per call requires, no memory has been idle for longer.
 
 use std::time::Duration;
 
@@ -29,53 +28,51 @@ use crate::sync::{MutexGuard, lock};
 /// Driver calls that one look at idle memory makes at most. A guess, to be measured per driver.
 pub(super) const CALLS_MAX: usize = 32;
 
-/// How soon freed memory that a stream may still work on is looked at again. A guess.
+/// The delay until freed memory that a stream may still use is checked again. A guess.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);
 
-/// What a call to [`DeviceArena::decay`] did.
+/// The result of [`DeviceArena::decay`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DecayReport {
-    /// Bytes given back to the driver.
+    /// Bytes released to the driver.
     pub released: ByteSize,
-    /// When to call again: `now` where there is more to do, [`Moment::NEVER`] where nothing is
-    /// idle or idle memory stays for ever.
+    /// The time of the next call: `now` if there is more to release, [`Moment::NEVER`] if nothing
+    /// is idle or idle memory never decays.
     pub next: Moment,
 }
 
-/// What giving back came to.
+/// The result of a release.
 #[derive(Debug)]
 pub(super) struct GivenBack {
-    /// Granules given back.
+    /// Granules released.
     pub(super) granules: u64,
-    /// The driver's error, where a call failed; the granules of that call and of later ones stay.
+    /// The driver's error, if a call failed; the granules of that call and of later ones stay.
     pub(super) error: Option<DriverError>,
-    /// The call that failed, if any, was a trim: what was to leave has left the arena.
+    /// `true` if the call that failed was a trim: the memory has left the arena.
     pub(super) is_of_trim: bool,
-    /// Whether the lock was given up meanwhile: what was counted before may be otherwise.
+    /// `true` if the lock was released meanwhile: earlier counts may have changed.
     pub(super) unlocked: bool,
 }
 
 impl DeviceArena {
-    /// Gives back what has been idle for the decay time at `now`: all of it, and nothing that was
-    /// in use since. While memory is used, what was idle for long enough waits for up to a
-    /// sixteenth of the decay time more, so that it leaves in few calls.
+    /// Releases the memory that has been idle for the decay time at `now`. While the arena is in
+    /// use, expired memory may stay for up to a sixteenth of the decay time longer, so that it
+    /// leaves in few calls.
     ///
-    /// At most 32 decommits; where that is not enough, `next` is `now`. Never waits for a call of
-    /// another thread, nor for a stream, nor for the device: memory that a stream may still work on
-    /// stays, and `next` is soon. So it can be called at any time, also while any stream of the
-    /// context captures a graph, which it does not spoil.
+    /// Makes at most 32 decommits; if that is not enough, `next` is `now`. Never waits for another
+    /// thread's call, a stream or the device: memory that a stream may still use stays, and `next`
+    /// is soon. So it can be called at any time, even while a stream of the context captures a
+    /// graph.
     ///
-    /// On a driver with streams, memory that was freed without a lane (buffers of
-    /// [`DeviceArena::alloc`], lent buffers, adopted memory) stays pending until a call of the
-    /// program has waited for the device: an allocation that takes it, [`DeviceArena::purge`],
-    /// [`DeviceArena::trim`], [`DeviceArena::shrink`], [`DeviceArena::sleep`],
-    /// [`DeviceArena::compact`] or [`DeviceArena::close`]. Release functions of adopted memory
-    /// whose work is known to be complete are called.
-    /// Holds the lock while it looks at every idle granule.
+    /// On a driver with streams, memory freed without a lane (buffers of [`DeviceArena::alloc`],
+    /// exported buffers, imported memory) stays pending until a call of the program has waited for
+    /// the device: an allocation that takes it, [`DeviceArena::purge`], [`DeviceArena::trim`],
+    /// [`DeviceArena::shrink`], [`DeviceArena::sleep`], [`DeviceArena::compact`] or
+    /// [`DeviceArena::close`]. Calls the release functions of imported memory whose work is known
+    /// to be complete. Holds the lock while it checks every idle granule.
     ///
     /// # Errors
-    /// [`DeviceError::Driver`], after what was given back before is booked;
-    /// [`DeviceError::Forked`].
+    /// [`DeviceError::Driver`], with earlier releases accounted for; [`DeviceError::Forked`].
     pub fn decay(&self, now: Moment) -> Result<DecayReport, DeviceError> {
         let shared = self.shared();
         shared.check_here()?;
@@ -107,10 +104,9 @@ impl DeviceArena {
         }
     }
 
-    /// When [`DeviceArena::decay`] should next be called, which may be over; [`Moment::NEVER`]
-    /// where nothing is idle now, or idle memory stays for ever. Nothing tells when that changes:
-    /// look again.
-    /// Takes the lock for a few additions.
+    /// Returns the time for the next [`DeviceArena::decay`], which may have passed;
+    /// [`Moment::NEVER`] if nothing is idle, or idle memory never decays. No notification follows
+    /// when that changes: check again. Takes the lock for a few additions.
     #[must_use]
     pub fn next_decay(&self) -> Moment {
         let shared = self.shared();
@@ -120,7 +116,7 @@ impl DeviceArena {
         shared.next_look(&shared.books())
     }
 
-    /// Sets how long idle memory may stay; what is idle now counts as having gone idle now.
+    /// Sets the time that idle memory stays; memory that is idle now counts as idle since now.
     pub fn set_decay(&self, time: DecayTime) {
         let shared = self.shared();
         if shared.check_here().is_ok() {
@@ -137,31 +133,30 @@ impl DeviceArena {
         }
     }
 
-    /// Gives all idle memory back now; returns how many bytes that was. Makes as many driver calls
-    /// as that takes, none with the lock held.
+    /// Releases all idle memory now and returns its bytes. Makes as many driver calls as needed,
+    /// none with the lock held.
     ///
-    /// On a driver with streams what a lane freed is idle only once a look (a decay, a purge, a
-    /// trim) has seen that its work is complete. The first look after the free may be what asks
-    /// the device, so that a later one gives the memory back, even where the program has waited for
+    /// On a driver with streams, memory freed on a lane becomes idle when a check (a decay, a
+    /// purge, a trim) has seen that its work is complete. The first check after the free may only
+    /// queue the query, so that a later one releases the memory, even if the program has waited for
     /// the stream itself. [`DeviceArena::close`] waits.
     ///
-    /// If memory was freed without a lane it waits for all work of the context. That fails with
-    /// code 900, and spoils the capture, while a stream of the context captures a graph; the arena
-    /// sees captures of its lanes, and does not wait then. On the worker of a `Memory` it never
-    /// waits: such memory stays pending there.
+    /// If memory was freed without a lane, it waits for all work of the context. That fails with
+    /// code 900, and invalidates the capture, while a stream of the context captures a graph. The
+    /// arena sees captures of its lanes, and does not wait then. On the worker of a `Memory` it
+    /// never waits, and such memory stays pending.
     ///
     /// # Errors
-    /// [`DeviceError::Driver`], after what was given back before is booked;
-    /// [`DeviceError::Forked`].
+    /// [`DeviceError::Driver`], with earlier releases accounted for; [`DeviceError::Forked`].
     pub fn purge(&self) -> Result<ByteSize, DeviceError> {
         self.trim(ByteSize::ZERO)
     }
 
-    /// Gives all idle memory back and lets growth start anew, as ONNX Runtime's `Shrink`; returns
-    /// how many bytes that was. Here one live block keeps its granules, and not a whole region.
+    /// Releases all idle memory, resets growth to its first step, like ONNX Runtime's `Shrink`, and
+    /// returns the bytes released. One live block keeps only its granules, not a whole region.
     ///
     /// # Errors
-    /// As [`DeviceArena::purge`].
+    /// The errors of [`DeviceArena::purge`].
     pub fn shrink(&self) -> Result<ByteSize, DeviceError> {
         let told = |outcome| Some(Operation::Shrink { outcome });
         self.down_to(ByteSize::ZERO, told, |books, bytes| {
@@ -171,12 +166,11 @@ impl DeviceArena {
         })
     }
 
-    /// Gives idle memory back until at most `keep` bytes are committed, or nothing is idle;
-    /// returns how many bytes that was.
+    /// Releases idle memory until at most `keep` bytes are committed, or nothing is idle, and
+    /// returns the bytes released.
     ///
     /// # Errors
-    /// [`DeviceError::Driver`], after what was given back before is booked;
-    /// [`DeviceError::Forked`].
+    /// [`DeviceError::Driver`], with earlier releases accounted for; [`DeviceError::Forked`].
     pub fn trim(&self, keep: ByteSize) -> Result<ByteSize, DeviceError> {
         self.down_to(keep, |outcome| Some(Operation::Trim { keep, outcome }), note_trim)
     }
@@ -203,8 +197,8 @@ impl DeviceArena {
         let granules = books.granules_for(excess.min(books.idle()));
         let mut released = 0;
         let mut error = None;
-        // Each turn gives at least one granule back: at most `granules` turns. One more, where what
-        // the driver keeps is to be trimmed.
+        // Each turn releases at least one granule: at most `granules` turns. One more, if memory
+        // kept by the driver is to be trimmed.
         let mut untrimmed = books.untrimmed;
         while (released < granules || std::mem::take(&mut untrimmed)) && error.is_none() {
             let given;
@@ -212,7 +206,7 @@ impl DeviceArena {
             (books, given) = shared.give_back(books, left, None);
             untrimmed = false;
             if given.granules == 0 && given.error.is_none() {
-                break; // another thread took what was idle
+                break; // another thread took the idle memory
             }
             released += given.granules;
             error = given.error;
@@ -226,7 +220,7 @@ impl DeviceArena {
         shared.debug_validate();
         let released = ByteSize::new(bytes);
         if !released.is_zero() {
-            log!(debug, arena = self.name(), %keep, %released, "idle memory was given back");
+            log!(debug, arena = self.name(), %keep, %released, "idle memory released");
         }
         error.map_or(Ok(released), |error| Err(error.into()))
     }
@@ -238,14 +232,14 @@ fn note_trim(books: &mut Books, bytes: u64) {
 }
 
 impl Shared {
-    /// When idle memory, what the fronts keep, what is pending, or the host memory of an arena that
-    /// sleeps for nothing is to be looked at.
+    /// Returns the time of the next check of idle memory, caches, pending memory, or the host
+    /// memory of a sleeping arena without blocks.
     fn next_look(&self, books: &Books) -> Moment {
         let due =
             if self.fronts_hold() { books.due().min(books.aging.front_due()) } else { books.due() };
-        // Counted from the last look, not from now: whoever asks when would never see it come.
+        // Counted from the last check, not from now: otherwise the time would move with each call.
         let again = books.aging.looked_at() + LOOK_AGAIN;
-        // What no event proves waits for a call of the program, which looks by itself.
+        // Uses that no event proves wait for a call of the program, which checks by itself.
         let is_pending = books.pending() > 0 && books.streams.is_provable();
         if books.sleeps_for_nothing() {
             Moment::ORIGIN
@@ -256,9 +250,9 @@ impl Shared {
         }
     }
 
-    /// Gives back up to `granules` idle granules, in at most [`CALLS_MAX`] calls, with the lock
-    /// given up around them; only those whose time is over, where ages are given. A segment that
-    /// came whole goes whole, and where any did, the driver is told to keep nothing of them.
+    /// Releases up to `granules` idle granules, in at most [`CALLS_MAX`] calls, with the lock
+    /// released around them; with ages, only expired ones. A segment leaves whole, and then the
+    /// driver must keep none of them.
     pub(super) fn give_back<'a>(
         &'a self,
         mut books: MutexGuard<'a, Books>,

@@ -1,12 +1,12 @@
-//! Why an allocation is refused, and the numbers that its caller is told.
+//! The reason an allocation failed, with the figures for its caller.
 //!
-//! The figures are those of the moment at which it was refused, under one hold of the lock. What a
-//! compaction would gain is planned afterwards, on a copy, and only for an error that a caller
-//! gets. It decides nothing: `commit` refuses.
+//! The figures are of the moment of the failure, under one hold of the lock. The gain of a
+//! compaction is planned afterwards, on a copy, and only for an error that a caller gets. `commit`
+//! makes the decision.
 //!
-//! Invariant: where the limit was in the way, `active + the granules the block needs > limit` by
-//! the error's own figures. Where no free span has an address at a granule's start for the block, a
-//! neighbour that waits for its memory may cost one granule more; that is tried again 16 times.
+//! Invariant: if the limit was the bound, `active + the granules the block needs > limit` by the
+//! error's own figures. If no free span can hold the block at a granule's start, a neighbour whose
+//! memory is being committed may cost one granule more; that is retried 16 times.
 
 use super::books::Books;
 use super::compact::plan::{self, Target};
@@ -20,15 +20,15 @@ use super::shared::Shared;
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
 
-/// How many blocks and free spans of each range of each region are planned for: a plan then takes
+/// The number of blocks and free spans planned for in each range of each region: a plan then takes
 /// about 4 ms (`benches/time`).
 const PARTS_MAX: usize = 256;
 
-/// From one plan to the next it is so many times what the last one took: refusals come in crowds,
-/// and all of their plans together take no more than a 32nd of a core.
+/// The time between plans, as a multiple of the last plan's duration: errors come in bursts, and
+/// all of their plans together take no more than a 32nd of a core.
 const PLANS_APART: u32 = 31;
 
-/// What the last plan for a refusal found.
+/// The result of the last plan for an error.
 #[derive(Debug, Default)]
 pub(super) struct Outlook {
     /// When the next may be made; never, while one is.
@@ -36,7 +36,7 @@ pub(super) struct Outlook {
     recoverable: u64,
 }
 
-/// Why an allocation failed, as the failures are counted.
+/// The reason an allocation failed, as the failures are counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Cause {
     /// So many bytes of granules would have to fall idle.
@@ -58,7 +58,7 @@ pub(super) struct Refusal {
 }
 
 impl Refusal {
-    /// A refusal for want of memory. Its figures come with [`Refusal::told`].
+    /// Creates a refusal for lack of memory. [`Refusal::told`] adds its figures.
     pub(super) const fn of(cause: Cause, requested: u64) -> Self {
         const NONE: ByteSize = ByteSize::ZERO;
         let error = DeviceError::OutOfMemory {
@@ -75,8 +75,8 @@ impl Refusal {
         Self { cause, error }
     }
 
-    /// With the figures of now: the block that found no memory has no place any more, and so takes
-    /// nothing of what is free.
+    /// Adds the current figures: the block that found no memory has no place any more, and so takes
+    /// no free space.
     pub(super) fn told(self, books: &Books) -> Self {
         match self.error {
             DeviceError::OutOfMemory { requested, .. } => {
@@ -87,12 +87,12 @@ impl Refusal {
         }
     }
 
-    /// Whether memory or addresses were short, in an arena that is awake.
+    /// Returns `true` if memory or addresses were short, in an arena that is awake.
     pub(super) const fn is_shortage(&self) -> bool {
         !matches!(self.cause, Cause::Uncounted) && self.error.is_out_of_memory()
     }
 
-    /// Whether by its own figures there is room under the limit.
+    /// Returns `true` if by its own figures there is room under the limit.
     pub(super) fn is_contradicted(&self, granule: ByteSize) -> bool {
         let DeviceError::OutOfMemory { requested, active, limit, bound: Bound::Limit, .. } =
             self.error
@@ -103,7 +103,7 @@ impl Refusal {
         self.is_shortage() && active.saturating_add(needed) <= limit
     }
 
-    /// Whether there was something to wait for that a capture forbids, or may forbid.
+    /// Returns `true` if there was something to wait for that a capture forbids, or may forbid.
     pub(super) fn is_by_capture(&self) -> bool {
         matches!(&self.error, DeviceError::Driver(error) if is_unwaited(error))
     }
@@ -115,7 +115,7 @@ impl Refusal {
 }
 
 impl Books {
-    /// What an allocation that finds no memory is told.
+    /// Creates the error of an allocation that finds no memory.
     fn out_of_memory(&self, requested: ByteSize, bound: Bound) -> DeviceError {
         let regions = Region::ALL.map(|region| self.region(region));
         let largest_free = regions.into_iter().map(RegionBooks::largest_free).max();
@@ -134,7 +134,7 @@ impl Books {
 }
 
 impl Shared {
-    /// Counts a refusal, and says what its caller is told.
+    /// Counts a refusal, and returns its error.
     pub(super) fn note_refusal(
         &self,
         region: Region,
@@ -146,7 +146,7 @@ impl Shared {
             return DeviceError::Forked; // a callback forked, and this is the child
         }
         if matches!(cause, Cause::Uncounted) {
-            log!(debug, arena = self.name, %error, "an allocation was refused");
+            log!(debug, arena = self.name, %error, "allocation failed");
             return error;
         }
         match &mut error {
@@ -179,11 +179,11 @@ impl Shared {
             *count += 1;
         }
         drop(books);
-        log!(debug, arena = self.name, %error, "an allocation was refused");
+        log!(debug, arena = self.name, %error, "allocation failed");
         error
     }
 
-    /// Makes a plan, with no lock held, where the last one was long enough ago.
+    /// Makes a plan, with no lock held, if the last one was long enough ago.
     fn plan(&self, plan: impl FnOnce(&mut Outlook)) {
         let from = self.clock.now();
         let mut books = self.books();
@@ -209,7 +209,7 @@ impl Shared {
                 let of = books.region(region);
                 let used = of.live() + of.pending.bytes();
                 let holes = of.segment.active().saturating_sub(used);
-                // Nothing moves to where the device may still work.
+                // Nothing moves to memory that the device may still use.
                 if holes < granule || of.pending.bytes() > 0 {
                     continue;
                 }

@@ -1,11 +1,10 @@
 //! One region of an arena: the part for one kind of lifetime, with its own addresses.
 //!
-//! It joins the block index (which offsets are free) with the ground (which of them have memory)
-//! and calls neither driver nor clock. A block is arriving from when it is placed until the memory
-//! behind it is there; only then is it live.
+//! It joins the block index (free offsets) with the ground (memory) and calls neither driver nor
+//! clock. A block is arriving from its placement until its memory is there; only then is it live.
 //!
-//! Invariants: `requested + fronts' <= live`; `live + arriving + held = index.live`, where what is
-//! held has no memory; `live <= active`.
+//! Invariants: `requested + cached <= live`; `live + arriving + held = index.live`, with no memory
+//! behind held ranges; `live <= active`.
 
 use super::compact::pins::Pins;
 use super::driver::DeviceAddress;
@@ -21,7 +20,7 @@ use crate::bytes::ByteSize;
 
 /// The part of an arena for one kind of lifetime. Neither has a fixed share of the memory.
 ///
-/// Blocks that stay, among those that come and go, would pin granules that could be given back.
+/// Long-lived blocks among short-lived ones would pin granules that could be released.
 /// ```
 /// use std::sync::Arc;
 /// use lowtide::clock::SystemClock;
@@ -32,7 +31,7 @@ use crate::bytes::ByteSize;
 /// let weights = arena.alloc::<f32>(1 << 20, Region::Stable)?; // while the model is loaded
 /// let activations = arena.alloc::<f32>(1 << 16, Region::Dynamic)?; // while a request runs
 /// drop(activations);
-/// arena.purge()?; // all that is left is committed for the weights
+/// arena.purge()?; // only memory for the weights stays committed
 /// let snapshot = arena.snapshot();
 /// assert!(snapshot.idle.is_zero() && snapshot.active == snapshot.committed);
 /// # drop(weights);
@@ -40,17 +39,17 @@ use crate::bytes::ByteSize;
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Region {
-    /// For what stays: weights, tables.
+    /// Long-lived data: weights, tables.
     Stable,
-    /// For what comes and goes: activations, caches, requests.
+    /// Short-lived data: activations, caches, requests.
     Dynamic,
 }
 
 impl Region {
-    /// Both, in the order of their numbers.
+    /// Both regions, in the order of their numbers.
     pub const ALL: [Self; 2] = [Self::Stable, Self::Dynamic];
 
-    /// Its place in [`Region::ALL`].
+    /// Returns its index in [`Region::ALL`].
     #[must_use]
     pub const fn number(self) -> usize {
         match self {
@@ -59,7 +58,7 @@ impl Region {
         }
     }
 
-    /// The name under which metrics and endpoints show it.
+    /// Returns its name in metrics and endpoints.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -70,14 +69,14 @@ impl Region {
 }
 
 /// Blocks below this size are placed in the region's range for small ones. Half a granule of 2 MiB,
-/// and `kSmallSize` of the caching allocator of PyTorch. Measured by `benches/index`: after the
-/// large blocks of a mix are freed, 928 MiB of small ones keep 1.0 GiB active in a range of their
-/// own, and 4.9 GiB where they share one with the large.
+/// and `kSmallSize` of PyTorch's caching allocator. Measured by `benches/index`: after the large
+/// blocks of a mix are freed, 928 MiB of small ones keep 1.0 GiB active in a separate range, and
+/// 4.9 GiB if they share one with the large.
 const SMALL_BELOW: u64 = 1 << 20;
 
-/// What a place costs for which a stream must wait, and one for which memory must be committed, in
-/// [`Ground::cost`]'s measure, while anything is pending: memory that is only waited for is used
-/// before more is asked for, and what nobody need wait for before that.
+/// The cost of a place that a stream must wait for, and of one whose memory must be committed, in
+/// [`Ground::cost`]'s measure, while anything is pending: memory that only needs a wait is used
+/// before more is committed, and memory without a wait before that.
 const COST_OF_WAITING: u64 = 1 << 34;
 const COST_OF_COMMITTING: u64 = 1 << 35;
 
@@ -89,7 +88,7 @@ pub(super) const fn end_of(size: u64) -> End {
     if size < SMALL_BELOW { End::High } else { End::Low }
 }
 
-/// Where a place for a block is looked for.
+/// The places to search for a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Search {
     /// In a bounded number of free spans, small blocks among small ones.
@@ -101,31 +100,31 @@ pub(super) enum Search {
     /// The same, of those that begin with a granule: such a place touches no more granules than the
     /// block's size needs, whatever becomes of its neighbours.
     Apart,
-    /// In all of them among the large ones: a place for which nobody need wait.
+    /// In all of them among the large ones: a place that needs no wait.
     Clear,
 }
 
-/// A block that is asked for.
+/// A requested block.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Wanted {
     /// Bytes of the block.
     pub(super) size: u64,
     /// Its alignment, a power of two.
     pub(super) align: u64,
-    /// What of it the caller asked for.
+    /// The size that the caller requested.
     pub(super) requested: u64,
-    /// Who asks.
+    /// The origin of the request.
     pub(super) origin: Origin,
 }
 
 impl Wanted {
-    /// The same, asked for by another.
+    /// The same, for another origin.
     #[inline]
     pub(super) const fn by(self, origin: Origin) -> Self {
         Self { origin, ..self }
     }
 
-    /// A block of so many bytes, rounded up to what every size is a multiple of; `None` for none.
+    /// Creates a request of this many bytes, rounded up to the unit of sizes; `None` for none.
     #[inline]
     pub(super) fn new(bytes: ByteSize, align: ByteSize) -> Option<Self> {
         if bytes.is_zero() {
@@ -143,30 +142,30 @@ pub(super) struct Placed {
     pub(super) id: BlockName,
     pub(super) span: Span,
     pub(super) at: DeviceAddress,
-    /// What the caller asked for, in bytes.
+    /// The requested size in bytes.
     pub(super) requested: u64,
-    /// How often blocks of the region had moved when `span` and `at` were true.
+    /// The number of moves of the region's blocks for which `span` and `at` are valid.
     pub(super) moves: u64,
 }
 
 impl Placed {
-    /// As moves: more than there ever are, so that where the block is has to be asked.
+    /// As `moves`: more than there ever are, so that the block's place must be looked up.
     pub(super) const STALE: u64 = u64::MAX;
 }
 
-/// The books of one region.
+/// The accounting of one region.
 #[derive(Debug)]
 pub(super) struct RegionBooks {
     pub(super) segment: Ground,
     pub(super) index: Ranges,
-    /// Wraps: a block that a front took in and handed out again was asked for with one size, and is
-    /// freed with another; with what the fronts say of that the sum is right.
+    /// Wraps: a block that a cache took in and handed out again was allocated with one size, and is
+    /// freed with another; together with the caches' counts the sum is right.
     requested: u64,
     live: u64,
     pub(super) arriving: u64,
     pub(super) pins: Pins,
     pub(super) moves: u64,
-    /// What was freed and may still be worked on. It is free to the index, and keeps its granules.
+    /// Freed memory that may still be used. It is free in the index, and keeps its granules.
     pub(super) pending: Pending,
 }
 
@@ -191,12 +190,12 @@ impl RegionBooks {
         self.live
     }
 
-    /// Adds what a front has asked for beside what it freed; wraps.
+    /// Adds a cache's requested bytes less its freed ones; wraps.
     pub(super) const fn add_requested(&mut self, requested: u64) {
         self.requested = self.requested.wrapping_add(requested);
     }
 
-    /// Bytes of the books themselves.
+    /// Returns the bytes of this metadata.
     pub(super) fn metadata(&self) -> usize {
         self.index.metadata() + self.segment.metadata() + self.pending.metadata()
     }
@@ -207,10 +206,10 @@ impl RegionBooks {
         self.arriving
     }
 
-    /// Finds a place, preferring those that cost the fewest granules, and marks it arriving; says
-    /// what must come before its first use, by the taker's stream or by none.
+    /// Finds a place, preferring those that cost the fewest granules, and marks it arriving;
+    /// returns the uses that must complete before its first use, by the taker's stream or by none.
     ///
-    /// Small blocks stand apart unless the search says otherwise.
+    /// Small blocks are separate unless the search includes the large ones.
     pub(super) fn place(
         &mut self,
         wanted: Wanted,
@@ -240,7 +239,7 @@ impl RegionBooks {
                 self.index.take_cheapest(Request { align, ..request }, inactive)?
             }
             Search::Clear => self.take_clear(wanted, taker)?,
-            // A piece for small blocks is had as easily as a place among the large.
+            // A piece for small blocks is as easy to get as a place among the large.
             Search::Usual if segment.is_whole() => self.index.take_within(request, cost)?,
             Search::Usual | Search::AmongLarge => self.index.take(request, cost)?,
         };
@@ -248,7 +247,7 @@ impl RegionBooks {
         Some((self.put(wanted, id, span), claim))
     }
 
-    /// Books a block at a place that was taken for it, arriving.
+    /// Records a block at a place that was taken for it, arriving.
     pub(super) fn put(&mut self, wanted: Wanted, id: BlockName, span: Span) -> Placed {
         self.segment.touch(span);
         self.arriving += span.size;
@@ -259,8 +258,8 @@ impl RegionBooks {
         Placed { id, span, at, requested: wanted.requested, moves: self.moves }
     }
 
-    /// A place among the large blocks for which nobody need wait. It walks the blocks: for when
-    /// nobody may.
+    /// Finds a place among the large blocks that needs no wait. It walks the blocks: for callers
+    /// that must not wait.
     fn take_clear(
         &mut self,
         wanted: Wanted,
@@ -276,7 +275,7 @@ impl RegionBooks {
         Some((self.index.take_at(place)?, place))
     }
 
-    /// Takes what is pending out of a span that a block gets; says what was to come before.
+    /// Takes the pending parts out of a span that a block gets; returns the uses to wait for.
     fn claim(&mut self, span: Span) -> Claim {
         if self.pending.bytes() == 0 {
             return Claim::default();
@@ -291,8 +290,8 @@ impl RegionBooks {
         taken.claim
     }
 
-    /// Lets go of a span that was a block's: at once, or when its uses are complete; says whether
-    /// granules went idle by it.
+    /// Frees a block's span, immediately or when its uses are complete; returns `true` if granules
+    /// became idle.
     fn let_go(&mut self, span: Span, uses: Uses) -> bool {
         if uses.is_empty() {
             return self.segment.untouch(span);
@@ -301,15 +300,15 @@ impl RegionBooks {
         false
     }
 
-    /// Books that a stream is done with all uses up to an epoch; returns the spans of which
-    /// granules went idle by it.
+    /// Records that a stream has completed all uses up to an epoch; returns the spans whose
+    /// granules became idle.
     pub(super) fn settle(&mut self, stream: StreamKey, epoch: u64) -> Vec<Span> {
         let mut spans = self.pending.complete(stream, epoch);
         spans.retain(|&span| self.segment.untouch(span));
         spans
     }
 
-    /// Books that the memory behind an arriving block is there.
+    /// Records that the memory behind an arriving block is there.
     pub(super) fn arrive(&mut self, placed: Placed) {
         debug_assert_eq!(self.segment.wanting(placed.span), 0, "a live block has memory");
         self.arriving -= placed.span.size;
@@ -317,8 +316,8 @@ impl RegionBooks {
         self.requested = self.requested.wrapping_add(placed.requested);
     }
 
-    /// Takes an arriving block back, and makes pending again what was; says whether granules went
-    /// idle by it.
+    /// Removes an arriving block, and restores its pending parts; returns `true` if granules became
+    /// idle.
     pub(super) fn withdraw(
         &mut self,
         placed: Placed,
@@ -336,7 +335,7 @@ impl RegionBooks {
         Ok(self.segment.idle() > idle)
     }
 
-    /// Frees a live block of these uses; says whether granules went idle by it.
+    /// Frees a live block with these uses; returns `true` if granules became idle.
     pub(super) fn release(&mut self, placed: Placed, uses: Uses) -> Result<bool, StaleBlock> {
         let span = self.index.release(placed.id)?;
         self.pins.forget(placed.id);
@@ -345,9 +344,9 @@ impl RegionBooks {
         Ok(self.let_go(span, uses))
     }
 
-    /// Lets a live block of these uses be of another size where it stands. What it grows by is
-    /// arriving until [`RegionBooks::end_resize`]; `None` where there is no room after it, or what
-    /// is there may still be worked on.
+    /// Starts resizing a live block with these uses in place. The part that it grows by is arriving
+    /// until [`RegionBooks::end_resize`]; `None` if there is no room after it, or that may still be
+    /// in use.
     pub(super) fn begin_resize(
         &mut self,
         placed: Placed,
@@ -377,7 +376,7 @@ impl RegionBooks {
         Ok(Some(Placed { span, requested, ..placed }))
     }
 
-    /// Books that the memory which a block grew by is there, or takes the growth back.
+    /// Records that the memory which a block grew by is there, or undoes the growth.
     pub(super) fn end_resize(&mut self, before: Placed, after: Placed, done: bool) {
         let grown = after.span.size.saturating_sub(before.span.size);
         self.arriving -= grown;
@@ -399,7 +398,7 @@ impl RegionBooks {
         self.live_spans().find(|span| span.offset <= offset && offset < span.end())
     }
 
-    /// Whether both spans lie on one side of the wall.
+    /// Returns `true` if both spans are on one side of the wall.
     pub(super) fn is_of_one_range(&self, span: Span, other: Span) -> bool {
         let is_high = |span: Span| self.index.wall().is_some_and(|wall| span.offset > wall.offset);
         is_high(span) == is_high(other)
@@ -416,7 +415,7 @@ impl RegionBooks {
         self.index.largest(|span| self.segment.committed_run_max(span))
     }
 
-    /// All figures, with what the fronts hold and did.
+    /// Returns all figures, including those of the caches.
     pub(super) fn snapshot(&self, region: Region, fronts: &Tally, is_open: bool) -> RegionSnapshot {
         let size = ByteSize::new;
         // A block that waits for its memory is no sleeper: there are none unless it is awake.
@@ -459,7 +458,7 @@ impl RegionBooks {
     /// Walks everything and checks the invariants.
     ///
     /// # Panics
-    /// Where one is broken.
+    /// If an invariant is violated.
     pub(super) fn validate(&self) {
         self.index.validate();
         self.pins.validate(|id| self.index.span_of(id).is_ok());

@@ -1,17 +1,17 @@
-//! Moves the memory of idle granules to where memory is needed, where the driver can.
+//! Moves memory from idle granules to granules that need it, if the driver can.
 //!
-//! A commit that the limit or the device does not allow is helped by idle granules. Where these
-//! leave first, a neighbour on the device may take their memory before it is committed anew, and
-//! the device makes new handles; a remap gives nothing back on the way. So idle memory is never
-//! lost to fragmented addresses. Which idle granules go is decided by age, the oldest first: what
-//! was used or committed a moment ago is likely to be asked for again.
+//! A commit that the limit or the device refuses can use idle granules. If these were released
+//! first, another process on the device could take their memory, and the device would create new
+//! handles; a remap releases nothing. So idle memory is never lost to fragmented addresses. The
+//! oldest idle granules go first: memory used or committed recently is likely to be requested
+//! again.
 //!
-//! As for every driver call the lock is given up: the granules that the memory leaves are marked as
-//! leaving, those it comes to as arriving, and who needs one waits for its result. The memory is
-//! booked where it leaves until it has arrived, so that nothing is ever counted twice. It decides
-//! nothing about when: `commit` does, and falls back to giving back and committing.
+//! As for every driver call the lock is released: source granules are marked as leaving, target
+//! granules as arriving, and a thread that needs one waits for its result. The memory counts at the
+//! source until it has arrived, so that it is never counted twice. `commit` decides when to remap,
+//! and falls back to release and commit.
 //!
-//! Invariant: the sum of backed granules is the same before, meanwhile and after.
+//! Invariant: the sum of backed granules is the same before, during and after.
 
 use super::aging::Ages;
 use super::books::{Books, Leaving};
@@ -35,19 +35,19 @@ struct Pair {
     at: DeviceAddress,
 }
 
-/// What moving memory came to.
+/// The result of a remap.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Remapped {
     pub(super) granules: u64,
-    /// The driver failed: what is still wanted is better had in another way.
+    /// `true` if the driver failed: the rest must be committed in another way.
     pub(super) failed: bool,
 }
 
 impl Shared {
-    /// Puts the memory of idle granules behind bare ones of a placed span, of at most so many.
+    /// Puts the memory of idle granules behind bare ones of a placed span, at most this many.
     ///
-    /// Holds the lock while it looks at every idle granule. At most [`CALLS_MAX`] driver calls, and
-    /// one more for each gap in what is bare.
+    /// Holds the lock while it checks every idle granule. At most [`CALLS_MAX`] driver calls, and
+    /// one more for each gap in the bare granules.
     pub(super) fn remap_idle<'a>(
         &'a self,
         mut books: MutexGuard<'a, Books>,
@@ -64,7 +64,7 @@ impl Shared {
         for pair in &pairs {
             let moved = self.driver.remap(pair.from.at, pair.at, pair.from.size, Key::new());
             if let Err(error) = moved {
-                log!(debug, arena = self.name, %error, "idle memory could not be remapped");
+                log!(debug, arena = self.name, %error, "remap failed");
                 failed = true;
                 break;
             }
@@ -91,7 +91,7 @@ impl Books {
         clock: &dyn Clock,
     ) -> Vec<Pair> {
         if self.sleep.may_be_copied() {
-            return Vec::new(); // giving it back finds out whether that is over
+            return Vec::new(); // releasing it shows if that is over
         }
         let granules = granules.min(self.region(region).segment.bare(span));
         let ages = self.aging.ages(clock.now());
@@ -128,8 +128,8 @@ impl Books {
         pairs
     }
 
-    /// The age that so many idle granules have or surpass, and no fewer could; of all, where there
-    /// are fewer. `None` where none may leave.
+    /// Returns the age that this many idle granules, and no fewer, have or exceed; of all, if there
+    /// are fewer. `None` if none may leave.
     fn age_of_oldest(&self, granules: u64, ages: Ages) -> Option<u32> {
         let idle = Region::ALL.iter().flat_map(|&of| self.region(of).segment.idle_ages(ages));
         let mut idle: Vec<u32> = idle.collect();
@@ -138,7 +138,7 @@ impl Books {
         Some(*age)
     }
 
-    /// Books what came of a remap.
+    /// Records the result of a remap.
     fn end_remap(&mut self, pair: Pair, done: bool, clock: &dyn Clock) {
         let Pair { from, region, to, at } = pair;
         self.region_mut(from.region).end_leave(from.run, done);

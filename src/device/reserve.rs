@@ -1,10 +1,10 @@
-//! What the regions of an arena stand on, at open and at the end: address space, as much as is
-//! wanted or a fair part of what there is; or, where memory is had in segments, offsets alone.
+//! Reserves the address space of an arena's regions at open, as much as requested or a fair share
+//! of what is available, and releases it at the end; on drivers with segments, only offsets.
 //!
-//! It commits nothing and keeps no books.
+//! It commits nothing and has no accounting.
 //!
-//! Invariant: what is returned is reserved, and nothing else stays so, but where the driver refuses
-//! to take address space back.
+//! Invariant: the returned ranges are reserved, and no others stay so, unless the driver refuses to
+//! release address space.
 
 use super::driver::sealed::Key;
 use super::driver::{DeviceAddress, Driver, DriverError};
@@ -14,12 +14,12 @@ use super::ranges;
 use super::segment::Segment;
 use crate::bytes::ByteSize;
 
-/// The most address space that is asked for: below `isize::MAX`, so that every block can be a
-/// slice, and a multiple of every granule.
+/// The maximum address space to request: below `isize::MAX`, so that every block can be a slice,
+/// and a multiple of every granule.
 const RESERVE_MAX: ByteSize = ByteSize::new(1 << 62);
 
-/// How many times the largest block the offsets of pieces go on for: what is lost to walls between
-/// them and to gaps that are too small is numbers, and nothing else.
+/// The extent of the offsets of pieces, as a multiple of the largest block: walls between them and
+/// gaps that are too small waste only offsets.
 const ROOM_FOR_WALLS: u64 = 4;
 
 /// The ground of both regions.
@@ -41,8 +41,8 @@ pub(super) fn grounds(
     }
 }
 
-/// Gives all that a region stands on back to the driver: nobody uses it. Where the driver refuses,
-/// addresses stay reserved, or a segment stays.
+/// Releases a region's memory and addresses to the driver; no thread uses it. If the driver
+/// refuses, addresses stay reserved, or a segment stays.
 pub(super) fn give_up(driver: &dyn Driver, ground: &Ground) {
     match ground {
         Ground::Reserved(segment) => {
@@ -67,7 +67,7 @@ pub(super) fn give_up(driver: &dyn Driver, ground: &Ground) {
     }
 }
 
-/// Offsets for the pieces of a region, the largest of which is what is wanted.
+/// Returns offsets for the pieces of a region, whose largest piece is `wanted`.
 fn offsets(granule: ByteSize, wanted: ByteSize) -> Ground {
     let largest = wanted.min(RESERVE_MAX).max(granule).next_multiple_of(granule);
     let largest = largest.unwrap_or(RESERVE_MAX).min(RESERVE_MAX).get();
@@ -76,22 +76,22 @@ fn offsets(granule: ByteSize, wanted: ByteSize) -> Ground {
     Ground::Pieces(Pieces::new(extent, largest, granule))
 }
 
-/// Reserves address space for a region: what is wanted or, where the driver refuses that, an eighth
-/// of what it accepts, a quarter for both regions. Addresses are short then (`ulimit -v`), and the
-/// heap, stacks and other arenas need some too.
+/// Reserves address space for a region: the requested size or, if the driver refuses that, an
+/// eighth of the size that it accepts, a quarter for both regions. Addresses are short then
+/// (`ulimit -v`), and the heap, stacks and other arenas need some too.
 fn reserve_region(
     driver: &dyn Driver,
     granularity: ByteSize,
     wanted: ByteSize,
 ) -> Result<Segment, DriverError> {
     let whole = wanted.min(RESERVE_MAX).max(granularity).next_multiple_of(granularity);
-    // And what small blocks get beside it.
+    // Plus the share of small blocks.
     let whole = ranges::span_for(whole.unwrap_or(RESERVE_MAX).get(), granularity.get());
     let whole = ByteSize::new(whole).min(RESERVE_MAX);
     let (base, size) = reserve_or_halve(driver, granularity, whole)?;
     let part = ByteSize::new(size.get() / 8).next_multiple_of(granularity);
     let part = part.unwrap_or(granularity).max(granularity);
-    // Where it cannot be given back it is kept.
+    // If it cannot be released it is kept.
     if size == whole || size <= part || driver.unreserve(base, size, Key::new()).is_err() {
         return Ok(Segment::new(base, size, granularity));
     }
@@ -99,7 +99,7 @@ fn reserve_region(
     Ok(Segment::new(base, size, granularity))
 }
 
-/// Reserves this much, halved until the driver accepts it; says how much.
+/// Reserves this size, halved until the driver accepts it; returns the accepted size.
 fn reserve_or_halve(
     driver: &dyn Driver,
     granularity: ByteSize,

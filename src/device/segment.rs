@@ -1,12 +1,13 @@
-//! One reserved range and the state of each of its granules: pure books, no driver and no lock.
+//! One reserved range and the state of each of its granules. Pure accounting, no driver and no
+//! lock.
 //!
-//! A granule is bare, committing, committed, leaving or arriving. The in-between states mark a
-//! driver call that is under way outside the arena's lock: whoever needs such a granule waits until
-//! the call's result is booked here. A granule is active while a block covers any of it, else idle
-//! where it is backed, and only idle ones may leave.
+//! A granule is bare, committing, committed, leaving or arriving. The transitional states mark a
+//! driver call in progress outside the arena's lock: a thread that needs such a granule waits until
+//! the call's result is recorded here. A granule is active while a block covers any of it; a backed
+//! granule that is not active is idle, and only idle ones may leave.
 //!
-//! Blocks come from both ends (large from the low one, small from the high one), so the granules
-//! are kept in two halves, each counted from its own end: books grow with what is used.
+//! Blocks come from both ends (large from the low end, small from the high end), so the granules
+//! are stored in two halves, each counted from its end: metadata grows with use.
 //!
 //! Invariants: `backed = committing + committed + leaving`; `active = backed and touched`;
 //! `idle = backed - active`.
@@ -27,12 +28,12 @@ pub(super) struct Run {
 }
 
 impl Run {
-    /// How many granules.
+    /// Returns the number of granules.
     pub(super) const fn granules(self) -> u64 {
         self.count as u64
     }
 
-    /// Its first granules, at most so many, and what is left.
+    /// Returns its first granules, at most this many, and the rest.
     pub(super) fn split(self, granules: u64) -> (Self, Option<Self>) {
         let count = usize::try_from(granules).unwrap_or(usize::MAX).min(self.count);
         let left = Self { first: self.first + count, count: self.count - count };
@@ -50,7 +51,7 @@ impl Run {
     }
 }
 
-/// Where a search for granules that leave has come to, in each half.
+/// The progress of a search for leaving granules, in each half.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Cursor {
     low: usize,
@@ -61,7 +62,7 @@ impl Cursor {
     pub(super) const START: Self = Self { low: usize::MAX, high: usize::MAX };
 }
 
-/// What a block covers.
+/// The granules that a block covers.
 struct Cover {
     /// Granules that it covers in part, and may share.
     partly: [Option<usize>; 2],
@@ -75,7 +76,7 @@ pub(super) struct Segment {
     base: DeviceAddress,
     reserved: u64,
     granularity: u64,
-    /// How many granules there are.
+    /// The number of granules.
     count: usize,
     /// The first granule of the high half.
     middle: usize,
@@ -137,7 +138,7 @@ impl Segment {
         (self.low.leaving() + self.high.leaving()) * self.granularity
     }
 
-    /// Bytes of the books themselves.
+    /// Returns the bytes of this metadata.
     pub(super) const fn metadata(&self) -> usize {
         self.low.metadata() + self.high.metadata()
     }
@@ -156,7 +157,7 @@ impl Segment {
         self.base.checked_add(offset).unwrap_or(self.base)
     }
 
-    /// Books that a block is there.
+    /// Records a block there.
     pub(super) fn touch(&mut self, span: Span) {
         let cover = self.cover_of(span);
         self.each_part(cover.wholly, Granules::touch);
@@ -166,7 +167,7 @@ impl Segment {
         }
     }
 
-    /// Books that a block is gone; says whether a granule went idle by it.
+    /// Records that a block is freed; returns `true` if a granule became idle.
     pub(super) fn untouch(&mut self, span: Span) -> bool {
         let idle_before = self.idle();
         let cover = self.cover_of(span);
@@ -178,14 +179,15 @@ impl Segment {
         self.idle() > idle_before
     }
 
-    /// Whether every granule of the span is committed, and no driver call under way for it.
+    /// Returns `true` if every granule of the span is committed, and no driver call is in progress
+    /// for it.
     pub(super) fn is_committed(&self, span: Span) -> bool {
         self.in_halves(self.granules_of(span), true, |half, range, so_far| {
             so_far && half.are_committed(range)
         })
     }
 
-    /// Whether a driver call is under way for a granule of the span.
+    /// Returns `true` if a driver call is in progress for a granule of the span.
     pub(super) fn is_moving(&self, span: Span) -> bool {
         self.in_halves(self.granules_of(span), false, |half, range, so_far| {
             so_far || half.is_moving(range)
@@ -197,9 +199,9 @@ impl Segment {
         self.in_halves(self.granules_of(span), 0, |half, range, sum| sum + half.wanting(range))
     }
 
-    /// What a block there costs beyond its size: granules to commit first, then those of its edges
-    /// that nobody else touches and it would keep from going idle. O(1) and a word for each 64
-    /// granules.
+    /// Returns the cost of a block there beyond its size: granules to commit first, then those at
+    /// its edges that no other block touches and that it would keep from becoming idle. O(1) and a
+    /// word for each 64 granules.
     pub(super) fn cost(&self, span: Span) -> u64 {
         let cover = self.cover_of(span);
         let opened = cover.partly.into_iter().flatten().filter(|&granule| {
@@ -238,13 +240,13 @@ impl Segment {
         runs
     }
 
-    /// Books what came of a commit.
+    /// Records the result of a commit.
     pub(super) fn end_commit(&mut self, run: Run, done: bool) {
         self.each_part(run.range(), |half, range| half.end_commit(range, done));
     }
 
-    /// Marks the first bare granules of a touched span, at most so many, as arriving: memory of
-    /// other granules, that is booked there, is on its way. Returns them in runs.
+    /// Marks the first bare granules of a touched span, at most this many, as arriving: memory of
+    /// other granules, which is counted there, is on its way. Returns them in runs.
     pub(super) fn begin_arrive(&mut self, span: Span, granules_max: u64) -> Vec<Run> {
         let mut runs = Vec::new();
         let count = self.count;
@@ -255,18 +257,18 @@ impl Segment {
         runs
     }
 
-    /// Books what came of memory that was to arrive.
+    /// Records the result for memory that was to arrive.
     pub(super) fn end_arrive(&mut self, run: Run, done: bool) {
         self.each_part(run.range(), |half, range| half.end_arrive(range, done));
     }
 
-    /// Books when the granules of a span were last used: no block touches those that are idle.
+    /// Records the last use of a span's granules that no block touches.
     pub(super) fn stamp(&mut self, span: Span, stamp: Stamp) {
         let range = self.granules_of(span);
         self.each_part(range, |half, range| half.stamp(range, stamp));
     }
 
-    /// The age of what has been idle longest, of what may leave.
+    /// Returns the age of the longest idle memory that may leave.
     pub(super) fn oldest(&self, ages: Ages) -> Option<u32> {
         self.low.oldest(ages).max(self.high.oldest(ages))
     }
@@ -277,7 +279,7 @@ impl Segment {
     }
 
     /// Marks the next run of idle granules, the innermost first, at most `granules_max` of them, as
-    /// leaving; only of those whose time is over, where ages are given.
+    /// leaving; with ages, only expired ones.
     pub(super) fn begin_leave(
         &mut self,
         cursor: &mut Cursor,
@@ -295,7 +297,7 @@ impl Segment {
         Some(Run::of(&mirrored(self.count, range)))
     }
 
-    /// Books what came of a decommit.
+    /// Records the result of a decommit.
     pub(super) fn end_leave(&mut self, run: Run, done: bool) {
         self.each_part(run.range(), |half, range| half.end_leave(range, done));
     }
@@ -308,7 +310,7 @@ impl Segment {
         let mut see = |run: Range<usize>| {
             let start = span.offset.max(run.start as u64 * self.granularity);
             let bytes = span.end().min(run.end as u64 * self.granularity) - start;
-            // One that ends where the halves meet goes on in the other.
+            // A run that ends at the border of the halves continues in the other.
             let meets = run.start == self.middle || run.end == self.middle;
             across += if meets { bytes } else { 0 };
             best = best.max(bytes).max(across);
@@ -330,7 +332,7 @@ impl Segment {
         runs
     }
 
-    /// What of a run blocks touch, in runs.
+    /// Returns the parts of a run that blocks touch, in runs.
     pub(super) fn touched_runs(&self, run: Run) -> Vec<Run> {
         let [low, high] = self.parts(run.range());
         let mut runs = Vec::new();
@@ -344,7 +346,7 @@ impl Segment {
         self.each_part(run.range(), Granules::begin_part);
     }
 
-    /// Marks what blocks touch and has no memory as committing; returns it in runs.
+    /// Marks touched granules without memory as committing; returns them in runs.
     pub(super) fn begin_return(&mut self) -> Vec<Run> {
         let mut runs = Vec::new();
         let count = self.count;
@@ -374,7 +376,7 @@ impl Segment {
     /// Counts everything again; `blocks` are the live blocks in address order.
     ///
     /// # Panics
-    /// Where a figure is wrong.
+    /// If a figure is wrong.
     pub(super) fn validate(&self, blocks: impl Iterator<Item = Span>) {
         let mut partly = std::collections::BTreeMap::<usize, u32>::new();
         let mut wholly = Vec::new();
@@ -524,7 +526,7 @@ mod tests {
             state ^= state << 17;
             state % bound
         };
-        // Halves of 100 and 99 granules: runs cross words, and where the halves meet.
+        // Halves of 100 and 99 granules: runs cross words, and the border of the halves.
         let (base, size) = (DeviceAddress::new(1 << 40), ByteSize::mib(199));
         for _ in 0..40 {
             let mut segment = Segment::new(base, size, ByteSize::new(GRANULE));

@@ -1,11 +1,10 @@
 //! A plan's memory in an arena: reserved once, looked up without a search.
 //!
-//! One block on granules of its own for each of the plan's segments. The arena treats these as any
-//! others: they count as live, sleep and wake with it and keep their addresses meanwhile, and may
-//! move in a compaction between two leases. It plans nothing.
+//! Each of the plan's segments is one block on its own granules. The arena treats them like any
+//! block: they count as live, sleep and wake with it and keep their addresses, and may move in a
+//! compaction between two leases. Planning is elsewhere.
 //!
-//! Invariant: for every segment of the plan there is a block of at least its size, also after an
-//! error.
+//! Invariant: every segment of the plan has a block of at least its size, also after an error.
 
 use std::fmt;
 use std::ops::Range;
@@ -20,11 +19,11 @@ use super::region::Region;
 use super::sleep::Contents;
 use crate::bytes::ByteSize;
 
-/// The memory of a [`Plan`], held in an arena until this is dropped.
+/// The memory of a [`Plan`] in an arena, freed on drop.
 ///
-/// On the host its buffers are slices. On a device they are addresses for kernels: the work has to
-/// have ended before the memory is dropped or refitted, and the lease is to be held until it was
-/// queued, with [`Lease::record_use`] for the lane of its stream.
+/// On the host its buffers are slices. On a device they are addresses for kernels: the work must
+/// have ended before the memory is dropped or refitted, and the lease must be held until the work
+/// is queued, with [`Lease::record_use`] for the lane of its stream.
 ///
 /// ```
 /// # use std::sync::Arc;
@@ -53,27 +52,27 @@ pub struct PlannedMemory {
     arena: DeviceArena,
     region: Region,
     places: Vec<Place>,
-    /// How much of each segment the plan needs; those beyond are kept for other plans.
+    /// Bytes of each segment that the plan needs; further segments are kept for other plans.
     needed: Vec<ByteSize>,
     segments: Vec<Buffer<u8>>,
     contents: Option<Contents>,
-    /// Where the segments were when they were last looked for.
+    /// The segments' addresses at the last lookup.
     bases: Vec<u64>,
 }
 
 impl fmt::Debug for PlannedMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (buffers, bytes) = (self.places.len(), self.bytes());
-        write!(f, "PlanMemory {{ buffers: {buffers}, bytes: {bytes:?} }}")
+        write!(f, "PlannedMemory {{ buffers: {buffers}, bytes: {bytes:?} }}")
     }
 }
 
 impl DeviceArena {
-    /// Holds the memory of a plan: a block on granules of its own for each of its segments.
+    /// Reserves the memory of a plan: one block on its own granules for each segment.
     ///
     /// # Errors
-    /// As [`DeviceArena::reserve`]; [`DeviceError::Unsupported`] where an alignment of the plan is
-    /// larger than a granule.
+    /// The errors of [`DeviceArena::reserve`]; [`DeviceError::Unsupported`] if the plan has an
+    /// alignment larger than a granule.
     pub fn reserve_plan(&self, plan: &Plan, region: Region) -> Result<PlannedMemory, DeviceError> {
         let mut memory = PlannedMemory {
             arena: self.clone(),
@@ -90,17 +89,17 @@ impl DeviceArena {
 }
 
 impl PlannedMemory {
-    /// Serves another plan from now on. Segments that are large enough stay, and so does what is in
-    /// them; others are replaced, and both are held meanwhile. It does not shrink: see
-    /// [`PlannedMemory::shrink`]. O(n); allocates nothing where all segments are large enough and
-    /// no plan before had fewer buffers.
+    /// Switches to another plan. Segments that are large enough are kept with their contents;
+    /// others are replaced, and both are live during that. Does not shrink: see
+    /// [`PlannedMemory::shrink`]. O(n); allocates nothing if all segments are large enough and an
+    /// earlier plan had as many buffers.
     ///
     /// # Errors
-    /// As [`DeviceArena::reserve_plan`]; then the plan is as it was.
+    /// The errors of [`DeviceArena::reserve_plan`]; the plan is then unchanged.
     pub fn refit(&mut self, plan: &Plan) -> Result<(), DeviceError> {
         let granule = self.arena.shared().granule;
         if !granule.get().is_multiple_of(plan.align()) {
-            let (what, backend) = ("alignments beyond a granule", self.arena.backend());
+            let (what, backend) = ("alignments larger than a granule", self.arena.backend());
             return Err(DeviceError::Unsupported { what, backend });
         }
         self.reserve(plan.segments())?;
@@ -111,12 +110,12 @@ impl PlannedMemory {
         Ok(())
     }
 
-    /// Makes room for several plans, each of which is then served by [`PlannedMemory::refit`]
-    /// without an allocation: `segments` is the largest of each segment, such as
-    /// [`PlanCache::segments`](super::plan::PlanCache::segments) has it. Nothing becomes smaller.
+    /// Reserves memory for several plans, so that [`PlannedMemory::refit`] to each needs no
+    /// allocation: `segments` has the largest size of each segment, as from
+    /// [`PlanCache::segments`](super::plan::PlanCache::segments). No segment becomes smaller.
     ///
     /// # Errors
-    /// As [`DeviceArena::reserve`]; then everything is as it was.
+    /// The errors of [`DeviceArena::reserve`]; nothing is changed then.
     pub fn reserve(&mut self, segments: &[ByteSize]) -> Result<(), DeviceError> {
         let mut larger = Vec::new();
         for (at, size) in segments.iter().enumerate() {
@@ -130,18 +129,18 @@ impl PlannedMemory {
                 None => self.segments.push(segment),
             }
         }
-        // One at least, where what needs no memory is looked up.
+        // At least one, for lookups of buffers that need no memory.
         self.bases.resize(self.segments.len().max(1), 0);
         Ok(())
     }
 
-    /// Gives back what the plan does not need: segments beyond its own, then those which take more
-    /// granules than it needs, one after the other. What was in the latter is lost. Says how many
-    /// bytes became free.
+    /// Frees memory that the plan does not need, and returns the bytes freed: first segments beyond
+    /// its own, then, one by one, segments with more granules than it needs, whose contents are
+    /// lost.
     ///
     /// # Errors
-    /// As [`DeviceArena::reserve`], where there is no room for a smaller one beside the old one;
-    /// then the plan is served as before, by segments of which some are smaller now.
+    /// The errors of [`DeviceArena::reserve`], if there is no room for a smaller segment in
+    /// addition to the old one; the plan stays served, with some segments smaller.
     pub fn shrink(&mut self) -> Result<ByteSize, DeviceError> {
         let before = self.bytes();
         self.segments.truncate(self.needed.len());
@@ -154,12 +153,12 @@ impl PlannedMemory {
         Ok(before.saturating_sub(self.bytes()))
     }
 
-    /// Says what becomes of the contents of all segments when the arena falls asleep, now and after
-    /// any refit; `None` for what its options say of the region. Activations of a run that ended
-    /// are best discarded.
+    /// Sets how the arena's sleep treats the contents of all segments, now and after any refit;
+    /// `None` for the region's setting in the sleep options. Discard the activations of a completed
+    /// run.
     ///
     /// # Errors
-    /// As [`Buffer::set_contents`].
+    /// The errors of [`Buffer::set_contents`].
     pub fn set_contents(&mut self, contents: Option<Contents>) -> Result<(), DeviceError> {
         for segment in &mut self.segments {
             segment.set_contents(contents)?;
@@ -178,16 +177,16 @@ impl PlannedMemory {
         Ok(segment)
     }
 
-    /// The bytes of all segments.
+    /// Returns the bytes of all segments.
     #[must_use]
     pub fn bytes(&self) -> ByteSize {
         self.segments.iter().map(Buffer::bytes).sum()
     }
 
-    /// Where everything is while the lease is held: asked once for a run, then looked up.
+    /// Returns the addresses of all buffers while the lease is held. Call it once per run.
     ///
     /// # Errors
-    /// As [`Buffer::address`].
+    /// The errors of [`Buffer::address`].
     pub fn enter<'a>(&'a mut self, lease: &'a Lease) -> Result<Planned<'a>, DeviceError> {
         for (base, segment) in self.bases.iter_mut().zip(&self.segments) {
             *base = segment.address(lease)?.map_or(0, DeviceAddress::get);
@@ -195,14 +194,14 @@ impl PlannedMemory {
         Ok(Planned { places: &self.places, bases: &self.bases, lease })
     }
 
-    /// The first bytes of a planned buffer, on drivers with host access.
+    /// Returns the first `size` bytes of a planned buffer, on drivers with host access.
     ///
     /// # Errors
-    /// As [`Buffer::slice`].
+    /// The errors of [`Buffer::slice`].
     ///
     /// # Panics
-    /// If the number is not of the plan's problem, is that of memory of the caller's own, or so
-    /// many bytes reach beyond the segment.
+    /// If the id is not of the plan's problem or belongs to caller-provided memory, or if `size`
+    /// exceeds the segment.
     pub fn slice<'a>(
         &'a self,
         lease: &'a Lease,
@@ -216,10 +215,11 @@ impl PlannedMemory {
         }
     }
 
-    /// The same, to write. Whoever writes a buffer that is not live writes into others.
+    /// Returns the first `size` bytes of a planned buffer for writing. Writing a buffer that is not
+    /// live at the current step overwrites others.
     ///
     /// # Errors
-    /// As [`Buffer::slice`].
+    /// The errors of [`Buffer::slice`].
     ///
     /// # Panics
     /// As [`PlannedMemory::slice`].
@@ -236,14 +236,14 @@ impl PlannedMemory {
         }
     }
 
-    /// Several buffers at once, to compute from some of them into others: what is live at one step
-    /// does not overlap. Allocates nothing.
+    /// Returns several buffers at once, to compute from some of them into others; buffers that are
+    /// live at the same step do not overlap. Allocates nothing.
     ///
     /// # Errors
-    /// As [`Buffer::slice`].
+    /// The errors of [`Buffer::slice`].
     ///
     /// # Panics
-    /// As [`PlannedMemory::slice`], and where two of them overlap.
+    /// As [`PlannedMemory::slice`], and if two of them overlap.
     pub fn slices_mut<'a, const N: usize>(
         &'a mut self,
         lease: &'a Lease,
@@ -279,11 +279,11 @@ impl PlannedMemory {
 
 /// Bytes between one buffer and the next.
 fn left_out(end: usize, start: usize) -> usize {
-    assert!(end <= start, "two of the buffers overlap at {start}");
+    assert!(end <= start, "planned buffers overlap at offset {start}");
     start - end
 }
 
-/// Where the buffers of a plan are while a lease is held.
+/// The addresses of a plan's buffers while a lease is held.
 #[derive(Clone, Copy, Debug)]
 pub struct Planned<'a> {
     places: &'a [Place],
@@ -292,11 +292,10 @@ pub struct Planned<'a> {
 }
 
 impl Planned<'_> {
-    /// The address of a buffer; `None` for what lies in memory of the caller's own. O(1), allocates
-    /// nothing.
+    /// Returns the address of a buffer; `None` for caller-provided memory. O(1), allocates nothing.
     ///
     /// # Panics
-    /// If the number is not of the plan's problem.
+    /// If the id is not of the plan's problem.
     #[must_use]
     #[inline]
     pub fn address(&self, id: BufferId) -> Option<DeviceAddress> {
@@ -305,7 +304,7 @@ impl Planned<'_> {
         Some(DeviceAddress::new(base + place.offset))
     }
 
-    /// The lease that keeps the addresses true.
+    /// Returns the lease that keeps the addresses valid.
     pub const fn lease(&self) -> &Lease {
         self.lease
     }

@@ -1,10 +1,11 @@
-//! What the handles, buffers and leases of one arena share: its driver, its books, its fronts.
+//! The state shared by the handles, buffers and leases of one arena: its driver, accounting and
+//! thread caches.
 //!
-//! The lock of the books is taken here and nowhere else but around driver calls; a thread that has
-//! to wait for it is counted. It decides nothing.
+//! The lock of the accounting is taken here, and elsewhere only around driver calls; contended
+//! acquisitions are counted. It makes no decisions.
 //!
-//! Invariants: no driver call under a lock; locks are taken in the order sweep, front, books; the
-//! arena's memory lives as long as a handle, a buffer or a lease of it.
+//! Invariants: no driver call under a lock; locks are taken in the order sweep, thread cache,
+//! accounting; the arena's memory lives as long as a handle, a buffer or a lease of it.
 
 use std::fmt;
 use std::mem::ManuallyDrop;
@@ -33,30 +34,30 @@ use crate::fork::Birth;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Condvar, Mutex, MutexGuard, lock, try_lock};
 
-/// What is shared.
+/// The shared state.
 pub(super) struct Shared {
     pub(super) name: String,
     pub(super) driver: Arc<dyn Driver>,
     pub(super) clock: Arc<dyn Clock>,
     pub(super) books: Mutex<Books>,
-    /// Notified whenever a driver call's result has been booked.
+    /// Notified whenever a driver call's result has been recorded.
     pub(super) settled: Condvar,
     pub(super) capabilities: Capabilities,
     /// The smallest unit that the arena commits.
     pub(super) granule: ByteSize,
     /// The largest block that each region could ever have.
     pub(super) largest: [ByteSize; 2],
-    /// How often blocks of each region have moved: a copy of the books' figures.
+    /// The number of moved blocks of each region: a copy of the accounting's figures.
     pub(super) moves: [AtomicU64; 2],
     pub(super) fronts: Fronts,
-    /// Who is asked for memory when it is short.
+    /// The callbacks for shortage of memory.
     pub(super) callbacks: Arc<Callbacks>,
     /// Nothing more is handed out.
     pub(super) closed: AtomicBool,
     /// When it falls asleep by itself, and how it wakes.
     pub(super) sleep: SleepConfig,
     pub(super) birth: Birth,
-    /// The one that the books tell, for whoever passes on what it was told.
+    /// The recorder of the accounting, for other users of its results.
     pub(super) recorder: Option<Recorder>,
     pub(super) plants: Plants,
     /// Errors of CUDA that a freed buffer's view left with cudarc.
@@ -64,51 +65,51 @@ pub(super) struct Shared {
     pub(super) parked: AtomicU64,
 }
 
-/// Lanes that may keep as much as a thread does; where there are more, each keeps less, so that all
-/// together keep about so many times as much. A guess.
+/// The number of lanes that may cache as much as a thread; with more, each caches less, so that all
+/// together keep about this many times as much. A guess.
 const LANES: u64 = 8;
 
-/// What an arena knows of the fronts of its threads and lanes.
+/// The arena's view of the caches of its threads and lanes.
 #[derive(Debug, Default)]
 pub(super) struct Fronts {
-    /// Where the threads' are; set once, when the arena is opened.
+    /// The threads' homes; set once, when the arena is opened.
     homes: OnceLock<Box<[Weak<Home>]>>,
-    /// Where those of the lanes are.
+    /// The lanes' homes.
     lanes: Mutex<Vec<Weak<Home>>>,
-    /// The most bytes that each of a thread, and each of a lane, may keep now, worked out of the
-    /// rules; read under a front's lock, so that a front which was emptied after this became zero
-    /// stays empty.
+    /// The maximum bytes that the cache of each thread, or of each lane, may keep now, computed
+    /// from the rules; read under a cache's lock, so that a cache which was emptied after this
+    /// became zero stays empty.
     room: AtomicU64,
     lane_room: AtomicU64,
     rules: Mutex<Rules>,
-    /// Little is left under the limit: what a front keeps would be missed elsewhere.
+    /// `true` if little is left under the limit: cached memory would be missing elsewhere.
     tight: AtomicBool,
-    /// Some front may hold something; set under that front's lock.
+    /// `true` if some cache may hold a block; set under that cache's lock.
     hold: AtomicBool,
-    /// Held from when blocks are taken out of the fronts until they are in the books: meanwhile
+    /// Held from taking blocks out of the caches until they are in the accounting: meanwhile
     /// neither counts them as free.
     sweep: Mutex<()>,
-    /// Times that a front was found busy.
+    /// The number of times that a cache was busy.
     contended: AtomicU64,
 }
 
-/// How much a front may keep, and why nothing.
+/// The maximum size of a cache, and the reasons for zero.
 #[derive(Debug, Default)]
 struct Rules {
     room_max: ByteSize,
     /// Freed blocks may still be worked on: threads keep none.
     asynchronous: bool,
-    /// Lanes with a front.
+    /// The number of lanes with a cache.
     lanes: u64,
-    /// Idle memory is given back at once.
+    /// `true` if idle memory is released immediately.
     at_once: bool,
-    /// The arena sleeps: what a front keeps would have no memory behind it.
+    /// `true` if the arena sleeps: cached blocks would have no memory.
     asleep: bool,
-    /// Who needs the fronts to be empty now.
+    /// The number of threads that need the caches to be empty now.
     shut: u32,
 }
 
-/// Keeps all fronts from taking anything in.
+/// Keeps all caches from taking in blocks.
 pub(super) struct Shut<'a>(&'a Fronts);
 
 impl Drop for Shut<'_> {
@@ -118,12 +119,12 @@ impl Drop for Shut<'_> {
 }
 
 impl Fronts {
-    /// Lets fronts take nothing in while the arena sleeps.
+    /// Keeps caches empty while the arena sleeps.
     pub(super) fn set_asleep(&self, is_asleep: bool) {
         self.set(|rules| rules.asleep = is_asleep);
     }
 
-    /// Fronts that may keep so much each; those of threads nothing, where work is `asynchronous`.
+    /// Creates caches of this maximum size each; zero for threads if work is `asynchronous`.
     pub(super) fn new(room_max: ByteSize, decay: DecayTime, asynchronous: bool) -> Self {
         let fronts = Self::default();
         fronts.set(|rules| rules.asynchronous = asynchronous);
@@ -155,7 +156,7 @@ impl Fronts {
         self.set(|rules| rules.room_max = room_max);
     }
 
-    /// Notes how much of the limit is live: from seven eighths on, fronts keep nothing.
+    /// Updates the live share of the limit: from seven eighths on, caches keep nothing.
     pub(super) fn note_live(&self, live: u64, limit: u64) {
         let tight = live > limit - limit / 8;
         // Read first, as in `Shared::note_kept`.
@@ -164,12 +165,12 @@ impl Fronts {
         }
     }
 
-    /// Sets how long idle memory may stay: where that is not at all, fronts keep nothing.
+    /// Sets the decay time: if idle memory does not stay at all, caches keep nothing.
     pub(super) fn set_decay(&self, decay: DecayTime) {
         self.set(|rules| rules.at_once = decay == DecayTime::AtOnce);
     }
 
-    /// Lets fronts take nothing in until what is returned goes.
+    /// Keeps caches from taking in blocks until the guard is dropped.
     pub(super) fn shut(&self) -> Shut<'_> {
         self.set(|rules| rules.shut += 1);
         Shut(self)
@@ -186,7 +187,7 @@ impl Fronts {
 }
 
 impl Shared {
-    /// Takes the lock of the books, and counts it where that had to be waited for.
+    /// Takes the lock of the accounting, and counts contention.
     pub(super) fn books(&self) -> MutexGuard<'_, Books> {
         if let Some(books) = try_lock(&self.books) {
             return books;
@@ -198,7 +199,8 @@ impl Shared {
         books
     }
 
-    /// Refuses in a forked child, where the lock may be held by a thread that is not there.
+    /// Fails in a forked child, in which the lock may be held by a thread that does not exist
+    /// there.
     #[inline]
     pub(super) fn check_here(&self) -> Result<(), DeviceError> {
         if self.birth.is_here() { Ok(()) } else { Err(DeviceError::Forked) }
@@ -211,7 +213,7 @@ impl Shared {
         if self.is_closed() { Err(self.was_closed()) } else { Ok(()) }
     }
 
-    /// Whether nothing more is handed out; certain under the lock of the books.
+    /// Returns `true` if no more blocks are handed out; certain under the lock of the accounting.
     #[inline]
     pub(super) fn is_closed(&self) -> bool {
         self.closed.load(Ordering::Relaxed)
@@ -226,16 +228,16 @@ impl Shared {
     }
 
     pub(super) fn no_host_access(&self) -> DeviceError {
-        DeviceError::Unsupported { what: "access from the host", backend: self.driver.backend() }
+        DeviceError::Unsupported { what: "host access", backend: self.driver.backend() }
     }
 
-    /// Frees a block in the books: bookkeeping only.
+    /// Frees a block in the arena: bookkeeping only.
     pub(super) fn release(&self, region: Region, placed: Placed) {
         self.books().release(region, placed, &*self.clock);
         self.pass_on();
     }
 
-    /// Frees a block that these lanes used, in the books.
+    /// Frees a block that these lanes used, in the arena.
     pub(super) fn release_after(&self, region: Region, placed: Placed, lanes: &[Arc<Known>]) {
         let streams: Vec<_> = lanes.iter().filter_map(|lane| lane.key()).collect();
         let after = if lanes.is_empty() { After::All } else { After::Lanes };
@@ -243,7 +245,7 @@ impl Shared {
         self.pass_on();
     }
 
-    /// Frees blocks in the books.
+    /// Frees blocks in the arena.
     pub(super) fn release_all(&self, blocks: Vec<Swept>) {
         if blocks.is_empty() {
             return;
@@ -254,57 +256,56 @@ impl Shared {
         }
     }
 
-    /// The most bytes that a thread's front may keep now.
+    /// Returns the maximum bytes that a thread cache may keep now.
     #[inline]
     pub(super) fn front_room(&self) -> u64 {
         let tight = self.fronts.tight.load(Ordering::Relaxed);
         if tight { 0 } else { self.fronts.room.load(Ordering::Relaxed) }
     }
 
-    /// The most bytes that a lane's front may keep now.
+    /// Returns the maximum bytes that a lane's cache may keep now.
     #[inline]
     pub(super) fn lane_room(&self) -> u64 {
         let tight = self.fronts.tight.load(Ordering::Relaxed);
         if tight { 0 } else { self.fronts.lane_room.load(Ordering::Relaxed) }
     }
 
-    /// Notes that a front holds something.
+    /// Records that a cache holds a block.
     #[inline]
     pub(super) fn note_kept(&self) {
-        // Read first: a line that all threads write would be what the fronts are to avoid.
+        // Read first: a cache line that all threads write would defeat the caches.
         if !self.fronts.hold.load(Ordering::Relaxed) {
             self.fronts.hold.store(true, Ordering::Relaxed);
         }
     }
 
-    /// Notes that a front was busy.
+    /// Counts a busy cache.
     pub(super) fn note_contended(&self) {
         self.fronts.contended.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Whether a front may hold something.
+    /// Returns `true` if a cache may hold a block.
     pub(super) fn fronts_hold(&self) -> bool {
         self.fronts.hold.load(Ordering::Relaxed)
     }
 
-    /// Gives all that the fronts hold back to the books; says whether that was anything.
+    /// Frees all cached blocks in the arena; returns `true` if there were any.
     pub(super) fn empty_fronts(&self) -> bool {
         let sweep = lock(&self.fronts.sweep);
         self.empty_under(&sweep)
     }
 
-    /// Lets fronts take nothing in until what is returned goes, and gives all that they hold back
-    /// to the books; says whether that was anything. It looks into each, whatever they have said:
-    /// under its lock, one that takes a block in before that is found to hold it, and one that
-    /// would after it finds that there is no room.
+    /// Keeps caches from taking in blocks until the guard is dropped, and frees all cached blocks
+    /// in the arena; returns `true` if there were any. It locks each cache: a block taken in before
+    /// that is found, and one after it finds no room.
     pub(super) fn shut_fronts(&self) -> (Shut<'_>, bool) {
         let shut = self.fronts.shut();
         let held = self.empty_all(&lock(&self.fronts.sweep));
         (shut, held)
     }
 
-    /// Lets fronts take nothing in any more, and empties them: no handle of the arena is left. In a
-    /// forked child does nothing.
+    /// Keeps caches from taking in blocks for good, and empties them: no handle of the arena is
+    /// left. Does nothing in a forked child.
     pub(super) fn retire_fronts(&self) {
         if self.check_here().is_ok() {
             let _for_good = ManuallyDrop::new(self.fronts.shut());
@@ -313,18 +314,18 @@ impl Shared {
     }
 
     fn empty_under(&self, sweep: &MutexGuard<'_, ()>) -> bool {
-        // What is put into a front from here on says so again.
+        // Blocks cached from here on set the flag again.
         self.fronts.hold.swap(false, Ordering::Relaxed) && self.empty_all(sweep)
     }
 
-    /// The same, whatever the fronts have said.
+    /// The same, regardless of the flag.
     fn empty_all(&self, sweep: &MutexGuard<'_, ()>) -> bool {
         let mut blocks = Vec::new();
         self.homes().for_each(|home| home.empty(&mut blocks));
         self.release_swept(blocks, sweep)
     }
 
-    /// Gives back to the books what the fronts hold of sizes that are no longer hot.
+    /// Frees cached blocks of sizes that are no longer hot.
     pub(super) fn cool_fronts(&self) {
         let sweep = lock(&self.fronts.sweep);
         if !self.fronts.hold.swap(false, Ordering::Relaxed) {
@@ -339,7 +340,7 @@ impl Shared {
         self.release_swept(blocks, &sweep);
     }
 
-    /// Frees in the books what was taken out of the fronts; says whether that was anything.
+    /// Frees blocks taken out of the caches in the arena; returns `true` if there were any.
     fn release_swept(&self, blocks: Vec<Swept>, _: &MutexGuard<'_, ()>) -> bool {
         if blocks.is_empty() {
             return false;
@@ -355,14 +356,14 @@ impl Shared {
         homes.chain(of_lanes).filter_map(|home| home.upgrade())
     }
 
-    /// All figures at one instant: the fronts are held still meanwhile, and then the books.
+    /// Returns all figures at one instant: locks the caches, and then the accounting.
     pub(super) fn snapshot(&self) -> ArenaSnapshot {
         let sweep = lock(&self.fronts.sweep);
         self.snapshot_under(&sweep)
     }
 
     fn snapshot_under(&self, _: &MutexGuard<'_, ()>) -> ArenaSnapshot {
-        // Dropped last: the last holder of a home takes the lock of the books.
+        // Dropped last: the last holder of a home takes the lock of the accounting.
         let homes: Vec<_> = self.homes().collect();
         let still: Vec<_> = homes.iter().map(|home| home.still()).collect();
         let mut fronts = Tally::default();
@@ -378,16 +379,16 @@ impl Shared {
         snapshot
     }
 
-    /// Lets nothing more be handed out, where nothing is live; says whether it was open. Another
-    /// thread that closes it waits for the outcome.
+    /// Stops handing out blocks, if nothing is live; returns `true` if it was open. Another thread
+    /// that closes it waits for the result.
     pub(super) fn close(&self) -> Result<bool, DeviceError> {
         let _shut = self.fronts.shut();
         let sweep = lock(&self.fronts.sweep);
         if self.closed.swap(true, Ordering::Relaxed) {
             return Ok(false);
         }
-        // From here on no front hands anything out, being empty, and the books hand out nothing
-        // without a look at `closed` under their lock.
+        // From here on no cache hands out a block, being empty, and the arena checks `closed` under
+        // its lock before it does.
         self.empty_all(&sweep);
         let snapshot = self.snapshot_under(&sweep);
         let count = snapshot.allocs_total - snapshot.frees_total;
@@ -403,7 +404,7 @@ impl Shared {
         Err(DeviceError::LiveBlocks { arena: self.name.clone(), count, bytes: snapshot.live })
     }
 
-    /// A few figures, without the fronts' locks.
+    /// Returns a few figures, without the caches' locks.
     pub(super) fn glance(&self) -> ArenaGlance {
         let cached = self.homes().map(|home| home.cached()).sum();
         let books = self.books();
@@ -428,26 +429,26 @@ impl Shared {
 }
 
 impl Drop for Shared {
-    /// Gives everything back to the driver: nobody holds a block, and nobody waits for the lock.
-    /// Where the driver refuses, or the device may still work there, the range stays reserved. In a
-    /// forked child does nothing.
+    /// Releases everything to the driver: no block is held, and no thread waits for the lock. If
+    /// the driver refuses, or the device may still use it, the range stays reserved. Does nothing
+    /// in a forked child.
     fn drop(&mut self) {
         if self.check_here().is_err() {
             let books = self.books.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
             books.forget_adopted();
             return;
         }
-        log!(info, arena = self.name, "an arena is gone");
+        log!(info, arena = self.name, "arena dropped");
         let _ = self.ask_events(); // asks, and waits for nothing
         self.end_adopted();
         self.end_sleep();
         let books = lock(&self.books);
-        // Nobody says when blocks that are out by address are used.
+        // The use of raw blocks is unknown.
         let is_raw_used = books.asynchronous && !books.raw.is_empty() && !books.sleep.is_quiet();
         let is_used = books.pending() > 0 || books.sleep.may_be_copied() || is_raw_used;
         if is_used {
-            let left = ByteSize::new(books.backed());
-            log!(warn, arena = self.name, %left, "memory was left behind");
+            let bytes = ByteSize::new(books.backed());
+            log!(warn, arena = self.name, %bytes, "arena memory leaked");
         }
         for event in books.streams.events() {
             let _ = self.driver.event_destroy(event, Key::new());

@@ -1,18 +1,16 @@
-//! Callbacks that are asked for memory when an arena has none left: the last rung before an error.
+//! Callbacks that release memory when an arena has none left: the last step before an error.
 //!
-//! They come after what the arena can do by itself: the threads' fronts, its own idle memory, what
-//! streams have yet to finish. No lock is held while one runs, so that it may do with the arena
-//! what anybody may: free, allocate, purge, compact.
+//! They run after the arena's own steps: thread caches, idle memory, pending work of streams. No
+//! lock is held while one runs, so it may use the arena freely: free, allocate, purge, compact.
 //!
-//! Runs do not overlap. A thread that is short while another thread's run is under way waits for
-//! its end and looks whether that was enough: ten threads that are short do not unload ten models.
-//! Only then it asks for itself. A thread that is within a callback, of this arena or of another,
-//! waits for no run: what it allocates is refused where there is no room, so that there is neither
-//! recursion nor a circle of threads that wait for each other.
+//! Runs do not overlap. A thread that is short during another thread's run waits for its end and
+//! checks if that was enough, so ten threads that are short do not unload ten models. Only then it
+//! starts its own run. A thread inside a callback, of this arena or of another, waits for no run,
+//! and its allocations fail if there is no room: so there is neither recursion nor a deadlock.
 //!
-//! Invariants: a callback begins only while it is registered; a run calls each that was registered
-//! when it began at most once, in the order of registration; a thread waits for a run only while it
-//! makes none.
+//! Invariants: a callback starts only while it is registered; a run calls each callback that was
+//! registered at its start at most once, in the order of registration; a thread that makes a run
+//! waits for none.
 
 use std::cell::Cell;
 use std::fmt;
@@ -28,33 +26,34 @@ use crate::bytes::ByteSize;
 use crate::fork::Birth;
 use crate::sync::{Condvar, Mutex, caught, lock, wait};
 
-/// What is missing.
+/// The resource that is short.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ShortageInfo {
-    /// The limit would be passed.
+    /// The allocation would exceed the limit.
     Limit {
-        /// By so much, when all idle memory is gone: so many bytes of granules must fall idle.
+        /// Bytes above the limit after all idle memory is released: this many bytes of granules
+        /// must become idle.
         over: ByteSize,
     },
-    /// The device has no more, and the arena has nothing idle.
+    /// The device is out of memory, and the arena has no idle memory.
     Device,
     /// The region has no free span of addresses that is long enough.
     Addresses,
 }
 
-/// What a callback is told.
+/// The argument of a shortage callback.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Shortage<'a> {
     /// The arena's name.
     pub arena: &'a str,
-    /// The region in which a block was asked for. Idle memory of either helps; addresses, only its
-    /// own.
+    /// The region of the allocation. Idle memory of either region helps; addresses only of this
+    /// one.
     pub region: Region,
     /// The size of the block.
     pub requested: ByteSize,
-    /// What is missing for it.
+    /// The resource that is short.
     pub lack: ShortageInfo,
 }
 
@@ -68,14 +67,14 @@ struct Entry {
 }
 
 impl Drop for Entry {
-    /// What a callback holds is not ours, and nothing unwinds out of a drop.
+    /// A callback's captures are foreign code; no panic leaves a drop.
     fn drop(&mut self) {
         let callback = self.callback.take();
         let _ = caught(|| drop(callback));
     }
 }
 
-/// The callbacks of an arena, and whose turn it is to ask them.
+/// The callbacks of an arena, and the turn to call them.
 pub(super) struct Callbacks {
     state: Mutex<State>,
     ended: Condvar,
@@ -100,22 +99,20 @@ pub struct ShortageCallback {
 }
 
 impl DeviceArena {
-    /// Registers a callback that is asked for memory when this arena has none left: after the
-    /// fronts, its own idle memory and what streams have yet to finish, and before an allocation, a
-    /// resize or a wake fails. All that are registered are called, in the order in which they were,
-    /// in the thread that is short; each says whether it gave something back. If one did, the
-    /// allocation is tried once more.
+    /// Registers a callback that releases memory when this arena has none left: after thread
+    /// caches, its own idle memory and pending work of streams, and before an allocation, a resize
+    /// or a wake fails. All registered callbacks are called in order of registration, on the thread
+    /// that is short. Each returns `true` if it released memory. If any did, the allocation is
+    /// retried once.
     ///
-    /// A callback runs with no lock held and may use the arena as anybody may. What it allocates
-    /// itself calls no callbacks; of an arena that is being woken it is refused. Two things it must
-    /// not do: wait for a thread that allocates here, for that thread may wait for this run to end;
-    /// and wait for a lock that somebody holds while they allocate here: try it instead. A panic is
-    /// counted and logged, and stops nothing.
+    /// A callback runs without a lock and may use the arena. Its own allocations call no callbacks;
+    /// they fail if the arena is being woken. It must not wait for a thread that allocates here,
+    /// which may be waiting for this run; nor for a lock that another thread holds while allocating
+    /// here: use `try_lock`. A panic is counted and logged; the other callbacks still run.
     ///
-    /// It is registered until what is returned is dropped. From then on no call of it begins; one
-    /// that is under way on another thread goes on to its end, and what the callback holds is
-    /// dropped after that. A callback that holds a handle of the arena keeps it open until then.
-    /// In a forked child nothing is registered.
+    /// It stays registered until the return value is dropped. No call starts after that; a call in
+    /// progress on another thread finishes, and the callback is dropped then. A callback that holds
+    /// a handle of the arena keeps it open until then. In a forked child no callback is registered.
     ///
     /// ```
     /// use std::sync::{Arc, Mutex};
@@ -131,7 +128,7 @@ impl DeviceArena {
     ///     let cache = Arc::clone(&cache);
     ///     move |_| cache.try_lock().is_ok_and(|mut cache| cache.pop().is_some())
     /// });
-    /// let needed = arena.alloc::<u8>(4 << 20, Region::Dynamic)?; // the cache gave way
+    /// let needed = arena.alloc::<u8>(4 << 20, Region::Dynamic)?; // evicts the cache
     /// assert!(cache.lock().unwrap().is_empty());
     /// # drop((evict, needed));
     /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -161,7 +158,7 @@ impl fmt::Debug for ShortageCallback {
 
 #[cfg(not(lowtide_loom))]
 thread_local! {
-    /// Whether this thread asks callbacks, of whatever arena.
+    /// `true` while this thread calls callbacks, of any arena.
     static WITHIN: Cell<bool> = const { Cell::new(false) };
 }
 #[cfg(lowtide_loom)]
@@ -169,7 +166,7 @@ loom::thread_local! {
     static WITHIN: Cell<bool> = Cell::new(false);
 }
 
-/// Whether this thread is within a callback, of whatever arena.
+/// Returns `true` if this thread is within a callback, of any arena.
 pub(super) fn is_within() -> bool {
     WITHIN.with(Cell::get)
 }
@@ -201,11 +198,11 @@ impl Callbacks {
         let found = state.entries.binary_search_by_key(&number, |entry| entry.number);
         let entry = found.ok().map(|nth| state.entries.remove(nth));
         drop(state);
-        drop(entry); // what it holds may lock anything
+        drop(entry); // its captures may lock anything
     }
 
-    /// Takes the turn to ask, where there is anybody to ask; says whether another run was waited
-    /// for. `None` within a callback while the turn is taken.
+    /// Takes the turn to call callbacks, if there are any; also returns `true` if another run was
+    /// waited for. `None` within a callback while the turn is taken.
     fn turn(&self) -> Option<(Turn<'_>, bool)> {
         let mut state = lock(&self.state);
         let within = is_within();
@@ -233,7 +230,7 @@ impl Callbacks {
     }
 }
 
-/// The turn to ask the callbacks.
+/// The turn to call the callbacks.
 struct Turn<'a> {
     callbacks: &'a Callbacks,
     /// The last callback that was registered when it began.
@@ -242,17 +239,17 @@ struct Turn<'a> {
     within: bool,
 }
 
-/// What a run came to.
+/// The result of a run.
 #[derive(Clone, Copy, Debug, Default)]
 struct Asked {
     calls: u64,
     panics: u64,
-    /// Somebody gave something back, or may have.
+    /// `true` if a callback released memory, or may have.
     gave: bool,
 }
 
 impl Turn<'_> {
-    /// Asks all of them.
+    /// Calls all of them.
     fn ask(&self, shortage: &Shortage<'_>) -> Asked {
         let mut asked = Asked::default();
         let mut after = 0;
@@ -264,9 +261,9 @@ impl Turn<'_> {
                 Ok(gave) => asked.gave |= gave,
                 Err(message) => {
                     asked.panics += 1;
-                    asked.gave = true; // nobody knows how far it came
+                    asked.gave = true; // its progress is unknown
                     let arena = shortage.arena;
-                    log!(warn, arena, message, "a callback on shortage panicked");
+                    log!(warn, arena, message, "shortage callback panicked");
                 }
             }
             if !self.callbacks.birth.is_here() {
@@ -288,8 +285,7 @@ impl Drop for Turn<'_> {
 }
 
 impl Shared {
-    /// Asks the callbacks for memory and tries again; what was refused before is refused where
-    /// nobody gave anything.
+    /// Calls the callbacks and retries; the earlier error stands if no callback released memory.
     pub(super) fn ask_for_room<T>(
         &self,
         region: Region,
@@ -298,7 +294,7 @@ impl Shared {
     ) -> Result<T, Refusal> {
         let Some((turn, waited)) = self.callbacks.turn() else { return Err(refusal) };
         if waited {
-            // What another thread was given may do for this one as well.
+            // Memory released for another thread may be enough for this one as well.
             match self.after_pending(attempt) {
                 Err(again) if again.is_shortage() => refusal = again,
                 outcome => return outcome,
@@ -317,14 +313,14 @@ impl Shared {
             debug,
             arena = self.name,
             calls = asked.calls,
-            gave = asked.gave,
-            "callbacks were asked for memory"
+            released = asked.gave,
+            "shortage callbacks called"
         );
         if asked.gave { self.after_pending(attempt) } else { Err(refusal) }
     }
 }
 
-/// What a callback is told of a refusal.
+/// Returns the figures of a refusal for callbacks.
 fn numbers(refusal: &Refusal) -> (ByteSize, ShortageInfo) {
     let requested = match refusal.error {
         DeviceError::OutOfMemory { requested, .. }

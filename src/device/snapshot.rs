@@ -1,8 +1,8 @@
 //! The figures of an arena at one instant, taken under one lock.
 //!
-//! Plain values in the glossary's words; it calls no driver. A commit or decommit under way counts
-//! as committed, so that `committed` errs upward, and a block whose memory is still on its way
-//! counts as a hole.
+//! Plain values in the terms of the glossary; it calls no driver. A commit or decommit in progress
+//! counts as committed, so `committed` errs upward; a block whose memory is not there yet counts as
+//! a hole.
 //!
 //! Invariants, for the arena and for each region: `requested <= live`;
 //! `(live - asleep) + pending + holes = active`; `active + idle = committed <= reserved`.
@@ -14,133 +14,132 @@ use super::region::Region;
 use super::sleep::ArenaState;
 use crate::bytes::ByteSize;
 
-/// An arena's figures.
+/// The figures of an arena.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ArenaSnapshot {
     /// The arena's name.
     pub name: String,
-    /// The driver in use.
+    /// The driver's backend.
     pub backend: Backend,
-    /// What callers asked for.
+    /// Bytes that callers requested.
     pub requested: ByteSize,
-    /// Blocks held by callers, after rounding.
+    /// Bytes of blocks held by callers, after rounding.
     pub live: ByteSize,
-    /// What of the live blocks has no memory behind it now: the arena sleeps.
+    /// Bytes of live blocks without memory behind them, because the arena sleeps.
     pub asleep: ByteSize,
-    /// Host memory that holds contents of those, stays for the next sleep, or was not taken back
-    /// by the driver.
+    /// Bytes of host memory that hold the contents of sleeping blocks, are kept for the next sleep,
+    /// or could not be released to the driver.
     pub offloaded: ByteSize,
-    /// The most that was live since the arena was opened. Errs upward by at most what the threads'
-    /// fronts hold.
+    /// The maximum of `live` since the arena was opened. Errs upward by at most the thread caches.
     pub live_peak: ByteSize,
-    /// Free blocks of hot sizes that the threads' fronts keep for the next request. They lie in the
-    /// holes.
+    /// Bytes of free blocks in thread caches. They are part of the holes.
     pub cached: ByteSize,
-    /// Granules that a block touches; whole segments, where memory comes in those.
+    /// Bytes of granules that a block touches; of whole segments on drivers that allocate segments.
     pub active: ByteSize,
-    /// Granules with memory behind them that no block touches.
+    /// Bytes of committed granules that no block touches.
     pub idle: ByteSize,
-    /// Granules with memory behind them.
+    /// Bytes of granules with memory behind them.
     pub committed: ByteSize,
-    /// The most that was committed since the arena was opened, without what was on its way.
+    /// The maximum of `committed` since the arena was opened, without commits in progress.
     pub committed_peak: ByteSize,
-    /// Address space held; what is committed, where memory comes in segments.
+    /// Bytes of reserved address space; equal to `committed` on drivers that allocate segments.
     pub reserved: ByteSize,
-    /// The arena's own books; of blocks had by address an estimate, of the fronts nothing.
+    /// Bytes of the arena's metadata: an estimate for raw blocks, none for thread caches.
     pub metadata: ByteSize,
-    /// Freed by the caller, and perhaps still in use by the device. Zero on the host rung.
+    /// Bytes freed by the caller that the device may still use. Zero on the host backend.
     pub pending: ByteSize,
-    /// What of the active granules is neither live nor pending.
+    /// Bytes of active granules that are neither live nor pending.
     pub holes: ByteSize,
     /// The longest free span with memory behind it.
     pub largest_free: ByteSize,
-    /// The most that may be committed.
+    /// The limit of committed memory.
     pub limit: ByteSize,
-    /// Blocks whose addresses are lent to foreign code ([`Buffer::export`](super::Buffer::lend)).
+    /// Bytes of blocks exported to foreign code ([`Buffer::export`](super::Buffer::export)).
     pub exported: ByteSize,
-    /// How many of them.
+    /// The number of exported blocks.
     pub exported_count: u64,
-    /// Memory of others that was adopted ([`DeviceArena::import`](super::DeviceArena::adopt)) and
-    /// is not released yet. In no other figure: the arena commits none of it.
+    /// Bytes of imported memory ([`DeviceArena::import`](super::DeviceArena::import)) that is not
+    /// released yet. Not part of other figures: the arena does not commit it.
     pub imported: ByteSize,
-    /// How many pieces of it.
+    /// The number of imported ranges.
     pub imported_count: u64,
-    /// Leases held now.
+    /// The number of leases held.
     pub leases: u32,
-    /// Whether its memory can be used.
+    /// The sleep state.
     pub state: ArenaState,
-    /// Times that it fell asleep since it was opened.
+    /// The number of sleeps since the arena was opened.
     pub sleeps_total: u64,
-    /// Times that it woke.
+    /// The number of wakes.
     pub wakes_total: u64,
-    /// Times that it could not be woken.
+    /// The number of failed wakes.
     pub wake_failures_total: u64,
-    /// Blocks handed out since the arena was opened.
+    /// The number of blocks allocated since the arena was opened.
     pub allocs_total: u64,
-    /// Blocks freed since then.
+    /// The number of blocks freed since then.
     pub frees_total: u64,
-    /// Those of the blocks handed out that came from a thread's front, without the arena's lock.
+    /// The number of allocations served by a thread cache, without the arena's lock.
     pub thread_cache_allocs_total: u64,
-    /// Blocks handed out that share their granules with no other.
+    /// The number of blocks allocated on their own granules
+    /// ([`DeviceArena::reserve`](super::DeviceArena::reserve)).
     pub reserves_total: u64,
-    /// Blocks that changed their size where they stood.
+    /// The number of blocks resized in place.
     pub resizes_total: u64,
-    /// Blocks that compactions moved since then.
+    /// The number of blocks that compactions moved.
     pub moves_total: u64,
-    /// Their bytes.
+    /// Bytes that compactions moved.
     pub moved_bytes_total: u64,
-    /// The largest block handed out.
+    /// The largest block allocated.
     pub alloc_size_max: ByteSize,
-    /// Allocations that failed since then, by reason.
+    /// Failed allocations since then, by reason.
     pub alloc_failures_total: AllocFailures,
-    /// Driver calls that committed memory.
+    /// The number of driver calls that committed memory.
     pub commits_total: u64,
-    /// Driver calls that decommitted memory.
+    /// The number of driver calls that decommitted memory.
     pub decommits_total: u64,
     /// Bytes committed by those calls.
     pub committed_bytes_total: u64,
     /// Bytes decommitted by those calls.
     pub decommitted_bytes_total: u64,
-    /// Driver calls that moved the memory of idle granules to where some was needed, in place of a
-    /// decommit and a commit.
+    /// The number of driver calls that moved memory of idle granules to where it was needed,
+    /// instead of a decommit and a commit.
     pub remaps_total: u64,
     /// Bytes moved by those calls.
     pub remapped_bytes_total: u64,
-    /// Calls of callbacks that were made because memory was short.
+    /// The number of shortage callbacks called.
     pub shortage_callbacks_total: u64,
-    /// Those of them that panicked.
+    /// The number of shortage callbacks that panicked.
     pub shortage_panics_total: u64,
-    /// Release functions of adopted memory that were called.
+    /// The number of release functions of imported memory called.
     pub releases_total: u64,
-    /// Those of them that panicked.
+    /// The number of release functions that panicked.
     pub release_panics_total: u64,
-    /// Errors of CUDA that freed buffers' views left with cudarc; zero without CUDA.
+    /// The number of CUDA errors that views of freed buffers left with cudarc; zero without CUDA.
     pub parked_errors_total: u64,
-    /// Trims and purges that were asked for.
+    /// The number of trims and purges.
     pub trims_total: u64,
-    /// Bytes that those gave back.
+    /// Bytes released by those.
     pub trimmed_bytes_total: u64,
-    /// Shrinks that were asked for.
+    /// The number of shrinks.
     pub shrinks_total: u64,
-    /// Bytes that those gave back.
+    /// Bytes released by those.
     pub shrunk_bytes_total: u64,
-    /// Times that a thread found a lock of the arena taken.
+    /// The number of contended lock acquisitions.
     pub lock_contended_total: u64,
-    /// How long threads have waited for the arena's lock.
+    /// Total time that threads have waited for the arena's lock.
     pub lock_wait_total: Duration,
-    /// The same for each region, in the order of [`Region::ALL`].
+    /// The figures of each region, in the order of [`Region::ALL`].
     pub regions: [RegionSnapshot; 2],
 }
 
-/// The few figures of an arena that a sampler reads at every tick.
+/// The figures of an arena for frequent sampling.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ArenaGlance {
-    /// Blocks held by callers, after rounding.
+    /// Bytes of blocks held by callers, after rounding.
     pub live: ByteSize,
-    /// Granules with memory behind them.
+    /// Bytes of granules with memory behind them.
     pub committed: ByteSize,
-    /// Granules with memory behind them that no block touches.
+    /// Bytes of committed granules that no block touches.
     pub idle: ByteSize,
 }
 
@@ -206,7 +205,7 @@ impl ArenaSnapshot {
         }
     }
 
-    /// Memory kept that nothing needs: `committed - (live - asleep)`.
+    /// Returns the unneeded memory: `committed - (live - asleep)`.
     #[must_use]
     pub fn retained(&self) -> ByteSize {
         self.committed.saturating_sub(self.live.saturating_sub(self.asleep))
@@ -215,7 +214,7 @@ impl ArenaSnapshot {
     /// Checks the identities.
     ///
     /// # Panics
-    /// Where one does not hold.
+    /// If an identity is violated.
     pub fn validate(&self) {
         for region in &self.regions {
             region.validate();
@@ -232,35 +231,35 @@ impl ArenaSnapshot {
         assert_eq!(self.holes, total(|region| region.holes));
         assert!(self.live <= self.live_peak, "live <= live_peak");
         assert!(self.frees_total <= self.allocs_total, "frees_total <= allocs_total");
-        assert!(self.exported <= self.live, "lent <= live");
+        assert!(self.exported <= self.live, "exported <= live");
     }
 }
 
-/// A region's figures; the words are those of [`ArenaSnapshot`].
+/// The figures of a region, with the meanings of [`ArenaSnapshot`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RegionSnapshot {
-    /// Which region.
+    /// The region.
     pub region: Region,
-    /// What callers asked for.
+    /// Bytes that callers requested.
     pub requested: ByteSize,
-    /// Blocks held by callers, after rounding.
+    /// Bytes of blocks held by callers, after rounding.
     pub live: ByteSize,
-    /// What of the live blocks has no memory behind it now.
+    /// Bytes of live blocks without memory behind them.
     pub asleep: ByteSize,
-    /// Free blocks that the threads' fronts keep.
+    /// Bytes of free blocks in thread caches.
     pub cached: ByteSize,
-    /// Granules that a block touches.
+    /// Bytes of granules that a block touches.
     pub active: ByteSize,
-    /// Granules with memory behind them that no block touches.
+    /// Bytes of committed granules that no block touches.
     pub idle: ByteSize,
-    /// Granules with memory behind them.
+    /// Bytes of granules with memory behind them.
     pub committed: ByteSize,
-    /// Address space held.
+    /// Bytes of reserved address space.
     pub reserved: ByteSize,
-    /// Freed by the caller, and perhaps still in use by the device.
+    /// Bytes freed by the caller that the device may still use.
     pub pending: ByteSize,
-    /// What of the active granules is neither live nor pending.
+    /// Bytes of active granules that are neither live nor pending.
     pub holes: ByteSize,
     /// The longest free span with memory behind it.
     pub largest_free: ByteSize,
@@ -270,7 +269,7 @@ impl RegionSnapshot {
     /// Checks the identities.
     ///
     /// # Panics
-    /// Where one does not hold.
+    /// If an identity is violated.
     pub fn validate(&self) {
         assert!(self.requested <= self.live, "requested <= live: {self:?}");
         assert!(self.asleep <= self.live, "asleep <= live: {self:?}");
@@ -304,22 +303,22 @@ impl RegionSnapshot {
     }
 }
 
-/// How many allocations failed, by reason.
+/// The number of failed allocations, by reason.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct AllocFailures {
-    /// The arena's limit.
+    /// The arena's limit was reached.
     pub limit: u64,
-    /// The device, or the host behind it, had no more memory.
+    /// The device, or the host behind it, was out of memory.
     pub device: u64,
-    /// The region had no free span of addresses, or could never have one.
+    /// The region had no free span of addresses, or is smaller than the block.
     pub addresses: u64,
     /// The driver failed for another reason.
     pub driver: u64,
 }
 
 impl AllocFailures {
-    /// Each reason's name, as metrics show it, and its count.
+    /// Returns each reason's name in metrics, and its count.
     #[must_use]
     pub const fn by_reason(&self) -> [(&'static str, u64); 4] {
         [
@@ -330,7 +329,7 @@ impl AllocFailures {
         ]
     }
 
-    /// All of them.
+    /// Returns the sum of all reasons.
     #[must_use]
     pub const fn total(&self) -> u64 {
         self.limit + self.device + self.addresses + self.driver

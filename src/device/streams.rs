@@ -1,13 +1,13 @@
-//! The streams that an arena knows: which of their work is known to be complete, and which waits
-//! for which. Pure books: no driver, no lock.
+//! The streams that an arena knows: which of their work is known to be complete, and which stream
+//! waits for which. Pure accounting: no driver, no lock.
 //!
-//! Frees are counted in epochs. A use is of the epoch that was open when the block was freed; an
-//! event that is recorded after an epoch was closed is complete only when every use of that epoch
-//! and of those before is. So one event serves all blocks that were freed since the last one, and a
-//! stream whose blocks only itself takes again needs none.
+//! Frees are counted in epochs. A use belongs to the epoch that was open when the block was freed.
+//! An event recorded after an epoch was closed is complete only when every use of that epoch and
+//! the earlier ones is. So one event serves all blocks freed since the last one, and a stream whose
+//! blocks only it reuses needs none.
 //!
-//! Invariants: `done < open`; an event is of an epoch that is closed; a stream's number is never
-//! given twice, so that a handle which the driver gives again is another stream's.
+//! Invariants: `done < open`; an event belongs to a closed epoch; stream numbers are never reused,
+//! so a handle that the driver reuses is another stream.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -19,10 +19,9 @@ use super::driver::{EventHandle, StreamHandle};
 pub(super) struct StreamKey(u64);
 
 impl StreamKey {
-    /// No stream of its own: whatever the device does. For a block of which nobody said on which
-    /// stream it is used, and for a stream that ended before an event could be recorded on it. Only
-    /// a wait for the whole device proves the end of such a use, which only calls of the program
-    /// make.
+    /// No particular stream: any work of the device. For a block whose stream is unknown, and for a
+    /// stream that ended before an event could be recorded on it. Only a wait for the whole device
+    /// proves the end of such a use, which only calls of the program make.
     pub(super) const CONTEXT: Self = Self(0);
 
     #[cfg(test)]
@@ -38,11 +37,11 @@ pub(super) struct Use {
     pub(super) epoch: u64,
 }
 
-/// An event of the driver's. Shared by who waits for it; used again when nobody does.
+/// An event of the driver. Shared by its waiters; reused when there are none.
 #[derive(Debug)]
 pub(super) struct Event(pub(super) EventHandle);
 
-/// How a stream's uses can be waited for.
+/// The way to wait for a stream's uses.
 #[derive(Clone, Debug)]
 pub(super) enum Wait {
     /// They are complete, or come before the asking stream's next work already.
@@ -61,7 +60,8 @@ struct Stream {
     /// None for the context, and for a stream that has ended.
     handle: Option<StreamHandle>,
     lanes: usize,
-    /// Driver calls that are being made with the handle, of who has no lane of the stream.
+    /// The number of driver calls in progress with the handle, by threads without a lane of the
+    /// stream.
     exported: usize,
     /// The epoch of blocks that are freed now.
     open: u64,
@@ -82,7 +82,7 @@ impl Stream {
 }
 
 impl Stream {
-    /// Whether there is a use that no event comes after.
+    /// Returns `true` if there is a use without a later event.
     fn is_unmarked(&self) -> bool {
         let last = self.events.last_key_value().map_or(self.done, |(&epoch, _)| epoch);
         self.used > last
@@ -95,16 +95,16 @@ pub(super) struct Streams {
     known: BTreeMap<StreamKey, Stream>,
     by_handle: BTreeMap<StreamHandle, StreamKey>,
     last: StreamKey,
-    /// Events of nobody.
+    /// Unused events.
     spare: Vec<Arc<Event>>,
-    /// How many events there are, spare ones included.
+    /// The number of events, spare ones included.
     made: usize,
-    /// With so many that are not spare, they are asked before another is made.
+    /// With this many non-spare events, they are queried before another is created.
     crowd: usize,
 }
 
-/// How many events an arena has recorded at least before it asks them for want of one. A guess:
-/// many times what the lanes of a service have under way between two looks for idle memory.
+/// The minimum number of recorded events before an arena queries them for reuse. A guess: many
+/// times the events of a service's lanes in progress between two checks for idle memory.
 const CROWD_MIN: usize = 64;
 
 impl Streams {
@@ -121,7 +121,7 @@ impl Streams {
         }
     }
 
-    /// Books one more lane of a stream.
+    /// Records one more lane of a stream.
     pub(super) fn enter(&mut self, handle: StreamHandle) -> StreamKey {
         let key = *self.by_handle.entry(handle).or_insert_with(|| {
             self.last = StreamKey(self.last.0 + 1);
@@ -134,8 +134,8 @@ impl Streams {
         key
     }
 
-    /// Books that a lane is gone; says whether it was the last of its stream, which then has ended
-    /// as far as the arena knows.
+    /// Records that a lane is dropped; returns `true` if it was the last of its stream, which then
+    /// has ended for the arena.
     pub(super) fn leave(&mut self, key: StreamKey) -> bool {
         let Some(stream) = self.known.get_mut(&key) else { return false };
         stream.lanes = stream.lanes.saturating_sub(1);
@@ -160,19 +160,19 @@ impl Streams {
         Some(handle)
     }
 
-    /// Books that the call is made; says whether somebody may wait for that.
+    /// Records that the call is made; returns `true` if a thread may wait for that.
     pub(super) fn returned(&mut self, key: StreamKey) -> bool {
         let Some(stream) = self.known.get_mut(&key) else { return false };
         stream.exported -= 1;
         stream.exported == 0 && stream.handle.is_none()
     }
 
-    /// Whether calls are being made with the handle of a stream that has ended.
+    /// Returns `true` if calls are in progress with the handle of a stream that has ended.
     pub(super) fn is_lent(&self, key: StreamKey) -> bool {
         self.known.get(&key).is_some_and(|stream| stream.handle.is_none() && stream.exported > 0)
     }
 
-    /// Forgets what has ended and has nothing left to wait for.
+    /// Forgets an ended stream without pending uses.
     pub(super) fn forget(&mut self, key: StreamKey, is_pending: bool) {
         let ended = |stream: &Stream| {
             stream.handle.is_none() && stream.exported == 0 && stream.done >= stream.used
@@ -198,13 +198,13 @@ impl Streams {
         Use { stream, epoch }
     }
 
-    /// Whether a use is known to be complete.
+    /// Returns `true` if a use is known to be complete.
     pub(super) fn is_done(&self, of: Use) -> bool {
         self.known.get(&of.stream).is_none_or(|stream| stream.done >= of.epoch)
     }
 
-    /// Whether an event is wanted, so that a stream which is about to end can be waited for; the
-    /// epoch of the event, which is closed now.
+    /// Returns the epoch of the event, closed now, that is needed so that a stream about to end can
+    /// be waited for; `None` if none is needed.
     pub(super) fn close(&mut self, key: StreamKey) -> Option<u64> {
         let stream = self.known.get_mut(&key)?;
         if !stream.is_unmarked() {
@@ -220,7 +220,7 @@ impl Streams {
         self.known.get(&key)?.handle
     }
 
-    /// How `taker`, or the host, can come after a use.
+    /// Returns the way for `taker`, or the host, to come after a use.
     pub(super) fn how(&mut self, of: Use, taker: Option<StreamKey>) -> Wait {
         if taker == Some(of.stream) {
             return Wait::Nothing;
@@ -230,7 +230,7 @@ impl Streams {
         {
             return Wait::Nothing;
         }
-        // What is not known any more had nothing left to wait for.
+        // A stream that is not known any more has no pending uses.
         let Some(stream) = self.known.get_mut(&of.stream) else { return Wait::Nothing };
         if stream.done >= of.epoch {
             return Wait::Nothing;
@@ -246,7 +246,7 @@ impl Streams {
         Wait::Record(epoch)
     }
 
-    /// Books an event that was recorded after its epoch was closed.
+    /// Records an event that was recorded after its epoch was closed.
     pub(super) fn recorded(&mut self, key: StreamKey, epoch: u64, event: Arc<Event>) {
         match self.known.get_mut(&key) {
             Some(stream) if stream.done < epoch => {
@@ -256,7 +256,7 @@ impl Streams {
         }
     }
 
-    /// Books that the next work of `taker` comes after all uses up to that epoch.
+    /// Records that the next work of `taker` comes after all uses up to that epoch.
     pub(super) fn ordered(&mut self, taker: StreamKey, of: StreamKey, epoch: u64) {
         if let Some(taker) = self.known.get_mut(&taker) {
             let after = taker.after.entry(of).or_default();
@@ -264,7 +264,7 @@ impl Streams {
         }
     }
 
-    /// Books that a stream is known to be done up to an epoch.
+    /// Records that a stream is known to be done up to an epoch.
     pub(super) fn complete(&mut self, key: StreamKey, epoch: u64) {
         let Some(stream) = self.known.get_mut(&key) else { return };
         stream.done = stream.done.max(epoch);
@@ -273,7 +273,7 @@ impl Streams {
         self.spare.extend(done.into_values());
     }
 
-    /// Ends the present epoch of every stream: what was freed until now is of closed ones.
+    /// Ends the present epoch of every stream: memory freed until now is of closed ones.
     pub(super) fn close_all(&mut self) -> Vec<Use> {
         let close = |(&stream, of): (&StreamKey, &mut Stream)| {
             of.open += 1;
@@ -303,18 +303,18 @@ impl Streams {
         events.map(|(&epoch, event)| (epoch, Arc::clone(event))).collect()
     }
 
-    /// Books that an event was made.
+    /// Counts a created event.
     pub(super) const fn note_made(&mut self) {
         self.made += 1;
     }
 
-    /// Whether so many events are recorded that they are to be asked.
+    /// Returns `true` if so many events are recorded that they should be queried.
     pub(super) const fn is_crowded(&self) -> bool {
         self.recorded_count() >= self.crowd
     }
 
-    /// Books that they were asked: not again before there are twice as many as are left, so that
-    /// each is asked a few times at most.
+    /// Records that they were queried: not again before there are twice as many as are left, so
+    /// that each is queried a few times at most.
     pub(super) fn note_asked(&mut self) {
         self.crowd = self.recorded_count().saturating_mul(2).max(CROWD_MIN);
     }
@@ -328,7 +328,7 @@ impl Streams {
         self.by_handle.values().copied().collect()
     }
 
-    /// An event that nobody waits for any more, to be recorded anew.
+    /// Returns an event without waiters, to be recorded again.
     pub(super) fn spare(&mut self) -> Option<Arc<Event>> {
         let at = self.spare.iter().position(|event| Arc::strong_count(event) == 1)?;
         Some(self.spare.swap_remove(at))
@@ -345,7 +345,7 @@ impl Streams {
         recorded.chain(&self.spare).map(|event| event.0).collect()
     }
 
-    /// Whether there are uses whose end an event proves, or will once it is recorded.
+    /// Returns `true` if there are uses whose end an event proves, or will once it is recorded.
     pub(super) fn is_provable(&self) -> bool {
         let marks = |stream: &Stream| stream.handle.is_some() && stream.is_unmarked();
         self.known.values().any(|stream| !stream.events.is_empty() || marks(stream))
@@ -366,7 +366,7 @@ impl Streams {
     /// Checks the invariants.
     ///
     /// # Panics
-    /// Where one is broken.
+    /// If an invariant is violated.
     pub(super) fn validate(&self) {
         for (&handle, key) in &self.by_handle {
             assert_eq!(self.known.get(key).and_then(|stream| stream.handle), Some(handle));

@@ -82,7 +82,7 @@ fn scenario(driver: &Arc<TrialDriver>) {
     }
     kept.truncate(1);
     check(&arena);
-    // Needs what is idle in both regions: the limit is reached on the way.
+    // Needs the idle memory of both regions: the limit is reached on the way.
     kept.extend(bytes(&arena, ByteSize::mib(12), Region::Stable));
     check(&arena);
     kept.extend(bytes(&arena, ByteSize::mib(4), Region::Dynamic));
@@ -107,8 +107,8 @@ fn an_arena_that_did_not_get_its_addresses_took_nearly_all_that_were_left() {
     driver.fail(Failure { nth: 0, out_of_memory: true });
     let arena = DeviceArena::open(driver.clone(), Arc::new(clock), config(ByteSize::MAX));
     let arena = arena.expect("opens");
-    // 1 GiB and what small blocks get beside it was refused, half of it accepted and given back;
-    // the other region got what it wanted.
+    // 1 GiB and the share of small blocks was refused, half of it accepted and released;
+    // the other region got its full size.
     let regions = arena.snapshot().regions.map(|region| region.reserved);
     assert_eq!(regions, [74, 1024 + 128 + 2].map(ByteSize::mib));
     drop(arena);
@@ -170,7 +170,7 @@ fn a_full_device_is_asked_again_after_the_arenas_own_idle_memory_is_given_back()
     driver.assert_no_faults();
 }
 
-/// The bug: the most that was ever committed counted what was asked for and refused.
+/// The bug: the peak of committed memory counted refused requests.
 #[test]
 fn a_commit_that_was_refused_made_the_peak() {
     let (arena, driver, _) = open(ByteSize::MAX);
@@ -249,7 +249,7 @@ fn an_allocation_waits_for_a_leaving_granule_only_where_it_needs_it() {
         thread::spawn(move || arena.purge())
     };
     driver.wait_until_held(1);
-    // What needs no granule that is leaving goes on beside the call that is held.
+    // Operations that need no leaving granule continue during the held call.
     drop(beside);
     let beside = bytes(&arena, GRANULE, Region::Stable).expect("room");
     arena.validate();
@@ -440,7 +440,7 @@ fn an_arena_is_gone_whenever_its_last_handle_goes_while_others_free() {
     }
 }
 
-/// Some live blocks of one size, beside others of it that are free in this thread's front.
+/// Some live blocks of one size, and others of it that are free in this thread's cache.
 fn heat(arena: &DeviceArena) -> Vec<Buffer<u8>> {
     let mut blocks = Vec::new();
     for _ in 0..4 {

@@ -1,4 +1,4 @@
-//! What an arena counts: sums that never fall. Plain values, under the lock of the books.
+//! The counters of an arena: sums that never decrease. Plain values, under the accounting's lock.
 //!
 //! Invariant: those of [`ArenaSnapshot`](super::ArenaSnapshot).
 
@@ -11,7 +11,7 @@ use super::snapshot::AllocFailures;
 pub(super) struct Totals {
     pub(super) allocs: u64,
     pub(super) frees: u64,
-    /// Of those, by the fronts of lanes that are gone.
+    /// The part by caches of dropped lanes.
     pub(super) front_allocs: u64,
     pub(super) failures: AllocFailures,
     pub(super) commits: u64,

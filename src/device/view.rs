@@ -1,19 +1,18 @@
-//! FENCE: buffers, and what was adopted, as cudarc sees them: a borrowed `CudaSlice`, or a
+//! FENCE: buffers and imported memory as cudarc sees them: a borrowed `CudaSlice`, or a
 //! `CudaViewMut`, under a lease.
 //!
 //! cudarc orders the streams that use a slice by two events that the slice keeps. So a buffer keeps
-//! one slice for as long as it stands where it is, and hands out references to it: what one view
-//! recorded, the next one waits for. A buffer that is never viewed costs no call. The slice is
-//! never handed out to be moved or replaced, since its own drop would free what is the arena's: it
-//! is let go of here, and its stream then waits for what other streams recorded on it, so that the
-//! lane's order holds for them too. Where it cannot be made to, the buffer is freed as one of no
-//! lane, after all work of the device.
+//! one slice while it stays at its address, and hands out references to it: the next view waits for
+//! the events of the previous one. A buffer that is never viewed makes no call. The slice is never
+//! handed out by value, since its drop would free the arena's memory. When the slice is discarded,
+//! its stream waits for the events of other streams, so that the lane's order includes them. If
+//! that fails, the buffer is freed as one without a lane, after all work of the device.
 //!
-//! Without cudarc's tracking of events nothing is recorded, and what another stream does to a
-//! buffer is for [`Buffer::record_use`] to say.
+//! Without cudarc's event tracking nothing is recorded, and uses of other streams must be passed to
+//! [`Buffer::record_use`].
 //!
-//! Invariant: a slice that is kept has the address and the length of the buffer while any reference
-//! to it is alive.
+//! Invariant: a slice has the address and the length of its buffer while any reference to it is
+//! alive.
 #![expect(unsafe_code, reason = "a slice of cudarc's is made of the arena's memory")]
 
 use std::mem::ManuallyDrop;
@@ -34,8 +33,8 @@ use super::shared::Shared;
 use crate::sync::atomic::Ordering;
 use crate::sync::{Mutex, caught, lock};
 
-/// The slice that a buffer keeps, once it was viewed. On the heap, so that it stays where it is
-/// while references to it are handed out.
+/// The slice that a buffer keeps after its first view. On the heap, so that it does not move while
+/// references to it exist.
 #[derive(Debug)]
 pub(super) struct View<T> {
     slot: Mutex<Slot<T>>,
@@ -44,7 +43,7 @@ pub(super) struct View<T> {
 #[derive(Debug)]
 struct Slot<T> {
     kept: Option<Box<Kept<T>>>,
-    /// The stream could not be made to wait for what others recorded on a slice that is gone.
+    /// `true` if the stream could not wait for the events that others recorded on a dropped slice.
     loose: bool,
 }
 
@@ -61,11 +60,11 @@ impl<T> Default for View<T> {
 }
 
 impl<T> Kept<T> {
-    /// Lets the slice go, and its memory be: its stream waits for what was recorded on it. Says
-    /// whether cudarc parked an error meanwhile.
+    /// Discards the slice without freeing its memory: its stream waits for the events recorded on
+    /// it. Returns an error if cudarc parked one meanwhile.
     fn let_go(mut self) -> Result<(), DriverError> {
         let context = Arc::clone(self.slice.context());
-        // An error that somebody else parked stays parked.
+        // An error that other code parked stays parked.
         let before = context.check_err();
         // SAFETY: taken once: `self` is gone after this.
         let slice = unsafe { ManuallyDrop::take(&mut self.slice) };
@@ -77,19 +76,17 @@ impl<T> Kept<T> {
 }
 
 impl DeviceArena {
-    /// The number of the arena's device, for `CudaContext::new`; `None` on a driver that is not
-    /// CUDA's.
+    /// Returns the arena's device ordinal, for `CudaContext::new`; `None` on other drivers.
     #[must_use]
     pub fn cuda_ordinal(&self) -> Option<usize> {
         self.shared().driver.ordinal().and_then(|ordinal| usize::try_from(ordinal).ok())
     }
 
-    /// The lane of a stream of cudarc's, which it keeps for as long as the lane or a buffer of it
-    /// is there.
+    /// Returns the lane of a cudarc stream. The lane and its buffers keep the stream alive.
     ///
     /// # Errors
     /// [`DeviceError::ForeignStream`] for a stream of another context, for the null stream, and on
-    /// a driver that is not CUDA's; [`DeviceError::Closed`], [`DeviceError::Forked`].
+    /// other drivers than CUDA; [`DeviceError::Closed`], [`DeviceError::Forked`].
     pub fn cuda_lane(&self, stream: &Arc<CudaStream>) -> Result<Lane, DeviceError> {
         let shared = self.shared();
         shared.check_open()?;
@@ -98,19 +95,19 @@ impl DeviceArena {
         match shared.driver.context() {
             None => return Err(foreign("the arena is not in CUDA memory")),
             Some(context) if context != number(stream.context().cu_ctx().addr()) => {
-                return Err(foreign("it is of another context"));
+                return Err(foreign("it belongs to another context"));
             }
             Some(_) => {}
         }
         let handle = number(stream.cu_stream().expose_provenance());
         if handle <= 2 {
-            return Err(foreign("the null stream orders itself with other streams"));
+            return Err(foreign("the null stream synchronizes with other streams"));
         }
         self.lane_with(StreamHandle::new(handle), Keeps::Cuda(Arc::clone(stream)))
     }
 
-    /// How many errors of CUDA freed buffers left with cudarc, each of which would else have come
-    /// out of the next call of somebody else. The buffers were freed all the same.
+    /// Returns the number of CUDA errors that freed buffers left with cudarc. Each is removed from
+    /// cudarc's context, so that no later call returns it. The buffers were freed.
     #[must_use]
     pub fn parked_errors(&self) -> u64 {
         self.shared().parked.load(Ordering::Relaxed)
@@ -118,7 +115,7 @@ impl DeviceArena {
 }
 
 impl Lane {
-    /// The stream, where the lane is one of cudarc's.
+    /// Returns the cudarc stream of a lane from [`DeviceArena::cuda_lane`].
     #[must_use]
     pub fn cuda_stream(&self) -> Option<&Arc<CudaStream>> {
         self.known().cuda()
@@ -126,13 +123,12 @@ impl Lane {
 }
 
 impl<T: Pod> Buffer<T> {
-    /// The buffer as cudarc sees it, to read: for copies, as an argument of a kernel, and wherever
-    /// else a `&CudaSlice` goes. Any stream of the device may use it while the lease is held:
-    /// cudarc orders them, where it tracks events. So all work of the device is waited for before
-    /// the memory sleeps, whatever lane the lease is of.
+    /// Returns the buffer as a `CudaSlice` for reading: for copies, and as a kernel argument. Any
+    /// stream of the device may use it while the lease is held; cudarc orders them if it tracks
+    /// events. Therefore a sleep waits for all work of the device, whatever the lane of the lease.
     ///
-    /// The first view creates the two events by which cudarc does that; later ones make no call.
-    /// The slice is only ever lent: who could take it would free the arena's memory with it.
+    /// The first view creates the two events that cudarc uses for that; later views make no call.
+    /// The slice is only borrowed: its owner would free the arena's memory on drop.
     ///
     /// ```compile_fail,E0507
     /// use lowtide::cudarc::driver::CudaSlice;
@@ -144,34 +140,33 @@ impl<T: Pod> Buffer<T> {
     /// ```
     ///
     /// # Errors
-    /// [`DeviceError::NoStream`] where it was not taken on a [`DeviceArena::cuda_lane`];
-    /// [`DeviceError::View`]; [`DeviceError::Driver`] where the buffer was moved or resized and
-    /// what other streams did to it before cannot be waited for; else as [`Buffer::address`].
+    /// [`DeviceError::NoStream`] if the buffer was not allocated on a [`DeviceArena::cuda_lane`];
+    /// [`DeviceError::View`]; [`DeviceError::Driver`] if the buffer was moved or resized and
+    /// earlier uses by other streams cannot be waited for; otherwise the errors of
+    /// [`Buffer::address`].
     pub fn cuda<'a>(&'a self, lease: &'a Lease) -> Result<&'a CudaSlice<T>, DeviceError> {
         let at = self.address(lease)?.map_or(0, |at| at.get());
         lease.note_view();
         let slice = self.view.keep(self.shared(), self.lane(), (at, self.len()))?;
         // SAFETY: the slice is on the heap and stays there until the buffer is dropped or resized,
-        // which takes `&mut` or the value, or until it is replaced (`View::keep`), where the buffer
+        // which takes `&mut` or the value, or until it is replaced (`View::keep`), if the buffer
         // had moved, which it does not while `lease` is borrowed. Only shared references to it
         // exist meanwhile: `cuda_mut` takes `&mut self`.
         Ok(unsafe { &*slice })
     }
 
-    /// The buffer as cudarc sees it, to write: wherever a `&mut CudaViewMut` goes. As
-    /// [`Buffer::cuda`].
+    /// Returns the buffer as a `CudaViewMut` for writing. Like [`Buffer::cuda`].
     ///
     /// # Errors
-    /// As [`Buffer::cuda`].
+    /// The errors of [`Buffer::cuda`].
     pub fn cuda_mut<'a>(&'a mut self, lease: &'a Lease) -> Result<CudaViewMut<'a, T>, DeviceError> {
         let _ = self.cuda(lease)?;
         let no_stream = no_stream(self.shared());
         self.view.kept_mut().map(|slice| slice.as_view_mut()).ok_or(no_stream)
     }
 
-    /// Lets the slice go, at the end of the buffer: where its stream could not be made to wait for
-    /// others, all work of the device comes before the memory's next use. In a forked child does
-    /// nothing.
+    /// Discards the slice at the end of the buffer: if its stream could not wait for others, all
+    /// work of the device comes before the memory's next use. Does nothing in a forked child.
     pub(super) fn let_view_go(&mut self) {
         let shared = Arc::clone(self.shared());
         if !self.view.let_go(&shared) {
@@ -181,11 +176,11 @@ impl<T: Pod> Buffer<T> {
 }
 
 impl<T: Pod> Imported<T> {
-    /// What was adopted as cudarc sees it, to read: as [`Buffer::cuda`].
+    /// Returns the imported memory as a `CudaSlice` for reading. Like [`Buffer::cuda`].
     ///
     /// # Errors
-    /// [`DeviceError::NoStream`] where it was not adopted on a [`DeviceArena::cuda_lane`]; else as
-    /// there.
+    /// [`DeviceError::NoStream`] if it was not imported on a [`DeviceArena::cuda_lane`]; otherwise
+    /// the errors of [`Buffer::cuda`].
     pub fn cuda<'a>(&'a self, lease: &'a Lease) -> Result<&'a CudaSlice<T>, DeviceError> {
         let at = self.address(lease)?.get();
         lease.note_view();
@@ -196,10 +191,10 @@ impl<T: Pod> Imported<T> {
         Ok(unsafe { &*slice })
     }
 
-    /// What was adopted as cudarc sees it, to write: as [`Buffer::cuda_mut`].
+    /// Returns the imported memory as a `CudaViewMut` for writing. Like [`Buffer::cuda_mut`].
     ///
     /// # Errors
-    /// As [`Imported::cuda`].
+    /// The errors of [`Imported::cuda`].
     pub fn cuda_mut<'a>(&'a mut self, lease: &'a Lease) -> Result<CudaViewMut<'a, T>, DeviceError> {
         let _ = self.cuda(lease)?;
         let no_stream = no_stream(&self.shared);
@@ -214,8 +209,8 @@ impl<T: Pod> Imported<T> {
 }
 
 impl<T: Pod> View<T> {
-    /// The slice that is kept of this place; makes one where there is none. It is replaced when
-    /// `place` is another, and freed by `let_go`: by nothing else.
+    /// Returns the slice kept for this place; creates one if there is none. It is replaced when
+    /// `place` changes, and only `let_go` discards it.
     fn keep(
         &self,
         shared: &Shared,
@@ -225,8 +220,8 @@ impl<T: Pod> View<T> {
         let mut slot = lock(&self.slot);
         let is_there = |kept: &Kept<T>| (kept.at, kept.slice.len()) == place;
         if !slot.kept.as_deref().is_some_and(is_there) {
-            // Nobody has a reference to one that is replaced: it would be under a lease, and
-            // nothing moves, nor is resized, while one is held.
+            // There is no reference to a replaced slice: it would be under a lease, and nothing
+            // moves, nor is resized, while one is held.
             let kept = slot.kept.take();
             slot.loose |= !forget(shared, kept);
             if slot.loose {
@@ -252,7 +247,7 @@ impl<T: Pod> View<T> {
     }
 }
 
-/// A slice of cudarc's over the elements of a block, or of what was adopted.
+/// Creates a cudarc slice over the elements of a block, or of imported memory.
 fn make<T: Pod>(
     shared: &Shared,
     lane: Option<&Known>,
@@ -260,8 +255,8 @@ fn make<T: Pod>(
 ) -> Result<Kept<T>, DeviceError> {
     let stream = lane.and_then(Known::cuda).ok_or_else(|| no_stream(shared))?;
     let made = keeping_current(stream, || {
-        // SAFETY: the block is live, or the memory adopted and not released; it has room for the
-        // elements, and stays so until the slice is let go of, which frees nothing. What is there
+        // SAFETY: the block is live, or the memory imported and not released; it has room for the
+        // elements, and stays so until the slice is discarded, which frees nothing. The elements
         // are bytes of a Pod: any are a value.
         unsafe { stream.upgrade_device_ptr::<T>(at, len) }
     });
@@ -283,7 +278,7 @@ fn forget<T>(shared: &Shared, kept: Option<Box<Kept<T>>>) -> bool {
         return true;
     }
     shared.parked.fetch_add(1, Ordering::Relaxed);
-    log!(warn, arena = shared.name, ?outcome, "a freed buffer's view left an error");
+    log!(warn, arena = shared.name, ?outcome, "error while freeing a buffer view");
     false
 }
 
@@ -291,9 +286,9 @@ fn no_stream(shared: &Shared) -> DeviceError {
     DeviceError::NoStream { arena: shared.name.clone() }
 }
 
-/// Has cudarc do something, which makes the context of its stream current: the context that the
-/// thread had, or none, is restored afterwards, as after all calls of the arena. What cudarc said,
-/// if it panicked.
+/// Calls cudarc, which makes the context of its stream current: the context that the thread had, or
+/// none, is restored afterwards, as after all calls of the arena. Returns cudarc's message if it
+/// panicked.
 fn keeping_current<T>(stream: &CudaStream, act: impl FnOnce() -> T) -> Result<T, String> {
     let before = get_current();
     let outcome = caught(act);

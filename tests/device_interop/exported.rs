@@ -98,7 +98,7 @@ fn an_arena_does_not_sleep_while_a_buffer_is_lent_and_does_afterwards() {
         let (count, bytes) = (exported.len() as u64 + 1, ByteSize::mib(exported.len() as u64 + 1));
         let error = bed.arena.sleep(at_once()).expect_err("lent");
         assert_eq!(error, DeviceError::Exported { arena: "border".to_owned(), count, bytes });
-        assert!(error.to_string().contains("\"border\" stays awake: lent buffers"), "{error}");
+        assert!(error.to_string().contains("\"border\" cannot sleep: "), "{error}");
         let snapshot = bed.arena.snapshot();
         assert_eq!((snapshot.state, snapshot.exported_count), (ArenaState::Awake, count));
         assert_eq!(snapshot.exported, bytes);

@@ -175,13 +175,13 @@ fn what_cannot_be_adopted_is_named_and_its_release_not_called() {
     let kept = import(&bed, at, MIB / 2, released.note()).expect("theirs");
     let past = |by: u64| DeviceAddress::new(at.get() + by);
     let cases = [
-        (DeviceAddress::new(0), 8, "begins at address 0", ImportError::Null),
+        (DeviceAddress::new(0), 8, "starts at address 0", ImportError::Null),
         (at, 0, "no bytes", ImportError::Empty),
         (DeviceAddress::new(u64::MAX - 4095), 8192, "last address", ImportError::Endless),
         (at, usize::MAX, "last address", ImportError::Endless),
         (own, 4096, "arena's own", ImportError::OfArena),
-        (at, MIB, "adopted before", ImportError::Imported),
-        (past(MIB as u64 / 2 - 1), 8, "adopted before", ImportError::Imported),
+        (at, MIB, "is not released", ImportError::Imported),
+        (past(MIB as u64 / 2 - 1), 8, "is not released", ImportError::Imported),
     ];
     for (at, len, text, expected) in cases {
         let error = import(&bed, at, len, released.note()).expect_err(text);

@@ -119,15 +119,15 @@ fn an_error_of_the_device_named_a_limit_that_is_none() {
         assert_eq!((bound, said), (Bound::Driver, limit));
         assert_eq!(
             refused.to_string(),
-            "no room for 6.0 MiB: 4.0 MiB committed, and the driver has no more, 4.0 MiB live; \
-             0 B are free between live blocks, the longest free span with memory has 0 B, and a \
-             compaction would make 0 B idle or more"
+            "cannot allocate 6.0 MiB: out of driver memory, 4.0 MiB committed, 4.0 MiB live, \
+             0 B free between live blocks, largest free span 0 B, 0 B or more recoverable by \
+             compaction"
         );
         drop(kept);
     }
     let arena = on_host(ByteSize::mib(2));
     let refused = mib(&arena, 6).expect_err("the limit");
-    assert!(refused.to_string().contains("0 B committed under a limit of 2.0 MiB"), "{refused}");
+    assert!(refused.to_string().contains("limit 2.0 MiB, 0 B committed"), "{refused}");
 }
 
 /// The bug: a search looks into a few bins, and where it found places there that needed memory it

@@ -55,7 +55,7 @@ fn host_memory_is_booked_before_a_copy_and_given_back_after_the_wake() {
     let refused = bed.arena.sleep(NOW).expect_err("over budget");
     assert_eq!(
         refused.to_string(),
-        "arena \"sleeper\" stays awake: no room on the host for 5.0 MiB: 4.0 MiB left"
+        "arena \"sleeper\" cannot sleep: cannot reserve 5.0 MiB of host memory: 4.0 MiB left"
     );
     assert_eq!((bed.sim.calls(Call::HostAlloc), left()), (calls, 4));
     for (mark, buffer) in (1..).zip(&kept) {

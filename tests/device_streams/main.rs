@@ -142,7 +142,7 @@ fn a_use_on_another_stream_is_waited_for_as_well() {
     let refused = buffer.enter().expect("a lease").record_use(&foreign).expect_err("not ours");
     assert_eq!(
         refused.to_string(),
-        "the lane is of arena \"streams\", what it was named for of arena \"streams\""
+        "lane of arena \"streams\" used with a buffer or lease of arena \"streams\""
     );
 }
 

@@ -1,10 +1,10 @@
-//! What the books write down about moves; all of it under the arena's lock.
+//! The accounting of moves, under the arena's lock.
 //!
-//! A place that is taken for a block to move to is arriving until the block has it; then what the
-//! block left is free.
+//! A place taken for a block to move to is arriving until the block is there; then the block's old
+//! place is free.
 //!
-//! Invariants: those of the region; `moves` grows whenever a block of the region is elsewhere than
-//! before, so that who knows the number knows whether an address is stale.
+//! Invariants: those of the region; `moves` increases whenever a block of the region has moved, so
+//! that a cached address is stale if the number differs.
 
 use super::plan::{Hold, Part};
 use super::step::Moving;
@@ -21,7 +21,7 @@ use crate::device::record::Operation;
 use crate::device::region::{Placed, Region, RegionBooks};
 
 impl RegionBooks {
-    /// How often a block of the region was moved, or lost.
+    /// Returns the number of times that blocks of the region were moved, or lost.
     pub(in crate::device) const fn moves(&self) -> u64 {
         self.moves
     }
@@ -30,7 +30,7 @@ impl RegionBooks {
         self.index.span_of(id)
     }
 
-    /// Where a live block is now.
+    /// Returns the current place of a live block.
     pub(in crate::device) fn refreshed(&self, placed: Placed) -> Placed {
         if placed.moves == self.moves {
             return placed;
@@ -47,7 +47,7 @@ impl RegionBooks {
         self.pins.is_lost(id)
     }
 
-    /// Books that the contents of a block are lost; its owner is told when it next asks.
+    /// Records that the contents of a block are lost; its owner gets an error at the next use.
     pub(super) fn lose(&mut self, id: BlockName) {
         self.pins.lose(id);
         self.moves += 1;
@@ -65,8 +65,8 @@ impl RegionBooks {
         Some(Placed { id, span, at, requested: 0, moves: self.moves })
     }
 
-    /// A block goes to the room that was taken for it, and what it leaves is free; says whether
-    /// granules went idle by it.
+    /// Moves a block to the place taken for it and frees the old one; returns `true` if granules
+    /// became idle.
     fn trade(&mut self, id: BlockName, room: Placed) -> bool {
         let old = self.index.span_of(id);
         let traded = self.index.exchange(id, room.id);
@@ -106,8 +106,8 @@ impl Books {
         parts
     }
 
-    /// The first blocks and free spans of one range of a region in address order, at most so many;
-    /// what comes last of so many stays, since what follows it is not known.
+    /// Returns the first blocks and free spans of one range of a region in address order, at most
+    /// this many; the last of them is fixed, since its successor is unknown.
     pub(in crate::device) fn first_parts(
         &self,
         options: CompactOptions,
@@ -128,7 +128,7 @@ impl Books {
         parts
     }
 
-    /// What holds a block.
+    /// Returns the hold of a block.
     pub(super) fn hold(&self, options: CompactOptions, id: BlockName, span: Span) -> Hold {
         let region = self.region(options.region);
         if region.segment.is_held(span.offset) {
@@ -143,7 +143,7 @@ impl Books {
         region.pins.hold(id, id.end())
     }
 
-    /// Writes down the new address of a block that was had by its old one.
+    /// Records the new address of a raw block.
     pub(super) fn readdress(&mut self, region: Region, from: DeviceAddress, id: BlockName) {
         let is_it = |kept: &Kept| kept.0 == region && kept.1.id == id;
         if let Some((_, placed)) = self.raw.get(&from).copied().filter(is_it) {
@@ -163,8 +163,8 @@ impl Books {
         Some((room, made_active))
     }
 
-    /// A block of this size goes to its room; says how many bytes of granules are no longer active
-    /// by it.
+    /// Moves a block of this size to its place; returns the bytes of granules that are no longer
+    /// active.
     pub(super) fn trade(
         &mut self,
         region: Region,
@@ -183,7 +183,7 @@ impl Books {
             }
         }
         let to = self.address_of(region, id);
-        // What was asked for is not known here: the events show what was given.
+        // The requested size is not known here: the events show the block's size.
         self.history.record(clock, Act::Free, from.get(), ByteSize::new(size));
         self.history.record(clock, Act::Alloc, to.get(), ByteSize::new(size));
         let ground = &self.region(region).segment;
@@ -201,7 +201,7 @@ impl Books {
         region.segment.address_of(ByteSize::new(offset))
     }
 
-    /// Leaves the freeing of a block that moves to its mover; says whether it does move.
+    /// Leaves the freeing of a moving block to the mover; returns `true` if it moves.
     pub(in crate::device) fn defer_release(&mut self, region: Region, placed: Placed) -> bool {
         match &mut self.moving {
             Some(Moving { region: its, id, freed }) if (*its, *id) == (region, placed.id) => {

@@ -1,15 +1,15 @@
 //! Makes free space contiguous: clears a window into holes elsewhere, or slides blocks together.
 //!
-//! A window is a stretch of the wanted size without a block that stays; the blocks in it go into
-//! holes outside, all to places apart from their own. Where no window can be cleared, or sliding
-//! moves fewer bytes, the blocks between some neighbouring gaps slide together, low ones down and
-//! high ones up, which joins these gaps into one. Nothing slides past a block that stays: where
-//! that is the end of it, blocks beside the largest free span go into holes elsewhere.
+//! A window is a range of the wanted size without a fixed block; its blocks move into holes
+//! outside, each to a separate place. If no window can be cleared, or sliding moves fewer bytes,
+//! the blocks between some neighbouring gaps slide together, low ones down and high ones up, which
+//! joins these gaps into one. Nothing slides past a fixed block; if one limits the result, blocks
+//! next to the largest free span move into holes elsewhere.
 //!
-//! Under a budget the first moves of this are made. What is left of it then costs less than
-//! before, so that further calls go on with it or with what is cheaper still, and come to an end.
+//! With a budget only the first of these moves are made. The rest then costs less than before, so
+//! further calls continue with it or with a cheaper alternative, and terminate.
 //!
-//! Invariant: the largest free span is never made smaller, not even on the way.
+//! Invariant: the largest free span never becomes smaller, not even between moves.
 
 use std::collections::VecDeque;
 
@@ -30,7 +30,7 @@ struct Window {
 struct Run {
     blocks: Vec<Block>,
     bytes: u64,
-    /// Whether all of the blocks may slide down, and up, without too many copies.
+    /// `true` if all of the blocks may slide down, and up, without too many copies.
     ways: [bool; 2],
 }
 
@@ -66,8 +66,8 @@ fn pass(draft: &mut Draft, size: u64) {
     }
 }
 
-/// Clears the cheapest window that can be cleared for at most so many bytes, as far as the budget
-/// goes; says whether there is one.
+/// Clears the cheapest window that can be cleared for at most this many bytes, as far as the budget
+/// allows; returns `true` if there is one.
 fn clear_a_window(draft: &mut Draft, parts: &[Part], size: u64, bytes_max: u64) -> bool {
     let spared = draft.sketch.largest();
     for window in windows(draft, parts, size, bytes_max) {
@@ -126,7 +126,7 @@ fn windows(draft: &Draft, parts: &[Part], size: u64, bytes_max: u64) -> Vec<Wind
     windows
 }
 
-/// Moves a block beside the largest free span into a hole elsewhere.
+/// Moves a block next to the largest free span into a hole elsewhere.
 fn grow(draft: &mut Draft) {
     let Some(span) = draft.sketch.largest() else { return };
     let neighbours = [draft.sketch.before(span.offset), draft.sketch.after(span.end())];
@@ -143,7 +143,7 @@ fn grow(draft: &mut Draft) {
     }
 }
 
-/// What lies between blocks that do not slide.
+/// Returns the parts between blocks that do not slide.
 fn sections<'a>(draft: &'a Draft, parts: &'a [Part]) -> impl Iterator<Item = &'a [Part]> {
     parts.split(move |part| match part.hold {
         None => false,
@@ -212,7 +212,7 @@ impl Tallest {
         self.blocks.push_back((at, size));
     }
 
-    /// The size of the largest from that place on; 0 where there is none.
+    /// Returns the size of the largest block from that place on; 0 if there is none.
     fn of_those_from(&mut self, first: usize) -> u64 {
         while self.blocks.front().is_some_and(|&(at, _)| at < first) {
             self.blocks.pop_front();
@@ -221,13 +221,13 @@ impl Tallest {
     }
 }
 
-/// Whether the first gap of a run lets all of its blocks, up to the largest, slide down, and the
-/// last one up: the gap grows on the way.
+/// Returns `true`, per direction, if the first gap of a run lets all of its blocks, up to the
+/// largest, slide down, and the last gap up: the gap grows on the way.
 fn ways(ends: [Part; 2], largest: u64) -> [bool; 2] {
     ends.map(|gap| gap.span.size.saturating_mul(PIECES_MAX) >= largest)
 }
 
-/// Slides the blocks of a run apart at one point, towards both sides.
+/// Slides the blocks of a run away from one point, to both sides.
 fn slide(draft: &mut Draft, run: &Run) {
     let (down, up) = run.blocks.split_at(match run.ways {
         [true, true] => parting(&run.blocks),
@@ -250,7 +250,7 @@ fn slide(draft: &mut Draft, run: &Run) {
     }
 }
 
-/// How many of the blocks slide down, so that the fewest bytes go away from their end.
+/// Returns the number of blocks that slide down, so that the fewest bytes leave their end.
 fn parting(blocks: &[Block]) -> usize {
     let is_high = |block: &Block| matches!(block.hold, Hold::Moves { end: End::High, .. });
     let low = blocks.iter().filter(|block| !is_high(block));

@@ -1,10 +1,10 @@
-//! Clears granules: the blocks that touch one go into holes of other active granules.
+//! Clears granules: moves the blocks that touch one into holes of other active granules.
 //!
-//! Granules are tried in the order of bytes to move for each granule that falls free, each as a
-//! whole or not at all. A pass that frees something is followed by another, since what was moved
-//! opens holes: each frees a granule or is the last.
+//! Granules are tried in the order of bytes to move per granule freed, each as a whole or not at
+//! all. A pass that frees a granule is followed by another, since moved blocks leave holes; a pass
+//! that frees none is the last.
 //!
-//! Invariant: after each granule cleared, fewer granules are active than before it.
+//! Invariant: after each cleared granule, fewer granules are active than before it.
 
 use super::plan::{Draft, Hold};
 use super::sketch::{Block, Sketch};
@@ -32,7 +32,8 @@ pub(super) fn plan(draft: &mut Draft) {
     }
 }
 
-/// One pass: tries each in its turn, until so many in a row were in vain; says whether any was not.
+/// Makes one pass: tries each candidate in turn, until too many in a row failed; returns `true` if
+/// any succeeded.
 pub(super) fn try_each<T>(candidates: Vec<T>, mut done: impl FnMut(T) -> bool) -> bool {
     let (mut gained, mut misses) = (false, 0);
     for candidate in candidates {
@@ -48,7 +49,7 @@ pub(super) fn try_each<T>(candidates: Vec<T>, mut done: impl FnMut(T) -> bool) -
     gained
 }
 
-/// The granules at the ends of blocks, those first that cost least for what they free.
+/// Returns the granules at the ends of blocks, those with the least cost per gain first.
 fn candidates(draft: &Draft) -> Vec<Candidate> {
     let sketch = &draft.sketch;
     let mut granules: Vec<u64> = Vec::new();
@@ -77,7 +78,7 @@ fn candidates(draft: &Draft) -> Vec<Candidate> {
     candidates
 }
 
-/// Moves all blocks out of a granule, or none; says whether that was done.
+/// Moves all blocks out of a granule, or none; returns `true` if done.
 fn clear(draft: &mut Draft, granule: u64) -> bool {
     let cleared = span_of(&draft.sketch, granule);
     let mut touching = draft.sketch.touching(cleared);

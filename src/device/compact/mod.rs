@@ -1,14 +1,15 @@
-//! Compaction: live blocks move, so that whole granules fall idle or free space is contiguous.
+//! Compaction: moves live blocks so that whole granules become idle or free space becomes
+//! contiguous.
 //!
-//! First a plan, made of a copy of the books with the lock given up; then its moves, one by one,
-//! each checked when its turn comes and complete in itself. Other threads allocate and free
-//! meanwhile; what does not fit any more is left out. Buffers find their block by name, so nobody
-//! has to be told; who keeps addresses gets each move by a callback.
+//! First a plan, made from a copy of the metadata with the lock released; then its moves, one by
+//! one, each checked before it starts and complete in itself. Other threads allocate and free
+//! meanwhile; moves that no longer fit are skipped. Buffers find their block by id, so they need no
+//! update; a callback reports each move to owners of addresses.
 //!
-//! It decides what moves where, never when: a control thread, or whoever wants to, asks.
+//! It decides the moves, never the time: a control thread or the program calls it.
 //!
-//! Invariants: `moved <= budget`; nothing moves while a lease is held; a block that is pinned
-//! stays.
+//! Invariants: `moved <= budget`; nothing moves while a lease is held; a pinned block does not
+//! move.
 
 mod books;
 mod contiguous;
@@ -37,37 +38,36 @@ use crate::sync::{caught, lock};
 use plan::{Part, Target};
 use step::Step;
 
-/// What to move blocks for.
+/// The goal of a compaction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Goal {
-    /// As many idle granules as possible for the bytes moved; a decay or purge then gives them
-    /// back. For arenas with more addresses than memory. Where a driver gives and takes memory in
-    /// whole segments, as many of those.
+    /// Maximizes idle granules for the bytes moved; a decay or purge then releases them. For arenas
+    /// with more addresses than memory. On drivers that allocate whole segments: idle segments.
     Granules,
-    /// One free span of addresses of at least so many bytes, or the largest that can be had;
-    /// [`ByteSize::MAX`] for all that is free. For arenas whose addresses are as short as memory.
-    /// Within one segment, where a driver gives memory in those.
+    /// One free span of addresses of at least this size, or the largest possible; [`ByteSize::MAX`]
+    /// to join all free space. For arenas whose addresses are as scarce as memory. Within one
+    /// segment, on drivers that allocate segments.
     Contiguous(ByteSize),
 }
 
-/// What to compact, and how much of it at a time.
+/// Options of a compaction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CompactOptions {
-    /// Which region. The blocks of the other one stay.
+    /// The region. Blocks of the other region do not move.
     pub region: Region,
-    /// What for.
+    /// The goal.
     pub goal: Goal,
-    /// The most bytes that are moved in this call; a block larger than it stays. Below about two
-    /// granules it may be too little to clear any one of them.
+    /// The maximum of bytes moved in this call; a larger block does not move. Less than about two
+    /// granules may be too little to clear any.
     pub budget: ByteSize,
-    /// Whether blocks that were had by address move as well; their owner takes the new addresses
-    /// from the callback, and uses none of them meanwhile. Unless told otherwise they stay.
+    /// `true` if raw blocks may move as well; their owner takes the new addresses from the
+    /// callback, and does not use them meanwhile. Default: `false`.
     pub moves_raw: bool,
 }
 
 impl CompactOptions {
-    /// Idle granules in this region, with no bound on the bytes moved.
+    /// Creates options for idle granules in this region, without a budget.
     #[must_use]
     pub const fn new(region: Region) -> Self {
         Self { region, goal: Goal::Granules, budget: ByteSize::MAX, moves_raw: false }
@@ -78,32 +78,32 @@ impl CompactOptions {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Moved {
-    /// The region that it is in.
+    /// Its region.
     pub region: Region,
-    /// Where it was.
+    /// Its address before the move.
     pub from: DeviceAddress,
-    /// Where it is.
+    /// Its address after the move.
     pub to: DeviceAddress,
-    /// How large it is.
+    /// Its size.
     pub size: ByteSize,
 }
 
-/// Why a compaction ended.
+/// The reason a compaction ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum StopReason {
-    /// The plan was carried out, as far as it still held.
+    /// All moves of the plan that were still valid are done.
     Finished,
-    /// A lease was held, or somebody waited for one: nothing moves then. Also where another
-    /// compaction of the arena is under way.
+    /// A lease was held or requested, which blocks moves, or another compaction of the arena is
+    /// running.
     Busy,
-    /// It failed, before the plan was carried out: as in [`CompactError::done`].
+    /// An error occurred before the plan was completed; see [`CompactError::done`].
     #[default]
     Failed,
 }
 
 impl StopReason {
-    /// The name under which events show it.
+    /// Returns its name in events.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -114,35 +114,34 @@ impl StopReason {
     }
 }
 
-/// What a compaction did.
+/// The result of a compaction.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CompactReport {
-    /// Blocks moved.
+    /// The number of blocks moved.
     pub moves: u64,
-    /// Their bytes.
+    /// Bytes moved.
     pub moved: ByteSize,
-    /// Moves that were planned and left out: the block or its new place had changed, or there was
-    /// no memory for it.
+    /// The number of planned moves skipped: the block or its new place had changed, or there was no
+    /// memory for it.
     pub skipped: u64,
-    /// Bytes of granules that are idle by these moves: those that they left, less those that they
-    /// made active.
+    /// Bytes of granules that became idle: those left by the moves, minus those made active.
     pub recovered: ByteSize,
     /// The longest free span of addresses in the region afterwards.
     pub largest_span: ByteSize,
-    /// Why it ended. After [`StopReason::Busy`] there may be more to gain: try again later.
+    /// The reason it ended. After [`StopReason::Busy`] more may be possible: try again later.
     pub stopped: StopReason,
 }
 
-/// A compaction that failed, and what it had done by then. Every move that was complete stays.
+/// A failed compaction, and its result until then. Completed moves stay.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
-#[error("a compaction failed; moves before that: {}; {error}", done.moves)]
+#[error("compaction failed after {} moves: {error}", done.moves)]
 #[non_exhaustive]
 pub struct CompactError {
-    /// Why.
+    /// The error.
     #[source]
     pub error: DeviceError,
-    /// What was done before.
+    /// The result of the moves before it.
     pub done: CompactReport,
 }
 
@@ -152,8 +151,8 @@ impl From<CompactError> for DeviceError {
     }
 }
 
-/// Keeps one block where it is, in device memory; had from [`Buffer::pin`](super::Buffer::pin).
-/// (Page-locked memory of the host is another thing: [`PinnedPool`](super::PinnedPool).)
+/// Prevents moves of one block in device memory; from [`Buffer::pin`](super::Buffer::pin). (Not
+/// page-locked host memory, which is [`PinnedPool`](super::PinnedPool).)
 ///
 /// Pins are counted: the block may move again when the last is dropped.
 #[derive(Debug)]
@@ -161,7 +160,7 @@ impl From<CompactError> for DeviceError {
 pub struct BlockPin {
     shared: Arc<Shared>,
     region: Region,
-    /// None: there is no block, and nothing to keep.
+    /// `None` if there is no block to pin.
     id: Option<BlockName>,
 }
 
@@ -198,24 +197,21 @@ impl Drop for BlockPin {
 }
 
 impl DeviceArena {
-    /// Moves live blocks of a region, at most so many bytes of them, so that whole granules fall
-    /// idle or free space is contiguous. Says what it moved; `moved` is called for each block, in
-    /// order, with no lock held.
+    /// Moves live blocks of a region, up to the budget, so that whole granules become idle or free
+    /// space becomes contiguous. Calls `moved` for each block, in order, with no lock held.
     ///
-    /// Buffers follow by themselves, and have no address to look for in `moved`: it is for tables
-    /// of blocks that were had by address, which move where
-    /// [`moves_raw`](CompactOptions::moves_raw) says so.
+    /// Buffers follow automatically and need no entry in `moved`: it serves tables of raw blocks,
+    /// which move if [`moves_raw`](CompactOptions::moves_raw) is set.
     ///
-    /// Nothing moves while a lease is held: it ends then, as `Busy`, after the move that it is at,
-    /// and who wants a lease waits no longer than for that. Other threads allocate and free
-    /// meanwhile. Holds the lock to copy the books, O(blocks), and for bookkeeping at each move.
+    /// Nothing moves while a lease is held: the compaction ends after the current move, as `Busy`,
+    /// and entering waits only for that move. Other threads allocate and free meanwhile. Holds the
+    /// lock to copy the metadata, O(blocks), and for the accounting of each move.
     ///
-    /// What is idle afterwards is not given back by this: [`DeviceArena::decay`] does, or
-    /// [`DeviceArena::purge`].
+    /// It does not release idle memory: call [`DeviceArena::decay`] or [`DeviceArena::purge`].
     ///
     /// On a driver with streams each move waits for all work of the device. Free memory that a
-    /// stream may still work on is no place to move to: such moves are `skipped`. Let a decay see
-    /// first that its work is complete.
+    /// stream may still use is not a target; such moves are `skipped`. Call a decay first, which
+    /// checks for completed work.
     ///
     /// ```
     /// use std::sync::Arc;
@@ -227,7 +223,7 @@ impl DeviceArena {
     /// let arena = DeviceArena::open(driver, clock, ArenaConfig::new("cache"))?;
     /// let entry = |number: u8| arena.alloc_from(&[number; 512 << 10], Region::Dynamic);
     /// let mut entries = (0..64).map(entry).collect::<Result<Vec<_>, _>>()?;
-    /// // Most go; one in eight stays, and with it nearly every granule.
+    /// // Most are dropped; one in eight stays, and with it nearly every granule.
     /// entries.retain(|entry| {
     ///     let lease = arena.enter();
     ///     lease.is_ok_and(|lease| entry.slice(&lease).is_ok_and(|bytes| bytes[0] % 8 == 0))
@@ -235,7 +231,7 @@ impl DeviceArena {
     /// arena.purge()?;
     /// let before = arena.snapshot().committed;
     ///
-    /// // A bit at a time, until there is nothing left to gain.
+    /// // In small steps, until no gain is left.
     /// let all = CompactOptions::new(Region::Dynamic);
     /// let options = CompactOptions { budget: ByteSize::mib(4), ..all };
     /// while arena.compact(options, |_| {})?.moves > 0 {}
@@ -247,10 +243,10 @@ impl DeviceArena {
     /// ```
     ///
     /// # Errors
-    /// [`CompactError`], with what was done before: [`DeviceError::Driver`] where a copy or a
-    /// commit failed, and the block is where it was; [`DeviceError::ContentsLost`] where a block
-    /// had to slide onto its own place, the copy failed and so did its undoing;
-    /// [`DeviceError::Callback`] where `moved` panicked; [`DeviceError::Forked`].
+    /// [`CompactError`], with the result until then: [`DeviceError::Driver`] if a copy or a commit
+    /// failed, with the block at its old place; [`DeviceError::ContentsLost`] if a block had to
+    /// overlap its old place, and both the copy and undoing it failed; [`DeviceError::Callback`] if
+    /// `moved` panicked; [`DeviceError::Forked`].
     pub fn compact(
         &self,
         options: CompactOptions,
@@ -265,7 +261,7 @@ impl DeviceArena {
             done.stopped = StopReason::Busy;
             return Ok(done);
         };
-        // What the fronts hold is free.
+        // Cached blocks are free.
         shared.empty_fronts();
         let outcome = shared.compact(options, &mut done, &mut moved);
         if let Err(error) = shared.check_here() {
@@ -285,7 +281,7 @@ impl DeviceArena {
             moved = %done.moved,
             recovered = %done.recovered,
             stopped = done.stopped.name(),
-            "the arena was compacted"
+            "arena compacted"
         );
         shared.debug_validate();
         match outcome {
@@ -345,8 +341,8 @@ impl Shared {
         Ok(StopReason::Finished)
     }
 
-    /// The parts of a region for the plan, the names of its blocks by offset, and its segments,
-    /// where memory comes in those.
+    /// Returns the parts of a region for the plan, the ids of its blocks by offset, and its
+    /// segments, on drivers that allocate segments.
     fn layout_of(&self, options: CompactOptions) -> Layout {
         let books = lock(&self.books);
         let parts = books.parts(options);

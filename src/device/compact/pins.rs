@@ -1,9 +1,9 @@
-//! What is known of single blocks that keeps them where they are, or to what they must stay.
+//! Per-block restrictions of moves: pins, and alignments.
 //!
 //! Most blocks have no entry: they may move to any multiple of 256 bytes. It knows no region and
 //! moves nothing.
 //!
-//! Invariant: an entry says something, and its block is live.
+//! Invariant: an entry is not empty, and its block is live.
 
 use std::collections::BTreeMap;
 
@@ -15,15 +15,15 @@ use crate::device::sleep::contents::Contents;
 /// A block that is not like the others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Entry {
-    /// How many want it to stay.
+    /// The number of pins.
     pins: u32,
-    /// What its offset must be a multiple of.
+    /// The alignment of its offset.
     align: u64,
     /// Its contents were lost in a move.
     is_lost: bool,
-    /// What becomes of its contents when the arena sleeps, where that is not as usual.
+    /// The treatment of its contents during sleep, if not the region's.
     contents: Option<Contents>,
-    /// They were discarded, and its owner has not asked yet.
+    /// `true` if they were discarded, and the owner has not asked yet.
     is_discarded: bool,
 }
 
@@ -44,7 +44,7 @@ impl Pins {
         self.change(id, |entry| entry.pins = entry.pins.saturating_add(1));
     }
 
-    /// Nothing where the block is gone.
+    /// Does nothing if the block is freed.
     pub(in crate::device) fn unpin(&mut self, id: BlockName) {
         if self.entries.contains_key(&id) {
             self.change(id, |entry| entry.pins = entry.pins.saturating_sub(1));
@@ -65,7 +65,7 @@ impl Pins {
         self.entries.get(&id).is_some_and(|entry| entry.is_lost)
     }
 
-    /// Says what becomes of the contents of a block; `None` for as usual.
+    /// Sets the treatment of a block's contents; `None` for the region's.
     pub(in crate::device) fn set_contents(&mut self, id: BlockName, contents: Option<Contents>) {
         self.change(id, |entry| entry.contents = contents);
     }
@@ -79,7 +79,7 @@ impl Pins {
         self.change(id, |entry| entry.is_discarded = true);
     }
 
-    /// Whether they were since this was last asked.
+    /// Returns `true` if they were discarded since the last call.
     pub(in crate::device) fn take_discarded(&mut self, id: BlockName) -> bool {
         let is_discarded = self.entries.get(&id).is_some_and(|entry| entry.is_discarded);
         if is_discarded {
@@ -88,14 +88,14 @@ impl Pins {
         is_discarded
     }
 
-    /// The block is gone. A comparison where no block has an entry.
+    /// Removes the entry of a freed block. One comparison if no block has an entry.
     pub(in crate::device) fn forget(&mut self, id: BlockName) {
         if !self.entries.is_empty() {
             self.entries.remove(&id);
         }
     }
 
-    /// What holds a block that belongs to this end.
+    /// Returns the hold of a block that belongs to this end.
     pub(in crate::device) fn hold(&self, id: BlockName, end: End) -> Hold {
         let entry = self.entries.get(&id).copied().unwrap_or(Entry::NONE);
         if entry.pins > 0 || entry.is_lost {
@@ -107,7 +107,7 @@ impl Pins {
     /// Checks the invariant.
     ///
     /// # Panics
-    /// Where it is broken.
+    /// If it is violated.
     pub(in crate::device) fn validate(&self, is_live: impl Fn(BlockName) -> bool) {
         assert!(self.entries.iter().all(|(&id, &entry)| is_live(id) && entry != Entry::NONE));
     }

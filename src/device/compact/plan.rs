@@ -1,22 +1,21 @@
-//! Which blocks to move where, so that granules fall free or free space is contiguous.
+//! Plans which blocks to move where, so that granules become free or free space contiguous.
 //!
-//! Pure: blocks in, moves out. It calls no driver, takes no lock and looks at no contents; that a
-//! block is still there when its turn comes is the executor's to check. The moves are in an order
-//! in which each is possible when those before it have been made.
+//! Pure: blocks in, moves out. It calls no driver, takes no lock and reads no contents; the
+//! executor checks that a block still exists before its move. Each move is possible once those
+//! before it are done.
 //!
-//! * `Granules`: a granule is cleared by moving the blocks that touch it into holes of
-//!   other active granules, those first that free most for the bytes moved.
-//! * `Segments`: the same of whole segments.
-//! * `Contiguous`: a window is cleared into holes elsewhere, or blocks slide together,
-//!   whichever moves fewer bytes.
+//! * `Granules`: clears a granule by moving its blocks into holes of other active granules, those
+//! first that free most for the bytes moved.
+//! * `Segments`: the same for whole segments.
+//! * `Contiguous`: clears a window into holes elsewhere, or slides blocks together, whichever moves
+//! fewer bytes.
 //!
-//! Blocks that stay are never moved. Small blocks and large ones stay among their kind, towards
-//! the [`End`] that they were placed from. A good plan, not the best one: that is a packing
-//! problem.
+//! Fixed blocks never move. Small and large blocks stay among their kind, towards the [`End`] that
+//! they were placed from. The plan is good, not optimal: that is a packing problem.
 //!
 //! Invariants: `bytes = sum of move sizes <= budget`; no fewer granules are idle after the moves
-//! than before (`Granules`, `Segments`), the largest free span is no smaller (`Contiguous`); where
-//! neither would grow the plan is empty or a part of one that a larger budget completes.
+//! than before (`Granules`, `Segments`), and the largest free span is no smaller (`Contiguous`); if
+//! neither would grow, the plan is empty or a part of one that a larger budget completes.
 
 use super::contiguous;
 use super::granules;
@@ -24,7 +23,7 @@ use super::sketch::{Block, Sketch};
 use super::whole;
 use crate::device::index::{ALIGN, End, Span};
 
-/// What holds a block where it is.
+/// The restriction of a block's moves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::device) enum Hold {
     /// It may move, to a multiple of `align` bytes, and belongs to this end of the region.
@@ -36,8 +35,8 @@ pub(in crate::device) enum Hold {
 }
 
 impl Hold {
-    /// Whether a block of this kind may stand beside one of the other kind without mixing small
-    /// and large ones.
+    /// Returns `true` if a block of this kind may be next to one of the other kind without mixing
+    /// small and large ones.
     fn is_kin(self, other: Self) -> bool {
         match (self, other) {
             (Self::Moves { end, .. }, Self::Moves { end: other, .. }) => end == other,
@@ -54,7 +53,7 @@ pub(in crate::device) struct Part {
     pub(in crate::device) hold: Option<Hold>,
 }
 
-/// What to move blocks for.
+/// The target of a plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::device) enum Target<'a> {
     /// As many granules as possible that no block touches.
@@ -62,7 +61,7 @@ pub(in crate::device) enum Target<'a> {
     /// As many bytes as possible of these segments, which are in the order of offsets with walls
     /// between them, that no block touches a segment of.
     Segments(&'a [Span]),
-    /// A free span of so many bytes, or the largest that can be had.
+    /// A free span of this size, or the largest possible.
     Contiguous(u64),
 }
 
@@ -80,12 +79,12 @@ impl Move {
         self.from.abs_diff(self.to)
     }
 
-    /// Whether it takes more than [`PIECES_MAX`] copies.
+    /// Returns `true` if it takes more than [`PIECES_MAX`] copies.
     pub(in crate::device) const fn is_tedious(self) -> bool {
         self.distance().saturating_mul(PIECES_MAX) < self.size
     }
 
-    /// Whether old and new place have bytes in common.
+    /// Returns `true` if the old and the new place overlap.
     pub(in crate::device) const fn overlaps(self) -> bool {
         self.distance() < self.size
     }
@@ -98,7 +97,7 @@ impl Move {
         Span { offset: self.to, size: self.size }
     }
 
-    /// What must be free for it: the new place, less what the block itself covers of it.
+    /// Returns the span that must be free for it: the new place, less the block's own part of it.
     pub(in crate::device) const fn room(self) -> Span {
         if !self.overlaps() {
             self.destination()
@@ -109,8 +108,8 @@ impl Move {
         }
     }
 
-    /// Copies of which none overlaps itself or what is still to be copied: one where the places
-    /// are apart, else pieces of at most the distance, the foremost first.
+    /// Returns copies that overlap neither themselves nor bytes still to be copied: one if the
+    /// places are disjoint, else pieces of at most the distance, the foremost first.
     pub(in crate::device) fn pieces(self) -> impl Iterator<Item = Self> {
         let longest = if self.overlaps() { self.distance() } else { self.size };
         let mut done = 0;
@@ -123,7 +122,7 @@ impl Move {
     }
 }
 
-/// Moves, and what they come to.
+/// Moves, and their sum.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in crate::device) struct Plan {
     pub(in crate::device) moves: Vec<Move>,
@@ -137,8 +136,8 @@ pub(in crate::device) struct Plan {
 
 /// Plans for a region: its parts in address order, tiling it.
 ///
-/// O(n log n) for each pass over n blocks; a pass after the first is made only where the one
-/// before gained something.
+/// O(n log n) for each pass over n blocks; another pass follows only if the last one gained
+/// something.
 pub(in crate::device) fn plan(
     parts: &[Part],
     granule: u64,
@@ -148,7 +147,7 @@ pub(in crate::device) fn plan(
     plan_in(PASSES_MAX, parts, granule, target, budget)
 }
 
-/// What a plan without a bound on bytes would gain at least: the same, in a few passes.
+/// Returns a lower bound of what a plan without a budget would gain: a plan of a few passes.
 pub(in crate::device) fn outlook(parts: &[Part], granule: u64, target: Target<'_>) -> Plan {
     plan_in(OUTLOOK_PASSES, parts, granule, target, u64::MAX)
 }
@@ -183,18 +182,18 @@ pub(super) struct Draft {
 /// Passes over all blocks at most. A guess.
 const PASSES_MAX: usize = 64;
 
-/// Passes where only what would be gained is asked. A guess: the first gains most of it.
+/// Passes if only the gain is of interest. A guess: the first gains most of it.
 const OUTLOOK_PASSES: usize = 1;
 
 /// Copies for one block at most. A slide by a tiny part of the block takes a driver call for each
 /// such part, and gains no more than that. A guess: a thousand calls of a few microseconds each.
 pub(super) const PIECES_MAX: u64 = 1024;
 
-/// How many free spans are looked at for one block, the smallest that hold it first.
+/// The number of free spans examined for one block, the smallest that fit first.
 const LOOKS: usize = 16;
 
 impl Draft {
-    /// What is left of the budget.
+    /// Returns the rest of the budget.
     pub(super) const fn left(&self) -> u64 {
         self.budget - self.bytes
     }
@@ -203,7 +202,7 @@ impl Draft {
         self.sketch.largest().map_or(0, |span| span.size)
     }
 
-    /// Whether a block may move and this budget can ever pay for it.
+    /// Returns `true` if a block may move and this budget can ever pay for it.
     pub(super) const fn is_movable(&self, block: Block) -> bool {
         matches!(block.hold, Hold::Moves { .. }) && block.span.size <= self.budget
     }
@@ -231,9 +230,9 @@ impl Draft {
         }
     }
 
-    /// The best place for a block outside of `cleared` and of `spared`, and the granules that it
-    /// makes active there: the fewest of these, then apart from where it is, then in the smallest
-    /// free span, then nearest to its end. Looks at [`LOOKS`] free spans and the largest.
+    /// Returns the best place for a block outside of `cleared` and of `spared`, and the granules
+    /// that it makes active there: the fewest of these, then disjoint from its place, then in the
+    /// smallest free span, then nearest to its end. Examines [`LOOKS`] free spans and the largest.
     pub(super) fn place(
         &mut self,
         block: Block,
@@ -264,7 +263,7 @@ impl Draft {
         best.map(|[active, _, _, far]| (if end == End::Low { far } else { u64::MAX - far }, active))
     }
 
-    /// Whether the nearest block, on one side or the other, is of the same kind.
+    /// Returns `true` if the nearest block, on one side or the other, is of the same kind.
     fn is_among_kin(&self, place: Span, hold: Hold) -> bool {
         let below = self.sketch.before(place.offset);
         let below = below.map(|block| (place.offset - block.span.end(), block.hold));
@@ -276,7 +275,7 @@ impl Draft {
     }
 }
 
-/// The places at the ends of a free span, and beside what is to be cleared, where it cuts it.
+/// Returns the places at the ends of a free span, and next to the range to clear, if that cuts it.
 pub(super) fn places(
     free: Span,
     cleared: Span,

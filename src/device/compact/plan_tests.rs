@@ -105,7 +105,7 @@ impl Cells {
         self.blocks.iter().any(|block| block.2 == Hold::Stays)
     }
 
-    /// Plans, checks every promise, executes; says what was planned.
+    /// Plans, checks every promise, executes; returns the plan.
     fn check(&mut self, target: Target<'_>, budget: u64) -> Plan {
         let before = self.figures();
         let plan = self.plan(target, budget);

@@ -1,7 +1,7 @@
-//! A region on paper: its blocks and its free spans, on which moves are tried and taken back.
+//! A model of a region: its blocks and free spans, on which moves are tried and undone.
 //!
-//! Plain values in address order; it knows neither budget nor goal. Its size goes with the number
-//! of blocks, never with bytes or granules.
+//! Plain values in address order; it knows neither budget nor goal. Its size grows with the number
+//! of blocks, not with bytes or granules.
 //!
 //! Invariant: blocks and free spans tile `[0, end)`, no two free spans touch, and `active` is the
 //! number of granules that a block touches.
@@ -22,13 +22,13 @@ pub(super) struct Block {
 #[derive(Clone, Debug)]
 pub(super) struct Sketch {
     granule: u64,
-    /// By offset: size, and what holds it.
+    /// By offset: size and hold.
     blocks: BTreeMap<u64, (u64, Hold)>,
     /// By offset: size.
     free: BTreeMap<u64, u64>,
     /// Size and offset of each free span, before the wall and after it.
     by_size: [BTreeSet<(u64, u64)>; 2],
-    /// Where the wall is, which no block passes.
+    /// The wall, which no block passes.
     wall: Option<u64>,
     active: u64,
 }
@@ -125,7 +125,7 @@ impl Sketch {
         touching
     }
 
-    /// How many granules a span touches that no block before or after it touches.
+    /// Returns the number of granules that a span touches and no block before or after it does.
     pub(super) fn alone(&self, span: Span) -> u64 {
         let first = span.offset / self.granule;
         let end = span.end().div_ceil(self.granule);

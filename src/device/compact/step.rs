@@ -1,14 +1,13 @@
-//! One move: a place is taken, the contents are copied with the lock given up, the block is there.
+//! One move: takes a place, copies the contents with the lock released, and moves the block there.
 //!
-//! While a block moves nobody has a lease, and who wants one waits for the end of this one move.
-//! Its owner may free it meanwhile: the move ends, then the block is freed. Who pins or resizes it
-//! waits.
+//! No lease is held while a block moves, and entering waits for the end of this one move. The
+//! block's owner may free it meanwhile: the move ends, then the block is freed. Pinning or resizing
+//! it waits.
 //!
-//! A copy that fails is undone: of a slide, each piece goes back to where it was, in the reverse
-//! order. Only where that fails too the contents are lost, and every further use of the block says
-//! so.
+//! A failed copy is undone: for a slide, each piece is copied back, in reverse order. Only if that
+//! fails too are the contents lost, and every further use of the block is an error.
 //!
-//! Invariant: a block is whole at the place that the books say, or known to be lost.
+//! Invariant: a block is whole at its recorded place, or known to be lost.
 
 use super::CompactOptions;
 use super::plan::{Hold, Move};
@@ -34,7 +33,7 @@ pub(in crate::device) struct Moving {
     pub(in crate::device) freed: Option<Placed>,
 }
 
-/// How one move ended.
+/// The result of one move.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
     /// The block is at its new place.
@@ -47,9 +46,9 @@ pub(super) enum Step {
         idle: u64,
         active: u64,
     },
-    /// The block or its new place are not what they were, or there is no memory for it.
+    /// The block or its new place has changed, or there is no memory for it.
     Skipped,
-    /// Somebody has a lease, or waits for one; or the arena sleeps, or is about to.
+    /// A lease is held or requested; or the arena sleeps, or is falling asleep.
     Busy,
 }
 
@@ -60,7 +59,7 @@ struct Failed {
 }
 
 impl Shared {
-    /// Moves a block, if it may still move and is still where it was when this was planned.
+    /// Moves a block, if it may still move and is still at the planned place.
     pub(super) fn move_block(
         &self,
         options: CompactOptions,
@@ -77,7 +76,7 @@ impl Shared {
         };
         let outcome;
         (books, outcome) = self.back(books, region, room.span);
-        // The lock was given up where there was something to commit or to wait for.
+        // The lock was released if there was something to commit or to wait for.
         let refused = match outcome {
             Ok(()) => refuses(&books, options, id, made).map(Ok),
             Err(refusal) if refusal.error.is_out_of_memory() => Some(Ok(Step::Skipped)),
@@ -93,7 +92,7 @@ impl Shared {
         let [from, to] =
             [made.from, made.to].map(|offset| segment.address_of(ByteSize::new(offset)));
         drop(books);
-        // Nobody has a lease, so nobody starts work on the block; what was started is waited for.
+        // No lease is held, so no work on the block starts; work already started is waited for.
         let waits = !self.planted(Planted::MoveBeforeDone);
         let complete = if waits { self.complete_all() } else { Ok(()) };
         let complete = complete.map_err(|error| Failed { error, is_lost: false });
@@ -113,7 +112,7 @@ impl Shared {
         if let Some(freed) = freed {
             books.release(region, freed, &*self.clock);
         }
-        // Before the next lease is given: who has one sees what it was before.
+        // Before the next lease is granted: its holder sees the earlier counts.
         self.moves[region.number()].store(books.region(region).moves(), Ordering::Relaxed);
         self.settled.notify_all();
         drop(books);
@@ -126,9 +125,9 @@ impl Shared {
         }
     }
 
-    /// Copies a block piece by piece; where that fails, back.
+    /// Copies a block piece by piece; undoes the copies if one fails.
     fn copy_pieces(&self, ends: [DeviceAddress; 2], made: Move) -> Result<(), Failed> {
-        // Old and new place are one stretch of addresses where they overlap, and apart else.
+        // Overlapping places are one range of addresses; others are separate.
         let address = |offset: u64| {
             let [(start, at), other] = [(made.from, ends[0]), (made.to, ends[1])];
             let (start, at) = if (made.from..made.from + made.size).contains(&offset) {
@@ -155,7 +154,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Waits for the end of the move that is under way: for who wants a lease.
+    /// Waits for the end of the move in progress, before a lease is granted.
     pub(in crate::device) fn wait_for_move<'a>(
         &'a self,
         mut books: MutexGuard<'a, Books>,
@@ -185,13 +184,13 @@ impl Shared {
         books
     }
 
-    /// Whether a block is known to be where this says.
+    /// Returns `true` if this is the block's current place.
     #[inline]
     pub(in crate::device) fn is_fresh(&self, region: Region, placed: &Placed) -> bool {
         placed.moves == self.moves[region.number()].load(Ordering::Relaxed)
     }
 
-    /// Where a live block is now.
+    /// Returns the current place of a live block.
     ///
     /// # Errors
     /// `ContentsLost`.
@@ -222,12 +221,12 @@ pub(in crate::device) fn check_whole(
     Ok(())
 }
 
-/// Why a move cannot be made now, if so.
+/// Returns the reason a move cannot be made now, if any.
 fn refuses(books: &Books, options: CompactOptions, id: BlockName, made: Move) -> Option<Step> {
     if books.leases > 0 || books.entering > 0 || !books.sleep.is_awake() {
         return Some(Step::Busy);
     }
-    // Asked first: where the block is gone, its memory may be.
+    // Checked first: if the block is freed, its memory may be too.
     if books.region(options.region).span_of(id) != Ok(made.source()) {
         return Some(Step::Skipped);
     }

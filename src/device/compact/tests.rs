@@ -1,6 +1,6 @@
 //! Compaction of an arena over a watched driver: contents, addresses, failures, threads.
 //!
-//! Invariant: a block that moves keeps its contents and its owner, whatever happens beside it.
+//! Invariant: a block that moves keeps its contents and its owner, whatever happens concurrently.
 
 use std::sync::Arc;
 

@@ -1,7 +1,7 @@
-//! What others do while an arena is compacted: enter, allocate, free, resize, from other threads
-//! and from the callback; and what they see of it in the events.
+//! Operations during a compaction: enter, allocate, free, resize, from other threads and from the
+//! callback; and the events that they see.
 //!
-//! Invariant: nobody waits longer than for one move, and nobody sees half of one.
+//! Invariant: no thread waits longer than for one move, or sees half of one.
 
 use std::thread;
 use std::time::Duration;
@@ -28,7 +28,7 @@ fn wait_until(condition: impl Fn() -> bool) {
 
 #[test]
 fn who_wants_a_lease_waits_for_one_move_and_no_other_follows() {
-    // Without the count of who waits the mover is sometimes the quicker one: a few times.
+    // Without the count of waiting threads the mover sometimes wins: a few times.
     for _ in 0..4 {
         let (arena, driver) = fixed(ByteSize::mib(64));
         let blocks = alternating(&arena, 8, ByteSize::mib(8));
@@ -82,7 +82,7 @@ fn a_lease_that_is_had_while_the_new_place_gets_its_memory_stops_the_move() {
 fn a_block_that_a_resize_copies_does_not_move_meanwhile() {
     let (arena, driver) = fixed(ByteSize::mib(16));
     let (mut moving, _after, pin) = beside_a_pinned_one(&arena);
-    // All has its memory: what is held is the copy.
+    // All blocks have memory: the held call is the copy.
     drop([6, 6].map(|mib| arena.alloc::<u8>(mib << 20, Region::Dynamic).expect("room")));
     drop(pin);
     driver.hold();
@@ -244,11 +244,11 @@ fn threads_keep_their_contents_while_everything_moves() {
 
 #[test]
 fn a_resize_waits_for_the_blocks_move_and_goes_on_from_there() {
-    // It shrinks, grows where it is then, or is copied to where it was.
+    // It shrinks, grows in place, or is copied to its old place.
     for mib in [1, 4, 7] {
         let (arena, driver) = fixed(ByteSize::mib(16));
         let (mut moving, after, pin) = beside_a_pinned_one(&arena);
-        // All has its memory: what is held is the copy.
+        // All blocks have memory: the held call is the copy.
         drop([6, 6].map(|mib| arena.alloc::<u8>(mib << 20, Region::Dynamic).expect("room")));
         driver.hold();
         let compacting = {
@@ -297,7 +297,7 @@ fn a_block_in_a_front_is_not_handed_out_by_an_address_that_it_left() {
 fn a_hole_in_the_other_range_kept_a_block_from_one_in_its_own() {
     let (arena, driver) = virtual_memory(ByteSize::gib(1));
     let block = |mark, size| (mark, marked(&arena, size, mark).expect("room"));
-    // All of the small range, and beside the wall a hole that just holds the last block.
+    // All of the small range, and next to the wall a hole that just holds the last block.
     let mut small: Vec<_> = (0..256).map(|mark| block(mark, ByteSize::kib(512))).collect();
     small.sort_by_key(|(_, buffer)| address(&arena, buffer));
     small.drain(..2);

@@ -1,21 +1,21 @@
-//! Empties whole segments, where memory is given back by the segment and not by the granule: the
-//! blocks of one go into holes of others that stay active.
+//! Empties whole segments, on drivers that release segments and not granules: moves the blocks of
+//! one into holes of others that stay active.
 //!
-//! Those first of which the fewest bytes move for each byte that falls idle; each as a whole or not
-//! at all. None is opened for it. What has once been emptied takes no block, so each pass empties
-//! one at least or is the last.
+//! Segments with the fewest bytes to move per byte made idle come first; each is emptied as a whole
+//! or not at all. No idle segment is used as target. An emptied segment takes no block, so each
+//! pass empties at least one or is the last.
 //!
-//! Invariant: after each segment emptied, the bytes of active segments are fewer than before.
+//! Invariant: after each emptied segment, the bytes of active segments are fewer than before.
 
 use super::granules::try_each;
 use super::plan::{Draft, Hold, Move, places};
 use super::sketch::Block;
 use crate::device::index::{ALIGN, Span};
 
-/// How many free spans are looked at for one block, the smallest that hold it first.
+/// The number of free spans examined for one block, the smallest that fit first.
 const LOOKS: usize = 16;
 
-/// How many blocks touch each of the segments, which are in the order of offsets.
+/// The number of blocks that touch each of the segments, which are in the order of offsets.
 struct Counts<'a> {
     segments: &'a [Span],
     blocks: Vec<usize>,
@@ -42,7 +42,7 @@ impl Counts<'_> {
     }
 }
 
-/// Plans, and says how many bytes of segments are active before and after.
+/// Plans, and returns the bytes of active segments before and after.
 pub(super) fn plan(draft: &mut Draft, segments: &[Span]) -> [u64; 2] {
     let blocks = segments.iter().map(|&span| draft.sketch.touching(span).len()).collect();
     let mut counts = Counts { segments, blocks };
@@ -56,8 +56,8 @@ pub(super) fn plan(draft: &mut Draft, segments: &[Span]) -> [u64; 2] {
     [before, counts.active()]
 }
 
-/// The segments that might be emptied with the bytes of their blocks, those first that cost least
-/// for what they free.
+/// Returns the segments that might be emptied with the bytes of their blocks, those with the least
+/// cost per gain first.
 fn candidates(draft: &Draft, counts: &Counts<'_>) -> Vec<(u64, usize)> {
     let assess = |nth: usize| {
         let blocks = draft.sketch.touching(counts.segments[nth]);
@@ -75,8 +75,8 @@ fn candidates(draft: &Draft, counts: &Counts<'_>) -> Vec<(u64, usize)> {
     candidates.into_iter().map(|(bytes, _, nth)| (bytes, nth)).collect()
 }
 
-/// Moves all blocks out of a segment, or none, as where others have come here since it was
-/// assessed; says whether that was done.
+/// Moves all blocks out of a segment, or none if other blocks have moved here since it was
+/// assessed; returns `true` if done.
 fn empty(draft: &mut Draft, counts: &mut Counts<'_>, nth: usize, assessed: u64) -> bool {
     let mut blocks = draft.sketch.touching(counts.segments[nth]);
     let bytes = blocks.iter().map(|block| block.span.size).sum::<u64>();
@@ -152,7 +152,7 @@ mod tests {
         (parts, segments)
     }
 
-    /// Makes the moves in their order on the parts; each goes into what is free then.
+    /// Applies the moves in order to the parts; each goes into space that is free then.
     fn carry_out(parts: &[Part], plan: &Plan) -> Vec<Span> {
         let blocks = parts.iter().filter(|part| part.hold.is_some());
         let mut blocks: Vec<Span> = blocks.map(|part| part.span).collect();

@@ -1,8 +1,8 @@
-//! The bins: sizes to bins and back, and which bins are not empty.
+//! The bins: maps sizes to bins and back, and tracks which bins are not empty.
 //!
-//! Sizes count in units of [`ALIGN`] bytes. Below [`COLUMNS`] units each size has a bin of its
-//! own; above, each power of two is cut into [`COLUMNS`] bins, so that a bin's sizes differ by
-//! less than 1/16. It holds the heads of the lists and knows nothing of blocks.
+//! Sizes are counted in units of [`ALIGN`] bytes. Below [`COLUMNS`] units each size has its own
+//! bin; above, each power of two is divided into [`COLUMNS`] bins, so that sizes within a bin
+//! differ by less than 1/16. It holds the heads of the lists and knows nothing of blocks.
 //!
 //! Invariants: `bin.size_min() <= size <= bin.size_max()` for `bin = Bin::of(size)`; bins in order
 //! hold sizes in order; `bit set <=> list not empty`.
@@ -38,7 +38,7 @@ impl Bin {
         Self::from_units((units >> shift) + (shift as u64) * COLUMNS as u64)
     }
 
-    /// The lowest bin of which every block holds `size` bytes, where there is one.
+    /// Returns the lowest bin of which every block holds `size` bytes, if there is one.
     pub(super) fn holding(size: u64) -> Option<Self> {
         let own = Self::of(size.checked_next_multiple_of(ALIGN)?);
         let bin = if own.size_min() >= size { own.0 } else { own.0 + 1 };

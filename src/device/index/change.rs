@@ -1,20 +1,19 @@
-//! What can be done to a block where it stands: resized in place, put at a given place, exchanged.
+//! In-place changes of blocks: resize, placement at a given offset, exchange.
 //!
-//! Nothing here moves contents: the caller does, before or after, and says so to whoever knows
-//! the old place.
+//! It does not move contents: the caller does, before or after, and updates users of the old
+//! offset.
 //!
-//! Invariants: those of the index; a call that is refused changes nothing.
+//! Invariants: those of the index; a failed call changes nothing.
 
 use super::bins::Bin;
 use super::records::{FREE, NONE};
 use super::{ALIGN, BlockId, BlockIndex, ExchangeError, Span, StaleBlock};
 
 impl BlockIndex {
-    /// Makes exactly this span live, where all of it is free and its ends are multiples of
-    /// [`ALIGN`].
+    /// Makes exactly this span live, if all of it is free and its ends are multiples of [`ALIGN`].
     ///
-    /// Nothing finds a free block by its address but a look at those that are large enough: not
-    /// O(1), at worst every free block of the span's size or more.
+    /// Not O(1): it searches the free blocks of the span's size or more, in the worst case all of
+    /// them.
     ///
     /// ```
     /// use lowtide::device::index::{BlockIndex, Span};
@@ -37,12 +36,11 @@ impl BlockIndex {
         Some(self.carve(slot, bin, span))
     }
 
-    /// Makes a live block this large (0 counts as 1) where it stands, and says what it spans now;
-    /// `None`, and nothing changed, where there is no room after it. What a smaller size leaves is
-    /// free. O(1).
+    /// Resizes a live block in place (0 counts as 1) and returns its new span; `None`, with nothing
+    /// changed, if there is no room after it. The rest of a smaller size is free. O(1).
     ///
     /// # Errors
-    /// [`StaleBlock`].
+    /// [`StaleBlock`] if the block is not live.
     pub fn resize(&mut self, id: BlockId, size: u64) -> Result<Option<Span>, StaleBlock> {
         let span = self.span_of(id)?;
         let Some(size) = size.max(1).checked_next_multiple_of(ALIGN) else { return Ok(None) };
@@ -73,10 +71,10 @@ impl BlockIndex {
         Ok(Some(Span { size, ..span }))
     }
 
-    /// Two live blocks change places; each keeps its name and its size. O(1).
+    /// Exchanges the places of two live blocks; each keeps its id and its size. O(1).
     ///
-    /// Blocks of one size change places wherever they are; others only where they adjoin: then
-    /// what both span is the same afterwards, in the other order.
+    /// Blocks of equal size can be anywhere; blocks of different sizes must be neighbours, and then
+    /// span the same range in reverse order.
     ///
     /// ```
     /// use lowtide::device::index::{BlockIndex, End, Request};

@@ -1,20 +1,21 @@
-//! Where a request is placed: which free blocks are looked at, and which of them is best.
+//! Chooses the place of a request: which free blocks are examined, and which is best.
 //!
 //! It changes nothing.
 //!
-//! Invariants: at most `(BINS_LOOKED + 1) x LOOKS_PER_BIN` blocks are looked at, unless the
-//! cheapest place of all is asked for; the place found lies in a free block and at a multiple of
-//! the request's alignment.
+//! Invariants: at most `(BINS_LOOKED + 1) x LOOKS_PER_BIN` blocks are examined, except for
+//! `take_cheapest`; the place found is in a free block and at a multiple of the request's
+//! alignment.
 
 use super::bins::Bin;
 use super::records::NONE;
 use super::{ALIGN, BlockIndex, End, Request, Span};
 
-/// How many blocks of one bin are looked at. 8: with 4 sizes that lie close together activate more
-/// granules, with 16 nothing is gained (docs/BENCHMARKING.md, measured by `benches/index`).
+/// The number of blocks of one bin that are examined. 8: with 4, sizes that lie close together
+/// activate more granules, with 16 nothing is gained (docs/BENCHMARKING.md, measured by
+/// `benches/index`).
 const LOOKS_PER_BIN: u32 = 8;
 
-/// How many bins are looked through for a block that costs nothing. 4: between 1 and 16 it hardly
+/// The number of bins searched for a block that costs nothing. 4: between 1 and 16 it hardly
 /// matters (docs/BENCHMARKING.md, measured by `benches/index`).
 const BINS_LOOKED: u32 = 4;
 
@@ -110,7 +111,7 @@ impl BlockIndex {
     }
 }
 
-/// Where in a free block the request would begin, where it fits.
+/// Returns the offset of the request in a free block, if it fits.
 const fn fit(free: Span, wanted: Request) -> Option<u64> {
     if free.size < wanted.size {
         return None;

@@ -1,13 +1,13 @@
-//! The block index: which bytes of a range of offsets are free, found in a bounded number of steps.
+//! The block index: tracks which bytes of a range of offsets are free, with bounded search.
 //!
-//! Pure arithmetic over 64-bit offsets: no pointer, no driver, no lock, no clock. Block records
-//! stand apart from the memory they describe, so that the memory need not be there. Two-level
-//! segregated fit (Masmano, Ripoll, Crespo, Real, "TLSF", ECRTS 2004): free blocks are filed in
-//! bins by size, two bitmaps find the next bin that is not empty. Where plain TLSF rounds the
-//! request up and so skips its own bin, this looks at a few blocks of it first.
+//! Pure arithmetic over 64-bit offsets: no pointer, no driver, no lock, no clock. Block records are
+//! stored separately from the memory that they describe, so that the memory may be absent. It uses
+//! two-level segregated fit (Masmano, Ripoll, Crespo, Real, "TLSF", ECRTS 2004): free blocks are in
+//! bins by size, and two bitmaps find the next non-empty bin. Plain TLSF rounds the request up and
+//! so skips its own bin; this index examines a few blocks of it first.
 //!
-//! The arena stands on it; it serves as well for any fixed range that is not to be written to
-//! while it is managed: a buffer on another device, a file, a range of numbers.
+//! Arenas are built on it. It also serves any fixed range that must not be written while it is
+//! managed: a buffer on another device, a file, a range of numbers.
 //!
 //! ```
 //! use lowtide::device::index::{BlockIndex, End, Request, StaleBlock};
@@ -18,13 +18,13 @@
 //! assert_eq!((span.offset, span.size), (0, 1024)); // rounded up to 256 bytes
 //! assert_eq!(pool.resize(id, 4096), Ok(Some(pool.span_of(id).map_err(|_| "stale")?)));
 //! assert_eq!(pool.release(id).map(|span| span.size), Ok(4096));
-//! assert_eq!(pool.release(id), Err(StaleBlock)); // a name is good once
+//! assert_eq!(pool.release(id), Err(StaleBlock)); // ids are not reused
 //! # Ok::<(), &str>(())
 //! ```
 //!
 //! Invariants: the blocks in address order tile `[0, span)`; no two free blocks touch;
 //! `live + free = span`; every free block is in the bin of its size and in no other; no two live
-//! blocks ever had the same name.
+//! blocks ever had the same id.
 
 mod bins;
 mod change;
@@ -37,25 +37,25 @@ use std::num::NonZeroU64;
 use bins::{Bin, Bins};
 use records::{FREE, LIVE, NONE, Record, Records};
 
-/// What every offset and every size is a multiple of, in bytes. 256: what `cuMemAlloc` aligns to.
+/// The unit of offsets and sizes in bytes. 256 is the alignment of `cuMemAlloc`.
 pub const ALIGN: u64 = 256;
 
-/// How many blocks of its bin a block is compared with to be filed by address. 3: each step reads
-/// one more record, and without any there are three times the failures at 90 % load; from 4 on a
-/// tenth fewer at most (docs/BENCHMARKING.md, measured by `benches/index`).
+/// The number of blocks of its bin that a block is compared with to be filed by address. 3: each
+/// step reads one more record, and without any there are three times the failures at 90 % load;
+/// from 4 on a tenth fewer at most (docs/BENCHMARKING.md, measured by `benches/index`).
 const STEPS_TO_FILE: u32 = 3;
 
 /// A contiguous span of offsets, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
-    /// Where it begins.
+    /// The first offset.
     pub offset: u64,
-    /// How long it is.
+    /// The length.
     pub size: u64,
 }
 
 impl Span {
-    /// The first offset after it.
+    /// Returns the first offset after it.
     #[must_use]
     pub const fn end(self) -> u64 {
         self.offset + self.size
@@ -71,26 +71,26 @@ pub enum End {
     High,
 }
 
-/// What is asked for.
+/// A request for a block.
 #[derive(Clone, Copy, Debug)]
 pub struct Request {
-    /// How many bytes; rounded up to a multiple of [`ALIGN`], 0 counts as 1.
+    /// The size in bytes; rounded up to a multiple of [`ALIGN`], 0 counts as 1.
     pub size: u64,
-    /// What the block's offset is to be a multiple of: a power of two.
+    /// The alignment of the block's offset: a power of two.
     pub align: u64,
-    /// Where to: the block is cut from this end of its free block, and among places that are as
-    /// good the one nearest to this end of the range is taken. Small blocks at one end and large
-    /// ones at the other stand apart without a fixed share.
+    /// The end to allocate from: the block is cut from this end of its free block, and of equally
+    /// good places the nearest to this end of the range is used. Placing small blocks at one end
+    /// and large ones at the other separates them without fixed shares.
     pub end: End,
 }
 
-/// The name of one live block; never given twice by one index. Another index does not know it, and
-/// may have a block of its own by that name.
+/// The id of a live block; an index never reuses one. Another index may have a different block with
+/// the same id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct BlockId {
-    /// Of the record; below 2^31.
+    /// The record's index; below 2^31.
     slot: u32,
-    /// Of a live block, so that an `Option` of a name is no larger than a name.
+    /// Non-zero, so that an `Option` of an id is no larger than an id.
     generation: NonZeroU64,
 }
 
@@ -112,34 +112,33 @@ const MARK: u32 = 1 << 31;
 /// Before the generation of the first block.
 const ANCESTOR: NonZeroU64 = NonZeroU64::MIN.saturating_add(LIVE);
 
-/// The name is of no live block: it was released before.
+/// The block is not live: it was released before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the block is not live: it was released before")]
+#[error("block is not live: already released")]
 pub struct StaleBlock;
 
-/// Two blocks cannot change places.
+/// The reason two blocks cannot be exchanged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ExchangeError {
     /// One of them is not live.
     #[error(transparent)]
     Stale(#[from] StaleBlock),
-    /// They are of different sizes and do not adjoin.
-    #[error("{left:?} and {right:?} are neither of one size nor neighbours")]
+    /// Their sizes differ and they are not neighbours.
+    #[error("cannot exchange {left:?} and {right:?}: expected equal sizes or neighbours")]
     Unlike {
-        /// What the first spans.
+        /// The span of the first block.
         left: Span,
-        /// What the second spans.
+        /// The span of the second block.
         right: Span,
     },
 }
 
 /// The blocks of one range of offsets.
 ///
-/// Metadata: 32 bytes a block, live or free, whatever its size, 48 right after the table of them
-/// grew, and 8 KiB for each index. The table grows by half when there are more blocks than it has
-/// room for, and is then copied: 32 bytes a block, once. Where no call may take that long, give it
-/// the room at first ([`BlockIndex::with_room`]).
+/// Metadata: 32 bytes per block, live or free, of any size (48 right after the table grew), and 8
+/// KiB per index. The table grows by half when it is full, and is then copied: 32 bytes per block,
+/// once. If no call may take that long, allocate the table up front ([`BlockIndex::with_room`]).
 #[derive(Debug)]
 pub struct BlockIndex {
     span: u64,
@@ -150,7 +149,7 @@ pub struct BlockIndex {
 }
 
 impl BlockIndex {
-    /// One free block over `[0, span)`.
+    /// Creates an index with one free block over `[0, span)`.
     ///
     /// # Panics
     /// If `span` is not a multiple of [`ALIGN`].
@@ -159,7 +158,7 @@ impl BlockIndex {
         Self::with_room(span, 0)
     }
 
-    /// The same, with room for this many blocks, live and free, before the table of them grows.
+    /// Creates an index with room for this many blocks, live and free, before its table grows.
     ///
     /// # Panics
     /// If `span` is not a multiple of [`ALIGN`], and as `Vec::with_capacity`.
@@ -176,19 +175,19 @@ impl BlockIndex {
         index
     }
 
-    /// Makes a block live, or `None` where no free block that is looked at can hold it: never
-    /// where one of at least `17/16 x (size + align)` is free.
+    /// Makes a block live, or returns `None` if no examined free block can hold it. Never fails if
+    /// one of at least `17/16 x (size + align)` is free.
     ///
-    /// `cost` says what a place would cost beyond the bookkeeping, 0 for nothing. The cheapest
-    /// place looked at is taken; among equals the one of the smallest bin; among those the one
-    /// nearest to the request's end, as far as the bin's order tells. `cost` is asked 40 times at
-    /// most, and no further once a place costs nothing; the rest is O(1).
+    /// `cost` returns the cost of a place beyond the bookkeeping, 0 for none. The cheapest examined
+    /// place is used; of equal ones the smallest bin, then the nearest to the request's end, as far
+    /// as the bin's order shows. `cost` is called at most 40 times, and not again after a cost of
+    /// 0; the rest is O(1).
     ///
-    /// Where memory is given by the granule, a good cost is the number of granules that the place
-    /// would be the first to touch: only its first and its last can be touched already.
+    /// If memory is committed by the granule, a good cost is the number of granules that the place
+    /// would be the first to touch: only its first and its last can already be touched.
     ///
     /// # Panics
-    /// If the alignment is no power of two.
+    /// If the alignment is not a power of two.
     pub fn take(
         &mut self,
         request: Request,
@@ -199,12 +198,12 @@ impl BlockIndex {
         Some(self.settle_at(place, wanted))
     }
 
-    /// As [`BlockIndex::take`], but looks at every free block that is large enough, from both of
-    /// its ends: `None` only where none holds it, and no place that these blocks begin or end with
-    /// is cheaper. O(free blocks), each asked for its cost twice: for when memory is short.
+    /// Like [`BlockIndex::take`], but examines every free block that is large enough, at both of
+    /// its ends: `None` only if none holds it, and no place at an end of these blocks is cheaper.
+    /// O(free blocks), with two calls of `cost` each: for use when memory is short.
     ///
     /// # Panics
-    /// If the alignment is no power of two.
+    /// If the alignment is not a power of two.
     pub fn take_cheapest(
         &mut self,
         request: Request,
@@ -215,7 +214,7 @@ impl BlockIndex {
         Some(self.settle_at(place, wanted))
     }
 
-    /// What [`BlockIndex::take_cheapest`] would cost.
+    /// Returns the cost of [`BlockIndex::take_cheapest`].
     pub(in crate::device) fn cheapest(
         &self,
         request: Request,
@@ -224,10 +223,14 @@ impl BlockIndex {
         Some(self.find_cheapest(self.rounded(request)?, &cost)?.cost)
     }
 
-    /// The request in whole units, where there is room for one more block.
+    /// Returns the request in whole units, if there is room for one more block.
     #[inline]
     fn rounded(&self, request: Request) -> Option<Request> {
-        assert!(request.align.is_power_of_two(), "{} is no power of two", request.align);
+        assert!(
+            request.align.is_power_of_two(),
+            "alignment {} is not a power of two",
+            request.align
+        );
         let size = request.size.max(1).checked_next_multiple_of(ALIGN)?;
         let wanted = Request { size, align: request.align.max(ALIGN), ..request };
         self.records.have_room().then_some(wanted)
@@ -240,10 +243,10 @@ impl BlockIndex {
         (self.carve(place.slot, place.bin, span), span)
     }
 
-    /// Makes a live block free and joins it with its free neighbours; says what it spanned. O(1).
+    /// Frees a live block, joins it with its free neighbours and returns the block's span. O(1).
     ///
     /// # Errors
-    /// [`StaleBlock`].
+    /// [`StaleBlock`] if the block is not live.
     pub fn release(&mut self, id: BlockId) -> Result<Span, StaleBlock> {
         let Record { offset, size, prev, next, .. } = *self.live_record(id)?;
         let span = Span { offset, size };
@@ -272,35 +275,35 @@ impl BlockIndex {
         Ok(span)
     }
 
-    /// What a live block spans. O(1).
+    /// Returns the span of a live block. O(1).
     ///
     /// # Errors
-    /// [`StaleBlock`].
+    /// [`StaleBlock`] if the block is not live.
     pub fn span_of(&self, id: BlockId) -> Result<Span, StaleBlock> {
         self.live_record(id).map(Record::span)
     }
 
-    /// Bytes of all live blocks.
+    /// Returns the bytes of all live blocks.
     #[must_use]
     pub const fn live(&self) -> u64 {
         self.live
     }
 
-    /// How many bytes the index manages.
+    /// Returns the bytes that the index manages.
     #[must_use]
     pub const fn span(&self) -> u64 {
         self.span
     }
 
-    /// Bytes that the index itself takes, beside its own fields. It grows with the largest number
-    /// of blocks, free and live, that there were.
+    /// Returns the bytes of the index's tables. They grow with the largest number of blocks, free
+    /// and live, so far.
     #[must_use]
     pub const fn metadata(&self) -> usize {
         self.records.metadata() + self.bins.metadata()
     }
 
-    /// The largest figure that `measure` finds for a free block, where it never says more than
-    /// the block's size: bins that cannot beat what is found are not looked at. At worst every
+    /// Returns the largest result of `measure` over free blocks. `measure` must not exceed the
+    /// block's size: bins that cannot beat the best result are skipped. In the worst case every
     /// free block is measured.
     pub fn largest(&self, measure: impl Fn(Span) -> u64) -> u64 {
         let mut best = 0;
@@ -317,7 +320,7 @@ impl BlockIndex {
         best
     }
 
-    /// Every block in address order, and the name of each that is live.
+    /// Returns every block in address order, with the id of each that is live.
     pub fn blocks(&self) -> impl Iterator<Item = (Span, Option<BlockId>)> {
         let mut at = NONE;
         std::iter::from_fn(move || {
@@ -330,16 +333,15 @@ impl BlockIndex {
         })
     }
 
-    /// Every live block, in no order: a walk through memory as it lies, which takes a part of the
-    /// time of [`BlockIndex::blocks`].
+    /// Returns every live block in storage order, which is faster than [`BlockIndex::blocks`].
     pub fn live_blocks_unordered(&self) -> impl Iterator<Item = Span> {
         self.records.live()
     }
 
-    /// Walks everything and checks the invariants; for tests.
+    /// Checks the invariants by walking everything; for tests.
     ///
     /// # Panics
-    /// Where one is broken.
+    /// If an invariant is violated.
     #[doc(hidden)]
     pub fn validate(&self) {
         let (mut end, mut live, mut free_blocks, mut after_free) = (0, 0, 0, false);
@@ -379,8 +381,8 @@ impl BlockIndex {
         }
     }
 
-    /// Makes a span of a free block of that bin live, under a new name; what is left on each side
-    /// stays free.
+    /// Makes a span of a free block of that bin live, under a new id; the rest on each side stays
+    /// free.
     #[inline(always)]
     fn carve(&mut self, slot: u32, bin: Bin, span: Span) -> BlockId {
         self.generation = self.generation.saturating_add(1);
@@ -393,7 +395,7 @@ impl BlockIndex {
             self.records[slot].set_generation(generation.get());
             return BlockId { slot, generation };
         }
-        // What is left keeps the record, so that it need not leave a bin that still is its own.
+        // The rest keeps the record, so that it need not leave its bin if that is still right.
         let rest = Span { offset: span.end(), size: back };
         if front == 0 {
             self.reshape(slot, bin, rest);
@@ -409,8 +411,8 @@ impl BlockIndex {
         BlockId { slot: cut, generation }
     }
 
-    /// Gives a free block that is in bin `was` other ends, within what it and its neighbours
-    /// spanned, and files it anew where its bin is another.
+    /// Changes the ends of a free block that is in bin `was`, within the span of it and its
+    /// neighbours, and moves it to another bin if needed.
     fn reshape(&mut self, slot: u32, was: Bin, span: Span) {
         let is = Bin::of(span.size);
         if was == is {
@@ -428,8 +430,8 @@ impl BlockIndex {
         self.file_in(Bin::of(span.size), slot, span);
     }
 
-    /// The same where the bin is known. It goes before blocks of higher addresses, as far as it
-    /// looks.
+    /// The same for a known bin. It goes before blocks of higher addresses, within the search
+    /// bound.
     #[inline]
     fn file_in(&mut self, bin: Bin, slot: u32, span: Span) {
         let mut table = self.records.table();
@@ -442,7 +444,7 @@ impl BlockIndex {
             before = select_unpredictable(passes, after, before);
             after = select_unpredictable(passes, other.bin_next, after);
         }
-        table[after].bin_prev = slot; // of nobody where it is the last
+        table[after].bin_prev = slot; // no block's if it is the last
         let record = &mut table[slot];
         (record.offset, record.size) = (span.offset, span.size);
         (record.bin_prev, record.bin_next) = (before, after);
@@ -459,18 +461,18 @@ impl BlockIndex {
     fn unfile_from(&mut self, bin: Bin, slot: u32) {
         let mut table = self.records.table();
         let Record { bin_prev, bin_next, .. } = table[slot];
-        table[bin_next].bin_prev = bin_prev; // of nobody where it was the last
+        table[bin_next].bin_prev = bin_prev; // no block's if it was the last
         self.lead(bin, bin_prev, bin_next);
     }
 
-    /// Lets a block of the bin, or where there is none its head, lead to the next one. Chosen and
-    /// not branched upon, as in [`BlockIndex::file_in`].
+    /// Links a block of the bin, or its head if there is none, to the next one. Selected without a
+    /// branch, as in [`BlockIndex::file_in`].
     #[inline(always)]
     fn lead(&mut self, bin: Bin, from: u32, to: u32) {
         let first = from == NONE;
         self.bins.set_head(bin, select_unpredictable(first, to, self.bins.head(bin)));
         let link = &mut self.records[from].bin_next;
-        // The sentinel's stays: it says that it is not free.
+        // The sentinel's link stays: it marks it as not free.
         *link = select_unpredictable(first, *link, to);
     }
 

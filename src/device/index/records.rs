@@ -1,12 +1,11 @@
-//! Block records: where they are kept, and the list that joins them in address order.
+//! Block records: their table, and the list that joins them in address order.
 //!
-//! The table is one piece, so that a link is followed in one load: in segments each operation took
-//! a third longer. It grows by half, with one copy of what there is. It knows nothing of bins and
-//! of names.
+//! The table is one piece, so that following a link is one load: with segments each operation took
+//! a third longer. It grows by half, with one copy. It knows nothing of bins and ids.
 //!
 //! Invariants: record 0 is the sentinel, before the first block and after the last, and never free;
-//! following `next` from it passes every block once in address order, and `prev` is its reverse;
-//! a record is free, live or vacant, and the vacant ones are linked.
+//! following `next` from it visits every block once in address order, and `prev` is the reverse; a
+//! record is free, live or vacant, and the vacant ones are linked.
 
 use std::ops::{Index, IndexMut};
 
@@ -61,7 +60,7 @@ impl Record {
         (self.bin_next as u64) << u32::BITS | self.bin_prev as u64
     }
 
-    /// Makes it a live block's, or with [`FREE`] nobody's.
+    /// Marks it as a live block's, or with [`FREE`] as free.
     #[expect(clippy::cast_possible_truncation, reason = "each half is what it says")]
     pub(super) const fn set_generation(&mut self, generation: u64) {
         self.bin_prev = generation as u32;
@@ -89,7 +88,7 @@ impl Records {
         records
     }
 
-    /// Whether two more records can be made: what the largest act needs.
+    /// Returns `true` if two more records can be made, the maximum of one operation.
     pub(super) fn have_room(&self) -> bool {
         self.records.len() < RECORDS_MAX - 2
     }
@@ -99,7 +98,7 @@ impl Records {
         self.records.capacity() * size_of::<Record>()
     }
 
-    /// The record of that number, where there is one.
+    /// Returns the record of that number, if there is one.
     pub(super) fn find(&self, slot: u32) -> Option<&Record> {
         self.records.get(slot as usize)
     }
@@ -110,7 +109,7 @@ impl Records {
         records.filter(|record| !record.is_free()).map(Record::span)
     }
 
-    /// The records for a run of changes: where they begin is looked up once.
+    /// Returns the records for a run of changes, with one lookup of their base.
     pub(super) fn table(&mut self) -> Table<'_> {
         Table(&mut self.records)
     }

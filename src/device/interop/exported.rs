@@ -1,10 +1,10 @@
-//! A buffer whose address is out: with a C library, ONNX Runtime, a graph that was captured.
+//! A buffer whose address foreign code has: a C library, ONNX Runtime, a captured graph.
 //!
-//! The loan owns the buffer, so that nothing in safe code frees, resizes or moves it meanwhile; who
-//! forgets the loan leaks both. While one is out the arena does not sleep. When it ends nobody
-//! says what foreign streams still do with the memory, so that all of it is waited for.
+//! The export owns the buffer, so safe code cannot free, resize or move it meanwhile; forgetting
+//! the export leaks both. While one exists the arena does not sleep. When it ends, the use by
+//! foreign streams is unknown, so all of their work is waited for.
 //!
-//! Invariant: `loans of the arena = Lent values that are not dropped`.
+//! Invariant: `exports of the arena = Exported values that are not dropped`.
 
 use std::fmt;
 use std::sync::Arc;
@@ -22,11 +22,11 @@ use crate::device::planted::Planted;
 use crate::device::shared::Shared;
 use crate::device::streams::StreamKey;
 
-/// A buffer that is lent to code which keeps its address; from [`Buffer::export`].
+/// A buffer exported to code that keeps its address; from [`Buffer::export`].
 ///
-/// Dropping it ends the loan and frees the buffer; [`Exported::end`] gives the buffer back. Neither
-/// waits, nor calls the driver.
-#[must_use = "the loan ends when this is dropped, and the buffer is freed"]
+/// Dropping it ends the export and frees the buffer; [`Exported::end`] returns the buffer. Neither
+/// waits or calls the driver.
+#[must_use = "dropping it ends the export and frees the buffer"]
 pub struct Exported<T: Pod> {
     // Dropped in this order: the block is freed last.
     loan: Loan,
@@ -35,14 +35,14 @@ pub struct Exported<T: Pod> {
     at: DeviceAddress,
 }
 
-/// A loan that was not made, with the buffer.
+/// A failed export, with the buffer.
 #[derive(Debug, Error)]
 #[error("{error}")]
 #[expect(clippy::exhaustive_structs, reason = "a buffer and why")]
 pub struct ExportError<T: Pod> {
-    /// The buffer, as it was.
+    /// The buffer, unchanged.
     pub buffer: Buffer<T>,
-    /// Why.
+    /// The reason.
     pub error: DeviceError,
 }
 
@@ -54,18 +54,18 @@ impl<T: Pod> From<ExportError<T>> for DeviceError {
 }
 
 impl<T: Pod> Buffer<T> {
-    /// Lends the buffer to code that keeps its address for longer than a lease: a library in C, a
-    /// session of ONNX Runtime, a graph that captured it. No lease is needed while it is lent.
+    /// Exports the buffer to code that keeps its address for longer than a lease: a C library, a
+    /// session of ONNX Runtime, a graph that captured it. No lease is needed during the export.
     ///
-    /// Until the loan ends the block stays live and where it is, through compactions too, and the
-    /// arena neither falls asleep by itself nor is put to sleep ([`DeviceError::Exported`]). A
-    /// sleeping arena is woken first. When it ends, the memory counts as used by any stream of the
-    /// context, those that the arena does not know included: it is handed on, moved, copied out or
-    /// given back only after the host saw all of that complete. So a buffer that was ever lent is
-    /// freed as one of no lane, and what comes next may wait for the whole device.
+    /// Until the export ends the block stays live and at its address, also during compactions, and
+    /// the arena does not sleep ([`DeviceError::Exported`]). A sleeping arena is woken first.
+    /// Afterwards the memory counts as used by any stream of the context, including those unknown
+    /// to the arena: it is reused, moved, copied or released only after the host saw all of that
+    /// work complete. So a buffer that was ever exported is freed like one without a lane, and its
+    /// next user may wait for the whole device.
     ///
-    /// That the foreign work comes after what the buffer's own stream was given before, and the
-    /// stream's next work after it, is the program's part, as without an arena.
+    /// The program orders the foreign work after earlier work of the buffer's stream, and the
+    /// stream's next work after it, as without an arena.
     ///
     /// ```
     /// # use std::sync::Arc;
@@ -77,19 +77,19 @@ impl<T: Pod> Buffer<T> {
     ///
     /// let weights = arena.alloc_from(&[1.0_f32; 64], Region::Stable)?;
     /// let exported = weights.export()?;
-    /// let (at, bytes) = (exported.address(), exported.bytes()); // for who keeps addresses
+    /// let (at, bytes) = (exported.address(), exported.bytes()); // for the foreign code
     /// assert_eq!((at.get() % 256, bytes.get()), (0, 256));
     /// assert!(matches!(arena.sleep(SleepOptions::default()), Err(DeviceError::Exported { .. })));
-    /// let weights = exported.end(); // they have let go of the address
+    /// let weights = exported.end(); // the foreign code no longer uses the address
     /// arena.sleep(SleepOptions::default())?;
     /// # drop(weights);
     /// # Ok::<(), DeviceError>(())
     /// ```
     ///
-    /// A buffer that is lent is not there to be freed or resized:
+    /// An exported buffer cannot be freed or resized:
     /// ```compile_fail,E0382
     /// # use lowtide::device::{Buffer, DeviceError};
-    /// fn free_under_a_loan(buffer: Buffer<f32>) -> Result<(), DeviceError> {
+    /// fn free_during_export(buffer: Buffer<f32>) -> Result<(), DeviceError> {
     ///     let exported = buffer.export()?;
     ///     drop(buffer);
     ///     Ok(())
@@ -97,8 +97,8 @@ impl<T: Pod> Buffer<T> {
     /// ```
     ///
     /// # Errors
-    /// With the buffer: [`DeviceError::ZeroSize`] for one without bytes,
-    /// [`DeviceError::ContentsLost`], [`DeviceError::Forked`]; else as
+    /// With the buffer: [`DeviceError::ZeroSize`] if it has no bytes,
+    /// [`DeviceError::ContentsLost`], [`DeviceError::Forked`]; otherwise the errors of
     /// [`DeviceArena::enter`](crate::device::DeviceArena::enter).
     pub fn export(mut self) -> Result<Exported<T>, ExportError<T>> {
         match self.begin_loan() {
@@ -108,7 +108,8 @@ impl<T: Pod> Buffer<T> {
     }
 
     fn begin_loan(&mut self) -> Result<(Loan, BlockPin, DeviceAddress), DeviceError> {
-        // While it is held the arena is awake and nothing moves: when it goes, the loan stands.
+        // While it is held the arena is awake and nothing moves: when it is dropped, the export is
+        // recorded.
         let lease = self.enter()?;
         let at = self.address(&lease)?.ok_or(DeviceError::ZeroSize)?;
         let pin = self.pin()?;
@@ -123,39 +124,39 @@ impl<T: Pod> Buffer<T> {
 }
 
 impl<T: Pod> Exported<T> {
-    /// Where the buffer is, for as long as this is not dropped or ended.
+    /// Returns the buffer's address, valid until this is dropped or ended.
     #[must_use]
     pub const fn address(&self) -> DeviceAddress {
         self.at
     }
 
-    /// The bytes of its elements, before rounding.
+    /// Returns the bytes of its elements, before rounding.
     #[must_use]
     pub const fn bytes(&self) -> ByteSize {
         self.buffer.bytes()
     }
 
-    /// The number of elements.
+    /// Returns the number of elements.
     #[must_use]
     pub const fn len(&self) -> usize {
         self.buffer.len()
     }
 
-    /// Never: a buffer without bytes has no address to lend.
+    /// Returns `false`: a buffer without bytes cannot be exported.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.buffer.is_empty()
     }
 
-    /// The buffer, to look at under a lease. Whoever gave the address to code that writes answers
-    /// for it that it does not write meanwhile.
+    /// Returns the buffer for reading under a lease. The caller ensures that foreign code does not
+    /// write meanwhile.
     #[must_use]
     pub const fn buffer(&self) -> &Buffer<T> {
         &self.buffer
     }
 
-    /// Ends the loan: whoever had the address has let go of it, and starts no work with it any
-    /// more. Work that was started may go on.
+    /// Ends the export and returns the buffer. Foreign code must not start further work with the
+    /// address; work already started may continue.
     pub fn end(self) -> Buffer<T> {
         let Self { loan, pin, buffer, .. } = self;
         drop(loan);

@@ -1,16 +1,16 @@
-//! FENCE: memory that somebody else allocated, used under the arena's leases, and given back by a
-//! function of theirs.
+//! FENCE: memory allocated by foreign code, used under the arena's leases and released by a
+//! function of that code.
 //!
-//! The arena commits none of it, moves none of it and lets none of it sleep; it lends its leases,
-//! its views, and its knowledge of when the device is done. A value that is dropped is booked and
-//! no more: a release may take long, as `cuMemFree` does. The program's next call that looks for
-//! idle memory (a purge, a trim, a close) waits until the whole context is done, and calls the
-//! release function. A decay and the worker of a `Memory` wait for nothing: they call release
-//! functions only of values whose work is known to be done.
+//! The arena does not commit, move or offload it; it provides leases, views, and the knowledge of
+//! when the device is done. Dropping a value only updates bookkeeping, because a release may take
+//! long, as `cuMemFree` does. The program's next call that looks for idle memory (a purge, a trim,
+//! a close) waits until the whole context is done, and calls the release function. A decay and the
+//! worker of a `Memory` do not wait: they call release functions only of values whose work is known
+//! to be done.
 //!
-//! Invariant: a release function is called at most once, after the host saw complete whatever the
-//! context was given before its value went; it is dropped uncalled only in an arena whose last
-//! holder goes while the device may work on.
+//! Invariant: a release function is called at most once, after the host saw complete all work that
+//! the context had been given before the value was dropped; it is dropped uncalled only if the
+//! arena's last holder is dropped while the device may still work.
 #![expect(unsafe_code, reason = "memory of others is seen as slices")]
 
 use std::fmt;
@@ -36,43 +36,45 @@ use crate::device::region::Region;
 use crate::device::shared::Shared;
 use crate::sync::caught;
 
-/// Why memory cannot be adopted.
+/// The reason memory cannot be imported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ImportError {
-    /// It begins at 0.
+    /// It starts at address 0.
     Null,
     /// It has no bytes.
     Empty,
-    /// It does not begin at a multiple of this.
+    /// Its address is not a multiple of this.
     Misaligned(ByteSize),
     /// It ends beyond the last address, or is larger than any object may be.
     Endless,
-    /// Some of it lies in the arena's own address space.
+    /// It overlaps the arena's own address space.
     OfArena,
-    /// Some of it was adopted before, and is not released yet.
+    /// It overlaps imported memory that is not released yet.
     Imported,
-    /// It is none that the arena's driver can use: what it is instead.
+    /// The arena's driver cannot use it; the text names its kind.
     Elsewhere(&'static str),
 }
 
 impl fmt::Display for ImportError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Null => f.write_str("it begins at address 0"),
-            Self::Empty => f.write_str("it has no bytes; expected at least 1 B"),
-            Self::Misaligned(align) => write!(f, "expected an address at a multiple of {align}"),
+            Self::Null => f.write_str("it starts at address 0"),
+            Self::Empty => f.write_str("it has no bytes, expected at least 1 B"),
+            Self::Misaligned(align) => {
+                write!(f, "expected an address that is a multiple of {align}")
+            }
             Self::Endless => f.write_str("it ends beyond the last address"),
-            Self::OfArena => f.write_str("some of it is the arena's own"),
-            Self::Imported => f.write_str("some of it was adopted before and is not released"),
+            Self::OfArena => f.write_str("it overlaps the arena's own memory"),
+            Self::Imported => f.write_str("it overlaps imported memory that is not released"),
             Self::Elsewhere(what) => write!(f, "it is {what}"),
         }
     }
 }
 
-/// Elements in memory that somebody else allocated; from [`DeviceArena::import`].
+/// Elements in memory that foreign code allocated; from [`DeviceArena::import`].
 ///
-/// Dropping it only books that it is to be released: see there. It keeps its arena.
+/// Dropping it schedules the release, as described there. It keeps its arena alive.
 pub struct Imported<T: Pod> {
     pub(in crate::device) shared: Arc<Shared>,
     at: DeviceAddress,
@@ -85,20 +87,19 @@ pub struct Imported<T: Pod> {
 }
 
 impl DeviceArena {
-    /// Adopts `len` elements at an address of the device that somebody else allocated: a library in
-    /// C, ONNX Runtime, `cudarc` by its raw calls. They are used as a buffer is, under a lease of
-    /// this arena, and are in no figure of it but
-    /// [`imported`](super::super::ArenaSnapshot::adopted).
+    /// Imports `len` elements at a device address that foreign code allocated: a C library, ONNX
+    /// Runtime, `cudarc` by its raw calls. They are used like a buffer, under a lease of this
+    /// arena, and count only in [`imported`](super::super::ArenaSnapshot::imported).
     ///
-    /// `release` is called with the address and the bytes, once, when the value was dropped and the
-    /// host has seen the whole context complete, foreign streams included: by the next
-    /// [`purge`](DeviceArena::purge), trim, shrink or close of the program, on the thread that
-    /// calls that, with no lock held. A [`decay`](DeviceArena::decay) and the worker of a `Memory`
-    /// do not wait for the context: they call it after another call of the program has.
-    /// [`Imported::release`] does it now. It may use the arena as anybody may. A panic in it is
-    /// caught, logged and counted. It is never called where the context is lost, in a forked child,
-    /// or where the arena's last holder goes while the device may work on ([`DeviceArena::close`]
-    /// waits, and refuses while adopted values are held).
+    /// `release` is called once with the address and the bytes, after the value was dropped and the
+    /// host has seen the whole context complete, including foreign streams: by the program's next
+    /// [`purge`](DeviceArena::purge), trim, shrink or close, on its thread and without a lock. A
+    /// [`decay`](DeviceArena::decay) and the worker of a `Memory` do not wait for the context: they
+    /// call it only if another call of the program has waited. [`Imported::release`] calls it
+    /// immediately. `release` may use the arena. Its panic is caught, logged and counted. It is
+    /// never called if the context is lost, in a forked child, or if the arena's last holder is
+    /// dropped while the device may still work ([`DeviceArena::close`] waits, and fails while
+    /// imported values are held).
     ///
     /// ```
     /// # use std::sync::Arc;
@@ -109,41 +110,41 @@ impl DeviceArena {
     /// # let config = ArenaConfig::new("a");
     /// # let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock.clone(), config)?;
     ///
-    /// let theirs = Box::into_raw(Box::new([1_u32, 2, 3])); // stands for what a library gave
+    /// let theirs = Box::into_raw(Box::new([1_u32, 2, 3])); // stands for a library's memory
     /// let at = DeviceAddress::new(theirs.expose_provenance() as u64);
     /// let free = |at: DeviceAddress, _| {
     ///     let theirs = std::ptr::with_exposed_provenance_mut::<[u32; 3]>(at.get() as usize);
-    ///     // SAFETY: it came of a box, and is given back once.
+    /// // SAFETY: it is from a box, and is freed once.
     ///     drop(unsafe { Box::from_raw(theirs) });
     /// };
-    /// // SAFETY: three numbers, initialised, which nobody else uses until they are released.
+    /// // SAFETY: three initialised numbers, used by no other code until they are released.
     /// let numbers = unsafe { arena.import::<u32>(at, 3, free) }?;
     /// let lease = arena.enter()?;
     /// assert_eq!(numbers.slice(&lease)?, [1, 2, 3]);
     /// drop((lease, numbers));
-    /// assert_eq!(arena.snapshot().imported_count, 1); // until somebody looks
+    /// assert_eq!(arena.snapshot().imported_count, 1); // until the next check
     /// arena.decay(clock.now())?;
     /// assert_eq!(arena.snapshot().imported_count, 0);
     /// # Ok::<(), lowtide::device::DeviceError>(())
     /// ```
     ///
-    /// Cost: a question to the driver, O(log n) in what is adopted.
+    /// Cost: a query to the driver, O(log n) in the imported ranges.
     ///
     /// # Safety
     /// From here until `release` is called:
-    /// * the elements lie in memory that the arena's device reads and writes in the arena's
-    ///   context; on a driver with host access, in memory of this process, whose pointer was
-    ///   exposed (`expose_provenance`), with every byte initialised;
-    /// * nobody frees, unmaps or moves them, and none of them is part of a block of another arena
-    ///   or adopted by another;
-    /// * nobody else writes them while a slice or a view of them is borrowed, nor reads them while
-    ///   one to write is: on a device, in the order of its streams.
+    /// * the elements are in memory that the arena's device reads and writes in the arena's
+    /// context; on a driver with host access, in memory of this process, whose pointer was exposed
+    /// (`expose_provenance`), with every byte initialised;
+    /// * no code frees, unmaps or moves them, and none of them is part of a block of another arena
+    /// or imported by another;
+    /// * no other code writes them while a slice or a view of them is borrowed, nor reads them
+    /// while a mutable one is: on a device, in the order of its streams.
     ///
     /// # Errors
-    /// [`DeviceError::ImportError`] with what is wrong, where that can be seen: a driver with host
-    /// access knows nothing of memory that it did not give. [`DeviceError::Driver`],
-    /// [`DeviceError::Closed`], [`DeviceError::Forked`]. The memory is the caller's still then:
-    /// `release` is dropped and not called.
+    /// [`DeviceError::ImportError`] with the reason, as far as it can be detected: a driver with
+    /// host access cannot check memory of other code. [`DeviceError::Driver`],
+    /// [`DeviceError::Closed`], [`DeviceError::Forked`]. The memory then still belongs to the
+    /// caller: `release` is dropped and not called.
     pub unsafe fn import<T: Pod>(
         &self,
         at: DeviceAddress,
@@ -155,7 +156,7 @@ impl DeviceArena {
 }
 
 impl Lane {
-    /// As [`DeviceArena::import`]; on a lane of a stream of cudarc's the value has views
+    /// Like [`DeviceArena::import`]. On a lane of a cudarc stream the value has views
     /// (`Imported::cuda`, feature `cuda`).
     ///
     /// ```no_run
@@ -169,17 +170,17 @@ impl Lane {
     /// -> Result<Imported<f32>, lowtide::BoxError> {
     ///     let slice = stream.clone_htod(&[1.0_f32; 1000])?; // cudarc's own memory
     ///     let (at, len) = (DeviceAddress::new(slice.device_ptr(stream).0), slice.len());
-    ///     // SAFETY: the slice is there, and nobody else's, until it is dropped by the release.
+    /// // SAFETY: the slice exists, used by no other code, until the release drops it.
     ///     Ok(unsafe { arena.cuda_lane(stream)?.import(at, len, move |_, _| drop(slice)) }?)
     /// }
     /// # }
     /// ```
     ///
     /// # Safety
-    /// As there.
+    /// As for [`DeviceArena::import`].
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`DeviceArena::import`].
     pub unsafe fn import<T: Pod>(
         &self,
         at: DeviceAddress,
@@ -192,20 +193,20 @@ impl Lane {
 }
 
 impl<T: Pod> Imported<T> {
-    /// The number of elements; never 0.
+    /// Returns the number of elements; never 0.
     #[must_use]
-    #[expect(clippy::len_without_is_empty, reason = "what is adopted is never empty")]
+    #[expect(clippy::len_without_is_empty, reason = "imported memory is never empty")]
     pub const fn len(&self) -> usize {
         self.len
     }
 
-    /// Their bytes.
+    /// Returns their bytes.
     #[must_use]
     pub const fn bytes(&self) -> ByteSize {
         ByteSize::of(self.len * size_of::<T>())
     }
 
-    /// Where they are, for work on the device while the lease is held, in any stream of the
+    /// Returns their address for work on the device while the lease is held, in any stream of the
     /// context.
     ///
     /// # Errors
@@ -215,26 +216,26 @@ impl<T: Pod> Imported<T> {
         Ok(self.at)
     }
 
-    /// The elements, for as long as the lease is held.
+    /// Returns the elements, while the lease is held.
     ///
     /// # Errors
-    /// [`DeviceError::Unsupported`] on a driver without host access,
-    /// [`DeviceError::ForeignLease`], [`DeviceError::Forked`].
+    /// [`DeviceError::Unsupported`] on a driver without host access, [`DeviceError::ForeignLease`],
+    /// [`DeviceError::Forked`].
     pub fn slice<'a>(&'a self, lease: &'a Lease) -> Result<&'a [T], DeviceError> {
         let start = self.start(lease)?;
-        // SAFETY: `DeviceArena::import`'s caller answers for `len` elements at an address that was
-        // looked at (not null, aligned, its end below `isize::MAX`), in memory of this process with
-        // exposed provenance, initialised, and there until the release, which comes after the drop
-        // of `self`. T is Pod: any bytes are a value. Nobody writes: others do not while a slice is
-        // borrowed (the same contract), writing here takes `&mut self`, and no two values are of
-        // one range (`Shared::import`).
+        // SAFETY: `DeviceArena::import`'s caller guarantees `len` elements at an address that was
+        // checked (not null, aligned, its end below `isize::MAX`), in memory of this process with
+        // exposed provenance, initialised, and valid until the release, which comes after the drop
+        // of `self`. T is Pod: any bytes are a value. There is no concurrent writer: foreign code
+        // does not write while a slice is borrowed (the same contract), writing here takes
+        // `&mut self`, and no two values share a range (`Shared::import`).
         Ok(unsafe { slice::from_raw_parts(start.as_ptr(), self.len) })
     }
 
-    /// The elements, to write, for as long as the lease is held.
+    /// Returns the elements for writing, while the lease is held.
     ///
     /// # Errors
-    /// As [`Imported::slice`].
+    /// The errors of [`Imported::slice`].
     pub fn slice_mut<'a>(&'a mut self, lease: &'a Lease) -> Result<&'a mut [T], DeviceError> {
         let start = self.start(lease)?;
         // SAFETY: as in `slice`; `&mut self` is borrowed for as long as the slice lives, so that
@@ -242,15 +243,14 @@ impl<T: Pod> Imported<T> {
         Ok(unsafe { slice::from_raw_parts_mut(start.as_ptr(), self.len) })
     }
 
-    /// Waits until the device has done all that the context was given, then has the release
-    /// function called: that of this value, and those of others that wait for it. Another thread
-    /// that looks for such memory at this moment may be the one that calls it, and be at it still
-    /// when this returns.
+    /// Waits until the device has completed all work of the context, then calls the release
+    /// functions of this value and of others that are due. If another thread processes them at the
+    /// same time, it may be the one that calls the function, possibly after this returns.
     ///
     /// # Errors
     /// [`DeviceError::Capturing`] while a stream of a lane captures a graph,
-    /// [`DeviceError::Driver`]: the value is gone, and what a drop would have left to do is. In a
-    /// forked child [`DeviceError::Forked`].
+    /// [`DeviceError::Driver`]: the value is dropped, and its release is still scheduled.
+    /// [`DeviceError::Forked`] in a forked child.
     pub fn release(self) -> Result<(), DeviceError> {
         let shared = Arc::clone(&self.shared);
         drop(self);
@@ -300,7 +300,7 @@ impl<T: Pod> fmt::Debug for Imported<T> {
 }
 
 impl Shared {
-    /// Books memory of others; only where the caller of `DeviceArena::import` answers for it.
+    /// Records imported memory; only with the guarantees of the caller of `DeviceArena::import`.
     fn import<T: Pod>(
         self: &Arc<Self>,
         at: DeviceAddress,
@@ -338,8 +338,9 @@ impl Shared {
         })
     }
 
-    /// Calls the release functions of what nobody holds and no work uses any more; of as many as
-    /// wait now, so that one which adopts and drops more keeps nobody here for ever. How many.
+    /// Calls the release functions of values that are dropped and whose work is complete; at most
+    /// as many as wait now, so that a function which imports and drops more does not keep this call
+    /// running. Returns their number.
     pub(in crate::device) fn release_adopted(&self) -> u64 {
         let mut called = 0;
         let waiting = self.books().waiting_releases();
@@ -355,12 +356,12 @@ impl Shared {
         let outcome = caught(|| release(at, size));
         if let Err(message) = outcome {
             self.books().outstanding.imported.panics += 1;
-            log!(warn, arena = self.name, %at, %size, message, "a release panicked");
+            log!(warn, arena = self.name, %at, %size, message, "release function panicked");
         }
     }
 
-    /// At the end of the arena: releases what the device is done with, and drops the other release
-    /// functions uncalled.
+    /// At the end of the arena: releases memory that the device no longer uses, and drops the other
+    /// release functions uncalled.
     pub(in crate::device) fn end_adopted(&self) {
         self.release_adopted();
         let mut left = (0_u64, ByteSize::ZERO);
@@ -371,8 +372,8 @@ impl Shared {
             let _ = caught(|| drop(release)); // not ours, and nothing unwinds out of a drop
         }
         if left.0 > 0 {
-            let (count, left) = left;
-            log!(warn, arena = self.name, count, %left, "adopted memory was not released");
+            let (count, bytes) = left;
+            log!(warn, arena = self.name, count, %bytes, "imported memory not released");
         }
     }
 }
@@ -394,7 +395,8 @@ impl Books {
         let _ = ManuallyDrop::new(std::mem::take(&mut self.outstanding.imported));
     }
 
-    /// Why a range cannot be adopted, which does not wrap: some of it is known already.
+    /// Returns the reason a range cannot be imported, if it overlaps known memory. The range does
+    /// not wrap.
     fn owns(&self, at: DeviceAddress, size: ByteSize) -> Option<ImportError> {
         let is_own = |&region: &Region| self.region(region).segment.overlaps(at, size);
         if Region::ALL.iter().any(is_own) {
@@ -404,7 +406,7 @@ impl Books {
     }
 }
 
-/// What is wrong with a range by itself.
+/// Checks a range by itself.
 fn look<T>(at: DeviceAddress, bytes: Option<usize>) -> Result<(), ImportError> {
     let align = ByteSize::of(align_of::<T>());
     if at.get() == 0 {

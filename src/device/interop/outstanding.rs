@@ -1,12 +1,12 @@
-//! What is out on loan, and what was adopted and is to be released: pure books under the arena's
+//! Exports, and imported memory that is held or to be released: pure accounting under the arena's
 //! lock.
 //!
-//! An adopted range is held by its value; when that goes it waits for the end of its uses; then its
-//! release function is taken out, once, to be called with no lock held. It calls nothing and knows
-//! no driver.
+//! A value holds its imported range. When it is dropped, the range waits for the end of its uses;
+//! then its release function is taken, once, to be called without a lock. It calls nothing and
+//! knows no driver.
 //!
-//! Invariants: adopted ranges do not overlap; `bytes = sum of the ranges`; `waiting = those of
-//! them that nobody holds`.
+//! Invariants: imported ranges do not overlap; `bytes = sum of the ranges`;
+//! `waiting = ranges without a holder`.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -17,10 +17,10 @@ use crate::device::pending::Uses;
 use crate::device::snapshot::ArenaSnapshot;
 use crate::device::streams::Use;
 
-/// Gives adopted memory back to whoever allocated it.
+/// Releases imported memory to its owner.
 pub(super) type Release = Box<dyn FnOnce(DeviceAddress, ByteSize) + Send>;
 
-/// What an arena owes, and what is owed to it.
+/// The exports and imports of an arena.
 #[derive(Debug, Default)]
 pub(in crate::device) struct Owed {
     pub(in crate::device) exported: Exports,
@@ -40,7 +40,7 @@ impl Owed {
     }
 }
 
-/// How much is out on loan.
+/// The sum of exports.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(in crate::device) struct Exports {
     pub(in crate::device) count: u64,
@@ -61,11 +61,11 @@ impl Exports {
     }
 }
 
-/// A range that was adopted.
+/// An imported range.
 struct Entry {
     size: u64,
     release: Release,
-    /// What its release comes after, once nobody holds it.
+    /// The uses that must complete before its release, once it is dropped.
     after: Option<Uses>,
 }
 
@@ -85,7 +85,7 @@ pub(super) struct Due {
     pub(super) release: Release,
 }
 
-/// What was adopted and not released yet.
+/// Imported memory that is not released yet.
 #[derive(Debug, Default)]
 pub(in crate::device) struct Imports {
     entries: BTreeMap<u64, Entry>,
@@ -97,41 +97,41 @@ pub(in crate::device) struct Imports {
 }
 
 impl Imports {
-    /// How many ranges are not released.
+    /// Returns the number of ranges that are not released.
     pub(in crate::device) fn count(&self) -> u64 {
         self.entries.len() as u64
     }
 
-    /// How many of them somebody holds.
+    /// Returns the number of ranges that are held.
     pub(in crate::device) fn held(&self) -> u64 {
         self.count() - self.waiting
     }
 
-    /// Whether one is to be released.
+    /// Returns `true` if a range is to be released.
     pub(in crate::device) const fn is_waiting(&self) -> bool {
         self.waiting > 0
     }
 
-    /// Bytes of the books, about.
+    /// Returns the approximate bytes of this metadata.
     pub(in crate::device) fn metadata(&self) -> usize {
         // A tree's nodes are at least half full, and mostly two thirds.
         self.entries.len() * size_of::<(u64, Entry)>() * 3 / 2
     }
 
-    /// Whether a range, which does not wrap, overlaps one that is here.
+    /// Returns `true` if a range, which does not wrap, overlaps one of these.
     pub(super) fn overlaps(&self, at: u64, size: u64) -> bool {
         let before = self.entries.range(..at.saturating_add(size)).next_back();
         before.is_some_and(|(&start, entry)| start.saturating_add(entry.size) > at)
     }
 
-    /// Books a range that overlaps no other.
+    /// Records a range that overlaps no other.
     pub(super) fn import(&mut self, at: u64, size: u64, release: Release) {
         debug_assert!(!self.overlaps(at, size), "adopted once");
         self.bytes += size;
         self.entries.insert(at, Entry { size, release, after: None });
     }
 
-    /// Books that nobody holds a range any more.
+    /// Records that a range is no longer held.
     pub(super) fn let_go(&mut self, at: u64, after: Uses) {
         if let Some(entry) = self.entries.get_mut(&at)
             && entry.after.is_none()
@@ -164,7 +164,7 @@ impl Imports {
     /// Walks everything and checks the invariants.
     ///
     /// # Panics
-    /// Where one is broken.
+    /// If an invariant is violated.
     pub(in crate::device) fn validate(&self) {
         let (mut end, mut bytes, mut waiting) = (0, 0, 0);
         for (&at, entry) in &self.entries {

@@ -1,4 +1,4 @@
-//! Fronts under loom: blocks that a thread keeps beside others that empty it.
+//! Thread caches under loom: one thread uses a cache while others empty it.
 //!
 //! Invariant: a block is in a front, in the books or a buffer's, and never in two of them.
 
@@ -17,7 +17,7 @@ fn a_front_that_is_emptied_hands_two_blocks_out_once_each() {
     few.check(|| emptied_beside(2));
 }
 
-/// A front is emptied beside so many allocations from it.
+/// The number of allocations from a cache while it is emptied.
 fn emptied_beside(count: usize) {
     let (arena, driver) = open(4);
     for _ in 0..6 {
@@ -30,7 +30,7 @@ fn emptied_beside(count: usize) {
     both(arena, &driver, trim, move |arena| {
         let alloc = |_| arena.alloc::<u8>(256, Region::Dynamic).expect("room");
         let held: Vec<_> = (0..count).map(alloc).collect();
-        // What is on its way from the front to the books counts as live meanwhile. A block
+        // A block between the cache and the arena counts as live meanwhile. A block
         // that was handed out twice would be freed twice, which the books refuse.
         assert!(arena.glance().live >= ByteSize::of(256 * count));
         drop(held);

@@ -1,6 +1,7 @@
 //! Granules under loom: one that is committed or leaves while others need it.
 //!
-//! Invariant: each driver call of a granule is made by one thread, and who waits for it goes on.
+//! Invariant: each driver call of a granule is made by one thread, and threads that wait for it
+//! continue.
 
 use super::*;
 

@@ -1,4 +1,4 @@
-//! Lanes under loom: what one stream freed and another takes, beside a third thread that looks for
+//! Lanes under loom: what one stream freed and another takes, while a third thread checks for
 //! ends, and streams that end.
 //!
 //! Invariant: work on a span comes after all earlier work on it, by its own stream's order or by a

@@ -1,6 +1,6 @@
 //! Callbacks on shortage under loom: threads that are short at once.
 //!
-//! Invariant: runs do not overlap, and who waits for one goes on.
+//! Invariant: runs do not overlap, and a thread that waits for one continues.
 
 use super::*;
 

@@ -1,9 +1,9 @@
-//! Sleep under loom: enters, allocations, frees and moves beside a sleep, two who wake it, and the
-//! work of streams that it waits for (`streams`).
+//! Sleep under loom: enters, allocations, frees and moves with a sleep, two threads that wake it,
+//! and the work of streams that it waits for (`streams`).
 //!
-//! Contents are discarded, so that no copies are made; nobody is waited for, so that no bell is.
+//! Contents are discarded, so that no copies are made; no lease is waited for, so that no bell is.
 //!
-//! Invariant: who has a lease has memory behind every block, and one wake serves all who enter.
+//! Invariant: under a lease every block has memory, and one wake serves all threads that enter.
 
 mod streams;
 
@@ -134,7 +134,7 @@ fn what_is_freed_beside_a_sleep_leaves_nothing_and_the_rest_comes_back() {
         thread.join().expect("no panic");
         let lease = stays.enter().expect("woken");
         assert_backed(&driver, &stays, &lease);
-        // What nobody has does not come back; where it was freed after the wake it would be idle.
+        // A freed block is not restored; if it was freed after the wake it would be idle.
         arena.purge().expect("gives back");
         assert_eq!(arena.snapshot().committed, ByteSize::new(GRANULE));
         drop((lease, stays));
@@ -158,7 +158,7 @@ fn a_block_moves_before_or_after_a_sleep_and_never_meanwhile() {
     });
 }
 
-/// Who waits for the end of a move gives the lock up: it may sleep when it has it again.
+/// Waiting for a move releases the lock: the arena may sleep when it is taken again.
 #[test]
 fn who_waits_for_a_move_beside_a_sleep_enters_an_arena_that_is_awake() {
     let mut model = loom::model::Builder::new();

@@ -1,6 +1,6 @@
 //! What the model's streams were given, and have done: a count for each, and what each comes after.
 //!
-//! Work is done when something says so: a wait of the host, or a thread of the model. A piece is a
+//! Work completes by an explicit step: a wait of the host, or a thread of the model. A piece is a
 //! range that a stream touches.
 //!
 //! Invariant: a piece that is given overlaps none of another stream that is not done, unless its

@@ -1,13 +1,13 @@
-//! A map as PyTorch's snapshot: a pickle of dictionaries that its viewers read.
+//! Writes a map as PyTorch's snapshot: a pickle of dictionaries that its viewers read.
 //!
-//! What they expect beyond PyTorch's documentation, read from `MemoryViz.js` and
+//! The viewers' expectations beyond PyTorch's documentation, from `MemoryViz.js` and
 //! `_memory_viz.py` (2.15): a segment has its `device`; blocks tile their segment, because their
-//! addresses are summed up; a block that waits for the device is `active_pending_free`; a free
-//! that was asked for and completed at one address is one event. An integer has 8 bytes at most:
-//! longer ones, as `u64` is written, become another type in the browser, and drawing fails.
+//! addresses are summed up; a block that waits for the device is `active_pending_free`; a free that
+//! is requested and completed at one address is one event. An integer has at most 8 bytes: longer
+//! ones, as `u64` is written, become another type in the browser, and drawing fails.
 //!
-//! Invariants: the sizes of a segment's blocks sum up to its own; every event lies in a segment or
-//! in what was one before.
+//! Invariants: the sizes of a segment's blocks sum up to its own; every event lies in a current or
+//! former segment.
 
 use std::io::{self, Write};
 use std::time::Duration;
@@ -61,7 +61,7 @@ struct Entry<'a> {
     frames: Vec<Frame<'a>>,
 }
 
-/// A line of a stack; here where a block lies.
+/// A line of a stack; here the place of a block.
 #[derive(Clone, Copy, Serialize)]
 struct Frame<'a> {
     filename: &'a str,
@@ -150,7 +150,7 @@ fn tiles<'a>(
     tiles
 }
 
-/// What an event is there: one entry, or two for a free.
+/// Returns an event's entries: one, or two for a free.
 fn entries<'a>(map: &'a ArenaMap, event: &Event) -> impl Iterator<Item = Entry<'a>> {
     let actions: &[&'static str] = match event.act {
         Act::Alloc => &["alloc"],

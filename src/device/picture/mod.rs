@@ -1,10 +1,9 @@
-//! A map of an arena, and pictures of it: an SVG file, PyTorch's `memory_viz` format.
+//! A map of an arena, and its output formats: an SVG file, PyTorch's `memory_viz` format.
 //!
-//! Plain values and text: no driver, no lock, no clock. A map says where everything lay at one
-//! instant, and what happened shortly before; it is taken by
-//! [`DeviceArena::map`](super::DeviceArena::map).
+//! Plain values and text: no driver, no lock, no clock. A map has the blocks and granules at one
+//! instant, and the last events before it; [`DeviceArena::map`](super::DeviceArena::map) takes it.
 //!
-//! Invariants: the spans of a segment lie within it, in address order, and do not overlap; every
+//! Invariants: the spans of a segment are within it, in address order, and do not overlap; every
 //! live or pending byte is backed, so that `live + pending + holes + idle = committed`.
 
 #[cfg(feature = "memory-viz")]
@@ -18,28 +17,27 @@ use std::time::Duration;
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
 
-/// Where everything in an arena lies, at one instant.
+/// A map of an arena at one instant.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ArenaMap {
     /// The arena's name.
     pub name: String,
-    /// The number of its device; 0 on the host rung.
+    /// The device number; 0 on the host backend.
     pub device: u32,
-    /// When the map was taken, on the arena's clock.
+    /// The time of the map, by the arena's clock.
     pub taken: Moment,
     /// The same instant as time since the Unix epoch.
     pub since_epoch: Duration,
     /// The smallest unit that is committed.
     pub granularity: ByteSize,
-    /// Its segments.
+    /// The arena's segments.
     pub segments: Vec<SegmentMap>,
-    /// What happened before, oldest first, as far as the arena keeps it. The last event leads to
-    /// what the segments show.
+    /// The kept events, oldest first. The last one leads to the state of the segments.
     pub events: Vec<Event>,
 }
 
-/// One segment of an arena: all addresses of a region, or one that the driver gave whole.
+/// One segment of an arena: all addresses of a region, or one segment of the driver.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SegmentMap {
@@ -47,32 +45,32 @@ pub struct SegmentMap {
     pub region: String,
     /// Its first address.
     pub base: u64,
-    /// Its address space.
+    /// Its address space in bytes.
     pub size: ByteSize,
-    /// Runs of granules with memory behind them, in address order; the others are bare.
+    /// Runs of granules with memory behind them, in address order; the others have none.
     pub granules: Vec<GranuleRun>,
-    /// Live and pending blocks, in address order; what lies between is free.
+    /// Live and pending blocks, in address order; the space between them is free.
     pub blocks: Vec<BlockSpan>,
 }
 
-/// Adjoining granules in one state.
+/// Adjacent granules in one state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct GranuleRun {
-    /// Where in the segment they begin.
+    /// Their offset in the segment.
     pub offset: ByteSize,
-    /// How many bytes they are.
+    /// Their size in bytes.
     pub size: ByteSize,
     /// Their state.
     pub state: GranuleState,
 }
 
-/// What a granule with memory behind it is.
+/// The state of a granule with memory behind it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GranuleState {
     /// A live or pending block touches it.
     Active,
-    /// No block touches it: it may be given back.
+    /// No block touches it: it may be released.
     Idle,
 }
 
@@ -80,11 +78,11 @@ pub enum GranuleState {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct BlockSpan {
-    /// Where in the segment it begins.
+    /// Its offset in the segment.
     pub offset: ByteSize,
     /// Its size after rounding.
     pub size: ByteSize,
-    /// What was asked for; its size where the arena does not know.
+    /// The requested size; equal to `size` if unknown.
     pub requested: ByteSize,
     /// Its state.
     pub state: BlockState,
@@ -95,39 +93,39 @@ pub struct BlockSpan {
 pub enum BlockState {
     /// Held by a caller.
     Live,
-    /// Freed by the caller, and perhaps still used by the device.
+    /// Freed by the caller; the device may still use it.
     Pending,
 }
 
-/// Something that happened in an arena.
+/// An event in an arena.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Event {
-    /// When, on the arena's clock.
+    /// The time, by the arena's clock.
     pub at: Moment,
-    /// What.
+    /// The kind of event.
     pub act: Act,
-    /// Where; 0 where there is no place.
+    /// The address; 0 if it has none.
     pub address: u64,
-    /// Of a block: what was asked for. Of granules: their bytes.
+    /// For a block, the requested size; for granules, their bytes.
     pub size: ByteSize,
 }
 
-/// What happened.
+/// The kind of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Act {
-    /// A block was handed out.
+    /// A block was allocated.
     Alloc,
-    /// A block was freed, and no device used it any more.
+    /// A block was freed, and the device no longer used it.
     Free,
     /// Memory was committed.
     Commit,
-    /// Memory was given back.
+    /// Memory was released to the driver.
     Decommit,
-    /// There was no memory for a block.
+    /// An allocation failed for lack of memory.
     OutOfMemory {
-        /// What the limit left to be committed; zero without a limit, when the device had no more.
+        /// The bytes left below the limit; zero if the device was out of memory without a limit.
         headroom: ByteSize,
     },
 }
@@ -146,24 +144,24 @@ impl ArenaMap {
         }
     }
 
-    /// A picture of the address space, as a file of its own: what is live, pending, free, idle,
-    /// active, bare. Sizes stand beside it; a pointer that rests on a block shows its own.
+    /// Returns an SVG picture of the address space: live, pending, free, idle, active, bare. It
+    /// shows sizes, and a tooltip with a block's own.
     ///
-    /// At most 4 MiB whatever the map, and mostly under 100 KiB: what is narrower than two pixels
-    /// is drawn as a shade, and long bare stretches as a line.
+    /// At most 4 MiB for any map, usually under 100 KiB: spans narrower than two pixels are shaded,
+    /// and long bare ranges become a line.
     #[must_use]
     pub fn to_svg(&self) -> String {
         svg::draw(self)
     }
 
     /// Writes the map as a snapshot for PyTorch's `memory_viz` (the page of that name, or
-    /// `_memory_viz.py`): a pickle. With the feature `memory-viz`, which is off by default.
+    /// `_memory_viz.py`): a pickle. Needs the feature `memory-viz`, off by default.
     ///
-    /// Each stretch of committed memory is a segment there, as with PyTorch's expandable segments.
-    /// A block's stack is one line: the arena and the region.
+    /// Each range of committed memory is a segment there, as with PyTorch's expandable segments. A
+    /// block's stack is one line: the arena and the region.
     ///
     /// # Errors
-    /// Those of `to`.
+    /// The errors of `to`.
     #[cfg(feature = "memory-viz")]
     pub fn write_memory_viz(&self, to: impl std::io::Write) -> std::io::Result<()> {
         memory_viz::write(self, to)
@@ -172,7 +170,7 @@ impl ArenaMap {
     /// Checks the invariants.
     ///
     /// # Panics
-    /// Where one does not hold.
+    /// If an invariant is violated.
     pub fn validate(&self) {
         for segment in &self.segments {
             segment.validate();
@@ -192,7 +190,7 @@ impl SegmentMap {
         self.blocks.iter().filter(|block| block.state == state).map(|block| block.size).sum()
     }
 
-    /// The stretches with memory behind them, as long as they go: where they begin and end.
+    /// Returns the maximal ranges with memory behind them: start and end.
     fn stretches(&self) -> Vec<(u64, u64)> {
         let mut stretches: Vec<(u64, u64)> = Vec::new();
         for run in &self.granules {
@@ -227,7 +225,7 @@ impl SegmentMap {
     }
 }
 
-/// Where a span begins and ends, in bytes.
+/// Returns the start and the end of a span, in bytes.
 const fn bounds(offset: ByteSize, size: ByteSize) -> (u64, u64) {
     (offset.get(), offset.saturating_add(size).get())
 }

@@ -164,14 +164,14 @@ fn events_tell_of_blocks_resized_and_of_every_block_though_fronts_are_asked_for(
     drop(buffer);
 }
 
-/// What is committed after these events.
+/// The committed memory after these events.
 fn arena_committed(events: &[Event]) -> ByteSize {
     let sum = |act| events.iter().filter(|event| event.act == act).map(|event| event.size).sum();
     let (committed, given): (ByteSize, ByteSize) = (sum(Act::Commit), sum(Act::Decommit));
     committed.checked_sub(given).expect("given back after it was committed")
 }
 
-/// Every start tag with its attributes; fails where the text is not well formed.
+/// Every start tag with its attributes; fails if the text is not well formed.
 fn elements(svg: &str) -> Vec<&str> {
     let mut open = Vec::new();
     let mut found = Vec::new();
@@ -256,7 +256,7 @@ fn the_size_of_a_picture_is_bounded_whatever_the_map() {
         }
         segments.push(segment(&granules, &blocks));
     }
-    // Such blocks have no memory behind them; a picture is drawn of what it is given.
+    // Such blocks have no memory behind them; a picture draws its input.
     let svg = map("crowded", segments).to_svg();
     let drawn = elements(&svg).len();
     assert!(svg.len() < 4 << 20, "{} bytes", svg.len());
@@ -415,7 +415,7 @@ mod memory_viz {
             arena.decay(clock.now()).expect("decay");
         }
         let snapshot = pickled(&arena.map());
-        // As the viewer does: what is there, then every event undone.
+        // As the viewer does: the final state, then every event undone.
         let mut blocks = BTreeMap::new();
         let mut backed = 0;
         for segment in list(field(&snapshot, "segments")) {

@@ -1,8 +1,8 @@
-//! What the lock of a pinned pool guards: its segments, and the counts.
+//! The state under the lock of a pinned pool: its segments, and the counts.
 //!
-//! Plain values: it calls no driver and takes no lock. A segment is one piece of host memory with a
-//! block index of its own. While a driver call for it is under way it is arriving or leaving: no
-//! block is placed in it, and it counts as committed.
+//! Plain values: it calls no driver and takes no lock. A segment is one piece of host memory with
+//! its own block index. During a driver call for it, it is arriving or leaving: no block is placed
+//! in it, and it counts as committed.
 //!
 //! Invariants: `committed = sum of all segments, arriving and leaving ones too`;
 //! `live + pending + quarantined = sum of index.live`; a segment leaves only when wholly free;
@@ -21,13 +21,13 @@ use crate::device::index::{BlockId, Request, Span};
 /// The most segments of one pool. An allocation looks at each of them at worst: some microseconds.
 pub(super) const SEGMENTS_MAX: usize = 4096;
 
-/// A live block: in which segment, by what name.
+/// A live block: its segment and its id.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Placed {
     pub(super) slot: usize,
     pub(super) id: BlockId,
     pub(super) span: Span,
-    /// What the caller asked for.
+    /// The requested size.
     pub(super) requested: u64,
     pub(super) range: Range,
 }
@@ -63,7 +63,7 @@ enum Slot {
     Vacant,
     Arriving {
         size: u64,
-        /// What nobody waits for yet.
+        /// Bytes that no thread waits for yet.
         spare: u64,
         ticket: Ticket,
     },
@@ -75,14 +75,14 @@ enum Slot {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Ticket(u64);
 
-/// What can be done for a block that no segment holds.
+/// The way to make room for a block that no segment holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Room {
     /// A segment of this size may be obtained.
     For(u64),
-    /// So many idle bytes have to be given back first.
+    /// This many idle bytes must be released first.
     After(u64),
-    /// What another thread is giving back will make room.
+    /// A release by another thread will make room.
     Coming,
     /// The limit forbids it.
     None,
@@ -100,7 +100,7 @@ pub(super) struct Totals {
     pub(super) fallbacks: u64,
 }
 
-/// What a snapshot says, in bytes but for the number of segments.
+/// The figures of a snapshot, in bytes except for the number of segments.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Counted {
     pub(super) limit: u64,
@@ -126,18 +126,18 @@ pub(super) struct Books {
     pub(super) limit: u64,
     pub(super) closed: bool,
     pub(super) totals: Totals,
-    /// Pending blocks, but for those that are being asked about.
+    /// Pending blocks, except those whose events are being queried.
     pub(super) waiting: Vec<Waiting>,
     /// Freed, and used by a copy that is not known to be complete.
     pending: Kept,
     /// Freed, and never to be used again.
     quarantined: Kept,
     segment: u64,
-    /// What is asked of the driver first.
+    /// The kind of memory requested from the driver first.
     first: HostMemory,
     slots: Vec<Slot>,
-    /// For each slot what [`Segment::room`] says, 0 where it is not ready: side by side, because
-    /// each allocation looks through them.
+    /// The value of [`Segment::room`] for each slot, 0 if not ready: contiguous, because each
+    /// allocation searches them.
     rooms: Vec<u64>,
     requested: u64,
     live: u64,
@@ -169,9 +169,9 @@ impl Books {
         }
     }
 
-    /// A block in a segment that is there: of the kind that is asked for first, active before idle,
-    /// then the lowest active one or the smallest idle one. So the other segments empty, and go
-    /// back.
+    /// Places a block in a ready segment: of the preferred kind first, active before idle, then the
+    /// lowest active one or the smallest idle one. So the other segments become empty, and can be
+    /// released.
     pub(super) fn place(&mut self, request: Request) -> Option<Placed> {
         // A segment that refuses has no such room from then on: as many turns as segments at most.
         for _ in 0..=self.slots.len() {
@@ -265,8 +265,7 @@ impl Books {
         self.rooms[placed.slot] = segment.room();
     }
 
-    /// Makes a block hold this many bytes where it stands; says whether it does. What a smaller
-    /// size leaves is free.
+    /// Resizes a block in place; returns `true` if it fits. The rest of a smaller size is free.
     pub(super) fn resize(&mut self, placed: &mut Placed, requested: u64) -> bool {
         let Some(Slot::Ready(segment)) = self.slots.get_mut(placed.slot) else {
             debug_assert!(false, "a segment with a live block is ready");
@@ -281,7 +280,7 @@ impl Books {
         true
     }
 
-    /// The arrival in which there is room for the request; what it needs there is spoken for.
+    /// Returns the arrival with room for the request, and reserves that room.
     pub(super) fn expect(&mut self, request: Request) -> Option<Ticket> {
         let wanted = request.size.checked_add(request.align)?;
         self.slots.iter_mut().find_map(|slot| match slot {
@@ -298,7 +297,7 @@ impl Books {
         self.slots.iter().any(is)
     }
 
-    /// What can be done for a block of `need` bytes, whole granules.
+    /// Returns the way to make room for a block of `need` bytes, whole granules.
     pub(super) fn room(&self, need: u64) -> Room {
         let headroom = self.limit.saturating_sub(self.committed);
         if need <= headroom {
@@ -307,8 +306,8 @@ impl Books {
         if need > self.limit {
             return Room::None;
         }
-        // By what it is too large, and by what a lowered limit is passed already. What others have
-        // asked for, and will be refused, may be any number: no sum with it fits for certain.
+        // The missing bytes, and the excess over a lowered limit. Requests in progress by others
+        // may fail and be of any size: a sum with them may overflow.
         let short = (need - headroom) + self.committed.saturating_sub(self.limit);
         if self.idle() >= short {
             Room::After(short)
@@ -319,7 +318,7 @@ impl Books {
         }
     }
 
-    /// Books a segment that is being obtained for the request.
+    /// Records a segment that is being allocated for the request.
     pub(super) fn begin_arrive(
         &mut self,
         size: u64,
@@ -345,8 +344,8 @@ impl Books {
         Ok(slot)
     }
 
-    /// Books what came of it: a segment, perhaps a smaller one, with the request's block in it; or
-    /// nothing.
+    /// Records the result: a segment, perhaps a smaller one, with the request's block in it; or
+    /// none.
     pub(super) fn end_arrive(
         &mut self,
         slot: usize,
@@ -366,13 +365,13 @@ impl Books {
         self.totals.segments_obtained += 1;
         self.totals.obtained_bytes += range.size().get();
         self.slots[slot] = Slot::Ready(Segment::new(range));
-        // What was asked for and refused never was.
+        // A failed request does not count.
         self.committed_peak = self.committed_peak.max(self.committed - self.arriving());
         self.place_in(slot, request)
     }
 
-    /// Marks wholly free segments that are to go, so that at most `keep` bytes stay idle. What is
-    /// kept is what is used next: the lower slots, as far as they fit.
+    /// Marks wholly free segments as leaving, so that at most `keep` bytes stay idle. Keeps those
+    /// that are used next: the lower slots, as far as they fit.
     pub(super) fn begin_leave(&mut self, keep: u64) -> Vec<(usize, Range)> {
         let mut kept = 0;
         let mut leaving = Vec::new();
@@ -393,7 +392,7 @@ impl Books {
         leaving
     }
 
-    /// Books that a marked segment is gone, or that the driver kept it.
+    /// Records that a marked segment is freed, or that the driver kept it.
     pub(super) fn end_leave(&mut self, slot: usize, gone: bool) {
         let taken = std::mem::replace(&mut self.slots[slot], Slot::Vacant);
         let Slot::Leaving(segment) = taken else {
@@ -442,7 +441,7 @@ impl Books {
         leaving.sum()
     }
 
-    /// Bytes of the segments that were asked for, and may be refused.
+    /// Returns the bytes of segments being allocated, which may fail.
     fn arriving(&self) -> u64 {
         let arriving = self.slots.iter().filter_map(|slot| match slot {
             Slot::Arriving { size, .. } => Some(*size),
@@ -546,7 +545,7 @@ impl Books {
     /// Walks everything and checks the invariants.
     ///
     /// # Panics
-    /// Where one is broken.
+    /// If an invariant is violated.
     pub(super) fn validate(&self) {
         let (mut committed, mut taken, mut blocks) = (0, 0, 0);
         assert_eq!(self.rooms.len(), self.slots.len());

@@ -1,24 +1,24 @@
-//! What a pinned pool is opened with: plain values, resolved by whoever opens it.
+//! The configuration of a pinned pool: plain values.
 //!
 //! It reads no environment and knows no driver.
 //!
-//! Invariants: `low_watermark <= high_watermark` in every pool that was opened; the segment's size
-//! is rounded and held within bounds, never refused.
+//! Invariants: `low_watermark <= high_watermark` in every open pool; the segment size is rounded
+//! and clamped, never rejected.
 
 use crate::bytes::ByteSize;
 use crate::device::driver::{HOST_GRANULARITY, HostMemory};
 use crate::device::error::DeviceError;
 
-/// What a segment has unless told otherwise. 16 MiB: a guess. On a virtual machine mlock took 5 to
-/// 12 ms for it, and giving it back 1 ms; what CUDA's calls cost is to be measured.
+/// The default segment size. 16 MiB: a guess. On a virtual machine mlock took 5 to 12 ms for it,
+/// and releasing it 1 ms; the cost of CUDA's calls is to be measured.
 const SEGMENT: ByteSize = ByteSize::mib(16);
 
-/// The largest segment that several buffers share. With it the driver is asked at most 15 times
-/// for one segment (halved down to [`HOST_GRANULARITY`]).
+/// The largest segment that several buffers share. It bounds the driver calls for one segment to 15
+/// (halved down to [`HOST_GRANULARITY`]).
 const SEGMENT_MAX: ByteSize = ByteSize::gib(1);
 
-/// Idle memory that stays unless told otherwise: one segment, and four before any is given back.
-/// A guess, to be measured.
+/// The default of idle memory that stays: one segment, and four before any is released. A guess, to
+/// be measured.
 const LOW_WATERMARK: ByteSize = SEGMENT;
 const HIGH_WATERMARK: ByteSize = ByteSize::mib(64);
 
@@ -30,22 +30,22 @@ const LIMIT_PART: u64 = 8;
 /// to measure. So no more than a quarter of a full segment is left over.
 const SEGMENT_PART: u64 = 4;
 
-/// What kind of memory a pool is made of.
+/// The kind of memory of a pool.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum PinnedKind {
-    /// Page-locked; where that is refused, the allocation fails.
+    /// Page-locked; the allocation fails if locking fails.
     #[default]
     PageLocked,
-    /// Page-locked as far as the system allows, pageable beyond: slower copies, not fewer. Buffers,
-    /// and the snapshot, say which they are.
+    /// Page-locked as far as the system allows, then pageable, with slower copies. Buffers and the
+    /// snapshot report their kind.
     PageLockedOrPageable,
     /// Pageable.
     Pageable,
 }
 
 impl PinnedKind {
-    /// The name under which metrics and endpoints show it.
+    /// Returns its name in metrics and endpoints.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -55,7 +55,7 @@ impl PinnedKind {
         }
     }
 
-    /// What is asked for first.
+    /// Returns the kind of memory requested first.
     pub(super) const fn first(self) -> HostMemory {
         match self {
             Self::PageLocked | Self::PageLockedOrPageable => HostMemory::PageLocked,
@@ -64,29 +64,30 @@ impl PinnedKind {
     }
 }
 
-/// How to open a pinned pool.
+/// The configuration of a pinned pool.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PinnedConfig {
-    /// The name by which errors and figures call it.
+    /// The name in errors and metrics.
     pub name: String,
-    /// The most that may be committed at any time, including what is on its way;
-    /// [`ByteSize::MAX`] for no limit, zero for none at all.
+    /// The maximum of committed memory, including allocations in progress; [`ByteSize::MAX`] for no
+    /// limit, zero for no memory.
     pub limit: ByteSize,
-    /// What kind of memory.
+    /// The kind of memory.
     pub kind: PinnedKind,
-    /// What is obtained from the driver at a time, rounded up to whole 64 KiB, held between that
-    /// and 1 GiB, and at most an eighth of the limit. Where the driver has no such piece left,
-    /// half of it, a quarter, ... A buffer larger than a quarter of this has a segment of its own.
+    /// The size of one driver allocation, rounded up to whole 64 KiB, clamped between 64 KiB and 1
+    /// GiB, and at most an eighth of the limit. If the driver is out of memory for it, a half, a
+    /// quarter, ... A buffer larger than a quarter of it gets its own segment.
     pub segment: ByteSize,
-    /// How much may be idle before any of it is given back; [`ByteSize::MAX`] for never.
+    /// Idle memory above which some is released; [`ByteSize::MAX`] for never.
     pub high_watermark: ByteSize,
-    /// How much stays idle at most, once the high watermark was passed. Not above that one: who
-    /// lowers the high watermark below 16 MiB sets this as well.
+    /// Idle memory that stays after a release. At most the high watermark: if you set that below 16
+    /// MiB, set this too.
     pub low_watermark: ByteSize,
 }
 
 impl PinnedConfig {
-    /// No limit, page-locked, segments of 16 MiB; above 64 MiB idle, all but 16 MiB go back.
+    /// Creates a configuration with the defaults: no limit, page-locked, segments of 16 MiB; above
+    /// 64 MiB idle, all but 16 MiB are released.
     #[must_use]
     pub fn new(name: impl Into<String>) -> Self {
         Self {
@@ -99,7 +100,7 @@ impl PinnedConfig {
         }
     }
 
-    /// Refuses what cannot be made to fit.
+    /// Rejects invalid values.
     pub(super) fn check(&self) -> Result<(), DeviceError> {
         if self.low_watermark > self.high_watermark {
             let (low, high) = (self.low_watermark, self.high_watermark);
@@ -121,8 +122,8 @@ pub(super) const fn rounded(bytes: u64) -> Option<u64> {
     bytes.checked_next_multiple_of(GRANULARITY)
 }
 
-/// How much to obtain for a block of `need` bytes (whole granules), with `headroom >= need` left
-/// under `limit`; `segment` is the size of a shared one.
+/// Returns the bytes to allocate for a block of `need` bytes (whole granules), with
+/// `headroom >= need` left under `limit`; `segment` is the size of a shared one.
 pub(super) fn segment_for(need: u64, segment: u64, limit: u64, headroom: u64) -> u64 {
     debug_assert!(need <= headroom, "{need} in {headroom}");
     let part = rounded(limit / LIMIT_PART).unwrap_or(u64::MAX);

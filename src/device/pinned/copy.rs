@@ -1,16 +1,16 @@
 //! Asynchronous copies between a pinned buffer and a buffer of an arena, on a lane.
 //!
-//! Called by users. A copy takes the pinned buffer by value and records an event of its own after
-//! it, so nothing depends on cudarc's tracking of events. The buffer comes back from
-//! [`PinnedCopy::wait`], after the host has observed the event. If the copy is dropped instead, the
-//! block waits in the pool for the event (`settle`).
+//! Called by users. A copy takes the pinned buffer by value and records its own event after it, so
+//! nothing depends on cudarc's event tracking. [`PinnedCopy::wait`] returns the buffer after the
+//! host has observed the event. If the copy is dropped instead, the block waits in the pool for the
+//! event (`settle`).
 //!
 //! Invariant: from the moment in which a copy may be queued, the buffer is [`DeviceUse::Until`] an
 //! event that was recorded after it, or [`DeviceUse::Unproven`]; it is [`DeviceUse::None`] again
 //! only after the host has observed the end.
 //!
-//! It does not see a capture that another thread begins on the stream and ends while the copy is
-//! being queued: a stream of which a thread captures is not given work by another.
+//! It does not detect a capture that another thread begins and ends on the stream while the copy is
+//! being queued: a stream in capture must not be used by another thread.
 
 use std::fmt;
 use std::ptr::NonNull;
@@ -31,7 +31,7 @@ use crate::fork::Birth;
 
 /// A copy on a lane, which owns its pinned buffer until the copy is complete.
 ///
-/// [`PinnedCopy::wait`] returns the buffer. A drop waits for nothing: the memory is free for other
+/// [`PinnedCopy::wait`] returns the buffer. A drop does not wait: the memory is free for other
 /// buffers of the pool once the copy is complete. If that cannot be observed, the memory is
 /// quarantined: it is neither reused nor freed, and counts as
 /// [`PinnedSnapshot::quarantined`](super::PinnedSnapshot::quarantined).
@@ -45,9 +45,9 @@ pub struct PinnedCopy<T: Pod> {
 #[error("{error}")]
 #[expect(clippy::exhaustive_structs, reason = "a buffer and why")]
 pub struct PinnedCopyError<T: Pod> {
-    /// The buffer; quarantined if it cannot be shown that no copy of it is queued.
+    /// The buffer; quarantined if a copy of it may be queued.
     pub buffer: Box<PinnedBuffer<T>>,
-    /// Why.
+    /// The reason.
     pub error: DeviceError,
 }
 
@@ -75,7 +75,7 @@ impl CopyEvent {
         self.driver.event_record(self.event, stream, Key::new())
     }
 
-    /// Whether the copy is complete. Does not block.
+    /// Returns `true` if the copy is complete. Does not block.
     pub(super) fn is_complete(&self) -> Result<bool, DriverError> {
         self.driver.event_query(self.event, Key::new())
     }
@@ -101,7 +101,7 @@ impl fmt::Debug for CopyEvent {
     }
 }
 
-/// Which end of a copy is written.
+/// The destination of a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum To {
     Device,
@@ -110,11 +110,11 @@ enum To {
 
 impl Lane {
     /// Queues a copy of a pinned buffer to the first elements of `to` on this lane's stream, and
-    /// returns at once. The copy owns the pinned buffer until it is complete.
+    /// returns immediately. The copy owns the pinned buffer until it is complete.
     ///
-    /// It comes after earlier work of this stream. It does not look at what cudarc recorded about
-    /// views of `to` on other streams. If the pinned memory is pageable, or the driver's work is
-    /// complete when its call returns, it waits for the copy.
+    /// It runs after earlier work of this stream. It ignores what cudarc recorded about views of
+    /// `to` on other streams. If the pinned memory is pageable, or the driver's calls are
+    /// synchronous, it waits for the copy.
     ///
     /// ```
     /// # use std::sync::Arc;
@@ -159,9 +159,9 @@ impl Lane {
     /// # Errors
     /// With the buffer: [`DeviceError::Capturing`] while the stream captures a graph, since the
     /// copy would be repeated at each launch; [`DeviceError::ForeignLane`],
-    /// [`DeviceError::Quarantined`], [`DeviceError::Forked`], [`DeviceError::Driver`]; else as
-    /// [`Lane::enter`]. After [`DeviceError::Driver`] the buffer is quarantined if it cannot be
-    /// shown that no copy is queued.
+    /// [`DeviceError::Quarantined`], [`DeviceError::Forked`], [`DeviceError::Driver`]; otherwise
+    /// the errors of [`Lane::enter`]. After [`DeviceError::Driver`] the buffer is quarantined if a
+    /// copy may be queued.
     ///
     /// # Panics
     /// If `to` has fewer elements than the pinned buffer.
@@ -173,8 +173,8 @@ impl Lane {
         self.copy_pinned(from, to, To::Device)
     }
 
-    /// Queues a copy of the first elements of `from` to a pinned buffer on this lane's stream, as
-    /// many as that has, and returns at once. As [`Lane::copy_to_device`].
+    /// Queues a copy of the first elements of `from` on this lane's stream, filling the pinned
+    /// buffer, and returns immediately. Like [`Lane::copy_to_device`].
     ///
     /// The elements cannot be read before the copy is complete:
     /// ```compile_fail,E0382
@@ -187,7 +187,7 @@ impl Lane {
     /// ```
     ///
     /// # Errors
-    /// As [`Lane::copy_to_device`].
+    /// The errors of [`Lane::copy_to_device`].
     ///
     /// # Panics
     /// If `from` has fewer elements than the pinned buffer.
@@ -273,7 +273,7 @@ fn start_copy(
 }
 
 impl<T: Pod> PinnedCopy<T> {
-    /// Whether the copy is complete. Does not block.
+    /// Returns `true` if the copy is complete. Does not block.
     ///
     /// # Errors
     /// [`DeviceError::Driver`], [`DeviceError::Forked`].
@@ -288,8 +288,8 @@ impl<T: Pod> PinnedCopy<T> {
     /// Waits until the copy is complete, and returns the buffer.
     ///
     /// # Errors
-    /// [`DeviceError::Driver`]: the buffer is then quarantined, or, if the wait was refused because
-    /// a stream captures a graph, freed once the copy is complete. [`DeviceError::Forked`].
+    /// [`DeviceError::Driver`]: the buffer is quarantined; but if the wait was refused because a
+    /// stream captures a graph, it is freed once the copy is complete. [`DeviceError::Forked`].
     pub fn wait(self) -> Result<PinnedBuffer<T>, DeviceError> {
         let mut buffer = self.buffer;
         buffer.pool.check_here()?;
@@ -305,13 +305,13 @@ impl<T: Pod> PinnedCopy<T> {
         Ok(buffer)
     }
 
-    /// The number of elements.
+    /// Returns the number of elements.
     #[must_use]
     pub const fn len(&self) -> usize {
         self.buffer.len()
     }
 
-    /// Whether there are no elements.
+    /// Returns `true` if there are no elements.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.buffer.is_empty()

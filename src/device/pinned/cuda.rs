@@ -30,12 +30,12 @@ use crate::sync::atomic::{AtomicBool, Ordering};
 pub struct PinnedView<'a, T: Pod> {
     buffer: &'a mut PinnedBuffer<T>,
     lane: Lane,
-    /// Whether cudarc was given the slice.
+    /// `true` if cudarc has got the slice.
     exported: AtomicBool,
 }
 
 impl<T: Pod> PinnedBuffer<T> {
-    /// Returns a view of the buffer for cudarc's copies on the stream of a lane. Each of them waits
+    /// Returns a view of the buffer for cudarc's copies on the stream of a lane. Each copy waits
     /// for the stream; [`Lane::copy_to_device`] does not.
     ///
     /// ```no_run
@@ -54,8 +54,8 @@ impl<T: Pod> PinnedBuffer<T> {
     /// ```
     ///
     /// # Errors
-    /// [`DeviceError::NoStream`] if the lane is not one of
-    /// [`DeviceArena::cuda_lane`](crate::device::DeviceArena::cuda_lane); else as
+    /// [`DeviceError::NoStream`] if the lane is not from
+    /// [`DeviceArena::cuda_lane`](crate::device::DeviceArena::cuda_lane); otherwise the errors of
     /// [`PinnedBuffer::write_at`].
     pub fn cuda(&mut self, lane: &Lane) -> Result<PinnedView<'_, T>, DeviceError> {
         self.check()?;
@@ -68,14 +68,14 @@ impl<T: Pod> PinnedBuffer<T> {
 }
 
 impl<T: Pod> PinnedView<'_, T> {
-    /// How many elements cudarc may copy on this stream now: none while it captures, or if that is
-    /// unknown.
+    /// Returns the number of elements that cudarc may copy on this stream now: 0 while it captures,
+    /// or if that is unknown.
     ///
     /// # Panics
-    /// If the stream is not that of the lane, whose end is what the view waits for.
+    /// If the stream is not that of the lane, whose end the view waits for.
     fn export(&self, stream: &CudaStream) -> usize {
         let is_ours = stream.cu_stream().addr() as u64 == self.lane.stream().get();
-        assert!(is_ours, "a copy on another stream than that of the view's lane");
+        assert!(is_ours, "a copy on another stream than the view's lane");
         let driver = &self.lane.arena().shared().driver;
         if !matches!(driver.is_capturing(self.lane.stream(), Key::new()), Ok(false)) {
             return 0;

@@ -1,11 +1,11 @@
-//! Finds a block, and gets a segment from the driver where none has room.
+//! Finds a block, and allocates a segment from the driver if none has room.
 //!
-//! The law of the arena's `commit`: driver calls run with the lock given up; what they are for is
-//! marked, and only who needs that waits for it. On shortage the pool's own idle segments go first,
-//! then smaller segments are asked for, then the error is raised.
+//! As in the arena's `commit`, driver calls run with the lock released; their segments are marked,
+//! and only threads that need those wait. On shortage the pool releases its own idle segments, then
+//! requests smaller segments, then returns the error.
 //!
-//! Invariants: `committed <= limit` whenever a segment is asked for; after an error the pool is as
-//! it was, but for idle segments that it gave back.
+//! Invariants: `committed <= limit` whenever a segment is requested; after an error the pool is
+//! unchanged, except for released idle segments.
 
 use super::Range;
 use super::books::{Books, Placed, Room, SEGMENTS_MAX, Ticket};
@@ -113,7 +113,7 @@ impl Shared {
         if let Ok(range) = &outcome {
             let (size, memory) = (range.size(), range.memory());
             let pool = self.name();
-            log!(debug, pool, %size, %memory, "a segment was obtained");
+            log!(debug, pool, %size, %memory, "pinned segment allocated");
         }
         let mut books = lock(&self.books);
         let placed = books.end_arrive(slot, outcome.as_ref().ok().copied(), request);
@@ -138,8 +138,8 @@ impl Shared {
         }
     }
 
-    /// Memory from the driver: `size` bytes or, where that is refused for want of it, half, a
-    /// quarter, ..., down to `need`. A shared segment is halved at most 14 times (1 GiB to 64 KiB).
+    /// Allocates from the driver: `size` bytes or, if it is out of memory, half, a quarter, ...,
+    /// down to `need`. A shared segment is halved at most 14 times (1 GiB to 64 KiB).
     fn fetch_as(&self, memory: HostMemory, mut size: u64, need: u64) -> Result<Range, DriverError> {
         loop {
             let bytes = ByteSize::new(size);
@@ -156,7 +156,7 @@ impl Shared {
     }
 }
 
-/// Whether giving idle memory back may help.
+/// Returns `true` if releasing idle memory may help.
 const fn is_shortage(error: &DeviceError) -> bool {
     matches!(
         error,

@@ -1,7 +1,7 @@
-//! The pinned pool as its callers see it: open, allocate, limit, figures, close.
+//! The pinned pool's interface: open, allocate, limit, figures, close.
 //!
-//! `obtain` finds a block and gets segments, `reclaim` gives them back, `books` counts. It owns no
-//! thread and reads no time.
+//! `obtain` finds blocks and allocates segments, `reclaim` releases them, `books` has the
+//! accounting. It owns no thread and reads no clock.
 //!
 //! Invariants: those of [`PinnedSnapshot`]; one lock, no driver call under it; the pool lives as
 //! long as a handle or a buffer of it.
@@ -26,10 +26,11 @@ use crate::sync::{Condvar, Mutex, lock};
 /// The most bytes of a block: below `isize::MAX`, so that every block can be a slice.
 const BYTES_MAX: ByteSize = ByteSize::new(1 << 62);
 
-/// A pool of host memory: a cheap handle, the same pool for every clone.
+/// A pool of host memory. A cheap handle: clones refer to the same pool.
 ///
-/// Memory stays with the pool until somebody asks: a service calls [`PinnedPool::maintain`] now and
-/// then, from a thread that may wait for the driver; [`PinnedBuffer::free`] does so at once.
+/// Idle memory stays in the pool until a call releases it: a service calls [`PinnedPool::maintain`]
+/// periodically, on a thread that may wait for the driver; [`PinnedBuffer::free`] releases
+/// immediately.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -53,22 +54,22 @@ const BYTES_MAX: ByteSize = ByteSize::new(1 << 62);
 #[derive(Clone, Debug)]
 pub struct PinnedPool(Arc<Shared>);
 
-/// What the handles and buffers of one pool share.
+/// The state shared by the handles and buffers of one pool.
 pub(super) struct Shared {
     pub(super) driver: Arc<dyn Driver>,
     pub(super) books: Mutex<Books>,
-    /// Notified whenever a driver call's result has been booked.
+    /// Notified whenever a driver call's result has been recorded.
     pub(super) settled: Condvar,
     pub(super) label: Label,
     birth: Birth,
 }
 
 impl PinnedPool {
-    /// Opens a pool; obtains nothing yet.
+    /// Opens a pool; allocates nothing yet.
     ///
     /// # Errors
-    /// [`DeviceError::Watermarks`]; [`DeviceError::Unsupported`] where page-locked memory is asked
-    /// for, nothing else will do, and the driver has none.
+    /// [`DeviceError::Watermarks`]; [`DeviceError::Unsupported`] if page-locked memory is required
+    /// and the driver has none.
     pub fn open(driver: Arc<dyn Driver>, config: PinnedConfig) -> Result<Self, DeviceError> {
         config.check()?;
         let backend = driver.backend();
@@ -86,7 +87,7 @@ impl PinnedPool {
         };
         let PinnedConfig { limit, .. } = config;
         let (pool, kind) = (&label.name, label.kind.name());
-        log!(info, pool, %backend, kind, %limit, "a pool was opened");
+        log!(info, pool, %backend, kind, %limit, "pinned pool opened");
         Ok(Self(Arc::new(Shared {
             driver,
             books: Mutex::new(books),
@@ -96,45 +97,45 @@ impl PinnedPool {
         })))
     }
 
-    /// Room for `len` elements, whose contents are unspecified: zero, or what an earlier buffer of
-    /// this pool left there.
+    /// Allocates `len` elements. Their contents are unspecified: zero, or data of an earlier buffer
+    /// of this pool.
     ///
-    /// Rounded up to 256 bytes. Without any bytes, no block is taken. At worst it looks at every
-    /// segment; where none has room it calls the driver, or waits for another thread's call that
-    /// brings enough.
+    /// The size is rounded up to 256 bytes; a buffer of 0 bytes takes no block. In the worst case
+    /// it searches every segment; if none has room, it calls the driver, or waits for another
+    /// thread's call that brings enough.
     ///
     /// # Errors
-    /// [`DeviceError::OutOfMemory`] after the pool's own idle segments were given back and that was
-    /// not enough; [`DeviceError::TooLarge`], [`DeviceError::Alignment`],
-    /// [`DeviceError::TooManySegments`], [`DeviceError::Closed`], [`DeviceError::Forked`];
-    /// [`DeviceError::Driver`], with [`DriverError::LockLimit`] where the process may not lock so
-    /// much. The pool works on after each.
+    /// [`DeviceError::OutOfMemory`] if releasing the pool's idle segments is not enough;
+    /// [`DeviceError::TooLarge`], [`DeviceError::Alignment`], [`DeviceError::TooManySegments`],
+    /// [`DeviceError::Closed`], [`DeviceError::Forked`]; [`DeviceError::Driver`], with
+    /// [`DriverError::LockLimit`] if the process may not lock that much. The pool stays usable
+    /// after each.
     ///
     /// [`DriverError::LockLimit`]: crate::device::driver::DriverError::LockLimit
     pub fn alloc<T: Pod>(&self, len: usize) -> Result<PinnedBuffer<T>, DeviceError> {
         self.0.buffer(len)
     }
 
-    /// A buffer with a copy of `data`.
+    /// Allocates a buffer and copies `data` to it.
     ///
     /// # Errors
-    /// As [`PinnedPool::alloc`].
+    /// The errors of [`PinnedPool::alloc`].
     pub fn alloc_from<T: Pod>(&self, data: &[T]) -> Result<PinnedBuffer<T>, DeviceError> {
         let mut buffer = self.0.buffer(data.len())?;
         buffer.write_at(0, data)?;
         Ok(buffer)
     }
 
-    /// Sets the most that may be committed. What is above it stays until it is free and given back;
-    /// nothing more is obtained until then.
+    /// Sets the limit of committed memory. Memory above a lowered limit stays until it is free and
+    /// released; nothing more is allocated from the driver until then.
     pub fn set_limit(&self, limit: ByteSize) {
         if self.0.check_here().is_ok() {
             lock(&self.0.books).limit = limit.get();
-            log!(info, pool = self.name(), %limit, "the pool's limit was set");
+            log!(info, pool = self.name(), %limit, "pinned pool limit set");
         }
     }
 
-    /// The most that may be committed; zero in a forked child.
+    /// Returns the limit of committed memory; zero in a forked child.
     #[must_use]
     pub fn limit(&self) -> ByteSize {
         if self.0.check_here().is_err() {
@@ -143,10 +144,10 @@ impl PinnedPool {
         ByteSize::new(lock(&self.0.books).limit)
     }
 
-    /// All figures at one instant, without a driver call; all zero in a forked child.
+    /// Returns all figures at one instant, without a driver call; all zero in a forked child.
     ///
-    /// Holds the lock while it looks for the largest free span: at worst at every free block,
-    /// mostly at a few in each segment.
+    /// Holds the lock while it searches the largest free span: usually a few free blocks per
+    /// segment, in the worst case all.
     #[must_use]
     pub fn snapshot(&self) -> PinnedSnapshot {
         let shared = &self.0;
@@ -156,8 +157,8 @@ impl PinnedPool {
         PinnedSnapshot::of(&shared.label, Some(&lock(&shared.books)))
     }
 
-    /// Committed and idle memory at one instant, for a sampler: no allocation, no driver call, and
-    /// the lock is held for one look at each segment. Zero in a forked child.
+    /// Returns committed and idle memory at one instant, for sampling: no allocation, no driver
+    /// call, and the lock is held for one check of each segment. Zero in a forked child.
     #[must_use]
     pub fn glance(&self) -> PinnedGlance {
         if self.0.check_here().is_err() {
@@ -171,31 +172,31 @@ impl PinnedPool {
         }
     }
 
-    /// What kind of memory the pool was opened for.
+    /// Returns the kind of memory that the pool was opened for.
     #[must_use]
     pub fn kind(&self) -> PinnedKind {
         self.0.label.kind
     }
 
-    /// The pool's name.
+    /// Returns the pool's name.
     #[must_use]
     pub fn name(&self) -> &str {
         self.0.name()
     }
 
-    /// The driver in use.
+    /// Returns the backend of the driver.
     #[must_use]
     pub fn backend(&self) -> Backend {
         self.0.label.backend
     }
 
-    /// Frees everything and ends the pool: its other handles can allocate no more. Waits for copies
-    /// of freed buffers. Quarantined memory stays with the process. Not needed: the last holder
-    /// does the same, and logs nothing.
+    /// Frees everything and closes the pool: its other handles cannot allocate any more. Waits for
+    /// copies of freed buffers. Quarantined memory stays with the process. Optional: dropping the
+    /// last holder does the same, and logs nothing.
     ///
     /// # Errors
-    /// The pool, usable as before, and why: [`DeviceError::LiveBlocks`], [`DeviceError::Driver`]
-    /// after what was given back before is booked, [`DeviceError::Forked`].
+    /// Returns the pool, still usable, and the reason: [`DeviceError::LiveBlocks`],
+    /// [`DeviceError::Driver`] with earlier releases accounted for, [`DeviceError::Forked`].
     pub fn close(self) -> Result<(), (Self, DeviceError)> {
         match self.0.close() {
             Ok(()) => Ok(()),
@@ -203,10 +204,10 @@ impl PinnedPool {
         }
     }
 
-    /// Walks all books and checks every invariant; for tests, at the cost of the whole pool.
+    /// Checks every invariant by walking all metadata; for tests.
     ///
     /// # Panics
-    /// Where one is broken.
+    /// If an invariant is violated.
     #[doc(hidden)]
     pub fn validate(&self) {
         self.0.validate();
@@ -218,7 +219,8 @@ impl PinnedPool {
 }
 
 impl Shared {
-    /// Refuses in a forked child, where the lock may be held by a thread that is not there.
+    /// Fails in a forked child, in which the lock may be held by a thread that does not exist
+    /// there.
     pub(super) fn check_here(&self) -> Result<(), DeviceError> {
         if self.birth.is_here() { Ok(()) } else { Err(DeviceError::Forked) }
     }
@@ -227,7 +229,7 @@ impl Shared {
         &self.label.name
     }
 
-    /// The bytes of `len` elements, where such a buffer is possible at all.
+    /// Returns the bytes of `len` elements, if such a buffer is possible at all.
     pub(super) fn bytes_of<T: Pod>(&self, len: usize) -> Result<u64, DeviceError> {
         let (element, requested) = (ByteSize::of(size_of::<T>()), ByteSize::of(align_of::<T>()));
         let refused = if requested > HOST_ALIGNMENT {
@@ -256,7 +258,7 @@ impl Shared {
         Ok(PinnedBuffer::new(Arc::clone(self), placed, len))
     }
 
-    /// Makes a block hold this many bytes where it stands; says whether it does.
+    /// Resizes a block in place; returns `true` if it fits.
     pub(super) fn resize_in_place(&self, placed: &mut Placed, bytes: u64) -> bool {
         lock(&self.books).resize(placed, bytes)
     }
@@ -282,9 +284,10 @@ impl Shared {
 }
 
 impl Drop for Shared {
-    /// Frees everything: nobody holds a block, and nobody waits for the lock. Waits for copies of
-    /// freed buffers, as the driver may do to free page-locked memory. What the driver refuses to
-    /// take, and what is quarantined, stays with the process. In a forked child does nothing.
+    /// Frees everything: no block is held, and no thread waits for the lock. Waits for copies of
+    /// freed buffers, as the driver may do to free page-locked memory. Memory that the driver
+    /// refuses to free, and quarantined memory, stays with the process. Does nothing in a forked
+    /// child.
     fn drop(&mut self) {
         if self.check_here().is_ok() {
             let books = self.settle_all(lock(&self.books));

@@ -1,14 +1,14 @@
-//! Gives idle segments back: by the watermarks, down to a size, all of them, at the end.
+//! Releases idle segments: by the watermarks, down to a size, all of them, or at the end.
 //!
-//! Never from a drop, and from an allocation only where memory is short: freeing page-locked memory
-//! may wait for the device. So a free that passes the high watermark leaves the rest to
+//! Never from a drop, and from an allocation only if memory is short: freeing page-locked memory
+//! may wait for the device. So a free above the high watermark leaves the release to
 //! [`PinnedPool::maintain`], which the pool's owner calls, or to [`PinnedBuffer::free`].
 //!
 //! A segment leaves only when no block in it is live, pending or quarantined. A copy that is not
 //! known to be complete keeps its block (`copy`, `settle`), and so its segment.
 //!
-//! Invariant: `idle after maintain <= high watermark`, and `<= low watermark` if it gave anything
-//! back, but for what other threads free meanwhile.
+//! Invariant: `idle after maintain <= high watermark`, and `<= low watermark` if it released
+//! anything, except for concurrent frees of other threads.
 //!
 //! [`PinnedBuffer::free`]: super::PinnedBuffer::free
 
@@ -18,12 +18,12 @@ use crate::bytes::ByteSize;
 use crate::device::error::DeviceError;
 use crate::sync::{MutexGuard, lock, wait};
 
-/// What giving back came to.
+/// The result of a release.
 #[derive(Debug)]
 pub(super) struct GivenBack {
-    /// Bytes given back.
+    /// Bytes released.
     pub(super) bytes: ByteSize,
-    /// The driver's error, where a call failed; that segment and the later ones stay.
+    /// The driver's error, if a call failed; that segment and the later ones stay.
     pub(super) error: Option<DeviceError>,
 }
 
@@ -34,21 +34,20 @@ impl GivenBack {
 }
 
 impl PinnedPool {
-    /// Gives idle segments back where more than the high watermark is idle, until at most the low
-    /// one is; returns how many bytes that was. Else only looks at each segment.
+    /// Releases idle segments if more than the high watermark is idle, until at most the low
+    /// watermark is, and returns the bytes released. Otherwise only checks each segment.
     ///
     /// # Errors
-    /// [`DeviceError::Driver`], after what was given back before is booked;
-    /// [`DeviceError::Forked`].
+    /// [`DeviceError::Driver`], with earlier releases accounted for; [`DeviceError::Forked`].
     pub fn maintain(&self) -> Result<ByteSize, DeviceError> {
         self.shared().maintain()
     }
 
-    /// Gives idle segments back until at most `keep` bytes are committed, or nothing is idle;
-    /// returns how many bytes that was. One driver call a segment, none with the lock held.
+    /// Releases idle segments until at most `keep` bytes are committed, or nothing is idle, and
+    /// returns the bytes released. One driver call per segment, none with the lock held.
     ///
     /// # Errors
-    /// As [`PinnedPool::maintain`].
+    /// The errors of [`PinnedPool::maintain`].
     pub fn trim(&self, keep: ByteSize) -> Result<ByteSize, DeviceError> {
         let shared = self.shared();
         shared.check_here()?;
@@ -60,19 +59,19 @@ impl PinnedPool {
         given.outcome()
     }
 
-    /// Gives all idle segments back, whatever the watermarks; returns how many bytes that was.
+    /// Releases all idle segments, regardless of the watermarks, and returns the bytes released.
     ///
     /// # Errors
-    /// As [`PinnedPool::maintain`].
+    /// The errors of [`PinnedPool::maintain`].
     pub fn purge(&self) -> Result<ByteSize, DeviceError> {
         self.trim(ByteSize::ZERO)
     }
 
-    /// Gives all idle segments back. The same as [`PinnedPool::purge`]: a pool has no smaller unit
-    /// than the segment, and no growth to begin anew.
+    /// Releases all idle segments, like [`PinnedPool::purge`]: a pool has no smaller unit than the
+    /// segment, and no growth to reset.
     ///
     /// # Errors
-    /// As [`PinnedPool::maintain`].
+    /// The errors of [`PinnedPool::maintain`].
     pub fn shrink(&self) -> Result<ByteSize, DeviceError> {
         self.purge()
     }
@@ -115,7 +114,7 @@ impl Shared {
         }
         given.bytes = leaving[..done].iter().map(|(_, range)| range.size()).sum();
         let (pool, bytes) = (self.name(), given.bytes);
-        log!(debug, pool, %bytes, "idle segments were given back");
+        log!(debug, pool, %bytes, "pinned segments released");
         let mut books = lock(&self.books);
         for (nth, (slot, _)) in leaving.iter().enumerate() {
             books.end_leave(*slot, nth < done);
@@ -144,7 +143,7 @@ impl Shared {
         let quarantined = ByteSize::new(books.quarantined());
         drop(books);
         if given.error.is_none() {
-            log!(info, pool = self.name(), %quarantined, "the pool was closed");
+            log!(info, pool = self.name(), %quarantined, "pinned pool closed");
         }
         given.error.map_or(Ok(()), Err)
     }

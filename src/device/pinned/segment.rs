@@ -1,8 +1,9 @@
 //! One segment of a pool: a piece of host memory, and the index of its blocks.
 //!
-//! It remembers which size it refused, so that nobody asks in vain, and calls no driver.
+//! It remembers the size that it could not serve, so that larger requests skip it, and calls no
+//! driver.
 //!
-//! Invariant: a free block of more than `room()` bytes is not to be had.
+//! Invariant: it has no free block of more than `room()` bytes.
 
 use super::Range;
 use crate::device::index::{ALIGN, BlockId, BlockIndex, Request, Span, StaleBlock};
@@ -12,7 +13,7 @@ use crate::device::index::{ALIGN, BlockId, BlockIndex, Request, Span, StaleBlock
 pub(super) struct Segment {
     pub(super) range: Range,
     pub(super) index: BlockIndex,
-    /// No block of this size was to be had here since the last release.
+    /// No block of this size was available here since the last release.
     refused_from: u64,
 }
 
@@ -30,7 +31,7 @@ impl Segment {
         self.index.live() == 0
     }
 
-    /// No free block here is larger; 0 where nothing is free.
+    /// Returns the size of the largest free block; 0 if nothing is free.
     pub(super) fn room(&self) -> u64 {
         (self.size() - self.index.live()).min(self.refused_from - 1)
     }
@@ -41,7 +42,7 @@ impl Segment {
         Ok(span)
     }
 
-    /// Makes a block this large where it stands, or changes nothing.
+    /// Resizes a block in place, or changes nothing.
     pub(super) fn resize(&mut self, id: BlockId, size: u64) -> Option<Span> {
         let before = self.index.span_of(id).ok()?;
         let span = self.index.resize(id, size).ok()??;

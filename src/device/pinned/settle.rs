@@ -1,9 +1,10 @@
-//! Blocks that were freed while a copy of them was queued, and blocks of which that is unknown.
+//! Blocks that were freed while a copy of them was queued, and blocks whose copies have an unknown
+//! state.
 //!
-//! A freed block with a queued copy is pending: its event is asked before the driver is asked for
+//! A freed block with a queued copy is pending: its event is queried before the pool allocates
 //! another segment, and by [`PinnedPool::maintain`](super::PinnedPool::maintain) and the other
-//! calls that return memory. A block whose event answers with an error is quarantined: it stays in
-//! its segment, which is neither reused for it nor freed, until the process ends.
+//! calls that release memory. If the query fails, the block is quarantined: its space is not reused
+//! and its segment is not freed until the process ends.
 //!
 //! Invariant: `taken = live + pending + quarantined` in every segment.
 
@@ -61,7 +62,7 @@ impl Shared {
             match is_complete(&one.event) {
                 Ok(true) => done.push(one.placed),
                 Ok(false) => rest.push(one),
-                // Not asked: a stream captures a graph.
+                // Not queried: a stream captures a graph.
                 Err(error) if is_captures(&error) => rest.push(one),
                 Err(error) => lost.push((one.placed, error)),
             }

@@ -1,118 +1,117 @@
 //! The figures of a pinned pool at one instant, taken under one lock.
 //!
-//! Plain values in the glossary's words; it calls no driver. What a device arena says of granules
-//! holds here of whole segments, the only unit that goes back. A segment on its way counts as
-//! active, one on its way out as idle, so that `committed` errs upward.
+//! Plain values in the terms of the glossary; it calls no driver. The meaning of granules in a
+//! device arena applies here to whole segments, the only unit that is released. An arriving segment
+//! counts as active, a leaving one as idle, so `committed` errs upward.
 //!
 //! Invariants: `requested <= live`; `live + pending + quarantined + holes = active`;
-//! `active + idle = committed`;
-//! `page_locked + pageable + arriving = committed`.
+//! `active + idle = committed`; `page_locked + pageable + arriving = committed`.
 
 use super::books::{Books, Counted};
 use super::config::PinnedKind;
 use crate::bytes::ByteSize;
 use crate::device::driver::Backend;
 
-/// A pool's figures.
+/// The figures of a pinned pool.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PinnedSnapshot {
     /// The pool's name.
     pub name: String,
-    /// The driver in use.
+    /// The driver's backend.
     pub backend: Backend,
-    /// What kind of memory it was opened for.
+    /// The kind of memory that it was opened for.
     pub kind: PinnedKind,
-    /// What callers asked for.
+    /// Bytes that callers requested.
     pub requested: ByteSize,
-    /// Blocks held by callers, after rounding.
+    /// Bytes of blocks held by callers, after rounding.
     pub live: ByteSize,
-    /// The most that was live since the pool was opened.
+    /// The maximum of `live` since the pool was opened.
     pub live_peak: ByteSize,
-    /// Blocks that were freed while a copy of them was queued, and whose copies are not known to be
-    /// complete. They are free again after [`PinnedPool::maintain`](super::PinnedPool::maintain) or
-    /// an allocation that needs them.
+    /// Bytes of blocks freed while a copy of them was queued that is not known to be complete. They
+    /// become free in [`PinnedPool::maintain`](super::PinnedPool::maintain), or in an allocation
+    /// that needs them.
     pub pending: ByteSize,
-    /// Blocks that were freed and of which it cannot be shown that no copy uses them: a wait or the
-    /// record of an event failed. They are neither reused nor freed until the process ends.
+    /// Bytes of freed blocks that a copy may still use, because a wait or the recording of an event
+    /// failed. They are neither reused nor freed until the process ends.
     pub quarantined: ByteSize,
-    /// Segments that hold a block which is not free, or are on their way.
+    /// Bytes of segments with a block that is not free, and of arriving segments.
     pub active: ByteSize,
-    /// Wholly free segments.
+    /// Bytes of wholly free segments.
     pub idle: ByteSize,
-    /// All segments. For a pool this is also the address space it holds.
+    /// Bytes of all segments, which are also the pool's address space.
     pub committed: ByteSize,
-    /// The most that was committed since the pool was opened, without what was on its way.
+    /// The maximum of `committed` since the pool was opened, without arriving segments.
     pub committed_peak: ByteSize,
-    /// What of it is page-locked.
+    /// Committed bytes that are page-locked.
     pub page_locked: ByteSize,
-    /// What of it is not.
+    /// Committed bytes that are pageable.
     pub pageable: ByteSize,
-    /// What of it the driver is just asked for.
+    /// Committed bytes whose driver call is in progress.
     pub arriving: ByteSize,
-    /// What of the active segments is free.
+    /// Free bytes of active segments.
     pub holes: ByteSize,
-    /// What the block indices take of the heap: some 8 KiB a segment, and 40 bytes a block.
+    /// Bytes of the block indexes: about 8 KiB per segment, and 40 bytes per block.
     pub metadata: ByteSize,
     /// The longest free span in one segment.
     pub largest_free: ByteSize,
-    /// The most that may be committed.
+    /// The limit of committed memory.
     pub limit: ByteSize,
-    /// How much may be idle before any is given back.
+    /// Idle memory above which some is released.
     pub high_watermark: ByteSize,
-    /// How much stays idle at most, once it is.
+    /// Idle memory that stays after a release.
     pub low_watermark: ByteSize,
     /// The number of segments.
     pub segments: u64,
-    /// Blocks handed out since the pool was opened.
+    /// The number of blocks allocated since the pool was opened.
     pub allocs_total: u64,
-    /// Blocks freed since then.
+    /// The number of blocks freed since then.
     pub frees_total: u64,
-    /// Allocations that failed since then, by reason.
+    /// Failed allocations since then, by reason.
     pub alloc_failures_total: PinnedFailures,
-    /// Driver calls that gave a segment.
+    /// The number of driver calls that allocated a segment.
     pub segments_obtained_total: u64,
     /// Bytes of those segments.
     pub obtained_bytes_total: u64,
-    /// Driver calls that took a segment back.
+    /// The number of driver calls that released a segment.
     pub segments_given_back_total: u64,
     /// Bytes of those segments.
     pub given_back_bytes_total: u64,
-    /// Segments that were to be page-locked and are pageable, as the pool's kind allows.
+    /// The number of segments that are pageable because locking failed, as the pool's kind allows.
     pub fallbacks_total: u64,
 }
 
-/// The few figures of a pool that a sampler reads at every tick.
+/// The figures of a pool for frequent sampling.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PinnedGlance {
-    /// Blocks held by callers, after rounding.
+    /// Bytes of blocks held by callers, after rounding.
     pub live: ByteSize,
-    /// All segments.
+    /// Bytes of all segments.
     pub committed: ByteSize,
-    /// Wholly free segments.
+    /// Bytes of wholly free segments.
     pub idle: ByteSize,
 }
 
-/// How many allocations failed, by reason.
+/// The number of failed allocations, by reason.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PinnedFailures {
-    /// The pool's limit.
+    /// The pool's limit was reached.
     pub limit: u64,
-    /// The host had no more memory.
+    /// The host was out of memory.
     pub memory: u64,
-    /// The process may not lock so much.
+    /// The process may not lock that much memory.
     pub lock_limit: u64,
-    /// The number of segments.
+    /// The pool had the maximum number of segments.
     pub segments: u64,
-    /// A length or an alignment that no memory has.
+    /// The length or the alignment is not supported.
     pub size: u64,
     /// The driver failed for another reason.
     pub driver: u64,
 }
 
 impl PinnedFailures {
-    /// Each reason's name, as metrics show it, and its count.
+    /// Returns each reason's name in metrics, and its count.
     #[must_use]
     pub const fn by_reason(&self) -> [(&'static str, u64); 6] {
         [
@@ -125,14 +124,14 @@ impl PinnedFailures {
         ]
     }
 
-    /// All of them.
+    /// Returns the sum of all reasons.
     #[must_use]
     pub const fn total(&self) -> u64 {
         self.limit + self.memory + self.lock_limit + self.segments + self.size + self.driver
     }
 }
 
-/// What a pool is called and was opened with.
+/// The name and options of a pool.
 #[derive(Clone, Debug)]
 pub(super) struct Label {
     pub(super) name: String,
@@ -143,7 +142,7 @@ pub(super) struct Label {
 }
 
 impl PinnedSnapshot {
-    /// The figures in the books; without books (in a forked child) all are zero.
+    /// Creates the figures from the accounting; all zero without it (in a forked child).
     pub(super) fn of(label: &Label, books: Option<&Books>) -> Self {
         let counted = books.map(Books::counted).unwrap_or_default();
         let Counted { requested, live, live_peak, idle, committed, committed_peak, .. } = counted;
@@ -183,7 +182,7 @@ impl PinnedSnapshot {
         }
     }
 
-    /// Memory kept that nothing needs: `committed - live`.
+    /// Returns the unneeded memory: `committed - live`.
     #[must_use]
     pub const fn retained(&self) -> ByteSize {
         self.committed.saturating_sub(self.live)
@@ -192,7 +191,7 @@ impl PinnedSnapshot {
     /// Checks the identities.
     ///
     /// # Panics
-    /// Where one does not hold.
+    /// If an identity is violated.
     pub fn validate(&self) {
         let sum = |parts: &[ByteSize]| parts.iter().copied().sum::<ByteSize>();
         assert!(self.requested <= self.live, "requested <= live: {self:?}");

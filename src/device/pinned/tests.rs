@@ -70,14 +70,14 @@ fn idle_memory_stays_below_the_high_watermark_and_goes_down_to_the_low_one_above
     assert_eq!(pool.maintain(), Ok(ByteSize::mib(3)));
     check(&pool, &driver);
     let calls = driver.calls();
-    // Between the marks it neither gives back nor obtains.
+    // Between the marks it neither releases nor allocates.
     for _ in 0..100 {
         let one = mib(&pool, 1);
         drop(one);
         assert_eq!(pool.maintain(), Ok(ByteSize::ZERO));
     }
     assert_eq!((driver.calls(), idle()), (calls, ByteSize::mib(1)));
-    // A free above the mark gives back at once.
+    // A free above the mark releases immediately.
     let four: Vec<_> = (0..4).map(|_| mib(&pool, 1)).collect();
     let given: Vec<_> = four.into_iter().map(|buffer| buffer.free().expect("freed")).collect();
     let mibs = [0, 0, 0, 3].map(ByteSize::mib);
@@ -168,7 +168,7 @@ fn a_limit_may_change_while_buffers_live() {
     pool.set_limit(ByteSize::mib(1));
     assert_eq!((held.len(), pool.limit()), (2 << 20, ByteSize::mib(1)));
     assert!(bytes(&pool, ByteSize::mib(2)).is_err(), "above the limit");
-    // What is there may be handed out again; nothing more is obtained.
+    // Its memory may be handed out again; no more is allocated.
     drop(mib(&pool, 1));
     check(&pool, &driver);
     drop(held);
@@ -360,7 +360,7 @@ fn scenario(driver: &Arc<TrialDriver>) {
     }
     kept.truncate(1);
     check(&pool, driver);
-    // Needs what is idle: the limit is reached on the way.
+    // Needs the idle memory: the limit is reached on the way.
     kept.extend(bytes(&pool, ByteSize::mib(6)));
     check(&pool, driver);
     if let Some(first) = kept.first_mut() {
@@ -436,7 +436,7 @@ fn a_size_that_was_refused_is_found_again_after_a_free_and_after_a_resize() {
         pool.set_limit(ByteSize::mib(1));
         drop(middle);
         high.resize(100 << 10).expect("smaller");
-        // 256 and 156 KiB are free, apart.
+        // 256 and 156 KiB are free, separately.
         assert!(bytes(&pool, ByteSize::kib(300)).is_err());
         if by_resize {
             low.resize(400 << 10).expect("smaller");
@@ -454,7 +454,7 @@ fn a_block_is_placed_in_the_smallest_idle_segment_so_that_larger_ones_can_go() {
     drop([mib(&pool, 8), mib(&pool, 2), mib(&pool, 5)]);
     let small = bytes(&pool, ByteSize::mib(1)).expect("room");
     assert_eq!(pool.purge(), Ok(ByteSize::mib(13)));
-    // A second one goes where the first is.
+    // A second one goes into the first one's segment.
     drop(bytes(&pool, ByteSize::mib(1)).expect("room"));
     assert_eq!(pool.snapshot().segments, 1);
     drop(small);

@@ -1,7 +1,8 @@
-//! What is written down of single blocks: what becomes of their contents, and what became of them.
+//! Per-block sleep settings and results: how their contents are treated, and if they were
+//! discarded.
 //!
-//! Invariant: a block is said to be discarded once for each time that its contents were lost, or
-//! for several at once, and to nobody but its owner.
+//! Invariant: a discarded block is reported to its owner once for one or several losses, and to no
+//! other caller.
 
 use std::ops::Range;
 
@@ -11,8 +12,8 @@ use crate::device::ranges::BlockName;
 use crate::device::region::{Region, RegionBooks};
 
 impl RegionBooks {
-    /// What live blocks want of their granules, where they do not say otherwise as is `usual`; on
-    /// host memory what is kept stays.
+    /// Returns the treatment of live blocks' granules, `usual` by default; on host memory kept
+    /// contents stay in place.
     pub(super) fn wanted_contents(
         &self,
         usual: Contents,
@@ -50,8 +51,8 @@ impl Books {
             let lost =
                 books.live_blocks().filter(|(span, _)| is_lost(&books.segment.granules_of(*span)));
             let lost: Vec<_> = lost.map(|(_, name)| name).collect();
-            // Whoever has a block from before does not give it to a thread's front, where it would
-            // keep this note for somebody else.
+            // Buffers of older blocks are not cached when freed, since a cache would keep this
+            // entry.
             books.moves += 1;
             lost.into_iter().for_each(|name| books.pins.discard(name));
         }

@@ -1,7 +1,7 @@
-//! What becomes of the contents of live blocks when their memory leaves, and so of each granule.
+//! Determines how a sleep treats each granule, from the settings of its live blocks.
 //!
-//! Pure arithmetic over spans and runs. A granule that several blocks touch is treated as the one
-//! that wants the most.
+//! Pure arithmetic over spans and runs. A granule that several blocks touch gets the strongest of
+//! their settings.
 //!
 //! Invariant: every committed granule is in exactly one part; a part is of one kind, and lies in
 //! one half of its segment.
@@ -15,25 +15,26 @@ use crate::device::driver::DeviceAddress;
 use crate::device::region::Region;
 use crate::device::segment::Run;
 
-/// What becomes of contents when the arena falls asleep.
+/// The treatment of contents when the arena falls asleep.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum Contents {
-    /// They are lost: for caches, activations, and what is loaded again from elsewhere.
+    /// Contents are lost: for caches, activations, and data that is loaded again from elsewhere.
     Discard,
-    /// They are copied into host memory and back. Where device memory is the host's own, they stay.
+    /// Contents are copied to host memory and back. If device memory is host memory, they stay in
+    /// place.
     #[default]
     Keep,
-    /// They stay where they are, and so does their memory: for what others hold the address of,
-    /// such as buffers registered with NCCL.
+    /// Contents and memory stay in place: for memory whose address others hold, such as buffers
+    /// registered with NCCL.
     Stay,
 }
 
 impl Contents {
-    /// All of them, in the order of what they want.
+    /// All values, from the weakest to the strongest.
     pub const ALL: [Self; 3] = [Self::Discard, Self::Keep, Self::Stay];
 
-    /// The name that is written in configuration.
+    /// Returns its name in configuration.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -53,7 +54,7 @@ impl fmt::Display for Contents {
 impl FromStr for Contents {
     type Err = &'static str;
 
-    /// By its name; the error says what was expected.
+    /// Parses a name; the error lists the expected ones.
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let named = Self::ALL.into_iter().find(|contents| contents.name() == text);
         named.ok_or("keep, discard or stay")
@@ -70,7 +71,7 @@ pub(super) struct Part {
     pub(super) contents: Contents,
 }
 
-/// Granules and what their blocks want, out of blocks in address order.
+/// Returns granules and the treatment of their blocks, from blocks in address order.
 pub(super) fn wanted(
     blocks: impl Iterator<Item = (Range<usize>, Contents)>,
 ) -> Vec<(Range<usize>, Contents)> {
@@ -93,7 +94,7 @@ pub(super) fn wanted(
             all.push((range, contents));
         }
     }
-    // What has nothing to keep is as what no block touches.
+    // Granules without kept contents are like untouched ones.
     all.retain(|(_, contents)| *contents != Contents::Discard);
     all.dedup_by(|next, last| {
         let joins = last.0.end == next.0.start && last.1 == next.1;

@@ -1,13 +1,14 @@
-//! The way down: no lease is left, all work is complete, contents are safe, the memory leaves.
+//! Falling asleep: no lease is left, all work is complete, contents are saved, the memory leaves.
 //!
-//! The order is what makes it safe. Nobody gets in from the moment in which there is no lease; then
-//! the host waits for every use on record; then contents are copied out, and that is waited for;
-//! only then the first granule leaves. Up to there nothing has changed but marks. Where a granule
-//! does not leave, those that did come back and are filled again from the copies; where they do not
-//! come back either, the rest leaves as well as it can, and the arena sleeps: the copies are whole.
+//! The order makes it safe. From the moment without a lease no thread can enter; then the host
+//! waits for every recorded use; then contents are copied out, and the copies are waited for; only
+//! then the first granule leaves. Until then only marks have changed. If a granule cannot be
+//! released, the released ones are committed again and filled from the copies. If that fails too,
+//! the rest is released as far as possible, and the arena sleeps: the copies are complete.
 //!
-//! Invariants: every granule that was committed is marked until its call's result is booked; when
-//! it is asleep, what is committed was to stay, or was refused by the driver and is in the copies.
+//! Invariants: every granule that was committed is marked until its call's result is recorded; when
+//! the arena is asleep, memory still committed was to stay, or was refused by the driver and is in
+//! the copies.
 
 use super::contents::{self, Contents, Part};
 use super::phase::Phase;
@@ -27,11 +28,11 @@ use crate::device::shared::Shared;
 use crate::sync::atomic::Ordering;
 use crate::sync::{caught, wait};
 
-/// How often all uses are waited for, where more is freed meanwhile, before the arena stays awake.
-/// A guess.
+/// The number of waits for all uses, if more memory is freed meanwhile, before the arena stays
+/// awake. A guess.
 const ROUNDS_MAX: usize = 16;
 
-/// How far the memory of parts has left: those before are gone.
+/// The progress of releasing parts: earlier ones are released.
 struct Failed {
     nth: usize,
     error: DriverError,
@@ -40,21 +41,21 @@ struct Failed {
 impl Shared {
     /// Falls asleep, from awake.
     pub(super) fn sleep(&self, options: SleepOptions) -> Result<SleepReport, DeviceError> {
-        // Before it is seen to drain: whoever lets time go by then, lets the deadline come.
+        // Before the state is visible: a clock advanced from then on reaches the deadline.
         let deadline = self.clock.now() + options.drain;
         let drain = self.begin_drain(options)?;
-        // What a front keeps has memory behind it, and is handed out without a look at the books.
+        // Cached blocks have memory, and are handed out without the arena's lock.
         let _shut = self.shut_fronts();
         self.drain((drain, deadline), options)?;
         self.fall(options)
     }
 
-    /// Refuses where a block is live that could not have its address again.
+    /// Fails if a block is live whose address could not be restored.
     pub(super) fn check_way_back(&self, books: &Books) -> Result<(), DeviceError> {
         if self.capabilities.same_address_wake || books.live() == 0 {
             return Ok(());
         }
-        let what = "memory back at the same addresses";
+        let what = "waking at the same addresses";
         Err(DeviceError::Unsupported { what, backend: self.driver.backend() })
     }
 
@@ -71,7 +72,7 @@ impl Shared {
         Ok(drain)
     }
 
-    /// Waits until there is no lease, and lets nobody in from then on.
+    /// Waits until no lease is held, and blocks entering from then on.
     fn drain(
         &self,
         (drain, deadline): (u64, Moment),
@@ -116,7 +117,7 @@ impl Shared {
         }
     }
 
-    /// Tells the recorder why it does not fall asleep; the error.
+    /// Records the reason it does not fall asleep; returns the error.
     fn told(&self, books: &Books, options: SleepOptions, error: DeviceError) -> DeviceError {
         books.tell_sleepless(&*self.clock, options, &error, books.sleep.state());
         error
@@ -143,8 +144,8 @@ impl Shared {
         }
     }
 
-    /// Waits for calls that were under way when the last lease went, and for all uses of memory;
-    /// then marks what is to leave.
+    /// Waits for calls in progress when the last lease was dropped, and for all uses of memory;
+    /// then marks the memory to release.
     fn begin_fall(&self, options: SleepOptions) -> Result<Vec<Part>, DeviceError> {
         for _ in 0..ROUNDS_MAX {
             let mut books = self.books();
@@ -157,7 +158,7 @@ impl Shared {
                 self.complete_copies()?;
             }
             let mut books = self.books();
-            // What was freed meanwhile has its uses waited for as well.
+            // The uses of memory freed meanwhile are waited for as well.
             if !books.is_busy() && books.pending() == 0 {
                 self.check_way_back(&books)?;
                 books.sleep.is_quiet = true;
@@ -197,7 +198,8 @@ impl Shared {
         error
     }
 
-    /// A part did not leave: those before it come back. Where they do not, all leave that can.
+    /// A part was not released: those before it are restored. If that fails, all parts leave that
+    /// can.
     fn turn_back(
         &self,
         options: SleepOptions,
@@ -209,7 +211,7 @@ impl Shared {
         let error = DeviceError::from(error);
         let gone = &parts[..nth];
         if self.is_whole() {
-            // No block is live, so nobody misses them.
+            // No block is live, so none is lost.
             self.arrive_at(Phase::Awake, |books| {
                 parts.iter().zip(0..).for_each(|(part, at)| books.end_part(part, at < nth));
                 books.untrimmed |= nth > 0;
@@ -248,7 +250,7 @@ impl Shared {
         error
     }
 
-    /// Asleep: books which parts have left; with an error where one did not.
+    /// Asleep: records the released parts; with an error if one was not released.
     fn lie_down(
         &self,
         options: SleepOptions,
@@ -289,7 +291,7 @@ impl Shared {
         let mut books = self.books();
         book(&mut books);
         for region in Region::ALL {
-            // Before the next lease is given: who has one sees what it was before.
+            // Before the next lease is granted: its holder sees the earlier counts.
             let moves = books.region(region).moves();
             self.moves[region.number()].store(moves, Ordering::Relaxed);
         }
@@ -304,13 +306,13 @@ impl Shared {
 }
 
 impl Books {
-    /// Marks all memory as leaving but what is to stay: what has nothing to keep last, since only
-    /// that is lost where a later part does not leave.
+    /// Marks all memory as leaving except that which stays: memory without kept contents last,
+    /// since only that is lost if a later part is not released.
     fn begin_fall(&mut self, options: SleepOptions, is_host: bool) -> Vec<Part> {
         let mut parts = Vec::new();
         let granules_max = usize::try_from(self.run_max()).unwrap_or(usize::MAX);
         for region in Region::ALL {
-            // What came whole leaves whole.
+            // A segment leaves whole.
             let is_whole = self.region(region).segment.is_whole();
             let granules_max = if is_whole { usize::MAX / 2 } else { granules_max };
             let usual = match region {
@@ -337,7 +339,7 @@ impl Books {
         parts
     }
 
-    /// Books whether a part has left.
+    /// Records the release of a part, or its failure.
     fn end_part(&mut self, part: &Part, is_gone: bool) {
         self.region_mut(part.region).end_leave(part.run, is_gone);
         if is_gone {

@@ -1,8 +1,8 @@
-//! When an arena falls asleep by itself: after a time without a lease, and some time awake.
+//! Idle sleep: an arena falls asleep after a time without a lease, and a minimum time awake.
 //!
-//! It watches no time: who does asks when to come again.
+//! It does not watch the time: its caller asks when to call again.
 //!
-//! Invariant: `asleep by itself => now >= last lease's end + idle_after, now >= awake + residency`.
+//! Invariant: `idle sleep => now >= last lease's end + idle_after, now >= awake since + min_awake`.
 
 use std::time::Duration;
 
@@ -14,30 +14,30 @@ use crate::device::books::Books;
 use crate::device::error::DeviceError;
 use crate::device::shared::Shared;
 
-/// How soon an arena that could not fall asleep, or was wanted meanwhile, tries again. A guess.
+/// The delay before an arena that could not fall asleep, or was interrupted, tries again. A guess.
 const AGAIN: Duration = Duration::from_secs(10);
 
 impl DeviceArena {
-    /// Falls asleep if nobody has held a lease for [`SleepConfig::idle_after`] at `now`, and it has
-    /// been awake for [`SleepConfig::min_awake`]; `None` where that is not so. Waits for no lease;
-    /// else as [`DeviceArena::sleep`].
+    /// Puts the arena to sleep if no lease was held for [`SleepConfig::idle_after`] at `now`, and
+    /// it has been awake for [`SleepConfig::min_awake`]; otherwise returns `None`. Does not wait
+    /// for leases. Otherwise like [`DeviceArena::sleep`].
     ///
-    /// On the worker of a `Memory` it does not wait for the whole device: an arena whose leases
-    /// name no lane stays awake there, with [`DriverError::Background`].
+    /// On the worker of a `Memory` it does not wait for the whole device: an arena with leases
+    /// without a lane stays awake there, with [`DriverError::Background`].
     ///
-    /// On a driver without [`same_address_wake`](crate::device::driver::Capabilities) it gives back
-    /// what is idle in place of that, and stays awake: `None`.
+    /// On a driver without [`same_address_wake`](crate::device::driver::Capabilities) it releases
+    /// idle memory instead, stays awake and returns `None`.
     ///
-    /// Allocations and frees are no leases. An arena without memory stays awake, and so does one
-    /// that has blocks given out by address, or buffers that are lent. Where somebody was quicker
-    /// (a lease, a free), `None` as well, and not again for 10 s; after an error neither.
+    /// Allocations and frees do not count as leases. An arena without memory stays awake, and so
+    /// does one with raw blocks or exported buffers. If a lease or a free interrupts it, it returns
+    /// `None`, and does not try again for 10 s; the same holds after an error.
     ///
     /// # Errors
-    /// As [`DeviceArena::sleep`].
+    /// The errors of [`DeviceArena::sleep`].
     ///
     /// [`DriverError::Background`]: crate::device::driver::DriverError::Background
     /// [`SleepConfig::idle_after`]: super::SleepConfig::idle_after
-    /// [`SleepConfig::min_awake`]: super::SleepConfig::residency
+    /// [`SleepConfig::min_awake`]: super::SleepConfig::min_awake
     pub fn sleep_if_idle(&self, now: Moment) -> Result<Option<SleepReport>, DeviceError> {
         self.shared().check_here()?;
         if self.next_sleep() > now {
@@ -56,9 +56,9 @@ impl DeviceArena {
         let mut books = shared.books();
         books.sleep.not_before = books.sleep.not_before.max(again);
         drop(books);
-        log!(debug, arena = self.name(), %error, "the arena did not fall asleep by itself");
+        log!(debug, arena = self.name(), %error, "arena idle sleep failed");
         match error {
-            // Somebody was quicker, and so it is not idle.
+            // Another thread was faster, and so it is not idle.
             DeviceError::Leased { .. }
             | DeviceError::Exported { .. }
             | DeviceError::SleepCancelled { .. }
@@ -77,14 +77,14 @@ impl DeviceArena {
         drop(books);
         if is_first {
             let (arena, backend) = (self.name(), self.backend());
-            log!(info, arena, %backend, "the arena cannot sleep: what is idle is given back");
+            log!(info, arena, %backend, "arena cannot sleep, releasing idle memory");
         }
         self.purge().map(drop)
     }
 
-    /// When [`DeviceArena::sleep_if_idle`] should next be called; [`Moment::NEVER`] where it is not
-    /// to sleep by itself, is not awake, has no memory, has blocks given out by address or buffers
-    /// that are lent, or a lease is held. Takes the lock for a few comparisons.
+    /// Returns the time for the next [`DeviceArena::sleep_if_idle`]; [`Moment::NEVER`] if idle
+    /// sleep is off, a lease is held, or the arena is not awake, has no memory, or has raw blocks
+    /// or exported buffers. Takes the lock for a few comparisons.
     #[must_use]
     pub fn next_sleep(&self) -> Moment {
         let shared = self.shared();
@@ -108,7 +108,7 @@ impl Shared {
         {
             return Moment::NEVER;
         }
-        // Nothing to give back.
+        // Nothing to release.
         if !self.capabilities.same_address_wake && books.idle() == 0 {
             return Moment::NEVER;
         }
@@ -118,7 +118,7 @@ impl Shared {
 }
 
 impl Books {
-    /// Whether it sleeps, and no block is left to wake for.
+    /// Returns `true` if it sleeps, and has no block left to wake for.
     pub(in crate::device) fn sleeps_for_nothing(&self) -> bool {
         self.sleep.phase == Phase::Asleep && self.live() == 0
     }

@@ -1,18 +1,18 @@
-//! Sleep: an idle arena gives its memory away, that of live blocks included, and has it back at the
-//! same addresses when somebody enters.
+//! Sleep: an idle arena releases its memory, including that of live blocks, and gets memory at the
+//! same addresses when it is entered again.
 //!
-//! Four states: awake, draining (no lease may be left), asleep, waking. Contents are kept (copied
-//! into host memory), discarded, or stay where they are, for each region and for each buffer. Each
-//! way is taken whole or not at all: where a call of the driver fails, the arena is as it was, or
-//! where not even that can be had, asleep with its contents safe.
+//! Four states: awake, draining (waiting for leases to end), asleep, waking. Contents are kept
+//! (copied to host memory), discarded, or stay in place, set per region and per buffer. Each
+//! transition completes or is undone: if a driver call fails, the arena is unchanged; if undoing
+//! fails too, it is asleep with its contents saved.
 //!
-//! Files: `contents` (which granules go, pure), `phase` (the states, who waits for what), `stores`
-//! (host memory and copies), `down`, `up`. It decides how, never when: the idle time is looked at
-//! by who calls [`DeviceArena::sleep_if_idle`].
+//! Files: `contents` (which granules leave, pure), `phase` (the states, and which thread waits for
+//! which), `stores` (host memory and copies), `down`, `up`. It does not decide the time: callers of
+//! [`DeviceArena::sleep_if_idle`] do.
 //!
-//! Invariants: nothing leaves under a lease, nor before the host has seen that every use is
-//! complete; bytes are booked with the host's budget before the first is copied; after an error
-//! the arena is awake or asleep, and no memory, store or address is lost.
+//! Invariants: no memory leaves under a lease, nor before the host has seen that every use is
+//! complete; host memory is reserved with the host budget before the first copy; after an error the
+//! arena is awake or asleep, and no memory, store or address is lost.
 
 mod blocks;
 pub(super) mod contents;
@@ -35,19 +35,18 @@ use crate::sync::lock;
 pub use contents::Contents;
 pub use waiting::EnterFuture;
 
-/// Whether an arena's memory can be used.
+/// The sleep state of an arena.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ArenaState {
-    /// It can.
+    /// The memory can be used.
     #[default]
     Awake,
-    /// It is about to fall asleep: it waits for the last lease, or its contents are on their way
-    /// out.
+    /// The arena is falling asleep: it waits for the last lease, or its contents are being copied.
     Draining,
-    /// Its memory is given away; who enters wakes it.
+    /// The memory is released; entering wakes the arena.
     Asleep,
-    /// Its memory is on the way back.
+    /// The memory is being committed and restored.
     Waking,
 }
 
@@ -55,7 +54,7 @@ impl ArenaState {
     /// All of them.
     pub(super) const ALL: [Self; 4] = [Self::Awake, Self::Draining, Self::Asleep, Self::Waking];
 
-    /// The name under which metrics and endpoints show it.
+    /// Returns its name in metrics and endpoints.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -67,15 +66,15 @@ impl ArenaState {
     }
 }
 
-/// How an arena falls asleep.
+/// Options of a sleep.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SleepOptions {
-    /// How long to wait for the leases that are held; zero not to wait.
+    /// Time to wait for leases to end; zero not to wait.
     pub drain: Duration,
-    /// What becomes of the contents of the stable region's buffers, but of those that say otherwise
-    /// ([`Buffer::set_contents`](super::Buffer::set_contents)).
+    /// The treatment of contents in the stable region;
+    /// [`Buffer::set_contents`](super::Buffer::set_contents) overrides it.
     pub stable: Contents,
-    /// The same of the dynamic region's.
+    /// The treatment of contents in the dynamic region.
     pub dynamic: Contents,
 }
 
@@ -87,29 +86,29 @@ impl Default for SleepOptions {
     }
 }
 
-/// When an arena falls asleep by itself, and how it wakes.
+/// The configuration of idle sleep and of wakes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SleepConfig {
-    /// How long nobody must have held a lease; `None` for never. An arena that has blocks given out
-    /// by address never does: nobody says when those are used.
+    /// Time without a lease before the arena sleeps; `None` for never. An arena with raw blocks
+    /// never sleeps: their use is unknown.
     pub idle_after: Option<Duration>,
-    /// How long it stays awake at least, once it was opened or woken.
+    /// The minimum time awake after open or wake.
     pub min_awake: Duration,
-    /// How it falls asleep then; nobody is waited for.
+    /// The options of an idle sleep, which never waits for leases.
     pub options: SleepOptions,
-    /// For how long a wake that finds too little memory tries again, eight times, before it fails;
-    /// zero to fail at once. By the arena's clock: over one that stands still, as a manual clock
-    /// that nobody advances, such a wake waits for ever.
+    /// Time during which a wake without enough memory retries, eight times, before it fails; zero
+    /// to fail immediately. Measured by the arena's clock: with a manual clock that is not
+    /// advanced, such a wake waits forever.
     pub wake_timeout: Duration,
-    /// Whether the host memory for contents stays, and stays booked, from one sleep to the next:
-    /// page-locked memory takes longer to be had than to be filled. Else it is given back after
-    /// each wake. See [`DeviceArena::set_keep_stores`].
+    /// `true` to keep the host memory for contents, and its reservation, between sleeps: allocating
+    /// page-locked memory takes longer than filling it. Otherwise it is released after each wake.
+    /// See [`DeviceArena::set_keep_stores`].
     pub keep_stores: bool,
 }
 
 impl Default for SleepConfig {
-    /// Never by itself; a wake tries for 2 s: what a neighbour has freed shows within 1.5 s. No
-    /// host memory stays.
+    /// No idle sleep; a wake retries for 2 s: memory freed by another process shows within 1.5 s.
+    /// No host memory is kept.
     fn default() -> Self {
         Self {
             idle_after: None,
@@ -121,19 +120,19 @@ impl Default for SleepConfig {
     }
 }
 
-/// What falling asleep did.
+/// The result of a sleep.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SleepReport {
-    /// Bytes given back to the driver.
+    /// Bytes released to the driver.
     pub released: ByteSize,
-    /// Bytes copied into host memory: whole granules.
+    /// Bytes copied to host memory, in whole granules.
     pub offloaded: ByteSize,
     /// Bytes that stay committed.
     pub stayed: ByteSize,
 }
 
-/// What waking did.
+/// The result of a wake.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct WakeReport {
@@ -143,43 +142,43 @@ pub struct WakeReport {
     pub restored: ByteSize,
 }
 
-/// Where host memory is booked before contents are copied into it.
+/// A budget of host memory, from which a sleep reserves before it copies contents.
 ///
-/// The arena is on its way down meanwhile: what would wait for that to end, as to enter it or to
-/// allocate there, is refused within these calls ([`DeviceError::State`]). A panic is no booking.
+/// The arena is falling asleep during these calls: operations that would wait for the end of that,
+/// such as entering or allocating there, fail ([`DeviceError::State`]). A panic counts as a
+/// refusal.
 pub trait HostBudget: Send + Sync {
-    /// Books so many bytes, for as long as what is returned is kept; it is dropped on any thread,
-    /// when the host memory has been given back. Called with no lock held.
+    /// Reserves `bytes` until the returned value is dropped, which happens on any thread after the
+    /// host memory was released. Called with no lock held.
     ///
     /// # Errors
-    /// Why not: the arena then stays awake.
+    /// The reason for a refusal, as text: the arena then stays awake.
     fn book(&self, bytes: ByteSize) -> Result<Box<dyn Any + Send>, String>;
 
-    /// Says that the host memory of a booking is there, and the contents are in it: from here on it
-    /// is part of what is measured. Called with no lock held. Default: nothing.
+    /// Called when the host memory of a reservation is allocated and filled: from here on it is
+    /// part of measured memory. Called with no lock held. Does nothing by default.
     fn settle(&self, booked: &mut (dyn Any + Send)) {
         let _ = booked;
     }
 }
 
 impl DeviceArena {
-    /// Gives all memory away, that of live blocks included; who enters next has it back at the same
-    /// addresses, and so has who allocates or resizes. Frees go on meanwhile.
+    /// Releases all memory of the arena, including that of live blocks. The next lease, allocation
+    /// or resize restores it at the same addresses. Frees are possible meanwhile.
     ///
-    /// Waits for leases until the deadline of the options, then for the device's work, without
-    /// deadline. A lease that is taken while it waits, or copies, cancels it.
+    /// Waits for leases until the drain timeout of the options, then for the device's work, without
+    /// a timeout. Entering during the wait or the copies cancels the sleep.
     ///
-    /// Driver calls: for each run of at most 1 GiB a decommit, and where contents are kept a
-    /// copy; none for a block. Host memory: whole granules of what is kept, rounded up to 64 KiB,
-    /// booked with the budget of [`DeviceArena::set_host_budget`] before the first copy. Where
-    /// device memory is the host's own, what is kept stays where it is.
+    /// Driver calls: a decommit for each run of at most 1 GiB, and a copy if contents are kept;
+    /// none per block. Host memory: whole granules of kept contents, rounded up to 64 KiB, reserved
+    /// with the budget of [`DeviceArena::set_host_budget`] before the first copy. If device memory
+    /// is host memory, kept contents stay in place.
     ///
-    /// A driver without [`same_address_wake`](super::driver::Capabilities::same_address_wake) can
-    /// give no live block its address again: an arena on it falls asleep while nothing is live, and
-    /// else not.
+    /// A driver without [`same_address_wake`](super::driver::Capabilities::same_address_wake)
+    /// cannot restore a live block at its address: an arena on it sleeps only if nothing is live.
     ///
-    /// Who uses memory without a lease uses it at their own risk: blocks by address, and captured
-    /// graphs, find nothing behind their addresses until the arena is awake again.
+    /// Use of memory without a lease is at the caller's own risk: raw blocks and captured graphs
+    /// find no memory behind their addresses until the arena is awake again.
     ///
     /// ```
     /// # use std::sync::Arc;
@@ -196,29 +195,28 @@ impl DeviceArena {
     /// assert_eq!(arena.state(), ArenaState::Asleep);
     /// let lease = arena.enter()?; // wakes it
     /// assert_eq!(weights.slice(&lease)?[0], 7);
-    /// assert!(cache.take_discarded()); // to be filled anew
+    /// assert!(cache.take_discarded()); // to be filled again
     /// # Ok::<(), lowtide::device::DeviceError>(())
     /// ```
     ///
     /// # Errors
-    /// The arena is awake after [`DeviceError::Leased`] (the deadline has passed),
-    /// [`DeviceError::Exported`] (at once), [`DeviceError::SleepCancelled`],
-    /// [`DeviceError::HostBudget`], [`DeviceError::Capturing`] (to wait would spoil the capture of
-    /// a graph), and as it was after [`DeviceError::State`] (it is not awake),
-    /// [`DeviceError::Unsupported`] (the driver cannot wake at the same addresses, and something
-    /// is live),
-    /// [`DeviceError::Closed`], [`DeviceError::Forked`]. After [`DeviceError::Driver`] it is awake,
-    /// or where its memory was gone and cannot be had back asleep: [`DeviceArena::state`] says
-    /// which; no contents are lost but those to be discarded.
+    /// The arena is awake after [`DeviceError::Leased`] (the drain timeout has passed),
+    /// [`DeviceError::Exported`] (immediately), [`DeviceError::SleepCancelled`],
+    /// [`DeviceError::HostBudget`], [`DeviceError::Capturing`] (the wait would invalidate the
+    /// capture of a graph). It is unchanged after [`DeviceError::State`] (it is not awake),
+    /// [`DeviceError::Unsupported`] (the driver cannot wake at the same addresses, and blocks are
+    /// live), [`DeviceError::Closed`], [`DeviceError::Forked`]. After [`DeviceError::Driver`] it is
+    /// awake, or asleep if its memory was released and could not be restored: see
+    /// [`DeviceArena::state`]. Only contents to be discarded are lost.
     pub fn sleep(&self, options: SleepOptions) -> Result<SleepReport, DeviceError> {
         let outcome = self.try_sleep(options);
         if let Err(error) = &outcome {
-            log!(info, arena = self.name(), %error, "the arena did not sleep");
+            log!(info, arena = self.name(), %error, "arena sleep failed");
         }
         outcome
     }
 
-    /// As [`DeviceArena::sleep`], without a word where it fails.
+    /// Like [`DeviceArena::sleep`], but does not log failures.
     fn try_sleep(&self, options: SleepOptions) -> Result<SleepReport, DeviceError> {
         let shared = self.shared();
         shared.check_open()?;
@@ -229,24 +227,24 @@ impl DeviceArena {
         shared.debug_validate();
         if let Ok(SleepReport { released, offloaded, stayed }) = &outcome {
             let arena = self.name();
-            log!(info, arena, %released, %offloaded, %stayed, "the arena fell asleep");
+            log!(info, arena, %released, %offloaded, %stayed, "arena fell asleep");
         }
         outcome
     }
 
-    /// Has the memory of a sleeping arena back, at the same addresses, with what was kept. Waits
-    /// for the copies. Where another thread is at it, waits for that and says nothing was done.
+    /// Restores the memory of a sleeping arena at the same addresses, with the kept contents. Waits
+    /// for the copies. If another thread is waking it, waits for that and returns an empty report.
     ///
-    /// Where there is too little memory, does without what is freed meanwhile, gives its own idle
-    /// memory back, asks the callbacks ([`DeviceArena::on_shortage`]), and tries again for as long
-    /// as [`SleepConfig::wake_timeout`] says. The figures of [`DeviceError::OutOfMemory`] are about
-    /// the wake then, whoever asked for it: `requested` is the part of the arena that found no
-    /// room, at most 1 GiB, `committed` what it holds without it.
+    /// If memory is short, it skips memory of blocks freed meanwhile, releases its own idle memory,
+    /// calls the shortage callbacks ([`DeviceArena::on_shortage`]), and retries for
+    /// [`SleepConfig::wake_timeout`]. The figures of [`DeviceError::OutOfMemory`] then describe the
+    /// wake, also for an allocation that caused it: `requested` is the part of the arena that found
+    /// no room, at most 1 GiB, `committed` its memory without that part.
     ///
     /// # Errors
-    /// [`DeviceError::State`] where it is awake. It sleeps on after [`DeviceError::OutOfMemory`],
-    /// [`DeviceError::Driver`], and [`DeviceError::Capturing`] where a stream captures a graph,
-    /// which the wait for its copies would spoil; its contents are safe.
+    /// [`DeviceError::State`] if it is awake. It stays asleep, with its contents saved, after
+    /// [`DeviceError::OutOfMemory`], [`DeviceError::Driver`], and [`DeviceError::Capturing`] if a
+    /// stream captures a graph, which the wait for the copies would invalidate.
     /// [`DeviceError::Closed`], [`DeviceError::Forked`].
     pub fn wake(&self) -> Result<WakeReport, DeviceError> {
         let shared = self.shared();
@@ -256,11 +254,11 @@ impl DeviceArena {
         Ok(woken)
     }
 
-    /// The same for a thread that has other things to do: where it is on its way up or down already
-    /// that is an error, and where memory is short it does not wait for it.
+    /// Like [`DeviceArena::wake`], for a thread that must not wait: it fails if the arena is
+    /// already waking or falling asleep, and does not retry if memory is short.
     ///
     /// # Errors
-    /// As [`DeviceArena::wake`].
+    /// The errors of [`DeviceArena::wake`].
     pub fn wake_at_once(&self) -> Result<WakeReport, DeviceError> {
         let shared = self.shared();
         shared.check_open()?;
@@ -269,7 +267,7 @@ impl DeviceArena {
         Ok(woken)
     }
 
-    /// Whether its memory can be used now; awake, once it is closed.
+    /// Returns the sleep state; awake for a closed arena.
     #[must_use]
     pub fn state(&self) -> ArenaState {
         let shared = self.shared();
@@ -279,25 +277,25 @@ impl DeviceArena {
         lock(&shared.books).sleep.state()
     }
 
-    /// Whether somebody waits for it to be awake; for tests.
+    /// Returns `true` if a thread waits for it to be awake; for tests.
     #[doc(hidden)]
     #[must_use]
     pub fn is_wanted(&self) -> bool {
         lock(&self.shared().books).sleep.is_wanted()
     }
 
-    /// Whether a call is under way that who puts it to sleep waits for; for tests.
+    /// Returns `true` if a call is in progress that a sleep waits for; for tests.
     #[doc(hidden)]
     #[must_use]
     pub fn is_busy(&self) -> bool {
         lock(&self.shared().books).is_busy()
     }
 
-    /// Says whether the host memory for contents stays between sleeps
-    /// ([`SleepConfig::keep_stores`]); gives back what stayed until now.
+    /// Sets if the host memory for contents is kept between sleeps ([`SleepConfig::keep_stores`]),
+    /// and releases memory kept until now.
     ///
-    /// What stays is used by the next sleep whose contents fit, and given back by one whose
-    /// contents do not, by [`DeviceArena::release_stores`], and at the end of the arena.
+    /// The next sleep uses kept memory if its contents fit, and releases it otherwise.
+    /// [`DeviceArena::release_stores`] and the end of the arena release it too.
     pub fn set_keep_stores(&self, keep_stores: bool) {
         let shared = self.shared();
         if shared.check_here().is_ok() {
@@ -305,9 +303,8 @@ impl DeviceArena {
         }
     }
 
-    /// Gives back the host memory that stays between sleeps; returns how much that was. What the
-    /// driver does not take is tried again later ([`DeviceArena::decay`]). The contents of an arena
-    /// that sleeps are not touched.
+    /// Releases the host memory kept between sleeps and returns its bytes. If the driver refuses,
+    /// it is retried later ([`DeviceArena::decay`]). Contents of a sleeping arena are not affected.
     pub fn release_stores(&self) -> ByteSize {
         let shared = self.shared();
         if shared.check_here().is_err() {
@@ -316,8 +313,8 @@ impl DeviceArena {
         shared.release_kept()
     }
 
-    /// Sets where host memory is booked before contents are copied into it; without, nowhere. A
-    /// `Memory` has set its own ledger for the arenas that it opened.
+    /// Sets the budget from which a sleep reserves host memory before it copies contents; without
+    /// one, nothing is reserved. A `Memory` sets its own ledger for the arenas that it opens.
     ///
     /// ```
     /// use std::any::Any;
@@ -329,19 +326,19 @@ impl DeviceArena {
     ///
     /// struct Budget(Arc<AtomicU64>);
     ///
-    /// /// Given back when it is dropped.
-    /// struct Booked(Arc<AtomicU64>, u64);
+    /// /// Released on drop.
+    /// struct Reserved(Arc<AtomicU64>, u64);
     ///
     /// impl HostBudget for Budget {
     ///     fn book(&self, bytes: ByteSize) -> Result<Box<dyn Any + Send>, String> {
     ///         let left = |left: u64| left.checked_sub(bytes.get());
     ///         let refused = |left| format!("{} are left", ByteSize::new(left));
     ///         self.0.fetch_update(Relaxed, Relaxed, left).map_err(refused)?;
-    ///         Ok(Box::new(Booked(self.0.clone(), bytes.get())))
+    ///         Ok(Box::new(Reserved(self.0.clone(), bytes.get())))
     ///     }
     /// }
     ///
-    /// impl Drop for Booked {
+    /// impl Drop for Reserved {
     ///     fn drop(&mut self) {
     ///         self.0.fetch_add(self.1, Relaxed);
     ///     }

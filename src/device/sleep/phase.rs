@@ -1,11 +1,11 @@
-//! The states of an arena, and who waits for which: books under the arena's lock, and the gate that
-//! every allocation and every lease comes through.
+//! The states of an arena, and which thread waits for which: accounting under the arena's lock, and
+//! the gate that every allocation and every lease passes.
 //!
-//! Beside the four states that are shown there is one more: an arena that drains and has no lease
-//! left is on its way down, and from then on nobody gets in before it has arrived.
+//! There is one more state than the four shown: a draining arena without a lease is on its way
+//! down, and from then on entering waits for its end.
 //!
-//! Invariants: `leases > 0 => awake or draining`; one thread at a time is on the way down or up;
-//! who waits for a wake gets its outcome, and one wake serves all who wait.
+//! Invariants: `leases > 0 => awake or draining`; one thread at a time puts it to sleep or wakes
+//! it; a thread that waits for a wake gets its result, and one wake serves all waiting threads.
 
 use std::any::Any;
 use std::collections::{BTreeMap, BTreeSet};
@@ -26,29 +26,29 @@ use crate::device::shortage::is_within;
 use crate::device::streams::StreamKey;
 use crate::sync::{MutexGuard, wait};
 
-/// Where an arena is between awake and asleep.
+/// The phase of an arena between awake and asleep.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Phase {
     #[default]
     Awake,
     /// Waits for leases: the number of the drain.
     Draining(u64),
-    /// On the way down: nobody gets in.
+    /// Falling asleep: entering is blocked.
     Falling,
     Asleep,
     /// On the way up.
     Waking,
 }
 
-/// What an arena knows of its sleep.
+/// The sleep state of an arena.
 #[derive(Default)]
 pub(in crate::device) struct Sleep {
     pub(super) phase: Phase,
     /// Drains begun.
     pub(super) drains: u64,
-    /// Rung when the last lease goes, or the drain is cancelled.
+    /// Rung when the last lease is dropped, or the drain is cancelled.
     pub(super) bell: Option<Arc<Bell>>,
-    /// Who wants in while the arena is on its way down.
+    /// The number of threads that want to enter while the arena is falling asleep.
     pub(super) entering: u32,
     /// Every use of every block is known to be complete, and none begins before it is awake.
     pub(super) is_quiet: bool,
@@ -57,21 +57,21 @@ pub(in crate::device) struct Sleep {
     /// Wakes that have ended, and how the last one failed.
     pub(super) attempts: u64,
     pub(super) failure: Option<DeviceError>,
-    /// Who waits without a thread, by the number of the wait; and the last number.
+    /// Wakers of futures, by the id of the wait; and the last id.
     pub(super) wakers: BTreeMap<u64, Waker>,
     pub(super) waits: u64,
     /// The stream of the copies, once there was one.
     pub(super) stream: Option<StreamHandle>,
     pub(super) budget: Option<Arc<dyn HostBudget>>,
-    /// The contents of what sleeps.
+    /// The contents of sleeping blocks.
     pub(super) saved: Option<Saved>,
     pub(super) between: Between,
     /// Times that copies were begun on that stream; up to which of them the host has seen the end.
     pub(super) copying: u64,
     pub(super) copied: u64,
-    /// Whether the thread that began the last of them may queue more.
+    /// `true` if the thread that began the last of them may queue more.
     pub(super) is_queueing: bool,
-    /// Stores that the driver has not taken back, and what is booked until it has.
+    /// Stores that the driver has not freed, and their reservation until it has.
     pub(super) left: Vec<(HostStore, ByteSize)>,
     pub(super) booked: Vec<Box<dyn Any + Send>>,
     /// Since when a lease was held without a pause; when the last one went.
@@ -104,28 +104,29 @@ impl Sleep {
         }
     }
 
-    /// Whether memory may be used and handed out.
+    /// Returns `true` if memory may be used and handed out.
     #[inline]
     pub(in crate::device) const fn is_open(&self) -> bool {
         matches!(self.phase, Phase::Awake | Phase::Draining(_))
     }
 
-    /// Whether blocks may be moved.
+    /// Returns `true` if blocks may be moved.
     pub(in crate::device) fn is_awake(&self) -> bool {
         self.phase == Phase::Awake
     }
 
-    /// Whether a copy of a sleep or a wake may still work on memory of the arena.
+    /// Returns `true` if a copy of a sleep or a wake may still use memory of the arena.
     pub(in crate::device) const fn may_be_copied(&self) -> bool {
         self.copied < self.copying
     }
 
-    /// Whether a thread may queue more of them: nobody else knows when the last one is done.
+    /// Returns `true` if a thread may queue more of them: only that thread knows when the last one
+    /// is done.
     pub(in crate::device) const fn is_queueing(&self) -> bool {
         self.is_queueing
     }
 
-    /// Whether what is freed now has no use that is not complete.
+    /// Returns `true` if memory freed now has only completed uses.
     pub(in crate::device) const fn is_quiet(&self) -> bool {
         self.is_quiet
     }
@@ -142,39 +143,39 @@ impl Sleep {
         [self.sleeps, self.wakes, self.wake_failures]
     }
 
-    /// Books that a stream was used under a lease.
+    /// Records that a stream was used under a lease.
     pub(in crate::device) fn note_used(&mut self, stream: StreamKey) {
         self.used.insert(stream);
     }
 
-    /// Books when memory was last in use without a lease.
+    /// Records the last use of memory, once no lease is held.
     pub(in crate::device) fn note_unused(&mut self, now: Moment) {
         self.left_at = self.left_at.max(now);
     }
 
-    /// Forgets a stream; says whether it was used under a lease, and that was not waited for.
+    /// Forgets a stream; returns `true` if it was used under a lease, and that was not waited for.
     pub(in crate::device) fn forget_used(&mut self, stream: StreamKey) -> bool {
         self.used.remove(&stream)
     }
 
-    /// The streams used under leases until now, `None` where nobody said which; they are forgotten
-    /// by [`Sleep::complete`].
+    /// Returns the streams used under leases until now, `None` if unknown; [`Sleep::complete`]
+    /// clears them.
     pub(in crate::device) fn used(&self) -> Option<Vec<StreamKey>> {
         let is_known = !self.used.contains(&StreamKey::CONTEXT);
         is_known.then(|| self.used.iter().copied().collect())
     }
 
-    /// Books that the work of all leases that have gone is complete.
+    /// Records that the work of all dropped leases is complete.
     pub(in crate::device) fn complete(&mut self) {
         self.used.clear();
     }
 
-    /// Whether somebody waits for the arena to be awake.
+    /// Returns `true` if a thread or future waits for the arena to be awake.
     pub(super) fn is_wanted(&self) -> bool {
         self.entering > 0 || !self.wakers.is_empty()
     }
 
-    /// Goes on to another phase; who waits without a thread is to be woken, with no lock held.
+    /// Changes the phase; the returned wakers are to be called with no lock held.
     #[must_use]
     pub(super) fn go(&mut self, phase: Phase) -> Vec<Waker> {
         self.phase = phase;
@@ -194,7 +195,7 @@ impl Sleep {
 }
 
 impl Books {
-    /// Books one more lease, of an arena that is open: a drain is cancelled by it.
+    /// Records one more lease of an open arena, which cancels a drain.
     ///
     /// # Errors
     /// `TooManyLeases`.
@@ -209,7 +210,7 @@ impl Books {
         Ok(())
     }
 
-    /// Books that a lease is gone.
+    /// Records that a lease was dropped.
     pub(in crate::device) fn leave(&mut self, clock: &dyn Clock) {
         self.leases -= 1;
         if self.leases == 0 {
@@ -220,7 +221,7 @@ impl Books {
         }
     }
 
-    /// Whether calls are under way that place, move, commit or give back.
+    /// Returns `true` if calls are in progress that place, move, commit or release.
     pub(super) fn is_busy(&self) -> bool {
         let moving = |region: &crate::device::region::RegionBooks| {
             region.arriving + region.segment.committing() + region.segment.leaving()
@@ -230,10 +231,10 @@ impl Books {
 }
 
 impl Shared {
-    /// Waits until the arena is awake; wakes it where it sleeps. Costs a comparison where it is.
+    /// Waits until the arena is awake; wakes it if it sleeps. Costs a comparison if it is awake.
     ///
     /// # Errors
-    /// As a wake.
+    /// The errors of a wake.
     #[inline]
     pub(in crate::device) fn awake<'a>(
         &'a self,
@@ -278,7 +279,7 @@ impl Shared {
         DeviceError::State { arena: self.name.clone(), state: books.sleep.state() }
     }
 
-    /// Notes the end of a call that who is on the way down waits for.
+    /// Notifies of the end of a call that a thread putting the arena to sleep waits for.
     pub(in crate::device) fn note_quieter(&self, books: &Books) {
         if books.sleep.phase == Phase::Falling {
             self.settled.notify_all();
@@ -287,7 +288,7 @@ impl Shared {
 }
 
 impl Sleep {
-    /// How the wake failed that was under way, or came, since so many had ended.
+    /// Returns the error of the wake that was in progress, or came, since this many had ended.
     pub(super) fn failed_since(&self, attempts: u64) -> Option<DeviceError> {
         self.failure.clone().filter(|_| self.attempts > attempts)
     }

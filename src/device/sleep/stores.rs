@@ -1,11 +1,11 @@
-//! Contents in host memory: stores, what lies where in them, and the copies out and back.
+//! Contents in host memory: stores, the map of their contents, and the copies out and back.
 //!
-//! Copies run on a stream of the arena's own, one for each run of granules, all queued and then
-//! waited for once. A store is at most 1 GiB, so that no single allocation is the whole device.
+//! Copies run on the arena's own stream, one for each run of granules, all queued and then waited
+//! for once. A store is at most 1 GiB, so that no single allocation is as large as the device.
 //!
-//! Invariants: what is saved is booked with the host's budget for as long as a store is there; a
-//! store is given back only after the host has seen every copy from and to it complete, and written
-//! anew only behind them, on the same stream.
+//! Invariants: saved contents are reserved with the host budget while their store exists; a store
+//! is released only after the host has seen every copy from and to it complete, and overwritten
+//! only after those copies, on the same stream.
 
 use std::any::Any;
 use std::cell::Cell;
@@ -27,7 +27,7 @@ use crate::device::segment::Run;
 use crate::device::shared::Shared;
 use crate::sync::{MutexGuard, caught};
 
-/// The largest store, where granules are no larger.
+/// The largest store, if granules are no larger.
 const STORE_MAX: ByteSize = ByteSize::gib(1);
 
 /// Granules whose contents are in one store.
@@ -35,7 +35,7 @@ const STORE_MAX: ByteSize = ByteSize::gib(1);
 pub(super) struct Copy {
     pub(super) region: Region,
     pub(super) run: Run,
-    /// Which of the stores, and where in it.
+    /// The index of the store.
     store: usize,
     offset: ByteSize,
 }
@@ -44,14 +44,14 @@ pub(super) struct Copy {
 pub(super) struct Saved {
     pub(super) copies: Vec<Copy>,
     pub(super) stores: Vec<(HostStore, ByteSize)>,
-    /// Dropped when the stores are given back.
+    /// Dropped when the stores are released.
     booking: Option<Box<dyn Any + Send>>,
 }
 
-/// What becomes of stores between a wake and the next sleep.
+/// The treatment of stores between a wake and the next sleep.
 #[derive(Default)]
 pub(super) enum Between {
-    /// They are given back.
+    /// They are released.
     #[default]
     Release,
     /// They stay, those of the last sleep.
@@ -71,18 +71,18 @@ impl Between {
         if let Self::Keep(kept) = self { kept.take() } else { None }
     }
 
-    /// Puts stores by, or hands those back that are to be given back.
+    /// Keeps stores, or returns those to release.
     pub(super) fn put(&mut self, saved: Saved) -> Option<Saved> {
         if let Self::Keep(kept) = self { kept.replace(saved) } else { Some(saved) }
     }
 }
 
-/// Where host memory is booked, and what it is booked as.
+/// A budget of host memory, and a reservation with it.
 type Booking = (Arc<dyn HostBudget>, Box<dyn Any + Send>);
 
 #[cfg(not(lowtide_loom))]
 thread_local! {
-    /// Whether this thread is within a call of a host's budget.
+    /// `true` while this thread is within a call of a host budget.
     static BOOKING: Cell<bool> = const { Cell::new(false) };
 }
 #[cfg(lowtide_loom)]
@@ -90,13 +90,13 @@ loom::thread_local! {
     static BOOKING: Cell<bool> = Cell::new(false);
 }
 
-/// Whether this thread is within a call of a host's budget, and so perhaps the one on whose way
-/// down the arena is: it must not wait for the end of that.
+/// Returns `true` if this thread is within a call of a host budget, and so may be the one putting
+/// the arena to sleep: it must not wait for the end of that.
 pub(super) fn is_booking() -> bool {
     BOOKING.with(Cell::get)
 }
 
-/// Calls or drops what is the budget's: not ours, and so with no lock held.
+/// Calls or drops the budget's foreign code, with no lock held.
 fn theirs<T>(act: impl FnOnce() -> T) -> Result<T, String> {
     let before = BOOKING.with(|of| of.replace(true));
     let outcome = caught(act);
@@ -104,7 +104,7 @@ fn theirs<T>(act: impl FnOnce() -> T) -> Result<T, String> {
     outcome
 }
 
-/// One copy: where on the device, and where in a store.
+/// One copy: the device address and the span of a store.
 pub(super) type Place = (DeviceAddress, StoreSpan);
 
 /// Lays granules out over stores; returns the sizes of these.
@@ -138,7 +138,7 @@ pub(super) fn lay_out(parts: &[Part], granularity: ByteSize) -> (Vec<Copy>, Vec<
 }
 
 impl Saved {
-    /// Where the granules of a copy, or some of them, are and were.
+    /// Returns the current and saved place of the granules of a copy, or some of them.
     fn place(&self, copy: &Copy, run: Run, segment: &Ground) -> Place {
         let (at, size) = segment.place_of(run);
         let (from, _) = segment.place_of(copy.run);
@@ -158,7 +158,7 @@ impl Saved {
         self.copies.iter().map(place).collect()
     }
 
-    /// The copies of what blocks still touch.
+    /// Returns the copies of memory that blocks still touch.
     pub(super) fn wanted_places(&self, books: &Books) -> Vec<Place> {
         let wanted = |copy: &Copy| {
             let segment = &books.region(copy.region).segment;
@@ -170,12 +170,12 @@ impl Saved {
 }
 
 impl Shared {
-    /// Copies what is to be kept into host memory, which is booked first, and waits for the copies;
-    /// `None` where there is nothing to keep.
+    /// Copies contents to keep into host memory, which is reserved first, and waits for the copies;
+    /// `None` if there is nothing to keep.
     ///
     /// # Errors
-    /// `HostBudget`, `Capturing`, or the driver's. Nothing was taken away, and nothing stays booked
-    /// but for stores that the driver does not take back.
+    /// `HostBudget`, `Capturing`, or the driver's. No memory was released, and nothing stays
+    /// reserved except for stores that the driver does not free.
     pub(super) fn save(&self, parts: &[Part]) -> Result<Option<Saved>, DeviceError> {
         let (copies, sizes) = lay_out(parts, self.granule);
         if copies.is_empty() {
@@ -204,8 +204,8 @@ impl Shared {
         }
     }
 
-    /// The stores that stayed after the last wake; `None` where there are none, or they are too
-    /// small, and then they are given back.
+    /// Returns the stores kept after the last wake; `None` if there are none, or they are too small
+    /// and released.
     fn kept_for(&self, sizes: &[ByteSize]) -> Option<Saved> {
         let kept = self.books().sleep.between.take();
         let kept = kept?;
@@ -217,7 +217,7 @@ impl Shared {
         None
     }
 
-    /// What a caller is told of copies that could not be made, or not be waited for.
+    /// Returns the error for copies that could not be made or waited for.
     pub(super) fn told_of_copies(&self, error: DriverError) -> DeviceError {
         if is_captures(&error) {
             return DeviceError::Capturing { arena: self.name.clone() };
@@ -249,10 +249,10 @@ impl Shared {
         self.wait_for_own(stream)
     }
 
-    /// Copies back what was saved of these places, and waits for that; returns how much that was.
+    /// Copies the saved contents of these places back, and waits; returns the bytes copied.
     ///
     /// # Errors
-    /// The driver's; copies may be under way still.
+    /// The driver's; copies may still be in progress.
     pub(super) fn copy_back(
         &self,
         places: impl Fn(&Books) -> Vec<Place>,
@@ -261,7 +261,7 @@ impl Shared {
             return Ok(ByteSize::ZERO);
         }
         let stream = self.copy_stream()?;
-        // Frees go on, but from here on nothing that is idle leaves: what is a place now stays one.
+        // Frees continue, but from here on no idle memory leaves: current places stay valid.
         let places = places(&self.books());
         for &(at, span) in &places {
             self.driver.restore(span, at, stream, Key::new())?;
@@ -270,10 +270,10 @@ impl Shared {
         Ok(places.iter().map(|(_, span)| span.size).sum())
     }
 
-    /// Waits for the copies of an earlier sleep or wake, where any may be under way.
+    /// Waits for the copies of an earlier sleep or wake, if any may be in progress.
     ///
     /// # Errors
-    /// The driver's: they may be under way still.
+    /// The driver's: they may still be in progress.
     pub(super) fn complete_copies(&self) -> Result<(), DriverError> {
         let books = self.books();
         let stream = books.sleep.stream.filter(|_| books.sleep.may_be_copied());
@@ -281,7 +281,7 @@ impl Shared {
         stream.map_or(Ok(()), |stream| self.wait_for_copies(stream))
     }
 
-    /// Whether no copy is under way, as the host has seen.
+    /// Returns `true` if no copy is in progress, as the host has seen.
     pub(super) fn copies_are_done(&self) -> bool {
         let books = self.books();
         let stream = books.sleep.stream.filter(|_| books.sleep.may_be_copied());
@@ -289,7 +289,7 @@ impl Shared {
         stream.is_none_or(|stream| self.wait_for_own(stream).is_ok())
     }
 
-    /// Says whether stores stay between sleeps; gives back those that do.
+    /// Sets if stores are kept between sleeps; releases the kept ones.
     pub(super) fn set_between(&self, keep_stores: bool) {
         let before = std::mem::replace(&mut self.books().sleep.between, Between::of(keep_stores));
         if let Between::Keep(Some(kept)) = before {
@@ -297,7 +297,7 @@ impl Shared {
         }
     }
 
-    /// Gives back the stores that stay between sleeps; returns their bytes.
+    /// Releases the stores kept between sleeps; returns their bytes.
     pub(in crate::device) fn release_kept(&self) -> ByteSize {
         let kept = self.books().sleep.between.take();
         let Some(kept) = kept else { return ByteSize::ZERO };
@@ -306,8 +306,8 @@ impl Shared {
         bytes
     }
 
-    /// Gives the stores back, and what was booked for them; those that the driver does not take are
-    /// kept for another time, and stay booked.
+    /// Releases the stores and their reservation; those that the driver does not free are retried
+    /// later, and stay reserved.
     pub(super) fn let_go(&self, saved: Saved) {
         let Saved { stores, booking, .. } = saved;
         let mut books = self.books();
@@ -317,11 +317,11 @@ impl Shared {
         self.give_stores_back();
     }
 
-    /// Tries to give back the stores that are left over.
+    /// Retries to release the stores that are left.
     pub(in crate::device) fn give_stores_back(&self) {
         let mut books = self.books();
         let stores = std::mem::take(&mut books.sleep.left);
-        // With its stores: who comes meanwhile must not give it up before them.
+        // Together with its stores: a concurrent caller must not release it before them.
         let mut booked = std::mem::take(&mut books.sleep.booked);
         if stores.is_empty() && booked.is_empty() {
             return;
@@ -342,12 +342,12 @@ impl Shared {
         drop(books);
         let _ = theirs(|| drop(booked));
         if !bytes.is_zero() {
-            log!(warn, arena = self.name, %bytes, "host memory was not taken back");
+            log!(warn, arena = self.name, %bytes, "host memory release failed");
         }
     }
 
-    /// Waits for the copies that are queued now. While a thread queues more, only that thread can
-    /// say when they are over.
+    /// Waits for the copies that are queued now. While a thread queues more, only that thread knows
+    /// when they are complete.
     fn wait_for_copies(&self, stream: StreamHandle) -> Result<(), DriverError> {
         let books = self.books();
         let copying = (!books.sleep.is_queueing).then_some(books.sleep.copying);
@@ -363,8 +363,8 @@ impl Shared {
         Ok(())
     }
 
-    /// Waits for the copies of this thread, which is on its way down or up and has queued all. Not
-    /// where a stream has begun to capture a graph meanwhile.
+    /// Waits for the copies of this thread, which is putting the arena to sleep or waking it and
+    /// has queued all. Not if a stream has begun to capture a graph meanwhile.
     fn wait_for_own(&self, stream: StreamHandle) -> Result<(), DriverError> {
         self.books().sleep.is_queueing = false;
         if self.is_any_capturing()? {
@@ -376,12 +376,12 @@ impl Shared {
         Ok(())
     }
 
-    /// Waits for copies that could not be waited for when they were made; says whether none is
-    /// under way. Not for those of a thread that queues more: it waits for them itself, before it
-    /// is up or down. Who has a place and no memory yet never meets such a thread.
+    /// Waits for copies that could not be waited for when they were made; returns `true` if none is
+    /// in progress. Not for those of a thread that queues more: it waits for them itself, before it
+    /// is done. A thread that has a place without memory never meets such a thread.
     ///
     /// # Errors
-    /// The driver's: they may be under way still.
+    /// The driver's: they may still be in progress.
     pub(in crate::device) fn end_copies<'a>(
         &'a self,
         books: MutexGuard<'a, Books>,
@@ -410,8 +410,8 @@ impl Shared {
         Ok(stream)
     }
 
-    /// Gives back, at the end of the arena, what its sleep has of the driver; waits for nothing, so
-    /// that stores which a copy may still work on are left.
+    /// Releases the driver's resources of sleep at the end of the arena. Does not wait, so that
+    /// stores which a copy may still use are leaked.
     pub(in crate::device) fn end_sleep(&self) {
         let mut books = self.books();
         let stream = books.sleep.stream.take();

@@ -1,12 +1,12 @@
-//! The way up: memory behind every granule that a block touches, then the contents.
+//! Waking: memory behind every granule that a block touches, then the contents.
 //!
-//! Nobody gets in before the last copy has arrived, as the host has seen. Where the memory cannot
-//! be had, what blocks that were freed meanwhile would have got is given up, and it is tried again
-//! for a while; what fails is undone, and the arena sleeps on, its copies whole. Only when it is
-//! awake the copies are given up.
+//! Entering is possible only after the host has seen the last copy complete. If memory is short,
+//! the part of blocks freed meanwhile is skipped, and the wake is retried for some time. A failed
+//! wake is undone: the arena stays asleep, with complete copies. The copies are discarded only when
+//! it is awake.
 //!
-//! Invariants: while the arena is not awake, everything that was kept is in the copies; nothing is
-//! copied to where no block is.
+//! Invariants: while the arena is not awake, all kept contents are in the copies; nothing is copied
+//! to an address without a block.
 
 use std::cell::RefCell;
 use std::time::Duration;
@@ -27,7 +27,7 @@ use crate::device::shared::Shared;
 use crate::device::shortage::is_within;
 use crate::sync::wait;
 
-/// How often a wake that finds too little memory tries again.
+/// The number of retries of a wake without enough memory.
 const RETRIES: u32 = 8;
 
 /// Granules on their way back.
@@ -62,11 +62,11 @@ impl Returning {
 }
 
 impl Shared {
-    /// Wakes the arena, or waits for who does.
+    /// Wakes the arena, or waits for the thread that does.
     pub(super) fn wake(&self) -> Result<WakeReport, DeviceError> {
         let mut books = self.books();
         let before = books.sleep.attempts;
-        // What is on its way down arrives somewhere.
+        // A sleep in progress ends first.
         while books.sleep.phase == Phase::Falling && !is_booking() {
             books = wait(&self.settled, books);
         }
@@ -87,7 +87,7 @@ impl Shared {
         }
     }
 
-    /// Wakes the arena where it is asleep, and waits for nobody: neither for who moves it now, nor
+    /// Wakes the arena if it is asleep, without waiting: neither for a transition in progress, nor
     /// for memory.
     pub(super) fn wake_at_once(&self) -> Result<WakeReport, DeviceError> {
         let mut books = self.books();
@@ -129,8 +129,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Commits all that is to come back; asks the callbacks for more where memory is short, and
-    /// waits a while.
+    /// Commits all memory to restore; calls the callbacks if memory is short, and waits a while.
     fn have_back(
         &self,
         returning: &RefCell<Returning>,
@@ -138,7 +137,7 @@ impl Shared {
     ) -> Result<(), DeviceError> {
         let mut retries = RETRIES;
         let pause = wake_timeout / RETRIES;
-        // Rung by nobody: only time goes by.
+        // Never rung: only time passes.
         let bell = Bell::new();
         loop {
             let Some(next) = returning.borrow().next() else { return Ok(()) };
@@ -162,8 +161,8 @@ impl Shared {
         }
     }
 
-    /// Commits the next run that is to come back. What is on its way counts as committed, and so
-    /// against a limit that was lowered meanwhile.
+    /// Commits the next run to restore. Memory in progress counts as committed, and so against a
+    /// limit that was lowered meanwhile.
     fn try_back(&self, returning: &mut Returning) -> Result<(), Refusal> {
         // Each turn but the last gives up a granule that was to come, or one that is idle.
         while let Some(to) = returning.next() {
@@ -190,8 +189,8 @@ impl Shared {
         Ok(())
     }
 
-    /// Gives up what is to come back for blocks that were freed meanwhile, or else memory that is
-    /// idle, as that of a freed block that was to stay; says whether there was any.
+    /// Gives up memory of blocks that were freed meanwhile, or else idle memory, such as that of a
+    /// freed block that was to stay; returns `true` if there was any.
     fn make_way(&self, returning: &mut Returning, bytes: u64) -> bool {
         let mut books = self.books();
         if books.spare(returning, &*self.clock) {
@@ -212,7 +211,8 @@ impl Shared {
                 books.end_commit(to.region, to.run, true, &*self.clock);
             }
             books.note_committed();
-            // What stays for the next sleep does so under the lock: it is never out of the books.
+            // Stores kept for the next sleep are kept under the lock: they are always accounted
+            // for.
             let Sleep { saved: stores, between, .. } = &mut books.sleep;
             over = stores.take().and_then(|stores| between.put(stores));
             books.sleep.awake_since = self.clock.now();
@@ -226,13 +226,13 @@ impl Shared {
             self.let_go(over);
         }
         let (arena, committed) = (&self.name, woken.committed);
-        log!(info, arena, %committed, %restored, "the arena woke");
+        log!(info, arena, %committed, %restored, "arena woke up");
         woken
     }
 
-    /// Asleep again: what came back leaves.
+    /// Asleep again: restored memory leaves.
     fn sleep_on(&self, returns: &[Return], back: usize, error: DeviceError) -> DeviceError {
-        // Copies that are under way keep their memory here: it is filled anew by the next wake.
+        // Copies in progress keep their memory here: the next wake fills it again.
         let is_done = self.copies_are_done();
         let stays = |(nth, to): (usize, &Return)| {
             let decommit = || self.driver.decommit(to.at, to.size, Key::new()).is_err();
@@ -247,7 +247,7 @@ impl Shared {
             books.end_wake(Some(error.clone()));
             books.tell_wake(&*self.clock, None);
         });
-        log!(warn, arena = self.name, %error, "the arena could not be woken");
+        log!(warn, arena = self.name, %error, "arena wake failed");
         error
     }
 
@@ -276,7 +276,7 @@ fn without(mut error: DeviceError, missing: ByteSize) -> DeviceError {
 }
 
 impl Books {
-    /// Marks what comes back.
+    /// Marks the memory to restore.
     fn begin_rise(&mut self) -> Vec<Return> {
         let granules_max = usize::try_from(self.run_max()).unwrap_or(usize::MAX);
         let mut returns = Vec::new();
@@ -294,8 +294,8 @@ impl Books {
         returns
     }
 
-    /// Leaves out what no block touches any more of what is still to come back; says whether that
-    /// was anything.
+    /// Skips memory still to restore that no block touches any more; returns `true` if there was
+    /// any.
     fn spare(&mut self, returning: &mut Returning, clock: &dyn Clock) -> bool {
         let before = returning.bytes();
         for to in returning.runs.split_off(returning.back) {
@@ -305,7 +305,7 @@ impl Books {
         returning.bytes() < before
     }
 
-    /// Where contents are that blocks still touch, and where they belong.
+    /// Returns the saved contents that blocks still touch, and their places.
     fn wanted_places(&self) -> Vec<Place> {
         self.sleep.saved.as_ref().map(|saved| saved.wanted_places(self)).unwrap_or_default()
     }

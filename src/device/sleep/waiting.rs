@@ -1,10 +1,10 @@
-//! Entering without a thread to wait on: a future that is ready with the lease.
+//! Entering without blocking a thread: a future that resolves to the lease.
 //!
-//! A sleeping arena is woken by a thread of its own that ends with it, since the calls of the
-//! driver block. It knows no runtime.
+//! A separate thread wakes a sleeping arena and ends afterwards, since the driver's calls block. It
+//! is independent of runtimes.
 //!
-//! Invariants: whoever is told to wait is told when that is over, once at least; who has given up
-//! is waited for by nobody.
+//! Invariants: a future that waits is woken at least once when the wait is over; a dropped future
+//! blocks no one.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -19,26 +19,26 @@ use crate::device::lease::Lease;
 use crate::device::shared::Shared;
 use crate::sync::caught;
 
-/// The lease to come of [`DeviceArena::enter_async`]. Dropping it gives up the wait, and lets a
-/// wake that is under way go on.
+/// The future of [`DeviceArena::enter_async`]. Dropping it cancels the wait, but not a wake of the
+/// arena in progress.
 #[derive(Debug)]
 #[must_use = "a future does nothing unless it is awaited"]
 pub struct EnterFuture {
     arena: Arc<Shared>,
-    /// Wakes that had ended when this one began to wait.
+    /// The number of wakes that had ended when it began to wait.
     before: Option<u64>,
-    /// The number of its wait.
+    /// The id of its wait.
     waits: Option<u64>,
 }
 
 impl DeviceArena {
-    /// As [`DeviceArena::enter`], without blocking a thread on a sleeping arena: that is woken by a
-    /// thread of its own. Needs no runtime. While blocks are being moved it may block for the
-    /// length of one copy.
+    /// Returns a lease, like [`DeviceArena::enter`], without blocking while a sleeping arena wakes:
+    /// a separate thread wakes it. Needs no runtime. While blocks are being moved it may block for
+    /// the duration of one copy.
     ///
     /// # Errors
-    /// The future's: as [`DeviceArena::enter`], and [`DeviceError::Thread`] where none could be
-    /// started.
+    /// The future returns the errors of [`DeviceArena::enter`], and [`DeviceError::Thread`] if no
+    /// thread could be started.
     pub fn enter_async(&self) -> EnterFuture {
         EnterFuture { arena: Arc::clone(self.shared()), before: None, waits: None }
     }
@@ -91,8 +91,7 @@ impl Drop for EnterFuture {
 }
 
 impl Sleep {
-    /// Has the end of a wait told to this waker; the one to which it was to be told before is put
-    /// in its place.
+    /// Registers this waker for the end of a wait; the waker registered before is replaced.
     fn tell(&mut self, waits: &mut Option<u64>, waker: &mut Option<Waker>) {
         let number = *waits.get_or_insert_with(|| {
             self.waits += 1;

@@ -1,10 +1,9 @@
-//! A block whose neighbours have a place and no memory yet: what is looked for then, and what is
-//! waited for.
+//! Blocks whose neighbours have a place and no memory yet: the search, and the waits.
 //!
-//! The neighbours are put into the books by hand, as calls that are under way would leave them, so
+//! The neighbours are put into the accounting by hand, as calls in progress would leave them, so
 //! that each case is certain.
 //!
-//! Invariant: what is refused has no room by its own figures, whatever its neighbours wait for.
+//! Invariant: an error has no room by its own figures, whatever its neighbours wait for.
 
 use super::*;
 use crate::device::driver::Driver as _;

@@ -36,7 +36,7 @@ fn an_arena_that_cannot_be_opened_leaves_nothing_behind() {
     }
 }
 
-/// cuArena 7: its destructor throws where the driver fails, and so ends the program.
+/// cuArena 7: its destructor throws if the driver fails, and so ends the program.
 #[test]
 fn a_driver_that_fails_at_the_end_stops_nobody() {
     for out_of_memory in [false, true] {
@@ -45,7 +45,7 @@ fn a_driver_that_fails_at_the_end_stops_nobody() {
         driver.fail(Failure { nth: driver.calls(), out_of_memory });
         drop(arena);
         drop(held);
-        // What it did not take back stays reserved, and is nobody's any more.
+        // Memory that it did not release stays reserved, without an owner.
         assert_eq!(driver.reservations(), 1);
         driver.assert_no_faults();
     }
@@ -64,7 +64,7 @@ fn a_device_that_never_has_memory_is_asked_a_few_times_and_refused() {
             assert!(matches!(refused, DeviceError::OutOfMemory { .. }), "{refused}");
         }
         let calls = driver.calls() - before;
-        // Each is tried where it is likely to fit, then where it needs least; a try that is to
+        // Each is tried at likely places, then at those that need least; a try that is to
         // grow asks once more without.
         assert!(calls <= 12, "{calls} calls for three requests");
         assert_eq!(arena.snapshot().alloc_failures_total.device, 3);
@@ -127,7 +127,7 @@ fn growth_that_failed_half_way_left_idle_memory_that_never_decayed() {
     driver.assert_no_faults();
 }
 
-/// The bug: what was to be committed ahead counted as idle for the decay, and still did when the
+/// The bug: memory to be committed ahead counted as idle for the decay, and still did after the
 /// commit failed.
 #[test]
 fn memory_that_was_to_come_ahead_and_did_not_stayed_idle_for_the_decay() {
@@ -172,8 +172,8 @@ fn a_block_arrived_after_the_arena_was_closed() {
     driver.assert_no_faults();
 }
 
-/// The bug: who was short was refused while what another thread commits ahead, and nobody needs,
-/// was on its way.
+/// The bug: an allocation failed while another thread was committing memory ahead that no block
+/// needed.
 #[test]
 fn memory_committed_ahead_by_another_thread_was_missing_to_who_was_short() {
     let driver = Arc::new(TrialDriver::new());

@@ -223,7 +223,7 @@ impl Worker<'_> {
     }
 }
 
-/// Compacts until the others are done, with callbacks that do what they may.
+/// Compacts until the others are done, with callbacks that use the arena.
 fn compact(arena: &DeviceArena, seen: &Seen, mut chance: Chance, moves_raw: bool) {
     while !seen.done.load(Ordering::Relaxed) {
         let goal = match chance.below(3) {
@@ -331,7 +331,7 @@ fn a_storm_where_idle_memory_is_remapped_loses_nothing() {
         println!("seed {seed:#x}, a failure in {odds:?} calls");
         let granule = (nth > 0).then_some(ByteSize::mib(4));
         let config = ArenaConfig { granule, ..config(ByteSize::mib(40)) };
-        // Where one thread is at work at a time, a storm may be short of nothing.
+        // With one active thread at a time, a storm may be short of nothing.
         let is_any_remapped = (0..ROUNDS_MAX).any(|round| {
             let mut driver = TrialDriver::new();
             driver.capabilities.remap = true;

@@ -1,4 +1,4 @@
-//! Sleep beside streams under loom: work that leases let in, streams that end, memory that is taken
+//! Sleep and streams under loom: work that leases let in, streams that end, memory that is taken
 //! from another stream.
 //!
 //! Invariant: no memory leaves before the work on it is done, as the host has seen; the model's

@@ -1,7 +1,7 @@
-//! A map as an SVG file: the address space in rows, blocks above, granules beneath.
+//! A map as an SVG file: the address space in rows, blocks above, granules below.
 //!
-//! Text and arithmetic. The file stands by itself: no script, no font, no link; it follows the
-//! reader's choice of dark or light.
+//! Text and arithmetic. The file is self-contained, without scripts, fonts and links; it follows
+//! the reader's dark or light mode.
 //!
 //! Invariant: at most `ROWS_MAX` rows of at most `3 x BARS_MAX` bars; every text from outside is
 //! escaped and cut to `TEXT_MAX` characters.
@@ -15,7 +15,7 @@ use crate::bytes::ByteSize;
 
 /// Width of the picture in pixels.
 const WIDTH: usize = 1100;
-/// Where rows begin; offsets stand to the left.
+/// The left edge of rows; offsets are to the left.
 const LEFT: usize = 104;
 /// Width of a row.
 const ROW_WIDTH: usize = 960;
@@ -34,12 +34,12 @@ text{font-family:system-ui,-apple-system,'Segoe UI',Roboto,sans-serif;font-size:
 .bare{fill:#171b23;stroke:#2a303b}.live{fill:#5b95ff}.pending{fill:#f0b03c}.hole{fill:#a0553e}\
 .idle{fill:#2b6a4c}.active{fill:#8792a5}.resting{fill:#4cb883}.line{stroke:#3a4250}}";
 
-/// What the colours of blocks mean, beside what is drawn for it.
+/// The meanings of the block colours.
 const LEGEND: [(&str, &str, f64); 6] = [
     ("live", "live block", 96.0),
-    ("pending", "freed, still with the device", 196.0),
-    ("hole", "free, beside live blocks", 170.0),
-    ("idle", "free, can be given back", 168.0),
+    ("pending", "freed, in use by the device", 196.0),
+    ("hole", "free, between live blocks", 170.0),
+    ("idle", "free, can be released", 168.0),
     ("active", "active granule", 124.0),
     ("resting", "idle granule", 110.0),
 ];
@@ -128,7 +128,7 @@ pub(super) fn draw(map: &ArenaMap) -> String {
     )
 }
 
-/// The name, the sums, and a bar of what is committed.
+/// The name, the sums, and a bar of committed memory.
 fn head(page: &mut Page, map: &ArenaMap, sums: &Sums) {
     const COLUMN: usize = 137;
     page.text(36, page.y, "title", &escaped(&map.name));
@@ -141,7 +141,7 @@ fn head(page: &mut Page, map: &ArenaMap, sums: &Sums) {
         ("idle", sums.idle),
         ("committed", sums.committed),
     ];
-    // Where nothing is known of what was asked for, it is not shown.
+    // Unknown requested sizes are not shown.
     let known = |name: &str| name != "requested" || sums.requested != sums.live;
     let figures: Vec<_> = figures.into_iter().filter(|(name, _)| known(name)).collect();
     for (nth, &(name, size)) in figures.iter().enumerate() {
@@ -183,7 +183,7 @@ fn legend(page: &mut Page, map: &ArenaMap, row: u64) {
     page.text(36, page.y, "muted", &scale);
 }
 
-/// A size for comparing: always in MiB, with thousands apart.
+/// A size for comparing: always in MiB, with thousands separators.
 fn mib(size: ByteSize) -> String {
     let tenths = format!("{:.1}", size.as_f64() / ByteSize::mib(1).as_f64());
     let (whole, tenth) = tenths.split_once('.').unwrap_or((&tenths, "0"));
@@ -202,7 +202,8 @@ fn grouped(digits: &str) -> String {
     text
 }
 
-/// A text from outside as it may stand in an element: cut, escaped, without what XML forbids.
+/// A text from outside, made safe for an element: cut, escaped, without characters that XML
+/// forbids.
 fn escaped(text: &str) -> String {
     let mut escaped = String::new();
     for (nth, character) in text.chars().enumerate() {

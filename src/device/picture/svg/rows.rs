@@ -1,7 +1,7 @@
-//! Which parts of an arena's address space are drawn, and on what scale.
+//! Selects the parts of an arena's address space to draw, and their scale.
 //!
-//! Every row shows the same number of bytes, a power of two. Rows without anything committed are
-//! left out, so that a few hundred MiB in a range of 512 GiB fill the picture.
+//! Every row shows the same number of bytes, a power of two. Rows without committed memory are left
+//! out, so that a few hundred MiB in a range of 512 GiB fill the picture.
 //!
 //! Invariant: at most `ROWS_MAX` rows, at most `SEGMENTS_MAX` segments.
 
@@ -16,7 +16,7 @@ const ROW_MIN: u64 = 16 << 20;
 
 const _: () = assert!(SEGMENTS_MAX <= ROWS_MAX, "on the largest scale each segment is one row");
 
-/// How many bytes a row shows: the least power of two with which all rows fit.
+/// Returns the bytes of a row: the least power of two with which all rows fit.
 pub(super) fn row_bytes(segments: &[SegmentMap]) -> u64 {
     let mut row = ROW_MIN;
     // At 2^63 bytes a row, each segment has two rows at most; no arena has so many addresses.

@@ -1,6 +1,6 @@
-//! One segment of the picture: a heading, its rows, and lines for what is left out.
+//! One segment of the picture: a heading, its rows, and lines for the parts left out.
 //!
-//! Invariant: every row of the segment that has something committed is drawn, in address order.
+//! Invariant: every row of the segment with committed memory is drawn, in address order.
 
 use super::super::{BlockState, GranuleState, SegmentMap, bounds};
 use super::rows::rows;
@@ -15,7 +15,7 @@ const ROW_HEIGHT: usize = 44;
 /// From this width on a granule is set off from the next by a gap, and a block by a line.
 const APART_FROM: f64 = 3.0;
 const APART: f64 = 1.0;
-/// From this width on a block says what it is when a pointer rests on it.
+/// The minimum width of a block with a tooltip.
 const SPEAKS_FROM: f64 = 6.0;
 
 /// Part of the segment: a row.
@@ -84,7 +84,7 @@ fn draw_row(page: &mut Page, segment: &SegmentMap, part: Row, row: u64, granule:
                 continue;
             }
             whole.add(start, end);
-            // Granules too narrow to be told apart are drawn as their run.
+            // Granules too narrow to be visible are drawn as their run.
             let step = if row / granule <= 240 { granule } else { row };
             let mut at = start;
             while at < end {
@@ -102,7 +102,7 @@ fn draw_row(page: &mut Page, segment: &SegmentMap, part: Row, row: u64, granule:
     page.y += ROW_HEIGHT;
 }
 
-/// Where a row begins, from the nearer end of its segment: blocks come from both.
+/// Returns the start of a row from the nearer end of its segment: blocks come from both.
 fn offset(segment: &SegmentMap, start: u64) -> String {
     let from_end = segment.size.get().saturating_sub(start);
     if start <= from_end {

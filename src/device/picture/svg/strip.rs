@@ -1,10 +1,10 @@
-//! A stretch of addresses as a strip of pixels: large spans as they are, small ones as shades.
+//! A range of addresses as a strip of pixels: large spans exact, small ones as shades.
 //!
-//! Pure arithmetic. A span of `WIDE` pixels and more keeps its edges. Narrower ones are summed up
-//! in pixel columns, each span in proportion to what lies in a column, and columns of one shade
-//! are one bar.
+//! Pure arithmetic. A span of at least `WIDE` pixels keeps its edges. Narrower ones are summed up
+//! in pixel columns, each span in proportion to its part of a column, and columns of one shade are
+//! one bar.
 //!
-//! Invariant: at most `width + width / WIDE` bars, whatever is added.
+//! Invariant: at most `width + width / WIDE` bars, for any input.
 
 /// From how many pixels on a span is drawn by itself.
 pub(super) const WIDE: f64 = 2.0;
@@ -17,9 +17,9 @@ const SHADES: f64 = 8.0;
 pub(super) struct Bar {
     pub(super) left: f64,
     pub(super) width: f64,
-    /// How much of it is covered, above 0 and at most 1.
+    /// The covered fraction, above 0 and at most 1.
     pub(super) shade: f64,
-    /// Which span it is, in the order in which they were added, if it is just one.
+    /// The index of the span in the order of adding, if it is just one.
     pub(super) span: Option<usize>,
 }
 
@@ -55,7 +55,7 @@ impl Strip {
         }
     }
 
-    /// What there is to draw: the wide spans, then the shades.
+    /// Returns the bars: the wide spans, then the shades.
     pub(super) fn finish(self) -> Vec<Bar> {
         let mut bars = self.bars;
         let wide = bars.len();
@@ -75,7 +75,7 @@ impl Strip {
         bars
     }
 
-    /// Where an address lies, within the strip.
+    /// Returns the position of an address, within the strip.
     pub(super) fn pixel(&self, address: u64) -> f64 {
         let within = float64(address.clamp(self.start, self.end) - self.start);
         within / float64((self.end - self.start).max(1)) * float(self.columns.len())

@@ -2,7 +2,7 @@
 //! empty pool from being used again.
 //!
 //! Their reset, which makes every pointer invalid, has no counterpart here: buffers own their
-//! blocks. What it is for holds: with no buffer left, all of the pool can be had again.
+//! blocks. Its purpose holds: with no buffer left, all of the pool can be allocated again.
 
 use super::*;
 

@@ -1,6 +1,6 @@
 //! Long histories by chance: one thread against a model, several threads with marks in the memory.
 //!
-//! The model knows what each buffer holds and what is live; it knows nothing of segments.
+//! The model knows each buffer's contents and the live bytes; it knows nothing of segments.
 
 use std::sync::Mutex;
 use std::thread;
@@ -43,7 +43,7 @@ impl Marked {
         );
     }
 
-    /// Why it could not be resized, where it could not.
+    /// The reason it could not be resized, if so.
     fn resize(&mut self, len: usize) -> Option<DeviceError> {
         let kept = self.buffer.len().min(len);
         let refused = self.buffer.resize(len).err();

@@ -1,4 +1,4 @@
-//! What was asked for and never came, and what came while somebody who listens to it panicked.
+//! Requests that failed, and segments that arrived while a log subscriber panicked.
 
 use super::*;
 use crate::device::index::{End, Request};
@@ -22,7 +22,7 @@ fn what_others_asked_for_in_vain_made_a_sum_that_wrapped() {
     check(&pool, &driver);
 }
 
-/// The bug: the most that was ever committed counted what was asked for and refused.
+/// The bug: the peak of committed memory counted refused requests.
 #[test]
 fn a_request_that_was_refused_made_the_peak() {
     let (pool, driver) = open(ByteSize::MAX);
@@ -33,8 +33,8 @@ fn a_request_that_was_refused_made_the_peak() {
     check(&pool, &driver);
 }
 
-/// The bug: where a listener of the log panicked, a segment was arriving, or leaving, for ever, and
-/// its memory nobody's.
+/// The bug: if a log subscriber panicked, a segment was arriving, or leaving, forever, and its
+/// memory was lost.
 #[test]
 fn a_listener_that_panicked_lost_a_segment() {
     let (pool, driver) =

@@ -1,4 +1,4 @@
-//! Driver calls that are held: what goes on meanwhile, and who waits for what.
+//! Driver calls that are held: the operations possible meanwhile, and those that wait.
 
 use std::thread;
 
@@ -26,7 +26,7 @@ fn no_call_is_made_under_the_lock_and_who_needs_no_memory_goes_on() {
         driver.wait_until_held(1);
         let giving = scope.spawn(|| pool.maintain());
         driver.wait_until_held(2);
-        // Both calls are under way; the books are open, and what is on its way is counted.
+        // Both calls are in progress; the lock is free, and arriving segments are counted.
         let snapshot = pool.snapshot();
         assert_eq!(snapshot.arriving, ByteSize::mib(16));
         assert_eq!(snapshot.idle, ByteSize::mib(4), "it is still there");
