@@ -35,8 +35,8 @@ use super::streams::StreamKey;
 ///
 /// Blocks of frequent sizes are cached in the lane, within
 /// [`ArenaConfig::front`](super::ArenaConfig::front): such an alloc/free pair does not take the
-/// arena's lock. Other lanes get them when this lane ends a run, when its last buffer and lease are
-/// dropped, when they age, and when memory is short.
+/// arena's lock. Other lanes get them when this lane ends a run, when the lane is dropped with its
+/// last buffer and lease, when they age, and when memory is short.
 ///
 /// [`Lane::copy_to_device`] and [`Lane::copy_to_host`] copy page-locked memory asynchronously.
 ///

@@ -70,7 +70,7 @@ impl Range {
     /// Creates a range of memory that the driver just allocated.
     fn new(start: NonNull<u8>, size: ByteSize, memory: HostMemory) -> Self {
         let aligned = ByteSize::of(start.addr().get()).get().is_multiple_of(HOST_ALIGNMENT.get());
-        assert!(aligned, "the driver gave {start:?}");
+        assert!(aligned, "driver allocation at {start:?} is not aligned to {HOST_ALIGNMENT}");
         Self { start, size, memory }
     }
 

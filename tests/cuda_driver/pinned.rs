@@ -318,7 +318,7 @@ fn a_view_dropped_in_a_capture_does_not_spoil_it() {
 }
 
 #[test]
-#[should_panic(expected = "a copy on another stream than the view's lane")]
+#[should_panic(expected = "copy on another stream than the view's lane")]
 fn a_view_is_of_one_stream() {
     let (_fake, bed, _arena, lane) = start();
     let (pool, mut to) = (pool(&bed), device(&lane));

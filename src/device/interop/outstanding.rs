@@ -55,7 +55,7 @@ impl Exports {
     }
 
     pub(super) const fn end(&mut self, bytes: u64) {
-        debug_assert!(self.count > 0 && self.bytes >= bytes, "a loan ends once");
+        debug_assert!(self.count > 0 && self.bytes >= bytes, "an export ends once");
         self.count = self.count.saturating_sub(1);
         self.bytes = self.bytes.saturating_sub(bytes);
     }
@@ -126,7 +126,7 @@ impl Imports {
 
     /// Records a range that overlaps no other.
     pub(super) fn import(&mut self, at: u64, size: u64, release: Release) {
-        debug_assert!(!self.overlaps(at, size), "adopted once");
+        debug_assert!(!self.overlaps(at, size), "imported once");
         self.bytes += size;
         self.entries.insert(at, Entry { size, release, after: None });
     }
@@ -168,7 +168,7 @@ impl Imports {
     pub(in crate::device) fn validate(&self) {
         let (mut end, mut bytes, mut waiting) = (0, 0, 0);
         for (&at, entry) in &self.entries {
-            assert!(entry.size > 0 && at >= end, "adopted ranges overlap at {at:#x}");
+            assert!(entry.size > 0 && at >= end, "imported ranges overlap at {at:#x}");
             end = at + entry.size;
             bytes += entry.size;
             waiting += u64::from(entry.after.is_some());

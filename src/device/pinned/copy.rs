@@ -256,7 +256,7 @@ impl Lane {
 /// If the device buffer has fewer elements than the pinned one.
 fn assert_room<T: Pod>(host: &PinnedBuffer<T>, device: &Buffer<T>) {
     let (wanted, there) = (host.len(), device.len());
-    assert!(wanted <= there, "a copy of {wanted} elements, the device buffer has {there}");
+    assert!(wanted <= there, "cannot copy {wanted} elements: the device buffer has {there}");
 }
 
 fn start_copy(

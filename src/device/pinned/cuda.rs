@@ -75,7 +75,7 @@ impl<T: Pod> PinnedView<'_, T> {
     /// If the stream is not that of the lane, whose end the view waits for.
     fn export(&self, stream: &CudaStream) -> usize {
         let is_ours = stream.cu_stream().addr() as u64 == self.lane.stream().get();
-        assert!(is_ours, "a copy on another stream than the view's lane");
+        assert!(is_ours, "copy on another stream than the view's lane");
         let driver = &self.lane.arena().shared().driver;
         if !matches!(driver.is_capturing(self.lane.stream(), Key::new()), Ok(false)) {
             return 0;
