@@ -5,10 +5,10 @@
 //! before it are done.
 //!
 //! * `Granules`: clears a granule by moving its blocks into holes of other active granules, those
-//! first that free most for the bytes moved.
+//!   first that free most for the bytes moved.
 //! * `Segments`: the same for whole segments.
 //! * `Contiguous`: clears a window into holes elsewhere, or slides blocks together, whichever moves
-//! fewer bytes.
+//!   fewer bytes.
 //!
 //! Fixed blocks never move. Small and large blocks stay among their kind, towards the [`End`] that
 //! they were placed from. The plan is good, not optimal: that is a packing problem.

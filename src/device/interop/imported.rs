@@ -133,12 +133,12 @@ impl DeviceArena {
     /// # Safety
     /// From here until `release` is called:
     /// * the elements are in memory that the arena's device reads and writes in the arena's
-    /// context; on a driver with host access, in memory of this process, whose pointer was exposed
-    /// (`expose_provenance`), with every byte initialised;
+    ///   context; on a driver with host access, in memory of this process, whose pointer was
+    ///   exposed (`expose_provenance`), with every byte initialised;
     /// * no code frees, unmaps or moves them, and none of them is part of a block of another arena
-    /// or imported by another;
+    ///   or imported by another;
     /// * no other code writes them while a slice or a view of them is borrowed, nor reads them
-    /// while a mutable one is: on a device, in the order of its streams.
+    ///   while a mutable one is: on a device, in the order of its streams.
     ///
     /// # Errors
     /// [`DeviceError::ImportError`] with the reason, as far as it can be detected: a driver with
