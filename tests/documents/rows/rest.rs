@@ -132,7 +132,7 @@ fn benched() -> Vec<Row> {
         between("benches/retention/Cargo.lock", &start, "\"")
     };
     of_page(
-        "docs/BENCHMARKING.md",
+        "docs/BENCHMARKS_APPENDIX.md",
         [(
             "`mimalloc_collect`, mimalloc 3 (`libmimalloc-sys` {})",
             values![of_lock("libmimalloc-sys")],
