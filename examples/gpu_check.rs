@@ -2,7 +2,7 @@
 //!
 //! One program to copy there: it needs the driver and no toolkit. It says what the device is, runs
 //! the contract that an arena keeps over every driver, then measures part by part, and ends with a
-//! table of goals. docs/BENCHMARKS_APPENDIX.md explains the figures. `vmm_costs` measures the
+//! table of goals. `docs/BENCHMARKS_APPENDIX.md` explains the figures. `vmm_costs` measures the
 //! driver's calls one by one.
 //!
 //! None of this has run on a GPU yet: its logic has been tried over a fake of the driver's library,

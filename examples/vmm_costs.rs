@@ -4,7 +4,7 @@
 //! needed. It counts, in this order: calls and host microseconds per call (median, 99th
 //! percentile), device microseconds between the events of another stream while the calls run,
 //! whether a call waits for a running kernel, growth with 10,000 and 50,000 handles, and the floor
-//! that a context takes on device and host. docs/BENCHMARKS_APPENDIX.md explains the tables.
+//! that a context takes on device and host. `docs/BENCHMARKS_APPENDIX.md` explains the tables.
 //!
 //! It has not yet run on a GPU: its logic has been tried against a stand-in library only, which
 //! says nothing about time.

@@ -56,7 +56,7 @@ impl Profile {
     /// for a second and returns them when they are idle. glibc maps and unmaps each large one,
     /// which costs many page faults and a larger peak than with the arena. There `balanced` leaves
     /// the arena on, which keeps its memory between bursts, and `low-memory` does not.
-    /// docs/BENCHMARKS_APPENDIX.md has the figures.
+    /// `docs/BENCHMARKS_APPENDIX.md` has the figures.
     ///
     /// Initializers (the weights) do not lie in an arena that would keep their largest step. ONNX
     /// Runtime counts the cores of the

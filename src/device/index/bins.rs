@@ -11,7 +11,8 @@ use super::ALIGN;
 use super::records::NONE;
 
 /// log2 of the bins that a power of two is cut into. 16 bins: of 4, 8, 16, 32 and 64 the fewest
-/// failures at 90 % load, with 8 close (docs/BENCHMARKS_APPENDIX.md, measured by `benches/index`).
+/// failures at 90 % load, with 8 close (`docs/BENCHMARKS_APPENDIX.md`, measured by
+/// `benches/index`).
 const COLUMN_BITS: u32 = 4;
 /// Bins that a power of two is cut into.
 const COLUMNS: usize = 1 << COLUMN_BITS;

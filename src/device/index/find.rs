@@ -11,12 +11,12 @@ use super::records::NONE;
 use super::{ALIGN, BlockIndex, End, Request, Span};
 
 /// The number of blocks of one bin that are examined. 8: with 4, sizes that lie close together
-/// activate more granules, with 16 nothing is gained (docs/BENCHMARKS_APPENDIX.md, measured by
+/// activate more granules, with 16 nothing is gained (`docs/BENCHMARKS_APPENDIX.md`, measured by
 /// `benches/index`).
 const LOOKS_PER_BIN: u32 = 8;
 
 /// The number of bins searched for a block that costs nothing. 4: between 1 and 16 it hardly
-/// matters (docs/BENCHMARKS_APPENDIX.md, measured by `benches/index`).
+/// matters (`docs/BENCHMARKS_APPENDIX.md`, measured by `benches/index`).
 const BINS_LOOKED: u32 = 4;
 
 /// A place for a request, in one free block.

@@ -42,7 +42,7 @@ pub const ALIGN: u64 = 256;
 
 /// The number of blocks of its bin that a block is compared with to be filed by address. 3: each
 /// step reads one more record, and without any there are three times the failures at 90 % load;
-/// from 4 on a tenth fewer at most (docs/BENCHMARKS_APPENDIX.md, measured by `benches/index`).
+/// from 4 on a tenth fewer at most (`docs/BENCHMARKS_APPENDIX.md`, measured by `benches/index`).
 const STEPS_TO_FILE: u32 = 3;
 
 /// A contiguous span of offsets, in bytes.
