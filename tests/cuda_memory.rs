@@ -58,8 +58,8 @@ fn a_device_that_cannot_be_had_is_an_error_that_names_the_cause() {
     fake.fail(c"cuMemAlloc_v2", 1, 2);
     let failed = Memory::builder().device(DeviceChoice::Cuda).start();
     let Err(StartError::NoCuda { cause, .. }) = failed else { panic!("{failed:?}") };
-    let expected = "no memory can be had of CUDA device 0: cuda_virtual_memory: the device does \
-                    not offer it; cuda_pool: ";
+    let expected = "cannot allocate on CUDA device 0: cuda_virtual_memory: the device does not \
+                    support it; cuda_pool: ";
     assert!(cause.starts_with(expected) && cause.contains("; cuda_plain: "), "{cause}");
     fake.assert_clean();
 }
@@ -107,17 +107,20 @@ fn a_device_is_chosen_by_number_or_uuid_and_a_rung_by_its_name() {
     }
     let failed = Memory::builder().device(DeviceChoice::CudaOrdinal(2)).start();
     let Err(error @ StartError::NoCuda { .. }) = failed else { panic!("{failed:?}") };
-    let expected =
-        "LOWTIDE_DEVICE=cuda:2: there is no CUDA device 2: this process sees 2, from 0 on";
+    let expected = "LOWTIDE_DEVICE=cuda:2: no CUDA device 2: expected a number below 2, \
+                    the number of visible devices";
     assert_eq!(error.to_string(), expected);
     // What is asked for and not offered is an error, or the host's turn.
     fake.reset(Options { flags: Options::NO_POOLS, ..Options::default() });
     let pool = || Memory::builder().device_backend(DeviceBackend::Pool);
     let failed = pool().device(DeviceChoice::Cuda).start();
     let Err(StartError::NoCuda { cause, .. }) = failed else { panic!("{failed:?}") };
-    assert_eq!(cause, "cuda_pool cannot be had on CUDA device 0: the device does not offer it");
+    assert_eq!(
+        cause,
+        "backend cuda_pool does not work on CUDA device 0: the device does not support it"
+    );
     for (device, expected) in [
-        (DeviceChoice::Auto, "device arenas lie in host memory: cuda_pool cannot be had"),
+        (DeviceChoice::Auto, "device arenas lie in host memory: backend cuda_pool does not work"),
         (DeviceChoice::Host, "LOWTIDE_DEVICE_BACKEND=pool (code) is of no use"),
     ] {
         let memory = pool().device(device).start().expect("starts");

@@ -15,12 +15,12 @@ const LINES_MAX: usize = 120;
 
 /// Each example, and what of its output a person would look for.
 const EXAMPLES: &[(&str, &[&str])] = &[
-    ("global_allocator", &["64 MiB in blocks of 1 KiB", "the purge gave back"]),
-    ("embedded_in_axum", &["THE TIDE GOES OUT", "can never fit", "ended: nothing outstanding"]),
-    ("embedded_in_tonic", &["1 MiB served", "ResourceExhausted", "a neighbour holds"]),
-    ("device_buffers", &["refused: ", "sleep gave back 16.0 MiB", "awake, filled again"]),
-    ("managed_model", &["refused: ", "loads 2", "ended: nothing outstanding"]),
-    ("low_memory", &["served", "shed", "after it: ", "enable_cpu_mem_arena = false"]),
+    ("global_allocator", &["64 MiB in blocks of 1 KiB", "the purge released"]),
+    ("embedded_in_axum", &["THE TIDE GOES OUT", "can never fit", "shut down: nothing outstanding"]),
+    ("embedded_in_tonic", &["1 MiB served", "ResourceExhausted", "are held elsewhere"]),
+    ("device_buffers", &["refused: ", "sleep released 16.0 MiB", "awake, refilled"]),
+    ("managed_model", &["refused: ", "loads 2", "shut down: nothing outstanding"]),
+    ("low_memory", &["served", "rejected", "afterwards: ", "enable_cpu_mem_arena = false"]),
 ];
 
 fn source(name: &str) -> String {
@@ -88,7 +88,7 @@ fn a_file_is_planned_beside_the_plans_of_others_and_drawn() {
     fs::write(&wrong, "id,lower,upper,size\na,0,1,4\nb,5,1,4\n").expect("a file");
     let (code, text) = run("plan", &[&wrong]);
     assert_eq!(code, Some(2), "{text}");
-    assert!(text.contains("wrong.csv: line 3: b: live from 5 until before 1"), "{text}");
+    assert!(text.contains("wrong.csv: line 3: b: live from 5 until 1"), "{text}");
     let (code, text) = run("plan", &[&file("none.csv")]);
     assert_eq!((code, text.contains("none.csv: No such file")), (Some(2), true), "{text}");
 }

@@ -22,55 +22,59 @@ const fn empty(title: &'static str, letters: &'static str, why: &'static str) ->
 }
 
 const LIMIT: &str = "a limit stands while the process lives";
-const INFO: &str = "it says what runs, and that does not change";
+const INFO: &str = "it describes the running version and settings, which do not change";
 const CGROUP: &str = "needs a memory cgroup of its own, and one that reaches its limit";
-const NEIGHBOUR: &str = "nobody else is on the device that stands in";
-const STAND_IN: &str = "the device that stands in has one size, and its context holds nothing";
-const FOREIGN: &str = "the proxy lends and adopts nothing";
-const FAULTLESS: &str = "a fault that the load does not bring about";
-const MOMENT: &str = "activations live for a moment, and the figures are taken between two";
+const NEIGHBOUR: &str = "no other process uses the simulated device";
+const STAND_IN: &str = "the simulated device has one size, and its context uses no memory";
+const FOREIGN: &str = "the proxy exports and imports no memory";
+const FAULTLESS: &str = "an error that the load does not cause";
+const MOMENT: &str = "activations live briefly, and samples fall between two of them";
 const FAST: &str = "a load may be over between two scrapes";
-const MEET: &str = "on few cores threads may never meet at a lock";
-const VIEWED: &str = "an arena that was lent to cudarc sleeps only if the program asks";
-const SHORTAGE: &str = "an arena is never short here: admission turns away before it is";
+const MEET: &str = "on few cores threads may never contend for a lock";
+const VIEWED: &str = "an arena used through cudarc sleeps only if the program asks for it";
+const SHORTAGE: &str = "an arena is never short here: admission rejects requests before";
 
 /// The panels.
 pub(crate) const PANELS: &[Named] = &[
     constant("Host memory", "D", LIMIT),
     empty("OOM kills, all instances", "A", CGROUP),
-    constant("What a purge could take", "B", "no page is muzzy in the profile balanced"),
+    constant("Reclaimable by purge", "B", "no page is muzzy in the profile balanced"),
     constant("Heap arenas and background threads", "AB", "the heap keeps what it started with"),
     constant("Builds", "A", INFO),
-    constant("Notes", "A", "what did not go as asked is found at the start"),
-    constant("Rungs", "A", INFO),
+    constant("Diagnostics", "A", "diagnostics are found at the start"),
+    constant("Backend", "A", INFO),
     constant("Committed and live, by arena", "D", LIMIT),
     constant("Device fragmentation, by arena", "B", MOMENT),
     constant("Pending and cached, by arena", "AB", MOMENT),
     constant("Asleep and offloaded, by arena", "AB", VIEWED),
-    constant("Sleeps and wakes", "C", "nobody takes the memory of an arena that sleeps"),
+    constant("Sleeps and wakes", "C", "no process takes the memory of a sleeping arena"),
     constant("Allocations refused", "A", SHORTAGE),
     constant("Shortages", "AB", SHORTAGE),
-    constant("Remaps and moves", "AB", "host memory is not remapped, and nobody compacts"),
-    constant("Bytes remapped and moved", "AB", "host memory is not remapped, and nobody compacts"),
+    constant("Remaps and moves", "AB", "host memory is not remapped, and nothing compacts"),
+    constant("Bytes remapped and moved", "AB", "host memory is not remapped, and nothing compacts"),
     constant("Device address space", "A", "it is reserved once, when the arena opens"),
-    constant("The device, whoever holds it", "ABCD", STAND_IN),
-    constant("Given back for neighbours", "A", NEIGHBOUR),
+    constant("Device memory by owner", "ABCD", STAND_IN),
+    constant("Released for other processes", "A", NEIGHBOUR),
     constant("Exported and imported memory by arena", "AB", FOREIGN),
-    constant("Faults at the border", "ABC", FAULTLESS),
-    constant("What counts against the limit", "E", LIMIT),
-    empty("What counts against the limit", "D", CGROUP),
-    constant("Booked and allowance", "D", LIMIT),
-    constant("Booked and allowance", "C", "a berth is kept only while larger requests are behind"),
-    constant("Who says the limit", "ABC", INFO),
+    constant("Interoperability errors", "ABC", FAULTLESS),
+    constant("Memory against the limit", "E", LIMIT),
+    empty("Memory against the limit", "D", CGROUP),
+    constant("Reserved and allowance", "D", LIMIT),
+    constant(
+        "Reserved and allowance",
+        "C",
+        "headroom is reserved only while larger requests fall behind",
+    ),
+    constant("Source of the limit", "ABC", INFO),
     empty("OOM kills", "A", CGROUP),
     empty("Limits reached", "A", CGROUP),
-    empty("Waits for memory", "AB", CGROUP),
-    constant("Held by resources", "A", "each load of the model holds as much"),
-    constant("Being loaded", "A", FAST),
-    constant("Callers that wait", "A", FAST),
-    constant("Locks found taken", "A", MEET),
-    constant("Waits for a lock", "A", MEET),
-    constant("Clean-ups that panicked", "A", FAULTLESS),
+    empty("Memory stalls", "AB", CGROUP),
+    constant("Memory held by resources", "A", "each load of the model holds as much"),
+    constant("Loading", "A", FAST),
+    constant("Waiting callers", "A", FAST),
+    constant("Lock contention", "A", MEET),
+    constant("Lock wait time", "A", MEET),
+    constant("Clean-up panics", "A", FAULTLESS),
 ];
 
 /// Metrics that a scrape may lack.

@@ -192,7 +192,7 @@ fn page_locked_host_memory_is_not_adopted_and_managed_memory_is() {
     // SAFETY: freed below, once; nobody reads it.
     let locked = unsafe { result::malloc_host(UNIT, 0) }.expect("room");
     let at = DeviceAddress::new(locked.addr() as u64);
-    let host = Owner::Elsewhere("memory of the host");
+    let host = Owner::Elsewhere("host memory");
     assert_eq!(bed.driver.owner_of(at, ByteSize::of(UNIT)), Ok(host));
     // SAFETY: it is refused.
     let refused = unsafe { arena.import::<u8>(at, UNIT, |_, _| panic!("not adopted")) };

@@ -320,7 +320,7 @@ fn a_device_without_pools_and_a_driver_without_limits_say_so() {
     drop(open());
     for (flags, what) in [
         (Options::NO_POOLS, BackendFailure::NotOffered.to_string()),
-        (Options::NO_POOL_CREATE, "the driver does not offer cuMemPoolCreate".to_owned()),
+        (Options::NO_POOL_CREATE, "the driver does not support cuMemPoolCreate".to_owned()),
     ] {
         fake.reset(Options { flags, ..LAZY });
         let error = PoolGovernor::open(GovernorOptions::default()).expect_err("no pool of ours");

@@ -174,7 +174,7 @@ fn faults_of_the_documents_are_found() {
         ("### LowtideRequestsShed", "### Requests", "LowtideRequestsShed: expected one section"),
         ("### LowtideRequestsShed", "### LowtideOther", "LowtideOther: a section for an alert"),
         ("lowtide_heap_", "lowtide_pile_", "a metric that does not exist"),
-        ("*Multiplier*", "*Multiplicity*", "Multiplicity: docs/OPERATING.md names a panel"),
+        ("*Correction factor*", "*Multiplicity*", "Multiplicity: docs/OPERATING.md names a panel"),
     ] {
         assert!(text.contains(from), "{from:?} is not in the runbook any more");
         finds(expected, &documents::runbook(&text.replace(from, to), &rules, &dashboards()));

@@ -102,14 +102,14 @@ fn what_segments_cannot_have_is_refused_by_name() {
     let clock = ManualClock::new();
     let mut planner = Planner::new(&clock).segments_of(ByteSize::new(32));
     let found = planner.plan(&problem).expect_err("where would it be").to_string();
-    assert_eq!(found, "fixed: a fixed offset or an alignment that segments of 32 B cannot have");
+    assert_eq!(found, "fixed: segments of 32 B cannot satisfy its fixed offset or alignment");
     let mut problem = Problem::new();
     for (name, align) in [("even", 1 << 20), ("odd", (1 << 31) - 1)] {
         let demand = Demand::new(name, ByteSize::new(8), 0..3);
         problem.add(Demand { align, ..demand }).expect("it can be posed");
     }
     let found = planner.plan(&problem).expect_err("no segment begins there").to_string();
-    assert_eq!(found, "odd: a fixed offset or an alignment that segments of 32 B cannot have");
+    assert_eq!(found, "odd: segments of 32 B cannot satisfy its fixed offset or alignment");
 }
 
 #[test]

@@ -291,7 +291,7 @@ fn a_buffer_larger_than_a_segment_gets_its_own_which_others_share() {
     let found = planner.plan(&problem).expect_err("no bytes");
     assert_eq!(
         found.to_string(),
-        "b: a fixed offset or an alignment that segments of 0 B cannot have"
+        "b: segments of 0 B cannot satisfy its fixed offset or alignment"
     );
 }
 
@@ -309,7 +309,7 @@ fn a_plan_serves_smaller_shapes_and_none_that_is_wired_otherwise() {
     plan.verify(&posed([8, 4, 0], 5)).expect("what serves is sound");
     assert_eq!(plan.serves(&posed([8, 8, 8], 6)), Err(Unserved::Shape));
     let larger = plan.serves(&posed([8, 9, 1], 5)).expect_err("it is larger").to_string();
-    assert_eq!(larger, "b: 9 B, where 8 B was planned");
+    assert_eq!(larger, "b: 9 B is larger than the planned 8 B");
     // The hazard: as many buffers of the same sizes, of which two share memory in one problem.
     let mut shared = posed([8, 8, 8], 5);
     let ids: Vec<_> = shared.ids().collect();

@@ -26,9 +26,9 @@ fn plans_from_elsewhere_are_verified() {
     assert_eq!(problem.verify(&[0, 8]), Ok(ByteSize::new(16)));
     assert_eq!(problem.verify(&[100, 0]), Ok(ByteSize::new(108)));
     let text = |offsets: &[u64]| problem.verify(offsets).expect_err("a fault").to_string();
-    assert_eq!(text(&[0, 7]), "b at 7 and a at 0 are live at step 2 and overlap");
+    assert_eq!(text(&[0, 7]), "b at 7 and a at 0 overlap at step 2");
     assert_eq!(text(&[2, 16]), "a at 2: expected a multiple of 4");
-    assert_eq!(text(&[0]), "1 offsets for 2 buffers");
+    assert_eq!(text(&[0]), "found 1 offsets: expected 2, one for each buffer");
     assert!(matches!(problem.verify(&[0, u64::MAX]), Err(PlanFault::BeyondPeak { .. })));
 }
 
@@ -58,9 +58,9 @@ fn shared_memory_that_is_apart_and_fixed_offsets_that_moved_are_found() {
     problem.add(fixed).expect("it can be posed");
     problem.verify(&[0, 8, 4, 64]).expect("as it must be");
     let text = |offsets: &[u64]| problem.verify(offsets).expect_err("a fault").to_string();
-    let apart = "view at 5: it shares memory of a, which is at 0";
+    let apart = "view at 5: expected to share the memory of a at 0";
     assert_eq!(text(&[0, 8, 5, 64]), apart);
-    assert_eq!(text(&[0, 8, 4, 65]), "fixed at 65: it is fixed at 64");
+    assert_eq!(text(&[0, 8, 4, 65]), "fixed at 65: expected its fixed offset 64");
 }
 
 #[test]
@@ -69,23 +69,23 @@ fn what_cannot_be_posed_is_refused_by_name() {
     let mut refused = |demand: Demand| problem.add(demand).expect_err("it is wrong").to_string();
     let plain = |live| Demand::new("c", ByteSize::new(8), live);
     let inverted = Demand { live: std::ops::Range { start: 5, end: 4 }, ..plain(0..9) };
-    let expected = "c: live from 5 until before 4: expected an end at or after the start";
+    let expected = "c: live from 5 until 4: expected an end at or after the start";
     assert_eq!(refused(inverted), expected);
     assert_eq!(
         refused(Demand { align: 0, ..plain(0..9) }),
-        "c: an alignment of 0: expected 1 or more"
+        "c: invalid alignment 0: expected 1 or more"
     );
     let gap = |span, window| Demand { gaps: vec![Gap { span, window }], ..plain(2..9) };
-    let expected = "c: a gap from 1 until before 3: expected one within 2 to 9";
+    let expected = "c: gap from 1 until 3: expected a gap within 2 to 9";
     assert_eq!(refused(gap(1..3, None)), expected);
     let window = Some(Window { low: 4, high: 9 });
-    assert_eq!(refused(gap(3..4, window)), "c: a window 4:9: expected one within its 8 bytes");
+    assert_eq!(refused(gap(3..4, window)), "c: window 4:9: expected a window within its 8 bytes");
     let fixed = Demand { align: 4, offset: Some(6), ..plain(0..9) };
-    assert_eq!(refused(fixed), "c: fixed at 6: expected a multiple of 4");
+    assert_eq!(refused(fixed), "c: fixed offset 6: expected a multiple of 4");
     let huge = Demand { size: ByteSize::new(u64::MAX >> 2), ..plain(0..9) };
-    assert!(refused(huge).contains("with those before it: expected at most"));
+    assert!(refused(huge).contains("exceeds the total size limit: expected at most"));
     let far = Demand { offset: Some(u64::MAX), ..plain(0..9) };
-    assert!(refused(far).contains("with those before it: expected at most"));
+    assert!(refused(far).contains("exceeds the total size limit: expected at most"));
 }
 
 #[test]
@@ -94,14 +94,20 @@ fn sharing_that_cannot_be_is_refused_by_name() {
     let ids: Vec<_> = problem.ids().collect();
     let small = problem.add(Demand::new("small", ByteSize::new(4), 2..9)).expect("posed");
     let text = |found: Result<(), PlanError>| found.expect_err("it is wrong").to_string();
-    assert_eq!(text(problem.view(small, ids[0], 5)), "small: 4 bytes at 5 of a, which has 8");
-    assert_eq!(text(problem.reuse(ids[0], small)), "a: 8 bytes at 0 of small, which has 4");
+    assert_eq!(
+        text(problem.view(small, ids[0], 5)),
+        "small: 4 bytes at offset 5 do not fit a, which has 8 bytes"
+    );
+    assert_eq!(
+        text(problem.reuse(ids[0], small)),
+        "a: 8 bytes at offset 0 do not fit small, which has 4 bytes"
+    );
     problem.reuse(small, ids[0]).expect("it is smaller");
-    let twice = "small: over b: expected a buffer that shares nobody's memory so far";
+    let twice = "small: cannot share memory of b: expected a buffer that shares no memory yet";
     assert_eq!(text(problem.reuse(small, ids[1])), twice);
     let external = Demand { role: Role::External, ..Demand::new("w", ByteSize::new(8), 0..9) };
     let external = problem.add(external).expect("posed");
-    let held = "b: in the place of w, which is held by the caller";
+    let held = "b: cannot overwrite w, which is external memory";
     assert_eq!(text(problem.reuse(ids[1], external)), held);
     let mut ring = two();
     ring.view(ids[0], ids[1], 0).expect("they are as large");
@@ -117,49 +123,57 @@ fn fixed_offsets_that_contradict_each_other_are_refused_by_name() {
         problem.add(Demand { offset: Some(offset), ..demand }).expect("it can be posed");
     }
     let found = Planner::new(&ManualClock::new()).plan(&problem).expect_err("they overlap");
-    assert_eq!(found.to_string(), "b: fixed at 4 over a, which is live at step 3 as well");
+    assert_eq!(found.to_string(), "b: fixed offset 4 overlaps a, which is also live at step 3");
 }
 
 #[test]
 fn a_wrong_file_is_refused_with_the_line() {
     let cases: [(&str, u64, &str); 13] = [
         ("", 1, "unknown column \"\": expected id, lower, upper, size, alignment, offset, gaps"),
-        ("id,lower,upper\n", 1, "no column size"),
-        ("id,lower,upper,end,size\n", 1, "column end for the second time"),
-        ("id,lower,upper,size\na,0,1\n", 2, "3 values: expected 4"),
-        ("id,lower,upper,size\na,0,1,4\nb,0,1,4,5\n", 3, "5 values: expected 4"),
-        ("id,lower,upper,size\na,x,1,4\n", 2, "lower \"x\": expected a whole number below 2^63"),
+        ("id,lower,upper\n", 1, "missing column size"),
+        ("id,lower,upper,end,size\n", 1, "duplicate column end"),
+        ("id,lower,upper,size\na,0,1\n", 2, "found 3 values: expected 4"),
+        ("id,lower,upper,size\na,0,1,4\nb,0,1,4,5\n", 3, "found 5 values: expected 4"),
+        (
+            "id,lower,upper,size\na,x,1,4\n",
+            2,
+            "invalid lower \"x\": expected a whole number below 2^63",
+        ),
         (
             "id,lower,upper,size\na,0,1,-4\n",
             2,
-            "size \"-4\": expected a number of bytes below 2^64",
+            "invalid size \"-4\": expected a number of bytes below 2^64",
         ),
         (
             "id,lower,end,size\na,0,9223372036854775807,4\n",
             2,
-            "upper \"9223372036854775807\": expected a last step below 2^63 - 1",
+            "invalid upper \"9223372036854775807\": expected a last step below 2^63 - 1",
         ),
         (
             "id,lower,upper,size\na,5,1,4\n",
             2,
-            "a: live from 5 until before 1: expected an end at or after the start",
+            "a: live from 5 until 1: expected an end at or after the start",
         ),
         (
             "id,lower,upper,size,gaps\na,0,9,4,3\n",
             2,
-            "gaps \"3\": expected gaps such as 3-5 or 3-5@0:16",
+            "invalid gaps \"3\": expected gaps such as 3-5 or 3-5@0:16",
         ),
         (
             "id,lower,upper,size,gaps\na,0,9,4,3-5@0\n",
             2,
-            "gaps \"3-5@0\": expected gaps such as 3-5 or 3-5@0:16",
+            "invalid gaps \"3-5@0\": expected gaps such as 3-5 or 3-5@0:16",
         ),
         (
             "id,lower,upper,size,gaps\na,0,9,4,-\n",
             2,
-            "gaps \"-\": expected gaps such as 3-5 or 3-5@0:16",
+            "invalid gaps \"-\": expected gaps such as 3-5 or 3-5@0:16",
         ),
-        ("id,lower,upper,size\na,0,1,4\n\nb,0,1,4\n", 4, "a line after an empty one"),
+        (
+            "id,lower,upper,size\na,0,1,4\n\nb,0,1,4\n",
+            4,
+            "unexpected line after the empty line that ends the file",
+        ),
     ];
     for (text, line, fault) in cases {
         let found = Problem::read_csv(text.as_bytes(), Ends::AsNamed).expect_err(text);

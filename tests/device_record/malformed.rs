@@ -49,7 +49,11 @@ fn what_is_no_recording_is_refused_with_what_was_found() {
             1,
             "version=: expected a number of at most 18446744073709551615, found \"x\"",
         ),
-        ("lowtide-recording version=1\n", 2, "expected the line of the open, found nothing"),
+        (
+            "lowtide-recording version=1\n",
+            2,
+            "expected the line of the operation `open`, found nothing",
+        ),
         ("lowtide-recording version=1 \n", 1, "expected the end of the line, found nothing"),
         ("lowtide-recording version=1\n0 alloc\n", 2, "expected open, found \"alloc\""),
     ] {
@@ -155,7 +159,7 @@ fn sleeps_wakes_and_contents_that_are_wrong_are_refused_with_their_line() {
         ("wake -> failed committed=5", "expected the end of the line, found \"committed=5\""),
         ("contents id=1", "expected what=, found nothing"),
         ("contents id=1 what=lost", "expected discard, keep, stay or usual, found \"lost\""),
-        ("contents id=7 what=keep", "expected a block that was handed out, found block 7"),
+        ("contents id=7 what=keep", "expected an allocated block, found block 7"),
     ] {
         refused(&format!("{ALLOC}2 {line}\n"), 4, words);
     }
@@ -189,7 +193,7 @@ fn a_recording_of_version_1_is_read_and_has_no_word_of_version_2() {
 
 #[test]
 fn blocks_and_lanes_that_are_not_there_are_refused() {
-    let unknown = "expected a block that was handed out, found block 7";
+    let unknown = "expected an allocated block, found block 7";
     for what in ["free id=7 after=all", "pin id=7", "unpin id=7", "use id=7 lane=1"] {
         refused(&format!("1 {what}\n"), 3, unknown);
     }
@@ -202,7 +206,7 @@ fn blocks_and_lanes_that_are_not_there_are_refused() {
     refused(&format!("{raw}2 reset -> blocks=1 bytes=256\n3 free id=1 after=all\n"), 5, twice);
     let again = "id=: expected a number of at least 2, found 1";
     refused(&format!("{freed}{ALLOC}").replace("\n1 alloc", "\n3 alloc"), 5, again);
-    let gone = "expected a lane that is there, found lane 1";
+    let gone = "expected an existing lane, found lane 1";
     refused("1 end_run lane=1 -> done\n", 3, gone);
     refused("1 lane lane=1 stream=1\n2 lane_end lane=1\n3 lane_end lane=1\n", 5, gone);
     refused(&ALLOC.replace("lane=none", "lane=1"), 3, gone);
@@ -266,7 +270,7 @@ fn the_last_line_is_whole_and_nothing_comes_after_the_end() {
     assert!(parsed("1 limit bytes=7\n").is_ok(), "without a last line");
     let end = "1 end operations=0 threads=one ended=gone -> hash=0123456789abcdef\n";
     let more = format!("{end}2 limit bytes=7\n");
-    refused(&more, 4, "expected nothing after the end, found \"2 limit bytes=7\"");
+    refused(&more, 4, "expected no line after the end, found \"2 limit bytes=7\"");
     for cut in 1..HEAD.len() {
         let error = Log::parse(&HEAD[..cut]).expect_err("cut off");
         assert!(error.line <= 2, "{error}");

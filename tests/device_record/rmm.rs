@@ -87,7 +87,7 @@ fn a_wrong_line_is_refused_with_its_number() {
         (
             one.replace("00:00:00", "25:00:00"),
             2,
-            "expected a time as 23:59:59.999999, found \"25:00:00.1\"",
+            "expected a time such as 23:59:59.999999, found \"25:00:00.1\"",
         ),
         (
             one.replace("allocate", "grab"),
@@ -113,13 +113,13 @@ fn a_wrong_line_is_refused_with_its_number() {
         (
             format!("{one}{two}{one}"),
             4,
-            "expected a new address, found 0x10, which was handed out in line 2",
+            "expected a new address, found 0x10, which was allocated in line 2",
         ),
-        (format!("{one}{free}{free}"), 4, "expected an address that was handed out, found 0x10"),
+        (format!("{one}{free}{free}"), 4, "expected a live address, found 0x10"),
         (
             format!("{one}{}", free.replace(",8,", ",9,")),
             3,
-            "expected a size of 8, as 0x10 was asked for with, found 9",
+            "expected the requested size of 8 for 0x10, found 9",
         ),
         (format!("{one}\n"), 3, "expected six fields, found nothing"),
     ] {

@@ -66,7 +66,7 @@ fn a_sink_that_fails_or_panics_stops_the_recording_and_nothing_else() {
         match panics {
             true => assert!(matches!(&error, RecordError::Panicked { .. }), "{error}"),
             false => {
-                assert_eq!(error.to_string(), "the sink of a recording failed: no room on the disk")
+                assert_eq!(error.to_string(), "the recording's sink failed: no room on the disk")
             }
         }
         assert_eq!(*drops.lock().expect("ok"), 1, "the sink is let go of at once");

@@ -1,4 +1,4 @@
-//! Addresses of device memory: numbers, never pointers.
+//! Device addresses: plain numbers that are never dereferenced.
 //!
 //! Invariant: no sum wraps.
 
@@ -6,27 +6,29 @@ use std::fmt;
 
 use crate::bytes::ByteSize;
 
-/// An address in a driver's address space. On the host rung it is an address of this process; it
-/// is never read or written through, but by way of [`Driver::host_pointer`].
+/// An address in a driver's address space.
+///
+/// With the host backend it is an address of this process. Memory is never accessed through it
+/// directly, only through [`Driver::host_pointer`].
 ///
 /// [`Driver::host_pointer`]: super::Driver::host_pointer
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct DeviceAddress(u64);
 
 impl DeviceAddress {
-    /// The address with this number.
+    /// Creates an address from its numeric value.
     #[must_use]
     pub const fn new(address: u64) -> Self {
         Self(address)
     }
 
-    /// The number of the address.
+    /// Returns the numeric value.
     #[must_use]
     pub const fn get(self) -> u64 {
         self.0
     }
 
-    /// The address this much further on, or `None` where there is none.
+    /// Returns the address `offset` bytes above this one, or `None` if the sum overflows.
     #[must_use]
     pub const fn checked_add(self, offset: ByteSize) -> Option<Self> {
         match self.0.checked_add(offset.get()) {
@@ -35,7 +37,7 @@ impl DeviceAddress {
         }
     }
 
-    /// How far this address lies behind `base`, or `None` where it lies before it.
+    /// Returns the distance from `base` to this address, or `None` if `base` is larger.
     #[must_use]
     pub const fn offset_from(self, base: Self) -> Option<ByteSize> {
         match self.0.checked_sub(base.0) {
@@ -44,14 +46,14 @@ impl DeviceAddress {
         }
     }
 
-    /// Whether the address is a multiple of `alignment`.
+    /// Returns `true` if the address is a multiple of `alignment`.
     ///
     /// # Panics
     /// If `alignment` is zero.
     #[must_use]
     #[inline]
     pub const fn is_multiple_of(self, alignment: ByteSize) -> bool {
-        assert!(!alignment.is_zero(), "an alignment is not zero");
+        assert!(!alignment.is_zero(), "the alignment must not be zero");
         self.0.is_multiple_of(alignment.get())
     }
 }

@@ -1,23 +1,23 @@
-//! What there is to choose from, and what each choice can do: plain values.
+//! The available backends and the capabilities of each: plain values.
 //!
-//! Invariant: each name fits a label of a metric.
+//! Invariant: each name is a valid metric label.
 
 use std::fmt;
 
 use crate::bytes::ByteSize;
 
-/// A kind of memory of the host, for data on its way to a device or back.
+/// A kind of host memory, used for transfers to and from a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum HostMemory {
-    /// Its pages stay where they are: never swapped, and a device copies from them directly.
+    /// Page-locked memory: its pages are never swapped, and a device copies from them directly.
     PageLocked,
-    /// Plain memory: the kernel may swap it, and a device copies from it by way of a buffer of
-    /// the driver's own.
+    /// Ordinary memory: the kernel may swap it, and a device copies from it through a staging
+    /// buffer of the driver.
     Pageable,
 }
 
 impl HostMemory {
-    /// The name under which metrics and endpoints show it.
+    /// Returns the name used by metrics and endpoints.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -33,53 +33,56 @@ impl fmt::Display for HostMemory {
     }
 }
 
-/// What a driver can do; asked for before use, because what is missing is a typed error.
+/// The features that a driver supports.
+///
+/// Check them before use: a call to a missing feature returns
+/// [`DriverError::Unsupported`](super::DriverError::Unsupported).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[expect(clippy::struct_excessive_bools, reason = "independent facts, each with its name")]
 pub struct Capabilities {
-    /// Address space can be reserved apart from memory. Without it, memory is had in segments, at
-    /// addresses of the driver's choice:
+    /// Address space can be reserved independently of memory. Without it, memory is allocated in
+    /// segments at addresses that the driver chooses:
     /// [`Driver::segment_create`](super::Driver::segment_create).
     pub virtual_memory: bool,
-    /// The host reads and writes the memory through
+    /// The host can read and write the memory through
     /// [`Driver::host_pointer`](super::Driver::host_pointer).
     pub host_access: bool,
-    /// The memory is memory of this process, in its resident set: it counts in the host's budget.
+    /// The memory is part of this process's resident set, so it counts in the host's budget.
     pub host_backed: bool,
-    /// Device and host are one memory, as with integrated GPUs, though the kernel counts what the
-    /// device commits neither in the resident set of this process nor against its cgroup. It counts
-    /// in the host's budget all the same; see [`Capabilities::counts_as_host`].
+    /// Device and host share one memory, as in integrated GPUs, but the kernel counts committed
+    /// device memory neither in the resident set of this process nor against its cgroup. It still
+    /// counts in the host's budget; see [`Capabilities::counts_as_host`].
     pub unified: bool,
-    /// Live blocks can lose their memory and get it back at the same addresses.
+    /// The memory of live blocks can be released and later restored at the same addresses.
     pub same_address_wake: bool,
-    /// The memory behind one part of a reservation can go behind another without being given back:
+    /// Memory can be moved from one part of a reservation to another without being released:
     /// [`Driver::remap`](super::Driver::remap).
     pub remap: bool,
-    /// Work goes on after the call that started it returned, so that a freed block may still be
-    /// used by the device.
+    /// Work continues after the call that started it has returned, so the device may still use a
+    /// freed block.
     pub asynchronous: bool,
-    /// Host memory can be page-locked. A limit of the system may still refuse it.
+    /// Host memory can be page-locked. A system limit may still refuse it.
     pub page_locked: bool,
-    /// The smallest unit that is committed; a power of two. Every address and size given to the
-    /// driver is a multiple of it.
+    /// The smallest unit that can be committed; a power of two. Every address and size passed to
+    /// the driver is a multiple of it.
     pub granularity: ByteSize,
 }
 
 impl Capabilities {
-    /// Whether device memory counts in the host's budget, and the device has none of its own: every
-    /// byte that is committed is a byte less for the host.
+    /// Returns `true` if device memory counts in the host's budget because the device has no memory
+    /// of its own. Each committed byte then leaves one byte less for the host.
     #[must_use]
     pub const fn counts_as_host(&self) -> bool {
         self.host_backed || self.unified
     }
 }
 
-/// The driver in use, out of the ladder.
+/// The way in which a driver allocates device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Backend {
     /// CUDA's virtual memory calls: reserve, create, map.
     CudaVirtualMemory,
-    /// A CUDA stream-ordered pool of our own.
+    /// A CUDA stream-ordered pool owned by this crate.
     CudaPool,
     /// Plain CUDA allocations.
     CudaPlain,
@@ -88,7 +91,7 @@ pub enum Backend {
 }
 
 impl Backend {
-    /// The name under which metrics and endpoints show it.
+    /// Returns the name used by metrics and endpoints.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {

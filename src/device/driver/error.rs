@@ -1,107 +1,110 @@
-//! Why a driver did not do what it was asked, and what the numbers of CUDA's results mean.
+//! Driver errors, and the meaning of CUDA result codes.
 //!
-//! It knows which results lose the context, and calls nothing: a driver is asked for names by its
-//! own layer, and a number without a name is still an error with its number.
+//! It knows which results mean that the context is lost, and makes no calls: a driver looks up the
+//! names of codes itself, and an error without a name still has its code.
 //!
-//! Invariant: `DriverError::of_cuda(_, code, _).code()` is `code`, or `None` where the variant
-//! stands for that one number.
+//! Invariant: `DriverError::of_cuda(_, code, _).code()` is `code`, or `None` if the variant stands
+//! for that one code.
 
 use thiserror::Error;
 
 use super::DeviceAddress;
 use crate::bytes::ByteSize;
 
-/// Why a driver did not do what it was asked.
+/// An error of a driver call.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DriverError {
-    /// There is no more memory or address space of the kind asked for.
-    #[error("{call}: no more memory or address space for {requested}")]
+    /// There is not enough memory or address space of the requested kind.
+    #[error("{call}: out of memory or address space for {requested}")]
     OutOfMemory {
-        /// The system's or the device's call.
+        /// The system or device call.
         call: &'static str,
-        /// What was asked for.
+        /// The requested size.
         requested: ByteSize,
     },
-    /// The process may not lock that much memory. The limit counts all that it has locked, whoever
-    /// locked it.
-    #[error("{requested} cannot be page-locked: the process may lock {limit} in all (ulimit -l)")]
+    /// The process may not lock that much memory. The limit applies to all memory that the process
+    /// has locked.
+    #[error("cannot page-lock {requested}: the process limit is {limit} in total (ulimit -l)")]
     LockLimit {
-        /// What was asked for.
+        /// The requested size.
         requested: ByteSize,
-        /// `RLIMIT_MEMLOCK`.
+        /// The limit, `RLIMIT_MEMLOCK`.
         limit: ByteSize,
     },
-    /// This driver does not offer it.
-    #[error("the driver does not offer {what}")]
+    /// The driver does not support the feature.
+    #[error("the driver does not support {what}")]
     Unsupported {
-        /// What is missing.
+        /// The missing feature.
         what: &'static str,
     },
     /// The system or the device refused the call.
     #[error("{call} failed: {message} (code {code})")]
     Refused {
-        /// The system's or the device's call.
+        /// The system or device call.
         call: &'static str,
-        /// `errno`, or the number of a CUDA result.
+        /// `errno`, or a CUDA result code.
         code: i64,
-        /// What that number means.
+        /// The meaning of the code.
         message: String,
     },
-    /// A copy between parts that overlap, or of no memory of this driver.
-    #[error("a copy of {size} from {from} to {to}: the parts must be apart")]
+    /// A copy between overlapping parts, or outside this driver's memory.
+    #[error(
+        "cannot copy {size} from {from} to {to}: the parts overlap or lie outside the driver's \
+        memory"
+    )]
     Overlap {
-        /// Where the bytes are.
+        /// The source address.
         from: DeviceAddress,
-        /// Where they were to go.
+        /// The destination address.
         to: DeviceAddress,
-        /// How many.
+        /// The number of bytes.
         size: ByteSize,
     },
-    /// A range that is empty, or not made of whole granules.
-    #[error("{size} at {at} is not a number of whole granules of {granularity}")]
+    /// A range is empty, or not made of whole granules.
+    #[error("invalid range of {size} at {at}: expected whole granules of {granularity}")]
     Misaligned {
-        /// Where the range begins.
+        /// The start of the range.
         at: DeviceAddress,
-        /// How long it is.
+        /// The size of the range.
         size: ByteSize,
-        /// What both must be multiples of.
+        /// The unit of addresses and sizes.
         granularity: ByteSize,
     },
-    /// Work on the device touched an address with no memory behind it (CUDA result 700). Every
-    /// call of the context fails from then on: its memory is lost, and the process must start anew
-    /// or reset the device.
-    #[error("{call}: work on the device touched an address with no memory behind it (code 700)")]
+    /// Device work accessed an address with no memory behind it (CUDA result 700). Every later call
+    /// in the context fails: its memory is lost, and the process must be restarted or the device
+    /// reset.
+    #[error("{call}: device work accessed an address with no memory behind it (code 700)")]
     IllegalAddress {
-        /// The call that said so; the work itself was started earlier.
+        /// The call that reported the error; the work itself was started earlier.
         call: &'static str,
     },
-    /// A wait for all work of the device was not made, because background work does not make it:
-    /// it would spoil every capture of a graph in the context.
+    /// Background work needed to wait for all work of the device and did not, because that wait
+    /// would invalidate every graph capture in the context.
     #[error(
-        "{call} was not called: background work does not wait for the whole device; expected \
-         memory that is used on lanes, or a call of the program such as `DeviceArena::purge`"
+        "{call} was not called: background work does not wait for the whole device; use the memory \
+         on lanes, or call a foreground method such as `DeviceArena::purge`"
     )]
     Background {
-        /// The device's call.
+        /// The device call.
         call: &'static str,
     },
-    /// The context is gone, or a fault has poisoned it: every call fails from now on.
-    #[error("{call}: the context is lost: {message} (code {code})")]
+    /// The context was destroyed, or a device fault has made it unusable. Every later call fails.
+    #[error("{call}: the CUDA context is lost: {message} (code {code})")]
     ContextLost {
-        /// The device's call.
+        /// The device call.
         call: &'static str,
-        /// The number of a CUDA result.
+        /// The CUDA result code.
         code: i64,
-        /// What that number means.
+        /// The meaning of the code.
         message: String,
     },
 }
 
 impl DriverError {
-    /// The error for a result of the CUDA driver other than success: memory that has run out (2),
-    /// what is not offered (801), an illegal address (700), a context that is lost, or a refusal.
-    /// Results about how the machine is set up (34, 46, 802, 803) say what an operator can do.
+    /// Converts a CUDA result code other than success: out of memory (2), not supported (801), an
+    /// illegal address (700), a lost context, or a refusal. For codes about the machine's setup
+    /// (34, 46, 802, 803) the message contains advice for the operator.
     #[must_use]
     pub fn of_cuda(call: &'static str, code: u32, requested: ByteSize) -> Self {
         Self::of_cuda_named(call, code, requested, || None)
@@ -129,20 +132,21 @@ impl DriverError {
         }
     }
 
-    /// Whether every later call of the context fails as well: nothing can be freed any more, and
-    /// trying again helps nothing.
+    /// Returns `true` if every later call in the context fails as well. Nothing can be freed then,
+    /// and a retry does not help.
     #[must_use]
     pub const fn is_context_lost(&self) -> bool {
         matches!(self, Self::IllegalAddress { .. } | Self::ContextLost { .. })
     }
 
-    /// Whether memory or address space has run out: less may be there, or more later.
+    /// Returns `true` if memory or address space has run out. A smaller request or a later retry
+    /// may succeed.
     #[must_use]
     pub const fn is_out_of_memory(&self) -> bool {
         matches!(self, Self::OutOfMemory { .. })
     }
 
-    /// The number of the CUDA result, or `errno`, where there is one.
+    /// Returns the CUDA result code or `errno`, if there is one.
     #[must_use]
     pub fn code(&self) -> Option<i64> {
         match self {
@@ -234,29 +238,29 @@ fn cuda_result_name(code: u32) -> &'static str {
     NAMES.iter().find(|row| row.0 == code).map_or("unnamed", |row| row.1)
 }
 
-/// Whether a CUDA result means that the context is lost.
+/// Returns `true` if a CUDA result means that the context is lost.
 fn is_sticky(code: u32) -> bool {
     STICKY.binary_search(&code).is_ok()
 }
 
-/// What an operator can do about a CUDA result, if it is about how the machine is set up.
+/// Returns advice for the operator if a CUDA result is about the machine's setup.
 pub(super) const fn advice(code: u32) -> Option<&'static str> {
     Some(match code {
         STUB_LIBRARY => {
-            "a toolkit's stub was loaded in place of the driver's library: remove its folder from \
-             the library path (LD_LIBRARY_PATH), and see that the driver's libcuda.so.1 is found"
+            "a CUDA toolkit stub was loaded instead of the driver library: remove its folder from \
+             the library path (LD_LIBRARY_PATH), and check that the driver's libcuda.so.1 is found"
         }
         46 => {
-            "another process holds the device exclusively, or its compute mode forbids contexts: \
+            "another process uses the device exclusively, or its compute mode forbids contexts: \
              see `nvidia-smi -q -d COMPUTE`"
         }
         802 => {
-            "the system is not ready: on machines with NVSwitch, see that nvidia-fabricmanager \
-             runs and has the driver's version"
+            "the system is not ready: on machines with NVSwitch, check that nvidia-fabricmanager \
+             is running and matches the driver version"
         }
         803 => {
-            "the driver's library and the kernel module have different versions: reboot or reload \
-             the module; in a container, mount the library of the host's driver"
+            "the driver library and the kernel module have different versions: reboot or reload \
+             the module; in a container, mount the driver library of the host"
         }
         _ => return None,
     })
@@ -280,7 +284,7 @@ mod tests {
         assert_eq!(of(700), DriverError::IllegalAddress { call: "cuMemMap" });
         assert_eq!(
             of(719).to_string(),
-            "cuMemMap: the context is lost: CUDA_ERROR_LAUNCH_FAILED (code 719)"
+            "cuMemMap: the CUDA context is lost: CUDA_ERROR_LAUNCH_FAILED (code 719)"
         );
         assert_eq!(of(1).to_string(), "cuMemMap failed: CUDA_ERROR_INVALID_VALUE (code 1)");
         assert_eq!(of(4242).to_string(), "cuMemMap failed: unnamed (code 4242)");

@@ -1,94 +1,94 @@
-//! Names of what a driver keeps (streams, events, stores of host memory), and what it answers.
+//! Handles of driver objects (streams, events, host stores), and the values of driver queries.
 //!
-//! A handle is a number and owns nothing. Making one up does no harm: every call that takes one
-//! takes a key as well, which only this crate can make; who gives an arena one of a stream vouches
-//! for it (`DeviceArena::lane`).
+//! A handle is a number and owns nothing. An invented handle does no harm: every call that takes
+//! one also takes a key, which only this crate can create; the caller that passes a stream to an
+//! arena vouches for it (`DeviceArena::lane`).
 //!
-//! Invariant: a driver gives out no number twice while what it names exists.
+//! Invariant: a driver never reuses a number while the object with that number exists.
 
 use crate::bytes::ByteSize;
 
-/// A queue of the device's work, done one after the other (`CUstream`).
+/// A stream: a queue of device work that runs in order (`CUstream`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct StreamHandle(u64);
 
 impl StreamHandle {
-    /// The stream with this number.
+    /// Creates a handle from its number.
     #[must_use]
     pub const fn new(number: u64) -> Self {
         Self(number)
     }
 
-    /// The number of the stream.
+    /// Returns the number of the stream.
     #[must_use]
     pub const fn get(self) -> u64 {
         self.0
     }
 }
 
-/// The memory of a device.
+/// The total and free memory of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[expect(clippy::exhaustive_structs, reason = "two facts")]
 pub struct DeviceMemory {
-    /// All of it.
+    /// The total memory.
     pub total: ByteSize,
-    /// What nobody holds, in this process or in another.
+    /// Memory that no process has allocated.
     pub free: ByteSize,
 }
 
 impl DeviceMemory {
-    /// What somebody holds.
+    /// Returns the memory in use by all processes.
     #[must_use]
     pub const fn taken(self) -> ByteSize {
         self.total.saturating_sub(self.free)
     }
 }
 
-/// Whose memory lies at an address, as far as a driver knows.
+/// The owner of the memory at an address, as far as the driver knows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[expect(clippy::exhaustive_enums, reason = "there is no fourth answer")]
 pub enum Owner {
-    /// It cannot say.
+    /// The driver does not know.
     Unknown,
-    /// Its own device's, in its own context.
+    /// The driver's own device and context.
     Here,
-    /// Not that: what it is instead.
+    /// Another owner, described by the text.
     Elsewhere(&'static str),
 }
 
-/// A mark in a stream, complete when all work before it is (`CUevent`).
+/// An event: a mark in a stream that completes when all work before it is done (`CUevent`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct EventHandle(u64);
 
 impl EventHandle {
-    /// The event with this number.
+    /// Creates a handle from its number.
     #[must_use]
     pub const fn new(number: u64) -> Self {
         Self(number)
     }
 
-    /// The number of the event.
+    /// Returns the number of the event.
     #[must_use]
     pub const fn get(self) -> u64 {
         self.0
     }
 }
 
-/// Host memory that a driver holds, to offload device memory into.
+/// Host memory held by a driver, into which device memory is offloaded.
 ///
-/// It is named and not pointed at: nobody reads it but the driver, so that no slice of it can be
-/// alive while the device writes it.
+/// It is a number rather than a pointer, and only the driver accesses the memory. No slice of it
+/// can therefore exist while the device writes to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct HostStore(u64);
 
 impl HostStore {
-    /// The store with this number.
+    /// Creates a handle from its number.
     #[must_use]
     pub const fn new(number: u64) -> Self {
         Self(number)
     }
 
-    /// The number of the store.
+    /// Returns the number of the store.
     #[must_use]
     pub const fn get(self) -> u64 {
         self.0
@@ -100,8 +100,8 @@ impl HostStore {
 pub struct StoreSpan {
     /// The store.
     pub store: HostStore,
-    /// Where in it the part begins.
+    /// The start of the part, as an offset into the store.
     pub offset: ByteSize,
-    /// How long it is.
+    /// The size of the part.
     pub size: ByteSize,
 }

@@ -1,21 +1,21 @@
-//! The host driver: private anonymous memory of this process as if it were a device's.
+//! The host driver: private anonymous memory of this process, used like device memory.
 //!
-//! A product, not a stand-in: it serves machines without a GPU with the same arenas, limits and
-//! decay. Work completes at once. It keeps no books: the kernel does. Transparent huge pages are
-//! left to the system's own setting.
+//! It is a supported backend, not a test double: it provides the same arenas, limits and decay on
+//! machines without a GPU. Work completes at once. It keeps no metadata, since the kernel does.
+//! Transparent huge pages follow the system's setting.
 //!
-//! It does not remap: `mremap` onto a fixed address takes the target's mapping away before it can
-//! fail, and a hole in a reservation could become anybody's. Pages given back and taken anew cost
-//! about as little.
+//! It does not support remapping: `mremap` onto a fixed address removes the target's mapping before
+//! it can fail, and another mapping could then take a hole in a reservation. Releasing pages and
+//! allocating them again costs about as little.
 //!
-//! Memory of the host is mapped apart from it, and page-locked by mlock. It is not marked
-//! `MADV_DONTFORK`: no device of this driver reads its physical pages, so that a copy on write
-//! after a fork harms nothing, while a hole in the child would turn a slice that lives across the
-//! fork into a crash. This memory is private: the child has a copy, which is not locked, since
-//! locks are not inherited (mlock(2)). Memory of CUDA is shared with the child instead.
+//! Host memory is mapped separately and page-locked with mlock. It is not marked `MADV_DONTFORK`:
+//! no device of this driver reads its physical pages, so a copy on write after a fork does no harm,
+//! while a hole in the child would crash any code there that still holds a slice. This memory is
+//! private: the child has a copy, which is not locked, since locks are not inherited (mlock(2)).
+//! CUDA's host memory is shared with the child instead.
 //!
 //! Invariant: `accessible = committed`; a bare granule is `PROT_NONE` and has no page behind it.
-#![expect(unsafe_code, reason = "address space is had from mmap, mprotect and madvise")]
+#![expect(unsafe_code, reason = "address space comes from mmap, mprotect and madvise")]
 
 use std::io;
 use std::ptr::{self, NonNull};
@@ -31,13 +31,13 @@ use crate::bytes::ByteSize;
 /// GPUs map, and a multiple of every page size in use (4, 16, 64 KiB).
 const GRANULARITY: ByteSize = ByteSize::mib(2);
 
-/// Device memory out of this process's own address space.
+/// A driver for memory in this process's own address space.
 #[derive(Debug, Default)]
 #[non_exhaustive]
 pub struct HostDriver {}
 
 impl HostDriver {
-    /// A driver. All of them share the process's one address space.
+    /// Creates a driver. All host drivers share the process's address space.
     #[must_use]
     pub const fn new() -> Self {
         Self {}
@@ -68,15 +68,15 @@ impl Driver for HostDriver {
     fn reserve(&self, size: ByteSize) -> Result<DeviceAddress, DriverError> {
         let size_wanted = Range::of(DeviceAddress::new(0), size)?.length;
         let refused = || DriverError::OutOfMemory { call: "mmap", requested: size };
-        // mmap aligns to pages only: take a granule more and give back what is over.
+        // mmap aligns to pages only: map one granule more and unmap the excess.
         let slack = length_of(GRANULARITY)?;
         let length = size_wanted.checked_add(slack).ok_or_else(refused)?;
         let start = map_bare(ptr::null_mut(), length, 0)?;
         let address = start.expose_provenance();
         let head = address.next_multiple_of(slack) - address;
         let base = start.wrapping_byte_add(head);
-        // Both trims are inside the mapping just made and outside what is handed out; where one
-        // fails, address space is lost and nothing else.
+        // Both trims are inside the mapping just made and outside the returned range; if one fails,
+        // only address space is lost.
         let _ = unmap(start, head);
         let _ = unmap(base.wrapping_byte_add(size_wanted), slack - head);
         Ok(DeviceAddress::new(base.addr() as u64))
@@ -111,9 +111,9 @@ impl Driver for HostDriver {
         }
         let from = self.host_pointer(from).ok_or_else(refused)?.as_ptr();
         let to = self.host_pointer(to).ok_or_else(refused)?.as_ptr();
-        // SAFETY: both parts are committed and nobody uses them meanwhile (contract of
-        // `Driver::copy`; only an arena has the key). They do not overlap: checked above. Bytes
-        // have no alignment, and every one of them is initialised (contract of `host_pointer`).
+        // SAFETY: both parts are committed and not in use meanwhile (contract of `Driver::copy`;
+        // only an arena has the key). They do not overlap: checked above. Bytes have no alignment,
+        // and every one of them is initialised (contract of `host_pointer`).
         unsafe { ptr::copy_nonoverlapping(from, to, length) };
         Ok(())
     }
@@ -165,8 +165,8 @@ impl Driver for HostDriver {
             return Err(last_error("mmap", length));
         }
         if memory == HostMemory::PageLocked {
-            // Not MAP_LOCKED: mmap does not fail where it cannot lock ("Notes" of mmap(2)).
-            // SAFETY: the whole of the mapping just made; locking changes no contents.
+            // Not MAP_LOCKED: mmap does not fail if it cannot lock ("Notes" of mmap(2)). SAFETY:
+            // the whole of the mapping just made; locking changes no contents.
             let result = unsafe { libc::mlock(start, length) };
             if result != 0 {
                 let error = lock_error(size);
@@ -220,8 +220,8 @@ impl Range {
 
     fn protect(self, access: libc::c_int) -> Result<(), DriverError> {
         // SAFETY: the range consists of whole pages of a mapping that `reserve` made and that is
-        // ours until `unreserve` (contract of `Driver`). Taking access away harms no reference:
-        // `decommit` is called only when every use is complete; giving it harms nobody.
+        // ours until `unreserve` (contract of `Driver`). Removing access harms no reference:
+        // `decommit` is called only when every use is complete; enabling access is always safe.
         let result = unsafe { libc::mprotect(self.start, self.length, access) };
         self.outcome("mprotect", result)
     }
@@ -271,8 +271,9 @@ fn host_length(at: DeviceAddress, size: ByteSize) -> Result<usize, DriverError> 
     length_of(size)
 }
 
-/// Why mlock failed just now. A limit is blamed where there is one: on a fresh mapping ENOMEM means
-/// that, or (rarely) too many mappings; memory that has run out is EAGAIN (mlock(2)).
+/// Converts a failure of mlock. If a limit is set, it is reported as the cause: on a fresh mapping
+/// ENOMEM means the limit, or (rarely) too many mappings; EAGAIN means that memory has run out
+/// (mlock(2)).
 fn lock_error(size: ByteSize) -> DriverError {
     let error = io::Error::last_os_error();
     let code = error.raw_os_error().unwrap_or_default();
@@ -358,7 +359,7 @@ mod tests {
             let bytes = unsafe { std::slice::from_raw_parts_mut(at.as_ptr(), 64 << 10) };
             assert!(bytes.iter().all(|&byte| byte == 0));
             bytes.fill(0xA5);
-            driver.host_free(at, size, memory, Key::new()).expect("given back");
+            driver.host_free(at, size, memory, Key::new()).expect("freed");
         }
         for size in [ByteSize::ZERO, ByteSize::new(1), ByteSize::kib(4), ByteSize::MAX] {
             let refused = driver.host_alloc(size, HostMemory::Pageable);

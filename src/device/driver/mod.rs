@@ -1,8 +1,8 @@
-//! What gives device memory: address space first, physical memory behind parts of it later.
+//! Drivers: the source of address space and of the physical memory mapped to it.
 //!
-//! A driver moves memory and keeps no policy. It knows nothing of arenas, blocks, limits or time,
-//! and it is called with no lock of ours held. Every call is all or nothing: on an error the range
-//! is as it was before.
+//! A driver allocates and releases memory and implements no policy. It knows nothing of arenas,
+//! blocks, limits or time, and is called without holding any lock of this crate. Every call is all
+//! or nothing: after an error the range is unchanged.
 //!
 //! Invariant: `committed ranges <= reserved ranges`; a byte is accessible iff its granule is
 //! committed.
@@ -31,21 +31,21 @@ pub use uuid::{DeviceUuid, UuidError};
 
 use crate::bytes::ByteSize;
 
-/// What every size of [`Driver::host_alloc`] is a multiple of. 64 KiB: the largest page in use, and
-/// so a multiple of every page.
+/// The unit of sizes for [`Driver::host_alloc`]. 64 KiB is the largest page size in use, so it is a
+/// multiple of every page size.
 pub const HOST_GRANULARITY: ByteSize = ByteSize::kib(64);
 
-/// What every address from [`Driver::host_alloc`] is a multiple of: the smallest page in use.
+/// The alignment of addresses from [`Driver::host_alloc`]: the smallest page size in use.
 pub const HOST_ALIGNMENT: ByteSize = ByteSize::kib(4);
 
 /// Keeps [`Driver`] to this crate: to implement, and to take memory away with.
 pub(crate) mod sealed {
-    /// Implemented by the drivers of this crate and by nothing else.
+    /// Implemented only by the drivers of this crate.
     #[expect(unnameable_types, reason = "that is what seals the other")]
     pub trait Sealed {}
 
-    /// Shows that an arena calls: it knows which granules nobody uses.
-    #[expect(unnameable_types, reason = "nobody else is to have one")]
+    /// Proves that the caller is an arena, which knows which granules are unused.
+    #[expect(unnameable_types, reason = "only this crate may create one")]
     #[derive(Clone, Copy, Debug)]
     pub struct Key(());
 
@@ -59,11 +59,12 @@ pub(crate) mod sealed {
 
 use sealed::Key;
 
-/// The backend that gives device memory.
+/// A backend that allocates device memory.
 ///
-/// Sealed: buffers hand out references into what [`Driver::host_pointer`] names, so a driver that
-/// broke the contract from safe code of another crate would break memory safety. For the same
-/// reason what changes the memory behind an address takes a key that only this crate can make:
+/// This trait is sealed: buffers return references into memory from [`Driver::host_pointer`], so an
+/// implementation in safe code that broke the contract would break memory safety. For the same
+/// reason, calls that change the memory behind an address take a key that only this crate can
+/// create:
 ///
 /// ```compile_fail,E0061
 /// use lowtide::device::{HostDriver, driver::{DeviceAddress, Driver as _}};
@@ -72,72 +73,74 @@ use sealed::Key;
 /// let _ = HostDriver::new().decommit(at, lowtide::ByteSize::mib(2)); // would unmap it
 /// ```
 ///
-/// Calls may come from several threads at once, for ranges that do not overlap.
+/// Several threads may call a driver at once for ranges that do not overlap.
 ///
 /// Every `at` and `size` is a multiple of [`Capabilities::granularity`], `size` is not zero, and
-/// the range lies in one reservation. Host memory has its own measure, [`HOST_GRANULARITY`].
+/// the range lies in one reservation. Host memory has its own unit, [`HOST_GRANULARITY`].
 ///
 /// # Streams and events
-/// With [`Capabilities::asynchronous`] there are streams: queues of work, each done in order, with
-/// no order between them but what events make. A call that starts work returns before the work is
-/// done. [`Driver::decommit`] and [`Driver::host_store_destroy`] wait for nothing: their caller has
-/// observed, on the host, that every use is complete. Drivers without streams answer
-/// [`DriverError::Unsupported`] and need no code for it.
+/// Drivers with [`Capabilities::asynchronous`] have streams. A stream is a queue of work that runs
+/// in order; only events order the work of different streams. A call that starts work returns
+/// before the work is done. [`Driver::decommit`] and [`Driver::host_store_destroy`] do not wait:
+/// the caller has observed, on the host, that every use is complete. Drivers without streams return
+/// [`DriverError::Unsupported`] from the calls for streams and events.
 ///
-/// Any call may answer [`DriverError::IllegalAddress`] or [`DriverError::ContextLost`], for work
-/// that was started long before; see [`DriverError::is_context_lost`].
+/// Any call may return [`DriverError::IllegalAddress`] or [`DriverError::ContextLost`] for work
+/// that was started much earlier; see [`DriverError::is_context_lost`].
 pub trait Driver: sealed::Sealed + fmt::Debug + Send + Sync {
-    /// Which driver this is.
+    /// Returns the kind of this driver.
     fn backend(&self) -> Backend;
 
-    /// What it can do; the same for as long as it lives.
+    /// Returns the supported features, which never change for a driver.
     fn capabilities(&self) -> Capabilities;
 
-    /// The context in which its addresses and streams mean something (`CUcontext`); `None` where
-    /// there is none. A number to compare.
+    /// Returns the context in which the driver's addresses and streams are valid (`CUcontext`), as
+    /// a number to compare; `None` if there is none.
     fn context(&self) -> Option<u64> {
         None
     }
 
-    /// The device's number among those that this process sees; `None` where it is no device.
+    /// Returns the device's ordinal among those visible to this process; `None` if the driver is
+    /// not for a device.
     fn ordinal(&self) -> Option<u32> {
         None
     }
 
-    /// Holds address space, with nothing behind it, at a multiple of the granularity.
+    /// Reserves address space, with no memory behind it, at a multiple of the granularity.
     ///
     /// # Errors
-    /// [`DriverError::OutOfMemory`] where there is no such range: a smaller one may be there.
+    /// [`DriverError::OutOfMemory`] if no such range is free; a smaller one may be.
     fn reserve(&self, size: ByteSize) -> Result<DeviceAddress, DriverError>;
 
-    /// Gives a whole reservation back. Nothing in it is committed.
+    /// Releases a whole reservation, in which nothing is committed.
     ///
     /// # Errors
-    /// As the driver says; the range then stays reserved.
+    /// Any [`DriverError`]; the range then stays reserved.
     fn unreserve(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Result<(), DriverError>;
 
-    /// Puts memory behind a bare part of a reservation. Its contents are unspecified (host: zero).
+    /// Commits memory to a bare part of a reservation. Its contents are unspecified (host: zero).
     ///
     /// # Errors
-    /// [`DriverError::OutOfMemory`] where the device has no more; the range then stays bare.
+    /// [`DriverError::OutOfMemory`] if the device has no memory left; the range then stays bare.
     fn commit(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Result<(), DriverError>;
 
-    /// Takes the memory behind a committed part away. The caller has proved that every use of it
-    /// is complete. The range need not be one that was committed by one call.
+    /// Releases the memory of a committed part. The caller has proved that every use of it is
+    /// complete. The part may span several commits, or a portion of one.
     ///
     /// # Errors
-    /// As the driver says; the range then stays committed, its contents lost.
+    /// Any [`DriverError`]; the range then stays committed and its contents are lost.
     fn decommit(&self, at: DeviceAddress, size: ByteSize, _: Key) -> Result<(), DriverError>;
 
-    /// Puts the memory behind a committed part behind a bare part of the same or another
-    /// reservation of this driver, where it is accessible; `from` is bare then. Nothing is given
-    /// back meanwhile, so that nobody else can take it. The caller has proved that every use of
-    /// `from` is complete. What `to` holds is unspecified (`cuMemMap` of the same handles,
-    /// `cuMemSetAccess`, then `cuMemUnmap` of the old place).
+    /// Moves the memory of a committed part to a bare part of the same or another reservation of
+    /// this driver. `from` is bare afterwards.
+    ///
+    /// The memory is never released in between, so no other process can take it. The caller has
+    /// proved that every use of `from` is complete. The contents of `to` are unspecified
+    /// (`cuMemMap` of the same handles, `cuMemSetAccess`, then `cuMemUnmap` of the old place).
     ///
     /// # Errors
-    /// [`DriverError::Unsupported`] without [`Capabilities::remap`]; else as the driver says.
-    /// `from` then stays committed, its contents lost, and `to` bare.
+    /// [`DriverError::Unsupported`] without [`Capabilities::remap`], or any other [`DriverError`].
+    /// `from` then stays committed with its contents lost, and `to` stays bare.
     fn remap(
         &self,
         from: DeviceAddress,
@@ -146,28 +149,30 @@ pub trait Driver: sealed::Sealed + fmt::Debug + Send + Sync {
         _: Key,
     ) -> Result<(), DriverError> {
         let _ = (from, to, size);
-        Err(DriverError::Unsupported { what: "memory that goes from one address to another" })
+        Err(DriverError::Unsupported { what: "moving memory between addresses" })
     }
 
-    /// Memory in one piece, at an address of the driver's choice that is a multiple of the
-    /// granularity; it keeps that address until it is given back, whole. What a driver has in place
-    /// of reservations without [`Capabilities::virtual_memory`]: it counts as committed, and its
-    /// contents are unspecified (`cuMemAlloc`, `cuMemAllocFromPoolAsync` and a wait for it).
+    /// Allocates memory in one piece, at an address of the driver's choice that is a multiple of
+    /// the granularity. The address stays valid until the whole segment is released.
+    ///
+    /// Drivers without [`Capabilities::virtual_memory`] use segments instead of reservations: a
+    /// segment counts as committed, and its contents are unspecified (`cuMemAlloc`,
+    /// `cuMemAllocFromPoolAsync` and a wait for it).
     ///
     /// # Errors
-    /// [`DriverError::Unsupported`] with virtual memory; [`DriverError::OutOfMemory`] where the
-    /// device has no such piece: a smaller one may be there.
+    /// [`DriverError::Unsupported`] with virtual memory; [`DriverError::OutOfMemory`] if the device
+    /// has no free piece of this size; a smaller one may be free.
     fn segment_create(&self, size: ByteSize) -> Result<DeviceAddress, DriverError> {
         let _ = size;
         Err(DriverError::Unsupported { what: SEGMENTS })
     }
 
-    /// Gives a whole segment back. The caller has proved that every use of it is complete. The
-    /// driver may keep the memory until [`Driver::trim`], for segments to come
-    /// (`cuMemFree`, which waits for the whole device; `cuMemFreeAsync` into a pool of our own).
+    /// Releases a whole segment. The caller has proved that every use of it is complete. The driver
+    /// may cache the memory for later segments until [`Driver::trim`] (`cuMemFree`, which waits for
+    /// the whole device; `cuMemFreeAsync` into a private pool).
     ///
     /// # Errors
-    /// As the driver says; the segment then stays, its contents lost.
+    /// Any [`DriverError`]; the segment then stays and its contents are lost.
     fn segment_destroy(
         &self,
         at: DeviceAddress,
@@ -178,20 +183,20 @@ pub trait Driver: sealed::Sealed + fmt::Debug + Send + Sync {
         Err(DriverError::Unsupported { what: SEGMENTS })
     }
 
-    /// Gives to the device what the driver keeps of segments that were given back. Waits for work
-    /// on them where it must; does nothing where nothing is kept (`cuMemPoolTrimTo`).
+    /// Releases the cached memory of released segments to the device. Waits for work on it if
+    /// necessary; does nothing if no memory is cached (`cuMemPoolTrimTo`).
     ///
     /// # Errors
-    /// As the driver says; what is kept then stays for the next trim.
+    /// Any [`DriverError`]; the memory then stays cached until the next trim.
     fn trim(&self) -> Result<(), DriverError> {
         Ok(())
     }
 
     /// Copies bytes between two committed parts that do not overlap, and waits until they are
-    /// copied. Any address and any size is allowed; nobody uses either part meanwhile.
+    /// copied. Any address and any size is allowed; neither part is used meanwhile.
     ///
     /// # Errors
-    /// As the driver says; the contents of `to` are unspecified then.
+    /// Any [`DriverError`]; the contents of `to` are unspecified then.
     fn copy(
         &self,
         from: DeviceAddress,
@@ -200,66 +205,69 @@ pub trait Driver: sealed::Sealed + fmt::Debug + Send + Sync {
         _: Key,
     ) -> Result<(), DriverError>;
 
-    /// The memory of the device, and what of it is free for anybody now; `None` if it counts in the
-    /// host's budget ([`Capabilities::counts_as_host`]). What `cuMemGetInfo` calls free on an
-    /// integrated GPU leaves out page cache, which the kernel would release.
+    /// Returns the total and free memory of the device; `None` if it counts in the host's budget
+    /// ([`Capabilities::counts_as_host`]). On an integrated GPU the free memory of `cuMemGetInfo`
+    /// does not include page cache, which the kernel would release.
     ///
     /// # Errors
-    /// As the driver says.
+    /// Any [`DriverError`].
     fn device_memory(&self) -> Result<Option<DeviceMemory>, DriverError>;
 
-    /// How much more the device could give to anybody now; `None` where the host's budget rules.
+    /// Returns the free memory of the device; `None` if the host's budget applies.
     ///
     /// # Errors
-    /// As [`Driver::device_memory`].
+    /// As for [`Driver::device_memory`].
     fn headroom(&self) -> Result<Option<ByteSize>, DriverError> {
         Ok(self.device_memory()?.map(|memory| memory.free))
     }
 
-    /// What the device held when the driver's context had been made and nothing was committed yet;
-    /// `None` where that is not known, or there is no device. An upper bound of what the context
-    /// takes for as long as it lives: what neighbours held at that moment, and what others in this
-    /// process had allocated, is in it. No call of the driver.
+    /// Returns the memory in use on the device when the driver's context was created, before
+    /// anything was committed; `None` if it is not known or there is no device.
+    ///
+    /// It is an upper bound of the context's own memory, because it includes the memory that other
+    /// processes, and other code in this process, held at that moment. Makes no driver call.
     fn context_overhead(&self) -> Option<ByteSize> {
         None
     }
 
-    /// How many calls failed that were to undo what an earlier call had done: each may have cost
-    /// memory or addresses until the process ends. No call of the driver.
+    /// Returns the number of rollback calls that failed. Each may have leaked memory or addresses
+    /// until the process ends. Makes no driver call.
     fn rollback_failures_total(&self) -> u64 {
         0
     }
 
-    /// What it knows of memory that need not be its own: of its first byte and its last. Says
-    /// nothing where it cannot know (`cuPointerGetAttribute`).
+    /// Returns the owner of memory that may not be this driver's, checked at its first and last
+    /// byte; [`Owner::Unknown`] if the driver cannot tell (`cuPointerGetAttribute`).
     ///
     /// # Errors
-    /// As the driver says.
+    /// Any [`DriverError`].
     fn owner_of(&self, at: DeviceAddress, size: ByteSize) -> Result<Owner, DriverError> {
         let _ = (at, size);
         Ok(Owner::Unknown)
     }
 
-    /// Host memory that the device can copy from and to; page-locked or an error, never something
-    /// else in its place. It begins at a multiple of [`HOST_ALIGNMENT`]; `size` is a multiple of
-    /// [`HOST_GRANULARITY`] and not zero. Every byte of it is initialised, and may be read and
-    /// written until [`Driver::host_free`]. A forked child may read it, too: as its own copy if the
-    /// memory is private, and as the same memory if it is page-locked by CUDA, which shares it with
-    /// children.
+    /// Allocates host memory that the device can copy from and to. The memory is page-locked if
+    /// requested: there is no silent fallback.
+    ///
+    /// It begins at a multiple of [`HOST_ALIGNMENT`]; `size` is a nonzero multiple of
+    /// [`HOST_GRANULARITY`]. Every byte is initialised, and may be read and written until
+    /// [`Driver::host_free`]. A forked child may read it too: as its own copy if the memory is
+    /// private, and as the same memory if CUDA page-locked it, which shares it with children.
     ///
     /// # Errors
-    /// [`DriverError::LockLimit`] where the process may not lock so much,
-    /// [`DriverError::OutOfMemory`], [`DriverError::Unsupported`] where there is no such memory.
+    /// [`DriverError::LockLimit`] if the process may not lock that much,
+    /// [`DriverError::OutOfMemory`], or [`DriverError::Unsupported`] if the driver has no such
+    /// memory.
     fn host_alloc(&self, size: ByteSize, memory: HostMemory) -> Result<NonNull<u8>, DriverError> {
         let _ = (size, memory);
-        Err(DriverError::Unsupported { what: "memory of the host" })
+        Err(DriverError::Unsupported { what: "allocating host memory" })
     }
 
-    /// Gives back, whole, what [`Driver::host_alloc`] gave. The caller has proved that every use of
-    /// it is complete, copies of a device among them.
+    /// Releases a whole allocation of [`Driver::host_alloc`]. The caller has proved that every use
+    /// of it is complete, including copies by a device.
     ///
     /// # Errors
-    /// As the driver says; the memory then stays, as it was.
+    /// Any [`DriverError`]; the memory then stays as it was.
     fn host_free(
         &self,
         at: NonNull<u8>,
@@ -268,42 +276,42 @@ pub trait Driver: sealed::Sealed + fmt::Debug + Send + Sync {
         _: Key,
     ) -> Result<(), DriverError> {
         let _ = (at, size, memory);
-        Err(DriverError::Unsupported { what: "memory of the host" })
+        Err(DriverError::Unsupported { what: "allocating host memory" })
     }
 
-    /// The pointer for an address in a reservation of this driver, with the provenance of that
-    /// reservation; `None` without [`Capabilities::host_access`]. While the range is committed it
-    /// may be read and written, and every byte of it is initialised.
+    /// Returns the pointer for an address in a reservation of this driver, with the provenance of
+    /// that reservation; `None` without [`Capabilities::host_access`]. While the range is committed
+    /// it may be read and written, and every byte of it is initialised.
     fn host_pointer(&self, at: DeviceAddress) -> Option<NonNull<u8>> {
         let _ = at;
         None
     }
 
-    /// A new stream that orders itself with no other, the legacy default stream included
+    /// Creates a stream that is not ordered with any other, including the legacy default stream
     /// (`cuStreamCreate` with `CU_STREAM_NON_BLOCKING`).
     ///
     /// # Errors
-    /// [`DriverError::Unsupported`] without streams; as the device says.
+    /// [`DriverError::Unsupported`] without streams, or any other [`DriverError`].
     fn stream_create(&self) -> Result<StreamHandle, DriverError> {
         Err(DriverError::Unsupported { what: STREAMS })
     }
 
-    /// Gives a stream up. Returns at once: what is queued on it is done all the same, and events
-    /// recorded on it complete as they would have (`cuStreamDestroy`).
+    /// Destroys a stream and returns at once. Queued work still runs, and events recorded on the
+    /// stream still complete (`cuStreamDestroy`).
     ///
     /// # Errors
-    /// As the device says; the stream is gone then as well.
+    /// Any [`DriverError`]; the stream is destroyed nevertheless.
     fn stream_destroy(&self, stream: StreamHandle, _: Key) -> Result<(), DriverError> {
         let _ = stream;
         Err(DriverError::Unsupported { what: STREAMS })
     }
 
-    /// Lets later work of `stream` wait for what `event` marks now. A later record of the event
-    /// changes nothing for it, nor does its destruction; an event that was never recorded marks
+    /// Makes later work of `stream` wait for the work that `event` marks now. Recording or
+    /// destroying the event later does not change the wait; an event that was never recorded marks
     /// nothing. Does not block the host (`cuStreamWaitEvent`).
     ///
     /// # Errors
-    /// As the device says; the stream does not wait then.
+    /// Any [`DriverError`]; the stream does not wait then.
     fn stream_wait_event(
         &self,
         stream: StreamHandle,
@@ -314,50 +322,49 @@ pub trait Driver: sealed::Sealed + fmt::Debug + Send + Sync {
         Err(DriverError::Unsupported { what: STREAMS })
     }
 
-    /// Blocks until all work now queued on the stream is done (`cuStreamSynchronize`).
+    /// Blocks until all work queued on the stream is done (`cuStreamSynchronize`).
     ///
     /// # Errors
-    /// As the device says: what fails is often the work, and nothing is known to be done then.
+    /// Any [`DriverError`], often of the work itself; no work is known to be done then.
     fn stream_synchronize(&self, stream: StreamHandle, _: Key) -> Result<(), DriverError> {
         let _ = stream;
         Err(DriverError::Unsupported { what: STREAMS })
     }
 
-    /// Whether the stream records its work into a graph instead of doing it, be that capture sound
-    /// or invalidated. Asking harms no capture, while [`Driver::event_query`] may
+    /// Returns `true` if the stream is capturing its work into a graph, even if the capture is
+    /// invalidated. The query does not affect a capture, unlike [`Driver::event_query`]
     /// (`cuStreamIsCapturing`).
     ///
     /// # Errors
-    /// As the device says.
+    /// Any [`DriverError`].
     fn is_capturing(&self, stream: StreamHandle, _: Key) -> Result<bool, DriverError> {
         let _ = stream;
         Err(DriverError::Unsupported { what: STREAMS })
     }
 
-    /// A new event, that measures no time (`cuEventCreate` with `CU_EVENT_DISABLE_TIMING`). Dear
-    /// where threads contend for it: keep and reuse events.
+    /// Creates an event without timing (`cuEventCreate` with `CU_EVENT_DISABLE_TIMING`). The call
+    /// is slow if several threads contend for it: keep and reuse events.
     ///
     /// # Errors
-    /// [`DriverError::Unsupported`] without streams; as the device says.
+    /// [`DriverError::Unsupported`] without streams, or any other [`DriverError`].
     fn event_create(&self) -> Result<EventHandle, DriverError> {
         Err(DriverError::Unsupported { what: STREAMS })
     }
 
-    /// Gives an event up. Returns at once; streams that were told to wait for it still do
-    /// (`cuEventDestroy`).
+    /// Destroys an event and returns at once. Streams that wait for it still do (`cuEventDestroy`).
     ///
     /// # Errors
-    /// As the device says; the event is gone then as well.
+    /// Any [`DriverError`]; the event is destroyed nevertheless.
     fn event_destroy(&self, event: EventHandle, _: Key) -> Result<(), DriverError> {
         let _ = event;
         Err(DriverError::Unsupported { what: STREAMS })
     }
 
-    /// Marks what is queued on the stream now, in place of what the event marked before
+    /// Marks the work queued on the stream now, replacing the event's previous mark
     /// (`cuEventRecord`).
     ///
     /// # Errors
-    /// As the device says; what the event marks is unspecified then.
+    /// Any [`DriverError`]; the mark is unspecified then.
     fn event_record(
         &self,
         event: EventHandle,
@@ -368,17 +375,18 @@ pub trait Driver: sealed::Sealed + fmt::Debug + Send + Sync {
         Err(DriverError::Unsupported { what: STREAMS })
     }
 
-    /// Whether what the event marks is done; an event that was never recorded is. Does not block.
-    /// While a stream captures it fails, and spoils the capture (`cuEventQuery`).
+    /// Returns `true` if the work that the event marks is done, or the event was never recorded.
+    /// Does not block. While a stream captures a graph, the call fails and invalidates the capture
+    /// (`cuEventQuery`).
     ///
     /// # Errors
-    /// As the device says.
+    /// Any [`DriverError`].
     fn event_query(&self, event: EventHandle, _: Key) -> Result<bool, DriverError> {
         let _ = event;
         Err(DriverError::Unsupported { what: STREAMS })
     }
 
-    /// Blocks until what the event marks is done (`cuEventSynchronize`).
+    /// Blocks until the work that the event marks is done (`cuEventSynchronize`).
     ///
     /// # Errors
     /// As for [`Driver::stream_synchronize`].
@@ -387,8 +395,8 @@ pub trait Driver: sealed::Sealed + fmt::Debug + Send + Sync {
         Err(DriverError::Unsupported { what: STREAMS })
     }
 
-    /// Blocks until all work of the context is done, that of streams of others and of streams
-    /// already given up included (`cuCtxSynchronize`).
+    /// Blocks until all work of the context is done, including work on other users' streams and on
+    /// destroyed streams (`cuCtxSynchronize`).
     ///
     /// # Errors
     /// As for [`Driver::stream_synchronize`].
@@ -396,11 +404,11 @@ pub trait Driver: sealed::Sealed + fmt::Debug + Send + Sync {
         Err(DriverError::Unsupported { what: STREAMS })
     }
 
-    /// Queues a copy of bytes between two committed parts that do not overlap. Any address and any
-    /// size is allowed. Both parts stay committed until the copy is done (`cuMemcpyDtoDAsync`).
+    /// Queues a copy between two committed parts that do not overlap. Any address and any size is
+    /// allowed. Both parts stay committed until the copy is done (`cuMemcpyDtoDAsync`).
     ///
     /// # Errors
-    /// [`DriverError::Overlap`]; else as the device says, and nothing is queued.
+    /// [`DriverError::Overlap`], or any other [`DriverError`]; nothing is queued then.
     fn copy_async(
         &self,
         from: DeviceAddress,
@@ -413,8 +421,8 @@ pub trait Driver: sealed::Sealed + fmt::Debug + Send + Sync {
         Err(DriverError::Unsupported { what: STREAMS })
     }
 
-    /// Host memory to offload into, page-locked where [`Capabilities::page_locked`] says so. Its
-    /// `size` is a multiple of [`HOST_GRANULARITY`] and not zero (`cuMemHostAlloc`).
+    /// Allocates host memory for offloading, page-locked with [`Capabilities::page_locked`]. `size`
+    /// is a nonzero multiple of [`HOST_GRANULARITY`] (`cuMemHostAlloc`).
     ///
     /// # Errors
     /// As for [`Driver::host_alloc`].
@@ -423,21 +431,21 @@ pub trait Driver: sealed::Sealed + fmt::Debug + Send + Sync {
         Err(DriverError::Unsupported { what: STORES })
     }
 
-    /// Gives a store back. The caller has observed that every copy from and to it is complete
-    /// (`cuMemFreeHost`). May block for as long as other work of the device takes.
+    /// Frees a store. The caller has observed that every copy from and to it is complete. May block
+    /// as long as other work of the device takes (`cuMemFreeHost`).
     ///
     /// # Errors
-    /// As the device says; the store then stays.
+    /// Any [`DriverError`]; the store then stays.
     fn host_store_destroy(&self, store: HostStore, _: Key) -> Result<(), DriverError> {
         let _ = store;
         Err(DriverError::Unsupported { what: STORES })
     }
 
-    /// Queues a copy of `into.size` bytes of committed device memory into a store, truly
-    /// asynchronous. Device memory and store stay until it is done (`cuMemcpyDtoHAsync`).
+    /// Queues a copy of `into.size` bytes of committed device memory into a store, and returns
+    /// without waiting. Device memory and store stay until it is done (`cuMemcpyDtoHAsync`).
     ///
     /// # Errors
-    /// As the device says; nothing is queued then.
+    /// Any [`DriverError`]; nothing is queued then.
     fn offload(
         &self,
         from: DeviceAddress,
@@ -450,10 +458,10 @@ pub trait Driver: sealed::Sealed + fmt::Debug + Send + Sync {
     }
 
     /// Queues a copy of `from.size` bytes of a store back into committed device memory
-    /// (`cuMemcpyHtoDAsync`). As [`Driver::offload`] else.
+    /// (`cuMemcpyHtoDAsync`). Otherwise like [`Driver::offload`].
     ///
     /// # Errors
-    /// As the device says; nothing is queued then.
+    /// Any [`DriverError`]; nothing is queued then.
     fn restore(
         &self,
         from: StoreSpan,
@@ -466,12 +474,11 @@ pub trait Driver: sealed::Sealed + fmt::Debug + Send + Sync {
     }
 
     /// Queues a copy of `size` bytes of host memory into committed device memory
-    /// (`cuMemcpyHtoDAsync`). A driver whose work is complete when its call returns copies at once,
-    /// whatever the stream. The caller keeps both parts until the copy is complete, and writes to
-    /// neither.
+    /// (`cuMemcpyHtoDAsync`). A driver without asynchronous work copies at once, on any stream. The
+    /// caller keeps both parts until the copy is complete, and writes to neither.
     ///
     /// # Errors
-    /// As the device says. The copy may be queued even so.
+    /// Any [`DriverError`]. The copy may be queued nevertheless.
     fn copy_from_host(
         &self,
         from: NonNull<u8>,
@@ -486,10 +493,10 @@ pub trait Driver: sealed::Sealed + fmt::Debug + Send + Sync {
 
     /// Queues a copy of `size` bytes of committed device memory into host memory
     /// (`cuMemcpyDtoHAsync`). The caller keeps both parts until the copy is complete, and neither
-    /// reads nor writes the host memory. Otherwise as [`Driver::copy_from_host`].
+    /// reads nor writes the host memory. Otherwise like [`Driver::copy_from_host`].
     ///
     /// # Errors
-    /// As [`Driver::copy_from_host`].
+    /// As for [`Driver::copy_from_host`].
     fn copy_to_host(
         &self,
         from: DeviceAddress,
@@ -503,13 +510,13 @@ pub trait Driver: sealed::Sealed + fmt::Debug + Send + Sync {
     }
 }
 
-/// What a driver without streams lacks.
+/// The feature that a driver without streams lacks.
 const STREAMS: &str = "streams and events";
-/// What a driver with virtual memory lacks.
-const SEGMENTS: &str = "memory in segments, at addresses of the driver's choice";
-/// What a driver without stores lacks.
-const STORES: &str = "stores to offload into";
-/// What a driver that copies no host memory lacks.
+/// The feature that a driver with virtual memory lacks.
+const SEGMENTS: &str = "memory in segments";
+/// The feature that a driver without stores lacks.
+const STORES: &str = "host stores for offloading";
+/// The feature that a driver without host copies lacks.
 const HOST_COPIES: &str = "copies from and to host memory";
 
 #[cfg(test)]

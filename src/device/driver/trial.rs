@@ -1,9 +1,9 @@
-//! A driver for this crate's tests: it watches the contract, fails on request, and can be held.
+//! A driver for this crate's tests: it checks the contract, fails on request, and can block calls.
 //!
-//! It passes every call on to the host driver, and notes each breach of the contract of
-//! [`Driver`] by its caller: committing what is not bare, decommitting what is not committed,
-//! giving back what is not all bare. It is no model of a device. It locks no page: what it calls
-//! page-locked is counted against a limit of its own.
+//! It passes every call on to the host driver, and records each breach of the contract of
+//! [`Driver`] by its caller: committing a range that is not bare, decommitting one that is not
+//! committed, releasing one that is not entirely bare. It does not model a device. It locks no
+//! page: memory that it calls page-locked counts against its own limit.
 //!
 //! Invariant: `faults` is empty as long as the arena above keeps the contract.
 
@@ -35,13 +35,13 @@ struct Seen {
     committed_peak: usize,
     calls: u64,
     failure: Option<Failure>,
-    /// From this call on each fails.
+    /// Every call from this one on fails.
     fails_from: Option<u64>,
-    /// One call in so many fails, by the state of a generator.
+    /// The odds of a random failure, and the state of the generator.
     odds: Option<(u64, u64)>,
     device_granules: Option<usize>,
     remapped: usize,
-    /// Host memory given out: where, how long, and whether page-locked.
+    /// Allocated host memory: address, size and kind.
     host: BTreeMap<usize, (u64, HostMemory)>,
     lock_limit: Option<u64>,
     host_limit: Option<u64>,
@@ -94,7 +94,7 @@ impl TrialDriver {
         lock(&self.seen).device_granules = Some(granules);
     }
 
-    /// How many granules were remapped.
+    /// Returns the number of remapped granules.
     pub(crate) fn remapped(&self) -> usize {
         lock(&self.seen).remapped
     }
@@ -154,7 +154,7 @@ impl TrialDriver {
     }
 
     /// # Panics
-    /// Where the contract was broken.
+    /// If the contract was broken.
     pub(crate) fn assert_no_faults(&self) {
         let seen = lock(&self.seen);
         assert!(seen.faults.is_empty(), "{:?}", seen.faults);
@@ -170,7 +170,7 @@ impl TrialDriver {
         seen.held -= 1;
     }
 
-    /// Counts a call, and fails it where it is its turn.
+    /// Counts a call, and fails it if a failure is due.
     fn call(&self, name: &'static str, size: ByteSize) -> Result<(), DriverError> {
         let mut seen = lock(&self.seen);
         let nth = seen.calls;
@@ -264,7 +264,7 @@ impl Driver for TrialDriver {
     fn decommit(&self, at: DeviceAddress, size: ByteSize, key: Key) -> Result<(), DriverError> {
         self.wait_while_held();
         self.call("decommit", size)?;
-        // The memory goes before the books say so: a commit that came too early is seen.
+        // The memory is released before the metadata changes, so that a premature commit is seen.
         self.host.decommit(at, size, key)?;
         let mut seen = lock(&self.seen);
         for granule in granules(at, size) {
@@ -275,7 +275,7 @@ impl Driver for TrialDriver {
         Ok(())
     }
 
-    /// Where the capability says so: as a decommit and a commit between which nobody comes.
+    /// Supported if the capability is set: a decommit and a commit, with no other call in between.
     fn remap(
         &self,
         from: DeviceAddress,

@@ -1,6 +1,7 @@
-//! The name of a device that stays with it, as nvidia-smi writes it.
+//! Stable device identifiers, in the format of nvidia-smi.
 //!
-//! A number may name another device after a restart; a UUID does not. It looks for no device.
+//! An ordinal may refer to a different device after a restart; a UUID does not. This module looks
+//! up no device.
 //!
 //! Invariant: `DeviceUuid::from_str(uuid.to_string()) = uuid`.
 
@@ -9,18 +10,18 @@ use std::str::FromStr;
 
 use thiserror::Error;
 
-/// The name of a device that stays with it.
+/// The UUID of a device, which stays the same across restarts.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct DeviceUuid([u8; 16]);
 
 impl DeviceUuid {
-    /// From its bytes, in their order in `CUuuid`.
+    /// Creates a UUID from its bytes, in the order of `CUuuid`.
     #[must_use]
     pub const fn new(bytes: [u8; 16]) -> Self {
         Self(bytes)
     }
 
-    /// Its bytes.
+    /// Returns the bytes.
     #[must_use]
     pub const fn bytes(self) -> [u8; 16] {
         self.0
@@ -61,11 +62,11 @@ impl FromStr for DeviceUuid {
     }
 }
 
-/// Why a text names no device.
+/// The error of parsing a [`DeviceUuid`].
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
-#[error("{text:?} is no UUID of a device: expected GPU- or MIG- and 32 hexadecimal digits")]
+#[error("invalid device UUID {text:?}: expected GPU- or MIG- and 32 hexadecimal digits")]
 pub struct UuidError {
-    /// What was given.
+    /// The text that was parsed.
     pub text: String,
 }
 

@@ -1,29 +1,28 @@
-//! Places in the order of requests, none of them given back: for weights, which live as long as the
-//! model.
+//! Offsets in the order of requests, never freed: for weights, which live as long as the model.
 //!
-//! [`Bump`] goes up through one block; [`packed`] fills segments of a largest size one after the
-//! other, as GGML does with the tensors of a context. Neither looks at lifetimes.
+//! [`Bump`] fills one block upward; [`packed`] fills segments of a maximum size one after the
+//! other, as GGML does with the tensors of a context. Neither considers lifetimes.
 //!
-//! Invariant: places do not overlap, and none reaches beyond its block or segment.
+//! Invariant: allocations do not overlap, and none reaches beyond its block or segment.
 
 use thiserror::Error;
 
 use super::planned::Place;
 use crate::bytes::ByteSize;
 
-/// A request that does not fit what is left of a block.
+/// The error of a request that does not fit the rest of a block.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 #[error("no room for {requested}: {left} of {capacity} are left")]
 pub struct BumpFull {
-    /// What was asked for.
+    /// The requested size.
     pub requested: ByteSize,
-    /// What is left, at the alignment asked for.
+    /// The bytes left, at the requested alignment.
     pub left: ByteSize,
     /// The size of the block.
     pub capacity: ByteSize,
 }
 
-/// One block, from which offsets are taken upward.
+/// A block in which offsets are allocated upward.
 ///
 /// ```
 /// use lowtide::ByteSize;
@@ -43,16 +42,17 @@ pub struct Bump {
 }
 
 impl Bump {
-    /// A block of this size, all of it free.
+    /// Creates an empty block of this size.
     #[must_use]
     pub const fn new(capacity: ByteSize) -> Self {
         Self { taken: 0, capacity: capacity.get() }
     }
 
-    /// The offset of so many bytes, a multiple of `align`, where 0 counts as 1. O(1).
+    /// Allocates `size` bytes and returns their offset, a multiple of `align`. An alignment of 0
+    /// counts as 1. O(1).
     ///
     /// # Errors
-    /// [`BumpFull`]; the block is as it was.
+    /// [`BumpFull`]; the block is unchanged.
     pub fn take(&mut self, size: ByteSize, align: u64) -> Result<u64, BumpFull> {
         let align = align.max(1);
         let start = self.taken.checked_next_multiple_of(align);
@@ -66,16 +66,15 @@ impl Bump {
         Ok(start)
     }
 
-    /// What was taken so far, with what alignments cost.
+    /// Returns the bytes allocated so far, including alignment padding.
     #[must_use]
     pub const fn taken(&self) -> ByteSize {
         ByteSize::new(self.taken)
     }
 }
 
-/// Places for sizes, one after the other, in segments of at most `limit`; what is larger gets a
-/// segment of its own. With the places the sizes of the segments. O(n). An alignment of 0 counts
-/// as 1.
+/// Places sizes one after the other in segments of at most `limit`; a larger size gets a segment of
+/// its own. Returns the places and the sizes of the segments. O(n). An alignment of 0 counts as 1.
 #[must_use]
 pub fn packed(sizes: &[ByteSize], limit: ByteSize, align: u64) -> (Vec<Place>, Vec<ByteSize>) {
     let (mut places, mut segments) = (Vec::with_capacity(sizes.len()), Vec::new());

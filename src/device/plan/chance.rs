@@ -1,8 +1,8 @@
-//! Chance that is the same each time: a small generator, for orders that are tried beside others.
+//! A small deterministic random generator, for randomized placement orders.
 //!
 //! Not for secrets, and not for statistics. (xorshift64*, S. Vigna 2016.)
 //!
-//! Invariant: the same seed gives the same numbers.
+//! Invariant: the same seed produces the same numbers.
 
 /// A generator.
 #[derive(Clone, Debug)]

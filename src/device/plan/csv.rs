@@ -1,12 +1,12 @@
 //! Problems as text: the CSV files of MiniMalloc and of idealloc.
 //!
-//! The first line names the columns: `id` (`buffer`, `buffer_id`), `lower` (`begin`, `start`),
-//! `upper` or `end`, `size`, and where there are any `alignment`, `offset`, `gaps` and `hint`, in
-//! any order. `upper` is the first step at which a buffer is not live, `end` the last at which it
-//! is. Gaps are separated by spaces: `3-5` is nothing at steps 3 and 4, `3-5@0:16` only the first
-//! 16 bytes. Hints are not looked at. An empty line ends the file. Nothing is quoted.
+//! The first line names the columns in any order: `id` (`buffer`, `buffer_id`), `lower` (`begin`,
+//! `start`), `upper` or `end`, `size`, and optionally `alignment`, `offset`, `gaps` and `hint`.
+//! `upper` is the first step at which a buffer is not live, `end` the last at which it is. Gaps are
+//! separated by spaces: `3-5` needs no memory at steps 3 and 4, `3-5@0:16` only the first 16 bytes.
+//! Hints are ignored. An empty line ends the file. Quoting is not supported.
 //!
-//! Invariant: what was written reads as the same problem, shared memory and roles apart.
+//! Invariant: a written problem reads as the same problem, except for shared memory and roles.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::ops::Range;
@@ -21,81 +21,81 @@ use crate::bytes::ByteSize;
 /// The longest line that is read: room for some ten thousand gaps.
 const LINE_MAX: u64 = 1 << 20;
 
-/// What the ends of lifetimes in a file mean.
+/// The meaning of the end of a lifetime in a file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Ends {
-    /// What the column's name says: `upper` is beyond the last step, `end` is the last one.
+    /// As the column is named: `upper` is one past the last step, `end` is the last step.
     #[default]
     AsNamed,
-    /// The last step at which a buffer is live, whatever the column is called.
+    /// The last step at which a buffer is live, for any column name.
     Inclusive,
-    /// The first step at which a buffer is not live, whatever the column is called.
+    /// The first step at which a buffer is not live, for any column name.
     HalfOpen,
 }
 
-/// A line that is wrong.
+/// The error of an invalid line.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[error("line {line}: {fault}")]
 pub struct CsvError {
-    /// The line, counted from 1.
+    /// The line number, from 1.
     pub line: u64,
-    /// What is wrong with it.
+    /// The error in the line.
     pub fault: CsvFault,
 }
 
-/// What is wrong with a line.
+/// An error in a line.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum CsvFault {
-    /// It cannot be read.
+    /// The line cannot be read.
     #[error("cannot be read: {0}")]
     Read(io::ErrorKind),
-    /// It is longer than 1 MiB.
+    /// The line is longer than 1 MiB.
     #[error("longer than {limit} bytes")]
     TooLong {
-        /// The most.
+        /// The limit in bytes.
         limit: u64,
     },
-    /// A column that is needed is not there.
-    #[error("no column {column}")]
+    /// A required column is missing.
+    #[error("missing column {column}")]
     NoColumn {
         /// Its name.
         column: &'static str,
     },
-    /// A column that is there twice.
-    #[error("column {column} for the second time")]
+    /// A column appears twice.
+    #[error("duplicate column {column}")]
     ColumnTwice {
         /// Its name.
         column: String,
     },
-    /// A column that nobody knows.
+    /// A column has an unknown name.
     #[error("unknown column {column:?}: expected id, lower, upper, size, alignment, offset, gaps")]
     UnknownColumn {
         /// Its name.
         column: String,
     },
-    /// Not as many values as columns.
-    #[error("{found} values: expected {expected}")]
+    /// The number of values differs from the number of columns.
+    #[error("found {found} values: expected {expected}")]
     Values {
-        /// Values on the line.
+        /// The number of values on the line.
         found: usize,
-        /// Columns.
+        /// The number of columns.
         expected: usize,
     },
-    /// A value that is not the number that it should be.
-    #[error("{column} {found:?}: expected {expected}")]
+    /// A value is not a valid number for its column.
+    #[error("invalid {column} {found:?}: expected {expected}")]
     Value {
         /// Its column.
         column: &'static str,
-        /// What stands there.
+        /// The text found.
         found: String,
-        /// What should.
+        /// A description of valid values.
         expected: &'static str,
     },
-    /// Something after the empty line that ends the file.
-    #[error("a line after an empty one")]
+    /// There is a line after the empty line that ends the file.
+    #[error("unexpected line after the empty line that ends the file")]
     AfterEnd,
-    /// The buffer itself is wrong.
+    /// The buffer is invalid.
     #[error(transparent)]
     Buffer(#[from] PlanError),
 }
@@ -106,15 +106,18 @@ impl CsvFault {
     }
 }
 
-/// Why a problem cannot be written.
+/// An error of writing a problem.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum CsvWriteError {
     /// The file cannot be written.
-    #[error("cannot be written: {0}")]
+    #[error("cannot write the file: {0}")]
     Write(#[from] io::Error),
-    /// The format has no word for what a buffer needs.
-    #[error("{name}: a name with a comma, shared memory, or a place in one of several segments")]
+    /// The format cannot express a property of a buffer.
+    #[error(
+        "{name}: the format does not support names with a comma, shared memory, or several \
+        segments"
+    )]
     Inexpressible {
         /// The buffer.
         name: String,
@@ -133,10 +136,10 @@ const HINT: usize = 6;
 const GAPS: usize = 7;
 
 impl Problem {
-    /// Reads a problem from a file, or whatever gives bytes; it is buffered here.
+    /// Reads a problem from a file or another reader, with buffering.
     ///
     /// # Errors
-    /// [`CsvError`], for the first line that is wrong.
+    /// [`CsvError`] for the first invalid line.
     ///
     /// ```
     /// use lowtide::device::plan::{Ends, Problem};
@@ -166,12 +169,11 @@ impl Problem {
         }
     }
 
-    /// Writes the problem, with the offsets of a plan where there is one (else with those that are
-    /// fixed). Inputs and outputs are written with the lifetimes that follow; external buffers are
-    /// left out.
+    /// Writes the problem, with the offsets of a plan, or the fixed offsets if there is none.
+    /// Inputs and outputs are written with their extended lifetimes; external buffers are omitted.
     ///
     /// # Errors
-    /// [`CsvWriteError`], where it cannot be written, or a buffer shares another one's memory.
+    /// [`CsvWriteError`] if the file cannot be written, or a buffer shares memory of another.
     pub fn write_csv(
         &self,
         mut to: impl Write,
@@ -232,7 +234,7 @@ fn written(gaps: &[Gap]) -> String {
     gaps.iter().map(one).collect::<Vec<_>>().join(" ")
 }
 
-/// Where each column stands.
+/// The index of each column.
 struct Columns {
     at: [Option<usize>; COLUMNS.len()],
     count: usize,

@@ -1,17 +1,18 @@
-//! One way from the bottom to the top: for parts that are too large to search.
+//! Greedy dives from the bottom to the top, for parts that are too large to search.
 //!
-//! Items are placed in the order of their offsets, as the exact search does it, and none is taken
-//! back. Of the lowest items the one comes next in whose sections most is left to place; where that
-//! is the same, or nearly, a bonus decides, drawn by chance for all but the first dives.
-//! Many dives find what one of them misses.
+//! Items are placed in the order of their offsets, as in the exact search, without backtracking.
+//! Among the lowest items, the next is the one whose sections have the most left to place;
+//! near-ties are decided by a bonus, which is random for all but the first dives. Many dives find
+//! solutions that a single one misses.
 //!
-//! Items of the same sections differ in nothing but their size and bonus. They are one class, and
-//! only the first of them is looked at. A heap has the classes by keys that were right once: since
-//! offsets only rise and totals only fall, the first key that is still right is the first of all.
+//! Items of the same sections differ only in size and bonus. They form one class, and only the
+//! first of a class is considered. A heap holds the classes by keys that may be stale: since
+//! offsets only rise and totals only fall, the first key that is still correct is the minimum.
 //!
-//! Only for parts without walls whose items each need one window at their start, none fixed.
+//! Only for parts without walls, whose items each need one window at their start, with no fixed
+//! item.
 //!
-//! Invariant: no key in the heap is larger than it would be now.
+//! Invariant: no key in the heap is larger than its current value.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -21,14 +22,14 @@ use super::chance::Chance;
 use super::part::{Item, Part};
 use super::totals::Totals;
 
-/// Bits of a key's part for what is left, at most 31.
+/// The bits of a key for the size left to place, at most 31.
 const COARSE: u32 = 31;
 
 /// Keys that are looked at between two questions whether to stop: some 0.1 ms.
 const KEYS_PER_STOP: u32 = 512;
 
-/// What classes are ordered by: the lowest offset of the first item; what is left to place in its
-/// sections, the most first; the class's number.
+/// The sort key of a class: the lowest offset of its first item; the size left to place in its
+/// sections, largest first; the class's number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Key(u128);
 
@@ -43,21 +44,21 @@ impl Key {
     }
 }
 
-/// Items of the same sections: where they stand in the order.
+/// Items of the same sections, as a range of the order.
 #[derive(Clone, Copy, Debug)]
 struct Class {
     next: u32,
     end: u32,
 }
 
-/// How a dive chooses among items of which none has clearly more left to place.
+/// The rule for choosing among items with about the same size left to place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Bonus {
-    /// Among equals the largest.
+    /// The largest.
     None,
-    /// All of its own size.
+    /// The item's whole size.
     Size,
-    /// Up to this fraction of its own size, drawn by chance.
+    /// Up to this fraction of the item's size, drawn at random.
     Drawn(u64),
 }
 
@@ -65,19 +66,19 @@ pub(super) enum Bonus {
 #[derive(Debug)]
 pub(super) struct Dive<'a> {
     part: &'a Part,
-    /// Items by class, within a class in the order in which they are placed.
+    /// Items by class; within a class in placement order.
     order: Vec<u32>,
-    /// Where the items of each class begin.
+    /// The start of each class's items.
     starts: Vec<u32>,
     classes: Vec<Class>,
     bonus: Vec<u64>,
-    /// What is left counts in keys as so many bits less.
+    /// The shift that scales the size left to place into the key.
     shift: u32,
     heap: BinaryHeap<Reverse<Key>>,
-    /// What is to be placed in each section: all of it, and what is left.
+    /// The size to place in each section: the total, and the rest.
     all: Totals,
     left: Totals,
-    /// Where each section is free from.
+    /// The first free offset of each section.
     tops: Totals,
     offsets: Vec<u64>,
     chance: Chance,
@@ -85,7 +86,7 @@ pub(super) struct Dive<'a> {
 }
 
 impl<'a> Dive<'a> {
-    /// Whether a part can be dived through.
+    /// Returns `true` if the part suits a dive.
     pub(super) fn suits(part: &Part) -> bool {
         let plain = !part.is_sliding && part.pieces.len() == part.items.len();
         plain && part.walls.is_none() && part.items.iter().all(|item| item.fixed.is_none())
@@ -122,13 +123,13 @@ impl<'a> Dive<'a> {
         self.part
     }
 
-    /// How many items the last run placed.
+    /// Returns the number of items that the last run placed.
     pub(super) const fn placed(&self) -> u64 {
         self.placed
     }
 
-    /// Goes all the way, unless the peak comes to `enough` for certain; says the peak. Once it is
-    /// told to stop it places what is left in haste, by the keys that it has.
+    /// Places all items, unless the peak is certain to reach `enough`; returns the peak. After
+    /// `stop` it places the rest quickly, by the current keys.
     pub(super) fn run(
         &mut self,
         bonus: Bonus,

@@ -1,7 +1,7 @@
-//! What can be wrong with a problem or with a plan, with the buffer's name and the numbers.
+//! Errors of problems and plans, with the buffer's name and the numbers.
 //!
-//! Raised where the fault is certain, and for the first one that is found. It formats text and
-//! decides nothing.
+//! An error is raised as soon as it is certain, for the first fault found. This module formats text
+//! and decides nothing.
 //!
 //! Invariant: every error about buffers names one of them.
 
@@ -10,36 +10,36 @@ use thiserror::Error;
 use super::problem::Window;
 use crate::bytes::ByteSize;
 
-/// Why a problem cannot be posed, or cannot be solved by anyone.
+/// An error of a problem that is invalid or has no solution.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum PlanError {
-    /// A problem has room for 2^32 - 1 buffers.
-    #[error("{name}: there are {limit} buffers already, which is all a problem has numbers for")]
+    /// A problem holds at most 2^32 - 1 buffers.
+    #[error("cannot add {name}: the problem already has {limit} buffers, the maximum")]
     TooMany {
-        /// The buffer that was to be added.
+        /// The buffer that does not fit.
         name: String,
-        /// The most.
+        /// The most buffers of a problem.
         limit: u32,
     },
-    /// The end of a lifetime lies before its start.
-    #[error("{name}: live from {first} until before {end}: expected an end at or after the start")]
+    /// A lifetime ends before it starts.
+    #[error("{name}: live from {first} until {end}: expected an end at or after the start")]
     Inverted {
         /// The buffer.
         name: String,
         /// The first step.
         first: i64,
-        /// The first step at which it is not live.
+        /// The first step at which the buffer is not live.
         end: i64,
     },
-    /// An alignment of zero.
-    #[error("{name}: an alignment of 0: expected 1 or more")]
+    /// An alignment is zero.
+    #[error("{name}: invalid alignment 0: expected 1 or more")]
     NoAlign {
         /// The buffer.
         name: String,
     },
-    /// A gap lies outside its buffer's lifetime, is inverted, or lies over the gap before it.
-    #[error("{name}: a gap from {first} until before {end}: expected one within {from} to {until}")]
+    /// A gap lies outside its buffer's lifetime, is inverted, or overlaps the gap before it.
+    #[error("{name}: gap from {first} until {end}: expected a gap within {from} to {until}")]
     Gap {
         /// The buffer.
         name: String,
@@ -47,13 +47,13 @@ pub enum PlanError {
         first: i64,
         /// The first step after it.
         end: i64,
-        /// Where it may begin: at the buffer's start, or the end of the gap before.
+        /// The earliest valid start: the buffer's start, or the end of the gap before.
         from: i64,
-        /// Where it has to end at the latest.
+        /// The latest valid end.
         until: i64,
     },
-    /// A window is inverted or reaches beyond its buffer.
-    #[error("{name}: a window {window}: expected one within its {size} bytes")]
+    /// A window is inverted or extends beyond its buffer.
+    #[error("{name}: window {window}: expected a window within its {size} bytes")]
     Window {
         /// The buffer.
         name: String,
@@ -62,165 +62,169 @@ pub enum PlanError {
         /// The buffer's size in bytes.
         size: u64,
     },
-    /// A fixed offset is not a multiple of the alignment that it has to have.
-    #[error("{name}: fixed at {offset}: expected a multiple of {align}")]
+    /// A fixed offset is not a multiple of the required alignment.
+    #[error("{name}: fixed offset {offset}: expected a multiple of {align}")]
     FixedMisaligned {
         /// The buffer.
         name: String,
         /// Its fixed offset in bytes.
         offset: u64,
-        /// Its alignment, or that of what shares its memory.
+        /// The alignment of the buffer, or of a buffer that shares its memory.
         align: u64,
     },
-    /// Two buffers that are live at once have fixed offsets which lie over each other.
-    #[error("{name}: fixed at {offset} over {other}, which is live at step {step} as well")]
+    /// Two buffers that are live at once have overlapping fixed offsets.
+    #[error("{name}: fixed offset {offset} overlaps {other}, which is also live at step {step}")]
     FixedOverlap {
-        /// One buffer.
+        /// The first buffer.
         name: String,
         /// Its fixed offset in bytes.
         offset: u64,
-        /// The other one.
+        /// The other buffer.
         other: String,
         /// A step at which both are live.
         step: i64,
     },
-    /// The sizes, rounded up to alignments, and the fixed offsets sum up to more than can be
-    /// counted with.
-    #[error("{name}: {size} with those before it: expected at most {limit} in all")]
+    /// The sum of the sizes, rounded up to alignments, and the fixed offsets exceeds the supported
+    /// range.
+    #[error("{name}: {size} exceeds the total size limit: expected at most {limit} in all")]
     TooLarge {
-        /// The buffer with which the sum went too far.
+        /// The buffer at which the sum exceeded the limit.
         name: String,
-        /// Its own size.
+        /// The size of that buffer.
         size: ByteSize,
-        /// The most that all may have together.
+        /// The most that all buffers may have together.
         limit: ByteSize,
     },
-    /// A number that is no buffer of this problem.
-    #[error("buffer {number}: the problem has {count}")]
+    /// A number does not belong to a buffer of this problem.
+    #[error("unknown buffer {number}: the problem has {count} buffers")]
     Unknown {
         /// The number.
         number: u32,
-        /// How many there are.
+        /// The number of buffers.
         count: usize,
     },
-    /// A buffer was placed over a second one, or, in the end, over itself.
-    #[error("{name}: over {over}: expected a buffer that shares nobody's memory so far")]
+    /// A buffer was made to share the memory of two others, or of itself.
+    #[error("{name}: cannot share memory of {over}: expected a buffer that shares no memory yet")]
     SharedTwice {
         /// The buffer.
         name: String,
-        /// What it was to lie over.
+        /// The buffer whose memory it should share.
         over: String,
     },
-    /// What is to share another buffer's memory reaches beyond it.
-    #[error("{name}: {size} bytes at {at} of {over}, which has {room}")]
+    /// A buffer extends beyond the buffer whose memory it shares.
+    #[error("{name}: {size} bytes at offset {at} do not fit {over}, which has {room} bytes")]
     BeyondOther {
         /// The buffer.
         name: String,
         /// Its size in bytes.
         size: u64,
-        /// What it was to lie over.
+        /// The buffer whose memory it should share.
         over: String,
-        /// Where in it, in bytes.
+        /// The offset in that buffer, in bytes.
         at: u64,
-        /// That buffer's size.
+        /// The size of that buffer.
         room: u64,
     },
-    /// What shares another buffer's memory has gaps, or has to be elsewhere by its own alignment
-    /// or fixed offset, or as memory of the caller's own.
-    #[error("{name}: cannot lie at {at} of {over}: its gaps, alignment, offset or role forbid it")]
+    /// A buffer that shares memory has gaps, or its alignment, fixed offset or role conflicts with
+    /// the place.
+    #[error(
+        "{name}: cannot share memory of {over} at offset {at}: its gaps, alignment, fixed \
+        offset or role conflict"
+    )]
     CannotShare {
         /// The buffer.
         name: String,
-        /// What it was to lie over.
+        /// The buffer whose memory it should share.
         over: String,
-        /// Where in it, in bytes.
+        /// The offset in that buffer, in bytes.
         at: u64,
     },
-    /// Memory of the caller's own is never overwritten.
-    #[error("{name}: in the place of {over}, which is held by the caller")]
+    /// A buffer would overwrite external memory, which is not allowed.
+    #[error("{name}: cannot overwrite {over}, which is external memory")]
     ReuseOfExternal {
         /// The buffer.
         name: String,
-        /// What it was to overwrite.
+        /// The external buffer.
         over: String,
     },
-    /// A buffer is overwritten in place while something of it is still used.
-    #[error("{name}: begins at step {first} in the place of {over}, which is live until {end}")]
+    /// A buffer would overwrite another one in place while that is still in use.
+    #[error("{name}: cannot overwrite {over} at step {first}: it is live until {end}")]
     ReuseBeforeLastUse {
         /// The buffer that overwrites.
         name: String,
         /// Its first step.
         first: i64,
-        /// What is still live.
+        /// The buffer that is still live.
         over: String,
-        /// The first step at which that is not live any more.
+        /// The first step at which that buffer is not live.
         end: i64,
     },
-    /// Segments cannot have what a buffer needs: its offset is fixed, alignments have no common
-    /// multiple that can be counted with, or segments have no bytes.
-    #[error("{name}: a fixed offset or an alignment that segments of {limit} cannot have")]
+    /// Segments cannot hold a buffer: its offset is fixed, alignments have no common multiple in
+    /// the supported range, or the segment size is zero.
+    #[error("{name}: segments of {limit} cannot satisfy its fixed offset or alignment")]
     NoSegment {
         /// The buffer.
         name: String,
-        /// The largest size of a segment.
+        /// The maximum size of a segment.
         limit: ByteSize,
     },
-    /// A value lies in a kind of memory about which nothing was said.
-    #[error("{name}: in memory of kind {number}: expected one of the {count} that were named")]
+    /// A value lies in an unknown kind of memory.
+    #[error("{name}: unknown memory kind {number}: expected a number below {count}")]
     NoKind {
         /// The value.
         name: String,
-        /// Its kind.
+        /// The number of the kind.
         number: u32,
-        /// How many kinds there are.
+        /// The number of kinds.
         count: usize,
     },
-    /// Two kinds of memory have the same name: what lies in one of them would lie over the other.
-    #[error("memory {name}: named twice: expected one problem for each kind of memory")]
+    /// Two kinds of memory have the same name; their plans would overlap.
+    #[error("duplicate memory kind {name}: expected one problem for each kind")]
     KindTwice {
         /// The name of the kind.
         name: String,
     },
-    /// What is wrong with the problem of one kind of memory.
-    #[error("memory {kind}: {error}")]
+    /// The problem of one kind of memory is invalid.
+    #[error("memory kind {kind}: {error}")]
     InKind {
         /// The name of the kind.
         kind: String,
-        /// What is wrong.
+        /// The error.
         error: Box<Self>,
     },
-    /// The plan that was made does not hold: an error of this crate, found before the plan left it.
-    #[error("the plan that was made does not hold: {0}")]
+    /// The new plan failed verification. This is a bug in this crate, caught before the plan is
+    /// returned.
+    #[error("the new plan failed verification: {0}")]
     Refuted(Box<PlanFault>),
 }
 
-/// What is wrong with offsets, as [`Problem::verify`](super::Problem::verify) finds it.
+/// A fault in offsets, found by [`Problem::verify`](super::Problem::verify).
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum PlanFault {
-    /// There are not as many offsets as buffers.
-    #[error("{found} offsets for {expected} buffers")]
+    /// The number of offsets differs from the number of buffers.
+    #[error("found {found} offsets: expected {expected}, one for each buffer")]
     Count {
-        /// Offsets.
+        /// The number of offsets.
         found: usize,
-        /// Buffers.
+        /// The number of buffers.
         expected: usize,
     },
-    /// Two buffers lie over each other at a step.
-    #[error("{name} at {offset} and {other} at {other_offset} are live at step {step} and overlap")]
+    /// Two buffers overlap at a step.
+    #[error("{name} at {offset} and {other} at {other_offset} overlap at step {step}")]
     Overlap {
-        /// One buffer, or the one whose memory it shares.
+        /// The first buffer, or the one whose memory it shares.
         name: String,
         /// Its offset in bytes.
         offset: u64,
-        /// The other one.
+        /// The other buffer.
         other: String,
         /// Its offset in bytes.
         other_offset: u64,
-        /// The first step at which both are there.
+        /// The first step at which both are live.
         step: i64,
     },
-    /// An offset that is no multiple of the buffer's alignment.
+    /// An offset is not a multiple of the buffer's alignment.
     #[error("{name} at {offset}: expected a multiple of {align}")]
     Misaligned {
         /// The buffer.
@@ -230,39 +234,39 @@ pub enum PlanFault {
         /// Its alignment.
         align: u64,
     },
-    /// A buffer with a fixed offset lies elsewhere.
-    #[error("{name} at {offset}: it is fixed at {fixed}")]
+    /// A buffer is not at its fixed offset.
+    #[error("{name} at {offset}: expected its fixed offset {fixed}")]
     Moved {
         /// The buffer.
         name: String,
-        /// Where it lies.
+        /// Its offset.
         offset: u64,
-        /// Where it has to be.
+        /// Its fixed offset.
         fixed: u64,
     },
-    /// A buffer that shares another one's memory lies elsewhere.
-    #[error("{name} at {offset}: it shares memory of {over}, which is at {over_offset}")]
+    /// A buffer is not in the memory that it shares.
+    #[error("{name} at {offset}: expected to share the memory of {over} at {over_offset}")]
     Apart {
         /// The buffer.
         name: String,
-        /// Where it lies.
+        /// Its offset.
         offset: u64,
-        /// Whose memory it shares.
+        /// The buffer whose memory it shares.
         over: String,
-        /// Where that lies.
+        /// The offset of that buffer.
         over_offset: u64,
     },
-    /// A buffer reaches beyond what is said to be enough.
-    #[error("{name} ends at {end}, beyond {peak}")]
+    /// A buffer extends beyond the stated peak.
+    #[error("{name} ends at {end}: expected an end within the peak of {peak}")]
     BeyondPeak {
         /// The buffer.
         name: String,
-        /// Where it ends.
+        /// The end of the buffer.
         end: u64,
-        /// What is said to be enough.
+        /// The stated peak.
         peak: u64,
     },
-    /// The problem itself cannot be solved.
+    /// The problem itself is invalid.
     #[error(transparent)]
     Problem(#[from] PlanError),
 }

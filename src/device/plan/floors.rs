@@ -1,8 +1,8 @@
-//! Whether what is left can fit above its floors, section by section, and which sections it was
-//! that ended branches.
+//! Feasibility of the remaining items above their floors, section by section, and the sections that
+//! ended branches.
 //!
-//! A floor is the lowest offset at which anything that is left in a section can begin. Items are
-//! looked at from the lowest up: the first to touch a section sets its floor. It changes nothing of
+//! A floor is the lowest offset at which any remaining item of a section can begin. Items are
+//! visited from the lowest up: the first to touch a section sets its floor. It changes nothing of
 //! the search.
 //!
 //! Invariant: no solution is ruled out that the search would find.
@@ -13,9 +13,9 @@ use super::search::{Body, Group, key, offset_of, rank_of};
 /// Room to work in, and the blame.
 #[derive(Debug)]
 pub(super) struct Floors {
-    /// Bits of sections: those that have a floor, or that are crossed into the next one.
+    /// Bit sets of sections: those with a floor, and those that an item crosses into the next one.
     seen: Vec<u64>,
-    /// Items that have to be raised first, with the offsets that they will have at least.
+    /// Items that must be raised first, with their least offsets afterwards.
     stranded: Vec<u64>,
     cuts: Vec<u32>,
     pub(super) blame: Blame,
@@ -31,7 +31,7 @@ impl Floors {
         }
     }
 
-    /// The offset from which on nothing can be placed next; `None` where what is left cannot fit.
+    /// Returns the offset from which on no item can be placed next; `None` if the rest cannot fit.
     #[expect(clippy::too_many_arguments, reason = "the parts of a search, borrowed apart")]
     pub(super) fn of<'a>(
         &mut self,
@@ -118,8 +118,8 @@ impl Floors {
         Some(())
     }
 
-    /// Where items fall apart in time: the first section, those at which nothing goes on from the
-    /// one before, and the end; `None` where they do not.
+    /// Splits items in time: the first section, the sections that no item crosses into, and the
+    /// end; `None` if there is no split.
     pub(super) fn cuts(
         &mut self,
         spans: impl Iterator<Item = (u32, u32)>,
@@ -164,10 +164,10 @@ const fn bits(from: u32, to: u32, word: usize) -> u64 {
     above & below
 }
 
-/// What a section weighs that was blamed as often as others.
+/// The weight of a section with the most blame.
 const WEIGHT: u64 = 1 << 16;
 
-/// How often each section ended a branch.
+/// The number of branches that each section ended.
 #[derive(Debug)]
 pub(super) struct Blame {
     counts: Vec<u64>,

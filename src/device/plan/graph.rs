@@ -1,11 +1,13 @@
-//! Problems out of graphs: nodes in the order in which they are computed, each with its operands.
+//! Problems built from graphs: nodes in execution order, each with its operands.
 //!
-//! A node's result is live from its own step to that of the last node which reads it; of what is
-//! read through a view only, that part. Where a node may overwrite an operand, and is its last
+//! A node's result is live from its own step to that of the last node that reads it; if it is read
+//! only through a view, only that part is. If a node may overwrite an operand and is its last
 //! reader, the result takes that operand's place. Forward, backward and optimizer steps of a
-//! training are one graph, and so one plan. It computes nothing and orders nothing.
+//! training run are one graph, and so one plan. This module computes nothing and does not reorder
+//! nodes.
 //!
-//! Invariant: step `n` is that of the `n`th node; what is there before the first node is an input.
+//! Invariant: step `n` is that of the `n`th node; a value that exists before the first node is an
+//! input.
 
 use super::error::PlanError;
 use super::kinds::Kind;
@@ -17,16 +19,17 @@ use crate::bytes::ByteSize;
 pub struct ValueId(usize);
 
 impl ValueId {
-    /// The number, in the order in which values were added, counted from 0.
+    /// Returns the number of the value, in the order of addition, from 0.
     #[must_use]
     pub const fn index(self) -> usize {
         self.0
     }
 }
 
-/// A graph whose nodes are added in the order in which they are computed.
+/// A graph whose nodes are added in execution order.
 ///
-/// Its methods panic where a [`ValueId`] is of another graph and beyond what this one has.
+/// # Panics
+/// Its methods panic if a [`ValueId`] comes from another graph and is out of range for this one.
 ///
 /// ```
 /// use lowtide::ByteSize;
@@ -48,17 +51,17 @@ impl ValueId {
 #[derive(Clone, Debug, Default)]
 pub struct Graph {
     values: Vec<Value>,
-    /// The steps that there are so far.
+    /// The number of steps so far.
     steps: i64,
 }
 
-/// Where a value comes from.
+/// The source of a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Origin {
     Input,
     External,
     Node,
-    /// Part of another value, from this byte on.
+    /// A part of another value, from this byte on.
     View(usize, u64),
 }
 
@@ -72,38 +75,39 @@ struct Value {
     is_kept: bool,
     kind: u32,
     first: i64,
-    /// After the last step that reads it or makes a view of it.
+    /// One past the last step that reads it or makes a view of it.
     end: i64,
-    /// What it has its bytes of in the end, itself where it is no view, and from where on.
+    /// The value that holds its bytes (itself unless it is a view), and the offset in it.
     content: (usize, u64),
-    /// Of content: after the last step that reads any of it or makes a view of it, and whether any
-    /// of it is kept.
+    /// For the value that holds the bytes: one past the last step that reads any of it or makes a
+    /// view of it, and `true` if any of it is kept.
     content_end: i64,
     is_content_kept: bool,
 }
 
 impl Graph {
-    /// A graph without nodes.
+    /// Creates an empty graph.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Something that is there before the first step, in memory of the plan.
+    /// Adds a value that exists before the first step, in memory of the plan.
     pub fn input(&mut self, name: impl Into<String>, size: ByteSize) -> ValueId {
         self.add(name.into(), size, Origin::Input, &[], false)
     }
 
-    /// Something that lies in memory of the caller's own.
+    /// Adds a value in external memory, which the caller owns.
     pub fn external(&mut self, name: impl Into<String>, size: ByteSize) -> ValueId {
         self.add(name.into(), size, Origin::External, &[], false)
     }
 
-    /// The next node: reads its operands, writes its result. Where `overwrites` is set it may do so
-    /// in the place of an operand, or of what that is a view of from its first byte on: the first
-    /// that nobody reads later, and of which it reads nothing by another name. So it has to read
-    /// each byte before it writes that byte, whichever operand it is: an operand whose elements
-    /// stand in another order forbids it.
+    /// Adds the next node, which reads its operands and writes its result.
+    ///
+    /// If `overwrites` is set, the result may replace an operand, or the value of which that
+    /// operand is a view from its first byte: the first operand that has no later reader and is not
+    /// also read under another name. The node must then read each byte before it overwrites it, for
+    /// any operand: if an operand's elements are in a different order, don't set `overwrites`.
     pub fn node(
         &mut self,
         name: impl Into<String>,
@@ -115,7 +119,7 @@ impl Graph {
         self.add(name.into(), size, Origin::Node, operands, overwrites)
     }
 
-    /// Part of a value, from the byte `at` on; it takes no step.
+    /// Adds a view: a part of a value, from the byte `at` on. It takes no step.
     pub fn view(
         &mut self,
         name: impl Into<String>,
@@ -126,16 +130,16 @@ impl Graph {
         self.add(name.into(), size, Origin::View(of.0, at), &[], false)
     }
 
-    /// Says that a value is read after the last step: nothing comes into its place. Of what it is
-    /// a view of nothing else is kept.
+    /// Marks a value as read after the last step, so its memory is not reused. If it is a view,
+    /// only its part is kept.
     pub fn keep(&mut self, value: ValueId) {
         self.values[value.0].is_kept = true;
         let content = self.values[value.0].content.0;
         self.values[content].is_content_kept = true;
     }
 
-    /// Says in which kind of memory a value lies; it is 0 where nothing is said, and for a view
-    /// that of what it is of. Each kind has a problem of its own, with the same steps.
+    /// Sets the kind of memory of a value. The default is 0, or for a view the kind of its base
+    /// value. Each kind has a problem of its own, with the same steps.
     pub fn set_kind(&mut self, value: ValueId, kind: u32) {
         self.values[value.0].kind = kind;
     }
@@ -154,8 +158,8 @@ impl Graph {
         let operands: Vec<usize> = operands.iter().map(|operand| operand.0).collect();
         let end = self.steps + 1;
         let (own, mut content) = (self.values.len(), (self.values.len(), 0));
-        // What a view is of is there until the view was made; from then on the view is, where
-        // anybody reads it.
+        // The base value is live until the view is made; from then on the view is, if it has a
+        // reader.
         let is_view = if let Origin::View(of, from) = origin {
             let (root, at) = self.values[of].content;
             content = (root, at.saturating_add(from));
@@ -188,19 +192,20 @@ impl Graph {
         ValueId(own)
     }
 
-    /// The problem of the first kind of memory, and each value's buffer, by
-    /// [`ValueId::index`]. Every offset is to be a multiple of `align`.
+    /// Returns the problem of the first kind of memory, and each value's buffer, indexed by
+    /// [`ValueId::index`]. Every offset will be a multiple of `align`.
     ///
     /// # Errors
-    /// [`PlanError`], where a view reaches beyond its value, sizes are too large, or `align` is 0.
+    /// [`PlanError`] if a view extends beyond its value, sizes are too large, or `align` is 0.
     pub fn problem(&self, align: u64) -> Result<(Problem, Vec<BufferId>), PlanError> {
         self.problem_of(0, align)
     }
 
-    /// The same for another kind of memory: what lies in others is external to it.
+    /// Like [`Graph::problem`], for another kind of memory; values of other kinds are external to
+    /// it.
     ///
     /// # Errors
-    /// As [`Graph::problem`].
+    /// As for [`Graph::problem`].
     pub fn problem_of(&self, kind: u32, align: u64) -> Result<(Problem, Vec<BufferId>), PlanError> {
         let mut problem = Problem::new();
         let mut ids = Vec::with_capacity(self.values.len());
@@ -235,11 +240,11 @@ impl Graph {
         Ok((problem, ids))
     }
 
-    /// The problems of several kinds of memory, the first for kind 0, with what each is called and
-    /// its largest segment size. A value has the same number in all of them.
+    /// Returns the problems of several kinds of memory, the first for kind 0, each with its name
+    /// and its maximum segment size. A value has the same number in all of them.
     ///
     /// # Errors
-    /// As [`Graph::problem`].
+    /// As for [`Graph::problem`].
     pub fn kinds(
         &self,
         align: u64,
@@ -260,7 +265,7 @@ impl Graph {
         Ok((kinds, ids))
     }
 
-    /// The kind of memory in which a value lies: a view's is that of what it is of.
+    /// Returns the kind of memory of a value; for a view that of its base value.
     #[must_use]
     pub fn kind(&self, value: ValueId) -> u32 {
         self.kind_of(value.0)

@@ -1,7 +1,7 @@
-//! Several kinds of memory: a problem for each, and one joint plan of all.
+//! Several kinds of memory: one problem for each, and one joint plan.
 //!
-//! Kinds share steps and nothing else, so that each is solved by itself and the sum of their peaks
-//! is as small as each of them is. It knows names of kinds and no devices.
+//! Kinds share only steps, so each is solved separately, and the sum of their peaks is smallest if
+//! each peak is. This module knows names of kinds and no devices.
 //!
 //! Invariant: a joint plan has a verified plan for every kind, in the order of the kinds.
 
@@ -11,14 +11,14 @@ use super::problem::Problem;
 use super::solve::{Budget, Planner};
 use crate::bytes::ByteSize;
 
-/// One kind of memory, with what is to lie in it.
+/// A kind of memory, and the problem to plan in it.
 #[derive(Clone, Debug, Default)]
 pub struct Kind {
-    /// Its name, for errors; each kind has one of its own.
+    /// A unique name, for errors.
     pub name: String,
-    /// What is to lie in it.
+    /// The problem of this kind.
     pub problem: Problem,
-    /// The largest size of a segment of it; `None` for one segment of any size.
+    /// The maximum size of its segments; `None` for one segment of any size.
     pub segment_limit: Option<ByteSize>,
 }
 
@@ -50,19 +50,19 @@ pub struct JointPlan {
 }
 
 impl JointPlan {
-    /// The plan of each kind, in their order.
+    /// Returns the plan of each kind, in order.
     #[must_use]
     pub fn plans(&self) -> &[Plan] {
         &self.plans
     }
 
-    /// What all kinds need together.
+    /// Returns the memory that all kinds need together.
     #[must_use]
     pub fn peak(&self) -> ByteSize {
         self.plans.iter().map(Plan::peak).sum()
     }
 
-    /// What any plans of them need together.
+    /// Returns a lower bound of the memory that all kinds need together.
     #[must_use]
     pub fn bound(&self) -> ByteSize {
         self.plans.iter().map(Plan::bound).sum()
@@ -70,11 +70,12 @@ impl JointPlan {
 }
 
 impl Planner<'_> {
-    /// Plans several kinds of memory, each with its own largest segment size in place of the
-    /// planner's. Each may spend what those before it left, shared evenly with those after it.
+    /// Plans several kinds of memory, each with its own maximum segment size instead of the
+    /// planner's. Each kind may spend an even share of the budget that is left.
     ///
     /// # Errors
-    /// [`PlanError::KindTwice`]; [`PlanError::InKind`], as [`Planner::plan`] has it for one kind.
+    /// [`PlanError::KindTwice`]; [`PlanError::InKind`], with an error of [`Planner::plan`] for one
+    /// kind.
     pub fn plan_kinds(&mut self, kinds: &[Kind]) -> Result<JointPlan, PlanError> {
         for (at, kind) in kinds.iter().enumerate() {
             if kinds[..at].iter().any(|other| other.name == kind.name) {

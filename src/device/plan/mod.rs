@@ -1,17 +1,16 @@
-//! The lifetime planner: offsets for buffers whose lifetimes are known, with the smallest peak.
+//! The lifetime planner: computes offsets for buffers with known lifetimes, with the smallest peak.
 //!
-//! Memory that is planned is reserved once and then served without a search: who runs the plan
-//! looks offsets up. A [`Problem`] is buffers with sizes, alignments and lifetimes, some of which
-//! share memory; a [`Planner`] makes a [`Plan`] of it within a budget. It allocates no device
-//! memory and runs nothing: an arena holds and serves it
+//! Planned memory is reserved once and then served without a search, by looking up offsets. A
+//! [`Problem`] is a set of buffers with sizes, alignments and lifetimes, some of which share
+//! memory; a [`Planner`] computes a [`Plan`] for it within a budget. This module allocates no
+//! device memory and runs nothing: an arena holds and serves the plan
 //! ([`DeviceArena::reserve_plan`](super::DeviceArena::reserve_plan)).
 //!
-//! How: the problem is taken apart in time and made small (`part`); dives (`dive`) and a portfolio
-//! of rules (`order`, `place`) give a first plan, which is no worse than those of GGML, ONNX
-//! Runtime, TFLite and XLA where the budget lets all rules run, since theirs are among them; then
-//! heights between the lower bound and the best so far are probed by an exact search (`probe`,
-//! `search`, `floors`). Whatever comes of it is verified by code that knows nothing of the solver
-//! (`verify`).
+//! Steps: the problem is split in time and reduced (`part`). Dives (`dive`) and a portfolio of
+//! rules (`order`, `place`) produce a first plan; if the budget lets all rules run, it is no worse
+//! than those of GGML, ONNX Runtime, TFLite and XLA, whose rules are among them. Then an exact
+//! search (`probe`, `search`, `floors`) probes heights between the lower bound and the best so far.
+//! The result is verified by code that is independent of the solver (`verify`).
 //!
 //! ```
 //! use lowtide::ByteSize;
@@ -33,8 +32,8 @@
 //! # Ok::<(), lowtide::device::plan::PlanError>(())
 //! ```
 //!
-//! Invariants: no plan leaves here that was not verified; without a limit of time (a `Budget::time`
-//! of `Duration::MAX`) the same problem and the same budget of nodes give the same plan.
+//! Invariants: every returned plan is verified; without a time limit (a `Budget::time` of
+//! `Duration::MAX`) the same problem and the same budget of nodes produce the same plan.
 
 mod bump;
 mod chance;

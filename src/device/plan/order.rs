@@ -1,7 +1,7 @@
-//! Orders in which items are placed: simple rules, each good for something.
+//! Orders in which items are placed: simple rules, each good for some problems.
 //!
-//! The rules of GGML, ONNX Runtime, TFLite, TVM and XLA are among them, so that a plan is no
-//! worse than theirs where all of them were run. It places nothing.
+//! The rules of GGML, ONNX Runtime, TFLite, TVM and XLA are among them, so a plan is no worse than
+//! theirs if all of them ran. This module places nothing.
 //!
 //! Invariant: an order names each item of its part once.
 
@@ -11,10 +11,10 @@ use super::part::Part;
 use super::place::Fit;
 use super::shape::{Need, Shapes};
 
-/// What an order looks at, for one item.
+/// The properties of an item that orders use.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Traits {
-    /// Its first step, the steps from there to its end, and the number of its shape.
+    /// Its first step, its duration in steps, and the number of its shape.
     birth: i64,
     duration: u64,
     shape: u32,
@@ -42,20 +42,20 @@ impl Traits {
     }
 }
 
-/// How items are ordered.
+/// A rule that orders items.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Rule {
-    /// By their first steps, then as they were given: the order in which an allocator sees them.
+    /// By first step, then by input order: the order in which an allocator sees them.
     Birth,
-    /// By their first steps, the largest first of those that begin together.
+    /// By first step; ties by size, largest first.
     BirthLargest,
-    /// The largest first, the longest first of those.
+    /// By size, largest first; ties by duration, longest first.
     Size,
-    /// The longest first, the largest first of those.
+    /// By duration, longest first; ties by size, largest first.
     Duration,
-    /// The largest product of both first.
+    /// By the product of size and duration, largest first.
     Area,
-    /// By classes of sizes, the largest first, and by this within a class.
+    /// By size class, largest first, and by this rule within a class.
     Classes(Ratio, Within),
 }
 
@@ -63,7 +63,7 @@ pub(super) enum Rule {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Ratio(u64, u64);
 
-/// What counts within a class.
+/// The rule within a class.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Within {
     Birth,
@@ -72,30 +72,29 @@ pub(super) enum Within {
     Area,
 }
 
-/// Planners of others, each by one rule.
+/// Planners of other projects, each with one rule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Heuristic {
-    /// GGML's graph allocator: as buffers come, into the gap that leaves least, the highest of
-    /// equal ones.
+    /// GGML's graph allocator: input order, best fit; the highest of equal gaps.
     Ggml,
-    /// ONNX Runtime's memory pattern: as buffers come, into the gap that leaves least, where what
-    /// lies below the peak so far is a gap as well.
+    /// ONNX Runtime's memory pattern: input order, best fit, with the space below the peak so far
+    /// as one more gap.
     OnnxRuntime,
-    /// TFLite's greedy by size, and XLA's best fit by space: the largest first, best fit.
+    /// TFLite's greedy by size, and XLA's best fit by space: largest first, best fit.
     TfLite,
-    /// XLA's best fit by time: the longest first, best fit.
+    /// XLA's best fit by time: longest first, best fit.
     XlaByTime,
-    /// TFLite Micro's and TVM's greedy by size: the largest first, first fit.
+    /// TFLite Micro's and TVM's greedy by size: largest first, first fit.
     LargestFirstFit,
-    /// The largest product of size and duration first, first fit.
+    /// Largest product of size and duration first, first fit.
     AreaFirstFit,
-    /// As buffers come, first fit.
+    /// Input order, first fit.
     FirstFit,
 }
 
 impl Heuristic {
-    /// All of them.
+    /// All heuristics.
     pub const ALL: [Self; 7] = [
         Self::Ggml,
         Self::OnnxRuntime,
@@ -106,7 +105,7 @@ impl Heuristic {
         Self::FirstFit,
     ];
 
-    /// Its name in figures: lower case, words joined by `_`.
+    /// Returns the name used in figures: lower case, words joined by `_`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -136,17 +135,17 @@ impl Heuristic {
 /// A rule, and the fit that goes with it.
 pub(super) type Ruled = (Rule, Fit);
 
-/// What is run first, however little time there is: GGML's graph allocator.
+/// The first rule to run, for any budget: GGML's graph allocator.
 pub(super) const FIRST: [Ruled; 1] = [(Rule::Birth, Fit::BestHighest)];
 
-/// What allocators do that see buffers as they come.
+/// Rules of allocators, which see one buffer at a time.
 pub(super) const ONLINE: [Ruled; 3] = [
     (Rule::Birth, Fit::First),
     (Rule::Birth, Fit::BestBelowPeak), // ONNX Runtime's memory pattern
     (Rule::BirthLargest, Fit::BestBelowPeak), // the same, the largest first
 ];
 
-/// What planners do that see all buffers at once; the best ones for large parts come first
+/// Rules of planners, which see all buffers at once; the best ones for large parts come first
 /// (measured by the bench `plan`).
 pub(super) const OFFLINE: [Ruled; 9] = [
     (Rule::Classes(Ratio(1, 1), Within::Birth), Fit::First),
@@ -171,7 +170,7 @@ pub(super) fn classes() -> impl Iterator<Item = Ruled> {
 }
 
 impl Rule {
-    /// Whether items come in the order of their first steps.
+    /// Returns `true` if items come in the order of their first steps.
     pub(super) const fn is_online(self) -> bool {
         matches!(self, Self::Birth | Self::BirthLargest)
     }

@@ -1,11 +1,11 @@
-//! A problem made small: parts that do not meet in time, with small numbers for sizes and times.
+//! A reduced problem: parts that do not overlap in time, with small numbers for sizes and times.
 //!
-//! Sizes are divided by what they, and the offsets that are possible, have in common. Of time only
-//! sections are left: spans in which nothing begins or ends, and of those only the ones that no
-//! neighbour's buffers include all of. It places nothing.
+//! Sizes are divided by the common divisor of sizes and possible offsets. Time is reduced to
+//! sections: spans in which no lifetime begins or ends, without those whose buffers are all
+//! included in a neighbour's. This module places nothing.
 //!
-//! Invariants: two items overlap in time where their pieces share a section; an offset in units
-//! times `unit` is an offset in bytes, and some best plan has only such offsets.
+//! Invariants: two items overlap in time if their pieces share a section; an offset in units times
+//! `unit` is an offset in bytes, and some best plan has only such offsets.
 
 use std::ops::Range;
 
@@ -13,7 +13,7 @@ use super::problem::Window;
 use super::shape::{Need, Shapes, gcd};
 use super::walls::Walls;
 
-/// What an item needs in some sections, in units.
+/// The need of an item in some sections, in units.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Piece {
     pub(super) from: u32,
@@ -27,9 +27,9 @@ pub(super) struct Piece {
 pub(super) struct Item {
     /// Its number among all shapes.
     pub(super) shape: u32,
-    /// Where its highest window ends.
+    /// The end of its highest window.
     pub(super) size: u64,
-    /// The size as others see it from above: up to where the next one can begin.
+    /// The distance from its offset to the first offset at which another item can begin above it.
     pub(super) height: u64,
     pub(super) align: u64,
     pub(super) fixed: Option<u64>,
@@ -47,10 +47,10 @@ pub(super) struct Part {
     pub(super) sections: u32,
     /// All offsets are multiples of it.
     pub(super) grain: u64,
-    /// Whether an item needs a window that begins above its own start: the order of offsets is not
-    /// the order from below then.
+    /// `true` if an item needs a window that begins above its own start: the order of offsets is
+    /// then not the order from below.
     pub(super) is_sliding: bool,
-    /// Where nothing lies across.
+    /// Offsets that no item may cross.
     pub(super) walls: Walls,
     /// No plan has a smaller peak.
     pub(super) bound: u64,
@@ -62,7 +62,7 @@ impl Part {
         &self.pieces[start as usize..end as usize]
     }
 
-    /// What a piece takes of its sections at least, but for the topmost one's.
+    /// The least units that a piece takes of its sections, except for the topmost one.
     pub(super) const fn weight(&self, piece: &Piece) -> u64 {
         (piece.high - piece.low).next_multiple_of(self.grain)
     }
@@ -80,7 +80,8 @@ impl Part {
         if self.walls.is_none() { aligned } else { self.walls.fit(aligned, size) }
     }
 
-    /// How far above `below`'s offset that of `above` has to be; `None` where they never meet.
+    /// Returns the least distance of `above`'s offset from that of `below`; `None` if they never
+    /// overlap in time.
     pub(super) fn lift(&self, below: usize, above: usize) -> Option<i64> {
         let (low, high) = (&self.items[below], &self.items[above]);
         if low.to <= high.from || high.to <= low.from {
@@ -110,7 +111,7 @@ pub(super) struct Parts {
 }
 
 impl Parts {
-    /// Takes a problem apart. O(n log n).
+    /// Splits a problem into parts. O(n log n).
     pub(super) fn of(shapes: &Shapes, walls: &Walls) -> Self {
         let unit = unit(shapes, walls);
         let walls = walls.in_units(unit);
@@ -137,7 +138,7 @@ impl Parts {
     }
 }
 
-/// What all offsets of some best plan are multiples of.
+/// Returns the common divisor of all offsets of some best plan.
 fn unit(shapes: &Shapes, walls: &Walls) -> u64 {
     let windows = |at: usize| shapes.needs(at).iter().map(|need| need.window);
     let of_sizes = (0..shapes.list.len())
@@ -220,7 +221,7 @@ fn sections(shapes: &Shapes, members: &[u32]) -> Vec<i64> {
     kept
 }
 
-/// The largest sum of what is needed at once, with the loss to alignments where it is certain.
+/// Returns the largest sum of needs at one time, with the certain loss to alignments.
 fn bound(part: &Part) -> u64 {
     let mut events = Vec::with_capacity(part.pieces.len() * 2);
     let (mut single, mut pad) = (0, 0);

@@ -1,36 +1,36 @@
-//! Offsets one after the other: each item goes to a gap that is free for all its time.
+//! Sequential placement: each item goes to a gap that is free for its whole lifetime.
 //!
-//! How good a plan is depends on the order, which others choose; `order` has many. It takes nothing
-//! back. First fit takes the lowest gap, best fit the one that leaves least; the last two are the
-//! rules of GGML's allocator and of ONNX Runtime's memory pattern, to the letter.
+//! The quality of a plan depends on the order, which the caller chooses; `order` has many. There is
+//! no backtracking. First fit takes the lowest gap, best fit the smallest sufficient one; the last
+//! two are exactly the rules of GGML's allocator and of ONNX Runtime's memory pattern.
 //!
-//! Invariant: no two items that were placed overlap.
+//! Invariant: no two placed items overlap.
 
 use super::part::{Item, Part};
 
-/// Items between two questions whether to stop: about a millisecond where there are many.
+/// The number of items between two checks of `stop`: about a millisecond for large parts.
 const ITEMS_PER_STOP: u32 = 128;
 
 /// Which of the gaps that are large enough an item takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Fit {
-    /// The lowest.
+    /// The lowest gap.
     First,
-    /// The one that leaves least, of equal ones the lowest; above all others where none is.
+    /// The smallest sufficient gap, of equal ones the lowest; above all items if there is none.
     Best,
-    /// The one that leaves least, of equal ones the highest; above all others where none is.
+    /// The smallest sufficient gap, of equal ones the highest; above all items if there is none.
     BestHighest,
-    /// As `Best`, where what lies between the topmost and the peak so far is a gap as well.
+    /// Like `Best`, with the space between the topmost item and the peak so far as one more gap.
     BestBelowPeak,
 }
 
-/// Where items lie so far.
+/// The positions of the items placed so far.
 #[derive(Debug)]
 pub(super) struct Placer<'a> {
     part: &'a Part,
-    /// In the order of offsets.
+    /// Sorted by offset.
     placed: Vec<Placed>,
-    /// From where to where an item cannot begin: for items with gaps or windows.
+    /// Ranges in which an item cannot begin: for items with gaps or windows.
     closed: Vec<(i64, i64)>,
     offsets: Vec<u64>,
     peak: u64,
@@ -55,11 +55,11 @@ impl<'a> Placer<'a> {
         Self { part, placed, closed, offsets: vec![0; count], peak: 0, is_plain }
     }
 
-    /// Places all items in this order, those with fixed offsets first; stops where the peak comes
-    /// to `enough`, or where it is told to. Says the peak, where it is below that.
+    /// Places all items in this order, those with fixed offsets first; stops if the peak reaches
+    /// `enough` or `stop` is set. Returns the peak if it is below `enough`.
     ///
-    /// O(items x items); where the order is that of first sections, as `is_online` says, those that
-    /// have ended are forgotten: O(items x live).
+    /// O(items x items); if the order is that of first sections (`is_online`), ended items are
+    /// dropped: O(items x live).
     pub(super) fn run(
         &mut self,
         order: &[u32],
@@ -97,7 +97,7 @@ impl<'a> Placer<'a> {
         Some(self.peak)
     }
 
-    /// Where the items lie, by their number.
+    /// Returns the offset of each item, by number.
     pub(super) fn offsets(&self) -> &[u64] {
         &self.offsets
     }
@@ -159,19 +159,19 @@ impl<'a> Placer<'a> {
 struct Gaps<'a> {
     part: &'a Part,
     own: &'a Item,
-    /// Below it nothing is free any more.
+    /// No offset below it is free.
     at: u64,
     size: u64,
     fit: Fit,
-    /// What it leaves, and where it is.
+    /// The remaining space of the best gap, and its offset.
     best: Option<(u64, u64)>,
 }
 
 impl Gaps<'_> {
-    /// Passes what is not free; says whether the gap is found.
+    /// Skips an occupied range; returns `true` if the gap is found.
     #[inline]
     fn pass(&mut self, first: u64, end: u64) -> bool {
-        // Where items are given by the offsets that they close, `size` is 0 and a gap is closed by
+        // If items are represented by the offsets that they exclude, `size` is 0 and a gap ends at
         // the first such offset.
         let end_of_gap = first;
         if self.at + self.size <= end_of_gap && self.offer(end_of_gap - self.at - self.size) {

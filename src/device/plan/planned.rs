@@ -1,10 +1,10 @@
-//! A plan: where each buffer of a problem lies, and how good that is known to be.
+//! A plan: the offset of each buffer of a problem, and a bound on the plan's quality.
 //!
-//! It is made by [`Planner`](super::Planner) only, and verified before anybody sees it. It holds
-//! offsets and no memory.
+//! Only a [`Planner`](super::Planner) creates plans, and each is verified before it is returned. A
+//! plan holds offsets and no memory.
 //!
-//! Invariants: `bound <= peak`; `is_optimal` exactly if no plan of the problem has a smaller peak
-//! and that was proved.
+//! Invariants: `bound <= peak`; `is_optimal` exactly if it is proved that no plan of the problem
+//! has a smaller peak.
 
 use super::error::PlanFault;
 use super::problem::{BufferId, Problem, TOTAL_MAX};
@@ -12,17 +12,17 @@ use super::reuse::Fingerprint;
 use super::shape::{Shapes, gcd};
 use crate::bytes::ByteSize;
 
-/// Where a buffer lies.
+/// The place of a buffer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Place {
-    /// Which of the plan's segments; [`Place::ELSEWHERE`] for memory of the caller's own.
+    /// The index of the plan's segment; [`Place::ELSEWHERE`] for external memory.
     pub segment: u32,
     /// Bytes from the segment's start.
     pub offset: u64,
 }
 
 impl Place {
-    /// The segment of what lies in memory of the caller's own.
+    /// The segment index of external memory.
     pub const ELSEWHERE: u32 = u32::MAX;
 }
 
@@ -30,85 +30,86 @@ impl Place {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
     pub(super) places: Box<[Place]>,
-    /// How much memory each segment needs.
+    /// The size of each segment.
     pub(super) segments: Box<[ByteSize]>,
     pub(super) peak: ByteSize,
     pub(super) bound: ByteSize,
     pub(super) nodes: u64,
-    /// What it was planned for.
+    /// The alignment that the plan requires.
     pub(super) align: u64,
     pub(super) fingerprint: Fingerprint,
     pub(super) sizes: Box<[ByteSize]>,
 }
 
 impl Plan {
-    /// Where a buffer lies, in bytes from the start of its segment: of the memory, where the plan
-    /// has one segment. Where it needs none, because it is external, has no bytes or is never live,
-    /// that means nothing. O(1).
+    /// Returns the offset of a buffer in bytes from the start of its segment. With a single segment
+    /// this is the offset in the plan's memory. The value is meaningless for a buffer that needs no
+    /// memory because it is external, empty or never live. O(1).
     ///
     /// # Panics
-    /// If the number is of another problem and beyond this one's.
+    /// If the number belongs to another problem and is out of range for this one.
     #[must_use]
     #[inline]
     pub fn offset(&self, id: BufferId) -> u64 {
         self.places[id.index()].offset
     }
 
-    /// The segment in which a buffer lies, and where. O(1).
+    /// Returns the segment and the offset of a buffer. O(1).
     ///
     /// # Panics
-    /// As [`Plan::offset`].
+    /// As for [`Plan::offset`].
     #[must_use]
     #[inline]
     pub fn place(&self, id: BufferId) -> Place {
         self.places[id.index()]
     }
 
-    /// The places of all buffers, in their order.
+    /// Returns the places of all buffers, in order.
     #[must_use]
     pub const fn places(&self) -> &[Place] {
         &self.places
     }
 
-    /// How much memory each segment needs: one, unless the planner was told of a largest size.
+    /// Returns the size of each segment: one, unless the planner has a maximum segment size.
     #[must_use]
     pub const fn segments(&self) -> &[ByteSize] {
         &self.segments
     }
 
-    /// How much memory the plan needs, in all segments together.
+    /// Returns the memory that the plan needs, in all segments together.
     #[must_use]
     pub const fn peak(&self) -> ByteSize {
         self.peak
     }
 
-    /// How much any plan needs: the most that is live at once, or more where that was proved.
+    /// Returns a lower bound for any plan: the most memory that is live at once, or more if that
+    /// was proved.
     #[must_use]
     pub const fn bound(&self) -> ByteSize {
         self.bound
     }
 
-    /// What might still be gained: `peak - bound`.
+    /// Returns the possible improvement: `peak - bound`.
     #[must_use]
     pub const fn gap(&self) -> ByteSize {
         self.peak.saturating_sub(self.bound)
     }
 
-    /// Whether it is proved that no plan has a smaller peak. Where a search proved it, that rests
-    /// on no two of its states having the same hash of 64 bits.
+    /// Returns `true` if it is proved that no plan has a smaller peak. A proof by search assumes
+    /// that no two of its states have the same 64-bit hash.
     #[must_use]
     pub fn is_optimal(&self) -> bool {
         self.peak == self.bound
     }
 
-    /// Offsets are good in memory that begins at a multiple of this many bytes: the least
-    /// multiple of all alignments, or `u64::MAX` where that is larger.
+    /// Returns the alignment that the start of the memory needs for all offsets to be aligned: the
+    /// least common multiple of all alignments, or `u64::MAX` if that is larger.
     #[must_use]
     pub const fn align(&self) -> u64 {
         self.align
     }
 
-    /// Nodes of the exact search that it took.
+    /// Returns the number of nodes that the exact search visited.
     #[must_use]
     pub const fn nodes(&self) -> u64 {
         self.nodes
@@ -117,13 +118,13 @@ impl Plan {
     /// Checks the plan against a problem: the one that it was made for, or another one. O(n log n).
     ///
     /// # Errors
-    /// [`PlanFault`], for the first fault.
+    /// [`PlanFault`] for the first fault.
     pub fn verify(&self, problem: &Problem) -> Result<(), PlanFault> {
         let (found, expected) = (self.places.len(), problem.demands().len());
         if found != expected {
             return Err(PlanFault::Count { found, expected });
         }
-        // Segments are laid out apart, at multiples of every alignment.
+        // Segments are laid out without overlap, at multiples of every alignment.
         let mut stride = self.segments.iter().max().map_or(0, |size| size.get());
         if self.segments.len() > 1 {
             let mut common = 1_u64;
@@ -139,7 +140,7 @@ impl Plan {
             stride = stride.next_multiple_of(common);
         }
         let flat = |place: &Place| match place.segment {
-            Place::ELSEWHERE => 0, // which nobody looks at
+            Place::ELSEWHERE => 0, // never used
             segment => u64::from(segment) * stride + place.offset,
         };
         let flat: Vec<u64> = self.places.iter().map(flat).collect();

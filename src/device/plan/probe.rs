@@ -1,12 +1,11 @@
-//! Probes of a part's height: which height is tried next, in which order, and at how many nodes.
+//! Probes of a part's height: the next height, the order, and the number of nodes.
 //!
-//! Far from the bound the height goes half of the way to it at a time, else the bound is probed at
-//! once. Where that fails the height goes half of the way back to the best that is known, and so
-//! on, and twice as far the next time where something was found. Now and then the bound is probed
-//! in between. A height is probed with all orders of a round before the next one is tried. Where
-//! nothing is left between, the rounds get longer. Which sections ended branches is remembered:
-//! items in those go to the front, from the second round on. It reads no time: who calls stops
-//! between probes.
+//! Far from the bound, each probe halves the distance to it; near the bound, the bound itself is
+//! probed. After a failure the height moves half way back to the best known height, and after a
+//! success the next step is twice as long. The bound is probed in between from time to time. A
+//! height is probed with all orders of a round before the next one. If no height is left between,
+//! the rounds get longer. Sections that ended branches are remembered: their items move to the
+//! front from the second round on. It reads no clock: the caller stops between probes.
 //!
 //! Invariants: `low <= peak`; every height below `low` was proved to be too small, and `peak` was
 //! reached.
@@ -16,23 +15,23 @@ use super::order::Traits;
 use super::part::Part;
 use super::search::{Decision, Search};
 
-/// What the items of a search are ordered by: the largest value first.
+/// The sort key of the items in a search, largest first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Trait {
     /// Sections, and steps, from its first to its last.
     Width,
     Duration,
-    /// The largest total of a section that it is in, and the sum of all of these.
+    /// The largest total of its sections, and the sum of all of them.
     Total,
     Totals,
     Size,
     Area,
-    /// How many items it meets, and how large they are together.
+    /// The number of items that it overlaps in time, and their total size.
     Met,
     MetSize,
-    /// Sections with a total near the bound.
+    /// The number of sections with a total near the bound.
     Tight,
-    /// The earliest first, and the last to end first.
+    /// The earliest start, and the latest end.
     Early,
     Late,
 }
@@ -61,33 +60,33 @@ const ORDERS: [(Trait, Trait); 16] = [
 /// A section is tight where less than a 50th of the height is left.
 const TIGHT: u64 = 50;
 
-/// As often as this the nodes spent at the goal are spent on the way to it, where that is far: half
-/// of them at the goal found nothing there, and D and J of MiniMalloc's set came down slower.
+/// Nodes are spent at the goal in this ratio to those on the way, if the goal is far: with half of
+/// them at the goal nothing was found there, and D and J of MiniMalloc's set improved more slowly.
 const GOAL_PART: u64 = 8;
 
-/// How far blame can take an item: its weight is that of its most blamed section.
+/// The most that blame moves an item: its weight is that of its most blamed section.
 const WEIGHT_ONE: u64 = 1 << 10;
 
 /// The probes of one part.
 #[derive(Debug)]
 pub(super) struct Probe<'a> {
     search: Search<'a>,
-    /// By order and item: both traits in one number.
+    /// By order and item: both keys in one number.
     scores: Vec<Vec<u64>>,
     chance: Chance,
     pub(super) low: u64,
     pub(super) peak: u64,
     pub(super) offsets: Vec<u64>,
-    /// The height is this part of the way from the peak to the bound: as a power of one half.
+    /// The height's fraction of the way from the peak to the bound: as a power of one half.
     shrink: u32,
-    /// Whether the height lies on the way to the goal; else it is the goal.
+    /// `true` if the height lies on the way to the goal, `false` if it is the goal.
     descends: bool,
     round: u32,
     rounds_at_goal: u32,
     /// Nodes spent at the goal, and on the way to it.
     at_goal: u64,
     on_way: u64,
-    /// The next order, and how many of the round were tried at this height.
+    /// The next order, and the number tried of the round at this height.
     at: usize,
     tried: usize,
     pub(super) nodes: u64,
@@ -116,8 +115,8 @@ impl<'a> Probe<'a> {
         }
     }
 
-    /// Probes once, towards `goal`. Where less than that is of use to nobody, `is_enough` says so;
-    /// `stop` is asked now and then.
+    /// Probes once, towards `goal`. `is_enough` returns `true` if a smaller peak is of no use;
+    /// `stop` is checked regularly.
     pub(super) fn step(
         &mut self,
         goal: u64,
@@ -177,11 +176,11 @@ impl<'a> Probe<'a> {
         self.descends = self.at_goal.saturating_mul(GOAL_PART) > self.on_way;
     }
 
-    /// What no plan of the part is below.
+    /// Returns a proved lower bound of the part's height.
     pub(super) fn proved(&self) -> u64 {
         let part = self.search.part();
-        // Where windows slide, an item may be below another one at a step and above it at the next,
-        // which the search does not look for.
+        // If windows slide, an item may be below another one at a step and above it at the next,
+        // which the search does not cover.
         if part.is_sliding { part.bound } else { self.low }
     }
 
@@ -204,7 +203,7 @@ impl<'a> Probe<'a> {
     }
 }
 
-/// Whether half of the way to the goal is more than what a search finds at once, as a rule.
+/// Returns `true` if half of the way to the goal is more than a search usually finds at once.
 const fn is_far(peak: u64, low: u64) -> bool {
     peak - low > low / 50
 }

@@ -1,11 +1,11 @@
-//! What is to be planned: buffers with sizes and lifetimes, and which share memory.
+//! The input of the planner: buffers with sizes and lifetimes, and the sharing of memory.
 //!
-//! It checks what it is given and solves nothing. A time is a step of whoever runs the plan: an
-//! index into a graph's nodes, or a tick of a trace. A lifetime is half-open: `3..5` is live at
-//! steps 3 and 4. What buffers that share memory are together stands in `shape`.
+//! It validates its input and solves nothing. A time is a step of the plan's user: an index into a
+//! graph's nodes, or a tick of a trace. A lifetime is half-open: `3..5` is live at steps 3 and 4.
+//! `shape` combines buffers that share memory.
 //!
-//! Invariants: every buffer's gaps lie in its lifetime, in order, and do not overlap; the sizes
-//! with their alignments and all fixed offsets sum up to at most [`TOTAL_MAX`].
+//! Invariants: every buffer's gaps lie in its lifetime, in order, and do not overlap; the sum of
+//! the sizes with their alignments and all fixed offsets is at most [`TOTAL_MAX`].
 
 use std::fmt;
 use std::ops::Range;
@@ -18,28 +18,28 @@ use super::union::Unions;
 use super::walls::Walls;
 use crate::bytes::ByteSize;
 
-/// What all buffers may have together, alignments counted: sums and differences of offsets then
-/// stay within 63 bits.
+/// The most that all buffers may have together, with alignments: sums and differences of offsets
+/// then stay within 63 bits.
 pub(super) const TOTAL_MAX: u64 = u64::MAX >> 2;
 
-/// A buffer of a problem: its number, in the order in which it was added.
+/// The number of a buffer of a problem, in the order of addition.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct BufferId(pub(super) u32);
 
 impl BufferId {
-    /// The number, counted from 0.
+    /// Returns the number, from 0.
     #[must_use]
     pub const fn index(self) -> usize {
         self.0 as usize
     }
 }
 
-/// Part of a buffer, in bytes from its start: `low` up to and without `high`.
+/// A part of a buffer: the bytes from `low` to before `high`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Window {
     /// The first byte.
     pub low: u64,
-    /// The first byte after it.
+    /// One past the last byte.
     pub high: u64,
 }
 
@@ -49,53 +49,53 @@ impl fmt::Display for Window {
     }
 }
 
-/// A part of a lifetime in which only a window of the buffer is needed, or nothing.
+/// A part of a lifetime in which only a window of the buffer is needed, or none of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Gap {
-    /// When: half-open.
+    /// The steps, half-open.
     pub span: Range<i64>,
-    /// What is still needed; `None`: nothing.
+    /// The bytes still needed; `None` for none.
     pub window: Option<Window>,
 }
 
-/// What a buffer is to its surroundings.
+/// The relation of a buffer to the outside of the plan.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Role {
-    /// Written first, read last, by what the plan is for.
+    /// Written first and read last within the plan.
     #[default]
     Inner,
-    /// There before the first step: live from then on, so that no two inputs share memory.
+    /// Present before the first step: live from then on, so no two inputs share memory.
     Input,
-    /// Read after the last step: live until then, so that nothing comes into its place.
+    /// Read after the last step: live until then, so its memory is not reused.
     Output,
-    /// Both: a weight that is trained, or a cache.
+    /// Both input and output: a trained weight, or a cache.
     Through,
-    /// Memory of the caller's own: it gets no offset.
+    /// Memory owned by the caller: it gets no offset.
     External,
 }
 
-/// One buffer: what it needs, and when.
+/// A buffer to plan: its size, lifetime and constraints.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Demand {
-    /// Its name, for errors and pictures; it need not be the only one of that name.
+    /// The name, for errors and drawings; it need not be unique.
     pub name: String,
-    /// Its size; none at all is allowed.
+    /// The size; zero is allowed.
     pub size: ByteSize,
-    /// Its offset is a multiple of this many bytes; 1 where anything will do.
+    /// The alignment of its offset in bytes; 1 for none.
     pub align: u64,
-    /// The steps at which it is live: half-open; none at all is allowed.
+    /// The steps at which it is live, half-open; may be empty.
     pub live: Range<i64>,
-    /// Parts of `live` in which less of it is needed, in order.
+    /// Parts of `live` in which less of the buffer is needed, in order.
     pub gaps: Vec<Gap>,
-    /// Where it has to be.
+    /// A fixed offset, if any.
     pub offset: Option<u64>,
-    /// What it is to its surroundings.
+    /// The relation to the outside of the plan.
     pub role: Role,
 }
 
 impl Demand {
-    /// A buffer of this size that is live at these steps: no alignment, no gaps.
+    /// Creates a buffer of this size that is live at these steps, without alignment and gaps.
     #[must_use]
     pub fn new(name: impl Into<String>, size: ByteSize, live: Range<i64>) -> Self {
         let (align, gaps, offset) = (1, Vec::new(), None);
@@ -132,7 +132,7 @@ impl Demand {
     }
 }
 
-/// Buffers to plan, in the order in which they were added.
+/// Buffers to plan, in the order of addition.
 ///
 /// ```
 /// use lowtide::ByteSize;
@@ -149,12 +149,12 @@ impl Demand {
 pub struct Problem {
     demands: Vec<Demand>,
     pub(super) unions: Unions,
-    /// What the sizes, the alignments and the fixed offsets sum up to so far.
+    /// The sum of sizes, alignments and fixed offsets so far.
     total: u64,
 }
 
 impl Problem {
-    /// A problem without buffers.
+    /// Creates a problem without buffers.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
@@ -163,7 +163,7 @@ impl Problem {
     /// Adds a buffer.
     ///
     /// # Errors
-    /// [`PlanError`], where the buffer is wrong in itself, or one too many.
+    /// [`PlanError`] if the buffer itself is invalid, or there are too many.
     pub fn add(&mut self, demand: Demand) -> Result<BufferId, PlanError> {
         demand.check()?;
         let Ok(number) = u32::try_from(self.demands.len()) else {
@@ -181,21 +181,22 @@ impl Problem {
         Ok(BufferId(number))
     }
 
-    /// Says that `view` is part of `of`, from the byte `at` on: it has no memory of its own. Where
-    /// it is live longer than `of`, that part of the memory stays, and the rest is free.
+    /// Makes `view` a part of `of`, from the byte `at` on, without memory of its own. If it is live
+    /// longer than `of`, only that part of the memory stays in use.
     ///
     /// # Errors
-    /// [`PlanError`], where it shares memory already, reaches beyond `of`, or cannot lie there.
+    /// [`PlanError`] if it already shares memory, extends beyond `of`, or conflicts with the place.
     pub fn view(&mut self, view: BufferId, of: BufferId, at: u64) -> Result<(), PlanError> {
         self.share(view, of, at, false)
     }
 
-    /// Says that `child` is written in the place of `parent`, from its first byte on. The step at
-    /// which `child` begins may be the last one of `parent` and of every view of it; that is
-    /// checked when the problem is solved, as views may be added later.
+    /// Makes `child` overwrite `parent` in place, from its first byte on. The first step of `child`
+    /// may be the last one of `parent` and of every view of it; that is checked when the problem is
+    /// solved, since views may be added later.
     ///
     /// # Errors
-    /// [`PlanError`], where it shares memory already, is larger than `parent`, or cannot lie there.
+    /// [`PlanError`] if it already shares memory, is larger than `parent`, or conflicts with the
+    /// place.
     pub fn reuse(&mut self, child: BufferId, parent: BufferId) -> Result<(), PlanError> {
         self.share(child, parent, 0, true)
     }
@@ -235,12 +236,13 @@ impl Problem {
         self.demands.get(id.index()).ok_or(unknown)
     }
 
-    /// Fixes a buffer where a plan of it had it.
+    /// Fixes a buffer at its offset in an earlier plan.
     pub(super) fn pin(&mut self, id: BufferId, offset: u64) {
         self.demands[id.index()].offset = Some(offset);
     }
 
-    /// The same, where no buffer is smaller than in another problem of the same fingerprint.
+    /// Returns the problem with each size raised to at least that of another problem with the same
+    /// fingerprint.
     pub(super) fn at_least(&self, sizes: &[ByteSize]) -> Self {
         let mut larger = self.clone();
         for (demand, size) in larger.demands.iter_mut().zip(sizes) {
@@ -253,18 +255,18 @@ impl Problem {
         self.demands[id.index()].name.clone()
     }
 
-    /// The buffers, in the order in which they were added.
+    /// Returns the buffers, in the order of addition.
     #[must_use]
     pub fn demands(&self) -> &[Demand] {
         &self.demands
     }
 
-    /// All numbers of buffers, in order.
+    /// Returns the numbers of all buffers, in order.
     pub fn ids(&self) -> impl ExactSizeIterator<Item = BufferId> + use<> {
         (0..u32::try_from(self.demands.len()).unwrap_or(u32::MAX)).map(BufferId)
     }
 
-    /// Whether the buffer, or the one that it is a view of, is the caller's own memory.
+    /// Returns `true` if the buffer, or its base buffer if it is a view, is external memory.
     #[must_use]
     pub fn is_external(&self, id: BufferId) -> bool {
         let root = self.unions.root(id.0).0;
@@ -273,20 +275,22 @@ impl Problem {
             .any(|at| self.demands.get(at).is_some_and(|demand| demand.role == Role::External))
     }
 
-    /// What any plan needs: the most that is live at once, with what alignments certainly cost.
-    /// O(n log n).
+    /// Returns a lower bound for any plan: the most memory live at once, with the certain cost of
+    /// alignments. O(n log n).
     ///
     /// # Errors
-    /// [`PlanError`], where buffers cannot share memory as they were said to.
+    /// [`PlanError`] if buffers cannot share memory as requested.
     pub fn lower_bound(&self) -> Result<ByteSize, PlanError> {
         let parts = Parts::of(&Shapes::of(self)?, &Walls::default());
         Ok(ByteSize::new(parts.bound() * parts.unit))
     }
 
-    /// What a planner holds at most while it plans this, beside the problem itself. With `n` the
-    /// buffers and their gaps, and `m` the smaller of `n` and 2,000, beyond which no search is
-    /// exact: `64 KiB + 1 KiB n + 8 KiB m + 8 m^2` bytes, at most 50 MiB of it for the search.
-    /// About twice what was measured; a test holds it to that.
+    /// Returns an upper bound of the memory that a planner uses for this problem, in addition to
+    /// the problem itself.
+    ///
+    /// With `n` the buffers and their gaps, and `m` the smaller of `n` and 2,000, the limit of the
+    /// exact search: `64 KiB + 1 KiB n + 8 KiB m + 8 m^2` bytes, at most 50 MiB of it for the
+    /// search. About twice the measured value; a test enforces it.
     #[must_use]
     pub fn planning_bytes(&self) -> ByteSize {
         let gaps: usize = self.demands.iter().map(|demand| demand.gaps.len()).sum();

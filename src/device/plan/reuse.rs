@@ -1,11 +1,11 @@
-//! Plans that serve more than one problem: smaller shapes, buckets of shapes, small changes.
+//! Reuse of plans: smaller shapes, buckets of shapes, small changes.
 //!
-//! A plan serves another problem where every buffer is as large or smaller and everything else is
-//! the same: lifetimes, alignments, gaps, roles, fixed offsets, who shares whose memory and from
-//! which byte on: a view at a third of a size that changes is another problem each time, one at a
-//! fixed stride is not. Memory of the caller's own may have any size. GGML compares numbers and
-//! sizes of tensors only, and then serves a graph wired otherwise with offsets at which it
-//! overwrites itself. Here all of it goes into a hash of 128 bits.
+//! A plan serves another problem if every buffer has the same size or less and everything else is
+//! equal: lifetimes, alignments, gaps, roles, fixed offsets, and the sharing of memory with its
+//! offsets. A view at a third of a size that changes is therefore another problem each time; a view
+//! at a fixed stride is not. External memory may have any size. GGML compares only numbers and
+//! sizes of tensors, so for a graph with different connections it can reuse offsets at which the
+//! graph overwrites itself. Here all of it goes into a 128-bit hash.
 //!
 //! Invariant: a plan that serves a problem passes `verify` for it.
 
@@ -20,13 +20,13 @@ use super::shape::Shapes;
 use super::solve::Planner;
 use crate::bytes::ByteSize;
 
-/// Everything of a problem but names and sizes, as a hash.
+/// A hash of everything in a problem except names and sizes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Fingerprint(u128);
 
 impl Fingerprint {
-    /// FNV-1a's offset basis and prime for 128 bits; here 64 bits go in at a time, and what the
-    /// product leaves at the top comes down again.
+    /// The offset basis and prime of 128-bit FNV-1a; here 64 bits are mixed in at a time, and the
+    /// high bits of the product are folded back.
     const EMPTY: Self = Self(0x6C62_272E_07BB_0142_62B8_2175_6295_C58D);
     const PRIME: u128 = 0x0000_0000_0100_0000_0000_0000_0000_013B;
 
@@ -54,28 +54,28 @@ impl Fingerprint {
     }
 }
 
-/// Why a plan does not serve a problem.
+/// The reason why a plan does not serve a problem.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Unserved {
-    /// Lifetimes, alignments, gaps, roles, fixed offsets or who shares memory differ, or there are
-    /// more buffers or fewer.
-    #[error("the problem is not of the shape that was planned")]
+    /// Lifetimes, alignments, gaps, roles, fixed offsets, the sharing of memory or the number of
+    /// buffers differ.
+    #[error("the problem differs from the planned one in more than sizes")]
     Shape,
-    /// A buffer is larger than what was planned.
-    #[error("{name}: {size}, where {planned} was planned")]
+    /// A buffer is larger than planned.
+    #[error("{name}: {size} is larger than the planned {planned}")]
     Larger {
         /// The buffer.
         name: String,
         /// Its size.
         size: ByteSize,
-        /// The size that it was planned with.
+        /// The planned size.
         planned: ByteSize,
     },
 }
 
 impl Problem {
-    /// What has to be equal for a plan to serve two problems. O(n).
+    /// Returns the fingerprint, which must be equal for a plan to serve two problems. O(n).
     #[must_use]
     pub fn fingerprint(&self) -> Fingerprint {
         let mut hash = Fingerprint::EMPTY;
@@ -95,7 +95,7 @@ impl Problem {
 }
 
 impl Plan {
-    /// Whether the plan serves this problem as well. O(n); allocates nothing but for an error.
+    /// Checks that the plan also serves this problem. O(n); allocates only for an error.
     ///
     /// # Errors
     /// [`Unserved`], with the first buffer that is too large.
@@ -114,14 +114,15 @@ impl Plan {
 }
 
 impl Planner<'_> {
-    /// Plans a problem that a few changes were made to: buffers that are as they were stay where
-    /// they were, with all that shares their memory; others are placed around them. Buffers are
-    /// known by their numbers, so new ones come last. Faster than a new plan, and not as good.
+    /// Plans a problem with a few changes: unchanged buffers keep their places, with all buffers
+    /// that share their memory, and the rest is placed around them. Buffers are compared by number,
+    /// so new ones must come last. Faster than a new plan, but less compact.
     ///
-    /// Only for plans of one segment that hold for `before`: else it plans anew.
+    /// It applies only if `before` has one segment and the plan is valid for it; otherwise the
+    /// whole problem is planned again.
     ///
     /// # Errors
-    /// As [`Planner::plan`].
+    /// As for [`Planner::plan`].
     pub fn replan(
         &mut self,
         problem: &Problem,
@@ -149,34 +150,34 @@ impl Planner<'_> {
             Err(PlanError::FixedOverlap { .. }) => return self.plan(problem),
             planned => planned?,
         };
-        // What was proved of the pinned ones is nothing about the problem itself.
+        // A proof about the pinned buffers says nothing about the problem itself.
         let bound = problem.lower_bound()?.min(planned.peak);
         Ok(Plan { fingerprint: problem.fingerprint(), bound, ..planned })
     }
 }
 
-/// Plans by bucket of shapes, such as the next power of two of a batch.
+/// A cache of plans by bucket of shapes, such as the next power of two of a batch size.
 ///
-/// Each bucket has one plan, in which every buffer is as large as it was in any problem so far. For
-/// problems of one fingerprint that is soon planned no more; one of another fingerprint takes the
-/// bucket's place, so give those buckets of their own.
+/// Each bucket has one plan, in which every buffer has its largest size in any problem so far. For
+/// problems of one fingerprint, planning soon stops. A problem with another fingerprint replaces
+/// the bucket's plan, so use separate buckets for them.
 #[derive(Clone, Debug, Default)]
 pub struct PlanCache {
     plans: BTreeMap<u64, Plan>,
 }
 
 impl PlanCache {
-    /// A cache without plans.
+    /// Creates an empty cache.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// The bucket's plan, where it serves the problem; else a new one in its place, which serves
-    /// both where only sizes differ.
+    /// Returns the bucket's plan if it serves the problem. Otherwise makes a new one in its place,
+    /// which serves both problems if only sizes differ.
     ///
     /// # Errors
-    /// As [`Planner::plan`].
+    /// As for [`Planner::plan`].
     pub fn plan(
         &mut self,
         bucket: u64,
@@ -195,13 +196,13 @@ impl PlanCache {
         Ok(&self.plans[&bucket])
     }
 
-    /// The plans by bucket.
+    /// Returns the plans by bucket.
     #[must_use]
     pub const fn plans(&self) -> &BTreeMap<u64, Plan> {
         &self.plans
     }
 
-    /// What memory for all of these plans has to have, segment by segment: the largest of each.
+    /// Returns the memory needed for all of these plans, segment by segment: the largest of each.
     #[must_use]
     pub fn segments(&self) -> Vec<ByteSize> {
         let mut most: Vec<ByteSize> = Vec::new();

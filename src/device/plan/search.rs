@@ -1,22 +1,23 @@
-//! Exact search: whether the items of a part fit below a given height, and how.
+//! Exact search: decides whether the items of a part fit below a given height, and finds offsets.
 //!
-//! Depth first, from below. Of all solutions only those are looked at in which no item could be
-//! lower with all others where they are; items are placed in the order of their offsets, each on
-//! what it meets below. (The idea is MiniMalloc's: Moffitt, ASPLOS 2023.) It knows no time and no
-//! best: who calls probes one height after the other.
+//! Depth first, from below. Only solutions in which no item could be lower with all others in place
+//! are considered; items are placed in the order of their offsets, each on the items below it. (The
+//! idea is MiniMalloc's: Moffitt, ASPLOS 2023.) It knows no clock and no best plan: the caller
+//! probes one height after the other.
 //!
-//! What ends a branch early:
-//! * floors: no item that is left can begin in a section below the lowest of those that are left
-//!   there; floor and what is left of the section must not pass the height (`floors`);
+//! A branch ends early by these rules:
+//! * floors: no remaining item can begin in a section below the lowest remaining item there; floor
+//!   plus the remaining size of the section must not exceed the height (`floors`);
 //! * an item that could still be placed wholly below an offset is placed before it;
-//! * what lies below the last offset, and can no longer be placed there, has to be raised by
-//!   another item first;
-//! * items that fall apart in time are searched apart, so that one does not try the other's ways;
-//! * what was left once, at offsets as low, and did not fit, does not fit the second time. That is
-//!   known by a hash of 64 bits.
+//! * an item below the last offset that can no longer be placed there must first be raised by
+//!   another item;
+//! * items that separate in time are searched separately, so that one group does not repeat the
+//!   other's attempts;
+//! * a remainder that failed once, at offsets as low, fails again. It is recognized by a 64-bit
+//!   hash.
 //!
-//! Invariants: every list on the stack is in the order of its keys; `totals` is the sum of what is
-//! left in each section; `Found` comes with offsets below the height for all items.
+//! Invariants: every list on the stack is in the order of its keys; `totals` is the sum of the
+//! remaining sizes in each section; `Found` comes with offsets below the height for all items.
 
 use super::floors::{Blame, Floors};
 use super::part::{Part, Piece};
@@ -34,12 +35,12 @@ const DEAD_ENDS: usize = 1 << 14;
 /// Nodes between two questions whether to stop: about 0.5 ms.
 const NODES_PER_STOP: u64 = 32;
 
-/// What came of a search.
+/// The result of a search.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Decision {
-    /// The offsets are there.
+    /// Offsets were found.
     Found,
-    /// There are none in which each pair of items has one order from below: proved.
+    /// It is proved that there are none in which each pair of items has one order from below.
     Failed,
     /// The nodes or the time ran out.
     StopReason,
@@ -56,12 +57,12 @@ pub(super) struct Body {
     pub(super) fixed: Option<u64>,
     /// Its number in the part.
     item: u32,
-    /// Whether it has one piece, which begins at its offset.
+    /// `true` if it has one piece, which begins at its offset.
     is_plain: bool,
 }
 
 impl Body {
-    /// How much it raises any item that it meets, at least.
+    /// Returns the least distance by which it raises any item above it.
     pub(super) const fn least_lift(&self) -> u64 {
         if self.is_plain { self.height } else { 1 }
     }
@@ -83,10 +84,10 @@ struct Frame {
     /// No item may come before this key.
     least: u64,
     hash: u64,
-    /// The item that is placed, and the offset from which on none can be placed next.
+    /// The placed item, and the offset from which on no item can be placed next.
     at: usize,
     ceiling: u64,
-    /// What is left after it: where on the stack, which groups, and which of them is searched.
+    /// The remainder after it: its place on the stack, its groups, and the current group.
     mark: usize,
     groups: usize,
     next: usize,
@@ -102,7 +103,7 @@ pub(super) struct Search<'a> {
     stack: Vec<u64>,
     groups: Vec<Group>,
     frames: Vec<Frame>,
-    /// Those that an item raises.
+    /// The items that an item raises.
     raised: Vec<u64>,
     dead_ends: Vec<(u64, u64)>,
     offsets: Vec<u64>,
@@ -132,8 +133,8 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Looks for offsets below `height`, preferring items in this order, at no more than `limit`
-    /// nodes and until it is told to stop.
+    /// Looks for offsets below `height`, preferring items in this order, with at most `limit` nodes
+    /// and until `stop` is set.
     pub(super) fn run(
         &mut self,
         order: &[u32],
@@ -246,7 +247,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Begins with a group; says at once where that is known to fail.
+    /// Begins with a group; returns at once if it is known to fail.
     fn enter(&mut self, group: Group, least: u64) -> Option<Decision> {
         if group.start == group.end {
             return Some(Decision::Found);
@@ -278,7 +279,7 @@ impl<'a> Search<'a> {
         None
     }
 
-    /// Places the next item of the last frame; where there is none the group failed.
+    /// Places the next item of the last frame; if there is none, the group failed.
     fn advance(&mut self) -> Option<Decision> {
         let Frame { group, least, hash, ceiling, .. } = *self.last();
         while self.last().at < group.end {
@@ -342,8 +343,8 @@ impl<'a> Search<'a> {
         (frame.at, frame.next) = (at + 1, groups);
     }
 
-    /// Writes what is left of a group after one is placed behind it on the stack; `false` where
-    /// one of the others cannot be placed any more.
+    /// Pushes the remainder of a group after one placement; `false` if one of the other items can
+    /// no longer be placed.
     fn place(&mut self, group: Group, placed: usize) -> bool {
         let (offset, rank) = (offset_of(self.stack[placed]), rank_of(self.stack[placed]));
         let (from, to, is_plain) =
@@ -399,7 +400,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Lists the groups into which one falls where nothing crosses from a section into the next.
+    /// Lists the groups into which one splits at sections that no item crosses.
     fn take_apart(&mut self, group: Group) {
         let list = &self.stack[group.start..group.end];
         let spans = list.iter().map(|key| &self.bodies[rank_of(*key)]);

@@ -1,11 +1,11 @@
-//! What each piece of memory of a problem is over time: which bytes of it are needed when.
+//! The shape of each piece of memory over time: the bytes of it that are needed at each step.
 //!
-//! Buffers that share memory are one shape, as long as the first of them and needed wherever one of
-//! them is. It places nothing. Between two buffers of one shape that are live at once nothing else
-//! is placed: what is needed at a step is one window.
+//! Buffers that share memory form one shape, which is live while any of them is. This module places
+//! nothing. No other item is placed between two buffers of one shape that are live at once: the
+//! need at a step is one window.
 //!
-//! Invariants: the pieces of a shape are in the order of time and do not overlap; every buffer with
-//! memory is in exactly one shape.
+//! Invariants: the pieces of a shape are in time order and do not overlap; every buffer with memory
+//! is in exactly one shape.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -29,7 +29,7 @@ pub(super) struct Shape {
     /// A multiple of every buffer's alignment.
     pub(super) align: u64,
     pub(super) fixed: Option<u64>,
-    /// Where its needs stand among all; the end is where those of the next one begin.
+    /// The start of its needs in the list of all; they end at the next one's start.
     from: usize,
 }
 
@@ -47,7 +47,7 @@ impl Shapes {
         self.list.get(at).map_or(&[], |shape| &self.needs[shape.from..end])
     }
 
-    /// Where the highest window of a shape ends.
+    /// Returns the end of the highest window of a shape.
     pub(super) fn size(&self, at: usize) -> u64 {
         self.needs(at).iter().map(|need| need.window.high).max().unwrap_or(0)
     }
@@ -69,7 +69,7 @@ impl Shapes {
         most
     }
 
-    /// Whether two shapes are ever live at once, gaps not looked at.
+    /// Returns `true` if two shapes are ever live at once, ignoring gaps.
     pub(super) fn meet(&self, one: usize, other: usize) -> bool {
         let span = |at: usize| {
             let needs = self.needs(at);
@@ -79,10 +79,10 @@ impl Shapes {
         spans.is_some_and(|((from, to), (first, end))| from < end && first < to)
     }
 
-    /// The shapes, in the order of their roots, external ones apart.
+    /// Builds the shapes in the order of their roots, external ones separately.
     ///
     /// # Errors
-    /// [`PlanError`], where buffers cannot share memory as they were said to.
+    /// [`PlanError`] if buffers cannot share memory as requested.
     pub(super) fn of(problem: &Problem) -> Result<Self, PlanError> {
         let span = problem.span();
         let mut shapes = Self::default();
@@ -129,9 +129,9 @@ fn own_needs(demand: &Demand, held: &Range<i64>, needs: &mut Vec<Need>) {
 
 /// Buffers by the root whose memory they share.
 struct Sharing {
-    /// Root, member; only where anything is shared at all.
+    /// Root and member; only if any memory is shared.
     pairs: Vec<(u32, u32)>,
-    /// Of each buffer: whose contents it has or is a view of.
+    /// For each buffer: the buffer that holds its contents (for a view, its base).
     contents: Vec<u32>,
 }
 
@@ -153,8 +153,8 @@ impl Sharing {
     }
 }
 
-/// Whose contents each buffer has: of a view, what it is a view of in the end. O(n): each walk ends
-/// at what is known.
+/// Returns the buffer that holds each buffer's contents: for a view, its final base. O(n): each
+/// walk ends at a known result.
 fn contents(problem: &Problem) -> Vec<u32> {
     const UNKNOWN: u32 = u32::MAX;
     let mut contents = vec![UNKNOWN; problem.demands().len()];
@@ -201,7 +201,7 @@ fn joined(problem: &Problem, root: Shape, members: &[(u32, u32)]) -> Result<Shap
     }
 }
 
-/// The least common multiple, where it can be counted with.
+/// Returns the least common multiple if it is in range.
 fn multiple(a: u64, b: u64) -> Option<u64> {
     let product = (a / gcd(a, b)).checked_mul(b);
     product.filter(|product| *product <= super::problem::TOTAL_MAX)
@@ -221,11 +221,11 @@ struct Member<'a> {
     demand: &'a Demand,
     held: Range<i64>,
     window: Window,
-    /// The buffer whose contents it has or is a view of.
+    /// The buffer that holds its contents.
     content: u32,
-    /// When that begins.
+    /// The start of that buffer's lifetime.
     written: i64,
-    /// What it overwrites, by content.
+    /// The contents that it overwrites.
     replaces: Option<u32>,
 }
 
@@ -245,7 +245,7 @@ fn shared_needs(
     times.sort_unstable();
     times.dedup();
     let from = needs.len();
-    // What is live, by whose contents it has: only where those differ is there anything to check.
+    // Live buffers by the holder of their contents: only pairs with different holders need a check.
     let (mut coming, mut live) = (0, BTreeMap::<u32, Vec<usize>>::new());
     for pair in times.windows(2) {
         let (first, end) = (pair[0], pair[1]);
@@ -294,8 +294,9 @@ fn member_of<'a>(
     }
 }
 
-/// Two members of other contents that are live at once, the earlier one first: windows apart, or
-/// the step at which one overwrites the other. Views of either may begin then too.
+/// Checks two members with different contents that are live at once, the earlier one first: either
+/// their windows are disjoint, or one overwrites the other at this step. Views of either may begin
+/// then too.
 fn check_reuse(first: &Member<'_>, second: &Member<'_>) -> Result<(), PlanError> {
     let apart = first.window.high <= second.window.low || second.window.high <= first.window.low;
     let overwrites = |child: &Member<'_>, parent: &Member<'_>| {
@@ -307,7 +308,7 @@ fn check_reuse(first: &Member<'_>, second: &Member<'_>) -> Result<(), PlanError>
     if apart || overwrites {
         return Ok(());
     }
-    // The one that overwrites is named first, where it is one of the two.
+    // The overwriting buffer is named first, if it is one of the two.
     let (name, over) =
         if first.replaces == Some(second.content) { (first, second) } else { (second, first) };
     Err(PlanError::ReuseBeforeLastUse {
@@ -363,8 +364,7 @@ mod tests {
             let found = Shapes::of(&problem);
             assert_eq!(found.is_ok(), legal);
             if let Err(error) = found {
-                let expected =
-                    "child: begins at step 2 in the place of view, which is live until 4";
+                let expected = "child: cannot overwrite view at step 2: it is live until 4";
                 assert_eq!(error.to_string(), expected);
             }
         }

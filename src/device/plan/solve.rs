@@ -1,11 +1,11 @@
-//! The planner: rules first, then probes downward from the best, within a budget.
+//! The planner: rules first, then probes downward from the best plan, within a budget.
 //!
-//! Every part gets a plan by rules. Then the highest part is probed, until it is proved that it
-//! cannot be lower or the budget ends: lowering any other one gains nothing. It has no clock but
-//! the one that it is given, and asks that one between orders and every few nodes; without a
-//! limit of time the same problem and budget give the same plan.
+//! Every part gets a plan by rules. Then the highest part is probed until a proof shows that it
+//! cannot be lower, or the budget ends: lowering any other part improves nothing. Its only clock is
+//! the one passed in, which is read between orders and every few nodes; without a time limit the
+//! same problem and budget produce the same plan.
 //!
-//! Invariant: the plan is no worse than that of any rule that was run, and was verified.
+//! Invariant: the plan is no worse than that of any rule that ran, and is verified.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -25,11 +25,11 @@ use super::walls::Walls;
 use crate::bytes::ByteSize;
 use crate::clock::{Clock, Moment};
 
-/// The most items of a part that is searched exactly. Searches are deep, and keep a list of what
-/// is left for each level: 16 MiB for as many.
+/// The most items of a part that is searched exactly. Searches are deep, and keep a list of
+/// remaining items for each level: 16 MiB for this many.
 pub(super) const EXACT_MAX: usize = 2_000;
 
-/// What dives draw for an item: up to this part of its size.
+/// The random bonus of dives: up to this fraction of an item's size.
 const DRAWN: Bonus = Bonus::Drawn(64);
 
 /// The dives that come before all but the first rule.
@@ -40,12 +40,12 @@ const DIVES: [Bonus; 8] = {
     dives
 };
 
-/// What a planner may spend.
+/// The limits of a planner.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Budget {
-    /// Time, by the planner's clock. One rule is always run, however long it takes.
+    /// The time limit, by the planner's clock. One rule always runs to its end.
     pub time: Duration,
-    /// Nodes of the exact search, and items that dives placed: of some 5 to 50 us each.
+    /// The limit of nodes of the exact search and items placed by dives; each takes 5 to 50 us.
     pub nodes: u64,
 }
 
@@ -56,7 +56,7 @@ impl Default for Budget {
     }
 }
 
-/// Makes plans.
+/// Creates plans.
 ///
 /// ```
 /// use lowtide::ByteSize;
@@ -88,7 +88,7 @@ impl fmt::Debug for Planner<'_> {
 }
 
 impl<'a> Planner<'a> {
-    /// A planner that takes its time from this clock: a second, until told otherwise.
+    /// Creates a planner that uses this clock, with a time limit of one second.
     #[must_use]
     pub fn new(clock: &'a dyn Clock) -> Self {
         let on_better = Box::new(|_| ());
@@ -96,28 +96,29 @@ impl<'a> Planner<'a> {
         Self { clock, budget, enough, segment_limit, on_better }
     }
 
-    /// What each plan may spend.
+    /// Sets the budget of each plan.
     #[must_use]
     pub fn budget(self, budget: Budget) -> Self {
         Self { budget, ..self }
     }
 
-    /// The peak that is enough: a plan which needs no more is not improved.
+    /// Sets a sufficient peak: a plan that needs no more is not improved further.
     #[must_use]
     pub fn enough(self, enough: ByteSize) -> Self {
         Self { enough, ..self }
     }
 
-    /// Plans for segments of at most this size in place of one. A buffer that is larger gets a
-    /// segment of its own size, which others share where they are not live with it. Where the limit
-    /// is zero, an offset is fixed, or the least multiple of all alignments is beyond 256 MiB there
-    /// is no plan: [`PlanError::NoSegment`].
+    /// Sets a maximum segment size; plans then use several segments instead of one.
+    ///
+    /// A larger buffer gets a segment of its own size, which other buffers use while it is not
+    /// live. There is no plan if the limit is zero, an offset is fixed, or the least common
+    /// multiple of all alignments is larger than 256 MiB: [`PlanError::NoSegment`].
     #[must_use]
     pub fn segments_of(self, limit: ByteSize) -> Self {
         Self { segment_limit: Some(limit), ..self }
     }
 
-    /// Is called with the peak whenever a better one is found.
+    /// Sets a callback that receives the peak of each better plan as it is found.
     #[must_use]
     pub fn on_better(self, on_better: impl FnMut(ByteSize) + 'a) -> Self {
         Self { on_better: Box::new(on_better), ..self }
@@ -126,8 +127,7 @@ impl<'a> Planner<'a> {
     /// Plans a problem, as well as the budget allows.
     ///
     /// # Errors
-    /// [`PlanError`], where buffers cannot share memory as they were said to, or fixed offsets lie
-    /// over each other.
+    /// [`PlanError`] if buffers cannot share memory as requested, or fixed offsets overlap.
     pub fn plan(&mut self, problem: &Problem) -> Result<Plan, PlanError> {
         let deadline = self.clock.now() + self.budget.time;
         let mut shapes = Shapes::of(problem)?;
@@ -151,17 +151,17 @@ impl<'a> Planner<'a> {
         let nodes = solver.spent;
         let offsets = tracks.iter().map(Track::offsets);
         let plan = assembled(problem, &shapes, &parts, &walls, offsets)?;
-        // What was proved of the range with walls is nothing about the segments' sum.
+        // A proof about the range with walls says nothing about the sum of the segments.
         let bound = if walls.is_none() { bound * parts.unit } else { 0 };
         Ok(Plan { bound: plan.bound.max(ByteSize::new(bound)).min(plan.peak), nodes, ..plan })
     }
 }
 
 impl Problem {
-    /// Plans by one rule and nothing else: what others would make of the problem.
+    /// Plans with one rule alone: the result of another project's planner for this problem.
     ///
     /// # Errors
-    /// As [`Planner::plan`].
+    /// As for [`Planner::plan`].
     pub fn plan_by(&self, rule: Heuristic) -> Result<Plan, PlanError> {
         let shapes = Shapes::of(self)?;
         self.verify_fixed(&shapes)?;
@@ -178,7 +178,8 @@ impl Problem {
     }
 }
 
-/// A plan of the offsets of all parts, verified; its bound is what is live at once.
+/// Combines the offsets of all parts into a verified plan; its bound is the most memory live at
+/// once.
 fn assembled<O: AsRef<[u64]>>(
     problem: &Problem,
     shapes: &Shapes,
@@ -192,7 +193,7 @@ fn assembled<O: AsRef<[u64]>>(
             roots[item.shape as usize] = offset * parts.unit;
         }
     }
-    // Segments by where they begin, with where what is in them ends.
+    // Segments by their start, with the end of their contents.
     let mut segments: BTreeMap<u64, u64> = BTreeMap::new();
     for (at, offset) in roots.iter().enumerate().filter(|(at, _)| shapes.size(*at) > 0) {
         let end = segments.entry(walls.start(*offset)).or_insert(0);
@@ -200,13 +201,13 @@ fn assembled<O: AsRef<[u64]>>(
     }
     let starts: Vec<u64> = segments.keys().copied().collect();
     let flat = spread(problem, shapes, &roots);
-    // By the segment of what it shares memory of: a view of no bytes may lie at the end of that.
+    // By the segment of the shared memory: a view of no bytes may lie at the end of that.
     let place = |id: BufferId| {
         if problem.is_external(id) {
             return Place { segment: Place::ELSEWHERE, offset: 0 };
         }
         let start = walls.start(flat[problem.unions.root(id.0).0 as usize]);
-        // What needs no memory may lie beyond all of them.
+        // A buffer that needs no memory may lie beyond all of them.
         let segment = starts.partition_point(|other| *other < start).min(starts.len().max(1) - 1);
         let offset = flat[id.index()].saturating_sub(start);
         Place { segment: u32::try_from(segment).unwrap_or(u32::MAX), offset }
@@ -247,7 +248,7 @@ fn spread(problem: &Problem, shapes: &Shapes, roots: &[u64]) -> Vec<u64> {
     offsets
 }
 
-/// How far one part has come.
+/// The progress of one part.
 enum Track<'a> {
     /// By rules only.
     Ruled {
@@ -339,7 +340,7 @@ impl Solver<'_> {
         let mut best = Best { peak: u64::MAX, offsets: Vec::new() };
         let is_small = part.items.len() <= EXACT_MAX.min(ITEMS_MAX);
         self.try_rules(part, &traits, goal, &order::FIRST, &mut best);
-        // Dives are better than all other rules, and faster where there are many items.
+        // Dives are better than all other rules, and faster for many items.
         let mut dive = Dive::suits(part).then(|| Dive::new(part));
         for bonus in DIVES {
             if let Some(dive) = &mut dive {
@@ -351,7 +352,7 @@ impl Solver<'_> {
         if let Some(dive) = dive.filter(|_| !is_small) {
             return Track::Dived(Box::new(Dives { dive, best }));
         }
-        // The search is better than more rules, where it can be used.
+        // The search is better than more rules, if it can be used.
         if !is_small || part.is_sliding {
             let classes: Vec<_> = order::classes().collect();
             self.try_rules(part, &traits, goal, &classes, &mut best);

@@ -1,9 +1,9 @@
-//! A number for each section: changed over spans, and asked for the largest of a span in O(1).
+//! A number for each section, with range updates and O(1) range maximum.
 //!
-//! Sections stand in blocks. Within a block the largest up to each section and from each section on
-//! are known, and of blocks that of each run of 1, 2, 4, and so on. It knows nothing of items.
+//! Sections are grouped in blocks. Each block knows the maximum up to and from each section; over
+//! blocks, the maximum of each run of 1, 2, 4, and so on is known. It knows nothing of items.
 //!
-//! Invariant: what is known is what `values` says, after every call.
+//! Invariant: after every call the cached maxima agree with `values`.
 
 /// The fewest sections of a block, as a power of two, and the most blocks.
 const BLOCK_MIN: u32 = 6;
@@ -12,13 +12,13 @@ const BLOCKS_MAX: usize = 256;
 /// The numbers.
 #[derive(Clone, Debug)]
 pub(super) struct Totals {
-    /// Sections of a block, as a power of two.
+    /// The number of sections in a block, as a power of two.
     shift: u32,
     values: Vec<u64>,
-    /// The largest of the block up to here, and from here on.
+    /// The maximum of the block up to here, and from here on.
     before: Vec<u64>,
     after: Vec<u64>,
-    /// `runs[k][b]`: the largest of `2^k` blocks from `b` on.
+    /// `runs[k][b]`: the maximum of `2^k` blocks from `b` on.
     runs: Vec<Vec<u64>>,
 }
 
@@ -37,7 +37,7 @@ impl Totals {
         Self { shift, values: zeros(), before: zeros(), after: zeros(), runs }
     }
 
-    /// The sums of what is needed in spans. O(spans + sections).
+    /// Sums the needs of spans. O(spans + sections).
     pub(super) fn of(sections: u32, spans: impl Iterator<Item = (u32, u32, u64)>) -> Self {
         let mut all = Self::new(sections);
         let mut ends = vec![0; all.values.len() + 1];
@@ -87,7 +87,7 @@ impl Totals {
         self.change(from, to, |_| value);
     }
 
-    /// Changes the numbers of a span; what is larger must not become smaller than another.
+    /// Changes the numbers of a span; the order of values must be preserved.
     fn change(&mut self, from: u32, to: u32, change: impl Fn(u64) -> u64) {
         let (from, to) = (from as usize, to as usize);
         if from >= to {
@@ -101,7 +101,7 @@ impl Totals {
             let (low, high) = (from.max(start), to.min(end));
             self.values[low..high].iter_mut().for_each(|value| *value = change(*value));
             if is_whole {
-                // The largest stays where it is.
+                // The position of the maximum does not change.
                 self.before[low..high].iter_mut().for_each(|value| *value = change(*value));
                 self.after[low..high].iter_mut().for_each(|value| *value = change(*value));
             } else {

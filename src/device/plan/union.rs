@@ -1,12 +1,12 @@
-//! Which buffers share memory: a forest whose trees are one piece of memory each.
+//! The sharing of memory: a union-find forest with one tree per piece of memory.
 //!
-//! It knows numbers and distances, no sizes and no times. Paths are halved as they are walked while
+//! It knows numbers and distances, but no sizes and no times. Paths are halved on each walk while
 //! the forest is built.
 //!
 //! Invariant: following `over` from any buffer ends at a root, whose distance is the sum of those
 //! on the way.
 
-/// What lies over what.
+/// The forest of shared memory.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Unions {
     links: Vec<Link>,
@@ -15,24 +15,25 @@ pub(super) struct Unions {
 /// One buffer's place in the forest.
 #[derive(Clone, Copy, Debug)]
 struct Link {
-    /// Whom it was said to lie over; itself where nobody.
+    /// The buffer whose memory it shares; itself if none.
     over: u32,
-    /// Whether it overwrites that, where a view shares what is in it.
+    /// `true` if it overwrites that buffer, `false` if it is a view of it.
     replaces: bool,
-    /// A buffer nearer to the root, and how far beyond its start this one lies.
+    /// A buffer nearer to the root, and the distance from its start.
     up: u32,
     at: u64,
 }
 
 impl Unions {
-    /// Adds a buffer that shares nobody's memory.
+    /// Adds a buffer that shares no memory.
     pub(super) fn add(&mut self) {
         // More than 2^32 are refused before they come here.
         let own = u32::try_from(self.links.len()).unwrap_or(u32::MAX);
         self.links.push(Link { over: own, replaces: false, up: own, at: 0 });
     }
 
-    /// Places a root over another buffer; `false` where it is no root, or that buffer's own.
+    /// Joins a root to another buffer; `false` if it is not a root, or the buffer is in its own
+    /// tree.
     pub(super) fn join(&mut self, child: u32, over: u32, at: u64, replaces: bool) -> bool {
         let root = self.root_halving(over);
         if self.links[child as usize].over != child || root == child {
@@ -73,12 +74,12 @@ impl Unions {
         (over != of).then_some(over)
     }
 
-    /// Whether it overwrites what it lies over.
+    /// Returns `true` if it overwrites the buffer whose memory it shares.
     pub(super) fn replaces(&self, of: u32) -> bool {
         self.links[of as usize].replaces
     }
 
-    /// Whether anything lies over anything.
+    /// Returns `true` if no memory is shared.
     pub(super) fn is_trivial(&self) -> bool {
         self.links.iter().zip(0..).all(|(link, own)| link.over == own)
     }

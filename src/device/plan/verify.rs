@@ -1,10 +1,10 @@
-//! Whether offsets keep what a problem asks for: no overlap, alignments, fixed and shared places.
+//! Verification of offsets: no overlap, alignments, fixed and shared places.
 //!
-//! One sweep over time with an ordered map of what is there. It shares no code with the solver, and
-//! takes plans from anywhere.
+//! One sweep over time with an ordered map of live shapes. It shares no code with the solver, and
+//! accepts plans from any source.
 //!
 //! Invariant: offsets pass exactly if no byte is needed by two shapes at one step, every offset is
-//! a multiple of its buffer's alignment, and what is fixed or shares memory is where it must be.
+//! a multiple of its buffer's alignment, and every fixed or shared buffer is at its required place.
 
 use std::collections::BTreeMap;
 
@@ -14,11 +14,11 @@ use super::shape::Shapes;
 use crate::bytes::ByteSize;
 
 impl Problem {
-    /// Checks offsets, one for each buffer in its order, and says how many bytes they need in all.
-    /// Offsets of external buffers mean nothing. O(n log n).
+    /// Checks offsets, one for each buffer in order, and returns the number of bytes that they need
+    /// in all. Offsets of external buffers are ignored. O(n log n).
     ///
     /// # Errors
-    /// [`PlanFault`], for the first fault in the order of steps.
+    /// [`PlanFault`] for the first fault in the order of steps.
     pub fn verify(&self, offsets: &[u64]) -> Result<ByteSize, PlanFault> {
         let (found, expected) = (offsets.len(), self.demands().len());
         if found != expected {

@@ -1,23 +1,24 @@
-//! Segments of a largest size as one range of addresses with walls, across which nothing lies.
+//! Segments of a maximum size as one address range with walls that no item crosses.
 //!
-//! What is larger than a segment gets one of its own size; what else is never live with it shares
-//! that. All of these lie at the bottom, and above them as many segments of the largest size as it
-//! takes. So a plan with segments is a plan as any other, of items that keep off the walls.
+//! A buffer that is larger than a segment gets one of its own size; buffers that are never live
+//! with it share that. These segments lie at the bottom, and above them as many segments of the
+//! maximum size as needed. A plan with segments is therefore an ordinary plan whose items do not
+//! cross the walls.
 //!
 //! Invariants: every segment begins at a multiple of all alignments; `fit(o, s) >= o`, and
-//! `fit(o, s)..fit(o, s) + s` lies within one segment for every `s` up to the largest size.
+//! `fit(o, s)..fit(o, s) + s` lies within one segment for every `s` up to the maximum size.
 
 use super::error::PlanError;
 use super::problem::{Problem, TOTAL_MAX};
 use super::shape::{Shapes, gcd};
 use crate::bytes::ByteSize;
 
-/// Where segments begin and end.
+/// The boundaries of segments.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Walls {
     /// The segments of their own sizes.
     own: Vec<Range>,
-    /// Where those of the largest size begin, how far apart they begin, and how large they are.
+    /// The start of the segments of maximum size, the distance between them, and their size.
     begin: u64,
     stride: u64,
     size: u64,
@@ -31,12 +32,12 @@ struct Range {
 }
 
 impl Walls {
-    /// Whether there are any.
+    /// Returns `true` if there are no walls.
     pub(super) const fn is_none(&self) -> bool {
         self.size == 0
     }
 
-    /// Gives what is larger than a segment its fixed place, and says where the walls are.
+    /// Gives items larger than a segment their fixed places, and computes the walls.
     pub(super) fn of(
         problem: &Problem,
         shapes: &mut Shapes,
@@ -82,7 +83,7 @@ impl Walls {
         Ok(Self { own, begin, stride: size.next_multiple_of(align), size })
     }
 
-    /// What all places of walls have in common with a number.
+    /// Returns the common divisor of all wall offsets and a number.
     pub(super) fn gcd(&self, unit: u64) -> u64 {
         let ends = self.own.iter().fold(unit, |unit, own| gcd(gcd(unit, own.start), own.end));
         gcd(gcd(gcd(ends, self.begin), self.stride), self.size)
@@ -115,7 +116,7 @@ impl Walls {
         self.begin + if fits { into } else { into - within + self.stride }
     }
 
-    /// Where the segment begins that an offset lies in.
+    /// Returns the start of the segment that contains an offset.
     pub(super) fn start(&self, offset: u64) -> u64 {
         if self.is_none() {
             return 0;

@@ -1,10 +1,10 @@
-//! What the lines of a recording say together: blocks are live where they are used, lanes are
-//! there, places lie in their region, time does not go back.
+//! Consistency checks over the lines of a recording: blocks are live when used, lanes exist, places
+//! lie in their region, and time does not go back.
 //!
-//! It does not look whether places overlap: a recording of several threads has them in the order in
-//! which they were booked, and a replay finds its own.
+//! It does not check for overlapping places: a recording of several threads has them in the order
+//! in which they were recorded, and a replay places blocks itself.
 //!
-//! Invariant: after a line was accepted, everything that it names is known.
+//! Invariant: after a line is accepted, everything that it names is known.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -22,11 +22,11 @@ type Checked = Result<(), LogFault>;
 /// given twice.
 const NUMBER_MAX: u64 = u64::MAX - 1;
 
-/// What the lines until now have said.
+/// The state after the lines so far.
 pub(super) struct Check {
     layout: Option<Layout>,
     last: Duration,
-    /// Each block that was handed out.
+    /// Each block that was allocated.
     blocks: BTreeMap<u64, Block>,
     last_block: u64,
     lanes: BTreeSet<u64>,

@@ -1,8 +1,8 @@
-//! What can go wrong with a recording: while it is written, and while it is read.
+//! Errors of writing and reading recordings.
 //!
-//! Texts out of a file are cut to a few characters before they are repeated.
+//! Texts from a file are cut to a few characters before they are quoted.
 //!
-//! Invariant: an error of a reader names the line, what was found there and what was expected.
+//! Invariant: an error of a reader names the line, the text found there and the expected one.
 
 use std::fmt;
 
@@ -13,113 +13,113 @@ use crate::bytes::ByteSize;
 /// Characters of a file that an error repeats at most.
 const FOUND_MAX: usize = 80;
 
-/// Why a recorder stopped. The arena works on.
+/// The reason why a recorder stopped. The arena continues to work.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum RecordError {
-    /// The sink did not take what was written.
-    #[error("the sink of a recording failed: {message}")]
+    /// The sink returned an error.
+    #[error("the recording's sink failed: {message}")]
     Sink {
-        /// What it said.
+        /// The sink's error message.
         message: String,
     },
     /// The sink panicked.
-    #[error("the sink of a recording panicked: {message}")]
+    #[error("the recording's sink panicked: {message}")]
     Panicked {
-        /// What it said.
+        /// The panic message.
         message: String,
     },
-    /// The recording is as long as it may be; what was written by then is whole.
-    #[error("the recording has its most, {most}")]
+    /// The recording reached its size limit; the lines written so far are complete.
+    #[error("recording reached its size limit ({most})")]
     Full {
-        /// The most that may be written.
+        /// The size limit.
         most: ByteSize,
     },
-    /// More waits to be written than is kept: the sink used the arena without end.
-    #[error("{waiting} of a recording wait to be written; the most is {most}")]
+    /// Too many lines wait to be written, because the sink itself uses the arena without end.
+    #[error("the recording's sink is too slow: {waiting} wait to be written, limit {most}")]
     Overrun {
-        /// How much waits.
+        /// The bytes that wait.
         waiting: ByteSize,
-        /// The most that may.
+        /// The limit of waiting bytes.
         most: ByteSize,
     },
-    /// The process is a fork of the one that made the recorder.
-    #[error("the recorder was made before a fork")]
+    /// The process is a fork of the one that created the recorder.
+    #[error("the recorder was created before a fork")]
     Forked,
 }
 
-/// A recording that cannot be read.
+/// An error of reading a recording.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[error("line {line}: {fault}")]
 #[non_exhaustive]
 pub struct LogError {
-    /// The line, from 1.
+    /// The line number, from 1.
     pub line: u64,
-    /// What is wrong with it.
+    /// The error in the line.
     pub fault: LogFault,
 }
 
-/// What is wrong with a line of a recording.
+/// An error in a line of a recording.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum LogFault {
-    /// Something else than what stands there.
+    /// The text differs from the expected one.
     #[error("expected {expected}, found {found}")]
     Unexpected {
-        /// What was expected.
+        /// The expected text.
         expected: &'static str,
-        /// What was found.
+        /// The text found.
         found: Found,
     },
-    /// No number, or one that is too large.
+    /// A field is not a number, or the number is too large.
     #[error("{field}: expected a number of at most {most}, found {found}")]
     Number {
-        /// Which field.
+        /// The name of the field.
         field: &'static str,
-        /// The most that it may be.
+        /// The largest valid number.
         most: u64,
-        /// What was found.
+        /// The text found.
         found: Found,
     },
-    /// A number that is too small.
+    /// A number is too small.
     #[error("{field}: expected a number of at least {least}, found {found}")]
     TooSmall {
-        /// Which field.
+        /// The name of the field.
         field: &'static str,
-        /// The least that it may be.
+        /// The smallest valid number.
         least: u64,
-        /// What was found.
+        /// The number found.
         found: u64,
     },
-    /// A recording of another version.
+    /// The recording has an unsupported version.
     #[error("expected a recording of version 1 to {known}, found version {found}")]
     Version {
         /// Its version.
         found: u64,
-        /// The last one that can be read.
+        /// The newest supported version.
         known: u64,
     },
-    /// The last line has no newline at its end: it is not whole.
+    /// The last line is incomplete: it does not end with a newline.
     #[error("expected a newline at the end, found the end of the file after {found}")]
     Truncated {
-        /// The line.
+        /// The text of the line.
         found: Found,
     },
-    /// A line that is too long.
+    /// A line is too long.
     #[error("expected at most {most} bytes, found a longer line")]
     TooLong {
-        /// The most bytes of a line.
+        /// The limit of a line, in bytes.
         most: usize,
     },
-    /// Bytes that are no text.
+    /// A line is not valid UTF-8.
     #[error("expected UTF-8, found the byte 0x{byte:02x} after {valid} bytes")]
     NotUtf8 {
-        /// The bytes before it.
+        /// The number of valid bytes before it.
         valid: usize,
-        /// The byte.
+        /// The invalid byte.
         byte: u8,
     },
-    /// A block that was freed before.
+    /// A block was already freed.
     #[error("expected a live block, found block {id}, which was freed in line {freed}")]
     FreedTwice {
         /// The number of the block.
@@ -127,46 +127,46 @@ pub enum LogFault {
         /// The line in which it was freed.
         freed: u64,
     },
-    /// A block that was never handed out.
-    #[error("expected a block that was handed out, found block {id}")]
+    /// A block was never allocated.
+    #[error("expected an allocated block, found block {id}")]
     UnknownBlock {
         /// The number of the block.
         id: u64,
     },
-    /// A lane that was never made, or is gone.
-    #[error("expected a lane that is there, found lane {lane}")]
+    /// A lane was never created, or no longer exists.
+    #[error("expected an existing lane, found lane {lane}")]
     UnknownLane {
         /// The number of the lane.
         lane: u64,
     },
-    /// An address that is not live, in the log of another allocator.
-    #[error("expected an address that was handed out, found {pointer:#x}")]
+    /// In the log of another allocator: an address is not live.
+    #[error("expected a live address, found {pointer:#x}")]
     UnknownPointer {
         /// The address.
         pointer: u64,
     },
-    /// An address that is live already, in the log of another allocator.
-    #[error("expected a new address, found {pointer:#x}, which was handed out in line {line}")]
+    /// In the log of another allocator: an address is already live.
+    #[error("expected a new address, found {pointer:#x}, which was allocated in line {line}")]
     LivePointer {
         /// The address.
         pointer: u64,
-        /// The line in which it was handed out.
+        /// The line in which it was allocated.
         line: u64,
     },
-    /// A block freed with another size than it was asked for, in the log of another allocator.
-    #[error("expected a size of {asked}, as {pointer:#x} was asked for with, found {found}")]
+    /// In the log of another allocator: a block was freed with a different size than requested.
+    #[error("expected the requested size of {asked} for {pointer:#x}, found {found}")]
     OtherSize {
         /// The address of the block.
         pointer: u64,
-        /// The size that was asked for.
+        /// The requested size.
         asked: u64,
-        /// The size that stands there.
+        /// The size found.
         found: u64,
     },
-    /// The file could not be read.
-    #[error("expected to read on, found an error: {message}")]
+    /// The file cannot be read.
+    #[error("cannot read the file: {message}")]
     Read {
-        /// What the system said.
+        /// The system's error message.
         message: String,
     },
 }
@@ -182,7 +182,7 @@ impl LogFault {
     }
 }
 
-/// A piece of a file, cut short where it is long.
+/// A piece of a file, truncated if it is long.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Found(String);
 
@@ -195,7 +195,7 @@ impl Found {
         Self(short)
     }
 
-    /// The piece.
+    /// Returns the text.
     #[must_use]
     pub fn as_str(&self) -> &str {
         &self.0

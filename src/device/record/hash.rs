@@ -1,9 +1,9 @@
-//! The operation hash: FNV-1a over what came of each operation, in order.
+//! The operation hash: FNV-1a over the outcome of each operation, in order.
 //!
-//! What goes in is text, the same that a recording shows, so that anybody can compute it from a
-//! recording with a few lines of code. It knows no arena.
+//! The input is the same text as in a recording, so the hash can be computed from a recording with
+//! a few lines of code. It knows no arena.
 //!
-//! Invariant: equal outcomes in equal order give equal hashes, on every machine.
+//! Invariant: equal outcomes in equal order have equal hashes, on every machine.
 
 use std::fmt::{self, Write as _};
 
@@ -12,18 +12,18 @@ use super::operation::{Header, Operation};
 const OFFSET_BASIS: u64 = 0xCBF2_9CE4_8422_2325;
 const PRIME: u64 = 0x0000_0100_0000_01B3;
 
-/// What came of a sequence of operations, as one number: 64-bit FNV-1a.
+/// A hash of the outcomes of a sequence of operations: 64-bit FNV-1a.
 ///
-/// Of each operation its word and, after a space, its outcome as a recording writes it; then a
-/// newline. Numbers, times and what was asked for are not in it.
+/// Each operation adds its name, a space, its outcome as a recording writes it, and a newline.
+/// Numbers, times and requests are not included.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct OperationHash(u64);
 
 impl OperationHash {
-    /// Of no operation.
+    /// The hash of no operations.
     pub const EMPTY: Self = Self(OFFSET_BASIS);
 
-    /// The number.
+    /// Returns the numeric value.
     #[must_use]
     pub const fn get(self) -> u64 {
         self.0
@@ -33,7 +33,7 @@ impl OperationHash {
         Self(number)
     }
 
-    /// Adds the beginning of a recording.
+    /// Adds the header of a recording.
     pub(super) fn open(&mut self, header: &Header) {
         // Writing to a hash cannot fail, here and below.
         let _ = writeln!(self, "open{}", header.outcome());

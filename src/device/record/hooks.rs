@@ -1,10 +1,10 @@
-//! Where an arena tells its recorder what it booked: under the lock of its books, one branch where
-//! there is none.
+//! The calls from an arena to its recorder, made under the lock of the arena's state; a single
+//! branch if there is no recorder.
 //!
-//! It changes nothing in the books.
+//! It changes nothing in the arena.
 //!
-//! Invariant: each function here is called in the section under the lock in which the operation's
-//! outcome is booked, after everything that reads the clock for it.
+//! Invariant: each function here is called while the lock is held under which the operation takes
+//! effect, after everything that reads the clock for it.
 
 use super::numbers::Numbers;
 use super::operation::{
@@ -28,7 +28,7 @@ use crate::device::shared::Shared;
 use crate::device::sleep::{ArenaState, SleepOptions, SleepReport, WakeReport};
 use crate::sync::MutexGuard;
 
-/// Who asks for a block, as a recording says it.
+/// The source of a request for a block, as a recording shows it.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::device) struct Origin {
     /// None for a resize, which is recorded as a whole.
@@ -43,7 +43,7 @@ impl Origin {
     pub(in crate::device) const RESERVE: Self = Self { kind: Some(BlockKind::Reserve), lane: 0 };
     pub(in crate::device) const RESIZE: Self = Self { kind: None, lane: 0 };
 
-    /// What was asked for; nothing for a part of a resize.
+    /// The request; `None` for a part of a resize.
     fn asked(self, region: Region, wanted: Wanted) -> Option<Asked> {
         Some(Asked {
             kind: self.kind?,
@@ -55,7 +55,7 @@ impl Origin {
     }
 }
 
-/// What was refused.
+/// A refused request.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::device) enum Refused {
     Block(Region, Wanted),
@@ -99,7 +99,7 @@ pub(in crate::device) fn seen(recorder: Option<&Recorder>, clock: &dyn Clock) ->
 }
 
 impl Books {
-    /// Tells the recorder, where there is one.
+    /// Records an operation, if there is a recorder.
     #[inline]
     pub(in crate::device) fn tell(
         &self,
@@ -111,7 +111,8 @@ impl Books {
         }
     }
 
-    /// What a thread's front may keep: nothing where it would hide what is to be seen.
+    /// Returns the bytes that a thread cache may keep: none if it would hide operations from the
+    /// recorder.
     pub(in crate::device) fn front_kept(&self, front: ByteSize) -> ByteSize {
         if self.recorder.is_some() { ByteSize::ZERO } else { self.history.front_kept(front) }
     }
@@ -136,7 +137,7 @@ impl Books {
         self.tell(clock, |numbers| what.operation(numbers, why(cause)?));
     }
 
-    /// A block was refused that could never be had.
+    /// Records the refusal of a block that is larger than the arena can ever hold.
     pub(in crate::device) fn tell_too_large(
         &self,
         clock: &dyn Clock,
@@ -162,7 +163,7 @@ impl Books {
         self.tell(clock, |numbers| Some(Operation::Free { id: numbers.take(region, id)?, after }));
     }
 
-    /// A block was resized where it stood.
+    /// Records a resize in place.
     pub(in crate::device) fn tell_resize(&self, clock: &dyn Clock, region: Region, placed: Placed) {
         self.tell(clock, |numbers| {
             let id = numbers.of(region, placed.id)?;
@@ -206,7 +207,7 @@ impl Books {
         self.tell(clock, |_| Some(Operation::Sleep { stable, dynamic, outcome }));
     }
 
-    /// A wake ended; without figures where it failed.
+    /// Records the end of a wake; without figures if it failed.
     pub(in crate::device) fn tell_wake(&self, clock: &dyn Clock, woken: Option<WakeReport>) {
         self.tell(clock, |_| Some(Operation::Wake { woken }));
     }
@@ -233,7 +234,7 @@ impl Books {
 }
 
 impl Shared {
-    /// Passes on what is recorded, where enough of it waits. Called with no lock held.
+    /// Passes recorded lines to the sink if enough of them wait. Called without holding a lock.
     #[inline]
     pub(in crate::device) fn pass_on(&self) {
         if let Some(recorder) = &self.recorder {
@@ -241,7 +242,7 @@ impl Shared {
         }
     }
 
-    /// Tells the recorder, where there is one, about something that takes no part in the books.
+    /// Records an operation that does not change the arena's state, if there is a recorder.
     pub(in crate::device) fn tell(&self, make: impl FnOnce(&mut Numbers) -> Option<Operation>) {
         if self.recorder.is_some() {
             self.books().tell(&*self.clock, make);

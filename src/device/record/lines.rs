@@ -1,9 +1,9 @@
-//! What a recorder has written and not passed on: lines, numbers, the hash so far.
+//! The lines that a recorder has written and not yet passed on, the numbers, and the hash so far.
 //!
-//! Under the recorder's own lock, which is taken under that of the arena's books and calls nothing
-//! but the arena's clock. Whoever passes the lines on to the sink does so elsewhere.
+//! It has its own lock, which is taken under the lock of the arena's state; only the arena's clock
+//! is called while it is held. The lines are passed on to the sink elsewhere.
 //!
-//! Invariants: lines are whole; the hash is that of the lines written; after the end nothing is
+//! Invariants: lines are complete; the hash is that of the lines written; after the end nothing is
 //! written.
 
 use std::fmt::Write as _;
@@ -17,8 +17,8 @@ use super::text::LINE_MAX;
 use crate::bytes::ByteSize;
 use crate::clock::{Clock, Moment};
 
-/// The most bytes that wait for the sink. Reached only where the sink uses the arena itself, since
-/// who finds [`WAIT_FROM`] waits for the sink.
+/// The most bytes that wait for the sink. Reached only if the sink uses the arena itself, since a
+/// thread that finds [`WAIT_FROM`] waits for the sink.
 pub(super) const WAITING_MAX: usize = 1 << 20;
 
 /// Bytes that wait from which on they are passed on. A guess: one write for a thousand operations.
@@ -30,26 +30,26 @@ pub(super) const WAIT_FROM: usize = 256 << 10;
 /// Bytes kept for the last line of a recording of bounded length.
 const LAST_LINE: usize = 160;
 
-/// How far a recording is.
+/// The progress of a recording.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
-    /// No arena was opened.
+    /// No arena is open yet.
     Fresh,
     On,
     Over,
 }
 
-/// What waits, and what is known.
+/// The waiting lines, and the known state.
 #[derive(Debug)]
 pub(super) struct Lines {
     state: State,
-    /// The arena's name, from when it was opened.
+    /// The arena's name, once it is open.
     arena: Option<String>,
-    /// What waits for the sink.
+    /// The text that waits for the sink.
     waiting: String,
-    /// None is kept: only the hash is wanted.
+    /// `true` if only the hash is computed and no text is kept.
     is_bare: bool,
-    /// The most bytes of the recording.
+    /// The size limit of the recording.
     most: usize,
     written: usize,
     pub(super) hash: OperationHash,
@@ -57,14 +57,14 @@ pub(super) struct Lines {
     numbers: Numbers,
     started: Moment,
     last: Duration,
-    /// What the clock showed when memory went idle in the operation that is under way, so that a
-    /// replay sees the same.
+    /// The time at which memory became idle in the current operation, so that a replay sees the
+    /// same.
     seen: Option<Moment>,
-    /// The thread of the first operation, and whether there were others.
+    /// The thread of the first operation, and `true` if there were others.
     thread: Option<usize>,
     many_threads: bool,
     pub(super) error: Option<RecordError>,
-    /// Somebody was told of the error.
+    /// `true` once the error was reported.
     is_said: bool,
 }
 
@@ -121,7 +121,7 @@ impl Lines {
         now - self.started
     }
 
-    /// Writes down an operation; nothing, where there is none to write down.
+    /// Records an operation, if there is one.
     pub(super) fn book(
         &mut self,
         clock: &dyn Clock,
@@ -162,7 +162,7 @@ impl Lines {
         }
     }
 
-    /// Ends the recording where it is.
+    /// Ends the recording here.
     pub(super) fn stop(&mut self, error: RecordError) {
         self.over();
         self.waiting = String::new();
@@ -174,7 +174,7 @@ impl Lines {
         self.numbers = Numbers::new();
     }
 
-    /// Writes lines where there is room for them; says whether there was.
+    /// Writes lines if there is room for them; returns `true` if there was.
     fn put(&mut self, write: impl FnOnce(&mut String) -> std::fmt::Result) -> bool {
         if self.is_bare {
             return true;
@@ -183,7 +183,7 @@ impl Lines {
         // Writing to a string cannot fail.
         let _ = write(&mut self.waiting);
         let length = self.waiting.len() - before;
-        debug_assert!(length <= LINE_MAX, "a line that nobody reads");
+        debug_assert!(length <= LINE_MAX, "the line is longer than a reader accepts");
         if length > self.most.saturating_sub(self.written).saturating_sub(LAST_LINE) {
             self.waiting.truncate(before);
             let most = ByteSize::of(self.most);
@@ -210,20 +210,20 @@ impl Lines {
         std::mem::replace(&mut self.waiting, spare)
     }
 
-    /// How many bytes wait; enough to be passed on, where that is all that will come.
+    /// Returns the number of waiting bytes; at least the threshold if no more will come.
     pub(super) fn waiting(&self) -> usize {
         let is_last = self.is_over() && (self.error.is_some() && !self.is_said);
         if is_last { self.waiting.len().max(DUE_FROM) } else { self.waiting.len() }
     }
 
-    /// Why it stopped, once.
+    /// Returns the reason of the stop, once.
     pub(super) fn unsaid(&mut self) -> Option<RecordError> {
         let error = self.error.clone().filter(|_| !self.is_said);
         self.is_said |= error.is_some();
         error
     }
 
-    /// Whether nothing more will be written.
+    /// Returns `true` if nothing more will be written.
     pub(super) fn is_over(&self) -> bool {
         self.state == State::Over
     }

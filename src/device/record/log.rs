@@ -1,10 +1,10 @@
-//! A recording that was read: its header, its operations, its last line where it has one.
+//! A recording read from a file: its header, its operations, and its last line if there is one.
 //!
-//! It reads a line at a time, each within a bound, and stops at the first that is wrong: what comes
-//! after that cannot be trusted. It opens no arena; `replay` does.
+//! It reads one bounded line at a time and stops at the first invalid one, since later lines cannot
+//! be trusted. It opens no arena; `replay` does.
 //!
-//! Invariants: `log.to_string()` is what a recorder wrote, byte for byte; memory goes with the
-//! length of what was read and with nothing that stands in it.
+//! Invariants: `log.to_string()` is the recorder's output, byte for byte; memory use depends on the
+//! length of the input and on no number in it.
 
 use std::fmt;
 use std::io::{BufRead, BufReader, Read};
@@ -40,20 +40,20 @@ pub struct Log {
 }
 
 impl Log {
-    /// Reads a recording out of a text.
+    /// Parses a recording from a text.
     ///
     /// # Errors
-    /// [`LogError`], for the first line that is wrong. One that is cut off is wrong; a recording
-    /// without a last line is not.
+    /// [`LogError`] for the first invalid line. A truncated line is invalid; a missing last line is
+    /// not.
     pub fn parse(text: &str) -> Result<Self, LogError> {
         Self::read(text.as_bytes())
     }
 
-    /// Reads a recording out of a file, or whatever gives bytes; it is buffered here. Time goes
-    /// with its length, O(log n) a line in the blocks that it names.
+    /// Reads a recording from a file or another reader, with buffering. The time is proportional to
+    /// its length, with O(log n) per line in the blocks that it names.
     ///
     /// # Errors
-    /// As [`Log::parse`], and [`LogFault::Read`].
+    /// As for [`Log::parse`], and [`LogFault::Read`].
     pub fn read(from: impl Read) -> Result<Self, LogError> {
         let mut lines = Lines::new(from);
         let Some(first) = lines.next()? else {
@@ -61,7 +61,7 @@ impl Log {
         };
         let version = parse::first(1, first)?;
         let Some(second) = lines.next()? else {
-            return Err(LogFault::unexpected("the line of the open", "").at(2));
+            return Err(LogFault::unexpected("the line of the operation `open`", "").at(2));
         };
         let header = parse::header(2, second, version)?;
         let mut check = Check::new(&header);
@@ -70,7 +70,7 @@ impl Log {
             let line = lines.number + 1;
             let Some(text) = lines.next()? else { return Ok(log) };
             if log.closing.is_some() {
-                return Err(LogFault::unexpected("nothing after the end", text).at(line));
+                return Err(LogFault::unexpected("no line after the end", text).at(line));
             }
             match parse::line(line, text, version)? {
                 Line::Operation(at, operation) => {
@@ -87,26 +87,26 @@ impl Log {
         }
     }
 
-    /// How the arena was opened.
+    /// Returns the settings of the recorded arena.
     #[must_use]
     pub const fn header(&self) -> &Header {
         &self.header
     }
 
-    /// What it did, in the order in which it was booked.
+    /// Returns the operations, in the order in which they took effect.
     #[must_use]
     pub fn entries(&self) -> &[Entry] {
         &self.entries
     }
 
-    /// The last line; `None` where the recording was not brought to an end.
+    /// Returns the last line; `None` if the recording was not ended properly.
     #[must_use]
     pub const fn closing(&self) -> Option<Closing> {
         self.closing
     }
 
-    /// The hash of the outcomes that stand in it: that of its last line, if nobody changed it.
-    /// O(operations).
+    /// Computes the hash of the recorded outcomes, which equals that of the last line unless the
+    /// file was changed. O(operations).
     #[must_use]
     pub fn hash(&self) -> OperationHash {
         let mut hash = OperationHash::EMPTY;
@@ -130,7 +130,7 @@ pub(super) struct Lines<R> {
     line: Vec<u8>,
     /// The number of the last line that was read.
     pub(super) number: u64,
-    /// The last line may lack its newline.
+    /// `true` if the last line may lack its newline.
     is_lenient: bool,
 }
 
@@ -139,7 +139,7 @@ impl<R: Read> Lines<R> {
         Self { from: BufReader::new(from), line: Vec::new(), number: 0, is_lenient: false }
     }
 
-    /// The same, where the last line may lack its newline.
+    /// Like `new`, but the last line may lack its newline.
     pub(super) fn lenient(from: R) -> Self {
         Self { is_lenient: true, ..Self::new(from) }
     }

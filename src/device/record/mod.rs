@@ -1,16 +1,17 @@
-//! Record and replay: what an arena did, as lines of text, and the same again on another arena.
+//! Record and replay: writes the operations of an arena as lines of text, and repeats them on
+//! another arena.
 //!
-//! A [`Recorder`] is given to an arena when it is opened and writes its operations in the order in
-//! which they were booked. A [`Log`] is such a recording, read and checked; [`Log::replay`] does
-//! the same again and says whether the same came of it. `docs/RECORDING.md` has the format. It
-//! records what was asked of the arena and where blocks went, never what is in them.
+//! A [`Recorder`] is passed to an arena when it is opened and writes its operations in the order in
+//! which they take effect. A [`Log`] is such a recording, read and checked; [`Log::replay`] repeats
+//! it and compares the outcomes. `docs/RECORDING.md` describes the format. A recording holds the
+//! requests and the places of blocks, never their contents.
 //!
-//! Files: `operation` (values), `text` (written), `parse` and `check` (read), `hash`, `numbers`
-//! (of blocks and lanes), `lines` (what waits), `recorder`, `hooks` (where the arena calls), `log`,
-//! `replay`, `rmm` (the log of another allocator), `error`.
+//! Files: `operation` (values), `text` (writing), `parse` and `check` (reading), `hash`, `numbers`
+//! (of blocks and lanes), `lines` (pending output), `recorder`, `hooks` (calls from the arena),
+//! `log`, `replay`, `rmm` (the log of another allocator), `error`.
 //!
-//! Invariants: an arena is never disturbed by its recorder, but for the time that writing takes; a
-//! recording that is read never panics, and nothing is allocated by a number that stands in it.
+//! Invariants: a recorder never affects its arena, except for the time that writing takes; reading
+//! a recording never panics, and no number in it determines the size of an allocation.
 
 mod check;
 mod error;

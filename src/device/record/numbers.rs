@@ -1,10 +1,10 @@
-//! The numbers by which a recording calls blocks and lanes: small, ascending, never given twice.
+//! The numbers of blocks and lanes in a recording: small, ascending, never reused.
 //!
-//! Kept under the lock of the arena's books, and only where a recorder is on. What an arena calls a
-//! block changes when it is resized by a move; its number does not.
+//! Guarded by the lock of the arena's state, and used only with a recorder. The arena's name of a
+//! block changes when a resize moves it; its number does not.
 //!
-//! Invariant: `blocks known = blocks of the arena that were recorded as handed out and not as
-//! freed`.
+//! Invariant:
+//! `known blocks = blocks of the arena that were recorded as allocated and not as freed`.
 
 use std::collections::BTreeMap;
 
@@ -25,7 +25,7 @@ pub(in crate::device) struct Numbers {
 #[derive(Clone, Copy, Debug)]
 struct Known {
     number: u64,
-    /// It was had by address.
+    /// `true` for a raw block.
     is_raw: bool,
 }
 
@@ -54,7 +54,7 @@ impl Numbers {
         known.number
     }
 
-    /// The number of a block; none, where it is not in the recording.
+    /// Returns the number of a block; `None` if it is not in the recording.
     pub(in crate::device) fn of(&self, region: Region, id: BlockName) -> Option<u64> {
         self.blocks.get(&(region.number(), id)).map(|known| known.number)
     }
@@ -76,7 +76,7 @@ impl Numbers {
         Some(known.number)
     }
 
-    /// Forgets all blocks that were had by address.
+    /// Removes all raw blocks.
     pub(in crate::device) fn forget_raw(&mut self) {
         self.blocks.retain(|_, known| !known.is_raw);
     }

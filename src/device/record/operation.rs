@@ -1,8 +1,8 @@
-//! What a recording holds: its header, its operations and what came of each. Plain values.
+//! The contents of a recording: its header, its operations and their outcomes. Plain values.
 //!
-//! How they are written stands in `text`, how they are read in `parse`.
+//! `text` writes them, and `parse` reads them.
 //!
-//! Invariant: nothing here names an address: a place is a region and an offset from its beginning,
+//! Invariant: nothing here contains an address: a place is a region and an offset from its start,
 //! the same on every machine.
 
 use std::time::Duration;
@@ -16,35 +16,37 @@ use crate::device::driver::Backend;
 use crate::device::region::Region;
 use crate::device::sleep::{ArenaState, Contents, SleepReport, WakeReport};
 
-/// How the arena of a recording was opened.
+/// The settings of the recorded arena.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Header {
-    /// The version of the format: 2 is written, and 1 is read as well.
+    /// The version of the format: 2 is written, and 1 can be read as well.
     pub version: u64,
-    /// Its name; the first 256 bytes of it.
+    /// The arena's name, truncated to 256 bytes.
     pub name: String,
-    /// Its driver.
+    /// The driver's backend.
     pub backend: Backend,
-    /// Whether work went on after a call that started it.
+    /// `true` if the driver has asynchronous work.
     pub asynchronous: bool,
-    /// What its clock showed.
+    /// The time of its clock at the open.
     pub started: Duration,
-    /// The most that it might commit; [`ByteSize::MAX`] for no limit.
+    /// The limit of committed memory; [`ByteSize::MAX`] for none.
     pub limit: ByteSize,
-    /// The address space that was asked for.
+    /// The requested address space.
     pub reserve: ByteSize,
-    /// How long idle memory stayed.
+    /// The decay time of idle memory.
     pub decay: DecayTime,
-    /// By how much it committed at a time.
+    /// The growth policy of commits.
     pub growth: Growth,
-    /// What it got; `None` where that is not known.
+    /// The granularity and the reserved address space; `None` if unknown.
     pub layout: Option<Layout>,
 }
 
 impl Header {
-    /// How to open an arena as this one was, to replay on; without fronts, history and recorder.
-    /// With the same granule, where that is known: a driver whose granularity is larger refuses it
+    /// Returns a configuration that opens an arena like the recorded one for a replay, without
+    /// thread caches, history and recorder.
+    ///
+    /// It has the same granule if that is known; a driver with a larger granularity refuses it
     /// ([`DeviceError::Granule`](crate::device::DeviceError::Granule)).
     #[must_use]
     pub fn config(&self) -> ArenaConfig {
@@ -60,74 +62,73 @@ impl Header {
     }
 }
 
-/// Granules and address space of an arena.
+/// The granule and the address space of an arena.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[expect(clippy::exhaustive_structs, reason = "three facts")]
 pub struct Layout {
     /// The smallest unit that is committed: the arena's granule.
     pub granularity: ByteSize,
-    /// Address space of each region, in the order of [`Region::ALL`].
+    /// The address space of each region, in the order of [`Region::ALL`].
     pub reserved: [ByteSize; 2],
 }
 
-/// One operation, and what came of it. Numbers of blocks and lanes ascend and are never given
-/// twice.
+/// An operation with its outcome. Numbers of blocks and lanes ascend and are never reused.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Operation {
-    /// A block was handed out.
+    /// A block was allocated.
     Alloc {
-        /// Its number.
+        /// The number of the block.
         id: u64,
-        /// What was asked for.
+        /// The request.
         asked: Asked,
-        /// Where it is; `None` where that is not known.
+        /// The place; `None` if unknown.
         place: Option<Place>,
     },
-    /// A block was refused.
+    /// A request for a block was refused.
     Refuse {
-        /// What was asked for.
+        /// The request.
         asked: Asked,
-        /// Why; `None` where that is not known.
+        /// The reason; `None` if unknown.
         why: Option<Why>,
     },
     /// A block was freed.
     Free {
-        /// Its number.
+        /// The number of the block.
         id: u64,
-        /// After which work its memory may be used again.
+        /// The work that must complete before its memory is reused.
         after: After,
     },
-    /// A buffer was to have another size.
+    /// A buffer was resized.
     Resize {
-        /// The number of its block, before and after.
+        /// The number of its block, which stays the same.
         id: u64,
-        /// What was asked for.
+        /// The requested size.
         bytes: ByteSize,
-        /// What came of it.
+        /// The outcome.
         outcome: Resized,
     },
-    /// A compaction moved a block: a part of what came of the next [`Operation::Compact`].
+    /// A compaction moved a block: a part of the outcome of the next [`Operation::Compact`].
     Move {
         /// The number of the block.
         id: u64,
         /// Its region.
         region: Region,
-        /// Where it was, from the region's beginning.
+        /// The old offset from the region's start.
         from: ByteSize,
-        /// Where it is.
+        /// The new offset.
         to: ByteSize,
         /// Its size.
         size: ByteSize,
     },
-    /// A block is used by one more lane.
+    /// Another lane uses a block.
     Use {
         /// The number of the block.
         id: u64,
         /// The number of the lane.
         lane: u64,
     },
-    /// A block is to stay where it is.
+    /// A block was pinned to its place.
     Pin {
         /// The number of the block.
         id: u64,
@@ -137,274 +138,274 @@ pub enum Operation {
         /// The number of the block.
         id: u64,
     },
-    /// A lane was made.
+    /// A lane was created.
     Lane {
-        /// Its number.
+        /// The number of the lane.
         lane: u64,
-        /// The number of its stream; one that the recording has not shown is new.
+        /// The number of its stream; a number that is new in the recording is a new stream.
         stream: u64,
     },
-    /// A lane is gone, with all that used it.
+    /// A lane and everything that used it were dropped.
     LaneEnd {
-        /// Its number.
+        /// The number of the lane.
         lane: u64,
     },
     /// A run on a lane ended.
     EndRun {
         /// The number of the lane.
         lane: u64,
-        /// Whether the driver did its part.
+        /// `true` if the driver calls succeeded.
         done: bool,
     },
     /// The limit was set.
     Limit {
-        /// The most that may be committed; [`ByteSize::MAX`] for no limit.
+        /// The limit of committed memory; [`ByteSize::MAX`] for none.
         limit: ByteSize,
     },
     /// The decay time was set.
     DecayTime {
-        /// How long idle memory may stay.
+        /// The decay time of idle memory.
         time: DecayTime,
     },
-    /// Idle memory was looked at.
+    /// A decay pass ran.
     Decay {
-        /// The time that was given, since the recording began.
+        /// The time of the pass, since the start of the recording.
         now: Duration,
-        /// What came of it.
+        /// The outcome.
         outcome: GivenUp,
     },
-    /// Idle memory was given back; a purge is a trim that keeps nothing.
+    /// Idle memory was released; a purge is a trim that keeps nothing.
     Trim {
-        /// How much might stay committed.
+        /// The bytes that may stay committed.
         keep: ByteSize,
-        /// What came of it.
+        /// The outcome.
         outcome: GivenUp,
     },
-    /// The same with growth begun anew.
+    /// Like a trim, and growth starts again from its initial step.
     Shrink {
-        /// What came of it.
+        /// The outcome.
         outcome: GivenUp,
     },
     /// A region was compacted.
     Compact {
-        /// How.
+        /// The options.
         options: CompactOptions,
-        /// Why it ended.
+        /// The reason why it ended.
         stopped: StopReason,
-        /// Blocks moved.
+        /// The number of blocks moved.
         moves: u64,
-        /// Their bytes.
+        /// Bytes of these blocks.
         moved: ByteSize,
-        /// Moves left out.
+        /// The number of skipped moves.
         skipped: u64,
     },
-    /// Every block that was had by address was freed.
+    /// All raw blocks were freed.
     Reset {
-        /// How many.
+        /// The number of blocks.
         blocks: u64,
-        /// Their bytes.
+        /// Bytes of these blocks.
         bytes: ByteSize,
     },
-    /// The arena was to be closed.
+    /// The arena was asked to close.
     Close {
-        /// What came of it.
+        /// The outcome.
         outcome: Closed,
     },
-    /// What becomes of the contents of a buffer in a sleep was said.
+    /// The treatment of a buffer's contents in a sleep was set.
     Contents {
         /// The number of its block.
         id: u64,
-        /// What; `None` for what the options of the sleep say.
+        /// The treatment; `None` for the one in the options of the sleep.
         contents: Option<Contents>,
     },
-    /// The arena was to fall asleep.
+    /// The arena was asked to sleep.
     Sleep {
-        /// What was to become of the contents of the stable region.
+        /// The treatment of the contents of the stable region.
         stable: Contents,
-        /// The same of the dynamic region.
+        /// The treatment of the contents of the dynamic region.
         dynamic: Contents,
-        /// What came of it.
+        /// The outcome.
         outcome: Fallen,
     },
-    /// The arena was woken, by whom it may be: an operation that woke it comes after this, and
-    /// found it awake.
+    /// The arena woke up. An operation that caused the wake comes after this one, and found the
+    /// arena awake.
     Wake {
-        /// What that did; `None` where it failed, and the arena sleeps on.
+        /// The figures of the wake; `None` if it failed, and the arena is still asleep.
         woken: Option<WakeReport>,
     },
 }
 
-/// A block that was asked for.
+/// A request for a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Asked {
-    /// How it was asked for.
+    /// The kind of request.
     pub kind: BlockKind,
-    /// In which region.
+    /// The region.
     pub region: Region,
-    /// How many bytes, before rounding.
+    /// The requested bytes, before rounding.
     pub bytes: ByteSize,
-    /// Its alignment.
+    /// The alignment.
     pub align: ByteSize,
-    /// The number of the lane that it is taken on.
+    /// The number of the lane on which it is allocated.
     pub lane: Option<u64>,
 }
 
-/// How a block was asked for.
+/// The kind of a request for a block.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum BlockKind {
-    /// By [`DeviceArena::alloc`](crate::device::DeviceArena::alloc), or on a lane.
+    /// A buffer, by [`DeviceArena::alloc`](crate::device::DeviceArena::alloc) or on a lane.
     #[default]
     Buffer,
-    /// By [`DeviceArena::alloc_raw`](crate::device::DeviceArena::alloc_raw).
+    /// A raw block, by [`DeviceArena::alloc_raw`](crate::device::DeviceArena::alloc_raw).
     Raw,
-    /// By [`DeviceArena::reserve`](crate::device::DeviceArena::reserve).
+    /// A reservation, by [`DeviceArena::reserve`](crate::device::DeviceArena::reserve).
     Reserve,
 }
 
-/// Where a block is.
+/// The place of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[expect(clippy::exhaustive_structs, reason = "a place is these three")]
 pub struct Place {
-    /// Its region.
+    /// The region.
     pub region: Region,
-    /// From the region's beginning.
+    /// The offset from the region's start.
     pub offset: ByteSize,
-    /// What was given, after rounding.
+    /// The size, after rounding.
     pub size: ByteSize,
 }
 
-/// Why a block was refused.
+/// The reason why a block was refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Why {
-    /// The arena's limit.
+    /// The arena's limit was reached.
     Limit,
-    /// The device had no more.
+    /// The device has no memory left.
     Device,
-    /// The region had no free span of addresses.
+    /// The region has no free range of addresses.
     Addresses,
-    /// No region of the arena could ever hold it.
+    /// The request is larger than any region of the arena.
     TooLarge,
-    /// The driver failed.
+    /// A driver call failed.
     Driver,
 }
 
-/// After which work the memory of a freed block may be used again.
+/// The work that must complete before the memory of a freed block is reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum After {
-    /// Of the lanes that used it.
+    /// The work of the lanes that used it.
     Lanes,
-    /// Nobody said which lanes used it: all work of the device.
+    /// All work of the device, because the lanes that used it are unknown.
     All,
 }
 
-/// What came of a resize.
+/// The outcome of a resize.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Resized {
-    /// It has its size, where it stood.
+    /// It was resized in place.
     InPlace(Place),
-    /// It has its size, elsewhere.
+    /// It was resized and moved.
     Moved(Place),
-    /// It is as it was.
+    /// It was refused and is unchanged.
     Refused(Why),
 }
 
-/// What came of giving idle memory back.
+/// The outcome of releasing idle memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[expect(clippy::exhaustive_structs, reason = "two facts")]
 pub struct GivenUp {
-    /// How much.
+    /// The bytes released.
     pub released: ByteSize,
-    /// Whether the driver did its part.
+    /// `true` if the driver calls succeeded.
     pub done: bool,
 }
 
-/// What came of a close.
+/// The outcome of a close.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Closed {
-    /// It is closed.
+    /// The arena is closed.
     Done,
-    /// Blocks are live: it works on.
+    /// Blocks are live, so the arena stays open.
     LiveBlocks,
-    /// It is closed; the driver did not take everything back.
+    /// The arena is closed, but the driver failed to release something.
     Failed,
 }
 
-/// What came of falling asleep.
+/// The outcome of a sleep.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Fallen {
-    /// It is asleep.
+    /// The arena is asleep.
     Asleep(SleepReport),
-    /// It is not, or not as it should be.
+    /// The sleep failed, completely or in part.
     Failed {
-        /// Why.
+        /// The reason.
         why: Sleepless,
-        /// The state that it was in afterwards.
+        /// The state of the arena afterwards.
         state: ArenaState,
     },
 }
 
-/// Why an arena did not fall asleep.
+/// The reason why an arena did not fall asleep.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Sleepless {
-    /// Leases were held, or buffers lent.
+    /// Leases were held, or buffers exported.
     Leased,
-    /// Somebody entered meanwhile, or memory was freed all the time.
+    /// Another thread entered meanwhile, or memory was freed continuously.
     Cancelled,
-    /// A stream captured a graph.
+    /// A stream was capturing a graph.
     Capturing,
-    /// There was no room on the host for the contents, or who was asked for it panicked.
+    /// The host had no room for the contents, or the budget callback panicked.
     Budget,
-    /// It was not awake.
+    /// The arena was not awake.
     State,
-    /// The driver failed.
+    /// A driver call failed.
     Driver,
 }
 
-/// An operation, where and when.
+/// An operation, with its line and time.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Entry {
-    /// Its line, from 1.
+    /// The line number, from 1.
     pub line: u64,
-    /// How long after the recording began.
+    /// The time since the start of the recording.
     pub at: Duration,
-    /// What it was.
+    /// The operation.
     pub operation: Operation,
 }
 
-/// The last line of a recording that was brought to an end.
+/// The last line of a recording that was ended properly.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Closing {
-    /// When, since the recording began.
+    /// The time since the start of the recording.
     pub at: Duration,
-    /// How many operations were recorded.
+    /// The number of recorded operations.
     pub operations: u64,
-    /// Whether all came from one thread. If not, the order in which they were booked need not be
-    /// that in which places were found.
+    /// `true` if all operations came from one thread. Otherwise the order in which they were
+    /// recorded may differ from the order in which places were chosen.
     pub one_thread: bool,
-    /// Why it ended.
+    /// The reason why the recording ended.
     pub ended: Ended,
-    /// What came of them.
+    /// The hash of the outcomes.
     pub hash: OperationHash,
 }
 
-/// Why a recording ended.
+/// The reason why a recording ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Ended {
-    /// The arena was gone.
+    /// The arena was dropped.
     Gone,
     /// [`Recorder::finish`](super::Recorder::finish) was called.
     Finished,
-    /// It was as long as it might be.
+    /// The recording reached its size limit.
     Full,
 }

@@ -1,9 +1,9 @@
-//! Reads one line of a recording. `text` writes them.
+//! Parses one line of a recording. `text` writes them.
 //!
-//! Every field is expected where it stands, under its name: nothing is skipped, nothing is guessed.
-//! It keeps no state between lines; what they say together is `check`'s.
+//! Every field is expected at its place, under its name: nothing is skipped, nothing is guessed. It
+//! keeps no state between lines; `check` does.
 //!
-//! Invariant: no text makes it panic, and it allocates nothing but a name and the texts of errors,
+//! Invariant: no text causes a panic, and the only allocations are a name and the texts of errors,
 //! all bounded by the length of the line.
 
 use std::time::Duration;
@@ -28,13 +28,13 @@ pub(super) const BYTES_MAX: u64 = 1 << 62;
 
 type Read<T> = Result<T, LogError>;
 
-/// What a line after the first two holds.
+/// The contents of a line after the first two.
 pub(super) enum Line {
     Operation(Duration, Operation),
     Closing(Closing),
 }
 
-/// What is left of a line.
+/// The rest of a line.
 struct Words<'a> {
     line: u64,
     rest: Option<&'a str>,
@@ -53,7 +53,7 @@ impl<'a> Words<'a> {
         self.fault(LogFault::unexpected(expected, found))
     }
 
-    /// The next word; words are one space apart.
+    /// Returns the next word; words are separated by one space.
     fn word(&mut self, expected: &'static str) -> Read<&'a str> {
         let Some(rest) = self.rest else { return self.unexpected(expected, "") };
         let (word, rest) = match rest.split_once(' ') {
@@ -64,7 +64,7 @@ impl<'a> Words<'a> {
         if word.is_empty() { self.unexpected(expected, "") } else { Ok(word) }
     }
 
-    /// What follows `key` in the next word, which begins with that.
+    /// Returns the text after `key` in the next word, which must begin with it.
     fn value(&mut self, key: &'static str) -> Read<&'a str> {
         let word = self.word(key)?;
         match word.strip_prefix(key) {
@@ -154,7 +154,7 @@ impl<'a> Words<'a> {
         })
     }
 
-    /// Whether an outcome follows.
+    /// Returns `true` if an outcome follows.
     fn has_outcome(&mut self) -> Read<bool> {
         if self.rest.is_none() {
             return Ok(false);
@@ -239,7 +239,7 @@ pub(super) fn first(line: u64, text: &str) -> Read<u64> {
 pub(super) fn header(line: u64, text: &str, version: u64) -> Read<Header> {
     let mut words = Words::new(line, text);
     let at = words.word("0")?;
-    words.number_in("the time of the first line", at, 0)?;
+    words.number_in("the time 0 of the first line", at, 0)?;
     let word = words.word("open")?;
     if word != "open" {
         return words.unexpected("open", word);

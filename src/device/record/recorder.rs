@@ -1,10 +1,11 @@
-//! The recorder: what an arena does, written to a sink in the order in which it was booked.
+//! The recorder: writes the operations of an arena to a sink, in the order in which they take
+//! effect.
 //!
-//! Lines are made under the lock of the books and wait in a bounded buffer; the thread that finds
-//! enough of them passes them on to the sink, with no lock of the arena held. It calls no driver
-//! and decides nothing. What goes wrong stops the recording and nothing else.
+//! Lines are made under the lock of the arena's state and wait in a bounded buffer; the thread that
+//! finds enough of them passes them on to the sink, without holding a lock of the arena. It calls
+//! no driver and makes no decisions. An error stops only the recording.
 //!
-//! Invariant: the sink gets whole lines, in the order of the books, or an error is on record.
+//! Invariant: the sink receives complete lines in order, or an error is stored.
 
 use std::fmt;
 use std::io::Write;
@@ -23,17 +24,17 @@ use crate::fork::Birth;
 use crate::sync::atomic::{AtomicUsize, Ordering};
 use crate::sync::{Mutex, MutexGuard, caught, lock, try_lock};
 
-/// Writes down what one arena does; a cheap handle, the same recorder for every clone.
+/// Records the operations of one arena. Clones are cheap handles to the same recorder.
 ///
-/// Given to an arena when it is opened ([`ArenaConfig::recorder`]). Threads' fronts keep nothing
-/// then, so that every block is seen. Operations are written as lines of text
-/// (`docs/RECORDING.md`), in batches of about 64 KiB, by the thread that happens to use the arena:
-/// a call, and a drop as well, may take as long as a write to the sink. A sink that is slow is
-/// waited for where 256 KiB wait for it. The sink needs no buffer of its own.
+/// Pass it to an arena when it is opened ([`ArenaConfig::recorder`]). Thread caches are then
+/// disabled, so that every block is recorded. Operations are written as lines of text
+/// (`docs/RECORDING.md`), in batches of about 64 KiB, by a thread that uses the arena: any call or
+/// drop may take as long as a write to the sink. Threads wait for a slow sink once 256 KiB are
+/// pending. The sink needs no buffer of its own.
 ///
-/// A sink that fails or panics stops the recording, is said once through `tracing`, and is asked
-/// for with [`Recorder::error`]; the arena works on. The sink may use the arena, at the price of
-/// operations that wait to be written: more than 1 MiB of them stop the recording.
+/// If the sink fails or panics, the recording stops, the error is logged once through `tracing` and
+/// available from [`Recorder::error`], and the arena continues to work. The sink may use the arena
+/// itself; its operations then wait to be written, and more than 1 MiB of them stop the recording.
 ///
 /// ```
 /// # use std::sync::Arc;
@@ -65,35 +66,36 @@ pub struct Recorder {
 
 struct Inner {
     lines: Mutex<Lines>,
-    /// How many bytes wait: a copy of the lines' figure.
+    /// The number of waiting bytes: a copy, readable without the lock.
     waiting: AtomicUsize,
     sink: Mutex<Sink>,
-    /// The thread that writes to the sink now, 0 for none.
+    /// The thread that is writing to the sink, 0 for none.
     writer: AtomicUsize,
     birth: Birth,
 }
 
 struct Sink {
-    /// None, once the recording is over.
+    /// `None` once the recording is over.
     to: Option<Box<dyn Write + Send>>,
-    /// What was written last, emptied, to be used again.
+    /// The last written text, cleared, as a spare buffer.
     spare: String,
 }
 
 impl Recorder {
-    /// Writes to a sink without a bound.
+    /// Creates a recorder that writes to a sink without a size limit.
     #[must_use]
     pub fn new(sink: impl Write + Send + 'static) -> Self {
         Self::with(Some(Box::new(sink)), usize::MAX)
     }
 
-    /// Writes at most so many bytes, then a last line that says so, and no more.
+    /// Creates a recorder that writes at most `most` bytes, including a last line that states the
+    /// limit as the reason of the end.
     #[must_use]
     pub fn bounded(sink: impl Write + Send + 'static, most: ByteSize) -> Self {
         Self::with(Some(Box::new(sink)), most.as_usize().unwrap_or(usize::MAX))
     }
 
-    /// Writes nothing, and computes the hash.
+    /// Creates a recorder that writes nothing and only computes the hash.
     #[must_use]
     pub fn hash_only() -> Self {
         Self::with(None, usize::MAX)
@@ -106,29 +108,30 @@ impl Recorder {
         Self { inner: Arc::new(Inner { lines, waiting, sink, writer, birth: Birth::now() }) }
     }
 
-    /// The hash of what was recorded until now; of nothing, in a forked child.
+    /// Returns the hash of the operations recorded so far; in a forked child that of none.
     #[must_use]
     pub fn hash(&self) -> OperationHash {
         self.lines().map_or(OperationHash::EMPTY, |lines| lines.hash)
     }
 
-    /// How many operations were recorded until now; 0 in a forked child.
+    /// Returns the number of operations recorded so far; 0 in a forked child.
     #[must_use]
     pub fn operations(&self) -> u64 {
         self.lines().map_or(0, |lines| lines.operations)
     }
 
-    /// Why the recording stopped; `None` while it has not, and where it was brought to its end.
+    /// Returns the reason why the recording stopped early; `None` while it runs or after it was
+    /// finished.
     #[must_use]
     pub fn error(&self) -> Option<RecordError> {
         self.lines().map_or(Some(RecordError::Forked), |lines| lines.error.clone())
     }
 
-    /// Passes all that waits on to the sink, and flushes that. From within the sink it does
-    /// nothing.
+    /// Writes all pending lines to the sink and flushes it. Does nothing if called by the sink
+    /// itself.
     ///
     /// # Errors
-    /// As [`Recorder::error`].
+    /// As for [`Recorder::error`].
     pub fn flush(&self) -> Result<(), RecordError> {
         if !self.inner.birth.is_here() {
             return Err(RecordError::Forked);
@@ -140,11 +143,11 @@ impl Recorder {
         self.error().map_or(Ok(()), Err)
     }
 
-    /// Ends the recording with its last line, which has the hash. The arena works on; nothing of
-    /// it is written down any more. Else the recording ends when the arena is gone.
+    /// Ends the recording with its last line and returns the hash. The arena continues to work
+    /// unrecorded. Without this call the recording ends when the arena is dropped.
     ///
     /// # Errors
-    /// As [`Recorder::error`].
+    /// As for [`Recorder::error`].
     pub fn finish(&self) -> Result<OperationHash, RecordError> {
         self.end(Ended::Finished);
         self.flush().map(|()| self.hash())
@@ -162,8 +165,7 @@ impl Recorder {
         }
     }
 
-    /// What is written and known; nothing in a forked child, where another thread may have had the
-    /// lock.
+    /// Returns the lines; `None` in a forked child, where another thread may have held the lock.
     fn lines(&self) -> Option<MutexGuard<'_, Lines>> {
         self.inner.birth.is_here().then(|| lock(&self.inner.lines))
     }
@@ -177,8 +179,8 @@ impl Recorder {
         opened.map_err(|by| DeviceError::RecorderTaken { by })
     }
 
-    /// Writes down an operation; nothing, where there is none to write down. The caller holds the
-    /// lock of the books, and calls [`Recorder::pass_on`] when it has given that up.
+    /// Records an operation, if there is one. The caller holds the lock of the arena's state, and
+    /// calls [`Recorder::pass_on`] after releasing it.
     pub(in crate::device) fn book(
         &self,
         clock: &dyn Clock,
@@ -216,12 +218,12 @@ impl Recorder {
 }
 
 impl Inner {
-    /// Whether this thread is within the sink.
+    /// Returns `true` if this thread is within the sink.
     fn is_writing(&self) -> bool {
         self.writer.load(Ordering::Relaxed) == here()
     }
 
-    /// Writes what waits to the sink; what was said meanwhile as well, where that was the end.
+    /// Writes pending lines to the sink, including lines added meanwhile if the recording ended.
     fn pass_on(&self, mut sink: MutexGuard<'_, Sink>, flush: bool) {
         while self.write(&mut sink, flush) {}
         drop(sink);
@@ -229,7 +231,7 @@ impl Inner {
         let Some(error) = lines.unsaid() else { return };
         let arena = lines.arena().cloned().unwrap_or_default();
         drop(lines);
-        log!(warn, arena, %error, "a recording stopped");
+        log!(warn, arena, %error, "recording stopped");
     }
 
     /// Writes what waits; says whether the recording ended meanwhile.
@@ -254,7 +256,7 @@ impl Inner {
             };
         }
         let done = if is_over || failed.is_some() { sink.to.take() } else { None };
-        // Whoever drops it runs code that is not ours.
+        // Dropping it runs code of the program.
         let _ = caught(|| drop(done));
         self.writer.store(0, Ordering::Relaxed);
         text.clear();
@@ -285,7 +287,7 @@ fn here() -> usize {
     HERE.with(|here| std::ptr::from_ref(here).addr())
 }
 
-/// Whether two are the same.
+/// Returns `true` if both are handles to the same recorder.
 impl PartialEq for Recorder {
     fn eq(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.inner, &other.inner)

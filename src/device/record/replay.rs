@@ -1,13 +1,12 @@
-//! Does what a recording says on an arena of its own, in one thread, and holds what comes of it
-//! against what is written there.
+//! Replays a recording on an arena of its own, in one thread, and compares the outcomes.
 //!
-//! The arena has a clock that shows the recording's times, and a recorder, whose hash is compared:
-//! outcomes are made and compared by the code that recorded them. Nothing is read or written in any
-//! block, and no work is put on any stream. A block that the recording has and the replay was
-//! refused is missing from then on: what concerns it is left out and counted.
+//! The arena has a clock that shows the recording's times, and a recorder whose hash is compared:
+//! outcomes are computed by the code that recorded them. No block is read or written, and no work
+//! is queued on any stream. If the replay was refused a block that the recording has, later
+//! operations on that block are skipped and counted.
 //!
-//! Invariant: the same recording on arenas that are opened alike, over drivers that answer alike,
-//! gives the same hash.
+//! Invariant: the same recording on arenas with the same settings, over drivers that respond alike,
+//! produces the same hash.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -34,38 +33,39 @@ use crate::device::sleep::{ArenaState, Contents, HostBudget, SleepOptions};
 use crate::device::snapshot::ArenaSnapshot;
 use crate::sync::atomic::{AtomicBool, Ordering};
 
-/// What a replay came to.
+/// The result of a replay.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Replayed {
-    /// Over what came of each operation.
+    /// The hash of the replay's outcomes.
     pub hash: OperationHash,
-    /// The last line of the recording, where it has one.
+    /// The last line of the recording, if there is one.
     pub closing: Option<Closing>,
-    /// The first line of the recording of which something else came; `None` where everything was
-    /// the same, where the recording does not say what came of it (one of another allocator), and
-    /// where a recorder that was given stopped before.
+    /// The first line of the recording with a different outcome in the replay. `None` if all were
+    /// equal, if the recording has no outcomes (the log of another allocator), or if a supplied
+    /// recorder stopped early.
     pub first_difference: Option<u64>,
-    /// Operations that were done.
+    /// The number of operations replayed.
     pub operations: u64,
-    /// Operations that were left out, because the replay was refused their block or lane before.
+    /// The number of operations skipped, because the replay was refused their block or lane before.
     pub skipped: u64,
-    /// The arena's figures at the end, with what was live then.
+    /// The arena's figures at the end, while the remaining blocks are live.
     pub snapshot: ArenaSnapshot,
 }
 
 impl Replayed {
-    /// Whether the hash is that of the recording's last line; `None` where there is no such line.
+    /// Returns `true` if the hash equals that of the recording's last line; `None` if there is no
+    /// such line.
     ///
-    /// Expected of a recording of one thread ([`Closing::one_thread`]) that is replayed over a
-    /// driver of the same kind, with the same address space; `docs/RECORDING.md` has the rest.
+    /// Expected for a recording of one thread ([`Closing::one_thread`]) that is replayed over a
+    /// driver of the same kind with the same address space; `docs/RECORDING.md` has the details.
     #[must_use]
     pub fn matches(&self) -> Option<bool> {
         self.closing.map(|closing| closing.hash == self.hash)
     }
 }
 
-/// A replay under way; step by step, to look at its arena in between.
+/// A replay in progress, which runs step by step, so that its arena can be inspected in between.
 ///
 /// ```
 /// # use std::sync::Arc;
@@ -94,7 +94,7 @@ pub struct Replay<'a> {
     log: &'a Log,
     next: usize,
     held: BTreeMap<u64, Held>,
-    /// The numbers of blocks that were had by address.
+    /// The numbers of raw blocks.
     raw: BTreeMap<DeviceAddress, u64>,
     lanes: BTreeMap<u64, Lane>,
     streams: BTreeMap<u64, Weak<OwnStream>>,
@@ -102,13 +102,13 @@ pub struct Replay<'a> {
     clock: ManualClock,
     budget: Arc<Budget>,
     recorder: Recorder,
-    /// What the recording's hash is up to here; none where it does not say.
+    /// The recording's hash up to here; `None` if outcomes are not recorded.
     expected: Option<OperationHash>,
     first_difference: Option<u64>,
     skipped: u64,
 }
 
-/// The host's budget of the replay: it refuses where that of the recording did.
+/// The host budget of the replay: it refuses when that of the recording did.
 #[derive(Debug, Default)]
 struct Budget {
     refuses: AtomicBool,
@@ -117,7 +117,7 @@ struct Budget {
 impl HostBudget for Budget {
     fn book(&self, _: ByteSize) -> Result<Box<dyn Any + Send>, String> {
         if self.refuses.load(Ordering::Relaxed) {
-            return Err("it was refused in the recording".to_owned());
+            return Err("refused in the recording".to_owned());
         }
         Ok(Box::new(()))
     }
@@ -130,7 +130,7 @@ enum Held {
     Raw(DeviceAddress),
 }
 
-/// What became of an operation.
+/// The result of an operation.
 enum Done {
     Done,
     Skipped,
@@ -140,10 +140,10 @@ impl Log {
     /// Replays the whole recording on a new arena over this driver;
     /// [`header().config()`](super::Header::config) opens one like the recorded one.
     ///
-    /// What a call of the arena is refused is no error here: it is an outcome, and in the hash.
+    /// A refused call of the arena is not an error here: it is an outcome, and part of the hash.
     ///
     /// # Errors
-    /// As [`DeviceArena::open`].
+    /// As for [`DeviceArena::open`].
     pub fn replay(
         &self,
         driver: Arc<dyn Driver>,
@@ -157,7 +157,7 @@ impl Log {
     /// Opens the arena for a replay. A recorder in `config` records the replay.
     ///
     /// # Errors
-    /// As [`DeviceArena::open`].
+    /// As for [`DeviceArena::open`].
     pub fn start(
         &self,
         driver: Arc<dyn Driver>,
@@ -166,7 +166,7 @@ impl Log {
         let recorder = config.recorder.get_or_insert_with(Recorder::hash_only).clone();
         let clock = ManualClock::new();
         clock.advance(self.header.started);
-        // Nobody lets time go by while a wake waits for memory.
+        // No time passes while a wake waits for memory.
         config.sleep.wake_timeout = Duration::ZERO;
         let arena = DeviceArena::open(driver, Arc::new(clock.clone()), config)?;
         let budget = Arc::new(Budget::default());
@@ -197,7 +197,7 @@ impl Log {
 }
 
 impl Replay<'_> {
-    /// Does the next operation; says whether there was one.
+    /// Replays the next operation; returns `false` if there is none left.
     pub fn step(&mut self) -> bool {
         let log = self.log;
         let Some(entry) = log.entries.get(self.next) else { return false };
@@ -210,20 +210,20 @@ impl Replay<'_> {
         if let Some(expected) = &mut self.expected {
             expected.add(&entry.operation);
         }
-        // A move is a part of what comes of the compaction that follows.
+        // A move is a part of the outcome of the compaction that follows.
         if !matches!(entry.operation, Operation::Move { .. }) {
             self.compare(entry.line);
         }
         true
     }
 
-    /// The arena that it is done on.
+    /// Returns the arena of the replay.
     #[must_use]
     pub const fn arena(&self) -> &DeviceArena {
         &self.arena
     }
 
-    /// Ends the replay, and the recording of it where there is one; frees what is live.
+    /// Ends the replay, and its recording if there is one; frees all live blocks.
     #[must_use]
     pub fn finish(self) -> Replayed {
         let snapshot = self.arena.snapshot();
@@ -332,7 +332,7 @@ impl Replay<'_> {
         Done::Done
     }
 
-    /// Asks for what was refused; what is given all the same is given back.
+    /// Repeats a refused request; if it succeeds, the block is freed.
     fn refuse(&self, asked: Asked) -> Done {
         let Some(lane) = self.lane_of(asked) else { return Done::Skipped };
         if let Ok(Held::Raw(at)) = take(&self.arena, asked, lane) {
@@ -341,7 +341,7 @@ impl Replay<'_> {
         Done::Done
     }
 
-    /// The lane that a block is taken on, if any; nothing where it is missing.
+    /// Returns the lane for a block, if any; `None` if it is missing.
     fn lane_of(&self, asked: Asked) -> Option<Option<&Lane>> {
         asked.lane.map_or(Some(None), |lane| self.lanes.get(&lane).map(Some))
     }
@@ -380,14 +380,14 @@ impl Replay<'_> {
         Done::Done
     }
 
-    /// A lease of an arena that is awake, where one is to be held: no other is woken for it.
+    /// Takes a lease if the arena is awake and a lease should be held; wakes no arena.
     fn lease_if(&self, is_held: bool) -> Option<Lease> {
         let is_held = is_held && self.arena.state() == ArenaState::Awake;
         is_held.then(|| self.arena.enter().ok()).flatten()
     }
 
-    /// Lets the arena fall asleep, or not, as in the recording: it stays awake where it did there,
-    /// unless the driver was why.
+    /// Makes the arena fall asleep or not, as in the recording: if it stayed awake there, it does
+    /// here, unless the driver was the reason.
     fn sleep(&self, stable: Contents, dynamic: Contents, outcome: Fallen) {
         let (why, state) = match outcome {
             Fallen::Asleep(_) => (None, ArenaState::Asleep),
@@ -403,7 +403,7 @@ impl Replay<'_> {
         let _ = self.arena.sleep(SleepOptions { drain: Duration::ZERO, stable, dynamic });
     }
 
-    /// Compacts; `busy`, where somebody had a lease.
+    /// Compacts; with `busy`, while a lease is held.
     fn compact(&mut self, options: CompactOptions, busy: bool) {
         let _lease = self.lease_if(busy);
         let (raw, held) = (&mut self.raw, &mut self.held);

@@ -1,11 +1,12 @@
 //! Reads the log of RMM, the allocator of RAPIDS, as a recording.
 //!
 //! Its `logging_resource_adaptor` writes a line for each allocation and free:
-//! `Thread,Time,Action,Pointer,Size,Stream`. Each stream becomes a lane, made where it is first
-//! named; a block that another stream frees was used by that stream too. Threads are left out: the
-//! lines are in the order in which they were written. Where RMM's blocks lay is not kept.
+//! `Thread,Time,Action,Pointer,Size,Stream`. Each stream becomes a lane, created when it is first
+//! named; a block freed by another stream counts as used by that stream too. Threads are ignored:
+//! the lines are in the order in which they were written. The addresses of RMM's blocks are not
+//! kept.
 //!
-//! Invariant: `operations = lines read + lanes made + uses by other streams`.
+//! Invariant: `operations = lines read + lanes created + uses by other streams`.
 
 use std::collections::BTreeMap;
 use std::io::Read;
@@ -33,9 +34,9 @@ const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 const LATE: Duration = Duration::from_secs(60);
 
 impl Log {
-    /// Reads the log that RMM's `logging_resource_adaptor` wrote, as a recording of an arena with
-    /// the default settings and without a limit. All blocks go to the dynamic region. It does not
-    /// say what is to come of a replay. The last line may lack its newline.
+    /// Reads the log of RMM's `logging_resource_adaptor` as a recording of an arena with the
+    /// default settings and without a limit. All blocks go to the dynamic region. The recording has
+    /// no outcomes to compare a replay with. The last line may lack its newline.
     ///
     /// ```
     /// use lowtide::device::record::Log;
@@ -50,7 +51,7 @@ impl Log {
     /// ```
     ///
     /// # Errors
-    /// [`LogError`], for the first line that is wrong.
+    /// [`LogError`] for the first invalid line.
     pub fn from_rmm(from: impl Read) -> Result<Self, LogError> {
         let mut lines = Lines::lenient(from);
         let head = lines.next()?.unwrap_or_default().trim_end_matches('\r');
@@ -83,7 +84,7 @@ impl Log {
     }
 }
 
-/// What was read until now.
+/// The state after the lines so far.
 #[derive(Default)]
 struct Import {
     entries: Vec<Entry>,
@@ -92,7 +93,7 @@ struct Import {
     blocks: u64,
     /// The lane of each stream.
     lanes: BTreeMap<u64, u64>,
-    /// The time of day of the first line and of the last, and the days between.
+    /// The time of day of the first and the last line, and the days between.
     first: Option<Duration>,
     last: Duration,
     days: u32,
@@ -212,7 +213,7 @@ impl Import {
     /// the next day's, and one that goes forward by a day but a minute the day's before.
     fn time(&mut self, text: &str) -> Result<Duration, LogFault> {
         let of_day = time_of_day(text)
-            .ok_or_else(|| LogFault::unexpected("a time as 23:59:59.999999", text))?;
+            .ok_or_else(|| LogFault::unexpected("a time such as 23:59:59.999999", text))?;
         let first = *self.first.get_or_insert(of_day);
         let is_first = self.entries.is_empty();
         let of_day = if !is_first && of_day.saturating_sub(self.last) > DAY - LATE {

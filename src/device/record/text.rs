@@ -1,9 +1,9 @@
-//! How a recording is written: the words and fields of each line. `docs/RECORDING.md` is the same
-//! for people.
+//! Writes recordings: the words and fields of each line. `docs/RECORDING.md` describes the same
+//! format for users.
 //!
 //! It only writes; `parse` reads.
 //!
-//! Invariant: what is written here is read by `parse` as the same value, and no line is longer than
+//! Invariant: `parse` reads each written line as the same value, and no line is longer than
 //! [`LINE_MAX`].
 
 use std::fmt::{self, Display, Write as _};
@@ -50,7 +50,7 @@ impl BlockKind {
     /// All, in no order that means anything.
     pub(super) const ALL: [Self; 3] = [Self::Buffer, Self::Raw, Self::Reserve];
 
-    /// The name under which a recording shows it.
+    /// Returns the name used in recordings.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -65,7 +65,7 @@ impl Why {
     pub(super) const ALL: [Self; 5] =
         [Self::Limit, Self::Device, Self::Addresses, Self::TooLarge, Self::Driver];
 
-    /// The name under which a recording shows it.
+    /// Returns the name used in recordings.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -81,7 +81,7 @@ impl Why {
 impl After {
     pub(super) const ALL: [Self; 2] = [Self::Lanes, Self::All];
 
-    /// The name under which a recording shows it.
+    /// Returns the name used in recordings.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -94,7 +94,7 @@ impl After {
 impl Closed {
     pub(super) const ALL: [Self; 3] = [Self::Done, Self::LiveBlocks, Self::Failed];
 
-    /// The name under which a recording shows it.
+    /// Returns the name used in recordings.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -108,7 +108,7 @@ impl Closed {
 impl Ended {
     pub(super) const ALL: [Self; 3] = [Self::Gone, Self::Finished, Self::Full];
 
-    /// The name under which a recording shows it.
+    /// Returns the name used in recordings.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -123,7 +123,7 @@ impl Sleepless {
     pub(super) const ALL: [Self; 6] =
         [Self::Leased, Self::Cancelled, Self::Capturing, Self::Budget, Self::State, Self::Driver];
 
-    /// The name under which a recording shows it.
+    /// Returns the name used in recordings.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -237,7 +237,7 @@ impl Display for Fallen {
 }
 
 impl Header {
-    /// What came of it, after a space; nothing, where that is not known.
+    /// Returns the outcome, after a space; empty if it is unknown.
     pub(super) fn outcome(&self) -> impl Display {
         Written(move |f: &mut fmt::Formatter<'_>| {
             let Some(layout) = self.layout else { return Ok(()) };
@@ -266,7 +266,7 @@ impl Display for Header {
 }
 
 impl Operation {
-    /// The word with which its line begins.
+    /// Returns the word with which its line begins.
     #[must_use]
     pub const fn word(&self) -> &'static str {
         match self {
@@ -295,7 +295,7 @@ impl Operation {
         }
     }
 
-    /// What was asked for, each field after a space.
+    /// Returns the request, each field after a space.
     fn request(&self) -> impl Display {
         Written(move |f: &mut fmt::Formatter<'_>| match self {
             Self::Alloc { id, asked, .. } => write!(f, " id={id}{asked}"),
@@ -325,8 +325,7 @@ impl Operation {
         })
     }
 
-    /// What came of it, each field after a space; nothing, where there is nothing to say or it is
-    /// not known.
+    /// Returns the outcome, each field after a space; empty if there is none or it is unknown.
     pub(super) fn outcome(&self) -> impl Display {
         Written(move |f: &mut fmt::Formatter<'_>| match self {
             Self::Alloc { place: Some(place), .. } => write!(f, "{place}"),
@@ -360,7 +359,7 @@ impl Operation {
         })
     }
 
-    /// Whether its line has an outcome.
+    /// Returns `true` if its line has an outcome.
     const fn has_outcome(&self) -> bool {
         !matches!(
             self,

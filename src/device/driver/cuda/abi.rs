@@ -1,10 +1,10 @@
-//! What goes over the border to the CUDA driver: structures and numbers of cuda.h, in our shape.
+//! The types and constants of cuda.h that cross the FFI boundary.
 //!
 //! Bindings change the shape of these structures from version to version; their size and the fields
-//! that are used here are the same in all of them. Numbers stay integers, so that one that is newer
-//! than this file is a number and not undefined behaviour.
+//! used here are the same in all versions. Constants stay integers, so that a value newer than this
+//! file is a number and not undefined behaviour.
 //!
-//! Invariant: each structure has the size that cuda.h gives it on 64-bit machines.
+//! Invariant: each structure has the size that cuda.h specifies on 64-bit machines.
 
 /// `CUresult`: done.
 pub(super) const SUCCESS: u32 = 0;
@@ -88,7 +88,7 @@ pub(super) struct AllocationProperties {
     handle_kinds: i32,
     location: Location,
     windows: usize,
-    /// Compression, direct access by other devices, use, and what is reserved: none.
+    /// Compression, direct access by other devices, usage and reserved fields: all zero.
     flags: [u8; 8],
 }
 
@@ -124,7 +124,7 @@ pub(super) struct PoolProperties {
     location: Location,
     windows: usize,
     limit: usize,
-    /// Use, and what is reserved: none.
+    /// Usage and reserved fields: all zero.
     rest: [u8; 56],
 }
 

@@ -1,15 +1,15 @@
-//! FENCE: calls of the CUDA driver, one each, with its result as a typed error.
+//! FENCE: calls of the CUDA driver, one function each, with typed errors.
 //!
-//! Nothing is decided here and nothing kept but a count. The context that a call works in is the
-//! thread's current one, which the caller sees to ([`Context`](super::context::Context)). The calls
-//! of virtual memory stand in [`mapping`](super::mapping), those of one rung only with it.
+//! This layer makes no decisions and keeps only counts. Each call works in the thread's current
+//! context, which the caller sets ([`Context`](super::context::Context)). The calls for virtual
+//! memory are in [`mapping`](super::mapping); calls for one backend are available only with that
+//! backend.
 //!
-//! Safety, for all calls here: the functions are those of cuda.h ([`Table`]), and may be called by
-//! any thread. Out pointers lead to locals, or to buffers whose length goes with them. A device
-//! address is a number: a wrong one is an error of the device, and touches no memory of this
-//! process. A stream or event is one that a call here made and nobody destroyed yet, or one for
-//! which the caller of `DeviceArena::lane` vouched: whoever calls has the driver's key, which only
-//! the arena has.
+//! Safety, for all calls here: the functions are those of cuda.h ([`Table`]), and any thread may
+//! call them. Out pointers point to locals, or to buffers whose length is passed with them. A
+//! device address is a number: a wrong one is a device error and touches no memory of this process.
+//! Every stream or event was created by a call here and not yet destroyed, or the caller of
+//! `DeviceArena::lane` vouched for it: the caller holds the driver's key, which only the arena has.
 //!
 //! Invariant: `made` counts every call once.
 #![expect(unsafe_code, reason = "calling C functions by pointer")]
@@ -42,9 +42,9 @@ const NAME_LENGTH: u8 = 255;
 pub(super) struct Calls {
     pub(super) table: Table,
     made: AtomicU64,
-    /// Errors of calls that were to undo others, for the log; see [`Calls::note_not_undone`].
+    /// Errors of rollback calls, kept for the log; see [`Calls::note_not_undone`].
     not_undone: Mutex<Vec<DriverError>>,
-    /// Events with which streams are waited for; at most one for each wait at a time.
+    /// Idle events used to wait for streams; at most one per concurrent wait.
     spare_events: Mutex<Vec<usize>>,
 }
 
@@ -54,7 +54,7 @@ impl Calls {
         Self { table, made: AtomicU64::new(0), not_undone, spare_events }
     }
 
-    /// How many calls were made.
+    /// Returns the number of calls made.
     pub(super) fn made(&self) -> u64 {
         self.made.load(Ordering::Relaxed)
     }
@@ -68,11 +68,11 @@ impl Calls {
         }
     }
 
-    /// Logs what could not be undone. Call it with nothing of ours current on the thread.
+    /// Logs failed rollbacks. Call it while no context of this crate is current on the thread.
     pub(super) fn log_not_undone(&self) {
         let errors = std::mem::take(&mut *lock(&self.not_undone));
         for error in errors {
-            log!(warn, %error, "a driver call could not be undone");
+            log!(warn, %error, "driver rollback failed");
         }
     }
 
@@ -183,7 +183,8 @@ impl Calls {
     }
 
     pub(super) fn context_release(&self, device: i32) -> Answer {
-        // SAFETY: balances a retain: contexts are counted, and nothing of ours is used after ours.
+        // SAFETY: balances a retain: contexts are counted, and nothing of this crate uses it
+        // afterwards.
         let code = unsafe { (self.table.base.context_release)(device) };
         self.plain("cuDevicePrimaryCtxRelease", code)
     }
@@ -220,7 +221,7 @@ impl Calls {
         self.plain("cuCtxSynchronize", code)
     }
 
-    /// What is free on the device, and its whole memory.
+    /// Returns the free and the total memory of the device.
     pub(super) fn memory_info(&self) -> Answer<(ByteSize, ByteSize)> {
         let (mut free, mut total) = (0, 0);
         // SAFETY: it writes two sizes.
@@ -244,11 +245,11 @@ impl Calls {
         // SAFETY: as above: one enum of 32 bits.
         let code = unsafe { attribute((&raw mut kind).cast(), ATTRIBUTE_MEMORY_TYPE, at) };
         self.plain(call, code)?;
-        // SAFETY: as above: one 32-bit boolean; zero stays where it has none to write.
+        // SAFETY: as above: one 32-bit boolean; it stays zero if the driver writes nothing.
         let code = unsafe { attribute((&raw mut managed).cast(), ATTRIBUTE_IS_MANAGED, at) };
         let is_managed = self.plain(call, code).is_ok() && managed != 0;
-        // SAFETY: for this attribute it writes one pointer, into an integer of its size; where it
-        // has none to write, zero stays.
+        // SAFETY: for this attribute the driver writes one pointer, into an integer of the same
+        // size; it stays zero if the driver writes nothing.
         let code = unsafe { attribute((&raw mut context).cast(), ATTRIBUTE_CONTEXT, at) };
         let context = self.plain(call, code).map_or(0, |()| context);
         Ok(PointerOwner { context, ordinal, is_host: kind == MEMORY_HOST && !is_managed })
@@ -263,14 +264,15 @@ impl Calls {
         let code = unsafe { (self.table.base.host_alloc)(&raw mut at, bytes, HOST_PORTABLE) };
         self.done(call, code, size)?;
         let at = NonNull::new(at.cast::<u8>()).ok_or_else(none)?;
-        // SAFETY: the driver has just given `bytes` bytes of host memory there, to nobody else.
+        // SAFETY: the driver has just allocated `bytes` bytes of host memory there, exclusively for
+        // this call.
         unsafe { at.write_bytes(0, bytes) };
         Ok(Locked { at: at.as_ptr().expose_provenance(), bytes })
     }
 
     pub(super) fn host_free(&self, locked: &Locked) -> Answer {
-        // SAFETY: `host_alloc` gave it and nobody freed it; that nobody uses it any more is proved
-        // by the arena or the pool, who have the key.
+        // SAFETY: `host_alloc` returned it and it is not freed yet; the arena or the pool, which
+        // hold the key, have proved that it is no longer used.
         let code = unsafe { (self.table.base.host_free)(locked.start().cast()) };
         self.plain("cuMemFreeHost", code)
     }
@@ -289,8 +291,9 @@ impl Calls {
         stream: usize,
     ) -> Answer {
         let (to, bytes) = to.part(part)?;
-        // SAFETY: `to` leads to `bytes` bytes of host memory, to which no slice exists. It is
-        // freed only when the host has seen the end of all copies: who calls has the key.
+        // SAFETY: `to` points to `bytes` bytes of host memory, to which no slice exists. It is
+        // freed only after the host has seen the end of all copies, as the caller guarantees by its
+        // key.
         let code = unsafe { (self.table.base.copy_to_host)(to, from, bytes, stream) };
         self.done("cuMemcpyDtoHAsync", code, ByteSize::of(bytes))
     }
@@ -419,13 +422,13 @@ pub(super) struct Locked {
 }
 
 impl Locked {
-    /// What [`Calls::host_alloc`] returned at this address, or a part of a host buffer.
+    /// Wraps memory that [`Calls::host_alloc`] returned, or a part of a host buffer.
     pub(super) fn of(at: NonNull<u8>, size: ByteSize) -> Self {
         let bytes = size.as_usize().unwrap_or(usize::MAX);
         Self { at: at.as_ptr().expose_provenance(), bytes }
     }
 
-    /// Where it begins.
+    /// Returns the start of the memory.
     pub(super) fn start(&self) -> *mut u8 {
         std::ptr::with_exposed_provenance_mut(self.at)
     }
@@ -438,19 +441,20 @@ impl Locked {
     /// A part of it and its length.
     fn part(&self, part: Range<usize>) -> Answer<(*mut c_void, usize)> {
         if part.start > part.end || part.end > self.bytes {
-            let what = "a copy beyond its host memory";
+            let what = "the copy does not fit the host memory";
             return Err(DriverError::Unsupported { what });
         }
         Ok((self.start().wrapping_add(part.start).cast(), part.end - part.start))
     }
 
-    /// Writes one value to every byte; nobody else has a slice of it, and no copy is under way.
+    /// Writes one value to every byte. No other slice of the memory exists, and no copy is in
+    /// flight.
     pub(super) fn fill(&mut self, value: u8) {
         // SAFETY: it is `bytes` bytes of host memory that this owns.
         unsafe { self.start().write_bytes(value, self.bytes) };
     }
 
-    /// Whether every byte has this value; nobody writes it, and no copy is under way.
+    /// Returns `true` if every byte has this value. No writer exists, and no copy is in flight.
     pub(super) fn holds(&self, value: u8) -> bool {
         // SAFETY: it is `bytes` bytes of host memory that this owns, all initialised by
         // `host_alloc`.

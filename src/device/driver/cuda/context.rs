@@ -1,18 +1,19 @@
-//! A device's primary context, retained, and made current for each call.
+//! A device's retained primary context, made current for each call.
 //!
-//! A thread may have no context (the worker, a thread that drops a buffer) or another device's;
-//! users of cudarc share the primary context of a device with us. A thread may also respect the
-//! captures of graphs of others (`CUstreamCaptureMode`, by default global), so that a call that is
-//! unsafe beside a capture would fail and invalidate it, whatever stream captures. So each call
-//! makes the context current and relaxes the thread's mode, and restores both, also when the thread
-//! had no context and when a panic unwinds. No code of the program runs in between: subscribers of
-//! the log see an error after that.
+//! A thread may have no context (the worker, a thread that drops a buffer) or another device's
+//! context; users of cudarc share the device's primary context with this crate. A thread may also
+//! respect the graph captures of other threads (`CUstreamCaptureMode`, global by default), so an
+//! unsafe call during a capture would fail and invalidate it, no matter which stream captures. Each
+//! call therefore makes the context current and relaxes the thread's mode, then restores both, even
+//! if the thread had no context or a panic unwinds. No code of the program runs in between: log
+//! subscribers see an error after the restore.
 //!
-//! A relaxed mode protects every capture from every call here but one: a wait for the whole context
-//! invalidates captures in any mode ([`Driver::synchronize`](crate::device::driver::Driver)).
+//! A relaxed mode protects every capture from every call here except one: waiting for the whole
+//! context invalidates captures in any mode
+//! ([`Driver::synchronize`](crate::device::driver::Driver)).
 //!
-//! Invariants: `retains = releases` once it is dropped, in the process that opened it; a call
-//! leaves the thread with the context and the mode that it had.
+//! Invariants: `retains = releases` after the drop, in the process that opened it; a call leaves
+//! the thread's context and mode unchanged.
 
 use std::marker::PhantomData;
 
@@ -98,7 +99,7 @@ impl Context {
         &self.calls
     }
 
-    /// How many calls were made.
+    /// Returns the number of calls made.
     pub(super) fn calls_made(&self) -> u64 {
         self.calls.made()
     }
@@ -108,7 +109,7 @@ impl Context {
         self.handle as u64
     }
 
-    /// Whether this is still the process that opened it.
+    /// Returns `true` if this is still the process that opened it.
     pub(super) fn is_here(&self) -> bool {
         self.birth.is_here()
     }
@@ -134,13 +135,13 @@ impl Drop for Context {
     }
 }
 
-/// A context, and a stream of our own in it: for copies that are waited for, and for what goes in
-/// the order of a stream.
+/// A context and a private stream in it, for copies that are waited for and for stream-ordered
+/// work.
 #[derive(Debug)]
 pub(super) struct Seat {
     pub(super) context: Context,
     pub(super) own: usize,
-    /// What the device held then.
+    /// Bytes in use on the device when the context was created.
     pub(super) floor: Option<ByteSize>,
 }
 
@@ -149,7 +150,7 @@ impl Seat {
     pub(super) fn take(calls: Calls, device: i32) -> Answer<Self> {
         let context = Context::retain(calls, device)?;
         let own = context.call(Calls::stream_create)?;
-        // Where it cannot be had it is unknown, and a trial of the memory says what is wrong.
+        // If the query fails the value is unknown, and the trial of the memory reports the cause.
         let info = context.call(Calls::memory_info).ok();
         let floor = info.map(|(free, total)| total.saturating_sub(free));
         Ok(Self { context, own, floor })

@@ -1,10 +1,10 @@
-//! Which devices this process sees, by number and by UUID.
+//! The devices visible to this process, by ordinal and by UUID.
 //!
-//! The driver itself reads `CUDA_VISIBLE_DEVICES`, so a number counts what is visible, and a share
-//! of a device (MIG) is a device like any other, with a UUID of its own. A number may name another
-//! device after a restart; a UUID does not.
+//! The driver itself reads `CUDA_VISIBLE_DEVICES`, so ordinals count visible devices only, and a
+//! MIG instance is a device with its own UUID. An ordinal may refer to a different device after a
+//! restart; a UUID does not.
 //!
-//! Invariant: what is in a [`CudaDevice`] is what the driver said of one number at one time.
+//! Invariant: a [`CudaDevice`] holds the driver's answers for one ordinal at one time.
 
 use std::fmt;
 
@@ -13,26 +13,26 @@ use super::calls::{Answer, Calls};
 use crate::bytes::ByteSize;
 use crate::device::driver::DeviceUuid;
 
-/// A device that this process sees.
+/// A device that is visible to this process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CudaDevice {
-    /// Its number, from 0 on.
+    /// The device's ordinal, from 0.
     pub ordinal: u32,
-    /// Its name that stays.
+    /// The device's UUID, which stays the same across restarts.
     pub uuid: DeviceUuid,
-    /// What it is called, such as `NVIDIA H200`.
+    /// The product name, such as `NVIDIA H200`.
     pub name: String,
-    /// All its memory.
+    /// The total memory of the device.
     pub memory: ByteSize,
-    /// Whether it has no memory of its own and uses the machine's, as in a Jetson or a GB10. A
-    /// device with memory of its own that shares the host's page tables, as in a GH200 or GB200,
-    /// has not.
+    /// `true` if the device has no memory of its own and uses the host's, as in a Jetson or a GB10.
+    /// `false` for a device with its own memory that shares the host's page tables, such as a GH200
+    /// or GB200.
     pub integrated: bool,
 }
 
 impl CudaDevice {
-    /// What the driver says of the device with this number.
+    /// Queries the device with this ordinal.
     pub(super) fn read(calls: &Calls, ordinal: u32) -> Answer<Self> {
         let device = calls.device(ordinal)?;
         let uuid = DeviceUuid::new(calls.device_uuid(device)?);

@@ -1,11 +1,10 @@
-//! A CUDA device as a [`Driver`]: the rung of its memory that was found, streams, events, stores,
-//! copies.
+//! A CUDA device as a [`Driver`]: its memory backend, streams, events, host stores and copies.
 //!
-//! Each call makes the device's primary context current, makes the calls of CUDA, and restores what
-//! was current before. Copies that are waited for go through a stream of the driver's own: none
-//! goes to the null stream, which would wait for, and hold up, the work of others.
+//! Each call makes the device's primary context current, makes the calls of CUDA, and restores the
+//! previous context. Copies that are waited for use a private stream of the driver. Nothing uses
+//! the null stream, which would synchronize with the work of other streams.
 //!
-//! Invariant: no call is made before `cuInit` answered, nor in a process that was forked off.
+//! Invariant: no call is made before `cuInit` has succeeded, nor in a forked child.
 
 use std::fmt;
 use std::ptr::NonNull;
@@ -25,7 +24,7 @@ use crate::device::driver::{
     HOST_GRANULARITY, HostMemory, HostStore, Owner, StoreSpan, StreamHandle,
 };
 
-/// A CUDA device, opened.
+/// An open CUDA device.
 ///
 /// ```no_run
 /// use std::sync::Arc;
@@ -56,41 +55,43 @@ pub struct CudaDriver {
 }
 
 impl CudaDriver {
-    /// The device.
+    /// Returns the device.
     #[must_use]
     pub const fn device(&self) -> &CudaDevice {
         &self.device
     }
 
-    /// The newest CUDA version that the driver speaks: 1000 x major + 10 x minor.
+    /// Returns the newest CUDA version that the driver supports: 1000 x major + 10 x minor.
     #[must_use]
     pub const fn driver_version(&self) -> u32 {
         self.driver_version
     }
 
-    /// The better ways to memory that were looked at and could not be had, with their causes; the
-    /// best first. None where a rung was asked for.
+    /// Returns the backends that were tried and did not work, with their causes, in the order of
+    /// preference. Empty if a backend was requested explicitly.
     #[must_use]
     pub fn skipped(&self) -> &[Skipped] {
         &self.skipped
     }
 
-    /// Whether its memory is managed, which is asked for with
-    /// [`MemoryKind::Managed`](super::MemoryKind::Managed).
+    /// Returns `true` if the memory is managed, which
+    /// [`MemoryKind::Managed`](super::MemoryKind::Managed) requests.
     #[must_use]
     pub fn is_managed(&self) -> bool {
         self.memory.is_managed()
     }
 
-    /// Whether its memory comes from the pool that the device came with, because it refused one of
-    /// our own: no limit holds for it, and [`Driver::trim`] gives back what others freed there,
-    /// too. While it is open that pool keeps all that is freed.
+    /// Returns `true` if the memory comes from the device's default pool, because the device
+    /// refused a private pool.
+    ///
+    /// No limit applies to the default pool, and [`Driver::trim`] also releases memory that other
+    /// users of the pool freed. While the driver is open, that pool keeps all memory that is freed.
     #[must_use]
     pub fn shares_pool(&self) -> bool {
         self.memory.is_shared()
     }
 
-    /// How many calls of CUDA were made through it.
+    /// Returns the number of CUDA calls made through this driver.
     #[must_use]
     pub fn calls_made(&self) -> u64 {
         self.seat.context.calls_made()
@@ -212,7 +213,7 @@ impl Driver for CudaDriver {
             Ok(found) => found,
             Err(DriverError::Unsupported { .. }) => return Ok(Owner::Unknown),
             Err(error) if error.code() == Some(i64::from(INVALID_VALUE)) => {
-                return Ok(Owner::Elsewhere("no memory that CUDA knows, or not to its end"));
+                return Ok(Owner::Elsewhere("memory that CUDA does not know, or that ends early"));
             }
             Err(error) => return Err(error),
         };
@@ -222,7 +223,7 @@ impl Driver for CudaDriver {
         let ends = [first, last];
         // Page-locked memory has a device, too: that of the context which locked it.
         if ends.iter().any(|of| of.is_host) {
-            return Ok(Owner::Elsewhere("memory of the host"));
+            return Ok(Owner::Elsewhere("host memory"));
         }
         if ends.iter().any(|of| of.ordinal != ordinal) {
             return Ok(Owner::Elsewhere("memory of another device"));
@@ -372,7 +373,7 @@ impl fmt::Debug for CudaDriver {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("CudaDriver")
             .field("device", &self.device)
-            .field("rung", &self.backend())
+            .field("backend", &self.backend())
             .field("managed", &self.is_managed())
             .field("shares_pool", &self.shares_pool())
             .field("skipped", &self.skipped)
@@ -382,13 +383,13 @@ impl fmt::Debug for CudaDriver {
     }
 }
 
-/// A stream or an event. The null stream and its relatives are nobody's here.
+/// Returns the number of a stream or an event. The null stream and its aliases are rejected.
 fn number(handle: u64) -> Answer<usize> {
     let number = usize::try_from(handle).ok().filter(|&handle| handle > 2);
-    number.ok_or(DriverError::Unsupported { what: "the null stream, or a handle of nothing" })
+    number.ok_or(DriverError::Unsupported { what: "the null stream, or an invalid handle" })
 }
 
-/// How many bytes to copy between parts that do not overlap.
+/// Returns the number of bytes to copy if the two parts do not overlap.
 fn apart(from: DeviceAddress, to: DeviceAddress, size: ByteSize) -> Answer<usize> {
     let overlap = from.get().abs_diff(to.get()) < size.get();
     let bytes = size.as_usize().filter(|_| !overlap);

@@ -1,6 +1,6 @@
-//! Why no CUDA device could be opened.
+//! Errors of opening a CUDA device.
 //!
-//! Invariant: each error names what was asked for and what there is.
+//! Invariant: each error names the request and the available choices.
 
 use thiserror::Error;
 
@@ -8,98 +8,101 @@ use super::probe::Probe;
 use crate::bytes::ByteSize;
 use crate::device::driver::{Backend, DeviceUuid, DriverError};
 
-/// Why no CUDA device could be opened.
+/// An error of opening a CUDA device.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum CudaError {
-    /// No driver, or no device that this process sees.
+    /// There is no driver, or no device is visible to this process.
     #[error("{0}")]
     Unavailable(Probe),
-    /// There is no device with this number.
-    #[error("there is no CUDA device {ordinal}: this process sees {count}, from 0 on")]
+    /// No device has this ordinal.
+    #[error(
+        "no CUDA device {ordinal}: expected a number below {count}, the number of visible \
+        devices"
+    )]
     NoSuchDevice {
-        /// What was asked for.
+        /// The requested ordinal.
         ordinal: u32,
-        /// How many there are.
+        /// The number of devices.
         count: u32,
     },
-    /// There is no device with this UUID.
-    #[error("there is no CUDA device {uuid}: this process sees {}", names(.known))]
+    /// No device has this UUID.
+    #[error("no CUDA device {uuid}: visible devices are {}", names(.known))]
     NoSuchUuid {
-        /// What was asked for.
+        /// The requested UUID.
         uuid: DeviceUuid,
-        /// Those that there are.
+        /// The UUIDs of the visible devices.
         known: Vec<DeviceUuid>,
     },
-    /// That way of getting memory cannot be had on this device.
-    #[error("{backend} cannot be had on CUDA device {device}: {cause}")]
+    /// The requested backend does not work on this device.
+    #[error("backend {backend} does not work on CUDA device {device}: {cause}")]
     NoSuchRung {
-        /// What was asked for.
+        /// The requested backend.
         backend: Backend,
-        /// The device's number.
+        /// The device's ordinal.
         device: u32,
-        /// Why.
+        /// The cause.
         cause: BackendFailure,
     },
-    /// No way of getting memory works on this device.
-    #[error("no memory can be had of CUDA device {device}: {}", causes(.skipped))]
+    /// No backend works on this device.
+    #[error("cannot allocate on CUDA device {device}: {}", causes(.skipped))]
     NoRung {
-        /// The device's number.
+        /// The device's ordinal.
         device: u32,
-        /// What was tried, in its order.
+        /// The backends that were tried, in order.
         skipped: Vec<Skipped>,
     },
-    /// A handle of this size cannot be had.
-    #[error("handles of {requested}: expected a power of two of at least {granularity}")]
+    /// The requested handle size is invalid.
+    #[error("invalid handle size {requested}: expected a power of two of at least {granularity}")]
     HandleSize {
-        /// What was asked for.
+        /// The requested size.
         requested: ByteSize,
-        /// The smallest that the device offers.
+        /// The smallest size that the device supports.
         granularity: ByteSize,
     },
-    /// A pool of so little memory holds nothing.
-    #[error("a pool of {requested}: expected at least {unit}, what is taken at once")]
+    /// The pool limit is smaller than one allocation unit.
+    #[error("invalid pool limit {requested}: expected at least {unit}, the allocation unit")]
     PoolLimit {
-        /// What was asked for.
+        /// The requested limit.
         requested: ByteSize,
-        /// The smallest piece that is taken of it.
+        /// The smallest unit that the pool allocates.
         unit: ByteSize,
     },
-    /// The driver did not do what it was asked.
+    /// A driver call failed.
     #[error(transparent)]
     Driver(#[from] DriverError),
 }
 
-/// A way of getting memory that was not taken, and why.
+/// A backend that was not used, and the cause.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[error("{backend}: {cause}")]
 #[non_exhaustive]
 pub struct Skipped {
-    /// Which.
+    /// The backend.
     pub backend: Backend,
-    /// Why.
+    /// The cause.
     #[source]
     pub cause: BackendFailure,
 }
 
-/// Why memory cannot be had in one way.
+/// The cause why a backend does not work.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum BackendFailure {
-    /// The driver's library has no such function.
-    #[error("the CUDA driver has no {0}")]
+    /// The driver library lacks this function.
+    #[error("the CUDA driver lacks the function {0}")]
     NoFunction(&'static str),
-    /// The device says that it does not offer it.
-    #[error("the device does not offer it")]
+    /// The device does not support the backend.
+    #[error("the device does not support it")]
     NotOffered,
-    /// Memory had in that way did not hold what was written to it.
-    #[error("memory did not hold what was written to it")]
+    /// The memory did not hold the data written to it.
+    #[error("the memory did not hold the data written to it")]
     Contents,
-    /// It is no memory of a CUDA device.
-    #[error("expected cuda_virtual_memory, cuda_pool or cuda_plain")]
+    /// The backend is not a CUDA backend.
+    #[error("not a CUDA backend: expected cuda_virtual_memory, cuda_pool or cuda_plain")]
     NotCuda,
-    /// Managed memory is had in one way only.
-    #[error("managed memory is plain memory: expected cuda_plain")]
+    /// Managed memory is available with the plain backend only.
+    #[error("managed memory needs the backend cuda_plain")]
     NotManaged,
     /// A call of the trial failed.
     #[error(transparent)]

@@ -1,13 +1,13 @@
-//! The pool governor: a pool of ours as the device's current one, so that code which knows nothing
-//! of lowtide keeps a limit and gives back what it does not use.
+//! The pool governor: replaces a device's current pool, so that code which does not know lowtide
+//! keeps a limit and releases unused memory.
 //!
-//! cudarc, and whoever allocates through it, names no pool: it takes from the device's current one
-//! (`cuMemAllocAsync`). The governor puts a pool of its own there. That pool keeps all that is
-//! freed, which spares the driver's calls while there is work, up to a limit, and gives back what
-//! nobody needed for a while. It sees no single allocation and moves none.
+//! cudarc, and code that allocates through it, names no pool: it allocates from the device's
+//! current one (`cuMemAllocAsync`). The governor makes a pool of its own the current one. That pool
+//! caches freed memory, up to a limit, which saves driver calls under load, and releases what was
+//! not needed for a while. It sees no single allocation and moves none.
 //!
-//! Invariant: a device has one governor of this process at most; after its end the current pool is
-//! what it was before, or what somebody else has set meanwhile.
+//! Invariant: a device has at most one governor in this process; after the governor ends, the
+//! current pool is the previous one, or the one that other code has set meanwhile.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -43,16 +43,16 @@ static LEFT: AtomicU64 = AtomicU64::new(0);
 /// In how many parts the time of the decay is looked at.
 const PARTS: u32 = 8;
 
-/// How a device's current pool is governed.
+/// Options of a [`PoolGovernor`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GovernorOptions {
-    /// Which device. Default: the first that this process sees.
+    /// The device. Default: the first visible one.
     pub device: DeviceChoice,
-    /// How much memory the pool takes at most, in use and kept: beyond it, an allocation is out of
-    /// memory. At least 64 KiB, and more where the driver takes more at once. Needs a driver of
-    /// CUDA 12.2 or newer. Default: `None`, as much as there is.
+    /// The most memory that the pool may hold, in use and cached; further allocations fail with out
+    /// of memory. At least 64 KiB, or more if the driver allocates in larger units. Requires a
+    /// driver for CUDA 12.2 or newer. Default: `None`, no limit.
     pub limit: Option<ByteSize>,
-    /// How long memory that nobody uses may stay. Default: 5 s.
+    /// The time after which unused memory is released. Default: 5 s.
     pub decay: DecayTime,
 }
 
@@ -63,36 +63,37 @@ impl Default for GovernorOptions {
     }
 }
 
-/// Why a device's current pool is not governed. All is as it was.
+/// An error of opening a [`PoolGovernor`]. The device's current pool is then unchanged.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum GovernorError {
-    /// No device, a limit of too little memory ([`CudaError::PoolLimit`]), or a call that failed.
+    /// The device cannot be opened, the limit is too small ([`CudaError::PoolLimit`]), or a call
+    /// failed.
     #[error(transparent)]
     Cuda(#[from] CudaError),
-    /// The device has a governor.
-    #[error("the current pool of CUDA device {device} is governed already: expected one governor")]
+    /// The device already has a governor in this process.
+    #[error("CUDA device {device} already has a pool governor in this process")]
     Governed {
-        /// The device's number.
+        /// The device's ordinal.
         device: u32,
     },
-    /// The driver knows no limit of a pool.
+    /// The driver does not support pool limits.
     #[error(
-        "a pool's limit of {limit}: the CUDA driver is of version {driver_version}, expected 12020 \
-         or newer"
+        "a pool limit of {limit} needs a CUDA driver of version 12020 or newer: found version \
+         {driver_version}"
     )]
     NoLimit {
-        /// What was asked for.
+        /// The requested limit.
         limit: ByteSize,
-        /// 1000 x major + 10 x minor.
+        /// The driver's CUDA version: 1000 x major + 10 x minor.
         driver_version: u32,
     },
-    /// A pool of our own cannot be had, or cannot be the current one.
-    #[error("no pool of our own can be the current one of CUDA device {device}: {cause}")]
+    /// The device refused to create a pool, or to make it the current one.
+    #[error("cannot replace the current pool of CUDA device {device}: {cause}")]
     Refused {
-        /// The device's number.
+        /// The device's ordinal.
         device: u32,
-        /// Why.
+        /// The cause.
         cause: BackendFailure,
     },
 }
@@ -103,40 +104,42 @@ impl From<DriverError> for GovernorError {
     }
 }
 
-/// What is in a governed pool, and what of the device is not, in bytes.
+/// The memory inside and outside a governed pool, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct GovernorReport {
-    /// What the pool takes at most, where there is a limit.
+    /// The pool's limit, if one is set.
     pub limit: Option<ByteSize>,
-    /// In use by those who allocated it.
+    /// Bytes allocated from the pool and in use.
     pub used: ByteSize,
-    /// The most of that since the governor began.
+    /// The highest value of `used` since the governor was opened.
     pub used_high: ByteSize,
-    /// Taken of the device by the pool: in use, and kept.
+    /// Bytes that the pool holds: in use and cached.
     pub reserved: ByteSize,
-    /// The most of that since the governor began.
+    /// The highest value of `reserved` since the governor was opened.
     pub reserved_high: ByteSize,
-    /// All memory of the device.
+    /// The total memory of the device.
     pub total: ByteSize,
-    /// What the device could give to anybody.
+    /// The free memory of the device.
     pub free: ByteSize,
-    /// What is taken of the device and neither this pool's nor the arenas': memory that bypasses
-    /// the governor (`cuMemAlloc`, other pools, virtual memory), what the contexts themselves
-    /// take, several hundred MiB each, and other processes.
+    /// Device memory that belongs neither to this pool nor to the arenas: allocations that bypass
+    /// the governor (`cuMemAlloc`, other pools, virtual memory), the CUDA contexts themselves,
+    /// several hundred MiB each, and other processes.
     pub unmanaged: ByteSize,
 }
 
 impl GovernorReport {
-    /// What the pool keeps and nobody uses.
+    /// Returns the bytes that the pool caches: held but not in use.
     #[must_use]
     pub const fn held(&self) -> ByteSize {
         self.reserved.saturating_sub(self.used)
     }
 }
 
-/// Governs the memory of code that allocates from a device's current pool: unmodified cudarc, and
-/// with it candle. For as long as it lives, what such code allocates comes out of a pool of ours.
+/// Governs the memory of code that allocates from a device's current pool, such as unmodified
+/// cudarc and candle.
+///
+/// While the governor lives, such allocations come from the governor's pool.
 ///
 /// ```no_run
 /// use std::sync::Arc;
@@ -150,28 +153,31 @@ impl GovernorReport {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
-/// What it cannot do:
-/// - Code that does not allocate from the current pool bypasses it. cubecl (burn) falls back to
-///   `cuMemAlloc` when an allocation from the pool fails, for whatever reason, and so bypasses a
-///   limit. [`PoolGovernor::report`] says how much is elsewhere.
-/// - What was allocated before it was opened stays where it was.
-/// - Others may set the threshold of the current pool (mistral.rs does, while it has graphs): until
-///   the next [`PoolGovernor::decay`] their value holds.
-/// - A device that computes in confidence may refuse a current pool other than its own: that is
+/// # Limitations
+/// - Code that does not allocate from the current pool bypasses the governor. cubecl (burn) falls
+///   back to `cuMemAlloc` if an allocation from the pool fails for any reason, and so bypasses a
+///   limit. [`PoolGovernor::report`] returns the bytes that are outside.
+/// - Memory allocated before the governor was opened stays in the previous pool.
+/// - Other code may set the release threshold of the current pool (mistral.rs does, while it has
+///   graphs): its value applies until the next [`PoolGovernor::decay`].
+/// - A device in confidential-computing mode may refuse to change its current pool:
 ///   [`GovernorError::Refused`].
-/// - [`PoolGovernor::decay`] and [`PoolGovernor::trim`] wait for the context, which fails and
-///   spoils a capture while a stream captures a graph: call neither during a capture. The worker of
-///   a `Memory` does not wait: it gives back what the program's own waits have shown to be free.
+/// - [`PoolGovernor::decay`] and [`PoolGovernor::trim`] wait for the context. While a stream
+///   captures a graph, that wait fails and invalidates the capture, so call neither during a
+///   capture. The worker of a `Memory` does not wait: it releases only memory that the program's
+///   own waits have shown to be free.
 ///
-/// Its end puts the current pool back, and gives its own up where nothing in it is used. Where
-/// something is, the pool is left, with a threshold of 0, and counted in
-/// [`PoolGovernor::left_total`]: what is in it stays valid and goes back as it is freed.
+/// # Drop
+/// Dropping the governor restores the previous pool and destroys its own if nothing in it is in
+/// use. Otherwise the pool is left with a threshold of 0 and counted in
+/// [`PoolGovernor::left_total`]: its allocations stay valid, and their memory is released as they
+/// are freed.
 pub struct PoolGovernor {
     seat: Seat,
     device: CudaDevice,
     pool: Pool,
     current: Current,
-    /// The current pool before.
+    /// The previous current pool.
     before: usize,
     limit: Option<ByteSize>,
     decay: DecayTime,
@@ -179,19 +185,19 @@ pub struct PoolGovernor {
     _claim: Claim,
 }
 
-/// What was in use of late.
+/// The recent peak of memory in use.
 #[derive(Debug, Default)]
 struct Needs {
-    /// When each part of the time began and was last looked at, and the most in use in it.
+    /// For each part of the window: its start, its last sample, and the peak in it.
     parts: VecDeque<(Moment, Moment, u64)>,
-    /// The most ever.
+    /// The highest peak ever.
     high: u64,
-    /// A trim that gave nothing back is not tried again before.
+    /// No trim before this time, because the last one released nothing.
     rest_until: Option<Moment>,
 }
 
 impl Needs {
-    /// Notes the most in use since the last look; what was needed within this time.
+    /// Records the peak since the last sample, and returns the peak within the window.
     fn note(&mut self, now: Moment, high: u64, time: Duration) -> u64 {
         self.high = self.high.max(high);
         match self.parts.back_mut() {
@@ -222,7 +228,7 @@ impl Drop for Claim {
     }
 }
 
-/// What a pool says of itself.
+/// The counters read from a pool.
 struct Read {
     used: u64,
     used_high: u64,
@@ -230,18 +236,18 @@ struct Read {
 }
 
 impl PoolGovernor {
-    /// Makes a pool, tries it once, and makes it the device's current one. Retains the primary
+    /// Creates a pool, tests it once, and makes it the device's current one. Retains the primary
     /// context.
     ///
     /// Cost: as [`CudaDriver::open`](super::CudaDriver::open).
     ///
     /// # Errors
-    /// [`GovernorError`]; nothing is changed then.
+    /// [`GovernorError`]; nothing has changed then.
     pub fn open(options: GovernorOptions) -> Result<Self, GovernorError> {
         let calls = start(&|_| true)?;
         let device = choose(&calls, options.device)?;
         let ordinal = device.ordinal;
-        // Of less not even the trial can be had; and to the driver 0 is no limit.
+        // With less, not even the trial fits; and the driver takes 0 as no limit.
         if let Some(requested) = options.limit.filter(|&limit| limit < UNIT_MIN) {
             return Err(CudaError::PoolLimit { requested, unit: UNIT_MIN }.into());
         }
@@ -268,26 +274,28 @@ impl PoolGovernor {
         let needs = Mutex::default();
         let of = Self { seat, device, pool, current, before, limit, decay, needs, _claim: claim };
         let device = &of.device;
-        log!(info, %device, limit = ?limit, "the device's current pool is governed");
+        log!(info, %device, limit = ?limit, "governing the current pool");
         Ok(of)
     }
 
-    /// The device.
+    /// Returns the device.
     #[must_use]
     pub const fn device(&self) -> &CudaDevice {
         &self.device
     }
 
-    /// How many pools of governors of this process were left because something in them was in use
-    /// when the governor ended, or because CUDA refused to say or to give them up.
+    /// Returns the number of pools that governors of this process left behind, because something in
+    /// them was in use when the governor ended, or because CUDA failed to report or destroy them.
     #[must_use]
     pub fn left_total() -> u64 {
         LEFT.load(Ordering::Relaxed)
     }
 
-    /// What is in the pool, and what of the device is neither its nor in `arenas`: the bytes that
-    /// arenas of ours hold on this device
-    /// ([`ArenaGlance::committed`](crate::device::ArenaGlance::committed)).
+    /// Returns the memory inside and outside the pool.
+    ///
+    /// `arenas` is the number of bytes that arenas hold on this device
+    /// ([`ArenaGlance::committed`](crate::device::ArenaGlance::committed)); they do not count as
+    /// unmanaged.
     ///
     /// ```no_run
     /// # fn read(governor: &lowtide::device::driver::cuda::PoolGovernor)
@@ -302,10 +310,10 @@ impl PoolGovernor {
     /// # }
     /// ```
     ///
-    /// Cost: five calls of the driver; waits for no work.
+    /// Cost: five driver calls; waits for no work.
     ///
     /// # Errors
-    /// As the driver says.
+    /// Any [`DriverError`] of the calls.
     pub fn report(&self, arenas: ByteSize) -> Result<GovernorReport, DriverError> {
         self.seat.call(|calls| {
             let bytes = |attribute| self.bytes(calls, attribute);
@@ -330,17 +338,19 @@ impl PoolGovernor {
         })
     }
 
-    /// Gives back what the pool keeps beyond what was in use at any one time within the decay time,
-    /// so that a pool that nobody uses for that long keeps nothing. Returns how much went. Call it
-    /// several times in that time; each second is often enough for seconds.
+    /// Releases the memory that the pool caches beyond the peak in use within the decay time, and
+    /// returns the number of bytes released.
     ///
-    /// Cost: four calls of the driver, and where there is something to give back, a wait for all
-    /// work of the context: the pool gives up only what the host has seen to be free. Blocks for as
-    /// long: not for a thread of an async runtime. `Memory::govern` has a worker call it, which
-    /// does not wait.
+    /// A pool that is unused for that long caches nothing. Call it several times per decay time;
+    /// once a second suits a decay time of seconds.
+    ///
+    /// Cost: four driver calls and, if there is memory to release, a wait for all work of the
+    /// context, because the pool releases only what the host has seen to be free. It blocks that
+    /// long, so don't call it on a thread of an async runtime. `Memory::govern` lets a worker call
+    /// it, which does not wait.
     ///
     /// # Errors
-    /// As the driver says; nothing is lost, and the next call tries again.
+    /// Any [`DriverError`] of the calls; nothing is lost, and the next call tries again.
     pub fn decay(&self, now: Moment) -> Result<ByteSize, DriverError> {
         let time = match self.decay {
             DecayTime::Never => return Ok(ByteSize::ZERO),
@@ -361,15 +371,15 @@ impl PoolGovernor {
                 return Ok(ByteSize::ZERO);
             }
             let released = self.trim_to(calls, (read.reserved, keep))?;
-            // What is in use in part cannot go: a wait for nothing is not repeated at each call.
+            // A block that is partly in use cannot be released: don't wait again at each call.
             let rests = released.is_zero().then(|| now + time);
             lock(&self.needs).rest_until = rests;
             Ok(released)
         })
     }
 
-    /// Gives back all that the pool keeps; returns how much went. Blocks as
-    /// [`PoolGovernor::decay`] does where there is something to give back.
+    /// Releases all memory that the pool caches, and returns the number of bytes released. Blocks
+    /// like [`PoolGovernor::decay`] if there is memory to release.
     ///
     /// # Errors
     /// As for [`PoolGovernor::decay`].
@@ -387,7 +397,7 @@ impl PoolGovernor {
         self.pool.pooling.bytes(calls, self.pool.number, attribute)
     }
 
-    /// Reads what is in use, and begins anew to look for the most.
+    /// Reads the memory in use and restarts the peak measurement.
     fn look(&self, calls: &Calls) -> Answer<Read> {
         let (pooling, pool) = (&self.pool.pooling, self.pool.number);
         let used_high = self.bytes(calls, POOL_USED_HIGH)?;
@@ -396,7 +406,7 @@ impl PoolGovernor {
         Ok(Read { used, used_high, reserved })
     }
 
-    /// How much went.
+    /// Trims the pool and returns the number of bytes released.
     fn trim_to(&self, calls: &Calls, (before, keep): (u64, u64)) -> Answer<ByteSize> {
         // The frees were of streams that are not ours, and of any number. Background work goes
         // without: the pool gives up what a wait of the program has shown to be free.
@@ -409,7 +419,7 @@ impl PoolGovernor {
         Ok(ByteSize::new(before.saturating_sub(after)))
     }
 
-    /// Puts the current pool back, unless somebody has set another.
+    /// Restores the previous pool, unless other code has set a different one.
     fn restore(&self, calls: &Calls) -> Answer {
         if self.current.get(calls)? != self.pool.number {
             return Ok(());
@@ -421,14 +431,14 @@ impl PoolGovernor {
         })
     }
 
-    /// Gives the pool up where nothing in it is used; whether it is gone.
+    /// Destroys the pool if nothing in it is in use; returns `true` if it is destroyed.
     fn give_up(&self, calls: &Calls) -> Answer<bool> {
         let (pooling, pool) = (&self.pool.pooling, self.pool.number);
         let used = self.restore(calls).and_then(|()| self.bytes(calls, POOL_USED));
         if used == Ok(0) {
             return pooling.destroy(calls, pool).map(|()| true);
         }
-        // What is freed from now on goes at the next wait of anybody.
+        // Memory that is freed from now on is released at the next synchronization.
         let set = pooling.set_bytes(calls, pool, (POOL_THRESHOLD, 0));
         used.and_then(|_| set.map(|()| false))
     }
@@ -445,8 +455,8 @@ impl Drop for PoolGovernor {
             return;
         }
         LEFT.fetch_add(1, Ordering::Relaxed);
-        let cause = outcome.err().map_or_else(|| "it is in use".to_owned(), |it| it.to_string());
-        log!(warn, device = %self.device, cause, "a governed pool was left behind");
+        let cause = outcome.err().map_or_else(|| "still in use".to_owned(), |it| it.to_string());
+        log!(warn, device = %self.device, cause, "governed pool left behind");
     }
 }
 
@@ -470,10 +480,10 @@ fn offered(calls: &Calls, device: i32) -> Result<(Pooling, Current), BackendFail
     Ok((pooling, current))
 }
 
-/// Notes a call that undoes something: there is nobody to tell.
+/// Logs a failed rollback call, since no caller can receive the error.
 fn undone(outcome: Answer) {
     if let Err(error) = outcome {
-        log!(warn, %error, "a driver call could not be undone");
+        log!(warn, %error, "driver rollback failed");
     }
 }
 

@@ -1,11 +1,11 @@
-//! The ladder: virtual memory, a pool, plain memory. The first that passes a trial is taken.
+//! The backend order: virtual memory, a pool, plain memory. The first that passes a trial is used.
 //!
-//! What an attribute says is not believed: some shares of a device claim virtual memory and then
-//! refuse a call, and some refuse pools other than their own. Memory of one unit is taken, written,
-//! copied back and given up before an arena is built on it. What a trial took is given back before
-//! the next begins.
+//! Device attributes are not trusted: some MIG instances report virtual memory and then refuse a
+//! call, and some refuse pools other than their own. One unit of memory is allocated, written, read
+//! back and released before an arena is built on it. Each trial is released before the next one
+//! begins.
 //!
-//! Invariant: `climb = Ok => a round trip through that memory gave back what was written`.
+//! Invariant: `climb = Ok => a round trip through that memory returned the data written`.
 
 use super::abi::{ATTRIBUTE_MANAGED, ATTRIBUTE_POOLS, ATTRIBUTE_VIRTUAL_MEMORY};
 use super::calls::{Answer, Calls};
@@ -37,7 +37,7 @@ pub(super) struct Ground {
     pub(super) driver_version: u32,
 }
 
-/// What was found.
+/// The result of the search.
 pub(super) struct Found {
     pub(super) seat: Seat,
     pub(super) memory: Memory,
@@ -47,16 +47,16 @@ pub(super) struct Found {
 /// A way that the driver's functions and the device's attributes allow.
 enum Way {
     Virtual(VirtualMemory),
-    /// A pool with this limit, and what segments are multiples of.
+    /// A pool with this limit, and the unit of segment sizes.
     Pool(Pooling, Option<ByteSize>, ByteSize),
     Plain(Segments),
 }
 
-/// Why a way is not taken.
+/// A reason to reject a backend.
 enum Refusal {
-    /// The next may do.
+    /// The next backend may work.
     Backend(BackendFailure),
-    /// What was asked for makes no sense on any.
+    /// The request is invalid for every backend.
     Asked(CudaError),
 }
 
@@ -110,7 +110,7 @@ pub(super) fn climb(
     Err(CudaError::NoRung { device, skipped })
 }
 
-/// What calls are made through: nothing is held, or a context is.
+/// The object that calls are made through: the library alone, or a context.
 enum Place {
     Bare(Calls),
     Seated(Seat),
@@ -132,7 +132,7 @@ impl Place {
     }
 }
 
-/// The rungs to look at, in their order.
+/// Returns the backends to try, in order.
 fn wanted(options: CudaOptions) -> Result<Vec<Backend>, BackendFailure> {
     match (options.backend, options.memory) {
         (Some(Backend::Host), _) => Err(BackendFailure::NotCuda),
@@ -147,7 +147,8 @@ fn no_rung(options: CudaOptions, device: u32, cause: BackendFailure) -> CudaErro
     CudaError::NoSuchRung { backend: options.backend.unwrap_or(Backend::CudaPlain), device, cause }
 }
 
-/// What the functions and the attributes say of a rung: nothing is taken, and no context needed.
+/// Checks the functions and attributes that a backend needs. Allocates nothing and needs no
+/// context.
 fn offered(
     calls: &Calls,
     backend: Backend,
@@ -229,13 +230,13 @@ fn take(seat: &Seat, way: Way) -> Result<Memory, BackendFailure> {
             let Ok(memory) = with(seat.call(|calls| Pool::of_device(calls, pooling))) else {
                 return Err(cause);
             };
-            log!(info, %cause, "the device's own pool is used, and no limit holds for it");
+            log!(info, %cause, "using the device's shared pool");
             Ok(memory)
         }
     }
 }
 
-/// A pool of our own that passed a trial.
+/// Returns a private pool that passed a trial.
 pub(super) fn try_pool(
     seat: &Seat,
     pooling: Pooling,
@@ -246,21 +247,21 @@ pub(super) fn try_pool(
     tried(seat, Memory::Segments(segments)).map(|_| pool)
 }
 
-/// The memory, if what is written to it is what is read; else it is given up.
+/// Returns the memory if it passes a round trip; releases it otherwise.
 fn tried(seat: &Seat, memory: Memory) -> Result<Memory, BackendFailure> {
     let outcome = round_trip(seat, &memory);
     match outcome {
         Ok(()) => Ok(memory),
         Err(cause) => {
             if let Err(error) = memory.close(seat) {
-                log!(warn, %error, "a driver call could not be undone");
+                log!(warn, %error, "driver rollback failed");
             }
             Err(cause)
         }
     }
 }
 
-/// Takes memory of one unit, writes it, reads it, and gives it back.
+/// Allocates one unit of memory, writes it, reads it, and releases it.
 fn round_trip(seat: &Seat, memory: &Memory) -> Result<(), BackendFailure> {
     let size = memory.unit();
     let held = seat.call(|calls| match memory {
@@ -269,7 +270,7 @@ fn round_trip(seat: &Seat, memory: &Memory) -> Result<(), BackendFailure> {
             let held = match memory.commit(calls, at, size) {
                 Ok(()) => {
                     let held = write_and_read(seat, calls, (at.get(), size));
-                    // What stays mapped keeps its addresses.
+                    // Memory that stays mapped keeps its addresses.
                     memory.decommit(calls, at, size)?;
                     held
                 }
@@ -289,7 +290,7 @@ fn round_trip(seat: &Seat, memory: &Memory) -> Result<(), BackendFailure> {
     if held { Ok(()) } else { Err(BackendFailure::Contents) }
 }
 
-/// Whether what was written at an address is what is read there.
+/// Returns `true` if the data read at an address is the data written there.
 fn write_and_read(seat: &Seat, calls: &Calls, (at, unit): (u64, ByteSize)) -> Answer<bool> {
     let size = ByteSize::kib(64).min(unit);
     let all = 0..size.as_usize().unwrap_or(0);

@@ -1,10 +1,10 @@
-//! FENCE: opens the CUDA driver's library and finds functions in it, by the loader alone.
+//! FENCE: opens the CUDA driver library and finds its functions, with the loader alone.
 //!
-//! It calls nothing that it finds. cudarc panics where the library or a function is missing, so
-//! both are asked for here first, under the names and in the order that cudarc uses: what is found
-//! here is what cudarc finds, unless it is a toolkit's stub, which is passed over here and not by
-//! cudarc. A library that is used stays open for the rest of the process, because `cuInit` may
-//! start threads in it.
+//! It calls none of them. cudarc panics if the library or a function is missing, so this module
+//! looks for both first, under the same names and in the same order as cudarc. It finds the same
+//! library as cudarc, except for a toolkit's stub, which this module skips and cudarc does not. A
+//! library that is used stays open for the rest of the process, because `cuInit` may start threads
+//! in it.
 //!
 //! Invariant: a function is `Some` only if the open library has a symbol of that name.
 #![expect(unsafe_code, reason = "opening a library and looking a symbol up")]
@@ -39,25 +39,25 @@ unsafe impl Send for Library {}
 // SAFETY: as above.
 unsafe impl Sync for Library {}
 
-/// What a look at a library came to.
+/// The result of examining a library.
 pub(super) enum Look<T> {
-    /// It is the driver's.
+    /// It is the driver's library.
     Found(T),
-    /// It is a stub or no driver's at all: the next is looked at, and this is the answer if no
-    /// other is found. It holds nothing of the library, which is closed.
+    /// It is a stub or not a driver at all. The search continues, and this is the result if no
+    /// other library is found. The library is closed and nothing of it is kept.
     Passed(T),
 }
 
-/// Looks at the libraries of these names, in order, until one is the driver's; else what was said
-/// of the first that opened.
+/// Examines the libraries of these names, in order, until one is the driver's. Otherwise returns
+/// the result for the first that opened.
 ///
 /// # Errors
-/// What the loader said of the last, if none opens.
+/// The loader's message for the last name, if none opens.
 pub(super) fn search<T>(
     names: &[&'static str],
     look: impl Fn(&'static str, Library) -> Look<T>,
 ) -> Result<T, String> {
-    let (mut passed, mut error) = (None, "no name to try".to_owned());
+    let (mut passed, mut error) = (None, "no library name to try".to_owned());
     for name in names {
         let library = match Library::open(name) {
             Ok(library) => library,
@@ -96,7 +96,7 @@ impl Library {
         let _ = unsafe { libc::dlclose(self.0.as_ptr()) };
     }
 
-    /// A function or a variable of the library; `None` where it has none of that name.
+    /// Finds a function or a variable; `None` if the library has none of that name.
     pub(super) fn symbol(self, name: &CStr) -> Option<NonNull<c_void>> {
         // SAFETY: the handle came from `dlopen` and is open; the name is a C string.
         NonNull::new(unsafe { libc::dlsym(self.0.as_ptr(), name.as_ptr()) })
@@ -107,7 +107,7 @@ fn loader_error() -> String {
     // SAFETY: no precondition; the message is this thread's own (dlerror(3), MT-Safe).
     let text = unsafe { libc::dlerror() };
     if text.is_null() {
-        return "the loader gives no reason".to_owned();
+        return "no message from the loader".to_owned();
     }
     // SAFETY: not null, and then a null-terminated string that lives until this thread's next
     // call of the dl family; it is copied before one.

@@ -1,9 +1,10 @@
-//! FENCE: the calls of CUDA's virtual memory, one each: address space, memory, and what joins them.
+//! FENCE: the calls of CUDA's virtual memory, one function each: address space, memory and
+//! mappings.
 //!
-//! As [`Calls`](super::calls::Calls), in every respect. Addresses and handles are numbers, which
-//! the driver looks up: a wrong one is an error. That nothing on the device uses what is unmapped
-//! is proved by the arena, who has the driver's key; where that were false the device would say
-//! illegal address, and no memory of this process would be touched.
+//! The rules of [`Calls`](super::calls::Calls) apply. Addresses and handles are numbers that the
+//! driver looks up: a wrong one is an error. The arena, which holds the driver's key, proves that
+//! nothing on the device uses unmapped memory; otherwise the device would report an illegal
+//! address, and no memory of this process would be touched.
 //!
 //! Invariant: none of its own; each call is the driver's.
 #![expect(unsafe_code, reason = "calling C functions by pointer")]
@@ -26,7 +27,7 @@ impl Mapping {
         Self { calls, retain, device }
     }
 
-    /// Whether the handle behind an address can be asked for.
+    /// Returns `true` if the handle behind an address can be queried.
     pub(super) const fn can_retain(&self) -> bool {
         self.retain.is_some()
     }
@@ -72,14 +73,14 @@ impl Mapping {
         count.done("cuMemRelease", code, ByteSize::ZERO)
     }
 
-    /// Puts all memory of a handle behind a bare range of its size; nobody may touch it yet.
+    /// Maps a whole handle to a bare range of its size; access is not enabled yet.
     pub(super) fn map(&self, count: &Calls, at: u64, bytes: usize, handle: u64) -> Answer {
         // SAFETY: numbers only, as the head says; the offset "must be zero".
         let code = unsafe { (self.calls.map)(at, bytes, 0, handle, 0) };
         count.done("cuMemMap", code, ByteSize::of(bytes))
     }
 
-    /// Takes away what is behind a range of whole mappings.
+    /// Unmaps a range of whole mappings.
     pub(super) fn unmap(&self, count: &Calls, at: u64, bytes: usize) -> Answer {
         // SAFETY: numbers only, as the head says.
         let code = unsafe { (self.calls.unmap)(at, bytes) };

@@ -1,8 +1,9 @@
-//! The memory of a device, on the rung that was found.
+//! The memory of a device, with the selected backend.
 //!
-//! It chooses between the two and does nothing itself: what a rung has not got is a typed error.
+//! It only dispatches between the two kinds; a call that the backend does not support is a typed
+//! error.
 //!
-//! Invariant: `rung = CudaVirtualMemory <=> Virtual`.
+//! Invariant: `backend = CudaVirtualMemory <=> Virtual`.
 
 use super::calls::Answer;
 use super::context::Seat;
@@ -11,7 +12,7 @@ use super::vmm::VirtualMemory;
 use crate::bytes::ByteSize;
 use crate::device::driver::{Backend, DriverError};
 
-/// Address space and what is mapped there, or segments.
+/// Address space with mapped memory, or segments.
 pub(super) enum Memory {
     Virtual(VirtualMemory),
     Segments(Segments),
@@ -28,7 +29,7 @@ impl Memory {
         }
     }
 
-    /// What addresses and sizes are multiples of.
+    /// Returns the unit of addresses and sizes.
     pub(super) const fn unit(&self) -> ByteSize {
         match self {
             Self::Virtual(memory) => memory.unit(),
@@ -43,12 +44,12 @@ impl Memory {
         }
     }
 
-    /// Whether it is managed: the driver moves it between device and host by itself.
+    /// Returns `true` for managed memory, which the driver moves between device and host by itself.
     pub(super) fn is_managed(&self) -> bool {
         matches!(self.source(), Some(Source::Plain(pieces)) if pieces.is_managed())
     }
 
-    /// Whether it comes from a pool that others use as well.
+    /// Returns `true` if the memory comes from a pool that other code uses as well.
     pub(super) fn is_shared(&self) -> bool {
         matches!(self.source(), Some(Source::Pool(pool)) if pool.is_shared())
     }
@@ -78,7 +79,7 @@ impl Memory {
         match self {
             Self::Segments(segments) => Ok(segments),
             Self::Virtual(_) => {
-                let what = "memory in segments, at addresses of the driver's choice";
+                let what = "memory in segments";
                 Err(DriverError::Unsupported { what })
             }
         }

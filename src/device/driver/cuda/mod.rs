@@ -1,8 +1,7 @@
-//! CUDA at run time: whether a driver is there, what it offers, and device memory from it.
+//! CUDA at run time: detection of the driver, its capabilities, and device memory.
 //!
-//! [`probe`] looks with the loader alone and answers in every case, because cudarc panics when
-//! the library or one of its symbols is absent. Nothing is needed at build time. No call goes to
-//! the null stream.
+//! [`probe`] uses the loader alone and never fails, because cudarc panics if the library or one of
+//! its symbols is missing. Nothing of CUDA is needed at build time. No call uses the null stream.
 //!
 //! Invariant: `probe() = Probe::Devices { count, .. } => count >= 1`.
 

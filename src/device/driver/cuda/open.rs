@@ -1,6 +1,6 @@
-//! Opens a CUDA device: starts the driver, finds the device, and has the ladder find its memory.
+//! Opens a CUDA device: initializes the driver, finds the device, and selects its memory backend.
 //!
-//! Invariant: an open that failed holds nothing.
+//! Invariant: a failed open holds nothing.
 
 use super::abi::NO_DEVICE;
 use super::calls::{Answer, Calls};
@@ -15,48 +15,47 @@ use super::table::{Find, Missing, Table};
 use crate::bytes::ByteSize;
 use crate::device::driver::{Backend, DeviceUuid, DriverError};
 
-/// Which device to open.
+/// A choice of device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeviceChoice {
-    /// That with this number, among those that this process sees.
+    /// The device with this ordinal, among those visible to this process.
     Ordinal(u32),
-    /// That with this UUID.
+    /// The device with this UUID.
     Uuid(DeviceUuid),
 }
 
-/// What plain memory is.
+/// The kind of memory that the plain backend allocates.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum MemoryKind {
     /// Memory of the device.
     #[default]
     Device,
-    /// Managed memory: the driver moves its pages between device and host by itself, so that there
-    /// may be more of it than the device has, at the price of faults. Had on the rung
-    /// [`Backend::CudaPlain`] only; nothing of ours reaches it from the host.
+    /// Managed memory: the driver moves its pages between device and host, so there may be more of
+    /// it than the device has, at the price of page faults. Available with [`Backend::CudaPlain`]
+    /// only; this crate never accesses it from the host.
     Managed,
 }
 
-/// How to open a device.
+/// Options for opening a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CudaOptions {
-    /// Which one. Default: the first that this process sees.
+    /// The device. Default: the first visible one.
     pub device: DeviceChoice,
-    /// In which way memory is had. Default: `None`, the first that works: virtual memory, a pool,
-    /// plain memory.
+    /// The memory backend. Default: `None`, the first that works of virtual memory, pool and plain
+    /// memory.
     pub backend: Option<Backend>,
-    /// What plain memory is. Default: memory of the device. With managed memory no other rung is
-    /// looked at.
+    /// The kind of plain memory. Default: device memory. With managed memory no other backend is
+    /// tried.
     pub memory: MemoryKind,
-    /// How large the pieces are in which memory is taken and given back: a power of two, at least
-    /// the device's granularity; at least 64 KiB out of a pool or plain. Large ones need fewer
-    /// calls, small ones leave less unused.
-    /// Default: `None`, the device's granularity, 2 MiB on those for data centres; 2 MiB out of a
-    /// pool or plain.
+    /// The unit in which memory is allocated and released: a power of two, at least the device's
+    /// granularity, and at least 64 KiB for the pool and plain backends. A large unit needs fewer
+    /// calls, a small one leaves less memory unused. Default: `None`, the device's granularity (2
+    /// MiB on data-centre devices), or 2 MiB for the pool and plain backends.
     pub handle: Option<ByteSize>,
-    /// How much memory our pool takes at most, in use and kept, on the rung [`Backend::CudaPool`].
-    /// A driver before CUDA 12.2 does not know such a limit, and the device's own pool, where ours
-    /// is refused, has none: an arena's limit holds in each case. Default: `None`, as much as the
-    /// device has.
+    /// The most memory that the private pool may hold, in use and cached, with
+    /// [`Backend::CudaPool`]. It has no effect with a driver older than CUDA 12.2, or if the device
+    /// refuses a private pool and its default pool is used; an arena's limit applies in any case.
+    /// Default: `None`, no limit.
     pub pool_limit: Option<ByteSize>,
 }
 
@@ -73,31 +72,31 @@ impl Default for CudaOptions {
 }
 
 impl CudaDriver {
-    /// The devices that this process sees, in the order of their numbers.
+    /// Returns the devices visible to this process, in the order of their ordinals.
     ///
     /// Cost: as [`probe`](super::probe).
     ///
     /// # Errors
-    /// [`CudaError::Unavailable`]; [`CudaError::Driver`].
+    /// [`CudaError::Unavailable`] without a driver or device; [`CudaError::Driver`] if a call
+    /// fails.
     pub fn devices() -> Result<Vec<CudaDevice>, CudaError> {
         let calls = start(&|_| true)?;
         list(&calls)
     }
 
-    /// Opens a device: retains its primary context, which others in this process share, and tries
+    /// Opens a device: retains its primary context, which is shared within the process, and tests
     /// its memory once.
     ///
-    /// Cost: the first in a process makes the context, which takes from a tenth of a second to
-    /// seconds and several hundred MiB of the device for as long as the process lives.
+    /// Cost: the first open in a process creates the context, which takes from 0.1 s to several
+    /// seconds, and uses several hundred MiB of the device for the life of the process.
     ///
     /// # Errors
-    /// [`CudaError`]: each way in which there is no such device or no such memory. Nothing is held
-    /// then.
+    /// [`CudaError`] if there is no such device or no usable memory. Nothing is held then.
     pub fn open(options: CudaOptions) -> Result<Self, CudaError> {
         Self::open_with(options, &|_| true)
     }
 
-    /// As [`CudaDriver::open`] where the library lacks some functions; for tests.
+    /// Like [`CudaDriver::open`], with some functions of the library hidden; for tests.
     #[doc(hidden)]
     pub fn open_with(options: CudaOptions, has: &dyn Fn(&str) -> bool) -> Result<Self, CudaError> {
         let calls = start(has)?;
@@ -111,7 +110,7 @@ impl CudaDriver {
                 info,
                 backend = %skipped.backend,
                 cause = %skipped.cause,
-                "a better way to CUDA memory cannot be had"
+                "falling back to the next CUDA backend"
             );
         }
         Ok(Self {
@@ -129,7 +128,7 @@ impl CudaDriver {
 pub(super) fn start(has: &dyn Fn(&str) -> bool) -> Result<Calls, CudaError> {
     let started = search(LIBRARIES, |name, library| match start_in(library, has) {
         Err(CudaError::Unavailable(probe)) if probe.is_no_driver() => {
-            log!(warn, library = name, cause = %probe, "library passed over: not a CUDA driver");
+            log!(warn, library = name, cause = %probe, "library skipped: not a CUDA driver");
             Look::Passed(Err(CudaError::Unavailable(probe)))
         }
         started => Look::Found(started),
@@ -147,7 +146,7 @@ fn start_in(library: Library, has: &dyn Fn(&str) -> bool) -> Result<Calls, CudaE
     Ok(calls)
 }
 
-/// What `cuInit` answered, as the probe says it.
+/// Converts an error of `cuInit` to the form that the probe reports.
 fn of_init(calls: &Calls, error: DriverError) -> CudaError {
     match error {
         DriverError::Refused { code, .. } if code == i64::from(NO_DEVICE) => {

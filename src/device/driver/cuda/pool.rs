@@ -1,12 +1,12 @@
-//! A pool of stream-ordered memory that keeps what is freed: ours, or the device's own where ours
-//! is refused.
+//! A stream-ordered memory pool that caches freed memory: private, or the device's default pool if
+//! a private one is refused.
 //!
-//! A pool of ours counts its own memory, takes no part in what others do, and may have a limit. In
-//! the device's default pool others allocate as well: a trim gives back what they have freed, too,
-//! and its threshold is put back at the end unless somebody else has set another meanwhile.
+//! A private pool counts its own memory, is isolated from other users, and may have a limit. The
+//! device's default pool is shared: a trim also releases memory that other code freed, and its
+//! threshold is restored on close unless other code has changed it meanwhile.
 //!
-//! Invariant: after `close` the threshold of the device's pool is that from before `open`, or what
-//! somebody else has set.
+//! Invariant: after `close` the threshold of the default pool is that from before `open`, or the
+//! one that other code has set.
 
 use super::abi::POOL_THRESHOLD;
 use super::calls::{Answer, Calls};
@@ -27,15 +27,15 @@ pub(super) struct Pool {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Owner {
-    /// We made it.
+    /// A private pool.
     Us,
-    /// The device came with it; its threshold was this.
+    /// The device's default pool, and its previous threshold.
     Device { threshold: u64 },
 }
 
 impl Pool {
-    /// A pool of our own, of no more than so much memory. Without a limit, or where the driver
-    /// knows none (before CUDA 12.2), of as much as the device has.
+    /// Creates a private pool with this limit. Without a limit, or if the driver does not support
+    /// one (before CUDA 12.2), the pool may take all memory of the device.
     pub(super) fn create(calls: &Calls, pooling: Pooling, limit: Option<ByteSize>) -> Answer<Self> {
         let limit = limit.and_then(ByteSize::as_usize).unwrap_or(0);
         let number = pooling.create(calls, limit)?;
@@ -55,7 +55,7 @@ impl Pool {
         Ok(Self { pooling, number, owner: Owner::Device { threshold } })
     }
 
-    /// Whether it is the device's, which others use as well.
+    /// Returns `true` for the device's default pool, which other code uses as well.
     pub(super) fn is_shared(&self) -> bool {
         self.owner != Owner::Us
     }
@@ -67,26 +67,26 @@ impl Pool {
         Ok(Taken { at, waited })
     }
 
-    /// Gives memory back to the pool, which keeps it. Waits for nothing.
+    /// Frees memory into the pool, which caches it. Does not wait.
     pub(super) fn give(&self, calls: &Calls, at: u64, stream: usize) -> Answer {
         self.pooling.free(calls, at, stream)
     }
 
-    /// Gives to the device what is free. The pool gives up only what the host has seen to be free,
-    /// so the stream of the frees is waited for first.
+    /// Releases free memory to the device. The pool releases only what the host has seen to be
+    /// free, so this waits for the stream of the frees first.
     pub(super) fn trim(&self, calls: &Calls, stream: usize) -> Answer {
         calls.stream_synchronize(stream)?;
         self.pooling.trim_to(calls, self.number, 0)
     }
 
-    /// Gives up a pool of ours, and puts the threshold of another back.
+    /// Destroys a private pool, or restores the threshold of the device's default pool.
     pub(super) fn close(&self, calls: &Calls, stream: usize) -> Answer {
         let threshold = match self.owner {
             Owner::Us => return self.pooling.destroy(calls, self.number),
             Owner::Device { threshold } => threshold,
         };
         if self.pooling.bytes(calls, self.number, POOL_THRESHOLD)? != KEEP_ALL {
-            return Ok(()); // somebody else rules it now
+            return Ok(()); // other code has changed it
         }
         self.pooling.set_bytes(calls, self.number, (POOL_THRESHOLD, threshold))?;
         let Some(keep) = usize::try_from(threshold).ok().filter(|_| threshold != KEEP_ALL) else {
@@ -97,7 +97,7 @@ impl Pool {
     }
 }
 
-/// Memory of a pool, and whether it was waited for: where not, it is to be given back.
+/// Memory of a pool, and whether its allocation has completed; if not, it must be freed again.
 pub(super) struct Taken {
     pub(super) at: u64,
     pub(super) waited: Result<(), DriverError>,

@@ -1,8 +1,8 @@
-//! FENCE: the calls of memory in one piece, one each: of pools, plain, and managed.
+//! FENCE: the allocation calls of pools, plain memory and managed memory, one function each.
 //!
-//! As [`Calls`](super::calls::Calls), in every respect. Addresses and pools are numbers, which the
-//! driver looks up: a wrong one is an error. That nothing on the device uses what is freed is
-//! proved by the arena, who has the driver's key.
+//! The rules of [`Calls`](super::calls::Calls) apply. Addresses and pools are numbers that the
+//! driver looks up: a wrong one is an error. The arena, which holds the driver's key, proves that
+//! nothing on the device uses freed memory.
 //!
 //! Invariant: none of its own; each call is the driver's.
 #![expect(unsafe_code, reason = "calling C functions by pointer")]
@@ -36,10 +36,11 @@ impl Pooling {
         Ok(pool)
     }
 
-    /// Gives a pool up. What is still allocated from it stays, and its memory goes with the last.
+    /// Destroys a pool. Its remaining allocations stay valid, and its memory is released with the
+    /// last.
     pub(super) fn destroy(&self, count: &Calls, pool: usize) -> Answer {
-        // SAFETY: a pool that `create` made and nobody destroyed; nobody allocates from it any
-        // more.
+        // SAFETY: a pool that `create` made and that is not destroyed yet; there are no further
+        // allocations from it.
         let code = unsafe { (self.calls.destroy)(pool) };
         count.done("cuMemPoolDestroy", code, ByteSize::ZERO)
     }
@@ -53,9 +54,9 @@ impl Pooling {
         Ok(pool)
     }
 
-    /// Gives to the device what is free in a pool, until no more than so many bytes are left.
+    /// Releases free memory of a pool to the device, until at most `keep` bytes are left.
     pub(super) fn trim_to(&self, count: &Calls, pool: usize, keep: usize) -> Answer {
-        // SAFETY: a pool that lives; it takes only what is free.
+        // SAFETY: a live pool; the call releases only free memory.
         let code = unsafe { (self.calls.trim_to)(pool, keep) };
         count.done("cuMemPoolTrimTo", code, ByteSize::ZERO)
     }
@@ -99,7 +100,7 @@ impl Pooling {
         Ok(at)
     }
 
-    /// Gives memory back to its pool when the stream has come so far.
+    /// Frees memory into its pool, in stream order.
     pub(super) fn free(&self, count: &Calls, at: u64, stream: usize) -> Answer {
         // SAFETY: numbers only, as the head says; a stream that lives.
         let code = unsafe { (self.calls.free)(at, stream) };
@@ -136,7 +137,7 @@ impl Current {
     }
 }
 
-/// The calls of plain memory, and of managed where that is wanted.
+/// The calls of plain and, optionally, managed memory.
 #[derive(Clone, Copy)]
 pub(super) struct Pieces {
     calls: Plain,
@@ -148,7 +149,7 @@ impl Pieces {
         Self { calls, managed }
     }
 
-    /// Whether the memory is managed.
+    /// Returns `true` if the memory is managed.
     pub(super) const fn is_managed(&self) -> bool {
         self.managed.is_some()
     }
@@ -169,7 +170,7 @@ impl Pieces {
         Ok(at)
     }
 
-    /// Gives memory back; waits for all work of the device.
+    /// Frees memory; waits for all work of the device.
     pub(super) fn free(&self, count: &Calls, at: u64) -> Answer {
         // SAFETY: numbers only, as the head says.
         let code = unsafe { (self.calls.free)(at) };

@@ -1,10 +1,10 @@
-//! FENCE: looks for a CUDA driver by the loader alone, and says in one sentence what it found.
+//! FENCE: detects a CUDA driver with the loader alone, and describes the result in one sentence.
 //!
-//! It makes no context and allocates nothing on a device; the environment is read by the driver
-//! itself (`CUDA_VISIBLE_DEVICES`). Result codes stay integers, so that a code newer than this
-//! file is a number and not undefined behaviour.
+//! It creates no context and allocates nothing on a device; the driver itself reads the environment
+//! (`CUDA_VISIBLE_DEVICES`). Result codes stay integers, so that a code newer than this file is a
+//! number and not undefined behaviour.
 //!
-//! Invariant: every way out is a value of [`Probe`]; `Devices { count, .. } => count >= 1`.
+//! Invariant: every exit is a value of [`Probe`]; `Devices { count, .. } => count >= 1`.
 #![expect(unsafe_code, reason = "calling C functions by pointer")]
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
@@ -15,27 +15,28 @@ use super::abi::{NO_DEVICE, STUB_LIBRARY, SUCCESS};
 use super::library::{LIBRARIES, Library, Look, search};
 use crate::device::driver::error::advice;
 
-/// What a look for CUDA found. `Display` gives one clear sentence with the cause.
+/// The result of looking for CUDA. `Display` writes one sentence with the cause.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Probe {
-    /// The loader has no such library, or could not load it.
+    /// The loader found no driver library, or could not load it.
     NoLibrary {
         /// The names that were tried, in order.
         tried: &'static [&'static str],
-        /// The loader's own words about the last of them.
+        /// The loader's message for the last name.
         error: String,
     },
-    /// The library lacks a function that every driver has: not a CUDA driver.
+    /// The library lacks a function that every driver has: it is not a CUDA driver.
     NoSymbol {
         /// The function's name.
         symbol: &'static str,
     },
-    /// `cuInit` failed: driver and kernel module do not fit, no permission, a stub library.
+    /// `cuInit` failed: the driver does not match the kernel module, permission is missing, or the
+    /// library is a stub.
     InitFailed {
         /// The driver's result code.
         code: u32,
-        /// The code's name in cuda.h, or `unnamed` where the driver does not know it.
+        /// The code's name in cuda.h, or `unnamed` if the driver does not know it.
         name: String,
     },
     /// A call after `cuInit` failed.
@@ -44,29 +45,29 @@ pub enum Probe {
         call: &'static str,
         /// The driver's result code.
         code: u32,
-        /// The code's name in cuda.h, or `unnamed` where the driver does not know it.
+        /// The code's name in cuda.h, or `unnamed` if the driver does not know it.
         name: String,
     },
-    /// A driver without a device, or with none visible to this process.
+    /// There is a driver, but no device, or none visible to this process.
     NoDevice,
-    /// At least one device.
+    /// There is at least one device.
     Devices {
-        /// How many; at least 1.
+        /// The number of devices; at least 1.
         count: u32,
-        /// The newest CUDA version that the driver speaks: 1000 x major + 10 x minor.
+        /// The newest CUDA version that the driver supports: 1000 x major + 10 x minor.
         driver_version: u32,
     },
 }
 
 impl Probe {
-    /// Whether there is a device to open.
+    /// Returns `true` if there is a device to open.
     #[must_use]
     pub const fn is_usable(&self) -> bool {
         matches!(self, Self::Devices { .. })
     }
 
-    /// Whether the library that was found is no driver's, so that another may be: a stub, or one
-    /// without the functions of a driver.
+    /// Returns `true` if the library is not a driver's (a stub, or one without the driver's
+    /// functions), so that another may be.
     pub(super) const fn is_no_driver(&self) -> bool {
         matches!(self, Self::NoSymbol { .. } | Self::InitFailed { code: STUB_LIBRARY, .. })
     }
@@ -77,21 +78,21 @@ impl fmt::Display for Probe {
         match self {
             Self::NoLibrary { tried, error } => {
                 let tried = tried.len();
-                write!(f, "no CUDA driver library by any of {tried} names: {error}")
+                write!(f, "no CUDA driver library found (tried {tried} names): {error}")
             }
             Self::NoSymbol { symbol } => {
-                write!(f, "the CUDA driver library has no {symbol}: not a driver's library")
+                write!(f, "not a CUDA driver library: it lacks the function {symbol}")
             }
             Self::InitFailed { code, name } => {
-                write!(f, "the CUDA driver did not start: cuInit answered {code} ({name})")?;
+                write!(f, "cannot initialize the CUDA driver: cuInit returned {code} ({name})")?;
                 advice(*code).map_or(Ok(()), |advice| write!(f, ": {advice}"))
             }
             Self::CallFailed { call, code, name } => {
-                write!(f, "the CUDA driver started, but {call} answered {code} ({name})")?;
+                write!(f, "CUDA driver call {call} failed with {code} ({name})")?;
                 advice(*code).map_or(Ok(()), |advice| write!(f, ": {advice}"))
             }
             Self::NoDevice => {
-                f.write_str("the CUDA driver is there, but no device is visible to this process")
+                f.write_str("the CUDA driver is loaded, but no device is visible to this process")
             }
             Self::Devices { count, driver_version } => {
                 let (major, minor) = (driver_version / 1000, driver_version % 1000 / 10);
@@ -102,15 +103,15 @@ impl fmt::Display for Probe {
     }
 }
 
-/// Looks for a CUDA driver and a device. Never panics and calls nothing of cudarc.
+/// Looks for a CUDA driver and a device. Never panics, and calls nothing of cudarc.
 ///
 /// The library stays open for the rest of the process, because `cuInit` may start threads in it.
 ///
-/// Cost: without a driver one search of the loader's path for each name (well under a
-/// millisecond). With one, the first call starts the driver: it opens device files and can take
-/// from tens of milliseconds to seconds (longest where no other process holds the device and the
-/// kernel driver is not persistent; not yet measured). Call it at start, never per request. It
-/// blocks; do not call it between `fork` and `exec`.
+/// Cost: without a driver, one search of the loader's path for each name (well under a
+/// millisecond). With a driver, the first call initializes it: that opens device files and can take
+/// from tens of milliseconds to seconds (longest if no other process holds the device and the
+/// kernel driver is not persistent; not measured). Call it at start, never per request. It blocks;
+/// don't call it between `fork` and `exec`.
 #[must_use]
 pub fn probe() -> Probe {
     look(LIBRARIES)
@@ -282,7 +283,8 @@ mod tests {
         let Probe::NoLibrary { tried, error } = &found else { panic!("{found}") };
         assert_eq!(*tried, NAMES);
         assert_eq!(error.matches("cannot open").count(), 1, "{error}");
-        let begin = "no CUDA driver library by any of 2 names: liblowtide-absent.so: cannot open";
+        let begin =
+            "no CUDA driver library found (tried 2 names): liblowtide-absent.so: cannot open";
         assert!(found.to_string().starts_with(begin), "{found}");
     }
 
@@ -312,14 +314,15 @@ mod tests {
     #[test]
     fn a_failing_call_is_named_with_its_code() {
         let stub = calls(is_a_stub, version_12_8, two).ask();
-        let begin = "the CUDA driver did not start: cuInit answered 34 (CUDA_ERROR_STUB_LIBRARY): ";
+        let begin =
+            "cannot initialize the CUDA driver: cuInit returned 34 (CUDA_ERROR_STUB_LIBRARY): ";
         let text = stub.to_string();
         assert!(text.starts_with(begin) && text.contains("LD_LIBRARY_PATH"), "{text}");
         let count = calls(starts, version_12_8, fails).ask();
         let name = "unnamed".to_owned();
         assert_eq!(count, Probe::CallFailed { call: "cuDeviceGetCount", code: 999, name });
         let version = calls(starts, fails, two).ask();
-        assert!(version.to_string().contains("cuDriverGetVersion answered 999"), "{version}");
+        assert!(version.to_string().contains("cuDriverGetVersion failed with 999"), "{version}");
         for found in [stub, count, version] {
             assert!(!found.is_usable());
         }

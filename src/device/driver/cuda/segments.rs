@@ -1,11 +1,10 @@
-//! The second and the third rung: memory in segments, out of a pool or plain.
+//! The second and third backends: memory in segments, from a pool or from plain allocations.
 //!
-//! A segment begins at a multiple of the unit. A driver that gives other addresses is asked for a
-//! unit more from then on, and the segment begins at the first that fits. Nothing is counted or
-//! kept but where such memory began.
+//! A segment begins at a multiple of the unit. If the driver returns an unaligned address, every
+//! later allocation is one unit larger, and the segment begins at the first aligned address in it.
+//! Only the start of such allocations is recorded.
 //!
-//! Invariant: a call that failed left what was there as it was, but for what the driver refused to
-//! undo, which is counted as stuck.
+//! Invariant: a failed call changes nothing, except for failed rollbacks, which are counted.
 
 use std::collections::BTreeMap;
 
@@ -17,15 +16,14 @@ use crate::device::driver::{DeviceAddress, DriverError};
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Mutex, lock};
 
-/// What segments are multiples of unless told otherwise: what a driver maps at once on devices for
-/// data centres, so that a smaller segment would hold no less memory, and a larger one would leave
-/// more unused.
+/// The default unit of segment sizes: the size that drivers of data-centre devices map at once. A
+/// smaller segment would hold no less memory, and a larger one would leave more unused.
 pub(super) const UNIT: ByteSize = ByteSize::mib(2);
 
 /// The least that they can be multiples of: what host memory to offload into comes in.
 pub(super) const UNIT_MIN: ByteSize = crate::device::driver::HOST_GRANULARITY;
 
-/// Where segments come from.
+/// The source of segments.
 #[derive(Clone, Copy)]
 pub(super) enum Source {
     Pool(Pool),
@@ -35,11 +33,11 @@ pub(super) enum Source {
 /// Segments of one device.
 pub(super) struct Segments {
     source: Source,
-    /// What addresses and sizes are multiples of; a power of two.
+    /// The unit of addresses and sizes; a power of two.
     unit: ByteSize,
-    /// The driver gave an address that is no multiple of the unit.
+    /// The driver has returned an unaligned address.
     is_odd: AtomicBool,
-    /// Where the memory began whose segment begins further on.
+    /// For each segment that begins inside its allocation: the start of the allocation.
     began: Mutex<BTreeMap<u64, u64>>,
     stuck: AtomicU64,
 }
@@ -62,7 +60,7 @@ impl Segments {
         self.stuck.load(Ordering::Relaxed)
     }
 
-    /// A segment, in the order of a stream of ours, that is there when this returns.
+    /// Allocates a segment on a private stream, and waits for the allocation.
     pub(super) fn create(
         &self,
         calls: &Calls,

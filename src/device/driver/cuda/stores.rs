@@ -1,6 +1,6 @@
-//! Host memory to offload into, kept by a number so that no slice of it can be had.
+//! Host memory for offloading, addressed by number so that no slice of it can exist.
 //!
-//! Invariant: a number names one store from its making until it is given back, and none after.
+//! Invariant: a number names one store from its creation until it is freed, and is never reused.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -32,7 +32,7 @@ impl Stores {
         Ok(HostStore::new(number))
     }
 
-    /// Gives a store back; it stays where the driver does not take it.
+    /// Frees a store; the store stays if the driver refuses.
     pub(super) fn destroy(&self, calls: &Calls, store: HostStore) -> Answer {
         // Out of the table first: the call may block for as long as other work of the device takes.
         let locked = lock(&self.kept).stores.remove(&store.get()).ok_or_else(unknown)?;
@@ -58,5 +58,5 @@ impl Stores {
 }
 
 fn unknown() -> DriverError {
-    DriverError::Unsupported { what: "a store that it does not have" }
+    DriverError::Unsupported { what: "a host store that it did not create" }
 }

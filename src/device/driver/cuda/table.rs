@@ -1,11 +1,12 @@
-//! FENCE: the functions of the CUDA driver that are called, each found before any is called.
+//! FENCE: the table of CUDA driver functions, all resolved before any is called.
 //!
-//! A table of pointers, and no call: what each function needs and means is said where it is called.
-//! It comes in groups. Without the first there is no CUDA driver; without another its rung is not
-//! to be had, and the first function that is missing is named. Opaque pointers of cuda.h (contexts,
-//! streams, events, pools) are integers here: they go over as they came and nobody follows them.
+//! The table holds pointers and makes no call; the requirements of each function are stated at its
+//! call. Functions come in groups. Without the first group there is no CUDA driver; without another
+//! group its backend is unavailable, and the first missing function is named. Opaque pointers of
+//! cuda.h (contexts, streams, events, pools) are integers here: they are passed on unchanged and
+//! never dereferenced.
 //!
-//! Invariant: whoever has a group has all of its functions.
+//! Invariant: a group, once obtained, has all of its functions.
 #![expect(unsafe_code, reason = "symbols become functions of the types that cuda.h gives them")]
 
 use std::ffi::{CStr, c_char, c_void};
@@ -21,8 +22,8 @@ pub(super) type Find<'a> = &'a dyn Fn(&CStr) -> Option<NonNull<c_void>>;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Missing(pub(super) &'static str);
 
-/// A struct with a pointer for each function: field, name, arguments. Each answers with a
-/// `CUresult`.
+/// Defines a struct with a pointer for each function: field, name, arguments. Each function returns
+/// a `CUresult`.
 macro_rules! group {
     ($(#[$meta:meta])* $group:ident { $($field:ident = $name:literal ($($argument:ty),*);)* }) => {
         $(#[$meta])*
@@ -60,7 +61,7 @@ fn name_of(name: &'static str) -> &'static CStr {
 }
 
 group! {
-    /// What every driver since CUDA 10.2 has.
+    /// The functions of every driver since CUDA 10.2.
     Base {
         init = "cuInit"(u32);
         error_name = "cuGetErrorName"(u32, *mut *const c_char);
@@ -97,7 +98,7 @@ group! {
 }
 
 group! {
-    /// Virtual memory: address space apart from memory.
+    /// Virtual memory: address space separate from memory.
     Virtual {
         granularity = "cuMemGetAllocationGranularity"(*mut usize, *const AllocationProperties, u32);
         reserve = "cuMemAddressReserve"(*mut u64, usize, usize, u64, u64);
@@ -111,21 +112,21 @@ group! {
 }
 
 group! {
-    /// Which memory is behind an address: since CUDA 11.
+    /// The handle behind an address: since CUDA 11.
     Retain {
         handle_of = "cuMemRetainAllocationHandle"(*mut u64, u64);
     }
 }
 
 group! {
-    /// Whose memory lies at an address: since CUDA 4.
+    /// The owner of an address: since CUDA 4.
     Pointer {
         attribute = "cuPointerGetAttribute"(*mut c_void, i32, u64);
     }
 }
 
 group! {
-    /// The UUID of a share of a device where there is one, and not of the device: since CUDA 11.4.
+    /// The UUID of a MIG instance, if there is one, instead of the device's: since CUDA 11.4.
     Share {
         device_uuid = "cuDeviceGetUuid_v2"(*mut [u8; 16], i32);
     }
@@ -146,7 +147,7 @@ group! {
 }
 
 group! {
-    /// The pool that those use who name none: since CUDA 11.2.
+    /// The device's current pool, used by allocations that name no pool: since CUDA 11.2.
     CurrentPool {
         get = "cuDeviceGetMemPool"(*mut usize, i32);
         set = "cuDeviceSetMemPool"(i32, usize);
@@ -162,7 +163,7 @@ group! {
 }
 
 group! {
-    /// Managed memory, which plain calls free.
+    /// Managed memory, which the plain calls free.
     Managed {
         alloc = "cuMemAllocManaged"(*mut u64, usize, u32);
     }

@@ -1,9 +1,9 @@
-//! Memory in segments over the fake of the driver's library, by the driver's own calls.
+//! Memory in segments over the fake driver library, through the driver's own calls.
 //!
-//! What an arena makes of it is tested beside the arenas; here are addresses, limits, pools that
-//! are not ours, and what stays after a failure.
+//! Arena behaviour is tested with the arenas; these tests cover addresses, limits, shared pools,
+//! and the state after a failure.
 //!
-//! Invariant: a test ends with no fault on record and nothing left.
+//! Invariant: a test ends with no recorded fault and no leak.
 
 use lowtide_fake_driver::{Fake, Guard, Options};
 
@@ -49,7 +49,7 @@ fn units(count: u64) -> ByteSize {
 }
 
 fn end(driver: &CudaDriver, (at, size): (DeviceAddress, ByteSize)) {
-    driver.segment_destroy(at, size, Key::new()).expect("given back");
+    driver.segment_destroy(at, size, Key::new()).expect("released");
 }
 
 #[test]
@@ -96,7 +96,7 @@ fn a_pool_keeps_what_is_freed_until_a_trim_and_plain_memory_goes_at_once() {
         assert_eq!(taken(&fake), before + more.get());
         end(&driver, (at, units(4)));
         assert_eq!(taken(&fake), before + units(kept).get());
-        // A wait of somebody else is not what gives it back.
+        // A wait by other code does not release it.
         driver.synchronize().expect("done");
         assert_eq!(taken(&fake), before + units(kept).get());
         driver.trim().expect("trimmed");
@@ -201,7 +201,7 @@ fn the_devices_own_pool_is_used_where_ours_is_refused_and_left_as_it_was() {
         drop(driver);
         assert_eq!(threshold(&other), after);
     }
-    // What somebody else sets meanwhile is theirs.
+    // A value that other code sets meanwhile is kept.
     set_threshold(&other, 0);
     let driver = CudaDriver::open(POOL).expect("a device");
     set_threshold(&other, 5);

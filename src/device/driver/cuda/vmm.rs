@@ -1,12 +1,12 @@
-//! The first rung: address space reserved once, memory mapped behind parts of it.
+//! The first backend: address space reserved once, with memory mapped to parts of it.
 //!
-//! Memory comes in handles of one size, which is the granularity that an arena sees: a handle
-//! cannot be unmapped in part. A handle is given up as soon as it is mapped, so that an unmap frees
-//! its memory; a remap asks for it again by its address. Nothing is counted or kept: what is mapped
-//! where is the arena's to know.
+//! Memory is allocated in handles of one size, which is the granularity that an arena sees, because
+//! a handle cannot be unmapped in part. A handle is released as soon as it is mapped, so that an
+//! unmap frees its memory; a remap retains it again by its address. The arena, not this module,
+//! tracks the mappings.
 //!
-//! Invariant: a call that failed left the ranges as they were, but for what the driver refused to
-//! undo, which is counted as stuck.
+//! Invariant: a failed call leaves the ranges unchanged, except for failed rollbacks, which are
+//! counted.
 
 use super::calls::{Answer, Calls};
 use super::mapping::Mapping;
@@ -19,7 +19,7 @@ pub(super) struct VirtualMemory {
     mapping: Mapping,
     /// The size of a handle; a power of two.
     unit: ByteSize,
-    /// Calls of a way back that failed: memory or addresses are lost until the process ends.
+    /// Rollback calls that failed: memory or addresses are lost until the process ends.
     stuck: AtomicU64,
 }
 
@@ -37,7 +37,7 @@ impl Range {
         Self { bytes, ..self }
     }
 
-    /// Where its handles begin.
+    /// Returns the start addresses of its handles.
     fn handles(self) -> impl Iterator<Item = u64> {
         (0..self.bytes).step_by(self.unit).map(move |offset| self.at + offset as u64)
     }

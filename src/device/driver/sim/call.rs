@@ -1,8 +1,8 @@
-//! The calls of the simulated driver, and what each costs in virtual time.
+//! The calls of the simulated driver, and their costs in virtual time.
 //!
-//! A call of the [`Driver`](crate::device::driver::Driver) is made of calls of CUDA: a commit of
-//! three handles is three times create, map and release, and one set-access. Counts, costs and
-//! injected faults go by CUDA's calls, because those are what fails and what costs.
+//! A call of the [`Driver`](crate::device::driver::Driver) consists of several CUDA calls: a commit
+//! of three handles is three times create, map and release, and one set-access. Counts, costs and
+//! injected failures are per CUDA call, because those are the calls that fail and cost time.
 //!
 //! Invariant: `Call::ALL[call as usize] == call`.
 
@@ -27,7 +27,7 @@ pub enum Call {
     Release,
     /// `cuMemGetInfo`
     GetInfo,
-    /// `cuMemcpyDtoD`, and the wait for it.
+    /// `cuMemcpyDtoD`, and the wait for it
     Copy,
     /// `cuMemcpyDtoDAsync`
     CopyAsync,
@@ -154,7 +154,7 @@ const TABLE: [(Call, &str, [u64; 3]); Call::COUNT] = [
 ];
 
 impl Call {
-    /// How many kinds of call there are.
+    /// The number of kinds of calls.
     pub const COUNT: usize = Self::GraphInstantiate as usize + 1;
 
     /// All kinds, in order.
@@ -169,15 +169,15 @@ impl Call {
         all
     };
 
-    /// The function's name in cuda.h, without a suffix of version.
+    /// Returns the function's name in cuda.h, without a version suffix.
     #[must_use]
     pub const fn name(self) -> &'static str {
         TABLE[self as usize].1
     }
 
-    /// Whether a capture of a graph may forbid it by the modes alone: calls that take or give
-    /// memory which is no stream's. Calls about streams and events look at the capture as well, and
-    /// are refused where they stand.
+    /// Returns `true` if a graph capture may forbid the call by capture modes alone: calls that
+    /// allocate or free memory that belongs to no stream. Calls for streams and events also check
+    /// the capture itself, and are refused at their own place.
     pub(super) const fn is_unsafe_in_capture(self) -> bool {
         matches!(
             self,
@@ -192,48 +192,47 @@ impl Call {
     }
 }
 
-/// What a call costs in virtual time. All zero: it costs nothing.
+/// The cost of a call in virtual time. All zero: the call is free.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cost {
-    /// Nanoseconds for each call.
+    /// Nanoseconds per call.
     pub call_ns: u64,
-    /// Nanoseconds for each physical handle that the call reaches.
+    /// Nanoseconds per physical handle that the call touches.
     pub handle_ns: u64,
-    /// Nanoseconds for each MiB; of a queued copy charged when it is done, else by the call.
+    /// Nanoseconds per MiB; charged when the work is done for a queued copy, otherwise by the call.
     pub mib_ns: u64,
 }
 
-/// What the calls cost: a row for each.
+/// The costs of all calls.
 ///
-/// The default figures are guesses of the right order of magnitude, for no device in particular:
-/// nothing here is measured, and no claim about speed may rest on it.
+/// The defaults are guesses of the right order of magnitude, for no particular device. They are not
+/// measured and support no claim about speed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DriverCosts {
     rows: [Cost; Call::COUNT],
 }
 
 impl DriverCosts {
-    /// Nothing costs anything; the clock then stands still.
+    /// Returns a table in which no call costs anything; the clock then stands still.
     #[must_use]
     pub const fn zero() -> Self {
         Self { rows: [Cost { call_ns: 0, handle_ns: 0, mib_ns: 0 }; Call::COUNT] }
     }
 
-    /// The same table with another row.
+    /// Returns the table with the cost of one call replaced.
     #[must_use]
     pub const fn with(mut self, call: Call, cost: Cost) -> Self {
         self.rows[call as usize] = cost;
         self
     }
 
-    /// The row of a call.
+    /// Returns the cost of a call.
     #[must_use]
     pub const fn of(&self, call: Call) -> Cost {
         self.rows[call as usize]
     }
 
-    /// Nanoseconds for one call that reaches so many handles and so many bytes. Held at the end of
-    /// the range of numbers.
+    /// Returns the nanoseconds for one call with this many handles and bytes. Saturates.
     #[must_use]
     pub fn nanoseconds(&self, call: Call, handles: u64, bytes: ByteSize) -> u64 {
         let cost = self.of(call);

@@ -1,10 +1,9 @@
-//! The simulation as a [`Driver`], and the same calls for tests, without a key.
+//! The simulation as a [`Driver`], and the same calls without a key, for tests.
 //!
-//! Nothing is decided here: each call takes the lock and asks the model. A call of the trait
-//! relaxes the capture mode of its thread, as the driver of a real device does; a test's own does
-//! not.
+//! This layer decides nothing: each call takes the lock and calls the model. A call of the trait
+//! relaxes the capture mode of its thread, as a real driver does; a direct call does not.
 //!
-//! Invariant: a call of the trait and the call of the same name of the type are one, but for that.
+//! Invariant: otherwise a call of the trait and the method of the same name are identical.
 
 use std::ptr::NonNull;
 
@@ -25,87 +24,87 @@ type Answer<T = ()> = Result<T, DriverError>;
 /// The calls for which the trait asks a key.
 #[expect(clippy::missing_errors_doc, reason = "the trait says it")]
 impl SimDriver {
-    /// As [`Driver::unreserve`].
+    /// Like [`Driver::unreserve`].
     pub fn unreserve(&self, at: DeviceAddress, size: ByteSize) -> Answer {
         let mut model = self.model();
         let range = model.whole(at, size)?;
         model.unreserve(range)
     }
 
-    /// As [`Driver::commit`].
+    /// Like [`Driver::commit`].
     pub fn commit(&self, at: DeviceAddress, size: ByteSize) -> Answer {
         let mut model = self.model();
         let range = model.whole(at, size)?;
         model.commit(range)
     }
 
-    /// As [`Driver::decommit`].
+    /// Like [`Driver::decommit`].
     pub fn decommit(&self, at: DeviceAddress, size: ByteSize) -> Answer {
         let mut model = self.model();
         let range = model.whole(at, size)?;
         model.decommit(range)
     }
 
-    /// As [`Driver::remap`].
+    /// Like [`Driver::remap`].
     pub fn remap(&self, from: DeviceAddress, to: DeviceAddress, size: ByteSize) -> Answer {
         let mut model = self.model();
         let ranges = (model.whole(from, size)?, model.whole(to, size)?);
         model.remap(ranges.0, ranges.1)
     }
 
-    /// As [`Driver::segment_destroy`].
+    /// Like [`Driver::segment_destroy`].
     pub fn segment_destroy(&self, at: DeviceAddress, size: ByteSize) -> Answer {
         let mut model = self.model();
         let range = model.whole(at, size)?;
         model.segment_destroy(range)
     }
 
-    /// As [`Driver::copy`].
+    /// Like [`Driver::copy`].
     pub fn copy(&self, from: DeviceAddress, to: DeviceAddress, size: ByteSize) -> Answer {
         self.model().copy(apart(from, to, size)?, to)
     }
 
-    /// As [`Driver::stream_destroy`].
+    /// Like [`Driver::stream_destroy`].
     pub fn stream_destroy(&self, stream: StreamHandle) -> Answer {
         self.model().stream_destroy(stream.get())
     }
 
-    /// As [`Driver::stream_wait_event`].
+    /// Like [`Driver::stream_wait_event`].
     pub fn stream_wait_event(&self, stream: StreamHandle, event: EventHandle) -> Answer {
         self.model().stream_wait_event(stream.get(), event.get())
     }
 
-    /// As [`Driver::stream_synchronize`].
+    /// Like [`Driver::stream_synchronize`].
     pub fn stream_synchronize(&self, stream: StreamHandle) -> Answer {
         self.model().stream_synchronize(stream.get())
     }
 
-    /// As [`Driver::is_capturing`].
+    /// Like [`Driver::is_capturing`].
     pub fn is_capturing(&self, stream: StreamHandle) -> Answer<bool> {
         self.model().is_capturing(stream.get())
     }
 
-    /// As [`Driver::event_destroy`].
+    /// Like [`Driver::event_destroy`].
     pub fn event_destroy(&self, event: EventHandle) -> Answer {
         self.model().event_destroy(event.get())
     }
 
-    /// As [`Driver::event_record`].
+    /// Like [`Driver::event_record`].
     pub fn event_record(&self, event: EventHandle, stream: StreamHandle) -> Answer {
         self.model().event_record(event.get(), stream.get())
     }
 
-    /// As [`Driver::event_query`].
+    /// Like [`Driver::event_query`].
     pub fn event_query(&self, event: EventHandle) -> Answer<bool> {
         self.model().event_query(event.get())
     }
 
-    /// As [`Driver::event_synchronize`].
+    /// Like [`Driver::event_synchronize`].
     pub fn event_synchronize(&self, event: EventHandle) -> Answer {
         self.model().event_synchronize(event.get())
     }
 
-    /// As [`Driver::copy_async`].
+    /// Like [`Driver::copy_async`].
     pub fn copy_async(
         &self,
         from: DeviceAddress,
@@ -117,17 +116,17 @@ impl SimDriver {
         self.model().start(Call::CopyAsync, stream.get(), work)
     }
 
-    /// As [`Driver::host_store_destroy`].
+    /// Like [`Driver::host_store_destroy`].
     pub fn host_store_destroy(&self, store: HostStore) -> Answer {
         self.model().store_destroy(store.get())
     }
 
-    /// As [`Driver::offload`].
+    /// Like [`Driver::offload`].
     pub fn offload(&self, from: DeviceAddress, into: StoreSpan, stream: StreamHandle) -> Answer {
         self.model().transfer(Call::Offload, stream.get(), from.get(), into)
     }
 
-    /// As [`Driver::restore`].
+    /// Like [`Driver::restore`].
     pub fn restore(&self, from: StoreSpan, to: DeviceAddress, stream: StreamHandle) -> Answer {
         self.model().transfer(Call::Restore, stream.get(), to.get(), from)
     }
@@ -156,7 +155,7 @@ fn apart(from: DeviceAddress, to: DeviceAddress, size: ByteSize) -> Answer<Range
 impl sealed::Sealed for SimDriver {}
 
 impl Driver for SimDriver {
-    /// The rung that it models.
+    /// The backend that the options select.
     fn backend(&self) -> Backend {
         let model = self.model();
         match (model.options.virtual_memory, model.options.pool) {
@@ -225,7 +224,7 @@ impl Driver for SimDriver {
         Ok(Some(DeviceMemory { total: model.options.capacity, free: model.headroom() }))
     }
 
-    /// That of the options: nobody else is on the device when its context is made.
+    /// The value of the options: no other process uses the device when its context is created.
     fn context_overhead(&self) -> Option<ByteSize> {
         Some(self.floor)
     }
@@ -235,11 +234,11 @@ impl Driver for SimDriver {
         let found = [at.get(), last].map(|at| self.raw().find(at));
         Ok(match found {
             [Some(Found::Allocation(one, _)), Some(Found::Allocation(two, _))] if one != two => {
-                Owner::Elsewhere("longer than its allocation")
+                Owner::Elsewhere("memory beyond the end of its allocation")
             }
-            [None, _] | [_, None] => Owner::Elsewhere("no memory of the device"),
+            [None, _] | [_, None] => Owner::Elsewhere("memory that is not on the device"),
             [Some(Found::Host(..)), _] | [_, Some(Found::Host(..))] => {
-                Owner::Elsewhere("memory of the host")
+                Owner::Elsewhere("host memory")
             }
             _ => Owner::Here,
         })

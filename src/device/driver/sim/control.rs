@@ -1,9 +1,9 @@
-//! What a test asks the simulation, and tells it: counts, faults, limits, failures, time.
+//! The test interface of the simulation: counts, faults, limits, failures, time.
 //!
-//! Nothing here is a call of the driver: nothing is counted, charged or logged, and it all works
-//! after the context is lost.
+//! Nothing here is a driver call: nothing is counted, charged or logged, and everything works after
+//! the context is lost.
 //!
-//! Invariant: only `advance`, `run_all`, `poison` and `lose_context` change what is queued.
+//! Invariant: only `advance`, `run_all`, `poison` and `lose_context` change the queued work.
 
 use super::SimDriver;
 use super::call::Call;
@@ -12,18 +12,18 @@ use super::model::{DESTROYED, LogEntry};
 use crate::bytes::ByteSize;
 use crate::clock::ManualClock;
 
-/// What has not been given back.
+/// Objects that have not been released.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Leaks {
     /// Reservations of address space.
     pub reservations: usize,
-    /// Their bytes.
+    /// Bytes of these reservations.
     pub reserved: ByteSize,
     /// Physical handles.
     pub handles: usize,
-    /// Their bytes.
+    /// Bytes of these handles.
     pub committed: ByteSize,
-    /// Segments of a device without virtual memory. What its pool keeps is none.
+    /// Segments of a device without virtual memory. Memory cached by its pool does not count.
     pub segments: usize,
     /// Streams.
     pub streams: usize,
@@ -38,7 +38,7 @@ pub struct Leaks {
 }
 
 impl Leaks {
-    /// Whether all was given back.
+    /// Returns `true` if everything was released.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
@@ -46,47 +46,48 @@ impl Leaks {
 }
 
 impl SimDriver {
-    /// The clock that the calls advance.
+    /// Returns the clock that the calls advance.
     #[must_use]
     pub fn clock(&self) -> ManualClock {
         self.clock.clone()
     }
 
-    /// How many calls of a kind were made, failed ones included.
+    /// Returns the number of calls of a kind, including failed ones.
     #[must_use]
     pub fn calls(&self, call: Call) -> u64 {
         self.model().calls[call as usize]
     }
 
-    /// How many calls were made in all.
+    /// Returns the total number of calls.
     #[must_use]
     pub fn calls_total(&self) -> u64 {
         self.model().calls.iter().sum()
     }
 
-    /// How many calls were answered with the error of a lost context: the first is how a caller
-    /// learns of it, the others it made although it knew.
+    /// Returns the number of calls that failed because the context is lost. The first is how a
+    /// caller learns of the loss; the rest were made despite it.
     #[must_use]
     pub fn calls_after_loss(&self) -> u64 {
         self.model().calls_after_loss
     }
 
-    /// Lets one call fail: of this kind, or of any with `None`; the next one with `nth` 0. The
-    /// call has no effect, and loses the context where the error says so. Rolling back a failed
-    /// commit counts, and does not fail.
+    /// Makes one call fail: of this kind, or of any kind with `None`; the next one with `nth` 0.
+    ///
+    /// The call has no effect, and loses the context if the error means so. Rollback calls of a
+    /// failed commit are counted and do not fail.
     ///
     /// # Panics
-    /// If a thousand failures are planned.
+    /// If more than a thousand failures are planned.
     pub fn fail_nth(&self, call: Option<Call>, nth: u64, error: SimError) {
         self.model().planned.once(call, nth, error);
     }
 
-    /// Lets every call of this kind fail from now on, or none with `None`.
+    /// Makes every call of this kind fail from now on, or none with `None`.
     pub fn fail_always(&self, call: Call, error: Option<SimError>) {
         self.model().planned.always(call, error);
     }
 
-    /// Forgets all planned failures.
+    /// Clears all planned failures.
     pub fn forget_failures(&self) {
         self.model().planned.forget();
     }
@@ -96,39 +97,40 @@ impl SimDriver {
         self.model().options.capacity = capacity;
     }
 
-    /// Sets what others on the device hold of its memory.
+    /// Sets the device memory that other processes hold.
     pub fn set_neighbours(&self, held: ByteSize) {
         self.model().neighbours = held;
     }
 
-    /// Sets how much host memory there is, of all kinds; without limit at first.
+    /// Sets the limit of host memory, of all kinds. Initially unlimited.
     pub fn set_host_limit(&self, limit: ByteSize) {
         self.model().host_limit = limit;
     }
 
-    /// Sets how much host memory may be page-locked; without limit at first.
+    /// Sets the limit of page-locked host memory. Initially unlimited.
     pub fn set_lock_limit(&self, limit: ByteSize) {
         self.model().lock_limit = limit;
     }
 
-    /// Loses the context as by a fault of the device: every later call answers with this error, and
-    /// nothing that is queued is done.
+    /// Loses the context as after a device fault: every later call returns this error, and queued
+    /// work is never done.
     pub fn poison(&self, error: SimError) {
         self.model().lose(error.code());
     }
 
-    /// Destroys the context, as another part of the process may: every later call answers 709.
+    /// Destroys the context, as other code in the process may: every later call returns 709.
     pub fn lose_context(&self) {
         self.model().lose(DESTROYED);
     }
 
-    /// The result with which every call fails, once the context is lost.
+    /// Returns the result of every call after the context is lost; `None` before.
     #[must_use]
     pub fn lost(&self) -> Option<u32> {
         self.model().lost
     }
 
-    /// Does so many pieces of queued work, of streams drawn by chance; how many were there to do.
+    /// Runs up to `count` pieces of queued work, of randomly chosen streams; returns the number
+    /// run.
     pub fn advance(&self, count: usize) -> usize {
         let mut model = self.model();
         let mut done = 0;
@@ -139,47 +141,47 @@ impl SimDriver {
         done
     }
 
-    /// Does all queued work.
+    /// Runs all queued work.
     pub fn run_all(&self) {
         self.model().run_all();
     }
 
-    /// How many pieces of work are queued.
+    /// Returns the number of queued pieces of work.
     #[must_use]
     pub fn unfinished(&self) -> usize {
         self.model().queues.unfinished()
     }
 
-    /// The breaches of the contract so far, the first thousand of them.
+    /// Returns the breaches of the contract so far, at most the first thousand.
     #[must_use]
     pub fn faults(&self) -> Vec<Fault> {
         self.model().faults.kept().to_vec()
     }
 
-    /// How many breaches there were in all.
+    /// Returns the total number of breaches.
     #[must_use]
     pub fn faults_total(&self) -> u64 {
         self.model().faults.total
     }
 
-    /// How often memory was unmapped while unfinished work referred to it.
+    /// Returns how often memory was unmapped while unfinished work referred to it.
     #[must_use]
     pub fn unsafe_unmaps(&self) -> u64 {
         self.model().faults.unsafe_unmaps
     }
 
-    /// Asserts that the contract was kept, and no check found anything but its pattern.
+    /// Asserts that the contract was kept, and that every check found its pattern.
     ///
     /// # Panics
-    /// If not.
+    /// If the contract was broken or a check found different bytes.
     pub fn assert_no_faults(&self) {
         let model = self.model();
         let faults = model.faults.kept();
         assert!(faults.is_empty(), "{} breaches of the contract: {faults:?}", model.faults.total);
-        assert_eq!(model.differences, 0, "checks found something other than their pattern");
+        assert_eq!(model.differences, 0, "checks found bytes other than their pattern");
     }
 
-    /// What has not been given back.
+    /// Returns the objects that have not been released.
     #[must_use]
     pub fn leaks(&self) -> Leaks {
         let model = self.model();
@@ -197,30 +199,30 @@ impl SimDriver {
         }
     }
 
-    /// Bytes of segments that are there, and what the device has given for them and for what is
-    /// kept of those that were given back.
+    /// Returns the bytes of live segments, and the bytes that the device has allocated for them and
+    /// for cached memory of released segments.
     #[must_use]
     pub fn segment_bytes(&self) -> [ByteSize; 2] {
         let model = self.model();
         [ByteSize::new(model.segments.bytes()), model.memory.taken()]
     }
 
-    /// The last entries of the log, as many as the options keep.
+    /// Returns the last entries of the log, as many as the options keep.
     #[must_use]
     pub fn log(&self) -> Vec<LogEntry> {
         self.model().log()
     }
 
-    /// A number that follows from all calls and all work done so far, and their order.
+    /// Returns a hash of all calls and all work done so far, in their order.
     #[must_use]
     pub fn log_hash(&self) -> u64 {
         self.model().log_hash()
     }
 
-    /// Checks the model's own books. Cost: O(all that there is).
+    /// Checks the model's internal consistency. Cost: O(all objects).
     ///
     /// # Panics
-    /// If the model is wrong.
+    /// If the model is inconsistent.
     pub fn validate(&self) {
         self.model().validate();
     }

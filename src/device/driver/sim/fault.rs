@@ -1,7 +1,7 @@
-//! What the simulation holds against its caller, and what it can be told to fail with.
+//! The faults that the simulation records, and the failures that it can inject.
 //!
-//! A [`Fault`] is a breach of CUDA's contract, on record whether or not it did harm. Tests of a
-//! correct program assert that there is none. It records; it decides nothing.
+//! A [`Fault`] is a breach of CUDA's contract, recorded even if it did no harm. Tests of a correct
+//! program assert that there is none. This module records; it decides nothing.
 //!
 //! Invariant: a program that keeps the contract has no fault in any order.
 
@@ -11,7 +11,7 @@ use super::call::Call;
 use crate::bytes::ByteSize;
 use crate::device::driver::{DeviceAddress, HostStore, StreamHandle};
 
-/// An error that a call can be told to answer with.
+/// An error that can be injected into a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum SimError {
@@ -29,12 +29,12 @@ pub enum SimError {
     NotSupported,
     /// `CUDA_ERROR_UNKNOWN`, 999.
     Unknown,
-    /// Any other result of cuda.h; 0 is no error and is answered as 999.
+    /// Any other result of cuda.h; 0 is not an error and is returned as 999.
     Code(u32),
 }
 
 impl SimError {
-    /// The number of the result.
+    /// Returns the result code.
     #[must_use]
     pub const fn code(self) -> u32 {
         match self {
@@ -71,17 +71,17 @@ pub enum WorkKind {
     Record,
     /// A wait for an event.
     Wait,
-    /// A function of the host, in its place in the stream.
+    /// A host function, in its place in the stream.
     HostFunction,
-    /// A kernel given by name.
+    /// A named kernel.
     Kernel,
     /// A copy between real host memory and the device.
     HostCopy,
-    /// Bytes set to one value.
+    /// A memset.
     Set,
-    /// Stream-ordered memory that comes into use.
+    /// The start of a stream-ordered allocation.
     PoolAlloc,
-    /// Stream-ordered memory that goes out of use.
+    /// The end of a stream-ordered allocation.
     PoolFree,
 }
 
@@ -96,7 +96,7 @@ pub enum HandleKind {
     Store,
     /// A captured graph.
     Graph,
-    /// Host memory of `host_alloc`.
+    /// Host memory from `host_alloc`.
     HostMemory,
     /// A physical handle.
     Physical,
@@ -108,32 +108,32 @@ pub enum HandleKind {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Fault {
-    /// Work touched an address with no memory behind it. The context is lost.
+    /// Work accessed an address with no memory behind it. The context is lost.
     IllegalAddress {
-        /// The stream; `None` for a copy that the host waited for.
+        /// The stream; `None` for a synchronous copy.
         stream: Option<StreamHandle>,
-        /// What touched it.
+        /// The work.
         work: WorkKind,
-        /// Where its range begins.
+        /// The start of the accessed range.
         at: DeviceAddress,
-        /// How long that is.
+        /// The size of the range.
         size: ByteSize,
-        /// The first address of it with nothing behind it.
+        /// The first address in the range with no memory behind it.
         bare: DeviceAddress,
     },
-    /// Memory was unmapped, or a segment given back, while unfinished work referred to it: the
-    /// first such work.
+    /// Memory was unmapped, or a segment released, while unfinished work referred to it. The fields
+    /// name the first such work.
     UnmapBeforeDone {
-        /// Where the unmapped range begins.
+        /// The start of the unmapped range.
         at: DeviceAddress,
-        /// How long it is.
+        /// The size of the range.
         size: ByteSize,
         /// The stream of the work.
         stream: StreamHandle,
         /// The work.
         work: WorkKind,
     },
-    /// A store was given back while unfinished work referred to it: the first such work.
+    /// A store was freed while unfinished work referred to it. The fields name the first such work.
     StoreGoneBeforeDone {
         /// The store.
         store: HostStore,
@@ -142,7 +142,7 @@ pub enum Fault {
         /// The work.
         work: WorkKind,
     },
-    /// Work touched a store that is gone. The context is lost.
+    /// Work accessed a store that was freed. The context is lost.
     IllegalStore {
         /// The stream of the work.
         stream: Option<StreamHandle>,
@@ -151,101 +151,102 @@ pub enum Fault {
         /// The store.
         store: HostStore,
     },
-    /// A range was mapped of which some is mapped.
+    /// A range was mapped that is partly mapped already.
     DoubleMap {
-        /// Where it begins.
+        /// The start of the range.
         at: DeviceAddress,
-        /// How long it is.
+        /// The size of the range.
         size: ByteSize,
     },
-    /// A range was unmapped of which some is bare.
+    /// A range was unmapped that is partly bare.
     UnmapBare {
-        /// Where it begins.
+        /// The start of the range.
         at: DeviceAddress,
-        /// How long it is.
+        /// The size of the range.
         size: ByteSize,
         /// The first bare address.
         bare: DeviceAddress,
     },
-    /// A handle was to be unmapped in part.
+    /// An unmap covered only a part of a handle.
     UnmapPart {
-        /// Where the range begins.
+        /// The start of the range.
         at: DeviceAddress,
-        /// How long it is.
+        /// The size of the range.
         size: ByteSize,
-        /// Where the handle is mapped.
+        /// The start of the handle's mapping.
         handle_at: DeviceAddress,
-        /// How large it is.
+        /// The size of the handle.
         handle_size: ByteSize,
     },
-    /// A reservation was given back with memory behind some of it.
+    /// A reservation was released while memory was mapped in it.
     UnreserveMapped {
-        /// Where it begins.
+        /// The start of the reservation.
         at: DeviceAddress,
-        /// How long it is.
+        /// The size of the reservation.
         size: ByteSize,
     },
-    /// A range that is no reservation, or lies in none.
+    /// A range is not a reservation, or not inside one.
     NotReserved {
         /// The call.
         call: Call,
-        /// Where the range begins.
+        /// The start of the range.
         at: DeviceAddress,
-        /// How long it is.
+        /// The size of the range.
         size: ByteSize,
     },
-    /// A range of a store that lies beyond its end.
+    /// A range extends beyond the end of its store.
     OutsideStore {
         /// The call.
         call: Call,
         /// The store.
         store: HostStore,
     },
-    /// A handle that was given up, or never given.
+    /// A handle was released before, or never existed.
     StaleHandle {
         /// The call.
         call: Call,
-        /// What it was to be.
+        /// The expected kind of handle.
         kind: HandleKind,
         /// Its number.
         number: u64,
     },
-    /// A handle was to be mapped in part, or beyond its end.
+    /// A map covered only a part of a handle, or extends beyond its end.
     MapPart {
-        /// Where.
+        /// The start of the range.
         at: DeviceAddress,
-        /// How much.
+        /// The size of the range.
         size: ByteSize,
-        /// How large the handle is.
+        /// The size of the handle.
         handle_size: ByteSize,
     },
-    /// Memory was freed that is not allocated: freed before, or never given at this address.
+    /// Memory was freed that is not allocated: freed before, or never allocated at this address.
     NotAllocated {
         /// The call.
         call: Call,
-        /// What was to be freed.
+        /// The address passed to the call.
         at: DeviceAddress,
     },
-    /// Host memory was given back while unfinished work referred to it: the first such work.
+    /// Host memory was released while unfinished work referred to it. The fields name the first
+    /// such work.
     HostGoneBeforeDone {
-        /// Where it begins.
+        /// The start of the memory.
         at: DeviceAddress,
         /// The stream of the work.
         stream: StreamHandle,
         /// The work.
         work: WorkKind,
     },
-    /// A call that is forbidden while a stream captures; the captures are spoiled by it.
+    /// A call that is forbidden during a capture was made; it invalidated the captures.
     CaptureSpoiled {
         /// The call.
         call: Call,
     },
 }
 
-/// How many faults are kept in full; the rest are counted.
+/// The number of faults kept in full; the rest are only counted.
 const FAULTS_KEPT: usize = 1_000;
 
-/// How many failures can be planned at once.
+/// The most failures that can be planned at once.
 const PLANNED_MAX: usize = 1_000;
 
 /// The faults so far.
@@ -270,7 +271,7 @@ impl Faults {
     }
 }
 
-/// The failures that calls were told to have.
+/// The planned failures.
 #[derive(Debug, Default)]
 pub(super) struct Planned {
     once: VecDeque<Plan>,
@@ -280,14 +281,14 @@ pub(super) struct Planned {
 #[derive(Debug)]
 struct Plan {
     call: Option<Call>,
-    /// How many such calls still pass.
+    /// The number of calls before the failure.
     left: u64,
     error: SimError,
 }
 
 impl Planned {
     pub(super) fn once(&mut self, call: Option<Call>, left: u64, error: SimError) {
-        assert!(self.once.len() < PLANNED_MAX, "at most {PLANNED_MAX} failures are planned");
+        assert!(self.once.len() < PLANNED_MAX, "at most {PLANNED_MAX} failures can be planned");
         self.once.push_back(Plan { call, left, error });
     }
 

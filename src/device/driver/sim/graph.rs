@@ -1,14 +1,15 @@
 //! Captures of streams into graphs, and their launch.
 //!
-//! A capture holds one stream: another stream that waits for an event of it, or it for one of
-//! another, is an error here, while CUDA would let the other join. Addresses stay in the graph as
-//! they were captured.
+//! A capture holds one stream. A wait between a captured stream and another is an error here, while
+//! CUDA would add the other stream to the capture. Addresses stay in the graph as they were
+//! captured.
 //!
-//! Calls that are unsafe beside a capture are refused by the mode of the thread that makes them and
-//! the modes of the captures (`CUstreamCaptureMode`); a refused call invalidates the captures that
-//! forbid it. What conflicts with a capture in every mode is refused where the call stands.
+//! Calls that are unsafe during a capture are refused according to the mode of the calling thread
+//! and the modes of the captures (`CUstreamCaptureMode`); a refused call invalidates the captures
+//! that forbid it. Calls that conflict with a capture in every mode are refused at their own place.
 //!
-//! Invariant: a stream is in `captures` from the begin of its capture to its end, spoiled or not.
+//! Invariant: a stream is in `captures` from the begin of its capture to its end, invalidated or
+//! not.
 
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -21,17 +22,17 @@ use super::work::Work;
 use crate::bytes::ByteSize;
 use crate::device::driver::DriverError;
 
-/// Which unsafe calls a capture forbids, and which captures a thread respects
-/// (`CUstreamCaptureMode`).
+/// A capture mode (`CUstreamCaptureMode`): which unsafe calls a capture forbids, and which captures
+/// a thread respects.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CaptureMode {
     /// A capture forbids unsafe calls of all threads; a thread respects its own captures and the
-    /// global ones of others. Default.
+    /// global ones of other threads. The default.
     #[default]
     Global,
     /// A capture forbids unsafe calls of its own thread; a thread respects its own captures.
     ThreadLocal,
-    /// A capture forbids nothing, and a thread respects none.
+    /// A capture forbids nothing, and a thread respects no capture.
     Relaxed,
 }
 
@@ -41,7 +42,7 @@ thread_local! {
 }
 
 impl CaptureMode {
-    /// Sets the mode of this thread; returns the one before
+    /// Sets the mode of this thread and returns the previous one
     /// (`cuThreadExchangeStreamCaptureMode`).
     #[must_use]
     pub fn exchange(self) -> Self {
@@ -52,7 +53,7 @@ impl CaptureMode {
 /// Relaxes the mode of this thread until it is dropped: what a driver does around its calls.
 pub(super) struct Relaxed {
     before: CaptureMode,
-    /// The mode is the thread's, so that this must end there.
+    /// Not `Send`: the mode belongs to the thread.
     _here: PhantomData<*const ()>,
 }
 
@@ -68,19 +69,19 @@ impl Drop for Relaxed {
     }
 }
 
-/// What a stream has captured so far.
+/// The work captured from a stream so far.
 #[derive(Debug)]
 pub(super) struct Capture {
-    /// Whether something forbidden was done meanwhile.
+    /// `true` if the capture is invalidated.
     pub(super) spoiled: bool,
     pub(super) work: Vec<Work>,
     mode: CaptureMode,
-    /// The thread that began it.
+    /// The thread that began the capture.
     by: ThreadId,
 }
 
 impl Capture {
-    /// Whether it forbids unsafe calls of this thread.
+    /// Returns `true` if the capture forbids unsafe calls of this thread.
     fn forbids(&self) -> bool {
         match (MODE.get(), self.mode) {
             (CaptureMode::Relaxed, _) | (_, CaptureMode::Relaxed) => false,
@@ -90,7 +91,7 @@ impl Capture {
     }
 }
 
-/// The name of a captured graph.
+/// A handle to a captured graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct GraphHandle(pub(super) u64);
 
@@ -111,7 +112,7 @@ impl Model {
         Ok(())
     }
 
-    /// Fails a call that is unsafe beside a capture, where one forbids it to this thread.
+    /// Fails a call that is unsafe during a capture, if a capture forbids it to this thread.
     pub(super) fn forbid_unsafe(&mut self, call: Call, code: u32) -> Result<(), DriverError> {
         if self.captures.values().any(Capture::forbids) {
             return Err(self.spoil(call, code, |_, capture| capture.forbids()));

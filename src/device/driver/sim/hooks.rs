@@ -1,11 +1,10 @@
-//! What others do just before a call of the driver: a thread that runs at the worst moment, made
-//! certain.
+//! Hooks that run just before a driver call, to make rare interleavings certain.
 //!
-//! An act runs in the thread that makes the call, with no lock of the simulation held, and before
+//! A hook runs in the thread that makes the call, with no lock of the simulation held, and before
 //! the call is counted, charged or can fail. Only calls of the [`Driver`](crate::device::Driver)
-//! trait are looked at, which an arena makes; a test's own are not.
+//! trait, which arenas make, trigger hooks; direct calls of a test do not.
 //!
-//! Invariant: each act runs once at most.
+//! Invariant: each hook runs at most once.
 
 use std::fmt;
 
@@ -19,7 +18,7 @@ type Act = Box<dyn FnOnce() + Send>;
 /// The acts that wait for their call.
 #[derive(Default)]
 pub(super) struct Hooks {
-    /// Most tests have none, and a call then costs one load more.
+    /// Most tests have no hook; a call then costs one more load.
     count: AtomicUsize,
     waiting: Mutex<Vec<(Call, u64, Act)>>,
 }
@@ -51,9 +50,9 @@ impl Hooks {
 }
 
 impl SimDriver {
-    /// Runs `act` before the arena's next call of this kind but `nth`, in the thread that makes it.
-    /// A commit is [`Call::Create`], a decommit [`Call::Unmap`], a remap [`Call::Map`], whatever
-    /// the number of handles.
+    /// Runs `act` before the arena's next call of this kind but `nth`, in the thread that makes the
+    /// call. A commit counts as [`Call::Create`], a decommit as [`Call::Unmap`], a remap as
+    /// [`Call::Map`], each once for any number of handles.
     pub fn before(&self, call: Call, nth: u64, act: impl FnOnce() + Send + 'static) {
         let mut waiting = lock(&self.hooks.waiting);
         waiting.push((call, nth, Box::new(act)));

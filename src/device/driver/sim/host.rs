@@ -1,13 +1,13 @@
-//! Memory of the host: what pools take, and what device memory is offloaded into.
+//! Host memory: blocks for pinned pools, and stores for offloading.
 //!
-//! What pools take is real memory, had from the host driver and never locked; the limits here are
-//! the model's. Stores hold only what was written, so that an arena of many GiB may be offloaded.
+//! Blocks for pools are real memory from the host driver and are never locked; the limits here are
+//! the model's. Stores hold only the bytes written, so an arena of many GiB can be offloaded.
 //!
-//! Copies from and to it follow the manual: page-locked memory is read and written when the copy is
-//! done, and a copy with other memory is waited for.
+//! Copies from and to host memory follow the manual: page-locked memory is read and written when
+//! the copy is done, and a copy with other memory is synchronous.
 //!
-//! Invariant: locked blocks and stores together are within the lock limit that held when the last
-//! of them was made.
+//! Invariant: locked blocks and stores together are within the lock limit that applied when the
+//! last of them was created.
 #![expect(unsafe_code, reason = "copies read and write host memory by its address")]
 
 use std::ptr::{self, NonNull};
@@ -29,7 +29,7 @@ use crate::device::driver::{
 };
 
 impl Model {
-    /// Begins the allocation of host memory: fails where there is no more of it.
+    /// Begins an allocation of host memory: fails if the limit is reached.
     fn enter_host(&mut self, size: ByteSize, memory: HostMemory) -> Result<(), DriverError> {
         self.enter_host_as(Call::HostAlloc, size, memory)
     }
@@ -95,7 +95,7 @@ impl Model {
         Ok(())
     }
 
-    /// Whether host memory is a part of a page-locked block.
+    /// Returns `true` if the memory is part of a page-locked block.
     fn is_locked(&self, part: Range) -> bool {
         let blocks = self.host_blocks.iter();
         blocks
@@ -147,14 +147,14 @@ impl SimDriver {
 /// A copy with host memory at one end.
 #[derive(Debug)]
 pub(super) struct HostCopy {
-    /// There until the copy is done.
+    /// Alive until the copy is done.
     part: Weak<HostPart>,
     range: Range,
     stream: StreamHandle,
 }
 
 impl HostCopy {
-    /// Whether it is not done, and reads or writes some of a range.
+    /// Returns `true` if the copy is not done and reads or writes some of the range.
     fn is_queued_in(&self, range: Range) -> bool {
         self.part.strong_count() > 0 && self.range.overlaps(range)
     }
@@ -163,7 +163,7 @@ impl HostCopy {
 /// A part of host memory by its address, which its owner keeps until all copies are complete.
 #[derive(Debug)]
 struct HostPart {
-    /// Its provenance is exposed: it goes from thread to thread as a number.
+    /// Its provenance is exposed: it crosses threads as a number.
     at: usize,
     size: u64,
 }

@@ -1,11 +1,12 @@
-//! Work for tests: kernels that write and check memory, functions of the host, captures.
+//! Work for tests: kernels that write and check memory, host functions, captures.
 //!
-//! Each call only queues, and answers what the launch answers; what the work found is asked for by
-//! its [`Ticket`] once it is done. Ranges need not be granules, and are not looked at before the
-//! work is done: work on an address with no memory behind it loses the context then.
+//! Each call queues work and returns the result of the launch. The result of the work itself is
+//! read with its [`Ticket`] once the work is done. Ranges need not be granules, and are not
+//! validated before the work runs: work on an address with no memory behind it loses the context
+//! then.
 //!
-//! Invariant: a launch that failed queued nothing, but for [`Order::Synchronous`] where it may be
-//! the work itself that failed.
+//! Invariant: a failed launch queued nothing, except with [`Order::Synchronous`], where the work
+//! itself may have failed.
 //!
 //! [`Order::Synchronous`]: super::Order::Synchronous
 
@@ -29,7 +30,7 @@ impl SimDriver {
     /// Queues a kernel that writes a pattern over a range.
     ///
     /// # Errors
-    /// As a launch: the context is lost, a failure was planned, or the stream is gone.
+    /// As for a launch: the context is lost, a failure was planned, or the stream does not exist.
     pub fn fill(
         &self,
         stream: StreamHandle,
@@ -87,20 +88,20 @@ impl SimDriver {
         model.start(Call::Launch, stream.get(), work).map(|()| ticket)
     }
 
-    /// What a check or a sum found; in a graph, what its latest launch found. The last 2^20 are
-    /// kept.
+    /// Returns the result of a check or a sum; in a graph, of its latest launch. The last 2^20
+    /// results are kept.
     #[must_use]
     pub fn outcome(&self, ticket: Ticket) -> Outcome {
         self.model().outcome(ticket)
     }
 
-    /// How many checks found something other than their pattern.
+    /// Returns the number of checks that found bytes other than their pattern.
     #[must_use]
     pub fn differences(&self) -> u64 {
         self.model().differences
     }
 
-    /// Queues a function of the host, which leaves its tag in the log when its turn comes.
+    /// Queues a host function, which adds its tag to the log when it runs.
     ///
     /// # Errors
     /// As for [`SimDriver::fill`].
@@ -108,12 +109,12 @@ impl SimDriver {
         self.model().start(Call::LaunchHostFunction, stream.get(), Work::HostFunction(tag))
     }
 
-    /// Lets a stream record its work into a graph instead of doing it, in the global mode: until
-    /// the end of the capture no thread whose own mode is not relaxed may ask an event or wait for
-    /// one, and none may wait for the context.
+    /// Starts to capture the stream's work into a graph, in global mode. Until the capture ends, no
+    /// thread whose own mode is not relaxed may query or wait for an event, and no thread may wait
+    /// for the context.
     ///
     /// # Errors
-    /// As for [`SimDriver::fill`]; a refusal (401) where the stream captures already.
+    /// As for [`SimDriver::fill`]; a refusal (401) if the stream is already capturing.
     pub fn begin_capture(&self, stream: StreamHandle) -> Result<(), DriverError> {
         self.model().begin_capture(stream.get(), CaptureMode::Global)
     }
@@ -121,8 +122,8 @@ impl SimDriver {
     /// Ends the capture of a stream.
     ///
     /// # Errors
-    /// As for [`SimDriver::fill`]; a refusal (401) without a capture, and (901) where it was
-    /// spoiled. The capture has ended then as well.
+    /// As for [`SimDriver::fill`]; a refusal (401) without a capture, and (901) if the capture was
+    /// invalidated, which ends it as well.
     pub fn end_capture(&self, stream: StreamHandle) -> Result<GraphHandle, DriverError> {
         self.model().end_capture(stream.get())
     }
@@ -139,7 +140,7 @@ impl SimDriver {
         self.model().graph_launch(graph.0, stream.get())
     }
 
-    /// Gives a graph up; what was launched of it is done all the same.
+    /// Destroys a graph; launched work still runs.
     ///
     /// # Errors
     /// As for [`SimDriver::fill`].

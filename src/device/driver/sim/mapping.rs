@@ -3,14 +3,13 @@
 //! A commit is create, map and release for each handle, then one set-access; the release leaves the
 //! mapping as the only owner of the handle, so that an unmap frees it. A commit that fails half way
 //! is rolled back by calls that are counted and do not fail. A remap maps the same handles at their
-//! new place and gives access there before it unmaps the old one, so that until the last call
-//! nothing is lost by a failure; that the driver still knows the handles is taken for granted, be
-//! it that it keeps them or asks for them (`cuMemRetainAllocationHandle`). An unmap waits for
-//! nothing: what it pulls away from unfinished work is on record at once, and an illegal address
-//! later.
+//! new place and enables access there before it unmaps the old place, so that a failure before the
+//! last call loses nothing; it is assumed that the driver knows the handles, because it keeps them
+//! or retrieves them (`cuMemRetainAllocationHandle`). An unmap does not wait: unfinished work on
+//! the range is recorded as a fault at once, and becomes an illegal address later.
 //!
-//! Invariant: a call that failed left the ranges as they were, and the contents of what it was to
-//! take away or to write unspecified.
+//! Invariant: a failed call left the ranges unchanged; the contents that it would have released or
+//! written are unspecified.
 
 use super::call::Call;
 use super::fault::{Fault, SimError};
@@ -21,7 +20,7 @@ use super::work::{Pattern, Work};
 use crate::bytes::ByteSize;
 use crate::device::driver::{DeviceAddress, DriverError};
 
-/// What a failed copy leaves behind.
+/// The contents after a failed copy.
 const SCRIBBLE: Pattern = Pattern::new(0xBAD);
 
 impl Model {
@@ -125,7 +124,8 @@ impl Model {
         Ok(())
     }
 
-    /// What one call is given lies in one reservation: that neighbours work as one is nowhere said.
+    /// The range of one call lies in one reservation: the manual does not allow a range over
+    /// adjacent reservations.
     pub(super) fn in_one_reservation(
         &mut self,
         call: Call,
@@ -164,7 +164,8 @@ impl Model {
         Ok(())
     }
 
-    /// How many handles an unmap takes away, where it may; unfinished work there is on record.
+    /// Returns the number of handles that an unmap removes, if it is valid; unfinished work there
+    /// is recorded.
     fn check_unmap(&mut self, range: Range) -> Result<u64, DriverError> {
         let call = Call::Unmap;
         self.in_one_reservation(call, range)?;

@@ -1,15 +1,15 @@
 //! Address space of the simulated device, and the physical handles mapped in it.
 //!
-//! Reservations are placed at the lowest addresses that fit, so that an address given up is soon
-//! given again. A handle lives until its references and its mappings are gone; its bytes go with
-//! it to wherever it is mapped, at several places at once if need be. What the driver itself
-//! reserves and maps (plain and pooled memory) stands in the same tables, apart in the sums, and
-//! is out of reach of the calls of virtual memory. This file knows no stream and raises no error
-//! of a driver: it says what is in the way, and its caller says what that means.
+//! Reservations are placed at the lowest addresses that fit, so a released address is soon reused.
+//! A handle lives until its references and its mappings are gone; its bytes are visible at every
+//! address where it is mapped. Memory that the driver itself reserves and maps (plain and pooled
+//! memory) is in the same tables with separate sums, out of reach of the virtual memory calls. This
+//! file knows no stream and raises no driver error: it reports the obstacle, and its caller decides
+//! what that means.
 //!
-//! Invariant: mappings do not overlap and lie in reservations of the same owner; `committed` is
-//! the sum of the caller's handles, `reserved` that of the caller's reservations, `taken` what the
-//! driver's own blocks are charged with.
+//! Invariant: mappings do not overlap and lie in reservations of the same owner; `committed` is the
+//! sum of the caller's handles, `reserved` that of the caller's reservations, `taken` that of the
+//! driver's own blocks.
 
 use std::collections::BTreeMap;
 
@@ -39,19 +39,19 @@ impl Range {
     }
 }
 
-/// What is in the way of an unmap.
+/// The obstacle to an unmap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Obstacle {
-    /// There is nothing mapped at this address.
+    /// Nothing is mapped at this address.
     Bare(u64),
-    /// This mapping lies in the range in part only.
+    /// This mapping lies only partly in the range.
     Part(Range),
 }
 
 #[derive(Debug)]
 struct Mapping {
     size: u64,
-    /// A new mapping has none.
+    /// A new mapping has no access.
     access: bool,
     handle: u64,
 }
@@ -59,13 +59,13 @@ struct Mapping {
 /// Memory of the device, wherever it is mapped.
 #[derive(Debug)]
 struct Physical {
-    /// What it takes of the device.
+    /// The bytes charged to the device.
     charged: u64,
     bytes: Sparse,
-    /// How often its caller created or retained it, less the releases.
+    /// The caller's creations and retains, less the releases.
     references: u64,
     mappings: u64,
-    /// Whether it is the driver's own.
+    /// `true` for the driver's own memory.
     own: bool,
 }
 
@@ -108,7 +108,7 @@ impl Memory {
         ByteSize::new(self.committed)
     }
 
-    /// What the driver's own blocks take of the device.
+    /// Returns the bytes charged for the driver's own blocks.
     pub(super) const fn taken(&self) -> ByteSize {
         ByteSize::new(self.taken)
     }
@@ -128,7 +128,7 @@ impl Memory {
         self.physical.values().filter(|it| !it.own).map(|it| it.mappings).sum()
     }
 
-    /// Whether the address lies where this device's addresses do.
+    /// Returns `true` if the address is in this device's address range.
     pub(super) const fn is_inside(&self, at: u64) -> bool {
         self.space.at <= at && at < self.space.end()
     }
@@ -165,12 +165,12 @@ impl Memory {
         before.is_some_and(|(&at, it)| it.own == own && Range { at, size: it.size }.holds(range))
     }
 
-    /// Whether the range lies in one reservation.
+    /// Returns `true` if the range lies in one reservation.
     pub(super) fn is_reserved(&self, range: Range) -> bool {
         self.lies_in_one(range, false)
     }
 
-    /// Whether the range is a reservation, whole.
+    /// Returns `true` if the range is a whole reservation.
     pub(super) fn is_whole_reservation(&self, range: Range) -> bool {
         let whole = Reservation { size: range.size, own: false };
         self.reservations.get(&range.at) == Some(&whole)
@@ -184,7 +184,7 @@ impl Memory {
         }
     }
 
-    /// Whether anything in the range is mapped.
+    /// Returns `true` if anything in the range is mapped.
     pub(super) fn is_mapped_anywhere(&self, range: Range) -> bool {
         self.mappings_in(range).next().is_some()
     }
@@ -224,7 +224,7 @@ impl Memory {
         }
     }
 
-    /// Gives one reference back; false where there is none. The memory stays while it is mapped.
+    /// Releases one reference; `false` if there is none. The memory stays while it is mapped.
     pub(super) fn release(&mut self, handle: u64) -> bool {
         let held = self.physical.get_mut(handle).filter(|it| it.references > 0);
         let Some(physical) = held else { return false };
@@ -242,7 +242,7 @@ impl Memory {
         Some(handle)
     }
 
-    /// Frees a handle that nobody holds and that is mapped nowhere.
+    /// Frees a handle without references and mappings.
     fn collect(&mut self, handle: u64) {
         let unused = |it: &&Physical| it.references == 0 && it.mappings == 0;
         if self.physical.get(handle).filter(unused).is_some()
@@ -302,7 +302,7 @@ impl Memory {
         }
     }
 
-    /// How many mappings make up the range, all of them whole and without a hole.
+    /// Returns the number of mappings in the range if they are whole and without a hole.
     pub(super) fn whole_mappings(&self, range: Range) -> Result<u64, Obstacle> {
         let (mut at, mut count) = (range.at, 0);
         for mapping in self.mappings_in(range) {
@@ -326,12 +326,12 @@ impl Memory {
         }
     }
 
-    /// How large the handles behind a range of whole mappings are, in order.
+    /// Returns the sizes of the handles behind a range of whole mappings, in order.
     pub(super) fn handles_in(&self, range: Range) -> Vec<u64> {
         self.mappings_in(range).map(|mapping| mapping.size).collect()
     }
 
-    /// Moves the handles behind a range of whole mappings, with what they hold, to a bare range of
+    /// Moves the handles behind a range of whole mappings, with their contents, to a bare range of
     /// its size.
     pub(super) fn remap(&mut self, from: Range, to: Range) {
         debug_assert!(self.is_reserved(to) && !self.is_mapped_anywhere(to));
@@ -387,13 +387,13 @@ impl Memory {
         Some((offset, &mut self.physical.get_mut(mapping.handle)?.bytes))
     }
 
-    /// How much of a committed range lies in one page from `at` on.
+    /// Returns how much of a committed range, from `at` on, lies in one page.
     pub(super) fn block(&self, at: u64, left: u64) -> usize {
         let offset = self.find(at).map_or(0, |(offset, _)| offset);
         Sparse::left_in_page(offset).min(index(left))
     }
 
-    /// Reads a block; false, and nothing read, where none of its page was ever written.
+    /// Reads a block; `false` without reading if none of its page was ever written.
     pub(super) fn read(&self, at: u64, into: &mut [u8]) -> bool {
         let Some((offset, bytes)) = self.find(at) else { return false };
         bytes.read(offset, into);
@@ -407,13 +407,13 @@ impl Memory {
         }
     }
 
-    /// Whether the page of the address holds anything written.
+    /// Returns `true` if the page of the address was ever written.
     pub(super) fn is_written(&self, at: u64) -> bool {
         self.find(at).is_some_and(|(offset, bytes)| bytes.is_written(offset))
     }
 
-    /// Copies between committed ranges that do not overlap. What was never written on either side
-    /// is passed over, so that untouched memory costs nothing but the walk.
+    /// Copies between committed ranges that do not overlap. Pages never written on either side are
+    /// skipped, so untouched memory costs nothing but the walk.
     pub(super) fn copy(&mut self, from: Range, to: u64) {
         let mut buffer = [0; PAGE];
         let mut done = 0;
@@ -428,7 +428,7 @@ impl Memory {
         }
     }
 
-    /// Checks the books against the lists. Cost: O(mappings).
+    /// Checks the sums against the lists. Cost: O(mappings).
     pub(super) fn validate(&self) {
         let mut end = self.space.at;
         for (at, it) in &self.reservations {

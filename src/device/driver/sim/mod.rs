@@ -1,17 +1,17 @@
 //! The simulation: a model of the CUDA driver, for tests only.
 //!
-//! It is an adversary that keeps CUDA's contract to the letter and promises nothing beyond it.
-//! Work is queued and done late, an unmap waits for nothing, and what is unspecified is made so.
-//! A program that is right by luck on a real device is wrong here, each time: in [`Order::Lazy`]
-//! nothing is done until something waits for it, so that a forgotten wait is always seen.
+//! It is an adversary that keeps CUDA's contract to the letter and promises nothing beyond it. Work
+//! is queued and done late, an unmap does not wait, and unspecified contents are scrambled. A
+//! program that works only by luck on a real device fails here every time: with [`Order::Lazy`] no
+//! work is done until a call waits for it, so a forgotten wait always shows.
 //!
-//! It is never a product: it is not chosen by any setting, it is behind the feature `simulation`,
-//! and its memory is a model's. The host cannot reach that memory; kernels of the simulation write
-//! and check it ([`SimDriver::fill`], [`SimDriver::check`]).
+//! No setting selects it in production: it needs the feature `simulation`, and its memory is a
+//! model. The host cannot access that memory; kernels of the simulation write and check it
+//! ([`SimDriver::fill`], [`SimDriver::check`]).
 //!
-//! What it does not model: graphs of more than one stream, peers, IPC, real speed. Work takes no
-//! time of its own, copies excepted. Where the manual leaves open what happens, the stricter
-//! reading is taken. Below the driver, [`raw`] has the calls of cuda.h one by one.
+//! It does not model graphs of more than one stream, peer access, IPC, or real speed. Work takes no
+//! time, except copies. If the manual leaves a behaviour open, the stricter reading applies. Below
+//! the driver, [`raw`] has the single calls of cuda.h.
 //!
 //! ```
 //! use lowtide::ByteSize;
@@ -36,12 +36,12 @@
 //! ```
 //!
 //! Files, from the ground up: `sparse` (bytes), `slots` (numbers), `call` (calls and costs),
-//! `options`, `memory` (address space, handles), `work` (what work does), `queue` (what comes
-//! before what), `fault` (breaches, planned failures), `model` (the rules), then the calls by part:
-//! `mapping`, `streams`, `graph`, `host`, `task`, `pools`, `segments`; `kernels`, `control` and
-//! `hooks` for tests, `contract` for the arena, `raw` for a library with CUDA's names.
+//! `options`, `memory` (address space, handles), `work` (kinds of work), `queue` (dependencies),
+//! `fault` (breaches, planned failures), `model` (the rules), then the calls by part: `mapping`,
+//! `streams`, `graph`, `host`, `task`, `pools`, `segments`; `kernels`, `control` and `hooks` for
+//! tests, `contract` for the arena, `raw` for a library with CUDA's names.
 //!
-//! Invariant: the same options and the same calls, in one thread, give the same log.
+//! Invariant: the same options and the same calls, in one thread, produce the same log.
 
 mod call;
 mod contract;
@@ -82,28 +82,28 @@ use crate::sync::{Mutex, MutexGuard, lock};
 use hooks::Hooks;
 use model::Model;
 
-/// A simulated CUDA device with a driver of virtual memory. For tests only.
+/// A simulated CUDA device with a virtual memory driver. For tests only.
 ///
-/// One lock guards all of it, so calls of several threads are done one after the other; the log is
-/// then the same again only if the threads' calls come in the same order again.
+/// One lock guards the whole device, so calls of several threads run one after the other; the log
+/// is the same again only if the threads' calls come in the same order.
 ///
-/// What the [`Driver`](super::Driver) asks a key for, the type itself offers without one: no
-/// reference leads into the memory of the model, so that nobody's slice is taken away. Host memory
-/// of `host_alloc` is the exception, and keeps its key.
+/// Calls that need a key in [`Driver`](super::Driver) are available on the type itself without one:
+/// no reference points into the memory of the model, so no slice can be invalidated. Host memory of
+/// `host_alloc` is the exception, and needs the key.
 pub struct SimDriver {
     model: Mutex<Model>,
     hooks: Hooks,
     capabilities: Capabilities,
     clock: ManualClock,
-    /// What the context takes of the device.
+    /// The context's own memory.
     floor: ByteSize,
 }
 
 impl SimDriver {
-    /// A device with nothing reserved and nothing queued.
+    /// Creates a device with no reservations and no queued work.
     ///
     /// # Panics
-    /// If the options name no possible device; see the fields of [`SimOptions`].
+    /// If the options are invalid; see the fields of [`SimOptions`].
     #[must_use]
     pub fn new(options: SimOptions) -> Self {
         let capabilities = Capabilities {

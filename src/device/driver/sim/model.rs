@@ -1,10 +1,10 @@
-//! The state of the simulated device, and the rules by which it moves.
+//! The state of the simulated device, and its transition rules.
 //!
-//! Every call of CUDA passes [`Model::enter`]: it is counted, charged and logged, then other work
-//! may get on with it, then it fails if the context is lost or if it was told to. Only what is left
-//! after that has an effect. One lock guards all of it; see [`super::SimDriver`].
+//! Every CUDA call passes [`Model::enter`]: it is counted, charged and logged, then other work may
+//! proceed, then it fails if the context is lost or a failure is planned. Only a call that passes
+//! has an effect. One lock guards everything; see [`super::SimDriver`].
 //!
-//! Invariant: the same options and the same sequence of calls give the same log. Once `lost` is
+//! Invariant: the same options and the same sequence of calls produce the same log. Once `lost` is
 //! set it stays, no work is queued, and no call has an effect.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -26,10 +26,10 @@ use super::work::{Illegal, Outcome, Position, Ticket, Work};
 use crate::bytes::ByteSize;
 use crate::device::driver::{DeviceAddress, DriverError, HostMemory, HostStore, StreamHandle};
 
-/// How many outcomes are kept; the oldest go first.
+/// The number of outcomes kept; the oldest are dropped first.
 const OUTCOMES_KEPT: usize = 1 << 20;
 
-/// How many pieces of work are queued; a launch beyond them has one done first.
+/// The most pieces of queued work; a launch beyond the limit runs one first.
 const QUEUED_MAX: usize = 1 << 20;
 
 /// Most pieces of work that are done before one call in random order.
@@ -42,16 +42,16 @@ pub enum LogEntry {
     Called(Call),
     /// Work of a stream was done.
     Done(StreamHandle, WorkKind),
-    /// A function of the host ran: its tag.
+    /// A host function ran, with its tag.
     Ran(StreamHandle, u64),
 }
 
-/// What an event marks.
+/// The mark of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Marked {
     Nothing,
     Position(Position),
-    /// A place in the capture of a stream, which is no place in time.
+    /// A place in the capture of a stream, which is not a point in time.
     Captured(u64),
 }
 
@@ -84,13 +84,13 @@ pub(super) struct Model {
     pub(super) host_ranges: HostRanges,
     /// Plain and stream-ordered memory.
     pub(super) pools: Pools,
-    /// What of it is the driver's segments.
+    /// The part of it that the driver's segments use.
     pub(super) segments: Segments,
     /// The legacy default stream; 0 before its first use.
     pub(super) legacy: u64,
     /// Streams that are ordered with the legacy default stream.
     pub(super) blocking: BTreeSet<u64>,
-    /// Streams that nobody created, and nobody destroys.
+    /// Streams that exist without being created.
     pub(super) implicit: BTreeSet<u64>,
     outcomes: VecDeque<Outcome>,
     /// The ticket of the first outcome kept.
@@ -139,9 +139,9 @@ impl Model {
         }
     }
 
-    /// Begins a call: counts, charges and logs it, lets other work get on, and fails it where the
-    /// context is lost, a failure is planned, or a capture forbids it. `requested` is what it asks
-    /// for, if anything.
+    /// Begins a call: counts, charges and logs it, lets other work proceed, and fails it if the
+    /// context is lost, a failure is planned, or a capture forbids it. `requested` is the requested
+    /// size, if any.
     pub(super) fn enter(&mut self, call: Call, requested: ByteSize) -> Result<(), DriverError> {
         self.count(call);
         if let Order::Random { .. } = self.options.order {
@@ -178,7 +178,7 @@ impl Model {
         }
     }
 
-    /// The error of a call that fails; the context is lost where the error says so.
+    /// Returns the error of a failed call; the context is lost if the error means so.
     pub(super) fn fail(&mut self, call: Call, error: SimError, requested: ByteSize) -> DriverError {
         let error_is = DriverError::of_cuda(call.name(), error.code(), requested);
         if error_is.is_context_lost() {
@@ -193,7 +193,7 @@ impl Model {
         self.fail(call, SimError::Code(code), ByteSize::ZERO)
     }
 
-    /// Ends the context: what is queued is never done.
+    /// Ends the context: queued work is never done.
     pub(super) fn lose(&mut self, code: u32) {
         self.lost.get_or_insert(code);
         self.queues.clear();
@@ -223,7 +223,7 @@ impl Model {
             capture.work.push(work);
             return Ok(());
         }
-        // A real launch blocks where the device's queue is full; which work then gets on is open.
+        // A real launch blocks if the device's queue is full; which work then proceeds is open.
         if self.queues.unfinished() >= QUEUED_MAX {
             self.take_turn();
             self.lost_in(call)?;
@@ -329,7 +329,7 @@ impl Model {
         self.charge(call, 0, ByteSize::new(bytes));
     }
 
-    /// Work that touched what is not there: on record, and the context is lost.
+    /// Records work that accessed a bare address, and loses the context.
     pub(super) fn illegal(&mut self, stream: Option<StreamHandle>, work: &Work, what: Illegal) {
         let work = work.kind();
         self.faults.add(match what {
@@ -374,7 +374,7 @@ impl Model {
     }
 
     fn note(&mut self, entry: LogEntry, number: u64) {
-        // The multiplier of Knuth's MMIX generator; enough to tell sequences apart.
+        // The multiplier of Knuth's MMIX generator; enough to distinguish sequences.
         let mixed = (self.log_hash ^ number).wrapping_mul(6_364_136_223_846_793_005);
         self.log_hash = mixed.rotate_left(29);
         if self.options.log_entries > 0 {
@@ -393,7 +393,7 @@ impl Model {
         self.log_hash
     }
 
-    /// What the device could still give to anybody.
+    /// Returns the free memory of the device.
     pub(super) const fn headroom(&self) -> ByteSize {
         let taken = self.options.context_overhead.saturating_add(self.neighbours);
         let taken = taken.saturating_add(self.memory.taken());
@@ -422,7 +422,7 @@ impl Model {
         if self.options.page_locked { HostMemory::PageLocked } else { HostMemory::Pageable }
     }
 
-    /// Checks all books. Cost: O(all that there is).
+    /// Checks the whole state. Cost: O(all objects).
     pub(super) fn validate(&self) {
         self.memory.validate();
         self.queues.validate();

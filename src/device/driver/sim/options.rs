@@ -1,46 +1,46 @@
-//! What is simulated: the size of the device, what it offers, and the order of its work.
+//! The options of the simulation: the size of the device, its features, and the order of its work.
 //!
-//! Values only. What changes while the device runs (neighbours, limits, faults) is told to the
-//! driver itself.
+//! Plain values. State that changes while the device runs (neighbours, limits, faults) is set on
+//! the driver itself.
 //!
-//! Invariant: options that are accepted make `granularity <= handle <= address space`.
+//! Invariant: options that are accepted satisfy `granularity <= handle <= address space`.
 
 use super::call::DriverCosts;
 use crate::bytes::ByteSize;
 use crate::clock::ManualClock;
 
-/// Where the address space begins: not at 0, so that no address is taken for "none".
+/// The start of the address space: not 0, so that no address is mistaken for "none".
 const SPACE_BASE: u64 = 64 << 30;
 
-/// In which order, and when, queued work is done.
+/// The order and time at which queued work is done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Order {
-    /// Nothing is done until something waits for it, and then only what that wait depends on, or
-    /// until 2^20 pieces of work are queued: the worst order for a program that forgot a
-    /// dependency. Asking whether an event is done is no wait, so a program that only asks needs
+    /// Work is done only when a call waits for it, and then only the work that the wait depends on,
+    /// or when 2^20 pieces are queued: the worst order for a program that forgot a dependency.
+    /// Querying an event is not a wait, so a program that only queries needs
     /// [`SimDriver::advance`](super::SimDriver::advance).
     Lazy,
-    /// Before every call a random number of pieces of work of random streams is done. The same
-    /// seed and the same calls give the same order.
+    /// Before every call a random number of pieces of work of random streams is done. The same seed
+    /// and the same calls produce the same order.
     Random {
-        /// Where the chance begins.
+        /// The seed of the generator.
         seed: u64,
     },
-    /// Work is done before the call that queues it returns. Nearly blind to faults of order.
+    /// Work is done before the call that queues it returns. This finds almost no ordering faults.
     Synchronous,
 }
 
-/// How large a physical handle is.
+/// The size of physical handles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Handles {
     /// Each handle has this size, which is then the granularity that the driver reports.
     Fixed(ByteSize),
-    /// One handle for each commit, whatever its size: a handle cannot be unmapped in part, so a
-    /// decommit of a part of a commit is a fault.
+    /// One handle for each commit, of any size. A handle cannot be unmapped in part, so a decommit
+    /// of a part of a commit is a fault.
     PerCommit,
 }
 
-/// A device to simulate.
+/// Options of a simulated device.
 #[derive(Clone, Debug)]
 #[expect(clippy::struct_excessive_bools, reason = "independent facts, each with its name")]
 pub struct SimOptions {
@@ -51,33 +51,34 @@ pub struct SimOptions {
     /// The size of physical handles; a power of two and a multiple of the granularity. Default:
     /// fixed, of 2 MiB.
     pub handles: Handles,
-    /// Where the address space begins: a multiple of 64 GiB below 2^60. Default: 64 GiB. Devices
-    /// of one process are apart in it.
+    /// The start of the address space: a multiple of 64 GiB below 2^60. Default: 64 GiB. Devices of
+    /// one process must not overlap.
     pub address_base: u64,
-    /// How much address space there is; at least a handle. Default: 128 TiB; some devices have
-    /// less than 32 GiB.
+    /// The size of the address space; at least one handle. Default: 128 TiB; some devices have less
+    /// than 32 GiB.
     pub address_space: ByteSize,
     /// The memory of the device. Default: 80 GiB.
     pub capacity: ByteSize,
-    /// Whether its memory is the host's, as that of an integrated GPU. Default: false.
+    /// `true` if its memory is the host's, as in an integrated GPU. Default: false.
     pub unified: bool,
-    /// What the context itself takes of it for as long as it lives. Default: 512 MiB, a guess:
-    /// 300 to 600 MiB are reported.
+    /// The memory that the context itself uses. Default: 512 MiB, a guess: 300 to 600 MiB are
+    /// reported.
     pub context_overhead: ByteSize,
-    /// Whether there are virtual memory calls; some shares of a device have none. Default: true.
+    /// `true` if the device supports virtual memory calls; some MIG instances do not. Default:
+    /// true.
     pub virtual_memory: bool,
-    /// Whether the segments of a device without virtual memory are of a pool, which keeps what is
-    /// given back until it is trimmed. Default: false, they are plain memory.
+    /// `true` if the segments of a device without virtual memory come from a pool, which caches
+    /// released memory until it is trimmed. Default: false, plain memory.
     pub pool: bool,
-    /// Whether memory can go from one address to another without being given back. Default: true.
+    /// `true` if memory can be remapped to another address without being released. Default: true.
     pub remap: bool,
-    /// Whether host memory can be page-locked. Default: true.
+    /// `true` if host memory can be page-locked. Default: true.
     pub page_locked: bool,
-    /// What the calls cost in virtual time. Default: guesses, see [`DriverCosts`].
+    /// The costs of calls in virtual time. Default: guesses, see [`DriverCosts`].
     pub costs: DriverCosts,
     /// The clock that the calls advance.
     pub clock: ManualClock,
-    /// How many of the last entries of the log are kept. Default: 0, the log is only hashed.
+    /// The number of log entries kept. Default: 0, the log is only hashed.
     pub log_entries: usize,
 }
 
@@ -113,19 +114,29 @@ impl SimOptions {
     }
 
     /// # Panics
-    /// Where no such device can be.
+    /// If the options are inconsistent.
     pub(super) fn validate(&self) {
         let least = ByteSize::kib(4);
         let units = [self.granularity, self.unit()];
         let powers = units.iter().all(|unit| unit.get().is_power_of_two() && *unit >= least);
-        assert!(powers, "{units:?}: granularity and handle are powers of two of at least {least}");
-        assert!(self.unit() >= self.granularity, "{units:?}: a handle is at least a granule");
+        assert!(
+            powers,
+            "invalid sizes {units:?}: granularity and handle must be powers \
+             of two of at least {least}"
+        );
+        assert!(
+            self.unit() >= self.granularity,
+            "invalid sizes {units:?}: a handle must be at least a granule"
+        );
         let space = self.address_space;
-        assert!(space >= self.unit(), "{space} of addresses, less than a handle");
-        assert!(space.get() <= 1 << 60, "{space} of addresses: at most 2^60 B");
+        assert!(
+            space >= self.unit(),
+            "invalid address space of {space}: expected at least one handle"
+        );
+        assert!(space.get() <= 1 << 60, "invalid address space of {space}: at most 2^60 B");
         let base = self.address_base;
         let whole = base.is_multiple_of(SPACE_BASE) && (SPACE_BASE..1 << 60).contains(&base);
-        assert!(whole, "{base:#x}: addresses begin at a multiple of 64 GiB below 2^60");
+        assert!(whole, "invalid address base {base:#x}: expected a multiple of 64 GiB below 2^60");
     }
 }
 

@@ -1,10 +1,10 @@
-//! Plain and stream-ordered memory: blocks, the pools that keep them, and what a trim may take.
+//! Plain and stream-ordered memory: blocks, the pools that cache them, and the rules of a trim.
 //!
-//! A block of a pool comes into use in the order of its stream and goes out of use so; between
-//! its free and the next use it is closed to all work. A block is given again to the stream that
-//! freed it at once, to others when the free is done. A pool gives memory back only of frees whose
-//! completion the host has observed on the stream of the free itself, at a synchronising call
-//! (what is above the threshold) or at a trim: the strictest reading of the manual.
+//! A block of a pool is allocated and freed in stream order; between its free and the next
+//! allocation it is closed to all work. The stream that freed a block can reuse it at once, other
+//! streams when the free is done. A pool releases only memory whose free the host has observed to
+//! complete, on the stream of the free itself, at a synchronising call (memory above the threshold)
+//! or at a trim: the strictest reading of the manual.
 //!
 //! Invariant: for each pool `used <= reserved <= max`; `reserved` is the sum of its blocks, `used`
 //! that of the blocks in use. Plain blocks have no pool and are in use until they are freed.
@@ -20,16 +20,16 @@ use super::work::{Position, Work};
 use crate::bytes::ByteSize;
 use crate::device::driver::{DeviceAddress, DriverError};
 
-/// What sizes in use are rounded up to.
+/// The unit that sizes in use are rounded up to.
 const USED_STEP: u64 = 512;
 
-/// What memory for blocks is taken in. A guess: a real driver takes more at once and divides it.
+/// The unit of block allocation. A guess: a real driver allocates more at once and divides it.
 const BLOCK_STEP: u64 = 64 << 10;
 
 /// The pool of plain blocks: none.
 const PLAIN: u64 = 0;
 
-/// What is known of a block.
+/// The state of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
     Live,
@@ -44,9 +44,9 @@ enum State {
 #[derive(Debug)]
 struct Block {
     pool: u64,
-    /// What was asked for, rounded up.
+    /// The requested size, rounded up.
     used: u64,
-    /// What it takes of the device.
+    /// The bytes charged to the device.
     charged: u64,
     state: State,
 }
@@ -60,7 +60,7 @@ pub(super) struct Pool {
     pub(super) used_high: u64,
     pub(super) reserved: u64,
     pub(super) reserved_high: u64,
-    /// Destroyed, and there until its blocks are gone.
+    /// Destroyed, but alive until its blocks are freed.
     gone: bool,
 }
 
@@ -69,10 +69,10 @@ pub(super) struct Pool {
 pub(super) struct Pools {
     table: Slots<Pool>,
     blocks: BTreeMap<u64, Block>,
-    /// The pool that was there first; 0 before it is asked for.
+    /// The device's initial pool; 0 before it is first needed.
     default: u64,
     current: u64,
-    /// How many frees there were.
+    /// The number of frees.
     frees: u64,
 }
 
@@ -85,7 +85,7 @@ impl Pools {
         self.table.get_mut(pool).filter(|pool| !pool.gone)
     }
 
-    /// How many blocks are in use: plain ones and those of pools.
+    /// Returns the number of blocks in use: plain ones and those of pools.
     pub(super) fn live(&self) -> [u64; 2] {
         let live = self.blocks.values().filter(|it| it.state == State::Live);
         live.fold([0, 0], |[plain, pooled], block| {
@@ -94,14 +94,14 @@ impl Pools {
         })
     }
 
-    /// The block in use that holds the address: where it begins and how much of it is in use.
+    /// Returns the start and the used size of the block in use that contains the address.
     pub(super) fn live_at(&self, at: u64) -> Option<(u64, u64)> {
         let (start, block) = self.blocks.range(..=at).next_back()?;
         let holds = block.state == State::Live && at - start < block.used.max(1);
         holds.then_some((*start, block.used))
     }
 
-    /// Checks the books. Cost: O(blocks x pools).
+    /// Checks the counters. Cost: O(blocks x pools).
     pub(super) fn validate(&self, memory: &Memory) {
         let charged = self.blocks.values().map(|it| it.charged).sum::<u64>();
         assert_eq!(ByteSize::new(charged), memory.taken());
@@ -177,13 +177,13 @@ impl Model {
         }
     }
 
-    /// How many pools were created and not destroyed. Cost: O(pools).
+    /// Returns the number of pools created and not destroyed. Cost: O(pools).
     pub(super) fn pools_made(&self) -> u64 {
         let all = self.pools.table.values().filter(|it| !it.gone).count() as u64;
         all - u64::from(self.pools.default != 0)
     }
 
-    /// Gives memory back that is free for all the host knows, until no more than `keep` is left.
+    /// Releases memory that the host knows to be free, until at most `keep` bytes are left.
     pub(super) fn trim(&mut self, pool: u64, keep: u64) {
         let known = self.pools.blocks.iter().filter(|(_, it)| {
             it.pool == pool && matches!(it.state, State::Free { observed: true, .. })
@@ -197,7 +197,7 @@ impl Model {
         }
     }
 
-    /// What pools do at a synchronising call: what is above their threshold goes back.
+    /// Releases memory above the threshold of each pool, at a synchronising call.
     pub(super) fn pools_settle(&mut self) {
         let pooled = self.pools.blocks.values().filter(|it| it.pool != PLAIN);
         let pools: std::collections::BTreeSet<u64> = pooled.map(|it| it.pool).collect();
@@ -215,7 +215,7 @@ impl Model {
         }
     }
 
-    /// Finds memory for a block; it is not in the books yet.
+    /// Finds memory for a block; it is not counted yet.
     fn place(&mut self, size: u64, charged: u64) -> Option<u64> {
         let room = self.headroom().get() >= charged;
         let unit = self.options.unit().get();
@@ -344,7 +344,7 @@ impl Model {
         Ok(())
     }
 
-    /// Begins the free of a block in use, and numbers it; an error where it is not in use.
+    /// Begins and numbers the free of a block in use; an error if it is not in use.
     fn unused(&mut self, call: Call, at: u64, stream: u64) -> Result<u64, DriverError> {
         let Some(block) = self.pools.blocks.get_mut(&at).filter(|it| it.state == State::Live)
         else {
@@ -359,7 +359,7 @@ impl Model {
         Ok(self.pools.frees)
     }
 
-    /// A block comes into use on its stream, with contents that are nobody's.
+    /// Opens a block for use on its stream, with scrambled contents.
     pub(super) fn open_block(&mut self, at: u64, size: u64) {
         self.memory.open(at, size);
         self.memory.wipe(Range { at, size });
@@ -369,7 +369,7 @@ impl Model {
     pub(super) fn close_block(&mut self, at: u64, free: u64, done: Position) {
         self.memory.open(at, 0);
         let Some(block) = self.pools.blocks.get_mut(&at) else { return };
-        // Where it was given again meanwhile to the same stream, that use goes on.
+        // If the same stream has reused the block meanwhile, that use continues.
         if !matches!(block.state, State::Freeing(of, _) if of == free) {
             return;
         }

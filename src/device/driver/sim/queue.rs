@@ -1,11 +1,11 @@
-//! Streams as queues of work, and what must be done before what.
+//! Streams as queues of work, and the dependencies between them.
 //!
-//! Pure order: it does no work and knows no memory. A wait names a position in a stream that
-//! existed when the wait was queued, so that what a piece of work depends on is always older, and
-//! there is no circle.
+//! Pure order: it runs no work and knows no memory. A wait names a position in a stream that
+//! existed when the wait was queued, so dependencies are always older than the work itself, and
+//! there is no cycle.
 //!
 //! Invariant: `unfinished` is the sum of the queues' lengths; `busy` holds exactly the streams with
-//! work; a stream that was given up is there only while it has work.
+//! work; a destroyed stream is kept only while it has work.
 
 use std::collections::VecDeque;
 
@@ -35,7 +35,7 @@ struct Stream {
     work: VecDeque<Work>,
     done: u64,
     given_up: bool,
-    /// Where it stands in `busy`, while it has work.
+    /// Its index in `busy`, while it has work.
     busy_at: usize,
 }
 
@@ -53,7 +53,7 @@ impl Queues {
         self.streams.insert(Stream::default())
     }
 
-    /// Whether the stream may be given work.
+    /// Returns `true` if the stream accepts work.
     pub(super) fn is_live(&self, stream: u64) -> bool {
         self.streams.get(stream).is_some_and(|stream| !stream.given_up)
     }
@@ -86,7 +86,7 @@ impl Queues {
         Position { stream, count }
     }
 
-    /// Where the work done so far ends.
+    /// Returns the position up to which work is done.
     pub(super) fn done(&self, stream: u64) -> Position {
         // Of a stream that went with its last work the end is not known any more, and is last.
         let count = self.streams.get(stream).map_or(u64::MAX, |it| it.done);
@@ -98,7 +98,7 @@ impl Queues {
         self.streams.get(position.stream).is_none_or(|stream| stream.done >= position.count)
     }
 
-    /// A stream whose next work can be done now, and on which the position depends; `None` where
+    /// Returns a stream whose next work can run now and on which the position depends; `None` if
     /// the position is done. Cost: O(streams in the chain of waits).
     pub(super) fn next_towards(&self, position: Position) -> Option<u64> {
         let mut at = position;
@@ -119,7 +119,7 @@ impl Queues {
         self.next_towards(Position { stream, count: done + 1 })
     }
 
-    /// How many streams have work.
+    /// Returns the number of streams with work.
     pub(super) fn busy(&self) -> usize {
         self.busy.len()
     }
@@ -151,7 +151,7 @@ impl Queues {
         }
     }
 
-    /// How many pieces of work are not done.
+    /// Returns the number of unfinished pieces of work.
     pub(super) fn unfinished(&self) -> usize {
         self.unfinished
     }
@@ -164,12 +164,12 @@ impl Queues {
         })
     }
 
-    /// How many streams are live, those given up not counted. Cost: O(streams).
+    /// Returns the number of live streams, without destroyed ones. Cost: O(streams).
     pub(super) fn live(&self) -> usize {
         self.streams.len() - self.given_up
     }
 
-    /// Checks the books. Cost: O(streams).
+    /// Checks the counters. Cost: O(streams).
     pub(super) fn validate(&self) {
         assert_eq!(self.streams.values().map(|it| it.work.len()).sum::<usize>(), self.unfinished);
         let given_up = self.streams.values().filter(|it| it.given_up);
@@ -207,7 +207,7 @@ mod tests {
         let [a, b, c] = [(); 3].map(|()| queues.create());
         queues.push(a, MARK);
         let in_a = queues.end(a);
-        queues.push(a, MARK); // nobody waits for this one
+        queues.push(a, MARK); // no wait for this one
         queues.push(b, Work::Wait(in_a));
         let in_b = queues.end(b);
         queues.push(c, MARK);

@@ -1,9 +1,10 @@
-//! Memory in segments: what the driver offers in place of virtual memory.
+//! Memory in segments, for devices without virtual memory.
 //!
-//! Of plain memory, or of a pool of its own with one stream of its own, which keeps what is given
-//! back until it is trimmed. A segment is waited for before it is handed out, and has contents that
-//! are nobody's. Giving one back while unfinished work refers to it is on record, though the call
-//! of plain memory waits for all work: that it does is no proof that the arena did.
+//! Segments come from plain memory, or from a private pool with one stream, which caches released
+//! memory until it is trimmed. A segment is returned only after its allocation completed, and has
+//! scrambled contents. Releasing one while unfinished work refers to it is recorded as a fault,
+//! even though the call for plain memory waits for all work: that wait does not prove that the
+//! arena waited.
 //!
 //! Invariant: every segment in the table is a block in use of that source, and of no other caller.
 
@@ -21,12 +22,12 @@ use crate::device::driver::{DeviceAddress, DriverError};
 pub(super) struct Segments {
     /// Sizes by address.
     table: BTreeMap<u64, u64>,
-    /// The pool and its stream, once there was a first segment.
+    /// The pool and its stream, once the first segment was created.
     source: Option<(u64, u64)>,
 }
 
 impl Segments {
-    /// How many there are.
+    /// Returns the number of segments.
     pub(super) fn len(&self) -> usize {
         self.table.len()
     }
@@ -83,7 +84,7 @@ impl Model {
         Ok(())
     }
 
-    /// Gives back to the device what the pool keeps.
+    /// Releases the memory that the pool caches to the device.
     pub(super) fn trim_segments(&mut self) -> Result<(), DriverError> {
         let Some((pool, stream)) = self.segments.source else { return Ok(()) };
         self.enter(Call::PoolTrim, ByteSize::ZERO)?;
@@ -101,7 +102,7 @@ impl Model {
         Ok(call)
     }
 
-    /// The pool of the segments and its stream, which give nothing back by themselves.
+    /// The pool of the segments and its stream, which release nothing by themselves.
     fn segment_pool(&mut self) -> (u64, u64) {
         if let Some(source) = self.segments.source {
             return source;

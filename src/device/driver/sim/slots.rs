@@ -1,9 +1,9 @@
-//! A table of things under numbers that are not given twice.
+//! A table of values under numbers that are never reused.
 //!
-//! A number holds a place and the generation of the place, so that a number of something gone is
-//! told from that of what stands in its place now. Nothing is searched, and nothing is in order.
+//! A number contains a place and the generation of the place, so the number of a removed value
+//! differs from that of the value now in its place. There is no search and no order.
 //!
-//! Invariant: `get(number)` is `Some` iff `number` was given by `insert` and not yet removed.
+//! Invariant: `get(number)` is `Some` iff `insert` returned `number` and it is not yet removed.
 
 /// Things under numbers; a number is never 0.
 #[derive(Debug)]

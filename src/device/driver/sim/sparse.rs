@@ -1,13 +1,13 @@
-//! Bytes of which only those are kept that were written.
+//! Sparse bytes: only pages that were written are stored.
 //!
-//! It knows no address and no driver. What was never written reads as [`UNWRITTEN`]: fresh device
-//! memory has contents, and they are nobody's zeros.
+//! It knows no address and no driver. Bytes that were never written read as [`UNWRITTEN`]: fresh
+//! device memory has unspecified contents, not zeros.
 //!
 //! Invariant: `kept pages <= pages written to`; `pages.len()` is 0 until the first write.
 
 use crate::bytes::ByteSize;
 
-/// What a byte that was never written reads as.
+/// The value of a byte that was never written.
 pub(super) const UNWRITTEN: u8 = 0xA5;
 
 /// Bytes in a page, which is kept or not as a whole.
@@ -30,17 +30,17 @@ impl Sparse {
         self.size
     }
 
-    /// Forgets what was written.
+    /// Discards all written pages.
     pub(super) fn wipe(&mut self) {
         self.pages.clear();
     }
 
-    /// How far it is from `offset` to the end of its page.
+    /// Returns the distance from `offset` to the end of its page.
     pub(super) const fn left_in_page(offset: usize) -> usize {
         PAGE - offset % PAGE
     }
 
-    /// Whether the page of `offset` holds anything written.
+    /// Returns `true` if the page of `offset` was written.
     pub(super) fn is_written(&self, offset: usize) -> bool {
         self.pages.get(offset / PAGE).is_some_and(Option::is_some)
     }
@@ -65,7 +65,7 @@ impl Sparse {
     }
 }
 
-/// A size or an offset inside what is kept in this process's memory.
+/// Converts a size or an offset within stored memory to an index.
 pub(super) fn index(bytes: u64) -> usize {
     usize::try_from(bytes).unwrap_or(usize::MAX)
 }

@@ -1,11 +1,10 @@
-//! Streams, events, and what is queued on them.
+//! Streams, events, and the work queued on them.
 //!
 //! An event marks a position in a stream. A wait takes the position that the event marks when the
-//! wait is queued, so that a later record or the event's end changes nothing for it. To ask an
-//! event or a stream, and to wait for one, is unsafe beside a capture, which the modes decide
-//! ([`CaptureMode`](super::CaptureMode)). A wait for the whole context spoils every capture in it,
-//! whatever the modes; so does, of its own capture, a question about a stream that captures or an
-//! event that was captured.
+//! wait is queued, so a later record or the event's destruction does not change it. Querying or
+//! waiting for an event or a stream is unsafe during a capture, as the modes decide
+//! ([`CaptureMode`](super::CaptureMode)). A wait for the whole context invalidates every capture in
+//! it, in any mode; a query of a capturing stream or a captured event invalidates that capture.
 //!
 //! Invariant: an event is done iff the position that it marks is.
 
@@ -127,7 +126,7 @@ impl Model {
         marked.map_or(Ok(()), |position| self.wait_for(Call::EventSynchronize, position))
     }
 
-    /// What the host may ask an event, or wait for.
+    /// Checks that the host may query or wait for the event.
     fn ask(&mut self, call: Call, event: u64) -> Result<Option<Position>, DriverError> {
         self.enter(call, ByteSize::ZERO)?;
         match self.marked(call, event)? {

@@ -1,12 +1,12 @@
-//! Work that is more than a value: kernels by name, copies with real host memory, host functions.
+//! Tasks: named kernels, copies with real host memory, host functions.
 //!
-//! A task is a closure over the device's memory and the host memory that the device reaches. What
-//! is unsafe about host memory is the business of whoever hands it in as [`HostBytes`]: here it is
-//! asked to read and to write, and no pointer is followed. A task names what it touches, so that
-//! memory taken away under it is on record before it runs; it may touch no more than that.
+//! A task is a closure over the device's memory and the host memory that the device can access. The
+//! implementation of [`HostBytes`] is responsible for its own unsafety: this module calls its read
+//! and write, and follows no pointer. A task declares the ranges that it touches, so that memory
+//! released under it is recorded as a fault before it runs; it may touch only those ranges.
 //!
-//! Invariant: a task is kept as long as it is queued or captured, and no longer; one that touched
-//! what is not there changed nothing.
+//! Invariant: a task is kept exactly as long as it is queued or captured; a task with an illegal
+//! access changed nothing.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -21,9 +21,9 @@ use super::work::{Illegal, Work};
 use crate::bytes::ByteSize;
 use crate::device::driver::{DriverError, StreamHandle};
 
-/// Memory of the host that the device reads and writes when its work is done.
+/// Host memory that the device reads and writes when its work runs.
 pub trait HostBytes: Send + Sync {
-    /// How many there are.
+    /// Returns the number of bytes.
     fn size(&self) -> u64;
 
     /// Reads from `offset` on; `offset + into.len()` is at most the size.
@@ -33,14 +33,14 @@ pub trait HostBytes: Send + Sync {
     fn write(&self, offset: u64, from: &[u8]);
 }
 
-/// How the host has memory that the device reaches.
+/// The kind of host memory that the device can access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HostKind {
     /// Allocated page-locked.
     Locked,
-    /// Allocated by its user, page-locked later.
+    /// Allocated by its user and page-locked later.
     Registered,
-    /// Managed: of both.
+    /// Managed memory, shared by host and device.
     Managed,
 }
 
@@ -62,13 +62,13 @@ impl HostRanges {
         self.0.get(&at).map(|(kind, bytes)| (*kind, bytes.size()))
     }
 
-    /// The range that holds this one whole, where it begins, and its kind.
+    /// Returns the registered range that contains this one: its start, its kind and its bytes.
     pub(super) fn find(&self, part: Range) -> Option<(u64, HostKind, &Arc<dyn HostBytes>)> {
         let (&at, (kind, bytes)) = self.0.range(..=part.at).next_back()?;
         Range { at, size: bytes.size() }.holds(part).then_some((at, *kind, bytes))
     }
 
-    /// Whether any of the range is here already.
+    /// Returns `true` if any of the range is registered.
     pub(super) fn touches(&self, range: Range) -> bool {
         let before = self.0.range(..range.end()).next_back();
         before.is_some_and(|(&at, (_, bytes))| Range { at, size: bytes.size() }.overlaps(range))
@@ -93,18 +93,18 @@ impl fmt::Debug for HostRanges {
     }
 }
 
-/// Work touched an address with nothing behind it.
+/// Work accessed an address with no memory behind it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Unreachable {
-    /// Where its range begins.
+    /// The start of the accessed range.
     pub at: u64,
-    /// How long that is, in bytes.
+    /// The size of the range, in bytes.
     pub size: u64,
-    /// The first address of it with nothing behind it.
+    /// The first address with no memory behind it.
     pub bare: u64,
 }
 
-/// The memory that a kernel reaches.
+/// The memory that a kernel can access.
 #[derive(Debug)]
 pub struct DeviceBytes<'a> {
     memory: &'a mut Memory,
@@ -112,10 +112,10 @@ pub struct DeviceBytes<'a> {
 }
 
 impl DeviceBytes<'_> {
-    /// Whether there is memory behind all of a range.
+    /// Checks that there is memory behind the whole range.
     ///
     /// # Errors
-    /// Where there is not.
+    /// [`Unreachable`] if there is not.
     pub fn check(&self, at: u64, size: u64) -> Result<(), Unreachable> {
         if size == 0 || self.hosts.find(Range { at, size }).is_some() {
             return Ok(());
@@ -127,7 +127,7 @@ impl DeviceBytes<'_> {
     /// Reads bytes.
     ///
     /// # Errors
-    /// Where there is no memory behind all of the range; nothing is read then.
+    /// [`Unreachable`] if there is no memory behind all of the range; nothing is read then.
     pub fn read(&self, at: u64, into: &mut [u8]) -> Result<(), Unreachable> {
         let size = into.len() as u64;
         if let Some((base, _, bytes)) = self.hosts.find(Range { at, size }) {
@@ -147,7 +147,7 @@ impl DeviceBytes<'_> {
     /// Writes bytes.
     ///
     /// # Errors
-    /// Where there is no memory behind all of the range; nothing is written then.
+    /// [`Unreachable`] if there is no memory behind all of the range; nothing is written then.
     pub fn write(&mut self, at: u64, from: &[u8]) -> Result<(), Unreachable> {
         let size = from.len() as u64;
         if let Some((base, _, bytes)) = self.hosts.find(Range { at, size }) {
@@ -166,14 +166,14 @@ impl DeviceBytes<'_> {
     }
 }
 
-/// What a task does.
+/// The function of a task.
 pub type Job = Box<dyn FnMut(&mut DeviceBytes<'_>) -> Result<(), Unreachable> + Send>;
 
 /// A task, queued or captured so many times.
 pub(super) struct Task {
     pub(super) touches: Vec<Range>,
     uses: u64,
-    /// Away while it runs.
+    /// `None` while it runs.
     job: Option<Job>,
 }
 
@@ -294,7 +294,7 @@ impl Model {
         Ok(self.legacy)
     }
 
-    /// A stream that nobody created: the default one, or that of a thread.
+    /// Creates an implicit stream: the default one, or that of a thread.
     pub(super) fn implicit_stream(&mut self) -> u64 {
         let stream = self.queues.create();
         self.implicit.insert(stream);

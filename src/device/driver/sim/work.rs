@@ -1,7 +1,7 @@
-//! The work that streams are given, and how each kind is done.
+//! The kinds of work on a stream, and their effects.
 //!
-//! Work is done against the memory as it is mapped then, not as it was when the work was queued.
-//! All ranges are looked at before the first byte is touched: work that faults changes nothing.
+//! Work uses the memory as it is mapped when the work runs, not when it was queued. All ranges are
+//! validated before the first byte is touched: work that faults changes nothing.
 //!
 //! Invariant: work is `Copy` and of fixed size, so that queueing allocates nothing by itself.
 
@@ -10,21 +10,21 @@ use super::memory::{Memory, Range};
 use super::slots::Slots;
 use super::sparse::{PAGE, Sparse, index};
 
-/// Bytes that a kernel writes and another checks for.
+/// A byte pattern that a kernel writes and another kernel checks.
 ///
-/// The byte at an offset follows from the seed and the offset in the range alone, so that contents
-/// may be moved as a whole and are told from contents that were displaced.
+/// Each byte depends only on the seed and its offset in the range, so contents may be moved as a
+/// whole, and displaced contents are detected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Pattern(u64);
 
 impl Pattern {
-    /// The pattern of this seed.
+    /// Creates the pattern of this seed.
     #[must_use]
     pub const fn new(seed: u64) -> Self {
         Self(seed)
     }
 
-    /// The byte at an offset.
+    /// Returns the byte at an offset.
     #[must_use]
     pub const fn byte(self, offset: u64) -> u8 {
         self.word(offset / 8).to_le_bytes()[(offset % 8) as usize]
@@ -57,31 +57,31 @@ pub(super) const fn mixed(number: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Where the outcome of a check or a sum is found, once it is done.
+/// A key to the result of a check or a sum, once it is done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Ticket(pub(super) u64);
 
-/// What a check or a sum found.
+/// The result of a check or a sum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// It has not been done yet.
+    /// It is not done yet.
     Pending,
     /// The range holds the pattern.
     Held,
     /// The range does not hold the pattern.
     Differs {
-        /// The first offset in the range that differs, in bytes.
+        /// The offset of the first byte that differs.
         offset: u64,
-        /// What is there.
+        /// The byte found.
         found: u8,
-        /// What was to be there.
+        /// The expected byte.
         wanted: u8,
     },
     /// The sum of the bytes, wrapping.
     Sum(u64),
     /// The context was lost before it was done.
     Lost,
-    /// It was done so long ago that it is no longer kept.
+    /// The result is no longer kept.
     Forgotten,
 }
 
@@ -111,18 +111,18 @@ pub(super) enum Work {
     Record,
     Wait(Position),
     HostFunction(u64),
-    /// A task by its number; what it does is not in this file.
+    /// A task by its number; its effect is not defined in this file.
     Task(u64, WorkKind),
-    /// A stream-ordered block comes into use, with so many bytes.
+    /// Starts a stream-ordered allocation of this many bytes.
     Open(u64, u64),
-    /// A stream-ordered block goes out of use, by a free of this number.
+    /// Ends a stream-ordered allocation, by the free of this number.
     Close(u64, u64),
 }
 
-/// What is illegal about a piece of work.
+/// The cause of an illegal access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Illegal {
-    /// The range, and its first address with nothing behind it.
+    /// The range, and its first bare address.
     Bare(Range, u64),
     Store(u64),
 }

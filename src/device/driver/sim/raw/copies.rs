@@ -1,10 +1,10 @@
-//! Copies, settings of bytes, kernels and functions of the host, queued on a stream.
+//! Copies, memsets, kernels and host functions, queued on a stream.
 //!
-//! All is done when its turn comes: a copy reads host memory then, not when it is queued. Who
-//! wants it read at the call hands in a copy of it.
+//! All work runs in stream order: a copy reads host memory when it runs, not when it is queued. To
+//! read it at the call, pass a copy of it.
 //!
-//! Invariant: as in [`super`]; the ranges of a piece of work are looked at before the first byte
-//! is written.
+//! Invariant: as in [`super`]; the ranges of a piece of work are validated before the first byte is
+//! written.
 
 use std::sync::Arc;
 
@@ -17,16 +17,16 @@ use super::super::work::Work;
 use super::{Answer, Kernel, Raw, code};
 use crate::bytes::ByteSize;
 
-/// How much is copied at once.
+/// The block size of a copy.
 const STEP: u64 = 64 << 10;
 
 /// One end of a copy.
 #[derive(Clone)]
 pub enum Place {
-    /// An address that the device reaches, of its own memory or of the host's.
+    /// An address that the device can access, in its own memory or the host's.
     Device(u64),
-    /// Host memory that the device does not reach by itself, from an offset on. What goes there is
-    /// waited for by whoever asks for it, before the memory goes.
+    /// Host memory that the device cannot access by itself, from an offset on. The caller waits for
+    /// a copy into it before the memory is freed.
     Host(Arc<dyn HostBytes>, u64),
 }
 
@@ -124,7 +124,7 @@ impl Raw<'_> {
         model.start_task(call, stream, WorkKind::HostCopy, touches, job).map_err(code)
     }
 
-    /// Queues the setting of bytes to a pattern of 1, 2 or 4 bytes, again and again.
+    /// Queues a memset with a pattern of 1, 2 or 4 bytes, repeated.
     pub fn set_async(&self, at: u64, pattern: &[u8], count: u64, stream: u64) -> Answer {
         let mut model = self.model();
         let size = count.checked_mul(pattern.len() as u64).ok_or(1_u32)?;
@@ -162,8 +162,8 @@ impl Raw<'_> {
         model.start_task(Call::Launch, stream, WorkKind::Kernel, touches, job).map_err(code)
     }
 
-    /// Queues a function of the host. It runs under the device's lock: it may call nothing of
-    /// CUDA, and must not wait for a thread that does.
+    /// Queues a host function. It runs under the device's lock: it must not call CUDA, and must not
+    /// wait for a thread that does.
     pub fn host_function(&self, stream: u64, mut function: Box<dyn FnMut() + Send>) -> Answer {
         let mut model = self.model();
         let call = Call::LaunchHostFunction;

@@ -1,23 +1,24 @@
-//! The kernels that there are, by name. A further one is a row in [`KERNELS`].
+//! The available kernels, by name. To add one, add a row to [`KERNELS`].
 //!
-//! A kernel reaches memory through [`DeviceBytes`] alone, so that a wrong access is an answer. It
-//! names what it touches, so that memory taken away under it is on record.
+//! A kernel accesses memory only through [`DeviceBytes`], so a wrong access is reported as an
+//! error. It declares the ranges that it touches, so that memory released during the kernel is
+//! recorded as a fault.
 //!
-//! Invariant: a kernel touches no more than what it names.
+//! Invariant: a kernel touches only the ranges that it declares.
 
 use super::{DeviceBytes, Unreachable};
 
-/// A kernel: its name, the size of each of its arguments in bytes (at most 8), and what it does
-/// with them, each widened to 64 bits.
+/// A kernel: its name, the size of each of its arguments in bytes (at most 8), and its function,
+/// which receives each argument widened to 64 bits.
 #[derive(Debug)]
 pub struct Kernel {
-    /// The name under which a module gives it.
+    /// The name under which a module exports it.
     pub name: &'static str,
     /// The size of each argument in bytes: 1, 2, 4 or 8.
     pub sizes: &'static [usize],
-    /// The ranges that it touches: address and bytes.
+    /// Returns the ranges that it touches: address and bytes.
     pub touches: fn(&[u64]) -> Vec<(u64, u64)>,
-    /// What it does.
+    /// Runs the kernel.
     pub run: fn(&mut DeviceBytes<'_>, &[u64]) -> Result<(), Unreachable>,
 }
 
@@ -66,7 +67,7 @@ pub const KERNELS: &[Kernel] = &[
 const WIDTH: usize = 256;
 const ROW: u64 = (WIDTH * 4) as u64;
 
-/// How many elements are worked on at once.
+/// The number of elements processed at once.
 const STEP: u64 = 4 << 10;
 
 const fn bytes(count: u64, size: u64) -> u64 {

@@ -1,8 +1,8 @@
-//! Virtual memory call by call, plain memory, and real host memory that the device reaches.
+//! Virtual memory call by call, plain memory, and real host memory that the device can access.
 //!
-//! Sizes are bytes. A handle is mapped whole or not at all, at several places if one likes; a new
-//! mapping has no access; a release before the unmap is fine, and the last of the two frees the
-//! memory; an unmap waits for nothing, and is on record where work is unfinished.
+//! Sizes are bytes. A handle is mapped whole or not at all, possibly at several places; a new
+//! mapping has no access; a release before the unmap is valid, and the last of the two frees the
+//! memory; an unmap does not wait, and is recorded as a fault if work is unfinished.
 //!
 //! Invariant: as in [`super`].
 
@@ -17,27 +17,27 @@ use super::{Answer, Raw, code};
 use crate::bytes::ByteSize;
 use crate::device::driver::{DeviceAddress, DriverError};
 
-/// What lies at an address.
+/// The memory found at an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Found {
-    /// Plain or stream-ordered memory of the device: where the allocation begins, its bytes.
+    /// Plain or stream-ordered device memory: the start of the allocation, its bytes.
     Allocation(u64, u64),
     /// A mapping of the caller's own.
     Mapped,
-    /// Real host memory: how, where it begins, its bytes.
+    /// Real host memory: its kind, its start, its bytes.
     Host(HostKind, u64, u64),
 }
 
 #[expect(clippy::missing_errors_doc, reason = "each answers with the codes of cuda.h")]
 impl Raw<'_> {
-    /// `cuMemGetInfo`: free bytes and all bytes.
+    /// `cuMemGetInfo`: free bytes and total bytes.
     pub fn memory_info(&self) -> Answer<(u64, u64)> {
         let mut model = self.model();
         model.enter(Call::GetInfo, ByteSize::ZERO).map_err(code)?;
         Ok((model.headroom().get(), model.options.capacity.get()))
     }
 
-    /// The memory of the device, in bytes. Works without a context, and after it is lost.
+    /// Returns the memory of the device, in bytes. Works without a context, and after it is lost.
     #[must_use]
     pub fn capacity(&self) -> u64 {
         self.model().options.capacity.get()
@@ -49,14 +49,14 @@ impl Raw<'_> {
         if model.options.virtual_memory { Ok(model.options.unit().get()) } else { Err(801) }
     }
 
-    /// `cuMemGetAccess`: whether work may touch an address.
+    /// `cuMemGetAccess`: `true` if work may access the address.
     #[must_use]
     pub fn is_open(&self, at: u64) -> bool {
         self.model().memory.first_bare(Range { at, size: 1 }).is_none()
     }
 
-    /// `cuMemAddressReserve`; the size is a multiple of the granularity, an alignment of 0 is the
-    /// device's own. A wish for an address is only a hint, and there is none here.
+    /// `cuMemAddressReserve`; the size is a multiple of the granularity, and an alignment of 0
+    /// selects the device's own. There is no address hint.
     pub fn address_reserve(&self, size: u64, alignment: u64) -> Answer<u64> {
         let mut model = self.model();
         let call = Call::AddressReserve;
@@ -89,7 +89,7 @@ impl Raw<'_> {
         Ok(model.memory.create(size))
     }
 
-    /// `cuMemRelease`: gives one reference back.
+    /// `cuMemRelease`: releases one reference.
     pub fn release(&self, handle: u64) -> Answer {
         let mut model = self.model();
         model.enter_virtual(Call::Release, ByteSize::ZERO).map_err(code)?;
@@ -97,14 +97,14 @@ impl Raw<'_> {
         if held { Ok(()) } else { Err(no_handle(&mut model, Call::Release, handle)) }
     }
 
-    /// `cuMemRetainAllocationHandle`: the handle behind an address, with a reference more.
+    /// `cuMemRetainAllocationHandle`: the handle behind an address, with one more reference.
     pub fn retain_handle(&self, at: u64) -> Answer<u64> {
         let mut model = self.model();
         model.enter_virtual(Call::RetainHandle, ByteSize::ZERO).map_err(code)?;
         model.memory.retain_at(at).ok_or(INVALID_VALUE)
     }
 
-    /// `cuMemMap`: the whole of a handle, behind bare addresses of one reservation.
+    /// `cuMemMap`: a whole handle, at bare addresses of one reservation.
     pub fn map(&self, at: u64, size: u64, offset: u64, handle: u64) -> Answer {
         let mut model = self.model();
         let (call, range) = (Call::Map, Range { at, size });
@@ -141,7 +141,7 @@ impl Raw<'_> {
         Ok(())
     }
 
-    /// `cuMemUnmap`: whole mappings without a hole. Waits for nothing.
+    /// `cuMemUnmap`: whole mappings without a hole. Does not wait.
     pub fn unmap(&self, at: u64, size: u64) -> Answer {
         self.model().decommit(Range { at, size }).map_err(code)
     }
@@ -153,15 +153,15 @@ impl Raw<'_> {
         model.alloc_plain(Call::Alloc, size).map_err(code)
     }
 
-    /// `cuMemFree`: waits for all work, then frees. Stream-ordered memory may be freed so, too.
+    /// `cuMemFree`: waits for all work, then frees. Also accepts stream-ordered memory.
     pub fn free(&self, at: u64) -> Answer {
         let mut model = self.model();
         model.enter(Call::Free, ByteSize::ZERO).map_err(code)?;
         model.free_plain(Call::Free, at).map_err(code)
     }
 
-    /// Whether room for host memory is left: asked before real memory is taken for
-    /// [`Raw::host_insert`]. `cuMemHostAlloc`, `cuMemHostRegister` or `cuMemAllocManaged`.
+    /// Checks for room before real memory is allocated for [`Raw::host_insert`]. `cuMemHostAlloc`,
+    /// `cuMemHostRegister` or `cuMemAllocManaged`.
     pub fn host_enter(&self, size: u64, kind: HostKind) -> Answer {
         let call = match kind {
             HostKind::Locked => Call::HostAlloc,
@@ -171,7 +171,8 @@ impl Raw<'_> {
         self.model().enter_host_range(call, ByteSize::new(size), kind).map_err(code)
     }
 
-    /// Makes host memory known to the device, under its real address; 712 where some of it is.
+    /// Makes host memory known to the device, under its real address; 712 if some of it is known
+    /// already.
     pub fn host_insert(&self, at: u64, kind: HostKind, bytes: Arc<dyn HostBytes>) -> Answer {
         let mut model = self.model();
         if model.host_ranges.touches(Range { at, size: bytes.size() }) {
@@ -181,8 +182,8 @@ impl Raw<'_> {
         Ok(())
     }
 
-    /// Takes host memory away from the device again. Unfinished work with it is on record, and is
-    /// done first: the memory is its owner's, and nothing may touch it afterwards.
+    /// Removes host memory from the device. Unfinished work with it is recorded as a fault and runs
+    /// first, because nothing may touch the owner's memory afterwards.
     pub fn host_remove(&self, at: u64, kind: HostKind) -> Answer {
         let mut model = self.model();
         let call = match kind {
@@ -212,7 +213,7 @@ impl Raw<'_> {
         model.lost_in(call).map_err(code)
     }
 
-    /// Whether a range of host memory is one that the device reaches by itself.
+    /// Returns the host memory that contains the range, if the device can access it by itself.
     #[must_use]
     pub fn host_find(&self, at: u64, size: u64) -> Option<(HostKind, u64, Arc<dyn HostBytes>)> {
         let model = self.model();
@@ -220,7 +221,7 @@ impl Raw<'_> {
         found.map(|(base, kind, bytes)| (kind, base, Arc::clone(bytes)))
     }
 
-    /// What lies at an address, if anything does.
+    /// Returns the memory at an address, if there is any.
     #[must_use]
     pub fn find(&self, at: u64) -> Option<Found> {
         let model = self.model();
@@ -235,7 +236,7 @@ impl Raw<'_> {
         (model.memory.is_reserved(byte) && !bare).then_some(Found::Mapped)
     }
 
-    /// Whether this address is of this device's address space.
+    /// Returns `true` if the address is in this device's address space.
     #[must_use]
     pub fn is_inside(&self, at: u64) -> bool {
         self.model().memory.is_inside(at)

@@ -1,10 +1,10 @@
-//! The calls of CUDA as cuda.h has them, one by one, below what `Driver` needs.
+//! The calls of CUDA as in cuda.h, one by one, below the `Driver` trait.
 //!
-//! For a library that offers the simulation under CUDA's own names. Handles, streams and events
-//! are plain numbers here, results are CUDA's, and every rule of the manual is kept where the call
-//! stands: a wrong call is refused with the driver's code and is on record as a fault, a wrong
-//! access by work loses the context with 700. Contexts, threads and names of devices are the
-//! caller's business; one simulation is one device with its context alive.
+//! They serve a library that offers the simulation under CUDA's own names. Handles, streams and
+//! events are plain numbers here, and results are CUDA's. Every rule of the manual is enforced: a
+//! wrong call is refused with the driver's code and recorded as a fault, and a wrong access by work
+//! loses the context with 700. The caller handles contexts, threads and device names; one
+//! simulation is one device with a live context.
 //!
 //! Invariant: `Err(code) => code != 0`; a refused call changed nothing.
 
@@ -27,7 +27,7 @@ use super::model::Model;
 use crate::device::driver::DriverError;
 use crate::sync::MutexGuard;
 
-/// What a call answers: a result of cuda.h other than success is the error.
+/// The result of a call: a result of cuda.h other than success is the error.
 pub type Answer<T = ()> = Result<T, u32>;
 
 /// The single calls of a simulated device.
@@ -35,23 +35,23 @@ pub type Answer<T = ()> = Result<T, u32>;
 pub struct Raw<'a>(&'a SimDriver);
 
 impl SimDriver {
-    /// Its single calls.
+    /// Returns the single calls of this device.
     #[must_use]
     pub const fn raw(&self) -> Raw<'_> {
         Raw(self)
     }
 }
 
-/// What a device holds, in numbers.
+/// The objects and bytes that a device holds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Numbers {
-    /// Bytes of the device that are taken, without the context's own and without neighbours'.
+    /// Bytes of the device in use, without the context's own and other processes' memory.
     pub taken_bytes: u64,
     /// Reservations of address space.
     pub reservations: u64,
     /// Physical handles, mapped or not.
     pub handles: u64,
-    /// Mappings of them.
+    /// Mappings of handles.
     pub mappings: u64,
     /// Plain allocations.
     pub plain_live: u64,
@@ -69,7 +69,7 @@ pub struct Numbers {
     pub locked_bytes: u64,
     /// Bytes of managed memory.
     pub managed_bytes: u64,
-    /// Pieces of work that are not done.
+    /// Pieces of unfinished work.
     pub unfinished: u64,
 }
 
@@ -78,7 +78,7 @@ impl Raw<'_> {
         self.0.model()
     }
 
-    /// What the device holds. Cost: O(all that there is).
+    /// Returns the objects and bytes that the device holds. Cost: O(all objects).
     #[must_use]
     pub fn numbers(&self) -> Numbers {
         let leaks = self.0.leaks();

@@ -1,6 +1,6 @@
 //! Pools of stream-ordered memory, call by call.
 //!
-//! Sizes are bytes. What may be trimmed, and when, is said in the model's own `pools`.
+//! Sizes are bytes. The model's own `pools` states which memory a trim releases, and when.
 //!
 //! Invariant: as in [`super`].
 
@@ -10,18 +10,18 @@ use super::super::pools::Pool;
 use super::{Answer, Raw, code};
 use crate::bytes::ByteSize;
 
-/// What a pool holds, and its threshold.
+/// The counters of a pool, and its threshold.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PoolState {
-    /// What it keeps at a synchronising call.
+    /// The bytes that it keeps at a synchronising call.
     pub threshold: u64,
     /// Bytes in use.
     pub used: u64,
-    /// The most of them since the mark was set.
+    /// The highest value of `used` since the last reset.
     pub used_high: u64,
-    /// Bytes taken of the device.
+    /// Bytes allocated from the device.
     pub reserved: u64,
-    /// The most of them since the mark was set.
+    /// The highest value of `reserved` since the last reset.
     pub reserved_high: u64,
 }
 
@@ -35,7 +35,8 @@ fn pool(model: &mut Model, call: Call, number: u64) -> Answer<&mut Pool> {
 
 #[expect(clippy::missing_errors_doc, reason = "each answers with the codes of cuda.h")]
 impl Raw<'_> {
-    /// The device's first pool, and the one that it uses for [`Raw::alloc_async`] without a pool.
+    /// Returns the device's initial pool, and its current one, which [`Raw::alloc_async`] uses
+    /// without a pool.
     #[must_use]
     pub fn device_pools(&self) -> (u64, u64) {
         self.model().device_pools()
@@ -46,21 +47,21 @@ impl Raw<'_> {
         self.model().pool_use(Call::PoolCreate, pool).map_err(code)
     }
 
-    /// `cuMemPoolCreate`; a `max` of 0 is none.
+    /// `cuMemPoolCreate`; a `max` of 0 means no limit.
     pub fn pool_create(&self, max: u64) -> Answer<u64> {
         let mut model = self.model();
         model.enter(Call::PoolCreate, ByteSize::ZERO).map_err(code)?;
         Ok(model.pool_create(max))
     }
 
-    /// `cuMemPoolDestroy`: what is free goes back now, the rest when it is.
+    /// `cuMemPoolDestroy`: free memory is released now, the rest when it is freed.
     pub fn pool_destroy(&self, pool: u64) -> Answer {
         let mut model = self.model();
         model.enter(Call::PoolDestroy, ByteSize::ZERO).map_err(code)?;
         model.pool_destroy(Call::PoolDestroy, pool).map_err(code)
     }
 
-    /// `cuMemPoolTrimTo`: gives back what the host has seen to be free.
+    /// `cuMemPoolTrimTo`: releases memory that the host has seen to be free.
     pub fn pool_trim(&self, number: u64, keep: u64) -> Answer {
         let mut model = self.model();
         model.enter(Call::PoolTrim, ByteSize::ZERO).map_err(code)?;
@@ -69,7 +70,7 @@ impl Raw<'_> {
         Ok(())
     }
 
-    /// What a pool holds.
+    /// Returns the counters of a pool.
     pub fn pool_state(&self, number: u64) -> Answer<PoolState> {
         let mut model = self.model();
         model.lost_in(Call::PoolTrim).map_err(code)?;
@@ -83,7 +84,7 @@ impl Raw<'_> {
         })
     }
 
-    /// Sets what a pool keeps at a synchronising call.
+    /// Sets the bytes that a pool keeps at a synchronising call.
     pub fn pool_threshold(&self, number: u64, keep: u64) -> Answer {
         let mut model = self.model();
         model.lost_in(Call::PoolTrim).map_err(code)?;
@@ -91,7 +92,7 @@ impl Raw<'_> {
         Ok(())
     }
 
-    /// Sets the marks of the most used, or the most reserved, to what it is now.
+    /// Resets the highest `used` or `reserved` to the present value.
     pub fn pool_reset_high(&self, number: u64, used: bool) -> Answer {
         let mut model = self.model();
         model.lost_in(Call::PoolTrim).map_err(code)?;
@@ -113,7 +114,7 @@ impl Raw<'_> {
         model.alloc_ordered(Call::AllocAsync, pool, size, stream).map_err(code)
     }
 
-    /// `cuMemFreeAsync`. A free of what is not allocated is refused, and on record.
+    /// `cuMemFreeAsync`. A free of memory that is not allocated is refused and recorded as a fault.
     pub fn free_async(&self, at: u64, stream: u64) -> Answer {
         let mut model = self.model();
         model.enter(Call::FreeAsync, ByteSize::ZERO).map_err(code)?;

@@ -1,9 +1,9 @@
 //! Streams, events, waits and captures, call by call.
 //!
-//! The legacy default stream comes after all work of streams that block, and they after its; a
-//! stream created as non-blocking is ordered with nothing.
+//! The legacy default stream and blocking streams wait for each other's work; a stream created as
+//! non-blocking is not ordered with any other.
 //!
-//! Invariant: as in [`super`]; who waits with success has seen all before it.
+//! Invariant: as in [`super`]; after a successful wait all work before it is visible.
 
 use super::super::call::Call;
 use super::super::fault::{HandleKind, SimError};
@@ -14,12 +14,12 @@ use crate::bytes::ByteSize;
 
 #[expect(clippy::missing_errors_doc, reason = "each answers with the codes of cuda.h")]
 impl Raw<'_> {
-    /// The legacy default stream; 906 while a stream that is ordered with it captures.
+    /// Returns the legacy default stream; 906 while a stream that is ordered with it is capturing.
     pub fn legacy_stream(&self) -> Answer<u64> {
         self.model().legacy_stream(Call::Launch).map_err(code)
     }
 
-    /// The default stream of one thread, made for it; ordered with the legacy one.
+    /// Returns the default stream of the calling thread; ordered with the legacy one.
     #[must_use]
     pub fn thread_stream(&self) -> u64 {
         let mut model = self.model();
@@ -38,7 +38,7 @@ impl Raw<'_> {
         Ok(stream)
     }
 
-    /// `cuStreamDestroy`: returns at once, its work is done all the same.
+    /// `cuStreamDestroy`: returns at once; its work still runs.
     pub fn stream_destroy(&self, stream: u64) -> Answer {
         self.model().stream_destroy(stream).map_err(code)
     }
@@ -51,7 +51,7 @@ impl Raw<'_> {
         Ok(())
     }
 
-    /// `cuStreamQuery`: whether its work is done.
+    /// `cuStreamQuery`: `true` if its work is done.
     pub fn stream_query(&self, stream: u64) -> Answer<bool> {
         let mut model = self.model();
         let call = Call::StreamQuery;
@@ -71,7 +71,7 @@ impl Raw<'_> {
         self.model().stream_wait_event(stream, event).map_err(code)
     }
 
-    /// `cuStreamIsCapturing`: 0, 1, or 2 where the capture is spoiled.
+    /// `cuStreamIsCapturing`: 0, 1, or 2 if the capture is invalidated.
     pub fn stream_capture_status(&self, stream: u64) -> Answer<u32> {
         let mut model = self.model();
         model.is_capturing(stream).map_err(code)?;
@@ -101,7 +101,7 @@ impl Raw<'_> {
         self.model().event_record(event, stream).map_err(code)
     }
 
-    /// `cuEventQuery`: whether what it marks is done.
+    /// `cuEventQuery`: `true` if the work that it marks is done.
     pub fn event_query(&self, event: u64) -> Answer<bool> {
         self.model().event_query(event).map_err(code)
     }
@@ -114,7 +114,7 @@ impl Raw<'_> {
         Ok(())
     }
 
-    /// Whether the event was ever recorded: what asks for its time needs that.
+    /// Returns `true` if the event was ever recorded, which a time query requires.
     pub fn event_is_recorded(&self, event: u64) -> Answer<bool> {
         let mut model = self.model();
         let marked = model.marked(Call::EventQuery, event).map_err(code)?;
@@ -126,12 +126,12 @@ impl Raw<'_> {
         self.model().begin_capture(stream, mode).map_err(code)
     }
 
-    /// `cuStreamEndCapture`: a graph.
+    /// `cuStreamEndCapture`: returns the graph.
     pub fn end_capture(&self, stream: u64) -> Answer<u64> {
         self.model().end_capture(stream).map(|graph| graph.0).map_err(code)
     }
 
-    /// `cuGraphInstantiate`: a second one of the same work.
+    /// `cuGraphInstantiate`: a second graph with the same work.
     pub fn graph_instantiate(&self, graph: u64) -> Answer<u64> {
         let mut model = self.model();
         let call = Call::GraphInstantiate;
