@@ -16,7 +16,7 @@ RUN --mount=type=cache,target=/usr/local/cargo/registry \
 # Nothing but what is needed: the binary, the C library and its loader, a user without rights.
 FROM scratch
 LABEL org.opencontainers.image.title="lowtide-proxy" \
-      org.opencontainers.image.description="A reverse proxy that gives its memory back" \
+      org.opencontainers.image.description="A reverse proxy that returns unused memory" \
       org.opencontainers.image.licenses="MIT OR Apache-2.0"
 COPY --from=build /image/ /
 

@@ -1,9 +1,9 @@
-//! Device memory as typed buffers: taken, used through a lease, put to sleep, given back.
+//! Typed buffers in device memory: allocate, use through a lease, sleep, free.
 //!
-//! `cargo run --example device_buffers` opens an arena over the host driver, so that it runs
-//! without a GPU; the calls are the same on one, where a buffer is viewed through cudarc instead of
-//! as a slice. It shows live against committed memory at each step, and fails where memory that
-//! nothing needs stays committed.
+//! `cargo run --example device_buffers` opens an arena over the host driver, so it runs without a
+//! GPU; on a GPU the calls are the same, and a buffer is viewed through cudarc instead of as a
+//! slice. It prints live and committed memory at each step, and fails if unused memory stays
+//! committed.
 #![forbid(unsafe_code)]
 #![expect(clippy::print_stdout, reason = "the figures are the product")]
 
@@ -31,7 +31,7 @@ fn main() -> Result<(), BoxError> {
     let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock.clone(), config)?;
     show("opened", &arena);
 
-    // What lives for long, and what comes and goes, lie in regions of their own.
+    // Long-lived and short-lived blocks have separate regions.
     let mut weights = arena.alloc::<f32>(WEIGHTS, Region::Stable)?;
     let lease = arena.enter()?; // no slice without one: while it is held nothing moves or sleeps
     weights.slice_mut(&lease)?.fill(0.5);
@@ -46,25 +46,26 @@ fn main() -> Result<(), BoxError> {
     // More than the limit is a typed error, and the arena works on.
     match arena.alloc::<u8>(512 << 20, Region::Dynamic) {
         Err(error @ DeviceError::OutOfMemory { .. }) => println!("    refused: {error}"),
-        other => return Err(format!("512 MiB fit a limit of 256 MiB: {other:?}").into()),
+        other => return Err(format!("512 MiB fit into a limit of 256 MiB: {other:?}").into()),
     }
 
     requests.clear();
-    show("requests over: idle", &arena);
-    // First what is idle goes, then what this thread kept of its blocks for its next request.
+    show("requests done: idle", &arena);
+    // Idle memory decays first, then the blocks that this thread cached for its next request.
     for _ in 0..3 {
         clock.advance(Duration::from_secs(2));
-        println!("    decay gave back {}", arena.decay(clock.now())?.released);
+        println!("    decay released {}", arena.decay(clock.now())?.released);
     }
     show("6 s later", &arena);
     if arena.glance().committed > weights.bytes().saturating_add(ByteSize::mib(2)) {
-        return Err("memory that nothing needs stays committed".into());
+        return Err("unused memory stays committed".into());
     }
 
-    // Asleep, the address stays and the memory behind it goes. What can be had again, as weights
-    // from a file can, need not be kept: after the wake the buffer says that it has to be filled.
+    // Asleep, the address stays and the memory behind it is released. Contents that can be
+    // restored, such as weights from a file, need not be kept: after the wake the buffer reports
+    // that it must be filled.
     weights.set_contents(Some(Contents::Discard))?;
-    println!("    sleep gave back {}", arena.sleep(SleepOptions::default())?.released);
+    println!("    sleep released {}", arena.sleep(SleepOptions::default())?.released);
     show("asleep", &arena);
     if arena.glance().committed > ByteSize::ZERO {
         return Err("memory is committed while the arena sleeps".into());
@@ -74,7 +75,7 @@ fn main() -> Result<(), BoxError> {
         weights.slice_mut(&lease)?.fill(0.5);
     }
     drop(lease);
-    show("awake, filled again", &arena);
+    show("awake, refilled", &arena);
     drop(weights);
     arena.purge()?;
     show("all freed, purged", &arena);

@@ -1,7 +1,7 @@
-//! A service of your own in axum: admission by bytes, the four endpoints, and an end in order.
+//! An axum service with lowtide: admission by bytes, the four endpoints, and an orderly shutdown.
 //!
-//! `cargo run --example embedded_in_axum` starts the service on a free port, asks it as clients
-//! would (one request that fits, one that never could, its readiness, its metrics) and ends it as
+//! `cargo run --example embedded_in_axum` starts the service on a free port and sends requests to
+//! it (one that fits, one that never could, its readiness, its metrics), then shuts it down as
 //! SIGTERM would. With `--serve` it serves on port 8080 until SIGTERM or Ctrl-C instead.
 //!
 //! It is the service of `docs/GETTING_STARTED.md` with a limit, an orderly shutdown and a client.
@@ -40,7 +40,7 @@ async fn main() -> Result<(), BoxError> {
 
     let listener = TcpListener::bind(("127.0.0.1", if serve { 8080 } else { 0 })).await?;
     let address = listener.local_addr()?;
-    println!("listens on http://{address}");
+    println!("listening on http://{address}");
     let (mut term, mut int) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
     let end = async move {
@@ -58,12 +58,12 @@ async fn main() -> Result<(), BoxError> {
     }
     // Unloads, and joins the threads. It blocks, so not on a thread of the runtime.
     let end = tokio::task::spawn_blocking(move || memory.shutdown(Duration::from_secs(5))).await?;
-    println!("ended: {end}");
-    if end.is_clean() { Ok(()) } else { Err("something is outstanding".into()) }
+    println!("shut down: {end}");
+    if end.is_clean() { Ok(()) } else { Err("memory is still outstanding".into()) }
 }
 
 fn routes(memory: &Memory, endpoints: Endpoints) -> Router {
-    // What a request will need: its body and what is made of it, 2 MiB where its length is unknown.
+    // The need of a request: its body and the result, 2 MiB if its length is unknown.
     let estimate = ContentLength::new(ByteSize::mib(2)).factor(2.0).least(ByteSize::kib(16));
     let state = Arc::new(endpoints);
     let answer = |request: Request| async move {
@@ -76,7 +76,7 @@ fn routes(memory: &Memory, endpoints: Endpoints) -> Router {
         .fallback(answer) // after the layer, so outside admission: it answers under overload
 }
 
-/// Asks as clients would, and checks what they are told.
+/// Sends the client's requests, and checks the responses.
 async fn ask_all(address: SocketAddr) -> Result<(), BoxError> {
     let text = "the tide goes out";
     println!("POST /shout, 17 bytes: {}", ask(address, "POST /shout", 17, text, "200").await?);

@@ -1,8 +1,8 @@
-//! Admission under tonic: who is turned away reads `RESOURCE_EXHAUSTED`, and when to come again.
+//! Admission under tonic: rejected calls receive `RESOURCE_EXHAUSTED` and a retry delay.
 //!
-//! `cargo run --example embedded_in_tonic` starts a service whose one method takes as many MiB as
-//! it is told, and calls it four times: with 1 MiB, with what never fits, beside a neighbour that
-//! holds all there is, and after it. Messages are bytes, so that nothing has to be generated.
+//! `cargo run --example embedded_in_tonic` starts a service whose one method allocates as many MiB
+//! as requested, and calls it four times: with 1 MiB, with more than ever fits, while other memory
+//! fills the limit, and afterwards. Messages are bytes, so no code is generated.
 #![forbid(unsafe_code)]
 #![expect(clippy::print_stdout, reason = "what a client sees is the product")]
 
@@ -56,8 +56,9 @@ impl Decoder for Raw {
     }
 }
 
-/// Takes as many MiB as the message says. The layer has booked an estimate made of the head; what
-/// only the message says is booked here, and a call that does not fit ends with a status.
+/// Allocates as many MiB as the message requests. The layer has reserved an estimate from the
+/// headers; the size in the message is reserved here, and a call that does not fit ends with a
+/// status.
 struct Trend;
 
 impl UnaryService<Bytes> for Trend {
@@ -95,7 +96,7 @@ async fn main() -> Result<(), BoxError> {
     call(&mut client, "4096", Code::ResourceExhausted).await?;
     let all = memory.snapshot().host.allowance;
     let held = memory.admission().try_admit(Cost::host(all.saturating_sub(ByteSize::kib(32))))?;
-    println!("a neighbour holds {}", held.cost().host);
+    println!("{} are held elsewhere", held.cost().host);
     call(&mut client, "1", Code::ResourceExhausted).await?;
     drop(held); // it ends
     call(&mut client, "1", Code::Ok).await?;

@@ -1,10 +1,11 @@
-//! jemalloc as the global allocator, and what it gives back: the heap alone, without a `Memory`.
+//! jemalloc as the global allocator, without a `Memory`: the heap alone.
 //!
-//! `cargo run --example global_allocator` takes 64 MiB in small blocks, frees them, and asks the
-//! heap three times what it holds: with the blocks, after them, and after a purge. It fails where
-//! the purge does not bring the heap down.
+//! `cargo run --example global_allocator` allocates 64 MiB in small blocks, frees them, and prints
+//! the heap's figures three times: with the blocks, after the free, and after a purge. It fails if
+//! the purge does not shrink the heap.
 //!
-//! Nothing here is timed or decided: a service that wants that starts a `Memory` (`low_memory`).
+//! Nothing here is scheduled or decided automatically: a service that wants that starts a `Memory`
+//! (`low_memory`).
 #![expect(clippy::print_stdout, reason = "the figures are the product")]
 #![expect(clippy::disallowed_methods, reason = "another thread of the process is waited for")]
 
@@ -15,10 +16,11 @@ use lowtide::{BoxError, ByteSize};
 
 #[global_allocator]
 static HEAP: host::Heap = host::Heap;
-// What jemalloc reads before `main`: decay times, arenas, page classes. One setting on top.
+// The settings that jemalloc reads before `main`: decay times, arenas, page classes. One setting is
+// overridden.
 lowtide::heap_profile!(balanced, narenas: 2);
 
-/// What is taken: many small blocks, as a parsed document would be.
+/// The amount allocated: many small blocks, as in a parsed document.
 const TAKEN: ByteSize = ByteSize::mib(64);
 const BLOCK: usize = 1 << 10;
 /// The most that may stay after a purge.
@@ -31,9 +33,10 @@ fn main() -> Result<(), BoxError> {
     if !host::is_global() {
         return Err("another allocator serves this program".into());
     }
-    // What could not be taken over as asked, with its cause: a variable that says otherwise, say.
+    // Settings that could not be applied, with their causes, such as a variable that overrides
+    // them.
     for difference in host::apply(&host::HeapProfile::Balanced.settings())?.differences {
-        println!("not as asked: {difference}");
+        println!("setting not applied: {difference}");
     }
     let probe = HeapProbe::new()?;
     let before = probe.snapshot()?;
@@ -59,14 +62,16 @@ fn main() -> Result<(), BoxError> {
         std::thread::sleep(PAUSE);
     }
     show("purged", &after);
-    println!("\nthe purge gave back {released}");
+    println!("\nthe purge released {released}");
 
     if full.live < before.live.saturating_add(TAKEN) {
-        return Err(format!("live is {}, and {TAKEN} were taken", full.live).into());
+        return Err(
+            format!("live is {}: expected at least the {TAKEN} allocated", full.live).into()
+        );
     }
     let left = after.resident.saturating_sub(before.resident);
     if left > LEFT_MAX {
-        return Err(format!("{left} stay behind the purge: expected {LEFT_MAX} at most").into());
+        return Err(format!("{left} are left after the purge: expected at most {LEFT_MAX}").into());
     }
     Ok(())
 }

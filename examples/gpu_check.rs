@@ -1,17 +1,17 @@
-//! Checks on a machine with an NVIDIA GPU what lowtide promises there, and measures what it costs.
+//! Checks lowtide's guarantees on a machine with an NVIDIA GPU, and measures their costs.
 //!
-//! One program to copy there: it needs the driver and no toolkit. It says what the device is, runs
-//! the contract that an arena keeps over every driver, then measures part by part, and ends with a
-//! table of goals. `docs/BENCHMARKS_APPENDIX.md` explains the figures. `vmm_costs` measures the
-//! driver's calls one by one.
+//! It is one program to copy to that machine, which needs the driver and no toolkit. It identifies
+//! the device, runs the contract that an arena keeps over every driver, measures part by part, and
+//! ends with a table of goals. `docs/BENCHMARKS_APPENDIX.md` explains the figures. `vmm_costs`
+//! measures the driver's single calls.
 //!
-//! None of this has run on a GPU yet: its logic has been tried over a fake of the driver's library,
-//! which says nothing about time.
+//! It has not run on a GPU yet: its logic was tested with a fake driver library, which says nothing
+//! about time.
 //!
-//! A part that fails says why and the others go on. Exit code 0: all parts ran, or there is no
-//! device (`skipped`); 1: a case of the contract did not hold; 2: a part could not run.
+//! A part that fails prints its error, and the others continue. Exit code 0: all parts ran, or
+//! there is no device (`skipped`); 1: a case of the contract failed; 2: a part could not run.
 //!
-//! Invariant: a goal that was missed is printed and changes no exit code.
+//! Invariant: a missed goal is printed and changes no exit code.
 
 use std::any::Any;
 use std::io::{self, Write};
@@ -105,7 +105,7 @@ pub(crate) fn check(args: &Args, report: &mut Report<'_>) -> u8 {
     report.exit_code()
 }
 
-/// Runs a part; where it fails or panics, the report says so.
+/// Runs a part; if it fails or panics, the report contains the error.
 fn guarded<T>(
     report: &mut Report<'_>,
     name: &'static str,
@@ -125,10 +125,10 @@ fn guarded<T>(
 fn panicked(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<String>().map(String::as_str);
     let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
-    format!("it panicked: {}", text.unwrap_or("without a word"))
+    format!("panicked: {}", text.unwrap_or("no message"))
 }
 
-/// Opens the device and says what it is.
+/// Opens the device and prints its properties.
 fn identified<'a>(args: &'a Args, report: &mut Report<'_>) -> Result<Rig<'a>, Fault> {
     let rig = Rig::open(args)?;
     let (device, (headroom, total)) = (rig.driver.device(), rig.memory()?);
@@ -142,14 +142,15 @@ fn identified<'a>(args: &'a Args, report: &mut Report<'_>) -> Result<Rig<'a>, Fa
     report.figure("gpu.memory.total_bytes", total.as_f64(), "bytes");
     report.figure("gpu.memory.headroom_bytes", headroom.as_f64(), "bytes");
     let taken = total.saturating_sub(headroom);
-    // What the context takes, and what others had when it was made; then what came since.
+    // The context's own memory, and that of other processes when it was created; then the growth
+    // since.
     let floor = rig.driver.context_overhead().unwrap_or(taken);
     report.figure("gpu.memory.context_overhead_bytes", floor.as_f64(), "bytes");
     report.figure("gpu.memory.unmanaged_bytes", taken.saturating_sub(floor).as_f64(), "bytes");
     Ok(rig)
 }
 
-/// Runs the contract, case by case, on each rung that the device offers.
+/// Runs the contract, case by case, on each backend that the device supports.
 fn contract(args: &Args, report: &mut Report<'_>) -> Outcome {
     for backend in [Backend::CudaVirtualMemory, Backend::CudaPool, Backend::CudaPlain] {
         let options = CudaOptions { backend: Some(backend), ..rig::options(args) };
@@ -174,7 +175,7 @@ fn contract(args: &Args, report: &mut Report<'_>) -> Outcome {
     Ok(())
 }
 
-/// Whether a device does not offer a rung.
+/// Returns `true` if the device does not support a backend.
 fn is_refused(fault: &Fault) -> bool {
     matches!(fault.downcast_ref(), Some(CudaError::NoSuchRung { .. }))
 }

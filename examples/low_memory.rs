@@ -1,10 +1,9 @@
-//! The low-memory profile under four times the load that fits: what does not fit is turned away,
-//! the limit is never met, and what was taken goes back at once.
+//! The low-memory profile under four times the load that fits: excess requests are rejected, the
+//! limit is never reached, and memory is released at once.
 //!
-//! `cargo run --example low_memory` gives itself 64 MiB beyond what is held at the start, keeps
-//! four times as many requests at the door as fit, and says what was served, what was shed, how
-//! high memory rose and where it was a moment later. It ends with what ONNX Runtime beside it would
-//! be told.
+//! `cargo run --example low_memory` sets a limit 64 MiB above the memory in use at the start, sends
+//! four times as many requests as fit, and prints the requests served and rejected, the peak of
+//! memory, and the memory in use a moment later. It ends with matching settings for ONNX Runtime.
 #![expect(clippy::print_stdout, reason = "the figures are the product")]
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -17,7 +16,7 @@ use lowtide::{BoxError, ByteSize, Memory};
 
 #[global_allocator]
 static HEAP: lowtide::host::Heap = lowtide::host::Heap;
-// What jemalloc fixes before `main`; `Profile::LowMemory` below moves the rest.
+// The settings that jemalloc reads before `main`; `Profile::LowMemory` below changes the rest.
 lowtide::heap_profile!(low_memory);
 
 const ROOM: ByteSize = ByteSize::mib(64);
@@ -38,9 +37,9 @@ fn main() -> Result<(), BoxError> {
         .memory_limit(base.saturating_add(ROOM))
         .with_environment()?
         .start()?;
-    memory.diagnostics().iter().for_each(|note| println!("note: {note}"));
+    memory.diagnostics().iter().for_each(|note| println!("diagnostic: {note}"));
     let limit = memory.snapshot().signal.limit.bytes;
-    println!("{base} are held; the limit is {limit}; {CLIENTS} clients, {REQUEST} each");
+    println!("{base} in use; the limit is {limit}; {CLIENTS} clients, {REQUEST} each");
 
     let clock = SystemClock::new();
     let end = clock.now() + LOAD;
@@ -56,17 +55,17 @@ fn main() -> Result<(), BoxError> {
         OVER.store(true, Ordering::Relaxed);
     });
     let (served, shed) = (SERVED.load(Ordering::Relaxed), SHED.load(Ordering::Relaxed));
-    println!("under load: {served} served, {shed} shed, {peak} at most");
+    println!("under load: {served} served, {shed} rejected, peak {peak}");
 
     let deadline = clock.now() + PATIENCE;
     let enough = base.saturating_add(ByteSize::mib(12));
     while memory.snapshot().physical > enough {
         if clock.now() > deadline {
-            return Err(format!("{} are held after the load", memory.snapshot().physical).into());
+            return Err(format!("{} in use after the load", memory.snapshot().physical).into());
         }
         clock.wait_until(&Bell::new(), clock.now() + Duration::from_millis(20));
     }
-    println!("after it: {}", memory.snapshot().physical);
+    println!("afterwards: {}", memory.snapshot().physical);
 
     println!("\nONNX Runtime in this process, for each session:");
     let cpus = memory.snapshot().cpus.whole().unwrap_or(1);
@@ -75,13 +74,13 @@ fn main() -> Result<(), BoxError> {
     }
     let ended = memory.shutdown(Duration::from_secs(5));
     for (holds, what) in [
-        (served > 0, "something is served"),
-        (shed > 0, "something is shed"),
-        (peak < limit, "the limit is not met"),
+        (served > 0, "requests are served"),
+        (shed > 0, "requests are rejected"),
+        (peak < limit, "the limit is not reached"),
         (ended.is_clean(), "nothing is outstanding"),
     ] {
         if !holds {
-            return Err(format!("does not hold: {what}").into());
+            return Err(format!("expectation failed: {what}").into());
         }
     }
     Ok(())

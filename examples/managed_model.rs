@@ -1,9 +1,9 @@
-//! A model that is loaded on first use, once for all who wait, and unloaded when nobody asks.
+//! A model that is loaded on first use, once for all waiting requests, and unloaded when idle.
 //!
-//! `cargo run --example managed_model` asks eight times at once, waits until the model has gone by
-//! itself, and asks again: two loads in all. The weights lie in a device arena, over the host
-//! driver here, and are booked before they are loaded, so that a model that does not fit is refused
-//! and the service goes on.
+//! `cargo run --example managed_model` sends eight requests at once, waits until the model is
+//! unloaded, and sends another: two loads in all. The weights are in a device arena, over the host
+//! driver here, and are reserved before they are loaded, so a model that does not fit is refused
+//! and the service continues.
 #![forbid(unsafe_code)]
 #![expect(clippy::print_stdout, reason = "the figures are the product")]
 
@@ -32,8 +32,8 @@ fn load(arena: &DeviceArena) -> Result<Buffer<f32>, LoadError> {
     Ok(weights)
 }
 
-/// What a request does: a guard for as long as the model is needed, a lease for as long as its
-/// memory is read.
+/// A request: holds a guard while it needs the model, and a lease while it reads the model's
+/// memory.
 async fn answer(arena: DeviceArena, model: Model) -> Result<f32, BoxError> {
     let weights = model.acquire().await?;
     let lease = arena.enter()?;
@@ -57,22 +57,23 @@ async fn main() -> Result<(), BoxError> {
         request.await??;
     }
     show(&memory, "eight requests at once");
-    expect(loads(&memory) == 1, "loaded once, however many wait")?;
+    expect(loads(&memory) == 1, "loaded once for all waiting requests")?;
 
-    until(|| committed(&memory) == ByteSize::ZERO, "the idle model and its memory go").await?;
-    show(&memory, "nobody asked for a while");
+    until(|| committed(&memory) == ByteSize::ZERO, "the idle model and its memory are released")
+        .await?;
+    show(&memory, "idle for a while");
 
     answer(arena.clone(), model.clone()).await?;
-    show(&memory, "asked again");
+    show(&memory, "another request");
     expect(loads(&memory) == 2, "loaded again")?;
 
     // One that can never fit is refused when it is registered, and all else goes on.
     let large = register(&memory, &arena, "too large", ByteSize::gib(1));
-    let refused = large.err().ok_or("a model of 1 GiB fits 256 MiB")?;
+    let refused = large.err().ok_or("a model of 1 GiB fits into 256 MiB")?;
     println!("    refused: {refused}");
     answer(arena, model).await?;
     let end = tokio::task::spawn_blocking(move || memory.shutdown(Duration::from_secs(5))).await?;
-    println!("ended: {end}");
+    println!("shut down: {end}");
     expect(end.is_clean(), "nothing is outstanding")
 }
 
@@ -99,7 +100,7 @@ fn committed(memory: &Memory) -> ByteSize {
 fn show(memory: &Memory, when: &str) {
     let reserved = memory.snapshot().host.reserved;
     let (loads, committed) = (loads(memory), committed(memory));
-    println!("{when:26} loads {loads}  committed {committed}  booked {reserved}");
+    println!("{when:26} loads {loads}  committed {committed}  reserved {reserved}");
 }
 
 async fn until(mut holds: impl FnMut() -> bool, what: &str) -> Result<(), BoxError> {
@@ -108,9 +109,9 @@ async fn until(mut holds: impl FnMut() -> bool, what: &str) -> Result<(), BoxErr
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     };
-    tokio::time::timeout(PATIENCE, wait).await.map_err(|_| format!("never: {what}").into())
+    tokio::time::timeout(PATIENCE, wait).await.map_err(|_| format!("did not happen: {what}").into())
 }
 
 fn expect(holds: bool, what: &str) -> Result<(), BoxError> {
-    if holds { Ok(()) } else { Err(format!("does not hold: {what}").into()) }
+    if holds { Ok(()) } else { Err(format!("expectation failed: {what}").into()) }
 }

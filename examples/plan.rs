@@ -1,15 +1,15 @@
-//! Plans the buffers of a CSV file, and shows the plan beside those of others.
+//! Plans the buffers of a CSV file, and compares the plan with those of other planners.
 //!
 //! `cargo run --release --example plan -- FILE.csv [--capacity N] [--segment-bytes N]
-//! [--budget 10s] [--svg OUT]`. The file is one of MiniMalloc's or idealloc's, such as those in
-//! `tests/data/planning`; a file knows no views and no roles, for which there is `Graph`.
-//! `--inclusive` says that its upper ends are the last steps, whatever the column is called. The
-//! picture has time across and addresses up, a segment above the other.
+//! [--budget 10s] [--svg OUT]`. The file has the format of MiniMalloc or idealloc, as in
+//! `tests/data/planning`; the format has no views and no roles, for which there is `Graph`. With
+//! `--inclusive`, upper ends are the last steps for any column name. The drawing has time across
+//! and addresses up, with segments stacked.
 //!
-//! Exit code 0: there is a plan, within the capacity where one was given; 1: it needs more; 2: the
+//! Exit code 0: there is a plan, within the capacity if one was given; 1: it needs more; 2: the
 //! file could not be read or planned.
 //!
-//! Invariant: what is printed about our own plan was verified.
+//! Invariant: the printed plan is verified.
 #![expect(clippy::print_stdout, reason = "the figures are the product")]
 
 #[path = "plan/drawing.rs"]
@@ -31,21 +31,21 @@ use lowtide::device::plan::{Budget, Ends, Heuristic, Plan, Planner, Problem};
 /// Plans the buffers of a CSV file.
 #[derive(Parser)]
 struct Args {
-    /// The file.
+    /// The CSV file.
     path: PathBuf,
-    /// The memory that there is, in bytes: a plan within it is good enough.
+    /// The available memory, in bytes: a plan within it is good enough.
     #[arg(long)]
     capacity: Option<u64>,
-    /// The largest size of a segment, in bytes.
+    /// The maximum size of a segment, in bytes.
     #[arg(long)]
     segment_bytes: Option<u64>,
-    /// How long to look for a better plan.
+    /// The time to look for a better plan.
     #[arg(long, default_value = "10s", value_parser = humantime::parse_duration)]
     budget: Duration,
-    /// Where to draw the plan.
+    /// The file for a drawing of the plan, as SVG.
     #[arg(long)]
     svg: Option<PathBuf>,
-    /// The upper ends of lifetimes are the last steps.
+    /// Take the upper ends of lifetimes as the last steps.
     #[arg(long)]
     inclusive: bool,
 }
@@ -92,14 +92,14 @@ fn plan(args: &Args) -> Result<ExitCode, Box<dyn Error>> {
         println!("{:20}{}", heuristic.name(), beside(problem.plan_by(heuristic)?.peak(), bound));
     }
     if plan.segments().len() > 1 {
-        println!("{} segments; the others are for one", plan.segments().len());
+        println!("{} segments; the other planners use one", plan.segments().len());
     }
     println!("{}", verdict(&plan));
     if let Some(path) = &args.svg {
         let title = args.path.file_name().unwrap_or_default().to_string_lossy();
         fs::write(path, drawing::drawn(&title, &problem, &plan)?)
             .map_err(|error| format!("{}: {error}", path.display()))?;
-        println!("drawn in {}", path.display());
+        println!("drawing written to {}", path.display());
     }
     figures(&args.path, &problem, &plan, seconds)?;
     let fits = args.capacity.is_none_or(|capacity| plan.peak().get() <= capacity);
@@ -119,7 +119,7 @@ fn verdict(plan: &Plan) -> String {
     if plan.is_optimal() {
         String::from("proved: no plan needs less")
     } else {
-        format!("no plan needs less than {}; {} might be gained", plan.bound(), plan.gap())
+        format!("no plan needs less than {}; at most {} could be saved", plan.bound(), plan.gap())
     }
 }
 

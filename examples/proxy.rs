@@ -1,8 +1,8 @@
-//! A reverse proxy that gives its memory back.
+//! A reverse proxy that returns unused memory.
 //!
-//! It forwards everything to `--upstream` (or to a small text service of its own), answers
-//! `POST /embed` from a model that is loaded on first use and unloaded when idle, and shows what
-//! its memory does at `/metrics`, `/healthz`, `/readyz` and `/memory`.
+//! It forwards all requests to `--upstream` (or to a small built-in text service), serves
+//! `POST /embed` from a model that is loaded on first use and unloaded when idle, and reports its
+//! memory at `/metrics`, `/healthz`, `/readyz` and `/memory`.
 //!
 //! Memory settings are the crate's own `LOWTIDE_*` variables; the options here are the proxy's.
 

@@ -1,15 +1,14 @@
-//! Replays a recording of a device arena on the host driver: what it came to, and whether the same
-//! came of it.
+//! Replays a recording of a device arena on the host driver, and compares the outcomes.
 //!
 //! `cargo run --release --example replay -- arena.log`; with `--rmm`, the CSV log of RMM's
-//! `logging_resource_adaptor`. Memory is committed as it was recorded, and never touched: on Linux
-//! it takes address space and next to no memory. `--limit` bounds it all the same. Granules smaller
-//! than the host driver can have are its own instead.
+//! `logging_resource_adaptor`. Memory is committed as recorded and never touched: on Linux it uses
+//! address space and almost no memory. `--limit` bounds it nevertheless. If the recorded granules
+//! are smaller than the host driver supports, its own are used.
 //!
-//! Exit code 0: the same came of it, or the recording does not say; 1: something else; 2: it could
-//! not be read or replayed.
+//! Exit code 0: the outcomes are equal, or the recording has none; 1: they differ; 2: the recording
+//! could not be read or replayed.
 //!
-//! Invariant: what is printed is the replay's, but for the lines that name the recording.
+//! Invariant: everything printed is about the replay, except for the lines that name the recording.
 #![expect(clippy::print_stdout, reason = "the figures are the product")]
 
 use std::error::Error;
@@ -29,10 +28,10 @@ use lowtide::device::{ArenaConfig, HostDriver};
 struct Args {
     /// The recording.
     path: PathBuf,
-    /// It is a log of RMM.
+    /// The recording is a log of RMM.
     #[arg(long)]
     rmm: bool,
-    /// The most bytes that may be committed, in place of the recorded limit.
+    /// The most bytes to commit, instead of the recorded limit.
     #[arg(long)]
     limit: Option<u64>,
 }
@@ -53,13 +52,13 @@ fn replay(args: &Args) -> Result<ExitCode, Box<dyn Error>> {
     let config = log.header().config();
     let limit = args.limit.map_or(config.limit, ByteSize::new);
     let driver: Arc<dyn Driver> = Arc::new(HostDriver::new());
-    // What the host driver cannot have is told apart at line 2.
+    // Settings that the host driver does not support are rejected at line 2.
     let smallest = driver.capabilities().granularity;
     let granule = config.granule.filter(|granule| *granule >= smallest);
     let replayed = log.replay(driver, ArenaConfig { limit, granule, ..config })?;
     let at_end = &replayed.snapshot;
     println!("recorded   {:?} on {}", log.header().name, log.header().backend);
-    println!("operations {}, left out {}", replayed.operations, replayed.skipped);
+    println!("operations {}, skipped {}", replayed.operations, replayed.skipped);
     println!("live       {} at the end, {} at the peak", at_end.live, at_end.live_peak);
     println!("committed  {} at the end, {} at the peak", at_end.committed, at_end.committed_peak);
     println!("calls      {} commits, {} decommits", at_end.commits_total, at_end.decommits_total);
@@ -71,8 +70,8 @@ fn replay(args: &Args) -> Result<ExitCode, Box<dyn Error>> {
         None => println!("recorded   no hash"),
     }
     match replayed.first_difference {
-        Some(line) => println!("something else came of line {line}"),
-        None => println!("the same came of every line that says what did"),
+        Some(line) => println!("first difference in line {line}"),
+        None => println!("all recorded outcomes are equal"),
     }
     let is_other = replayed.first_difference.is_some() || replayed.matches() == Some(false);
     Ok(ExitCode::from(u8::from(is_other)))

@@ -1,12 +1,13 @@
-//! What lowtide finds of its memory limit and of the kernel's counts, on this system.
+//! Prints the memory limit and the kernel's counters that lowtide finds on this system.
 //!
-//! `cargo run --example signals`: one line of `name=value`. With `--hold 64m` it holds that much
-//! memory first; with `--watch` it prints a line for each line that it reads, so that a script can
-//! change the cgroup in between. `.ci/limits` runs it under cgroups of every kind.
+//! `cargo run --example signals` prints one line of `name=value`. With `--hold 64m` it first
+//! allocates that much memory; with `--watch` it prints a line for each line that it reads, so that
+//! a script can change the cgroup in between. `.ci/limits` runs it under cgroups of every kind.
 //!
 //! Exit code 0: a limit was found; 1: none.
 //!
-//! Invariant: it reads what a service reads, through the same type, and writes to no cgroup.
+//! Invariant: it reads the same sources as a service, through the same type, and writes to no
+//! cgroup.
 #![expect(clippy::print_stdout, reason = "the figures are the product")]
 
 use std::io::BufRead;
@@ -16,13 +17,13 @@ use clap::Parser;
 use lowtide::ByteSize;
 use lowtide::control::{EventCounts, Psi, Signals};
 
-/// What lowtide finds of its memory limit on this system.
+/// Prints the memory limit that lowtide finds on this system.
 #[derive(Parser)]
 struct Args {
-    /// Holds this much memory.
+    /// Allocate this much memory first.
     #[arg(long, default_value = "0")]
     hold: ByteSize,
-    /// Prints a line now and one for each line of the input.
+    /// Print a line now and one for each line of the input.
     #[arg(long)]
     watch: bool,
 }

@@ -1,9 +1,9 @@
-//! The tide: a real service's memory rises under load and goes back down, in one command.
+//! The tide: shows in one command how a real service's memory rises under load and falls again.
 //!
-//! It starts the proxy in this process, drives HTTP load with real text through it, and shows the
-//! memory of heap and device while it does; then the same in a child process with jemalloc's
-//! defaults, and a short burst at half of the limit. At the end stand a table and the bounds that
-//! must hold; it fails if one does not. It takes at most 90 seconds.
+//! It starts the proxy in this process, drives HTTP load with real text through it, and displays
+//! the memory of heap and device meanwhile; then it does the same in a child process with
+//! jemalloc's defaults, and runs a short burst at half of the limit. It ends with a table and the
+//! bounds that must hold, and fails if one does not. It takes at most 90 seconds.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program that shows something")]
 #![expect(clippy::disallowed_methods, reason = "it measures real time")]
 
@@ -70,7 +70,7 @@ struct Cli {
     /// Seed of load and weights.
     #[arg(long, default_value_t = 7)]
     seed: u64,
-    /// Also draw what both runs held over time into this SVG file.
+    /// Also draw the memory of both runs over time into this SVG file.
     #[arg(long, value_name = "FILE")]
     chart: Option<PathBuf>,
     /// Run only this, and print it as lines of JSON.
@@ -196,7 +196,7 @@ fn spawn(cli: &Cli, kind: Kind) -> Result<(Outcome, Vec<Glimpse>), BoxError> {
     let course = Course::default();
     let outcome = follow(&mut child, shower(kind, course.clone()));
     if outcome.is_err() {
-        // It would go on for a while, and nobody reads what it says.
+        // It would run on for a while, and its output is no longer read.
         let _ = child.kill();
     }
     let status = child.wait()?;

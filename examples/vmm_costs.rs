@@ -1,18 +1,18 @@
-//! What CUDA's virtual-memory calls cost and stall, in one table per question.
+//! Measures the cost and the stalls of CUDA's virtual memory calls, with one table per question.
 //!
 //! `cargo run --release --example vmm_costs` on a machine with an NVIDIA driver; no toolkit is
-//! needed. It counts, in this order: calls and host microseconds per call (median, 99th
-//! percentile), device microseconds between the events of another stream while the calls run,
-//! whether a call waits for a running kernel, growth with 10,000 and 50,000 handles, and the floor
-//! that a context takes on device and host. `docs/BENCHMARKS_APPENDIX.md` explains the tables.
+//! needed. It measures, in this order: calls and host microseconds per call (median, 99th
+//! percentile), device microseconds between the events of another stream while the calls run, if a
+//! call waits for a running kernel, growth with 10,000 and 50,000 handles, and the memory that a
+//! context uses on device and host. `docs/BENCHMARKS_APPENDIX.md` explains the tables.
 //!
-//! It has not yet run on a GPU: its logic has been tried against a stand-in library only, which
-//! says nothing about time.
+//! It has not run on a GPU yet: its logic was tested with a fake library only, which says nothing
+//! about time.
 //!
-//! It ends by itself in under 8 minutes (`--quick`: 1 minute), as long as the driver answers: no
-//! new repetition begins after a part's time. A part that fails is printed with the driver's code
-//! and the next one goes on. Exit code 0: all parts ran; 1: some part failed; 2: skipped, with the
-//! reason.
+//! It ends by itself in under 8 minutes (`--quick`: 1 minute), as long as the driver responds: no
+//! new repetition begins after a part's time. A part that fails is printed with the driver's code,
+//! and the next one continues. Exit code 0: all parts ran; 1: some part failed; 2: skipped, with
+//! the reason.
 //!
 //! Invariant: `parts printed = parts run + parts failed`.
 #![expect(clippy::print_stdout, reason = "the tables are the product")]
@@ -45,30 +45,30 @@ use measure::{LOAD_BYTES, Load};
 #[derive(Debug, Parser)]
 #[expect(clippy::struct_excessive_bools, reason = "each is a switch of the command line")]
 struct Args {
-    /// Few repetitions and fewer sizes: under a minute.
+    /// Run few repetitions and fewer sizes: under a minute.
     #[arg(long)]
     quick: bool,
-    /// Ends with the figures as a Rust constant.
+    /// End with the figures as a Rust constant.
     #[arg(long)]
     rust: bool,
-    /// Also unmaps memory that a kernel is using, in a child process, and reports the code.
+    /// Also unmap memory that a kernel is using, in a child process, and report the code.
     #[arg(long)]
     provoke_fault: bool,
-    /// The device's ordinal, as the driver counts.
+    /// The device's ordinal.
     #[arg(long, default_value_t = 0)]
     device: i32,
-    /// The child of `--provoke-fault`.
+    /// Run as the child of `--provoke-fault`.
     #[arg(long, hide = true)]
     fault_child: bool,
 }
 
-/// How much is done: repetitions and time.
+/// The amount of work: repetitions and time.
 #[derive(Clone, Copy, Debug)]
 struct Effort {
     quick: bool,
-    /// Timed calls wanted for each row.
+    /// The number of timed calls per row.
     samples: usize,
-    /// Time for all parts together.
+    /// The time for all parts together.
     total: Duration,
 }
 
@@ -115,7 +115,7 @@ fn main() -> ExitCode {
         table.library.name
     });
     for symbol in table.missing() {
-        println!("  the driver library has no {symbol}");
+        println!("  the driver library lacks the function {symbol}");
     }
     let floor = floor::Floor { rss_bytes_at_start, rss_bytes_started, rss_bytes: rss_bytes() };
     let failed = run(&gpu, &args, floor, &mut figures);
@@ -137,7 +137,7 @@ fn run<'g>(gpu: &'g Gpu<'g>, args: &Args, floor: floor::Floor, figures: &mut Fig
             failed += 1;
         }
     };
-    part("context floor", floor.print(gpu, figures));
+    part("context overhead", floor.print(gpu, figures));
     part("capabilities", floor::capabilities(gpu, figures));
     part("table A, idle", tables::costs(gpu, effort, None, figures));
     match Kernel::load(gpu).and_then(|kernel| Ok((kernel, buffer(gpu)?))) {
@@ -194,7 +194,7 @@ fn provoke_fault(device: i32) {
             print!("{}", String::from_utf8_lossy(&output.stdout));
             println!("  the child ended with {}", output.status);
         }
-        Err(error) => println!("  no child process: {error}"),
+        Err(error) => println!("  cannot start a child process: {error}"),
     }
 }
 
@@ -212,7 +212,7 @@ fn fault_child(gpu: &Gpu<'_>) -> ExitCode {
     match unmapped() {
         Ok((took, Ok(()))) => println!("  unmap took {took:?}; the kernel ended without a fault"),
         Ok((took, Err(fault))) => println!("  unmap took {took:?}; then {fault}"),
-        Err(fault) => println!("  the unmap itself, or what led to it, failed: {fault}"),
+        Err(fault) => println!("  the unmap itself, or a call before it, failed: {fault}"),
     }
     ExitCode::SUCCESS
 }
@@ -221,7 +221,7 @@ fn version_text(version: i32) -> String {
     format!("{}.{}", version / 1000, version % 1000 / 10)
 }
 
-/// The process's resident bytes as the kernel says; 0 where it does not.
+/// Returns the process's resident bytes, from the kernel; 0 if unknown.
 fn rss_bytes() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));

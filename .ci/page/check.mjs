@@ -23,7 +23,7 @@ const start = async () => {
   child.stdout.on("data", (text) => { said += text; });
   const port = await until("the proxy listens", () => {
     if (child.exitCode !== null) throw new Error(`the proxy ended with ${child.exitCode}: ${said}`);
-    return said.match(/the proxy listens.*?127\.0\.0\.1:(\d+)/)?.[1];
+    return said.match(/the proxy is listening.*?127\.0\.0\.1:(\d+)/)?.[1];
   });
   return { child, at: `http://127.0.0.1:${port}`, said: () => said };
 };

@@ -101,7 +101,7 @@ impl Proxy {
                 // The reader is dropped after this line, and the pipe is broken from then on.
                 let listens = lines
                     .by_ref()
-                    .any(|line| line.is_ok_and(|line| line.contains("the proxy listens")));
+                    .any(|line| line.is_ok_and(|line| line.contains("the proxy is listening")));
                 if !listens {
                     return Err("the proxy ended before it listened".into());
                 }

@@ -1,7 +1,7 @@
-//! The command line: which parts run, how large they are, where the figures go.
+//! The command line: the parts to run, their sizes, and the output of figures.
 //!
-//! The sizes are those for which the goals were set, on a device with 80 GiB or more; a part takes
-//! less where less is there, and says so. It measures nothing.
+//! The default sizes are those of the goals, for a device with 80 GiB or more; on a smaller device
+//! a part uses less and prints that. It measures nothing.
 //!
 //! Invariant: without arguments every part runs, at the size of its goal.
 
@@ -14,15 +14,15 @@ use lowtide::ByteSize;
 /// A part of the check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Part {
-    /// The contract that an arena keeps over every driver, case by case, on each rung.
+    /// The contract that an arena keeps over every driver, case by case, on each backend.
     Contract,
-    /// An allocation and its free, alone and beside cudarc's.
+    /// An allocation and its free, alone and next to cudarc's.
     Pair,
     /// The same from many threads.
     Lanes,
     /// The loops of cuArena's own benchmark.
     Cuarena,
-    /// A burst, and the memory's way back.
+    /// A burst, and the release of its memory.
     Decay,
     /// Sleep and wake with contents kept.
     SleepKeep,
@@ -30,15 +30,15 @@ pub(crate) enum Part {
     SleepDiscard,
     /// Random sizes at two thirds of the memory.
     Fragmentation,
-    /// Memory moved to other addresses, against a copy.
+    /// Memory remapped to other addresses, against a copy.
     Remap,
-    /// Live blocks moved together, against a copy.
+    /// Live blocks compacted, against a copy.
     Compact,
     /// cudarc's own allocations from a governed pool.
     Governor,
 }
 
-/// Checks on this machine's GPU what lowtide promises, and measures what it costs.
+/// Checks lowtide's guarantees on this machine's GPU, and measures their costs.
 #[derive(Clone, Debug, Parser)]
 #[command(args_override_self = true)]
 pub(crate) struct Args {
@@ -48,17 +48,16 @@ pub(crate) struct Args {
     /// The device's ordinal, as the driver counts.
     #[arg(long, default_value_t = 0)]
     pub(crate) device: u32,
-    /// How large the pieces are in which memory is taken; the device's granularity unless told
-    /// otherwise.
+    /// The unit in which memory is allocated; default: the device's granularity.
     #[arg(long)]
     pub(crate) handle: Option<ByteSize>,
     /// Writes everything to this file as well, as JSON.
     #[arg(long)]
     pub(crate) json: Option<PathBuf>,
-    /// How often each thing is measured whose median is taken.
+    /// The number of measurements per median.
     #[arg(long, default_value_t = 5, value_parser = at_least_one)]
     pub(crate) repetitions: usize,
-    /// Where chance begins.
+    /// The seed of random sizes.
     #[arg(long, default_value_t = 42)]
     pub(crate) seed: u64,
     /// The size of an allocation in the pairs.
@@ -67,7 +66,7 @@ pub(crate) struct Args {
     /// Pairs that are timed together.
     #[arg(long, default_value_t = 1_000, value_parser = at_least_one)]
     pub(crate) pairs: usize,
-    /// How many times so many pairs are timed.
+    /// The number of timed batches of pairs.
     #[arg(long, default_value_t = 200, value_parser = at_least_one)]
     pub(crate) batches: usize,
     /// Threads, each with a lane and a stream of its own.
@@ -82,34 +81,34 @@ pub(crate) struct Args {
     /// The burst whose memory is to come back.
     #[arg(long, default_value = "60GiB")]
     pub(crate) decay_size: ByteSize,
-    /// How long idle memory stays.
+    /// The time after which idle memory is released.
     #[arg(long, default_value = "5s", value_parser = humantime::parse_duration)]
     pub(crate) decay_time: Duration,
-    /// How long memory is waited for.
+    /// The time to wait for memory to be released.
     #[arg(long, default_value = "10s", value_parser = humantime::parse_duration)]
     pub(crate) decay_within: Duration,
-    /// How much sleeps; at most half of the host memory that is available.
+    /// The amount of memory put to sleep; at most half of the available host memory.
     #[arg(long, default_value = "40GiB")]
     pub(crate) sleep_size: ByteSize,
     /// The size of each block of it, and of those of the decay.
     #[arg(long, default_value = "256MiB")]
     pub(crate) block: ByteSize,
-    /// How often it sleeps and wakes; the goal is 100.
+    /// The number of sleeps and wakes; the goal is 100.
     #[arg(long, default_value_t = 10, value_parser = at_least_one)]
     pub(crate) cycles: usize,
-    /// The limit under which fragmentation is tried; as much as fits unless told otherwise.
+    /// The limit of the fragmentation part; default: as much as fits.
     #[arg(long)]
     pub(crate) fragmentation_size: Option<ByteSize>,
     /// Allocations of the fragmentation.
     #[arg(long, default_value_t = 20_000)]
     pub(crate) fragmentation_steps: usize,
-    /// How much memory is remapped; twice as much is needed.
+    /// The amount of memory remapped; twice as much is needed.
     #[arg(long, default_value = "10GiB")]
     pub(crate) remap_size: ByteSize,
-    /// How large the holes are that it comes from.
+    /// The size of the holes that it comes from.
     #[arg(long, default_value = "64MiB")]
     pub(crate) remap_block: ByteSize,
-    /// How much is live before every second block goes and the rest is compacted.
+    /// The amount live before every second block is freed and the rest is compacted.
     #[arg(long, default_value = "8GiB")]
     pub(crate) compact_size: ByteSize,
     /// The size of each block of it.
@@ -118,7 +117,7 @@ pub(crate) struct Args {
 }
 
 impl Args {
-    /// Whether a part is to run.
+    /// Returns `true` if a part should run.
     pub(crate) fn wants(&self, part: Part) -> bool {
         self.only.is_empty() || self.only.contains(&part)
     }
@@ -126,7 +125,7 @@ impl Args {
 
 fn at_least_one(text: &str) -> Result<usize, String> {
     match text.parse() {
-        Ok(0) => Err("0, wanted 1 or more".to_owned()),
+        Ok(0) => Err("0: expected 1 or more".to_owned()),
         Ok(count) => Ok(count),
         Err(error) => Err(format!("{error}: {text}")),
     }

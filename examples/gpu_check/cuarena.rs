@@ -1,10 +1,10 @@
-//! The six loops of cuArena's own benchmark, on a lane: what each costs, in device memory and in
-//! managed memory.
+//! The six loops of cuArena's own benchmark, on a lane: their costs in device memory and in managed
+//! memory.
 //!
 //! Each round is timed by itself, as there; the clock is part of it. B5 times the allocation after
 //! a compaction, B6 the slowest of its three sizes.
 //!
-//! Invariant: what a round takes it gives back before the next.
+//! Invariant: a round frees everything that it allocates before the next.
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ use super::rig::{Rig, float, median, options, per_mille};
 /// Rounds before those that are timed, as there.
 const WARM: usize = 50;
 
-/// What is measured on: a lane, the sizes, the clock.
+/// The subject of the measurement: a lane, the sizes, the clock.
 struct Loops<'a> {
     rig: &'a Rig<'a>,
     arena: DeviceArena,
@@ -110,7 +110,8 @@ impl Loops<'_> {
         Ok(nanos(self.rig.timed(pairs)?.0) / 1e3)
     }
 
-    /// Microseconds to take a block of two that were freed apart, once a compaction has made room.
+    /// Microseconds to allocate a block of the size of two that were freed separately, after a
+    /// compaction made room.
     fn after_compaction(&self, size: usize) -> Result<f64, Fault> {
         let all = self.blocks(&[size; 8])?.into_iter().enumerate();
         let blocks: Vec<_> = all.filter(|(nth, _)| nth % 2 == 1).collect();
@@ -141,7 +142,7 @@ impl Loops<'_> {
     }
 }
 
-/// What the rounds of one loop took.
+/// The times of the rounds of one loop.
 struct Rounds {
     micros: Vec<f64>,
     calls: u64,

@@ -1,9 +1,10 @@
-//! A burst that ends, and its memory's way back, while one thread goes on allocating.
+//! A burst that ends and the release of its memory, while one thread continues to allocate.
 //!
-//! One thread calls `DeviceArena::decay` when that says to; another times a small allocation and
-//! its free every few microseconds. What came back is what the driver says, not the arena.
+//! One thread calls `DeviceArena::decay` at the times it returns; another times a small allocation
+//! and its free every few microseconds. The released memory is measured by the driver, not by the
+//! arena.
 //!
-//! Invariant: a sample is steady, or overlaps the time in which memory was given back, or neither.
+//! Invariant: a sample is steady, or overlaps the time of a release, or neither.
 
 use std::hint;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,20 +21,20 @@ use super::pairs::nanos;
 use super::report::Report;
 use super::rig::{Rig, blocks, float, quantile};
 
-/// How long between two samples.
+/// The time between two samples.
 const PACE: Duration = Duration::from_micros(5);
 
-/// How long between two looks at most.
+/// The longest time between two polls.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// A time from its beginning to its end.
+/// A period from its start to its end.
 type Span = (Moment, Moment);
 
-/// What the thread that gives back saw.
+/// The observations of the releasing thread.
 struct Returned {
     /// The headroom at the end.
     headroom: ByteSize,
-    /// From the first call that gave anything back to the end of the last.
+    /// From the first call that released memory to the end of the last.
     busy: Option<Span>,
     took: Duration,
 }
@@ -58,7 +59,7 @@ pub(crate) fn decay(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
             returned
         });
         let samples = sample(rig, &lane, &ended);
-        let returned = looker.join().map_err(|_| "the thread that gives back panicked")?;
+        let returned = looker.join().map_err(|_| "the releasing thread panicked")?;
         Ok((returned?, samples?))
     })?;
     let back = returned.headroom.saturating_sub(high);
@@ -92,15 +93,16 @@ fn give_back(
         if enough || now >= end {
             return Ok(Returned { headroom, busy, took: now - start });
         }
-        // The bell is nobody's: this waits for the time alone.
+        // No other thread rings this bell: the wait ends by time alone.
         clock.wait_until(&bell, decayed.next.min(now + LOOK).min(end));
     }
 }
 
-/// Times pairs until told to end.
+/// Times pairs until `ended` is set.
 fn sample(rig: &Rig<'_>, lane: &Lane, ended: &AtomicBool) -> Result<Vec<Span>, Fault> {
     let clock = &rig.clock;
-    let len = rig.args.pair_size.as_usize().ok_or("pairs of more than can be addressed")?;
+    let len =
+        rig.args.pair_size.as_usize().ok_or("the size of the pairs exceeds the address range")?;
     let mut samples = Vec::new();
     let mut next = clock.now();
     while !ended.load(Ordering::Relaxed) {
@@ -119,7 +121,7 @@ fn sample(rig: &Rig<'_>, lane: &Lane, ended: &AtomicBool) -> Result<Vec<Span>, F
 fn latencies(samples: &[Span], busy: Option<Span>, report: &mut Report<'_>) {
     let (mut steady, mut during) = (Vec::new(), Vec::new());
     let Some((first, last)) = busy else {
-        return report.line("gpu.decay.p99_ratio: not measured, nothing was given back");
+        return report.line("gpu.decay.p99_ratio: not measured, no memory was released");
     };
     for &(start, end) in samples {
         if end <= first {

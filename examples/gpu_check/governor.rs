@@ -1,11 +1,10 @@
-//! The pool governor: what a user of cudarc who knows nothing of it gets, and gives back.
+//! The pool governor: its effect for users of cudarc that know nothing of it.
 //!
-//! An allocation, its free and a wait, again and again: from the device's pool as it is found,
-//! which gives everything back at each wait unless somebody told it otherwise, and from a governed
-//! one.
-//! What the governed pool keeps when nobody used it for the decay time is what it says itself.
+//! An allocation, its free and a wait, repeatedly: from the device's pool as found, which releases
+//! everything at each wait unless its threshold was changed, and from a governed pool. The memory
+//! that the governed pool holds after it was unused for the decay time is its own figure.
 //!
-//! Invariant: the device's current pool is afterwards what it was before.
+//! Invariant: the device's current pool is restored afterwards.
 
 use std::sync::Arc;
 
@@ -49,20 +48,20 @@ pub(crate) fn governor(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
             report.figure("gpu.governor.idle_held_bytes", held.as_f64(), "bytes");
             break;
         }
-        // The bell is nobody's: this waits for the time alone.
+        // No other thread rings this bell: the wait ends by time alone.
         clock.wait_until(&bell, now + rig.args.decay_time / 8);
     }
     let left = PoolGovernor::left_total();
     drop((stream, governor));
     if PoolGovernor::left_total() > left {
-        return Err("the governor's pool could not be given up".into());
+        return Err("the governor's pool could not be destroyed".into());
     }
     Ok(())
 }
 
 /// Nanoseconds of an allocation, its free and a wait: the median.
 fn rounds(rig: &Rig<'_>, stream: &Arc<CudaStream>) -> Result<f64, Fault> {
-    let len = rig.args.pair_size.as_usize().ok_or("more than can be addressed")?;
+    let len = rig.args.pair_size.as_usize().ok_or("the size exceeds the address range")?;
     let round = || -> Outcome {
         drop(plain(stream, len)?);
         Ok(stream.synchronize()?)

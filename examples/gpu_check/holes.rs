@@ -1,9 +1,8 @@
-//! Memory in the wrong places: random sizes near the limit, holes that are remapped, live blocks
-//! that are moved together.
+//! Fragmented memory: random sizes near the limit, remapped holes, and compacted live blocks.
 //!
-//! The first is of the kind on which a pool of CUDA's fragments (rapidsai/rmm, number 1245: a
-//! request of 127 MiB failed on a device of which 63 % were live). The other two are measured
-//! against plain copies of as many bytes.
+//! The first is a load on which a CUDA pool fragments (rapidsai/rmm, number 1245: a request of 127
+//! MiB failed on a device of which 63 % were live). The other two are compared with plain copies of
+//! as many bytes.
 //!
 //! Invariant: live bytes and the request together are never more than two thirds of the limit.
 
@@ -15,7 +14,7 @@ use super::cases::{Fault, Outcome};
 use super::report::Report;
 use super::rig::{Rig, blocks, changed, copied, fill, float, median, rate, whole_blocks, words_of};
 
-/// What may be live of the limit.
+/// The largest live fraction of the limit.
 const LIVE: f64 = 0.67;
 
 /// The smallest request, and the largest as a part of the limit: about 640 MiB of 80 GiB.
@@ -84,7 +83,10 @@ pub(crate) fn fragmentation(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
 /// One block out of the memory of many holes, against a copy of as many bytes.
 pub(crate) fn remap(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
     let hole = rig.args.remap_block;
-    let twice = rig.args.remap_size.checked_mul(2).ok_or("more than can be counted")?;
+    let twice = rig.args.remap_size.checked_mul(2).ok_or(
+        "the number of blocks exceeds the \
+        supported range",
+    )?;
     let size = ByteSize::new(rig.fitting(twice, hole)?.get() / 2);
     let size = whole_blocks(size, hole)?;
     let limit = ByteSize::new(size.get() * 2);
@@ -98,7 +100,9 @@ pub(crate) fn remap(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
             rig.timed(|| lane.alloc::<u64>(words_of(size)?, Region::Dynamic).map_err(Fault::from))?;
         let by_remap = arena.snapshot().remapped_bytes_total;
         if by_remap == 0 {
-            return Err("no memory was remapped: the device or its driver cannot".into());
+            return Err(
+                "no memory was remapped: the device or its driver does not support it".into()
+            );
         }
         moved.push(rate(ByteSize::new(by_remap), took));
         remapped = by_remap;
@@ -146,7 +150,7 @@ pub(crate) fn compact(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
         let (took, done) = rig.timed(|| arena.compact(options, |_| {}))?;
         if done.stopped != StopReason::Finished || done.moved.is_zero() {
             let how = done.stopped.name();
-            return Err(format!("it ended as {how}, with {} moved", done.moved).into());
+            return Err(format!("compaction ended with {how}, {} moved", done.moved).into());
         }
         rates.push(rate(done.moved, took));
         for it in held.iter().enumerate() {

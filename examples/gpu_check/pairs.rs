@@ -24,7 +24,8 @@ const WARM: usize = 100;
 pub(crate) fn pair(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
     let arena = rig.arena("pairs", ByteSize::MAX, DecayTime::Never)?;
     let lane = rig.lane(&arena)?;
-    let len = rig.args.pair_size.as_usize().ok_or("pairs of more than can be addressed")?;
+    let len =
+        rig.args.pair_size.as_usize().ok_or("the size of the pairs exceeds the address range")?;
     for _ in 0..WARM {
         bare(&lane, len)?;
     }
@@ -101,7 +102,8 @@ pub(crate) fn lanes(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
 /// Pairs a second of threads that begin together, each on its own lane.
 fn throughput(rig: &Rig<'_>, lanes: &[Lane]) -> Result<f64, Fault> {
     let begin = Barrier::new(lanes.len());
-    let len = rig.args.pair_size.as_usize().ok_or("pairs of more than can be addressed")?;
+    let len =
+        rig.args.pair_size.as_usize().ok_or("the size of the pairs exceeds the address range")?;
     let pairs = rig.args.pairs.saturating_mul(rig.args.batches);
     let (begin, clock) = (&begin, &rig.clock);
     let work = move |lane: &Lane| -> Result<_, Fault> {

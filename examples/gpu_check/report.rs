@@ -1,16 +1,16 @@
-//! What was found: figures, goals, cases, and parts that could not run; as lines and as JSON.
+//! The report: figures, goals, cases, and parts that could not run; as lines and as JSON.
 //!
-//! It measures nothing. A goal that was missed is printed and changes no exit code: on a machine
-//! that others use at the same time it says little.
+//! It measures nothing. A missed goal is printed and changes no exit code: on a machine with other
+//! users it means little.
 //!
-//! Invariant: exit code 1 <=> a case of the contract did not hold; else 2 <=> a part could not run.
+//! Invariant: exit code 1 <=> a case of the contract failed; else 2 <=> a part could not run.
 
 use std::collections::BTreeMap;
 use std::io::{self, Write};
 
 use serde_json::{Value, json};
 
-/// What a figure is to be.
+/// The goal of a figure.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Wanted {
     AtMost(f64),
@@ -70,10 +70,10 @@ pub(crate) const GOALS: &[(&str, Wanted)] = &[
 /// Everything that was found, written down as it is found.
 pub(crate) struct Report<'a> {
     out: &'a mut dyn Write,
-    /// The first error of writing; nothing is written after it.
+    /// The first write error; nothing is written after it.
     broken: Option<io::Error>,
     pub(crate) figures: BTreeMap<String, (f64, &'static str)>,
-    /// The cases of the contract: what was wrong, where it did not hold.
+    /// The cases of the contract, with the error of each failed one.
     pub(crate) cases: Vec<(String, Option<String>)>,
     /// Parts that could not run, and why.
     pub(crate) failed: Vec<(&'static str, String)>,
@@ -143,7 +143,7 @@ impl<'a> Report<'a> {
         }
         let wrong = self.cases.iter().filter(|(_, fault)| fault.is_some()).count();
         let (cases, failed) = (self.cases.len(), self.failed.len());
-        self.line(&format!("cases that did not hold: {wrong} of {cases}"));
+        self.line(&format!("failed cases: {wrong} of {cases}"));
         self.line(&format!("parts that could not run: {failed}"));
     }
 
@@ -173,7 +173,7 @@ impl<'a> Report<'a> {
         })
     }
 
-    /// How the program ends.
+    /// Returns the exit code of the program.
     pub(crate) fn exit_code(&self) -> u8 {
         if self.cases.iter().any(|(_, fault)| fault.is_some()) {
             1

@@ -1,9 +1,9 @@
-//! What the parts share: the device, its memory, arenas, blocks with a pattern in them, time.
+//! Shared by the parts: the device, its memory, arenas, blocks with a pattern in them, time.
 //!
 //! Copies are cudarc's, unmodified; time is the crate's clock. It decides nothing.
 //!
-//! Invariant: `words(n, at, seed)` is the same whenever it is asked for.
-#![expect(unsafe_code, reason = "cudarc's own allocation, whose contents nobody reads")]
+//! Invariant: `words(n, at, seed)` always returns the same value.
+#![expect(unsafe_code, reason = "cudarc's own allocation, whose contents are never read")]
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -40,7 +40,7 @@ impl<'a> Rig<'a> {
         Ok(Self { args, driver, context, clock: Arc::new(SystemClock::new()) })
     }
 
-    /// Bytes of the device that nobody has, and all its bytes.
+    /// Returns the free and the total bytes of the device.
     pub(crate) fn memory(&self) -> Result<(ByteSize, ByteSize), Fault> {
         let (headroom, total) = self.context.mem_get_info()?;
         Ok((ByteSize::of(headroom), ByteSize::of(total)))
@@ -56,7 +56,7 @@ impl<'a> Rig<'a> {
         whole_blocks(wanted.min(most), block)
     }
 
-    /// An arena that gives back by decay only what is idle for so long.
+    /// Opens an arena that releases only memory that was idle for this long.
     pub(crate) fn arena(
         &self,
         name: &str,
@@ -73,7 +73,7 @@ impl<'a> Rig<'a> {
         Ok(arena.cuda_lane(&self.context.new_stream()?)?)
     }
 
-    /// How long something takes.
+    /// Measures the duration of an operation.
     pub(crate) fn timed<T, E>(
         &self,
         act: impl FnOnce() -> Result<T, E>,
@@ -86,7 +86,7 @@ impl<'a> Rig<'a> {
         Ok((self.clock.now() - start, done))
     }
 
-    /// Waits until what was freed is idle: all work of the device is done, and the arena knows.
+    /// Waits until freed memory is idle: all work of the device is done, and the arena has seen it.
     pub(crate) fn settle(&self, arena: &DeviceArena) -> Outcome {
         for _ in 0..2 {
             self.driver.synchronize()?;
@@ -122,13 +122,13 @@ pub(crate) fn blocks(
 
 /// Words of eight bytes in so many bytes.
 pub(crate) fn words_of(size: ByteSize) -> Result<usize, Fault> {
-    let bytes = size.as_usize().ok_or("more than this machine can address")?;
-    if bytes < 8 { Err(format!("{size}, wanted 8 B or more").into()) } else { Ok(bytes / 8) }
+    let bytes = size.as_usize().ok_or("the size exceeds this machine's address range")?;
+    if bytes < 8 { Err(format!("{size}: expected at least 8 B").into()) } else { Ok(bytes / 8) }
 }
 
 /// The stream of a lane.
 pub(crate) fn stream(lane: &Lane) -> Result<&Arc<CudaStream>, Fault> {
-    lane.cuda_stream().ok_or_else(|| "not a lane of cudarc's".into())
+    lane.cuda_stream().ok_or_else(|| "the lane is not one of cudarc".into())
 }
 
 /// The word that belongs at a place of a block.
@@ -155,7 +155,8 @@ pub(crate) fn fill(
     Ok(())
 }
 
-/// How many bytes of a block are not what was written, at a few places that differ by round.
+/// Returns the number of bytes of a block that differ from those written, at a few places that vary
+/// by round.
 pub(crate) fn changed_samples(
     lane: &Lane,
     (number, block): (usize, &Buffer<u64>),
@@ -198,13 +199,13 @@ fn different(found: &[u64], (number, start): (usize, usize), seed: u64) -> u64 {
     bytes.sum()
 }
 
-/// Memory of the device from cudarc, which the drop gives back: the way of those without an arena.
+/// Device memory from cudarc, freed on drop, without an arena.
 pub(crate) fn plain(stream: &Arc<CudaStream>, len: usize) -> Result<CudaSlice<u8>, Fault> {
-    // SAFETY: nobody reads what is in it.
+    // SAFETY: the uninitialised contents are never read.
     Ok(unsafe { stream.alloc(len) }?)
 }
 
-/// How long a copy within the device takes, from one block into another.
+/// Measures a copy within the device, from one block into another.
 pub(crate) fn copied(
     rig: &Rig<'_>,
     lane: &Lane,
@@ -218,12 +219,12 @@ pub(crate) fn copied(
     Ok(rig.timed(copy)?.0)
 }
 
-/// The median; not a number where there is none.
+/// Returns the median; NaN if there are no values.
 pub(crate) fn median(values: &[f64]) -> f64 {
     quantile(values, 50)
 }
 
-/// So many hundredths of the values are no larger than this; not a number where there are none.
+/// Returns the value below or at which this percentage of the values lies; NaN if there are none.
 pub(crate) fn quantile(values: &[f64], hundredths: usize) -> f64 {
     per_mille(values, 10 * hundredths)
 }

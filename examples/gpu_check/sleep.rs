@@ -1,10 +1,11 @@
-//! Sleep and wake of an arena: how much memory is given away, how fast contents go and come back,
-//! whether any byte of them changed.
+//! Sleep and wake of an arena: the memory released, the copy rates of its contents, and a check of
+//! every byte.
 //!
-//! No kernel is needed: a pattern is copied in, and compared where it comes out. What it is
-//! measured against are plain copies of as many bytes with page-locked memory, in the same run.
+//! It needs no kernel: a pattern is copied in, and compared when it is copied out. The baseline is
+//! plain copies of as many bytes with page-locked memory, in the same run.
 //!
-//! Invariant: after each wake every block is looked at, and after the last one all bytes of it.
+//! Invariant: after each wake every block is sampled, and after the last one all bytes are
+//! compared.
 
 use std::time::Duration;
 
@@ -23,7 +24,7 @@ use super::rig::{
     words_of,
 };
 
-/// How long the driver may take to say that memory is back: it is said to lag.
+/// The time allowed for the driver to report memory as free, which may lag.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 const KEEP: SleepOptions =
@@ -32,7 +33,7 @@ const KEEP: SleepOptions =
 const DISCARD: SleepOptions =
     SleepOptions { drain: Duration::ZERO, stable: Contents::Discard, dynamic: Contents::Discard };
 
-/// Contents kept, in host memory that is had anew for each sleep, and in such that stays.
+/// Keeps contents in host memory, allocated for each sleep, and in memory that is reused.
 pub(crate) fn keep(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
     let (block, seed) = (rig.args.block, rig.args.seed);
     let size = rig.fitting(rig.args.sleep_size.min(host_share()), block)?;
@@ -77,16 +78,16 @@ pub(crate) fn keep(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
     }
     report.figure("gpu.sleep_keep.bytes_changed", float(seen.changed), "bytes");
     if addresses != self::addresses(&lane, &held)? {
-        return Err("a block has another address than before".into());
+        return Err("the address of a block has changed".into());
     }
     drop((held, lane));
     Ok(arena.close()?)
 }
 
-/// What the cycles came to.
+/// The results of the cycles.
 #[derive(Default)]
 struct Seen {
-    /// The least of all cycles.
+    /// The smallest of all cycles.
     freed: f64,
     down: Vec<f64>,
     up: Vec<f64>,
@@ -102,7 +103,9 @@ fn cycle(rig: &Rig<'_>, arena: &DeviceArena, seen: &mut Seen) -> Outcome {
     seen.freed = seen.freed.min(freed(rig, before, committed)?);
     let (up, woken) = rig.timed(|| arena.wake())?;
     if slept.offloaded != woken.restored {
-        return Err(format!("{} went out, {} came back", slept.offloaded, woken.restored).into());
+        return Err(
+            format!("{} were offloaded, {} restored", slept.offloaded, woken.restored).into()
+        );
     }
     seen.down.push(rate(slept.offloaded, down));
     seen.up.push(rate(woken.restored, up));
@@ -110,7 +113,7 @@ fn cycle(rig: &Rig<'_>, arena: &DeviceArena, seen: &mut Seen) -> Outcome {
     Ok(())
 }
 
-/// How much of what was committed the driver has back.
+/// Returns the fraction of the committed memory that the driver got back.
 fn freed(rig: &Rig<'_>, before: ByteSize, committed: ByteSize) -> Result<f64, Fault> {
     let (bell, end) = (Bell::new(), rig.clock.now() + PATIENCE);
     loop {
@@ -183,7 +186,7 @@ pub(crate) fn discard(rig: &Rig<'_>, report: &mut Report<'_>) -> Outcome {
     Ok(())
 }
 
-/// Seconds that it takes to commit as much for new blocks, and to give it back once they are freed.
+/// Measures the seconds to commit as much for new blocks, and to release it after they are freed.
 fn unmaps_and_commits(rig: &Rig<'_>, size: ByteSize) -> Result<f64, Fault> {
     let arena = rig.arena("calls_alone", ByteSize::MAX, DecayTime::Never)?;
     let lane = rig.lane(&arena)?;
@@ -197,7 +200,7 @@ fn unmaps_and_commits(rig: &Rig<'_>, size: ByteSize) -> Result<f64, Fault> {
         rig.settle(&arena)?;
         let (down, released) = rig.timed(|| arena.purge())?;
         if released < size {
-            return Err(format!("{released} of {size} were given back by a purge").into());
+            return Err(format!("a purge released {released} of {size}").into());
         }
         all.push((up + down).as_secs_f64());
     }
@@ -206,7 +209,7 @@ fn unmaps_and_commits(rig: &Rig<'_>, size: ByteSize) -> Result<f64, Fault> {
     Ok(median(&all))
 }
 
-/// Half of the host memory that is available; all there could be where the kernel does not say.
+/// Returns half of the available host memory; a very large value if the kernel does not report it.
 fn host_share() -> ByteSize {
     let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"));

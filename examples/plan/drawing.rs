@@ -1,9 +1,8 @@
-//! A plan as a picture: time across, addresses up, one segment above the other.
+//! A drawing of a plan: time across, addresses up, segments stacked.
 //!
-//! Each buffer is drawn where it lies for as long as it is needed, gaps left out. It decides
-//! nothing.
+//! Each buffer is drawn at its offset for its lifetime, without gaps. It decides nothing.
 //!
-//! Invariant: rectangles overlap where the plan does, and nowhere else.
+//! Invariant: rectangles overlap only where the plan does.
 
 use std::fmt::{Result, Write as _};
 use std::ops::Range;
@@ -27,7 +26,7 @@ struct Scale {
     first: i64,
     steps: u64,
     bytes: ByteSize,
-    /// Where each segment begins, and where the last one ends.
+    /// The start of each segment, and the end of the last one.
     starts: Vec<u64>,
 }
 

@@ -1,11 +1,11 @@
-//! The proxy as a library of its own, so that the demonstration, the bench and the tests can start
-//! it inside their process.
+//! The proxy as a library, so that the demonstration, the bench and the tests can start it in their
+//! own process.
 //!
-//! Routes: `/metrics`, `/healthz`, `/readyz` and `/memory`, and the verbs beneath it where they are
-//! heard, are exempt from admission; `POST /embed` and everything else, which is forwarded, pass
-//! the memory layer. Where operators have an address of their own, the former are answered there
-//! alone, beyond the reach of clients and of their connections. With `memory: None` the same
-//! service runs unmanaged: nothing is timed, refused or given back.
+//! The routes `/metrics`, `/healthz`, `/readyz` and `/memory`, with the admin commands below it if
+//! enabled, are exempt from admission; `POST /embed` and all other requests, which are forwarded,
+//! pass the memory layer. If operators have a separate address, these routes are served only there,
+//! out of reach of clients and their connections. With `memory: None` the same service runs
+//! unmanaged: no request is rejected, and no memory is released.
 
 pub(crate) mod patience;
 pub(crate) mod serve;
@@ -41,26 +41,27 @@ use crate::upstream;
 /// buffer to read into and one to write from.
 pub(crate) const FORWARD_COST: ByteSize = ByteSize::of(4 * forward::BUFFER_MAX);
 
-/// How the proxy is set up.
+/// The options of the proxy.
 #[derive(Clone, Debug)]
 pub(crate) struct Options {
-    /// Where it listens; port 0 for any.
+    /// The address to listen on; port 0 for any port.
     pub(crate) listen: SocketAddr,
-    /// Where operators are answered; `None`: where it listens.
+    /// The address for operators; `None` for the same address.
     pub(crate) operators: Option<SocketAddr>,
-    /// Names by which operators reach `/memory` and `/metrics`, beside localhost and IP addresses.
+    /// Host names by which operators reach `/memory` and `/metrics`, in addition to localhost and
+    /// IP addresses.
     pub(crate) hosts: Vec<String>,
-    /// Where requests go; `None` starts a small upstream in this process.
+    /// The upstream; `None` starts a small one in this process.
     pub(crate) upstream: Option<Uri>,
-    /// How long the upstream may keep a request waiting; `None` for no bound.
+    /// The longest time that the upstream may be silent; `None` for no limit.
     pub(crate) response_timeout: Option<Duration>,
     /// Size of the model's weight table.
     pub(crate) weights: ByteSize,
     /// Seed of the weights.
     pub(crate) seed: u64,
-    /// How long the model may be idle before it is unloaded; `None`: as the profile says.
+    /// The idle time before the model is unloaded; `None` for the profile's.
     pub(crate) idle_unload: Option<Duration>,
-    /// What clients may take.
+    /// The limits for clients.
     pub(crate) limits: Limits,
     /// Whose verbs are heard.
     pub(crate) hears: Hears,
@@ -69,12 +70,12 @@ pub(crate) struct Options {
 /// Whose verbs are heard.
 #[derive(Clone, Debug, Default)]
 pub(crate) enum Hears {
-    /// Nobody's.
+    /// Admin commands are disabled.
     #[default]
     Nobody,
-    /// Those of this machine.
+    /// Commands from this machine are accepted.
     Loopback,
-    /// Those of whoever has the token.
+    /// Commands with the token are accepted.
     Token(AdminToken),
 }
 
@@ -109,9 +110,9 @@ impl Default for Options {
 /// A proxy that runs.
 #[derive(Debug)]
 pub(crate) struct Running {
-    /// Where it listens.
+    /// The address that it listens on.
     pub(crate) address: SocketAddr,
-    /// Where operators are answered.
+    /// The address for operators.
     pub(crate) operators: SocketAddr,
     /// The arena of the model.
     pub(crate) arena: DeviceArena,
@@ -120,7 +121,7 @@ pub(crate) struct Running {
     endpoints: Arc<Endpoints>,
     phase: watch::Sender<Phase>,
     servers: Vec<JoinHandle<()>>,
-    /// The upstream in this process, and its phase: it ends after those that it serves.
+    /// The built-in upstream, and its phase: it ends after the proxy's own requests.
     own_upstream: Option<(watch::Sender<Phase>, JoinHandle<()>)>,
 }
 
@@ -214,7 +215,7 @@ pub(crate) async fn start(
         routes = for_operators(routes);
     }
     servers.push(serve(front, routes, Some(options.limits.within_descriptors()), phases));
-    tracing::info!(%address, %operators, %upstream, managed, "the proxy listens");
+    tracing::info!(%address, %operators, %upstream, managed, "the proxy is listening");
     Ok(Running { address, operators, arena, model, endpoints, phase, servers, own_upstream })
 }
 
@@ -225,7 +226,7 @@ async fn listen(at: SocketAddr) -> Result<(TcpListener, SocketAddr), BoxError> {
     Ok((listener, address))
 }
 
-/// What passes the memory layer.
+/// Builds the routes that pass the memory layer.
 fn clients_routes(forward: Forward, embedder: Embedder, memory: Option<Memory>) -> Router {
     let embed = post(move |request| {
         let embedder = embedder.clone();
@@ -255,7 +256,7 @@ fn clients_routes(forward: Forward, embedder: Embedder, memory: Option<Memory>) 
     guarded
 }
 
-/// Adds what is answered at these paths, outside the memory layer.
+/// Adds the routes at these paths, outside the memory layer.
 fn operators_routes(routes: Router, own: Vec<&'static str>, endpoints: Arc<Endpoints>) -> Router {
     let answer = move |mut request: Request| {
         let endpoints = endpoints.clone();

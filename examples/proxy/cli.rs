@@ -1,7 +1,8 @@
-//! The proxy as a program: options, start, end on a signal, and the `healthcheck` subcommand.
+//! The proxy as a program: options, start, shutdown on a signal, and the `healthcheck` subcommand.
 //!
-//! It forwards nothing itself; `app` does. Invariant: from the first request that is taken on,
-//! SIGTERM ends the program in order, within the drain, the grace and what the memory's end takes.
+//! It forwards nothing itself; `app` does. Invariant: from the first accepted request on, SIGTERM
+//! ends the program in order, within the drain, the grace period and the time that the memory's
+//! shutdown takes.
 
 use std::ffi::{OsStr, OsString};
 use std::io::IsTerminal as _;
@@ -28,25 +29,25 @@ use crate::app;
 use crate::app::serve::Limits;
 use crate::forward::{Forward, whole};
 
-/// How long a health check may take.
+/// The timeout of a health check.
 const HEALTH_PATIENCE: Duration = Duration::from_secs(3);
 
 #[derive(Debug, Parser)]
-#[command(about = "A reverse proxy that gives its memory back", version)]
+#[command(about = "A reverse proxy that returns unused memory", version)]
 struct Cli {
-    /// Where to listen.
+    /// Address to listen on.
     #[arg(long, env = "PROXY_LISTEN", default_value = "127.0.0.1:8080", global = true)]
     listen: SocketAddr,
-    /// Where operators are answered, on connections of their own: /healthz, /readyz, /metrics,
-    /// /memory and verbs, which --listen then forwards as all else. Unset, or the same: there.
+    /// Separate address for operators: /healthz, /readyz, /metrics, /memory and admin commands,
+    /// which --listen then forwards like any other path. Default: the address of --listen.
     #[arg(long, env = "PROXY_OPERATORS", global = true)]
     operators: Option<SocketAddr>,
-    /// Names by which operators reach /memory and /metrics, with commas between them. Requests to
-    /// localhost and to IP addresses are always answered, those to other names never: a page of
-    /// another site may have its own name lead here.
+    /// Host names by which operators reach /memory and /metrics, separated by commas. Requests to
+    /// localhost and to IP addresses are always answered, those to other names never, because
+    /// another site's page may point its own name at this address.
     #[arg(long, env = "PROXY_HOSTS", value_delimiter = ',', global = true)]
     hosts: Vec<String>,
-    /// Where requests go, e.g. <http://10.0.0.7:9000>; without it a small text service is started.
+    /// Upstream address, e.g. <http://10.0.0.7:9000>; without it a small text service is started.
     #[arg(long, env = "PROXY_UPSTREAM", value_parser = upstream)]
     upstream: Option<Uri>,
     /// Size of the embedding model's weights, at least 64 MiB.
@@ -55,39 +56,41 @@ struct Cli {
     /// Seed of the weights.
     #[arg(long, env = "PROXY_SEED", default_value_t = 1)]
     seed: u64,
-    /// How long the model may be idle before it is unloaded; default: as the profile says.
+    /// Idle time before the model is unloaded; default: the profile's.
     #[arg(long, env = "PROXY_IDLE_UNLOAD", value_parser = humantime::parse_duration)]
     idle_unload: Option<Duration>,
-    /// How long the upstream may keep a request waiting: until the head of its answer, before 504,
-    /// and between two parts of its answer, before the connection is closed; 0s for no bound.
+    /// Longest time that the upstream may be silent: before the head of its response (504), and
+    /// between two parts of its response (the connection is closed); 0s for no limit.
     #[arg(long, env = "PROXY_RESPONSE_TIMEOUT", value_parser = humantime::parse_duration)]
     #[arg(default_value = "60s")]
     response_timeout: Duration,
-    /// How long after SIGTERM all is still served, while /readyz answers 503 and each answer ends
-    /// its connection, so that no client sends its next request to one that closes; 0s for none.
+    /// Time after SIGTERM during which all requests are still served, /readyz returns 503 and each
+    /// response closes its connection, so that no client sends its next request to a closing one;
+    /// 0s for none.
     #[arg(long, env = "PROXY_DRAIN", value_parser = humantime::parse_duration)]
     #[arg(default_value = "1s")]
     drain: Duration,
-    /// How long requests may take to end after that.
+    /// Time for requests to finish after that.
     #[arg(long, env = "PROXY_GRACE", value_parser = humantime::parse_duration)]
     #[arg(default_value = "10s")]
     grace: Duration,
-    /// How long a request's body that does not go on is waited for, before 408.
+    /// Timeout for a stalled request body (408).
     #[arg(long, env = "PROXY_BODY_PATIENCE", value_parser = humantime::parse_duration)]
     #[arg(default_value = "10s")]
     body_patience: Duration,
-    /// How long the head of a request is waited for, and so how long a connection may be idle.
+    /// Timeout for the head of a request, and so for an idle connection.
     #[arg(long, env = "PROXY_HEAD_PATIENCE", value_parser = humantime::parse_duration)]
     #[arg(default_value = "10s")]
     head_patience: Duration,
-    /// Connections at once; others wait. Each takes up to 3 descriptors: no more are taken than
-    /// (`ulimit -n` - 48) / 3.
+    /// Most connections at once; further ones wait. Each uses up to 3 file descriptors: no more are
+    /// accepted than (`ulimit -n` - 48) / 3.
     #[arg(long, env = "PROXY_CONNECTIONS", default_value = "512", value_parser = connections)]
     connections: usize,
-    /// Hear verbs (purge, trim, sleep, wake, unload, snapshot) of this machine, under /memory.
+    /// Accept admin commands (purge, trim, sleep, wake, unload, snapshot) from this machine, under
+    /// /memory.
     #[arg(long, env = "PROXY_ADMIN", value_parser = BoolishValueParser::new())]
     admin: bool,
-    /// Hear verbs of whoever has the token in this file: 32 to 256 characters, in one line.
+    /// Accept admin commands with the token in this file: 32 to 256 characters, in one line.
     #[arg(long, env = "PROXY_ADMIN_TOKEN_FILE")]
     admin_token_file: Option<PathBuf>,
     #[command(subcommand)]
@@ -96,7 +99,8 @@ struct Cli {
 
 #[derive(Clone, Copy, Debug, Subcommand)]
 enum Command {
-    /// Asks the proxy at --operators, or else --listen, for /healthz and exits 0 when it is well.
+    /// Requests /healthz from the proxy at --operators, or else --listen, and exits with 0 if it is
+    /// healthy.
     Healthcheck,
 }
 
@@ -108,7 +112,7 @@ fn upstream(text: &str) -> Result<Uri, String> {
 fn weights(text: &str) -> Result<ByteSize, String> {
     let size: ByteSize = text.parse().map_err(|error| format!("{error}"))?;
     if size < ByteSize::mib(64) {
-        return Err(format!("{size} of weights: expected 64 MiB or more"));
+        return Err(format!("weights of {size}: expected 64 MiB or more"));
     }
     Ok(size)
 }
@@ -123,19 +127,19 @@ fn connections(text: &str) -> Result<usize, String> {
 /// The token in a file, which ends with a line's end or without.
 fn token_in(file: &Path) -> Result<AdminToken, BoxError> {
     let text = std::fs::read_to_string(file)
-        .map_err(|error| format!("the token in {} cannot be read: {error}", file.display()))?;
+        .map_err(|error| format!("cannot read the token in {}: {error}", file.display()))?;
     let token = AdminToken::new(text.trim_end_matches(['\r', '\n']));
     Ok(token.map_err(|error| format!("{}: {error}", file.display()))?)
 }
 
-/// Runs the program with these arguments, the first of which is its name. Ends the process itself
-/// where they are wrong or ask for help.
+/// Runs the program with these arguments, the first of which is its name. Exits the process itself
+/// if they are invalid or request help.
 pub(crate) fn main(arguments: impl Iterator<Item = OsString>) -> Result<(), BoxError> {
     let cli = Cli::parse_from(arguments);
     // Not clap's `conflicts_with`: a variable that says `false` would be a conflict to that.
     if cli.admin && cli.admin_token_file.is_some() {
-        let text = "--admin (PROXY_ADMIN) hears all of this machine: expected it, or \
-                    --admin-token-file (PROXY_ADMIN_TOKEN_FILE), not both";
+        let text = "--admin (PROXY_ADMIN) accepts commands from this machine: expected it or \
+            --admin-token-file (PROXY_ADMIN_TOKEN_FILE), not both";
         Cli::command().error(ErrorKind::ArgumentConflict, text).exit();
     }
     log();
@@ -158,7 +162,7 @@ pub(crate) fn main(arguments: impl Iterator<Item = OsString>) -> Result<(), BoxE
 fn log() {
     #[expect(clippy::disallowed_methods, reason = "no setting: what all programs go by")]
     let no_color = std::env::var_os("NO_COLOR");
-    // Not `from_env_lossy`, which reports what it cannot read with `eprintln!`.
+    // Not `from_env_lossy`, which reports an invalid variable with `eprintln!`.
     let asked = EnvFilter::builder().with_default_directive(Level::INFO.into()).from_env();
     let (filter, wrong) = match asked {
         Ok(filter) => (filter, None),
@@ -174,7 +178,7 @@ fn log() {
     }
 }
 
-/// Whether the log has colour codes: on a terminal, unless `NO_COLOR` says something.
+/// Returns `true` if the log has colour codes: on a terminal, unless `NO_COLOR` is set.
 pub(crate) fn is_coloured(is_terminal: bool, no_color: Option<&OsStr>) -> bool {
     is_terminal && no_color.is_none_or(OsStr::is_empty)
 }
@@ -217,7 +221,7 @@ async fn run(cli: Cli) -> Result<(), BoxError> {
         },
         hears,
     };
-    // Before it listens: whoever sees it listen may send a signal.
+    // Installed before it listens: a client that sees it listening may send a signal.
     let mut terminate = signal(SignalKind::terminate())?;
     let mut interrupt = signal(SignalKind::interrupt())?;
     let running = app::start(options, Some(memory.clone()), move || recorder.render()).await?;
@@ -251,7 +255,8 @@ async fn healthcheck(at: SocketAddr) -> Result<(), BoxError> {
         Client::builder(TokioExecutor::new()).build_http();
     let asked = client.get(format!("http://{at}/healthz").parse()?);
     let ask = async {
-        let answer = asked.await.map_err(|error| format!("{at} is not well: {}", whole(&error)))?;
+        let answer =
+            asked.await.map_err(|error| format!("{at} is unhealthy: {}", whole(&error)))?;
         let status = answer.status();
         let text = answer.into_body().collect().await?.to_bytes();
         Ok::<_, BoxError>((status, text))

@@ -1,7 +1,7 @@
-//! `POST /embed`: texts in, embeddings out, from a model that is loaded when it is first used.
+//! `POST /embed`: texts in, embeddings out, from a model that is loaded on first use.
 //!
-//! The model is a managed resource: one load however many ask at once, unloaded when it has been
-//! idle. Bad input is answered 4xx with the reason; what memory forbids, 503 with Retry-After.
+//! The model is a managed resource: it is loaded once for all waiting requests, and unloaded when
+//! idle. Bad input is answered with 4xx and the reason; a lack of memory with 503 and Retry-After.
 
 use std::sync::Arc;
 
@@ -62,7 +62,7 @@ struct Answer {
 #[derive(Clone, Debug)]
 pub(crate) struct Embedder {
     model: Managed<Model>,
-    /// As many computations at once as there are cores.
+    /// Limits concurrent computations to the number of cores.
     turns: Arc<Semaphore>,
 }
 
@@ -97,7 +97,7 @@ impl Embedder {
             model.embed(&texts)
         });
         let failed = |error: String| {
-            tracing::error!(error, "an embedding failed");
+            tracing::error!(error, "embedding failed");
             refusal(StatusCode::INTERNAL_SERVER_ERROR, error)
         };
         match computed.await {
@@ -109,7 +109,7 @@ impl Embedder {
     }
 }
 
-/// The whole body, booked as it arrives and cut off at [`BODY_MAX`].
+/// Reads the whole body, reserves memory as it arrives, and stops at [`BODY_MAX`].
 async fn read(request: Request) -> Result<Vec<u8>, Box<Response>> {
     let permit = request.extensions().get::<SharedPermit>().cloned();
     let known = request.headers().contains_key(CONTENT_LENGTH);
@@ -127,7 +127,7 @@ async fn read(request: Request) -> Result<Vec<u8>, Box<Response>> {
     while let Some(frame) = body.frame().await {
         let frame = frame.map_err(|error| match is_late(&error) {
             true => refusal(StatusCode::REQUEST_TIMEOUT, Late.to_string()),
-            false => refusal(StatusCode::BAD_REQUEST, format!("the body broke off: {error}")),
+            false => refusal(StatusCode::BAD_REQUEST, format!("the body ended early: {error}")),
         })?;
         let Ok(data) = frame.into_data() else { continue };
         if announced.max((whole.len() + data.len()) as u64) > BODY_MAX.get() {
@@ -198,7 +198,7 @@ fn texts(body: &[u8]) -> Result<Vec<String>, Box<Response>> {
             _ => StatusCode::BAD_REQUEST,
         };
         let text = format!("expected JSON such as {{\"texts\": [\"a text\"]}}: {error}");
-        // The parser repeats what it cannot use.
+        // The parser quotes invalid input.
         refusal(status, text.chars().take(REASON_MAX).collect())
     })?;
     if asked.texts.is_empty() {
@@ -206,14 +206,14 @@ fn texts(body: &[u8]) -> Result<Vec<String>, Box<Response>> {
     }
     for (at, text) in asked.texts.iter().enumerate() {
         if !text.contains(char::is_alphanumeric) {
-            return unfit(format!("text {at} has no word"));
+            return unfit(format!("text {at} contains no words"));
         }
     }
     Ok(asked.texts)
 }
 
 fn unavailable(error: &AcquireError) -> Response {
-    tracing::warn!(%error, "the model is not to be had");
+    tracing::warn!(%error, "the model is not available");
     lowtide::service::unavailable(error).map(Body::from)
 }
 

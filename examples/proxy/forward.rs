@@ -1,11 +1,11 @@
-//! Forwarding: a request goes to the upstream and its answer comes back, both as they stream.
+//! Forwarding: a request goes to the upstream and its response comes back, both streamed.
 //!
-//! It buffers nothing but what the connection needs, follows no redirect and retries nothing.
-//! Headers that belong to one connection (RFC 9110, 7.6.1) are dropped. The client's address, the
-//! host that it asked for and the scheme are added, in place of what the client wrote there itself.
-//! A dead upstream is answered 502 with the reason, one that hangs 504; a body that does not come
-//! 408, and one that breaks off 400. It is no tunnel: CONNECT is refused, and a request to upgrade
-//! goes on as a plain one.
+//! It buffers only as much as the connection needs, follows no redirect and retries nothing.
+//! Hop-by-hop headers (RFC 9110, 7.6.1) are dropped. The client's address, the requested host and
+//! the scheme are added, replacing the client's own values. An upstream that fails is answered with
+//! 502 and the reason, one that hangs with 504; a stalled request body with 408, and an aborted one
+//! with 400. It is not a tunnel: CONNECT is refused, and a request to upgrade is forwarded as a
+//! plain one.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -27,13 +27,13 @@ use hyper_util::rt::{TokioExecutor, TokioTimer};
 use crate::app::patience::{is_late, late};
 use crate::app::silence::{Answered, Asked, ClientFault, Silence, Silent};
 
-/// How long a connection to the upstream may take to stand.
+/// The timeout for a connection to the upstream.
 const CONNECT_PATIENCE: Duration = Duration::from_secs(5);
-/// How long an idle connection to the upstream is kept.
+/// The time that an idle connection to the upstream is kept.
 const KEEP_IDLE: Duration = Duration::from_secs(15);
 
 /// The buffer of a connection at most. hyper's own bound is 408 KiB, which a connection that has
-/// once carried a large body keeps while it is idle: memory that no request books.
+/// once carried a large body keeps while it is idle: memory that no request reserves.
 pub(crate) const BUFFER_MAX: usize = 32 << 10;
 
 static KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
@@ -49,15 +49,21 @@ static REAL_IP: HeaderName = HeaderName::from_static("x-real-ip");
 pub(crate) struct Forward {
     client: Client<HttpConnector, Body>,
     authority: Authority,
-    /// What stands before the path of each request; without a slash at its end.
+    /// The prefix of each request's path, without a trailing slash.
     base_path: String,
     response_timeout: Option<Duration>,
 }
 
 impl Forward {
-    /// The way to `http://host:port[/path]`; says what was expected of any other address.
+    /// Creates the forwarder to `http://host:port[/path]`; the error describes the expected form of
+    /// the address.
     pub(crate) fn new(upstream: &Uri) -> Result<Self, String> {
-        let expected = || format!("{upstream}: expected an address such as http://host:port/path");
+        let expected = || {
+            format!(
+                "invalid upstream {upstream}: expected an address such as \
+            http://host:port/path"
+            )
+        };
         let authority = upstream.authority().cloned().ok_or_else(expected)?;
         let strange = upstream.query().is_some() || authority.as_str().contains('@');
         if upstream.scheme() != Some(&Scheme::HTTP) || strange {
@@ -83,12 +89,15 @@ impl Forward {
     /// Sends the request on and gives the answer back.
     pub(crate) async fn forward(&self, mut request: Request, from: Option<SocketAddr>) -> Response {
         if request.method() == Method::CONNECT {
-            return (StatusCode::NOT_IMPLEMENTED, "this is no tunnel: CONNECT is not supported\n")
+            return (
+                StatusCode::NOT_IMPLEMENTED,
+                "CONNECT is not supported: this proxy is not a \
+                tunnel\n",
+            )
                 .into_response();
         }
         let Some(target) = self.target(request.uri()) else {
-            return (StatusCode::BAD_REQUEST, "the path is none that can be forwarded\n")
-                .into_response();
+            return (StatusCode::BAD_REQUEST, "this path cannot be forwarded\n").into_response();
         };
         let asked = std::mem::replace(request.uri_mut(), target);
         *request.version_mut() = Version::HTTP_11;
@@ -107,7 +116,7 @@ impl Forward {
         };
         match answer {
             Ok(answer) if answer.status() == StatusCode::SWITCHING_PROTOCOLS => {
-                self.failed("it switched protocols, and nobody asked it to")
+                self.failed("it switched protocols without a request to do so")
             }
             Ok(answer) => answer_back(answer.map(|body| Body::new(Answered::new(body, silence)))),
             Err(error) if is_late(&error) => late(),
@@ -119,13 +128,13 @@ impl Forward {
     }
 
     fn silent(&self, silent: Silent) -> Response {
-        tracing::warn!(cause = %silent, upstream = %self.authority, "the upstream failed");
+        tracing::warn!(cause = %silent, upstream = %self.authority, "upstream failed");
         let text = format!("{}: {silent}\n", self.authority);
         (StatusCode::GATEWAY_TIMEOUT, text).into_response()
     }
 
     fn failed(&self, cause: &str) -> Response {
-        tracing::warn!(cause, upstream = %self.authority, "the upstream failed");
+        tracing::warn!(cause, upstream = %self.authority, "upstream failed");
         let text = format!("the upstream {} failed: {cause}\n", self.authority);
         (StatusCode::BAD_GATEWAY, text).into_response()
     }
@@ -142,21 +151,21 @@ impl Forward {
 }
 
 /// The answer to a client that sent no whole request, if it is still there. Not a warning: nothing
-/// of ours failed, and clients are not to fill the log.
+/// of the proxy failed, and clients should not fill the log.
 fn broken_off(fault: &ClientFault) -> Response {
     let text = whole(fault);
-    tracing::debug!(cause = text, "a client's request broke off");
+    tracing::debug!(cause = text, "client request ended early");
     (StatusCode::BAD_REQUEST, format!("{text}\n")).into_response()
 }
 
-/// What an error says, and all that caused it.
+/// Returns the message of an error and of all its sources.
 pub(crate) fn whole(error: &dyn std::error::Error) -> String {
     let causes = std::iter::successors(error.source(), |cause| cause.source());
     causes.fold(error.to_string(), |text, cause| format!("{text}: {cause}"))
 }
 
-/// The headers as the upstream is to see them; it is told its own host by the client library.
-/// `asked` is the host in the request's own line, which goes before the header (RFC 9112, 3.2.2).
+/// Prepares the headers for the upstream; the client library sets its host. `asked` is the host in
+/// the request line, which takes precedence over the header (RFC 9112, 3.2.2).
 fn prepare(headers: &mut HeaderMap, asked: Option<&Authority>, from: Option<SocketAddr>) {
     let trailers = headers.get_all(TE).iter().any(|value| value == "trailers");
     drop_connection_headers(headers);

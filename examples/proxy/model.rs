@@ -1,14 +1,14 @@
 //! A small embedding model with real arithmetic, in device memory.
 //!
-//! A text becomes hashed n-grams (words and letter trigrams), each n-gram a row of a weight table,
-//! the rows are averaged, projected by a matrix and normalised to length 1. The weights are random
-//! from a seed: texts that share n-grams come out close, others nearly at right angles. It learns
+//! A text becomes hashed n-grams (words and letter trigrams). Each n-gram selects a row of a weight
+//! table; the rows are averaged, projected by a matrix and normalised to length 1. The weights are
+//! random from a seed: texts that share n-grams are close, others nearly orthogonal. It learns
 //! nothing and knows no language; its memory behaves like that of a model that does.
 //!
-//! Weights lie in the arena's stable region, activations in the dynamic one: on the host in one
-//! buffer for each text, at offsets that were planned when the model was loaded. Where the host
-//! cannot reach the arena's memory, the device computes. Invariant: the embedding of a text depends
-//! on the text, the seed and the shape alone, but for the rounding of sums.
+//! Weights are in the arena's stable region, activations in the dynamic one: on the host in one
+//! buffer per text, at offsets that were planned when the model was loaded. If the host cannot
+//! access the arena's memory, the device computes. Invariant: the embedding of a text depends only
+//! on the text, the seed and the shape, except for the rounding of sums.
 
 #[path = "model_cuda.rs"]
 mod cuda;
@@ -37,9 +37,9 @@ pub(crate) struct Model {
     /// `WIDTH x WIDTH`, by rows.
     projection: Buffer<f32>,
     rows: usize,
-    /// Who computes, where the host cannot.
+    /// The device computation, if the host cannot access the memory.
     cuda: Option<Cuda>,
-    /// Where activations lie, for texts of 1, 2, 4 ... [`NGRAMS_MAX`] n-grams.
+    /// The layout of activations, for texts of 1, 2, 4 ... [`NGRAMS_MAX`] n-grams.
     activations: Vec<Activations>,
 }
 
@@ -68,7 +68,7 @@ impl Activations {
         Ok(Self { plan, gathered, pooled, projected })
     }
 
-    /// Where so many of an activation's numbers are.
+    /// Returns the range of an activation's numbers.
     fn range(&self, id: BufferId, numbers: usize) -> std::ops::Range<usize> {
         let start = ByteSize::new(self.plan.offset(id)).as_usize().unwrap_or(usize::MAX);
         let start = start / size_of::<f32>();

@@ -1,10 +1,10 @@
 //! The model's arithmetic on a CUDA device: two kernels, and copies through cudarc.
 //!
-//! The kernels come as PTX text, so that the driver alone suffices. One block of [`WIDTH`] threads
-//! each: a thread sums one column of the rows of a text, then one makes one number of the
-//! projection. Sums go in the order of the host's, so that results differ in the last digits only.
+//! The kernels are PTX text, so the driver alone suffices. Each has one block of [`WIDTH`] threads:
+//! a thread sums one column of the rows of a text, then computes one number of the projection. Sums
+//! have the same order as on the host, so results differ only in the last digits.
 //!
-//! Invariant: work of one text is in one stream, and done when its embedding is returned.
+//! Invariant: the work of one text is in one stream, and done when its embedding is returned.
 #![expect(unsafe_code, reason = "a kernel reads what its arguments point at")]
 
 use std::fmt;
@@ -29,22 +29,22 @@ const _: () = assert!(THREADS as usize == WIDTH);
 /// Weights that go over at once, so that the host holds no more of them.
 const PART: usize = 256 * WIDTH;
 
-/// Why the device did not do its part.
+/// An error of the device's computation.
 #[derive(Debug, Error)]
 pub(crate) enum ModelError {
-    /// The arena.
+    /// An error of the arena.
     #[error(transparent)]
     Arena(#[from] DeviceError),
-    /// The planner of activations.
+    /// An error of the planner of activations.
     #[error(transparent)]
     Plan(#[from] lowtide::device::plan::PlanError),
-    /// cudarc, or the driver under it.
+    /// An error of cudarc, or of the driver under it.
     #[error("CUDA: {0}")]
     Cuda(#[from] cudarc::driver::DriverError),
 }
 
 impl ModelError {
-    /// Whether there was no room: later there may be.
+    /// Returns `true` if memory ran out, so that a later attempt may succeed.
     pub(crate) const fn is_out_of_memory(&self) -> bool {
         matches!(self, Self::Arena(error) if error.is_out_of_memory())
     }

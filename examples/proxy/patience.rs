@@ -1,10 +1,10 @@
-//! How long a request's body is waited for.
+//! The timeout of a request's body.
 //!
-//! A request is booked when its head is there, so a client that promises a body and sends none
-//! would hold memory that others could have. Waiting spends a credit, and what arrives earns it
-//! back by its bytes, at [`RATE_MIN`], whether the length was announced or not. Only waiting for
-//! the client counts, not for whoever reads the body. Invariant: credit <= patience, and a body
-//! without credit has ended in [`Late`].
+//! A request holds a reservation from its head on, so a client that announces a body and never
+//! sends it would hold memory that others need. Waiting spends a credit, and arriving bytes earn it
+//! back at [`RATE_MIN`], with or without an announced length. Only time spent waiting for the
+//! client counts, not for the reader of the body. Invariant: credit <= patience, and a body without
+//! credit has ended in [`Late`].
 
 use std::error::Error;
 use std::pin::Pin;
@@ -22,12 +22,10 @@ const RATE_MIN: u32 = 16 << 10;
 
 /// The client took too long to send the body.
 #[derive(Clone, Copy, Debug, thiserror::Error)]
-#[error(
-    "the body did not come: expected its next part within the time, and at least {RATE_MIN} B/s"
-)]
+#[error("request body timeout: expected its next part in time, and at least {RATE_MIN} B/s")]
 pub(crate) struct Late;
 
-/// Whether this is, or was caused by, a body that came too late.
+/// Returns `true` if this error is, or was caused by, a late body.
 pub(crate) fn is_late(error: &(dyn Error + 'static)) -> bool {
     let mut causes = std::iter::successors(Some(error), |error| (*error).source());
     causes.any(|error| error.is::<Late>())
@@ -44,7 +42,7 @@ pub(crate) struct Patient<B> {
     body: B,
     patience: Duration,
     credit: Duration,
-    /// While the body is waited for: since when, and what ends it.
+    /// While waiting for the body: the start of the wait, and its timer.
     waiting: Option<(Instant, Pin<Box<Sleep>>)>,
 }
 

@@ -1,9 +1,9 @@
-//! Accepts connections and serves them, within limits: how many, and how long each is waited for.
-//! A request that does not name one host is answered 400 (RFC 9112, 3.2).
+//! Accepts connections and serves them, within limits of number and time. A request that does not
+//! name exactly one host is answered with 400 (RFC 9112, 3.2).
 //!
-//! Routes are none of its business. A client that does not read its answer is not timed out, and
-//! who opens all connections again and again keeps others waiting: a limit for each address is for
-//! what stands in front. Invariant: open connections <= `Limits::connections`.
+//! It knows no routes. It does not time out a client that does not read its response, and a client
+//! that keeps opening all connections keeps others waiting: put a limit per address in front.
+//! Invariant: open connections <= `Limits::connections`.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -29,32 +29,32 @@ use tower::ServiceExt as _;
 use super::patience::Patient;
 use crate::forward;
 
-/// Descriptors that one connection may take: its own, one to the upstream, and the far end of that
-/// where the upstream is in this process.
+/// The descriptors that one connection may use: its own, one to the upstream, and the far end of
+/// that if the upstream is in this process.
 const DESCRIPTORS: usize = 3;
-/// Connections that operators have at once, where they have an address of their own: a Prometheus
-/// or two, probes, a browser. Each takes one descriptor.
+/// The connections that operators may have at once, if they have a separate address: one or two
+/// Prometheus servers, probes, a browser. Each uses one descriptor.
 pub(crate) const OPERATORS: usize = 16;
 /// Descriptors that are kept for everything else, operators among it.
 const DESCRIPTORS_SPARE: usize = 48;
 
-/// What becomes of connections, one after the other.
+/// The phases of the server, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Phase {
-    /// They are accepted, and kept between requests.
+    /// Connections are accepted, and kept between requests.
     Serving,
-    /// They are accepted, and each ends with its next answer.
+    /// Connections are accepted, and each ends with its next response.
     Draining,
-    /// None is accepted, and those that are idle are closed.
+    /// No connection is accepted, and idle ones are closed.
     Ending,
 }
 
-/// What clients may take.
+/// The limits for clients.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
-    /// How long a body that does not go on is waited for.
+    /// The timeout of a stalled body.
     pub(crate) body_patience: Duration,
-    /// How long the head of a request is waited for, and so how long a connection may be idle.
+    /// The timeout of a request's head, and so of an idle connection.
     pub(crate) head_patience: Duration,
     /// Open connections at once; others wait to be accepted.
     pub(crate) connections: usize,
@@ -77,14 +77,18 @@ impl Limits {
         let found = connections_within(&files).unwrap_or(usize::MAX);
         if found < self.connections {
             let (wanted, connections) = (self.connections, found);
-            tracing::warn!(wanted, connections, "fewer connections: there are few descriptors");
+            tracing::warn!(
+                wanted,
+                connections,
+                "too few file descriptors: using fewer connections"
+            );
         }
         Self { connections: self.connections.min(found), ..self }
     }
 }
 
-/// The connections that the descriptors of `/proc/self/limits` are enough for; `None` where it
-/// states no number.
+/// Returns the number of connections for which the descriptors of `/proc/self/limits` suffice;
+/// `None` if it states no number.
 pub(crate) fn connections_within(limits: &str) -> Option<usize> {
     let line = limits.lines().find_map(|line| line.strip_prefix("Max open files"))?;
     let files: usize = line.split_whitespace().next()?.parse().ok()?;
@@ -113,7 +117,7 @@ pub(crate) fn serve(
                 _ = phase.wait_for(|phase| *phase == Phase::Ending) => break,
                 accepted = accept => accepted,
             };
-            // Those that have ended are forgotten, so that the set is no larger than what is open.
+            // Finished tasks are removed, so that the set is no larger than the open connections.
             while open.try_join_next().is_some() {}
             match accepted {
                 Ok((stream, from)) => {
@@ -124,7 +128,7 @@ pub(crate) fn serve(
                     });
                 }
                 Err(error) => {
-                    tracing::warn!(%error, "a connection was not accepted");
+                    tracing::warn!(%error, "cannot accept a connection");
                     // Mostly a shortage of descriptors: some may close meanwhile.
                     tokio::time::sleep(Duration::from_millis(50)).await;
                 }
@@ -179,14 +183,14 @@ async fn connection(
     let _ = connection.await;
 }
 
-/// The answer, after which the connection ends; the client is told.
+/// Marks a response as the last of its connection.
 fn closing(mut answer: Response) -> Response {
     answer.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
     answer
 }
 
-/// Whether a request names its host as HTTP/1.1 has it: once, and with a host. In HTTP/1.0 it need
-/// not.
+/// Returns `true` if a request names its host as HTTP/1.1 requires: once, and with a host. HTTP/1.0
+/// does not require it.
 fn names_one_host<B>(request: &hyper::Request<B>) -> bool {
     let mut named = request.headers().get_all(HOST).iter();
     let Some(host) = named.next() else { return request.version() < Version::HTTP_11 };

@@ -1,12 +1,12 @@
-//! How long the upstream may keep a request waiting.
+//! The timeout of a silent upstream.
 //!
-//! The clock runs while the upstream alone can go on: from the part of the request that it took
-//! last until the head of its answer, and between two parts of its answer. It stands still while
-//! the client is waited for, to send or to read; its own patience ends that. So an upload of an
-//! hour passes, and an upstream that hangs does not.
+//! The clock runs while only the upstream can make progress: from the last part of the request that
+//! it accepted until the head of its response, and between two parts of its response. It stops
+//! while the proxy waits for the client to send or to read; the client's own timeout applies then.
+//! So an upload of an hour passes, and an upstream that hangs does not.
 //!
-//! The body of the request is wrapped as well, so that an error of the client's is known as one
-//! when it comes back from the client library as an error of the request.
+//! The body of the request is wrapped as well, so that a client's error is recognized when the
+//! client library returns it as an error of the request.
 
 use std::error::Error;
 use std::pin::Pin;
@@ -25,7 +25,7 @@ pub(crate) struct Silent(Duration);
 
 /// The client did not send the body that it announced.
 #[derive(Debug, thiserror::Error)]
-#[error("the body of the request broke off")]
+#[error("the request body ended early")]
 pub(crate) struct ClientFault(#[source] Box<dyn Error + Send + Sync>);
 
 impl ClientFault {
@@ -41,7 +41,7 @@ impl ClientFault {
 pub(crate) struct Silence {
     /// `None` for no limit.
     timeout: Option<Duration>,
-    /// Since when the upstream is waited for; `None` while the client is.
+    /// The start of the wait for the upstream; `None` while waiting for the client.
     since: Arc<Mutex<Option<Instant>>>,
 }
 
@@ -129,7 +129,7 @@ where
 pub(crate) struct Answered<B> {
     body: B,
     silence: Silence,
-    /// While the upstream is waited for.
+    /// The timer, while waiting for the upstream.
     passed: Option<Pin<Box<dyn Future<Output = Silent> + Send>>>,
 }
 
@@ -162,7 +162,7 @@ where
             Box::pin(async move { silence.passed().await })
         });
         let silent = ready!(passed.as_mut().poll(cx));
-        tracing::warn!(cause = %silent, "the upstream stopped within an answer");
+        tracing::warn!(cause = %silent, "the upstream stalled within a response");
         Poll::Ready(Some(Err(silent.into())))
     }
 

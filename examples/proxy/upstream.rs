@@ -1,9 +1,9 @@
-//! The small upstream that the proxy starts when none is named: a text service.
+//! The small upstream that the proxy starts by default: a text service.
 //!
-//! `POST /words` takes a text apart into a concordance (every place of each word, letters of ASCII
-//! in lower case) and answers the most frequent words, a line each; it is what makes the heap rise.
-//! A text of more words than are booked for is refused. `POST /echo` streams the body back,
-//! `GET /bytes/N` streams N bytes. It keeps nothing between requests.
+//! `POST /words` builds a concordance of a text (every place of each word, with ASCII letters in
+//! lower case) and returns the most frequent words, one per line; this is the load that makes the
+//! heap grow. A text of more words than were reserved for is refused. `POST /echo` streams the body
+//! back, `GET /bytes/N` streams N bytes. It keeps nothing between requests.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;
@@ -37,7 +37,7 @@ pub(crate) fn routes() -> Router {
         .route("/bytes/{count}", get(bytes))
 }
 
-/// What `/words` needs for a body of this length: the text and its concordance.
+/// Returns the memory that `/words` needs for a body of this length: the text and its concordance.
 pub(crate) fn words_cost(body_bytes: u64) -> u64 {
     body_bytes.saturating_mul(WORDS_FACTOR).saturating_add(256 << 10)
 }
@@ -46,8 +46,8 @@ pub(crate) fn words_cost(body_bytes: u64) -> u64 {
 /// worst 64 / 24 for the different ones (a map fills at least half of each node), and some room.
 const WORDS_FACTOR: u64 = 10;
 
-/// What `/words` takes apart of a text: so many words and so many different ones, for the memory
-/// that it books is for its length. Prose has a word for 6 bytes, and a new one for 50.
+/// Returns the limits of `/words` for a text: the number of words and of different words, since its
+/// memory is reserved by length. Prose has a word per 6 bytes, and a new one per 50.
 const fn words_max(text_bytes: usize) -> (usize, usize) {
     (1024 + text_bytes / 4, 1024 + text_bytes / 24)
 }
@@ -62,7 +62,7 @@ async fn words(request: Request) -> Response {
             return (StatusCode::BAD_REQUEST, "the body ended early\n").into_response();
         };
         let Ok(data) = frame.into_data() else { continue };
-        // A body of unknown length is booked as it arrives.
+        // Memory for a body of unknown length is reserved as it arrives.
         let unknown = announced.is_none().then(|| ByteSize::new(data.len() as u64 * WORDS_FACTOR));
         if let (Some(permit), Some(more)) = (&permit, unknown)
             && let Err(rejected) = permit.grow(more)
@@ -105,7 +105,7 @@ pub(crate) async fn read_away(body: &mut Body) {
     }
 }
 
-/// How long a concordance is held for its reader.
+/// The time that a concordance is held for its reader.
 const READING: Duration = Duration::from_millis(150);
 
 /// A place at which a word stands.
@@ -114,15 +114,15 @@ const READING: Duration = Duration::from_millis(150);
 struct Place {
     start: usize,
     length: u32,
-    /// How often the word has stood by now.
+    /// The occurrences of the word so far.
     count: u32,
-    /// The number of the place where it stood before; its own where it did not.
+    /// The index of its previous place; its own index for the first.
     before: u32,
 }
 
-/// Takes a text apart: every place of every word, and an answer that names the most frequent; the
-/// reason where it has more words than are booked for. Room for all that may come is taken at
-/// once: a list that grows holds what it has twice.
+/// Builds the concordance of a text: every place of every word, and a response with the most
+/// frequent ones; an error if it has more words than were reserved for. All memory is allocated at
+/// once, because a growing list holds its contents twice.
 async fn concordance(text: &str) -> Result<(Vec<Place>, String), String> {
     let (places_max, different_max) = words_max(text.len());
     let mut places: Vec<Place> = Vec::with_capacity(places_max);
@@ -135,10 +135,7 @@ async fn concordance(text: &str) -> Result<(Vec<Place>, String), String> {
         let last = last_places.insert(word, own);
         if places.len() == places_max || last_places.len() > different_max {
             let bounds = format!("{places_max} words, {different_max} of them different");
-            return Err(format!(
-                "too many words for a text of its length: expected {bounds}
-"
-            ));
+            return Err(format!("too many words for the text's length: expected {bounds}\n"));
         }
         let count = last.map_or(1, |last| places[last as usize].count + 1);
         let start = word.as_ptr().addr() - text.as_ptr().addr();

@@ -1,12 +1,12 @@
-//! A memory cgroup of one's own, so that what the kernel charges is one process's alone.
+//! A private memory cgroup, so that the kernel's count is that of one process.
 //!
-//! Works where the process may make folders in its cgroup (root, or a delegated cgroup), for
-//! cgroup v1 and v2. Elsewhere it says why not, and the run measures its own pages instead.
+//! It works if the process may create folders in its cgroup (root, or a delegated cgroup), for
+//! cgroup v1 and v2. Otherwise it returns the cause, and the run measures its own pages instead.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// A memory cgroup below the present one; on drop it is removed, as far as nobody is in it.
+/// A memory cgroup below the present one, removed on drop once it is empty.
 #[derive(Debug)]
 pub(crate) struct Group {
     /// Its folder.
@@ -14,12 +14,12 @@ pub(crate) struct Group {
 }
 
 impl Group {
-    /// Makes one, under a limit where one is given.
+    /// Creates a cgroup, with a limit if one is given.
     pub(crate) fn make(name: &str, limit_bytes: Option<u64>) -> Result<Self, String> {
         let (home, v2) = home()?;
         let folder = home.join(name);
         let fault = |what: &str, error: std::io::Error| format!("{what}: {error}");
-        fs::create_dir(&folder).map_err(|error| fault("a cgroup cannot be made", error))?;
+        fs::create_dir(&folder).map_err(|error| fault("cannot create a cgroup", error))?;
         let group = Self { folder };
         if v2 && !group.folder.join("memory.stat").exists() {
             return Err("the memory controller is not delegated to this cgroup".to_owned());
@@ -33,7 +33,7 @@ impl Group {
             ("memory.limit_in_bytes", bytes.to_string())
         };
         fs::write(group.folder.join(file), &limit)
-            .map_err(|error| fault("a limit cannot be set", error))?;
+            .map_err(|error| fault("cannot set a limit", error))?;
         if !v2 {
             // There only where swap is accounted.
             let _ = fs::write(group.folder.join("memory.memsw.limit_in_bytes"), limit);
@@ -61,13 +61,13 @@ pub(crate) struct OwnCgroup {
 }
 
 impl OwnCgroup {
-    /// Makes a memory cgroup below the present one and moves this process into it, under a limit
-    /// where one is given.
+    /// Creates a memory cgroup below the present one and moves this process into it, with a limit
+    /// if one is given.
     pub(crate) fn enter(limit_bytes: Option<u64>) -> Result<Self, String> {
         let pid = std::process::id().to_string();
         let group = Group::make(&format!("lowtide-{pid}"), limit_bytes)?;
         fs::write(group.entrance(), pid)
-            .map_err(|error| format!("the cgroup cannot be entered: {error}"))?;
+            .map_err(|error| format!("cannot enter the cgroup: {error}"))?;
         Ok(Self { group })
     }
 }

@@ -1,8 +1,8 @@
-//! The chart: what both runs held over time, as an SVG file.
+//! The chart: the memory of both runs over time, as an SVG file.
 //!
-//! Four fields on the same scales: heap above, device below; this crate on the left, jemalloc's
-//! defaults on the right. The area is live memory, the area above it is retained. It draws what it
-//! is given and measures nothing.
+//! Four panels with the same scales: heap above, device below; this crate on the left, jemalloc's
+//! defaults on the right. The lower area is live memory, the area above it is retained. It measures
+//! nothing.
 
 use std::fmt::Display;
 use std::path::Path;
@@ -17,7 +17,7 @@ const LIVE: RGBColor = RGBColor(0x1f, 0x77, 0xa4);
 const RETAINED: RGBColor = RGBColor(0xf0, 0xa0, 0x30);
 const INK: RGBColor = RGBColor(0x33, 0x33, 0x33);
 
-/// What one field shows: live and retained bytes of a glimpse.
+/// The figures of a panel: live and retained bytes of a sample.
 type Amounts = fn(&Glimpse) -> (u64, u64);
 
 /// Draws both runs into the file.
@@ -49,7 +49,7 @@ type Area<'a> = DrawingArea<SVGBackend<'a>, plotters::coord::Shift>;
 type Fault = Box<dyn std::error::Error>;
 
 fn legend(area: &Area<'_>) -> Result<(), Fault> {
-    let entries = [(40, LIVE, "live"), (120, RETAINED, "retained: kept, needed by nobody")];
+    let entries = [(40, LIVE, "live"), (120, RETAINED, "retained: held but unused")];
     for (x, color, text) in entries {
         area.draw(&Rectangle::new([(x, 10), (x + 18, 24)], color.filled()))?;
         area.draw(&Text::new(text, (x + 24, 10), ("sans-serif", 15).into_font().color(&INK)))?;
@@ -83,7 +83,7 @@ fn field(
     let line = |of: fn((u64, u64)) -> u64| {
         run.iter().map(move |one| (one.seconds, mib(of(amounts(one))))).collect::<Vec<_>>()
     };
-    // The sum first, live over it: what stays visible of the first is what is retained.
+    // The sum is drawn first and live over it: the visible rest is retained.
     chart.draw_series(AreaSeries::new(line(sum), 0.0, RETAINED.filled()))?;
     chart.draw_series(AreaSeries::new(line(|(live, _)| live), 0.0, LIVE.filled()))?;
     Ok(())

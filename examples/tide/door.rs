@@ -1,20 +1,22 @@
-//! What admission turned away in a run: how many, why, and how its account stood at that moment.
+//! The requests that admission rejected in a run: their number, the reasons, and the state of the
+//! account at that moment.
 //!
-//! It is looked at ten times a second, so an account is up to a tenth of a second younger than the
-//! refusal it stands beside. It explains and judges nothing: that is the report's.
+//! It samples ten times a second, so an account may be up to a tenth of a second newer than its
+//! rejection. It explains and does not judge: the report does.
 //!
-//! Invariant: `first` and `last` are both there or neither, and `first` is not after `last`.
+//! Invariant: `first` and `last` are either both present or both absent, and `first` is not after
+//! `last`.
 
 use lowtide::control::RejectReason;
 use lowtide::{ByteSize, Memory};
 use serde::{Deserialize, Serialize};
 
-/// What was turned away so far.
+/// The rejections so far.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Door {
-    /// Requests turned away, in the order of [`RejectReason::ALL`].
+    /// Rejected requests, in the order of [`RejectReason::ALL`].
     shed: [u64; RejectReason::ALL.len()],
-    /// The account when it was first seen that one had been turned away, and when last.
+    /// The account at the first and the last sample that saw a new rejection.
     first: Option<Account>,
     last: Option<Account>,
 }
@@ -56,15 +58,15 @@ impl Door {
         self.last = Some(account);
     }
 
-    /// Why requests were turned away, in lines that leave room for an indent in 80 columns.
+    /// Returns the rejections by reason, in lines that leave room for an indent in 80 columns.
     pub(crate) fn lines(&self) -> Vec<String> {
         let reasons = RejectReason::ALL.into_iter().zip(self.shed).filter(|(_, count)| *count > 0);
         let reasons: Vec<_> =
             reasons.map(|(reason, count)| format!("{} {count}", reason.name())).collect();
         if reasons.is_empty() {
-            return vec!["admission turned nothing away".to_owned()];
+            return vec!["admission rejected no request".to_owned()];
         }
-        let mut lines = vec![format!("turned away by admission: {}", reasons.join(", "))];
+        let mut lines = vec![format!("rejected by admission: {}", reasons.join(", "))];
         for (name, account) in [("first", &self.first), ("last", &self.last)] {
             let Some(account) = account else { continue };
             let size = |bytes| ByteSize::new(bytes).to_string();
@@ -76,7 +78,7 @@ impl Door {
                 size(account.ceiling),
             ));
             let (reserved, allowance) = (size(account.reserved), size(account.allowance));
-            lines.push(format!("      booked {reserved} of an allowance of {allowance}"));
+            lines.push(format!("      reserved {reserved} of an allowance of {allowance}"));
             let (physical, purgeable) = (size(account.physical), size(account.purgeable));
             lines.push(format!("      physical {physical}, {purgeable} of it purgeable"));
         }

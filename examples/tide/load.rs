@@ -1,8 +1,8 @@
-//! Load: real HTTP requests with real text, from a fixed number of connections at once.
+//! Load: real HTTP requests with real text, from a fixed number of concurrent connections.
 //!
-//! Closed loop: each connection sends its next request when it has read the answer to the last
-//! one. Texts are cut from a corpus at seeded places and shared, not copied, so that the client
-//! itself weighs next to nothing. Every answer is read to its end and counted by its status.
+//! Closed loop: each connection sends its next request after it has read the last response. Texts
+//! are cut from a corpus at seeded places and shared, not copied, so the client itself uses almost
+//! no memory. Every response is read to its end and counted by its status.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -44,7 +44,9 @@ impl Corpus {
             }
         }
         if text.split_whitespace().nth(99).is_none() {
-            return Err(format!("{inputs:?} hold fewer than 100 words: name files with more text"));
+            return Err(format!(
+                "{inputs:?} contain fewer than 100 words: name files with more text"
+            ));
         }
         Ok(Self(text.into()))
     }
@@ -90,31 +92,31 @@ fn files_of(input: &Path) -> std::io::Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// What a burst sends.
+/// The requests of a burst.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Burst {
-    /// How long it lasts; what is under way then is read to its end.
+    /// Its duration; requests in flight at the end are finished.
     pub(crate) lasts: Duration,
     /// Connections at once.
     pub(crate) connections: usize,
     /// Bytes of text in a request to the text service.
     pub(crate) text_bytes: usize,
-    /// Whether every eighth request asks for embeddings.
+    /// `true` if every eighth request is for embeddings.
     pub(crate) with_model: bool,
     /// Seed of the places at which texts are cut.
     pub(crate) seed: u64,
 }
 
-/// What came back.
+/// The responses.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Tally {
     /// Answers with a 2xx status.
     pub(crate) ok: u64,
     /// Answers 503 with a Retry-After.
     pub(crate) shed: u64,
-    /// Anything else, by what it was.
+    /// All other results, by kind.
     pub(crate) other: BTreeMap<String, u64>,
-    /// How long each answer took to be read to its end, in milliseconds; sorted.
+    /// The time to read each response to its end, in milliseconds; sorted.
     pub(crate) millis: Vec<f64>,
 }
 
@@ -160,7 +162,7 @@ impl Answered {
     }
 
     fn add(&self, ok: u64, shed: u64) {
-        // The sum first: what is counted one by one is never more.
+        // The sum first, so that it is never less than its parts.
         self.all.fetch_add(1, Ordering::Relaxed);
         self.ok.fetch_add(ok, Ordering::Relaxed);
         self.shed.fetch_add(shed, Ordering::Relaxed);

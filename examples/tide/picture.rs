@@ -1,8 +1,7 @@
-//! The live picture: bars of live against retained memory, redrawn in place on a terminal.
+//! The live picture: bars of live and retained memory, redrawn in place on a terminal.
 //!
-//! Where the output is no terminal it prints a plain line every two seconds instead. It needs 80
-//! columns; a narrower terminal cuts the lines off. `NO_COLOR` is respected. It only shows; it
-//! measures nothing.
+//! If the output is not a terminal it prints a plain line every two seconds instead. It needs 80
+//! columns; a narrower terminal truncates the lines. `NO_COLOR` is respected. It measures nothing.
 
 use std::fmt::Write as _;
 use std::io::{IsTerminal as _, Write as _};
@@ -15,12 +14,12 @@ const BAR: usize = 32;
 /// Between two plain lines.
 const PLAIN_EVERY: Duration = Duration::from_secs(2);
 
-/// What is shown at one instant.
+/// The state shown at one instant.
 #[derive(Clone, Debug)]
 pub(crate) struct Scene<'a> {
     /// The run and the stage in it.
     pub(crate) title: &'a str,
-    /// How far the whole run has come, from 0 to 1.
+    /// The progress of the whole run, from 0 to 1.
     pub(crate) progress: f64,
     /// Time since the start of the run.
     pub(crate) elapsed: Duration,
@@ -28,20 +27,20 @@ pub(crate) struct Scene<'a> {
     pub(crate) heap: (ByteSize, ByteSize),
     /// Live and retained bytes of the device.
     pub(crate) device: (ByteSize, ByteSize),
-    /// What the process holds, as the kernel says.
+    /// The process's resident memory, from the kernel.
     pub(crate) rss: ByteSize,
-    /// What stands behind the stage's answers: counts, level.
+    /// The text after the stage: counts, level.
     pub(crate) note: String,
 }
 
-/// Where the scenes are shown.
+/// The output of the scenes.
 #[derive(Debug)]
 pub(crate) struct Picture {
     terminal: bool,
     colour: bool,
-    /// Lines of the last drawing, to be drawn over.
+    /// The number of lines of the last drawing, to be overwritten.
     lines: usize,
-    /// The amount that fills a bar; only grows.
+    /// The amount that fills a bar; it only grows.
     full: ByteSize,
     last_plain: Option<Duration>,
 }
@@ -105,15 +104,13 @@ impl Picture {
             line(&format!("  {name} {bar}  live {live:>10}  retained {retained:>10}"));
         }
         line(&format!("  rss {}   {}", scene.rss, scene.note));
-        line(&format!(
-            "         {live}█{plain} live  {kept}▒{plain} retained (kept, needed by nobody)"
-        ));
+        line(&format!("         {live}█{plain} live  {kept}▒{plain} retained (held but unused)"));
         text.push_str("\x1b[?7h");
         self.lines = 6;
         text
     }
 
-    /// What makes the title bold, live and retained coloured, and the rest plain.
+    /// Returns the escape codes for the bold title, for live and retained, and for plain text.
     fn colours(&self) -> [&'static str; 4] {
         if self.colour { ["\x1b[1m", "\x1b[36m", "\x1b[33m", "\x1b[0m"] } else { [""; 4] }
     }
@@ -132,7 +129,7 @@ impl Picture {
     }
 }
 
-/// How many of `all` cells this part fills.
+/// Returns the number of cells, of `all`, for this part.
 #[expect(
     clippy::cast_possible_truncation,
     clippy::cast_precision_loss,

@@ -1,6 +1,6 @@
-//! The report: the table of stages beside the twin's, and the bounds that must hold.
+//! The report: the table of stages next to the twin's, and the bounds that must hold.
 //!
-//! Every bound is printed with what was measured, held or not.
+//! Every bound is printed with its measured value, even if it holds.
 
 use std::fmt::Write as _;
 
@@ -17,13 +17,13 @@ const REGIONS: u64 = 2;
 /// One bound.
 #[derive(Debug)]
 pub(crate) struct Bound {
-    /// Whether it holds.
+    /// `true` if it holds.
     pub(crate) holds: bool,
-    /// What must hold.
+    /// The bound.
     pub(crate) what: String,
-    /// What was measured.
+    /// The measured value.
     pub(crate) measured: String,
-    /// What one needs to understand it where it fails; in lines.
+    /// Lines that explain a failure.
     pub(crate) why: Vec<String>,
 }
 
@@ -84,7 +84,7 @@ pub(crate) fn bounds(managed: &Outcome, twin: &Outcome, half: &Outcome) -> Vec<B
     let [ok, shed, other] = half.answers();
     bounds.push(answers(
         half,
-        "at half of it: 503 with Retry-After, and nothing else beside 2xx",
+        "at half of it: only 2xx, and 503 with Retry-After",
         ok > 0 && shed > 0 && other == 0,
     ));
     bounds
@@ -114,10 +114,9 @@ pub(crate) fn table(managed: &Outcome, twin: &Outcome) -> String {
         }
     }
     text.push_str(
-        "\nA burst's row is the instant at which most of the heap was live. resident is\n\
-         jemalloc's own count of pages and includes pages never touched, so it can be\n\
-         more than rss, the kernel's count for the process. retained is resident - live,\n\
-         and committed - live.\n\n",
+        "\nThe row of a burst shows the instant with the most live heap. resident is\njemalloc's \
+         own count of pages and includes pages never touched, so it can be\nmore than rss, the \
+         kernel's count for the process. retained is resident - live,\nand committed - live.\n\n",
     );
     let _ = write!(text, "{:<22}{:>6}{:>9}{:>7}", "answers", "2xx", "503", "others");
     let _ = writeln!(text, "{:>9}{:>9}", "p50 ms", "p99 ms");

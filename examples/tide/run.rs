@@ -1,7 +1,7 @@
-//! One run of the tide: the proxy, the load on it, and what its memory is at each stage.
+//! One run of the tide: the proxy, its load, and its memory at each stage.
 //!
-//! The same stages for the managed run and for its twin with jemalloc's defaults, with the same
-//! seed; only what manages the memory differs. It judges nothing: that is the report's.
+//! The managed run and its twin with jemalloc's defaults have the same stages and the same seed;
+//! only the memory management differs. It does not judge: the report does.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -25,9 +25,9 @@ const HALF_BURST: Duration = Duration::from_secs(4);
 const IDLE_UNLOAD: Duration = Duration::from_secs(15);
 /// The unload is waited for until this long after the model was last used.
 const UNLOAD_PATIENCE: Duration = Duration::from_secs(20);
-/// What follows an unload: decay of its granules, purge of its traces in the heap.
+/// The time after an unload for the decay of its granules and the purge of its traces in the heap.
 const AFTER_UNLOAD: Duration = Duration::from_secs(3);
-/// How often memory is looked at.
+/// The sampling interval.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// Which run.
@@ -42,7 +42,7 @@ pub(crate) enum Kind {
 }
 
 impl Kind {
-    /// What the picture calls it.
+    /// Returns the title in the live picture.
     pub(crate) fn title(self) -> &'static str {
         match self {
             Self::Managed => "lowtide",
@@ -61,7 +61,7 @@ impl Kind {
     }
 }
 
-/// What a run is given.
+/// The parameters of a run.
 #[derive(Clone, Debug)]
 pub(crate) struct Plan {
     /// Which run.
@@ -96,12 +96,12 @@ pub(crate) struct Water {
 }
 
 impl Water {
-    /// What the heap keeps beyond what is live.
+    /// Returns the bytes that the heap holds beyond the live ones.
     pub(crate) fn heap_retained(&self) -> u64 {
         self.resident.saturating_sub(self.heap_live)
     }
 
-    /// What the device arena keeps beyond what is live.
+    /// Returns the bytes that the device arena holds beyond the live ones.
     pub(crate) fn device_retained(&self) -> u64 {
         self.device_committed.saturating_sub(self.device_live)
     }
@@ -110,7 +110,7 @@ impl Water {
 /// A stage's row in the table.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Row {
-    /// What the stage is called.
+    /// The name of the stage.
     pub(crate) stage: String,
     /// Memory at its end; in a burst, at the heap's peak.
     pub(crate) water: Water,
@@ -120,18 +120,18 @@ pub(crate) struct Row {
     pub(crate) latency: Option<[f64; 2]>,
 }
 
-/// What came of a run.
+/// The results of a run.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Outcome {
     /// The stages in order.
     pub(crate) rows: Vec<Row>,
-    /// Answers that were neither 2xx nor 503 with Retry-After, by what they were.
+    /// Responses other than 2xx and 503 with Retry-After, by kind.
     pub(crate) other: Vec<(String, u64)>,
     /// Whose memory `charged` is: the run's own cgroup, or the process's pages and why.
     pub(crate) charged_from: String,
     /// The device's granule, in bytes.
     pub(crate) granule: u64,
-    /// What admission turned away.
+    /// The requests that admission rejected.
     pub(crate) door: Door,
 }
 
@@ -169,7 +169,7 @@ pub(crate) mod stage {
 /// Something to be shown while a run goes on.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Glimpse {
-    /// What goes on, and how far it has come.
+    /// The current activity, and its progress.
     pub(crate) doing: String,
     /// Seconds since the start of the run.
     pub(crate) seconds: f64,
@@ -181,11 +181,11 @@ pub(crate) struct Glimpse {
     pub(crate) level: String,
 }
 
-/// What goes on, for the picture: the rows' names are what is measured at its end.
+/// The current activity, for the picture; table rows are named by the measurement at its end.
 #[derive(Clone, Copy, Debug)]
 struct Doing {
     what: &'static str,
-    /// What is said where the time is up and it goes on.
+    /// The text shown after the planned time, if it continues.
     then: Option<&'static str>,
     since: Instant,
     lasts: Duration,
@@ -300,7 +300,7 @@ struct Gauge {
     signals: Signals,
     running: Running,
     memory: Option<Memory>,
-    /// Whether the process is alone in its cgroup.
+    /// `true` if the process is alone in its cgroup.
     alone: bool,
     start: Instant,
     answered: Arc<Answered>,
@@ -323,7 +323,7 @@ impl Gauge {
         })
     }
 
-    /// What the own cgroup is charged with, or without one the process's own pages.
+    /// Returns the charge of its own cgroup, or without one the process's own pages.
     fn charged(&self, signal: Signal) -> Option<ByteSize> {
         if self.alone {
             return signal.charged;
@@ -361,7 +361,7 @@ impl Gauge {
                 seconds: self.start.elapsed().as_secs_f64(),
                 water,
                 answered: self.answered.so_far(),
-                level: level.unwrap_or_else(|| "not watched".to_owned()),
+                level: level.unwrap_or_else(|| "not sampled".to_owned()),
             });
         }
         Ok(peak)
@@ -411,7 +411,7 @@ impl Gauge {
                 tally
             })
         };
-        let doing = Doing { then: Some("until all are answered"), ..Doing::now(stage, lasts) };
+        let doing = Doing { then: Some("until all have finished"), ..Doing::now(stage, lasts) };
         let peak = self.wait(doing, lasts * 4, &done, show).await?;
         // Requests under way are read to their end, unless that does not come.
         let tally: Tally = tokio::time::timeout(lasts, load)

@@ -1,28 +1,28 @@
-//! The CUDA driver library, found by plain `dlopen`, as a table of the calls that are measured.
+//! The CUDA driver library, loaded by plain `dlopen`, as a table of the measured calls.
 //!
-//! Every symbol is looked up by name at the start; one that is missing is an error of the calls
-//! that need it and of nothing else. Result codes stay integers, so that a code newer than this
-//! file is a number and not undefined behaviour. No call is wrapped here: `gpu.rs` does that.
+//! Every symbol is looked up by name at the start; a missing one is an error only of the calls that
+//! need it. Result codes stay integers, so that a code newer than this file is a number and not
+//! undefined behaviour. No call is wrapped here: `gpu.rs` does that.
 //!
-//! Invariant: `answer of a call = Ok <=> the driver returned 0`.
+//! Invariant: `result of a call = Ok <=> the driver returned 0`.
 #![expect(unsafe_code, reason = "opening a library and calling C functions by pointer")]
 #![expect(clippy::too_many_arguments, reason = "cuLaunchKernel has eleven")]
 
 use std::ffi::{CStr, c_char, c_void};
 
-/// What can go wrong.
+/// An error of a measurement.
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub(crate) enum Fault {
-    #[error("no CUDA driver library: {error}")]
+    #[error("cannot load the CUDA driver library: {error}")]
     NoLibrary { error: String },
-    #[error("the driver library has no {symbol}")]
+    #[error("the driver library lacks the function {symbol}")]
     NoSymbol { symbol: &'static str },
-    #[error("{call} answered {code} ({name})")]
+    #[error("{call} failed with {code} ({name})")]
     Code { call: &'static str, code: u32, name: String },
-    #[error("{what}: {value}, wanted {wanted}")]
+    #[error("{what}: found {value}, expected {wanted}")]
     Wrong { what: &'static str, value: u64, wanted: u64 },
-    #[error("the kernel did not begin within {seconds} s")]
+    #[error("the kernel did not start within {seconds} s")]
     NotBegun { seconds: u64 },
 }
 
@@ -99,7 +99,7 @@ fn loader_error() -> String {
     // SAFETY: `dlerror` has no precondition; this program has one thread.
     let text = unsafe { libc::dlerror() };
     if text.is_null() {
-        return "no reason given".to_owned();
+        return "no message from the loader".to_owned();
     }
     // SAFETY: `dlerror` returns a C string that lives until the next call of the dl family on
     // this thread, and it is copied before one.
@@ -132,10 +132,10 @@ macro_rules! calls {
                     $( $name: {
                         type Call = unsafe extern "C" fn($($kind),*) -> u32;
                         let found = library.symbol($symbol);
-                        // SAFETY: an optional function pointer is as large as a pointer and null
-                        // is `None`; the type beside the symbol's name below is that of cuda.h,
-                        // unchanged from 11.2 to 13.5: a reference stands for a pointer that
-                        // must not be null, an integer for an enum, a handle or an address.
+                        // SAFETY: an optional function pointer is as large as a pointer and null is
+                        // `None`; the type next to the symbol's name below is that of cuda.h,
+                        // unchanged from 11.2 to 13.5: a reference stands for a pointer that must
+                        // not be null, an integer for an enum, a handle or an address.
                         unsafe { std::mem::transmute::<*mut c_void, Option<Call>>(found) }
                     }, )*
                 }

@@ -1,11 +1,11 @@
-//! The figures: named values with units, and the constant made of them.
+//! The figures: named values with units, and a Rust constant made of them.
 //!
-//! Invariant: a name stands for one value; a later one of the same name replaces it.
+//! Invariant: a name has one value; a later one of the same name replaces it.
 #![expect(clippy::print_stdout, reason = "the tables are the product")]
 
 use crate::measure::Call;
 
-/// What was measured, in the order of measuring.
+/// The measured values, in order.
 pub(crate) struct Figures {
     pub(crate) device: String,
     version: i32,
@@ -36,8 +36,9 @@ impl Figures {
         }
     }
 
-    /// The constant `DriverCosts` as source text. A call's cost is a line through its medians at
-    /// the smallest and the largest handle measured idle; what was not measured is 0 and says so.
+    /// Prints the constant `DriverCosts` as source text. The cost of a call is a line through its
+    /// medians at the smallest and the largest handle measured idle; a value that was not measured
+    /// is 0, with a comment.
     pub(crate) fn print_rust(&self) {
         println!("\n/// Measured by `examples/vmm_costs` on {},", self.device);
         println!("/// driver {}.", crate::version_text(self.version));

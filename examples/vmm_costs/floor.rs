@@ -1,6 +1,8 @@
-//! Table E: what a context takes before anything is allocated, and what the device can do.
+//! Table E: the memory that a context uses before anything is allocated, and the device's
+//! capabilities.
 //!
-//! Invariant: context's device bytes = total - idle as the driver says, other processes included.
+//! Invariant: context's device bytes = total - free according to the driver, other processes
+//! included.
 #![expect(clippy::print_stdout, reason = "the tables are the product")]
 #![expect(clippy::disallowed_methods, reason = "a benchmark reads the clock")]
 
@@ -21,7 +23,7 @@ pub(crate) struct Floor {
 
 impl Floor {
     pub(crate) fn print(&self, gpu: &Gpu<'_>, figures: &mut Figures) -> Result<(), Fault> {
-        println!("\ntable E: the floor under everything; once, before any other allocation");
+        println!("\ntable E: context overhead; once, before any other allocation");
         let driver = self.rss_bytes_started.saturating_sub(self.rss_bytes_at_start);
         let both = self.rss_bytes.saturating_sub(self.rss_bytes_at_start);
         let bytes = |bytes: u64| float(usize::try_from(bytes).unwrap_or(usize::MAX));
@@ -31,13 +33,16 @@ impl Floor {
         );
         figures.set("context_host_bytes", bytes(both), "bytes");
         let (idle, total) = gpu.memory()?;
-        println!("  device: {total} bytes, {} of them taken (other processes too)", total - idle);
+        println!(
+            "  device: {total} bytes, {} of them in use (other processes included)",
+            total - idle
+        );
         figures.set("context_device_bytes", float(total.saturating_sub(idle)), "bytes");
         Ok(())
     }
 }
 
-/// What the device says it can, and whether it does.
+/// The device's reported capabilities, and a test of each.
 pub(crate) fn capabilities(gpu: &Gpu<'_>, figures: &mut Figures) -> Result<(), Fault> {
     println!("\ncapabilities: the attribute, and one real round trip of 64 bytes");
     println!("  granularity: {} smallest, {} recommended", gpu.granularity.0, gpu.granularity.1);
@@ -91,7 +96,7 @@ pub(crate) fn address_space(gpu: &Gpu<'_>, figures: &mut Figures) -> Result<(), 
 pub(crate) fn pinned(gpu: &Gpu<'_>, effort: Effort, figures: &mut Figures) -> Result<(), Fault> {
     let copies = if effort.quick { 5 } else { 20 };
     let mut bytes = if effort.quick { 1 << 28 } else { 1_usize << 30 };
-    // Half of it where it is refused, down to 64 MiB.
+    // Half of it if it is refused, down to 64 MiB.
     let (host, took) = loop {
         let start = Instant::now();
         match Pinned::allocate(gpu, bytes) {

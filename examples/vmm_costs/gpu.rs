@@ -1,7 +1,7 @@
-//! Device objects that end themselves: context, range, physical handle, stream, event, kernel.
+//! Owners of device objects: context, range, physical handle, stream, event, kernel.
 //!
-//! Each owner keeps the raw value private and ends it once, so that the tables above need no
-//! unsafe code and a part that fails leaves nothing behind. Faults of a drop are lost.
+//! Each owner keeps the raw value private and destroys it once, so that the tables need no unsafe
+//! code and a failed part leaves nothing behind. Errors on drop are ignored.
 //!
 //! Invariant: a raw handle or address passed to the driver is alive; an owner's `end` runs once.
 #![expect(unsafe_code, reason = "calling the driver")]
@@ -85,7 +85,7 @@ impl<'t> Gpu<'t> {
         Ok(value)
     }
 
-    /// Bytes that nobody holds, and all bytes of the device.
+    /// Returns the free and the total bytes of the device.
     pub(crate) fn memory(&self) -> Result<(usize, usize), Fault> {
         let (mut idle, mut total) = (0, 0);
         // SAFETY: both references outlive the call; the context is current.
@@ -100,7 +100,7 @@ impl<'t> Gpu<'t> {
         Ok(pool)
     }
 
-    /// How many idle bytes the default pool keeps at a synchronisation.
+    /// Returns the bytes that the default pool keeps at a synchronisation.
     pub(crate) fn pool_threshold(&self) -> Result<u64, Fault> {
         let (pool, mut bytes) = (self.default_pool()?, 0);
         // SAFETY: the device's default pool is never destroyed; the attribute is 8 bytes.
@@ -257,7 +257,7 @@ impl<'g> Range<'g> {
             return Ok(());
         }
         let bytes = self.piece * self.mapped.len();
-        // SAFETY: the base and length of one reservation, given back once.
+        // SAFETY: the base and length of one reservation, freed once.
         unsafe { self.gpu.table.address_free(self.base, bytes) }
     }
 }

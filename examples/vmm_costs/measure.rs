@@ -1,9 +1,9 @@
-//! One cycle of the calls, timed one by one, beside an optional load on another stream.
+//! One cycle of the calls, each timed, with an optional load on another stream.
 //!
-//! It counts: calls made, calls that the load's kernel did not outlive, device time between the
-//! load's events. It prints nothing and decides nothing.
+//! It records the calls made, the calls that the load's kernel did not outlive, and the device time
+//! between the load's events. It prints nothing and decides nothing.
 //!
-//! Invariant: a call is booked only if the load's kernels were still running when it began.
+//! Invariant: a call is recorded only if the load's kernels were still running when it began.
 #![expect(clippy::disallowed_methods, reason = "a benchmark reads the clock")]
 
 use std::time::{Duration, Instant};
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use crate::driver::Fault;
 use crate::gpu::{Event, Gpu, Kernel, Physical, Plain, Range, Stream};
 
-/// What is timed. `All` = one call for the whole range.
+/// The timed calls. `All` = one call for the whole range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Call {
     Reserve,
@@ -101,7 +101,7 @@ impl<'g> Load<'g> {
             launched: false,
             kernel_us: 0.0,
         };
-        // The first pass warms up, the second measures, the third checks what was set.
+        // The first pass warms up, the second measures, the third checks the result.
         load.measure_kernel()?;
         let round_us = (load.measure_kernel()? / 2000.0).max(1e-4);
         load.rounds = crate::whole(kernel_us / round_us).max(1);
@@ -138,7 +138,7 @@ impl<'g> Load<'g> {
         Ok(())
     }
 
-    /// Whether the last kernel has ended (or none was launched).
+    /// Returns `true` if the last kernel has ended (or none was launched).
     pub(crate) fn is_done(&self) -> Result<bool, Fault> {
         match self.events.last() {
             Some(last) if self.launched => last.is_done(),
@@ -159,7 +159,7 @@ impl<'g> Load<'g> {
     }
 }
 
-/// What was seen of one kind of call.
+/// The observations of one kind of call.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Seen {
     /// Host time of each call, in order, in microseconds.
@@ -172,7 +172,7 @@ pub(crate) struct Seen {
     pub(crate) gaps_us: Vec<f64>,
 }
 
-/// Books of all calls, and the load beside them.
+/// The records of all calls, and the concurrent load.
 #[derive(Default)]
 pub(crate) struct Watch<'l, 'g> {
     pub(crate) load: Option<&'l mut Load<'g>>,
@@ -190,7 +190,7 @@ impl<'l, 'g> Watch<'l, 'g> {
         &self.seen[call as usize]
     }
 
-    /// Makes `count` calls of one kind, each timed on its own, the load running beside them.
+    /// Makes `count` calls of one kind, each timed, while the load runs.
     fn phase<T>(
         &mut self,
         call: Call,

@@ -22,7 +22,7 @@ fn piece(gpu: &Gpu<'_>, mib: usize) -> usize {
     (mib << 20).next_multiple_of(gpu.granularity.0.max(1))
 }
 
-/// Nine tenths of what is idle on the device.
+/// Returns nine tenths of the free device memory.
 fn room(gpu: &Gpu<'_>) -> Result<usize, Fault> {
     Ok(gpu.memory()?.0 / 10 * 9)
 }
@@ -38,11 +38,11 @@ pub(crate) fn costs<'g>(
     let beside = match busy {
         None => "idle".to_owned(),
         Some(us) => {
-            format!("beside a kernel of {us:.0} us on another stream, begun anew at its end")
+            format!("next to a kernel of {us:.0} us on another stream, restarted at its end")
         }
     };
     println!("\ntable A: host time of each call, {beside}");
-    println!("  a row = the calls of 2 or more cycles, {} calls wanted; _all =", effort.samples);
+    println!("  a row = the calls of 2 or more cycles, at least {} calls; _all =", effort.samples);
     println!("  one call for the whole range; outlasted = calls that the kernel did not outlive");
     println!(
         "  {:<14} {:>5} {:>7} {:>6} {:>11} {:>11} {:>9}",
@@ -195,7 +195,7 @@ pub(crate) fn waits<'g>(
         "  a kernel of {:.1} ms works on one range, the call is on another of 20 MiB;",
         load.kernel_us / 1e3
     );
-    println!("  {cycles} times; plain_free (cuMemFree) is the control that ought to wait");
+    println!("  {cycles} times; plain_free (cuMemFree) is the control that should wait");
     println!(
         "  {:<14} {:>3} {:>11} {:>15} {:>9}",
         "call", "n", "median us", "kernel left us", "waits"
@@ -254,7 +254,7 @@ pub(crate) fn many_handles<'g>(
                 println!("  no time left for {count} handles, all = {all}");
                 continue;
             }
-            // Where the driver refuses the number, half of it, and so on, six times at most.
+            // If the driver refuses the number, try half of it, and so on, at most six times.
             for attempt in 0..=6 {
                 let rss_before = rss_bytes();
                 let mut watch = Watch::new(None);

@@ -50,8 +50,8 @@ async fn bad_input_is_refused_with_the_reason_and_harms_nobody() {
         (b"{}", 422, "missing field"),
         (b"{\"texts\": []}", 422, "0 texts"),
         (many.as_bytes(), 422, "more than 64 texts"),
-        (b"{\"texts\": [\"good\", \"\"]}", 422, "text 1 has no word"),
-        (b"{\"texts\": [\" ?! \"]}", 422, "text 0 has no word"),
+        (b"{\"texts\": [\"good\", \"\"]}", 422, "text 1 contains no words"),
+        (b"{\"texts\": [\" ?! \"]}", 422, "text 0 contains no words"),
     ];
     for (body, status, reason) in cases {
         assert_refused(&ask(proxy.at, post("/embed", JSON, body)).await, *status, reason);

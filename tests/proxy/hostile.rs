@@ -41,7 +41,7 @@ async fn announced_bodies_that_never_came_held_the_allowance_for_ever() {
         for mut client in clients {
             let answer = client.answer().await;
             assert_eq!(answer.status(), 408, "{path}: {}", answer.text());
-            assert!(answer.text().contains("did not come"), "{path}: {}", answer.text());
+            assert!(answer.text().contains("request body timeout"), "{path}: {}", answer.text());
             assert!(client.is_closed().await, "{path}: what would come is no request");
         }
         until("nothing is held", || proxy.held() == 0).await;

@@ -146,7 +146,11 @@ fn proxy() -> Vec<Row> {
             ),
             (
                 "| size of the model's weights, {} or more |",
-                values![between("examples/proxy/cli.rs", "of weights: expected ", " or more")],
+                values![between(
+                    "examples/proxy/cli.rs",
+                    "weights of {size}: expected ",
+                    " or more"
+                )],
             ),
             (
                 "must also come at {}/s on average",
