@@ -1,0 +1,111 @@
+//! The service under comparison: parses JSON bodies to `serde_json::Value` and counts the values.
+//!
+//! The handler is the same in each setup. The setups differ in jemalloc's settings, which the
+//! parent process passes in a variable, and in the layer in front of the handler.
+
+use std::net::Ipv4Addr;
+use std::time::Duration;
+
+use axum::extract::DefaultBodyLimit;
+use axum::{Json, Router, routing::post};
+use lowtide::host::HeapProfile;
+use lowtide::service::{ContentLength, MemoryLayer};
+use lowtide::{BoxError, ByteSize, Memory};
+use serde_json::Value;
+use tokio::net::TcpListener;
+use tower::limit::GlobalConcurrencyLimitLayer;
+
+use crate::LIMIT;
+
+/// The longest body that the service accepts.
+const BODY_MAX: usize = 8 << 20;
+/// Concurrent requests of [`Setup::Concurrency`].
+const CONCURRENCY: usize = 8;
+/// The duration of the handler's call to a database, which it simulates. The parsed value is in
+/// memory until then.
+const CALL: Duration = Duration::from_millis(20);
+/// The memory that a request needs for each byte of its body: the body, a second copy while it is
+/// collected, the parsed value (4.2 bytes for this JSON) and some room.
+const FACTOR: f64 = 8.0;
+
+/// A way to keep the service below its memory limit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum Setup {
+    /// jemalloc returns unused memory after one second. Every request is served.
+    Jemalloc,
+    /// The same, and a fixed number of requests run at once. The others wait.
+    Concurrency,
+    /// lowtide's heap profile and admission by bytes.
+    Lowtide,
+}
+
+impl Setup {
+    pub(crate) const ALL: [Self; 3] = [Self::Jemalloc, Self::Concurrency, Self::Lowtide];
+
+    /// Its name in figures and arguments.
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Jemalloc => "jemalloc",
+            Self::Concurrency => "concurrency",
+            Self::Lowtide => "lowtide",
+        }
+    }
+
+    /// Its name in the table.
+    pub(crate) fn title(self) -> String {
+        match self {
+            Self::Concurrency => format!("jemalloc, {CONCURRENCY} at once"),
+            _ => self.name().to_owned(),
+        }
+    }
+
+    /// jemalloc's settings, which it reads before `main`.
+    pub(crate) fn jemalloc_settings(self) -> String {
+        match self {
+            Self::Lowtide => HeapProfile::Balanced.conf().to_string_lossy().into_owned(),
+            _ => "background_thread:true,dirty_decay_ms:1000,muzzy_decay_ms:0".to_owned(),
+        }
+    }
+}
+
+/// Serves until standard input ends. Prints the address first.
+pub(crate) fn serve(setup: Setup) -> Result<(), BoxError> {
+    let routes =
+        Router::new().route("/", post(count_values)).layer(DefaultBodyLimit::max(BODY_MAX));
+    let mut runtime = tokio::runtime::Builder::new_multi_thread();
+    let (routes, _memory) = match setup {
+        Setup::Jemalloc => (routes, None),
+        Setup::Concurrency => (routes.layer(GlobalConcurrencyLimitLayer::new(CONCURRENCY)), None),
+        Setup::Lowtide => {
+            runtime
+                .on_thread_start(lowtide::memory::on_thread_start)
+                .on_thread_park(lowtide::host::on_thread_park);
+            let memory = Memory::builder().memory_limit(LIMIT).start()?;
+            let estimate =
+                ContentLength::new(ByteSize::mib(2)).factor(FACTOR).least(ByteSize::kib(16));
+            let layer = MemoryLayer::new(memory.admission().clone(), estimate);
+            // Admission ends when the last `Memory` is dropped, so it is returned, too.
+            (routes.layer(layer), Some(memory))
+        }
+    };
+    let runtime = runtime.enable_all().build()?;
+    let listener = runtime.block_on(TcpListener::bind((Ipv4Addr::LOCALHOST, 0)))?;
+    println!("{}", listener.local_addr()?);
+    runtime.spawn(async move { axum::serve(listener, routes).await });
+    std::io::copy(&mut std::io::stdin(), &mut std::io::sink())?;
+    Ok(())
+}
+
+async fn count_values(Json(value): Json<Value>) -> String {
+    tokio::time::sleep(CALL).await;
+    count(&value).to_string()
+}
+
+fn count(value: &Value) -> usize {
+    let inner = match value {
+        Value::Array(values) => values.iter().map(count).sum(),
+        Value::Object(fields) => fields.values().map(count).sum(),
+        _ => 0,
+    };
+    inner + 1
+}
