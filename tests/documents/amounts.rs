@@ -30,8 +30,8 @@ const NOT_LOOKED_AT: &[&str] = &[
     "docs/STYLE.md",
 ];
 
-/// What was run has figures of one day, which no constant holds.
-const RUN: &str = "## What was run";
+/// The test runs have figures of one day, which no constant holds.
+const RUN: &str = "## Test runs";
 
 const UNITS: &[&str] = &["us", "ms", "s", "min", "h", "%", "KiB", "MiB", "GiB", "KB", "MB", "GB"];
 
@@ -142,7 +142,7 @@ fn a_changed_constant_a_changed_sentence_and_a_new_number_are_faults() {
     assert_eq!(count("It is kept for 5 s, for 7 ms.", "5 s"), 1);
     assert_eq!(count("It is kept for 5 s, or (10 %) more.", "5 s"), 1);
     assert_eq!(count("It is kept for 5 s, by default.", "5 s"), 1);
-    assert_eq!(count("It is kept for 5 s.\n## What was run\n7 ms", "5 s"), 0);
+    assert_eq!(count("It is kept for 5 s.\n## Test runs\n7 ms", "5 s"), 0);
     let figures = [(page, "takes 7 ms", "measured"), (page, "gone", "measured")];
     let text = "It is kept for 5 s, takes 7 ms.";
     assert_eq!(faults(page, text, &[row("5 s")], &figures).len(), 1, "one that is gone");

@@ -38,7 +38,7 @@ fn limits() -> Vec<Row> {
     of_page(
         PAGE,
         [
-            ("The unit gives a limit of {} MiB (systemd's `M` is MiB)", values![unit]),
+            ("The unit sets a limit of {} MiB (systemd's `M` is MiB)", values![unit]),
             (
                 "`_RJEM_MALLOC_CONF` | {} arenas, no huge pages",
                 values![jemalloc(HeapProfile::LowMemory, "narenas")],
@@ -57,7 +57,7 @@ fn limits() -> Vec<Row> {
                 "such as `512m` means {}, as Docker reads it",
                 values![format!("{} MiB", docker.get() >> 20)],
             ),
-            ("what the others start from; unset: `{}` |", values![Profile::default().name()]),
+            ("sets the columns on the right; unset: `{}` |", values![Profile::default().name()]),
         ],
     )
 }
@@ -76,9 +76,8 @@ fn formulas() -> Vec<Row> {
         PAGE,
         [
             (
-                "| what a booked byte was found to need; `LOWTIDE_CORRECTION_FACTOR`, {}, until \
-                 measured, \
-                 then {} to {} |",
+                "| the measured need of a reserved byte; `LOWTIDE_CORRECTION_FACTOR`, {}, until \
+                 measured, then {} to {} |",
                 values![start.to_string(), least.to_string(), most.to_string()],
             ),
             ("| ceiling | `LOWTIDE_CEILING` | {} |", values![ceiling.clone()]),
@@ -87,8 +86,8 @@ fn formulas() -> Vec<Row> {
                 values![start.to_string(), ceiling.clone()],
             ),
             (
-                "For 8 MiB of body at `/words` beside 64 MiB of weights that is (10 + 64 + {} x \
-                 {}) / {} = {} MiB.",
+                "For 8 MiB of body at `/words` with 64 MiB of weights that is (10 + 64 + {} x {}) \
+                 / {} = {} MiB.",
                 values![
                     start.to_string(),
                     one.to_string(),
@@ -97,22 +96,20 @@ fn formulas() -> Vec<Row> {
                 ],
             ),
             (
-                "({} corrections in a row, about {} in an idle service), a request counts once if \
-                 those before it have booked no more than 1/{} of the ceiling.",
+                "({} corrections in a row, about {} in an idle service) a request counts once if \
+                 those before it have reserved no more than 1/{} of the ceiling.",
                 values![word(unmeasured), spoken(waits), measured.to_string()],
             ),
             (
-                "limit >= (other + model + largest cost) / ({} x (1 - K / {}))",
-                values![ceiling, measured.to_string()],
+                "limit >= (other + model + largest cost) / ({} x (1 - {} / {}))",
+                values![ceiling, start.to_string(), measured.to_string()],
             ),
             (
-                "which is (10 + 64 + {}) / {} = {} MiB for the example with K = {}. So 256 MiB \
-                 lets it pass",
+                "which is (10 + 64 + {}) / {} = {} MiB for the example. So 256 MiB lets it pass",
                 values![
                     one.to_string(),
                     format!("{alone:.2}"),
-                    ((held + one) / alone).round().to_string(),
-                    start.to_string()
+                    ((held + one) / alone).round().to_string()
                 ],
             ),
         ],
@@ -183,9 +180,9 @@ fn times() -> Vec<Row> {
     of_page(
         PAGE,
         [
-            ("`/healthz` every {}; each time", values![time(asks)]),
+            ("`/healthz` every {}; each check", values![time(asks)]),
             ("joins its threads, for {} at most;", values![time(end)]),
-            ("PROXY_DRAIN + PROXY_GRACE + {} < the time", values![time(end)]),
+            ("PROXY_DRAIN + PROXY_GRACE + {} < kill", values![time(end)]),
             (
                 // Docker's own time is the 10 s.
                 "`docker stop` kills after 10 s, so the image sets `PROXY_DRAIN={}` and \

@@ -11,7 +11,7 @@ use lowtide::host::HeapProfile;
 
 use super::{Row, config, first_of_a_sentence, jemalloc, k, loop_settings, seconds, ticks, values};
 use crate::code::{
-    Alert, between, constant, how_often, part, percent, size, spoken, time, word, written,
+    Alert, between, constant, how_often, percent, size, spoken, time, word, written,
 };
 
 const PAGE: &str = "docs/OPERATING.md";
@@ -45,12 +45,12 @@ fn published() -> Rows {
     let each = constant("src/control/maintenance/purging.rs", "PAUSE_PER_MIB").time();
     vec![
         (
-            "Its worker publishes {} (`LOWTIDE_METRICS_INTERVAL`)",
+            "Its worker thread publishes {} (`LOWTIDE_METRICS_INTERVAL`)",
             values![how_often(Config::METRICS_INTERVAL)],
         ),
-        ("does it every {}; the exporter's own", values![time(hook)]),
+        ("runs it every {}. The exporter's own", values![time(hook)]),
         // A hundred times as long lies between two.
-        ("| a purge: about {} for each MiB |", values![time(each / 100)]),
+        ("| a purge: about {} per MiB |", values![time(each / 100)]),
     ]
 }
 
@@ -58,29 +58,29 @@ fn levels() -> Rows {
     let (marks, control) = (Thresholds::default(), loop_settings());
     let band = |level| {
         let band = marks.band(level).expect("it has marks");
-        values![part(band.up), part(band.down)]
+        values![percent(band.up), percent(band.down)]
     };
     let pause = constant("src/control/reclaim.rs", "PAUSE_MIN").time();
     let touched = (3.0 * 1024.0 * control.active_tick.as_secs_f64()).floor();
     vec![
-        ("up to the ceiling, {} of the limit", values![part(Config::CEILING)]),
+        ("up to the ceiling, {} of the limit", values![percent(Config::CEILING)]),
         ("| elevated | {} | {} |", band(Level::Elevated)),
         ("| high | {} | {} |", band(Level::High)),
         ("| critical | {} | {} |", band(Level::Critical)),
-        ("arenas are purged, at most {} and less often", values![how_often(pause)]),
-        ("left one step at a time after {} below", values![time(marks.dwell())]),
+        ("heap and the arenas, at most {} and less often", values![how_often(pause)]),
+        ("left one step at a time, after {} below", values![time(marks.dwell())]),
         (
-            "A request that announces more than {} is treated like any other",
+            "A request that declares more than {} is treated like any other",
             values![size(lowtide::service::EXEMPT_BODY_MAX.get())],
         ),
-        ("books {};", values![size(lowtide::service::EXEMPT_BODY_MAX.get())]),
-        ("has been read away, up to {} of it,", values![size(lowtide::service::DRAIN_MAX.get())]),
+        ("reserves {};", values![size(lowtide::service::EXEMPT_BODY_MAX.get())]),
+        ("before it answers, up to {} of it,", values![size(lowtide::service::DRAIN_MAX.get())]),
         (
             "so fast that the limit is {} samples away",
             values![word(constant("src/control/pressure.rs", "TICKS_TO_FULL").number())],
         ),
         ("up to 3 GiB a second, which is {} MiB between two samples", values![touched.to_string()]),
-        ("wrong by more than {} times", values![word(k("K_MAX"))]),
+        ("that is wrong by more than {} times", values![word(k("K_MAX"))]),
     ]
 }
 
@@ -90,12 +90,9 @@ fn routes() -> Rows {
     let admin_tasks = "src/memory/admin_tasks.rs";
     let token = "src/service/admin/token.rs";
     vec![
+        ("The map has at most {} cells.", values![of("src/service/parts.rs", "CELLS_MAX")]),
         (
-            "The map is at most {} cells, however many blocks there are",
-            values![of("src/service/parts.rs", "CELLS_MAX")],
-        ),
-        (
-            "`again_in_seconds` says when to ask again, a second for each {} blocks",
+            "`again_in_seconds` says when to request it again, a second for each {} blocks",
             values![of("src/service/parts.rs", "BLOCKS_EACH_SECOND")],
         ),
         (
@@ -107,15 +104,15 @@ fn routes() -> Rows {
             values![between(ADMIN, "query.get(\"keep\").unwrap_or(\"", "\"")],
         ),
         (
-            "what came of the last {}. At most {} wait.",
+            "shows the last {}. At most {} wait;",
             values![of(admin_tasks, "KEPT_MAX"), of(admin_tasks, "WAITING_MAX")],
         ),
         (
             "the token, of {} to {} characters",
             values![of(token, "LENGTH_MIN"), of(token, "LENGTH_MAX")],
         ),
-        ("{} verbs at once, then one a second", values![first_of_a_sentence(at_once("VERBS"))]),
-        ("refusals {} at once and then one a second", values![at_once("LOGGED")]),
+        ("{} commands at once, then one a second", values![first_of_a_sentence(at_once("VERBS"))]),
+        ("rejections {} at once, then one a second", values![at_once("LOGGED")]),
         (
             "for each of at most {} routes the {}th percentile",
             values![of(learned, "ROUTES_MAX"), of(learned, "PERCENTILE")],
@@ -141,10 +138,10 @@ fn purges() -> Rows {
     assert_eq!(growth[0].hold, growth[1].hold, "the page gives one time");
     let [a, b] = growth;
     vec![
-        ("the level is elevated or more, every {} at most", values![time(pause)]),
+        ("the level is elevated or higher: every {} at most", values![time(pause)]),
         (
-            "no request was held for {} or {} by profile, and more than {} and a quarter of what \
-             is live is purgeable",
+            "no request was held for {} or {} by profile, and more than {} and a quarter of the \
+             live bytes is purgeable",
             values![
                 seconds(low.purge_when_idle_for),
                 seconds(balanced.purge_when_idle_for),
@@ -152,8 +149,8 @@ fn purges() -> Rows {
             ],
         ),
         (
-            "for {} the process has kept more than it did, by profile: {} and {} of its anonymous \
-             memory, {} and {}, or never",
+            "for {} the process has kept more than before, by profile: {} and {} of its \
+             anonymous memory, {} and {}, or never",
             values![
                 time(a.hold),
                 size(a.floor.get()),
@@ -179,7 +176,7 @@ fn threads() -> Rows {
         ("over the first `{} x CPUs` arenas", values![each.to_string()]),
         (
             "with 64 CPUs and a quota of 2 it makes room for {} arenas, each with free pages of \
-             its own, and threads use {}.",
+             its own; with the hook threads use {}.",
             values![(64.0 * each).to_string(), (2.0 * each).to_string()],
         ),
         (
@@ -197,21 +194,24 @@ fn device() -> Rows {
     let governor = "src/device/driver/cuda/governor.rs";
     let decay = written(governor, "let decay = DecayTime::from_duration(", ");").time();
     vec![
-        ("{} the worker asks the device", values![first_of_a_sentence(&how_often(looks))]),
+        (
+            "{} the worker reads the device's free memory",
+            values![first_of_a_sentence(&how_often(looks))],
+        ),
         ("`LOWTIDE_DEVICE_WATERMARK`, {} of the device by default,", values![percent(low)]),
         ("the last {} of the device are not kept idle", values![percent(high)]),
-        ("or when there was room for {};", values![spoken(calm)]),
-        ("when nobody used it for the decay time ({})", values![time(decay)]),
+        ("or when there was room for {}.", values![spoken(calm)]),
+        ("released after the decay time ({})", values![time(decay)]),
     ]
 }
 
 fn sleep() -> Rows {
     let again = constant("src/device/sleep/idle.rs", "AGAIN").time();
     vec![
-        ("within that time and a tick of the sampler ({})", values![ticks()]),
+        ("within the idle time and a tick of the sampler ({})", values![ticks()]),
         ("the arena stays awake and tries again after {};", values![time(again)]),
         (
-            "waits for the memory, for up to {} where the device is full",
+            "waits for the memory, for up to {} if the device is full",
             values![spoken(SleepConfig::default().wake_timeout)],
         ),
     ]
@@ -227,20 +227,20 @@ fn heap_alerts() -> Rows {
     let fragmented = Alert::named("LowtideHeapFragmented");
     vec![
         (
-            "the heap has held more than {} resident bytes for each live one for {}, and more \
+            "for {} the heap has held more than {} resident bytes for each live one, and more \
              than {} of them are retained",
             values![
-                word(retained.after("per_live:ratio > ")),
                 spoken(retained.lasts),
+                word(retained.after("per_live:ratio > ")),
                 retained.size_after("retained_bytes > ")
             ],
         ),
         (
-            "more than {} of the active pages is not live, for {}, and more than {} of it are \
+            "for {} more than {} of the active pages is not live, and more than {} of it are \
              holes",
             values![
-                percent(fragmented.after("fragmentation:ratio > ")),
                 spoken(fragmented.lasts),
+                percent(fragmented.after("fragmentation:ratio > ")),
                 fragmented.size_after("thread_cache_bytes > ")
             ],
         ),
@@ -259,8 +259,8 @@ fn host_alerts() -> Rows {
     let exhausted = constant("src/control/desk.rs", "EXHAUSTED").time();
     vec![
         (
-            "above {} of the limit for {}, with less than {} left. Purging and unloading began at \
-             {} and {}. The level is critical from {} on",
+            "above {} of the limit for {}, with less than {} left. Purging began at {}, unloading \
+             at {}; from {} on requests are rejected",
             values![
                 percent(near.after("per_limit:ratio > ")),
                 spoken(near.lasts),
@@ -271,8 +271,8 @@ fn host_alerts() -> Rows {
             ],
         ),
         (
-            "Requests had been rejected for {} when it began. They are rejected as `exhausted`, \
-             with {} to {} to wait",
+            "after requests had been rejected for {}. Requests are rejected as `exhausted` with a \
+             retry time of {} to {},",
             values![time(refused), time(exhausted), time(2 * exhausted)],
         ),
         (
@@ -285,9 +285,9 @@ fn host_alerts() -> Rows {
                 percent(hours.after("per_limit:ratio > "))
             ],
         ),
-        ("**Means** for {} a file of the cgroup", values![spoken(stale.lasts)]),
-        ("has not taken its figures for {}. What", values![spoken(old)]),
-        ("where `LOWTIDE_METRICS_INTERVAL` is above {}, raise", values![spoken(old)]),
+        ("**Meaning:** for {} the cgroup file", values![spoken(stale.lasts)]),
+        ("has not updated its figures for {}. The", values![spoken(old)]),
+        ("if `LOWTIDE_METRICS_INTERVAL` is above {}, raise", values![spoken(old)]),
     ]
 }
 
@@ -301,8 +301,8 @@ fn request_alerts() -> Rows {
     let each = std::time::Duration::from_secs_f64(1.0 / shed.after("rate5m > "));
     vec![
         (
-            "**Means** for {} more than {} of the requests were turned away for lack of memory, \
-             and more than one every {}.",
+            "**Meaning:** for {} more than {} of the requests were rejected for lack of memory, \
+             and more than one every {},",
             values![spoken(shed.lasts), percent(shed.after("ratio5m > ")), spoken(each)],
         ),
         (
@@ -311,7 +311,7 @@ fn request_alerts() -> Rows {
         ),
         ("has failed within the last {}. Every request", values![spoken(fail.window())]),
         ("for memory within the last {} (`lowtide_pressure", values![spoken(kill.window())]),
-        ("**Means** for {} an instance that has been scraped", values![spoken(down.lasts)]),
+        ("**Meaning:** for {} an instance that has been scraped", values![spoken(down.lasts)]),
         (
             "has started {} times or more within {}: `lowtide_sampler",
             values![word(restarts.after("[30m])) > ") + 1.0), spoken(restarts.window())],
@@ -327,13 +327,16 @@ fn device_alerts() -> Rows {
     let half = retained.after("per_committed:ratio > ");
     assert!((half - 0.5).abs() < f64::EPSILON, "the page says half");
     vec![
-        ("(`lowtide_device_alloc_failures_total`) in the last {},", values![spoken(fail.window())]),
         (
-            "more than half of what an arena holds of the device has been without a live block \
-             for {}, and that is more than {}.",
+            "(`lowtide_device_alloc_failures_total`) in the last {}. The work",
+            values![spoken(fail.window())],
+        ),
+        (
+            "more than half of the device memory of an arena has been without a live block for \
+             {}, and that is more than {}.",
             values![spoken(retained.lasts), retained.size_after("device_retained_bytes > ")],
         ),
-        ("was to be used within the last {} and could", values![spoken(wake.window())]),
+        ("was used within the last {} and could", values![spoken(wake.window())]),
         (
             "has failed within the last {} (`lowtide_device_rollback_failures",
             values![spoken(stuck.window()).trim_start_matches("an ")],
