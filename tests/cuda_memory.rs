@@ -120,8 +120,8 @@ fn a_device_is_chosen_by_number_or_uuid_and_a_rung_by_its_name() {
         "backend cuda_pool does not work on CUDA device 0: the device does not support it"
     );
     for (device, expected) in [
-        (DeviceChoice::Auto, "device arenas lie in host memory: backend cuda_pool does not work"),
-        (DeviceChoice::Host, "LOWTIDE_DEVICE_BACKEND=pool (code) is of no use"),
+        (DeviceChoice::Auto, "device arenas use host memory: backend cuda_pool does not work"),
+        (DeviceChoice::Host, "LOWTIDE_DEVICE_BACKEND=pool (code) has no effect"),
     ] {
         let memory = pool().device(device).start().expect("starts");
         let diagnostics = memory.snapshot().diagnostics;

@@ -244,7 +244,9 @@ fn the_device_is_asked_by_the_worker_and_no_more_once_its_context_is_lost() {
         memory.snapshot().device_memory.is_some()
     });
     let diagnostics = || {
-        let of_device = |note: &&lowtide::memory::Diagnostic| note.text.contains("how much memory");
+        let of_device = |one: &&lowtide::memory::Diagnostic| {
+            one.text.contains("cannot query the device's memory")
+        };
         memory.diagnostics().iter().filter(of_device).count()
     };
     assert_eq!(diagnostics(), 1);

@@ -240,7 +240,7 @@ fn shutdown_does_not_wait_past_its_deadline_for_a_job_that_does_not_end() {
     until("the shutdown ends", || ending.is_finished());
     let report = ending.join().expect("no panic");
     assert_eq!(report.busy, ["lowtide-worker"]);
-    assert!(!report.is_clean() && report.to_string().ends_with("lowtide-worker is still at work"));
+    assert!(!report.is_clean() && report.to_string().ends_with("lowtide-worker still running"));
     let second = quiet().start();
     assert!(matches!(second, Err(StartError::AlreadyStarted)), "its worker still runs");
 
@@ -378,7 +378,7 @@ fn a_limit_that_can_never_work_is_said_once_with_both_numbers() {
     for (given, parts) in [
         (ByteSize::mib(300), ["300.0 MiB (code)", "100.0 MiB, the limit of the cgroup"]),
         // Other processes of the cgroup hold half of it and may end: no reason to refuse the start.
-        (ByteSize::mib(15), ["20.0 MiB are held", "the limit is 15.0 MiB (override)"]),
+        (ByteSize::mib(15), ["20.0 MiB in use", "the limit is 15.0 MiB (override)"]),
     ] {
         let memory = quiet().signals(tree.open()).memory_limit(given).start().expect("starts");
         let diagnostics = about(&memory, "limit");
@@ -409,7 +409,7 @@ fn a_limit_below_what_the_process_holds_already_is_refused_at_start() {
         let error = refused.expect_err("as above").to_string();
         assert!(error.ends_with("did you mean 512m?"), "{error}");
     }
-    // 10 MiB are held: up to 12.5 MiB nothing fits under the ceiling.
+    // 10 MiB are in use: up to 12.5 MiB nothing fits under the ceiling.
     let start = |limit| quiet().signals(tree.open()).memory_limit(limit).start();
     let Err(StartError::LimitTooSmall { least, .. }) = start(ByteSize::mib(12)) else {
         panic!("12 MiB start")
@@ -424,7 +424,7 @@ fn a_limit_below_what_the_process_holds_already_is_refused_at_start() {
     tree.limit(ByteSize::mib(8));
     let memory = quiet().signals(tree.open()).start().expect("starts");
     let [note] = &about(&memory, "limit")[..] else { panic!("{:?}", memory.diagnostics()) };
-    assert!(note.contains("10.0 MiB are held") && note.contains("8.0 MiB (cgroup)"), "{note}");
+    assert!(note.contains("10.0 MiB in use") && note.contains("8.0 MiB (cgroup)"), "{note}");
     assert!(memory.shutdown(SOON).is_clean());
 }
 
@@ -438,10 +438,7 @@ fn without_proc_one_warning_says_that_no_request_is_rejected_for_memory() {
     };
     let memory = quiet().signals(nothing_to_read()).start().expect("starts");
     let [warning] = &warnings(&memory)[..] else { panic!("{:?}", memory.diagnostics()) };
-    assert!(
-        warning.starts_with("no memory limit is known, so no request is rejected"),
-        "{warning}"
-    );
+    assert!(warning.starts_with("no memory limit found, so no request is rejected"), "{warning}");
     assert!(warning.contains("LOWTIDE_MEMORY_LIMIT") && warning.contains("statm"), "{warning}");
     assert!(memory.shutdown(SOON).is_clean());
     let limited = quiet().memory_limit(ByteSize::mib(100)).signals(nothing_to_read());
@@ -472,7 +469,7 @@ fn a_start_without_a_gpu_and_without_psi_warns_of_neither() {
     tree.without_psi();
     let memory = Memory::builder().signals(tree.open()).start().expect("starts");
     let diagnostics = memory.diagnostics();
-    for (about, text) in [("device", "device arenas lie in host memory"), ("signals", "PSI")] {
+    for (about, text) in [("device", "device arenas use host memory"), ("signals", "PSI")] {
         let of = |note: &&Diagnostic| note.about == about && note.text.contains(text);
         let severity = diagnostics.iter().find(of).map(|note| note.severity);
         assert_eq!(severity, Some(Severity::Info), "{diagnostics:?}");

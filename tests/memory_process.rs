@@ -353,11 +353,11 @@ fn the_environment_wins_over_code_and_code_over_the_profile() {
 #[test]
 fn an_unknown_variable_is_an_error_that_names_what_was_meant_or_lists_what_there_is() {
     let (bare, with_code) = with_variables(&[("LOWTIDE_MEMORYLIMIT", "1g")]);
-    let expected = "refused: LOWTIDE_MEMORYLIMIT is not a variable of lowtide: \
+    let expected = "refused: unknown variable LOWTIDE_MEMORYLIMIT: \
                     did you mean LOWTIDE_MEMORY_LIMIT?";
     assert_eq!((bare.as_str(), with_code.as_str()), (expected, expected));
     let (bare, with_code) = with_variables(&[("LOWTIDE_RAM", "1g")]);
-    let expected = "refused: LOWTIDE_RAM is not a variable of lowtide: expected one of ";
+    let expected = "refused: unknown variable LOWTIDE_RAM: expected one of ";
     assert!(bare.starts_with(expected), "{bare}");
     assert_eq!(bare, with_code);
     for variable in env::VARIABLES {
@@ -400,7 +400,7 @@ fn a_device_that_cannot_be_had_is_an_error_and_none_refuses_arenas() {
     let (bare, _) = with_variables(&[("LOWTIDE_DEVICE", "cuda:7")]);
     assert!(bare.starts_with("refused: LOWTIDE_DEVICE=cuda:7: "), "{bare}");
     let (bare, _) = with_variables(&[("LOWTIDE_DEVICE", "none")]);
-    assert!(bare.contains("arena \"one\" cannot be opened: LOWTIDE_DEVICE is none"), "{bare}");
+    assert!(bare.contains("cannot open arena \"one\": LOWTIDE_DEVICE is none"), "{bare}");
 }
 
 /// A subscriber that fails as one does whose output is a full disk.

@@ -92,7 +92,7 @@ fn what_a_profile_cannot_change_any_more_is_noted_with_the_variable_that_could()
 fn the_variable_and_string_that_a_note_names_are_what_mends_it() {
     for profile in ["low-memory", "throughput"] {
         let before = diagnostics(&[("LOWTIDE_PROFILE", profile)]);
-        let part = before.iter().find(|note| note.contains("in force in part"));
+        let part = before.iter().find(|note| note.contains("partly in force"));
         let part = part.unwrap_or_else(|| panic!("{profile}: {before:?}"));
         let (_, set) = part.split_once("start the process with ").expect("how to mend it");
         let (variable, value) = set.split_once('=').expect("a variable and its value");
@@ -107,9 +107,9 @@ fn the_variable_and_string_that_a_note_names_are_what_mends_it() {
 #[test]
 fn what_the_variable_says_and_we_move_is_noted() {
     let diagnostics = diagnostics(&[(READ, "dirty_decay_ms:0,background_thread:false")]);
-    let moved = format!("dirty_decay_ms is moved from 0, set by the variable {READ}, to 1000: ");
+    let moved = format!("dirty_decay_ms is changed from 0, set by the variable {READ}, to 1000: ");
     assert!(diagnostics.iter().any(|note| note.starts_with(&moved)), "{diagnostics:?}");
-    let threads = "background_thread is moved from false, ";
+    let threads = "background_thread is changed from false, ";
     let supported = lowtide::host::background_threads_supported();
     assert!(
         !supported || diagnostics.iter().any(|note| note.starts_with(threads)),

@@ -250,9 +250,9 @@ fn without_room_in_the_hosts_ledger_it_stays_awake_and_tries_again_later() {
     let stores = bed.sim.calls(Call::HostAlloc);
     assert_eq!((arena.state(), stores), (ArenaState::Awake, 0));
     let note = said().next().expect("one").text;
-    let start = "weights did not fall asleep by itself: arena \"weights\" cannot sleep: cannot \
+    let start = "idle sleep of weights failed: arena \"weights\" cannot sleep: cannot \
                  reserve 8.0 MiB of host memory: ";
-    assert!(note.starts_with(start) && note.ends_with(" are booked"), "{note}");
+    assert!(note.starts_with(start) && note.ends_with(" reserved"), "{note}");
     let refused = arena.sleep(SleepOptions::default()).expect_err("nor when it is asked for");
     assert!(matches!(refused, DeviceError::HostBudget { .. }), "{refused}");
     // More attempts, each with other figures, are no more notes.
@@ -350,7 +350,7 @@ fn several_arenas_sleep_each_in_its_time_and_one_that_fails_does_not_stop_the_ot
     let diagnostics = memory.diagnostics();
     let mut diagnostics = diagnostics.iter().filter(|note| note.about == "device");
     let note = diagnostics.next().expect("one");
-    assert!(note.text.starts_with("first did not fall asleep by itself: "), "{note}");
+    assert!(note.text.starts_with("idle sleep of first failed: "), "{note}");
     assert_eq!(diagnostics.next(), None);
     advance_until(&bed.clock, TICK, "tried again", || arenas[0].state() == ArenaState::Asleep);
     for (mark, (arena, model)) in (1..).zip(arenas.iter().zip(&models)) {
@@ -532,7 +532,7 @@ fn an_arena_that_is_used_without_lanes_stays_awake_and_a_note_says_why() {
     let said = || memory.diagnostics().into_iter().find(|note| note.about == "device");
     advance_until(&bed.clock, TICK, "it is refused", || said().is_some());
     let note = said().expect("one").text;
-    let start = "weights did not fall asleep by itself: cuCtxSynchronize was not called: ";
+    let start = "idle sleep of weights failed: cuCtxSynchronize was not called: ";
     assert!(note.starts_with(start) && note.contains("used on lanes"), "{note}");
     assert_eq!((arena.state(), bed.sim.calls(Call::Synchronize)), (ArenaState::Awake, 0));
     let graph = bed.sim.end_capture(foreign).expect("not spoiled");

@@ -160,10 +160,10 @@ fn the_six_verbs_do_what_they_say_on_the_worker() {
     };
     let idle = arena.snapshot().idle;
     assert!(idle >= ByteSize::mib(8), "{idle}");
-    does("trim?arena=weights&keep=10m", "2.0 MiB given back");
+    does("trim?arena=weights&keep=10m", "2.0 MiB released");
     assert_eq!(arena.snapshot().committed, ByteSize::mib(10));
-    does("trim?arena=weights", "6.0 MiB given back");
-    does("snapshot?arena=weights", "a picture of");
+    does("trim?arena=weights", "6.0 MiB released");
+    does("snapshot?arena=weights", "picture of");
     let picture = Asked { method: Method::GET, ..post("picture?admin_task=3") };
     let response = picture.of(&service.endpoints).expect("an answer");
     assert!(response.body().starts_with("<svg"), "{}", response.body());
@@ -180,7 +180,7 @@ fn the_six_verbs_do_what_they_say_on_the_worker() {
     does("unload?resource=a+model", "unloaded");
     assert!(!model.stats().loaded);
     drop(arena.alloc::<u8>(9 << 20, Region::Stable).expect("room"));
-    does("purge", "given back");
+    does("purge", "released");
     assert!(arena.snapshot().idle.is_zero());
     let told = memory.events();
     let told = told.iter().filter(|event| event.kind == "admin").count();
@@ -207,9 +207,9 @@ fn what_cannot_be_done_says_why_and_nothing_else_happens() {
         service.clock.advance(Duration::from_secs(1));
     };
     fails("wake?arena=weights", "awake");
-    fails("unload?resource=model", "it is not loaded");
+    fails("unload?resource=model", "the resource is not loaded");
     let guard = model.acquire_blocking().expect("loads");
-    fails("unload?resource=model", "1 guards hold it");
+    fails("unload?resource=model", "the resource is in use: 1 guards held");
     let buffer = arena.alloc::<u8>(1 << 20, Region::Stable).expect("room");
     let lease = arena.enter().expect("awake");
     fails("sleep?arena=weights", "lease");
@@ -230,14 +230,10 @@ fn names_that_do_not_exist_and_queries_that_mean_nothing_are_told() {
         service.clock.advance(Duration::from_secs(1));
     };
     let (unknown, wrong) = (StatusCode::NOT_FOUND, StatusCode::BAD_REQUEST);
-    says(
-        &post("sleep?arena=wieghts"),
-        unknown,
-        r#"no arena is called "wieghts": expected "weights""#,
-    );
-    says(&post("unload?resource=m"), unknown, r#"no resource is called "m": expected none"#);
+    says(&post("sleep?arena=wieghts"), unknown, r#"no arena named "wieghts": expected "weights""#);
+    says(&post("unload?resource=m"), unknown, r#"no resource named "m": expected none"#);
     says(&post("sleep"), wrong, r#""arena" is missing"#);
-    says(&post("purge?arena=weights"), wrong, r#""arena" means nothing here"#);
+    says(&post("purge?arena=weights"), wrong, r#"unknown query parameter "arena""#);
     says(&post("trim?arena=weights&keep=lots"), wrong, r#"keep="lots""#);
     says(&post("trim?arena=weights&arena=weights"), wrong, "twice");
     let picture = |query: &str| Asked { method: Method::GET, ..post(&format!("picture?{query}")) };
@@ -427,7 +423,7 @@ fn every_verb_is_logged_with_who_asked_and_no_token_ever_is() {
     let lines = |what: &str| text.lines().filter(|line| line.contains(what)).count();
     assert_eq!(lines("admin task requested"), 1, "{text}");
     assert!(text.contains(r#"command="purge""#) && text.contains(HERE), "{text}");
-    assert_eq!(lines("admin request refused"), 11, "ten at once, then one a second: {text}");
+    assert_eq!(lines("admin request rejected"), 11, "ten at once, then one a second: {text}");
     assert!(text.contains(r#"reason="token""#) && text.contains("unlogged=20"), "{text}");
     assert!(!text.contains(TOKEN) && !text.contains(&wrong), "{text}");
     let told = format!("{:?}", service.endpoints);

@@ -442,7 +442,7 @@ fn what_did_not_go_as_asked_is_told_in_readiness_and_document() {
         let diagnostics: Vec<_> = told["diagnostics"].as_array().expect("a list").iter().collect();
         let says =
             |what: &str| diagnostics.iter().any(|note| note.as_str().unwrap().contains(what));
-        assert!(says("device: device arenas lie in host memory"), "{path}: {diagnostics:?}");
+        assert!(says("device: device arenas use host memory"), "{path}: {diagnostics:?}");
         assert!(says("signals: ") && says("statm cannot be read"), "{path}: {diagnostics:?}");
     }
     let (_, told) = get_json(&endpoints, "/memory");

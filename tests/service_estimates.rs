@@ -367,7 +367,7 @@ fn calls_to_oneself_pass_by_a_secret_and_by_nothing_less() {
 }
 
 #[test]
-#[should_panic(expected = "a secret of 0 bytes: expected 16 or more")]
+#[should_panic(expected = "secret of 0 bytes: expected 16 or more")]
 fn a_secret_that_everybody_guesses_is_refused() {
     let layer = MemoryLayer::new(Admission::new(), Constant::new(Cost::ZERO));
     let _ =

@@ -76,7 +76,7 @@ fn a_query_that_means_nothing_is_refused_by_name() {
         ("format=xml", r#"format="xml": expected json or html"#),
         ("with=map,everything", r#"with="everything": expected map, history, events, admin_tasks"#),
         ("with=map,history,map", r#""map" is given twice"#),
-        ("wth=map", r#""wth" means nothing here: expected format or with"#),
+        ("wth=map", r#"unknown query parameter "wth": expected format or with"#),
         ("format=json&format=html", r#""format" is given twice"#),
         ("with=%zz", "the query is not percent-encoded"),
     ] {
@@ -230,7 +230,7 @@ fn the_trail_and_the_events_tell_what_went_on_before_somebody_looked() {
     drop(model.acquire_blocking().expect("loads"));
     assert!(broken.acquire_blocking().is_err());
     advance_until(&clock, SECOND, "loads are told", || has("load", "model", "loaded"));
-    assert!(has("load", "broken", "a load failed"), "{:?}", events());
+    assert!(has("load", "broken", "load failed"), "{:?}", events());
     assert_eq!(model.unload_now(SOON).ok(), Some(true));
     advance_until(&clock, SECOND, "the unload is told", || has("unload", "model", "manual"));
     tree.hold(99);

@@ -128,7 +128,7 @@ const keys = async (browser, at) => {
     fault(`no key leads to the button ${name}`);
     return false;
   };
-  const commands = [["Pause", null], ["Go on", null], ["Trim embedder", "trim embedder: done"],
+  const commands = [["Pause", null], ["Resume", null], ["Trim embedder", "trim embedder: done"],
     ["Sleep embedder", "sleep embedder: done"], ["Wake embedder", "wake embedder: done"],
     ["Snapshot embedder", "snapshot embedder: done"], ["Unload embedder", "unload embedder: done"],
     ["Purge heap and arenas", "purge: done"]];
@@ -175,7 +175,7 @@ const seldom = async (browser, at) => {
   await until("seven polls were sent", () => tab.run("(window.asked ?? []).length >= 7"), 15_000);
   const asked = await tab.run("asked.slice(0, 7).map(Number).join('')");
   expect(asked === "1001001", `of seven polls these asked for the map: ${asked}, expected 1001001`);
-  expect(await tab.run("[...document.querySelectorAll('figcaption')].some((one) => one.textContent.includes('drawn each 3 s'))"),
+  expect(await tab.run("[...document.querySelectorAll('figcaption')].some((one) => one.textContent.includes('updated every 3 s'))"),
     "the page does not say how old a map may be");
   await tab.close();
 };

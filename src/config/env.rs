@@ -1,10 +1,9 @@
-//! The `LOWTIDE_*` variables of the environment: the only place in the crate that reads it.
+//! The `LOWTIDE_*` environment variables. No other module of the crate reads the environment.
 //!
-//! Each variable is validated where it is read. An unknown `LOWTIDE_*` is an error, because a
-//! misspelt limit that is silently ignored is found at three in the morning; the variables that
-//! Kubernetes injects for a service called `lowtide` are recognised by their shape and left alone.
-//! A known variable with an empty value counts as unset: that is what Compose and Helm make of a
-//! template whose value is missing.
+//! Values are validated as they are read. An unknown `LOWTIDE_*` variable is an error, because a
+//! misspelt limit must not be ignored silently. The variables that Kubernetes injects for a service
+//! named `lowtide` are recognized by their shape and skipped. A known variable with an empty value
+//! counts as unset, as Compose and Helm produce it from a template with a missing value.
 //!
 //! Invariant: every variable sets exactly one setting, is empty, is a service link, or is a fault.
 
@@ -17,18 +16,18 @@ use crate::control::ledger::{K_MAX, K_MIN};
 use crate::decay::DecayTime;
 use crate::device::Contents;
 
-/// What the names of our variables start with.
+/// The prefix of the variables' names.
 pub const PREFIX: &str = "LOWTIDE_";
 
-/// Puts one text into the settings, or says what was expected.
+/// Parses a text into the settings, or returns the description of the accepted values.
 type Put = fn(&mut Settings, &str) -> Result<(), String>;
 
-/// A variable: its name, what it sets, and how.
+/// An environment variable.
 #[derive(Clone, Copy, Debug)]
 pub struct Variable {
     /// The full name.
     pub name: &'static str,
-    /// What a value looks like and means, in one line.
+    /// Its accepted values and meaning, in one line.
     pub help: &'static str,
     put: Put,
 }
@@ -170,10 +169,11 @@ pub const VARIABLES: &[Variable] = &[
     },
 ];
 
-/// Reads the process's environment.
+/// Reads the environment of the process.
 ///
 /// # Errors
-/// [`ConfigError`] with every unknown variable and every bad value, each with what was expected.
+/// [`ConfigError`] with every unknown variable and every invalid value, each with the accepted
+/// values.
 #[expect(clippy::disallowed_methods, reason = "this is the one reader of the environment")]
 pub fn read() -> Result<Settings, ConfigError> {
     settings(std::env::vars_os())
@@ -186,16 +186,16 @@ pub(crate) fn names() -> Vec<&'static str> {
     VARIABLES.iter().map(|variable| variable.name).filter(is_set).collect()
 }
 
-/// What a variable of others says, such as jemalloc's; what is not UTF-8 in it is replaced.
+/// Returns a variable of another program, such as jemalloc. Invalid UTF-8 is replaced.
 #[expect(clippy::disallowed_methods, reason = "this is the one reader of the environment")]
 pub(crate) fn of_others(name: &str) -> Option<String> {
     std::env::var_os(name).map(|text| text.to_string_lossy().into_owned())
 }
 
-/// The settings in these variables; those without our prefix are passed over.
+/// Parses the given variables. Those without the prefix `LOWTIDE_` are ignored.
 ///
 /// # Errors
-/// As [`read`].
+/// The same as for [`read`].
 pub fn settings(
     variables: impl IntoIterator<Item = (OsString, OsString)>,
 ) -> Result<Settings, ConfigError> {
@@ -215,7 +215,7 @@ pub fn settings(
         let put = match value.to_str().map(str::trim) {
             Some("") => Ok(()),
             Some(text) => (variable.put)(&mut settings, text),
-            None => Err("text in UTF-8".to_owned()),
+            None => Err("UTF-8 text".to_owned()),
         };
         if let Err(expected) = put {
             faults.push(Fault::BadValue {
@@ -233,8 +233,8 @@ pub fn settings(
     }
 }
 
-/// Whether Kubernetes injects a variable of this shape for a service whose name begins with
-/// `lowtide`: `X_SERVICE_HOST`, `X_SERVICE_PORT[_NAME]`, `X_PORT`, `X_PORT_n_TCP[_...]`.
+/// Returns `true` if Kubernetes injects a variable of this shape for a service whose name begins
+/// with `lowtide`: `X_SERVICE_HOST`, `X_SERVICE_PORT[_NAME]`, `X_PORT`, `X_PORT_n_TCP[_...]`.
 fn is_service_link(name: &str) -> bool {
     let protocols = ["_TCP", "_UDP", "_SCTP"];
     let tail_of_port = |tail: &str| {
@@ -275,7 +275,7 @@ fn share(text: &str) -> Result<f64, &'static str> {
     valid.ok_or("a number in [0, 1), or a percentage below 100%")
 }
 
-/// A number, or a percentage.
+/// Parses a number or a percentage.
 fn part(text: &str) -> Option<f64> {
     match text.strip_suffix('%') {
         Some(percent) => percent.trim_end().parse::<f64>().ok().map(|percent| percent / 100.0),
@@ -311,14 +311,14 @@ fn time(text: &str) -> Result<Duration, String> {
     duration(text).filter(|time| !time.is_zero()).ok_or_else(|| expected_time(" above zero"))
 }
 
-/// A time that may be none.
+/// Parses a time that may be zero.
 fn time_or_none(text: &str) -> Result<Duration, String> {
     let time = if text == "0" { Some(Duration::ZERO) } else { duration(text) };
     time.ok_or_else(|| expected_time(", or 0"))
 }
 
 fn expected_time(more: &str) -> String {
-    format!("a time such as 500ms, 30s or 5m{more}")
+    format!("a duration such as 500ms, 30s or 5m{more}")
 }
 
 fn duration(text: &str) -> Option<Duration> {
@@ -460,7 +460,7 @@ mod tests {
             "auto, cuda, cuda:1 (a number), ",
             "\"cuda_pool\": expected auto, virtual-memory, pool, plain or managed",
             "\"soon\"",
-            "LOWTIDE_PROFIL is not a variable of lowtide: did you mean LOWTIDE_PROFILE?",
+            "unknown variable LOWTIDE_PROFIL: did you mean LOWTIDE_PROFILE?",
             "above zero",
         ] {
             assert!(text.contains(part), "{part:?} is missing in: {text}");

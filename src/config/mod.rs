@@ -1,10 +1,10 @@
-//! What was written, and what it means on this machine.
+//! Settings and the configuration that they resolve to.
 //!
-//! Two steps, kept apart. [`Settings`] is what somebody wrote, in code or in the environment:
-//! validated, but full of gaps. [`Config`] is what it means: every gap filled from the profile,
-//! every value with its [`Source`]. `env` is the only reader of the environment in the crate.
+//! [`Settings`] holds the values that were set in code or in the environment: each is validated,
+//! and each may be unset. [`Config`] holds a value for every setting, with its [`Source`].
+//! [`mod@env`] is the only reader of environment variables in the crate.
 //!
-//! It starts nothing and applies nothing.
+//! This module starts nothing and applies nothing.
 //!
 //! Invariant: for every setting, `effective = environment, else code, else profile or default`.
 

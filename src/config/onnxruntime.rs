@@ -1,45 +1,45 @@
-//! What ONNX Runtime is told where it runs beside us: its settings, as keys and values, by profile.
+//! Settings for ONNX Runtime in the same process, as keys and values by profile.
 //!
-//! ONNX Runtime keeps what it has allocated in arenas of its own, which neither jemalloc nor a
-//! [`DeviceArena`](crate::device::DeviceArena) sees, and starts a thread for each core of the
-//! machine. These settings are what it offers against that. The crate does not link ONNX Runtime:
-//! whoever makes the session sets them. Its arena options are another thing
-//! ([`arena`](super::arena)).
+//! ONNX Runtime caches memory in its own arenas, which neither jemalloc nor a
+//! [`DeviceArena`](crate::device::DeviceArena) manages, and starts one thread per core of the
+//! machine. These settings limit both. The crate does not link ONNX Runtime: the program that
+//! creates the session applies them. ONNX Runtime's arena options are in [`arena`](super::arena).
 //!
-//! Invariant: a profile differs from ONNX Runtime's defaults only where a row says so.
+//! Invariant: a profile differs from ONNX Runtime's defaults only in the listed settings.
 
 use std::borrow::Cow;
 
 use super::profile::Profile;
 use crate::host;
 
-/// Where ONNX Runtime takes a setting.
+/// The kind of interface that accepts a setting in ONNX Runtime.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OrtPlace {
-    /// An attribute of `SessionOptions`, by the name that its Python interface and the
-    /// `session_options` of a `genai_config.json` have for it. In C it is a function:
-    /// `DisableCpuMemArena`, `DisableMemPattern`, `SetIntraOpNumThreads`, `SetInterOpNumThreads`.
+    /// An attribute of `SessionOptions`, under its name in the Python interface and in the
+    /// `session_options` of a `genai_config.json`. In C it is a function: `DisableCpuMemArena`,
+    /// `DisableMemPattern`, `SetIntraOpNumThreads`, `SetInterOpNumThreads`.
     SessionOption,
     /// A configuration entry of a session: `AddSessionConfigEntry`, `add_session_config_entry`.
     SessionEntry,
 }
 
-/// One setting of ONNX Runtime.
+/// A setting of ONNX Runtime.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct OrtSetting {
-    /// Where it is set.
+    /// The interface that accepts the setting.
     pub place: OrtPlace,
-    /// Its name there.
+    /// The name of the setting.
     pub key: &'static str,
-    /// Its value, as text.
+    /// The value, as text.
     pub value: Cow<'static, str>,
 }
 
 impl Profile {
-    /// What to set for each session of ONNX Runtime in this process. What is not named stays as
-    /// ONNX Runtime has it.
+    /// Returns the settings to apply to each ONNX Runtime session in this process. All other
+    /// settings keep ONNX Runtime's defaults. `cpus` is the CPU quota in whole CPUs
+    /// ([`Cpus::whole`](crate::control::Cpus::whole)); 0 counts as 1.
     ///
     /// | key | where | low-memory | balanced | throughput |
     /// |---|---|---|---|---|
@@ -50,25 +50,23 @@ impl Profile {
     /// | `inter_op_num_threads` | session option | 1 | 1 | 1 |
     /// | `session.intra_op.allow_spinning` | session entry | 0 | 0 | as it is |
     ///
-    /// Without its CPU arena ONNX Runtime frees to the heap that serves C++ code, and with the
-    /// pattern off it plans no block for a whole run. That depends on the heap, so `balanced` asks
-    /// which one it is ([`host::serves_c`]). jemalloc, with feature `interpose`, keeps such blocks
-    /// for a second and returns them when they are idle. glibc maps and unmaps each large one,
-    /// which costs many page faults and a larger peak than with the arena. There `balanced` leaves
-    /// the arena on, which keeps its memory between bursts, and `low-memory` does not.
-    /// `docs/BENCHMARKS_APPENDIX.md` has the figures.
+    /// Without its CPU arena, ONNX Runtime frees to the heap that serves C++ code; without the
+    /// memory pattern, it plans no block for a whole run. The effect depends on the heap, so
+    /// `balanced` decides by [`host::serves_c`]. jemalloc, with feature `interpose`, keeps such
+    /// blocks for a second and returns them to the system when idle. glibc maps and unmaps each
+    /// large block, which costs many page faults and a larger peak than with the arena. Under glibc
+    /// `balanced` therefore leaves the arena on, and it keeps its memory between bursts;
+    /// `low-memory` turns the arena off. `docs/BENCHMARKS_APPENDIX.md` has the figures.
     ///
-    /// Initializers (the weights) do not lie in an arena that would keep their largest step. ONNX
-    /// Runtime counts the cores of the
-    /// machine, not those of the quota, and each thread has a stack and a part of the heap: so
-    /// `cpus` is the quota's ([`Cpus::whole`](crate::control::Cpus::whole)), at least 1. Spinning
-    /// threads take the quota of those that work.
+    /// Initializers (the weights) are allocated outside the arena, which would keep its largest
+    /// step for them. ONNX Runtime counts the cores of the machine instead of the quota, and each
+    /// thread costs a stack and a share of the heap, so the number of threads is set to the quota.
+    /// Spinning threads use up the CPU quota of the working threads.
     ///
-    /// The first two rows were measured with ONNX Runtime 1.32; the others are guesses by what the
-    /// settings do. Sources: `onnxruntime_session_options_config_keys.h` and
-    /// `onnxruntime_c_api.h` of ONNX Runtime 1.2x. A run's
-    /// `memory.enable_memory_arena_shrinkage` is for sessions that have the arena: with `cpu:0` in
-    /// it "`DisableCpuMemArena()` API must not be called", so it is in no profile.
+    /// The first two rows were measured with ONNX Runtime 1.32; the others are estimates. Sources:
+    /// `onnxruntime_session_options_config_keys.h` and `onnxruntime_c_api.h` of ONNX Runtime 1.2x.
+    /// A run's `memory.enable_memory_arena_shrinkage` is for sessions with an arena: with `cpu:0`
+    /// in it "`DisableCpuMemArena()` API must not be called", so no profile sets it.
     ///
     /// ```
     /// use lowtide::config::{OrtPlace, Profile};

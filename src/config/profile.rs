@@ -1,7 +1,7 @@
-//! Profiles: named sets of settings, each with what it trades.
+//! Profiles: named sets of defaults.
 //!
-//! A profile is data. What it fixes for jemalloc at start (arena count, page classes) is exported
-//! by `heap_profile!`; what stands here can move at run time.
+//! A profile is data. Its values that jemalloc reads at start-up (arena count, page classes) are
+//! exported by `heap_profile!`; the values here can change at run time.
 
 use std::fmt;
 use std::str::FromStr;
@@ -11,37 +11,37 @@ use crate::bytes::ByteSize;
 use crate::control::PurgeGrowth;
 use crate::decay::DecayTime;
 
-/// A named set of resolved settings.
+/// A named set of defaults.
 ///
 /// | setting | low-memory | balanced | throughput |
 /// |---|---|---|---|
 /// | heap decay | 1s | 1s | 10s |
 /// | device decay | 1s | 5s | 30s |
-/// | jemalloc's background threads | 1 | 2 | 4 |
-/// | heap is purged when quiet for | 1s | 2s | never |
-/// | heap of a busy service is purged each | 10s | 30s | never |
-/// | and when it kept more for a while, from | 16 MiB, 5 % | 64 MiB, 10 % | never |
-/// | idle resources are unloaded after | 60s | 300s | 900s |
+/// | jemalloc background threads | 1 | 2 | 4 |
+/// | heap purge after a quiet time of | 1s | 2s | never |
+/// | heap purge interval of a busy service | 10s | 30s | never |
+/// | heap purge after sustained growth of | 16 MiB, 5 % | 64 MiB, 10 % | never |
+/// | idle resources unloaded after | 60s | 300s | 900s |
 ///
-/// The same under every profile: the ceiling, 0.80 of the limit, and metrics each second
+/// The ceiling (0.80 of the limit) and the metrics interval (1 s) are the same under every profile
 /// ([`Config`](super::Config)).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Profile {
-    /// Smallest idle size: short decay, early unload. Costs some CPU after each quiet spell.
+    /// The smallest idle footprint: short decay, early unload. Costs some CPU after each burst.
     LowMemory,
-    /// Gives memory back within seconds. In the bench that cost 20 to 34 % more CPU than jemalloc's
-    /// defaults over a burst of 5 s, and nothing that showed over 20 s of traffic.
+    /// Returns unused memory within seconds. In the benchmark that cost 20 to 34 % more CPU than
+    /// jemalloc's defaults over a burst of 5 s, and nothing measurable over 20 s of traffic.
     #[default]
     Balanced,
-    /// Keeps memory for the next burst; gives it back late, and at once under pressure.
+    /// Keeps memory for the next burst. Releases it late, or immediately under pressure.
     Throughput,
 }
 
 impl Profile {
-    /// All of them, in order of the memory they keep.
+    /// All profiles, in order of the memory that they keep.
     pub const ALL: [Self; 3] = [Self::LowMemory, Self::Balanced, Self::Throughput];
 
-    /// The name that is written in configuration.
+    /// Returns the name used in configuration.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -51,8 +51,9 @@ impl Profile {
         }
     }
 
-    /// How long jemalloc keeps dirty pages. One second costs nothing measurable against ten and
-    /// returns memory ten times as fast; zero would cost 5 to 8 times the CPU and is never used.
+    /// The time for which jemalloc keeps dirty pages. One second costs nothing measurable against
+    /// ten and returns memory ten times as fast; zero would cost 5 to 8 times the CPU and is never
+    /// used.
     pub(super) const fn heap_decay(self) -> DecayTime {
         match self {
             Self::LowMemory | Self::Balanced => DecayTime::from_millis(1_000),
@@ -60,8 +61,8 @@ impl Profile {
         }
     }
 
-    /// How long the device arena keeps granules that nothing uses: a pause shorter than this costs
-    /// no driver call. A guess until measured on a GPU.
+    /// The time for which a device arena keeps unused granules: a shorter pause costs no driver
+    /// call. An estimate, not measured on a GPU.
     pub(super) const fn device_decay(self) -> DecayTime {
         match self {
             Self::LowMemory => DecayTime::from_millis(1_000),
@@ -70,7 +71,8 @@ impl Profile {
         }
     }
 
-    /// jemalloc's background threads at most. A guess: two suffice for the default arenas.
+    /// The maximum number of jemalloc's background threads. An estimate: two suffice for the
+    /// default arenas.
     pub(super) const fn background_threads(self) -> u32 {
         match self {
             Self::LowMemory => 1,
@@ -79,7 +81,7 @@ impl Profile {
         }
     }
 
-    /// How long a service must have been quiet before its heap is purged; `None`: not for that.
+    /// The quiet time after which the heap is purged; `None` if quiet does not trigger a purge.
     pub(super) const fn purge_when_idle_for(self) -> Option<Duration> {
         match self {
             Self::LowMemory => Some(Duration::from_secs(1)),
@@ -88,7 +90,7 @@ impl Profile {
         }
     }
 
-    /// How often a busy service is purged; `None`: only under pressure.
+    /// The time between purges of a busy service; `None` purges only under pressure.
     pub(super) const fn purge_interval(self) -> Option<Duration> {
         match self {
             Self::LowMemory => Some(Duration::from_secs(10)),
@@ -97,8 +99,8 @@ impl Profile {
         }
     }
 
-    /// When growth of what the heaps keep is worth a purge. The amounts are guesses; it must have
-    /// lasted for twice the decay time, in which dirty pages go by themselves.
+    /// The growth of retained heap memory that triggers a purge. The amounts are estimates. The
+    /// growth must last for twice the decay time, in which dirty pages are purged without it.
     pub(super) const fn purge_growth(self) -> Option<PurgeGrowth> {
         let hold = Duration::from_secs(2);
         match self {
@@ -108,7 +110,7 @@ impl Profile {
         }
     }
 
-    /// The idle time of resources that set none of their own.
+    /// The idle time of resources without their own setting.
     pub(super) const fn idle_unload(self) -> Duration {
         match self {
             Self::LowMemory => Duration::from_secs(60),
@@ -162,10 +164,16 @@ mod tests {
             ("heap decay", of(&|profile| decay(profile.heap_decay()))),
             ("device decay", of(&|profile| decay(profile.device_decay()))),
             ("background threads", of(&|profile| profile.background_threads().to_string())),
-            ("purged when quiet for", of(&|profile| time(profile.purge_when_idle_for()))),
-            ("busy service is purged each", of(&|profile| time(profile.purge_interval()))),
-            ("kept more for a while, from", of(&|profile| growth(profile.purge_growth()))),
-            ("resources are unloaded after", of(&|profile| time(Some(profile.idle_unload())))),
+            (
+                "heap purge after a quiet time of",
+                of(&|profile| time(profile.purge_when_idle_for())),
+            ),
+            (
+                "heap purge interval of a busy service",
+                of(&|profile| time(profile.purge_interval())),
+            ),
+            ("heap purge after sustained growth of", of(&|profile| growth(profile.purge_growth()))),
+            ("resources unloaded after", of(&|profile| time(Some(profile.idle_unload())))),
         ] {
             let row = format!("{name} | {values} |\n");
             assert!(include_str!("profile.rs").contains(&row), "the table has no {row}");

@@ -1,4 +1,4 @@
-//! What was written, turned into what it means: no gaps, and each value with its source.
+//! Resolves settings to a [`Config`]: a value for every setting, with its source.
 //!
 //! Pure: it reads neither the environment nor the machine.
 
@@ -13,7 +13,7 @@ use crate::control::ledger::{K_MAX, K_MIN, K_START};
 use crate::decay::DecayTime;
 use crate::device::{Contents, SleepConfig, SleepOptions};
 
-/// Who said it.
+/// The source of a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
     /// A `LOWTIDE_*` variable.
@@ -22,7 +22,7 @@ pub enum Source {
     Code,
     /// The profile.
     Profile,
-    /// Nobody: what it is under every profile.
+    /// The default, which is the same under every profile.
     Default,
 }
 
@@ -37,79 +37,80 @@ impl fmt::Display for Source {
     }
 }
 
-/// A value and who said it.
+/// A value and its source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Resolved<T> {
     /// The value in force.
     pub value: T,
-    /// Who said it.
+    /// The source of the value.
     pub source: Source,
 }
 
-/// Every setting, as it is in force.
+/// The value in force for every setting.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
-    /// What the other settings started from.
+    /// The profile, which gives the defaults of other settings.
     pub profile: Resolved<Profile>,
-    /// An explicit host limit; `None`: what the cgroup or the machine says.
+    /// The explicit limit of host memory; `None` for the limit of the cgroup or the machine.
     pub memory_limit: Resolved<Option<ByteSize>>,
-    /// Part of the limit up to which requests are admitted.
+    /// The share of the limit up to which requests are admitted.
     pub ceiling: Resolved<f64>,
-    /// What a booked byte is taken to need until that is measured.
+    /// Bytes that a request is assumed to need per estimated byte, until that is measured.
     pub correction_factor: Resolved<f64>,
-    /// Where device arenas live.
+    /// The device on which arenas allocate.
     pub device: Resolved<DeviceChoice>,
-    /// In which way CUDA memory is had.
+    /// The way in which CUDA memory is allocated.
     pub device_backend: Resolved<DeviceBackend>,
-    /// Limit of each device arena; [`ByteSize::MAX`] for none.
+    /// The limit of each device arena; [`ByteSize::MAX`] for none.
     pub device_limit: Resolved<ByteSize>,
-    /// Part of the device's memory below which, where less is free, idle memory goes back before
-    /// its time; 0 for none.
+    /// The share of the device's memory to keep free. If less is free, idle memory is released
+    /// before its decay time. 0 for none.
     pub device_watermark: Resolved<f64>,
-    /// How long idle device memory may stay.
+    /// The time after which idle device memory is released.
     pub device_decay: Resolved<DecayTime>,
-    /// After how long without a lease a device arena falls asleep; `None` for never.
+    /// The time without a lease after which a device arena goes to sleep; `None` for never.
     pub device_sleep_after: Resolved<Option<Duration>>,
-    /// How long a device arena stays awake at least, once it was opened or woken.
+    /// The minimum time that a device arena stays awake after it was opened or woken.
     pub device_min_awake: Resolved<Duration>,
-    /// What becomes of the stable region's contents while an arena sleeps by itself.
+    /// The treatment of the stable region's contents when an idle arena goes to sleep.
     pub device_sleep_stable: Resolved<Contents>,
-    /// The same of the dynamic region's.
+    /// The treatment of the dynamic region's contents when an idle arena goes to sleep.
     pub device_sleep_dynamic: Resolved<Contents>,
-    /// How long jemalloc keeps dirty pages.
+    /// The time for which jemalloc keeps dirty pages.
     pub heap_decay: Resolved<DecayTime>,
-    /// jemalloc's background threads at most.
+    /// The maximum number of jemalloc's background threads.
     pub background_threads: Resolved<u32>,
-    /// How long the service must have been quiet before its heap is purged for that; `None`: not.
+    /// The time that a service must be quiet before its heap is purged; `None`: not purged for
+    /// being quiet.
     pub purge_when_idle_for: Option<Duration>,
-    /// How often a busy service purges its heap; `None`: only under pressure.
+    /// The time between heap purges of a busy service; `None` purges only under pressure.
     pub purge_interval: Resolved<Option<Duration>>,
-    /// When growth of what the heaps keep is worth a purge, as the profile says; `None`: never, and
-    /// never where the interval says that only pressure is.
+    /// The growth of retained heap memory that triggers a purge, from the profile. `None` for
+    /// never, which also holds if `purge_interval` is `None`.
     pub purge_growth: Option<PurgeGrowth>,
-    /// Idle time of resources without their own; [`Duration::MAX`] for never.
+    /// The idle time of resources without their own setting; [`Duration::MAX`] for never.
     pub idle_unload: Resolved<Duration>,
-    /// How often metrics are published.
+    /// The time between publications of metrics.
     pub metrics_interval: Resolved<Duration>,
 }
 
 impl Config {
-    /// Part of the limit up to which requests are admitted, unless somebody says otherwise: the
-    /// highest at which no overload run of the prototype was killed.
+    /// The default share of the limit up to which requests are admitted: the highest value at which
+    /// no overload run of the prototype was killed.
     pub const CEILING: f64 = 0.80;
-    /// Part of the device's memory that is to stay free, unless somebody says otherwise. A guess:
-    /// of 80 GiB that is 4 GiB, what a neighbour needs for its context and the workspace of its
-    /// first request. A service alone on its device pays for it at most that 7.5 % of the device
-    /// are never idle memory.
+    /// The default share of the device's memory to keep free. An estimate: 4 GiB of 80 GiB, which
+    /// another process needs for its context and the workspace of its first request. For a service
+    /// that is alone on its device the cost is that at most 7.5 % of the device never hold idle
+    /// memory.
     pub const DEVICE_WATERMARK: f64 = 0.05;
-    /// How often metrics are published, unless somebody says otherwise.
+    /// The default time between publications of metrics.
     pub const METRICS_INTERVAL: Duration = Duration::from_secs(1);
 
-    /// Fills the gaps: the environment wins over code, code over the profile, and the profile over
-    /// what holds under every one.
+    /// Resolves every setting: the environment wins over code, code over the profile, and the
+    /// profile over the default.
     ///
     /// # Errors
-    /// [`ConfigError`] where code gave a value that its setting cannot have.
+    /// [`ConfigError`] if code set a value that the setting does not accept.
     pub fn resolve(code: &Settings, environment: &Settings) -> Result<Self, ConfigError> {
         check(code)?;
         check(environment)?;
@@ -183,7 +184,7 @@ impl Config {
 }
 
 impl Config {
-    /// When device arenas fall asleep by themselves, and how.
+    /// Returns the sleep configuration of device arenas.
     #[must_use]
     pub fn device_sleep(&self) -> SleepConfig {
         let options = SleepOptions {
@@ -200,14 +201,14 @@ impl Config {
     }
 }
 
-/// For a setting that the profile has.
+/// Resolves a setting that profiles define.
 fn pick<T>(environment: Option<T>, code: Option<T>, profile: T) -> Resolved<T> {
     let said = environment.is_some() || code.is_some();
     let picked = pick_or(environment, code, profile);
     if said { picked } else { Resolved { source: Source::Profile, ..picked } }
 }
 
-/// For a setting that no profile has.
+/// Resolves a setting that no profile defines.
 fn pick_or<T>(environment: Option<T>, code: Option<T>, default: T) -> Resolved<T> {
     match (environment, code) {
         (Some(value), _) => Resolved { value, source: Source::Environment },
@@ -216,7 +217,7 @@ fn pick_or<T>(environment: Option<T>, code: Option<T>, default: T) -> Resolved<T
     }
 }
 
-/// Refuses what the types cannot: values set in code pass no parser.
+/// Validates the values: those set in code did not pass a parser.
 fn check(settings: &Settings) -> Result<(), ConfigError> {
     let mut faults = Vec::new();
     let mut demand = |holds: bool, name: &str, value: String, expected: &str| {

@@ -1,4 +1,4 @@
-//! What was written: settings with gaps, each value valid in itself.
+//! Settings as given in code or in the environment: each may be unset, each value is valid.
 
 use std::fmt;
 use std::str::FromStr;
@@ -12,63 +12,66 @@ use crate::decay::DecayTime;
 use crate::device::Contents;
 use crate::device::driver::DeviceUuid;
 
-/// What somebody wrote, in code or in the environment; `None` means that nobody said.
+/// Settings from code or from the environment. `None` leaves a setting to the profile or default.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Settings {
-    /// What the other settings start from.
+    /// The profile, which gives the defaults of other settings.
     pub profile: Option<Profile>,
-    /// Host memory that must not be passed; unset: the cgroup's limit, or the machine's memory.
+    /// The limit of host memory. Unset: the cgroup's limit, or the machine's memory.
     pub memory_limit: Option<ByteSize>,
-    /// Part of the limit up to which requests are admitted, in (0, 1].
+    /// The share of the limit up to which requests are admitted, in (0, 1].
     pub ceiling: Option<f64>,
-    /// What a booked byte is taken to need until that is measured, in [1, 5].
+    /// Bytes that a request is assumed to need per estimated byte, until that is measured; from 1
+    /// to 5.
     pub correction_factor: Option<f64>,
-    /// Where device arenas live.
+    /// The device on which arenas allocate.
     pub device: Option<DeviceChoice>,
-    /// In which way CUDA memory is had.
+    /// The way in which CUDA memory is allocated.
     pub device_backend: Option<DeviceBackend>,
-    /// Device memory that an arena must not pass; unset: no limit of its own.
+    /// The limit of device memory for each arena. Unset: no limit.
     pub device_limit: Option<ByteSize>,
-    /// Part of the device's memory that is to stay free, in [0, 1); 0 for none.
+    /// The share of the device's memory to keep free for its other users, in [0, 1); 0 for none.
     pub device_watermark: Option<f64>,
-    /// How long idle device memory may stay.
+    /// The time after which idle device memory is released.
     pub device_decay: Option<DecayTime>,
-    /// After how long without a lease a device arena falls asleep; `Some(None)`: never. Never zero.
+    /// The time without a lease after which a device arena goes to sleep; `Some(None)` for never.
+    /// Must not be zero.
     pub device_sleep_after: Option<Option<Duration>>,
-    /// How long a device arena stays awake at least, once it was opened or woken.
+    /// The minimum time that a device arena stays awake after it was opened or woken.
     pub device_min_awake: Option<Duration>,
-    /// What becomes of the stable region's contents while an arena sleeps by itself.
+    /// The treatment of the stable region's contents when an idle arena goes to sleep.
     pub device_sleep_stable: Option<Contents>,
-    /// The same of the dynamic region's.
+    /// The treatment of the dynamic region's contents when an idle arena goes to sleep.
     pub device_sleep_dynamic: Option<Contents>,
-    /// How long jemalloc keeps dirty pages.
+    /// The time for which jemalloc keeps dirty pages.
     pub heap_decay: Option<DecayTime>,
-    /// jemalloc's background threads at most; 0 for none.
+    /// The maximum number of jemalloc's background threads; 0 for none.
     pub background_threads: Option<u32>,
-    /// How often a busy service purges its heap; `Some(None)`: only under pressure.
+    /// The time between heap purges of a busy service; `Some(None)` purges only under pressure.
+    /// Must not be zero.
     pub purge_interval: Option<Option<Duration>>,
-    /// Idle time after which resources without their own are unloaded. Never zero;
-    /// [`Duration::MAX`] for never.
+    /// The idle time after which resources without their own setting are unloaded;
+    /// [`Duration::MAX`] for never. Must not be zero.
     pub idle_unload: Option<Duration>,
-    /// How often metrics are published. Never zero.
+    /// The time between publications of metrics. Must not be zero.
     pub metrics_interval: Option<Duration>,
 }
 
-/// Where device arenas live.
+/// The device on which arenas allocate.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DeviceChoice {
-    /// The best rung that works; the host driver, with a warning, where there is no GPU.
+    /// The best backend that works, or the host driver, with a diagnostic, if none does.
     #[default]
     Auto,
-    /// The first CUDA device that this process sees, or a start-up error with the cause.
+    /// The first CUDA device that is visible to this process. Start-up fails if there is none.
     Cuda,
-    /// The CUDA device with this number, among those that this process sees, or an error.
+    /// The CUDA device with this number, among those visible to this process, or an error.
     CudaOrdinal(u32),
-    /// The CUDA device, or the share of one, with this UUID, or an error.
+    /// The CUDA device or MIG instance with this UUID, or an error.
     CudaUuid(DeviceUuid),
-    /// The host driver: host memory behind the same arena.
+    /// The host driver: host memory behind the same arena API.
     Host,
-    /// No device arenas; opening one is an error.
+    /// No device arenas. Opening one is an error.
     None,
 }
 
@@ -108,19 +111,19 @@ impl FromStr for DeviceChoice {
     }
 }
 
-/// In which way CUDA memory is had.
+/// The way in which CUDA memory is allocated.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DeviceBackend {
-    /// The first that works: virtual memory, a pool, plain memory.
+    /// The first that works of virtual memory, a private pool, and plain allocations.
     #[default]
     Auto,
-    /// Virtual memory.
+    /// CUDA virtual memory management (`cuMemCreate`, `cuMemMap`).
     VirtualMemory,
-    /// A pool of our own.
+    /// A private stream-ordered memory pool.
     Pool,
-    /// Plain memory.
+    /// Plain allocations (`cuMemAlloc`).
     Plain,
-    /// Managed memory, which the driver moves between device and host by itself.
+    /// Managed memory, which the driver migrates between device and host.
     Managed,
 }
 
@@ -151,12 +154,12 @@ impl FromStr for DeviceBackend {
     }
 }
 
-/// Settings that cannot be used, all of them at once.
+/// All settings that are invalid.
 ///
-/// Its `Debug` is its text, so that a `main` that returns it says what is wrong.
+/// Its `Debug` output is its message, so a `main` that returns this error prints a readable text.
 #[derive(Clone, Error, PartialEq, Eq)]
 pub struct ConfigError {
-    /// Each fault, in order of the names. Never empty.
+    /// The faults, in order of the settings' names. Never empty.
     pub faults: Vec<Fault>,
 }
 
@@ -176,29 +179,29 @@ impl fmt::Debug for ConfigError {
     }
 }
 
-/// One setting that cannot be used.
+/// One invalid setting.
 #[derive(Clone, Debug, Error, PartialEq, Eq, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum Fault {
-    /// The value is none that the setting can have.
+    /// A value that the setting does not accept.
     #[error("{name}={value:?}: expected {expected}")]
     BadValue {
         /// The variable or setting.
         name: String,
-        /// What it was set to.
+        /// The value that was set.
         value: String,
-        /// What was expected.
+        /// The accepted values.
         expected: String,
     },
-    /// A `LOWTIDE_*` variable that nothing reads.
-    #[error("{name} is not a variable of lowtide: {}", meant(name))]
+    /// An unknown `LOWTIDE_*` variable.
+    #[error("unknown variable {name}: {}", meant(name))]
     UnknownVariable {
         /// The variable.
         name: String,
     },
 }
 
-/// The variable that was meant, or all there are.
+/// The most similar known variable, or all of them.
 fn meant(name: &str) -> String {
     let names = || super::env::VARIABLES.iter().map(|variable| variable.name);
     let tail = name.len().saturating_sub(super::env::PREFIX.len());
@@ -214,10 +217,10 @@ fn meant(name: &str) -> String {
         )
 }
 
-/// A name is near another up to so many edits, and up to one for every two letters of its own.
+/// The maximum edit distance of a suggestion, which is also limited to half the name's letters.
 const EDITS_MAX: usize = 4;
 
-/// The least number of letters to put in, leave out or change that makes one of the other.
+/// The edit distance (Levenshtein).
 fn edits(one: &str, other: &str) -> usize {
     let mut row: Vec<usize> = (0..=other.len()).collect();
     for (at, letter) in one.bytes().enumerate() {

@@ -1,10 +1,11 @@
-//! Errands: what an operator asks for by name, and the worker does.
+//! Admin tasks: commands of an operator that the worker executes.
 //!
-//! Six verbs: purge, trim, sleep, wake, unload, snapshot. Whoever asks is not kept waiting; what
-//! came of an errand stands in a short list. Who may ask is not decided here.
+//! There are six commands: purge, trim, sleep, wake, unload, snapshot. A command is queued without
+//! waiting for it, and its outcome is kept in a short list. Authorization is the caller's
+//! responsibility.
 //!
-//! Invariants: at most [`WAITING_MAX`] errands wait, and `KEPT_MAX` of all are kept; an errand
-//! that was begun has an end, be it a panic; of pictures the last one is kept.
+//! Invariants: at most [`WAITING_MAX`] tasks wait, and at most `KEPT_MAX` are kept; a task that was
+//! started ends, also by a panic; only the last picture is kept.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -20,25 +21,25 @@ use crate::sync::{Mutex, caught, lock};
 use super::shared::Shared;
 use super::{Memory, MemoryError};
 
-/// Errands that wait at most: the worker does one after the other.
+/// The maximum number of waiting tasks; the worker runs them one at a time.
 const WAITING_MAX: usize = 8;
-/// Errands that are kept, those that have ended included.
+/// The maximum number of tasks kept, including finished ones.
 const KEPT_MAX: usize = 16;
 
-/// What can be asked for.
+/// A command of an operator.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum AdminCommand {
-    /// Give back all idle memory of the heap and of every arena.
+    /// Release all idle memory of the heap and of every arena.
     Purge,
-    /// Give back idle memory of an arena until at most so much is committed.
+    /// Release idle memory of an arena until at most `keep` is committed.
     Trim {
         /// The arena.
         arena: String,
-        /// What may stay committed.
+        /// The memory that may stay committed.
         keep: ByteSize,
     },
-    /// Have an arena fall asleep, if nobody holds a lease; contents as it is configured.
+    /// Put an arena to sleep if no lease is held. Contents are treated as configured.
     Sleep {
         /// The arena.
         arena: String,
@@ -48,12 +49,12 @@ pub enum AdminCommand {
         /// The arena.
         arena: String,
     },
-    /// Unload a resource, if nobody holds it.
+    /// Unload a resource if it is not in use.
     Unload {
         /// The resource.
         resource: String,
     },
-    /// Take a picture of an arena ([`ArenaMap::to_svg`](crate::device::ArenaMap::to_svg)).
+    /// Draw an SVG picture of an arena ([`ArenaMap::to_svg`](crate::device::ArenaMap::to_svg)).
     Snapshot {
         /// The arena.
         arena: String,
@@ -61,10 +62,10 @@ pub enum AdminCommand {
 }
 
 impl AdminCommand {
-    /// The names of all verbs.
+    /// The names of all commands.
     pub const NAMES: [&str; 6] = ["purge", "trim", "sleep", "wake", "unload", "snapshot"];
 
-    /// Its name.
+    /// Returns the name of the command.
     #[must_use]
     pub const fn name(&self) -> &'static str {
         match self {
@@ -77,7 +78,7 @@ impl AdminCommand {
         }
     }
 
-    /// What it is about; nothing for a purge, which is about everything.
+    /// Returns the arena or resource of the command; empty for a purge, which affects everything.
     #[must_use]
     pub fn subject(&self) -> &str {
         match self {
@@ -91,83 +92,83 @@ impl AdminCommand {
     }
 }
 
-/// Why an errand was not taken on.
+/// The reason that a command was not accepted.
 #[derive(Clone, Debug, Error, PartialEq)]
 #[non_exhaustive]
 pub enum AdminError {
     /// No arena has this name.
-    #[error("no arena is called {name:?}: expected {}", listed(known))]
+    #[error("no arena named {name:?}: expected {}", listed(known))]
     UnknownArena {
-        /// What was asked for.
+        /// The name in the command.
         name: String,
-        /// The names that there are.
+        /// The existing names.
         known: Vec<String>,
     },
     /// No resource has this name.
-    #[error("no resource is called {name:?}: expected {}", listed(known))]
+    #[error("no resource named {name:?}: expected {}", listed(known))]
     UnknownResource {
-        /// What was asked for.
+        /// The name in the command.
         name: String,
-        /// The names that there are.
+        /// The existing names.
         known: Vec<String>,
     },
-    /// Too many wait.
-    #[error("{waiting} admin tasks are waiting: at most {max} may wait")]
+    /// Too many tasks are waiting.
+    #[error("too many admin tasks: {waiting} waiting, at most {max}")]
     Full {
-        /// How many.
+        /// The number of waiting tasks.
         waiting: usize,
-        /// At most.
+        /// The maximum number of waiting tasks.
         max: usize,
     },
-    /// This `Memory` ends, or has ended.
-    #[error("the service ends")]
+    /// This `Memory` is shutting down or has shut down.
+    #[error("the service is shutting down")]
     Ended,
     /// This is a forked child.
     #[error(transparent)]
     Memory(#[from] MemoryError),
 }
 
-/// Some names, of which there may be a thousand.
+/// Lists some names, of which there may be a thousand.
 fn listed(names: &[String]) -> String {
     const SHOWN: usize = 8;
     let shown: Vec<_> = names.iter().take(SHOWN).map(|name| format!("{name:?}")).collect();
     match names.len() {
-        0 => "none, there are none".to_owned(),
+        0 => "none (there are none)".to_owned(),
         1..=SHOWN => shown.join(", "),
         all => format!("{} or one of {} others", shown.join(", "), all - SHOWN),
     }
 }
 
-/// One errand.
+/// A task for the worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct AdminTask {
-    /// Its number: from 1, in the order of asking.
+    /// The number of the task: from 1, in order of the requests.
     pub id: u64,
-    /// What was asked for.
+    /// The command.
     pub command: AdminCommand,
-    /// When, since the Unix epoch.
+    /// The time of the request, since the Unix epoch.
     pub asked_at: Duration,
-    /// What has become of it.
+    /// The state of the task.
     pub state: AdminTaskState,
 }
 
-/// What has become of an errand.
+/// The state of an admin task.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum AdminTaskState {
-    /// Not begun.
+    /// Not started.
     Waiting,
-    /// Begun.
+    /// Started.
     Running,
-    /// Done: what came of it.
+    /// Finished, with the outcome.
     Done(String),
-    /// Not done: why.
+    /// Failed, with the cause.
     Failed(String),
 }
 
 impl AdminTaskState {
-    /// Its name.
+    /// Returns the name of the state.
     #[must_use]
     pub const fn name(&self) -> &'static str {
         match self {
@@ -178,7 +179,7 @@ impl AdminTaskState {
         }
     }
 
-    /// What came of it; nothing before its end.
+    /// Returns the outcome; empty until the task has ended.
     #[must_use]
     pub fn outcome(&self) -> &str {
         match self {
@@ -188,7 +189,7 @@ impl AdminTaskState {
     }
 }
 
-/// The list.
+/// The list of tasks.
 #[derive(Debug, Default)]
 pub(super) struct AdminTasks(Mutex<List>);
 
@@ -196,7 +197,7 @@ pub(super) struct AdminTasks(Mutex<List>);
 struct List {
     given: u64,
     kept: VecDeque<AdminTask>,
-    /// The last picture, and the errand that it is of.
+    /// The last picture, and the number of its task.
     picture: Option<(u64, Arc<str>)>,
 }
 
@@ -209,7 +210,7 @@ impl AdminTasks {
             return Err(AdminError::Full { waiting, max: WAITING_MAX });
         }
         if list.kept.len() == KEPT_MAX {
-            // The oldest has ended: fewer than half of those that are kept wait, in order.
+            // The oldest has ended: fewer than half of the tasks kept wait, in order.
             list.kept.pop_front();
         }
         list.given += 1;
@@ -218,7 +219,7 @@ impl AdminTasks {
         Ok(id)
     }
 
-    /// Begins the oldest that waits.
+    /// Starts the oldest waiting task.
     fn begin(&self) -> Option<(u64, AdminCommand)> {
         let mut list = lock(&self.0);
         let mut open = list.kept.iter_mut();
@@ -227,7 +228,8 @@ impl AdminTasks {
         Some((admin_task.id, admin_task.command.clone()))
     }
 
-    /// For one that nobody may come for any more: where it was begun it stays, else it has failed.
+    /// Handles a task that the worker may never take, because the queue closed: keeps it if it was
+    /// started, otherwise fails it.
     fn keep_if_begun(&self, id: u64) -> Result<u64, AdminError> {
         let mut list = lock(&self.0);
         let waits = |admin_task: &&mut AdminTask| {
@@ -238,7 +240,7 @@ impl AdminTasks {
         Err(AdminError::Ended)
     }
 
-    /// Ends one; says whether others wait.
+    /// Ends a task. Returns `true` if others wait.
     fn end(&self, id: u64, state: AdminTaskState, picture: Option<Arc<str>>) -> bool {
         let mut list = lock(&self.0);
         if let Some(admin_task) = list.kept.iter_mut().find(|admin_task| admin_task.id == id) {
@@ -252,8 +254,9 @@ impl AdminTasks {
 }
 
 impl Memory {
-    /// Has the worker do something; returns at once with the number of the errand, under which
-    /// [`Memory::admin_tasks`] says what came of it. For endpoints: code calls the arena itself.
+    /// Queues a command for the worker and returns immediately, with the number of the task.
+    /// [`Memory::admin_tasks`] lists the outcome under this number. Meant for HTTP endpoints; code
+    /// calls the arena's functions directly.
     ///
     /// ```
     /// use lowtide::Memory;
@@ -268,7 +271,7 @@ impl Memory {
     /// ```
     ///
     /// # Errors
-    /// [`AdminError`]; then nothing is done.
+    /// [`AdminError`] if the command is not accepted; it is not queued then.
     pub fn run_admin(&self, command: AdminCommand) -> Result<u64, AdminError> {
         let shared = &self.0.shared;
         shared.check_here()?;
@@ -283,13 +286,13 @@ impl Memory {
         let id = shared.admin_tasks.add(command, shared.clock.since_epoch())?;
         shared.queue.push_one(Job::AdminTask);
         if shared.queue.is_closed() {
-            // It closed meanwhile, and may have dropped the job.
+            // The queue closed in between, and may have dropped the job.
             return shared.admin_tasks.keep_if_begun(id);
         }
         Ok(id)
     }
 
-    /// The last errands, oldest first: at most 16. None in a forked child.
+    /// Returns the last admin tasks, oldest first: at most 16. Empty in a forked child.
     #[must_use]
     pub fn admin_tasks(&self) -> Vec<AdminTask> {
         let shared = &self.0.shared;
@@ -299,7 +302,8 @@ impl Memory {
         lock(&shared.admin_tasks.0).kept.iter().cloned().collect()
     }
 
-    /// The picture that an errand took; `None` where it took none, or another was taken since.
+    /// Returns the picture that an admin task drew; `None` if it drew none, or a later task drew
+    /// another.
     #[must_use]
     pub fn admin_task_picture(&self, id: u64) -> Option<Arc<str>> {
         let shared = &self.0.shared;
@@ -326,8 +330,8 @@ impl Shared {
         })
     }
 
-    /// Does the oldest errand that waits, on this thread; `purge` is how the worker purges. Says
-    /// whether others wait.
+    /// Runs the oldest waiting task on this thread; `purge` is the worker's purge. Returns `true`
+    /// if others wait.
     pub(super) fn admin_task(&self, purge: impl FnOnce() -> ByteSize) -> bool {
         let Some((id, command)) = self.admin_tasks.begin() else { return false };
         let mut picture = None;
@@ -335,7 +339,7 @@ impl Shared {
         let state = match done {
             Ok(Ok(text)) => AdminTaskState::Done(text),
             Ok(Err(text)) => AdminTaskState::Failed(text),
-            Err(said) => AdminTaskState::Failed(format!("it panicked: {said}")),
+            Err(said) => AdminTaskState::Failed(format!("panicked: {said}")),
         };
         let subject = command.subject();
         let text = format!("{} {}: {}", command.name(), state.name(), state.outcome());
@@ -363,20 +367,20 @@ impl Shared {
         let arena = || self.arena_named(command.subject()).map_err(|error| error.to_string());
         let said = |error: crate::device::DeviceError| error.to_string();
         match command {
-            AdminCommand::Purge => Ok(format!("{} given back", purge())),
+            AdminCommand::Purge => Ok(format!("{} released", purge())),
             AdminCommand::Trim { keep, .. } => {
                 let released = arena()?.trim(*keep).map_err(said)?;
-                Ok(format!("{released} given back"))
+                Ok(format!("{released} released"))
             }
             AdminCommand::Sleep { .. } => {
-                // Nobody is waited for: the worker has other things to do.
+                // No waiting for leases: the worker has other work.
                 let drain = Duration::ZERO;
                 let options = SleepOptions { drain, ..self.config.device_sleep().options };
                 let slept = arena()?.sleep(options).map_err(said)?;
-                Ok(format!("{} given back, {} offloaded", slept.released, slept.offloaded))
+                Ok(format!("{} released, {} offloaded", slept.released, slept.offloaded))
             }
             AdminCommand::Wake { .. } => {
-                // Nor here: what is short would be given back by this very worker.
+                // No waiting for memory: only this worker would release it.
                 let woken = arena()?.wake_at_once().map_err(said)?;
                 Ok(format!("{} committed, {} restored", woken.committed, woken.restored))
             }
@@ -385,7 +389,7 @@ impl Shared {
                 let svg = arena()?.map().to_svg();
                 let size = ByteSize::of(svg.len());
                 *picture = Some(svg.into());
-                Ok(format!("a picture of {size}"))
+                Ok(format!("picture of {size}"))
             }
         }
     }
@@ -397,8 +401,8 @@ impl Shared {
             return Ok("unloaded".to_owned());
         }
         Err(match resource.stats() {
-            ResourceStats { loaded: false, .. } => "it is not loaded".to_owned(),
-            ResourceStats { guards, .. } => format!("{guards} guards hold it"),
+            ResourceStats { loaded: false, .. } => "the resource is not loaded".to_owned(),
+            ResourceStats { guards, .. } => format!("the resource is in use: {guards} guards held"),
         })
     }
 }
@@ -407,7 +411,7 @@ impl Shared {
 mod tests {
     use super::*;
 
-    /// The bug: one that was begun, or done, was told to have failed because the memory ended.
+    /// Bug: a task that was started, or finished, was reported as failed because the memory ended.
     #[test]
     fn only_an_errand_that_was_not_begun_fails_for_the_end() {
         let admin_tasks = AdminTasks::default();
@@ -446,7 +450,7 @@ mod tests {
     #[test]
     fn of_many_names_some_are_listed() {
         let names = |count: usize| (0..count).map(|nth| nth.to_string()).collect::<Vec<_>>();
-        assert_eq!(listed(&names(0)), "none, there are none");
+        assert_eq!(listed(&names(0)), "none (there are none)");
         assert_eq!(listed(&names(2)), r#""0", "1""#);
         assert!(listed(&names(1024)).ends_with(r#""7" or one of 1016 others"#));
     }

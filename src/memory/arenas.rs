@@ -1,9 +1,9 @@
-//! The arenas of one `Memory`: sampled, decayed and published while they are in this list.
+//! The list of arenas of one `Memory`, which are sampled, decayed and published while listed.
 //!
-//! It opens none and closes none. An arena that drains is out of its name, so that another may
-//! have it, and still sampled and decayed.
+//! The list opens and closes no arenas. A draining arena has lost its name, so another arena can
+//! use it, but is still sampled and decayed.
 //!
-//! Invariant: of the arenas that do not drain, no two have one name; no driver call under the lock.
+//! Invariant: names of arenas that are not draining are unique; no driver call under the lock.
 
 use std::sync::Arc;
 
@@ -12,10 +12,10 @@ use crate::sync::{Mutex, lock};
 
 use super::error::MemoryError;
 
-/// Arenas of one `Memory`, draining ones included: the sampler looks at each.
+/// The maximum number of arenas, including draining ones; the sampler visits each.
 const ARENAS_MAX: usize = 64;
 
-/// An arena's number in the list; never given twice.
+/// The number of an arena in the list; never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ArenaId(u64);
 
@@ -25,7 +25,7 @@ pub(super) struct Arenas(Arc<Mutex<List>>);
 
 #[derive(Debug, Default)]
 struct List {
-    /// Numbers given so far.
+    /// The last number assigned.
     given: u64,
     entries: Vec<Entry>,
 }
@@ -38,17 +38,17 @@ struct Entry {
 }
 
 impl Arenas {
-    /// Runs over all arenas, without copying the list, under its lock: for calls that are short.
+    /// Visits all arenas under the lock, without copying the list. For short calls.
     pub(super) fn each(&self, mut see: impl FnMut(&DeviceArena)) {
         lock(&self.0).entries.iter().for_each(|entry| see(&entry.arena));
     }
 
-    /// All of them.
+    /// Returns all arenas.
     pub(super) fn all(&self) -> Vec<DeviceArena> {
         lock(&self.0).entries.iter().map(|entry| entry.arena.clone()).collect()
     }
 
-    /// Those that serve, and those that drain.
+    /// Returns the serving arenas and the draining ones.
     pub(super) fn parted(&self) -> (Vec<DeviceArena>, Vec<DeviceArena>) {
         let list = lock(&self.0);
         let of = |drains| {
@@ -58,7 +58,7 @@ impl Arenas {
         (of(false), of(true))
     }
 
-    /// Whether an arena of this name could be added in the place of another.
+    /// Checks that an arena of this name can be added in the place of `replaced`.
     ///
     /// # Errors
     /// [`MemoryError::TooManyArenas`], [`MemoryError::DuplicateArena`].
@@ -66,10 +66,10 @@ impl Arenas {
         lock(&self.0).admit(name, replaced)
     }
 
-    /// Adds an arena; the one that it replaces drains from now on.
+    /// Adds an arena. The arena that it replaces starts to drain.
     ///
     /// # Errors
-    /// As [`Arenas::admit`].
+    /// The same as for [`Arenas::admit`].
     pub(super) fn add(
         &self,
         arena: &DeviceArena,
@@ -84,22 +84,23 @@ impl Arenas {
         Ok(id)
     }
 
-    /// Lets an arena drain: its name is free.
+    /// Marks an arena as draining, which makes its name available.
     pub(super) fn drain(&self, id: ArenaId) {
         lock(&self.0).drain(Some(id));
     }
 
-    /// Takes an arena out; the caller drops it, with no lock held.
+    /// Removes an arena. The caller drops it, with no lock held.
     pub(super) fn remove(&self, id: ArenaId) -> Option<DeviceArena> {
         let mut list = lock(&self.0);
         let at = list.entries.iter().position(|entry| entry.id == id)?;
         Some(list.entries.remove(at).arena)
     }
 
-    /// Takes out those that were closed and have nothing left: their names and places are free. The
+    /// Removes the closed arenas that have no memory left, which frees their names and places. The
     /// caller drops them, with no lock held.
     pub(super) fn take_closed(&self) -> Vec<DeviceArena> {
-        // A close that finds live blocks is undone, and one that the driver fails leaves memory.
+        // A close that finds live blocks is undone, and a close that fails in the driver leaves
+        // memory.
         let is_over = |entry: &Entry| {
             let glance = entry.arena.glance();
             entry.arena.is_closed() && glance.live.is_zero() && glance.committed.is_zero()

@@ -1,7 +1,7 @@
-//! Starting a `Memory`: from settings to two running threads, or back to where it was.
+//! Starts a `Memory`: from settings to two running threads. A failed start is rolled back.
 //!
-//! Invariant: a failed start leaves no thread, no claim and no changed setting but jemalloc's decay
-//! times behind.
+//! Invariant: a failed start leaves no thread, no claim and no changed setting except jemalloc's
+//! decay times.
 
 use std::fmt;
 use std::sync::Arc;
@@ -37,20 +37,20 @@ use super::shared::{Purges, Shared};
 use super::shrink::ShrinksAsked;
 use super::{Claim, Ends, Memory, Running, Started, THREADS, Threads, threads};
 
-/// Stack of a thread of ours. Both call little; what they touch of it is a few KiB.
+/// The stack size of the two threads. Both call little and touch a few KiB of it.
 const STACK: ByteSize = ByteSize::kib(256);
 
-/// How a [`Memory`] is to be.
+/// A builder for a [`Memory`].
 ///
-/// What the environment says wins over what is set here, and that over the profile. Defaults that
-/// differ by profile are given for low-memory, balanced and throughput, in this order; see
+/// Environment variables override the values set here, and those override the profile. Defaults
+/// that differ by profile are listed for low-memory, balanced and throughput, in this order; see
 /// [`Profile`].
 #[derive(Default)]
 pub struct Builder {
     code: Settings,
-    /// The variables; `None` if they are not read.
+    /// The settings of the environment; `None` if it is not read.
     environment: Option<Settings>,
-    /// What stands in jemalloc's variable that this build does not read.
+    /// The settings in jemalloc's variable that this build does not read.
     unread: Option<String>,
     clock: Option<Arc<dyn Clock>>,
     hook: Option<Hook>,
@@ -73,60 +73,67 @@ macro_rules! setting {
 
 impl Builder {
     setting! {
-        /// What the other settings start from; balanced by default.
+        /// Sets the profile, which gives the defaults of other settings. Default: balanced.
         profile: Profile;
-        /// Host memory that must not be passed; by default the cgroup's limit, or the machine's
-        /// memory. It lowers that limit and never raises it.
+        /// Sets the limit of host memory. Default: the cgroup's limit, or the machine's memory. A
+        /// configured limit can lower that, but not raise it.
         memory_limit: ByteSize;
-        /// Part of the limit up to which requests are admitted, in (0, 1]; 0.80 by default.
+        /// Sets the share of the limit up to which requests are admitted, in (0, 1]. Default: 0.80.
         ceiling: f64;
-        /// What a booked byte is taken to need until that is measured, in [1, 5]; 2 by default,
-        /// which is safe for estimates of half the truth. With 1, where estimates are known to be
-        /// right, nothing that fits is turned away in the first seconds.
+        /// Sets the bytes that a request is assumed to need per estimated byte until that is
+        /// measured, in [1, 5]. Default: 2, which is safe for estimates of half the true size. Set
+        /// 1 if estimates are known to be exact; then nothing that fits is rejected in the first
+        /// seconds.
         correction_factor: f64;
-        /// Where device arenas live; the best that works by default.
+        /// Sets the device on which arenas allocate. Default: the best that works.
         device: DeviceChoice;
-        /// In which way CUDA memory is had; the first that works by default.
+        /// Sets the way in which CUDA memory is allocated. Default: the first that works.
         device_backend: DeviceBackend;
-        /// Device memory that each arena must not pass; none by default.
+        /// Sets the limit of device memory for each arena. Default: none.
         device_limit: ByteSize;
-        /// The part of the device's memory, in [0, 1), that is to stay free for its other users:
-        /// .05 by default, 0 for none. Where less is free, idle memory of our arenas goes back
-        /// before its decay time, as much as brings that to one and a half of this part; live
-        /// memory never does.
+        /// Sets the share of the device's memory, in [0, 1), to keep free for its other users.
+        /// Default: 0.05; 0 for none. If less is free, idle memory of our arenas is released before
+        /// its decay time, until one and a half times this share is free. Live memory is never
+        /// released.
         device_watermark: f64;
-        /// How long idle device memory may stay: by default 1 s, 5 s or 30 s, by profile.
+        /// Sets the time after which idle device memory is released. Default: 1 s, 5 s or 30 s, by
+        /// profile.
         device_decay: crate::decay::DecayTime;
-        /// After how long without a lease a device arena falls asleep, `None` for never, which is
-        /// the default: see [`DeviceArena::sleep`](crate::device::DeviceArena::sleep) for what
-        /// that asks of its users.
+        /// Sets the time without a lease after which a device arena goes to sleep, `None` for
+        /// never. Default: never. See [`DeviceArena::sleep`](crate::device::DeviceArena::sleep) for
+        /// the requirements on the arena's users.
         device_sleep_after: Option<Duration>;
-        /// How long a device arena stays awake at least, once it was opened or woken; 0 by default.
+        /// Sets the minimum time that a device arena stays awake after it was opened or woken.
+        /// Default: 0.
         device_min_awake: Duration;
-        /// What becomes of the stable region's contents then; kept by default.
+        /// Sets the treatment of the stable region's contents when an idle arena goes to sleep.
+        /// Default: keep.
         device_sleep_stable: crate::device::Contents;
-        /// The same of the dynamic region's.
+        /// Sets the treatment of the dynamic region's contents when an idle arena goes to sleep.
+        /// Default: keep.
         device_sleep_dynamic: crate::device::Contents;
-        /// How long jemalloc keeps dirty pages: by default 1 s, 1 s or 10 s, by profile.
+        /// Sets the time for which jemalloc keeps dirty pages. Default: 1 s, 1 s or 10 s, by
+        /// profile.
         heap_decay: crate::decay::DecayTime;
-        /// jemalloc's background threads at most, 0 for none: by default 1, 2 or 4, by profile.
+        /// Sets the maximum number of jemalloc's background threads, 0 for none. Default: 1, 2 or
+        /// 4, by profile.
         background_threads: u32;
-        /// How often a busy service purges its heap, `None` for only under pressure: by default
-        /// each 10 s, each 30 s or never, by profile.
+        /// Sets the time between heap purges of a busy service, `None` to purge only under
+        /// pressure. Default: 10 s, 30 s or never, by profile.
         purge_interval: Option<Duration>;
-        /// Idle time of resources without their own; [`Duration::MAX`](Duration::MAX)
-        /// for never. By default 60 s, 300 s or 900 s, by profile.
+        /// Sets the idle time after which resources without their own setting are unloaded;
+        /// [`Duration::MAX`](Duration::MAX) for never. Default: 60 s, 300 s or 900 s, by profile.
         idle_unload: Duration;
-        /// How often metrics are published; each second by default.
+        /// Sets the time between publications of metrics. Default: 1 s.
         metrics_interval: Duration;
     }
 
-    /// Reads the `LOWTIDE_*` variables, which override what is set in code. Without this call the
-    /// environment is not read, and none of them has an effect ([`Memory::start`] calls it).
-    /// A variable with an empty value counts as unset.
+    /// Reads the `LOWTIDE_*` variables, which override settings made in code. Without this call the
+    /// environment is not read and the variables have no effect ([`Memory::start`] calls it). A
+    /// variable with an empty value counts as unset.
     ///
     /// # Errors
-    /// [`StartError::Config`] with every unknown variable and every bad value.
+    /// [`StartError::Config`] with every unknown variable and every invalid value.
     pub fn with_environment(mut self) -> Result<Self, StartError> {
         self.environment = Some(env::read()?);
         let found = host::effective().ok();
@@ -134,14 +141,14 @@ impl Builder {
         Ok(self)
     }
 
-    /// The clock that everything goes by; the machine's by default.
+    /// Sets the clock. Default: the machine's clock.
     #[must_use]
     pub fn clock(mut self, clock: Arc<dyn Clock>) -> Self {
         self.clock = Some(clock);
         self
     }
 
-    /// Called on the worker after metrics were published, every five seconds at most: the place
+    /// Sets a hook that the worker calls after it published metrics, every five seconds at most:
     /// for the upkeep that an exporter needs.
     #[must_use]
     pub fn after_publish(mut self, hook: impl FnMut() + Send + 'static) -> Self {
@@ -149,15 +156,15 @@ impl Builder {
         self
     }
 
-    /// Called on the worker when it is about to purge the heap and has called back the caches of
-    /// threads that cooperate ([`host::request_tcache_flush`]): the place to wake threads that are
-    /// parked, since those run nothing by themselves. It must not wait for them.
+    /// Sets a hook that the worker calls before it purges the heap, after it has requested a flush
+    /// of the caches of cooperating threads ([`host::request_tcache_flush`]). Use it to wake parked
+    /// threads, which cannot flush while parked. It must not wait for them.
     ///
     /// ```
     /// # async fn start() -> Result<(), lowtide::BoxError> {
     /// let runtime = tokio::runtime::Handle::current();
     /// let memory = lowtide::Memory::builder().after_tcache_flush_request(move || {
-    ///     // A task that does nothing wakes a worker, which calls `on_thread_park` when it parks.
+    ///     // An empty task wakes a worker, which calls `on_thread_park` when it parks.
     ///     for _ in 0..runtime.metrics().num_workers() {
     ///         runtime.spawn(async {});
     ///     }
@@ -172,7 +179,7 @@ impl Builder {
         self
     }
 
-    /// Other signals than those of this process, for tests.
+    /// Replaces the signals of this process, for tests.
     #[doc(hidden)]
     #[must_use]
     pub fn signals(mut self, signals: Signals) -> Self {
@@ -180,9 +187,9 @@ impl Builder {
         self
     }
 
-    /// The driver that device arenas lie on, opened by the caller: with options that no setting
-    /// names, or one of a test. What the configuration says of the device is not looked at then,
-    /// be it of the environment.
+    /// Sets a driver for device arenas that the caller has opened, for example with options that
+    /// have no setting, or a driver for tests. The configured device, also from the environment, is
+    /// ignored then.
     ///
     /// ```no_run
     /// # #[cfg(feature = "cuda")] {
@@ -202,7 +209,7 @@ impl Builder {
         self
     }
 
-    /// Another size of the threads' stacks, for tests.
+    /// Sets the stack size of the threads, for tests.
     #[doc(hidden)]
     #[must_use]
     pub fn stack(mut self, size: ByteSize) -> Self {
@@ -210,12 +217,13 @@ impl Builder {
         self
     }
 
-    /// Starts it: a few milliseconds at most. The environment is read only after
-    /// [`Builder::with_environment`].
+    /// Starts the memory manager. Takes a few milliseconds at most. Reads the environment only
+    /// after [`Builder::with_environment`].
     ///
     /// # Errors
-    /// [`StartError`]: one runs already, settings that cannot be used, a memory limit below what
-    /// the process holds already, `cuda` without a usable device, a thread that cannot be started.
+    /// [`StartError`] if a `Memory` is already running, settings are invalid, the memory limit is
+    /// below the memory in use, `cuda` is configured without a usable device, or a thread cannot be
+    /// started.
     pub fn start(self) -> Result<Memory, StartError> {
         let unread = Settings::default();
         let environment = self.environment.as_ref().unwrap_or(&unread);
@@ -224,7 +232,7 @@ impl Builder {
         self.start_claimed(config, claim)
     }
 
-    /// The claim is given back where it fails.
+    /// Releases the claim if the start fails.
     fn start_claimed(self, config: Config, claim: Arc<Claim>) -> Result<Memory, StartError> {
         let mut diagnostics = unread_variables(self.environment.is_some());
         let driver = open_driver(&config, self.driver, &mut diagnostics)?;
@@ -291,7 +299,7 @@ impl Builder {
         *lock(&joined) = Some(Arc::clone(&shared));
         let hands = MaintenanceExecutor::new(&shared, self.hook, self.recall_hook);
         let worker = maintenance.worker(Box::new(hands));
-        // The first sample is taken here, so that the first request meets a true allowance.
+        // The first sample is taken here, so that the first request finds a measured allowance.
         let first = maintenance.tick(shared.clock.now());
         shared.queue.push(first.jobs);
         let memory = launch(&shared, maintenance, worker, self.stack.unwrap_or(STACK))?;
@@ -300,7 +308,7 @@ impl Builder {
     }
 }
 
-/// Finds where the memory of arenas counts, and has admission use one budget if that is the host's.
+/// Finds the budget of arena memory, and makes admission use one budget if that is the host's.
 fn settle_budgets(
     driver: Option<&dyn Driver>,
     admission: &Admission,
@@ -311,8 +319,8 @@ fn settle_budgets(
         admission.unify();
     }
     if counted == Counted::BesideKernel {
-        let text = "the device has no memory of its own: what arenas commit counts against the \
-                    host's memory limit, once, and no device budget applies";
+        let text = "the device has no memory of its own: memory committed by arenas counts against \
+                    the host's memory limit, and there is no device budget";
         diagnostics.push(Diagnostic::info("device", text.to_owned()));
     }
     counted
@@ -331,7 +339,7 @@ fn unread_variables(are_read: bool) -> Vec<Diagnostic> {
         .collect()
 }
 
-/// The signals, with the configured limit, and a note if some are missing.
+/// Opens the signals with the configured limit, and adds a diagnostic if some are missing.
 fn open_signals(
     config: &Config,
     given: Option<Signals>,
@@ -347,13 +355,13 @@ fn open_signals(
     let signal = signals.sample();
     if !signal.limit.is_known() {
         let text = format!(
-            "no memory limit is known, so no request is rejected for memory; set \
+            "no memory limit found, so no request is rejected for memory; set \
              LOWTIDE_MEMORY_LIMIT ({causes})"
         );
         diagnostics.push(Diagnostic::warning("signals", text));
     } else if signal.physical.is_zero() {
         let text = format!(
-            "the memory of this process cannot be measured, so requests are admitted by their \
+            "cannot measure the memory of this process, so requests are admitted by their \
              estimates alone and no pressure level is set ({causes})"
         );
         diagnostics.push(Diagnostic::warning("signals", text));
@@ -363,7 +371,7 @@ fn open_signals(
     signals
 }
 
-/// Evicts idle resources for what does not fit. The heap is purged before the room is used.
+/// Evicts idle resources to make room. The heap is purged before the room is used.
 fn evict_when_short(shared: &Arc<Shared>) {
     let purged = Arc::downgrade(shared);
     shared.resources.evict_for(&shared.admission, Arc::clone(&shared.clock), move || {
@@ -373,7 +381,7 @@ fn evict_when_short(shared: &Arc<Shared>) {
     });
 }
 
-/// Starts the two threads; on failure the one that runs is told to end.
+/// Starts the two threads. On failure the running one is signalled to end.
 fn launch(
     shared: &Arc<Shared>,
     mut maintenance: Maintenance,
@@ -403,14 +411,14 @@ fn launch(
         if !shared.admission.is_closed() {
             maintenance.leave(); // dropped, not shut down: resources may still be loaded
         }
-        // Nobody decides any more: the worker ends after what waits.
+        // No more decisions follow: the worker ends after its queue.
         shared.queue.close();
     })?;
     Ok(Memory::of(Arc::clone(joined), running))
 }
 
 impl Threads {
-    /// Starts one thread. On failure the caller drops `Running`, which ends those that run.
+    /// Starts one thread. On failure the caller drops `Running`, which ends the running threads.
     fn spawn(
         &self,
         name: &'static str,
@@ -435,14 +443,14 @@ impl Threads {
     }
 }
 
-/// Sets the configured limit; one that raises nothing is noted.
+/// Sets the configured limit. Adds a diagnostic if it is above the limit found.
 fn settle_limit(config: &Config, signals: Signals, diagnostics: &mut Vec<Diagnostic>) -> Signals {
     let Some(given) = config.memory_limit.value else { return signals };
     let found = signals.sample().limit;
     if found.is_known() && given > found.bytes {
         let text = format!(
-            "the memory limit of {given} ({}) is above {}, the limit of the {}, and raises \
-             nothing: {} is in force",
+            "memory limit {given} ({}) is above {}, the limit of the {}, and has no \
+             effect: {} is in force",
             config.memory_limit.source,
             found.bytes,
             found.source.name(),
@@ -453,12 +461,12 @@ fn settle_limit(config: &Config, signals: Signals, diagnostics: &mut Vec<Diagnos
     signals.with_limit(given)
 }
 
-/// No limit below this is accepted: the two threads alone need half of it.
+/// The minimum accepted limit: the two threads alone need half of it.
 const LIMIT_MIN: ByteSize = ByteSize::mib(1);
 
-/// Refuses a configured limit under which no request would ever be admitted, because this process
-/// holds as much as the ceiling already. A limit of the cgroup is noted only: it may be raised, and
-/// what counts against it may be held by other processes.
+/// Rejects a configured limit that would never admit a request because this process already uses as
+/// much as the ceiling. For a cgroup's limit this is only a diagnostic: it may be raised, and other
+/// processes may use the memory that counts against it.
 fn check_limit(
     config: &Config,
     signals: &Signals,
@@ -472,14 +480,15 @@ fn check_limit(
     if !is_full(&signals.sample()) {
         return Ok(());
     }
-    // What the start of the program has freed may go first; an error changes no figure.
+    // Memory freed during start-up may be released first; an error changes no figure.
     let _ = host::purge(clock);
     let signal = signals.sample();
     if !is_full(&signal) {
         return Ok(());
     }
     let limit = signal.limit.bytes;
-    // Neither pages of files that no limit counts, nor what other processes of the cgroup hold.
+    // Without file pages, which no limit counts, and without memory of the cgroup's other
+    // processes.
     let held = signal.rss.map_or(signal.physical, |rss| rss.min(signal.physical));
     let least = held.scaled(1.0 / config.ceiling.value).saturating_add(ByteSize::new(1));
     let least = least.next_multiple_of(LIMIT_MIN).unwrap_or(ByteSize::MAX);
@@ -488,8 +497,8 @@ fn check_limit(
         return Err(StartError::LimitTooSmall { limit, from, held, least });
     }
     let text = format!(
-        "{} are held at start, and the limit is {limit} ({}): requests are rejected until less is \
-         held; expected a larger limit",
+        "{} in use at start, and the limit is {limit} ({}): requests are rejected until less is \
+         in use; expected a larger limit",
         signal.physical,
         signal.limit.source.name()
     );
@@ -497,12 +506,12 @@ fn check_limit(
     Ok(())
 }
 
-/// How often the device is asked for its free memory at least: a neighbour that takes it does not
-/// wait for metrics.
+/// The maximum time between queries of the device's free memory: the memory of other processes must
+/// be seen even if metrics are rare.
 const DEVICE_INTERVAL_MAX: Duration = Duration::from_secs(1);
 
-/// By how much steps between samples are shortened at most. A guess: services that were started
-/// together are out of step after some ten ticks.
+/// The maximum share by which steps between samples are shortened. An estimate: services that were
+/// started together are out of step after some ten ticks.
 const JITTER: f64 = 0.1;
 
 fn settings(config: &Config, is_host: bool) -> control::Settings {
@@ -521,7 +530,7 @@ fn settings(config: &Config, is_host: bool) -> control::Settings {
     }
 }
 
-/// Idle device memory first, then idle resources: each on the budget that it relieves.
+/// Reclaims idle device memory first, then idle resources: each for the budget that it relieves.
 fn ladder(
     joined: &Arc<Mutex<Option<Arc<Shared>>>>,
     resources: &Resources,
@@ -529,16 +538,16 @@ fn ladder(
 ) -> Ladder {
     let relieves = if is_host { Budget::Host } else { Budget::Device };
     let granules = IdleGranules { shared: Arc::clone(joined), relieves };
-    let backends: Vec<Arc<dyn control::Reclaim>> = vec![
+    let steps: Vec<Arc<dyn control::Reclaim>> = vec![
         Arc::new(granules),
         resources.reclaimer(Budget::Host),
         resources.reclaimer(Budget::Device),
     ];
-    // Three rungs are fewer than any ladder's limit.
-    Ladder::new(backends).unwrap_or_default()
+    // Three steps are fewer than the limit.
+    Ladder::new(steps).unwrap_or_default()
 }
 
-/// Says once what runs.
+/// Logs the start, once.
 fn report(memory: &Memory, background_threads: u32) {
     let config = memory.config();
     let limit = memory.0.shared.state.limit();
@@ -558,7 +567,7 @@ fn report(memory: &Memory, background_threads: u32) {
         cpu_quota_milli = cpus.quota_milli,
         bound_arenas = memory.0.shared.bound_arenas,
         heap_at_start = at_start,
-        "memory is managed"
+        "memory manager started"
     );
 }
 

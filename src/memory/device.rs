@@ -1,11 +1,13 @@
-//! The device's memory as a whole: what is free, what is not ours, and what goes back for others.
+//! The memory of the whole device: free memory, memory of other users, and the release of idle
+//! memory for them.
 //!
-//! The worker asks the driver, at the pace of the metrics; nobody else does: whoever wants the
-//! figures has those of the last look. Where neighbours leave too little ([`Watermark`]), idle
-//! memory of our arenas goes back before its decay time, most of it from where there is most; live
-//! memory is not touched. A driver that has lost its context is asked no more.
+//! Only the worker queries the driver, at the metrics interval; readers get the last sample. If too
+//! little memory is free ([`Watermark`]), idle memory of our arenas is released before its decay
+//! time, most of it from the arena with the most. Live memory is not touched. A driver that has
+//! lost its context is not queried again.
 //!
-//! Invariant: `foreign = total - free - committed - floor`, or 0; no driver call under a lock.
+//! Invariant: `unmanaged = total - free - committed - context overhead`, or 0; no driver call under
+//! a lock.
 
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
@@ -18,31 +20,31 @@ use super::error::Diagnostic;
 use super::shared::Shared;
 use super::snapshot::DeviceSnapshot;
 
-/// What is known of the device.
+/// The state of the device.
 #[derive(Debug)]
 pub(super) struct DeviceWatch {
     state: Mutex<State>,
-    /// Bytes given back because the device was short.
+    /// Bytes released because device memory was low.
     given_back: AtomicU64,
 }
 
 #[derive(Debug)]
 struct State {
     watermark: Watermark,
-    /// The last look.
+    /// The last sample.
     last: Option<DeviceSample>,
-    /// The driver's context is gone.
+    /// `true` once the driver's context is lost.
     is_lost: bool,
 }
 
 impl DeviceWatch {
-    /// With the watermark at this part of the device's memory.
+    /// Creates it with a watermark at this share of the device's memory.
     pub(super) fn new(part: f64) -> Self {
         let state = State { watermark: Watermark::new(part), last: None, is_lost: false };
         Self { state: Mutex::new(state), given_back: AtomicU64::new(0) }
     }
 
-    /// The figures of the last look; `None` where the device has said nothing.
+    /// Returns the figures of the last sample; `None` if the driver reported nothing.
     pub(super) fn snapshot(&self, driver: &dyn Driver) -> Option<DeviceSnapshot> {
         let (last, is_short) = {
             let state = lock(&self.state);
@@ -62,20 +64,20 @@ impl DeviceWatch {
         })
     }
 
-    /// Bytes given back because the device was short, since the start.
+    /// Returns the bytes released because device memory was low, since the start.
     pub(super) fn watermark_released_total(&self) -> u64 {
         self.given_back.load(Ordering::Relaxed)
     }
 }
 
 impl Shared {
-    /// Looks how much memory the device has left; gives idle memory back where that is little.
+    /// Samples the device's memory, and releases idle memory if little is free.
     pub(super) fn sample_device(&self, now: Moment) {
         let Some(driver) = &self.driver else { return };
         if lock(&self.device.state).is_lost {
             return;
         }
-        // What is committed or given back meanwhile is ours either way: nobody else's memory.
+        // Memory that is committed or released during the query counts as ours, not as unmanaged.
         let before = self.device_committed();
         let memory = match driver.device_memory() {
             Ok(Some(memory)) => memory,
@@ -103,17 +105,17 @@ impl Shared {
                     %free,
                     watermark = %low,
                     %idle,
-                    "the device is short of memory"
+                    "device memory low"
                 );
             }
             Trend::Room => {
-                log!(info, target: "lowtide", %free, "the device has room again");
+                log!(info, target: "lowtide", %free, "device memory recovered");
             }
         }
     }
 
-    /// Gives so much idle memory of the arenas back, from those first that have the most; how much
-    /// that was.
+    /// Releases `wanted` idle bytes of the arenas, starting with those that have the most. Returns
+    /// the released bytes.
     fn give_idle_back(&self, wanted: ByteSize) -> ByteSize {
         let mut arenas: Vec<_> =
             self.arenas().into_iter().map(|arena| (arena.glance(), arena)).collect();
@@ -135,14 +137,15 @@ impl Shared {
         wanted.saturating_sub(left)
     }
 
-    /// Nothing is known of the device until it answers again; never, once its context is lost.
+    /// Discards the last sample until the device answers again, which never happens after its
+    /// context is lost.
     fn device_is_silent(&self, error: &DriverError) {
         let is_lost = error.is_context_lost();
         let mut state = lock(&self.device.state);
         (state.last, state.is_lost) = (None, is_lost);
         state.watermark.forget();
         drop(state);
-        let start = "the device does not say how much memory it has: ";
+        let start = "cannot query the device's memory: ";
         self.add_diagnostic_once(start, Diagnostic::warning("device", format!("{start}{error}")));
     }
 

@@ -1,7 +1,7 @@
-//! The driver of a `Memory`'s arenas, as the configuration asks for it.
+//! Opens the driver of a `Memory`'s arenas according to the configuration.
 //!
-//! Invariant: a fallback to the host is a note, and a warning unless there is no GPU; a device that
-//! was asked for and cannot be opened is an error.
+//! Invariant: a fallback to the host is a diagnostic, and a warning unless there is no GPU; if a
+//! requested device cannot be opened, that is an error.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use crate::device::driver::host::HostDriver;
 
 use super::error::{Diagnostic, Severity, StartError};
 
-/// The driver that the configuration asks for, where none is given.
+/// Opens the configured driver, unless one is given.
 pub(super) fn open_driver(
     config: &Config,
     given: Option<Arc<dyn Driver>>,
@@ -23,8 +23,8 @@ pub(super) fn open_driver(
     let (choice, backend) = (config.device.value, config.device_backend.value);
     if matches!(choice, DeviceChoice::Host | DeviceChoice::None) && backend != DeviceBackend::Auto {
         let text = format!(
-            "LOWTIDE_DEVICE_BACKEND={backend} ({}) is of no use with LOWTIDE_DEVICE={choice} ({}): \
-             expected a CUDA device",
+            "LOWTIDE_DEVICE_BACKEND={backend} ({}) has no effect with LOWTIDE_DEVICE={choice} \
+             ({}): expected a CUDA device",
             config.device_backend.source, config.device.source
         );
         diagnostics.push(Diagnostic::warning("device", text));
@@ -39,21 +39,21 @@ pub(super) fn open_driver(
         }
         DeviceChoice::Auto => Ok(open_cuda(choice, backend).map(Some).unwrap_or_else(|no_cuda| {
             let NoCuda { severity, cause } = no_cuda;
-            let text = format!("device arenas lie in host memory: {cause}");
+            let text = format!("device arenas use host memory: {cause}");
             diagnostics.push(Diagnostic { severity, about: "device", text });
             host()
         })),
     }
 }
 
-/// Why there is no CUDA device, and whether that is worth a warning: a machine without a GPU is
-/// not.
+/// The reason that there is no CUDA device, and its severity: only informational on a machine
+/// without a GPU.
 struct NoCuda {
     severity: Severity,
     cause: String,
 }
 
-/// The CUDA device that is chosen, or why it cannot be had.
+/// Opens the chosen CUDA device, or returns the reason that it cannot be opened.
 #[cfg(feature = "cuda")]
 fn open_cuda(choice: DeviceChoice, backend: DeviceBackend) -> Result<Arc<dyn Driver>, NoCuda> {
     use crate::device::driver::Backend;
@@ -81,12 +81,12 @@ fn open_cuda(choice: DeviceChoice, backend: DeviceBackend) -> Result<Arc<dyn Dri
         cause: error.to_string(),
     })?;
     let (device, backend) = (driver.device(), driver.backend());
-    log!(info, %device, %backend, "device arenas lie in CUDA memory");
+    log!(info, %device, %backend, "device arenas use CUDA memory");
     Ok(Arc::new(driver))
 }
 
 #[cfg(not(feature = "cuda"))]
 fn open_cuda(_: DeviceChoice, _: DeviceBackend) -> Result<Arc<dyn Driver>, NoCuda> {
-    let cause = "this build has no CUDA (feature `cuda` is off)".to_owned();
+    let cause = "feature `cuda` is not enabled in this build".to_owned();
     Err(NoCuda { severity: Severity::Info, cause })
 }

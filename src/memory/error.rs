@@ -1,4 +1,4 @@
-//! What can go wrong when `Memory` starts or is used, and what is merely worth knowing.
+//! Errors of `Memory`, and diagnostics.
 
 use std::fmt;
 
@@ -9,51 +9,51 @@ use crate::config::{ConfigError, DeviceChoice, Source};
 use crate::control::{AddError, Budget, LoadError, SettingsError};
 use crate::device::DeviceError;
 
-/// Why a [`Memory`](super::Memory) did not start. Nothing is left running.
+/// The reason that a [`Memory`](super::Memory) did not start. Nothing is left running.
 ///
-/// Its `Debug` is its text, so that a `main` that returns it says what is wrong.
+/// Its `Debug` output is its message, so a `main` that returns this error prints a readable text.
 #[derive(Error)]
 #[non_exhaustive]
 pub enum StartError {
-    /// One runs in this process already.
-    #[error("a Memory runs in this process already: share its handle, or shut it down first")]
+    /// A `Memory` is already running in this process.
+    #[error("a Memory is already running in this process: share its handle or shut it down first")]
     AlreadyStarted,
-    /// Settings that cannot be used.
+    /// Invalid settings.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// Settings that do not go together.
+    /// Settings that conflict.
     #[error(transparent)]
     Settings(#[from] SettingsError),
     /// The configured memory limit leaves no room for any request.
     #[error(
-        "{} is too small: {held} are held before the first request; expected at least {least}{}",
+        "{} is too small: {held} in use before the first request; expected at least {least}{}",
         named(*.from, *.limit), meant(*.limit, *.least)
     )]
     LimitTooSmall {
         /// The configured limit.
         limit: ByteSize,
-        /// Where it was configured.
+        /// The source of the limit.
         from: Source,
-        /// What this process holds after a purge, before its first request.
+        /// The memory in use by this process after a purge, before its first request.
         held: ByteSize,
         /// The smallest limit that admits anything: `held` divided by the ceiling, in whole MiB and
-        /// at least 1 MiB. A service needs more: what its requests hold as well.
+        /// at least 1 MiB. A service also needs memory for its requests.
         least: ByteSize,
     },
-    /// A CUDA device was asked for and is not to be had.
+    /// A CUDA device was requested and cannot be opened.
     #[error("LOWTIDE_DEVICE={device}: {cause}")]
     NoCuda {
-        /// Which.
+        /// The requested device.
         device: DeviceChoice,
-        /// Why not.
+        /// The cause.
         cause: String,
     },
     /// A thread could not be started.
-    #[error("the thread {name} cannot be started: {error}")]
+    #[error("cannot start thread {name}: {error}")]
     Thread {
-        /// Which.
+        /// The name of the thread.
         name: &'static str,
-        /// What the operating system said.
+        /// The error of the operating system.
         error: std::io::Error,
     },
 }
@@ -64,7 +64,7 @@ impl fmt::Debug for StartError {
     }
 }
 
-/// A limit as its author wrote it.
+/// Formats a limit in the form of its source.
 fn named(from: Source, limit: ByteSize) -> String {
     match from {
         Source::Environment => format!("LOWTIDE_MEMORY_LIMIT={}", limit.exact()),
@@ -75,7 +75,7 @@ fn named(from: Source, limit: ByteSize) -> String {
 /// The largest number without a unit that may have been meant as MiB: 64 GiB.
 const MEANT_MAX: u64 = 1 << 16;
 
-/// What was probably meant: a number of bytes that is a sensible number of MiB.
+/// Returns a suggestion if the number of bytes is a plausible number of MiB.
 fn meant(limit: ByteSize, least: ByteSize) -> String {
     let count = limit.get();
     if count < MEANT_MAX && ByteSize::mib(count) >= least {
@@ -85,44 +85,44 @@ fn meant(limit: ByteSize, least: ByteSize) -> String {
     }
 }
 
-/// Why something could not be done with a running [`Memory`](super::Memory).
+/// An error of a running [`Memory`](super::Memory).
 #[derive(Clone, Debug, Error, PartialEq)]
 #[non_exhaustive]
 pub enum MemoryError {
-    /// The configuration says that there is no device.
-    #[error("arena {arena:?} cannot be opened: LOWTIDE_DEVICE is none")]
+    /// The configured device is `none`.
+    #[error("cannot open arena {arena:?}: LOWTIDE_DEVICE is none")]
     NoDevice {
         /// The arena's name.
         arena: String,
     },
-    /// The driver refused.
-    #[error("arena {arena:?} cannot be opened: {error}")]
+    /// The driver failed to open the arena.
+    #[error("cannot open arena {arena:?}: {error}")]
     Arena {
         /// The arena's name.
         arena: String,
-        /// What the driver said.
+        /// The cause.
         error: DeviceError,
     },
-    /// The name is taken: the two would be one in metrics.
-    #[error("an arena called {arena:?} is open already: expected another name")]
+    /// The name is in use; the arenas could not be distinguished in metrics.
+    #[error("arena {arena:?} is already open: expected another name")]
     DuplicateArena {
         /// The name.
         arena: String,
     },
-    /// Every place is taken.
-    #[error("{max} arenas are open: expected fewer")]
+    /// The maximum number of arenas is open.
+    #[error("too many arenas: at most {max} can be open")]
     TooManyArenas {
-        /// How many there may be.
+        /// The maximum.
         max: usize,
     },
-    /// Every place is taken.
-    #[error("{max} resources are registered: expected fewer")]
+    /// The maximum number of resources is registered.
+    #[error("too many resources: at most {max} can be registered")]
     TooManyResources {
-        /// How many there may be.
+        /// The maximum.
         max: usize,
     },
-    /// The name is taken: the two would be one in metrics.
-    #[error("a resource called {name:?} is registered already: expected another name")]
+    /// The name is in use; the resources could not be distinguished in metrics.
+    #[error("resource {name:?} is already registered: expected another name")]
     DuplicateResource {
         /// The name.
         name: String,
@@ -135,16 +135,17 @@ pub enum MemoryError {
     ResourceTooLarge {
         /// The resource.
         name: String,
-        /// The budget that it does not fit.
+        /// The budget that is too small.
         budget: Budget,
-        /// Its declared cost.
+        /// The declared cost.
         cost: ByteSize,
-        /// The most that may ever be held: the configured limit, or the machine's memory, times
-        /// the configured ceiling.
+        /// The ceiling: the configured limit, or the machine's memory, times the configured share.
         ceiling: ByteSize,
     },
-    /// This is a forked child: the threads and the device context are the parent's.
-    #[error("this process is a fork of the one that started Memory: start one here")]
+    /// This is a forked child: the threads and the device context belong to the parent.
+    #[error(
+        "the Memory was started in the parent of this forked process: start one in this process"
+    )]
     Forked,
 }
 
@@ -158,34 +159,33 @@ impl From<AddError> for MemoryError {
     }
 }
 
-/// For `?` in the loaders of resources that live in an arena. It stands here because policy and
-/// devices do not know each other.
+/// For `?` in the loaders of resources that use an arena. It is here because policy and devices do
+/// not depend on each other.
 impl From<DeviceError> for LoadError {
     fn from(error: DeviceError) -> Self {
         Self::new(error)
     }
 }
 
-/// How much a [`Diagnostic`] matters.
+/// The severity of a [`Diagnostic`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Severity {
     /// A fact about this system that needs no action, such as that there is no GPU. Logged at info.
     Info,
-    /// Something did not go as asked, or protection is reduced. Logged at warn and counted in
-    /// `lowtide_diagnostics`.
+    /// A problem, or reduced protection. Logged at warn and counted in `lowtide_diagnostics`.
     Warning,
 }
 
-/// Something that did not go as asked, or that this system does not have; logged once.
+/// A setting that could not be applied, or a feature that this system lacks. Logged once.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Diagnostic {
-    /// How much it matters.
+    /// The severity.
     pub severity: Severity,
-    /// What it is about: `heap`, `limit`, `signals`, `device`, `resources`.
+    /// The subject: `configuration`, `heap`, `limit`, `signals`, `device`, `resources`.
     pub about: &'static str,
-    /// What is so, and what to do about it.
+    /// The fact, and the action to take.
     pub text: String,
 }
 
@@ -218,7 +218,7 @@ mod tests {
         };
         assert_eq!(
             text(512, Source::Environment),
-            "LOWTIDE_MEMORY_LIMIT=512B is too small: 6.5 MiB are held before the first request; \
+            "LOWTIDE_MEMORY_LIMIT=512B is too small: 6.5 MiB in use before the first request; \
              expected at least 9.0 MiB; did you mean 512m?"
         );
         for (limit, from) in [(5, Source::Environment), (8 << 20, Source::Code)] {

@@ -1,12 +1,12 @@
-//! The last events of a `Memory`, for people who look: purges, levels, sleeps, loads, refusals,
-//! kills, notes and errands.
+//! The last events of a `Memory`, for people: purges, levels, sleeps, loads, rejections, OOM kills,
+//! diagnostics and admin tasks.
 //!
-//! The worker sees most of them as differences between two snapshots when it publishes, so that
-//! they are as old as a publication, and what came and went between two is not seen. It is no log:
-//! what should be kept goes through `tracing`.
+//! The worker finds most of them as differences between two snapshots when it publishes. They are
+//! therefore as old as a publication, and a change that is reverted between two snapshots is not
+//! seen. This is not a log: use `tracing` for lasting records.
 //!
-//! Invariant: `events <= EVENTS_MAX`; adjoining events of one kind about one thing are one event,
-//! but for errands, of which each was asked for.
+//! Invariant: `events <= EVENTS_MAX`; adjacent events of one kind about one subject are merged,
+//! except admin tasks.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt::Write as _;
@@ -18,34 +18,34 @@ use crate::sync::{Mutex, lock};
 
 use super::snapshot::MemorySnapshot;
 
-/// Events that are kept: a screen of them.
+/// The maximum number of events: one screen.
 const EVENTS_MAX: usize = 64;
-/// Bytes of an event's text that are kept.
+/// The maximum length of an event's text, in bytes.
 const TEXT_MAX: usize = 400;
 
-/// Something that happened.
+/// An event.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Event {
-    /// When it was seen last, since the Unix epoch.
+    /// The time of its last occurrence, since the Unix epoch.
     pub at: Duration,
-    /// Of which kind: `purge`, `level`, `sleep`, `wake`, `load`, `unload`, `shed`, `kill`,
-    /// `diagnostic` or `admin_task`.
+    /// The kind: `purge`, `level`, `sleep`, `wake`, `load`, `unload`, `reject`, `kill`,
+    /// `diagnostic` or `admin`.
     pub kind: &'static str,
-    /// What it is about: an arena, a resource, a budget, a trigger.
+    /// The subject: an arena, a resource, a budget, a trigger.
     pub about: String,
-    /// What happened, the last time.
+    /// A description of the last occurrence.
     pub text: String,
-    /// How often, one after the other.
+    /// The number of consecutive occurrences.
     pub times: u64,
 }
 
-/// The ring.
+/// The ring of events.
 #[derive(Debug, Default)]
 pub(super) struct Events(Mutex<VecDeque<Event>>);
 
 impl Events {
-    /// Keeps an event; the oldest makes way.
+    /// Adds an event and drops the oldest if the ring is full.
     pub(super) fn add(&self, at: Duration, kind: &'static str, about: &str, mut text: String) {
         while text.len() > TEXT_MAX {
             text.pop();
@@ -64,13 +64,13 @@ impl Events {
         events.push_back(Event { at, kind, about: about.to_owned(), text, times: 1 });
     }
 
-    /// What is kept, oldest first.
+    /// Returns the events, oldest first.
     pub(super) fn all(&self) -> Vec<Event> {
         lock(&self.0).iter().cloned().collect()
     }
 }
 
-/// What the worker saw last, to tell what has happened since.
+/// The last snapshot of the worker, to find the changes since then.
 #[derive(Debug, Default)]
 pub(super) struct Watch {
     seen: Option<Seen>,
@@ -79,16 +79,16 @@ pub(super) struct Watch {
 #[derive(Debug)]
 struct Seen {
     levels: [Level; 2],
-    /// Sleeps, wakes, failures to wake; by name.
+    /// Sleeps, wakes and failed wakes, by name.
     arenas: BTreeMap<String, [u64; 3]>,
-    /// Loads, failures, unloads by reason; by name.
+    /// Loads, failures, and unloads by reason; by name.
     resources: BTreeMap<String, ([u64; 2], [u64; UnloadReason::ALL.len()])>,
     shed: [u64; RejectReason::ALL.len()],
     kills: u64,
 }
 
 impl Watch {
-    /// Adds what has happened since the last snapshot.
+    /// Adds an event for each change since the last snapshot.
     pub(super) fn see(&mut self, snapshot: &MemorySnapshot, events: &Events) {
         let now = Seen::of(snapshot);
         if let Some(before) = self.seen.take() {
@@ -126,7 +126,7 @@ impl Seen {
         }
         for (name, counts) in &self.arenas {
             let was = before.arenas.get(name).unwrap_or(&[0; 3]);
-            let said = [("sleep", "fell asleep"), ("wake", "woke"), ("wake", "could not be woken")];
+            let said = [("sleep", "fell asleep"), ("wake", "woke"), ("wake", "wake failed")];
             for ((count, was), (kind, text)) in counts.iter().zip(was).zip(said) {
                 if count > was {
                     tell(kind, name, text.to_owned());
@@ -139,7 +139,7 @@ impl Seen {
             let (was_loads, was_unloads) =
                 was.map_or((&none, &no_unload), |(loads, unloads)| (loads, unloads));
             if *failures > was_loads[1] {
-                tell("load", name, "a load failed".to_owned());
+                tell("load", name, "load failed".to_owned());
             }
             let unloads = unloads.iter().zip(was_unloads).zip(UnloadReason::ALL);
             for (_, why) in unloads.filter(|((count, was), _)| count > was) {
@@ -161,7 +161,7 @@ impl Seen {
         }
         if self.kills > before.kills {
             let killed = self.kills - before.kills;
-            tell("kill", "cgroup", format!("the kernel killed {killed} for memory"));
+            tell("kill", "cgroup", format!("{killed} OOM-killed by the kernel"));
         }
     }
 }
@@ -206,11 +206,11 @@ mod tests {
             "level host: pressure high, was none",
             "sleep a: fell asleep",
             "wake a: woke",
-            "load m: a load failed",
+            "load m: load failed",
             "unload m: unloaded: pressure",
             "load m: loaded",
             "reject requests: rejected: 1 too_large, 3 full",
-            "kill cgroup: the kernel killed 2 for memory",
+            "kill cgroup: 2 OOM-killed by the kernel",
         ];
         assert_eq!(told, expected);
         now.since(&now, |kind, about, text| panic!("nothing new: {kind} {about}: {text}"));

@@ -1,9 +1,8 @@
-//! What the heap was started with, compared with what was asked: the notes of a start.
+//! Compares the heap's settings at start with the requested ones, for the diagnostics of a start.
 //!
-//! It changes nothing and reads nothing; the comparison itself is the heap's
-//! ([`EffectiveConf::differences_from`]).
+//! It changes and reads nothing; the comparison itself is [`EffectiveConf::differences_from`].
 //!
-//! Invariant: a process that was started as it was asked to be has no note.
+//! Invariant: a process that was started with the requested settings has no diagnostic.
 
 use crate::bytes::ByteSize;
 use crate::config::{Config, Profile, Source};
@@ -11,7 +10,7 @@ use crate::host::{
     Applied, Cause, ConfSource, Difference, EffectiveConf, HeapConf, HeapProfile, HeapSettings,
 };
 
-/// What whoever started the process said to jemalloc, and we moved.
+/// Returns a text for each setting that was passed to jemalloc at start and that lowtide changed.
 pub(super) fn moved(
     at_start: &EffectiveConf,
     settings: &HeapSettings,
@@ -29,17 +28,17 @@ pub(super) fn moved(
         .filter(|it| !it.is_fixed_at_start() && said(&it.cause) && untold(it.setting))
         .map(|Difference { setting, asked, found, cause }| {
             format!(
-                "{setting} is moved from {found}, {cause}, to {asked}: LOWTIDE_HEAP_DECAY, \
-                 LOWTIDE_BACKGROUND_THREADS and the profile decide it"
+                "{setting} is changed from {found}, {cause}, to {asked}: LOWTIDE_HEAP_DECAY, \
+                 LOWTIDE_BACKGROUND_THREADS and the profile set it"
             )
         })
         .collect()
 }
 
-/// What differs from what was asked and cannot be changed any more: settings that were written for
-/// jemalloc and had no effect; what the kernel or the build decides; the settings of a profile that
-/// was asked for explicitly. Without an explicit profile the binary may carry another one on
-/// purpose, so only a binary that carries none at all is reported.
+/// Returns a text for each setting that differs from the request and cannot be changed any more:
+/// settings for jemalloc without effect, settings fixed by the kernel or the build, and the
+/// settings of an explicit profile. Without an explicit profile the binary may contain another
+/// profile on purpose, so only a binary that contains none is reported.
 pub(super) fn at_start_otherwise(config: &Config, found: &EffectiveConf) -> Vec<String> {
     let asked = config.profile.source != Source::Default;
     let asked = asked.then(|| found.requested_by(profile(config)));
@@ -55,7 +54,7 @@ pub(super) fn at_start_otherwise(config: &Config, found: &EffectiveConf) -> Vec<
     match asked.filter(|_| !fixed.is_empty()) {
         Some(asked) => diagnostics.push(in_part(config, found, &asked, &fixed)),
         None if !is_configured(found) => diagnostics.push(format!(
-            "this binary has no heap profile, so jemalloc runs with its defaults for all that is \
+            "this binary has no heap profile, so jemalloc uses its defaults for settings that are \
              fixed before `main`; add `lowtide::heap_profile!({});` to the binary, or start the \
              process with {}={}",
             profile(config),
@@ -67,18 +66,19 @@ pub(super) fn at_start_otherwise(config: &Config, found: &EffectiveConf) -> Vec<
     diagnostics
 }
 
-/// That jemalloc keeps addresses, of which the process may have few: what it keeps is no longer
-/// there for blocks of other sizes, and an allocation that finds none aborts a Rust program.
+/// Returns a warning that jemalloc keeps addresses, of which the process may have few. They are not
+/// available for blocks of other sizes, and an allocation that finds no address aborts a Rust
+/// program.
 pub(super) fn keeps_addresses(limit: ByteSize, found: &EffectiveConf) -> String {
     let (name, value) = (found.variable(), found.variable_for(&HeapConf::new("retain:false")));
     format!(
-        "the process may map little (ulimit -v or -d), so the limit is {limit} now, and falls as \
+        "the address space is limited (ulimit -v or -d), so the limit is {limit} now, and falls as \
          jemalloc keeps addresses for reuse; start the process with {name}={value}, or limit its \
-         memory with a cgroup in place of ulimit"
+         memory with a cgroup instead of ulimit"
     )
 }
 
-/// The heap profile that goes with the configured one.
+/// Returns the heap profile for the configured profile.
 fn profile(config: &Config) -> HeapProfile {
     match config.profile.value {
         Profile::LowMemory => HeapProfile::LowMemory,
@@ -87,7 +87,8 @@ fn profile(config: &Config) -> HeapProfile {
     }
 }
 
-/// Whether the binary, the build or whoever started the process configured jemalloc.
+/// Returns `true` if jemalloc was configured by the binary, the build, or at the start of the
+/// process.
 fn is_configured(found: &EffectiveConf) -> bool {
     found.conf_of_binary.is_some()
         || found.conf_of_build.is_some()
@@ -96,7 +97,7 @@ fn is_configured(found: &EffectiveConf) -> bool {
         || found.conf_of_harder.is_some()
 }
 
-/// That a profile is in force in part, and how it would be wholly.
+/// Describes a profile that is only partly in force, and how to apply all of it.
 fn in_part(
     config: &Config,
     found: &EffectiveConf,
@@ -112,7 +113,7 @@ fn in_part(
         None => format!("add `lowtide::heap_profile!({});` to the binary, or ", profile(config)),
     };
     format!(
-        "profile {} is in force in part; fixed at start otherwise: {}; {or_add}start the process \
+        "profile {} is only partly in force; fixed at start: {}; {or_add}start the process \
          with {}={}",
         config.profile.value,
         list.collect::<Vec<_>>().join(", "),

@@ -1,9 +1,9 @@
-//! Pool governors of a `Memory`: their decay is called on the worker.
+//! Pool governors of a `Memory`, which the worker decays.
 //!
-//! It opens none and ends none: a governor belongs to who opened it, and is forgotten when that
-//! drops it.
+//! It opens and closes none: a governor belongs to its creator, and is removed from the list when
+//! dropped.
 //!
-//! Invariant: no call of a driver under the lock.
+//! Invariant: no driver call under the lock.
 
 use std::sync::{Arc, Weak};
 
@@ -13,22 +13,22 @@ use super::{Memory, Moment};
 use crate::device::driver::cuda::PoolGovernor;
 use crate::sync::{Mutex, lock};
 
-/// The governors that still live, and some that no longer do.
+/// The registered governors, of which some may have been dropped.
 pub(super) type Governors = Mutex<Vec<Weak<PoolGovernor>>>;
 
 impl Memory {
-    /// Has this `Memory` call the governor's [`PoolGovernor::decay`] on its worker, once in each
-    /// metrics interval, for as long as both live. A failure is a note. To ask for it twice changes
-    /// nothing.
+    /// Calls [`PoolGovernor::decay`] of the governor on the worker, once in each metrics interval,
+    /// while both exist. A failure becomes a diagnostic. Registering a governor twice has no
+    /// effect.
     ///
     /// The pool keeps its own decay time: neither a purge of this `Memory` nor the watermark of the
-    /// device shortens that; [`PoolGovernor::trim`] gives back all. The worker never waits for the
-    /// context, so that it spoils no capture of a graph: memory whose free no wait of the program
-    /// has shown to be complete (`cuStreamSynchronize` after the free, for example) stays in the
-    /// pool until one has. [`PoolGovernor::decay`] waits itself when the program calls it.
+    /// device shortens it; [`PoolGovernor::trim`] releases all idle memory. The worker never waits
+    /// for the context, because that would invalidate a graph capture. Memory stays in the pool
+    /// until the program has waited for its free to complete (for example with
+    /// `cuStreamSynchronize`). [`PoolGovernor::decay`] waits itself if the program calls it.
     ///
     /// # Errors
-    /// [`MemoryError::Forked`].
+    /// [`MemoryError::Forked`] in a forked child.
     pub fn govern(&self, governor: &Arc<PoolGovernor>) -> Result<(), MemoryError> {
         let shared = &self.0.shared;
         shared.check_here()?;
@@ -41,7 +41,7 @@ impl Memory {
 }
 
 impl Shared {
-    /// Gives back what nobody used for long enough in the pools that are governed.
+    /// Releases the memory of governed pools that was unused for the decay time.
     pub(super) fn decay_governors(&self, now: Moment) {
         if self.check_here().is_err() {
             return;

@@ -1,6 +1,6 @@
-//! What the worker's jobs do to heap, arenas and metrics.
+//! The worker's maintenance actions on heap, arenas and metrics.
 //!
-//! Runs on `lowtide-worker` alone. An error of a mechanism is a note, never a panic.
+//! Runs only on `lowtide-worker`. A failed action becomes a diagnostic, never a panic.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -19,36 +19,37 @@ use super::history::HistorySample;
 use super::shared::Shared;
 use super::snapshot::{DeviceSnapshot, MemorySnapshot};
 
-/// How often at most the application's hook runs, and the recorder is told what the metrics are: it
-/// may have been installed meanwhile, and telling is a sixth of what publishing costs.
+/// The minimum time between calls of the application's hook, and between descriptions of the
+/// metrics to the recorder, which may be installed late; a description costs a sixth of a
+/// publication.
 const HOOK_EVERY: Duration = Duration::from_secs(5);
 
-/// Series by name are bounded, whatever names a service makes up.
+/// The maximum number of named heap arenas with metrics series.
 const HEAP_ARENAS_MAX: usize = 64;
-/// The same for device arenas and their rungs.
+/// The maximum number of device arenas and backends with metrics series.
 const RUNGS_MAX: usize = 64;
 
-/// The application's, called on the worker: after metrics were published, or as caches are called
-/// back.
+/// A hook of the application, called on the worker after metrics were published, or after a flush
+/// of thread caches was requested.
 pub(super) type Hook = Box<dyn FnMut() + Send>;
 
 pub(super) struct MaintenanceExecutor {
     shared: Arc<Shared>,
     hook: Option<Hook>,
     hook_at: Moment,
-    /// Wakes threads that are parked, so that they empty their caches.
+    /// Wakes parked threads, so that they flush their caches.
     recall_hook: Option<Hook>,
-    /// Names of dedicated heap arenas that were published.
+    /// The names of dedicated heap arenas that were published.
     heap_arenas: Vec<String>,
-    /// Device arenas that were published, and the rung of each.
+    /// The device arenas that were published, and the backend of each.
     backends: Vec<(String, Backend)>,
-    /// Whether the device's memory was published the last time.
+    /// `true` if the device's memory was published the last time.
     knows_device: bool,
-    /// Kills in the own cgroup that have been logged.
+    /// The OOM kills in the own cgroup that have been logged.
     kills_logged: u64,
-    /// What was seen at the last publication.
+    /// The state at the last publication.
     watch: Watch,
-    /// Whether exhaustion was reported, and has not ended since.
+    /// `true` while exhaustion is reported.
     exhausted: bool,
 }
 
@@ -158,7 +159,8 @@ impl MaintenanceActions for MaintenanceExecutor {
 }
 
 impl MaintenanceExecutor {
-    /// Those of a `Memory` that has published nothing yet, with the application's hooks.
+    /// Creates the actions of a `Memory` that has published nothing yet, with the application's
+    /// hooks.
     pub(super) fn new(shared: &Arc<Shared>, hook: Option<Hook>, recall: Option<Hook>) -> Self {
         Self {
             shared: Arc::clone(shared),
@@ -174,8 +176,8 @@ impl MaintenanceExecutor {
         }
     }
 
-    /// Those that are, and nothing for those that were. A name stays known once it was published;
-    /// beyond [`HEAP_ARENAS_MAX`] no new ones are.
+    /// Publishes the named heap arenas, and zeros for those that no longer exist. A name is kept
+    /// once it was published; beyond [`HEAP_ARENAS_MAX`] names, new ones are not published.
     fn publish_heap_arenas(&mut self, arenas: &[(String, HostArenaStats)]) {
         for (name, stats) in arenas {
             if !self.heap_arenas.contains(name) {
@@ -192,8 +194,8 @@ impl MaintenanceExecutor {
         }
     }
 
-    /// On which rung each device arena is open. A pair that was published stays, at 0 once it is
-    /// not open any more; beyond [`RUNGS_MAX`] no new ones are.
+    /// Publishes the backend of each device arena. A published pair stays, with value 0 after the
+    /// arena is closed; beyond [`RUNGS_MAX`] pairs, new ones are not published.
     fn publish_rungs(&mut self, snapshot: &MemorySnapshot) {
         let open = || snapshot.arenas.iter().chain(&snapshot.draining);
         for arena in open() {
@@ -210,7 +212,7 @@ impl MaintenanceExecutor {
         }
     }
 
-    /// What the kernel counts of the cgroup; a kill is logged once.
+    /// Publishes the kernel's counts for the cgroup. An OOM kill is logged once.
     fn publish_kernel(&mut self, snapshot: &MemorySnapshot) {
         if let Some(total) = snapshot.oom_kills {
             record::oom_kills(total);
@@ -228,7 +230,7 @@ impl MaintenanceExecutor {
                     killed,
                     limit = %snapshot.signal.limit.bytes,
                     physical = %snapshot.physical,
-                    "the kernel killed processes of the cgroup"
+                    "processes OOM-killed"
                 );
             }
         }
@@ -236,10 +238,10 @@ impl MaintenanceExecutor {
             record::psi(psi);
         }
         if snapshot.signal.limit_is_stale {
-            let start = "a limit of the cgroup cannot be read any more";
+            let start = "cannot read a limit of the cgroup any more";
             let limit = snapshot.signal.limit;
             let text = format!(
-                "{start}: {} ({}) stands as it was last read; expected readable files in {:?}",
+                "{start}: the last value, {} ({}), stays in force; expected readable files in {:?}",
                 limit.bytes,
                 limit.source.name(),
                 snapshot.cgroup.as_deref().unwrap_or_else(|| Path::new("")),
@@ -264,9 +266,9 @@ impl MaintenanceExecutor {
     }
 }
 
-/// Gives back what the arenas hold idle: a rung of the ladder.
+/// Releases the idle memory of arenas: a reclaim step.
 pub(super) struct IdleGranules {
-    /// Set once the parts are joined.
+    /// Set once the parts are connected.
     pub(super) shared: Arc<Mutex<Option<Arc<Shared>>>>,
     pub(super) relieves: Budget,
 }

@@ -1,8 +1,8 @@
-//! The heap's settings at a start: moved where they can move, with a note of what cannot.
+//! Applies the heap's settings at start, and adds diagnostics for those that cannot be applied.
 //!
-//! It decides nothing later: who drives the heap's decay is settled here, once.
+//! It also determines once whether jemalloc's threads or lowtide drive the heap's decay.
 //!
-//! Invariant: `decay_interval` is set where jemalloc runs no threads of its own, and only there.
+//! Invariant: `decay_interval` is set if and only if jemalloc runs no background threads.
 
 use std::time::Duration;
 
@@ -14,19 +14,17 @@ use crate::host::{self, HeapProbe, HeapSettings};
 use super::error::Diagnostic;
 use super::found::{at_start_otherwise, keeps_addresses, moved};
 
-/// The heap as a start left it.
+/// The heap after the start.
 pub(super) struct SettledHeap {
-    /// `None` where jemalloc's statistics cannot be read.
+    /// `None` if jemalloc's statistics cannot be read.
     pub(super) probe: Option<HeapProbe>,
-    /// How often its decay is to be driven; `None` where jemalloc's own threads do that, or where
-    /// there is nothing to drive.
+    /// The time between decay passes; `None` if jemalloc's threads do them, or if nothing decays.
     pub(super) decay_interval: Option<Duration>,
-    /// jemalloc's threads at most, as it says; 0 where they are off.
+    /// The maximum number of jemalloc's threads, as reported by jemalloc; 0 if they are off.
     pub(super) background_threads: u32,
 }
 
-/// jemalloc's threads at most: no more than CPUs can be kept busy, unless somebody asked for more
-/// than a profile does.
+/// The maximum number of jemalloc's threads: no more than CPUs, unless more were set explicitly.
 fn threads_for(asked: Resolved<u32>, cpus: Cpus) -> u32 {
     match (asked.source, cpus.whole()) {
         (Source::Profile, Some(cpus)) => asked.value.min(cpus),
@@ -34,15 +32,16 @@ fn threads_for(asked: Resolved<u32>, cpus: Cpus) -> u32 {
     }
 }
 
-/// In a decay time jemalloc's curve is looked at so often: a quarter of the time late at most.
+/// The decay passes in one decay time: pages are released a quarter of the time late at most.
 const LOOKS_PER_DECAY: u32 = 4;
-/// No more often than this, though a decay time were shorter.
+/// The minimum interval of decay passes.
 const DECAY_INTERVAL_MIN: Duration = Duration::from_millis(20);
-/// No less often: what is due leaves within seconds, not all of it at the end of a long time.
+/// The maximum interval of decay passes: pages are released gradually, not all at the end of a long
+/// time.
 const DECAY_INTERVAL_MAX: Duration = Duration::from_secs(2);
 
-/// How often a heap without threads of its own is to be decayed; `None` where nothing decays, or
-/// all of it at once, which jemalloc does as it frees.
+/// Returns the interval of decay passes of a heap without background threads; `None` if nothing
+/// decays, or if jemalloc releases pages as it frees them.
 fn decay_interval(decay: DecayTime) -> Option<Duration> {
     match decay {
         DecayTime::Within(time) => {
@@ -52,7 +51,7 @@ fn decay_interval(decay: DecayTime) -> Option<Duration> {
     }
 }
 
-/// Moves the heap's settings, and notes what was not taken over.
+/// Applies the heap's settings, and adds a diagnostic for each that was not applied.
 pub(super) fn settle_heap(
     config: &Config,
     signals: &Signals,
@@ -62,7 +61,7 @@ pub(super) fn settle_heap(
     let mut diagnostic = |text| diagnostics.push(Diagnostic::warning("heap", text));
     if !host::is_global() {
         diagnostic(
-            "jemalloc is not the global allocator, so what Rust allocates is neither measured nor \
+            "jemalloc is not the global allocator, so Rust's allocations are neither measured nor \
              purged: add `#[global_allocator] static HEAP: lowtide::host::Heap = \
              lowtide::host::Heap;` to the binary"
                 .to_owned(),
@@ -71,7 +70,8 @@ pub(super) fn settle_heap(
     let threads = threads_for(config.background_threads, signals.cpus());
     let settings = HeapSettings {
         dirty_decay: config.heap_decay.value,
-        // Muzzy pages stay in the resident set until the kernel wants them: given back at once.
+        // Muzzy pages stay in the resident set until the kernel reclaims them, so they are released
+        // at once.
         muzzy_decay: DecayTime::AtOnce,
         background_threads: threads > 0,
         max_background_threads: (threads > 0).then_some(threads),

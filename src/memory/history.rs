@@ -1,6 +1,6 @@
-//! The last minutes of a few figures, so that whoever begins to look does not begin with nothing.
+//! The recent history of a few figures, so that a viewer starts with the last minutes.
 //!
-//! One point at each publication, in a ring that is allocated once. It measures nothing itself.
+//! One sample at each publication, in a ring that is allocated once. It measures nothing itself.
 //!
 //! Invariant: `points <= POINTS_MAX`, oldest first.
 
@@ -13,24 +13,24 @@ use crate::sync::{Mutex, lock};
 
 use super::snapshot::MemorySnapshot;
 
-/// Points that are kept: five minutes where metrics are published each second; 17 KiB.
+/// The samples kept: five minutes if metrics are published each second; 17 KiB.
 const POINTS_MAX: usize = 300;
 
 /// A few figures at one instant.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct HistorySample {
-    /// When, since the Unix epoch.
+    /// The time, since the Unix epoch.
     pub at: Duration,
-    /// What counts against the host's limit.
+    /// The memory that counts against the host's limit.
     pub physical: ByteSize,
-    /// Live bytes of the heap; zero where it cannot be read.
+    /// The live bytes of the heap; zero if they cannot be read.
     pub heap_live: ByteSize,
-    /// What the heap retains.
+    /// The bytes that the heap retains.
     pub heap_retained: ByteSize,
-    /// Live bytes of all device arenas that have memory: what is asleep is not in it.
+    /// The live bytes of all device arenas that have memory, without sleeping ones.
     pub device_live: ByteSize,
-    /// What they retain.
+    /// The bytes that these arenas retain.
     pub device_retained: ByteSize,
 }
 
@@ -49,7 +49,7 @@ impl HistorySample {
     }
 }
 
-/// The ring.
+/// The ring of samples.
 #[derive(Debug)]
 pub(super) struct MetricsHistory(Mutex<VecDeque<HistorySample>>);
 
@@ -68,7 +68,7 @@ impl MetricsHistory {
         points.push_back(point);
     }
 
-    /// What is kept, oldest first.
+    /// Returns the samples, oldest first.
     pub(super) fn all(&self) -> Vec<HistorySample> {
         lock(&self.0).iter().copied().collect()
     }

@@ -1,15 +1,15 @@
-//! `Memory`: the parts of the crate joined into one that runs.
+//! The running memory manager of a process.
 //!
-//! It builds heap settings, device arenas, admission and resources from one [`Config`], joins
-//! policy to mechanism, owns the two threads (`lowtide-control` decides, `lowtide-worker` does),
-//! and stops them. It holds no policy and no mechanism of its own. Without it heap and arenas work
-//! all the same; nothing is timed, admitted or published then.
+//! [`Memory`] builds heap settings, device arenas, admission and resources from one [`Config`],
+//! connects policy to mechanism, owns the two threads (`lowtide-control` decides, `lowtide-worker`
+//! acts), and stops them. It contains no policy and no mechanism of its own. Heap and arenas also
+//! work without it; but then nothing is timed, admitted or published.
 //!
-//! It runs until [`Memory::shutdown`], or until the last handle is dropped: a [`Memory`], or an
-//! [`Admission`] that came from one, which every layer holds. What the threads and resources hold
-//! is no such handle, so that nothing keeps itself running.
+//! It runs until [`Memory::shutdown`], or until the last handle is dropped. Handles are [`Memory`]
+//! and every [`Admission`] obtained from one, which every layer holds. The threads and resources
+//! hold no such handle, so they do not keep it running.
 //!
-//! Invariants: at most one `Memory` runs in a process; `threads = 2` while it does, 0 after
+//! Invariants: at most one `Memory` runs in a process; `threads = 2` while it runs, 0 after
 //! [`Memory::shutdown`]; dropping it never blocks.
 
 mod admin_tasks;
@@ -64,17 +64,17 @@ pub use threads::on_thread_start;
 
 use shared::Shared;
 
-/// The process generation in which a `Memory` runs, or [`NOWHERE`]: what the parent of a fork
-/// claimed is no claim in the child.
+/// The process generation in which a `Memory` runs, or [`NOWHERE`]. A forked child does not inherit
+/// the parent's claim.
 static STARTED: AtomicU64 = AtomicU64::new(NOWHERE);
 /// No `Memory` runs.
 const NOWHERE: u64 = u64::MAX;
 
-/// The memory of a service, managed. A cheap handle; all clones are the same.
+/// The memory manager of a service. A cheap handle; all clones refer to the same manager.
 ///
-/// It runs while a handle lives: this one, a clone, or a handle of [`Memory::admission`], which
-/// every layer holds. Dropping the last one without [`Memory::shutdown`] ends the threads and logs
-/// a warning.
+/// It runs while a handle exists: this one, a clone, or a handle from [`Memory::admission`], which
+/// every layer holds. Dropping the last handle without [`Memory::shutdown`] ends the threads and
+/// logs a warning.
 ///
 /// ```
 /// use lowtide::{ByteSize, Memory};
@@ -88,7 +88,7 @@ const NOWHERE: u64 = u64::MAX;
 /// # Ok::<(), lowtide::BoxError>(())
 /// ```
 ///
-/// A handle that is dropped at once manages nothing, so the compiler warns:
+/// A handle that is dropped immediately manages nothing, so the compiler warns:
 ///
 /// ```compile_fail
 /// #![deny(unused_must_use)]
@@ -96,10 +96,10 @@ const NOWHERE: u64 = u64::MAX;
 /// # Ok::<(), lowtide::BoxError>(())
 /// ```
 #[derive(Clone)]
-#[must_use = "dropping the last handle ends the threads, and nothing is measured any more"]
+#[must_use = "dropping the last handle ends the manager's threads"]
 pub struct Memory(Arc<Inner>);
 
-/// A handle of a [`Memory`] that does not keep it running.
+/// A handle to a [`Memory`] that does not keep it running.
 #[derive(Clone)]
 pub struct WeakMemory {
     shared: Weak<Shared>,
@@ -107,7 +107,7 @@ pub struct WeakMemory {
 }
 
 impl WeakMemory {
-    /// Returns the `Memory` while another handle keeps it running. Allocates some bytes.
+    /// Returns the `Memory` if another handle keeps it running. Allocates a few bytes.
     pub fn upgrade(&self) -> Option<Memory> {
         Some(Memory::of(self.shared.upgrade()?, self.running.upgrade()?))
     }
@@ -122,56 +122,56 @@ impl fmt::Debug for WeakMemory {
 struct Inner {
     shared: Arc<Shared>,
     running: Arc<Running>,
-    /// Holds `running`.
+    /// Keeps `running` alive.
     admission: Admission,
 }
 
 /// Ends the threads when the last handle is dropped. It holds no arena and no resource, so that
-/// what keeps the threads running does not keep those after a shutdown.
+/// these are not kept alive after a shutdown.
 struct Running {
     threads: Threads,
     queue: Arc<JobQueue>,
     claim: Arc<Claim>,
-    /// Keeps nothing running.
+    /// Does not keep the manager running.
     admission: Admission,
 }
 
-/// How long a shutdown waits for its threads at least, whatever its deadline: threads without a job
-/// end at once, and a purge of 10 GiB takes as long.
+/// The minimum time that a shutdown waits for its threads, regardless of its deadline: idle threads
+/// end immediately, and a purge of 10 GiB takes this long.
 const JOIN_MIN: Duration = Duration::from_secs(1);
 
-/// How many threads a `Memory` has.
+/// The number of threads of a `Memory`.
 const THREADS: usize = 2;
 
-/// The two threads. Dropping it tells them to end and does not wait.
+/// The two threads. Dropping it signals them to end and does not wait.
 struct Threads {
     stop: Arc<AtomicBool>,
     bell: Arc<Bell>,
     started: Mutex<Vec<Started>>,
 }
 
-/// A thread that was started. Its end stays known after it has been joined.
+/// A thread that was started. Its end stays recorded after it has been joined.
 struct Started {
     name: &'static str,
     id: ThreadId,
     end: Arc<End>,
-    /// Until somebody joins it.
+    /// The handle, until the thread is joined.
     handle: Option<JoinHandle<()>>,
 }
 
-/// Says that a thread's work is over, by a panic too.
+/// Records that a thread has ended, also by a panic.
 #[derive(Default)]
 struct End {
     over: AtomicBool,
-    /// One for each shutdown that waits: a ring wakes one.
+    /// One bell for each waiting shutdown, because a ring wakes one waiter.
     waiting: Mutex<Vec<Arc<Bell>>>,
 }
 
-/// The right to be the one `Memory` of this process. Given back once: by the last of the two
-/// threads when it ends, or when every handle is gone.
+/// The right to run the one `Memory` of this process. Released once: by the last of the two threads
+/// when it ends, or when every handle is dropped.
 struct Claim {
     held: AtomicBool,
-    /// Threads that have not ended.
+    /// The number of threads that have not ended.
     threads: AtomicUsize,
     birth: Birth,
 }
@@ -182,81 +182,82 @@ impl Memory {
         Self(Arc::new(Inner { shared, running, admission }))
     }
 
-    /// Returns a builder with default settings. It does not read the environment:
-    /// [`Builder::with_environment`] does, and [`Memory::start`] is both.
+    /// Returns a builder with default settings. It does not read the environment; use
+    /// [`Builder::with_environment`] or [`Memory::start`] for that.
     #[must_use]
     pub fn builder() -> Builder {
         Builder::default()
     }
 
-    /// Starts a `Memory` with default settings and the `LOWTIDE_*` variables of the environment:
-    /// short for `Memory::builder().with_environment()?.start()`.
+    /// Starts a `Memory` with default settings and the `LOWTIDE_*` variables of the environment.
+    /// Short for `Memory::builder().with_environment()?.start()`.
     ///
     /// [`Builder::start`] alone does **not** read the environment, so `LOWTIDE_MEMORY_LIMIT` and
-    /// the other variables have no effect there.
+    /// the other variables have no effect on it.
     ///
     /// # Errors
-    /// As [`Builder::with_environment`] and [`Builder::start`].
+    /// The same as for [`Builder::with_environment`] and [`Builder::start`].
     pub fn start() -> Result<Self, StartError> {
         Self::builder().with_environment()?.start()
     }
 
-    /// A handle that does not keep it running: for loaders, clean-ups and hooks. One of those that
-    /// holds a `Memory` or an [`Admission`] keeps it running until [`Memory::shutdown`].
+    /// Returns a handle that does not keep the manager running, for loaders, clean-ups and hooks.
+    /// If one of those holds a `Memory` or an [`Admission`] instead, the manager runs until
+    /// [`Memory::shutdown`].
     #[must_use]
     pub fn downgrade(&self) -> WeakMemory {
         let Inner { shared, running, .. } = &*self.0;
         WeakMemory { shared: Arc::downgrade(shared), running: Arc::downgrade(running) }
     }
 
-    /// What is in force, each value with its source.
+    /// Returns the configuration in force, each value with its source.
     #[must_use]
     pub fn config(&self) -> &Config {
         &self.0.shared.config
     }
 
-    /// What did not go as asked, or cannot be had here: each once, in order of appearance. None in
-    /// a forked child.
+    /// Returns the diagnostics: settings that could not be applied, and features that this system
+    /// lacks. Each appears once, in order of appearance. Empty in a forked child.
     #[must_use]
     pub fn diagnostics(&self) -> Vec<Diagnostic> {
         self.0.shared.diagnostics()
     }
 
-    /// Returns a handle to admission, which requests book against. It is a handle of this `Memory`
-    /// as well: while a clone of it lives, in a layer for example, the threads run and correct the
-    /// account. After [`Memory::shutdown`] it is closed.
+    /// Returns a handle to admission, on which requests reserve memory. It also keeps this `Memory`
+    /// running: while a clone exists, for example in a layer, the threads run and keep the account
+    /// current. Admission is closed after [`Memory::shutdown`].
     #[must_use]
     pub fn admission(&self) -> &Admission {
         &self.0.admission
     }
 
-    /// The pressure on host memory.
+    /// Returns the pressure on host memory.
     #[must_use]
     pub fn level(&self) -> Level {
         self.0.shared.state.level(Budget::Host)
     }
 
-    /// A cost as it is booked. If device memory is host memory, because arenas lie in the memory of
-    /// this process or on an integrated GPU, there is one budget for both: all of it is the host's
-    /// then, as in every admission of this `Memory`.
+    /// Returns the cost to reserve. If device memory is host memory, because arenas are in the
+    /// memory of this process or on an integrated GPU, host and device share one budget, and the
+    /// whole cost is host memory. Every admission of this `Memory` does the same.
     #[must_use]
     pub fn cost(&self, host: ByteSize, device: ByteSize) -> Cost {
         self.admission().by_budget(Cost::host(host).and_device(device))
     }
 
-    /// Opens a device arena with the configured driver, limit, decay and idle time; it is sampled,
-    /// decays, falls asleep by itself where that is configured and is published until this
-    /// `Memory` ends, or somebody closes it ([`DeviceArena::close`]), which frees its name. That
-    /// all handles are dropped does not end it.
+    /// Opens a device arena with the configured driver, limit, decay time and sleep settings. The
+    /// manager samples, decays and publishes the arena, and puts it to sleep if configured, until
+    /// this `Memory` ends or the arena is closed with [`DeviceArena::close`], which makes its name
+    /// available again. Dropping all handles does not close the arena.
     ///
-    /// Else it is as [`ArenaConfig::new`] has it, and may be told otherwise:
-    /// [`DeviceArena::set_limit`], [`DeviceArena::set_decay`], [`DeviceArena::set_thread_cache`].
-    /// Growth by steps is had through [`Memory::share_arena`]. One that is opened after
-    /// [`Memory::shutdown`] is left to its caller.
+    /// All other settings are those of [`ArenaConfig::new`]; change them with
+    /// [`DeviceArena::set_limit`], [`DeviceArena::set_decay`] and
+    /// [`DeviceArena::set_thread_cache`]. For growth in steps, use [`Memory::share_arena`]. An
+    /// arena that is opened after [`Memory::shutdown`] is not managed.
     ///
     /// # Errors
-    /// [`MemoryError::NoDevice`] where the configuration says `none`, [`MemoryError::Arena`] where
-    /// the driver refuses, [`MemoryError::TooManyArenas`], [`MemoryError::DuplicateArena`],
+    /// [`MemoryError::NoDevice`] if the configured device is `none`, [`MemoryError::Arena`] if the
+    /// driver fails, [`MemoryError::TooManyArenas`], [`MemoryError::DuplicateArena`],
     /// [`MemoryError::Forked`].
     pub fn open_arena(&self, name: &str) -> Result<DeviceArena, MemoryError> {
         let shared = &self.0.shared;
@@ -265,19 +266,19 @@ impl Memory {
         shared.open_arena(config)
     }
 
-    /// Purges heap and arenas now, on this thread: about 0.1 ms for each MiB given back. Not for a
-    /// thread of an async runtime; see [`Memory::request_purge`].
-    /// [`Builder::after_tcache_flush_request`] is not called: that is the worker's.
+    /// Purges the heap and the arenas now, on this thread. Takes about 0.1 ms for each MiB
+    /// released. Do not call it on a thread of an async runtime; see [`Memory::request_purge`].
+    /// Does not call [`Builder::after_tcache_flush_request`]; only the worker does.
     ///
     /// # Errors
-    /// [`MemoryError::Forked`].
+    /// [`MemoryError::Forked`] in a forked child.
     pub fn purge(&self) -> Result<Purged, MemoryError> {
         self.0.shared.check_here()?;
         Ok(self.0.shared.purge(Trigger::Manual))
     }
 
-    /// Has the worker purge heap and arenas; returns at once. In a forked child, which has no
-    /// worker, does nothing.
+    /// Requests a purge of the heap and the arenas by the worker, and returns immediately. Does
+    /// nothing in a forked child, which has no worker.
     pub fn request_purge(&self) {
         if self.0.shared.check_here().is_err() {
             return;
@@ -285,31 +286,31 @@ impl Memory {
         self.0.shared.queue.push_one(Job::Purge { trigger: Trigger::Manual });
     }
 
-    /// Every figure at one instant. Costs a refresh of jemalloc's statistics and a few reads of
-    /// `/proc`: some tens of microseconds. In a forked child there is no heap, arena, resource or
-    /// note in it.
+    /// Returns all figures at one instant. Costs a refresh of jemalloc's statistics and a few reads
+    /// of `/proc`: some tens of microseconds. In a forked child it contains no heap, arenas,
+    /// resources or diagnostics.
     #[must_use]
     pub fn snapshot(&self) -> MemorySnapshot {
         self.0.shared.snapshot()
     }
 
-    /// The last events, oldest first: at most 64. None in a forked child.
+    /// Returns the last events, oldest first: at most 64. Empty in a forked child.
     #[must_use]
     pub fn events(&self) -> Vec<Event> {
         let shared = &self.0.shared;
         if shared.birth.is_here() { shared.events.all() } else { Vec::new() }
     }
 
-    /// A few figures at each of the last publications, oldest first: at most 300. None in a forked
-    /// child.
+    /// Returns a few figures at each of the last publications, oldest first: at most 300. Empty in
+    /// a forked child.
     #[must_use]
     pub fn history(&self) -> Vec<HistorySample> {
         let shared = &self.0.shared;
         if shared.birth.is_here() { shared.history.all() } else { Vec::new() }
     }
 
-    /// Where everything lies in each arena, those that serve first, then those that drain: by name,
-    /// in at most `cells_max` cells altogether (and never fewer than 4 for each arena). Costs
+    /// Returns the layout of each arena by name: serving arenas first, then draining ones. The
+    /// layouts have at most `cells_max` cells in total, but at least 4 for each arena. Costs
     /// [`DeviceArena::cells`] for each.
     #[must_use]
     pub fn cells(&self, cells_max: usize) -> Vec<(String, ArenaCells)> {
@@ -318,29 +319,29 @@ impl Memory {
         arenas.iter().map(|arena| (arena.name().to_owned(), arena.cells(each))).collect()
     }
 
-    /// The names of the arenas in that order.
+    /// Returns the names of the arenas in that order.
     #[cfg(feature = "service")]
     pub(crate) fn arena_names(&self) -> Vec<String> {
         self.0.shared.arenas().iter().map(|arena| arena.name().to_owned()).collect()
     }
 
-    /// The time by the clock that it goes by.
+    /// Returns the time on the manager's clock.
     #[cfg(feature = "service")]
     pub(crate) fn now(&self) -> Moment {
         self.0.shared.clock.now()
     }
 
-    /// Ends it in order: admits nothing more, waits for resources that are in use, unloads them,
-    /// and joins the threads. Blocks until the deadline at most, and a second longer where a job is
-    /// under way; not for a thread of an async runtime. A second call finds nothing left to do; one
-    /// that comes while the first still waits does so as well. The next `Memory` may start when
-    /// both threads have ended; called on one of them (from a hook), it waits for the other only.
+    /// Shuts the manager down: admits nothing more, waits until resources are unused, unloads them,
+    /// and joins the threads. Blocks until the deadline at most, plus one second if a job is
+    /// running. Do not call it on a thread of an async runtime. A second call has nothing left to
+    /// do; a concurrent call waits as well. The next `Memory` can start when both threads have
+    /// ended; if called on one of them (from a hook), it waits only for the other.
     ///
-    /// It closes no arena, and nobody looks for idle memory any more. On a device, call
-    /// [`DeviceArena::close`] afterwards, when the last buffer is gone: it waits for the device,
-    /// gives all memory back and has adopted memory released, which the drop of the last handle
-    /// cannot while work may go on.
-    #[must_use = "the report says what is still outstanding"]
+    /// It closes no arena, and idle memory is not released any more. On a device, call
+    /// [`DeviceArena::close`] afterwards, when the last buffer is dropped: it waits for the device,
+    /// releases all memory and calls the release functions of imported memory. Dropping the last
+    /// handle cannot do this while device work may be running.
+    #[must_use = "the report lists outstanding work"]
     pub fn shutdown(&self, deadline: Duration) -> Shutdown {
         let shared = &self.0.shared;
         if !shared.birth.is_here() {
@@ -374,22 +375,21 @@ impl fmt::Debug for Memory {
 }
 
 impl Threads {
-    /// Whether both were started, and nothing has told them to end.
+    /// Returns `true` if both threads were started and none was signalled to end.
     fn is_running(&self) -> bool {
         lock(&self.started).len() == THREADS && !self.stop.load(Ordering::Acquire)
     }
 
-    /// Tells both threads to end; the worker does first what waits.
+    /// Signals both threads to end; the worker finishes its queue first.
     fn end(&self) {
         self.stop.store(true, Ordering::Release);
         self.bell.ring();
     }
 
-    /// Waits for the threads until `deadline`, or [`JOIN_MIN`] where that is longer, and reports
-    /// those that panicked or are still at work; the latter may be joined later.
+    /// Waits for the threads until `deadline`, but at least [`JOIN_MIN`], and reports those that
+    /// panicked or are still running. The latter may be joined later.
     ///
-    /// No lock is held meanwhile, so that a thread which is waited for, or another one, may call
-    /// this as well.
+    /// No lock is held while waiting, so the awaited thread, or another one, may call this as well.
     fn join(&self, clock: &dyn Clock, deadline: Moment, report: &mut Shutdown) {
         let deadline = deadline.max(clock.now() + JOIN_MIN);
         let seen = |thread: &Started| (thread.name, thread.id, Arc::clone(&thread.end));
@@ -419,11 +419,11 @@ impl End {
         self.over.load(Ordering::Acquire)
     }
 
-    /// Waits for it until the deadline; says whether it has come.
+    /// Waits for the end until the deadline. Returns `true` if the thread has ended.
     fn wait(&self, clock: &dyn Clock, deadline: Moment) -> bool {
         let bell = Bell::new();
         lock(&self.waiting).push(Arc::clone(&bell));
-        // Ends at the deadline at the latest: each turn waits until then, or for the end.
+        // Bounded by the deadline: each iteration waits for the deadline or the end.
         while !self.is_over() && clock.now() < deadline {
             clock.wait_until(&bell, deadline);
         }
@@ -432,7 +432,8 @@ impl End {
     }
 }
 
-/// Ends the thread that holds it: the last one gives the claim back, and who waits is told.
+/// Dropped at the end of its thread: the last one releases the claim and wakes the waiting
+/// shutdowns.
 struct Ends {
     end: Arc<End>,
     claim: Arc<Claim>,
@@ -451,7 +452,7 @@ impl Drop for Ends {
 }
 
 impl Claim {
-    /// Takes it; `None` where another `Memory` has it.
+    /// Takes the claim; `None` if another `Memory` holds it.
     fn take() -> Option<Arc<Self>> {
         let birth = Birth::now();
         let here = birth.generation();
@@ -461,7 +462,8 @@ impl Claim {
         Some(Arc::new(Self { held, threads, birth }))
     }
 
-    /// Lets the next `Memory` start, once. In a forked child, whose claim is another, does nothing.
+    /// Allows the next `Memory` to start, once. Does nothing in a forked child, which has its own
+    /// claim.
     fn release(&self) {
         if self.birth.is_here() && self.held.swap(false, Ordering::AcqRel) {
             STARTED.store(NOWHERE, Ordering::Release);
@@ -495,26 +497,26 @@ impl Drop for Running {
     }
 }
 
-/// What was still outstanding when a [`Memory`] ended.
+/// The outstanding work when a [`Memory`] ended.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Shutdown {
-    /// Requests whose permits are held.
+    /// The number of requests that hold permits.
     pub requests: u64,
-    /// Resources that were in use until the deadline, each with the reason.
+    /// The resources that were in use until the deadline, each with the reason.
     pub resources: Vec<String>,
-    /// Device bytes that are live: buffers that somebody still holds.
+    /// The bytes of device memory in buffers that are still held.
     pub device_live: ByteSize,
-    /// Threads that ended by a panic.
+    /// The threads that panicked.
     pub panicked: Vec<String>,
-    /// Threads that still did a job at the deadline; they end after it.
+    /// The threads that were still running a job at the deadline. They end after it.
     pub busy: Vec<String>,
-    /// Called in a forked child, where there is nothing to end.
+    /// `true` if called in a forked child, in which nothing runs.
     pub forked: bool,
 }
 
 impl Shutdown {
-    /// Whether nothing is outstanding.
+    /// Returns `true` if nothing is outstanding.
     #[must_use]
     pub fn is_clean(&self) -> bool {
         *self == Self::default()
@@ -524,7 +526,7 @@ impl Shutdown {
 impl fmt::Display for Shutdown {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.forked {
-            return f.write_str("a forked child: nothing to end");
+            return f.write_str("forked child: nothing to shut down");
         }
         if self.is_clean() {
             return f.write_str("nothing outstanding");
@@ -538,13 +540,13 @@ impl fmt::Display for Shutdown {
             write!(f, "; {thread} panicked")?;
         }
         for thread in &self.busy {
-            write!(f, "; {thread} is still at work")?;
+            write!(f, "; {thread} still running")?;
         }
         Ok(())
     }
 }
 
-/// The stats of every registered resource.
+/// Returns the stats of every registered resource.
 fn resource_stats(resources: &crate::control::Resources) -> Vec<ResourceStats> {
     resources.all().iter().map(|resource: &Arc<dyn Resource>| resource.stats()).collect()
 }

@@ -1,18 +1,18 @@
-//! A resource's memory in arenas of its own, so that all of it goes when the resource is unloaded,
-//! whatever was allocated beside it meanwhile, and so that it is known how much it is.
+//! Dedicated arenas of a resource, so that its memory can be measured, and released completely when
+//! it is unloaded.
 //!
-//! In the heap arena lies what the loader's own thread allocates, and not what threads do that it
-//! starts. Where jemalloc does not serve this process, or no arena can be had, the resource is
-//! loaded into the heap that all share: a worse place, and no reason to refuse a request. The
-//! device arena is whoever's who registered the resource; here it is measured, and purged.
+//! The heap arena contains allocations of the loader's own thread, but not those of threads that it
+//! starts. If jemalloc does not serve this process, or no arena can be created, the resource is
+//! loaded into the shared heap; requests are not rejected for that. The device arena belongs to the
+//! caller that registered the resource; it is measured and purged here.
 //!
-//! Memory that C and C++ code allocates is in no such arena unless jemalloc serves that code too
-//! (feature `interpose`). Without it the resource is measured by the change of the cgroup's charge,
+//! Allocations of C and C++ code are in no such arena unless jemalloc serves that code too (feature
+//! `interpose`). Without the feature the resource is measured by the change of the cgroup's charge,
 //! or of the process's resident memory, around a load that runs alone: no other load and no other
-//! request began, ran or ended meanwhile.
+//! request started, ran or ended meanwhile.
 //!
-//! Invariant: `arena is there => its resource is loaded`, and its value lies there. A load that
-//! timed out and still runs has an arena of its own, or none.
+//! Invariant: `arena exists => its resource is loaded`, with its value in the arena. A load that
+//! timed out and still runs has its own arena, or none.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -25,22 +25,22 @@ use crate::host::{self, ARENA_NAME_MAX, HostArena, HostArenaStats};
 use super::error::Diagnostic;
 use super::shared::Shared;
 
-/// Growth of less than this around a load is taken for chance.
+/// Growth below this around a load is not attributed to the load.
 const CHANGE_MIN: ByteSize = ByteSize::mib(4);
 
 pub(super) struct OwnArena {
     name: String,
     arena: Mutex<Option<HostArena>>,
-    /// By how much the process grew around the last load, where that was measured.
+    /// The growth of the process around the last load, if it was measured.
     grown: Mutex<Option<ByteSize>>,
-    /// In which nothing lies but what the resource holds.
+    /// An arena that contains only the resource's memory.
     device: Option<DeviceArena>,
-    /// Weak: the registry holds the resource.
+    /// Weak, because the registry holds the resource.
     shared: Weak<Shared>,
 }
 
 impl OwnArena {
-    /// For the resource of this name, which the arena has too, as much of it as fits.
+    /// Creates it for the resource of this name. The arena's name is as much of that as fits.
     pub(super) fn of(
         name: &str,
         shared: &Arc<Shared>,
@@ -56,7 +56,7 @@ impl OwnArena {
         self.arena.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    /// A new arena of its name.
+    /// Creates a heap arena of this name.
     fn arena(&self) -> Option<HostArena> {
         if !host::is_global() {
             return None;
@@ -64,7 +64,7 @@ impl OwnArena {
         HostArena::new(&self.name).map_err(|error| self.diagnostic(&error)).ok()
     }
 
-    /// Bytes of pages in the arena.
+    /// Returns the bytes of pages in the arena.
     fn arena_active(&self) -> Option<ByteSize> {
         let arena = self.arena.lock().unwrap_or_else(PoisonError::into_inner);
         arena.as_ref().and_then(|arena| arena.stats().ok()).map(|stats| stats.active)
@@ -74,7 +74,7 @@ impl OwnArena {
         self.grown.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    /// Measures by the growth of the process what a load took that has ended, and says so.
+    /// Measures a finished load by the growth of the process, and adds a diagnostic.
     fn settle_growth(&self, shared: &Shared, before: &Before) {
         let in_arena = self.arena_active().unwrap_or_default();
         let worth = in_arena.saturating_add(CHANGE_MIN);
@@ -82,27 +82,27 @@ impl OwnArena {
             return;
         }
         let name = &self.name;
-        let start = format!("{name:?} holds memory of C or C++ code");
+        let start = format!("{name:?} uses memory of C or C++ code");
         let measured = before.is_alone(shared).then(|| {
-            // What the load itself needed, such as the file, is free by now.
+            // Temporary memory of the load, such as the file, has been freed by now.
             let _ = shared.purge(Trigger::Load);
             before.growth(shared)
         });
         let measured = measured.filter(|grown| before.is_alone(shared) && *grown > worth);
         *self.grown.lock().unwrap_or_else(PoisonError::into_inner) = measured;
-        let start = format!("{start}, which jemalloc does not serve in this build: ");
+        let start = format!("{start}, which jemalloc does not manage in this build: ");
         let diagnostic = match measured {
             Some(grown) => Diagnostic::info(
                 "resources",
                 format!(
-                    "{start}measured as {grown} by the growth of the process; `interpose` \
-                         measures it to the page"
+                    "{start}measured as {grown} by the growth of the process; feature `interpose` \
+                         measures it exactly"
                 ),
             ),
             None => Diagnostic::warning(
                 "resources",
                 format!(
-                    "{start}not measured, since it was not loaded alone; expected the feature \
+                    "{start}not measured, because it was not loaded alone; expected feature \
                          `interpose`"
                 ),
             ),
@@ -119,16 +119,16 @@ impl OwnArena {
     }
 }
 
-/// The process before a load.
+/// The state of the process before a load.
 struct Before {
     /// The cgroup's charge or the resident memory, in bytes, without device arenas.
     held: i64,
-    /// Requests admitted and finished.
+    /// The requests admitted and finished.
     requests: [u64; 2],
     loads: LoadCounts,
 }
 
-/// Loads of resources with an [`OwnArena`] that began and that ended.
+/// The loads of resources with an [`OwnArena`] that started and that ended.
 #[derive(Debug, Default)]
 pub(super) struct Loads {
     begun: AtomicU64,
@@ -148,7 +148,7 @@ impl Loads {
     }
 }
 
-/// Counts the end of a load, also of one that panics.
+/// Counts the end of a load, also if it panics.
 struct Loading<'a>(&'a Loads);
 
 impl<'a> Loading<'a> {
@@ -165,19 +165,19 @@ impl Drop for Loading<'_> {
 }
 
 impl Before {
-    /// Called when the load has been counted as begun.
+    /// Called after the start of the load has been counted.
     fn now(shared: &Shared) -> Self {
         let loads = shared.loads.counts();
         Self { held: held(shared), requests: requests(shared), loads }
     }
 
-    /// By how much the process has grown since.
+    /// Returns the growth of the process since then.
     fn growth(&self, shared: &Shared) -> ByteSize {
         let grown = held(shared).saturating_sub(self.held);
         ByteSize::new(u64::try_from(grown).unwrap_or(0))
     }
 
-    /// Whether nothing but this load, and at most the request that waits for it, ran since.
+    /// Returns `true` if only this load, and at most the request that waits for it, ran since.
     fn is_alone(&self, shared: &Shared) -> bool {
         let [admitted, finished] = self.requests;
         let LoadCounts { begun, ended } = self.loads;
@@ -193,9 +193,9 @@ fn requests(shared: &Shared) -> [u64; 2] {
     [stats.admitted_total, stats.finished_total]
 }
 
-/// What the cgroup is charged with, if the limit is the cgroup's: elsewhere other processes would
-/// count. Else the process's anonymous memory. Without the device arenas, which are measured apart,
-/// if they lie in host memory; below 0 if those are not touched yet.
+/// Returns the cgroup's charge if the limit is the cgroup's; otherwise the process's anonymous
+/// memory, because other processes would count. Without device arenas in host memory, which are
+/// measured separately; negative if those are not touched yet.
 fn held(shared: &Shared) -> i64 {
     let signal = shared.signals.sample();
     let is_cgroup = matches!(signal.limit.source, LimitSource::Cgroup | LimitSource::High);
@@ -229,7 +229,7 @@ impl LoadScope for OwnArena {
         let host = self.unload_from_heap(unload).max(self.take_grown());
         unload(); // where it has not run
         let device = self.device.as_ref().zip(before).map(|(arena, before)| {
-            // Where the driver refuses, what is idle decays.
+            // If the driver fails, idle memory decays later.
             let _ = arena.purge();
             before.saturating_sub(committed(arena))
         });
@@ -244,26 +244,26 @@ impl LoadScope for OwnArena {
 }
 
 impl OwnArena {
-    /// Loads in an arena, if there is one; whether there is something to keep.
+    /// Loads in an arena, if there is one. Returns `true` if there is a value to keep.
     fn load_within(&self, load: &mut dyn FnMut() -> bool) -> bool {
         let Some(arena) = self.arena() else { return load() };
         let is_kept = arena.scope(&mut *load).unwrap_or_else(|error| {
             self.diagnostic(&error);
             load()
         });
-        // Otherwise it is dropped, as by a panic of the loader: it is kept for another. The value
-        // of a later load may lie in the arena that is there by now.
+        // Otherwise the arena is dropped, as after a panic of the loader, and kept for reuse. The
+        // value of a later load may be in the arena that is here now.
         if is_kept {
             *self.arena.lock().unwrap_or_else(PoisonError::into_inner) = Some(arena);
         }
         is_kept
     }
 
-    /// Runs the clean-up and says what the heap arena gave back, where there is one.
+    /// Runs the clean-up. Returns the bytes that the heap arena released, if there is one.
     fn unload_from_heap(&self, unload: &mut dyn FnMut()) -> Option<ByteSize> {
         let arena = self.take()?;
         let before = arena.stats().map(|stats| stats.active).unwrap_or_default();
-        // In a scope, so that what is freed does not stay in this thread's cache.
+        // In a scope, so that freed memory does not stay in this thread's cache.
         if arena.scope(&mut *unload).is_err() {
             unload();
         }
@@ -275,14 +275,15 @@ impl OwnArena {
                 target: "lowtide",
                 name,
                 %active,
-                "a resource's heap arena is not empty"
+                "heap arena not empty after unload"
             );
         }
-        // Dropped, and so purged and kept for the next load of whatever.
+        // Dropped, and so purged and kept for the next load of any resource.
         Some(before.saturating_sub(active))
     }
 
-    /// What was found in both; the device arena's in the host's budget if it counts there.
+    /// Combines both costs; that of the device arena counts in the host's budget if its memory
+    /// does.
     fn cost(&self, host: Option<ByteSize>, device: Option<ByteSize>) -> Option<Cost> {
         host.or(device)?;
         let (host, device) = (host.unwrap_or_default(), device.unwrap_or_default());

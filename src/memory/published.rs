@@ -1,9 +1,9 @@
-//! The figures of arenas as metrics show them: one for each name, whatever arenas had it.
+//! The arenas' figures for metrics: one set per name, even if several arenas have used the name.
 //!
-//! A replaced arena drains beside the one that has its name now, and then it is gone. A series by
-//! name must neither lose the bytes of the one that drains, nor see its counters fall, nor keep the
-//! last figures of an arena that is gone: so sizes are added up, totals go on, and the sizes of
-//! what is gone are zero. It knows what metrics publish and no more.
+//! A replaced arena drains while another has its name, and is then dropped. The series of a name
+//! must not lose the bytes of a draining arena, its counters must not fall, and the last sizes of a
+//! dropped arena must not stay. Sizes are therefore summed, totals continue, and the sizes of
+//! dropped arenas are zero. Only published figures are handled here.
 //!
 //! Invariant: `sum of published committed = sum of committed`, of all arenas at one instant.
 
@@ -13,15 +13,15 @@ use crate::bytes::ByteSize;
 use crate::device::{ArenaSnapshot, ArenaState};
 use crate::sync::{Mutex, lock};
 
-/// Names of arenas that are gone: at most as many as arenas can be open at a time.
+/// The maximum number of names of dropped arenas: as many as arenas can be open at once.
 const NAMES_MAX: usize = 64;
 
-/// What arenas that are gone have counted, by name.
+/// The counts of dropped arenas, by name.
 #[derive(Debug, Default)]
 pub(super) struct Gone(Mutex<BTreeMap<String, ArenaSnapshot>>);
 
 impl Gone {
-    /// Keeps what an arena has counted; where there are too many names, it is lost.
+    /// Keeps the counts of an arena, unless there are too many names.
     pub(super) fn add(&self, mut last: ArenaSnapshot) {
         const NONE: ByteSize = ByteSize::ZERO;
         (last.live, last.requested, last.active, last.idle) = (NONE, NONE, NONE, NONE);
@@ -39,14 +39,14 @@ impl Gone {
         }
     }
 
-    /// One for each name, of those that serve, that drain, and that are gone.
+    /// Returns one snapshot for each name of serving, draining and dropped arenas.
     pub(super) fn published(
         &self,
         serving: &[ArenaSnapshot],
         draining: &[ArenaSnapshot],
     ) -> Vec<ArenaSnapshot> {
         let mut sums = lock(&self.0).clone();
-        // Those that serve come last: limit, rung and state are theirs.
+        // Serving arenas come last: limit, backend and state are theirs.
         for arena in draining.iter().chain(serving) {
             match sums.get_mut(&arena.name) {
                 Some(sum) => add(sum, arena),

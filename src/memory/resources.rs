@@ -1,10 +1,11 @@
-//! Resources: what is loaded on first use and unloaded when it has been idle, joined with heap,
-//! ledger and worker.
+//! Resources, which are loaded on first use and unloaded when idle, connected with heap, ledger and
+//! worker.
 //!
-//! How a resource lives is `control`'s; here it gets its idle time, arenas of its own, and somebody
-//! who unloads it.
+//! `control` defines the life cycle of a resource; here it gets its idle time, its own arenas, and
+//! the worker that unloads it.
 //!
-//! Invariant: a registered resource is unloaded by the worker, booked with the ledgers.
+//! Invariant: a registered resource is unloaded by the worker, and its memory is reserved in the
+//! ledgers.
 
 use std::sync::Arc;
 
@@ -15,18 +16,18 @@ use super::own_arena::OwnArena;
 use super::{Memory, MemoryError};
 
 impl Memory {
-    /// A resource that is loaded on first use, with the configured idle time; give it to
-    /// [`Memory::register`] when it is complete.
+    /// Returns a builder for a resource that is loaded on first use, with the configured idle time.
+    /// Pass it to [`Memory::register`] when it is complete.
     ///
-    /// The loader must not hold this `Memory`: the registry holds the loader, so that the two would
-    /// keep each other, and the threads, for ever, unless [`Memory::shutdown`] is called. Let it
-    /// hold what it needs, mostly a [`DeviceArena`], or a [`WeakMemory`](super::WeakMemory). The
-    /// same holds for the clean-up.
+    /// The loader and the clean-up must not hold this `Memory`: the registry holds the loader, so
+    /// both would keep each other and the threads alive until [`Memory::shutdown`] is called. Let
+    /// them hold a [`DeviceArena`] or a [`WeakMemory`](super::WeakMemory) instead.
     ///
-    /// Where [`Heap`](crate::host::Heap) is the global allocator, what the loader allocates on its
-    /// own thread lies in a [`HostArena`](crate::host::HostArena) of the resource's name, all of
-    /// which goes back after the clean-up. What the loader leaves elsewhere, such as a cache that
-    /// all share, keeps that arena; [`ManagedBuilder::load_scope`] with `None` has none.
+    /// If [`Heap`](crate::host::Heap) is the global allocator, allocations of the loader on its own
+    /// thread go to a [`HostArena`](crate::host::HostArena) with the resource's name, and all of
+    /// its memory is released after the clean-up. An allocation that outlives the resource, such as
+    /// a shared cache, keeps that arena. To use no such arena, set [`ManagedBuilder::load_scope`]
+    /// to `None`.
     ///
     /// ```
     /// use lowtide::control::LoadError;
@@ -41,7 +42,7 @@ impl Memory {
     /// };
     /// let cost = memory.cost(ByteSize::ZERO, size);
     /// let weights = memory.register(memory.managed("weights", load).cost(cost))?;
-    /// println!("{:?}", weights.acquire_blocking()?); // loads; stays while it is used
+    /// println!("{:?}", weights.acquire_blocking()?); // loads; stays loaded while it is used
     /// # drop(weights);
     /// # Ok::<(), lowtide::BoxError>(())
     /// ```
@@ -53,10 +54,11 @@ impl Memory {
         self.enclosed(name, None, load)
     }
 
-    /// The same for a resource whose device memory lies in this arena, with nothing else: what is
-    /// found there after a load is what it is booked by, where that is more than its
-    /// [`cost`](ManagedBuilder::cost), and what its clean-up frees goes back to the driver at once.
-    /// What a request allocates there while it uses the resource may stay until the arena decays.
+    /// Returns a builder for a resource whose device memory is in this arena, which contains
+    /// nothing else. If the arena's memory after a load exceeds the declared
+    /// [`cost`](ManagedBuilder::cost), the measured amount is reserved from then on. Memory freed
+    /// by the clean-up is released to the driver immediately. Memory that a request allocates in
+    /// the arena may stay until the arena decays.
     ///
     /// ```
     /// use lowtide::control::Resource as _;
@@ -72,7 +74,7 @@ impl Memory {
     /// drop(weights.acquire_blocking()?);
     /// let stats = weights.stats();
     /// let found = stats.cost.host.saturating_add(stats.cost.device);
-    /// assert!(found >= ByteSize::mib(4)); // not 1: so much the next load books
+    /// assert!(found >= ByteSize::mib(4)); // not 1 MiB: the next load reserves the measured amount
     /// # Ok::<(), lowtide::BoxError>(())
     /// ```
     pub fn managed_in<T: Send + Sync + 'static>(
@@ -96,20 +98,19 @@ impl Memory {
         builder.load_scope(Some(OwnArena::of(name, shared, device)))
     }
 
-    /// Builds the resource and has it unloaded when it has been idle, or under pressure. It stays
-    /// registered, and its loader with it, as long as this `Memory` lives; a loader that holds a
-    /// `Memory` keeps it alive (see [`Memory::managed`]).
+    /// Builds and registers the resource. It is unloaded when idle or under pressure, and stays
+    /// registered, with its loader, as long as this `Memory` lives. A loader that holds a `Memory`
+    /// keeps it alive (see [`Memory::managed`]).
     ///
-    /// A cost above the ceiling of the limit of a cgroup is noted once, because that limit may be
-    /// raised: until then each acquire is
-    /// [`AcquireError::Rejected`](crate::control::AcquireError::Rejected) with
-    /// [`Rejected::TooLarge`](crate::control::Rejected::TooLarge), which has no time to retry
-    /// after.
+    /// A cost above the ceiling of a cgroup's limit is only a diagnostic, because that limit may be
+    /// raised. Until then each acquire fails with
+    /// [`AcquireError::Rejected`](crate::control::AcquireError::Rejected) and
+    /// [`Rejected::TooLarge`](crate::control::Rejected::TooLarge), which has no retry time.
     ///
     /// # Errors
-    /// [`MemoryError::ResourceTooLarge`] for a cost above the ceiling of the configured limit or of
-    /// the machine's memory, [`MemoryError::TooManyResources`], [`MemoryError::DuplicateResource`],
-    /// [`MemoryError::Forked`].
+    /// [`MemoryError::ResourceTooLarge`] if the cost is above the ceiling of the configured limit
+    /// or of the machine's memory, [`MemoryError::TooManyResources`],
+    /// [`MemoryError::DuplicateResource`], [`MemoryError::Forked`].
     pub fn register<T: Send + Sync + 'static>(
         &self,
         builder: ManagedBuilder<T>,

@@ -1,19 +1,18 @@
-//! The sensor: kernel signals, heap and arenas joined into one sample.
+//! The sensor, which combines kernel signals, heap and arenas into one sample.
 //!
 //! Runs on the control thread: no allocation, no driver call, some ten to thirty microseconds.
-//! jemalloc's statistics are refreshed no more often than their measured cost allows (0.3 % of a
+//! jemalloc's statistics are refreshed only as often as their measured cost allows (0.3 % of a
 //! core): about every 20 ms in a busy process with few threads, every quarter of a second in a
-//! large one, and never while nothing moves. Between two refreshes what is purgeable follows from
-//! figures that cost next to nothing, because a fresh physical size less a stale purgeable one is
-//! wrong by all that was freed or given back since.
+//! large one, and never while nothing changes. Between two refreshes the purgeable bytes are
+//! derived from figures that cost next to nothing, because a fresh physical size less a stale
+//! purgeable size is wrong by all memory freed or released since then.
 //!
-//! The kernel counts what an integrated GPU commits neither in the resident set nor against the
-//! cgroup (others saw it on a GB10: weights of 77 GiB, a resident set of 1.8 GiB), though it is the
-//! machine's memory: it is added here, once, and nowhere else.
+//! The kernel counts memory committed by an integrated GPU neither in the resident set nor against
+//! the cgroup (reported for a GB10: weights of 77 GiB, a resident set of 1.8 GiB), although it is
+//! the machine's memory. It is added here, and nowhere else.
 //!
 //! Invariant: `purgeable = dirty + muzzy + idle of arenas in the host's budget`; between two
-//! refreshes the heap's part is no more than at the last one and what active pages have become
-//! fewer by.
+//! refreshes the heap's part is at most that of the last refresh plus the decrease of active pages.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -26,25 +25,24 @@ use crate::host::{self, HeapProbe, HeapSnapshot};
 
 use super::arenas::Arenas;
 
-/// The part of a core that refreshing jemalloc's statistics may take: one in so many.
+/// The share of a core for refreshing jemalloc's statistics: one in this number.
 const EPOCH_SHARE: u32 = 333;
-/// Refreshed at least this often, whatever it costs.
+/// The maximum time between refreshes, regardless of cost.
 const EPOCH_MAX: Duration = Duration::from_millis(250);
-/// The kernel's signals are read at least this often while nothing of ours moves: two of three
-/// idle ticks then cost two reads.
+/// The maximum time between readings of the kernel's signals while nothing of ours changes: two of
+/// three idle ticks then cost two reads.
 const SIGNAL_MAX: Duration = Duration::from_millis(750);
-/// The C library's free blocks are counted no more often than this: each of its arenas is locked
-/// meanwhile.
+/// The minimum time between counts of the C library's free blocks, which lock each of its arenas.
 const LIBC_MIN: Duration = Duration::from_secs(1);
 
-/// Where the memory of arenas counts.
+/// The budget in which the memory of arenas counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Counted {
-    /// In the host's budget; the kernel's figures hold it already.
+    /// The host's budget; the kernel's figures contain it.
     ByKernel,
-    /// In the host's budget, beside the kernel's figures.
+    /// The host's budget; it is added to the kernel's figures.
     BesideKernel,
-    /// In the device's budget.
+    /// The device's budget.
     OnDevice,
 }
 
@@ -63,10 +61,10 @@ pub(super) struct MemorySensor {
     pub(super) signals: Arc<Signals>,
     pub(super) heap: Option<HeapProbe>,
     pub(super) arenas: Arenas,
-    /// Where the memory of arenas counts.
+    /// The budget in which the memory of arenas counts.
     pub(super) counted: Counted,
     pub(super) device_limit: ByteSize,
-    /// The last refresh, and when the next one may be.
+    /// The last refresh, and the earliest time of the next one.
     pub(super) last: Option<Refresh>,
     pub(super) refresh_at: Moment,
     /// The last reading of the kernel's signals, and the glance before it.
@@ -74,27 +72,27 @@ pub(super) struct MemorySensor {
     pub(super) libc: LibcIdle,
 }
 
-/// The free blocks of the C library's heap as they were last counted.
+/// The last count of the free blocks of the C library's heap.
 #[derive(Debug, Default)]
 pub(super) struct LibcIdle {
     bytes: ByteSize,
-    /// When they may be counted again.
+    /// The earliest time of the next count.
     next: Moment,
 }
 
-/// A refresh of jemalloc's statistics, and what was measured beside it.
+/// A refresh of jemalloc's statistics, and measurements of the same moment.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Refresh {
     heap: HeapSnapshot,
-    /// Active pages as a glance tells them, to compare with later ones.
+    /// The active pages, as in a glance, to compare with later ones.
     active: ByteSize,
-    /// What counted against the limit.
+    /// The memory that counted against the limit.
     physical: ByteSize,
 }
 
 /// The heap at a sample.
 struct HeapNow {
-    /// At the last refresh.
+    /// The live bytes at the last refresh.
     live: ByteSize,
     active: ByteSize,
     purgeable: ByteSize,
@@ -102,26 +100,27 @@ struct HeapNow {
 }
 
 impl Refresh {
-    /// What is purgeable now. A page that is no longer active is purgeable, until it is given
-    /// back and no longer physical; one that became active was purgeable, or is new and physical.
+    /// Returns the purgeable bytes now. A page that is no longer active is purgeable until it is
+    /// released and no longer physical; a page that became active was purgeable, or is new and
+    /// physical.
     fn purgeable_now(&self, active: ByteSize, physical: ByteSize) -> ByteSize {
         let then = self.heap.purgeable();
         let freed = then.saturating_add(self.active.saturating_sub(active));
         let gained = freed.saturating_add(physical.saturating_sub(self.physical));
         let lost = active.saturating_sub(self.active);
         let lost = lost.saturating_add(self.physical.saturating_sub(physical));
-        // What grew beside the heap is physical too, and not purgeable.
+        // Growth outside the heap is also physical, and not purgeable.
         gained.saturating_sub(lost).min(freed)
     }
 }
 
 impl MemorySensor {
-    /// The heap at the last refresh, and what is active and what purgeable of it now.
+    /// Returns the heap at the last refresh, with its active and purgeable bytes now.
     fn heap(&mut self, now: Moment, physical: ByteSize) -> Option<HeapNow> {
         let probe = self.heap.as_ref()?;
         let active = probe.glance().ok()?.active;
-        // Where nothing has moved a refresh would find the same, and it is half of what an idle
-        // tick costs: 70 of 145 us with cold caches, measured by `benches/idle`.
+        // If nothing has changed, a refresh would find the same, and it is half of the cost of an
+        // idle tick: 70 of 145 us with cold caches, measured by `benches/idle`.
         let stands = |last: &Refresh| last.active == active && last.physical == physical;
         let stands = self.last.as_ref().is_some_and(stands);
         if self.last.is_none() || (now >= self.refresh_at && !stands) {
@@ -139,8 +138,8 @@ impl MemorySensor {
 }
 
 impl MemorySensor {
-    /// The kernel's signals; those before where a glance finds that nothing has moved, for
-    /// [`SIGNAL_MAX`] at most, because limits and neighbours show in no glance.
+    /// Returns the kernel's signals; the previous ones if a glance finds no change, for at most
+    /// [`SIGNAL_MAX`], because a glance does not show limits and other processes.
     fn signal(&mut self, now: Moment) -> Signal {
         let glance = self.signals.glance();
         match self.read {
@@ -166,7 +165,7 @@ impl Sensor for MemorySensor {
             sample.heap_active = heap.active;
             sample.purgeable = heap.purgeable;
             sample.cached = heap.cached;
-            // By the active pages of now: stale ones would show a burst as growth.
+            // By the current active pages: stale ones would show a burst as growth.
             sample.untracked_anonymous = sample.anonymous.saturating_sub(heap.active);
         }
         let (mut committed, mut idle) = (ByteSize::ZERO, ByteSize::ZERO);
@@ -197,7 +196,7 @@ impl Sensor for MemorySensor {
     fn libc_idle(&mut self, now: Moment) -> ByteSize {
         if now >= self.libc.next {
             let start = self.clock.now();
-            // Unknown without glibc 2.33: then only growth asks for a purge of such memory.
+            // Unknown without glibc 2.33: then only growth triggers a purge of such memory.
             self.libc.bytes = host::libc_heap().map_or(ByteSize::ZERO, |heap| heap.idle);
             let cost = self.clock.now() - start;
             self.libc.next = now + (cost * EPOCH_SHARE).max(LIBC_MIN);

@@ -1,7 +1,7 @@
-//! What the handle and the two threads share.
+//! The state shared by the handle and the two threads.
 //!
-//! Holds the parts and joins them; decides nothing. No lock of it is held across a driver call, a
-//! purge or a callback.
+//! Holds the parts and connects them; contains no policy. None of its locks is held across a driver
+//! call, a purge or a callback.
 //!
 //! Invariant: `purges[t]` counts each purge of trigger `t` once, when it has ended.
 
@@ -37,7 +37,7 @@ use super::shrink::ShrinksAsked;
 use super::snapshot::{BudgetSnapshot, Holders, MemorySnapshot};
 use super::{Claim, resource_stats};
 
-/// Notes that are kept; more of them would be noise.
+/// The maximum number of diagnostics.
 const NOTES_MAX: usize = 64;
 
 pub(super) struct Shared {
@@ -82,27 +82,27 @@ impl Purges {
         self.by_trigger[trigger as usize].load(Ordering::Relaxed)
     }
 
-    /// Bytes given back, by heap; jemalloc's muzzy pages apart from the rest.
+    /// Returns the released bytes by heap, with jemalloc's muzzy pages separately.
     pub(super) fn bytes(&self) -> [(&'static str, u64); 3] {
         [("jemalloc", &self.dirty_bytes), ("muzzy", &self.muzzy_bytes), ("libc", &self.libc_bytes)]
             .map(|(heap, bytes)| (heap, bytes.load(Ordering::Relaxed)))
     }
 }
 
-/// What a purge gave back.
+/// The result of a purge.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Purged {
-    /// From the heap: jemalloc's and the C library's, each with bytes and time.
+    /// The result for the heap: jemalloc's and the C library's, each with bytes and time.
     pub heap: Result<PurgeReport, HostError>,
-    /// From the device arenas, and host memory that stayed between their sleeps.
+    /// The bytes released by device arenas, including host memory kept for their next sleep.
     pub device: ByteSize,
-    /// How long it took in all.
+    /// The duration of the purge.
     pub took: Duration,
 }
 
 impl Purged {
-    /// Bytes given back in all.
+    /// Returns all bytes released.
     #[must_use]
     pub fn released(&self) -> ByteSize {
         let heap = self.heap.as_ref().map_or(ByteSize::ZERO, PurgeReport::released);
@@ -115,8 +115,8 @@ impl Shared {
         if self.birth.is_here() { Ok(()) } else { Err(MemoryError::Forked) }
     }
 
-    /// Keeps a note unless it is known already, and logs it once, with the lock given up: a
-    /// subscriber may ask for the notes.
+    /// Keeps a diagnostic unless it is known, and logs it once, without holding the lock: a
+    /// subscriber may read the diagnostics.
     pub(super) fn diagnostic(&self, diagnostic: Diagnostic) {
         let mut diagnostics = lock(&self.diagnostics);
         if diagnostics.len() < NOTES_MAX && !diagnostics.contains(&diagnostic) {
@@ -136,7 +136,7 @@ impl Shared {
         }
     }
 
-    /// Keeps a note unless there is one on the same that begins alike.
+    /// Keeps a diagnostic unless there is one with the same subject and beginning.
     pub(super) fn add_diagnostic_once(&self, start: &str, diagnostic: Diagnostic) {
         let said =
             |other: &Diagnostic| other.about == diagnostic.about && other.text.starts_with(start);
@@ -146,7 +146,7 @@ impl Shared {
         }
     }
 
-    /// The arenas; none in a forked child, as with [`Shared::diagnostics`].
+    /// Returns the arenas; none in a forked child, as for [`Shared::diagnostics`].
     pub(super) fn arenas(&self) -> Vec<DeviceArena> {
         if self.birth.is_here() { self.arenas.all() } else { Vec::new() }
     }
@@ -156,12 +156,12 @@ impl Shared {
         self.sweep(); // so that what was closed, or has drained, takes no place
         self.arenas.admit(&config.name, None)?;
         let arena = self.open_apart(config)?;
-        // Looked at again: another thread may have opened one meanwhile.
+        // Checked again: another thread may have opened one in the meantime.
         self.arenas.add(&arena, None)?;
         Ok(arena)
     }
 
-    /// Opens an arena that is not among ours yet.
+    /// Opens an arena that is not in the list.
     pub(super) fn open_apart(&self, config: ArenaConfig) -> Result<DeviceArena, MemoryError> {
         let name = config.name.clone();
         let Some(driver) = &self.driver else {
@@ -173,8 +173,8 @@ impl Shared {
         Ok(arena)
     }
 
-    /// Purges the heap on this thread, and the arenas where the trigger does not leave them to
-    /// their decay; counts it.
+    /// Purges the heap on this thread, and the arenas unless the trigger leaves them to their
+    /// decay. Counts the purge.
     pub(super) fn purge(&self, trigger: Trigger) -> Purged {
         let start = self.clock.now();
         let heap = self.purge_heap();
@@ -185,7 +185,7 @@ impl Shared {
         self.purges.by_trigger[trigger as usize].fetch_add(1, Ordering::Relaxed);
         let purged = Purged { heap, device, took };
         if !purged.released().is_zero() {
-            let text = format!("{} given back", purged.released());
+            let text = format!("{} released", purged.released());
             self.events.add(self.clock.since_epoch(), "purge", trigger.name(), text);
         }
         log!(
@@ -194,12 +194,12 @@ impl Shared {
             trigger = trigger.name(),
             released = %purged.released(),
             took = ?took,
-            "purged"
+            "memory purged"
         );
         purged
     }
 
-    /// Purges the heap and counts the bytes; an error is also a note.
+    /// Purges the heap and counts the bytes. An error also becomes a diagnostic.
     pub(super) fn purge_heap(&self) -> Result<PurgeReport, HostError> {
         let heap = host::purge(&*self.clock);
         match &heap {
@@ -213,7 +213,7 @@ impl Shared {
         heap
     }
 
-    /// What an arena's purge gave back; an error is a note, and costs nothing.
+    /// Purges an arena and returns the released bytes. An error becomes a diagnostic.
     pub(super) fn purged(&self, arena: &DeviceArena) -> ByteSize {
         arena.purge().unwrap_or_else(|error| {
             self.diagnostic(Diagnostic::warning("device", format!("{}: {error}", arena.name())));
@@ -221,12 +221,12 @@ impl Shared {
         })
     }
 
-    /// Gives back the idle memory of all arenas; for the ladder.
+    /// Releases the idle memory of all arenas, as a reclaim step.
     pub(super) fn purge_arenas(&self) -> Recovered {
         Recovered::of(self.arenas().iter().map(|arena| self.purged(arena)).sum())
     }
 
-    /// Refuses a resource whose cost is above a ceiling that cannot rise while this `Memory` runs.
+    /// Rejects a resource whose cost is above a ceiling that cannot rise while this `Memory` runs.
     /// The limit of a cgroup can.
     pub(super) fn check_fits(&self, resource: &ResourceStats) -> Result<(), MemoryError> {
         let given = self.config.memory_limit.value.unwrap_or(ByteSize::MAX);
@@ -248,9 +248,9 @@ impl Shared {
         Ok(())
     }
 
-    /// Notes once that a resource cannot be loaded now: its cost is above a ceiling. A ceiling may
-    /// sink or rise later with the limit of a cgroup, so this is asked again when a load was
-    /// refused.
+    /// Adds a diagnostic, once, if a resource cannot be loaded because its cost is above a ceiling.
+    /// The ceiling may change with the limit of a cgroup, so this is checked after each rejected
+    /// load.
     pub(super) fn note_misfit(&self, resource: &ResourceStats) {
         for (budget, cost) in
             [(Budget::Host, resource.cost.host), (Budget::Device, resource.cost.device)]
@@ -268,8 +268,8 @@ impl Shared {
         }
     }
 
-    /// Logs that memory that no request owns leaves no room for requests, with those that hold most
-    /// of it, or that there is room again. Keeps an event first.
+    /// Logs the start or end of exhaustion: memory outside requests leaves no room for requests.
+    /// Adds an event first. The largest holders are listed.
     pub(super) fn report_exhaustion(&self, exhausted: bool) {
         let snapshot = self.snapshot();
         let holders = snapshot.holders();
@@ -278,7 +278,8 @@ impl Shared {
         } else {
             "room for requests again".to_owned()
         };
-        // Not about the host, whose level changes at the same moment: one would replace the other.
+        // A separate subject, because the host's level changes at the same moment, and one event
+        // would replace the other.
         self.events.add(snapshot.since_epoch, "level", "requests", text);
         let Holders { heap_live, heap_retained, arenas, resources, untracked, .. } = &holders;
         let (physical, ceiling) = (snapshot.physical, snapshot.host.ceiling);
@@ -294,19 +295,20 @@ impl Shared {
                 %resources,
                 %untracked,
                 largest = %holders,
-                "memory that no request owns leaves no room for requests"
+                "memory exhausted"
             );
         } else {
-            log!(info, target: "lowtide", %physical, %ceiling, "room for requests again");
+            log!(info, target: "lowtide", %physical, %ceiling, "memory exhaustion ended");
         }
     }
 
-    /// The notes; none in a forked child, where the lock may be held by a thread that is not there.
+    /// Returns the diagnostics; none in a forked child, in which a thread of the parent may hold
+    /// the lock.
     pub(super) fn diagnostics(&self) -> Vec<Diagnostic> {
         if self.birth.is_here() { lock(&self.diagnostics).clone() } else { Vec::new() }
     }
 
-    /// Every figure; in a forked child only those that take no lock.
+    /// Returns all figures; in a forked child only those that need no lock.
     pub(super) fn snapshot(&self) -> MemorySnapshot {
         let here = self.birth.is_here();
         let budget = |budget| {
@@ -359,7 +361,7 @@ impl Shared {
     }
 }
 
-/// Those that have a name, as of the last refresh of jemalloc's statistics.
+/// Returns the named arenas, as of the last refresh of jemalloc's statistics.
 fn heap_arenas() -> Vec<(String, HostArenaStats)> {
     let mut arenas = HostArena::all_as_refreshed().unwrap_or_default();
     arenas.retain(|(name, _)| !name.is_empty());

@@ -1,15 +1,15 @@
-//! Shrinks by selector, `cpu:0;gpu:0`, now or at the end of a run.
+//! Shrinks by selector (`cpu:0;gpu:0`), now or at the end of a run.
 //!
-//! `gpu:0` is every device arena of this `Memory`, those that drain included, whatever their rung:
-//! where the host driver stands for a device, the selector of that device still names its arenas.
-//! `cpu:0` is the process heap, jemalloc and the C library's, which is what stands here for ONNX
-//! Runtime's arena in host memory, the pinned pools of slots, and host memory that stays between
-//! sleeps. A selector thus means the same on a machine without a GPU.
+//! `gpu:0` means every device arena of this `Memory`, including draining ones, on every backend:
+//! arenas of the host driver also belong to the device that it replaces. `cpu:0` means the process
+//! heap (jemalloc's and the C library's, in the role of ONNX Runtime's arena in host memory), the
+//! pinned pools of slots, and host memory kept between sleeps. A selector therefore has the same
+//! meaning on a machine without a GPU.
 //!
-//! Every target is looked up before any is shrunk. A target without an arena is zero bytes, and no
-//! error. What a run's guard is dropped with, without its end, is left to the worker.
+//! All targets are checked before any is shrunk. A target without an arena releases zero bytes and
+//! is no error. If a run is dropped without `end`, the worker shrinks its targets.
 //!
-//! Invariant: the results are one for each target, in the order of the selector.
+//! Invariant: there is one result for each target, in the order of the selector.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -27,24 +27,24 @@ use super::error::Diagnostic;
 use super::shared::Shared;
 use super::{Memory, MemoryError};
 
-/// The targets that there are.
+/// The existing targets.
 const TARGETS: [Target; 2] =
     [Target { kind: TargetKind::Cpu, id: 0 }, Target { kind: TargetKind::Gpu, id: 0 }];
 
-/// Why nothing was shrunk.
+/// The reason that nothing was shrunk.
 #[derive(Clone, Debug, Error, PartialEq)]
 #[non_exhaustive]
 pub enum ShrinkError {
-    /// The selector names no targets.
+    /// The selector is invalid.
     #[error(transparent)]
     Selector(#[from] SelectorError),
     /// There is no such device.
-    #[error("{target} is not here: expected {}", known())]
+    #[error("no target {target}: expected {}", known())]
     UnknownTarget {
-        /// What was named.
+        /// The target in the selector.
         target: Target,
     },
-    /// This is a forked child, or something else that no part of this `Memory` can do now.
+    /// This `Memory` cannot do it now, for example in a forked child.
     #[error(transparent)]
     Memory(#[from] MemoryError),
 }
@@ -53,47 +53,47 @@ fn known() -> String {
     TARGETS.map(|target| target.to_string()).join(" or ")
 }
 
-/// What a shrink gave back, target by target.
+/// The result of a shrink, by target.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Shrunk {
-    /// One for each, in the order of the selector.
+    /// One result for each target, in the order of the selector.
     pub targets: Vec<ShrunkTarget>,
 }
 
 impl Shrunk {
-    /// Bytes given back in all.
+    /// Returns all bytes released.
     #[must_use]
     pub fn released(&self) -> ByteSize {
         self.targets.iter().map(|target| target.outcome.released()).sum()
     }
 }
 
-/// What became of one target.
+/// The result for one target.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct ShrunkTarget {
-    /// Which.
+    /// The target.
     pub target: Target,
-    /// What came of it.
+    /// The outcome.
     pub outcome: ShrinkOutcome,
-    /// How long it took.
+    /// The duration.
     pub took: Duration,
 }
 
-/// What came of a target.
+/// The outcome for a target.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum ShrinkOutcome {
-    /// So many bytes were given back; zero where nothing was idle, or there is no arena.
+    /// The released bytes; zero if nothing was idle, or there is no arena.
     Released(ByteSize),
-    /// It cannot be done in this process.
+    /// This process does not support it.
     Unsupported {
-        /// Why not.
+        /// The reason.
         reason: String,
     },
-    /// Some of it failed; the rest was done.
+    /// A part failed; the rest was done.
     Failed {
-        /// Bytes that were given back all the same.
+        /// The bytes released by the other parts.
         released: ByteSize,
         /// The first failure.
         cause: ShrinkFailure,
@@ -101,7 +101,7 @@ pub enum ShrinkOutcome {
 }
 
 impl ShrinkOutcome {
-    /// Bytes given back.
+    /// Returns the released bytes.
     #[must_use]
     pub const fn released(&self) -> ByteSize {
         match self {
@@ -111,25 +111,26 @@ impl ShrinkOutcome {
     }
 }
 
-/// What failed in a shrink.
+/// A failure in a shrink.
 #[derive(Clone, Debug, Error, PartialEq)]
 #[non_exhaustive]
 pub enum ShrinkFailure {
-    /// The process heap.
-    #[error("the heap cannot be purged: {0}")]
+    /// The process heap could not be purged.
+    #[error("cannot purge the heap: {0}")]
     Heap(HostError),
-    /// An arena.
-    #[error("arena {arena:?} cannot be shrunk: {error}")]
+    /// An arena could not be shrunk.
+    #[error("cannot shrink arena {arena:?}: {error}")]
     Arena {
-        /// Its name.
+        /// The arena's name.
         arena: String,
-        /// What the driver said.
+        /// The cause.
         error: DeviceError,
     },
 }
 
 impl Memory {
-    /// Shrinks what the selector names, on this thread: about 0.1 ms for each MiB given back.
+    /// Shrinks the targets of the selector on this thread. Takes about 0.1 ms for each MiB
+    /// released.
     ///
     /// ```
     /// use lowtide::Memory;
@@ -137,29 +138,30 @@ impl Memory {
     ///
     /// let memory = Memory::builder().start()?;
     /// let shrunk = memory.shrink("cpu:0;gpu:0")?;
-    /// assert_eq!(shrunk.targets.len(), 2); // each with its bytes, or why not
+    /// assert_eq!(shrunk.targets.len(), 2); // each with its bytes, or the reason for none
     /// assert!(matches!(memory.shrink("gpu:7"), Err(ShrinkError::UnknownTarget { .. })));
     /// # Ok::<(), lowtide::BoxError>(())
     /// ```
     ///
     /// # Errors
-    /// [`ShrinkError`]; then nothing was shrunk.
+    /// [`ShrinkError`] if the selector is invalid, a target is unknown, or this is a forked child.
+    /// Nothing is shrunk then.
     pub fn shrink(&self, selector: &str) -> Result<Shrunk, ShrinkError> {
         self.shrink_targets(&selector.parse()?)
     }
 
-    /// As [`Memory::shrink`], for targets that were read before.
+    /// Like [`Memory::shrink`], for targets that are already parsed.
     ///
     /// # Errors
-    /// [`ShrinkError`]; then nothing was shrunk.
+    /// [`ShrinkError`] if a target is unknown, or this is a forked child. Nothing is shrunk then.
     pub fn shrink_targets(&self, targets: &Targets) -> Result<Shrunk, ShrinkError> {
         let shared = &self.0.shared;
         shared.check_targets(targets)?;
         Ok(shared.shrink(targets.iter()))
     }
 
-    /// Begins a run, at whose end is shrunk what its options say. The options are checked now, so
-    /// that a run with a wrong selector does not begin.
+    /// Starts a run, at the end of which the targets in its options are shrunk. The options are
+    /// checked now, so that a run with an invalid selector does not start.
     ///
     /// ```
     /// use lowtide::Memory;
@@ -173,7 +175,7 @@ impl Memory {
     /// ```
     ///
     /// # Errors
-    /// [`ShrinkError`].
+    /// [`ShrinkError`] if a target is unknown, or this is a forked child.
     pub fn run(&self, options: RunOptions) -> Result<Run, ShrinkError> {
         let shared = &self.0.shared;
         shared.check_here().map_err(ShrinkError::from)?;
@@ -182,7 +184,7 @@ impl Memory {
     }
 }
 
-/// A run; what is to be shrunk at its end is shrunk when it ends.
+/// A run, at the end of which its targets are shrunk.
 #[must_use = "a run ends when this is dropped"]
 pub struct Run {
     memory: Memory,
@@ -190,8 +192,8 @@ pub struct Run {
 }
 
 impl Run {
-    /// Ends it, and shrinks on this thread. What fails is in the result; the run has succeeded all
-    /// the same.
+    /// Ends the run and shrinks its targets on this thread. Failures are in the result; they do not
+    /// affect the run itself.
     pub fn end(mut self) -> Shrunk {
         let shared = &self.memory.0.shared;
         match self.shrink.take() {
@@ -202,7 +204,7 @@ impl Run {
 }
 
 impl Drop for Run {
-    /// Leaves the shrink to the worker, since a drop never blocks; what fails there is a note.
+    /// Leaves the shrink to the worker, since a drop never blocks. A failure becomes a diagnostic.
     /// After a shutdown, and in a forked child, nothing is shrunk.
     fn drop(&mut self) {
         let Some(targets) = self.shrink.take() else { return };
@@ -220,7 +222,7 @@ impl fmt::Debug for Run {
     }
 }
 
-/// Targets that the worker is to shrink: a bit for each, so that it is bounded.
+/// The targets that the worker has to shrink: one bit for each.
 #[derive(Debug, Default)]
 pub(super) struct ShrinksAsked(AtomicU8);
 
@@ -243,7 +245,7 @@ impl Shared {
         unknown.map_or(Ok(()), |target| Err(ShrinkError::UnknownTarget { target }))
     }
 
-    /// What runs that were dropped have left to the worker.
+    /// Shrinks the targets of dropped runs.
     pub(super) fn shrink_asked(&self) {
         for shrunk in self.shrink(self.shrinks.take()).targets {
             if let ShrinkOutcome::Failed { cause, .. } = shrunk.outcome {
@@ -264,7 +266,7 @@ impl Shared {
         Shrunk { targets: targets.map(one).collect() }
     }
 
-    /// The heap, the pinned pools, and what stays between sleeps.
+    /// Shrinks the heap, the pinned pools, and host memory kept between sleeps.
     fn shrink_host(&self) -> ShrinkOutcome {
         let mut released = self.arenas().iter().map(DeviceArena::release_stores).sum::<ByteSize>();
         let mut failed = None;

@@ -1,11 +1,11 @@
-//! Arenas that fall asleep by themselves: which is next, and where their contents are booked.
+//! Puts idle arenas to sleep, one at a time, and reserves host memory for their contents.
 //!
-//! The control thread asks when ([`DeviceArena::next_sleep`]), the worker does it, one arena at a
-//! time. Nothing here relieves the host: contents that are copied take host memory, which is booked
-//! in the host's ledger as standing bytes before the first copy. What wakes an arena is its use.
+//! The control thread finds the arena that is due ([`DeviceArena::next_sleep`]), and the worker
+//! puts it to sleep. This does not relieve the host: copied contents need host memory, which is
+//! reserved as resource memory in the host's ledger before the first copy. Using an arena wakes it.
 //!
-//! Invariant: `standing bytes of the host >= offloaded bytes of all arenas that were opened here`,
-//! where a limit is known.
+//! Invariant: `resource reservations of the host >= offloaded bytes of all arenas that were opened
+//! here`, if a limit is known.
 
 use std::any::Any;
 use std::fmt;
@@ -19,7 +19,7 @@ use crate::device::{ArenaConfig, ArenaState, DeviceArena, HostBudget};
 use super::error::Diagnostic;
 use super::shared::Shared;
 
-/// The host's ledger, for contents of sleeping arenas. It holds the books alone, so that an arena
+/// The host's ledger, for contents of sleeping arenas. It holds only the accounts, so that an arena
 /// may outlive its `Memory`.
 pub(super) struct HostRoom {
     admission: Admission,
@@ -30,7 +30,7 @@ impl HostBudget for HostRoom {
         match self.admission.try_reserve_resource(Cost::host(bytes)) {
             Ok(permit) => Ok(Box::new(permit)),
             Err(Rejected::Full { reserved, allowance, .. }) => {
-                Err(format!("{reserved} of an allowance of {allowance} are booked"))
+                Err(format!("{reserved} of an allowance of {allowance} reserved"))
             }
             Err(rejected) => Err(rejected.to_string()),
         }
@@ -50,7 +50,7 @@ impl fmt::Debug for HostRoom {
 }
 
 impl Shared {
-    /// What an arena is opened with where nobody says otherwise.
+    /// The default configuration of an arena.
     pub(super) fn arena_config(&self, name: impl Into<String>) -> ArenaConfig {
         ArenaConfig {
             decay: self.config.device_decay.value,
@@ -59,14 +59,14 @@ impl Shared {
         }
     }
 
-    /// Has an arena book its contents with the host's ledger while it sleeps.
+    /// Makes an arena reserve host memory for its contents while it sleeps.
     pub(super) fn book_contents_of(&self, arena: &DeviceArena) {
         arena.set_host_budget(Arc::new(HostRoom { admission: self.admission.clone() }));
     }
 
-    /// Lets the arena fall asleep that has been due for longest; says whether more are due.
+    /// Puts the arena to sleep that has been due longest. Returns `true` if more are due.
     pub(super) fn sleep_next(&self, now: Moment) -> bool {
-        // What ends is not put to sleep first.
+        // During a shutdown, arenas are not put to sleep.
         if self.admission.is_closed() || self.queue.is_closed() {
             return false;
         }
@@ -82,16 +82,16 @@ impl Shared {
         more
     }
 
-    /// Says once of an arena that it did not fall asleep: it is tried again, and each time the
-    /// figures are others.
+    /// Adds a diagnostic, once for each arena that did not go to sleep: it is tried again, each
+    /// time with other figures.
     fn note_awake(&self, arena: &DeviceArena, error: &str) {
-        let start = format!("{} did not fall asleep by itself: ", arena.name());
+        let start = format!("idle sleep of {} failed: ", arena.name());
         let text = format!("{start}{error}");
         self.add_diagnostic_once(&start, Diagnostic::warning("device", text));
     }
 
-    /// Gives back the host memory of arenas that sleep with no block left: nobody wakes them, and
-    /// the worker is gone.
+    /// Releases the host memory of sleeping arenas that have no block left: nothing wakes them, and
+    /// the worker has ended.
     pub(super) fn end_empty_sleeps(&self) {
         for arena in self.arenas() {
             if arena.state() == ArenaState::Asleep && arena.glance().live.is_zero() {

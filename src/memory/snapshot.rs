@@ -1,4 +1,4 @@
-//! Every figure of a `Memory` at one instant: plain values for endpoints, metrics and tests.
+//! A snapshot of all figures of a `Memory`: plain values for endpoints, metrics and tests.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -16,84 +16,84 @@ use crate::host::{HeapSnapshot, HostArenaStats};
 
 use super::error::Diagnostic;
 
-/// The figures of a [`Memory`](super::Memory).
+/// The figures of a [`Memory`](super::Memory) at one instant.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct MemorySnapshot {
     /// The profile in force.
     pub profile: Profile,
-    /// The process heap; `None` where jemalloc's statistics cannot be read.
+    /// The process heap; `None` if jemalloc's statistics cannot be read.
     pub heap: Option<HeapSnapshot>,
-    /// The dedicated arenas of the heap that have a name now, those of resources among them.
+    /// The named dedicated arenas of the heap, including those of resources.
     pub heap_arenas: Vec<(String, HostArenaStats)>,
-    /// The device arenas that were opened here.
+    /// The device arenas of this `Memory` that serve.
     pub arenas: Vec<ArenaSnapshot>,
-    /// Arenas that were replaced or left by their last user, and still have live blocks.
+    /// Arenas that were replaced, or left by their last user, and still have live blocks.
     pub draining: Vec<ArenaSnapshot>,
-    /// The device as a whole, as the worker last found it, about a second ago; `None` if device
-    /// memory is host memory, or the device says nothing.
+    /// The whole device as last sampled by the worker, about a second ago; `None` if device memory
+    /// is host memory, or the device reports nothing.
     pub device_memory: Option<DeviceSnapshot>,
-    /// Calls of the driver that failed and were to undo what an earlier call had done
-    /// ([`Driver::rollback_failures_total`](crate::device::driver::Driver::stuck_total)).
+    /// The number of failed driver calls that should have undone an earlier call
+    /// ([`rollback_failures_total`](crate::device::driver::Driver::rollback_failures_total)).
     pub rollback_failures_total: u64,
-    /// What the kernel says, read now.
+    /// The kernel's signals, read now.
     pub signal: Signal,
-    /// The CPUs that this process can keep busy, as they were at the start.
+    /// The CPUs that this process can keep busy, as of the start.
     pub cpus: Cpus,
-    /// Over how many of the heap's arenas its threads are spread, those that were started through
-    /// [`on_thread_start`](super::on_thread_start); `None` where that cannot be known.
+    /// The number of heap arenas over which threads are spread, if they were started through
+    /// [`on_thread_start`](super::on_thread_start); `None` if unknown.
     pub bound_arenas: Option<u32>,
-    /// Processes of the cgroup that the kernel has killed for memory, where it says so.
+    /// The processes of the cgroup that the kernel has OOM-killed, if reported.
     pub oom_kills: Option<u64>,
-    /// Limits reached and processes killed since the start, in the own cgroup and above it; `None`
-    /// without a cgroup.
+    /// The limits reached and processes killed since the start, in the own cgroup and above it;
+    /// `None` without a cgroup.
     pub events: Option<MemoryEvents>,
-    /// How much time the own cgroup loses for memory, where it says so. Advisory.
+    /// The time that the own cgroup stalls for memory, if reported. Advisory.
     pub psi: Option<Psi>,
-    /// The folder of the memory cgroup that is read.
+    /// The directory of the memory cgroup.
     pub cgroup: Option<PathBuf>,
-    /// What counts against the host's limit: what the kernel says ([`Signal::physical`]), and what
-    /// arenas have committed on an integrated GPU, which the kernel counts nowhere.
+    /// The memory that counts against the host's limit: the kernel's figure ([`Signal::physical`]),
+    /// and the memory committed by arenas on an integrated GPU, which the kernel does not count.
     pub physical: ByteSize,
-    /// Whether there is one budget for host and device, the host's, because device memory is host
-    /// memory. The device's budget is empty and without a limit then.
+    /// `true` if host and device share one budget, the host's, because device memory is host
+    /// memory. The device's budget is then empty and without a limit.
     pub unified: bool,
-    /// The part of it that a purge gives back, as of the last sample.
+    /// The part of `physical` that a purge releases, as of the last sample.
     pub purgeable: ByteSize,
-    /// Whether memory that no request owns leaves no room for requests
+    /// `true` while memory outside requests leaves no room for requests
     /// ([`PressureState::is_exhausted`](crate::control::PressureState::is_exhausted)).
     pub exhausted: bool,
     /// The host's budget.
     pub host: BudgetSnapshot,
     /// The device's budget.
     pub device: BudgetSnapshot,
-    /// Requests admitted and turned away.
+    /// The admitted and rejected requests.
     pub admission: AdmissionStats,
-    /// The resources that were registered here.
+    /// The registered resources.
     pub resources: Vec<ResourceStats>,
-    /// What did not go as asked.
+    /// The diagnostics.
     pub diagnostics: Vec<Diagnostic>,
-    /// When it was taken.
+    /// The time of the snapshot.
     pub now: Moment,
     /// The same on the wall clock, since the Unix epoch.
     pub since_epoch: Duration,
 }
 
 impl MemorySnapshot {
-    /// Physical bytes less those that a purge gives back.
+    /// Returns the physical bytes less those that a purge releases.
     #[must_use]
     pub const fn required(&self) -> ByteSize {
         self.physical.saturating_sub(self.purgeable)
     }
 
-    /// What is resident and not jemalloc's: stacks, mapped files, heaps of C code, and what arenas
-    /// hold of the host's memory. `None` where one of the two figures is not known.
+    /// Returns the resident bytes that are not jemalloc's: stacks, mapped files, heaps of C code,
+    /// and arenas in host memory. `None` if one of the two figures is unknown.
     #[must_use]
     pub fn other(&self) -> Option<ByteSize> {
         Some(self.signal.rss?.saturating_sub(self.heap.as_ref()?.resident))
     }
 
-    /// What holds the host's memory.
+    /// Returns the holders of the host's memory.
     pub(super) fn holders(&self) -> Holders {
         let heap = self.heap.as_ref();
         let of_heap = |bytes: fn(&HeapSnapshot) -> ByteSize| heap.map_or(ByteSize::ZERO, bytes);
@@ -127,32 +127,32 @@ impl MemorySnapshot {
         }
     }
 
-    /// When a moment was, on the wall clock, since the Unix epoch.
+    /// Returns a moment on the wall clock, since the Unix epoch.
     #[must_use]
     pub fn on_wall(&self, moment: Moment) -> Duration {
         self.since_epoch.saturating_sub(self.now - moment)
     }
 }
 
-/// Holders that are named in an error.
+/// The maximum number of holders named in an error.
 const HOLDERS_MAX: usize = 5;
 
-/// What holds the host's memory. What resources hold lies in the heap or in arenas too.
+/// The holders of the host's memory. Memory of resources is also in the heap or in arenas.
 #[derive(Debug)]
 pub(super) struct Holders {
     pub(super) heap_live: ByteSize,
     pub(super) heap_retained: ByteSize,
-    /// What device arenas in host memory have committed.
+    /// The memory committed by device arenas in host memory.
     pub(super) arenas: ByteSize,
     pub(super) resources: ByteSize,
-    /// What neither the heap nor an arena accounts for: heaps of C code, stacks, mapped files,
-    /// other processes of the cgroup.
+    /// The memory outside the heap and the arenas: heaps of C code, stacks, mapped files, other
+    /// processes of the cgroup.
     pub(super) untracked: ByteSize,
-    /// The largest of them.
+    /// The largest holders.
     largest: Vec<(String, ByteSize)>,
 }
 
-/// The largest holders.
+/// Formats the largest holders.
 impl fmt::Display for Holders {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (nth, (name, bytes)) in self.largest.iter().enumerate() {
@@ -163,27 +163,29 @@ impl fmt::Display for Holders {
     }
 }
 
-/// The memory of a device, all who use it together.
+/// The memory of a device, with all its users.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DeviceSnapshot {
-    /// All of it.
+    /// The total memory.
     pub total: ByteSize,
-    /// What nobody holds.
+    /// The free memory.
     pub free: ByteSize,
-    /// What it held right after our context was made and before our first commit: an upper bound of
-    /// what the context takes, because what neighbours and other code of this process held at that
-    /// moment is in it. `None` where it is not known.
+    /// The memory in use right after our context was created and before our first commit. It is an
+    /// upper bound of the context's size, because it includes memory that other processes and other
+    /// code of this process used at that moment. `None` if unknown.
     pub context_overhead: Option<ByteSize>,
-    /// What is neither free, nor committed by our arenas, nor in the floor; at least 0. Memory of
-    /// other processes, and of other code in this one: what is allocated through `cudarc` itself,
-    /// by ONNX Runtime or by candle, and what the context grew by. A neighbour of before that has
-    /// left makes it too small. `None` where the floor is not known.
+    /// The memory that is neither free, nor committed by our arenas, nor in the context overhead;
+    /// at least
+    /// 0. It is used by other processes and by other code of this process: allocations made
+    ///    directly through `cudarc`, by ONNX Runtime or by candle, and growth of the context. It is
+    ///    too small if a process that was counted in the context overhead has exited. `None` if the
+    ///    context overhead is unknown.
     pub unmanaged: Option<ByteSize>,
-    /// Whether less than the watermark is free, or was and has not become enough again: idle memory
-    /// of our arenas goes back before its decay time.
+    /// `true` if less than the watermark is free, or was and has not recovered enough. Idle memory
+    /// of our arenas is then released before its decay time.
     pub is_short: bool,
-    /// Bytes given back because of that, since the start.
+    /// The bytes released because of that, since the start.
     pub watermark_released_total: u64,
 }
 
@@ -191,19 +193,19 @@ pub struct DeviceSnapshot {
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct BudgetSnapshot {
-    /// Bytes of admitted requests and loaded resources, as they were estimated.
+    /// The bytes of admitted requests and loaded resources, as estimated.
     pub reserved: ByteSize,
-    /// Up to which amount of `reserved` requests are admitted now.
+    /// The limit of `reserved` up to which requests are admitted now.
     pub allowance: ByteSize,
-    /// Up to which amount memory is filled by admission; [`ByteSize::MAX`] without a limit.
+    /// The limit up to which admission fills memory; [`ByteSize::MAX`] without a limit.
     pub ceiling: ByteSize,
-    /// What a byte booked by a request was found to need.
+    /// The measured need per byte reserved by a request.
     pub correction_factor: f64,
-    /// The pressure on it.
+    /// The pressure on the budget.
     pub level: Level,
-    /// What each request has to leave room for, be it smaller itself, because larger ones are
-    /// behind; none while all have their share.
+    /// The headroom that each request must leave free, even a smaller one, for waiting larger
+    /// requests; zero while all have their share.
     pub reserved_headroom: ByteSize,
-    /// Its requests by size.
+    /// The requests by size class.
     pub classes: [ClassStats; SizeClass::COUNT],
 }

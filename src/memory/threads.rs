@@ -1,23 +1,22 @@
-//! Threads of this process laid out by the CPUs that it can keep busy.
+//! Spreads threads over a number of heap arenas that fits the CPUs of this process.
 //!
-//! For the threads of a `Memory` and, through [`on_thread_start`], for those of any runtime. It
-//! starts none.
+//! Used for the threads of a `Memory` and, through [`on_thread_start`], for those of any runtime.
+//! It starts no threads.
 //!
-//! Invariant: all threads that come through here are spread over the same few arenas.
+//! Invariant: all threads that use this are spread over the same few arenas.
 
 use std::sync::OnceLock;
 
 use crate::control::Signals;
 use crate::host::ArenaBinding;
 
-/// What a thread that cooperates does when it starts: for tokio's `on_thread_start`, and hooks like
-/// it.
+/// Binds the calling thread to a heap arena. For tokio's `on_thread_start` and similar hooks.
 ///
-/// Binds the thread to one of the first `4 x CPUs` arenas of the heap, one thread after the other.
-/// jemalloc made room for four arenas to each CPU that the process may run on, and knows of no
-/// quota: with 64 CPUs and a quota of 2 that is 256 arenas, and these are 8. Where it has no more
-/// than that anyway nothing is done. Some 3 us; the first call reads the cgroup's files, once for
-/// the process. What jemalloc refuses leaves the thread where it was.
+/// The thread is bound to one of the first `4 x CPUs` arenas, in turn. jemalloc creates four arenas
+/// for each CPU that the process may run on, and ignores quotas: with 64 CPUs and a quota of 2
+/// these are 256 arenas instead of 8. If jemalloc has no more than `4 x CPUs` arenas, nothing is
+/// done. Takes about 3 us; the first call reads the cgroup's files, once per process. If jemalloc
+/// rejects the binding, the thread keeps its arena.
 ///
 /// ```
 /// let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -29,13 +28,13 @@ use crate::host::ArenaBinding;
 /// ```
 pub fn on_thread_start() {
     if let Some(binding) = arena_binding() {
-        // Left where it was: no reason not to run.
+        // The thread keeps its arena, which is no reason not to run.
         let _ = binding.bind_thread();
     }
 }
 
-/// How the threads of this process are spread; `None` where nothing is known of its CPUs, or of
-/// jemalloc's arenas.
+/// Returns the spread of this process's threads; `None` if its CPUs or jemalloc's arenas are
+/// unknown.
 pub(super) fn arena_binding() -> Option<&'static ArenaBinding> {
     static BINDING: OnceLock<Option<ArenaBinding>> = OnceLock::new();
     let find = || ArenaBinding::new(Signals::open().cpus().whole()?).ok();

@@ -1,24 +1,23 @@
-//! The one table of metric names: what is published, its type, unit, labels and help.
+//! The table of metric names: name, type, unit, labels and help of every metric.
 //!
-//! Dashboards, rules, docs and a live scrape are compared with this table by tests; a name that is
-//! not here does not exist. Every name carries its unit, so that an exporter's own naming rules
-//! change nothing.
+//! Tests compare dashboards, rules, docs and a live scrape with this table. Every name contains its
+//! unit, so that an exporter's own naming rules change nothing.
 
 use metrics::Unit;
 
-/// The type of a metric, in Prometheus' words.
+/// The type of a metric, in Prometheus' terms.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// A value that goes up and down.
+    /// A value that rises and falls.
     Gauge,
-    /// A total that only rises while the process lives.
+    /// A total that only rises while the process runs.
     Counter,
     /// Observations in buckets.
     Histogram,
 }
 
 impl Kind {
-    /// The word in a `# TYPE` line.
+    /// Returns the word in a `# TYPE` line.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -29,7 +28,7 @@ impl Kind {
     }
 }
 
-/// One metric.
+/// A metric.
 #[derive(Clone, Copy, Debug)]
 pub struct Metric {
     /// The full name.
@@ -40,7 +39,7 @@ pub struct Metric {
     pub unit: Unit,
     /// The labels of every series.
     pub labels: &'static [&'static str],
-    /// One sentence on what it counts.
+    /// The help text, one sentence.
     pub help: &'static str,
 }
 
@@ -57,7 +56,7 @@ macro_rules! table {
                 help: $help,
             };
         )*
-        /// Every metric of the crate.
+        /// All metrics of the crate.
         pub const TABLE: &[Metric] = &[$($id),*];
     };
 }
@@ -329,10 +328,10 @@ table! {
         "Always 1; the labels name the version, the profile and the allocator.";
 }
 
-/// Buckets of the histograms, in seconds: from a tenth of a millisecond to a second.
+/// The buckets of the histograms, in seconds: from a tenth of a millisecond to a second.
 pub const SECONDS_BUCKETS: &[f64] = &[0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0];
 
-/// The table in Markdown, as docs/METRICS.md holds it.
+/// Returns the table in Markdown, as in docs/METRICS.md.
 #[must_use]
 pub fn markdown() -> String {
     use std::fmt::Write as _;

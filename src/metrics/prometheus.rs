@@ -1,11 +1,11 @@
-//! What an application needs to serve these metrics with metrics-exporter-prometheus.
+//! Configuration for serving the metrics with metrics-exporter-prometheus.
 //!
 //! It sets buckets and installs nothing. The application installs the recorder, renders it, and
-//! calls its upkeep every few seconds (`Memory::builder().after_publish(..)` is a place for that),
-//! or samples of histograms pile up until the next scrape. Where the exporter listens by itself
-//! (its feature `http-listener`, `build` or `install`) its own task renders and runs the upkeep.
+//! calls its upkeep every few seconds, for example in `Memory::builder().after_publish(..)`.
+//! Otherwise histogram samples accumulate until the next scrape. If the exporter listens itself
+//! (its feature `http-listener`, `build` or `install`), its own task renders and runs the upkeep.
 //!
-//! Invariant: every histogram of the table has buckets, so that none is shown as a summary.
+//! Invariant: every histogram of the table has buckets, so that none is exported as a summary.
 //!
 //! With the features `service` and `prometheus`:
 //!
@@ -33,13 +33,14 @@ use metrics_exporter_prometheus::Matcher;
 
 use super::names::{Kind, SECONDS_BUCKETS, TABLE};
 
-/// The content type of the text that [`PrometheusHandle::render`] gives.
+/// The content type of the text that [`PrometheusHandle::render`] returns.
 pub const CONTENT_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 
-/// The builder with the buckets of this crate's histograms.
+/// Adds the buckets of this crate's histograms to the builder.
 ///
 /// # Errors
-/// As [`PrometheusBuilder::set_buckets_for_metric`]; not with the buckets of this crate.
+/// The same as for [`PrometheusBuilder::set_buckets_for_metric`], which does not fail for these
+/// buckets.
 pub fn configure(mut builder: PrometheusBuilder) -> Result<PrometheusBuilder, BuildError> {
     for metric in TABLE.iter().filter(|metric| metric.kind == Kind::Histogram) {
         let whole = Matcher::Full(metric.name.to_owned());

@@ -1,8 +1,8 @@
-//! Snapshots, written under the names of the table: one function for each part.
+//! Writes snapshots under the names of the table: one function for each part.
 //!
-//! 50 to 300 ns for each figure with a recorder, by labels and machine (`benches/render`), 4 ns
-//! without one. It may allocate (a recorder may): never called from an allocator or from the
-//! control thread.
+//! Takes 50 to 300 ns per figure with a recorder, by labels and machine (`benches/render`), 4 ns
+//! without one. A recorder may allocate, so these functions are never called from an allocator or
+//! from the control thread.
 
 use std::time::Duration;
 
@@ -12,8 +12,8 @@ use metrics::{counter, describe_counter, describe_gauge, describe_histogram, gau
 
 use super::names::{self as name, Kind, TABLE};
 
-/// Tells the recorder type, unit and help of every metric. Called again every few seconds, because
-/// a recorder may be installed at any time.
+/// Describes type, unit and help of every metric to the recorder. Called again every few seconds,
+/// because a recorder may be installed at any time.
 pub fn describe() {
     for metric in TABLE {
         match metric.kind {
@@ -24,7 +24,7 @@ pub fn describe() {
     }
 }
 
-/// What runs.
+/// Publishes the version, profile and allocator.
 pub fn build_info(profile: &'static str) {
     gauge!(
         name::BUILD_INFO.name,
@@ -35,37 +35,37 @@ pub fn build_info(profile: &'static str) {
     .set(1.0);
 }
 
-/// When figures were taken, since the Unix epoch, and how long that took.
+/// Publishes the time at which figures were taken, since the Unix epoch, and the duration.
 pub fn sampler(since_epoch: Duration, took: Duration) {
     gauge!(name::SAMPLER_LAST_RUN.name).set(since_epoch.as_secs_f64());
     histogram!(name::SAMPLER_SECONDS.name).record(took.as_secs_f64());
 }
 
-/// A label's value that many series have: copied once, not for each of them.
+/// Shares a label's value between many series, which copies it once.
 #[cfg(any(feature = "heap", feature = "device", feature = "control"))]
 fn shared(value: &str) -> SharedString {
     SharedString::from_shared(std::sync::Arc::from(value))
 }
 
-/// A count as a gauge has it.
+/// Converts a count for a gauge.
 #[cfg(feature = "control")]
 fn count(count: u64) -> f64 {
     f64::from(u32::try_from(count).unwrap_or(u32::MAX))
 }
 
-/// How many notes there are.
+/// Publishes the number of diagnostics.
 pub fn diagnostics(diagnostics: usize) {
     gauge!(name::DIAGNOSTICS.name).set(f64::from(u32::try_from(diagnostics).unwrap_or(u32::MAX)));
 }
 
-/// The control loop's own figures.
+/// Publishes the control loop's own figures.
 #[cfg(feature = "control")]
 pub fn ticks(total: u64, lateness: Duration) {
     counter!(name::SAMPLER_TICKS.name).absolute(total);
     gauge!(name::SAMPLER_LATENESS.name).set(lateness.as_secs_f64());
 }
 
-/// The process heap.
+/// Publishes the process heap.
 #[cfg(feature = "heap")]
 pub fn heap(heap: &crate::host::HeapSnapshot) {
     for (metric, bytes) in [
@@ -86,7 +86,7 @@ pub fn heap(heap: &crate::host::HeapSnapshot) {
     gauge!(name::HEAP_BACKGROUND_THREADS.name).set(f64::from(heap.background_threads));
 }
 
-/// A dedicated heap arena; one that is gone has nothing.
+/// Publishes a dedicated heap arena; zeros after it is dropped.
 #[cfg(feature = "heap")]
 pub fn heap_arena(name: &str, arena: &crate::host::HostArenaStats) {
     let name_of = shared(name);
@@ -98,28 +98,28 @@ pub fn heap_arena(name: &str, arena: &crate::host::HostArenaStats) {
     gauge!(name::HEAP_ARENA_PURGEABLE.name, "heap_arena" => label()).set(purgeable.as_f64());
 }
 
-/// What is resident and not jemalloc's.
+/// Publishes the resident bytes that are not jemalloc's.
 #[cfg(feature = "heap")]
 pub fn process_other(bytes: crate::bytes::ByteSize) {
     gauge!(name::PROCESS_OTHER.name).set(bytes.as_f64());
 }
 
-/// How many purges a trigger has started.
+/// Publishes the number of purges that a trigger has started.
 pub fn purges(trigger: &'static str, total: u64) {
     counter!(name::HEAP_PURGES.name, "trigger" => trigger).absolute(total);
 }
 
-/// How many bytes purges have given back from a heap.
+/// Publishes the bytes that purges have released from a heap.
 pub fn purged(heap: &'static str, bytes: u64) {
     counter!(name::HEAP_PURGED.name, "heap" => heap).absolute(bytes);
 }
 
-/// How long one purge of a heap took.
+/// Publishes the duration of one purge of a heap.
 pub fn purge_duration(heap: &'static str, took: Duration) {
     histogram!(name::HEAP_PURGE_SECONDS.name, "heap" => heap).record(took.as_secs_f64());
 }
 
-/// A device arena.
+/// Publishes a device arena.
 #[cfg(feature = "device")]
 pub fn arena(arena: &crate::device::ArenaSnapshot) {
     use crate::bytes::ByteSize;
@@ -193,7 +193,7 @@ fn arena_totals(arena: &crate::device::ArenaSnapshot, labels: &[(&'static str, S
     }
 }
 
-/// Whether an arena is open on a rung.
+/// Publishes the backend of an arena, and whether the arena is open.
 #[cfg(feature = "device")]
 pub fn arena_info(arena: &str, backend: crate::device::driver::Backend, is_open: bool) {
     let labels = [("device", "0"), ("arena", arena), ("backend", backend.name())]
@@ -201,24 +201,24 @@ pub fn arena_info(arena: &str, backend: crate::device::driver::Backend, is_open:
     gauge!(name::DEVICE_ARENA_INFO.name, &labels).set(f64::from(u8::from(is_open)));
 }
 
-/// The memory of a device, whoever holds it.
+/// The memory of a device, with all its users.
 #[cfg(feature = "device")]
 #[derive(Clone, Copy, Debug)]
-#[expect(clippy::exhaustive_structs, reason = "what is published, and no more")]
+#[expect(clippy::exhaustive_structs, reason = "the published figures")]
 pub struct Device {
-    /// All of it.
+    /// The total memory.
     pub total: crate::bytes::ByteSize,
-    /// What nobody holds.
+    /// The free memory.
     pub free: crate::bytes::ByteSize,
-    /// What it held when the context was made.
+    /// The memory in use when the context was created.
     pub context_overhead: Option<crate::bytes::ByteSize>,
-    /// What is held and neither ours nor in the floor.
+    /// The memory in use that is neither ours nor in the context overhead.
     pub unmanaged: Option<crate::bytes::ByteSize>,
-    /// Bytes given back because little was free.
+    /// Bytes released because little memory was free.
     pub watermark_released_total: u64,
 }
 
-/// The device: calls that got stuck, and its memory, where it says anything.
+/// Publishes the device: failed rollbacks, and its memory if known.
 #[cfg(feature = "device")]
 pub fn device(rollback_failures_total: u64, device: Option<Device>) {
     // One device so far, as in `arena`.
@@ -239,8 +239,7 @@ pub fn device(rollback_failures_total: u64, device: Option<Device>) {
         .absolute(device.watermark_released_total);
 }
 
-/// The device does not say any more what it holds: no number stands for that, least of all the last
-/// one.
+/// Publishes NaN after the device no longer reports its memory, so that no old value stays.
 #[cfg(feature = "device")]
 pub fn device_unknown() {
     for metric in [
@@ -253,7 +252,7 @@ pub fn device_unknown() {
     }
 }
 
-/// The host's pressure.
+/// Publishes the host's pressure.
 #[cfg(feature = "control")]
 pub fn pressure(signal: &crate::control::Signal, state: &crate::control::PressureState) {
     use crate::control::{Budget, Level, LimitSource};
@@ -283,14 +282,14 @@ pub fn pressure(signal: &crate::control::Signal, state: &crate::control::Pressur
     }
 }
 
-/// Processes of the cgroup that the kernel has killed.
+/// Publishes the processes of the cgroup killed by the kernel.
 #[cfg(feature = "control")]
 pub fn oom_kills(total: u64) {
     counter!(name::PRESSURE_OOM_KILLS.name).absolute(total);
 }
 
-/// What the kernel has counted of the own cgroup (`own`), or of those above it (`above`), since the
-/// start.
+/// Publishes the kernel's counts of the own cgroup (`own`), or of those above it (`above`), since
+/// the start.
 #[cfg(feature = "control")]
 pub fn events(group: &'static str, counts: crate::control::EventCounts) {
     for (event, total) in counts.by_name() {
@@ -301,7 +300,7 @@ pub fn events(group: &'static str, counts: crate::control::EventCounts) {
     }
 }
 
-/// How much time the own cgroup loses for memory.
+/// Publishes the time that the own cgroup stalls for memory.
 #[cfg(feature = "control")]
 pub fn psi(psi: crate::control::Psi) {
     for (kind, stall) in psi.by_name() {
@@ -311,7 +310,7 @@ pub fn psi(psi: crate::control::Psi) {
     }
 }
 
-/// One budget's ledger.
+/// Publishes one budget's ledger.
 #[cfg(feature = "control")]
 pub fn ledger(ledger: &crate::control::Ledger, budget: crate::control::Budget) {
     use crate::bytes::ByteSize;
@@ -329,7 +328,7 @@ pub fn ledger(ledger: &crate::control::Ledger, budget: crate::control::Budget) {
         .set(ledger.reserved_headroom().as_f64());
 }
 
-/// One budget's requests by size; classes of which none came are left out.
+/// Publishes one budget's requests by size; classes without requests are omitted.
 #[cfg(feature = "control")]
 pub fn classes(budget: crate::control::Budget, classes: &[crate::control::ClassStats]) {
     for class in classes {
@@ -351,7 +350,7 @@ pub fn classes(budget: crate::control::Budget, classes: &[crate::control::ClassS
     }
 }
 
-/// Requests admitted and turned away.
+/// Publishes the admitted and rejected requests.
 #[cfg(feature = "control")]
 pub fn admission(stats: &crate::control::AdmissionStats) {
     counter!(name::ADMISSION_ADMITTED.name).absolute(stats.admitted_total);
@@ -362,7 +361,7 @@ pub fn admission(stats: &crate::control::AdmissionStats) {
     }
 }
 
-/// A resource; `last_used` since the Unix epoch.
+/// Publishes a resource; `last_used` since the Unix epoch.
 #[cfg(feature = "control")]
 pub fn resource(stats: &crate::control::ResourceStats, last_used: Option<Duration>) {
     use crate::control::{Budget, UnloadReason};

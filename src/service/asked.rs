@@ -1,43 +1,43 @@
-//! What a request asks for beside its path: its query, and whether it would rather have HTML.
+//! Parses the query and the `Accept` header of a request.
 //!
-//! Plain functions of text. Invariant: JSON is the answer unless HTML is preferred by name.
+//! Plain functions of text. Invariant: the answer is JSON unless HTML is preferred by name.
 
 use http::HeaderMap;
 use http::header::ACCEPT;
 use thiserror::Error;
 
-/// Bytes of a query that are read.
+/// The maximum length of a query, in bytes.
 const QUERY_MAX: usize = 4096;
 
-/// Why a query cannot be used.
+/// The reason that a query is invalid.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub(super) enum QueryError {
-    /// It is longer than anything that is asked for.
-    #[error("a query of {length} bytes: expected at most {max}")]
+    /// The query is too long.
+    #[error("query of {length} bytes: expected at most {max}")]
     TooLong { length: usize, max: usize },
-    /// A name that means nothing here.
-    #[error("{name:?} means nothing here: expected {expected}")]
+    /// An unknown parameter.
+    #[error("unknown query parameter {name:?}: expected {expected}")]
     Unknown { name: String, expected: &'static str },
-    /// A name that is there twice.
-    #[error("{name:?} is given twice: expected it once")]
+    /// A parameter that is given twice.
+    #[error("{name:?} is given twice in the query: expected it once")]
     Twice { name: &'static str },
-    /// A name that is missing.
-    #[error("{name:?} is missing: expected it in the query, as in ?{name}=...")]
+    /// A missing parameter.
+    #[error("query parameter {name:?} is missing: expected ?{name}=...")]
     Missing { name: &'static str },
-    /// A value that means nothing.
+    /// An invalid value.
     #[error("{name}={value:?}: expected {expected}")]
     Value { name: &'static str, value: String, expected: String },
-    /// Percent signs that are no encoding of UTF-8.
+    /// Invalid percent-encoding, or not UTF-8.
     #[error("the query is not percent-encoded UTF-8")]
     Encoding,
 }
 
-/// The values of a query's names, each of which is known and given at most once.
+/// The values of the query parameters, each of which is known and given at most once.
 #[derive(Debug, Default)]
 pub(super) struct Query(Vec<(&'static str, String)>);
 
 impl Query {
-    /// Reads a query with these names.
+    /// Parses a query with these parameters.
     pub(super) fn read(
         text: Option<&str>,
         names: &'static [&'static str],
@@ -71,7 +71,7 @@ impl Query {
     }
 }
 
-/// Percent-encoded text, `+` for a space, as forms and `URLSearchParams` have it.
+/// Decodes percent-encoded text, with `+` for a space as in forms and `URLSearchParams`.
 fn decoded(text: &str) -> Result<String, QueryError> {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.bytes();
@@ -90,7 +90,7 @@ fn decoded(text: &str) -> Result<String, QueryError> {
     String::from_utf8(bytes).map_err(|_| QueryError::Encoding)
 }
 
-/// In which form the figures are told.
+/// The format of the figures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Format {
     Json,
@@ -98,8 +98,8 @@ pub(super) enum Format {
 }
 
 impl Format {
-    /// What the headers prefer: HTML where it is named and weighs more than JSON, else JSON. A
-    /// range that cannot be read counts for nothing.
+    /// Returns the format that the headers prefer: HTML if it is named and weighs more than JSON,
+    /// otherwise JSON. Invalid ranges are ignored.
     pub(super) fn preferred(headers: &HeaderMap) -> Self {
         let (mut html, mut json) = (Weight::default(), Weight::default());
         for accept in headers.get_all(ACCEPT) {
@@ -110,7 +110,7 @@ impl Format {
                     "text/*" => html.set(2, weight),
                     "application/json" => json.set(3, weight),
                     "application/*" => json.set(2, weight),
-                    // For HTML it is not enough that anything will do.
+                    // A wildcard is not enough for HTML.
                     "*/*" => json.set(1, weight),
                     _ => {}
                 }
@@ -135,8 +135,8 @@ impl Weight {
     }
 }
 
-/// A media range and its weight ("qvalue", RFC 9110, 12.4.2) in thousandths; `None` where it cannot
-/// be read.
+/// Parses a media range and its weight ("qvalue", RFC 9110, 12.4.2) in thousandths; `None` if it is
+/// invalid.
 fn weighed(range: &str) -> Option<(&str, u16)> {
     let mut parts = range.split(';').map(str::trim);
     let kind = parts.next().filter(|kind| !kind.is_empty())?;

@@ -1,4 +1,4 @@
-//! A response body that holds the request's permit, or the text of a rejection.
+//! The response body, which holds the request's permit, or the text of a rejection.
 //!
 //! Invariant: the permit lives as long as the body.
 
@@ -12,7 +12,7 @@ use pin_project_lite::pin_project;
 use super::permit::SharedPermit;
 
 pin_project! {
-    /// The body of a response that went through the layer.
+    /// The body of a response that passed the layer.
     #[derive(Debug)]
     pub struct ResponseBody<R> {
         #[pin]
@@ -34,7 +34,7 @@ impl<R> ResponseBody<R> {
         Self { kind: Kind::Held { body, permit } }
     }
 
-    /// An empty text is the end at once, so that HTTP/2 sends the head alone.
+    /// An empty text ends the body immediately, so that HTTP/2 sends only the head.
     pub(super) fn refused(text: String) -> Self {
         let text = Some(text.into()).filter(|text: &Bytes| !text.is_empty());
         Self { kind: Kind::Refused { text } }

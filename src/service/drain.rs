@@ -1,15 +1,14 @@
-//! What becomes of the body of a rejected request: on HTTP/1 it is read and thrown away before the
-//! answer goes out.
+//! Reads and discards the body of a rejected request on HTTP/1, before the answer is sent.
 //!
-//! A server that answers and closes while the client still sends makes the client see a broken
-//! connection in place of the answer (RFC 9112, 9.6). One that sends the head and then reads on
-//! keeps clients waiting that stop sending at the first sign of an answer, as curl and nginx do.
-//! So the answer comes after the body, or after [`DRAIN_MAX`] of it; a client that sends slowly
-//! is kept as long as one that is admitted, and holds one frame.
+//! If a server answers and closes while the client still sends, the client sees a broken connection
+//! instead of the answer (RFC 9112, 9.6). If it sends the head and continues to read, clients that
+//! stop sending at the first byte of an answer, such as curl and nginx, have to wait. Therefore the
+//! answer follows the body, or [`DRAIN_MAX`] bytes of it. A slow client occupies its connection as
+//! long as an admitted one, and one frame of memory.
 //!
-//! Nothing is read where the client waits for leave to send (`Expect: 100-continue`, RFC 9110,
-//! 10.1.1), nor on HTTP/2 and later, where ending a stream disturbs no other and a client may keep
-//! its side open until it is answered; nor of a body that announces more than would be read.
+//! Nothing is read if the client waits for permission to send (`Expect: 100-continue`, RFC 9110,
+//! 10.1.1); nor on HTTP/2 and later, where ending a stream disturbs no other one and a client may
+//! keep its side open until it is answered; nor if the declared length exceeds the bound.
 //!
 //! Invariant: a rejected request holds at most one frame of its body at a time.
 
@@ -26,12 +25,13 @@ use pin_project_lite::pin_project;
 
 use crate::bytes::ByteSize;
 
-/// What is read of a rejected request's body at most; a longer one breaks the connection. A guess:
-/// above what clients send in one piece, below what an attacker would like to have read.
+/// The maximum length of a rejected request's body that is read; a longer body breaks the
+/// connection. An estimate: above what clients send in one piece, below what an attacker would like
+/// the server to read.
 pub const DRAIN_MAX: ByteSize = ByteSize::mib(64);
 
 pin_project! {
-    /// Reads a body to its end, or to the bound.
+    /// Reads a body to its end, or up to the bound.
     #[derive(Debug)]
     pub(super) struct Drain<Q> {
         #[pin]
@@ -41,7 +41,7 @@ pin_project! {
 }
 
 impl<Q: Body> Drain<Q> {
-    /// For the body of a request with this head.
+    /// Creates a drain for the body of a request with this head.
     pub(super) fn new(head: &Parts, body: Q) -> Self {
         let waits = head
             .headers
@@ -58,11 +58,11 @@ impl<Q: Body> Future for Drain<Q> {
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
         let mut this = self.project();
-        // Bounded: each turn reads a frame, and no more is read than the bound.
+        // Bounded: each iteration reads a frame, and no more than the bound is read.
         while *this.left > 0 && !this.body.is_end_stream() {
             let Some(Ok(frame)) = ready!(this.body.as_mut().poll_frame(cx)) else { break };
             let size = frame.data_ref().map_or(0, Buf::remaining);
-            // An empty frame counts too, so that they cannot go on for ever.
+            // Empty frames count too, so that they cannot continue forever.
             *this.left = this.left.saturating_sub((size as u64).max(1));
         }
         Poll::Ready(())

@@ -1,10 +1,10 @@
-//! What operators ask a service: `/metrics`, `/healthz`, `/readyz`, `/memory`.
+//! The operator endpoints `/metrics`, `/healthz`, `/readyz` and `/memory`.
 //!
-//! Plain answers to paths; the application routes them, outside the memory layer. `/healthz` never
-//! fails for pressure; `/readyz` does while the level is critical, while memory that no request
-//! owns leaves no room for requests, and while the service is ending. It says which arenas sleep,
-//! and they are ready: they wake when they are used. `/memory` is JSON, or the
-//! live page for who prefers HTML; the verbs beneath it are `admin`'s.
+//! The application routes these paths, outside the memory layer. `/healthz` never fails because of
+//! pressure. `/readyz` fails while the pressure level is critical, while memory outside requests
+//! leaves no room for requests, and during shutdown. It lists sleeping arenas, which do not affect
+//! readiness: they wake when used. `/memory` is JSON, or the live page for clients that prefer
+//! HTML; the commands below it are those of `admin`.
 //!
 //! Invariant: without [`Endpoints::with_admin`] no answer changes anything.
 
@@ -29,12 +29,12 @@ use super::parts::{Maps, Part, seconds};
 use super::rejection::problem;
 
 const TEXT: &str = "text/plain; charset=utf-8";
-/// Of a query for the figures.
+/// The query parameters of `/memory`.
 const NAMES: &[&str] = &["format", "with"];
 const METRICS: &str = "text/plain; version=0.0.4; charset=utf-8";
 pub(super) const JSON: &str = "application/json";
 
-/// The answers.
+/// The operator endpoints of a service.
 ///
 /// ```
 /// use lowtide::Memory;
@@ -43,7 +43,7 @@ pub(super) const JSON: &str = "application/json";
 /// let memory = Memory::builder().start()?;
 /// let endpoints = Endpoints::new(Some(memory)).with_metrics(|| String::from("# no recorder\n"));
 /// assert_eq!(endpoints.answer("/healthz").map(|answer| answer.status().as_u16()), Some(200));
-/// assert!(endpoints.answer("/elsewhere").is_none()); // the application's
+/// assert!(endpoints.answer("/elsewhere").is_none()); // left to the application
 /// # Ok::<(), lowtide::memory::StartError>(())
 /// ```
 pub struct Endpoints {
@@ -56,10 +56,10 @@ pub struct Endpoints {
 }
 
 impl Endpoints {
-    /// The paths that are answered, for [`MemoryLayer::exempt_paths`](super::MemoryLayer).
+    /// The paths of the endpoints, for [`MemoryLayer::exempt_paths`](super::MemoryLayer).
     pub const PATHS: [&str; 4] = ["/healthz", "/readyz", "/memory", "/metrics"];
 
-    /// The paths that are answered besides with [`Endpoints::with_admin`].
+    /// The additional paths with [`Endpoints::with_admin`].
     pub const ADMIN_PATHS: [&str; 7] = [
         "/memory/purge",
         "/memory/trim",
@@ -70,7 +70,7 @@ impl Endpoints {
         "/memory/picture",
     ];
 
-    /// Answers for this memory; without one they say that it was not started.
+    /// Creates the endpoints of this memory. With `None` they report that memory is not managed.
     #[must_use]
     pub fn new(memory: Option<Memory>) -> Self {
         Self {
@@ -83,30 +83,30 @@ impl Endpoints {
         }
     }
 
-    /// Has `/metrics` answer what this gives, in the Prometheus text format.
+    /// Sets the source of `/metrics`: a function that returns the Prometheus text format.
     #[must_use]
     pub fn with_metrics(mut self, render: impl Fn() -> String + Send + Sync + 'static) -> Self {
         self.metrics = Some(Box::new(render));
         self
     }
 
-    /// Hears verbs, as `admin` says: without this there are none. Their paths are
-    /// [`Endpoints::ADMIN_PATHS`], and need [`Endpoints::answer_request`].
+    /// Enables admin commands, which are disabled by default. Their paths are
+    /// [`Endpoints::ADMIN_PATHS`]; use [`Endpoints::answer_request`] for them.
     #[must_use]
     pub fn with_admin(mut self, admin: Admin) -> Self {
         self.admin = Some(admin);
         self
     }
 
-    /// Answers requests for `/memory` and `/metrics` also if they name one of these as their host,
-    /// without its port; upper and lower case are the same. Without this only `localhost` and IP
-    /// addresses are hosts that are answered, and a request that names none, as no browser does.
+    /// Adds host names under which `/memory` and `/metrics` are answered. Ports are ignored, and
+    /// case does not matter. By default only `localhost` and IP addresses are accepted, and
+    /// requests without a host, which no browser sends.
     ///
-    /// Any site can have a name of its own lead to the address of this service, and so read in a
-    /// browser what the browser can reach (DNS rebinding). It cannot choose a host that it does not
-    /// own. Name what operators use: `proxy` for a Prometheus that scrapes `proxy:8081`, the name
-    /// that a reverse proxy in front passes on. `/healthz` and `/readyz` answer whatever the host
-    /// is, since load balancers choose it.
+    /// This protects against DNS rebinding: any site can point one of its names at this service's
+    /// address, and then read in a browser what that browser can reach. It cannot use a name that
+    /// it does not own. Add the names that operators use: `proxy` for a Prometheus that scrapes
+    /// `proxy:8081`, or the name that a reverse proxy passes on. `/healthz` and `/readyz` accept
+    /// every host, since load balancers choose it.
     ///
     /// ```
     /// use http::{Request, StatusCode};
@@ -126,20 +126,20 @@ impl Endpoints {
         self
     }
 
-    /// Has `/readyz` answer 503 from now on: the service is about to end, and still serves. For the
-    /// time between a signal to end and the close of the listener, in which load balancers choose
-    /// another instance. Admission is not changed.
+    /// Makes `/readyz` answer 503 from now on, while the service still serves. Call it between a
+    /// signal to shut down and the close of the listener, so that load balancers choose another
+    /// instance. Admission is not changed.
     pub fn set_ending(&self) {
         self.is_ending.store(true, Ordering::Relaxed);
     }
 
-    /// The answer to this request; `None` for one to a path that is none of these.
+    /// Returns the answer to this request; `None` if its path is not an endpoint.
     ///
-    /// As [`Endpoints::answer`], and beyond it: a request for `/memory` or `/metrics` to an unknown
-    /// host is 403 ([`Endpoints::with_hosts`]). `/memory` answers the live page where the `Accept`
-    /// header prefers HTML (`?format=json` and `?format=html` go before the header), and adds to
-    /// the JSON what `?with=` names: `map`, `history`, `events`, `admin_tasks`, with commas between
-    /// them. What a query says wrongly is 400.
+    /// In addition to [`Endpoints::answer`]: a request for `/memory` or `/metrics` to an unknown
+    /// host is 403 ([`Endpoints::with_hosts`]). `/memory` answers with the live page if the
+    /// `Accept` header prefers HTML (`?format=json` and `?format=html` override the header).
+    /// `?with=` adds parts to the JSON: `map`, `history`, `events`, `admin_tasks`, separated by
+    /// commas. An invalid query is 400.
     ///
     /// ```
     /// use http::Request;
@@ -164,7 +164,7 @@ impl Endpoints {
         } else if path == "/memory" {
             self.asked(request).unwrap_or_else(|error| {
                 let (status, none) = (StatusCode::BAD_REQUEST, Duration::ZERO);
-                problem(status, "the query cannot be used", "query", &error.to_string(), none)
+                problem(status, "invalid query", "query", &error.to_string(), none)
             })
         } else {
             let command = || self.admin.as_ref()?.answer(request, self.memory.as_ref());
@@ -176,8 +176,8 @@ impl Endpoints {
         Some(answer)
     }
 
-    /// The answer to this path, whatever else is asked and of which host; `None` for a path that is
-    /// none of these.
+    /// Returns the answer for this path, without checks of host, query or headers; `None` if the
+    /// path is not an endpoint.
     #[must_use]
     pub fn answer(&self, path: &str) -> Option<Response<String>> {
         match path {
@@ -249,7 +249,7 @@ impl Endpoints {
         })
     }
 
-    /// The figures, and these parts: where there are any, in one line, since a page reads it.
+    /// Returns the figures and these parts. With parts the JSON is one line, since a page reads it.
     fn memory(&self, parts: &[Part]) -> Response<String> {
         let mut body = self
             .memory
@@ -275,7 +275,7 @@ impl fmt::Debug for Endpoints {
     }
 }
 
-/// Every figure as JSON; amounts are bytes, and a limit that is none is null.
+/// Returns every figure as JSON; amounts are in bytes, and null means no limit.
 fn document(snapshot: &MemorySnapshot) -> Value {
     json!({
         "managed": true,
@@ -349,7 +349,7 @@ fn document(snapshot: &MemorySnapshot) -> Value {
     })
 }
 
-/// Counts under the kernel's names; null where it does not say.
+/// Returns counts under the kernel's names; null if not reported.
 fn counts(counts: EventCounts) -> Value {
     counts.by_name().map(|(name, count)| (name.to_owned(), json!(count))).into_iter().collect()
 }
@@ -463,7 +463,7 @@ fn diagnostics(snapshot: &MemorySnapshot) -> Vec<String> {
     snapshot.diagnostics.iter().map(ToString::to_string).collect()
 }
 
-/// [`ByteSize::MAX`] stands for no limit.
+/// [`ByteSize::MAX`] means no limit.
 fn limit(size: ByteSize) -> Option<u64> {
     (size != ByteSize::MAX).then_some(size.get())
 }

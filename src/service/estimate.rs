@@ -1,10 +1,10 @@
-//! What a request will need, told from its head: the trait, and estimators that are ready.
+//! Estimates the memory of a request from its head: the trait, and ready-made estimators.
 //!
-//! An estimate may be wrong: the ledger multiplies all of them by what they were found to need.
-//! What costs is to be wrong unevenly, since then small requests pay for large ones; so estimate
-//! by what the size of a request follows from. Nothing here reads a body.
+//! An estimate may be wrong: the ledger multiplies all of them by the measured correction factor.
+//! Uneven errors are the costly ones, because small requests then pay for large ones; so estimate
+//! by the properties that determine the size of a request. No estimator here reads a body.
 //!
-//! Invariant: an estimate never wraps: what is too large for 64 bits is [`ByteSize::MAX`].
+//! Invariant: an estimate never wraps: a value too large for 64 bits is [`ByteSize::MAX`].
 
 use http::header::{CONTENT_LENGTH, TRANSFER_ENCODING};
 use http::request::Parts;
@@ -15,9 +15,9 @@ use crate::control::{Cost, Priority};
 
 use super::learned::Lesson;
 
-/// What a request will need, told from its head: a closure that gives its [`Cost`], or its cost and
-/// [`Priority`], is one. Ready-made ones are [`ContentLength`], [`FromHeader`], [`Constant`] and
-/// [`Learned`](super::Learned).
+/// Estimates the memory of a request from its head. Implemented for closures that return a
+/// [`Cost`], or a [`Cost`] and a [`Priority`]. Ready-made estimators are [`ContentLength`],
+/// [`FromHeader`], [`Constant`] and [`Learned`](super::Learned).
 ///
 /// ```
 /// use http::request::Parts;
@@ -27,7 +27,7 @@ use super::learned::Lesson;
 ///
 /// let flat = |_: &Parts| Cost::host(ByteSize::mib(1));
 /// let by_path = |head: &Parts| match head.uri.path() {
-///     "/report" => (Cost::host(ByteSize::mib(64)), Priority::Low), // shed first
+///     "/report" => (Cost::host(ByteSize::mib(64)), Priority::Low), // rejected first
 ///     _ => (Cost::host(ByteSize::mib(1)), Priority::Normal),
 /// };
 /// let admission = Admission::with_limit(ByteSize::gib(1));
@@ -35,26 +35,26 @@ use super::learned::Lesson;
 /// let _layer = MemoryLayer::new(admission, by_path);
 /// ```
 pub trait Estimate: Send + Sync + 'static {
-    /// The bytes it will need at its peak, and how it fares under pressure.
+    /// Returns the bytes that the request will need at its peak, and its priority under pressure.
     fn estimate(&self, head: &Parts) -> (Cost, Priority);
 
-    /// As [`Estimate::estimate`], and who is to be told what the request held in the end: nobody,
-    /// unless an estimator that learns says so. This is what the layer calls; an estimator around
-    /// another one passes it on.
+    /// Like [`Estimate::estimate`], but also returns the recipient of the measured memory; none
+    /// unless the estimator learns. The layer calls this method. An estimator that wraps another
+    /// one must forward it.
     fn estimate_to_learn(&self, head: &Parts) -> Estimated {
         let (cost, priority) = self.estimate(head);
         Estimated { cost, priority, lesson: None }
     }
 }
 
-/// An estimate, and where what really happened goes.
+/// An estimate, and the recipient of the measurement.
 #[derive(Clone, Debug)]
 pub struct Estimated {
     /// The bytes that the request will need at its peak.
     pub cost: Cost,
-    /// How it fares under pressure.
+    /// The priority under pressure.
     pub priority: Priority,
-    /// What learns from it.
+    /// The recipient of the measured memory.
     pub lesson: Option<Lesson>,
 }
 
@@ -68,7 +68,7 @@ where
     }
 }
 
-/// The same for every request.
+/// The same estimate for every request.
 ///
 /// ```
 /// use lowtide::ByteSize;
@@ -87,13 +87,13 @@ pub struct Constant {
 }
 
 impl Constant {
-    /// This cost, at normal priority.
+    /// Creates an estimator with this cost, at normal priority.
     #[must_use]
     pub const fn new(cost: Cost) -> Self {
         Self { cost, priority: Priority::Normal }
     }
 
-    /// At this priority.
+    /// Sets the priority.
     #[must_use]
     pub const fn priority(mut self, priority: Priority) -> Self {
         self.priority = priority;
@@ -107,22 +107,22 @@ impl Estimate for Constant {
     }
 }
 
-/// By the length of the body: `max(least, length x factor)`, and what is given for a body whose
-/// length is not announced.
+/// Estimates by the length of the body: `max(least, length x factor)`, or a fixed amount if the
+/// length is not declared.
 ///
-/// Who asks announces the length, and books it until the request ends though no byte may ever come:
-/// put a layer that refuses lengths beyond what the handler reads, and a timeout of bodies, around
-/// the memory layer.
+/// The client declares the length, and its reservation lasts until the request ends, even if no
+/// byte ever arrives. Therefore add a layer around the memory layer that rejects lengths above
+/// those that the handler reads, and a body timeout.
 ///
-/// A request without a body has the length 0: one of HTTP/1 that announces neither a length nor an
-/// encoding, and GET, HEAD, OPTIONS and TRACE of any version without either. A length that is
-/// no number counts as not announced.
+/// A request without a body has the length 0: an HTTP/1 request that declares neither a length nor
+/// an encoding, and GET, HEAD, OPTIONS and TRACE of any version without either. An invalid length
+/// counts as not declared.
 ///
 /// ```
 /// use lowtide::ByteSize;
 /// use lowtide::service::{ContentLength, Estimate};
 ///
-/// // The body, and twice as much for what is made of it; 4 MiB where it comes in pieces.
+/// // Three bytes for each byte of the body; 4 MiB for a chunked body.
 /// let estimate = ContentLength::new(ByteSize::mib(4)).factor(3.0).least(ByteSize::kib(64));
 /// let of = |request: http::request::Builder| {
 ///     estimate.estimate(&request.body(()).unwrap().into_parts().0).0.host
@@ -141,31 +141,31 @@ pub struct ContentLength {
 }
 
 impl ContentLength {
-    /// The body's length, and this much where it is not announced.
+    /// Creates an estimator by the body's length, with this amount if it is not declared.
     #[must_use]
     pub const fn new(unknown: ByteSize) -> Self {
         Self { unknown, factor: 1.0, least: ByteSize::ZERO, priority: Priority::Normal }
     }
 
-    /// Multiplied by this: what a byte of the body comes to, the byte itself included.
+    /// Sets the bytes needed per byte of the body, including that byte itself.
     ///
     /// # Panics
-    /// Where it is negative or no number.
+    /// Panics if the factor is negative or not a number.
     #[must_use]
     pub fn factor(mut self, factor: f64) -> Self {
-        assert!(factor >= 0.0, "the factor {factor} of a length: expected 0 or more");
+        assert!(factor >= 0.0, "factor {factor}: expected 0 or more");
         self.factor = factor;
         self
     }
 
-    /// Never less than this, which is what a request without a body costs.
+    /// Sets the minimum estimate, which is also the estimate of a request without a body.
     #[must_use]
     pub const fn least(mut self, least: ByteSize) -> Self {
         self.least = least;
         self
     }
 
-    /// At this priority.
+    /// Sets the priority.
     #[must_use]
     pub const fn priority(mut self, priority: Priority) -> Self {
         self.priority = priority;
@@ -183,7 +183,7 @@ impl Estimate for ContentLength {
     }
 }
 
-/// The length of the body as the head announces it; `None` where it has one of unknown length.
+/// Returns the declared length of the body; `None` if there is a body of unknown length.
 pub(super) fn body_length(head: &Parts) -> Option<ByteSize> {
     if head.headers.contains_key(TRANSFER_ENCODING) {
         return None;
@@ -195,22 +195,22 @@ pub(super) fn body_length(head: &Parts) -> Option<ByteSize> {
     (bare || head.version <= Version::HTTP_11).then_some(ByteSize::ZERO)
 }
 
-/// Digits as an amount; more than 64 bits hold is the most that they hold.
+/// Parses digits; a number above 64 bits becomes the largest 64-bit number.
 fn number(text: &[u8]) -> Option<ByteSize> {
     let digits = !text.is_empty() && text.iter().all(u8::is_ascii_digit);
     let add = |sum: u64, digit: &u8| sum.checked_mul(10)?.checked_add(u64::from(digit - b'0'));
     digits.then(|| text.iter().try_fold(0, add).map_or(ByteSize::MAX, ByteSize::new))
 }
 
-/// Exact where the factor is a whole number, so that no estimate is off by rounding.
+/// Exact if the factor is a whole number, so that no estimate is rounded.
 fn scaled(length: ByteSize, factor: f64) -> ByteSize {
     if length == ByteSize::MAX && factor >= 1.0 { length } else { length.scaled(factor) }
 }
 
-/// By a header that says how much is needed, in bytes or as `512KiB`: set by a gateway or by
-/// clients that are trusted, since whoever sets it decides what is booked.
+/// Reads the estimate from a header, in bytes or with a unit such as `512KiB`. The header must be
+/// set by a gateway or by trusted clients, because it determines the reservation.
 ///
-/// Of several such headers the largest counts. One that says no amount counts as none.
+/// If there are several such headers, the largest value counts. An invalid value is ignored.
 ///
 /// ```
 /// use http::HeaderName;
@@ -235,20 +235,20 @@ pub struct FromHeader {
 }
 
 impl FromHeader {
-    /// What this header says, and this much without it.
+    /// Creates an estimator by this header, with a default amount for requests without it.
     #[must_use]
     pub const fn new(name: HeaderName, unknown: ByteSize) -> Self {
         Self { name, unknown, least: ByteSize::ZERO, priority: Priority::Normal }
     }
 
-    /// Never less than this.
+    /// Sets the minimum estimate.
     #[must_use]
     pub const fn least(mut self, least: ByteSize) -> Self {
         self.least = least;
         self
     }
 
-    /// At this priority.
+    /// Sets the priority.
     #[must_use]
     pub const fn priority(mut self, priority: Priority) -> Self {
         self.priority = priority;

@@ -1,7 +1,8 @@
-//! Requests that are let through by their path, and the bound on what they hold together.
+//! Requests that are exempt by their path, and the bound on the memory that they hold together.
 //!
-//! The layer asks for a share for each request; the request's permit holds it. It relies on the
-//! body's own word about its length, which a server enforces. It neither books nor counts requests.
+//! The layer requests a share for each such request, and the request's permit holds it. The
+//! declared length of a body is trusted, because servers enforce it. This module neither reserves
+//! memory nor counts requests.
 //!
 //! Invariant: `held` is the sum of all live shares.
 
@@ -17,8 +18,8 @@ use crate::bytes::ByteSize;
 
 use super::estimate::body_length;
 
-/// Paths of health checks, which every [`MemoryLayer`](super::MemoryLayer) lets through: the calls
-/// of gRPC's health protocol, and the paths of Kubernetes' own servers.
+/// Paths of health checks, which every [`MemoryLayer`](super::MemoryLayer) exempts: the calls of
+/// gRPC's health protocol, and the paths of Kubernetes' own servers.
 pub const HEALTH_PATHS: [&str; 5] = [
     "/grpc.health.v1.Health/Check",
     "/grpc.health.v1.Health/Watch",
@@ -27,14 +28,14 @@ pub const HEALTH_PATHS: [&str; 5] = [
     "/readyz",
 ];
 
-/// The longest body that a request may announce and still be exempt by its path; also what one of
-/// unknown length books. A health check of gRPC is some tens of bytes long.
+/// The maximum declared body length of a request that is exempt by its path, and the reservation of
+/// one with unknown length. A gRPC health check is some tens of bytes long.
 pub const EXEMPT_BODY_MAX: ByteSize = ByteSize::kib(64);
 
-/// Exempt requests with a body may hold the ceiling divided by this together.
+/// Exempt requests with a body may together hold the ceiling divided by this.
 const CEILING_PART: u64 = 16;
 
-/// The paths of one layer and what their requests hold. Clones share what is held.
+/// The exempt paths of one layer, and the memory held by their requests. Clones share the latter.
 #[derive(Clone, Debug)]
 pub(super) struct ExemptPaths {
     paths: Arc<BTreeSet<Cow<'static, str>>>,
@@ -42,7 +43,7 @@ pub(super) struct ExemptPaths {
 }
 
 impl ExemptPaths {
-    /// The paths of health checks.
+    /// Returns the paths of health checks.
     pub(super) fn of_health() -> Self {
         let paths = HEALTH_PATHS.into_iter().map(Cow::Borrowed).collect();
         Self { paths: Arc::new(paths), held: Arc::default() }
@@ -54,8 +55,8 @@ impl ExemptPaths {
         self.paths = Arc::new(self.paths.iter().cloned().chain(paths).collect());
     }
 
-    /// Returns the share of a request that is exempt; `None` if its path is no exempt one, if it
-    /// announces too long a body, or if the others hold too much for another one with a body.
+    /// Returns the share of an exempt request; `None` if its path is not exempt, if it declares too
+    /// long a body, or if the others hold too much for another request with a body.
     pub(super) fn share(
         &self,
         head: &Parts,
@@ -79,7 +80,7 @@ impl ExemptPaths {
     }
 }
 
-/// The most that the body can come to; `None` if that is not known.
+/// Returns the maximum length of the body; `None` if unknown.
 fn longest(head: &Parts, body: &impl Body) -> Option<ByteSize> {
     if body.is_end_stream() {
         return Some(ByteSize::ZERO);
@@ -87,7 +88,7 @@ fn longest(head: &Parts, body: &impl Body) -> Option<ByteSize> {
     body.size_hint().upper().map(ByteSize::new).or_else(|| body_length(head))
 }
 
-/// What one exempt request holds, until it is dropped.
+/// The memory held by one exempt request, until dropped.
 #[derive(Debug)]
 pub(super) struct ExemptShare {
     bytes: ByteSize,
@@ -95,12 +96,12 @@ pub(super) struct ExemptShare {
 }
 
 impl ExemptShare {
-    /// What it books at first.
+    /// Returns the initial reservation.
     pub(super) const fn bytes(&self) -> ByteSize {
         self.bytes
     }
 
-    /// The request booked this much more.
+    /// Adds a further reservation of the request.
     pub(super) fn grow(&mut self, bytes: ByteSize) {
         self.bytes = self.bytes.saturating_add(bytes);
         self.held.fetch_add(bytes.get(), Ordering::Relaxed);

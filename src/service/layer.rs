@@ -1,15 +1,16 @@
-//! The tower layer: decides in `call`, holds the permit in the response body.
+//! The tower layer, which admits in `call` and holds the permit in the response body.
 //!
-//! `poll_ready` is the inner service's alone: a permit taken there would be held by idle
-//! connections. The inner error type stays. A rejected request never reaches the inner service; its
-//! body is read away before it is answered (see `drain`).
+//! `poll_ready` only polls the inner service: idle connections would hold a permit taken there. The
+//! inner error type is unchanged. A rejected request never reaches the inner service; its body is
+//! drained before it is answered (see `drain`).
 //!
-//! If the admission is a running `Memory`'s, requests are measured (see `permit`). What they held
-//! for each byte estimated is kept by method, route and size, and the next one of that kind books
-//! as much. Until the first of them have ended, only a few large ones run at once (`slow_start`).
+//! If the admission belongs to a running `Memory`, requests are measured (see `permit`). The bytes
+//! held for each estimated byte are recorded by method, route and size, and later requests of that
+//! kind reserve as much. Until the first of them have ended, only a few large ones run at once
+//! (`slow_start`).
 //!
-//! Invariant: every admitted request books its estimate exactly once and gives back what it booked
-//! when its response body, and every handle a handler took, are gone.
+//! Invariant: every admitted request reserves its estimate exactly once, and releases its
+//! reservation when its response body, and every handle taken by a handler, are dropped.
 
 use std::collections::hash_map::RandomState;
 use std::fmt;
@@ -43,15 +44,15 @@ use super::permit::{SharedPermit, Terms};
 use super::rejection::{ProblemJson, Reject};
 use super::slow_start::{LASTS, Running};
 
-/// Whether a request is let through.
+/// Returns `true` for exempt requests.
 type Exempt = Arc<dyn Fn(&Parts) -> bool + Send + Sync>;
 
-/// Admits requests by the bytes that they will need.
+/// A layer that admits requests by the bytes that they will need.
 ///
-/// What is booked stays booked until the response has gone out, however long the body takes to
-/// come. Bodies need a timeout around this layer (`tower_http::timeout::RequestBodyTimeoutLayer`,
-/// say): `axum::serve` has none, and an announced body that never comes holds its booking for ever.
-/// A refusal waits for a body too, up to [`DRAIN_MAX`](super::DRAIN_MAX) of it on HTTP/1.
+/// A reservation lasts until the response has been sent, however long the body takes to arrive. Put
+/// a body timeout around this layer (for example `tower_http::timeout::RequestBodyTimeoutLayer`):
+/// `axum::serve` has none, and a declared body that never arrives holds its reservation forever. A
+/// rejection also waits for the body, up to [`DRAIN_MAX`](super::DRAIN_MAX) bytes of it on HTTP/1.
 pub struct MemoryLayer<E> {
     admission: Admission,
     estimate: Arc<E>,
@@ -63,10 +64,10 @@ pub struct MemoryLayer<E> {
     clock: Arc<dyn Clock>,
 }
 
-/// What was measured of the routes behind a layer.
+/// The measurements of the routes behind a layer.
 struct Measures {
     routes: Mutex<Routes<u64>>,
-    /// Of clients' choice are the paths, and so the keys.
+    /// Clients choose the paths, and so the keys.
     hasher: RandomState,
 }
 
@@ -75,8 +76,8 @@ impl Measures {
         Self { routes: Mutex::new(routes), hasher: RandomState::new() }
     }
 
-    /// Requests like this one: of its method, of the same gRPC method or else the same first
-    /// segment of the path, and of its size.
+    /// Returns the record of requests like this one: with its method, its gRPC method or else its
+    /// first path segment, and its size.
     fn lesson(&self, head: &Parts, estimate: ByteSize) -> Lesson {
         let path = head.uri.path();
         let kind = head.headers.get(CONTENT_TYPE);
@@ -90,9 +91,9 @@ impl Measures {
 }
 
 impl<E: Estimate> MemoryLayer<E> {
-    /// Creates a layer over this admission that rejects with [`ProblemJson`] and exempts health
-    /// checks only ([`HEALTH_PATHS`](super::HEALTH_PATHS)). Put other routes that must answer under
-    /// pressure (metrics) outside it, or exempt them.
+    /// Creates a layer over this admission. It rejects with [`ProblemJson`] and exempts only health
+    /// checks ([`HEALTH_PATHS`](super::HEALTH_PATHS)). Route other endpoints that must answer under
+    /// pressure, such as metrics, outside the layer, or exempt them.
     pub fn new(admission: Admission, estimate: E) -> Self {
         Self {
             admission,
@@ -106,9 +107,9 @@ impl<E: Estimate> MemoryLayer<E> {
         }
     }
 
-    /// Takes estimates as upper bounds: a route that is not measured yet books what is estimated,
-    /// and as many of its requests run as fit. For handlers that refuse what needs more. If they do
-    /// not, requests of an unknown route can together hold several times what they booked.
+    /// Treats estimates as upper bounds: requests of a route that is not measured yet reserve their
+    /// estimate, and as many run as fit. For handlers that reject requests which need more.
+    /// Otherwise requests of an unknown route can together hold several times their reservations.
     #[must_use]
     pub fn without_slow_start(mut self) -> Self {
         self.measures = Arc::new(Measures::new(Routes::bounded()));
@@ -116,7 +117,7 @@ impl<E: Estimate> MemoryLayer<E> {
         self
     }
 
-    /// Another clock than the machine's, for tests.
+    /// Replaces the machine's clock, for tests.
     #[doc(hidden)]
     #[must_use]
     pub fn clock(mut self, clock: Arc<dyn Clock>) -> Self {
@@ -124,19 +125,20 @@ impl<E: Estimate> MemoryLayer<E> {
         self
     }
 
-    /// Answers what is turned away with this: [`Grpc`](super::Grpc), or a closure of one's own.
+    /// Sets the answer to rejected requests: [`Grpc`](super::Grpc), or a closure.
     #[must_use]
     pub fn with_rejection(mut self, reject: impl Reject) -> Self {
         self.reject = Arc::new(reject);
         self
     }
 
-    /// Lets requests through for which this is true, as well as those exempt before: they are never
-    /// shed, not even while the service ends. Their estimate is not asked for: they book nothing
-    /// unless a handler grows the permit, which then never fails.
+    /// Exempts requests for which this returns `true`, in addition to those exempt already. Exempt
+    /// requests are never rejected, not even during shutdown. They are not estimated and reserve
+    /// nothing, unless a handler grows the permit, which never fails for them.
     ///
-    /// Who can make a request exempt can take all memory. So let it rest on what clients cannot
-    /// choose freely: see [`MemoryLayer::exempt_paths`] and [`MemoryLayer::exempt_header`].
+    /// A client that can make its requests exempt can use all memory. Base the decision on
+    /// properties that clients cannot choose freely: see [`MemoryLayer::exempt_paths`] and
+    /// [`MemoryLayer::exempt_header`].
     #[must_use]
     pub fn exempt(mut self, is_exempt: impl Fn(&Parts) -> bool + Send + Sync + 'static) -> Self {
         self.exempt = Some(match self.exempt.take() {
@@ -146,15 +148,13 @@ impl<E: Estimate> MemoryLayer<E> {
         self
     }
 
-    /// Lets requests of these paths through as well, whatever their method: metrics, verbs of an
-    /// operator. Whole paths are compared, byte by byte and without the query; a path below one of
-    /// them is another path.
+    /// Exempts requests for these paths, whatever their method: metrics, or admin commands. Whole
+    /// paths are compared byte by byte, without the query; a path below one of them is not exempt.
     ///
-    /// Clients cannot take memory through such a path by sending bodies. A request that announces
-    /// more than [`EXEMPT_BODY_MAX`](super::EXEMPT_BODY_MAX) is treated like any other. One of
-    /// unknown length, as all of gRPC are, books that much. While exempt requests hold a sixteenth
-    /// of the ceiling, further ones with a body are treated like any
-    /// other; those without a body always pass.
+    /// Clients cannot use memory through such a path by sending bodies. A request that declares
+    /// more than [`EXEMPT_BODY_MAX`](super::EXEMPT_BODY_MAX) is not exempt. One of unknown length,
+    /// such as every gRPC request, reserves that much. While exempt requests hold a sixteenth of
+    /// the ceiling, further requests with a body are not exempt; those without a body always are.
     ///
     /// ```
     /// use lowtide::ByteSize;
@@ -171,16 +171,16 @@ impl<E: Estimate> MemoryLayer<E> {
         self
     }
 
-    /// Lets requests through that carry this secret in this header: calls of the service to itself,
-    /// which would otherwise wait for memory that their caller holds. Draw the secret at the start
-    /// and give it to nobody else; a name alone would let everybody through.
+    /// Exempts requests with this secret in this header, for calls of the service to itself, which
+    /// would otherwise wait for memory that their caller holds. Generate the secret at start and
+    /// keep it private; a header name alone would exempt every client.
     ///
     /// # Panics
-    /// Where the secret is shorter than 16 bytes.
+    /// Panics if the secret is shorter than 16 bytes.
     #[must_use]
     pub fn exempt_header(self, name: HeaderName, secret: &HeaderValue) -> Self {
         let length = secret.len();
-        assert!(length >= SECRET_MIN, "a secret of {length} bytes: expected {SECRET_MIN} or more");
+        assert!(length >= SECRET_MIN, "secret of {length} bytes: expected {SECRET_MIN} or more");
         let secret = secret.clone();
         self.exempt(move |head| {
             let same = |value: &HeaderValue| alike(value.as_bytes(), secret.as_bytes());
@@ -189,10 +189,10 @@ impl<E: Estimate> MemoryLayer<E> {
     }
 }
 
-/// The shortest secret, in bytes: as long as a UUID's bits.
+/// The minimum length of a secret, in bytes: that of a UUID.
 const SECRET_MIN: usize = 16;
 
-/// Whether both are the same, in a time that does not say where they differ.
+/// Compares both in constant time.
 fn alike(one: &[u8], other: &[u8]) -> bool {
     let differing = one.iter().zip(other).fold(0, |sum, (one, other)| sum | (one ^ other));
     one.len() == other.len() && differing == 0
@@ -220,7 +220,7 @@ impl<E> fmt::Debug for MemoryLayer<E> {
 }
 
 impl<E: Estimate> MemoryLayer<E> {
-    /// Books what the request is estimated to need.
+    /// Reserves the estimate of the request.
     fn admit(&self, head: &Parts, body: &impl Body) -> Result<SharedPermit, Rejected> {
         let exempt = |cost| Estimated { cost, priority: Priority::Exempt, lesson: None };
         let ceiling = self.admission.ledger(Budget::Host).ceiling();
@@ -242,7 +242,7 @@ impl<E: Estimate> MemoryLayer<E> {
             let room = self.admission.ledger(Budget::Host).request_room();
             let estimate = cost.host;
             cost.host = lesson.claim(estimate, ByteSize::new(room.get() / 2));
-            // What is too large, or comes too late, is rejected for that.
+            // A request that is too large, or too late, is rejected for that reason.
             if self.starts_slowly && estimate <= ceiling && !self.admission.is_closed() {
                 slot = lesson.enter(estimate, room, || self.clock.now()).map_err(|running| {
                     let Running(running) = running;
@@ -314,7 +314,7 @@ where
 }
 
 pin_project! {
-    /// The response to come.
+    /// The future of the response.
     #[derive(Debug)]
     pub struct ResponseFuture<F, Q> {
         #[pin]
@@ -352,14 +352,14 @@ where
                 }
                 Poll::Ready(answered.map(|response| match permit {
                     Some(permit) => response.map(|body| ResponseBody::held(body, permit)),
-                    None => unreachable!("a future is not polled after its end"),
+                    None => unreachable!("polled after completion"),
                 }))
             }
             StateProject::Rejected { rest, response } => {
                 ready!(rest.poll(cx));
                 match response.take() {
                     Some(response) => Poll::Ready(Ok(response.map(ResponseBody::refused))),
-                    None => unreachable!("a future is not polled after its end"),
+                    None => unreachable!("polled after completion"),
                 }
             }
         }

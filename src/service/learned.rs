@@ -1,16 +1,17 @@
-//! What requests of each route held: for the estimator that learns, and for the layer.
+//! Records the memory that requests of each route held, for the learning estimator and for the
+//! layer.
 //!
-//! Both learn from [`SharedPermit`](super::SharedPermit): from what handlers say that they hold
-//! (`hold`), from permits that had to grow, and from what the layer measures. Of each route a
-//! histogram over eighths of powers of two is kept, in which old requests fade: each time that
-//! `WINDOW` are in it all counts are halved. The estimate is its 95th percentile, which nineteen of
-//! twenty requests do not pass; what the others need is what the ledger's multiplier is for.
+//! Both learn from [`SharedPermit`](super::SharedPermit): from handlers that report the memory they
+//! hold (`hold`), from permits that had to grow, and from the layer's measurements. For each route
+//! there is a histogram over eighths of powers of two, in which old requests fade: all counts are
+//! halved after each `WINDOW` requests. The estimate is its 95th percentile, which nineteen of
+//! twenty requests do not exceed; the ledger's correction factor covers the others.
 //!
-//! [`Learned`] learns bytes. The layer learns, beside every other estimator, how many bytes
-//! requests held for each byte that they were estimated at, and books that if it is more: lengths
-//! vary within a route, and what a byte of them becomes varies little.
+//! [`Learned`] learns bytes. The layer learns, in addition to every other estimator, the bytes held
+//! for each estimated byte, and reserves by that if it is more: lengths vary within a route, and
+//! the memory for a byte of them varies little.
 //!
-//! Invariant: `estimate >= 95 % of what the histogram holds`, and at most an eighth more than the
+//! Invariant: `estimate >= 95 % of the histogram's requests`, and at most an eighth more than the
 //! largest of those; memory is at most [`ROUTES_MAX`] + 1 routes of about one KiB.
 
 use std::collections::BTreeMap;
@@ -28,27 +29,28 @@ use crate::sync::{Mutex, lock};
 use super::estimate::{Estimate, Estimated};
 use super::slow_start::{Running, SlowStart};
 
-/// Routes that are told apart; those that come later share one estimate.
+/// The maximum number of routes that are recorded separately; later ones share one estimate.
 pub const ROUTES_MAX: usize = 256;
-/// Requests after which what is known counts half. A guess: minutes of a busy route.
+/// The number of requests after which earlier ones count half. An estimate: minutes of a busy
+/// route.
 const WINDOW: u32 = 512;
-/// Requests before the guess is given up: until then the estimate is the larger of the two.
+/// The number of requests until which the initial guess is also a lower bound of the estimate.
 const LESSONS_MIN: u32 = 8;
-/// The part of requests that the estimate is enough for, in percent.
+/// The percentage of requests for which the estimate suffices.
 const PERCENTILE: u32 = 95;
-/// One byte held for each byte estimated, as an amount.
+/// One byte held for each estimated byte, as an amount.
 const ONE: ByteSize = ByteSize::kib(1);
-/// What a byte estimated is taken to need in a route that is not known. A guess.
+/// The assumed need of an estimated byte in an unknown route. An estimate.
 const UNKNOWN: ByteSize = ByteSize::kib(2);
-/// Estimates below this are taken for this when they are compared with what was held: what every
-/// request holds is not multiplied with its length.
+/// The minimum estimate for comparisons with the memory held: the constant part of a request's
+/// memory does not grow with its length.
 const COMPARED_MIN: ByteSize = ByteSize::kib(16);
-/// Buckets of a power of two.
+/// The number of buckets for each power of two.
 const PARTS: usize = 8;
-/// 0 to 7 have buckets of their own, then come eight for each power of two.
+/// 0 to 7 have a bucket each, followed by eight for each power of two.
 const BUCKETS: usize = (64 - 2) * PARTS;
 
-/// What requests of a route need, learned from those before. Cheap to ask: a look-up under a lock
+/// Estimates requests by what earlier requests of their route held. Costs a look-up under a lock,
 /// and a load.
 ///
 /// ```
@@ -57,25 +59,25 @@ const BUCKETS: usize = (64 - 2) * PARTS;
 /// use lowtide::control::Admission;
 /// use lowtide::service::{Learned, MemoryLayer};
 ///
-/// // By method and first segment of the path: a bounded set, since clients choose paths.
+/// // By method and first path segment: a bounded set, since clients choose paths.
 /// let route = |head: &Parts| {
 ///     let first = head.uri.path().split('/').nth(1).unwrap_or_default();
 ///     (head.method.to_string(), first.to_owned())
 /// };
-/// let estimate = Learned::new(ByteSize::mib(4), route); // until it is known
+/// let estimate = Learned::new(ByteSize::mib(4), route); // 4 MiB until it is known
 /// let _layer = MemoryLayer::new(Admission::with_limit(ByteSize::gib(1)), estimate);
 /// ```
 ///
-/// Behind a [`MemoryLayer`](super::MemoryLayer) whose admission is a `Memory`'s, what requests
-/// allocate on the threads that poll them is measured, and nothing has to be said. A handler says
-/// what is not seen so, such as memory of a C library:
+/// Behind a [`MemoryLayer`](super::MemoryLayer) with the admission of a `Memory`, allocations of
+/// requests on the threads that poll them are measured. A handler reports other memory, such as
+/// that of a C library, itself:
 ///
 /// ```
 /// # use lowtide::ByteSize;
 /// # use lowtide::control::Rejected;
 /// # use lowtide::service::SharedPermit;
 /// fn decoded(permit: &SharedPermit, image: &[u8]) -> Result<(), Rejected> {
-///     permit.hold(ByteSize::of(image.len())) // books more where it is more than was reserved
+///     permit.hold(ByteSize::of(image.len())) // reserves more if this exceeds the reservation
 /// }
 /// ```
 pub struct Learned<K, F> {
@@ -93,12 +95,12 @@ pub(super) struct Routes<K> {
 }
 
 impl<K: Ord> Routes<K> {
-    /// None yet; each begins with a guess.
+    /// Creates an empty set; each route starts with a guess.
     fn new(guess: ByteSize) -> Self {
         Self { guess, known: BTreeMap::new(), rest: Arc::new(Route::new(guess)) }
     }
 
-    /// None yet; each learns what was held for a byte estimated.
+    /// Creates an empty set, in which each route learns the bytes held for an estimated byte.
     pub(super) fn compared() -> Self {
         Self::new(UNKNOWN)
     }
@@ -113,7 +115,8 @@ impl<K: Ord> Routes<K> {
             return Arc::clone(route);
         }
         if self.known.len() >= ROUTES_MAX {
-            // Clients choose paths: those that taught nothing and have no request give up theirs.
+            // Clients choose paths: routes without a measurement and without a running request are
+            // removed.
             self.known.retain(|_, route| Arc::strong_count(route) > 1 || route.has_learned());
         }
         if self.known.len() >= ROUTES_MAX {
@@ -125,26 +128,27 @@ impl<K: Ord> Routes<K> {
     }
 }
 
-/// Where what a request held goes: a route's memory of it.
+/// The recipient of a request's measured memory: the record of its route.
 #[derive(Clone)]
 pub struct Lesson {
     route: Arc<Route>,
-    /// The estimate with which it is compared; `None` if bytes are learned.
+    /// The estimate for comparison; `None` if bytes are learned.
     compared: Option<ByteSize>,
 }
 
 impl Lesson {
-    /// Of a request that was estimated at this, in routes that compare.
+    /// Creates one for a request with this estimate, in routes that compare.
     pub(super) fn compared(route: Arc<Route>, estimate: ByteSize) -> Self {
         Self { route, compared: Some(estimate.max(COMPARED_MIN)) }
     }
 
-    /// A request held this much at its peak. Takes the route's own lock for about a microsecond.
+    /// Records the memory that a request held at its peak. Takes the route's own lock for about a
+    /// microsecond.
     pub fn learn(&self, held: ByteSize) {
         self.route.learn(self.amount(held));
     }
 
-    /// The same of one that did not come to its end, which is no evidence of a small need.
+    /// Records a request that did not complete, which is no evidence of a small need.
     pub(super) fn learn_at_least(&self, held: ByteSize) {
         let amount = self.amount(held);
         if amount > self.route.estimate() {
@@ -156,9 +160,9 @@ impl Lesson {
         self.compared.map_or(held, |estimate| times(held, ONE, estimate))
     }
 
-    /// What to book for a request that was estimated at this: what its route was found to need, but
-    /// no more than `most` for that alone. A route that has shown one giant would not be admitted
-    /// any more otherwise, and its estimate would stay.
+    /// Returns the reservation for a request with this estimate: the measured need of its route,
+    /// but at most `most` for that alone. Otherwise a route with one huge request would not be
+    /// admitted any more, and its estimate would stay.
     pub(super) fn claim(&self, estimate: ByteSize, most: ByteSize) -> ByteSize {
         let route = &self.route;
         match self.compared {
@@ -168,8 +172,8 @@ impl Lesson {
         }
     }
 
-    /// Lets a request of the route run if its need is known or few run. Reads the time only if that
-    /// matters.
+    /// Admits a request of the route if its need is known or few requests run. Reads the time only
+    /// if needed.
     pub(super) fn enter(
         &self,
         cost: ByteSize,
@@ -186,10 +190,10 @@ impl Lesson {
     }
 }
 
-/// A large request of a route whose need is not known; dropping it ends it.
+/// A large request of a route with unknown need; dropping it ends it.
 pub(super) struct Slot {
     route: Arc<Route>,
-    /// Whether its handler answered.
+    /// `true` if its handler answered.
     pub(super) answered: bool,
 }
 
@@ -205,7 +209,7 @@ impl fmt::Debug for Slot {
     }
 }
 
-/// `amount x factor / divisor`, rounded up; the divisor is not 0.
+/// Returns `amount x factor / divisor`, rounded up; the divisor is not 0.
 fn times(amount: ByteSize, factor: ByteSize, divisor: ByteSize) -> ByteSize {
     let product = u128::from(amount.get()) * u128::from(factor.get());
     let quotient = product.div_ceil(u128::from(divisor.get().max(1)));
@@ -222,20 +226,20 @@ impl fmt::Debug for Lesson {
 }
 
 impl<K: Ord, F: Fn(&Parts) -> K> Learned<K, F> {
-    /// By the route that `key` gives, beginning with a guess.
+    /// Creates an estimator by the route that `key` returns, with an initial guess.
     pub fn new(guess: ByteSize, key: F) -> Self {
         let (device, priority) = (ByteSize::ZERO, Priority::Normal);
         Self { key, device, priority, routes: Mutex::new(Routes::new(guess)) }
     }
 
-    /// And always this much of the device's memory, which is not learned.
+    /// Adds a fixed amount of device memory, which is not learned.
     #[must_use]
     pub fn and_device(mut self, bytes: ByteSize) -> Self {
         self.device = bytes;
         self
     }
 
-    /// At this priority.
+    /// Sets the priority.
     #[must_use]
     pub fn priority(mut self, priority: Priority) -> Self {
         self.priority = priority;
@@ -243,7 +247,7 @@ impl<K: Ord, F: Fn(&Parts) -> K> Learned<K, F> {
     }
 
     fn route(&self, head: &Parts) -> Arc<Route> {
-        // Outside the lock: it is the caller's, and may take its time or panic.
+        // Outside the lock: the key function is the caller's, and may be slow or panic.
         let key = (self.key)(head);
         lock(&self.routes).of(key)
     }
@@ -274,7 +278,7 @@ impl<K, F> fmt::Debug for Learned<K, F> {
     }
 }
 
-/// What one route has shown.
+/// The record of one route.
 pub(super) struct Route {
     estimate: AtomicU64,
     guess: ByteSize,
@@ -309,11 +313,11 @@ impl Route {
 /// A histogram in which old requests fade.
 struct Seen {
     counts: Box<[u16; BUCKETS]>,
-    /// The sum of them.
+    /// The sum of the counts.
     count: u32,
-    /// The largest ever, so that requests that are all alike are estimated to the byte.
+    /// The largest value so far, so that the estimate of identical requests is exact.
     largest: ByteSize,
-    /// Requests in all, as far as it matters.
+    /// The number of all requests, capped at the number that matters.
     lessons: u32,
 }
 
@@ -335,7 +339,7 @@ impl Seen {
         self.lessons = self.lessons.saturating_add(1);
     }
 
-    /// What is enough for [`PERCENTILE`] of them.
+    /// Returns the value that suffices for [`PERCENTILE`] of the requests.
     fn high(&self) -> ByteSize {
         let wanted = (self.count * PERCENTILE).div_ceil(100);
         let mut below = 0;
@@ -349,7 +353,7 @@ impl Seen {
     }
 }
 
-/// The bucket of an amount.
+/// Returns the bucket of an amount.
 fn bucket(amount: u64) -> usize {
     let power = amount.checked_ilog2().unwrap_or(0) as usize;
     if power < 3 {
@@ -359,13 +363,13 @@ fn bucket(amount: u64) -> usize {
     (power - 2) * PARTS + part
 }
 
-/// The largest amount of a bucket.
+/// Returns the largest amount of a bucket.
 fn most_of(bucket: usize) -> u64 {
     if bucket < PARTS {
         return bucket as u64;
     }
     let (shift, part) = (bucket / PARTS - 1, (bucket % PARTS) as u64);
-    // The bucket above the last would begin at 2^64, whose bits are shifted out.
+    // The bucket after the last one would begin at 2^64, whose bits are shifted out.
     ((PARTS as u64 + part + 1) << shift).wrapping_sub(1)
 }
 

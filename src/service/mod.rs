@@ -1,9 +1,11 @@
-//! What a web service puts around itself: a tower layer that admits by bytes, and endpoints.
+//! Middleware and endpoints for web services: a tower layer that admits requests by bytes, and
+//! operator endpoints.
 //!
-//! Works under axum, hyper and tonic; knows none of them, starts no server and routes nothing.
+//! Works with axum, hyper and tonic, and depends on none of them. It starts no server and routes
+//! nothing.
 //!
-//! Invariant: a request that is admitted holds its bytes until the last byte of its response has
-//! gone out or the connection has ended.
+//! Invariant: an admitted request holds its bytes until the last byte of its response is sent or
+//! the connection has ended.
 
 mod admin;
 mod asked;

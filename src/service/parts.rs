@@ -1,7 +1,6 @@
-//! What `/memory` tells beyond the figures, where it is asked to: where memory lies, the last
-//! minutes, the last events, errands.
+//! The optional parts of `/memory`: maps of arenas, history, events, admin tasks.
 //!
-//! Each part is bounded, whatever the arenas hold; the figures themselves are `endpoints`'s.
+//! Each part is bounded, whatever the arenas contain; the figures themselves are in `endpoints`.
 //!
 //! Invariant: the cells of all arenas are at most [`CELLS_MAX`], but four for each arena.
 
@@ -17,15 +16,16 @@ use crate::sync::{Mutex, lock};
 
 use super::asked::QueryError;
 
-/// Cells of all arenas together: as many as a wide screen shows; each is at most some 60 bytes.
+/// The maximum number of cells of all arenas: as many as a wide screen shows; each is at most some
+/// 60 bytes.
 const CELLS_MAX: usize = 2048;
 
-/// Blocks that a map may walk each second. Meanwhile it holds their arena's lock, 11 ns for each
-/// block as measured by `benches/render`: of that second a thousandth, or two, since a map is kept
-/// for half of the time after which it is to be asked for again.
+/// The maximum number of blocks that maps may walk each second. A walk holds the arena's lock, for
+/// 11 ns per block (measured by `benches/render`): at most a thousandth or two of each second,
+/// since a map is kept for half of the time after which clients should request another.
 const BLOCKS_EACH_SECOND: u64 = 100_000;
 
-/// A part, by the name under which it is asked for and told.
+/// An optional part, by its name in the query and in the JSON.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Part {
     Map,
@@ -46,7 +46,7 @@ impl Part {
         }
     }
 
-    /// Reads names with commas between them.
+    /// Parses names separated by commas.
     pub(super) fn read(text: &str) -> Result<Vec<Self>, QueryError> {
         let part = |name: &str| {
             let known = Self::ALL.into_iter().find(|part| part.name() == name);
@@ -67,7 +67,8 @@ impl Part {
         Ok(parts)
     }
 
-    /// Adds it to the document. `needs_token` is about errands: `None` where there are none.
+    /// Adds the part to the document. `needs_token` is for admin tasks: `None` if they are
+    /// disabled.
     pub(super) fn add(
         self,
         memory: &Memory,
@@ -88,12 +89,12 @@ impl Part {
     }
 }
 
-/// The maps that were told last. Whoever asks meanwhile is told the same, so that no number of
-/// those who look on has the locks of arenas held for longer.
+/// The last maps. Requests in between get the same maps, so the number of clients does not increase
+/// the time under the arenas' locks.
 #[derive(Debug, Default)]
 pub(super) struct Maps(Mutex<Option<Kept>>);
 
-/// Maps of arenas of these names, and until when they are told.
+/// Maps of arenas of these names, and the end of their validity.
 #[derive(Debug)]
 struct Kept {
     names: Vec<String>,
@@ -111,7 +112,7 @@ impl Maps {
         let cells = memory.cells(CELLS_MAX);
         let maps: Value = cells.iter().map(arena).collect();
         let most = cells.iter().map(|(_, cells)| again(blocks(cells))).max();
-        // Whoever asks again when told to is told anew.
+        // A client that waits as advised gets new maps.
         let until = now + Duration::from_secs(most.unwrap_or(1)).mul_f64(0.5);
         *kept = Some(Kept { names, until, maps: maps.clone() });
         maps
@@ -131,15 +132,15 @@ fn arena((name, cells): &(String, ArenaCells)) -> Value {
     })
 }
 
-/// After how many seconds whoever looks on is to ask for a map again, of an arena with so many
-/// blocks.
+/// Returns the seconds after which a client should request another map of an arena with this number
+/// of blocks.
 const fn again(blocks: u64) -> u64 {
     let seconds = blocks.div_ceil(BLOCKS_EACH_SECOND);
     if seconds == 0 { 1 } else { seconds }
 }
 
-/// Runs of equal cells: the first, how many, and of each the bytes that are live, pending, active
-/// and idle.
+/// Returns runs of equal cells: the first, the count, and the live, pending, active and idle bytes
+/// of each.
 fn region(region: &RegionCells) -> Value {
     let mut runs: Vec<(u64, Cell)> = Vec::new();
     for &cell in &region.cells {
@@ -160,13 +161,13 @@ fn region(region: &RegionCells) -> Value {
     })
 }
 
-/// Whether a cell is the next after a run, and like it.
+/// Returns `true` if a cell follows a run and equals its cells.
 fn continues(run: &Cell, count: u64, cell: &Cell) -> bool {
     let parts = |cell: &Cell| [cell.live, cell.pending, cell.active, cell.idle];
     cell.nth == run.nth + count && parts(cell) == parts(run)
 }
 
-/// By column: names once, not for each point.
+/// Returns the history by column, so that names appear once.
 fn history(points: &[HistorySample]) -> Value {
     let bytes = |of: fn(&HistorySample) -> ByteSize| -> Vec<u64> {
         points.iter().map(|point| of(point).get()).collect()
@@ -202,7 +203,7 @@ fn admin_task(admin_task: &AdminTask) -> Value {
     })
 }
 
-/// To the millisecond.
+/// Rounds to milliseconds.
 pub(super) fn seconds(at: Duration) -> f64 {
     (at.as_secs_f64() * 1e3).round() / 1e3
 }

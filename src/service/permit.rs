@@ -1,15 +1,16 @@
-//! A request's permit as several hold it: the response body, and handlers that want more.
+//! A request's permit, which the response body and handlers share.
 //!
-//! If the admission is a running `Memory`'s, what the request allocates and frees on the threads
-//! that poll it is measured (`host/meter`), and the permit grows to it between polls. That is never
-//! refused, since the memory is in use, and counts against the allowance, so that others are.
+//! If the admission belongs to a running `Memory`, allocations and frees of the request on the
+//! threads that poll it are measured (`host/meter`), and the permit grows accordingly between
+//! polls. That never fails, since the memory is already in use; it counts against the allowance, so
+//! other requests may be rejected.
 //!
-//! Not seen: what spawned tasks and C code allocate, and a body that arrives without an announced
-//! length, whose frames the connection allocates and the handler frees. An announced one counts as
-//! held once the request has allocated as much.
+//! Not measured: allocations of spawned tasks and C code, and a body without a declared length,
+//! whose frames the connection allocates and the handler frees. A declared body counts as held once
+//! the request has allocated as much.
 //!
-//! Invariants: what was booked is released when the last handle is gone; `peak` never falls;
-//! measured bytes are never negative, so that no request lends room to another.
+//! Invariants: the reservation is released when the last handle is dropped; `peak` never falls;
+//! measured bytes are never negative, so that no request adds room for another.
 
 use std::sync::Arc;
 
@@ -22,15 +23,15 @@ use crate::host::meter::{self, Moved};
 use super::exempt::ExemptShare;
 use super::learned::{Lesson, Slot};
 
-/// The permit of a request, in the request's extensions: a handler takes it from there to book
-/// more while a body of unknown length arrives.
+/// The permit of a request, found in the request's extensions. A handler uses it to reserve more
+/// while a body of unknown length arrives.
 ///
 /// ```
 /// use http::{Request, Response};
 /// use lowtide::ByteSize;
 /// use lowtide::service::{SharedPermit, rejection};
 ///
-/// /// What a handler does as pieces arrive.
+/// /// Called by a handler for each piece of the body.
 /// fn take<B>(request: &Request<B>, piece: &[u8]) -> Result<(), Response<String>> {
 ///     let permit = request.extensions().get::<SharedPermit>(); // none without the layer
 ///     let reserved = permit.map(|permit| permit.grow(ByteSize::of(piece.len())));
@@ -43,40 +44,40 @@ pub struct SharedPermit(Arc<Shared>);
 
 #[derive(Debug)]
 struct Shared {
-    /// Whether what it allocates is measured.
+    /// `true` if its allocations are measured.
     is_measured: bool,
     held: Mutex<Held>,
 }
 
-/// What the layer knows of a request that it admits.
+/// The layer's data of an admitted request.
 #[derive(Debug, Default)]
 pub(super) struct Terms {
-    /// What learns from it.
+    /// The recipient of the measured memory.
     pub(super) lesson: Option<Lesson>,
-    /// Of a request that is exempt by its path.
+    /// The share of a request that is exempt by its path.
     pub(super) share: Option<ExemptShare>,
-    /// Of a large request whose route is not known yet.
+    /// The slot of a large request whose route is not known yet.
     pub(super) slot: Option<Slot>,
-    /// The announced length of its body, if it is measured.
+    /// The declared length of its body, if it is measured.
     pub(super) measured: Option<u64>,
 }
 
-/// What a request is measured to hold.
+/// The measured memory of a request.
 #[derive(Debug, Default)]
 struct Meter {
-    /// The announced length of its body.
+    /// The declared length of its body.
     announced: u64,
-    /// Bytes that it ever allocated.
+    /// All bytes that it has allocated.
     allocated: u64,
     live: u64,
     peak: u64,
 }
 
 impl Meter {
-    /// Takes in what a piece of its work moved; what the request holds now.
+    /// Adds the allocations of a piece of work. Returns the bytes held now.
     fn add(&mut self, moved: Moved) -> ByteSize {
         self.allocated = self.allocated.saturating_add(moved.allocated);
-        // Frames of the body are freed by the handler and were allocated by the connection.
+        // Frames of the body are allocated by the connection and freed by the handler.
         let body = self.announced.min(self.allocated);
         let high = self.live.saturating_add(moved.peak);
         self.live = self.live.saturating_add(moved.allocated).saturating_sub(moved.freed);
@@ -88,11 +89,11 @@ impl Meter {
 #[derive(Debug)]
 struct Held {
     permit: Permit,
-    /// The most that the request is known to have held, or to have wanted; what was only booked
-    /// for it is not known to be.
+    /// The largest amount that the request is known to have held or requested, without the initial
+    /// reservation.
     peak: Option<ByteSize>,
     meter: Meter,
-    /// Whether its handler answered, and with success.
+    /// Set if its handler answered: `true` for success.
     answer: Option<bool>,
     terms: Terms,
 }
@@ -106,10 +107,11 @@ impl SharedPermit {
         Self(Arc::new(Shared { is_measured, held: Mutex::new(held) }))
     }
 
-    /// Runs work of this request on the calling thread, and books what it leaves allocated: for
-    /// what a handler gives to other threads. The layer does the same for the handler's future and
-    /// for the response body. Does no more than run the work if requests are not measured: with an
-    /// admission that is no `Memory`'s, or another global allocator.
+    /// Runs work of this request on the calling thread, and reserves the memory that it leaves
+    /// allocated. For work that a handler moves to other threads; the layer does the same for the
+    /// handler's future and for the response body. If requests are not measured, because the
+    /// admission belongs to no `Memory` or jemalloc is not the global allocator, it only runs the
+    /// work.
     ///
     /// ```
     /// # async fn parse(permit: lowtide::service::SharedPermit, text: String) {
@@ -120,7 +122,7 @@ impl SharedPermit {
         self.measure_until_handed(work, |_| 0)
     }
 
-    /// The same, where `handed` of the result's bytes are somebody else's from now on.
+    /// The same, if `handed` bytes of the result belong to another owner from now on.
     pub(super) fn measure_until_handed<R>(
         &self,
         work: impl FnOnce() -> R,
@@ -139,11 +141,11 @@ impl SharedPermit {
         result
     }
 
-    /// Its handler answered.
+    /// Records that its handler answered.
     pub(super) fn answered(&self, success: bool) {
         let mut held = self.held();
         held.answer = Some(success);
-        // A failure says nothing of what the route needs.
+        // A failure does not show the need of the route.
         if let Some(slot) = &mut held.terms.slot {
             slot.answered = success;
         }
@@ -153,24 +155,24 @@ impl SharedPermit {
         lock(&self.0.held)
     }
 
-    /// Books more.
+    /// Reserves more memory.
     ///
     /// # Errors
-    /// Where it does not fit; what was booked before stays booked.
+    /// [`Rejected`] if it does not fit. The earlier reservation is unchanged.
     pub fn grow(&self, bytes: ByteSize) -> Result<(), Rejected> {
         let mut held = self.held();
-        // Wanted, whether or not it fits: what was estimated was not enough.
+        // The request, whether or not it fits: the estimate did not suffice.
         let wanted = held.permit.cost().host.saturating_add(bytes);
         held.peak = held.peak.max(Some(wanted));
         held.grow(bytes)
     }
 
-    /// Says that the request holds this much of the host's memory now, in all: books the difference
-    /// where it is more than was booked, and remembers the most that was said, from which
-    /// [`Learned`](super::Learned) learns. Gives nothing back: see [`SharedPermit::shrink`].
+    /// Reports the total host memory that the request holds now. Reserves the difference if that
+    /// exceeds the reservation, and records the largest amount reported, from which
+    /// [`Learned`](super::Learned) learns. Releases nothing: see [`SharedPermit::shrink`].
     ///
     /// # Errors
-    /// Where it does not fit; what was booked before stays booked.
+    /// [`Rejected`] if it does not fit. The earlier reservation is unchanged.
     pub fn hold(&self, bytes: ByteSize) -> Result<(), Rejected> {
         let mut held = self.held();
         held.peak = held.peak.max(Some(bytes));
@@ -178,18 +180,18 @@ impl SharedPermit {
         if more.is_zero() { Ok(()) } else { held.grow(more) }
     }
 
-    /// Gives back a part of what was booked.
+    /// Releases a part of the reservation.
     pub fn shrink(&self, bytes: ByteSize) {
         self.held().permit.shrink(bytes);
     }
 
-    /// What is booked of the host's memory.
+    /// Returns the reserved host memory.
     #[must_use]
     pub fn reserved(&self) -> ByteSize {
         self.held().permit.cost().host
     }
 
-    /// The most that the request said to hold, or booked by growing; `None` where it did neither.
+    /// Returns the largest amount that was reported, or reserved by growing; `None` without either.
     #[must_use]
     pub fn peak(&self) -> Option<ByteSize> {
         self.held().peak
@@ -223,7 +225,8 @@ impl Drop for Held {
         {
             return lesson.learn(peak);
         }
-        // It broke off or failed: what it held is no evidence of what it would have.
+        // The request was cancelled or failed: the memory that it held is no evidence of its full
+        // need.
         if let Some(peak) = self.peak {
             lesson.learn(peak);
         }

@@ -1,5 +1,5 @@
-//! What a request is told that is turned away, or whose resource is not to be had: status, when to
-//! come again, and the numbers.
+//! Answers to rejected requests, and to requests whose resource is not available: status, retry
+//! time and figures.
 
 use std::time::Duration;
 
@@ -12,10 +12,10 @@ use crate::control::{AcquireError, Rejected};
 /// `RESOURCE_EXHAUSTED` and `UNAVAILABLE` of gRPC.
 const RESOURCE_EXHAUSTED: u16 = 8;
 const UNAVAILABLE: u16 = 14;
-/// The least Retry-After, and that of an instance which shuts down: another one answers then.
+/// The minimum Retry-After, also used during shutdown, when another instance answers.
 const MIN_WAIT: Duration = Duration::from_secs(1);
 
-/// How a request is answered that was turned away: a closure is one, too.
+/// Creates the answer to a rejected request. Implemented for closures.
 ///
 /// ```
 /// use http::request::Parts;
@@ -34,7 +34,7 @@ const MIN_WAIT: Duration = Duration::from_secs(1);
 ///     .with_rejection(plain);
 /// ```
 pub trait Reject: Send + Sync + 'static {
-    /// The answer to the request with this head.
+    /// Returns the answer to the request with this head.
     fn reject(&self, rejected: &Rejected, head: &Parts) -> Response<String>;
 }
 
@@ -57,12 +57,13 @@ impl Reject for ProblemJson {
     }
 }
 
-/// Answers gRPC as gRPC, and other requests with [`rejection`], so that a server of both needs one
-/// layer.
+/// Answers gRPC requests with a gRPC status, and other requests with [`rejection`], so that a
+/// server of both needs one layer.
 ///
-/// A client of gRPC reads a status of gRPC, not one of HTTP: `RESOURCE_EXHAUSTED` in a response of
-/// trailers only, with `grpc-retry-pushback-ms`, which is when to try again, or -1 where that would
-/// not help. A service that ends is `UNAVAILABLE` without it, so that the client goes elsewhere.
+/// A gRPC client reads a gRPC status instead of an HTTP status: `RESOURCE_EXHAUSTED` in a
+/// trailers-only response with `grpc-retry-pushback-ms`, which is the time until a retry, or -1 if
+/// a retry cannot succeed. A service that is shutting down answers `UNAVAILABLE` without it, so
+/// that the client tries another instance.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Grpc;
 
@@ -98,7 +99,7 @@ fn trailers_only(rejected: &Rejected, kind: HeaderValue) -> Response<String> {
     response
 }
 
-/// As `grpc-message` has it: what is no printable ASCII, and `%`, in hexadecimal.
+/// Encodes for `grpc-message`: bytes that are not printable ASCII, and `%`, in hexadecimal.
 fn percent_encoded(text: &str) -> String {
     use std::fmt::Write as _;
     let mut encoded = String::with_capacity(text.len());
@@ -113,9 +114,9 @@ fn percent_encoded(text: &str) -> String {
     encoded
 }
 
-/// The answer to a request that was turned away, as problem+json (RFC 9457): 413 where it can
-/// never fit, 503 with Retry-After (in whole seconds, at least 1) else. For a resource that cannot
-/// be had see [`unavailable`].
+/// Returns the answer to a rejected request, as problem+json (RFC 9457): 413 if it can never fit,
+/// otherwise 503 with Retry-After (in whole seconds, at least 1). For a resource that is not
+/// available, see [`unavailable`].
 #[must_use]
 pub fn rejection(rejected: &Rejected) -> Response<String> {
     let status = match rejected {
@@ -132,10 +133,10 @@ pub fn rejection(rejected: &Rejected) -> Response<String> {
     )
 }
 
-/// The answer to a request whose resource cannot be acquired, as problem+json: always 503, since it
-/// is not the request that is too large. Retry-After is set if a retry may succeed
-/// ([`AcquireError::retry_after`]); it is absent if an operator has to act first, such as for a
-/// resource whose cost is above the ceiling.
+/// Returns the answer to a request whose resource cannot be acquired, as problem+json: always 503,
+/// since not the request is too large. Retry-After is set if a retry may succeed
+/// ([`AcquireError::retry_after`]). It is absent if an operator has to act first, for example if
+/// the resource's cost is above the ceiling.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -154,12 +155,12 @@ pub fn rejection(rejected: &Rejected) -> Response<String> {
 /// ```
 #[must_use]
 pub fn unavailable(error: &AcquireError) -> Response<String> {
-    let (status, title) = (StatusCode::SERVICE_UNAVAILABLE, "a resource is not to be had");
+    let (status, title) = (StatusCode::SERVICE_UNAVAILABLE, "resource not available");
     let retry_after = error.retry_after().map_or(Duration::ZERO, |time| time.max(MIN_WAIT));
     problem(status, title, error.reason(), &error.to_string(), retry_after)
 }
 
-/// An answer as problem+json (RFC 9457); Retry-After with 503 alone, and only for a time above
+/// Creates an answer as problem+json (RFC 9457). Retry-After is set only with 503 and a time above
 /// zero.
 pub(super) fn problem(
     status: StatusCode,

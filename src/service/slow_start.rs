@@ -1,12 +1,12 @@
-//! How many requests of a route run at once while their need is not known.
+//! Limits the concurrent requests of a route while their need is unknown.
 //!
-//! The first as many as fit even if each needs [`EXPANSION`] times what it books, and one at least.
-//! As many more for each that was answered, so that twice as many run in each generation, and twice
-//! as many for each [`STEP`] in which some ran without a break, so that a route whose requests last
-//! long does not wait for their end. It is pure: the layer gives it the time and the room and keeps
-//! it under a lock, one for each route.
+//! At first as many run as fit if each needs [`EXPANSION`] times its reservation, but at least one.
+//! Each answered request adds one, so the number doubles in each generation. It also doubles with
+//! each [`STEP`] in which some ran without a break, so that a route with long requests does not
+//! wait for their end. Pure: the layer passes the time and the room, and keeps one instance for
+//! each route under a lock.
 //!
-//! Invariants: while it lasts, `running <= limit` at each entry; it ends after [`ANSWERED`]
+//! Invariants: while it is active, `running <= limit` at each entry; it ends after [`ANSWERED`]
 //! requests, and pauses after [`STEPS`] steps, one second, for as long as requests run.
 
 use std::time::Duration;
@@ -14,18 +14,19 @@ use std::time::Duration;
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
 
-/// How many times what it books a request of an unknown route may need, beyond the ledger's
-/// multiplier. A guess: ordinary JSON that is booked at twice its length needs 2.2 times as much.
+/// The multiple of its reservation that a request of an unknown route may need, in addition to the
+/// ledger's correction factor. An estimate: ordinary JSON that is reserved at twice its length
+/// needs 2.2 times as much.
 const EXPANSION: u64 = 2;
-/// A route of which so many may run at first is not held up.
+/// A route of which this many requests may run at first is not limited.
 const MANY: u32 = 64;
-/// Answered requests after which the need of a route is known.
+/// The number of answered requests after which the need of a route is known.
 const ANSWERED: u32 = 8;
-/// A time in which the limit doubles.
+/// The time in which the limit doubles.
 const STEP: Duration = Duration::from_millis(125);
-/// So many of them lift the limit.
+/// The number of steps after which the limit is removed.
 const STEPS: u32 = 8;
-/// After this time the limit is lifted, whatever happened.
+/// The time after which the limit is removed in any case.
 pub(super) const LASTS: Duration = Duration::from_secs(1);
 
 const _: () = assert!(STEP.as_millis() * STEPS as u128 == LASTS.as_millis(), "both say when");
@@ -35,16 +36,17 @@ const _: () = assert!(STEP.as_millis() * STEPS as u128 == LASTS.as_millis(), "bo
 pub(super) struct SlowStart {
     running: u32,
     answered: u32,
-    /// Since when some have run without a break.
+    /// The time since when some have run without a break.
     since: Option<Moment>,
 }
 
-/// Too many run already.
+/// Too many requests run already.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Running(pub(super) u32);
 
 impl SlowStart {
-    /// How many requests of this cost may run at first in this room; `None` if that is many.
+    /// Returns the number of requests of this cost that may run at first in this room; `None` if
+    /// that is many.
     pub(super) fn first(cost: ByteSize, room: ByteSize) -> Option<u32> {
         let each = cost.get().saturating_mul(EXPANSION);
         let fit = room.get().checked_div(each)?;
@@ -52,12 +54,12 @@ impl SlowStart {
         (first < MANY).then_some(first)
     }
 
-    /// Whether the need is known.
+    /// Returns `true` if the need is known.
     pub(super) const fn is_over(&self) -> bool {
         self.answered >= ANSWERED
     }
 
-    /// Lets one more request run, if it is among the `first` or others were answered;
+    /// Lets one more request run if it is among the `first`, or if others were answered.
     /// [`SlowStart::leave`] ends it.
     pub(super) fn enter(&mut self, first: u32, now: Moment) -> Result<(), Running> {
         let since = *self.since.get_or_insert(now);
@@ -85,7 +87,7 @@ impl SlowStart {
 mod tests {
     use super::*;
 
-    /// Enters until it is refused, at most 1000 times; how many entered.
+    /// Enters until rejected, at most 1000 times. Returns the number of requests that entered.
     fn fill(route: &mut SlowStart, now: Moment) -> u32 {
         let entered = (0..1000).take_while(|_| route.enter(1, now).is_ok()).count();
         u32::try_from(entered).expect("at most 1000")

@@ -182,7 +182,7 @@ fn faults_of_the_documents_are_found() {
     for (from, to, expected) in [
         ("| `idle memory decayed` | debug |", "| - | debug |", "\"idle memory decayed\" (debug)"),
         ("| `idle memory decayed` | debug |", "| `idle memory decayed` | info |", "(debug) is not"),
-        ("| `purged` |", "| `purged twice` |", "\"purged twice\": no such event"),
+        ("| `memory purged` |", "| `purged twice` |", "\"purged twice\": no such event"),
     ] {
         assert!(text.contains(from), "{from:?} is not in the runbook any more");
         finds(expected, &documents::events(&sources(), &text.replace(from, to)));

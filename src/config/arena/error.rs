@@ -1,8 +1,8 @@
-//! What is wrong with options that cannot be used, all of it at once.
+//! Errors for arena options: all faults of a set of options together.
 //!
-//! It repairs nothing: an option that ONNX Runtime would pass over in silence is a fault here.
+//! Options that ONNX Runtime would ignore silently are faults here.
 //!
-//! Invariant: an error has at least one fault, and each fault names the key as it was spelled.
+//! Invariant: an error has at least one fault, and each fault names the key as spelled.
 
 use std::fmt;
 
@@ -11,10 +11,10 @@ use thiserror::Error;
 use super::keys::{ArenaKey, Dialect};
 use super::selector::SHRINK_OPTION;
 
-/// Options that cannot be used.
+/// Arena options that are invalid.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 pub struct ArenaOptionsError {
-    /// Each fault, in the order of the options. Never empty.
+    /// The faults, in the order of the options. Never empty.
     pub faults: Vec<OptionFault>,
 }
 
@@ -28,67 +28,68 @@ impl fmt::Display for ArenaOptionsError {
     }
 }
 
-/// One option that cannot be used.
+/// One invalid option.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OptionFault {
-    /// The value is none that the option can have.
+    /// A value that the option does not accept.
     #[error("{key}={value:?}: expected {expected}")]
     BadValue {
-        /// The key as it was spelled.
+        /// The key as spelled.
         key: String,
-        /// What it was set to.
+        /// The value that was set.
         value: String,
-        /// What was expected.
+        /// The accepted values.
         expected: String,
     },
-    /// No option has this name.
-    #[error("{key} is no option of an arena: expected one of {known}")]
+    /// An unknown option.
+    #[error("unknown arena option {key}: expected one of {known}")]
     UnknownKey {
-        /// The key as it was spelled.
+        /// The key as spelled.
         key: String,
-        /// Every name that is known there.
+        /// The known names.
         known: String,
     },
-    /// The same option twice, with different values.
-    #[error("{key} is set by {first} and otherwise by {second}: expected one of the two")]
+    /// The same option set twice, with different values.
+    #[error("{key} is set to different values by {first} and {second}: expected one of the two")]
     Twice {
         /// The option.
         key: ArenaKey,
-        /// How it was spelled first.
+        /// Its first spelling.
         first: String,
-        /// How it was spelled then.
+        /// Its second spelling.
         second: String,
     },
-    /// The prefix differs from the right one in case alone. ONNX Runtime ignores such a key.
-    #[error("{key} is spelled in another case than {expected}")]
+    /// A prefix that differs from the expected one only in case. ONNX Runtime ignores such a key.
+    #[error("the prefix of {key} differs in case: expected {expected}")]
     WrongCase {
-        /// The key as it was spelled.
+        /// The key as spelled.
         key: String,
-        /// The prefix that is read here.
+        /// The expected prefix.
         expected: String,
     },
-    /// The option is not read in this place. ONNX Runtime ignores such a key.
+    /// An option that is not read in this place. ONNX Runtime ignores such a key.
     #[error("{key} is not read here: expected {expected}")]
     WrongScope {
-        /// The key as it was spelled.
+        /// The key as spelled.
         key: String,
-        /// How it is spelled here.
+        /// The spelling that is read here.
         expected: String,
     },
-    /// The shrink at the end of a run among a session's options, where ONNX Runtime ignores it.
-    #[error("{SHRINK_OPTION} is an option of a run: expected it in RunOptions, not in a session")]
+    /// The shrink at the end of a run, set among a session's options. ONNX Runtime ignores it
+    /// there.
+    #[error("{SHRINK_OPTION} is not a session option: expected it in RunOptions")]
     RunOption,
-    /// Valid, and not to be had here.
-    #[error("{key}={value}: this version has no {what}; expected {expected}")]
+    /// A valid option that this version does not support.
+    #[error("{key}={value}: {what} is not supported; expected {expected}")]
     Unsupported {
-        /// The key as it was spelled.
+        /// The key as spelled.
         key: String,
-        /// What it was set to.
+        /// The value that was set.
         value: String,
-        /// What is missing.
+        /// The unsupported feature.
         what: &'static str,
-        /// What to do instead.
+        /// The value to use instead.
         expected: &'static str,
     },
 }

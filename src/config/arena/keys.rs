@@ -1,77 +1,77 @@
-//! The nine keys: their spellings, defaults and the values that each can have.
+//! The nine arena keys: spellings, defaults and accepted values.
 //!
-//! The spellings, defaults and bounds are ONNX Runtime's (its CUDA plugin's, where its arenas
-//! differ: that one refuses what the older ones pass over). A value is read strictly: digits and
-//! nothing else, where ONNX Runtime's `stoi` takes `12abc` for 12.
+//! The spellings, defaults and bounds are those of ONNX Runtime. If its arenas differ, they are
+//! those of its CUDA plugin, which rejects values that the older arenas ignore. Values are parsed
+//! strictly: only digits, while ONNX Runtime's `stoi` accepts `12abc` as 12.
 //!
-//! Invariant: every key has one name in each dialect that knows it, and a default that it can have.
+//! Invariant: every key has one name in each dialect that knows it, and an accepted default.
 
 use std::fmt;
 
 use crate::bytes::ByteSize;
 
-/// ONNX Runtime keeps these in an `int`.
+/// ONNX Runtime stores these options in an `int`.
 const INT_MAX: u64 = i32::MAX as u64;
-/// And this in an `int64_t`.
+/// ONNX Runtime stores this option in an `int64_t`.
 const INT64_MAX: u64 = i64::MAX as u64;
 
-/// An option of an arena.
+/// An arena option.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum ArenaKey {
-    /// `arena.extend_strategy`: by how much the arena grows.
+    /// `arena.extend_strategy`: the growth strategy.
     ExtendStrategy,
-    /// `arena.initial_chunk_size_bytes`: the first step of growth.
+    /// `arena.initial_chunk_size_bytes`: the size of the first step of growth.
     InitialBytes,
-    /// `arena.max_dead_bytes_per_chunk`: from which remainder a block is split.
+    /// `arena.max_dead_bytes_per_chunk`: the remainder from which a block is split.
     DeadBytes,
-    /// `arena.initial_growth_chunk_size_bytes`: the first step after a shrink.
+    /// `arena.initial_growth_chunk_size_bytes`: the size of the first step after a shrink.
     RegrowthBytes,
-    /// `arena.max_power_of_two_extend_bytes`: the largest step.
+    /// `arena.max_power_of_two_extend_bytes`: the size of the largest step.
     StepMaxBytes,
-    /// `arena.max_mem`: the most that may be committed; 0 for no limit.
+    /// `arena.max_mem`: the limit of committed memory; 0 for no limit.
     Limit,
-    /// `arena.use_cuda_mempool`: CUDA's own pool instead of an arena.
+    /// `arena.use_cuda_mempool`: use CUDA's memory pool instead of an arena.
     UsePool,
-    /// `arena.cuda_mempool_release_threshold`: what that pool keeps.
+    /// `arena.cuda_mempool_release_threshold`: the bytes that CUDA's pool keeps.
     PoolThreshold,
-    /// `arena.cuda_mempool_bytes_to_keep_on_shrink`: what a shrink leaves that pool.
+    /// `arena.cuda_mempool_bytes_to_keep_on_shrink`: the bytes that CUDA's pool keeps in a shrink.
     PoolKeep,
 }
 
-/// By how much an arena grows.
+/// The growth strategy of an arena.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ExtendStrategy {
-    /// `0`, `kNextPowerOfTwo`: in steps that double.
+    /// `0`, `kNextPowerOfTwo`: steps that double in size.
     #[default]
     NextPowerOfTwo,
-    /// `1`, `kSameAsRequested`: by what is asked for.
+    /// `1`, `kSameAsRequested`: by the size of the request.
     SameAsRequested,
 }
 
 /// The value of an option.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ArenaValue {
-    /// Of [`ArenaKey::ExtendStrategy`].
+    /// The value of [`ArenaKey::ExtendStrategy`].
     Strategy(ExtendStrategy),
-    /// Of [`ArenaKey::UsePool`].
+    /// The value of [`ArenaKey::UsePool`].
     Flag(bool),
-    /// Of all others; [`ByteSize::MAX`] for a limit that is none.
+    /// The value of every other key; [`ByteSize::MAX`] for no limit.
     Bytes(ByteSize),
 }
 
-/// Where a text stands: the same names have other rules there.
+/// The vocabulary of a text. The rules for values differ between them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Dialect {
-    /// `arena.*`, bare or behind a scope.
+    /// `arena.*`, with or without a scope.
     Keys,
-    /// `OrtArenaCfg`, by the names of its V2 function: -1 means that nobody said.
+    /// `OrtArenaCfg`, under the names of its V2 function; -1 for the default.
     ArenaCfg,
-    /// Options of ONNX Runtime's own CUDA provider: the strategies have names.
+    /// Options of ONNX Runtime's own CUDA provider, in which strategies have names.
     Provider,
 }
 
 impl ArenaKey {
-    /// All of them, in ONNX Runtime's order.
+    /// All keys, in ONNX Runtime's order.
     pub const ALL: [Self; 9] = [
         Self::ExtendStrategy,
         Self::InitialBytes,
@@ -84,7 +84,7 @@ impl ArenaKey {
         Self::PoolKeep,
     ];
 
-    /// ONNX Runtime's name.
+    /// Returns ONNX Runtime's name.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -100,7 +100,7 @@ impl ArenaKey {
         }
     }
 
-    /// The name in `OrtArenaCfg` (`CreateArenaCfgV2`), which knows six of them.
+    /// Returns the name in `OrtArenaCfg` (`CreateArenaCfgV2`), which has six of the keys.
     #[must_use]
     pub const fn arena_cfg_name(self) -> Option<&'static str> {
         match self {
@@ -114,7 +114,8 @@ impl ArenaKey {
         }
     }
 
-    /// The name among the options of ONNX Runtime's own CUDA provider, which knows two of them.
+    /// Returns the name among the options of ONNX Runtime's own CUDA provider, which has two of the
+    /// keys.
     #[must_use]
     pub const fn provider_name(self) -> Option<&'static str> {
         match self {
@@ -124,7 +125,7 @@ impl ArenaKey {
         }
     }
 
-    /// ONNX Runtime's default.
+    /// Returns ONNX Runtime's default.
     #[must_use]
     pub const fn default_value(self) -> ArenaValue {
         ArenaValue::Bytes(match self {
@@ -139,7 +140,7 @@ impl ArenaKey {
         })
     }
 
-    /// The key with this name; `None` where the dialect has no such name.
+    /// Returns the key with this name, or `None` if the dialect does not have it.
     pub(super) fn named(name: &str, dialect: Dialect) -> Option<Self> {
         Self::ALL.into_iter().find(|key| key.name_in(dialect) == Some(name))
     }
@@ -152,10 +153,10 @@ impl ArenaKey {
         }
     }
 
-    /// Reads a value; `None` where the text says that nobody said.
+    /// Parses a value; `None` if the text stands for the default.
     ///
     /// # Errors
-    /// What was expected.
+    /// The accepted values.
     pub(super) fn read(self, text: &str, dialect: Dialect) -> Result<Option<ArenaValue>, String> {
         let may_be_unsaid = !matches!(self, Self::Limit) && dialect == Dialect::ArenaCfg;
         if may_be_unsaid && text == "-1" {
@@ -188,7 +189,7 @@ impl ArenaKey {
         value.map(Some).ok_or_else(|| self.expected(dialect))
     }
 
-    /// The least and the most number of bytes.
+    /// Returns the minimum and maximum number of bytes.
     const fn bounds(self) -> (u64, u64) {
         match self {
             Self::InitialBytes | Self::DeadBytes | Self::RegrowthBytes => (1, INT_MAX),
@@ -197,7 +198,7 @@ impl ArenaKey {
         }
     }
 
-    /// What a value looks like, to stand after "expected".
+    /// Describes the accepted values, for a message with "expected".
     fn expected(self, dialect: Dialect) -> String {
         let unsaid = if dialect == Dialect::ArenaCfg { ", or -1 for the default" } else { "" };
         match self {
@@ -226,7 +227,7 @@ impl fmt::Display for ArenaKey {
 impl ExtendStrategy {
     const ALL: [Self; 2] = [Self::NextPowerOfTwo, Self::SameAsRequested];
 
-    /// ONNX Runtime's name for it.
+    /// Returns ONNX Runtime's name.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -237,7 +238,7 @@ impl ExtendStrategy {
 }
 
 impl fmt::Display for ArenaValue {
-    /// For people: `no limit`, `128MiB`, `kSameAsRequested`.
+    /// Formats for display: `no limit`, `128MiB`, `kSameAsRequested`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Strategy(strategy) => f.pad(strategy.name()),
@@ -248,7 +249,7 @@ impl fmt::Display for ArenaValue {
     }
 }
 
-/// Digits and nothing else.
+/// Parses a number that consists only of digits.
 pub(super) fn whole(text: &str) -> Option<u64> {
     text.bytes().all(|byte| byte.is_ascii_digit()).then(|| text.parse().ok()).flatten()
 }

@@ -1,18 +1,17 @@
-//! ONNX Runtime's arena options: what was written where, and what it means for an arena of ours.
+//! ONNX Runtime's arena options, and their meaning for a lowtide arena.
 //!
-//! The two steps of [`config`](super) again. [`ArenaOptions`] is what somebody wrote in one place,
-//! each value valid and with its spelling. [`Layers`] puts the places over each other and gives an
-//! [`ArenaResolution`]: a value for each of the nine keys with its source, what it does here, and
-//! every conflict. [`Targets`] and [`RunOptions`] are the shrink at the end of a run. It stands on
-//! this floor because it maps options to the [`ArenaConfig`](crate::device::ArenaConfig) of the
-//! floor below. It opens nothing; `Memory` does.
+//! [`ArenaOptions`] holds the options of one place, each validated and with its spelling.
+//! [`Layers`] combines the places into an [`ArenaResolution`]: a value for each of the nine keys,
+//! with its source, its effect and every conflict. [`Targets`] and [`RunOptions`] select the arenas
+//! to shrink at the end of a run. The module is part of `config` because it maps options to an
+//! [`ArenaConfig`](crate::device::ArenaConfig). It opens nothing; `Memory` does.
 //!
-//! Precedence, for each key: a replacement at run time, then the shared arena's options, then the
-//! session's, which count only where there is no shared arena, then ONNX Runtime's default. Where
-//! ONNX Runtime ignores an option with a warning, or without one, this says so to the caller.
+//! Precedence, for each key: a replacement at run time, the shared arena's options, the session's
+//! options (only if there is no shared arena), ONNX Runtime's default. Options that ONNX Runtime
+//! ignores, with or without a warning, are reported to the caller.
 //!
-//! Invariant: an option that somebody wrote and that is not in force is an error or a [`Conflict`];
-//! one that is in force and does nothing has its reason in [`Effective::without_effect`].
+//! Invariant: an option that was set and is not in force is an error or a [`Conflict`]; one that is
+//! in force but has no effect has its reason in [`Effective::without_effect`].
 
 mod error;
 mod keys;

@@ -1,9 +1,9 @@
-//! Options as somebody wrote them in one place: each value valid in itself, with its spelling.
+//! Arena options of one place, each value valid and with its spelling.
 //!
-//! Four vocabularies lead here: the bare `arena.*` keys, the names of `OrtArenaCfg`, the options of
-//! ONNX Runtime's own CUDA provider, and cuArena's one limit. What an amount of 0 means is fixed
-//! by the vocabulary: no limit in each of ONNX Runtime's, all that the device has left less a
-//! margin in cuArena's. It gives no defaults.
+//! There are four vocabularies: the bare `arena.*` keys, the names of `OrtArenaCfg`, the options of
+//! ONNX Runtime's own CUDA provider, and cuArena's single limit. A limit of 0 means no limit in
+//! ONNX Runtime's vocabularies, and all free device memory less a margin in cuArena's. This module
+//! adds no defaults.
 //!
 //! Invariant: at most one value for each key; two spellings of one key agree or are an error.
 
@@ -16,24 +16,24 @@ use super::keys::{ArenaKey, ArenaValue, Dialect};
 use crate::bytes::ByteSize;
 use crate::device::driver::{Backend, Driver, DriverError};
 
-/// What cuArena leaves on the device when it takes all of it.
+/// The memory that cuArena leaves free on the device when it takes the rest.
 pub const CUARENA_MARGIN: ByteSize = ByteSize::mib(256);
 
-/// What cuArena's limit is called in errors and conflicts.
+/// The name of cuArena's limit in errors and conflicts.
 const CUARENA_LIMIT: &str = "cuArena limit";
 
-/// A value and how it was written.
+/// A value and its spelling.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Written {
-    /// What it means.
+    /// The value.
     pub value: ArenaValue,
-    /// The key as it was spelled, with its scope.
+    /// The key as spelled, with its scope.
     pub spelled: String,
-    /// Where the device could not give what was asked for: that amount.
+    /// The requested amount, if the device did not have that much memory left.
     pub capped_from: Option<ByteSize>,
 }
 
-/// The options of one place; keys that nobody wrote are not in it.
+/// The options of one place, without those that were not set.
 ///
 /// ```
 /// use lowtide::ByteSize;
@@ -44,23 +44,23 @@ pub struct Written {
 /// assert_eq!(written, Some(ArenaValue::Bytes(ByteSize::MAX))); // 0: no limit
 ///
 /// let error = ArenaOptions::from_keys([("arena.max_memory", "1"), ("arena.max_mem", "1g")]);
-/// assert_eq!(error.unwrap_err().faults.len(), 2); // all of them at once
+/// assert_eq!(error.unwrap_err().faults.len(), 2); // all faults together
 /// # Ok::<(), lowtide::config::arena::ArenaOptionsError>(())
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ArenaOptions(BTreeMap<ArenaKey, Written>);
 
 impl ArenaOptions {
-    /// None: every key has ONNX Runtime's default.
+    /// Creates empty options: every key has ONNX Runtime's default.
     #[must_use]
     pub const fn new() -> Self {
         Self(BTreeMap::new())
     }
 
-    /// Reads bare `arena.*` keys: what a factory is handed.
+    /// Reads bare `arena.*` keys, as passed to a factory.
     ///
     /// # Errors
-    /// Every bad value, unknown key and contradiction.
+    /// [`ArenaOptionsError`] with every invalid value, unknown key and contradiction.
     pub fn from_keys<K: AsRef<str>, V: AsRef<str>>(
         entries: impl IntoIterator<Item = (K, V)>,
     ) -> Result<Self, ArenaOptionsError> {
@@ -71,11 +71,11 @@ impl ArenaOptions {
         reader.finish()
     }
 
-    /// Reads the names of `OrtArenaCfg` (`CreateArenaCfgV2`); a value of -1 means that nobody said,
-    /// but for `max_mem`, which is unsigned there: 0 is its default.
+    /// Reads the names of `OrtArenaCfg` (`CreateArenaCfgV2`). A value of -1 leaves an option unset,
+    /// except for `max_mem`, which is unsigned there and has the default 0.
     ///
     /// # Errors
-    /// As [`ArenaOptions::from_keys`].
+    /// The same as for [`ArenaOptions::from_keys`].
     pub fn from_arena_cfg<K: AsRef<str>, V: AsRef<str>>(
         entries: impl IntoIterator<Item = (K, V)>,
     ) -> Result<Self, ArenaOptionsError> {
@@ -86,11 +86,11 @@ impl ArenaOptions {
         reader.finish()
     }
 
-    /// Reads `gpu_mem_limit` and `arena_extend_strategy` among the options of ONNX Runtime's own
-    /// CUDA provider; the provider's other options are not an arena's and are passed over.
+    /// Reads `gpu_mem_limit` and `arena_extend_strategy` from the options of ONNX Runtime's own
+    /// CUDA provider and ignores the provider's other options.
     ///
     /// # Errors
-    /// As [`ArenaOptions::from_keys`].
+    /// The same as for [`ArenaOptions::from_keys`].
     pub fn from_provider_options<K: AsRef<str>, V: AsRef<str>>(
         entries: impl IntoIterator<Item = (K, V)>,
     ) -> Result<Self, ArenaOptionsError> {
@@ -104,13 +104,13 @@ impl ArenaOptions {
         reader.finish()
     }
 
-    /// cuArena's limit of a pool: 0 for all that the device has left less [`CUARENA_MARGIN`]. An
-    /// amount above that is lowered to it, as cuArena does, and the resolution reports it. Where
-    /// the driver cannot say what is left, an amount is taken as it is.
+    /// Reads cuArena's limit of a pool. 0 means all free device memory less [`CUARENA_MARGIN`]. A
+    /// larger amount is lowered to that, as in cuArena, and the resolution reports it. If the
+    /// driver cannot report the free memory, an amount is accepted unchanged.
     ///
     /// # Errors
-    /// [`CuArenaLimitError::Unknown`] for 0 where the driver cannot say what the device has left,
-    /// [`CuArenaLimitError::NothingLeft`] where that is no more than the margin.
+    /// [`CuArenaLimitError::Unknown`] for 0 if the driver cannot report the free memory,
+    /// [`CuArenaLimitError::NothingLeft`] if no more than the margin is free.
     pub fn from_cuarena_limit(
         limit: ByteSize,
         driver: &dyn Driver,
@@ -118,7 +118,7 @@ impl ArenaOptions {
         Self::within(limit, driver.headroom(), driver.backend())
     }
 
-    /// The same, with what the driver says.
+    /// The same, with the driver's report of free memory.
     pub(super) fn within(
         limit: ByteSize,
         headroom: Result<Option<ByteSize>, DriverError>,
@@ -146,24 +146,24 @@ impl ArenaOptions {
         Ok(Self(BTreeMap::from([(ArenaKey::Limit, written)])))
     }
 
-    /// What was written for a key.
+    /// Returns the option that was set for a key.
     #[must_use]
     pub fn get(&self, key: ArenaKey) -> Option<&Written> {
         self.0.get(&key)
     }
 
-    /// All that was written, in the order of [`ArenaKey::ALL`].
+    /// Returns the options that were set, in the order of [`ArenaKey::ALL`].
     pub fn iter(&self) -> impl Iterator<Item = (ArenaKey, &Written)> {
         self.0.iter().map(|(key, written)| (*key, written))
     }
 
-    /// Whether nothing was written.
+    /// Returns `true` if no option is set.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// These, and under them what only `under` names.
+    /// Returns these options, and those of `under` that are not set here.
     #[must_use]
     pub fn over(&self, under: &Self) -> Self {
         let mut all = under.0.clone();
@@ -171,19 +171,19 @@ impl ArenaOptions {
         Self(all)
     }
 
-    /// Refuses what is valid and cannot be had here, whether or not another place overrules it:
-    /// ONNX Runtime gives a session that asks for CUDA's pool one of its own.
+    /// Checks that every option is supported here, even if another place overrides it: ONNX Runtime
+    /// gives a session that requests CUDA's pool its own one.
     ///
     /// # Errors
-    /// [`OptionFault::Unsupported`].
+    /// [`OptionFault::Unsupported`] if an option is valid but not supported.
     pub fn check_supported(&self) -> Result<(), ArenaOptionsError> {
         match self.get(ArenaKey::UsePool) {
             Some(Written { value: ArenaValue::Flag(true), spelled, .. }) => {
                 let fault = OptionFault::Unsupported {
                     key: spelled.clone(),
                     value: "1".to_owned(),
-                    what: "pool of CUDA's",
-                    expected: "0: the arena commits and gives back by itself",
+                    what: "CUDA's memory pool",
+                    expected: "0 (the arena commits and releases memory itself)",
                 };
                 Err(ArenaOptionsError { faults: vec![fault] })
             }
@@ -192,31 +192,31 @@ impl ArenaOptions {
     }
 }
 
-/// Why cuArena's limit means no amount here.
+/// The reason that cuArena's limit is no amount.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum CuArenaLimitError {
-    /// All that is left was asked for, and nobody knows how much that is.
+    /// The limit is all free memory, and the driver cannot report it.
     #[error(
-        "a limit of 0 takes what the device has left, which the {backend} driver cannot say{}; \
+        "a limit of 0 takes all free device memory, which the {backend} driver cannot report{}; \
          expected an amount",
         cause.as_ref().map_or_else(String::new, |cause| format!(" ({cause})"))
     )]
     Unknown {
         /// The driver.
         backend: Backend,
-        /// What it said, where it failed.
+        /// The driver's error, if it failed.
         cause: Option<DriverError>,
     },
-    /// The device has no more left than what stays on it.
-    #[error("the device has {headroom} left, of which {CUARENA_MARGIN} stay: expected more")]
+    /// The device has no more free memory than the margin.
+    #[error("the device has {headroom} free: expected more than the margin of {CUARENA_MARGIN}")]
     NothingLeft {
-        /// What it has left.
+        /// The free memory.
         headroom: ByteSize,
     },
 }
 
-/// Takes options in and collects faults.
+/// Collects options and faults.
 #[derive(Debug, Default)]
 pub(super) struct Reader {
     options: ArenaOptions,
@@ -224,7 +224,7 @@ pub(super) struct Reader {
 }
 
 impl Reader {
-    /// One option: its name in the dialect, how it was spelled, its text.
+    /// Reads one option: its name in the dialect, its spelling, its text.
     pub(super) fn put(&mut self, name: &str, spelled: &str, text: &str, dialect: Dialect) {
         let Some(key) = ArenaKey::named(name, dialect) else {
             self.faults.push(OptionFault::unknown(spelled, dialect));

@@ -1,12 +1,12 @@
-//! Options of several places put over each other: one value for each key, its source, what it does
-//! here, and every conflict.
+//! Combines the options of several places: one value for each key, with its source, its effect, and
+//! every conflict.
 //!
-//! Pure. A session counts only where there is no shared arena, and then wholly; a replacement
-//! changes the keys that it names and leaves the others as they were (ONNX Runtime takes a whole
-//! new set). lowtide's own limit on device memory bounds `arena.max_mem`.
+//! Pure. A session's options count only if there is no shared arena. A replacement changes the keys
+//! that it sets and leaves the others unchanged (in ONNX Runtime it replaces all of them).
+//! lowtide's own limit on device memory bounds `arena.max_mem`.
 //!
 //! Invariant: each option of each layer is in force with that layer as its source, or agrees with
-//! what is in force, or is in exactly one [`Conflict`].
+//! the value in force, or is in exactly one [`Conflict`].
 
 use std::fmt;
 
@@ -16,12 +16,12 @@ use super::options::{ArenaOptions, Written};
 use crate::bytes::ByteSize;
 use crate::device::{ArenaConfig, Growth};
 
-/// Who gave a value that is in force, or wanted one that is not.
+/// The source of a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum ArenaSource {
-    /// Nobody: ONNX Runtime's default.
+    /// ONNX Runtime's default.
     Default,
-    /// A session.
+    /// The options of a session.
     Session,
     /// The options of the shared arena.
     Shared,
@@ -50,11 +50,11 @@ pub struct Effective {
     pub key: ArenaKey,
     /// Its value.
     pub value: ArenaValue,
-    /// Who gave it.
+    /// The source of the value.
     pub source: ArenaSource,
-    /// How that was spelled; `None` for a default.
+    /// The key as spelled; `None` for a default.
     pub spelled: Option<String>,
-    /// Why the value does nothing here, where somebody wrote it and it does not.
+    /// The reason that the value has no effect, if it was set and has none.
     pub without_effect: Option<&'static str>,
 }
 
@@ -69,19 +69,19 @@ impl fmt::Display for Effective {
     }
 }
 
-/// Why a value is not in force.
+/// The reason that a value is not in force.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Reason {
-    /// A session's options count only where there is no shared arena.
+    /// A session's options count only if there is no shared arena.
     SharedArena,
-    /// An arena was open already; only a replacement changes its options.
+    /// The arena was already open. Only a replacement changes its options.
     ArenaIsOpen,
-    /// A replacement at run time named the key.
+    /// A replacement at run time set the key.
     Replaced,
     /// lowtide's own limit on device memory is lower.
     DeviceLimit,
-    /// The device has less left.
+    /// The device has less free memory.
     DeviceFull,
 }
 
@@ -89,28 +89,28 @@ impl fmt::Display for Reason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
             Self::SharedArena => "there is a shared arena",
-            Self::ArenaIsOpen => "the arena is open already",
-            Self::Replaced => "a replacement names the key",
+            Self::ArenaIsOpen => "the arena is already open",
+            Self::Replaced => "a replacement sets the key",
             Self::DeviceLimit => "the device limit is lower",
-            Self::DeviceFull => "the device has less left",
+            Self::DeviceFull => "the device has less free memory",
         })
     }
 }
 
-/// An option that somebody wrote and that is not in force.
+/// An option that was set and is not in force.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Conflict {
     /// The option.
     pub key: ArenaKey,
-    /// The value that was wanted.
+    /// The value that was set.
     pub wanted: ArenaValue,
-    /// Who wanted it.
+    /// The source of that value.
     pub wanted_by: ArenaSource,
-    /// How that was spelled.
+    /// The key as spelled.
     pub spelled: String,
-    /// What is in force instead.
+    /// The value in force.
     pub effective: Effective,
-    /// Why.
+    /// The reason that the option is not in force.
     pub reason: Reason,
 }
 
@@ -122,18 +122,18 @@ impl fmt::Display for Conflict {
     }
 }
 
-/// What each place said of one arena; `None` where it does not exist.
+/// The options of each place for one arena; `None` if the place does not exist.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Layers {
     /// The session that opens the arena.
     pub session: Option<ArenaOptions>,
-    /// The shared arena; without options it still keeps sessions' options out.
+    /// The shared arena. Even without options it overrides the sessions' options.
     pub shared: Option<ArenaOptions>,
-    /// The replacements so far, the last on top.
+    /// The replacements so far, combined; later ones take precedence.
     pub replacement: Option<ArenaOptions>,
-    /// lowtide's own limit; [`ByteSize::MAX`] for none.
+    /// lowtide's own limit of device memory; [`ByteSize::MAX`] for none.
     pub device_limit: ByteSize,
-    /// Whether it is a pool of pinned memory, of which only the limit can be set.
+    /// `true` for a pool of pinned memory, which supports only the limit.
     pub pinned: bool,
 }
 
@@ -147,14 +147,14 @@ impl Default for Layers {
 /// The options in force for one arena.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ArenaResolution {
-    /// One for each key, in the order of [`ArenaKey::ALL`].
+    /// The value for each key, in the order of [`ArenaKey::ALL`].
     values: Vec<Effective>,
     /// Options of the layers that are not in force.
     conflicts: Vec<Conflict>,
 }
 
 impl Layers {
-    /// Puts the layers over each other.
+    /// Combines the layers.
     ///
     /// ```
     /// use lowtide::config::arena::{ArenaKey, ArenaOptions, ArenaSource, Layers};
@@ -177,8 +177,8 @@ impl Layers {
     /// ```
     ///
     /// # Errors
-    /// [`OptionFault::Unsupported`](super::OptionFault::Unsupported) for what no arena here can do,
-    /// in whichever layer it stands.
+    /// [`OptionFault::Unsupported`](super::OptionFault::Unsupported) if a layer sets an option that
+    /// no arena here supports.
     pub fn resolve(&self) -> Result<ArenaResolution, ArenaOptionsError> {
         let session = self.session.as_ref();
         let layers = [
@@ -213,7 +213,7 @@ impl Layers {
         ] {
             let Some(options) = options else { continue };
             let against = resolution.conflicts_with(options, source, reason);
-            // What the device limit has lowered is in a conflict of its own already.
+            // A value lowered by the device limit already has its conflict.
             let known = |new: &Conflict, old: &Conflict| {
                 new.key == old.key && new.wanted_by == old.wanted_by && new.wanted == old.wanted
             };
@@ -249,7 +249,7 @@ fn bound_limit(values: &mut [Effective], device_limit: ByteSize, conflicts: &mut
     }
 }
 
-/// Says where the device had less left than was asked for.
+/// Reports the options that exceed the device's free memory.
 fn report_capped(
     options: Option<&ArenaOptions>,
     source: ArenaSource,
@@ -271,35 +271,33 @@ fn report_capped(
     }
 }
 
-/// Says of each value that somebody wrote and that does nothing why it does nothing.
+/// Sets the reason for each value that was set and has no effect.
 fn explain(values: &mut [Effective], pinned: bool) {
     let same = ArenaValue::Strategy(ExtendStrategy::SameAsRequested);
     let as_requested = values.iter().any(|value| value.value == same);
     for value in values.iter_mut().filter(|value| value.source != ArenaSource::Default) {
         value.without_effect = match value.key {
-            ArenaKey::DeadBytes => {
-                Some("a block is always split, whatever remains, which keeps less memory")
-            }
+            ArenaKey::DeadBytes => Some("blocks are always split, which retains less memory"),
             ArenaKey::ExtendStrategy
             | ArenaKey::InitialBytes
             | ArenaKey::RegrowthBytes
             | ArenaKey::StepMaxBytes
                 if pinned =>
             {
-                Some("a pinned pool obtains segments of a size of its own")
+                Some("a pinned pool chooses the size of its segments")
             }
             ArenaKey::InitialBytes | ArenaKey::RegrowthBytes | ArenaKey::StepMaxBytes
                 if as_requested =>
             {
-                Some("the arena grows by what is requested, not in steps")
+                Some("the arena grows by the size of the request, not in steps")
             }
-            ArenaKey::PoolThreshold | ArenaKey::PoolKeep => Some("CUDA's pool is not asked for"),
+            ArenaKey::PoolThreshold | ArenaKey::PoolKeep => Some("CUDA's memory pool is not used"),
             _ => None,
         };
     }
 }
 
-/// A value's bytes; none where it has no such value.
+/// Returns the value in bytes, or zero for values that are no amount.
 const fn bytes(effective: &Effective) -> ByteSize {
     match effective.value {
         ArenaValue::Bytes(bytes) => bytes,
@@ -320,26 +318,26 @@ impl Effective {
 }
 
 impl ArenaResolution {
-    /// The value in force for a key.
+    /// Returns the value in force for a key.
     #[must_use]
     pub fn get(&self, key: ArenaKey) -> &Effective {
         let at = ArenaKey::ALL.iter().position(|known| *known == key).unwrap_or_default();
         &self.values[at]
     }
 
-    /// All values in force, in the order of [`ArenaKey::ALL`].
+    /// Returns all values in force, in the order of [`ArenaKey::ALL`].
     #[must_use]
     pub fn values(&self) -> &[Effective] {
         &self.values
     }
 
-    /// Options of the layers that are not in force, each with what is.
+    /// Returns the options that are not in force, each with the value in force.
     #[must_use]
     pub fn conflicts(&self) -> &[Conflict] {
         &self.conflicts
     }
 
-    /// What of these options is not in force here, for the reason given.
+    /// Returns a conflict, with the given reason, for each of these options that is not in force.
     #[must_use]
     pub fn conflicts_with(
         &self,
@@ -360,13 +358,13 @@ impl ArenaResolution {
             .collect()
     }
 
-    /// The limit in force; [`ByteSize::MAX`] for none.
+    /// Returns the limit in force; [`ByteSize::MAX`] for none.
     #[must_use]
     pub fn limit(&self) -> ByteSize {
         bytes(self.get(ArenaKey::Limit))
     }
 
-    /// How the arena grows.
+    /// Returns the arena's growth.
     #[must_use]
     pub fn growth(&self) -> Growth {
         let step = |key| bytes(self.get(key));
@@ -380,7 +378,7 @@ impl ArenaResolution {
         }
     }
 
-    /// With these options, and the rest as in `base`.
+    /// Returns `base` with the limit and growth of these options.
     #[must_use]
     pub fn config(&self, base: ArenaConfig) -> ArenaConfig {
         ArenaConfig { limit: self.limit(), growth: self.growth(), ..base }

@@ -1,10 +1,9 @@
-//! Options behind a scope: `ep_factory.<name>.arena.*` of the process, `ep.<name>.arena.*` of a
-//! session.
+//! Scoped options: `ep_factory.<name>.arena.*` of the process, `ep.<name>.arena.*` of a session.
 //!
-//! A factory's name stands verbatim, a provider's in lower case, as in ONNX Runtime. Keys of other
-//! providers and other software are passed over. A key that ONNX Runtime would pass over although
-//! it is meant for this arena (the prefix in another case, the other place's scope, no scope at
-//! all, the shrink of a run) is a fault.
+//! A factory's name is verbatim, a provider's in lower case, as in ONNX Runtime. Keys of other
+//! providers and other software are ignored. A key that is meant for this arena but that ONNX
+//! Runtime would ignore (the prefix in another case, the other place's scope, no scope, the shrink
+//! of a run) is a fault.
 //!
 //! Invariant: every key that ends in an option of this arena is read or is a fault.
 
@@ -15,7 +14,7 @@ use super::selector::SHRINK_OPTION;
 
 const BARE: &str = "arena.";
 
-/// Where options stand.
+/// The place in which options are set.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Place {
     Process,
@@ -23,7 +22,7 @@ enum Place {
 }
 
 impl Place {
-    /// What stands before the key; `arena.` is its end.
+    /// Returns the text in front of the key, which ends in `arena.`.
     fn prefix(self, name: &str) -> String {
         match self {
             Self::Process => format!("ep_factory.{name}.{BARE}"),
@@ -40,8 +39,8 @@ impl Place {
 }
 
 impl ArenaOptions {
-    /// Reads the options of the shared arena out of the process's (`OrtEnvCreationOptions`):
-    /// `ep_factory.<name>.arena.*`, the name verbatim as `GetName()` gives it.
+    /// Reads the options of the shared arena from those of the process (`OrtEnvCreationOptions`):
+    /// `ep_factory.<name>.arena.*`, with the name exactly as `GetName()` returns it.
     ///
     /// ```
     /// use lowtide::config::arena::ArenaOptions;
@@ -49,12 +48,13 @@ impl ArenaOptions {
     /// let entries = [("ep_factory.CudaEp.arena.max_mem", "1073741824"), ("session.intra", "4")];
     /// assert!(!ArenaOptions::of_process("CudaEp", entries)?.is_empty());
     /// assert!(ArenaOptions::of_process("OtherEp", entries)?.is_empty());
-    /// assert!(ArenaOptions::of_process("cudaep", entries).is_err()); // another case: said
+    /// assert!(ArenaOptions::of_process("cudaep", entries).is_err()); // differs only in case
     /// # Ok::<(), lowtide::config::arena::ArenaOptionsError>(())
     /// ```
     ///
     /// # Errors
-    /// As [`ArenaOptions::from_keys`]; keys that are meant for this arena and not read here.
+    /// The same as for [`ArenaOptions::from_keys`], and keys that are meant for this arena but are
+    /// not read in this place.
     pub fn of_process<K: AsRef<str>, V: AsRef<str>>(
         name: &str,
         entries: impl IntoIterator<Item = (K, V)>,
@@ -62,11 +62,11 @@ impl ArenaOptions {
         scoped(Place::Process, name, entries)
     }
 
-    /// Reads the options of a session: `ep.<name>.arena.*`, the name in lower case.
+    /// Reads the options of a session: `ep.<name>.arena.*`, with the name in lower case.
     ///
     /// # Errors
-    /// As [`ArenaOptions::of_process`]; [`OptionFault::RunOption`] for
-    /// `memory.enable_memory_arena_shrinkage`, which does nothing in a session.
+    /// The same as for [`ArenaOptions::of_process`]; [`OptionFault::RunOption`] for
+    /// `memory.enable_memory_arena_shrinkage`, which has no effect in a session.
     pub fn of_session<K: AsRef<str>, V: AsRef<str>>(
         name: &str,
         entries: impl IntoIterator<Item = (K, V)>,
@@ -101,7 +101,7 @@ fn scoped<K: AsRef<str>, V: AsRef<str>>(
     reader.finish()
 }
 
-/// What follows the prefix, whatever the case of that.
+/// Returns the part after the prefix, which is compared without case.
 fn tail_in_any_case<'a>(key: &'a str, prefix: &str) -> Option<&'a str> {
     let (head, tail) = key.split_at_checked(prefix.len())?;
     head.eq_ignore_ascii_case(prefix).then_some(tail)

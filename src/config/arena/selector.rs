@@ -1,10 +1,10 @@
-//! Which arenas a shrink is for: ONNX Runtime's selector, `cpu:0;gpu:0`, and the option of a run
-//! that carries it.
+//! The selector of arenas to shrink, as in ONNX Runtime (`cpu:0;gpu:0`), and the run option that
+//! contains it.
 //!
-//! It knows no arena: whether a target exists is found by who shrinks. Stricter than ONNX Runtime's
-//! in two ways: an empty entry (`cpu:0;`) and a target named twice are errors.
+//! The selector is not checked against existing arenas; the shrink does that. It is stricter than
+//! ONNX Runtime's: an empty entry (`cpu:0;`) and a repeated target are errors.
 //!
-//! Invariant: `parse(targets.to_string()) = targets`, and no target is in it twice.
+//! Invariant: `parse(targets.to_string()) = targets`, and each target is in it once.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -15,15 +15,15 @@ use thiserror::Error;
 use super::error::{ArenaOptionsError, OptionFault};
 use super::keys::whole;
 
-/// ONNX Runtime's key of a run's shrink.
+/// ONNX Runtime's key for the shrink at the end of a run.
 pub const SHRINK_OPTION: &str = "memory.enable_memory_arena_shrinkage";
 
 /// A kind of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum TargetKind {
-    /// `cpu`: host memory. Here that is the process heap and pinned pools.
+    /// `cpu`: host memory, which is the process heap and pinned pools.
     Cpu,
-    /// `gpu`: device arenas, also where the host driver stands for the device.
+    /// `gpu`: device arenas, including those of the host driver.
     Gpu,
 }
 
@@ -36,12 +36,12 @@ impl TargetKind {
     }
 }
 
-/// What a shrink is for.
+/// A memory to shrink.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Target {
-    /// Which kind of memory.
+    /// The kind of memory.
     pub kind: TargetKind,
-    /// Which of that kind.
+    /// The number of the device of that kind.
     pub id: u32,
 }
 
@@ -51,7 +51,7 @@ impl fmt::Display for Target {
     }
 }
 
-/// Targets in the order in which they were named; never empty, none of them twice.
+/// Targets of a shrink, in the given order. Never empty, each target once.
 ///
 /// ```
 /// use lowtide::config::arena::{SelectorError, Targets};
@@ -64,7 +64,7 @@ impl fmt::Display for Target {
 pub struct Targets(Vec<Target>);
 
 impl Targets {
-    /// Each, in order.
+    /// Returns the targets in order.
     pub fn iter(&self) -> impl Iterator<Item = Target> {
         self.0.iter().copied()
     }
@@ -100,7 +100,7 @@ impl FromStr for Targets {
             let id = whole(id).and_then(|id| u32::try_from(id).ok());
             let id = id.ok_or_else(|| SelectorError::Id { entry: owned() })?;
             let target = Target { kind, id };
-            // At most as many as were written; a repetition ends it.
+            // The loop is bounded by the number of entries; a repetition ends it.
             if !named.insert(target) {
                 return Err(SelectorError::Twice { target });
             }
@@ -110,68 +110,68 @@ impl FromStr for Targets {
     }
 }
 
-/// A text that names no targets.
+/// An invalid selector.
 #[derive(Clone, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum SelectorError {
-    /// Nothing, or nothing between two semicolons.
-    #[error("the selector {selector:?} has an empty entry: expected such as cpu:0;gpu:0")]
+    /// An empty selector, or an empty entry between two semicolons.
+    #[error("selector {selector:?} has an empty entry: expected for example cpu:0;gpu:0")]
     Empty {
-        /// The whole text.
+        /// The whole selector.
         selector: String,
     },
-    /// No colon.
-    #[error("{entry:?} names no device: expected such as cpu:0 or gpu:0")]
+    /// An entry without a colon.
+    #[error("{entry:?} has no device number: expected for example cpu:0 or gpu:0")]
     NoId {
         /// The entry.
         entry: String,
     },
-    /// A kind of device that is unknown; `cpu` and `gpu` are, in lower case.
-    #[error("{entry:?} is of an unknown kind of device: expected cpu or gpu")]
+    /// An unknown kind of device. The kinds are `cpu` and `gpu`, in lower case.
+    #[error("{entry:?} has an unknown kind of device: expected cpu or gpu")]
     Kind {
         /// The entry.
         entry: String,
     },
-    /// What stands after the colon is no number of a device.
-    #[error("{entry:?} has no number of a device: expected such as cpu:0 or gpu:0")]
+    /// An entry without a device number after the colon.
+    #[error("{entry:?} has an invalid device number: expected for example cpu:0 or gpu:0")]
     Id {
         /// The entry.
         entry: String,
     },
     /// The same target twice.
-    #[error("{target} is named twice: expected each target once")]
+    #[error("target {target} is repeated: expected each target once")]
     Twice {
-        /// Which.
+        /// The target.
         target: Target,
     },
 }
 
-/// The options of one run that concern memory.
+/// The memory options of one run.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RunOptions {
-    /// What is shrunk when the run ends.
+    /// The targets to shrink when the run ends.
     pub shrink: Option<Targets>,
 }
 
 impl RunOptions {
-    /// No shrink.
+    /// Creates options without a shrink.
     #[must_use]
     pub const fn new() -> Self {
         Self { shrink: None }
     }
 
-    /// With a shrink of these targets at the end.
+    /// Creates options that shrink these targets when the run ends.
     #[must_use]
     pub fn shrinking(targets: Targets) -> Self {
         Self { shrink: Some(targets) }
     }
 
-    /// Reads `memory.enable_memory_arena_shrinkage` among the options of a run; the others are not
-    /// about memory and are passed over. An empty value is no shrink, as in ONNX Runtime.
+    /// Reads `memory.enable_memory_arena_shrinkage` from the options of a run and ignores all
+    /// others. An empty value means no shrink, as in ONNX Runtime.
     ///
     /// # Errors
-    /// [`OptionFault::BadValue`] with what is wrong with the selector.
+    /// [`OptionFault::BadValue`] if the selector is invalid.
     pub fn from_entries<K: AsRef<str>, V: AsRef<str>>(
         entries: impl IntoIterator<Item = (K, V)>,
     ) -> Result<Self, ArenaOptionsError> {

@@ -391,7 +391,7 @@ fn cuarenas_zero_is_all_that_is_left_less_its_margin() {
     assert_eq!(within(100, Ok(None)).expect("an amount").value, value(100));
     let host = ArenaOptions::from_cuarena_limit(ByteSize::ZERO, &HostDriver::new());
     let text = host.expect_err("the host's budget rules").to_string();
-    assert!(text.contains("host driver cannot say"), "{text}");
+    assert!(text.contains("host driver cannot report"), "{text}");
 }
 
 #[test]
@@ -484,7 +484,7 @@ fn a_runs_options_carry_the_selector() {
     assert_eq!(shrink.to_string(), "cpu:0;gpu:0");
     assert_eq!(run("").expect("valid"), RunOptions::new());
     let text = run("gpu").expect_err("no target").to_string();
-    assert!(text.contains(SHRINK_OPTION) && text.contains("names no device"), "{text}");
+    assert!(text.contains(SHRINK_OPTION) && text.contains("has no device number"), "{text}");
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Why an arena of a slot could not be shared, used or replaced. Nothing is changed then.
+//! Errors of sharing, using and replacing the arena of a slot. Nothing is changed if one occurs.
 
 use thiserror::Error;
 
@@ -7,51 +7,51 @@ use crate::memory::MemoryError;
 
 use super::Slot;
 
-/// Why not.
+/// An error of sharing, using or replacing the arena of a slot.
 #[derive(Clone, Debug, Error, PartialEq)]
 #[non_exhaustive]
 pub enum ScopeError {
-    /// Options that cannot be used.
+    /// Invalid options.
     #[error(transparent)]
     Options(#[from] ArenaOptionsError),
     /// The arena could not be opened.
     #[error(transparent)]
     Memory(#[from] MemoryError),
     /// A slot without a name.
-    #[error("a slot has no name: expected the provider's")]
+    #[error("the slot's name is empty: expected the name of a provider")]
     NoName,
     /// There is no such device.
-    #[error("{slot}: there is no such device; expected gpu:0")]
+    #[error("{slot}: unknown device; expected gpu:0")]
     UnknownDevice {
         /// The slot.
         slot: Slot,
     },
-    /// Nothing is shared there, so that nothing can end.
-    #[error("{slot} has no shared arena: it was never shared, or ended before")]
+    /// The slot has no shared arena.
+    #[error("{slot} has no shared arena (never shared, or sharing has ended)")]
     NotShared {
         /// The slot.
         slot: Slot,
     },
-    /// Every place is taken.
-    #[error("{max} slots have an arena: expected fewer")]
+    /// The maximum number of slots has an arena.
+    #[error("too many slots: at most {max} can have an arena")]
     TooManySlots {
-        /// How many there may be.
+        /// The maximum.
         max: usize,
     },
-    /// More users at once than are counted.
-    #[error("{slot} has more than {max} users at once: some are leaked")]
+    /// More concurrent users than can be counted.
+    #[error("{slot} has more than {max} concurrent users: some may be leaked")]
     TooManyUsers {
         /// The slot.
         slot: Slot,
-        /// The most that are counted.
+        /// The maximum.
         max: u32,
     },
-    /// Other threads changed the slot's arena each time before this one could.
-    #[error("{slot} was changed by other threads {attempts} times meanwhile: try again")]
+    /// Other threads changed the slot's arena at every attempt.
+    #[error("{slot} was changed by other threads during {attempts} attempts: try again")]
     Contended {
         /// The slot.
         slot: Slot,
-        /// How often it was tried.
+        /// The number of attempts.
         attempts: u32,
     },
 }

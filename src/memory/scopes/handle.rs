@@ -1,9 +1,9 @@
-//! A session's use of a slot's arena: allocates from the one that serves at that moment.
+//! A session's use of a slot's arena, which allocates from the arena that serves at that moment.
 //!
-//! It is no arena and holds none, so that it never keeps an old one. An allocation costs a short
-//! lock of the slot beside what it costs in the arena; the lock is not held meanwhile.
+//! It holds no arena, so it never keeps a replaced one alive. An allocation takes the slot's lock
+//! briefly, in addition to the arena's cost; the lock is not held during the allocation.
 //!
-//! Invariant: a slot's `users` = the uses of it that are held.
+//! Invariant: a slot's `users` = the number of its uses that exist.
 
 use std::fmt;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use super::{ArenaReport, Slot};
 
 /// A counted use of a slot's arena, from [`Memory::use_arena`](crate::Memory::use_arena).
 ///
-/// Buffers may outlive it; a lease for one is had from [`Buffer::enter`].
+/// Buffers may outlive it. Use [`Buffer::enter`] to obtain a lease for one.
 #[must_use = "the arena is left when this is dropped"]
 pub struct ArenaUse {
     place: Arc<Place>,
@@ -30,27 +30,30 @@ impl ArenaUse {
         Self { place, report }
     }
 
-    /// As [`DeviceArena::alloc`], in the arena that serves now.
+    /// Allocates in the serving arena, like [`DeviceArena::alloc`].
     ///
     /// # Errors
-    /// As there; [`DeviceError::Unsupported`] for pinned memory.
+    /// The same as for [`DeviceArena::alloc`]; [`DeviceError::Unsupported`] in a slot of pinned
+    /// memory.
     pub fn alloc<T: Pod>(&self, len: usize, region: Region) -> Result<Buffer<T>, DeviceError> {
         self.with(|arena| arena.alloc(len, region))
     }
 
-    /// As [`DeviceArena::alloc_from`], in the arena that serves now.
+    /// Allocates in the serving arena, like [`DeviceArena::alloc_from`].
     ///
     /// # Errors
-    /// As there; [`DeviceError::Unsupported`] for pinned memory.
+    /// The same as for [`DeviceArena::alloc_from`]; [`DeviceError::Unsupported`] in a slot of
+    /// pinned memory.
     pub fn alloc_from<T: Pod>(&self, data: &[T], region: Region) -> Result<Buffer<T>, DeviceError> {
         self.with(|arena| arena.alloc_from(data, region))
     }
 
-    /// As [`PinnedPool::alloc`](crate::device::PinnedPool::alloc), in the pool that serves now: for
-    /// slots of pinned memory.
+    /// Allocates in the serving pool, like [`PinnedPool::alloc`](crate::device::PinnedPool::alloc),
+    /// for slots of pinned memory.
     ///
     /// # Errors
-    /// As there; [`DeviceError::Unsupported`] for device memory.
+    /// The same as for [`PinnedPool::alloc`](crate::device::PinnedPool::alloc);
+    /// [`DeviceError::Unsupported`] in a slot of device memory.
     pub fn alloc_pinned<T: Pod>(&self, len: usize) -> Result<PinnedBuffer<T>, DeviceError> {
         let serving = self.serving()?;
         let pool = serving.as_ref().and_then(|serving| serving.pool());
@@ -75,27 +78,28 @@ impl ArenaUse {
         Err(DeviceError::Unsupported { what, backend: self.place.backend })
     }
 
-    /// The slot.
+    /// Returns the slot.
     #[must_use]
     pub fn slot(&self) -> &Slot {
         self.place.slot()
     }
 
-    /// What is in force now: a replacement may have changed it. What was in force when the use
-    /// began, in a forked child.
+    /// Returns the options in force, which a replacement may have changed. In a forked child, those
+    /// in force at the start of the use.
     #[must_use]
     pub fn resolution(&self) -> Arc<ArenaResolution> {
         let now = if self.place.is_here() { self.place.resolution() } else { None };
         now.unwrap_or_else(|| Arc::clone(&self.report.resolution))
     }
 
-    /// The session's options that were not in force when the use began, each with what was.
+    /// Returns the session's options that were not in force at the start of the use, each with the
+    /// value in force.
     #[must_use]
     pub fn conflicts(&self) -> &[Conflict] {
         &self.report.conflicts
     }
 
-    /// Whether this use opened the arena, so that its options are in force.
+    /// Returns `true` if this use opened the arena, so that its options are in force.
     #[must_use]
     pub const fn opened(&self) -> bool {
         self.report.opened
@@ -103,7 +107,7 @@ impl ArenaUse {
 }
 
 impl Drop for ArenaUse {
-    /// Takes the slot's lock; no driver call. In a forked child does nothing.
+    /// Takes the slot's lock; no driver call. Does nothing in a forked child.
     fn drop(&mut self) {
         if self.place.is_here() {
             self.place.leave();

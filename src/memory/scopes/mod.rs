@@ -1,20 +1,21 @@
-//! Arenas that sessions share, configured as ONNX Runtime's are.
+//! Arenas shared by sessions, configured like ONNX Runtime's.
 //!
-//! A slot is a provider's name, a device and a kind: device memory, or pinned host memory, each
-//! with options of its own. [`Memory::share_arena`] opens its arena for all sessions,
-//! [`Memory::use_arena`] is a session's counted use of it, which opens it where nobody has, and
-//! [`Memory::replace_arena`] changes its options at run time: a new arena is opened, allocations
-//! go there from that moment on, and the old one drains. It goes when its last block is freed and
-//! the worker has seen that; what its blocks no longer touch goes back within a tick.
+//! A slot is a provider's name, a device and a kind of memory: device memory or pinned host memory,
+//! each with its own options. [`Memory::share_arena`] opens a slot's arena for all sessions.
+//! [`Memory::use_arena`] is a session's counted use of it, and opens the arena if there is none.
+//! [`Memory::replace_arena`] changes its options at run time: it opens a new arena, which serves
+//! all further allocations, and the old one drains. The worker drops the old arena after its last
+//! block is freed; memory that its blocks do not use is released within a tick.
 //!
-//! Whoever's options are not in force is told so, with what is in force instead and who said that.
-//! In ONNX Runtime an arena that a session holds keeps its old options for ever; here it does not.
+//! Options that are not in force are reported to the caller, with the value in force and its
+//! source. In ONNX Runtime an arena that is used by a session keeps its old options forever; here
+//! it does not.
 //!
-//! It decides no sizes and keeps no policy; `config::arena` says what options mean.
+//! This module contains no policy; `config::arena` defines the meaning of options.
 //!
 //! Invariants: `users > 0 or shared <=> the slot has an arena`; when a replacement has returned, no
-//! allocation that starts later is in the old arena; an old arena is in the snapshot while it has
-//! a live block or an allocation under way.
+//! later allocation is in the old arena; an old arena is in the snapshot while it has a live block
+//! or an allocation in progress.
 
 mod error;
 mod handle;
@@ -38,38 +39,38 @@ pub use handle::ArenaUse;
 
 use place::{Act, Opened, Place, begin_draining};
 
-/// Slots of one `Memory`.
+/// The maximum number of slots of one `Memory`.
 const SLOTS_MAX: usize = 64;
 
-/// Which memory of a device.
+/// A kind of memory of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum SlotKind {
-    /// The device's own.
+    /// Device memory.
     Device,
-    /// Host memory for copies to and from it, page-locked as far as the system allows: a pool, of
-    /// which `arena.max_mem` is the limit.
+    /// Host memory for copies to and from the device, page-locked as far as the system allows: a
+    /// pool, with `arena.max_mem` as its limit.
     Pinned,
 }
 
-/// Where an arena belongs: a provider, a device, a kind of memory.
+/// The place of an arena: a provider, a device, a kind of memory.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Slot {
-    /// The provider's name, by which metrics and errors call its arenas.
+    /// The provider's name, which metrics and errors use for its arenas.
     pub name: String,
     /// The device's number.
     pub device: u32,
-    /// Which memory.
+    /// The kind of memory.
     pub kind: SlotKind,
 }
 
 impl Slot {
-    /// The slot of the device's own memory.
+    /// Creates the slot of the device's memory.
     #[must_use]
     pub fn device(name: impl Into<String>, device: u32) -> Self {
         Self { name: name.into(), device, kind: SlotKind::Device }
     }
 
-    /// The slot of page-locked memory for that device.
+    /// Creates the slot of page-locked memory for that device.
     #[must_use]
     pub fn pinned(name: impl Into<String>, device: u32) -> Self {
         Self { name: name.into(), device, kind: SlotKind::Pinned }
@@ -77,7 +78,7 @@ impl Slot {
 }
 
 impl fmt::Display for Slot {
-    /// `name` is an arena's on device 0, for metrics; `name:1`, `name:pinned`, `name:1:pinned`.
+    /// `name` for an arena on device 0, as in metrics; `name:1`, `name:pinned`, `name:1:pinned`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.name)?;
         if self.device > 0 {
@@ -87,50 +88,50 @@ impl fmt::Display for Slot {
     }
 }
 
-/// What is in force after an arena was shared, used or replaced, and what of the caller's options,
-/// or of older ones, is not.
+/// The options in force after an arena was shared, used or replaced, and the options of the caller,
+/// or older ones, that are not in force.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct ArenaReport {
     /// Every value in force, with its source.
     pub resolution: Arc<ArenaResolution>,
-    /// Every option that is not, with what is.
+    /// Every option that is not in force, with the value in force.
     pub conflicts: Vec<Conflict>,
-    /// Whether this call opened the arena.
+    /// `true` if this call opened the arena.
     pub opened: bool,
 }
 
-/// What a replacement did.
+/// The result of a replacement.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct Replaced {
-    /// What is in force now.
+    /// The options in force.
     pub report: ArenaReport,
-    /// Live bytes that drain with the old arena; `None` where there was none.
+    /// The live bytes that drain with the old arena; `None` if there was none.
     pub draining: Option<ByteSize>,
-    /// Idle bytes of the old arena that were given back at once.
+    /// The idle bytes of the old arena that were released immediately.
     pub released: ByteSize,
 }
 
-/// A slot's figures.
+/// The figures of a slot.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub struct SlotSnapshot {
     /// The slot.
     pub slot: Slot,
-    /// Whether its arena is shared.
+    /// `true` if its arena is shared.
     pub shared: bool,
-    /// Uses that are held.
+    /// The number of uses.
     pub users: u32,
-    /// What is in force; `None` without an arena.
+    /// The options in force; `None` without an arena.
     pub resolution: Option<Arc<ArenaResolution>>,
-    /// The arena that serves; `None` without one, and for pinned memory.
+    /// The serving arena; `None` without one, and for pinned memory.
     pub arena: Option<ArenaSnapshot>,
-    /// Arenas that were replaced, or left by their last user, the oldest first.
+    /// The arenas that were replaced, or left by their last user, oldest first.
     pub draining: Vec<ArenaSnapshot>,
-    /// The pool that serves, for pinned memory.
+    /// The serving pool, for pinned memory.
     pub pool: Option<PinnedSnapshot>,
-    /// Pools that were replaced, or left by their last user, the oldest first.
+    /// The pools that were replaced, or left by their last user, oldest first.
     pub draining_pools: Vec<PinnedSnapshot>,
 }
 
@@ -139,10 +140,10 @@ pub struct SlotSnapshot {
 pub(super) struct Scopes(Mutex<BTreeMap<Slot, Arc<Place>>>);
 
 impl Memory {
-    /// Opens a slot's arena for all sessions, with ONNX Runtime's defaults where the options say
-    /// nothing; from now on it stays without users too, until [`Memory::unshare_arena`]. Where the
-    /// slot has an arena, it is shared as it is, and the options that differ are conflicts; a
-    /// replacement puts them in force.
+    /// Opens a slot's arena for all sessions, with ONNX Runtime's defaults for unset options. The
+    /// arena stays open without users, until [`Memory::unshare_arena`]. If the slot already has an
+    /// arena, that one is shared unchanged, and options that differ are conflicts; use a
+    /// replacement to apply them.
     ///
     /// ```
     /// use lowtide::Memory;
@@ -169,7 +170,8 @@ impl Memory {
     /// ```
     ///
     /// # Errors
-    /// [`ScopeError`]; then nothing is changed.
+    /// [`ScopeError`] if the options are invalid, the slot is invalid, or the arena cannot be
+    /// opened. Nothing is changed then.
     pub fn share_arena(
         &self,
         slot: &Slot,
@@ -180,10 +182,10 @@ impl Memory {
         Ok(place.act(shared, Act::Share, options)?.report)
     }
 
-    /// Ends the sharing: the arena drains when its last user is gone, which may be now.
+    /// Ends the sharing. The arena drains when its last user has left, which may be immediately.
     ///
     /// # Errors
-    /// [`ScopeError::NotShared`]; [`MemoryError::Forked`].
+    /// [`ScopeError::NotShared`] if the slot has no shared arena; [`MemoryError::Forked`].
     pub fn unshare_arena(&self, slot: &Slot) -> Result<(), ScopeError> {
         let shared = &self.0.shared;
         shared.check_here()?;
@@ -194,11 +196,12 @@ impl Memory {
         }
     }
 
-    /// A counted use of a slot's arena. Opens it where there is none, with the session's options;
-    /// where there is one, the options that differ are [`ArenaUse::conflicts`].
+    /// Returns a counted use of a slot's arena. Opens an arena with the session's options if there
+    /// is none; otherwise the options that differ are [`ArenaUse::conflicts`].
     ///
     /// # Errors
-    /// [`ScopeError`]; then nothing is changed.
+    /// [`ScopeError`] if the options are invalid, the slot is invalid, or the arena cannot be
+    /// opened. Nothing is changed then.
     pub fn use_arena(&self, slot: &Slot, session: &ArenaOptions) -> Result<ArenaUse, ScopeError> {
         let shared = &self.0.shared;
         let place = shared.place(slot)?;
@@ -206,15 +209,16 @@ impl Memory {
         Ok(ArenaUse::new(place, done.report))
     }
 
-    /// Puts a new arena in the place of a slot's, whether or not sessions use it. It has the
-    /// options given, and for keys that these do not name, what was in force. Allocations that
-    /// start when this has returned are in the new arena; blocks of the old one stay where they
-    /// are until they are freed. Where the slot has no arena, this shares one.
+    /// Replaces a slot's arena, whether or not sessions use it. The new arena has the given
+    /// options; all other keys keep the values in force. Allocations that start after the return
+    /// are in the new arena; blocks of the old arena stay there until they are freed. If the slot
+    /// has no arena, this shares one.
     ///
-    /// Blocks while the old arena's idle memory is given back: about 0.1 ms for each MiB.
+    /// Blocks while the old arena's idle memory is released: about 0.1 ms for each MiB.
     ///
     /// # Errors
-    /// [`ScopeError`]; then nothing is changed.
+    /// [`ScopeError`] if the options are invalid, the slot is invalid, or the arena cannot be
+    /// opened. Nothing is changed then.
     pub fn replace_arena(
         &self,
         slot: &Slot,
@@ -245,7 +249,7 @@ impl Memory {
         Ok(Replaced { report: done.report, draining, released })
     }
 
-    /// What is in force for a slot's arena; `None` without one, and in a forked child.
+    /// Returns the options in force for a slot's arena; `None` without one, and in a forked child.
     #[must_use]
     pub fn arena_options(&self, slot: &Slot) -> Option<Arc<ArenaResolution>> {
         let shared = &self.0.shared;
@@ -254,7 +258,7 @@ impl Memory {
         place?.resolution()
     }
 
-    /// The slots that have an arena or one that drains; none in a forked child.
+    /// Returns the slots that have a serving or a draining arena. Empty in a forked child.
     #[must_use]
     pub fn arena_slots(&self) -> Vec<SlotSnapshot> {
         let shared = &self.0.shared;
@@ -267,7 +271,7 @@ impl Memory {
 }
 
 impl Shared {
-    /// The place of a slot, made where there is none.
+    /// Returns the state of a slot, which is created if there is none.
     fn place(&self, slot: &Slot) -> Result<Arc<Place>, ScopeError> {
         self.check_here()?;
         if slot.name.is_empty() {
@@ -284,7 +288,7 @@ impl Shared {
             return Ok(Arc::clone(place));
         }
         if places.len() >= SLOTS_MAX {
-            // Nobody else can be about to use one of which this is the only handle.
+            // This is the only handle, so no other thread can be about to use the slot.
             places.retain(|_, place| Arc::get_mut(place).is_none() || !place.is_empty());
         }
         if places.len() >= SLOTS_MAX {
@@ -299,14 +303,14 @@ impl Shared {
         lock(&self.scopes.0).values().cloned().collect()
     }
 
-    /// Lets go of the arenas that have drained: the address space goes with them, and at most the
-    /// last granules. For the worker, and for who replaces.
+    /// Drops the arenas that have drained, with their address space and at most the last granules.
+    /// For the worker, and for replacements.
     pub(super) fn sweep(&self) {
         if self.check_here().is_err() {
             return;
         }
         for drained in self.places().iter().flat_map(|place| place.take_drained()) {
-            // An error stays with the arena: what it could not give back goes with the driver.
+            // An error stays with the arena: memory that it could not release goes with the driver.
             let name = match drained {
                 Opened::Device(arena) => {
                     let _ = self.purged(&arena);
@@ -315,7 +319,7 @@ impl Shared {
                 }
                 Opened::Pinned(pool) => pool.name().to_owned(), // goes here, its segments with it
             };
-            log!(debug, target: "lowtide", arena = name, "a replaced arena has drained");
+            log!(debug, target: "lowtide", arena = name, "replaced arena drained");
         }
         for closed in self.arenas.take_closed() {
             self.gone.add(closed.snapshot());
@@ -333,7 +337,7 @@ impl Shared {
             .map_err(|error| MemoryError::Arena { arena: name, error })
     }
 
-    /// The pools of all slots, and whether each drains; none in a forked child.
+    /// Returns the pools of all slots, and whether each drains; none in a forked child.
     pub(super) fn pools(&self) -> Vec<(PinnedPool, bool)> {
         if self.check_here().is_err() {
             return Vec::new();
@@ -341,7 +345,7 @@ impl Shared {
         self.places().iter().flat_map(|place| place.pools()).collect()
     }
 
-    /// Has pools give back what is above their watermarks, and those that drain all that is idle.
+    /// Releases the memory of pools above their watermarks, and all idle memory of draining pools.
     pub(super) fn maintain_pools(&self) {
         for (pool, drains) in self.pools() {
             let given = if drains { pool.purge() } else { pool.maintain() };
@@ -352,7 +356,7 @@ impl Shared {
         }
     }
 
-    /// What a pool's purge gave back; an error is a note.
+    /// Purges a pool and returns the released bytes. An error becomes a diagnostic.
     fn purged_pool(&self, pool: &PinnedPool) -> ByteSize {
         pool.purge().unwrap_or_else(|error| {
             self.diagnostic(Diagnostic::warning("device", format!("{}: {error}", pool.name())));

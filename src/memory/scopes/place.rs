@@ -1,11 +1,11 @@
-//! One slot: the arena that serves, those that drain, who said what, and who uses it.
+//! One slot: the serving arena, the draining ones, their options, and the number of users.
 //!
-//! An arena is opened with no lock held, then put in its place if nothing has changed meanwhile;
-//! else the attempt starts anew, a bounded number of times. Each failed attempt means that another
-//! thread's has succeeded.
+//! An arena is opened with no lock held, and then installed if nothing has changed in the meantime;
+//! otherwise the attempt is repeated, a bounded number of times. Each failed attempt means that
+//! another thread has succeeded.
 //!
-//! Invariant: a generation is cloned out of `serving` only, so that one which drains and has a
-//! single handle has no allocation under way, and will have none.
+//! Invariant: a generation is cloned only out of `serving`, so a draining generation with a single
+//! handle has no allocation in progress, and will have none.
 
 use std::sync::Arc;
 
@@ -21,11 +21,10 @@ use crate::sync::{Mutex, lock};
 
 use super::{ArenaReport, ScopeError, Slot, SlotKind, SlotSnapshot};
 
-/// How often an opened arena may come too late. A guess: each time another thread has changed the
-/// same slot.
+/// The maximum number of attempts. An estimate: each time another thread has changed the same slot.
 const ATTEMPTS_MAX: u32 = 8;
 
-/// What is to be done with a slot.
+/// The operation on a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Act {
     Use,
@@ -42,7 +41,7 @@ pub(super) struct Generation {
     opened: Opened,
 }
 
-/// What a slot's kind of memory comes from.
+/// The source of a slot's memory.
 #[derive(Clone, Debug)]
 pub(super) enum Opened {
     Device(DeviceArena),
@@ -50,9 +49,9 @@ pub(super) enum Opened {
 }
 
 impl Opened {
-    /// Whether a block is held, or freed while the device may still use it. The last handle must
-    /// not be dropped before: memory without a lane would be left behind, and a pool would wait for
-    /// its copies.
+    /// Returns `true` if a block is held, or freed while the device may still use it. The last
+    /// handle must not be dropped before: memory without a lane would be leaked, and a pool would
+    /// wait for its copies.
     fn has_blocks(&self) -> bool {
         let held = match self {
             Self::Device(arena) => {
@@ -88,7 +87,7 @@ impl Generation {
 pub(super) struct Place {
     slot: Slot,
     birth: Birth,
-    /// lowtide's own limit, where it bounds this kind of memory.
+    /// lowtide's own limit, if it bounds this kind of memory.
     device_limit: ByteSize,
     pub(super) backend: Backend,
     arenas: Arenas,
@@ -97,21 +96,21 @@ pub(super) struct Place {
 
 #[derive(Debug, Default)]
 struct State {
-    /// Changes of `serving` so far.
+    /// The number of changes of `serving`.
     changes: u64,
     serving: Option<Arc<Generation>>,
-    /// The oldest first; at most as many as there are arenas.
+    /// The draining generations, oldest first; at most as many as there are arenas.
     draining: Vec<Arc<Generation>>,
     layers: Layers,
     shared: bool,
     users: u32,
 }
 
-/// What an act came to.
+/// The result of an operation.
 #[derive(Debug)]
 pub(super) struct Done {
     pub(super) report: ArenaReport,
-    /// The generation that drains since; the caller lets [`begin_draining`] follow.
+    /// The generation that drains since then; the caller calls [`begin_draining`] next.
     pub(super) old: Option<Arc<Generation>>,
 }
 
@@ -130,12 +129,12 @@ impl Place {
         &self.slot
     }
 
-    /// Whether this is the process in which the lock can be taken.
+    /// Returns `true` in the process in which the lock can be taken.
     pub(super) fn is_here(&self) -> bool {
         self.birth.is_here()
     }
 
-    /// Joins the arena that is there, or opens one.
+    /// Joins the existing arena, or opens one.
     pub(super) fn act(
         &self,
         shared: &Shared,
@@ -157,7 +156,7 @@ impl Place {
             let resolution = Arc::new(layers.resolve()?);
             shared.sweep(); // so that what has drained takes no place
             let opened = match self.open(shared, &resolution, replaced) {
-                // The name, or the place, may be taken by what another thread put here meanwhile.
+                // Another thread may have used the name or the place in the meantime.
                 Err(_) if lock(&self.state).changes != changes => continue,
                 opened => opened?,
             };
@@ -188,7 +187,7 @@ impl Place {
         Err(ScopeError::Contended { slot: self.slot.clone(), attempts: ATTEMPTS_MAX })
     }
 
-    /// Counts one more for the arena that serves; `None` where there is none.
+    /// Counts another user of the serving arena; `None` if there is none.
     fn join(
         &self,
         state: &mut State,
@@ -207,7 +206,8 @@ impl Place {
             state.users = users.ok_or_else(|| ScopeError::TooManyUsers { slot: slot(), max })?;
         } else {
             state.shared = true;
-            // Counts when the arena is next replaced, over what the first session said.
+            // In force when the arena is next replaced, with precedence over the first session's
+            // options.
             state.layers.shared.get_or_insert_with(|| options.clone());
         }
         let resolution = Arc::clone(&serving.resolution);
@@ -215,7 +215,7 @@ impl Place {
         Ok(Some(ArenaReport { resolution, conflicts, opened: false }))
     }
 
-    /// What was said before, and these options.
+    /// Combines the earlier options and these.
     fn layers(&self, state: &State, act: Act, options: &ArenaOptions) -> Layers {
         let mut layers = state.layers.clone();
         layers.device_limit = self.device_limit;
@@ -231,7 +231,7 @@ impl Place {
         layers
     }
 
-    /// Opens an arena that nobody knows yet.
+    /// Opens an arena that is not installed yet.
     fn open(
         &self,
         shared: &Shared,
@@ -247,7 +247,7 @@ impl Place {
         Ok(Opened::Device(shared.open_apart(resolution.config(base))?))
     }
 
-    /// The arena that serves now.
+    /// Returns the serving arena.
     pub(super) fn serving(&self) -> Option<Arc<Generation>> {
         lock(&self.state).serving.clone()
     }
@@ -257,7 +257,7 @@ impl Place {
         state.serving.as_ref().map(|serving| Arc::clone(&serving.resolution))
     }
 
-    /// Ends the sharing; says whether there was any.
+    /// Ends the sharing. Returns `true` if the arena was shared.
     pub(super) fn unshare(&self) -> bool {
         let mut state = lock(&self.state);
         let shared = std::mem::take(&mut state.shared);
@@ -276,7 +276,7 @@ impl Place {
         begin_draining(old.as_deref());
     }
 
-    /// Lets the arena drain where nobody holds it any more; what was said of it is forgotten.
+    /// Starts to drain the arena if it has no users and is not shared. Its options are discarded.
     fn retire(&self, state: &mut State) -> Option<Arc<Generation>> {
         if state.shared || state.users > 0 {
             return None;
@@ -291,13 +291,13 @@ impl Place {
         Some(old)
     }
 
-    /// Takes out the arenas that have no block and will have none; the caller drops them.
+    /// Removes the arenas that have no block and will have none. The caller drops them.
     pub(super) fn take_drained(&self) -> Vec<Opened> {
         let mut state = lock(&self.state);
         let mut drained = Vec::new();
         state.draining.retain_mut(|generation| {
-            // The last handle: see the invariant above. It is also the order in which blocks of
-            // other threads are seen.
+            // This is the last handle: see the invariant above. The check also orders this after
+            // the blocks of other threads.
             if Arc::get_mut(generation).is_none() || generation.opened.has_blocks() {
                 return true;
             }
@@ -312,7 +312,7 @@ impl Place {
         removed.collect()
     }
 
-    /// The pools of this slot, and whether each drains.
+    /// Returns the pools of this slot, and whether each drains.
     pub(super) fn pools(&self) -> Vec<(PinnedPool, bool)> {
         let state = lock(&self.state);
         let serving = state.serving.iter().map(|serving| (serving, false));
@@ -320,7 +320,7 @@ impl Place {
         all.filter_map(|(one, drains)| Some((one.pool()?.clone(), drains))).collect()
     }
 
-    /// Whether there is nothing to see.
+    /// Returns `true` if there is nothing to show.
     pub(super) fn is_empty(&self) -> bool {
         let state = lock(&self.state);
         state.serving.is_none() && state.draining.is_empty()
@@ -343,7 +343,8 @@ impl Place {
     }
 }
 
-/// What an arena that drains holds idle goes back at the worker's next turn. No driver call.
+/// Schedules the release of a draining arena's idle memory at the worker's next turn. No driver
+/// call.
 pub(super) fn begin_draining(old: Option<&Generation>) {
     if let Some(arena) = old.and_then(Generation::arena) {
         arena.set_decay(DecayTime::AtOnce);

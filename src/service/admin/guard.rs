@@ -1,13 +1,12 @@
-//! Who may ask for verbs.
+//! Authorization of admin requests.
 //!
-//! A browser sends what any page tells it to, to any address that it reaches, with what the
-//! browser knows of this service: so a request has to show that it comes from a page of this
-//! service, or from no page. Then who sends it: this machine, or somebody with the token. Names
-//! of hosts are looked at where the token is not asked for, since a name of another may be made to
-//! lead to this machine. For the same reason those of requests for figures are ([`check_host`]).
+//! A browser sends requests for any page, to any address that it reaches, with the credentials that
+//! it has for this service. A request therefore has to prove that it comes from a page of this
+//! service, or from no page; and then its sender: this machine, or a client with the token. Host
+//! names are checked if no token is required, since another party's name can be pointed at this
+//! machine. Requests for figures are checked for the same reason ([`check_host`]).
 //!
-//! Invariant: a request passes only where each check has passed; no check looks at the token but
-//! the last.
+//! Invariant: a request passes only if each check has passed; only the last check reads the token.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -18,37 +17,37 @@ use thiserror::Error;
 
 use super::token::AdminToken;
 
-/// The header without which no verb is heard. A page of another origin may not send it, unless
-/// this service said that it may, which it never does.
+/// The header that every admin request needs. A page of another origin may not send it unless this
+/// service allows that, which it never does.
 pub(super) const HEADER: &str = "lowtide-admin";
 
-/// What a proxy adds: then whoever is connected is not who asks.
+/// Headers added by proxies: the connected peer is then not the client.
 const FORWARDED: [&str; 6] =
     ["forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip"];
 
-/// Who is connected, as the application knows it: put it into a request's extensions. Without it no
-/// request counts as one of this machine.
+/// The address of the connected client. The application adds it to the request's extensions.
+/// Without it, no request counts as local.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Peer(pub SocketAddr);
 
-/// Why a request is not heard.
+/// The reason that a request is rejected.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 pub(super) enum Refused {
-    #[error("the request names no host, or more than one: expected one Host header")]
+    #[error("missing or ambiguous host: expected one Host header")]
     Host,
-    #[error("the request comes from another site")]
+    #[error("cross-site request: expected a request from a page of this service")]
     CrossSite,
-    #[error("the header {HEADER} is missing: expected `{HEADER}: 1`")]
+    #[error("missing header {HEADER}: expected `{HEADER}: 1`")]
     Header,
-    #[error("admin requests are local only: the client address is another machine's or unknown")]
+    #[error("admin requests are local only: the client address is not local or unknown")]
     NotLoopback,
     #[error("admin requests are local only: the request came through a proxy")]
     Forwarded,
-    #[error("admin requests are local only: expected localhost or its address as the host")]
+    #[error("admin requests are local only: expected localhost or a loopback address as the host")]
     HostName,
     #[error("unknown host: expected localhost, an IP address or a configured name")]
     UnknownHost,
-    #[error("the token is missing or wrong: expected `Authorization: Bearer` and the token")]
+    #[error("missing or wrong token: expected `Authorization: Bearer <token>`")]
     Token,
 }
 
@@ -67,7 +66,7 @@ impl Refused {
     }
 }
 
-/// Whether a request may ask: with the token where there is one, else from this machine.
+/// Checks the authorization of a request: with the token if there is one, otherwise local only.
 pub(super) fn check<B>(request: &Request<B>, token: Option<&AdminToken>) -> Result<(), Refused> {
     let headers = request.headers();
     let host = host(headers, request.uri()).ok_or(Refused::Host)?;
@@ -88,8 +87,8 @@ pub(super) fn check<B>(request: &Request<B>, token: Option<&AdminToken>) -> Resu
     if is_this_machine(host.host()) { Ok(()) } else { Err(Refused::HostName) }
 }
 
-/// Whether a request for figures is to a host by which this service is known: an address,
-/// `localhost`, or one of these names. One that names no host comes from no browser.
+/// Checks that a request for figures names a known host: an address, `localhost`, or one of these
+/// names. A request without a host comes from no browser.
 pub(super) fn check_host<B>(request: &Request<B>, names: &[String]) -> Result<(), Refused> {
     let (headers, uri) = (request.headers(), request.uri());
     if !headers.contains_key(HOST) && uri.authority().is_none() {
@@ -103,7 +102,7 @@ pub(super) fn check_host<B>(request: &Request<B>, names: &[String]) -> Result<()
     if is_known { Ok(()) } else { Err(Refused::UnknownHost) }
 }
 
-/// The one host that a request names: in its header, in its address (HTTP/2), or alike in both.
+/// Returns the single host of a request: from its header, its URI (HTTP/2), or both if equal.
 fn host(headers: &HeaderMap, uri: &Uri) -> Option<Authority> {
     let mut named = headers.get_all(HOST).iter();
     let header = match (named.next(), named.next()) {
@@ -119,12 +118,12 @@ fn host(headers: &HeaderMap, uri: &Uri) -> Option<Authority> {
     }
 }
 
-/// A host and perhaps a port: nobody's name before it.
+/// Parses a host with an optional port, without user information.
 fn authority(text: &str) -> Option<Authority> {
     text.parse().ok().filter(|authority: &Authority| !authority.as_str().contains('@'))
 }
 
-/// What browsers say of where a request comes from: none of these headers can be set by a page.
+/// Checks the headers with which browsers describe the origin of a request; no page can set them.
 fn check_site(headers: &HeaderMap, host: &Authority) -> Result<(), Refused> {
     if headers.get_all("sec-fetch-site").iter().any(|site| site != "same-origin") {
         return Err(Refused::CrossSite);
@@ -161,12 +160,12 @@ fn is_loopback(address: IpAddr) -> bool {
     address.to_canonical().is_loopback()
 }
 
-/// Whether a host is this machine by a name that nobody else can give out.
+/// Returns `true` if a host is a name of this machine that no other party can assign.
 fn is_this_machine(host: &str) -> bool {
     host.eq_ignore_ascii_case("localhost") || address(host).is_some_and(is_loopback)
 }
 
-/// The address that stands in a host's place, IPv6 in brackets.
+/// Parses an address in the place of a host, IPv6 in brackets.
 fn address(host: &str) -> Option<IpAddr> {
     let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
     bare.unwrap_or(host).parse().ok()

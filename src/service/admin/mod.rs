@@ -1,12 +1,12 @@
-//! Verbs over HTTP: `POST /memory/purge`, `trim`, `sleep`, `wake`, `unload`, `snapshot`, and
-//! `GET /memory/picture`, the picture that a snapshot took.
+//! Admin commands over HTTP: `POST /memory/purge`, `trim`, `sleep`, `wake`, `unload`, `snapshot`,
+//! and `GET /memory/picture`, the picture drawn by a snapshot.
 //!
-//! Off unless [`Endpoints::with_admin`](super::Endpoints::with_admin) is called. It checks who
-//! asks, and how often; the worker does what is asked for ([`Memory::ask`]). It never reads a
-//! body.
+//! Off unless [`Endpoints::with_admin`](super::Endpoints::with_admin) is called. This module checks
+//! authorization and rate; the worker executes the command ([`Memory::run_admin`]). It never reads
+//! a body.
 //!
-//! Invariant: a verb is asked for only by a request that passed the guard and the bucket, and each
-//! of those is logged.
+//! Invariant: a command is queued only for a request that passed the guard and the rate limit, and
+//! each of those requests is logged.
 
 mod guard;
 mod rate;
@@ -35,17 +35,19 @@ pub use token::{AdminToken, TokenError};
 use guard::Refused;
 use rate::Bucket;
 
-/// Verbs at once, and how soon another may follow. Guesses: a person presses no faster.
+/// The burst of commands, and the time until another one is accepted. Estimates: a person is not
+/// faster.
 const VERBS: (u32, Duration) = (10, Duration::from_secs(1));
-/// Refusals that are logged at once, and how soon another is: the log is no target.
+/// The burst of logged rejections, and the time until another one is logged, so that clients cannot
+/// fill the log.
 const LOGGED: (u32, Duration) = (10, Duration::from_secs(1));
 
 const PICTURE: &str = "/memory/picture";
 const SVG: &str = "image/svg+xml";
-/// What a picture may do: nothing but look as it does.
+/// The content security policy of a picture: it may only use its own styles.
 const PICTURE_POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; sandbox";
 
-/// How verbs are heard.
+/// Settings of the admin commands.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -76,22 +78,24 @@ pub struct Admin {
 struct Buckets {
     verbs: Bucket,
     logged: Bucket,
-    /// Refusals that were not logged since one was.
+    /// The rejections since the last logged one.
     unlogged: u64,
 }
 
 impl Admin {
-    /// For this machine alone, without a token: for requests whose [`Peer`] is a loopback address,
-    /// whose host is `localhost` or such an address, and that came through no proxy.
+    /// Accepts commands only from this machine, without a token: requests whose [`Peer`] is a
+    /// loopback address, whose host is `localhost` or a loopback address, and that did not pass a
+    /// proxy.
     ///
-    /// Whoever may open a connection on this machine may then ask, all of its users included.
+    /// Every user of this machine who can open a connection can send commands.
     #[must_use]
     pub fn loopback(clock: Arc<dyn Clock>) -> Self {
         Self::new(clock, None)
     }
 
-    /// For whoever has the token, from wherever, this machine included: `Authorization: Bearer` and
-    /// the token. Without TLS in front of it, whoever listens on the way has the token as well.
+    /// Accepts commands with the token, from any address including this machine: `Authorization:
+    /// Bearer` and the token. Use TLS in front of the service; otherwise the token can be read on
+    /// the network.
     #[must_use]
     pub fn with_token(clock: Arc<dyn Clock>, token: AdminToken) -> Self {
         Self::new(clock, Some(token))
@@ -107,7 +111,7 @@ impl Admin {
         self.token.is_some()
     }
 
-    /// The answer to a request for one of these paths; `None` for others.
+    /// Returns the answer to a request for one of these paths; `None` for others.
     pub(super) fn answer<B>(
         &self,
         request: &Request<B>,
@@ -128,13 +132,13 @@ impl Admin {
             return Some(refusal);
         }
         Some(match (memory, command) {
-            (None, _) => ended("no memory is managed here"),
+            (None, _) => ended("memory is not managed in this process"),
             (Some(memory), Some(command)) => self.ask(request, memory, command),
             (Some(memory), None) => picture(request, memory),
         })
     }
 
-    /// What a request is told that is not heard; `None` where it is.
+    /// Returns the answer to a request that is rejected; `None` if it is accepted.
     fn refused<B>(&self, request: &Request<B>, path: &str) -> Option<Response<String>> {
         let now = self.clock.now();
         let peer = request.extensions().get::<Peer>().map(|peer| peer.0);
@@ -149,7 +153,7 @@ impl Admin {
             StatusCode::TOO_MANY_REQUESTS,
             "too many admin requests",
             "rate",
-            &format!("at most {} at once, then one a second", VERBS.0),
+            &format!("rate limit: {} requests at once, then one per second", VERBS.0),
             Duration::ZERO,
         );
         let seconds = wait.as_secs() + u64::from(wait.subsec_nanos() > 0);
@@ -157,7 +161,7 @@ impl Admin {
         Some(refusal)
     }
 
-    /// Has the worker do it, and logs that, or why not.
+    /// Queues the command, and logs that or the rejection.
     fn ask<B>(
         &self,
         request: &Request<B>,
@@ -196,7 +200,7 @@ impl Admin {
         }
     }
 
-    /// Logs a refusal, unless many were logged just now.
+    /// Logs a rejection, unless many were logged recently.
     fn log(&self, now: Moment, path: &str, reason: &str, peer: Option<std::net::SocketAddr>) {
         let unlogged = {
             let mut buckets = lock(&self.buckets);
@@ -206,7 +210,7 @@ impl Admin {
             }
             std::mem::take(&mut buckets.unlogged)
         };
-        log!(warn, target: "lowtide", path, reason, ?peer, unlogged, "admin request refused");
+        log!(warn, target: "lowtide", path, reason, ?peer, unlogged, "admin request rejected");
     }
 }
 
@@ -216,7 +220,7 @@ impl fmt::Debug for Admin {
     }
 }
 
-/// The verb of this name, with what the query says.
+/// Parses the command of this name from the query.
 fn read(query: Option<&str>, name: &str) -> Result<AdminCommand, QueryError> {
     let arena = |query: Option<&str>| {
         let query = Query::read(query, &["arena"], "arena")?;
@@ -261,10 +265,9 @@ fn picture<B>(request: &Request<B>, memory: &Memory) -> Response<String> {
         Err(error) => return wrong_query(&error),
     };
     let Some(svg) = memory.admin_task_picture(id) else {
-        let detail = format!(
-            "no picture of admin task {id} is kept: expected the number of the last snapshot"
-        );
-        let title = "there is no such picture";
+        let detail =
+            format!("no picture of admin task {id}: expected the number of the last snapshot");
+        let title = "picture not found";
         return problem(StatusCode::NOT_FOUND, title, "unknown", &detail, Duration::ZERO);
     };
     let mut response = answer(StatusCode::OK, SVG, svg.to_string());
@@ -274,19 +277,19 @@ fn picture<B>(request: &Request<B>, memory: &Memory) -> Response<String> {
 }
 
 fn wrong_query(error: &QueryError) -> Response<String> {
-    let title = "the query cannot be used";
+    let title = "invalid query";
     problem(StatusCode::BAD_REQUEST, title, "query", &error.to_string(), Duration::ZERO)
 }
 
 fn wrong_method(method: &Method, allowed: &'static str) -> Response<String> {
     let status = StatusCode::METHOD_NOT_ALLOWED;
     let detail = format!("{method}: expected {allowed}");
-    let mut response = problem(status, "wrong method", "method", &detail, Duration::ZERO);
+    let mut response = problem(status, "method not allowed", "method", &detail, Duration::ZERO);
     response.headers_mut().insert(ALLOW, HeaderValue::from_static(allowed));
     response
 }
 
-/// The answer to a request for figures that is to an unknown host; `None` for any other.
+/// Returns the answer to a request for figures with an unknown host; `None` for any other request.
 pub(super) fn host_refusal<B>(request: &Request<B>, hosts: &[String]) -> Option<Response<String>> {
     guard::check_host(request, hosts).err().map(refusal)
 }
@@ -296,24 +299,23 @@ fn refusal(refused: Refused) -> Response<String> {
     if refused != Refused::Token {
         return problem(StatusCode::FORBIDDEN, "not allowed", refused.reason(), &detail, none);
     }
-    let title = "a token is needed";
+    let title = "token required";
     let mut response = problem(StatusCode::UNAUTHORIZED, title, refused.reason(), &detail, none);
     let challenge = HeaderValue::from_static("Bearer realm=\"lowtide\"");
     response.headers_mut().insert(WWW_AUTHENTICATE, challenge);
     response
 }
 
-/// Why an errand was not taken on, in a word and as an answer.
+/// Returns the reason for which a command was not accepted, as a word and as an answer.
 fn not_asked(error: &AdminError) -> (&'static str, Response<String>) {
     let (detail, none) = (error.to_string(), Duration::ZERO);
     match error {
         AdminError::UnknownArena { .. } | AdminError::UnknownResource { .. } => {
-            let (status, title) = (StatusCode::NOT_FOUND, "there is none of that name");
+            let (status, title) = (StatusCode::NOT_FOUND, "unknown name");
             ("unknown", problem(status, title, "unknown", &detail, none))
         }
         AdminError::Full { .. } => {
-            let (status, title) =
-                (StatusCode::SERVICE_UNAVAILABLE, "too many admin tasks are waiting");
+            let (status, title) = (StatusCode::SERVICE_UNAVAILABLE, "too many admin tasks");
             ("full", problem(status, title, "full", &detail, Duration::from_secs(1)))
         }
         _ => ("ended", ended(&detail)),
@@ -322,5 +324,5 @@ fn not_asked(error: &AdminError) -> (&'static str, Response<String>) {
 
 fn ended(detail: &str) -> Response<String> {
     let status = StatusCode::SERVICE_UNAVAILABLE;
-    problem(status, "nobody does it", "ended", detail, Duration::from_secs(30))
+    problem(status, "not available", "ended", detail, Duration::from_secs(30))
 }

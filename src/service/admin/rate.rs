@@ -1,29 +1,30 @@
-//! How often something may happen: a few times at once, then now and then.
+//! A token bucket, which limits a rate: a burst at once, then one at a fixed interval.
 //!
-//! Pure: the time is handed in. Invariant: within any time `t` at most `burst + t / every` are let
-//! through.
+//! Pure: the time is passed in. Invariant: within any time `t` at most `burst + t / every` are
+//! accepted.
 
 use std::time::Duration;
 
 use crate::clock::Moment;
 
-/// A bucket of tokens (the algorithm's word; nothing secret).
+/// A token bucket (not related to the secret token).
 #[derive(Debug)]
 pub(super) struct Bucket {
     burst: u32,
     every: Duration,
     left: u32,
-    /// Up to when what has come back is counted.
+    /// The time up to which refills are counted.
     counted: Moment,
 }
 
 impl Bucket {
-    /// A full one: `burst` at once, and one more after each `every`, which is above zero.
+    /// Creates a full bucket: `burst` at once, and one more after each `every`, which is above
+    /// zero.
     pub(super) const fn new(burst: u32, every: Duration, now: Moment) -> Self {
         Self { burst, every, left: burst, counted: now }
     }
 
-    /// Takes one, or says how long until there is one.
+    /// Takes one, or returns the time until one is available.
     pub(super) fn take(&mut self, now: Moment) -> Result<(), Duration> {
         let back = (now - self.counted).as_nanos() / self.every.as_nanos().max(1);
         let back = u32::try_from(back).unwrap_or(u32::MAX);
@@ -56,10 +57,10 @@ mod tests {
         assert_eq!(bucket.take(at(400)), Err(Duration::from_millis(600)));
         assert_eq!(bucket.take(at(1000)), Ok(()));
         assert_eq!(bucket.take(at(1999)), Err(Duration::from_millis(1)));
-        // What is not taken is kept, up to the burst.
+        // Unused tokens accumulate up to the burst.
         let passed = (0..10).filter(|_| bucket.take(at(60_000)).is_ok()).count();
         assert_eq!(passed, 3);
-        // In 10 s of asking every 10 ms: what the burst left (nothing) and one a second.
+        // 10 s with a request every 10 ms: the burst is used up, so one a second.
         let passed = (0..1000).filter(|nth| bucket.take(at(60_000 + nth * 10)).is_ok()).count();
         assert_eq!(passed, 9);
     }

@@ -1,15 +1,15 @@
-//! The secret of those who may ask for verbs from elsewhere.
+//! The secret token for admin requests from other machines.
 //!
-//! It is compared in a time that does not tell where it differs, and shown nowhere.
+//! It is compared in constant time, and never displayed.
 //!
-//! Invariant: neither `Debug` nor an error holds any of its bytes.
+//! Invariant: neither `Debug` nor an error contains any of its bytes.
 
 use std::fmt;
 use std::hint::black_box;
 
 use thiserror::Error;
 
-/// A token: 32 to 256 printable characters of ASCII, such as `openssl rand -hex 32` makes.
+/// A token of 32 to 256 printable ASCII characters, for example from `openssl rand -hex 32`.
 ///
 /// ```
 /// use lowtide::service::{AdminToken, TokenError};
@@ -20,40 +20,41 @@ use thiserror::Error;
 #[derive(Clone)]
 pub struct AdminToken(Box<str>);
 
-/// Why a text is no token. It does not hold the text.
+/// The reason that a text is not a valid token. It does not contain the text.
 #[derive(Clone, Copy, Debug, Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum TokenError {
-    /// It could be guessed.
-    #[error("a token of {length} bytes: expected {} or more", AdminToken::LENGTH_MIN)]
+    /// The token is short enough to be guessed.
+    #[error("token of {length} bytes: expected {} or more", AdminToken::LENGTH_MIN)]
     TooShort {
-        /// Its bytes.
+        /// The length in bytes.
         length: usize,
     },
-    /// No header would hold it.
-    #[error("a token of {length} bytes: expected {} or fewer", AdminToken::LENGTH_MAX)]
+    /// The token is too long for a header.
+    #[error("token of {length} bytes: expected {} or fewer", AdminToken::LENGTH_MAX)]
     TooLong {
-        /// Its bytes.
+        /// The length in bytes.
         length: usize,
     },
-    /// Something that no header can hold, or a space.
-    #[error("byte {at} of the token is no printable character of ASCII")]
+    /// A character that is not allowed in a header, or a space.
+    #[error("byte {at} of the token is not a printable ASCII character")]
     Character {
-        /// Which byte, from 0.
+        /// The index of the byte, from 0.
         at: usize,
     },
 }
 
 impl AdminToken {
-    /// Bytes at least: 128 bits, where it is random and in hexadecimal.
+    /// The minimum length in bytes: 128 bits of random hexadecimal digits.
     pub const LENGTH_MIN: usize = 32;
-    /// Bytes at most.
+    /// The maximum length in bytes.
     pub const LENGTH_MAX: usize = 256;
 
-    /// Takes a text as a token.
+    /// Creates a token from a text.
     ///
     /// # Errors
-    /// [`TokenError`].
+    /// [`TokenError`] if the text is too short, too long, or contains other characters than
+    /// printable ASCII.
     pub fn new(text: &str) -> Result<Self, TokenError> {
         let length = text.len();
         if let Some(at) = text.bytes().position(|byte| !byte.is_ascii_graphic()) {
@@ -68,8 +69,8 @@ impl AdminToken {
         Ok(Self(text.into()))
     }
 
-    /// Whether these bytes are the token. Looks at as many bytes whatever they are; the length of
-    /// the token is no secret.
+    /// Returns `true` if these bytes are the token. The time depends only on the length, which is
+    /// not secret.
     pub(super) fn is(&self, given: &[u8]) -> bool {
         let mut difference = u8::from(given.len() != self.0.len());
         for (at, byte) in self.0.bytes().enumerate() {

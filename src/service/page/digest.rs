@@ -1,7 +1,7 @@
-//! SHA-256 (FIPS 180-4) in base64 (RFC 4648), for the content security policy of a page: a style
-//! or a script that is not one of ours does not run.
+//! SHA-256 (FIPS 180-4) in base64 (RFC 4648), for the content security policy of a page: only our
+//! own style and script are applied.
 //!
-//! For a few KiB, once. It is no part of any secret. Invariant: the digests of FIPS's examples.
+//! For a few KiB, once; not used for secrets. Invariant: the digests of FIPS's examples.
 
 const ROUNDS: usize = 64;
 const BLOCK: usize = 64;
@@ -31,7 +31,7 @@ const K: [u32; ROUNDS] = [
     0xc671_78f2,
 ];
 
-/// A source of a content security policy that allows this text: `'sha256-...'`.
+/// Returns a source for a content security policy that allows this text: `'sha256-...'`.
 pub(super) fn source(text: &str) -> String {
     format!("'sha256-{}'", base64(&sha256(text.as_bytes())))
 }

@@ -1,10 +1,10 @@
-//! The live page at `/memory`: one document that asks the same path for JSON each second and draws
-//! it.
+//! The live page at `/memory`: one document that requests JSON from the same path each second and
+//! draws it.
 //!
-//! Style and script lie in files beside this one and stand inside the document, so that it fetches
-//! nothing but the figures. Its policy names both by their digests: nothing else runs in it.
+//! Style and script are files of this module and are embedded in the document, so it fetches only
+//! the figures. Its policy names both by their digests: nothing else can run in it.
 //!
-//! Invariant: the document is the same for every request; figures and names are in the JSON alone.
+//! Invariant: the document is the same for every request; figures and names are only in the JSON.
 
 mod digest;
 
@@ -20,7 +20,7 @@ const DOCUMENT: &str = include_str!("page.html");
 const STYLE: &str = include_str!("page.css");
 const SCRIPT: &str = include_str!("page.js");
 
-/// Bytes of the document at most, as the goal for a page has it.
+/// The maximum size of the document, in bytes.
 const _: () = assert!(DOCUMENT.len() + STYLE.len() + SCRIPT.len() <= 150 << 10);
 
 struct Page {
@@ -40,13 +40,13 @@ fn page() -> &'static Page {
             digest::source(STYLE),
             digest::source(SCRIPT),
         );
-        // It is ASCII; were it not, nothing at all would run.
+        // The policy is ASCII; otherwise nothing at all would run.
         let none = HeaderValue::from_static("default-src 'none'");
         Page { document, policy: HeaderValue::from_str(&policy).unwrap_or(none) }
     })
 }
 
-/// The page.
+/// Returns the page.
 pub(super) fn answer() -> Response<String> {
     let page = page();
     let mut response = Response::new(page.document.clone());

@@ -3,7 +3,7 @@
   const EVERY_MS = 1000, PATIENCE_MS = 5000, BACKOFF_MAX_MS = 30000, SPAN_S = 300;
   const $ = (id) => document.getElementById(id);
 
-  // Texts. Sizes as everywhere in lowtide: binary units, one decimal.
+  // Texts. Sizes as everywhere in lowtide: binary units, one decimal place.
   const size = (bytes) => {
     if (bytes === null || bytes === undefined) return "none";
     for (const [unit, name] of [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [1024, "KiB"]])
@@ -17,8 +17,8 @@
   };
   const plural = (count, one) => `${count} ${one}${count === 1 ? "" : "s"}`;
 
-  // Elements. What is there is changed only where its text changes, so that focus, selection and
-  // screen readers are left in peace.
+  // Elements are changed only if their text changes, so that focus, selection and screen readers are
+  // not disturbed.
   const make = (tag, given = {}, ...children) => {
     const element = document.createElement(tag);
     for (const [name, value] of Object.entries(given))
@@ -35,13 +35,13 @@
     for (const [name, value] of Object.entries(given)) element.setAttribute(name, value);
     return element;
   };
-  // Has one child for each item, by key and in order; those that were there stay.
+  // Keeps one child for each item, by key and in order; existing children stay.
   const keep = (parent, items, keyOf, create, change) => {
     const there = new Map(), times = new Map();
     for (const child of [...parent.children]) there.set(child.dataset.key, child);
     let at = parent.firstElementChild;
     for (const item of items) {
-      // Of items with the same key each has its own: a child that two share would be left behind.
+      // Items with the same key get a child each; a shared child would be left over.
       let key = String(keyOf(item));
       const nth = times.get(key) || 0;
       times.set(key, nth + 1);
@@ -60,7 +60,7 @@
   const table = (place, caption, columns, rows, keyOf, none) => {
     if (!place.firstChild) {
       const heads = columns.map(([name, , kind]) =>
-        make("th", { scope: "col", class: kind }, name || make("span", { class: "unseen" }, "Verbs")));
+        make("th", { scope: "col", class: kind }, name || make("span", { class: "unseen" }, "Actions")));
       place.append(
         make("p", { class: "none" }, none),
         make("div", { class: "scroll" }, make("table", { class: "cards" }, make("caption", {}, caption),
@@ -79,7 +79,7 @@
       }));
   };
 
-  // The last minutes: live below, retained on it.
+  // The last minutes: live at the bottom, retained above it.
   const history = [];
   const COLUMNS = ["physical", "heap_live", "heap_retained", "device_live", "device_retained"];
   const remember = (told) => {
@@ -107,7 +107,7 @@
     const names = [`${what}_live`, `${what}_retained`];
     if (!place.firstChild) {
       const picture = drawn("svg", { class: "chart", viewBox: "0 0 300 100", preserveAspectRatio: "none",
-        role: "img", "aria-label": `Live and retained bytes of the ${what} over the last minutes; the table below holds the figures` });
+        role: "img", "aria-label": `Live and retained bytes of the ${what} over the last minutes; the figures are in the table below` });
       picture.append(drawn("line", { x1: 0, x2: 300, y1: 50, y2: 50 }),
         drawn("path", { class: "retained" }), drawn("path", { class: "live" }));
       place.append(
@@ -145,7 +145,7 @@
     ], rows, (point) => Math.floor(point.at / 30), "No figures yet.");
   };
 
-  // What lies where.
+  // Layout of the arenas.
   const KINDS = ["live", "pending", "holes", "idle", "asleep", "bare"];
   const parted = (cell, live, pending, active, idle) => {
     const backed = Math.min(live, active), asleep = live - backed;
@@ -154,7 +154,7 @@
     return { live: backed, pending: waits, holes: free - waits, idle, asleep,
       bare: Math.max(0, cell - active - idle - asleep) };
   };
-  // Cells in their order. A short way without any is bare cells; a long one is a break.
+  // Cells in order. A short gap is drawn as bare cells, a long one as a break.
   const BARE_MAX = 8, BREAK = null;
   const cellsOf = (region) => {
     const list = [];
@@ -199,17 +199,17 @@
     });
   };
   const arenaHead = (arena, drains) => {
-    const state = drains ? "is replaced and drains" : `is ${arena.state}`;
+    const state = drains ? "draining (replaced)" : arena.state;
     const leases = arena.leases ? `, ${plural(arena.leases, "lease")}` : "";
     const limit = arena.limit_bytes === null ? "" : ` of ${size(arena.limit_bytes)}`;
-    return `${state}, on ${arena.backend}: live ${size(arena.live_bytes)}, retained ${size(arena.retained_bytes)}, ` +
+    return `${state}, ${arena.backend}: live ${size(arena.live_bytes)}, retained ${size(arena.retained_bytes)}, ` +
       `committed ${size(arena.committed_bytes)}${limit}${leases}`;
   };
   const arenas = (told) => {
     const list = [...told.device.arenas.map((arena) => ({ arena, drains: false })),
       ...told.device.draining.map((arena) => ({ arena, drains: true }))];
-    // The map lists the same arenas, in the order in which they were opened; a name that drains
-    // may be there twice.
+    // The map lists the same arenas, in the order in which they were opened; the name of a draining
+    // arena may occur twice.
     const maps = new Map();
     for (const of of lastMaps) maps.set(of.arena, [...(maps.get(of.arena) || []), of]);
     const names = list.map(({ arena, drains }) => `${drains}/${arena.name}`).join();
@@ -236,14 +236,14 @@
       const regions = item.map ? item.map.regions.filter((region) => region.cells.length) : [];
       keep(article.querySelector(".maps"), regions, (region) => region.region, (region) =>
         make("figure", { class: "region" }, make("canvas", { role: "img",
-          "aria-label": `Map of the ${region.region} region of ${item.arena.name}; the table below holds the sums` }),
+          "aria-label": `Map of the ${region.region} region of ${item.arena.name}; the sums are in the table below` }),
         make("figcaption")), (figure, region) => {
         const cells = cellsOf(region);
         map(figure.firstChild, region, cells);
-        write(figure.lastChild, `${region.region}: ${plural(region.blocks, "block")}; each cell is ` +
+        write(figure.lastChild, `${region.region}: ${plural(region.blocks, "block")}; each cell covers ` +
           `${size(region.cell_bytes)} of addresses` +
-          (cells.includes(BREAK) ? "; three dots stand for a long bare stretch" : "") +
-          (item.map.again_in_seconds > 1 ? `; drawn each ${lasting(item.map.again_in_seconds)}` : ""));
+          (cells.includes(BREAK) ? "; three dots mark a long stretch without memory" : "") +
+          (item.map.again_in_seconds > 1 ? `; updated every ${lasting(item.map.again_in_seconds)}` : ""));
       });
       const details = article.lastChild;
       if (!details.open && details.lastChild.firstChild) return;
@@ -254,11 +254,11 @@
           for (const kind of KINDS) sum[kind] += parts[kind];
         return sum;
       });
-      table(details.lastChild, `What lies in ${item.arena.name}, by region`, [
+      table(details.lastChild, `Layout of ${item.arena.name}, by region`, [
         ["Region", (sum) => sum.region],
         ["Blocks", (sum) => sum.blocks, "number"],
         ...KINDS.map((kind) => [kind[0].toUpperCase() + kind.slice(1), (sum) => size(sum[kind]), "number"]),
-      ], sums, (sum) => sum.region, "Nothing is committed.");
+      ], sums, (sum) => sum.region, "No memory is committed.");
     });
   };
 
@@ -270,12 +270,12 @@
       ["Pressure", host.budget.level, device.budget.level === "none" ? "" : `device: ${device.budget.level}`],
       ["Physical", size(host.physical_bytes), host.limit_bytes === null ? "no limit"
         : `of ${size(host.limit_bytes)} (${host.limit_source})`],
-      ["Purgeable", size(host.purgeable_bytes), "what a purge gives back"],
-      ["Heap, live", heap ? size(heap.live_bytes) : "not known", heap ? `${size(heap.retained_bytes)} retained` : ""],
+      ["Purgeable", size(host.purgeable_bytes), "released by a purge"],
+      ["Heap, live", heap ? size(heap.live_bytes) : "unknown", heap ? `${size(heap.retained_bytes)} retained` : ""],
       ["Device, live", size(sum((a) => a.live_bytes)), `${size(sum((a) => a.retained_bytes))} retained`],
       ["Requests", `${requests.held} held`, `${requests.admitted} admitted, ${shed} rejected`],
     ];
-    if (host.oom_kills) list.push(["Kills", host.oom_kills, "by the kernel, for memory"]);
+    if (host.oom_kills) list.push(["OOM kills", host.oom_kills, "processes killed by the kernel"]);
     if (device.memory) list.push(["Device, free", size(device.memory.free_bytes), `of ${size(device.memory.total_bytes)}`]);
     keep($("now"), list, ([name]) => name, ([name]) =>
       make("div", {}, make("dt", {}, name), make("dd", {}, make("span"), make("span", { class: "more" }))),
@@ -289,15 +289,15 @@
 
   const ledgers = (told) => {
     const rows = ["host", "device"].map((name) => ({ name, ...told[name].budget }));
-    table($("ledgers"), "What is reserved in each budget, and how much may be", [
+    table($("ledgers"), "Reservations and limits of each budget", [
       ["Budget", (row) => row.name],
       ["Pressure", (row, cell) => { cell.className = `level-${row.level}`; return row.level; }],
-      ["Booked", (row) => size(row.reserved_bytes), "number"],
+      ["Reserved", (row) => size(row.reserved_bytes), "number"],
       ["Allowance", (row) => size(row.allowance_bytes), "number"],
       ["Ceiling", (row) => size(row.ceiling_bytes), "number"],
-      ["Limit", (row) => row.name === "host" ? size(told.host.limit_bytes) : "of each arena", "number"],
+      ["Limit", (row) => row.name === "host" ? size(told.host.limit_bytes) : "per arena", "number"],
       ["Correction factor", (row) => row.correction_factor.toFixed(2), "number"],
-      ["Of the allowance", (row, cell) => {
+      ["Share of allowance", (row, cell) => {
         if (!cell.firstChild) cell.append(make("span", { class: "bar", "aria-hidden": "true" }, make("span")), make("span"));
         const share = row.allowance_bytes ? Math.min(1, row.reserved_bytes / row.allowance_bytes) : 0;
         cell.firstChild.firstChild.style.width = `${100 * share}%`;
@@ -306,35 +306,35 @@
     ], rows, (row) => row.name, "");
   };
 
-  const resources = (told) => table($("resources"), "Resources, and when they go if nobody uses them", [
+  const resources = (told) => table($("resources"), "Resources, and the time until they are unloaded if unused", [
     ["Resource", (row) => row.name],
-    ["State", (row) => row.loaded ? "loaded" : row.waiting ? `loading, ${row.waiting} wait` : "unloaded"],
+    ["State", (row) => row.loaded ? "loaded" : row.waiting ? `loading, ${row.waiting} waiting` : "unloaded"],
     ["Guards", (row) => row.guards, "number"],
-    ["Booked when loaded", (row) => size(row.cost_bytes.host + row.cost_bytes.device), "number"],
+    ["Reserved when loaded", (row) => size(row.cost_bytes.host + row.cost_bytes.device), "number"],
     ["Unloads in", (row) => row.unload_in_seconds === null
-      ? row.loaded ? (row.guards ? "held" : "never") : "–" : lasting(row.unload_in_seconds), "number"],
+      ? row.loaded ? (row.guards ? "in use" : "never") : "–" : lasting(row.unload_in_seconds), "number"],
     ["Loads", (row) => row.loads, "number"],
     ["", (row, cell) => { commandsOf(cell, [[0, "unload", "resource", row.name, "Unload", !row.loaded]]); }],
   ], told.resources, (row) => row.name, "No resource is registered.");
 
-  const events = (told) => table($("events"), "What happened last, as the worker saw it, the newest first", [
-    ["When", (row) => clock(row.at_seconds), "when"],
+  const events = (told) => table($("events"), "Recent events, newest first", [
+    ["Time", (row) => clock(row.at_seconds), "when"],
     ["Kind", (row) => row.kind],
-    ["About", (row) => row.about || "all"],
-    ["What", (row) => row.times > 1 ? `${row.text} (${row.times} times)` : row.text, "wide"],
-  ], [...told.events].reverse(), (row) => `${row.at_seconds}/${row.kind}/${row.about}`, "Nothing has happened yet.");
+    ["Subject", (row) => row.about || "all"],
+    ["Event", (row) => row.times > 1 ? `${row.text} (${row.times} times)` : row.text, "wide"],
+  ], [...told.events].reverse(), (row) => `${row.at_seconds}/${row.kind}/${row.about}`, "No events yet.");
 
   const diagnostics = (told) => {
     const place = $("diagnostics");
-    if (!place.firstChild) place.append(make("p", { class: "none" }, "Everything went as it was asked."), make("ul"));
+    if (!place.firstChild) place.append(make("p", { class: "none" }, "No diagnostics."), make("ul"));
     place.firstChild.hidden = told.diagnostics.length > 0;
     keep(place.lastChild, told.diagnostics, (diagnostic) => diagnostic, () => make("li", { class: "wide" }), (item, diagnostic) => write(item, diagnostic));
   };
 
-  // Verbs: buttons that are there only while the service hears them.
+  // Admin commands: their buttons exist only while the service accepts them.
   let hears = null;
-  // Each is [place in the row, command, kind of name, name, text, whether it is of no use now]: a
-  // button stays where it is when its command changes, and so does the focus.
+  // Each is [place in the row, command, kind of name, name, text, disabled]: a button keeps its place
+  // and the focus when its command changes.
   const commandsOf = (place, list) => {
     let row = place.querySelector(".row");
     if (!row) { row = make("div", { class: "row" }); place.append(row); }
@@ -365,10 +365,10 @@
       const answer = await fetch(here(`/${command}${query}`),
         { method: "POST", headers: headers(), cache: "no-store" });
       const told = await answer.json();
-      say(answer.ok ? `Asked for: ${what}.` : `Not done: ${what}. ${told.detail}.`, true);
+      say(answer.ok ? `Requested: ${what}.` : `Failed: ${what}. ${told.detail}.`, true);
       if (answer.ok) { asked.set(told.admin_task, what); mapsAt = 0; look(); }
     } catch (error) {
-      say(`Not done: ${what}. ${error.message}.`, true);
+      say(`Failed: ${what}. ${error.message}.`, true);
     } finally {
       delete button.dataset.busy;
       button.removeAttribute("aria-disabled");
@@ -392,7 +392,7 @@
         make("input", { id: "token", type: "password", autocomplete: "off", spellcheck: "false" }));
       const purge = make("button", { type: "button" }, "Purge heap and arenas");
       purge.addEventListener("click", () => ask("purge", null, "", purge));
-      place.append(token, make("p", { id: "did", class: "none" }, "Nothing was asked for from this page."),
+      place.append(token, make("p", { id: "did", class: "none" }, "No command sent from this page."),
         make("div", { class: "row" }, purge));
     }
     place.firstChild.hidden = !hears.needs_token;
@@ -401,8 +401,8 @@
       asked.delete(task.id);
       mapsAt = 0;
     }
-    table($("admin_tasks"), "What was asked for last, the newest first", [
-      ["When", (row) => clock(row.requested_at_seconds), "when"],
+    table($("admin_tasks"), "Recent admin tasks, newest first", [
+      ["Time", (row) => clock(row.requested_at_seconds), "when"],
       ["Command", (row) => row.command],
       ["Subject", (row) => row.subject || "all"],
       ["State", (row) => row.state],
@@ -415,10 +415,10 @@
           cell.append(button);
         }
       }],
-    ], [...hears.list].reverse(), (row) => row.id, "Nothing was asked for yet.");
+    ], [...hears.list].reverse(), (row) => row.id, "No admin tasks yet.");
   };
 
-  // What is said aloud: seldom, and each thing once.
+  // Announcements for screen readers: rare, and each only once.
   const say = (text, asked) => {
     write($("said"), text);
     if (asked && $("did")) write($("did"), text);
@@ -430,8 +430,8 @@
     level = now;
   };
 
-  // A map walks all blocks under their arena's lock, so the service says when to ask again. In
-  // between the last one stands; after a command it is asked for with the next figures.
+  // A map walks all blocks under the arena's lock, so the service sets the interval of requests. The
+  // last map stays in between; after a command a new one is requested with the next figures.
   let lastMaps = [], mapsAt = 0, mapped = null;
   const takeMaps = (maps) => {
     lastMaps = maps;
@@ -440,7 +440,7 @@
   };
 
   const show = (told) => {
-    if (!told.managed) throw new Error("no memory is managed in this process");
+    if (!told.managed) throw new Error("memory is not managed in this process");
     if (told.map) takeMaps(told.map);
     remember(told);
     admin_tasks(told);
@@ -453,18 +453,18 @@
     events(told);
     diagnostics(told);
     listen(told);
-    write($("state"), `Profile ${told.profile}. As of ${clock(told.at_seconds)}, each second.`);
+    write($("state"), `Profile ${told.profile}. Updated at ${clock(told.at_seconds)}, every second.`);
     document.documentElement.dataset.shown = "true";
   };
 
-  // Asking: each second while somebody looks; less often while there is no answer.
+  // Polls each second while the page is visible; less often while the service does not answer.
   let timer = 0, failures = 0, paused = false, asking = null, gap = true;
   const later = (ms) => { clearTimeout(timer); if (!paused && !document.hidden) timer = setTimeout(look, ms); };
   const look = async () => {
     clearTimeout(timer);
     if (asking || document.hidden) return;
     asking = new AbortController();
-    const late = setTimeout(() => asking && asking.abort(new Error("no answer in 5 s")), PATIENCE_MS);
+    const late = setTimeout(() => asking && asking.abort(new Error("no answer within 5 s")), PATIENCE_MS);
     const parts = ["events", "admin_tasks", ...(gap ? ["history"] : []),
       ...(gap || performance.now() >= mapsAt ? ["map"] : [])];
     let next = EVERY_MS;
@@ -474,7 +474,7 @@
       if (!answer.ok) throw new Error(`the service answered ${answer.status}`);
       show(await answer.json());
       gap = false;
-      if (failures) say("The service answers again.");
+      if (failures) say("The service is answering again.");
       failures = 0;
       $("trouble").hidden = true;
     } catch (error) {
@@ -483,9 +483,9 @@
         gap = true;
         next = Math.min(BACKOFF_MAX_MS, EVERY_MS * 2 ** failures);
         const trouble = $("trouble");
-        if (trouble.hidden) write(trouble, `No figures since ${clock(Date.now() / 1000)}: ${error.message}. What is shown is old.`);
+        if (trouble.hidden) write(trouble, `No figures since ${clock(Date.now() / 1000)}: ${error.message}. The page shows old figures.`);
         trouble.hidden = false;
-        write($("state"), `Asks again in ${lasting(next / 1000)}.`);
+        write($("state"), `Next attempt in ${lasting(next / 1000)}.`);
       }
     } finally {
       clearTimeout(late);
@@ -502,12 +502,12 @@
   pause.addEventListener("click", () => {
     paused = !paused;
     gap = true;
-    write(pause, paused ? "Go on" : "Pause");
+    write(pause, paused ? "Resume" : "Pause");
     if (paused) { clearTimeout(timer); write($("state"), "Paused."); } else later(0);
   });
   $("key").append(...KINDS.map((kind) => swatch(kind, {
-    live: "live", pending: "pending: freed, perhaps still worked on", holes: "holes: free beside live blocks",
-    idle: "idle: no block touches it", asleep: "asleep: live without memory", bare: "bare: no memory",
+    live: "live", pending: "pending: freed, possibly still in use by the device", holes: "holes: free memory between live blocks",
+    idle: "idle: committed without blocks", asleep: "asleep: live, without memory", bare: "bare: not committed",
   }[kind])));
   later(0);
 })();
