@@ -4,7 +4,7 @@
 //! and completed work (`work`). It takes the accounting's lock in every call: if its caller held
 //! that lock, loom would see the deadlock. It refuses nothing, and no stream captures.
 //!
-//! Invariant of each model: the driver's contract is kept, the books are right when the threads
+//! Invariant of each model: the driver's contract is kept, the accounting is right when the threads
 //! have ended, and after a purge nothing is committed.
 
 mod fronts;

@@ -1,8 +1,8 @@
 //! The pinned pool: host memory for data on its way to a device or back, page-locked by choice.
 //!
-//! Page-locking is slow, so a pool keeps its memory: segments from the driver, cut into
-//! blocks by a block index each, returned by watermarks. This file has the typed buffer, and the
-//! pool's one kind of pointer; the mechanisms are in the folder next to it.
+//! Page-locking is slow, so a pool keeps its memory: segments from the driver, divided into blocks
+//! by a block index each, and released by watermarks. This file has the typed buffer, and the
+//! pool's one kind of pointer; the mechanisms are in the folder of the same name.
 //!
 //! A copy from or to page-locked memory is asynchronous: the device reads or writes the memory
 //! after the call returned. cudarc does not wait for such a copy if it is given a plain slice. So
@@ -10,8 +10,8 @@
 //! through a [`Lane`](super::Lane), which owns the buffer until the copy is complete (`copy`), or
 //! through a view for cudarc that waits for the stream (`cuda`).
 //!
-//! Contents: a new buffer has unspecified contents: zero, or what an earlier buffer of the same
-//! pool left there. Every byte is initialised.
+//! Contents: a new buffer has unspecified contents: zero, or data of an earlier buffer of the
+//! same pool. Every byte is initialised.
 //!
 //! Invariants: `buffer has bytes <=> it owns one live block of at least len x size_of::<T>()
 //! bytes`; a block is free, and its elements are read or written, only if the host has observed

@@ -38,7 +38,7 @@ fn bytes(arena: &DeviceArena, size: ByteSize, region: Region) -> Result<Buffer<u
     arena.alloc(size.as_usize().expect("fits"), region)
 }
 
-/// Waits for what another thread does soon.
+/// Waits for an action of another thread.
 fn wait_until(condition: impl Fn() -> bool) {
     let clock = SystemClock::new();
     let deadline = clock.now() + 20 * SECOND;
@@ -408,7 +408,7 @@ fn many_threads_keep_contents_books_and_limit() {
     assert_eq!((arena.snapshot().committed, driver.committed().0), Default::default());
 }
 
-/// A block in a front holds its home, and the home its front.
+/// A cached block holds its home, and the home its cache.
 #[test]
 fn an_arena_whose_fronts_hold_blocks_is_gone_with_its_last_handle() {
     let (arena, driver, _) = open(ByteSize::gib(1));

@@ -49,8 +49,8 @@ impl ArenaBinding {
         self.arenas
     }
 
-    /// Binds the calling thread to the next arena, and returns the index of the arena that it
-    /// allocates from now on, as jemalloc reports it.
+    /// Binds the calling thread to the next arena, and returns the index of the arena from which
+    /// it allocates from now on, as jemalloc reports it.
     ///
     /// Call it on a thread that has just started: its existing blocks stay where they are, and its
     /// cache, which has blocks of the previous arena, is emptied. Costs about 3 us. Don't call it

@@ -8,7 +8,7 @@ use crate::device::index::{ALIGN, End, Span};
 const LOW: Hold = Hold::Moves { end: End::Low, align: ALIGN };
 const HIGH: Hold = Hold::Moves { end: End::High, align: ALIGN };
 
-/// A region of cells of 256 bytes; each says which block it belongs to and which cell of it it is.
+/// A region of cells of 256 bytes; each has its block and its index in that.
 #[derive(Clone, Debug)]
 struct Cells {
     cells: Vec<Option<(usize, u64)>>,

@@ -287,7 +287,7 @@ fn nothing_moves_while_a_lease_is_held() {
     assert!(done.moves > 0);
 }
 
-/// The bug: an exception on the way left the books moved and the contents not.
+/// The bug: an exception during a move left the accounting moved and the contents not.
 #[test]
 fn a_callback_that_panics_ends_the_compaction_after_a_whole_move() {
     let (arena, driver) = fixed(ByteSize::mib(64));
@@ -357,7 +357,7 @@ fn contents_that_a_slide_lost_are_never_shown_again() {
     let (arena, driver) = fixed(ByteSize::mib(12));
     let gone = marked(&arena, ByteSize::mib(1), 0).expect("room");
     let mut lost = marked(&arena, ByteSize::mib(8), 1).expect("room");
-    // Of a hot size: else it would go into a front when it is dropped.
+    // Of a hot size: otherwise it would be cached when it is dropped.
     for _ in 0..8 {
         drop(lost);
         lost = marked(&arena, ByteSize::mib(8), 1).expect("room");

@@ -16,7 +16,7 @@ use crate::device::picture::Act;
 use crate::device::{ArenaConfig, Buffer, CompactOptions, Goal, Region, StopReason};
 use crate::sync::lock;
 
-/// Waits for what another thread does soon.
+/// Waits for an action of another thread.
 fn wait_until(condition: impl Fn() -> bool) {
     let clock = SystemClock::new();
     let deadline = clock.now() + Duration::from_secs(20);
@@ -98,8 +98,8 @@ fn a_block_that_a_resize_copies_does_not_move_meanwhile() {
     driver.assert_no_faults();
 }
 
-/// The bug: an old pointer freed during a compaction was not known, and a new block could lie
-/// where contents were still copied from.
+/// The bug: an old pointer freed during a compaction was not known, and a new block could be
+/// placed at the source of a copy in progress.
 #[test]
 fn beside_a_move_others_allocate_and_free_the_moving_block_among_them() {
     for front in [ByteSize::ZERO, ByteSize::mib(8)] {
@@ -280,7 +280,7 @@ fn a_resize_waits_for_the_blocks_move_and_goes_on_from_there() {
 fn a_block_in_a_front_is_not_handed_out_by_an_address_that_it_left() {
     let (arena, driver) = fixed(ByteSize::mib(64));
     let blocks = alternating(&arena, 8, ByteSize::mib(8));
-    // In the middle of a compaction one is freed into the front and moved there.
+    // In the middle of a compaction one is freed into the cache and moved there.
     let mut given = Some(blocks);
     let done = arena.compact(ALL, |_| drop(given.take())).expect("no error");
     assert!(done.moves >= 1, "{done:?}");

@@ -1,6 +1,6 @@
 //! Thread caches under loom: one thread uses a cache while others empty it.
 //!
-//! Invariant: a block is in a front, in the books or a buffer's, and never in two of them.
+//! Invariant: a block is in a cache, in the arena or a buffer's, and never in two of them.
 
 use super::*;
 
@@ -31,7 +31,7 @@ fn emptied_beside(count: usize) {
         let alloc = |_| arena.alloc::<u8>(256, Region::Dynamic).expect("room");
         let held: Vec<_> = (0..count).map(alloc).collect();
         // A block between the cache and the arena counts as live meanwhile. A block
-        // that was handed out twice would be freed twice, which the books refuse.
+        // that was handed out twice would be freed twice, which the arena detects.
         assert!(arena.glance().live >= ByteSize::of(256 * count));
         drop(held);
     });

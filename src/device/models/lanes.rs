@@ -1,8 +1,8 @@
-//! Lanes under loom: what one stream freed and another takes, while a third thread checks for
-//! ends, and streams that end.
+//! Lanes under loom: memory that one stream freed and another takes, while a third thread checks
+//! for ends, and streams that end.
 //!
 //! Invariant: work on a span comes after all earlier work on it, by its own stream's order or by a
-//! wait; no call is made with the handle of a stream that is gone.
+//! wait; no call is made with the handle of a destroyed stream.
 
 use super::*;
 

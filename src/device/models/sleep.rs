@@ -19,7 +19,7 @@ fn open_sleeper(limit_granules: u64) -> (DeviceArena, Arc<Model>) {
     open_on(limit_granules, Model { same_address_wake: true, ..Model::default() })
 }
 
-/// Sleeps; where others are at it, perhaps not.
+/// Sleeps, unless other threads use the arena.
 fn sleep(arena: &DeviceArena) {
     match arena.sleep(NOW) {
         Ok(_) | Err(DeviceError::Leased { .. } | DeviceError::SleepCancelled { .. }) => {}
@@ -94,8 +94,8 @@ fn a_block_of_a_front_is_handed_out_beside_a_sleep_with_memory_behind_it() {
     beside_a_front(false);
 }
 
-/// The sleep passed by fronts that had said of themselves that they hold nothing, while one was
-/// about to take a block in.
+/// The bug: the sleep skipped caches that were marked empty, while one was about to take a
+/// block in.
 #[test]
 fn a_front_that_held_nothing_takes_nothing_in_beside_a_sleep() {
     beside_a_front(true);

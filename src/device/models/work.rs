@@ -1,23 +1,23 @@
-//! What the model's streams were given, and have done: a count for each, and what each comes after.
+//! The work of the model's streams, queued and completed: a count for each, and its dependencies.
 //!
 //! Work completes by an explicit step: a wait of the host, or a thread of the model. A piece is a
 //! range that a stream touches.
 //!
-//! Invariant: a piece that is given overlaps none of another stream that is not done, unless its
-//! stream comes after that one.
+//! Invariant: a queued piece overlaps no uncompleted one of another stream, unless its stream comes
+//! after that one.
 
 use std::collections::BTreeMap;
 
 use crate::bytes::ByteSize;
 use crate::device::driver::{DeviceAddress, EventHandle, StreamHandle};
 
-/// How far each stream is: so many pieces from its beginning.
+/// The progress of each stream: the number of completed pieces.
 type Reached = BTreeMap<StreamHandle, usize>;
 
 #[derive(Debug, Default)]
 pub(super) struct Work {
     streams: BTreeMap<StreamHandle, Stream>,
-    /// What each was recorded after.
+    /// The work before each event.
     events: Vec<Reached>,
 }
 
@@ -25,7 +25,7 @@ pub(super) struct Work {
 struct Stream {
     pieces: Vec<(u64, u64)>,
     done: usize,
-    /// Up to where its next work comes after other streams.
+    /// The progress of other streams that its next work comes after.
     after: Reached,
     destroyed: bool,
 }
@@ -93,7 +93,7 @@ impl Work {
         self.events[index(event)].iter().all(|(stream, &count)| done(stream, count))
     }
 
-    /// The work up to an event is done, and what that comes after.
+    /// Completes the work up to an event, and its dependencies.
     pub(super) fn finish_event(&mut self, event: EventHandle) {
         for (&stream, &count) in &self.events[index(event)] {
             let its = self.streams.entry(stream).or_default();
@@ -108,12 +108,12 @@ impl Work {
     }
 }
 
-/// Where an event stands.
+/// The index of an event.
 fn index(event: EventHandle) -> usize {
     usize::try_from(event.get() - 1).expect("small")
 }
 
-/// Whether two ranges do not overlap.
+/// Returns `true` if two ranges do not overlap.
 const fn is_apart(one: (u64, u64), other: (u64, u64)) -> bool {
     one.1 <= other.0 || other.1 <= one.0
 }

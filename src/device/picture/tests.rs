@@ -307,7 +307,7 @@ mod memory_viz {
         Long,
     }
 
-    /// Walks a pickle, and fails at what the viewers do not read.
+    /// Walks a pickle, and fails at opcodes that the viewers do not read.
     fn walk(pickle: &[u8]) {
         let mut at = 0;
         loop {

@@ -1,7 +1,7 @@
 //! The pool over a watched driver: watermarks, failures at every call, calls that are held, limits.
 //!
-//! The driver locks no page, so that these tests hold under any `ulimit -l`; what the kernel says
-//! to page-locking is tested in a process of its own.
+//! The driver locks no page, so that these tests hold under any `ulimit -l`; page-locking
+//! by the kernel is tested in a separate process.
 
 use std::sync::Arc;
 
@@ -47,7 +47,7 @@ fn mib(pool: &PinnedPool, mib: u64) -> PinnedBuffer<u8> {
     bytes(pool, ByteSize::mib(mib)).expect("room")
 }
 
-/// The books, the driver and the snapshot agree.
+/// Checks that the accounting, the driver and the snapshot agree.
 fn check(pool: &PinnedPool, driver: &TrialDriver) {
     pool.validate();
     driver.assert_no_faults();

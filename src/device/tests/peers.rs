@@ -1,6 +1,6 @@
-//! What other projects' arenas get wrong where a driver fails or is slow, over the watched driver.
+//! Bugs of other projects' arenas with failing or slow drivers, over the watched driver.
 //!
-//! The rest of the tests that answer to theirs stand in `tests/device_peers`.
+//! The other tests of peers' bugs are in `tests/device_peers`.
 //!
 //! Invariant: the driver's contract is kept, and nothing stays reserved, whatever fails.
 

@@ -1,5 +1,5 @@
-//! What cuArena tests of its pools of host memory, for ours, and the bug of theirs that keeps an
-//! empty pool from being used again.
+//! cuArena's tests of its pools of host memory, for this pool, and its bug that keeps an empty
+//! pool from being used again.
 //!
 //! Their reset, which makes every pointer invalid, has no counterpart here: buffers own their
 //! blocks. Its purpose holds: with no buffer left, all of the pool can be allocated again.

@@ -3,7 +3,7 @@
 use super::*;
 use crate::device::index::{End, Request};
 
-/// The bug: where several threads had asked for what no host has, a sum of sizes was too large.
+/// The bug: if several threads requested more than any host has, a sum of sizes overflowed.
 #[test]
 fn what_others_asked_for_in_vain_made_a_sum_that_wrapped() {
     let (pool, driver) = open(ByteSize::MAX);

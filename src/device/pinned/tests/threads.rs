@@ -4,7 +4,7 @@ use std::thread;
 
 use super::*;
 
-/// Lets the driver's calls go where a test ends early, so that it fails and does not hang.
+/// Releases the held driver calls if a test ends early, so that it fails and does not hang.
 struct LetGo<'a>(&'a TrialDriver);
 
 impl Drop for LetGo<'_> {
@@ -52,7 +52,7 @@ fn threads_that_start_at_once_wait_for_as_many_segments_as_they_need_and_share_t
         let first = scope.spawn(quarter);
         driver.wait_until_held(1);
         let others: Vec<_> = (0..5).map(|_| scope.spawn(quarter)).collect();
-        // Three wait for the first segment; of the two others one asks for a second.
+        // Three wait for the first segment; of the two others one requests a second.
         driver.wait_until_held(2);
         driver.let_go();
         let all = others.into_iter().chain([first]).map(|thread| thread.join().expect("ends"));
