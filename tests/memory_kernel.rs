@@ -85,7 +85,7 @@ fn kills_are_logged_once_and_the_level_follows_a_limit_that_is_changed() {
     }
     tree.limit_text("garbage");
     advance_until(&clock, TICK, "it is said", || {
-        memory.diagnostics().iter().any(|note| note.text.contains("512.0 MiB (cgroup) stands"))
+        memory.diagnostics().iter().any(|note| note.text.contains("512.0 MiB (cgroup), stays"))
     });
     assert!(memory.snapshot().signal.limit_is_stale);
     assert_eq!(memory.level(), Level::None);

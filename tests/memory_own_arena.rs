@@ -199,7 +199,7 @@ fn names_that_are_taken_or_long_and_a_wish_for_the_shared_heap_refuse_no_load() 
     let other = second.acquire_blocking().expect("loads");
     let diagnostics = memory.diagnostics();
     let said = diagnostics.iter().find(|note| note.text.contains("shared heap")).expect("a note");
-    assert!(said.text.contains("is named"), "{}", said.text);
+    assert!(said.text.contains("already in use"), "{}", said.text);
     drop((held, other));
     assert!(first.unload_now(SOON).expect("free") && second.unload_now(SOON).expect("free"));
 

@@ -533,7 +533,7 @@ fn an_arena_that_is_used_without_lanes_stays_awake_and_a_note_says_why() {
     advance_until(&bed.clock, TICK, "it is refused", || said().is_some());
     let note = said().expect("one").text;
     let start = "idle sleep of weights failed: cuCtxSynchronize was not called: ";
-    assert!(note.starts_with(start) && note.contains("used on lanes"), "{note}");
+    assert!(note.starts_with(start) && note.contains("on lanes"), "{note}");
     assert_eq!((arena.state(), bed.sim.calls(Call::Synchronize)), (ArenaState::Awake, 0));
     let graph = bed.sim.end_capture(foreign).expect("not spoiled");
     bed.sim.graph_destroy(graph).expect("done");
