@@ -190,7 +190,7 @@ impl Admission {
     }
 
     /// Returns a handle to the same account that keeps no service alive: for what the service
-    /// itself holds, which would otherwise keep it for ever.
+    /// itself holds, which would otherwise keep it forever.
     pub(crate) fn unkept(&self) -> Self {
         self.open.kept.as_ref().map_or_else(|| self.clone(), |(_, unkept)| unkept.clone())
     }

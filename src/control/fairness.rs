@@ -58,7 +58,7 @@ const OFFERED_MIN: f64 = 0.5;
 /// The largest factor by which the retry time grows because of other rejected requests.
 const CROWD_MAX: f64 = 30.0;
 
-/// How the room of one budget is shared until the next update.
+/// The sharing of one budget's room until the next update.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Balance {
     /// The room that each request must leave, including its own bytes.

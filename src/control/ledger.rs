@@ -89,7 +89,7 @@ impl Standing {
     }
 }
 
-/// What the reservation of a resource will take once others are released, and the part that is
+/// The units that a resource will take once others are released, and the part that is
 /// reserved already.
 #[derive(Debug, Default, PartialEq, Eq)]
 #[must_use = "a reservation that is not released stays"]

@@ -395,7 +395,8 @@ mod tests {
         assert_eq!(purges_until(&mut loops, &seen, 20, 30), [], "nothing was loaded");
     }
 
-    /// Why a service that holds a request is purged while it keeps 300 MiB more than at its start.
+    /// Returns why a service that holds a request is purged while it keeps 300 MiB more than at its
+    /// start.
     fn purged_within_20s(purge_growth: Option<PurgeGrowth>, purgeable: u64) -> Vec<Trigger> {
         let settings = Settings { purge_growth, ..Settings::default() };
         let seen = Seen::of(untracked_anonymous(20));
