@@ -16,7 +16,10 @@ const LINES_MAX: usize = 120;
 /// Each example, and what of its output a person would look for.
 const EXAMPLES: &[(&str, &[&str])] = &[
     ("global_allocator", &["64 MiB in blocks of 1 KiB", "the purge released"]),
-    ("embedded_in_axum", &["THE TIDE GOES OUT", "can never fit", "shut down: nothing outstanding"]),
+    (
+        "embedded_in_axum",
+        &["THE TIDE GOES OUT", "exceeds the ceiling", "shut down: nothing outstanding"],
+    ),
     ("embedded_in_tonic", &["1 MiB served", "ResourceExhausted", "are held elsewhere"]),
     ("device_buffers", &["refused: ", "sleep released 16.0 MiB", "awake, refilled"]),
     ("managed_model", &["refused: ", "loads 2", "shut down: nothing outstanding"]),

@@ -17,7 +17,7 @@ use super::pressure::Level;
 pub enum Rejected {
     /// The cost can never fit. Answer a request with 413; for a resource it is a configuration
     /// error.
-    #[error("cannot reserve {asked} of {budget} memory: ceiling {ceiling}")]
+    #[error("cannot reserve {asked} of {budget} memory: exceeds the ceiling of {ceiling}")]
     TooLarge {
         /// The budget that the cost exceeds.
         budget: Budget,
