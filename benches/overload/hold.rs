@@ -1,8 +1,9 @@
 //! `POST /hold`: collects the body whole, keeps a second copy as large as it, and holds both for as
 //! long as the request asks. It is what makes memory, and not the processor, the shortage.
 //!
-//! With an arena the second copy is a block of device memory instead. It admits nothing: that is
-//! for whoever stands in front. Invariant: what a request held is freed before it is answered.
+//! With an arena the second copy is a block of device memory instead. With `--one-copy`
+//! there is no second copy. It admits nothing: that is for the layer in front of it. Invariant: the
+//! memory of a request is freed before it is answered.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -23,10 +24,10 @@ pub(crate) const HOLD_HEADER: &str = "x-hold-millis";
 pub(crate) type Unplaced = Arc<AtomicU64>;
 
 /// The route.
-pub(crate) fn routes(arena: Option<DeviceArena>, unplaced: Unplaced) -> Router {
+pub(crate) fn routes(arena: Option<DeviceArena>, unplaced: Unplaced, is_copied: bool) -> Router {
     let answer = move |request: Request| {
         let (arena, unplaced) = (arena.clone(), Arc::clone(&unplaced));
-        async move { hold(request, arena, &unplaced).await }
+        async move { hold(request, arena, &unplaced, is_copied).await }
     };
     Router::new().route("/hold", post(answer))
 }
@@ -35,6 +36,7 @@ async fn hold(
     request: Request,
     arena: Option<DeviceArena>,
     unplaced: &AtomicU64,
+    is_copied: bool,
 ) -> (StatusCode, &'static str) {
     let asked = header(&request, HOLD_HEADER).map(Duration::from_millis);
     let length = header(&request, "content-length").and_then(|length| usize::try_from(length).ok());
@@ -46,7 +48,8 @@ async fn hold(
     };
     let (mut copy, mut block) = (Vec::new(), None);
     match &arena {
-        None => copy = text.clone(),
+        None if is_copied => copy = text.clone(),
+        None => {}
         Some(arena) => match arena.alloc::<u8>(length, Region::Dynamic) {
             Ok(buffer) => block = Some(buffer),
             Err(_) => {
@@ -57,7 +60,7 @@ async fn hold(
     }
     tokio::time::sleep(asked).await;
     // Read after the wait, so that both are held until here.
-    let whole = block.is_some() || copy == text;
+    let whole = block.is_some() || !is_copied || copy == text;
     drop((text, copy, block));
     if whole { (StatusCode::OK, "held\n") } else { (StatusCode::BAD_REQUEST, "not the same\n") }
 }

@@ -23,6 +23,7 @@ mod cgroup;
 mod charge;
 #[path = "../../examples/proxy/embed.rs"]
 mod embed;
+mod envoy;
 mod figures;
 #[path = "../../examples/proxy/forward.rs"]
 mod forward;
@@ -45,6 +46,7 @@ mod table;
 mod upstream;
 mod watch;
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
@@ -66,7 +68,7 @@ lowtide::heap_profile!(balanced);
 #[expect(clippy::struct_excessive_bools, reason = "arguments of a command")]
 struct Cli {
     /// These policies alone: none, conc48 (a number), rss250, rss10, fresh, static (the best) or
-    /// static80 (percent), lowtide.
+    /// static80 (percent), envoy80 (percent), lowtide.
     #[arg(long, value_delimiter = ',')]
     policy: Vec<Policy>,
     /// Load, times what fits; several in turn. With `--policy`, 4 where it is not given.
@@ -93,6 +95,12 @@ struct Cli {
     /// Open connections of the proxy at most; more wait to be accepted.
     #[arg(long, default_value_t = 1024)]
     connections: usize,
+    /// A request holds its body once, and not twice. Use it with `--estimate 0.5`.
+    #[arg(long)]
+    one_copy: bool,
+    /// Envoy's program, for the policy envoy80.
+    #[arg(long, value_name = "FILE")]
+    envoy: Option<PathBuf>,
     /// Every policy, load and mix: an hour and a half.
     #[arg(long)]
     grid: bool,
@@ -172,6 +180,8 @@ fn all(cli: &Cli) -> Result<bool, BoxError> {
         seed: cli.seed,
         connections: cli.connections,
         body: cli.body,
+        one_copy: cli.one_copy,
+        envoy: cli.envoy.clone(),
         figures: Figures::default(),
         bases: Vec::new(),
         lost: Vec::new(),

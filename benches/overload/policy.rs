@@ -23,6 +23,8 @@ pub(crate) enum Policy {
     Fresh,
     /// A fixed budget of bytes, in percent of the limit; `None`: the best that the model finds.
     Static(Option<u32>),
+    /// Envoy, with a threshold on its heap in percent of the limit in `envoy.yaml`.
+    Envoy(u32),
     /// lowtide, with its defaults.
     Lowtide,
 }
@@ -37,6 +39,7 @@ impl fmt::Display for Policy {
             Self::Fresh => "fresh".to_owned(),
             Self::Static(None) => "static".to_owned(),
             Self::Static(Some(percent)) => format!("static{percent}"),
+            Self::Envoy(percent) => format!("envoy{percent}"),
             Self::Lowtide => "lowtide".to_owned(),
         };
         f.pad(&name)
@@ -48,6 +51,7 @@ impl FromStr for Policy {
 
     fn from_str(name: &str) -> Result<Self, String> {
         let number = |prefix: &str| -> Option<u32> { name.strip_prefix(prefix)?.parse().ok() };
+        let percent = |prefix| number(prefix).filter(|part| (1..=100).contains(part));
         match name {
             "none" => Ok(Self::None),
             "rss250" => Ok(Self::Rss250),
@@ -57,15 +61,12 @@ impl FromStr for Policy {
             "lowtide" => Ok(Self::Lowtide),
             _ => number("conc")
                 .map(Self::Concurrency)
-                .or_else(|| {
-                    Some(Self::Static(Some(
-                        number("static").filter(|part| (1..=100).contains(part))?,
-                    )))
-                })
+                .or_else(|| percent("static").map(|part| Self::Static(Some(part))))
+                .or_else(|| percent("envoy").map(Self::Envoy))
                 .ok_or_else(|| {
                     format!(
                         "{name}: expected none, conc16 (a number), rss250, rss10, fresh, static, \
-                     static80 (percent) or lowtide"
+                         static80 (percent), envoy80 (percent) or lowtide"
                     )
                 }),
         }

@@ -2,6 +2,7 @@
 //!
 //! Invariant: every cell that was run has a line.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use lowtide::{BoxError, ByteSize};
@@ -48,6 +49,10 @@ pub(crate) struct Runner {
     pub(crate) connections: usize,
     /// How long each body takes to send; zero: as fast as it goes.
     pub(crate) body: Duration,
+    /// Whether a request holds its body once, and not twice.
+    pub(crate) one_copy: bool,
+    /// The program of the policy `envoy80`.
+    pub(crate) envoy: Option<PathBuf>,
     /// What was found.
     pub(crate) figures: Figures,
     /// MiB before the first request, of each cell.
@@ -85,6 +90,8 @@ impl Runner {
             limit_bytes: self.limit.get(),
             connections: self.connections,
             device_bytes: None,
+            one_copy: self.one_copy,
+            envoy: self.envoy.clone(),
             decay_off: false,
         }
     }

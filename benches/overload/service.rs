@@ -6,6 +6,7 @@
 //! standard input does.
 
 use std::net::Ipv4Addr;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -30,7 +31,7 @@ use crate::books::Books;
 use crate::hold::{self, Unplaced};
 use crate::policy::Policy;
 use crate::watch::Watch;
-use crate::{gates, mix};
+use crate::{envoy, gates, mix};
 
 /// How the service is to be.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -45,6 +46,10 @@ pub(crate) struct Settings {
     pub(crate) connections: usize,
     /// Where the second copy lies in the memory of a simulated device with this limit.
     pub(crate) device_bytes: Option<u64>,
+    /// Whether a request holds its body once, and not twice.
+    pub(crate) one_copy: bool,
+    /// The program of the policy `envoy80`.
+    pub(crate) envoy: Option<PathBuf>,
     /// Whether jemalloc never gives a page back by itself.
     pub(crate) decay_off: bool,
 }
@@ -72,6 +77,9 @@ pub(crate) struct Report {
 /// Serves until standard input ends. Prints `listening FRONT BACK` when requests are welcome.
 pub(crate) fn serve(settings: &str) -> Result<(), BoxError> {
     let settings: Settings = serde_json::from_str(settings)?;
+    if let Policy::Envoy(percent) = settings.policy.parse()? {
+        return envoy::serve(settings.envoy.as_deref().ok_or("no --envoy")?, percent);
+    }
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let (running, back) = runtime.block_on(start(&settings))?;
     println!("listening {} {back}", running.address);
@@ -95,7 +103,7 @@ async fn start(settings: &Settings) -> Result<(app::Running, std::net::SocketAdd
     let (watch, unplaced) = (Watch::new(), Unplaced::default());
     let budget = if arena.is_some() { Budget::Device } else { Budget::Host };
     let books = memory.as_ref().map(|memory| Books::watch(memory, budget)).transpose()?;
-    let routes = hold::routes(arena.clone(), Arc::clone(&unplaced));
+    let routes = hold::routes(arena.clone(), Arc::clone(&unplaced), !settings.one_copy);
     let routes = admitted(routes, policy, settings, memory.as_ref())?;
     let watching = watch.clone();
     let routes = routes.layer(from_fn(move |request, next| watching.clone().run(request, next)));
@@ -144,7 +152,7 @@ fn admitted(
         }
     };
     Ok(match policy {
-        Policy::None => routes,
+        Policy::None | Policy::Envoy(_) => routes,
         Policy::Concurrency(most) => gates::concurrency(routes, most),
         Policy::Rss250 => gates::sampled(routes, Duration::from_millis(250))?,
         Policy::Rss10 => gates::sampled(routes, Duration::from_millis(10))?,
