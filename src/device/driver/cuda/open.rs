@@ -97,6 +97,9 @@ impl CudaDriver {
     }
 
     /// Like [`CudaDriver::open`], with some functions of the library hidden; for tests.
+    ///
+    /// # Errors
+    /// As for [`CudaDriver::open`].
     #[doc(hidden)]
     pub fn open_with(options: CudaOptions, has: &dyn Fn(&str) -> bool) -> Result<Self, CudaError> {
         let calls = start(has)?;

@@ -25,6 +25,9 @@ type Answer<T = ()> = Result<T, DriverError>;
 #[expect(clippy::missing_errors_doc, reason = "the trait says it")]
 impl SimDriver {
     /// Like [`Driver::unreserve`].
+    ///
+    /// # Errors
+    /// As for [`Driver::unreserve`].
     pub fn unreserve(&self, at: DeviceAddress, size: ByteSize) -> Answer {
         let mut model = self.model();
         let range = model.whole(at, size)?;
@@ -32,6 +35,9 @@ impl SimDriver {
     }
 
     /// Like [`Driver::commit`].
+    ///
+    /// # Errors
+    /// As for [`Driver::commit`].
     pub fn commit(&self, at: DeviceAddress, size: ByteSize) -> Answer {
         let mut model = self.model();
         let range = model.whole(at, size)?;
@@ -39,6 +45,9 @@ impl SimDriver {
     }
 
     /// Like [`Driver::decommit`].
+    ///
+    /// # Errors
+    /// As for [`Driver::decommit`].
     pub fn decommit(&self, at: DeviceAddress, size: ByteSize) -> Answer {
         let mut model = self.model();
         let range = model.whole(at, size)?;
@@ -46,6 +55,9 @@ impl SimDriver {
     }
 
     /// Like [`Driver::remap`].
+    ///
+    /// # Errors
+    /// As for [`Driver::remap`].
     pub fn remap(&self, from: DeviceAddress, to: DeviceAddress, size: ByteSize) -> Answer {
         let mut model = self.model();
         let ranges = (model.whole(from, size)?, model.whole(to, size)?);
@@ -53,6 +65,9 @@ impl SimDriver {
     }
 
     /// Like [`Driver::segment_destroy`].
+    ///
+    /// # Errors
+    /// As for [`Driver::segment_destroy`].
     pub fn segment_destroy(&self, at: DeviceAddress, size: ByteSize) -> Answer {
         let mut model = self.model();
         let range = model.whole(at, size)?;
@@ -60,51 +75,81 @@ impl SimDriver {
     }
 
     /// Like [`Driver::copy`].
+    ///
+    /// # Errors
+    /// As for [`Driver::copy`].
     pub fn copy(&self, from: DeviceAddress, to: DeviceAddress, size: ByteSize) -> Answer {
         self.model().copy(apart(from, to, size)?, to)
     }
 
     /// Like [`Driver::stream_destroy`].
+    ///
+    /// # Errors
+    /// As for [`Driver::stream_destroy`].
     pub fn stream_destroy(&self, stream: StreamHandle) -> Answer {
         self.model().stream_destroy(stream.get())
     }
 
     /// Like [`Driver::stream_wait_event`].
+    ///
+    /// # Errors
+    /// As for [`Driver::stream_wait_event`].
     pub fn stream_wait_event(&self, stream: StreamHandle, event: EventHandle) -> Answer {
         self.model().stream_wait_event(stream.get(), event.get())
     }
 
     /// Like [`Driver::stream_synchronize`].
+    ///
+    /// # Errors
+    /// As for [`Driver::stream_synchronize`].
     pub fn stream_synchronize(&self, stream: StreamHandle) -> Answer {
         self.model().stream_synchronize(stream.get())
     }
 
     /// Like [`Driver::is_capturing`].
+    ///
+    /// # Errors
+    /// As for [`Driver::is_capturing`].
     pub fn is_capturing(&self, stream: StreamHandle) -> Answer<bool> {
         self.model().is_capturing(stream.get())
     }
 
     /// Like [`Driver::event_destroy`].
+    ///
+    /// # Errors
+    /// As for [`Driver::event_destroy`].
     pub fn event_destroy(&self, event: EventHandle) -> Answer {
         self.model().event_destroy(event.get())
     }
 
     /// Like [`Driver::event_record`].
+    ///
+    /// # Errors
+    /// As for [`Driver::event_record`].
     pub fn event_record(&self, event: EventHandle, stream: StreamHandle) -> Answer {
         self.model().event_record(event.get(), stream.get())
     }
 
     /// Like [`Driver::event_query`].
+    ///
+    /// # Errors
+    /// As for [`Driver::event_query`].
     pub fn event_query(&self, event: EventHandle) -> Answer<bool> {
         self.model().event_query(event.get())
     }
 
     /// Like [`Driver::event_synchronize`].
+    ///
+    /// # Errors
+    /// As for [`Driver::event_synchronize`].
     pub fn event_synchronize(&self, event: EventHandle) -> Answer {
         self.model().event_synchronize(event.get())
     }
 
     /// Like [`Driver::copy_async`].
+    ///
+    /// # Errors
+    /// As for [`Driver::copy_async`].
     pub fn copy_async(
         &self,
         from: DeviceAddress,
@@ -117,16 +162,25 @@ impl SimDriver {
     }
 
     /// Like [`Driver::host_store_destroy`].
+    ///
+    /// # Errors
+    /// As for [`Driver::host_store_destroy`].
     pub fn host_store_destroy(&self, store: HostStore) -> Answer {
         self.model().store_destroy(store.get())
     }
 
     /// Like [`Driver::offload`].
+    ///
+    /// # Errors
+    /// As for [`Driver::offload`].
     pub fn offload(&self, from: DeviceAddress, into: StoreSpan, stream: StreamHandle) -> Answer {
         self.model().transfer(Call::Offload, stream.get(), from.get(), into)
     }
 
     /// Like [`Driver::restore`].
+    ///
+    /// # Errors
+    /// As for [`Driver::restore`].
     pub fn restore(&self, from: StoreSpan, to: DeviceAddress, stream: StreamHandle) -> Answer {
         self.model().transfer(Call::Restore, stream.get(), to.get(), from)
     }

@@ -31,6 +31,10 @@ use crate::sync::MutexGuard;
 pub type Answer<T = ()> = Result<T, u32>;
 
 /// The single calls of a simulated device.
+///
+/// # Errors
+/// A call that the manual forbids, or for which a failure was planned, returns the result of cuda.h
+/// as an [`Answer`] and changes nothing.
 #[derive(Clone, Copy, Debug)]
 pub struct Raw<'a>(&'a SimDriver);
 
