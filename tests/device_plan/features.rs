@@ -149,7 +149,7 @@ fn what_is_wrong_in_a_kind_names_the_kind() {
     let clock = ManualClock::new();
     let mut planner = Planner::new(&clock);
     let found = planner.plan_kinds(&kinds).expect_err("no place for it").to_string();
-    assert!(found.starts_with("memory host: fixed: "), "{found}");
+    assert!(found.starts_with("memory kind host: fixed: "), "{found}");
     // The planner is as it was: no segments, all of its budget.
     assert_eq!(planner.plan(&kinds[1].problem).expect("a plan").peak(), ByteSize::new(24));
 }
