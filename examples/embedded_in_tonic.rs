@@ -23,7 +23,7 @@ use tonic::transport::server::TcpIncoming;
 use tonic::transport::{self, Channel, Endpoint};
 use tonic::{Code, Request, Response, Status, client};
 
-const TAKE: &str = "/example.Tide/Take";
+const TAKE: &str = "/example.Allocate/Take";
 
 #[derive(Clone, Copy, Default)]
 struct Raw;
@@ -56,12 +56,11 @@ impl Decoder for Raw {
     }
 }
 
-/// Allocates as many MiB as the message requests. The layer has reserved an estimate from the
-/// headers; the size in the message is reserved here, and a call that does not fit ends with a
-/// status.
-struct Trend;
+/// Allocates as many MiB as the message requests. The layer has reserved an estimate by the head;
+/// the size in the message is reserved here, and a call that does not fit ends with a status.
+struct Allocate;
 
-impl UnaryService<Bytes> for Trend {
+impl UnaryService<Bytes> for Allocate {
     type Response = Bytes;
     type Future = Ready<Result<Response<Bytes>, Status>>;
     fn call(&mut self, request: Request<Bytes>) -> Self::Future {
@@ -83,9 +82,9 @@ async fn main() -> Result<(), BoxError> {
     let layer = MemoryLayer::new(memory.admission().clone(), estimate).with_rejection(Grpc);
     let listener = tokio::net::TcpListener::bind(("127.0.0.1", 0)).await?;
     let endpoint = Endpoint::from_shared(format!("http://{}", listener.local_addr()?))?;
-    // Of a generated service it is `.layer(layer).add_service(TideServer::new(Trend))`.
+    // With a generated service it is `.layer(layer).add_service(AllocateServer::new(Allocate))`.
     let take = tower::service_fn(async |request: http::Request<Body>| {
-        Ok::<_, Infallible>(Server::new(Raw).unary(Trend, request).await)
+        Ok::<_, Infallible>(Server::new(Raw).unary(Allocate, request).await)
     });
     let routes = Routes::from(axum::Router::new().route_service(TAKE, take));
     let server = transport::Server::builder().layer(layer).add_routes(routes);
