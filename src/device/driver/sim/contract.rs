@@ -22,7 +22,6 @@ use crate::device::driver::{
 type Answer<T = ()> = Result<T, DriverError>;
 
 /// The calls for which the trait asks a key.
-#[expect(clippy::missing_errors_doc, reason = "the trait says it")]
 impl SimDriver {
     /// Like [`Driver::unreserve`].
     ///
