@@ -177,5 +177,5 @@ fn contract(args: &Args, report: &mut Report<'_>) -> Outcome {
 
 /// Returns `true` if the device does not support a backend.
 fn is_refused(fault: &Fault) -> bool {
-    matches!(fault.downcast_ref(), Some(CudaError::NoSuchRung { .. }))
+    matches!(fault.downcast_ref(), Some(CudaError::NoSuchBackend { .. }))
 }

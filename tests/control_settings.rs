@@ -42,7 +42,10 @@ fn settings_that_make_no_sense_are_refused() {
     assert!(matches!(error, SettingsError::Ticks { .. }));
     for correction_factor in [0.99, 5.01, f64::NAN] {
         let error = refused(Settings { correction_factor, ..default });
-        assert!(matches!(error, SettingsError::Multiplier { .. }), "{correction_factor}: {error}");
+        assert!(
+            matches!(error, SettingsError::CorrectionFactor { .. }),
+            "{correction_factor}: {error}"
+        );
     }
     for jitter in [-0.1, 0.51, f64::NAN] {
         let error = refused(Settings { jitter, ..default });

@@ -134,7 +134,7 @@ fn live(memory: &Memory) {
     let broken = memory.managed("broken", || Err::<(), _>(LoadError::new("planted")));
     let broken = memory.register(broken).expect("registered");
     assert!(broken.acquire_blocking().is_err());
-    assert_eq!(model.stats().unloads.total(UnloadReason::Asked), 1);
+    assert_eq!(model.stats().unloads.total(UnloadReason::Manual), 1);
 
     let admit = |cost| memory.admission().try_admit(Cost::host(cost)).map(drop);
     assert!(admit(ByteSize::mib(1)).is_ok());

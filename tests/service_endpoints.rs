@@ -397,7 +397,7 @@ fn the_memory_document_holds_every_figure_in_bytes_and_null_for_no_limit() {
     assert_eq!((&resource["name"], &resource["loaded"]), (&json!("model"), &json!(false)));
     assert_eq!((&resource["loads"], &resource["failed_loads"]), (&json!(1), &json!(0)));
     assert_eq!(resource["refused_loads"], 0);
-    assert_eq!(resource["unloads"][UnloadReason::Asked.name()], 1);
+    assert_eq!(resource["unloads"][UnloadReason::Manual.name()], 1);
     assert_eq!(resource["last_used_seconds"].as_f64(), Some(1_000.0), "on the wall clock");
     drop((buffer, lease, permit, table));
     assert!(memory.shutdown(SOON).is_clean());

@@ -128,10 +128,10 @@ fn summary(all: &[(Scenario, Seen)]) {
     figure("peak", 100.0 * peak, "%");
     let changes = worst(Kind::Overload, |(one, seen)| seen.changes_per_second(2.0, one.lasts));
     figure("overload.level_changes_per_s", changes, "1/s");
-    let shed = |(_, seen): &(Scenario, Seen)| seen.shed_mib() / seen.offered_mib().max(1e-9);
+    let rejected = |(_, seen): &(Scenario, Seen)| seen.shed_mib() / seen.offered_mib().max(1e-9);
     let learned = |(_, seen): &(Scenario, Seen)| seen.learned.shed_ratio();
     figure("fits.shed_bytes_ratio", worst(Kind::Fits, learned), "ratio");
-    figure("fits.with_start.shed_bytes_ratio", worst(Kind::Fits, shed), "ratio");
+    figure("fits.with_start.shed_bytes_ratio", worst(Kind::Fits, rejected), "ratio");
     let after = |(one, seen): &(Scenario, Seen)| {
         let fell = match one.load {
             sim::load::Load::Step { at, .. } => at,

@@ -38,7 +38,7 @@ struct Account {
 impl Door {
     /// Looks whether more was turned away, and if so, how the account stands.
     pub(crate) fn look(&mut self, memory: &Memory, seconds: f64) {
-        let shed = memory.admission().stats().shed;
+        let shed = memory.admission().stats().rejected;
         if shed == self.shed {
             return;
         }

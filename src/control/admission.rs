@@ -99,14 +99,14 @@ pub struct AdmissionStats {
     /// Admitted requests whose permit has been dropped.
     pub finished_total: u64,
     /// Requests rejected since start, in the order of [`RejectReason::ALL`].
-    pub shed: [u64; RejectReason::ALL.len()],
+    pub rejected: [u64; RejectReason::ALL.len()],
 }
 
 impl AdmissionStats {
     /// Returns the requests rejected for this reason.
     #[must_use]
     pub fn rejected_total(&self, reason: RejectReason) -> u64 {
-        self.shed.get(reason as usize).copied().unwrap_or(0)
+        self.rejected.get(reason as usize).copied().unwrap_or(0)
     }
 
     /// Returns the number of requests that hold a permit now.
@@ -261,7 +261,7 @@ impl Admission {
     /// Counts a request that the caller rejects before admission.
     #[cfg(feature = "service")]
     pub(crate) fn reject(&self, rejected: Rejected) -> Rejected {
-        self.desk.shed(rejected)
+        self.desk.reject(rejected)
     }
 
     /// Closes admission. Later requests get [`Rejected::ShuttingDown`], except exempt ones.
@@ -306,7 +306,7 @@ impl Admission {
         AdmissionStats {
             admitted_total: counts.admitted,
             finished_total: counts.finished,
-            shed: counts.shed,
+            rejected: counts.rejected,
         }
     }
 
@@ -373,7 +373,7 @@ mod tests {
         let error = admission.try_reserve_resource(Cost { device: ByteSize::mib(11), ..cost });
         assert!(matches!(error, Err(Rejected::TooLarge { budget: Budget::Device, .. })));
         assert_eq!(reserved(&admission), NOTHING);
-        assert_eq!(admission.stats().shed, [0, 1, 0, 0, 0, 0], "a resource is no request");
+        assert_eq!(admission.stats().rejected, [0, 1, 0, 0, 0, 0], "a resource is no request");
     }
 
     #[test]
@@ -517,7 +517,7 @@ mod tests {
         permit.shrink(ByteSize::MAX);
         assert_eq!(reserved(&admission), NOTHING);
         drop(permit);
-        assert_eq!((reserved(&admission), admission.stats().shed), (NOTHING, [0; 6]));
+        assert_eq!((reserved(&admission), admission.stats().rejected), (NOTHING, [0; 6]));
     }
 
     /// The bug: without a limit, one estimate of 64 bits caused all others to be rejected.
@@ -568,8 +568,10 @@ mod tests {
         let admission = Admission::with_limit(ByteSize::mib(100));
         let _held = admission.try_admit(Cost::host(ByteSize::mib(90))).expect("fits");
         let hints = |mib| -> Vec<u64> {
-            let shed = || admission.try_admit(Cost::host(ByteSize::mib(mib))).expect_err("full");
-            let hints = std::iter::repeat_with(|| shed().retry_after().expect("later").as_secs());
+            let rejected =
+                || admission.try_admit(Cost::host(ByteSize::mib(mib))).expect_err("full");
+            let hints =
+                std::iter::repeat_with(|| rejected().retry_after().expect("later").as_secs());
             hints.take(200).collect()
         };
         let ends = |hints: &[u64]| (hints.iter().min().copied(), hints.iter().max().copied());
@@ -603,7 +605,7 @@ mod tests {
         assert_eq!(count(Budget::Host, small), (0, 0, 0), "what lacks of the device");
         assert_eq!(count(Budget::Device, ByteSize::mib(96)), (0, 0, 1));
         assert_eq!(count(Budget::Device, small), (1, small.get(), 0));
-        assert_eq!(admission.stats().shed, [1, 2, 0, 0, 0, 0]);
+        assert_eq!(admission.stats().rejected, [1, 2, 0, 0, 0, 0]);
         assert_eq!((admission.stats().admitted_total, admission.stats().held()), (2, 2));
         drop((permit, exempt));
         assert_eq!(admission.stats().held(), 0);

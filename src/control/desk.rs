@@ -278,7 +278,7 @@ impl Desk {
             self.host.book_exempt(bytes)
         } else {
             self.book_more(held, bytes, place).inspect_err(|rejected| {
-                self.tally(place).shed(place, rejected.reason(), None);
+                self.tally(place).rejected(place, rejected.reason(), None);
             })?
         };
         self.tally(place).grow(place, reserved);
@@ -296,9 +296,9 @@ impl Desk {
     }
 
     /// Counts a request rejected for a reason other than lack of room.
-    pub(super) fn shed(&self, rejected: Rejected) -> Rejected {
+    pub(super) fn reject(&self, rejected: Rejected) -> Rejected {
         let place = Place::here();
-        self.tally(place).shed(place, rejected.reason(), None);
+        self.tally(place).rejected(place, rejected.reason(), None);
         rejected
     }
 
@@ -377,7 +377,7 @@ impl Desk {
     #[cold]
     fn turn_away(&self, place: Place) -> Rejected {
         let rejected = self.away(place);
-        self.tally(place).shed(place, rejected.reason(), None);
+        self.tally(place).rejected(place, rejected.reason(), None);
         rejected
     }
 
@@ -390,7 +390,7 @@ impl Desk {
         place: Place,
     ) -> Rejected {
         let rejected = self.full(budget, short, place, || self.make_room(cost));
-        self.tally(place).shed(place, rejected.reason(), rejected.shortage());
+        self.tally(place).rejected(place, rejected.reason(), rejected.shortage());
         rejected
     }
 

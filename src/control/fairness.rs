@@ -260,12 +260,12 @@ fn count(class: &mut Class, now: &ClassStats, kept: f64) -> f64 {
     let since = |now: u64, before: u64| ByteSize::new(now.wrapping_sub(before)).as_f64();
     let before = std::mem::replace(&mut class.before, *now);
     let admitted = since(now.admitted_bytes_total, before.admitted_bytes_total);
-    let shed = since(now.rejected_bytes_total, before.rejected_bytes_total);
+    let rejected = since(now.rejected_bytes_total, before.rejected_bytes_total);
     let sheds = since(now.rejected_total, before.rejected_total);
     class.admitted = class.admitted * kept + admitted;
-    class.offered = class.offered * kept + admitted + shed;
+    class.offered = class.offered * kept + admitted + rejected;
     if sheds > 0.0 {
-        class.sizes[0] = class.sizes[0].max(shed / sheds);
+        class.sizes[0] = class.sizes[0].max(rejected / sheds);
     }
     sheds
 }

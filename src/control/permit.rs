@@ -74,7 +74,7 @@ impl Permit {
         let Held::Request(cost) = &mut self.held else {
             let asked = held.saturating_add(bytes);
             let rejected = Rejected::TooLarge { budget: Budget::Host, asked, ceiling: held };
-            return Err(self.desk.shed(rejected));
+            return Err(self.desk.reject(rejected));
         };
         let reserved = self.desk.grow(held, bytes, self.exempt)?;
         cost.host = cost.host.saturating_add(reserved);

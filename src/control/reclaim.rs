@@ -160,7 +160,7 @@ impl fmt::Debug for Step {
 pub enum LadderError {
     /// More reclaimers than [`Ladder::RUNGS_MAX`].
     #[error("too many reclaimers: {count}, expected at most {}", Ladder::RUNGS_MAX)]
-    TooManyRungs {
+    TooManySteps {
         /// The number of reclaimers given.
         count: usize,
     },
@@ -179,11 +179,11 @@ impl Ladder {
     /// Orders reclaimers by cost; equal ones keep their order.
     ///
     /// # Errors
-    /// [`LadderError::TooManyRungs`] if there are more than [`Ladder::RUNGS_MAX`].
+    /// [`LadderError::TooManySteps`] if there are more than [`Ladder::RUNGS_MAX`].
     pub fn new(mut reclaimers: Vec<Arc<dyn Reclaim>>) -> Result<Self, LadderError> {
         let count = reclaimers.len();
         if count > Self::RUNGS_MAX {
-            return Err(LadderError::TooManyRungs { count });
+            return Err(LadderError::TooManySteps { count });
         }
         reclaimers.sort_by_key(|reclaimer| reclaimer.cost_rank());
         let step = |reclaimer| Step { reclaimer, pace: Pace::new() };
@@ -357,7 +357,7 @@ mod tests {
         let step = || Fake::new("x", 0, Budget::Host, Level::High) as Arc<dyn Reclaim>;
         assert!(Ladder::new((0..Ladder::RUNGS_MAX).map(|_| step()).collect()).is_ok());
         let error = Ladder::new((0..=Ladder::RUNGS_MAX).map(|_| step()).collect());
-        assert_eq!(error.err(), Some(LadderError::TooManyRungs { count: 33 }));
+        assert_eq!(error.err(), Some(LadderError::TooManySteps { count: 33 }));
         assert_eq!(Ladder::default().due(Budget::Host, Level::Critical, at(0)), None);
     }
 }

@@ -97,7 +97,7 @@ impl Drop for Holding {
 struct ClassTally {
     admitted: AtomicU64,
     admitted_bytes: AtomicU64,
-    shed: AtomicU64,
+    rejected: AtomicU64,
     shed_bytes: AtomicU64,
 }
 
@@ -109,7 +109,7 @@ pub(super) struct Tally {
     exempt: AtomicU64,
     /// Requests whose permits were dropped on this thread, wherever they were admitted.
     finished: AtomicU64,
-    shed: [AtomicU64; RejectReason::ALL.len()],
+    rejected: [AtomicU64; RejectReason::ALL.len()],
     /// Bytes reserved by requests outside a class, by budget: exempt requests and growth.
     beside: [AtomicU64; 2],
     stood: AtomicU64,
@@ -120,13 +120,13 @@ impl Tally {
     /// Resets the counters. Called while no thread counts.
     pub(super) fn begin(&self) {
         for class in self.classes.iter().flatten() {
-            let ClassTally { admitted, admitted_bytes, shed, shed_bytes } = class;
-            for counter in [admitted, admitted_bytes, shed, shed_bytes] {
+            let ClassTally { admitted, admitted_bytes, rejected, shed_bytes } = class;
+            for counter in [admitted, admitted_bytes, rejected, shed_bytes] {
                 counter.store(0, Ordering::Relaxed);
             }
         }
         let single = [&self.exempt, &self.finished, &self.stood, &self.unloaded];
-        for counter in single.into_iter().chain(&self.shed).chain(&self.beside) {
+        for counter in single.into_iter().chain(&self.rejected).chain(&self.beside) {
             counter.store(0, Ordering::Relaxed);
         }
     }
@@ -172,18 +172,18 @@ impl Tally {
 
     /// Counts a rejected request, by class if it did not fit this budget.
     #[cold]
-    pub(super) fn shed(
+    pub(super) fn rejected(
         &self,
         place: Place,
         reason: RejectReason,
         full: Option<(Budget, ByteSize)>,
     ) {
-        if let Some(counter) = self.shed.get(reason as usize) {
+        if let Some(counter) = self.rejected.get(reason as usize) {
             place.add(counter, 1);
         }
         if let Some((budget, bytes)) = full {
             self.count(budget, bytes, |class| {
-                place.add(&class.shed, 1);
+                place.add(&class.rejected, 1);
                 place.add(&class.shed_bytes, bytes.get());
             });
         }
@@ -198,7 +198,7 @@ impl Tally {
 
     /// Returns a number that differs from one rejected request to the next.
     pub(super) fn spread(&self, place: Place) -> u64 {
-        let sheds: u64 = self.shed.iter().map(|count| count.load(Ordering::Relaxed)).sum();
+        let sheds: u64 = self.rejected.iter().map(|count| count.load(Ordering::Relaxed)).sum();
         (sheds.wrapping_mul(STRIPES as u64) + place.stripe as u64)
             .wrapping_mul(0x9E37_79B9_7F4A_7C15)
             >> 32
@@ -235,7 +235,7 @@ pub(super) struct Counts {
     /// Requests admitted, including exempt ones.
     pub(super) admitted: u64,
     pub(super) finished: u64,
-    pub(super) shed: [u64; RejectReason::ALL.len()],
+    pub(super) rejected: [u64; RejectReason::ALL.len()],
     stood: u64,
     unloaded: u64,
 }
@@ -257,7 +257,7 @@ impl Counts {
         }
         self.admitted += tally.exempt.load(Ordering::Relaxed);
         self.stood += tally.stood.load(Ordering::Relaxed);
-        for (sum, counter) in self.shed.iter_mut().zip(&tally.shed) {
+        for (sum, counter) in self.rejected.iter_mut().zip(&tally.rejected) {
             *sum += counter.load(Ordering::Relaxed);
         }
     }
@@ -300,7 +300,7 @@ impl BudgetCounts {
         for (sum, class) in self.classes.iter_mut().zip(classes) {
             add(&mut sum.admitted_total, &class.admitted);
             add(&mut sum.admitted_bytes_total, &class.admitted_bytes);
-            add(&mut sum.rejected_total, &class.shed);
+            add(&mut sum.rejected_total, &class.rejected);
             add(&mut sum.rejected_bytes_total, &class.shed_bytes);
         }
         if let Some(beside) = tally.beside.get(budget as usize) {
@@ -358,9 +358,9 @@ mod tests {
                     for at in 0..EACH {
                         tally.admit(place, ByteSize::mib(1), ByteSize::new(at % 2));
                         let full = Some((Budget::Host, ByteSize::mib(8)));
-                        tally.shed(place, RejectReason::Full, full);
+                        tally.rejected(place, RejectReason::Full, full);
                         tally.grow(place, ByteSize::new(3));
-                        tally.shed(place, RejectReason::TooLarge, None);
+                        tally.rejected(place, RejectReason::TooLarge, None);
                         tally.finish(place);
                     }
                 });
@@ -376,7 +376,7 @@ mod tests {
         }
         let all = EACH * threads;
         assert_eq!((counts.admitted, counts.finished, counts.held()), (all, all, 0));
-        assert_eq!(counts.shed, [all, all, 0, 0, 0, 0]);
+        assert_eq!(counts.rejected, [all, all, 0, 0, 0, 0]);
         assert_eq!(host.beside, 3 * all);
         let class = |bytes| host.classes[SizeClass::of(bytes).place()];
         assert_eq!(class(ByteSize::mib(1)).admitted_bytes_total, all << 20);

@@ -50,7 +50,7 @@ pub enum Trend {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Decision {
     /// The change.
-    pub tide: Trend,
+    pub trend: Trend,
     /// The idle memory to release, as far as there is any.
     pub wanted: ByteSize,
 }
@@ -95,11 +95,11 @@ impl Watermark {
         let beyond = look.total.saturating_sub(low).min(low);
         let high = low.saturating_add(ByteSize::new(beyond.get() / 2));
         let has_room = look.free >= high;
-        let mut tide = Trend::Same;
+        let mut trend = Trend::Same;
         match &mut self.short {
             None if look.free < low => {
                 self.short = Some(Shortage { committed: look.committed, calm_since: None });
-                tide = Trend::Short;
+                trend = Trend::Short;
             }
             None => {}
             Some(shortage) => {
@@ -111,12 +111,12 @@ impl Watermark {
                 let has_left = look.free.saturating_sub(given) >= high;
                 if has_room && (has_left || now - since >= CALM) {
                     self.short = None;
-                    tide = Trend::Room;
+                    trend = Trend::Room;
                 }
             }
         }
         let wanted = if self.is_short() { high.saturating_sub(look.free) } else { ByteSize::ZERO };
-        Decision { tide, wanted }
+        Decision { trend, wanted }
     }
 
     /// Ends a shortage without a sample, for example if the device can no longer be read.
@@ -154,9 +154,9 @@ mod tests {
             (250, 349, Trend::Room, 0),
             (150, 449, Trend::Same, 0),
         ];
-        for (second, (free, committed, tide, wanted)) in (0..).zip(steps) {
+        for (second, (free, committed, trend, wanted)) in (0..).zip(steps) {
             let verdict = mark.look(at(second), look(free, committed));
-            let expected = Decision { tide, wanted: ByteSize::mib(wanted) };
+            let expected = Decision { trend, wanted: ByteSize::mib(wanted) };
             assert_eq!(verdict, expected, "{free} free, {committed} committed");
         }
     }
@@ -164,12 +164,12 @@ mod tests {
     #[test]
     fn what_is_not_needed_any_more_ends_it_after_a_calm_minute() {
         let mut mark = Watermark::new(0.1);
-        assert_eq!(mark.look(at(0), look(50, 400)).tide, Trend::Short);
-        assert_eq!(mark.look(at(1), look(160, 290)).tide, Trend::Same);
-        assert_eq!(mark.look(at(50), look(149, 301)).tide, Trend::Same, "a break");
-        assert_eq!(mark.look(at(51), look(160, 290)).tide, Trend::Same);
-        assert_eq!(mark.look(at(110), look(160, 290)).tide, Trend::Same);
-        assert_eq!(mark.look(at(111), look(160, 290)).tide, Trend::Room);
+        assert_eq!(mark.look(at(0), look(50, 400)).trend, Trend::Short);
+        assert_eq!(mark.look(at(1), look(160, 290)).trend, Trend::Same);
+        assert_eq!(mark.look(at(50), look(149, 301)).trend, Trend::Same, "a break");
+        assert_eq!(mark.look(at(51), look(160, 290)).trend, Trend::Same);
+        assert_eq!(mark.look(at(110), look(160, 290)).trend, Trend::Same);
+        assert_eq!(mark.look(at(111), look(160, 290)).trend, Trend::Room);
         assert!(!mark.is_short());
     }
 
@@ -179,7 +179,7 @@ mod tests {
     fn a_large_part_made_a_shortage_without_end() {
         for part in [0.5, 0.67, 0.9, 0.999] {
             let mut mark = Watermark::new(part);
-            assert_eq!(mark.look(at(0), look(400, 100)).tide, Trend::Short, "{part}");
+            assert_eq!(mark.look(at(0), look(400, 100)).trend, Trend::Short, "{part}");
             assert_eq!(mark.look(at(1), look(1000, 0)).wanted, ByteSize::ZERO, "{part}");
             mark.look(at(61), look(1000, 0));
             assert!(!mark.is_short(), "{part}");
@@ -190,7 +190,7 @@ mod tests {
     fn without_a_part_nothing_is_short() {
         let mut mark = Watermark::new(0.0);
         let verdict = mark.look(at(0), look(0, 1000));
-        assert_eq!(verdict, Decision { tide: Trend::Same, wanted: ByteSize::ZERO });
+        assert_eq!(verdict, Decision { trend: Trend::Same, wanted: ByteSize::ZERO });
     }
 
     /// A burst each second that takes the released memory again. Checking `free` alone would begin
@@ -202,8 +202,8 @@ mod tests {
         for second in 0..600 {
             let (free, committed) = if second % 2 == 0 { (60, 400) } else { (150, 310) };
             let verdict = mark.look(at(second), look(free, committed));
-            begun += u32::from(verdict.tide == Trend::Short);
-            assert_ne!(verdict.tide, Trend::Room, "second {second}");
+            begun += u32::from(verdict.trend == Trend::Short);
+            assert_ne!(verdict.trend, Trend::Room, "second {second}");
         }
         assert_eq!(begun, 1);
     }

@@ -110,7 +110,7 @@ impl DeviceArena {
         let largest = regions.each_ref().map(RegionBooks::largest_ever);
         let asynchronous = capabilities.asynchronous;
         let books = Books::new(regions, granule, &config, asynchronous, clock.now());
-        let front = books.front_kept(config.front);
+        let front = books.front_kept(config.thread_cache);
         let shared = Arc::new(Shared {
             driver,
             clock,
@@ -308,8 +308,8 @@ impl DeviceArena {
         lock(&self.shared.books).limit
     }
 
-    /// Sets how many bytes of free blocks each thread or lane may cache ([`ArenaConfig::front`]);
-    /// zero for none. Has no effect if the arena keeps events.
+    /// Sets how many bytes of free blocks each thread or lane may cache
+    /// ([`ArenaConfig::thread_cache`]); zero for none. Has no effect if the arena keeps events.
     pub fn set_thread_cache(&self, front: ByteSize) {
         if self.shared.check_here().is_ok() {
             let front = lock(&self.shared.books).front_kept(front);
@@ -329,7 +329,7 @@ impl DeviceArena {
     /// While `close` runs, other threads may get [`DeviceError::Closed`] even if it then fails.
     ///
     /// # Errors
-    /// [`DeviceError::LiveBlocks`] and [`DeviceError::AdoptedHeld`]: the arena stays open.
+    /// [`DeviceError::LiveBlocks`] and [`DeviceError::ImportedHeld`]: the arena stays open.
     /// [`DeviceError::Driver`] if the driver did not release everything: the arena is closed.
     /// [`DeviceError::Forked`].
     pub fn close(&self) -> Result<(), DeviceError> {

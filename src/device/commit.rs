@@ -21,7 +21,6 @@ use super::error::DeviceError;
 use super::index::Span;
 use super::obtain::Sought;
 use super::pending::Claim;
-use super::picture::Act;
 use super::planted::Planted;
 use super::record::hooks::{Origin, Refused};
 use super::refusal::{Cause, Refusal};
@@ -29,6 +28,7 @@ use super::region::{Placed, Region, Search, Wanted};
 use super::segment::Run;
 use super::shared::Shared;
 use super::streams::StreamKey;
+use super::visualize::Act;
 use crate::bytes::ByteSize;
 use crate::sync::{MutexGuard, lock, wait};
 

@@ -70,7 +70,7 @@ pub struct ArenaConfig {
     /// is cached if idle memory is released immediately. On a driver with asynchronous work each
     /// lane has a cache instead, for blocks that only it used; with more than eight lanes each
     /// caches less, so that all together keep about as much as eight.
-    pub front: ByteSize,
+    pub thread_cache: ByteSize,
     /// The number of past events to keep for a [map](super::DeviceArena::map): 0 by default, at
     /// most 262,144, 40 bytes each. Thread caches are off if events are kept.
     pub history: usize,
@@ -94,7 +94,7 @@ impl ArenaConfig {
             granule: None,
             decay: DECAY,
             growth: Growth::SameAsRequested,
-            front: FRONT,
+            thread_cache: FRONT,
             history: 0,
             sleep: SleepConfig::default(),
             recorder: None,

@@ -265,7 +265,7 @@ pub enum DeviceError {
     },
     /// The call needs an arena whose imported values are all dropped.
     #[error("arena {arena:?} has {count} imported values held, {bytes} in total: expected none")]
-    AdoptedHeld {
+    ImportedHeld {
         /// The arena.
         arena: String,
         /// The number of imported values held.

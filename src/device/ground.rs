@@ -11,10 +11,10 @@ use std::ops::Range;
 use super::aging::{Ages, Stamp};
 use super::driver::DeviceAddress;
 use super::index::Span;
-use super::picture::GranuleState;
 use super::pieces::{PieceView, Pieces};
 use super::ranges::Ranges;
 use super::segment::{Run, Segment};
+use super::visualize::GranuleState;
 use crate::bytes::ByteSize;
 
 /// The memory behind the offsets of a region.

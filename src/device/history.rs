@@ -7,8 +7,8 @@
 
 use super::books::Books;
 use super::error::DeviceError;
-use super::picture::{Act, Event};
 use super::region::Placed;
+use super::visualize::{Act, Event};
 use crate::bytes::ByteSize;
 use crate::clock::Clock;
 

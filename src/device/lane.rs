@@ -34,9 +34,9 @@ use super::streams::StreamKey;
 /// their memory.
 ///
 /// Blocks of frequent sizes are cached in the lane, within
-/// [`ArenaConfig::front`](super::ArenaConfig::front): such an alloc/free pair does not take the
-/// arena's lock. Other lanes get them when this lane ends a run, when the lane is dropped with its
-/// last buffer and lease, when they age, and when memory is short.
+/// [`ArenaConfig::thread_cache`](super::ArenaConfig::thread_cache): such an alloc/free pair does
+/// not take the arena's lock. Other lanes get them when this lane ends a run, when the lane is
+/// dropped with its last buffer and lease, when they age, and when memory is short.
 ///
 /// [`Lane::copy_to_device`] and [`Lane::copy_to_host`] copy page-locked memory asynchronously.
 ///

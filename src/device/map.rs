@@ -9,8 +9,8 @@ use super::arena::DeviceArena;
 use super::books::Books;
 use super::ground::Stretch;
 use super::index::Span;
-use super::picture::{ArenaMap, BlockSpan, BlockState, GranuleRun, GranuleState, SegmentMap};
 use super::region::Region;
+use super::visualize::{ArenaMap, BlockSpan, BlockState, GranuleRun, GranuleState, SegmentMap};
 use crate::bytes::ByteSize;
 
 impl DeviceArena {

@@ -89,7 +89,6 @@ mod aging;
 mod arena;
 mod books;
 mod buffer;
-mod cells;
 mod commit;
 mod compact;
 mod config;
@@ -107,8 +106,8 @@ mod lane;
 mod lease;
 mod map;
 mod obtain;
+mod occupancy;
 mod pending;
-pub mod picture;
 mod pieces;
 mod pinned;
 pub mod plan;
@@ -132,10 +131,10 @@ mod streams;
 mod totals;
 #[cfg(feature = "cuda")]
 mod view;
+pub mod visualize;
 
 pub use arena::DeviceArena;
 pub use buffer::Buffer;
-pub use cells::{ArenaCells, Cell, RegionCells};
 pub use compact::{BlockPin, CompactError, CompactOptions, CompactReport, Goal, Moved, StopReason};
 pub use config::{ArenaConfig, Growth};
 pub use driver::host::HostDriver;
@@ -143,7 +142,7 @@ pub use error::{Bound, DeviceError};
 pub use interop::{ExportError, Exported, ImportError, Imported};
 pub use lane::Lane;
 pub use lease::Lease;
-pub use picture::ArenaMap;
+pub use occupancy::{ArenaOccupancy, OccupancyCell, RegionOccupancy};
 #[cfg(feature = "cuda")]
 pub use pinned::PinnedView;
 pub use pinned::{
@@ -163,6 +162,7 @@ pub use sleep::{
     WakeReport,
 };
 pub use snapshot::{AllocFailures, ArenaGlance, ArenaSnapshot, RegionSnapshot};
+pub use visualize::ArenaMap;
 
 #[cfg(all(test, lowtide_loom))]
 mod models;

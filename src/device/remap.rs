@@ -18,11 +18,11 @@ use super::books::{Books, Leaving};
 use super::driver::DeviceAddress;
 use super::driver::sealed::Key;
 use super::index::Span;
-use super::picture::Act;
 use super::reclaim::CALLS_MAX;
 use super::region::Region;
 use super::segment::Run;
 use super::shared::Shared;
+use super::visualize::Act;
 use crate::clock::Clock;
 use crate::sync::{MutexGuard, lock};
 

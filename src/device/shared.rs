@@ -399,7 +399,7 @@ impl Shared {
         self.closed.store(false, Ordering::Relaxed);
         if count == 0 {
             let (arena, bytes) = (self.name.clone(), snapshot.imported);
-            return Err(DeviceError::AdoptedHeld { arena, count: held, bytes });
+            return Err(DeviceError::ImportedHeld { arena, count: held, bytes });
         }
         Err(DeviceError::LiveBlocks { arena: self.name.clone(), count, bytes: snapshot.live })
     }

@@ -54,7 +54,7 @@ pub struct Shortage<'a> {
     /// The size of the block.
     pub requested: ByteSize,
     /// The resource that is short.
-    pub lack: ShortageInfo,
+    pub cause: ShortageInfo,
 }
 
 type Callback = Box<dyn Fn(&Shortage<'_>) -> bool + Send + Sync>;
@@ -300,8 +300,8 @@ impl Shared {
                 outcome => return outcome,
             }
         }
-        let (requested, lack) = numbers(&refusal);
-        let asked = turn.ask(&Shortage { arena: &self.name, region, requested, lack });
+        let (requested, cause) = numbers(&refusal);
+        let asked = turn.ask(&Shortage { arena: &self.name, region, requested, cause });
         if self.check_here().is_err() {
             return Err(Refusal { cause: Cause::Uncounted, error: DeviceError::Forked });
         }
@@ -327,12 +327,12 @@ fn numbers(refusal: &Refusal) -> (ByteSize, ShortageInfo) {
         | DeviceError::OutOfAddresses { requested, .. } => requested,
         _ => ByteSize::ZERO,
     };
-    let lack = match refusal.cause {
+    let cause = match refusal.cause {
         Cause::Limit { over } => ShortageInfo::Limit { over: ByteSize::new(over) },
         Cause::Addresses => ShortageInfo::Addresses,
         Cause::Device | Cause::Driver | Cause::Uncounted => ShortageInfo::Device,
     };
-    (requested, lack)
+    (requested, cause)
 }
 
 impl fmt::Debug for Callbacks {

@@ -396,7 +396,7 @@ impl Shared {
 
     fn unload_named(&self, name: &str) -> Result<String, String> {
         let resource = self.resource_named(name).map_err(|error| error.to_string())?;
-        if resource.unload(UnloadReason::Asked) {
+        if resource.unload(UnloadReason::Manual) {
             self.queue.push_one(Job::Purge { trigger: Trigger::Unload });
             return Ok("unloaded".to_owned());
         }

@@ -96,7 +96,7 @@ impl Shared {
             let given = self.give_idle_back(verdict.wanted);
             self.device.given_back.fetch_add(given.get(), Ordering::Relaxed);
         }
-        match verdict.tide {
+        match verdict.trend {
             Trend::Same => {}
             Trend::Short => {
                 log!(

@@ -47,7 +47,7 @@ use crate::clock::{Bell, Clock, Moment};
 use crate::config::Config;
 use crate::control::{Admission, Budget, Cost, Job, JobQueue, Resource, Trigger};
 use crate::control::{Level, ResourceStats};
-use crate::device::{ArenaCells, ArenaConfig, DeviceArena};
+use crate::device::{ArenaConfig, ArenaOccupancy, DeviceArena};
 use crate::fork::Birth;
 use crate::sync::{Mutex, lock};
 
@@ -311,12 +311,12 @@ impl Memory {
 
     /// Returns the layout of each arena by name: serving arenas first, then draining ones. The
     /// layouts have at most `cells_max` cells in total, but at least 4 for each arena. Costs
-    /// [`DeviceArena::cells`] for each.
+    /// [`DeviceArena::occupancy`] for each.
     #[must_use]
-    pub fn cells(&self, cells_max: usize) -> Vec<(String, ArenaCells)> {
+    pub fn occupancy(&self, cells_max: usize) -> Vec<(String, ArenaOccupancy)> {
         let arenas = self.0.shared.arenas();
         let each = cells_max / (2 * arenas.len()).max(1);
-        arenas.iter().map(|arena| (arena.name().to_owned(), arena.cells(each))).collect()
+        arenas.iter().map(|arena| (arena.name().to_owned(), arena.occupancy(each))).collect()
     }
 
     /// Returns the names of the arenas in that order.

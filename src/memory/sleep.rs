@@ -26,7 +26,7 @@ pub(super) struct HostRoom {
 }
 
 impl HostBudget for HostRoom {
-    fn book(&self, bytes: ByteSize) -> Result<Box<dyn Any + Send>, String> {
+    fn reserve(&self, bytes: ByteSize) -> Result<Box<dyn Any + Send>, String> {
         match self.admission.try_reserve_resource(Cost::host(bytes)) {
             Ok(permit) => Ok(Box::new(permit)),
             Err(Rejected::Full { reserved, allowance, .. }) => {

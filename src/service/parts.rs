@@ -10,7 +10,7 @@ use serde_json::{Map, Value, json};
 
 use crate::bytes::ByteSize;
 use crate::clock::Moment;
-use crate::device::{ArenaCells, Cell, RegionCells};
+use crate::device::{ArenaOccupancy, OccupancyCell, RegionOccupancy};
 use crate::memory::{AdminTask, Event, HistorySample, Memory};
 use crate::sync::{Mutex, lock};
 
@@ -109,9 +109,9 @@ impl Maps {
         if let Some(kept) = kept.as_ref().filter(|kept| now < kept.until && kept.names == names) {
             return kept.maps.clone();
         }
-        let cells = memory.cells(CELLS_MAX);
-        let maps: Value = cells.iter().map(arena).collect();
-        let most = cells.iter().map(|(_, cells)| again(blocks(cells))).max();
+        let occupancy = memory.occupancy(CELLS_MAX);
+        let maps: Value = occupancy.iter().map(arena).collect();
+        let most = occupancy.iter().map(|(_, occupancy)| again(blocks(occupancy))).max();
         // A client that waits as advised gets new maps.
         let until = now + Duration::from_secs(most.unwrap_or(1)).mul_f64(0.5);
         *kept = Some(Kept { names, until, maps: maps.clone() });
@@ -119,16 +119,16 @@ impl Maps {
     }
 }
 
-fn blocks(cells: &ArenaCells) -> u64 {
-    cells.regions.iter().map(|region| region.blocks).sum()
+fn blocks(occupancy: &ArenaOccupancy) -> u64 {
+    occupancy.regions.iter().map(|region| region.blocks).sum()
 }
 
-fn arena((name, cells): &(String, ArenaCells)) -> Value {
+fn arena((name, occupancy): &(String, ArenaOccupancy)) -> Value {
     json!({
         "arena": name,
-        "again_in_seconds": again(blocks(cells)),
-        "granule_bytes": cells.granularity.get(),
-        "regions": cells.regions.iter().map(region).collect::<Vec<_>>(),
+        "again_in_seconds": again(blocks(occupancy)),
+        "granule_bytes": occupancy.granularity.get(),
+        "regions": occupancy.regions.iter().map(region).collect::<Vec<_>>(),
     })
 }
 
@@ -141,15 +141,15 @@ const fn again(blocks: u64) -> u64 {
 
 /// Returns runs of equal cells: the first, the count, and the live, pending, active and idle bytes
 /// of each.
-fn region(region: &RegionCells) -> Value {
-    let mut runs: Vec<(u64, Cell)> = Vec::new();
-    for &cell in &region.cells {
+fn region(region: &RegionOccupancy) -> Value {
+    let mut runs: Vec<(u64, OccupancyCell)> = Vec::new();
+    for &cell in &region.occupancy {
         match runs.last_mut() {
             Some((count, last)) if continues(last, *count, &cell) => *count += 1,
             _ => runs.push((1, cell)),
         }
     }
-    let run = |(count, cell): &(u64, Cell)| {
+    let run = |(count, cell): &(u64, OccupancyCell)| {
         let bytes = [cell.live, cell.pending, cell.active, cell.idle].map(ByteSize::get);
         json!([cell.nth, count, bytes[0], bytes[1], bytes[2], bytes[3]])
     };
@@ -162,8 +162,8 @@ fn region(region: &RegionCells) -> Value {
 }
 
 /// Returns `true` if a cell follows a run and equals its cells.
-fn continues(run: &Cell, count: u64, cell: &Cell) -> bool {
-    let parts = |cell: &Cell| [cell.live, cell.pending, cell.active, cell.idle];
+fn continues(run: &OccupancyCell, count: u64, cell: &OccupancyCell) -> bool {
+    let parts = |cell: &OccupancyCell| [cell.live, cell.pending, cell.active, cell.idle];
     cell.nth == run.nth + count && parts(cell) == parts(run)
 }
 

@@ -203,7 +203,7 @@ fn the_room_that_is_made_is_booked_for_the_load_from_beginning_to_end() {
     assert_eq!(*block_on(load).expect("loads"), ByteSize::mib(80));
     assert_eq!(rig.reserved(), ByteSize::mib(100));
     drop(small);
-    assert!(second.unload(UnloadReason::Asked));
+    assert!(second.unload(UnloadReason::Manual));
     assert_eq!(rig.reserved(), ByteSize::ZERO);
 }
 

@@ -224,7 +224,7 @@ fn the_cost_is_booked_before_the_load_and_until_after_the_clean_up() {
         .unload(move |_| assert_eq!(at_unload(), ByteSize::mib(3)))
         .build(Arc::new(ManualClock::new()), Some(admission.clone()));
     assert_eq!(*managed.acquire_blocking().expect("fits"), ByteSize::mib(3));
-    assert!(managed.unload(UnloadReason::Asked));
+    assert!(managed.unload(UnloadReason::Manual));
     assert_eq!(managed.stats().unload_panics_total, 0);
     assert_eq!(reserved(), ByteSize::ZERO);
     admission.close();
@@ -318,7 +318,7 @@ fn unloading_waits_for_guards_up_to_the_deadline_and_no_longer() {
         drop(guard);
         assert!(unload.join().expect("no panic").expect("idle now"));
     });
-    assert_eq!(managed.stats().unloads.total(UnloadReason::Asked), 1);
+    assert_eq!(managed.stats().unloads.total(UnloadReason::Manual), 1);
 }
 
 #[test]
@@ -594,7 +594,7 @@ fn the_late_value_of_a_hung_load_is_taken_apart_and_never_served() {
         "of one load"
     );
     drop(held);
-    assert!(managed.unload(UnloadReason::Asked));
+    assert!(managed.unload(UnloadReason::Manual));
     assert_eq!(hangs.taken_apart(), [0, 1]);
     assert_eq!(admission.ledger(Budget::Host).resource_reservations(), ByteSize::ZERO);
 }

@@ -119,7 +119,7 @@ fn refused(fake: &Guard, options: CudaOptions) -> CudaError {
 
 fn cause(error: CudaError) -> BackendFailure {
     match error {
-        CudaError::NoSuchRung { backend: Backend::CudaVirtualMemory, device: 0, cause } => cause,
+        CudaError::NoSuchBackend { backend: Backend::CudaVirtualMemory, device: 0, cause } => cause,
         other => panic!("{other}"),
     }
 }
@@ -138,7 +138,7 @@ fn a_function_that_is_missing_is_named_and_nothing_is_held() {
             let fake = Fake::start(LAZY);
             let symbol = name.to_str().expect("plain");
             let error = without(name, options).expect_err(symbol);
-            let CudaError::NoSuchRung { cause, .. } = cause_of(error, options) else {
+            let CudaError::NoSuchBackend { cause, .. } = cause_of(error, options) else {
                 panic!("{symbol}: skipped among others");
             };
             assert_eq!(cause, BackendFailure::NoFunction(symbol));
@@ -151,9 +151,9 @@ fn a_function_that_is_missing_is_named_and_nothing_is_held() {
 /// The error of one way, be it asked for or the only one looked at.
 fn cause_of(error: CudaError, options: CudaOptions) -> CudaError {
     match error {
-        CudaError::NoRung { device, mut skipped } if options.backend.is_none() => {
+        CudaError::NoBackend { device, mut skipped } if options.backend.is_none() => {
             let Some(Skipped { backend, cause, .. }) = skipped.pop() else { panic!("no cause") };
-            CudaError::NoSuchRung { backend, device, cause }
+            CudaError::NoSuchBackend { backend, device, cause }
         }
         other => other,
     }
@@ -279,7 +279,7 @@ fn a_rung_that_fails_its_trial_gives_way_to_the_next() {
     fake.fail(c"cuMemAllocFromPoolAsync", 1, 2);
     fake.fail(c"cuMemAlloc_v2", 1, 2);
     let error = refused(&fake, CudaOptions::default());
-    let CudaError::NoRung { device: 0, skipped } = &error else { panic!("{error}") };
+    let CudaError::NoBackend { device: 0, skipped } = &error else { panic!("{error}") };
     assert_eq!(skipped.len(), 3);
     for it in skipped {
         assert!(error.to_string().contains(&it.to_string()), "{error}");
@@ -293,7 +293,7 @@ fn a_context_that_is_lost_in_a_trial_ends_the_climb() {
     let fake = Fake::start(LAZY);
     fake.fail(c"cuMemcpyHtoDAsync_v2", 1, 700);
     let error = CudaDriver::open(CudaOptions::default()).expect_err("lost");
-    let CudaError::NoRung { skipped, .. } = &error else { panic!("{error}") };
+    let CudaError::NoBackend { skipped, .. } = &error else { panic!("{error}") };
     assert_eq!(skipped.len(), 1, "{error}");
     assert_eq!((fake.calls(c"cuMemPoolCreate"), fake.calls(c"cuMemAlloc_v2")), (0, 0));
 }
@@ -332,11 +332,11 @@ fn another_way_to_memory_than_there_is_is_refused() {
     let host = Some(Backend::Host);
     let error = refused(&fake, CudaOptions { backend: host, ..CudaOptions::default() });
     let cause = BackendFailure::NotCuda;
-    assert_eq!(error, CudaError::NoSuchRung { backend: Backend::Host, device: 0, cause });
+    assert_eq!(error, CudaError::NoSuchBackend { backend: Backend::Host, device: 0, cause });
     for backend in [Backend::CudaVirtualMemory, Backend::CudaPool] {
         let error = refused(&fake, way(Some(backend), MemoryKind::Managed));
         let cause = BackendFailure::NotManaged;
-        assert_eq!(error, CudaError::NoSuchRung { backend, device: 0, cause });
+        assert_eq!(error, CudaError::NoSuchBackend { backend, device: 0, cause });
     }
     for (options, _) in WAYS {
         let driver = CudaDriver::open(options).expect("this one");

@@ -208,7 +208,7 @@ fn what_cannot_be_adopted_is_named_and_its_release_not_called() {
     assert!(matches!(error, DeviceError::LiveBlocks { .. }), "{error}");
     bed.arena.reset().expect("freed");
     let error = bed.arena.close().expect_err("two are held");
-    assert!(matches!(error, DeviceError::AdoptedHeld { count: 2, .. }), "{error}");
+    assert!(matches!(error, DeviceError::ImportedHeld { count: 2, .. }), "{error}");
     drop((kept, rest));
     bed.arena.close().expect("they are released");
     assert_eq!(released.all().len(), 2);

@@ -34,7 +34,7 @@ fn callbacks_come_after_idle_memory_and_before_the_error_in_the_order_of_registr
         let (order, held) = (Arc::clone(&order), Arc::clone(&held));
         arena.on_shortage(move |shortage| {
             assert_eq!((shortage.arena, shortage.region), ("ladder", DYNAMIC));
-            order.lock().expect("no panic").push((name, shortage.requested, shortage.lack));
+            order.lock().expect("no panic").push((name, shortage.requested, shortage.cause));
             gives && evict(&held)
         })
     };
@@ -46,9 +46,9 @@ fn callbacks_come_after_idle_memory_and_before_the_error_in_the_order_of_registr
     drop(fits);
     let buffer = mib(&arena, 9).expect("the second gave 6 MiB");
     let (requested, over) = (ByteSize::mib(9), ByteSize::mib(6));
-    let lack = ShortageInfo::Limit { over };
+    let cause = ShortageInfo::Limit { over };
     let asked = std::mem::take(&mut *order.lock().expect("no panic"));
-    assert_eq!(asked, [("first", requested, lack), ("second", requested, lack)]);
+    assert_eq!(asked, [("first", requested, cause), ("second", requested, cause)]);
     assert_eq!(arena.snapshot().shortage_callbacks_total, 2);
     drop((first, second));
     mib(&arena, 9).expect_err("nobody is asked any more");
@@ -78,17 +78,17 @@ fn a_callback_is_told_that_the_device_or_the_addresses_are_what_is_missing() {
     let arena = on_device(&sim, config(ByteSize::MAX));
     let short = ArenaConfig { reserve: ByteSize::mib(16), ..config(ByteSize::MAX) };
     let short = on_device(&device(|_| {}), short);
-    for (arena, lack) in [(&arena, ShortageInfo::Device), (&short, ShortageInfo::Addresses)] {
+    for (arena, cause) in [(&arena, ShortageInfo::Device), (&short, ShortageInfo::Addresses)] {
         let kept = mib(arena, 6).expect("room");
         let told = Arc::new(Mutex::new(None));
         let tell = Arc::clone(&told);
         let _callback = arena.on_shortage(move |shortage| {
-            *tell.lock().expect("no panic") = Some(shortage.lack);
+            *tell.lock().expect("no panic") = Some(shortage.cause);
             false
         });
         let refused = mib(arena, 12).expect_err("6 of it are taken");
         assert!(refused.is_out_of_memory(), "{refused}");
-        assert_eq!(*told.lock().expect("no panic"), Some(lack));
+        assert_eq!(*told.lock().expect("no panic"), Some(cause));
         drop(kept);
         arena.validate();
     }

@@ -92,7 +92,7 @@ fn a_block_that_was_kept_counts_with_what_its_next_holder_asked_for() {
 
 #[test]
 fn nothing_is_kept_without_room_or_where_idle_memory_goes_at_once() {
-    let (arena, _) = open_with(ArenaConfig { front: ByteSize::ZERO, ..config() });
+    let (arena, _) = open_with(ArenaConfig { thread_cache: ByteSize::ZERO, ..config() });
     let churn = |arena: &DeviceArena| {
         for _ in 0..20 {
             drop(arena.alloc::<u8>(1 << 20, Region::Dynamic).expect("room"));
@@ -119,7 +119,7 @@ fn nothing_is_kept_without_room_or_where_idle_memory_goes_at_once() {
 #[test]
 fn a_front_keeps_no_more_than_its_room() {
     let front = ByteSize::mib(4);
-    let (arena, _) = open_with(ArenaConfig { front, ..config() });
+    let (arena, _) = open_with(ArenaConfig { thread_cache: front, ..config() });
     for size in [1_usize, 2, 3, 4, 5].map(|count| count << 20) {
         for _ in 0..8 {
             let held: Vec<Buffer<u8>> =

@@ -348,7 +348,8 @@ fn a_recorder_is_of_one_arena() {
 
 #[test]
 fn every_block_is_seen_where_a_recorder_is_on() {
-    let (arena, _, kept) = open(host(), ArenaConfig { front: ByteSize::mib(64), ..config() });
+    let (arena, _, kept) =
+        open(host(), ArenaConfig { thread_cache: ByteSize::mib(64), ..config() });
     arena.set_thread_cache(ByteSize::new(64 * MIB));
     for _ in 0..100 {
         drop(arena.alloc::<u8>(4096, Region::Dynamic).expect("room"));

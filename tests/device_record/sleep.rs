@@ -101,7 +101,7 @@ fn who_enters_allocates_resizes_or_closes_wakes_an_arena_once_in_the_recording_a
 struct Full;
 
 impl HostBudget for Full {
-    fn book(&self, _: ByteSize) -> Result<Box<dyn Any + Send>, String> {
+    fn reserve(&self, _: ByteSize) -> Result<Box<dyn Any + Send>, String> {
         Err("full".to_owned())
     }
 }

@@ -35,7 +35,7 @@ impl Drop for Booked {
 }
 
 impl HostBudget for Teller {
-    fn book(&self, bytes: ByteSize) -> Result<Box<dyn Any + Send>, String> {
+    fn reserve(&self, bytes: ByteSize) -> Result<Box<dyn Any + Send>, String> {
         let (stores, copies) = (self.sim.calls(Call::HostAlloc), self.sim.calls(Call::Offload));
         tell(&self.told, format!("{bytes} booked at {stores} stores and {copies} copies"));
         Ok(Box::new(Booked(Arc::clone(&self.told), self.panics)))
@@ -147,7 +147,7 @@ impl<F: Fn()> Drop for Asked<F> {
 }
 
 impl<F: Fn() + Clone + Send + Sync + 'static> HostBudget for Asks<F> {
-    fn book(&self, _: ByteSize) -> Result<Box<dyn Any + Send>, String> {
+    fn reserve(&self, _: ByteSize) -> Result<Box<dyn Any + Send>, String> {
         Ok(Box::new(Asked(self.0.clone())))
     }
 }

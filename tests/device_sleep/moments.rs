@@ -109,7 +109,7 @@ impl Drop for Booked {
 }
 
 impl HostBudget for Counted {
-    fn book(&self, _: ByteSize) -> Result<Box<dyn Any + Send>, String> {
+    fn reserve(&self, _: ByteSize) -> Result<Box<dyn Any + Send>, String> {
         self.0.fetch_add(1, Ordering::SeqCst);
         Ok(Box::new(Booked(Arc::clone(&self.0))))
     }
@@ -222,7 +222,7 @@ fn a_waker_that_panics_kept_others_from_being_told() {
 struct Replaced(Mutex<Option<DeviceArena>>);
 
 impl HostBudget for Replaced {
-    fn book(&self, _: ByteSize) -> Result<Box<dyn Any + Send>, String> {
+    fn reserve(&self, _: ByteSize) -> Result<Box<dyn Any + Send>, String> {
         if let Some(arena) = self.0.lock().expect("whole").take() {
             arena.set_host_budget(Arc::new(Counted::default()));
         }
@@ -255,7 +255,7 @@ fn a_budget_that_panics_when_it_is_dropped_left_the_arena_on_its_way_down() {
 struct Within(Mutex<Option<DeviceArena>>, Arc<Mutex<Option<DeviceError>>>);
 
 impl HostBudget for Within {
-    fn book(&self, _: ByteSize) -> Result<Box<dyn Any + Send>, String> {
+    fn reserve(&self, _: ByteSize) -> Result<Box<dyn Any + Send>, String> {
         let arena = self.0.lock().expect("whole").take().ok_or("once")?;
         let refused = arena.enter().map(drop).expect_err("it is on its way down");
         *self.1.lock().expect("whole") = Some(refused);

@@ -29,7 +29,7 @@ impl Drop for Booked {
 struct Shared(Arc<Budget>);
 
 impl HostBudget for Shared {
-    fn book(&self, bytes: ByteSize) -> Result<Box<dyn std::any::Any + Send>, String> {
+    fn reserve(&self, bytes: ByteSize) -> Result<Box<dyn std::any::Any + Send>, String> {
         let mut left = self.0.left.lock().expect("whole");
         if *left < bytes.get() {
             return Err(format!("{} left", ByteSize::new(*left)));

@@ -31,7 +31,7 @@ impl Counts {
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Learned {
     offered: Counts,
-    shed: Counts,
+    rejected: Counts,
     /// Those of the smallest class among them.
     pub(crate) small: u64,
 }
@@ -39,7 +39,7 @@ pub(crate) struct Learned {
 impl Learned {
     /// The part of the bytes that was shed.
     pub(crate) fn shed_ratio(&self) -> f64 {
-        self.shed.mib / self.offered.mib.max(1e-9)
+        self.rejected.mib / self.offered.mib.max(1e-9)
     }
 }
 
@@ -75,7 +75,7 @@ pub(crate) struct Look {
 pub(crate) struct Seen {
     pub(crate) offered: [Counts; 3],
     pub(crate) served: [Counts; 3],
-    pub(crate) shed: [Counts; 3],
+    pub(crate) rejected: [Counts; 3],
     pub(crate) learned: Learned,
     /// Of those shed, by reason in the order of [`RejectReason::ALL`].
     pub(crate) reasons: [u64; RejectReason::ALL.len()],
@@ -128,10 +128,10 @@ impl Seen {
     }
 
     pub(super) fn sheds(&mut self, class: usize, mib: f64, second: f64, reason: RejectReason) {
-        self.shed[class].add(mib);
+        self.rejected[class].add(mib);
         self.reasons[reason as usize] += 1;
         if second >= LEARNED {
-            self.learned.shed.add(mib);
+            self.learned.rejected.add(mib);
             self.learned.small += u64::from(class == 0);
         }
         self.last_shed = Some(second);
@@ -184,7 +184,7 @@ impl Seen {
     }
 
     pub(crate) fn shed_mib(&self) -> f64 {
-        self.shed.iter().map(|class| class.mib).sum()
+        self.rejected.iter().map(|class| class.mib).sum()
     }
 
     pub(crate) fn served_mib(&self) -> f64 {

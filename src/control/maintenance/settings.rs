@@ -94,7 +94,7 @@ pub enum SettingsError {
     },
     /// The correction factor is out of range.
     #[error("correction_factor is {value}: expected 1 to 5")]
-    Multiplier {
+    CorrectionFactor {
         /// The value given.
         value: f64,
     },
@@ -130,7 +130,7 @@ impl Settings {
             }
         }
         if !(K_MIN..=K_MAX).contains(&self.correction_factor) {
-            return Err(SettingsError::Multiplier { value: self.correction_factor });
+            return Err(SettingsError::CorrectionFactor { value: self.correction_factor });
         }
         if !(0.0..=0.5).contains(&self.jitter) {
             return Err(SettingsError::Jitter { value: self.jitter });

@@ -270,7 +270,7 @@ impl<T: Send + Sync + 'static> Managed<T> {
     /// # Errors
     /// [`UnloadError::Busy`] if the resource is still in use or loading when `wait` is over.
     pub fn unload_now(&self, wait: Duration) -> Result<bool, UnloadError> {
-        self.cell.unload_within(UnloadReason::Asked, wait)
+        self.cell.unload_within(UnloadReason::Manual, wait)
     }
 
     /// Wraps a value whose guard is already counted.

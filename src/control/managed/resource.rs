@@ -31,7 +31,7 @@ pub enum UnloadReason {
     /// A load or a request had no room.
     Eviction,
     /// An explicit unload was requested.
-    Asked,
+    Manual,
     /// The service shut down.
     Shutdown,
 }
@@ -39,7 +39,7 @@ pub enum UnloadReason {
 impl UnloadReason {
     /// All reasons.
     pub const ALL: [Self; 5] =
-        [Self::Idle, Self::Pressure, Self::Eviction, Self::Asked, Self::Shutdown];
+        [Self::Idle, Self::Pressure, Self::Eviction, Self::Manual, Self::Shutdown];
 
     /// Returns the label in metrics.
     #[must_use]
@@ -48,7 +48,7 @@ impl UnloadReason {
             Self::Idle => "idle",
             Self::Pressure => "pressure",
             Self::Eviction => "eviction",
-            Self::Asked => "manual",
+            Self::Manual => "manual",
             Self::Shutdown => "shutdown",
         }
     }

@@ -15,10 +15,10 @@ use crate::device::books::Books;
 use crate::device::driver::DeviceAddress;
 use crate::device::front::Kept;
 use crate::device::index::{End, Span, StaleBlock};
-use crate::device::picture::Act;
 use crate::device::ranges::BlockName;
 use crate::device::record::Operation;
 use crate::device::region::{Placed, Region, RegionBooks};
+use crate::device::visualize::Act;
 
 impl RegionBooks {
     /// Returns the number of times that blocks of the region were moved, or lost.

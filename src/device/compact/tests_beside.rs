@@ -12,7 +12,7 @@ use super::tests::{
 };
 use crate::bytes::ByteSize;
 use crate::clock::{Clock, SystemClock};
-use crate::device::picture::Act;
+use crate::device::visualize::Act;
 use crate::device::{ArenaConfig, Buffer, CompactOptions, Goal, Region, StopReason};
 use crate::sync::lock;
 

@@ -74,9 +74,9 @@ pub struct PinnedSnapshot {
     /// Bytes of those segments.
     pub obtained_bytes_total: u64,
     /// The number of driver calls that released a segment.
-    pub segments_given_back_total: u64,
+    pub segments_released_total: u64,
     /// Bytes of those segments.
-    pub given_back_bytes_total: u64,
+    pub released_bytes_total: u64,
     /// The number of segments that are pageable because locking failed, as the pool's kind allows.
     pub fallbacks_total: u64,
 }
@@ -176,8 +176,8 @@ impl PinnedSnapshot {
             alloc_failures_total: counted.totals.failures,
             segments_obtained_total: counted.totals.segments_obtained,
             obtained_bytes_total: counted.totals.obtained_bytes,
-            segments_given_back_total: counted.totals.segments_given_back,
-            given_back_bytes_total: counted.totals.given_back_bytes,
+            segments_released_total: counted.totals.segments_given_back,
+            released_bytes_total: counted.totals.given_back_bytes,
             fallbacks_total: counted.totals.fallbacks,
         }
     }
@@ -206,7 +206,7 @@ impl PinnedSnapshot {
         let there = self.committed.saturating_sub(self.arriving);
         assert!(there <= self.committed_peak, "committed - arriving <= committed_peak");
         assert!(self.frees_total <= self.allocs_total, "frees_total <= allocs_total");
-        let totals = (self.obtained_bytes_total, self.given_back_bytes_total);
+        let totals = (self.obtained_bytes_total, self.released_bytes_total);
         let difference = totals.0.checked_sub(totals.1);
         let arrived = self.committed.saturating_sub(self.arriving).get();
         assert_eq!(difference, Some(arrived), "obtained - given back = committed - arriving");

@@ -151,7 +151,7 @@ impl<'a> Probe<'a> {
                 self.low = height + 1;
                 (self.tried, self.rounds_at_goal) = (0, 0);
             }
-            Decision::StopReason => self.missed(height),
+            Decision::OutOfBudget => self.missed(height),
         }
     }
 

@@ -43,7 +43,7 @@ pub(super) enum Decision {
     /// It is proved that there are none in which each pair of items has one order from below.
     Failed,
     /// The nodes or the time ran out.
-    StopReason,
+    OutOfBudget,
 }
 
 /// An item as the search wants it, by its rank in the order.
@@ -170,7 +170,7 @@ impl<'a> Search<'a> {
             };
         }
         self.floors.blame.settle();
-        Decision::StopReason
+        Decision::OutOfBudget
     }
 
     fn start(&mut self, order: &[u32]) {

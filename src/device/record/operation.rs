@@ -56,7 +56,7 @@ impl Header {
             granule: self.layout.map(|layout| layout.granularity),
             decay: self.decay,
             growth: self.growth,
-            front: ByteSize::ZERO,
+            thread_cache: ByteSize::ZERO,
             ..ArenaConfig::new(self.name.clone())
         }
     }

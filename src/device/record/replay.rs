@@ -115,7 +115,7 @@ struct Budget {
 }
 
 impl HostBudget for Budget {
-    fn book(&self, _: ByteSize) -> Result<Box<dyn Any + Send>, String> {
+    fn reserve(&self, _: ByteSize) -> Result<Box<dyn Any + Send>, String> {
         if self.refuses.load(Ordering::Relaxed) {
             return Err("refused in the recording".to_owned());
         }

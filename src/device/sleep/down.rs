@@ -20,11 +20,11 @@ use crate::device::books::Books;
 use crate::device::driver::DriverError;
 use crate::device::driver::sealed::Key;
 use crate::device::error::DeviceError;
-use crate::device::picture::Act;
 use crate::device::planted::Planted;
 use crate::device::region::Region;
 use crate::device::segment::Run;
 use crate::device::shared::Shared;
+use crate::device::visualize::Act;
 use crate::sync::atomic::Ordering;
 use crate::sync::{caught, wait};
 

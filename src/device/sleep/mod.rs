@@ -153,7 +153,7 @@ pub trait HostBudget: Send + Sync {
     ///
     /// # Errors
     /// The reason for a refusal, as text: the arena then stays awake.
-    fn book(&self, bytes: ByteSize) -> Result<Box<dyn Any + Send>, String>;
+    fn reserve(&self, bytes: ByteSize) -> Result<Box<dyn Any + Send>, String>;
 
     /// Called when the host memory of a reservation is allocated and filled: from here on it is
     /// part of measured memory. Called with no lock held. Does nothing by default.
@@ -330,7 +330,7 @@ impl DeviceArena {
     /// struct Reserved(Arc<AtomicU64>, u64);
     ///
     /// impl HostBudget for Budget {
-    ///     fn book(&self, bytes: ByteSize) -> Result<Box<dyn Any + Send>, String> {
+    ///     fn reserve(&self, bytes: ByteSize) -> Result<Box<dyn Any + Send>, String> {
     ///         let left = |left: u64| left.checked_sub(bytes.get());
     ///         let refused = |left| format!("{} are left", ByteSize::new(left));
     ///         self.0.fetch_update(Relaxed, Relaxed, left).map_err(refused)?;

@@ -228,7 +228,7 @@ impl Shared {
     fn book(&self, bytes: ByteSize) -> Result<Option<Booking>, DeviceError> {
         let budget = self.books().sleep.budget.clone();
         let Some(budget) = budget else { return Ok(None) };
-        let error = match theirs(|| budget.book(bytes)) {
+        let error = match theirs(|| budget.reserve(bytes)) {
             Ok(Ok(booked)) => return Ok(Some((budget, booked))),
             Ok(Err(reason)) => DeviceError::HostBudget { arena: self.name.clone(), bytes, reason },
             Err(message) => DeviceError::Callback { message },

@@ -65,7 +65,7 @@ impl Account {
 }
 
 impl HostBudget for Budget {
-    fn book(&self, bytes: ByteSize) -> Result<Box<dyn Any + Send>, String> {
+    fn reserve(&self, bytes: ByteSize) -> Result<Box<dyn Any + Send>, String> {
         let account = &self.0;
         let nth = account.asked.fetch_add(1, Ordering::Relaxed);
         account.change(|booked| {

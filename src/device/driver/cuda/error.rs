@@ -36,7 +36,7 @@ pub enum CudaError {
     },
     /// The requested backend does not work on this device.
     #[error("backend {backend} does not work on CUDA device {device}: {cause}")]
-    NoSuchRung {
+    NoSuchBackend {
         /// The requested backend.
         backend: Backend,
         /// The device's ordinal.
@@ -46,7 +46,7 @@ pub enum CudaError {
     },
     /// No backend works on this device.
     #[error("cannot allocate on CUDA device {device}: {}", causes(.skipped))]
-    NoRung {
+    NoBackend {
         /// The device's ordinal.
         device: u32,
         /// The backends that were tried, in order.

@@ -105,9 +105,9 @@ pub(super) fn climb(
     if options.backend.is_some()
         && let Some(Skipped { backend, cause }) = skipped.pop()
     {
-        return Err(CudaError::NoSuchRung { backend, device, cause });
+        return Err(CudaError::NoSuchBackend { backend, device, cause });
     }
-    Err(CudaError::NoRung { device, skipped })
+    Err(CudaError::NoBackend { device, skipped })
 }
 
 /// The object that calls are made through: the library alone, or a context.
@@ -144,7 +144,11 @@ fn wanted(options: CudaOptions) -> Result<Vec<Backend>, BackendFailure> {
 }
 
 fn no_rung(options: CudaOptions, device: u32, cause: BackendFailure) -> CudaError {
-    CudaError::NoSuchRung { backend: options.backend.unwrap_or(Backend::CudaPlain), device, cause }
+    CudaError::NoSuchBackend {
+        backend: options.backend.unwrap_or(Backend::CudaPlain),
+        device,
+        cause,
+    }
 }
 
 /// Checks the functions and attributes that a backend needs. Allocates nothing and needs no

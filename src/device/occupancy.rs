@@ -10,9 +10,9 @@
 use super::arena::DeviceArena;
 use super::books::Books;
 use super::index::Span;
-use super::picture::GranuleState;
 use super::region::Region;
 use super::segment::Run;
+use super::visualize::GranuleState;
 use crate::bytes::ByteSize;
 
 /// Bytes of the smallest cell: a picture of an arena does not resolve smaller ones.
@@ -21,17 +21,17 @@ const CELL_MIN: u64 = 4 << 10;
 /// A map of an arena in cells.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct ArenaCells {
+pub struct ArenaOccupancy {
     /// The smallest unit that is committed.
     pub granularity: ByteSize,
     /// The regions in the order of [`Region::ALL`]; empty in a forked child.
-    pub regions: Vec<RegionCells>,
+    pub regions: Vec<RegionOccupancy>,
 }
 
 /// A region in cells of one size.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct RegionCells {
+pub struct RegionOccupancy {
     /// The region's name.
     pub region: &'static str,
     /// Bytes of each cell: a power of two.
@@ -39,13 +39,13 @@ pub struct RegionCells {
     /// The number of live blocks.
     pub blocks: u64,
     /// Cells with memory or a block, in address order.
-    pub cells: Vec<Cell>,
+    pub occupancy: Vec<OccupancyCell>,
 }
 
 /// The usage of one cell. The rest of it has no memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Cell {
+pub struct OccupancyCell {
     /// The cell's index in the region, from 0.
     pub nth: u64,
     /// Bytes of live blocks; more than `active` if they are asleep.
@@ -72,26 +72,26 @@ impl DeviceArena {
     /// # let config = ArenaConfig::new("embedder");
     /// let arena = DeviceArena::open(Arc::new(HostDriver::new()), clock, config)?;
     /// let activations = arena.alloc::<u8>(1 << 20, Region::Dynamic)?;
-    /// let cells = arena.cells(64);
-    /// let live: u64 = cells.regions[1].cells.iter().map(|cell| cell.live.get()).sum();
-    /// assert_eq!((cells.regions[1].blocks, live), (1, 1 << 20));
+    /// let occupancy = arena.occupancy(64);
+    /// let live: u64 = occupancy.regions[1].occupancy.iter().map(|cell| cell.live.get()).sum();
+    /// assert_eq!((occupancy.regions[1].blocks, live), (1, 1 << 20));
     /// # drop(activations);
     /// # Ok::<(), lowtide::device::DeviceError>(())
     /// ```
     #[must_use]
-    pub fn cells(&self, cells_max: usize) -> ArenaCells {
+    pub fn occupancy(&self, cells_max: usize) -> ArenaOccupancy {
         let shared = self.shared();
         if shared.check_here().is_err() {
-            return ArenaCells { granularity: ByteSize::ZERO, regions: Vec::new() };
+            return ArenaOccupancy { granularity: ByteSize::ZERO, regions: Vec::new() };
         }
         let books = shared.books();
         let of = |&region: &Region| region_cells(&books, region, cells_max);
         let regions = Region::ALL.iter().map(of).collect();
-        ArenaCells { granularity: ByteSize::new(books.bytes_of(1)), regions }
+        ArenaOccupancy { granularity: ByteSize::new(books.bytes_of(1)), regions }
     }
 }
 
-fn region_cells(books: &Books, region: Region, cells_max: usize) -> RegionCells {
+fn region_cells(books: &Books, region: Region, cells_max: usize) -> RegionOccupancy {
     let books_of = books.region(region);
     let strip = || Strip::new(cells_max.max(2));
     let (mut backed, mut active) = (strip(), strip());
@@ -126,8 +126,8 @@ fn region_cells(books: &Books, region: Region, cells_max: usize) -> RegionCells 
     });
     let mut pending = strip();
     books_of.pending.spans().for_each(|freed| pending.add(freed));
-    let (cell, cells) = joined([live, pending, active, backed], cells_max.max(2));
-    RegionCells { region: region.name(), cell: ByteSize::new(cell), blocks, cells }
+    let (cell, occupancy) = joined([live, pending, active, backed], cells_max.max(2));
+    RegionOccupancy { region: region.name(), cell: ByteSize::new(cell), blocks, occupancy }
 }
 
 /// Adds spans, in any order, to the cells with memory, and returns the number of spans. `None` if
@@ -164,7 +164,7 @@ fn spread(spans: impl Iterator<Item = Span>, backed: &Strip) -> Option<(Strip, u
 
 /// Cells with all four sums (live, pending, active, backed), of the smallest size of which there
 /// are few enough.
-fn joined(mut strips: [Strip; 4], cells_max: usize) -> (u64, Vec<Cell>) {
+fn joined(mut strips: [Strip; 4], cells_max: usize) -> (u64, Vec<OccupancyCell>) {
     let mut size = strips.iter().map(|strip| strip.size).max().unwrap_or(CELL_MIN);
     // Ends: with each turn cells are twice as large, and one holds everything at last.
     loop {
@@ -185,7 +185,7 @@ fn joined(mut strips: [Strip; 4], cells_max: usize) -> (u64, Vec<Cell>) {
             debug_assert!(active <= backed && backed <= size, "{active} <= {backed} <= {size}");
             let [live, pending, active, idle] =
                 [live, pending, active, backed - active].map(ByteSize::new);
-            Cell { nth, live, pending, active, idle }
+            OccupancyCell { nth, live, pending, active, idle }
         };
         return (size, places.into_iter().map(cell).collect());
     }
@@ -263,8 +263,8 @@ mod tests {
         DeviceArena::open(driver, clock, config).expect("opens")
     }
 
-    fn sum(region: &RegionCells, of: fn(&Cell) -> ByteSize) -> ByteSize {
-        region.cells.iter().map(of).sum()
+    fn sum(region: &RegionOccupancy, of: fn(&OccupancyCell) -> ByteSize) -> ByteSize {
+        region.occupancy.iter().map(of).sum()
     }
 
     #[test]
@@ -283,16 +283,16 @@ mod tests {
             }
         }
         for cells_max in [2, 7, 512, 4096] {
-            let cells = arena.cells(cells_max);
+            let occupancy = arena.occupancy(cells_max);
             let snapshot = arena.snapshot();
-            for (told, found) in snapshot.regions.iter().zip(&cells.regions) {
-                assert!(found.cells.len() <= cells_max, "{} cells", found.cells.len());
-                assert!(found.cells.is_sorted_by(|one, next| one.nth < next.nth));
+            for (told, found) in snapshot.regions.iter().zip(&occupancy.regions) {
+                assert!(found.occupancy.len() <= cells_max, "{} cells", found.occupancy.len());
+                assert!(found.occupancy.is_sorted_by(|one, next| one.nth < next.nth));
                 let live = told.live.saturating_add(told.cached);
                 assert_eq!(sum(found, |cell| cell.live), live, "{cells_max}");
                 assert_eq!(sum(found, |cell| cell.active), told.active, "{cells_max}");
                 assert_eq!(sum(found, |cell| cell.idle), told.idle, "{cells_max}");
-                for cell in &found.cells {
+                for cell in &found.occupancy {
                     assert!(cell.active.saturating_add(cell.idle) <= found.cell, "{cell:?}");
                     assert!(cell.live <= found.cell, "{cell:?}");
                 }
@@ -305,9 +305,9 @@ mod tests {
         let arena = arena(ByteSize::gib(1024));
         let small = arena.alloc::<u8>(100, Region::Dynamic).expect("room");
         let large = arena.alloc::<u8>(3 << 20, Region::Dynamic).expect("room");
-        let region = arena.cells(512).regions.remove(1);
+        let region = arena.occupancy(512).regions.remove(1);
         assert_eq!(region.blocks, 2);
-        let ends = region.cells.first().zip(region.cells.last());
+        let ends = region.occupancy.first().zip(region.occupancy.last());
         let (first, last) = ends.expect("some cells");
         assert!(last.nth - first.nth > 512, "they lie far apart, as small and large blocks do");
         assert!(region.cell <= ByteSize::kib(64), "and are drawn finely: {}", region.cell);
@@ -318,11 +318,11 @@ mod tests {
     fn an_empty_arena_has_no_cells_and_one_that_sleeps_shows_what_is_asleep() {
         use crate::device::{Contents, SleepOptions};
         let arena = arena(ByteSize::mib(64));
-        assert!(arena.cells(64).regions.iter().all(|region| region.cells.is_empty()));
+        assert!(arena.occupancy(64).regions.iter().all(|region| region.occupancy.is_empty()));
         let held = arena.alloc::<u8>(3 << 20, Region::Stable).expect("room");
         let (stable, dynamic) = (Contents::Discard, Contents::Discard);
         arena.sleep(SleepOptions { stable, dynamic, ..Default::default() }).expect("asleep");
-        let region = &arena.cells(64).regions[0];
+        let region = &arena.occupancy(64).regions[0];
         assert_eq!(sum(region, |cell| cell.live), ByteSize::mib(3));
         assert_eq!(sum(region, |cell| cell.active.saturating_add(cell.idle)), ByteSize::ZERO);
         drop(held);
