@@ -65,11 +65,12 @@ table! {
     HEAP_LIVE: Gauge "lowtide_heap_live_bytes" Bytes []
         "Bytes of heap blocks that the application has allocated and not freed.";
     HEAP_ACTIVE: Gauge "lowtide_heap_active_bytes" Bytes []
-        "Bytes of heap pages that contain at least one live block.";
+        "Bytes of heap pages that contain at least one live or cached block.";
     HEAP_RESIDENT: Gauge "lowtide_heap_resident_bytes" Bytes []
         "Bytes of the jemalloc heap in physical memory, as counted by jemalloc.";
     HEAP_RETAINED: Gauge "lowtide_heap_retained_bytes" Bytes []
-        "Physical bytes that the heap keeps in addition to live bytes: resident minus live.";
+        "Physical bytes that the heap keeps in addition to live bytes: resident minus live. \
+         Not jemalloc's stats.retained, which is lowtide_heap_unbacked_bytes.";
     HEAP_DIRTY: Gauge "lowtide_heap_dirty_bytes" Bytes []
         "Bytes of unused heap pages that are still in physical memory.";
     HEAP_MUZZY: Gauge "lowtide_heap_muzzy_bytes" Bytes []
@@ -86,8 +87,8 @@ table! {
         "Bytes of live blocks in a dedicated heap arena. The arena of a resource has the \
          resource's name; the first 64 names of a process are published.";
     HEAP_ARENA_RETAINED: Gauge "lowtide_heap_arena_retained_bytes" Bytes ["heap_arena"]
-        "Physical bytes that a dedicated heap arena keeps in addition to live bytes: active, \
-         dirty and muzzy minus live.";
+        "Physical bytes that a dedicated heap arena keeps in addition to live bytes: active \
+         plus dirty plus muzzy, minus live.";
     HEAP_ARENA_ACTIVE: Gauge "lowtide_heap_arena_active_bytes" Bytes ["heap_arena"]
         "Bytes of a dedicated heap arena's pages that contain at least one live or cached block.";
     HEAP_ARENA_PURGEABLE: Gauge "lowtide_heap_arena_purgeable_bytes" Bytes ["heap_arena"]
@@ -124,8 +125,8 @@ table! {
     DEVICE_COMMITTED: Gauge "lowtide_device_committed_bytes" Bytes ["device", "arena"]
         "Physical bytes that an arena has allocated from its driver.";
     DEVICE_RETAINED: Gauge "lowtide_device_retained_bytes" Bytes ["device", "arena"]
-        "Physical bytes that an arena keeps in addition to live bytes: committed minus live bytes \
-         that are awake.";
+        "Physical bytes that an arena keeps in addition to live bytes: committed minus those live \
+         bytes that are in device memory (live minus asleep).";
     DEVICE_RESERVED: Gauge "lowtide_device_reserved_bytes" Bytes ["device", "arena"]
         "Address space that an arena has reserved, with or without physical memory.";
     DEVICE_HOLES: Gauge "lowtide_device_hole_bytes" Bytes ["device", "arena"]
@@ -184,8 +185,8 @@ table! {
         "Bytes of device blocks moved by compaction.";
     DEVICE_RELEASED: Counter "lowtide_device_released_bytes_total" Bytes
         ["device", "arena", "cause"]
-        "Bytes of device memory released on request and not by decay, by cause (trim, which \
-         includes purges; shrink).";
+        "Bytes of device memory released on request rather than by decay, by cause (trim, which \
+         includes purges, or shrink).";
     DEVICE_SHORTAGE_CALLBACKS: Counter "lowtide_device_shortage_callbacks_total" Count
         ["device", "arena"]
         "Calls of shortage callbacks, which release memory when device memory is short.";
@@ -195,8 +196,8 @@ table! {
     DEVICE_LOCK_CONTENDED: Counter "lowtide_device_lock_contended_total" Count ["device", "arena"]
         "Times that a thread had to wait for a lock of an arena.";
     DEVICE_LOCK_WAIT: Gauge "lowtide_device_lock_wait_seconds" Seconds ["device", "arena"]
-        "Total time that threads have waited for an arena's lock. A gauge, because counters hold \
-         whole numbers.";
+        "Total time that threads have waited for an arena's lock. A gauge, because counters \
+         of the metrics facade are integers; rate() works all the same.";
     DEVICE_EXPORTED: Gauge "lowtide_device_exported_bytes" Bytes ["device", "arena"]
         "Bytes of blocks exported to other code (DLPack, raw pointers). The arena does not sleep \
          while any are exported.";
@@ -222,14 +223,16 @@ table! {
          and other allocators in this process (cudarc, ONNX Runtime).";
     DEVICE_WATERMARK_RELEASED: Counter "lowtide_device_watermark_released_bytes_total" Bytes
         ["device"]
-        "Idle bytes that arenas released because free device memory fell below the watermark.";
+        "Idle bytes that arenas released because free device memory fell below the watermark \
+         (LOWTIDE_DEVICE_WATERMARK).";
     PRESSURE_LEVEL: Gauge "lowtide_pressure_level" Count []
         "Pressure level of host memory: 0 none, 1 elevated, 2 high, 3 critical.";
     PRESSURE_LIMIT: Gauge "lowtide_pressure_limit_bytes" Bytes []
         "Limit of host memory; lowtide_pressure_limit_info names its source.";
     PRESSURE_LIMIT_INFO: Gauge "lowtide_pressure_limit_info" Count ["source"]
-        "1 for the source that set the limit of host memory (cgroup, high, machine, override, \
-         address_space, unknown), 0 for the others.";
+        "1 for the source that set the limit of host memory: cgroup (its hard limit), high \
+         (memory.high), machine, override (LOWTIDE_MEMORY_LIMIT or the builder), address_space \
+         (ulimit), unknown; 0 for the others.";
     PRESSURE_LIMIT_STALE: Gauge "lowtide_pressure_limit_stale" Count []
         "1 while the cgroup's limit cannot be read and the last value is used, else 0.";
     PRESSURE_EXHAUSTED: Gauge "lowtide_pressure_exhausted" Count []
@@ -244,34 +247,6 @@ table! {
     PRESSURE_CHARGED: Gauge "lowtide_pressure_charged_bytes" Bytes []
         "Anonymous and shared memory of the whole cgroup, including other processes; absent if no \
          memory cgroup can be read.";
-    ADMISSION_RESERVED: Gauge "lowtide_admission_reserved_bytes" Bytes ["budget"]
-        "Bytes reserved by admitted requests and loaded resources, as estimated.";
-    ADMISSION_CEILING: Gauge "lowtide_admission_ceiling_bytes" Bytes ["budget"]
-        "Amount of memory up to which requests are admitted; absent without a limit.";
-    ADMISSION_ALLOWANCE: Gauge "lowtide_admission_allowance_bytes" Bytes ["budget"]
-        "Reserved bytes up to which requests are admitted now: the ceiling corrected by \
-         measurement; absent without a limit.";
-    ADMISSION_CORRECTION_FACTOR: Gauge "lowtide_admission_correction_factor_ratio" Count ["budget"]
-        "Measured memory per reserved byte of requests, 1 to 5, initially 2; absent without a \
-         limit.";
-    ADMISSION_ADMITTED: Counter "lowtide_admission_admitted_total" Count []
-        "Requests admitted.";
-    ADMISSION_HELD: Gauge "lowtide_admission_permits" Count []
-        "Number of permits held now.";
-    ADMISSION_REJECTED: Counter "lowtide_admission_rejected_total" Count ["reason"]
-        "Requests rejected, by reason (too_large, full, pressure, shutting_down, exhausted, \
-         slow_start).";
-    ADMISSION_REQUESTS: Counter "lowtide_admission_requests_total" Count
-        ["budget", "size_class", "outcome"]
-        "Requests admitted, and requests rejected because they did not fit, by size class (its \
-         upper bound, or larger). Exempt requests are not counted; a class appears with its first \
-         request.";
-    ADMISSION_BYTES: Counter "lowtide_admission_bytes_total" Bytes
-        ["budget", "size_class", "outcome"]
-        "Estimated bytes of the requests counted by lowtide_admission_requests_total.";
-    ADMISSION_RESERVED_HEADROOM: Gauge "lowtide_admission_reserved_headroom_bytes" Bytes ["budget"]
-        "Bytes that every request must leave free because larger requests do not get their share; \
-         0 if all sizes do.";
     PRESSURE_TRANSITIONS: Counter "lowtide_pressure_transitions_total" Count ["to"]
         "Changes of the pressure level, by the new level (none, elevated, high, critical).";
     PRESSURE_OOM_KILLS: Counter "lowtide_pressure_oom_kills_total" Count []
@@ -285,7 +260,37 @@ table! {
          kind (some, full); absent if the kernel does not report it.";
     PRESSURE_STALL_TOTAL: Gauge "lowtide_pressure_stall_seconds" Seconds ["kind"]
         "Total time that tasks of the cgroup have waited for memory (PSI total), by kind (some, \
-         full). A gauge, because counters hold whole numbers.";
+         full). A gauge, because counters of the metrics facade are integers; rate() works all \
+         the same.";
+    ADMISSION_RESERVED: Gauge "lowtide_admission_reserved_bytes" Bytes ["budget"]
+        "Bytes reserved by admitted requests and loaded resources, as estimated.";
+    ADMISSION_CEILING: Gauge "lowtide_admission_ceiling_bytes" Bytes ["budget"]
+        "Share of the memory limit that requests, resources and other memory may fill; absent \
+         without a limit.";
+    ADMISSION_ALLOWANCE: Gauge "lowtide_admission_allowance_bytes" Bytes ["budget"]
+        "Sum of reserved bytes up to which requests are admitted now, computed from the ceiling, \
+         the memory that no request owns and the correction factor; absent without a limit.";
+    ADMISSION_CORRECTION_FACTOR: Gauge "lowtide_admission_correction_factor_ratio" Count ["budget"]
+        "Measured memory per reserved byte of requests, 1 to 5, initially 2; absent without a \
+         limit.";
+    ADMISSION_ADMITTED: Counter "lowtide_admission_admitted_total" Count []
+        "Requests admitted.";
+    ADMISSION_HELD: Gauge "lowtide_admission_permits" Count []
+        "Number of permits held now.";
+    ADMISSION_REJECTED: Counter "lowtide_admission_rejected_total" Count ["reason"]
+        "Requests rejected, by reason (too_large, full, pressure, shutting_down, exhausted, \
+         slow_start).";
+    ADMISSION_REQUESTS: Counter "lowtide_admission_requests_total" Count
+        ["budget", "size_class", "outcome"]
+        "Requests by outcome (admitted, or rejected because they did not fit) and by size class \
+         (its upper bound, or larger). Exempt requests are not counted; a class appears with its \
+         first request.";
+    ADMISSION_BYTES: Counter "lowtide_admission_bytes_total" Bytes
+        ["budget", "size_class", "outcome"]
+        "Estimated bytes of the requests counted by lowtide_admission_requests_total.";
+    ADMISSION_RESERVED_HEADROOM: Gauge "lowtide_admission_reserved_headroom_bytes" Bytes ["budget"]
+        "Room that each request, of any size, must find free or be rejected, because a class of \
+         large requests does not get its share; 0 if all classes do.";
     RESOURCE_LOADED: Gauge "lowtide_resource_loaded" Count ["resource"]
         "1 if the resource is loaded, else 0.";
     RESOURCE_GUARDS: Gauge "lowtide_resource_guards" Count ["resource"]
@@ -299,7 +304,7 @@ table! {
     RESOURCE_LAST_USED: Gauge "lowtide_resource_last_used_timestamp_seconds" Seconds ["resource"]
         "Time of the resource's last release, in seconds since the Unix epoch.";
     RESOURCE_LOADS: Counter "lowtide_resource_loads_total" Count ["resource", "outcome"]
-        "Loads of the resource, by outcome (ok, failed, or refused for lack of memory).";
+        "Loads of the resource, by outcome (ok, failed, and refused: for lack of memory).";
     RESOURCE_UNLOADS: Counter "lowtide_resource_unloads_total" Count ["resource", "reason"]
         "Unloads of the resource, by reason (idle, pressure, eviction, manual, shutdown).";
     RESOURCE_MEASURED: Gauge "lowtide_resource_measured_bytes" Bytes ["resource", "budget"]
@@ -311,7 +316,7 @@ table! {
     RESOURCE_LOAD_SECONDS: Gauge "lowtide_resource_last_load_seconds" Seconds ["resource"]
         "Duration of the resource's last load.";
     RESOURCE_UNLOAD_SECONDS: Gauge "lowtide_resource_last_unload_seconds" Seconds ["resource"]
-        "Duration of the resource's last unload function.";
+        "Duration of the last call of the resource's unload function.";
     RESOURCE_UNLOAD_PANICS: Counter "lowtide_resource_unload_panics_total" Count ["resource"]
         "Unload functions of the resource that panicked.";
     SAMPLER_LAST_RUN: Gauge "lowtide_sampler_last_run_timestamp_seconds" Seconds []

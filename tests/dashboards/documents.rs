@@ -15,7 +15,7 @@ const HEAD: &str = "\
 # Metrics
 
 This table lists every metric that lowtide publishes. It is generated from `src/metrics/names.rs`,
-and the test `tests/dashboards` compares the two. The worker publishes the metrics once a second by
+and the test `tests/dashboards` compares the two. A `Memory` publishes the metrics once a second by
 default, through the [`metrics`](https://docs.rs/metrics) facade, to the recorder that the
 application installed. Counters start at 0 with the process. A histogram has the series `_bucket`,
 `_sum` and `_count`. Prometheus adds the labels `job` and `instance`.
@@ -31,8 +31,12 @@ Label values that the table does not list:
 - `version`: the version of the crate. `profile`: `low-memory`, `balanced` or `throughput`.
   `allocator`: `jemalloc`.
 
-The series of each trigger, reason, outcome and level exist from the start, with the value 0. The
-series of a size class appear with its first request.
+The series of each `trigger`, `reason`, `outcome` and `to` exist from the start, with the value 0.
+The series of a size class appear with its first request.
+
+*Retained* bytes are physical memory that nothing uses. jemalloc's `stats.retained` is something
+else: it is `lowtide_heap_unbacked_bytes` here. A *granule* is the unit, 2 MiB on most GPUs, in
+which an arena commits memory.
 
 ";
 
