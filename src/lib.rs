@@ -1,12 +1,13 @@
 //! Keeps a service within its memory limit: rejects requests that do not fit, and returns unused
 //! memory within seconds, without a restart.
 //!
-//! `README.md` has the smallest service, `docs/GETTING_STARTED.md` the next steps.
+//! In the crate's folder, `README.md` has the smallest service, and `docs/GETTING_STARTED.md` the
+//! next steps.
 //!
 //! # Heap
 //!
-//! jemalloc as the global allocator. These two lines alone return unused memory a second after a
-//! load.
+//! jemalloc as the global allocator. On their own, these two lines return unused memory about a
+//! second after traffic falls.
 //!
 //! ```
 //! #[global_allocator]
@@ -22,15 +23,16 @@
 //!
 //! # Admission
 //!
-//! A [`Memory`] samples, decides, purges and publishes, on two threads. A request reserves its
-//! estimated bytes, or is rejected at once: 503 with `Retry-After`.
+//! A [`Memory`] measures the use of memory, decides what to admit, returns unused memory (a purge)
+//! and publishes metrics, on two threads. A request reserves its estimated bytes, or is rejected at
+//! once: 503 with `Retry-After`.
 //!
 //! ```
 //! use lowtide::control::Cost;
 //! use lowtide::service::{ContentLength, MemoryLayer};
 //! use lowtide::{ByteSize, Memory};
 //!
-//! // `Memory::start` uses the limit of the cgroup.
+//! // `LOWTIDE_MEMORY_LIMIT` replaces this limit, and a lower limit of the cgroup lowers it.
 //! let memory = Memory::builder().memory_limit(ByteSize::gib(1)).with_environment()?.start()?;
 //! println!("level {}; {:?}", memory.level(), memory.diagnostics());
 //! let permit = memory.admission().try_admit(Cost::host(ByteSize::mib(3)))?;
@@ -41,15 +43,16 @@
 //!     .route("/length", axum::routing::post(|body: String| async move { body.len().to_string() }))
 //!     .layer(MemoryLayer::new(memory.admission().clone(), estimate)); // works with tonic too
 //! # drop(app);
-//! println!("{}", memory.shutdown(std::time::Duration::from_secs(5))); // what is outstanding
+//! println!("{}", memory.shutdown(std::time::Duration::from_secs(5))); // what is still held
 //! # Ok::<(), lowtide::BoxError>(())
 //! ```
 //!
 //! # Device memory
 //!
-//! An arena allocates buffers, which are read through a lease. Idle memory is released after the
-//! decay time. A sleeping arena releases everything, and restores it at the same addresses. On a
-//! GPU (feature `cuda`) buffers are cudarc's slices; here they are in host memory.
+//! An arena allocates buffers, which are read through a lease. Memory that is idle for longer than
+//! the decay time ([`Builder::device_decay`](memory::Builder::device_decay)) is released. An arena
+//! that goes to sleep releases its memory; waking restores the contents at the same addresses. On a
+//! GPU (feature `cuda`) buffers can be borrowed as cudarc slices; here they are in host memory.
 //!
 //! ```
 //! use lowtide::Memory;
@@ -68,8 +71,8 @@
 //!
 //! # Models
 //!
-//! A model loads on first use, once however many callers wait. Its cost is reserved first. It is
-//! unloaded when idle, or when memory is short.
+//! A model is loaded on first use, and only once, however many callers wait for it. Its cost is
+//! reserved first. It is unloaded when idle, or when memory is short.
 //!
 //! ```
 //! use lowtide::{ByteSize, Memory};
@@ -84,7 +87,8 @@
 //!
 //! # Metrics
 //!
-//! The application installs the recorder and routes `/metrics`, `/healthz`, `/readyz`, `/memory`.
+//! The application installs the recorder, and passes requests for `/metrics`, `/healthz`, `/readyz`
+//! and `/memory` to `Endpoints`.
 //!
 //! ```
 //! use lowtide::Memory;
@@ -101,8 +105,9 @@
 //!
 //! # Features
 //!
-//! Features only add. Without `memory` the parts work alone; nothing is timed, admitted or
-//! published then.
+//! Features only add. Without `memory` the parts can be used separately, but no control loop drives
+//! them: the application calls decay, purge and publication itself, and an `Admission` has a fixed
+//! limit.
 //!
 //! | feature | default | contents |
 //! |---|---|---|

@@ -38,7 +38,7 @@ fn readme() -> Vec<Row> {
                 "Both need Rust {} or newer,",
                 values![between("Cargo.toml", "\nrust-version = \"", "\"")],
             ),
-            ("Once built, the first command takes about {},", values![spoken(lasts)]),
+            ("Once built, the first command takes about {}.", values![spoken(lasts)]),
             ("larger than a third of what may be reserved", values![]),
         ],
     )
