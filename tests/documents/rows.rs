@@ -110,14 +110,20 @@ fn seconds(time: Option<Duration>) -> String {
 /// Numbers that no constant of the crate holds: page, words, whose they are.
 pub(crate) const FIGURES: &[(&str, &str, &str)] = &[
     ("docs/OPERATING.md", "some 0.3 MiB of metadata per thread", "measured"),
-    ("docs/OPERATING.md", "were idle for 10 s, and their caches with them", "tokio's"),
+    ("docs/OPERATING.md", "being idle for 10 s, and their caches with them", "tokio's"),
+    ("docs/OPERATING.md", "(2 MiB on most GPUs)", "what devices say"),
     ("docs/OPERATING.md", "(300 to 600 MiB are reported)", "other people's measurements"),
     ("docs/OPERATING.md", "by handle (2 MiB, or `CudaOptions::handle`)", "what devices say"),
     ("docs/OPERATING.md", "each time 1 GiB (2^30 bytes) has been", "the line above: 30"),
-    ("docs/OPERATING.md", "By default one allocation in 512 KiB is sampled", "jemalloc's"),
+    (
+        "docs/OPERATING.md",
+        "By default one allocation is sampled per 512 KiB allocated",
+        "jemalloc's",
+    ),
     ("docs/DEPLOYING.md", "(the default from 23.0 on)", "Docker's"),
     ("docs/DEPLOYING.md", "user and licences (10.7 MiB):", "measured"),
-    ("docs/DEPLOYING.md", "The profile costs 4 to 27 % more CPU", "measured"),
+    ("docs/DEPLOYING.md", "took 8 % more CPU than jemalloc's defaults over 5 s", "measured"),
+    ("docs/DEPLOYING.md", "(`balanced`: 2 %)", "measured"),
     ("docs/DEPLOYING.md", "| 2 to 10 MiB, and `PROXY_WEIGHTS` once loaded |", "measured"),
     ("docs/DEPLOYING.md", "seccomp's default", "the runtime's"),
     ("docs/DEPLOYING.md", "runtime is every container's default,", "the runtime's"),

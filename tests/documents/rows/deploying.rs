@@ -96,8 +96,9 @@ fn formulas() -> Vec<Row> {
                 ],
             ),
             (
-                "({} corrections in a row, about {} in an idle service) a request counts once if \
-                 those before it have reserved no more than 1/{} of the ceiling.",
+                "After {} samples in a row without a measurement (about {} in an idle service), a \
+                 request is admitted at its plain cost, without the factor, if the requests in \
+                 progress have reserved at most 1/{} of the ceiling.",
                 values![word(unmeasured), spoken(waits), measured.to_string()],
             ),
             (

@@ -48,7 +48,7 @@ fn published() -> Rows {
             "Its worker thread publishes {} (`LOWTIDE_METRICS_INTERVAL`)",
             values![how_often(Config::METRICS_INTERVAL)],
         ),
-        ("runs it every {}. The exporter's own", values![time(hook)]),
+        ("runs after a publication, at most once in {}.", values![time(hook)]),
         // A hundred times as long lies between two.
         ("| a purge: about {} per MiB |", values![time(each / 100)]),
     ]
@@ -122,7 +122,7 @@ fn routes() -> Rows {
 
 fn kernel() -> Rows {
     let read = constant("src/memory/sensor.rs", "SIGNAL_MAX").time();
-    vec![("at most {} later while nothing moves", values![time(read)])]
+    vec![("at most {} later in an idle process", values![time(read)])]
 }
 
 fn purges() -> Rows {
@@ -138,19 +138,18 @@ fn purges() -> Rows {
     assert_eq!(growth[0].hold, growth[1].hold, "the page gives one time");
     let [a, b] = growth;
     vec![
-        ("the level is elevated or higher: every {} at most", values![time(pause)]),
+        ("the level is elevated or higher: at most once in {}, less", values![time(pause)]),
         (
-            "no request was held for {} or {} by profile, and more than {} and a quarter of the \
-             live bytes is purgeable",
-            values![
-                seconds(low.purge_when_idle_for),
-                seconds(balanced.purge_when_idle_for),
-                size(control.purge_floor.get())
-            ],
+            "no request was held for {} (`low-memory`) or {} (`balanced`; never in `throughput`)",
+            values![seconds(low.purge_when_idle_for), seconds(balanced.purge_when_idle_for)],
         ),
         (
-            "for {} the process has kept more than before, by profile: {} and {} of its \
-             anonymous memory, {} and {}, or never",
+            "more than {} is purgeable, and more than a quarter of the live bytes.",
+            values![size(control.purge_floor.get())],
+        ),
+        (
+            "for {} the process has kept more than before: by more than {} and {} of its \
+             anonymous memory (`low-memory`), or {} and {} (`balanced`); never in `throughput`",
             values![
                 time(a.hold),
                 size(a.floor.get()),
@@ -164,7 +163,7 @@ fn purges() -> Rows {
             values![time(each), percent(0.0001 / each.as_secs_f64())],
         ),
         (
-            "{} times in a decay time, from each {} to each {}.",
+            "{} times in a decay time, at intervals of {} to {}.",
             values![word(looks), heap("DECAY_INTERVAL_MIN"), heap("DECAY_INTERVAL_MAX")],
         ),
     ]
@@ -189,7 +188,7 @@ fn threads() -> Rows {
 fn device() -> Rows {
     let looks = constant("src/memory/builder.rs", "DEVICE_INTERVAL_MAX").time();
     let (low, high) = (Config::DEVICE_WATERMARK, wanted_of_a_full_device());
-    assert!((high / low - 1.5).abs() < 1e-6, "the page says one and a half of the watermark");
+    assert!((high / low - 1.5).abs() < 1e-6, "the page says 1.5 times the watermark");
     let calm = constant("src/control/watermark.rs", "CALM").time();
     let governor = "src/device/driver/cuda/governor.rs";
     let decay = written(governor, "let decay = DecayTime::from_duration(", ");").time();
@@ -200,7 +199,7 @@ fn device() -> Rows {
         ),
         ("`LOWTIDE_DEVICE_WATERMARK`, {} of the device by default,", values![percent(low)]),
         ("the last {} of the device are not kept idle", values![percent(high)]),
-        ("or when there was room for {}.", values![spoken(calm)]),
+        ("or when that much was free for {}.", values![spoken(calm)]),
         ("released after the decay time ({})", values![time(decay)]),
     ]
 }
@@ -236,8 +235,8 @@ fn heap_alerts() -> Rows {
             ],
         ),
         (
-            "for {} more than {} of the active pages is not live, and more than {} of it are \
-             holes",
+            "for {} more than {} of the active pages have not been live, and more than {} of that \
+             are holes",
             values![
                 spoken(fragmented.lasts),
                 percent(fragmented.after("fragmentation:ratio > ")),
@@ -260,7 +259,7 @@ fn host_alerts() -> Rows {
     vec![
         (
             "above {} of the limit for {}, with less than {} left. Purging began at {}, unloading \
-             at {}; from {} on requests are rejected",
+             at {}; from {} on only high-priority requests are admitted",
             values![
                 percent(near.after("per_limit:ratio > ")),
                 spoken(near.lasts),
@@ -271,17 +270,17 @@ fn host_alerts() -> Rows {
             ],
         ),
         (
-            "after requests had been rejected for {}. Requests are rejected as `exhausted` with a \
+            "after requests have been rejected for {}. Requests are rejected as `exhausted` with a \
              retry time of {} to {},",
             values![time(refused), time(exhausted), time(2 * exhausted)],
         ),
         (
-            "has grown for {} in a line that meets the limit within {}, has grown by more than \
-             {}, and the service is beyond {} of its limit",
+            "has grown by more than {} in {}, at a rate that reaches the limit within {} hours, \
+             and the service uses more than {} of its limit",
             values![
+                hours.size_after("[1h]) > "),
                 spoken(hours.window()),
                 word(hours.after("[1h], ") / 3600.0),
-                hours.size_after("[1h]) > "),
                 percent(hours.after("per_limit:ratio > "))
             ],
         ),
@@ -311,7 +310,7 @@ fn request_alerts() -> Rows {
         ),
         ("has failed within the last {}. Every request", values![spoken(fail.window())]),
         ("for memory within the last {} (`lowtide_pressure", values![spoken(kill.window())]),
-        ("**Meaning:** for {} an instance that has been scraped", values![spoken(down.lasts)]),
+        ("**Meaning:** for {} an instance that was scraped", values![spoken(down.lasts)]),
         (
             "has started {} times or more within {}: `lowtide_sampler",
             values![word(restarts.after("[30m])) > ") + 1.0), spoken(restarts.window())],
