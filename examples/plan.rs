@@ -39,13 +39,13 @@ struct Args {
     /// The maximum size of a segment, in bytes.
     #[arg(long)]
     segment_bytes: Option<u64>,
-    /// The time to look for a better plan.
+    /// The maximum time to search for a better plan.
     #[arg(long, default_value = "10s", value_parser = humantime::parse_duration)]
     budget: Duration,
     /// The file for a drawing of the plan, as SVG.
     #[arg(long)]
     svg: Option<PathBuf>,
-    /// Take the upper ends of lifetimes as the last steps.
+    /// Treat the upper end of each lifetime as its last step (inclusive).
     #[arg(long)]
     inclusive: bool,
 }

@@ -61,7 +61,7 @@ struct Cli {
     /// Connections at once.
     #[arg(long, default_value_t = 56)]
     connections: usize,
-    /// Text in one request.
+    /// Size of the text in one request.
     #[arg(long, default_value = "1m")]
     text: ByteSize,
     /// Size of the model's weights.

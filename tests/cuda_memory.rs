@@ -107,7 +107,7 @@ fn a_device_is_chosen_by_number_or_uuid_and_a_rung_by_its_name() {
     }
     let failed = Memory::builder().device(DeviceChoice::CudaOrdinal(2)).start();
     let Err(error @ StartError::NoCuda { .. }) = failed else { panic!("{failed:?}") };
-    let expected = "LOWTIDE_DEVICE=cuda:2: no CUDA device 2: expected a number below 2, \
+    let expected = "cannot open the device cuda:2: no CUDA device 2: expected a number below 2, \
                     the number of visible devices";
     assert_eq!(error.to_string(), expected);
     // What is asked for and not offered is an error, or the host's turn.

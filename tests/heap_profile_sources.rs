@@ -71,7 +71,7 @@ fn a_process_without_variables_has_what_the_binary_asks() {
 #[test]
 fn a_decay_of_zero_by_the_variable_is_read_back_with_its_cause() {
     let said = Said::with("dirty_decay_ms:0");
-    let difference = format!("dirty_decay_ms: asked 1000, found 0: set by the variable {READ}");
+    let difference = format!("dirty_decay_ms: requested 1000, found 0: set by the variable {READ}");
     assert_eq!(said.about("from binary"), [&*difference]);
     assert!(said.about("effective")[0].contains("dirty_decay=at once"), "{}", said.0);
     assert_eq!(said.about("ignored"), [""; 0]);
@@ -84,7 +84,7 @@ fn background_threads_are_off_where_the_variable_says_so() {
     let mut found = said.about("from binary");
     found.retain(|line| line.starts_with("background_thread"));
     let cause = if supported { "set by the variable" } else { "this build of jemalloc cannot" };
-    let difference = format!("background_thread: asked true, found false: {cause}");
+    let difference = format!("background_thread: requested true, found false: {cause}");
     assert!(found.len() == 1 && found[0].starts_with(&difference), "{found:?}");
     let effective = said.about("effective")[0];
     let off = if supported { "background_threads=(off)" } else { "(unsupported)" };
@@ -114,10 +114,10 @@ fn a_bad_string_is_told_piece_by_piece_and_the_process_runs_on() {
     let said = Said::with(bad);
     let ignored = said.about("ignored");
     let expected = [
-        "narenas: asked \"two\", found 4: jemalloc refused the value from the variable",
-        "malloc_conf: asked \"narena:3\", found nothing: unknown jemalloc setting",
-        "tcache_max: asked \"4096 \", found 32768: jemalloc refused the value from the variable",
-        "malloc_conf: asked \" narenas:2\", found nothing: jemalloc stopped reading the variable",
+        "narenas: requested \"two\", found 4: jemalloc refused the value from the variable",
+        "malloc_conf: requested \"narena:3\", found nothing: unknown jemalloc setting",
+        "tcache_max: requested \"4096 \", found 32768: jemalloc refused the value from the",
+        "malloc_conf: requested \" narenas:2\", found nothing: jemalloc stopped reading the",
     ];
     assert_eq!(ignored.len(), expected.len(), "{ignored:?}");
     for (line, start) in ignored.iter().zip(expected) {
@@ -125,8 +125,11 @@ fn a_bad_string_is_told_piece_by_piece_and_the_process_runs_on() {
     }
     // The rest of it took effect; jemalloc itself says the same on standard error.
     let differences = said.about("from binary");
-    assert!(differences[0].starts_with("dirty_decay_ms: asked 1000, found 500"), "{differences:?}");
-    assert!(differences[1].starts_with("thp: asked default, found never"), "{differences:?}");
+    assert!(
+        differences[0].starts_with("dirty_decay_ms: requested 1000, found 500"),
+        "{differences:?}"
+    );
+    assert!(differences[1].starts_with("thp: requested default, found never"), "{differences:?}");
     for complaint in ["value: narenas:two", "pair: narena:3", "value: tcache_max", "Malformed"] {
         assert!(said.1.contains(complaint), "{complaint:?} is missing in {}", said.1);
     }
@@ -137,6 +140,6 @@ fn a_variable_cannot_raise_the_number_of_background_threads() {
     let said = Said::with("max_background_threads:4");
     assert!(said.about("effective")[0].contains("at most 2"), "{}", said.0);
     let ignored = said.about("ignored");
-    let capped = "max_background_threads: asked 4, found 2: jemalloc accepts at most 2";
+    let capped = "max_background_threads: requested 4, found 2: jemalloc accepts at most 2";
     assert!(ignored.len() == 1 && ignored[0].starts_with(capped), "{ignored:?}");
 }

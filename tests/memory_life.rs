@@ -378,7 +378,7 @@ fn a_limit_that_can_never_work_is_said_once_with_both_numbers() {
     for (given, parts) in [
         (ByteSize::mib(300), ["300.0 MiB (code)", "100.0 MiB, the limit of the cgroup"]),
         // Other processes of the cgroup hold half of it and may end: no reason to refuse the start.
-        (ByteSize::mib(15), ["20.0 MiB in use", "the limit is 15.0 MiB (override)"]),
+        (ByteSize::mib(15), ["20.0 MiB in use", "the limit is 15.0 MiB, set by the configuration"]),
     ] {
         let memory = quiet().signals(tree.open()).memory_limit(given).start().expect("starts");
         let diagnostics = about(&memory, "limit");
@@ -424,7 +424,10 @@ fn a_limit_below_what_the_process_holds_already_is_refused_at_start() {
     tree.limit(ByteSize::mib(8));
     let memory = quiet().signals(tree.open()).start().expect("starts");
     let [note] = &about(&memory, "limit")[..] else { panic!("{:?}", memory.diagnostics()) };
-    assert!(note.contains("10.0 MiB in use") && note.contains("8.0 MiB (cgroup)"), "{note}");
+    assert!(
+        note.contains("10.0 MiB in use") && note.contains("8.0 MiB, set by the cgroup"),
+        "{note}"
+    );
     assert!(memory.shutdown(SOON).is_clean());
 }
 
@@ -644,7 +647,7 @@ impl<S: tracing::Subscriber> tracing_subscriber::Layer<S> for Log {
 #[test]
 fn dropping_the_last_handle_without_a_shutdown_logs_a_warning() {
     let _turn = turn();
-    let warning = (tracing::Level::WARN, "memory dropped without shutdown".to_owned());
+    let warning = (tracing::Level::WARN, "memory manager dropped without shutdown".to_owned());
     let memory = quiet().start().expect("starts");
     let admission = memory.admission().clone();
     assert!(!Log::of(|| drop(memory)).contains(&warning), "a handle is left");

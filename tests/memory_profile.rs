@@ -98,7 +98,7 @@ fn the_variable_and_string_that_a_note_names_are_what_mends_it() {
         let (variable, value) = set.split_once('=').expect("a variable and its value");
         let mut after = diagnostics(&[("LOWTIDE_PROFILE", profile), (variable, value)]);
         // The binary has 2 background threads at most, and nothing later can raise that.
-        let threads = "max_background_threads: asked 4, found 2";
+        let threads = "max_background_threads: requested 4, found 2";
         after.retain(|note| !note.starts_with(threads));
         assert_eq!(after, [""; 0], "{profile} with {set}");
     }
@@ -107,9 +107,9 @@ fn the_variable_and_string_that_a_note_names_are_what_mends_it() {
 #[test]
 fn what_the_variable_says_and_we_move_is_noted() {
     let diagnostics = diagnostics(&[(READ, "dirty_decay_ms:0,background_thread:false")]);
-    let moved = format!("dirty_decay_ms is changed from 0, set by the variable {READ}, to 1000: ");
+    let moved = format!("dirty_decay_ms was 0 (set by the variable {READ}) and is now 1000: ");
     assert!(diagnostics.iter().any(|note| note.starts_with(&moved)), "{diagnostics:?}");
-    let threads = "background_thread is changed from false, ";
+    let threads = "background_thread was false (";
     let supported = lowtide::host::background_threads_supported();
     assert!(
         !supported || diagnostics.iter().any(|note| note.starts_with(threads)),
@@ -120,7 +120,7 @@ fn what_the_variable_says_and_we_move_is_noted() {
 #[test]
 fn what_jemalloc_ignores_is_noted_whoever_asked() {
     let diagnostics = diagnostics(&[(READ, "narenas:many"), (UNREAD, "narenas:2")]);
-    let refused = "narenas: asked \"many\", found 4: jemalloc refused";
+    let refused = "narenas: requested \"many\", found 4: jemalloc refused";
     assert!(diagnostics[0].starts_with(refused), "{diagnostics:?}");
     let unread = format!("this build of jemalloc does not read {UNREAD}: it reads {READ}");
     assert!(diagnostics[1].ends_with(&unread), "{diagnostics:?}");

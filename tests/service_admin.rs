@@ -209,7 +209,7 @@ fn what_cannot_be_done_says_why_and_nothing_else_happens() {
     fails("wake?arena=weights", "awake");
     fails("unload?resource=model", "the resource is not loaded");
     let guard = model.acquire_blocking().expect("loads");
-    fails("unload?resource=model", "the resource is in use: 1 guards held");
+    fails("unload?resource=model", "the resource is in use (guards: 1)");
     let buffer = arena.alloc::<u8>(1 << 20, Region::Stable).expect("room");
     let lease = arena.enter().expect("awake");
     fails("sleep?arena=weights", "lease");

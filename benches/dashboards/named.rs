@@ -56,7 +56,7 @@ pub(crate) const PANELS: &[Named] = &[
     constant("Device memory by owner", "ABCD", STAND_IN),
     constant("Released for other processes", "A", NEIGHBOUR),
     constant("Exported and imported memory by arena", "AB", FOREIGN),
-    constant("Interoperability errors", "ABC", FAULTLESS),
+    constant("Interoperability and driver errors", "ABC", FAULTLESS),
     constant("Memory against the limit", "E", LIMIT),
     empty("Memory against the limit", "D", CGROUP),
     constant("Reserved and allowance", "D", LIMIT),
@@ -74,7 +74,7 @@ pub(crate) const PANELS: &[Named] = &[
     constant("Waiting callers", "A", FAST),
     constant("Lock contention", "A", MEET),
     constant("Lock wait time", "A", MEET),
-    constant("Clean-up panics", "A", FAULTLESS),
+    constant("Unload panics", "A", FAULTLESS),
 ];
 
 /// Metrics that a scrape may lack.

@@ -72,13 +72,13 @@ pub(crate) struct Args {
     /// Threads, each with a lane and a stream of its own.
     #[arg(long, default_value_t = 16, value_parser = at_least_one)]
     pub(crate) threads: usize,
-    /// Rounds of each loop of cuArena's.
+    /// Rounds of each loop of cuArena's benchmark.
     #[arg(long, default_value_t = 5_000, value_parser = at_least_one)]
     pub(crate) cuarena_rounds: usize,
-    /// By what their sizes are divided, where all of them are too much.
+    /// Divisor of the sizes in those loops, for devices with less memory.
     #[arg(long, default_value_t = 1, value_parser = at_least_one)]
     pub(crate) cuarena_part: usize,
-    /// The burst whose memory is to come back.
+    /// The size of the burst in the decay part.
     #[arg(long, default_value = "60GiB")]
     pub(crate) decay_size: ByteSize,
     /// The time after which idle memory is released.
@@ -90,7 +90,7 @@ pub(crate) struct Args {
     /// The amount of memory put to sleep; at most half of the available host memory.
     #[arg(long, default_value = "40GiB")]
     pub(crate) sleep_size: ByteSize,
-    /// The size of each block of it, and of those of the decay.
+    /// The size of each block in the sleep and decay parts.
     #[arg(long, default_value = "256MiB")]
     pub(crate) block: ByteSize,
     /// The number of sleeps and wakes; the goal is 100.
@@ -105,13 +105,13 @@ pub(crate) struct Args {
     /// The amount of memory remapped; twice as much is needed.
     #[arg(long, default_value = "10GiB")]
     pub(crate) remap_size: ByteSize,
-    /// The size of the holes that it comes from.
+    /// The size of the holes from which memory is remapped.
     #[arg(long, default_value = "64MiB")]
     pub(crate) remap_block: ByteSize,
     /// The amount live before every second block is freed and the rest is compacted.
     #[arg(long, default_value = "8GiB")]
     pub(crate) compact_size: ByteSize,
-    /// The size of each block of it.
+    /// The size of each block in the compaction part.
     #[arg(long, default_value = "32MiB")]
     pub(crate) compact_block: ByteSize,
 }

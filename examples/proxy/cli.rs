@@ -47,7 +47,7 @@ struct Cli {
     /// another site's page may point its own name at this address.
     #[arg(long, env = "PROXY_HOSTS", value_delimiter = ',', global = true)]
     hosts: Vec<String>,
-    /// Upstream address, e.g. <http://10.0.0.7:9000>; without it a small text service is started.
+    /// Upstream address, e.g. `http://10.0.0.7:9000`; without it a small text service is started.
     #[arg(long, env = "PROXY_UPSTREAM", value_parser = upstream)]
     upstream: Option<Uri>,
     /// Size of the embedding model's weights, at least 64 MiB.
@@ -70,18 +70,18 @@ struct Cli {
     #[arg(long, env = "PROXY_DRAIN", value_parser = humantime::parse_duration)]
     #[arg(default_value = "1s")]
     drain: Duration,
-    /// Time for requests to finish after that.
+    /// Time for requests to finish after the drain time.
     #[arg(long, env = "PROXY_GRACE", value_parser = humantime::parse_duration)]
     #[arg(default_value = "10s")]
     grace: Duration,
     /// Timeout for a stalled request body (408).
-    #[arg(long, env = "PROXY_BODY_PATIENCE", value_parser = humantime::parse_duration)]
+    #[arg(long, env = "PROXY_BODY_TIMEOUT", value_parser = humantime::parse_duration)]
     #[arg(default_value = "10s")]
-    body_patience: Duration,
+    body_timeout: Duration,
     /// Timeout for the head of a request, and so for an idle connection.
-    #[arg(long, env = "PROXY_HEAD_PATIENCE", value_parser = humantime::parse_duration)]
+    #[arg(long, env = "PROXY_HEAD_TIMEOUT", value_parser = humantime::parse_duration)]
     #[arg(default_value = "10s")]
-    head_patience: Duration,
+    head_timeout: Duration,
     /// Most connections at once; further ones wait. Each uses up to 3 file descriptors: no more are
     /// accepted than (`ulimit -n` - 48) / 3.
     #[arg(long, env = "PROXY_CONNECTIONS", default_value = "512", value_parser = connections)]
@@ -215,8 +215,8 @@ async fn run(cli: Cli) -> Result<(), BoxError> {
         seed: cli.seed,
         idle_unload: cli.idle_unload,
         limits: Limits {
-            body_patience: cli.body_patience,
-            head_patience: cli.head_patience,
+            body_timeout: cli.body_timeout,
+            head_timeout: cli.head_timeout,
             connections: cli.connections,
         },
         hears,

@@ -53,9 +53,9 @@ pub(crate) enum Phase {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
     /// The timeout of a stalled body.
-    pub(crate) body_patience: Duration,
+    pub(crate) body_timeout: Duration,
     /// The timeout of a request's head, and so of an idle connection.
-    pub(crate) head_patience: Duration,
+    pub(crate) head_timeout: Duration,
     /// Open connections at once; others wait to be accepted.
     pub(crate) connections: usize,
 }
@@ -63,8 +63,8 @@ pub(crate) struct Limits {
 impl Default for Limits {
     fn default() -> Self {
         Self {
-            body_patience: Duration::from_secs(10),
-            head_patience: Duration::from_secs(10),
+            body_timeout: Duration::from_secs(10),
+            head_timeout: Duration::from_secs(10),
             connections: 512,
         }
     }
@@ -152,7 +152,7 @@ async fn connection(
         request.extensions_mut().insert(ConnectInfo(from));
         let names_one_host = names_one_host(&request);
         let request = request.map(|body| match limits {
-            Some(limits) => Body::new(Patient::new(body, limits.body_patience)),
+            Some(limits) => Body::new(Patient::new(body, limits.body_timeout)),
             None => Body::new(body),
         });
         let (routes, now) = (routes.clone(), now.clone());
@@ -171,7 +171,7 @@ async fn connection(
     let connection = http1::Builder::new()
         .max_buf_size(forward::BUFFER_MAX)
         .timer(TokioTimer::new())
-        .header_read_timeout(limits.map(|limits| limits.head_patience))
+        .header_read_timeout(limits.map(|limits| limits.head_timeout))
         .serve_connection(TokioIo::new(stream), service);
     let mut connection = pin!(connection);
     // A broken connection is the client's affair.

@@ -54,10 +54,10 @@ pub struct Variable {
 ///   time such as 10m, or never
 /// * `LOWTIDE_DEVICE_MIN_AWAKE`: minimum time that a device arena stays awake after it was opened
 ///   or woken: a time such as 1m, or 0
-/// * `LOWTIDE_DEVICE_SLEEP_STABLE`: keep, discard or stay: what happens to the contents of stable
-///   regions in a sleep
-/// * `LOWTIDE_DEVICE_SLEEP_DYNAMIC`: keep, discard or stay: what happens to the contents of dynamic
-///   regions in a sleep
+/// * `LOWTIDE_DEVICE_SLEEP_STABLE`: keep (in host memory), discard or stay (in device memory):
+///   contents of stable regions in a sleep
+/// * `LOWTIDE_DEVICE_SLEEP_DYNAMIC`: keep (in host memory), discard or stay (in device memory):
+///   contents of dynamic regions in a sleep
 /// * `LOWTIDE_HEAP_DECAY`: time for which jemalloc keeps dirty pages: a time such as 1s, 0 or never
 /// * `LOWTIDE_BACKGROUND_THREADS`: maximum number of jemalloc's background threads; 0 for none
 /// * `LOWTIDE_PURGE_INTERVAL`: time between purges of the heap of a busy service: a time such as
@@ -130,12 +130,14 @@ pub const VARIABLES: &[Variable] = &[
     },
     Variable {
         name: "LOWTIDE_DEVICE_SLEEP_STABLE",
-        help: "keep, discard or stay: what happens to the contents of stable regions in a sleep",
+        help: "keep (in host memory), discard or stay (in device memory): contents of stable \
+               regions in a sleep",
         put: |settings, text| put(&mut settings.device_sleep_stable, text.parse::<Contents>()),
     },
     Variable {
         name: "LOWTIDE_DEVICE_SLEEP_DYNAMIC",
-        help: "keep, discard or stay: what happens to the contents of dynamic regions in a sleep",
+        help: "keep (in host memory), discard or stay (in device memory): contents of dynamic \
+               regions in a sleep",
         put: |settings, text| put(&mut settings.device_sleep_dynamic, text.parse::<Contents>()),
     },
     Variable {

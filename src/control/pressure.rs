@@ -122,7 +122,9 @@ pub enum ThresholdsError {
         value: f64,
     },
     /// The lower threshold of a level is not below its upper one.
-    #[error("thresholds of level {level} are up {up} and down {down}: expected down below up")]
+    #[error(
+        "level {level} is entered at {up} and left at {down}: expected to leave below the entry"
+    )]
     Inverted {
         /// The level.
         level: Level,

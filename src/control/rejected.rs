@@ -73,7 +73,7 @@ pub enum Rejected {
     /// allowed until then. Answer with 503. Only requests that are large compared to the allowance
     /// are rejected for this reason, and none after one second.
     #[error(
-        "memory need of this route is not measured yet: {running} requests running; retry in {} s",
+        "memory need of this route is not measured yet: {running} running; retry in {} s",
         retry_after.as_secs()
     )]
     SlowStart {

@@ -72,7 +72,8 @@ pub enum DeviceError {
     /// The region's address space has no free span of the requested size.
     #[error(
         "no address range for {requested} in a region of {reserved}: {live} live, largest free \
-         span {largest_span}, {compacted_span} or more after compaction; reserve more per region"
+         span {largest_span}, {compacted_span} or more after compaction; increase \
+         `ArenaConfig::reserve`"
     )]
     OutOfAddresses {
         /// The size of the requested block.
@@ -91,7 +92,7 @@ pub enum DeviceError {
     },
     /// The configured granule does not fit the driver.
     #[error(
-        "invalid granule {requested}: expected a power of two and a multiple of the driver's \
+        "invalid granule size {requested}: expected a power of two and a multiple of the driver's \
          {granularity}"
     )]
     Granule {
@@ -152,7 +153,7 @@ pub enum DeviceError {
         what: &'static str,
     },
     /// The buffer was not allocated on a lane of a cudarc stream, which a view needs.
-    #[error("buffer of arena {arena:?} has no cudarc stream: expected one of a `cuda_lane`")]
+    #[error("buffer of arena {arena:?} has no cudarc stream: expected a buffer of a `cuda_lane`")]
     NoStream {
         /// The arena.
         arena: String,
@@ -182,8 +183,8 @@ pub enum DeviceError {
     },
     /// Leases were held until the drain timeout; one of them may have been forgotten.
     #[error(
-        "arena {arena:?} cannot sleep: {leases} leases held, at least one at any time in the \
-         last {held_for:?}"
+        "arena {arena:?} cannot sleep: leases held without a pause for {held_for:.1?}, {leases} \
+         at the end"
     )]
     Leased {
         /// The arena.
@@ -264,7 +265,7 @@ pub enum DeviceError {
         bytes: ByteSize,
     },
     /// The call needs an arena whose imported values are all dropped.
-    #[error("arena {arena:?} has {count} imported values held, {bytes} in total: expected none")]
+    #[error("arena {arena:?} still holds {count} imported values, {bytes} in total: expected none")]
     ImportedHeld {
         /// The arena.
         arena: String,
@@ -341,7 +342,9 @@ pub enum DeviceError {
         message: String,
     },
     /// The arena was opened before a fork and is used in the child.
-    #[error("opened before a fork and used in the child: expected one opened in the child")]
+    #[error(
+        "the arena was opened before a fork and is used in the child: expected one opened there"
+    )]
     Forked,
     /// A driver call failed.
     #[error(transparent)]
@@ -352,7 +355,7 @@ pub enum DeviceError {
 fn bound_text(bound: Bound, limit: ByteSize) -> String {
     match bound {
         Bound::Limit => format!("limit {limit}"),
-        Bound::Driver => "out of driver memory".to_owned(),
+        Bound::Driver => "the driver is out of memory".to_owned(),
     }
 }
 

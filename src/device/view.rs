@@ -278,7 +278,7 @@ fn forget<T>(shared: &Shared, kept: Option<Box<Kept<T>>>) -> bool {
         return true;
     }
     shared.parked.fetch_add(1, Ordering::Relaxed);
-    log!(warn, arena = shared.name, ?outcome, "error while freeing a buffer view");
+    log!(warn, arena = shared.name, ?outcome, "buffer view free failed");
     false
 }
 

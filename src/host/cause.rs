@@ -38,7 +38,7 @@ impl Difference {
 impl fmt::Display for Difference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { setting, asked, found, cause } = self;
-        write!(f, "{setting}: asked {asked}, found {found}: {cause}")
+        write!(f, "{setting}: requested {asked}, found {found}: {cause}")
     }
 }
 
@@ -214,7 +214,10 @@ mod tests {
             cause: Cause::NoBackgroundThreads,
         };
         let text = difference.to_string();
-        assert!(text.starts_with("background_thread: asked true, found false: this "), "{text}");
+        assert!(
+            text.starts_with("background_thread: requested true, found false: this "),
+            "{text}"
+        );
         assert!(!difference.is_fixed_at_start());
     }
 

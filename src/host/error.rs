@@ -41,7 +41,9 @@ pub enum HostError {
         found: &'static str,
     },
     /// The object was created before a fork and is used in the child.
-    #[error("created before a fork and used in the child: expected a new one in the child")]
+    #[error(
+        "the heap object was created before a fork and is used in the child: expected a new one"
+    )]
     Forked,
 }
 

@@ -402,7 +402,7 @@ impl Shared {
         }
         Err(match resource.stats() {
             ResourceStats { loaded: false, .. } => "the resource is not loaded".to_owned(),
-            ResourceStats { guards, .. } => format!("the resource is in use: {guards} guards held"),
+            ResourceStats { guards, .. } => format!("the resource is in use (guards: {guards})"),
         })
     }
 }

@@ -449,11 +449,11 @@ fn settle_limit(config: &Config, signals: Signals, diagnostics: &mut Vec<Diagnos
     let found = signals.sample().limit;
     if found.is_known() && given > found.bytes {
         let text = format!(
-            "memory limit {given} ({}) is above {}, the limit of the {}, and has no \
+            "memory limit {given} ({}) is above {}, the limit of {}, and has no \
              effect: {} is in force",
             config.memory_limit.source,
             found.bytes,
-            found.source.name(),
+            found.source.phrase(),
             found.bytes
         );
         diagnostics.push(Diagnostic::warning("limit", text));
@@ -497,10 +497,10 @@ fn check_limit(
         return Err(StartError::LimitTooSmall { limit, from, held, least });
     }
     let text = format!(
-        "{} in use at start, and the limit is {limit} ({}): requests are rejected until less is \
-         in use; expected a larger limit",
+        "{} in use at start, and the limit is {limit}, set by {}: requests are rejected until less \
+         is in use; expected a larger limit",
         signal.physical,
-        signal.limit.source.name()
+        signal.limit.source.phrase()
     );
     diagnostics.push(Diagnostic::warning("limit", text));
     Ok(())

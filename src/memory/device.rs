@@ -129,7 +129,7 @@ impl Shared {
             match arena.trim(glance.committed.saturating_sub(part)) {
                 Ok(given) => left = left.saturating_sub(given),
                 Err(error) => {
-                    let text = format!("{}: {error}", arena.name());
+                    let text = format!("arena {}: trim failed: {error}", arena.name());
                     self.diagnostic(Diagnostic::warning("device", text));
                 }
             }

@@ -41,7 +41,7 @@ pub enum StartError {
         least: ByteSize,
     },
     /// A CUDA device was requested and cannot be opened.
-    #[error("LOWTIDE_DEVICE={device}: {cause}")]
+    #[error("cannot open the device {device}: {cause}")]
     NoCuda {
         /// The requested device.
         device: DeviceChoice,
@@ -90,7 +90,7 @@ fn meant(limit: ByteSize, least: ByteSize) -> String {
 #[non_exhaustive]
 pub enum MemoryError {
     /// The configured device is `none`.
-    #[error("cannot open arena {arena:?}: LOWTIDE_DEVICE is none")]
+    #[error("cannot open arena {arena:?}: the configured device is none")]
     NoDevice {
         /// The arena's name.
         arena: String,

@@ -161,7 +161,7 @@ impl Seen {
         }
         if self.kills > before.kills {
             let killed = self.kills - before.kills;
-            tell("kill", "cgroup", format!("{killed} OOM-killed by the kernel"));
+            tell("kill", "cgroup", format!("processes killed by the kernel (OOM): {killed}"));
         }
     }
 }
@@ -210,7 +210,7 @@ mod tests {
             "unload m: unloaded: pressure",
             "load m: loaded",
             "reject requests: rejected: 1 too_large, 3 full",
-            "kill cgroup: 2 OOM-killed by the kernel",
+            "kill cgroup: processes killed by the kernel (OOM): 2",
         ];
         assert_eq!(told, expected);
         now.since(&now, |kind, about, text| panic!("nothing new: {kind} {about}: {text}"));

@@ -28,8 +28,8 @@ pub(super) fn moved(
         .filter(|it| !it.is_fixed_at_start() && said(&it.cause) && untold(it.setting))
         .map(|Difference { setting, asked, found, cause }| {
             format!(
-                "{setting} is changed from {found}, {cause}, to {asked}: LOWTIDE_HEAP_DECAY, \
-                 LOWTIDE_BACKGROUND_THREADS and the profile set it"
+                "{setting} was {found} ({cause}) and is now {asked}: set it with \
+                 LOWTIDE_HEAP_DECAY, LOWTIDE_BACKGROUND_THREADS or the profile"
             )
         })
         .collect()

@@ -49,7 +49,7 @@ impl Shared {
         let all = lock(&self.governors).clone();
         for governor in all.iter().filter_map(Weak::upgrade) {
             if let Err(error) = governor.decay(now) {
-                let text = format!("governor of {}: {error}", governor.device());
+                let text = format!("pool governor of {}: {error}", governor.device());
                 self.diagnostic(Diagnostic::warning("device", text));
             }
         }

@@ -491,7 +491,7 @@ impl Drop for Running {
                 warn,
                 target: "lowtide",
                 requests_held = self.admission.stats().held(),
-                "memory dropped without shutdown"
+                "memory manager dropped without shutdown"
             );
         }
     }

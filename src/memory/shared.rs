@@ -216,7 +216,10 @@ impl Shared {
     /// Purges an arena and returns the released bytes. An error becomes a diagnostic.
     pub(super) fn purged(&self, arena: &DeviceArena) -> ByteSize {
         arena.purge().unwrap_or_else(|error| {
-            self.diagnostic(Diagnostic::warning("device", format!("{}: {error}", arena.name())));
+            self.diagnostic(Diagnostic::warning(
+                "device",
+                format!("arena {}: purge failed: {error}", arena.name()),
+            ));
             ByteSize::ZERO
         })
     }

@@ -312,7 +312,7 @@ impl Shared {
 
     fn shrink_arenas(&self) -> ShrinkOutcome {
         if self.driver.is_none() {
-            let reason = "LOWTIDE_DEVICE is none".to_owned();
+            let reason = "the configured device is none".to_owned();
             return ShrinkOutcome::Unsupported { reason };
         }
         let (mut released, mut failed) = (ByteSize::ZERO, None);

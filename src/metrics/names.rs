@@ -119,7 +119,8 @@ table! {
     DEVICE_REQUESTED: Gauge "lowtide_device_requested_bytes" Bytes ["device", "arena"]
         "Bytes of live device memory as requested by callers, before rounding.";
     DEVICE_ACTIVE: Gauge "lowtide_device_active_bytes" Bytes ["device", "arena"]
-        "Bytes of an arena's granules that contain at least one live or pending byte.";
+        "Bytes of an arena's granules (the units in which it commits memory) that contain at least \
+         one live or pending byte.";
     DEVICE_IDLE: Gauge "lowtide_device_idle_bytes" Bytes ["device", "arena"]
         "Bytes of an arena's committed granules that are entirely free.";
     DEVICE_COMMITTED: Gauge "lowtide_device_committed_bytes" Bytes ["device", "arena"]
@@ -164,7 +165,8 @@ table! {
         "Device blocks freed.";
     DEVICE_ALLOC_FAILURES: Counter "lowtide_device_alloc_failures_total" Count
         ["device", "arena", "reason"]
-        "Failed device allocations, by reason (limit, device, addresses or driver).";
+        "Failed device allocations, by reason: limit (the arena's), device (its memory is full), \
+         addresses (no free range), driver (an error).";
     DEVICE_COMMITS: Counter "lowtide_device_commits_total" Count ["device", "arena"]
         "Driver calls that committed device memory.";
     DEVICE_DECOMMITS: Counter "lowtide_device_decommits_total" Count ["device", "arena"]
@@ -271,8 +273,8 @@ table! {
         "Sum of reserved bytes up to which requests are admitted now, computed from the ceiling, \
          the memory that no request owns and the correction factor; absent without a limit.";
     ADMISSION_CORRECTION_FACTOR: Gauge "lowtide_admission_correction_factor_ratio" Count ["budget"]
-        "Measured memory per reserved byte of requests, 1 to 5, initially 2; absent without a \
-         limit.";
+        "Measured memory per reserved byte of requests, 1 to 5, initially 2 or \
+         LOWTIDE_CORRECTION_FACTOR; absent without a limit.";
     ADMISSION_ADMITTED: Counter "lowtide_admission_admitted_total" Count []
         "Requests admitted.";
     ADMISSION_HELD: Gauge "lowtide_admission_permits" Count []
@@ -294,7 +296,8 @@ table! {
     RESOURCE_LOADED: Gauge "lowtide_resource_loaded" Count ["resource"]
         "1 if the resource is loaded, else 0.";
     RESOURCE_GUARDS: Gauge "lowtide_resource_guards" Count ["resource"]
-        "Number of uses of the resource that are held now.";
+        "Number of guards of the resource that are held now. It is not unloaded while any \
+         are.";
     RESOURCE_LOADING: Gauge "lowtide_resource_loading" Count ["resource"]
         "1 while the resource is being loaded, else 0.";
     RESOURCE_WAITING: Gauge "lowtide_resource_waiting" Count ["resource"]
@@ -328,7 +331,7 @@ table! {
     SAMPLER_LATENESS: Gauge "lowtide_sampler_lateness_seconds" Seconds []
         "Largest delay of a tick of the control loop since the last publication.";
     DIAGNOSTICS: Gauge "lowtide_diagnostics" Count []
-        "Number of diagnostics: problems found at start or later. /memory lists them.";
+        "Number of warnings found at start or later. /memory lists them under diagnostics.";
     BUILD_INFO: Gauge "lowtide_build_info" Count ["version", "profile", "allocator"]
         "Always 1; the labels name the version, the profile and the allocator.";
 }

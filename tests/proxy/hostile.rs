@@ -20,7 +20,7 @@ async fn proxy(limits: Limits) -> Managed {
 }
 
 fn short_of_bodies() -> Limits {
-    Limits { body_patience: SHORT, ..Limits::default() }
+    Limits { body_timeout: SHORT, ..Limits::default() }
 }
 
 fn announce(path: &str, bytes: u64) -> String {
@@ -74,7 +74,7 @@ async fn a_refusal_waited_for_ever_for_a_body_that_never_came() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_body_that_comes_byte_by_byte_runs_out_of_credit() {
     // Long beside the pause between two bytes: a busy machine is not to end it by itself.
-    let limits = Limits { body_patience: 10 * SHORT, ..Limits::default() };
+    let limits = Limits { body_timeout: 10 * SHORT, ..Limits::default() };
     let proxy = proxy(limits).await;
     let chunked = "POST /words HTTP/1.1\r\nhost: here\r\ntransfer-encoding: chunked\r\n\r\n";
     let announced = announce("/words", 4_000_000);
@@ -115,7 +115,7 @@ async fn a_stream_that_stops_is_cut_off_and_frees_what_it_booked() {
 /// The bug: heads that were never finished, and idle connections, stayed for ever.
 #[tokio::test(flavor = "multi_thread")]
 async fn unfinished_heads_and_idle_connections_stayed_for_ever() {
-    let proxy = proxy(Limits { head_patience: SHORT, ..Limits::default() }).await;
+    let proxy = proxy(Limits { head_timeout: SHORT, ..Limits::default() }).await;
     for start in ["", "GET", "GET / HTTP/1.1\r\nhost: here\r\nx-long: "] {
         let mut client = Wire::connect(proxy.at).await;
         client.send(start).await;
@@ -131,7 +131,7 @@ async fn unfinished_heads_and_idle_connections_stayed_for_ever() {
 /// The bug: connections that did nothing took all descriptors, and nobody was well any more.
 #[tokio::test(flavor = "multi_thread")]
 async fn idle_connections_without_number_kept_operators_out() {
-    let limits = Limits { head_patience: SHORT, connections: 4, ..Limits::default() };
+    let limits = Limits { head_timeout: SHORT, connections: 4, ..Limits::default() };
     let proxy = proxy(limits).await;
     let mut idle = Vec::new();
     for _ in 0..16 {
@@ -146,7 +146,7 @@ async fn idle_connections_without_number_kept_operators_out() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn no_more_connections_are_served_than_there_are_places() {
-    let limits = Limits { head_patience: 4 * PATIENCE, connections: 2, ..Limits::default() };
+    let limits = Limits { head_timeout: 4 * PATIENCE, connections: 2, ..Limits::default() };
     let proxy = proxy(limits).await;
     let ask = "GET /healthz HTTP/1.1\r\nhost: here\r\n\r\n";
     let mut open = Vec::new();
@@ -170,7 +170,7 @@ async fn no_more_connections_are_served_than_there_are_places() {
 /// goes by `/healthz` restarted a service that was well.
 #[tokio::test(flavor = "multi_thread")]
 async fn clients_with_all_the_connections_had_operators_wait() {
-    let limits = Limits { head_patience: 4 * PATIENCE, connections: 2, ..Limits::default() };
+    let limits = Limits { head_timeout: 4 * PATIENCE, connections: 2, ..Limits::default() };
     let operators = Some(([127, 0, 0, 1], 0).into());
     let options = Options { limits, operators, ..Options::default() };
     let proxy = Managed::with(options, |builder| builder).await;

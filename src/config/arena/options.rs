@@ -209,7 +209,9 @@ pub enum CuArenaLimitError {
         cause: Option<DriverError>,
     },
     /// The device has no more free memory than the margin.
-    #[error("the device has {headroom} free: expected more than the margin of {CUARENA_MARGIN}")]
+    #[error(
+        "the device has {headroom} free: expected more than the {CUARENA_MARGIN} that stay free"
+    )]
     NothingLeft {
         /// The free memory.
         headroom: ByteSize,

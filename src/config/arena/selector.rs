@@ -115,13 +115,13 @@ impl FromStr for Targets {
 #[non_exhaustive]
 pub enum SelectorError {
     /// An empty selector, or an empty entry between two semicolons.
-    #[error("selector {selector:?} has an empty entry: expected for example cpu:0;gpu:0")]
+    #[error("selector {selector:?} has an empty entry: expected a list such as cpu:0;gpu:0")]
     Empty {
         /// The whole selector.
         selector: String,
     },
     /// An entry without a colon.
-    #[error("{entry:?} has no device number: expected for example cpu:0 or gpu:0")]
+    #[error("{entry:?} has no device number: expected a target such as cpu:0 or gpu:0")]
     NoId {
         /// The entry.
         entry: String,
@@ -133,7 +133,7 @@ pub enum SelectorError {
         entry: String,
     },
     /// An entry without a device number after the colon.
-    #[error("{entry:?} has an invalid device number: expected for example cpu:0 or gpu:0")]
+    #[error("{entry:?} has an invalid device number: expected a target such as cpu:0 or gpu:0")]
     Id {
         /// The entry.
         entry: String,

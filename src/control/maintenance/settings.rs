@@ -105,7 +105,7 @@ pub enum SettingsError {
         value: f64,
     },
     /// A time is zero, so that the loop would never rest.
-    #[error("{name} is zero: expected a time")]
+    #[error("{name} is zero: expected a time above zero")]
     ZeroTime {
         /// The name of the setting.
         name: &'static str,

@@ -67,6 +67,18 @@ impl LimitSource {
         Self::Unknown,
     ];
 
+    /// Returns a phrase for messages.
+    pub(crate) const fn phrase(self) -> &'static str {
+        match self {
+            Self::Cgroup => "the cgroup (memory.max)",
+            Self::High => "the cgroup (memory.high)",
+            Self::Machine => "the machine",
+            Self::Override => "the configuration",
+            Self::AddressSpace => "the address space (ulimit)",
+            Self::Unknown => "an unknown source",
+        }
+    }
+
     /// Returns the label in metrics.
     #[must_use]
     pub const fn name(self) -> &'static str {
@@ -182,7 +194,9 @@ pub enum SignalError {
         root: String,
     },
     /// The cgroup has more levels than are read.
-    #[error("the cgroup has more than {looked_at} levels: levels above are ignored")]
+    #[error(
+        "the cgroup is more than {looked_at} levels deep: limits of further ancestors are ignored"
+    )]
     Deep {
         /// The number of levels read.
         looked_at: usize,

@@ -74,7 +74,10 @@ pub enum DriverError {
     /// Device work accessed an address with no memory behind it (CUDA result 700). Every later call
     /// in the context fails: its memory is lost, and the process must be restarted or the device
     /// reset.
-    #[error("{call}: device work accessed an address with no memory behind it (code 700)")]
+    #[error(
+        "{call}: device work accessed an address without memory: the context is lost, \
+         restart the process (code 700)"
+    )]
     IllegalAddress {
         /// The call that reported the error; the work itself was started earlier.
         call: &'static str,

@@ -231,7 +231,7 @@ fn read(query: Option<&str>, name: &str) -> Result<AdminCommand, QueryError> {
             let query = Query::read(query, &["arena", "keep"], "arena or keep")?;
             let text = query.get("keep").unwrap_or("0");
             let keep = text.parse().map_err(|error: ParseByteSizeError| {
-                let expected = error.to_string();
+                let expected = error.expected().to_owned();
                 QueryError::Value { name: "keep", value: text.to_owned(), expected }
             })?;
             AdminCommand::Trim { arena: query.need("arena")?.to_owned(), keep }

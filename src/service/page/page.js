@@ -10,6 +10,7 @@
       if (bytes >= unit) return `${(bytes / unit).toFixed(1)} ${name}`;
     return `${bytes} B`;
   };
+  const bound = (bytes) => bytes === null ? "no limit" : size(bytes);
   const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString([], { hour12: false });
   const lasting = (seconds) => {
     const s = Math.ceil(seconds);
@@ -272,7 +273,7 @@
         : `of ${size(host.limit_bytes)} (${host.limit_source})`],
       ["Purgeable", size(host.purgeable_bytes), "released by a purge"],
       ["Heap, live", heap ? size(heap.live_bytes) : "unknown", heap ? `${size(heap.retained_bytes)} retained` : ""],
-      ["Device, live", size(sum((a) => a.live_bytes)), `${size(sum((a) => a.retained_bytes))} retained`],
+      ["Device, live", size(sum((a) => a.live_bytes - a.asleep_bytes)), `${size(sum((a) => a.retained_bytes))} retained`],
       ["Requests", `${requests.held} held`, `${requests.admitted} admitted, ${shed} rejected`],
     ];
     if (host.oom_kills) list.push(["OOM kills", host.oom_kills, "processes killed by the kernel"]);
@@ -293,9 +294,9 @@
       ["Budget", (row) => row.name],
       ["Pressure", (row, cell) => { cell.className = `level-${row.level}`; return row.level; }],
       ["Reserved", (row) => size(row.reserved_bytes), "number"],
-      ["Allowance", (row) => size(row.allowance_bytes), "number"],
-      ["Ceiling", (row) => size(row.ceiling_bytes), "number"],
-      ["Limit", (row) => row.name === "host" ? size(told.host.limit_bytes) : "per arena", "number"],
+      ["Allowance", (row) => bound(row.allowance_bytes), "number"],
+      ["Ceiling", (row) => bound(row.ceiling_bytes), "number"],
+      ["Limit", (row) => row.name === "host" ? bound(told.host.limit_bytes) : "per arena", "number"],
       ["Correction factor", (row) => row.correction_factor.toFixed(2), "number"],
       ["Share of allowance", (row, cell) => {
         if (!cell.firstChild) cell.append(make("span", { class: "bar", "aria-hidden": "true" }, make("span")), make("span"));
@@ -309,7 +310,7 @@
   const resources = (told) => table($("resources"), "Resources, and the time until they are unloaded if unused", [
     ["Resource", (row) => row.name],
     ["State", (row) => row.loaded ? "loaded" : row.waiting ? `loading, ${row.waiting} waiting` : "unloaded"],
-    ["Guards", (row) => row.guards, "number"],
+    ["In use by", (row) => row.guards, "number"],
     ["Reserved when loaded", (row) => size(row.cost_bytes.host + row.cost_bytes.device), "number"],
     ["Unloads in", (row) => row.unload_in_seconds === null
       ? row.loaded ? (row.guards ? "in use" : "never") : "–" : lasting(row.unload_in_seconds), "number"],

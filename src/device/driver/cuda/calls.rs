@@ -72,7 +72,7 @@ impl Calls {
     pub(super) fn log_not_undone(&self) {
         let errors = std::mem::take(&mut *lock(&self.not_undone));
         for error in errors {
-            log!(warn, %error, "driver rollback failed");
+            log!(warn, %error, "rollback of a driver call failed, memory may leak");
         }
     }
 

@@ -79,8 +79,9 @@ pub enum GovernorError {
     },
     /// The driver does not support pool limits.
     #[error(
-        "a pool limit of {limit} needs a CUDA driver of version 12020 or newer: found version \
-         {driver_version}"
+        "a pool limit of {limit} needs a driver for CUDA 12.2 or newer: found one for CUDA \
+         {}.{}",
+        driver_version / 1000, driver_version % 1000 / 10
     )]
     NoLimit {
         /// The requested limit.
@@ -274,7 +275,7 @@ impl PoolGovernor {
         let needs = Mutex::default();
         let of = Self { seat, device, pool, current, before, limit, decay, needs, _claim: claim };
         let device = &of.device;
-        log!(info, %device, limit = ?limit, "governing the current pool");
+        log!(info, %device, limit = ?limit, "pool governor started");
         Ok(of)
     }
 
@@ -456,7 +457,7 @@ impl Drop for PoolGovernor {
         }
         LEFT.fetch_add(1, Ordering::Relaxed);
         let cause = outcome.err().map_or_else(|| "still in use".to_owned(), |it| it.to_string());
-        log!(warn, device = %self.device, cause, "governed pool left behind");
+        log!(warn, device = %self.device, cause, "pool of a dropped governor not destroyed");
     }
 }
 
@@ -483,7 +484,7 @@ fn offered(calls: &Calls, device: i32) -> Result<(Pooling, Current), BackendFail
 /// Logs a failed rollback call, since no caller can receive the error.
 fn undone(outcome: Answer) {
     if let Err(error) = outcome {
-        log!(warn, %error, "driver rollback failed");
+        log!(warn, %error, "rollback of a driver call failed, memory may leak");
     }
 }
 

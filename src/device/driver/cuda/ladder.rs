@@ -234,7 +234,7 @@ fn take(seat: &Seat, way: Way) -> Result<Memory, BackendFailure> {
             let Ok(memory) = with(seat.call(|calls| Pool::of_device(calls, pooling))) else {
                 return Err(cause);
             };
-            log!(info, %cause, "using the device's shared pool");
+            log!(info, %cause, "own CUDA pool not usable, using the shared one");
             Ok(memory)
         }
     }
@@ -258,7 +258,7 @@ fn tried(seat: &Seat, memory: Memory) -> Result<Memory, BackendFailure> {
         Ok(()) => Ok(memory),
         Err(cause) => {
             if let Err(error) = memory.close(seat) {
-                log!(warn, %error, "driver rollback failed");
+                log!(warn, %error, "rollback of a driver call failed, memory may leak");
             }
             Err(cause)
         }

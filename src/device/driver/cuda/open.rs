@@ -113,7 +113,7 @@ impl CudaDriver {
                 info,
                 backend = %skipped.backend,
                 cause = %skipped.cause,
-                "falling back to the next CUDA backend"
+                "CUDA backend skipped"
             );
         }
         Ok(Self {
