@@ -75,7 +75,7 @@ survives() {
     served=$(grep -c '^200' "$scratch/answers" || true)
     shed=$(grep -c '^503 [0-9]' "$scratch/answers" || true)
     echo "$served answered 200, $shed answered 503 with Retry-After;" \
-        "/embed: $embedded answered 200, $refused 503; K $(figure multiplier host)"
+        "/embed: $embedded answered 200, $refused 503; correction factor $(figure correction_factor host)"
     [ "$served" -gt 0 ] || fail "nothing was answered 200"
     [ "$shed" -gt 0 ] || fail "nothing was shed: that was no overload"
     if grep -vq -e '^200' -e '^503 [0-9]' "$scratch/answers"; then
