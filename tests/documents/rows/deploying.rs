@@ -82,7 +82,7 @@ fn formulas() -> Vec<Row> {
             ),
             ("| ceiling | `LOWTIDE_CEILING` | {} |", values![ceiling.clone()]),
             (
-                "limit >= (other + model + {} x largest cost) / {} For",
+                "limit >= (other + {} x largest cost) / {} For",
                 values![start.to_string(), ceiling.clone()],
             ),
             (
@@ -102,7 +102,7 @@ fn formulas() -> Vec<Row> {
                 values![word(unmeasured), spoken(waits), measured.to_string()],
             ),
             (
-                "limit >= (other + model + largest cost) / ({} x (1 - {} / {}))",
+                "limit >= (other + largest cost) / ({} x (1 - {} / {}))",
                 values![ceiling, start.to_string(), measured.to_string()],
             ),
             (

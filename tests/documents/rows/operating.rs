@@ -114,7 +114,11 @@ fn routes() -> Rows {
         ("{} commands at once, then one a second", values![first_of_a_sentence(at_once("VERBS"))]),
         ("rejections {} at once, then one a second", values![at_once("LOGGED")]),
         (
-            "for each of at most {} routes the {}th percentile",
+            "doubles every {} while requests of the route run.",
+            values![time(constant("src/service/slow_start.rs", "STEP").time())],
+        ),
+        (
+            "for each of at most {} routes, the {}th percentile",
             values![of(learned, "ROUTES_MAX"), of(learned, "PERCENTILE")],
         ),
     ]
@@ -199,7 +203,7 @@ fn device() -> Rows {
         ),
         ("`LOWTIDE_DEVICE_WATERMARK`, {} of the device by default,", values![percent(low)]),
         ("the last {} of the device are not kept idle", values![percent(high)]),
-        ("or when that much was free for {}.", values![spoken(calm)]),
+        ("when the target has been free for {},", values![spoken(calm)]),
         ("released after the decay time ({})", values![time(decay)]),
     ]
 }
@@ -235,8 +239,8 @@ fn heap_alerts() -> Rows {
             ],
         ),
         (
-            "for {} more than {} of the active pages have not been live, and more than {} of that \
-             are holes",
+            "for {} more than {} of the bytes in active pages (those with a live or a cached \
+             block) have not been live, and more than {} of them are holes",
             values![
                 spoken(fragmented.lasts),
                 percent(fragmented.after("fragmentation:ratio > ")),
@@ -259,7 +263,7 @@ fn host_alerts() -> Rows {
     vec![
         (
             "above {} of the limit for {}, with less than {} left. Purging began at {}, unloading \
-             at {}; from {} on only high-priority requests are admitted",
+             at {}; from {} on only high-priority requests that fit",
             values![
                 percent(near.after("per_limit:ratio > ")),
                 spoken(near.lasts),
@@ -300,8 +304,8 @@ fn request_alerts() -> Rows {
     let each = std::time::Duration::from_secs_f64(1.0 / shed.after("rate5m > "));
     vec![
         (
-            "**Meaning:** for {} more than {} of the requests were rejected for lack of memory, \
-             and more than one every {},",
+            "**Meaning:** for {} more than {} of the requests were rejected, and more than one \
+             every {}.",
             values![spoken(shed.lasts), percent(shed.after("ratio5m > ")), spoken(each)],
         ),
         (
