@@ -23,9 +23,9 @@
 //!
 //! # Admission
 //!
-//! A [`Memory`] measures the use of memory, decides what to admit, returns unused memory (a purge)
-//! and publishes metrics, on two threads. A request reserves its estimated bytes, or is rejected at
-//! once: 503 with `Retry-After`.
+//! A [`Memory`] has two threads, which measure memory, set how much may be admitted, return unused
+//! memory (a purge) and publish metrics. A request reserves its estimated bytes on its own thread.
+//! If they do not fit, it is rejected: 503 with `Retry-After`, or 413 if they can never fit.
 //!
 //! ```
 //! use lowtide::control::Cost;
@@ -49,7 +49,7 @@
 //!
 //! # Device memory
 //!
-//! An arena allocates buffers, which are read through a lease. Memory that is idle for longer than
+//! An arena allocates buffers, which are read through a lease. Freed memory that stays unused for
 //! the decay time ([`Builder::device_decay`](memory::Builder::device_decay)) is released. An arena
 //! that goes to sleep releases its memory; waking restores the contents at the same addresses. On a
 //! GPU (feature `cuda`) buffers can be borrowed as cudarc slices; here they are in host memory.
