@@ -172,7 +172,7 @@ pub enum DeviceError {
     },
     /// The arena is in the wrong state: sleep needs an awake arena, wake a sleeping one.
     #[error(
-        "arena {arena:?} is {}: expected awake to sleep, or asleep to wake",
+        "arena {arena:?} is {}: a sleep expects it awake, a wake expects it asleep",
         state.name()
     )]
     State {
@@ -183,8 +183,8 @@ pub enum DeviceError {
     },
     /// Leases were held until the drain timeout; one of them may have been forgotten.
     #[error(
-        "arena {arena:?} cannot sleep: leases held without a pause for {held_for:.1?}, {leases} \
-         at the end"
+        "arena {arena:?} cannot sleep: {leases} leases are held, without a pause for \
+         {held_for:.1?}; end them, or look for a leaked lease"
     )]
     Leased {
         /// The arena.
@@ -205,7 +205,7 @@ pub enum DeviceError {
         bytes: ByteSize,
     },
     /// A thread entered the arena while it was falling asleep, or memory was freed continuously.
-    #[error("arena {arena:?} cannot sleep: it is in use")]
+    #[error("arena {arena:?} cannot sleep: a thread used it meanwhile; try again")]
     SleepCancelled {
         /// The arena.
         arena: String,

@@ -126,7 +126,7 @@ pub enum StillHeld {
     #[error("{0} of its pages have live or thread-cached blocks: expected none")]
     Active(ByteSize),
     /// A thread could not leave it at the end of a scope.
-    #[error("a thread is bound to it: expected none")]
+    #[error("a thread is bound to it and could not leave: expected that thread to end first")]
     Bound,
     /// A call to jemalloc failed.
     #[error(transparent)]

@@ -101,8 +101,8 @@ table! {
         "Heap purges by lowtide, by trigger (pressure, manual, unload, load, growth, idle, \
          periodic).";
     HEAP_PURGED: Counter "lowtide_heap_purged_bytes_total" Bytes ["heap"]
-        "Physical bytes released by heap purges of lowtide, by heap (jemalloc without its muzzy \
-         pages, muzzy, libc).";
+        "Physical bytes released by heap purges of lowtide, by heap: jemalloc (its dirty pages), \
+         muzzy (jemalloc's muzzy pages), libc (the heap of the C library).";
     HEAP_PURGE_SECONDS: Histogram "lowtide_heap_purge_duration_seconds" Seconds ["heap"]
         "Duration of a heap purge, by heap (jemalloc with its muzzy pages, libc).";
     PROCESS_RESIDENT: Gauge "lowtide_process_resident_bytes" Bytes []
@@ -267,8 +267,8 @@ table! {
     ADMISSION_RESERVED: Gauge "lowtide_admission_reserved_bytes" Bytes ["budget"]
         "Bytes reserved by admitted requests and loaded resources, as estimated.";
     ADMISSION_CEILING: Gauge "lowtide_admission_ceiling_bytes" Bytes ["budget"]
-        "Share of the memory limit that requests, resources and other memory may fill; absent \
-         without a limit.";
+        "Bytes that requests, resources and other memory may fill together: the memory limit times \
+         LOWTIDE_CEILING; absent without a limit.";
     ADMISSION_ALLOWANCE: Gauge "lowtide_admission_allowance_bytes" Bytes ["budget"]
         "Sum of reserved bytes up to which requests are admitted now, computed from the ceiling, \
          the memory that no request owns and the correction factor; absent without a limit.";
@@ -291,8 +291,8 @@ table! {
         ["budget", "size_class", "outcome"]
         "Estimated bytes of the requests counted by lowtide_admission_requests_total.";
     ADMISSION_RESERVED_HEADROOM: Gauge "lowtide_admission_reserved_headroom_bytes" Bytes ["budget"]
-        "Room that each request, of any size, must find free or be rejected, because a class of \
-         large requests does not get its share; 0 if all classes do.";
+        "Free allowance that a request below high priority must find, even if it is smaller than \
+         this, while a class of larger requests gets less than its share; else 0.";
     RESOURCE_LOADED: Gauge "lowtide_resource_loaded" Count ["resource"]
         "1 if the resource is loaded, else 0.";
     RESOURCE_GUARDS: Gauge "lowtide_resource_guards" Count ["resource"]

@@ -437,6 +437,7 @@ fn resource(stats: &ResourceStats, snapshot: &MemorySnapshot) -> Value {
     json!({
         "name": &*stats.name,
         "loaded": stats.loaded,
+        "loading": stats.loading || stats.waiting > 0,
         "guards": stats.guards,
         "waiting": stats.waiting,
         "loads": stats.loads_ok_total,

@@ -192,7 +192,7 @@ fn misuse_is_refused_and_nothing_is_lost() {
     let bed = Bed::new(Order::Lazy);
     let kept = bed.marked(MIB, Region::Dynamic, 1);
     let refused = bed.arena.wake().expect_err("it is awake");
-    let wanted = "is awake: expected awake to sleep, or asleep to wake";
+    let wanted = "is awake: a sleep expects it awake, a wake expects it asleep";
     assert_eq!(refused.to_string(), format!("arena \"sleeper\" {wanted}"));
     let lease = bed.arena.enter().expect("a lease");
     let nested = bed.arena.enter().expect("another");

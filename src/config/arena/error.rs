@@ -69,7 +69,7 @@ pub enum OptionFault {
         expected: String,
     },
     /// An option that is not read in this place. ONNX Runtime ignores such a key.
-    #[error("{key} is not read here: expected {expected}")]
+    #[error("{key} has no effect in these options: expected {expected}")]
     WrongScope {
         /// The key as spelled.
         key: String,

@@ -300,7 +300,7 @@
       ["Correction factor", (row) => row.correction_factor.toFixed(2), "number"],
       ["Share of allowance", (row, cell) => {
         if (!cell.firstChild) cell.append(make("span", { class: "bar", "aria-hidden": "true" }, make("span")), make("span"));
-        const share = row.allowance_bytes ? Math.min(1, row.reserved_bytes / row.allowance_bytes) : 0;
+        const share = row.allowance_bytes === null ? 0 : row.reserved_bytes >= row.allowance_bytes ? 1 : row.reserved_bytes / row.allowance_bytes;
         cell.firstChild.firstChild.style.width = `${100 * share}%`;
         write(cell.lastChild, row.allowance_bytes === null ? "no limit" : `${Math.round(100 * share)} %`);
       }],
@@ -309,9 +309,9 @@
 
   const resources = (told) => table($("resources"), "Resources, and the time until they are unloaded if unused", [
     ["Resource", (row) => row.name],
-    ["State", (row) => row.loaded ? "loaded" : row.waiting ? `loading, ${row.waiting} waiting` : "unloaded"],
+    ["State", (row) => row.loaded ? "loaded" : row.loading ? `loading, ${row.waiting} waiting` : "unloaded"],
     ["In use by", (row) => row.guards, "number"],
-    ["Reserved when loaded", (row) => size(row.cost_bytes.host + row.cost_bytes.device), "number"],
+    ["Reserved when loaded", (row) => `${size(row.cost_bytes.host)} host, ${size(row.cost_bytes.device)} device`, "number"],
     ["Unloads in", (row) => row.unload_in_seconds === null
       ? row.loaded ? (row.guards ? "in use" : "never") : "–" : lasting(row.unload_in_seconds), "number"],
     ["Loads", (row) => row.loads, "number"],
@@ -441,7 +441,7 @@
   };
 
   const show = (told) => {
-    if (!told.managed) throw new Error("memory is not managed in this process");
+    if (!told.managed) throw new Error("no Memory runs in this process");
     if (told.map) takeMaps(told.map);
     remember(told);
     admin_tasks(told);
@@ -484,7 +484,7 @@
         gap = true;
         next = Math.min(BACKOFF_MAX_MS, EVERY_MS * 2 ** failures);
         const trouble = $("trouble");
-        if (trouble.hidden) write(trouble, `No figures since ${clock(Date.now() / 1000)}: ${error.message}. The page shows old figures.`);
+        if (trouble.hidden) write(trouble, `No figures since ${clock(Date.now() / 1000)}: ${error.message}.`);
         trouble.hidden = false;
         write($("state"), `Next attempt in ${lasting(next / 1000)}.`);
       }
