@@ -234,7 +234,7 @@ fn take(seat: &Seat, way: Way) -> Result<Memory, BackendFailure> {
             let Ok(memory) = with(seat.call(|calls| Pool::of_device(calls, pooling))) else {
                 return Err(cause);
             };
-            log!(info, %cause, "own CUDA pool not usable, using the device's default pool");
+            log!(info, %cause, "own CUDA pool not usable, using the pool of the device");
             Ok(memory)
         }
     }
