@@ -448,7 +448,7 @@ impl Drop for Shared {
         let is_used = books.pending() > 0 || books.sleep.may_be_copied() || is_raw_used;
         if is_used {
             let bytes = ByteSize::new(books.backed());
-            log!(warn, arena = self.name, %bytes, "arena dropped while in use by the device, memory leaked");
+            log!(warn, arena = self.name, %bytes, "arena dropped in use, memory leaked");
         }
         for event in books.streams.events() {
             let _ = self.driver.event_destroy(event, Key::new());

@@ -77,7 +77,7 @@ impl DeviceArena {
         drop(books);
         if is_first {
             let (arena, backend) = (self.name(), self.backend());
-            log!(info, arena, %backend, "backend cannot restore addresses, releasing only idle memory");
+            log!(info, arena, %backend, "backend cannot sleep, releasing only idle memory");
         }
         self.purge().map(drop)
     }

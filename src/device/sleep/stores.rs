@@ -342,7 +342,7 @@ impl Shared {
         drop(books);
         let _ = theirs(|| drop(booked));
         if !bytes.is_zero() {
-            log!(warn, arena = self.name, %bytes, "host memory of a sleep kept for another release");
+            log!(warn, arena = self.name, %bytes, "host memory of a sleep not released yet");
         }
     }
 
