@@ -67,8 +67,9 @@ impl LimitSource {
         Self::Unknown,
     ];
 
-    /// Returns a phrase for messages.
-    pub(crate) const fn phrase(self) -> &'static str {
+    /// Returns a phrase for messages, such as `the cgroup (memory.max)`.
+    #[must_use]
+    pub const fn phrase(self) -> &'static str {
         match self {
             Self::Cgroup => "the cgroup (memory.max)",
             Self::High => "the cgroup (memory.high)",
