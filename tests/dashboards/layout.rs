@@ -22,7 +22,7 @@ const TYPES: [&str; 4] = ["timeseries", "stat", "state-timeline", "table"];
 const UNITS: [&str; 9] =
     ["bytes", "binBps", "percentunit", "s", "short", "none", "cpm", "ops", "reqps"];
 /// What every dashboard marks in the time of its panels.
-const ANNOTATIONS: [&str; 4] = ["sleep", "wake", "unload", "shed"];
+const ANNOTATIONS: [&str; 4] = ["sleep", "wake", "unload", "rejection"];
 /// By which the dashboards find each other.
 const TAG: &str = "lowtide";
 
