@@ -445,16 +445,16 @@ fn a_subscriber_that_panicked_left_admin_tasks_running() {
     let memory = Memory::builder().device(DeviceChoice::Host).start().expect("starts");
     let arena = memory.open_arena("weights").expect("opens");
     drop(arena.alloc::<u8>(9 << 20, Region::Stable).expect("room"));
-    let verbs = [
+    let commands = [
         AdminCommand::Purge,
         AdminCommand::Snapshot { arena: "weights".to_owned() },
         AdminCommand::Trim { arena: "weights".to_owned(), keep: ByteSize::ZERO },
     ];
-    for command in verbs {
+    for command in commands {
         memory.run_admin(command).expect("taken");
     }
     let is_done = |admin_task: &AdminTask| matches!(admin_task.state, AdminTaskState::Done(_));
-    support::until("all admin_tasks are done", || memory.admin_tasks().iter().all(is_done));
+    support::until("all admin tasks are done", || memory.admin_tasks().iter().all(is_done));
     arena.close().expect("nothing is live");
     assert!(arena.snapshot().committed.is_zero(), "it was closed to the end");
     assert!(memory.shutdown(SOON).is_clean());

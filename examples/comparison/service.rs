@@ -73,9 +73,9 @@ pub(crate) fn serve(setup: Setup) -> Result<(), BoxError> {
     let routes =
         Router::new().route("/", post(count_values)).layer(DefaultBodyLimit::max(BODY_MAX));
     let mut runtime = tokio::runtime::Builder::new_multi_thread();
-    let (routes, _memory) = match setup {
-        Setup::Jemalloc => (routes, None),
-        Setup::Concurrency => (routes.layer(GlobalConcurrencyLimitLayer::new(CONCURRENCY)), None),
+    let routes = match setup {
+        Setup::Jemalloc => routes,
+        Setup::Concurrency => routes.layer(GlobalConcurrencyLimitLayer::new(CONCURRENCY)),
         Setup::Lowtide => {
             runtime
                 .on_thread_start(lowtide::memory::on_thread_start)
@@ -83,9 +83,7 @@ pub(crate) fn serve(setup: Setup) -> Result<(), BoxError> {
             let memory = Memory::builder().memory_limit(LIMIT).start()?;
             let estimate =
                 ContentLength::new(ByteSize::mib(2)).factor(FACTOR).least(ByteSize::kib(16));
-            let layer = MemoryLayer::new(memory.admission().clone(), estimate);
-            // Admission ends when the last `Memory` is dropped, so it is returned, too.
-            (routes.layer(layer), Some(memory))
+            routes.layer(MemoryLayer::new(memory.admission().clone(), estimate))
         }
     };
     let runtime = runtime.enable_all().build()?;

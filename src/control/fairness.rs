@@ -169,7 +169,7 @@ impl Fairness {
         self.reserved_headroom = reserved_headroom;
         debug_assert!(
             reserved_headroom <= bound.max(0.0),
-            "a berth of {reserved_headroom} in a bound of {bound}"
+            "headroom of {reserved_headroom} in a bound of {bound}"
         );
         let crowd = (1.0 / overall).min(CROWD_MAX);
         let drain = if self.passed > 0.0 { self.released / self.passed } else { 0.0 };

@@ -627,15 +627,15 @@ mod tests {
         assert_eq!(ledger.try_book(ByteSize::ZERO), Ok(()), "no bytes always fit");
         assert!(ledger.try_book(reserved_headroom).is_err(), "7 MiB are left");
         ledger.release(ByteSize::mib(1));
-        ledger.try_book(reserved_headroom).expect("the berth is its own");
+        ledger.try_book(reserved_headroom).expect("the reserved headroom is its own");
         ledger.release(ByteSize::mib(4));
-        assert!(ledger.try_book(ByteSize::mib(4)).is_err(), "another berth is to be left");
+        assert!(ledger.try_book(ByteSize::mib(4)).is_err(), "headroom must be left");
         ledger.try_book_more(ByteSize::mib(2)).expect("who is admitted grows into it");
         let resource_reservations =
             ledger.try_book_standing(ByteSize::mib(1)).expect("so does what stands");
         ledger.release_standing(resource_reservations);
         ledger.balance(Balance::default());
-        ledger.try_book(ByteSize::mib(2)).expect("no berth any more");
+        ledger.try_book(ByteSize::mib(2)).expect("no headroom is reserved");
         assert_eq!(ledger.reserved(), ledger.allowance());
     }
 
@@ -651,7 +651,7 @@ mod tests {
         assert_eq!(wait(30), Some(Duration::from_secs(5)), "20 MiB at 4 a second");
         assert_eq!(wait(11), Some(pause), "others ask as well");
         ledger.balance(Balance { reserved_headroom: ByteSize::mib(30), drain, pause });
-        assert_eq!(wait(1), Some(Duration::from_secs(5)), "it has to leave the berth");
+        assert_eq!(wait(1), Some(Duration::from_secs(5)), "it must leave the headroom");
         let most = Balance { drain: ByteSize::new(1), pause, ..Balance::default() };
         ledger.balance(most);
         assert!(wait(100).is_some_and(|wait| wait > Duration::from_secs(1 << 20)));

@@ -299,7 +299,7 @@ mod tests {
             Fake::new("unload", 10, Budget::Host, Level::High),
             Fake::new("purge", 0, Budget::Host, Level::Elevated),
         ])
-        .expect("three rungs");
+        .expect("three steps");
         let name = |budget, level| {
             let step = ladder.due(budget, level, at(0))?;
             ladder.reclaimer(step).map(|reclaimer| reclaimer.name().to_owned())

@@ -332,7 +332,7 @@ impl Shared {
 
     /// Runs the oldest waiting task on this thread; `purge` is the worker's purge. Returns `true`
     /// if others wait.
-    pub(super) fn admin_task(&self, purge: impl FnOnce() -> ByteSize) -> bool {
+    pub(super) fn run_admin_task(&self, purge: impl FnOnce() -> ByteSize) -> bool {
         let Some((id, command)) = self.admin_tasks.begin() else { return false };
         let mut picture = None;
         let done = caught(|| self.carry_out(&command, purge, &mut picture));

@@ -295,7 +295,7 @@ impl Builder {
             governors: super::governors::Governors::default(),
         });
         evict_when_short(&shared);
-        diagnostics.into_iter().for_each(|diagnostic| shared.diagnostic(diagnostic));
+        diagnostics.into_iter().for_each(|diagnostic| shared.add_diagnostic(diagnostic));
         *lock(&joined) = Some(Arc::clone(&shared));
         let hands = MaintenanceExecutor::new(&shared, self.hook, self.recall_hook);
         let worker = maintenance.worker(Box::new(hands));

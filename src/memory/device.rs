@@ -130,7 +130,7 @@ impl Shared {
                 Ok(given) => left = left.saturating_sub(given),
                 Err(error) => {
                     let text = format!("arena {}: trim failed: {error}", arena.name());
-                    self.diagnostic(Diagnostic::warning("device", text));
+                    self.add_diagnostic(Diagnostic::warning("device", text));
                 }
             }
         }

@@ -50,7 +50,7 @@ impl Shared {
         for governor in all.iter().filter_map(Weak::upgrade) {
             if let Err(error) = governor.decay(now) {
                 let text = format!("pool governor of {}: {error}", governor.device());
-                self.diagnostic(Diagnostic::warning("device", text));
+                self.add_diagnostic(Diagnostic::warning("device", text));
             }
         }
     }

@@ -69,7 +69,7 @@ impl MaintenanceActions for MaintenanceExecutor {
             }
             if let Err(error) = arena.decay(now) {
                 let text = format!("arena {}: {error}", arena.name());
-                self.shared.diagnostic(Diagnostic::warning("device", text));
+                self.shared.add_diagnostic(Diagnostic::warning("device", text));
             }
         }
         self.shared.shrink_asked();
@@ -78,7 +78,7 @@ impl MaintenanceActions for MaintenanceExecutor {
 
     fn decay_heap(&mut self) {
         if let Err(error) = host::decay_tick() {
-            self.shared.diagnostic(Diagnostic::warning("heap", error.to_string()));
+            self.shared.add_diagnostic(Diagnostic::warning("heap", error.to_string()));
         }
     }
 
@@ -86,9 +86,9 @@ impl MaintenanceActions for MaintenanceExecutor {
         self.shared.sleep_next(now)
     }
 
-    fn admin_task(&mut self) -> bool {
+    fn run_admin_task(&mut self) -> bool {
         let shared = Arc::clone(&self.shared);
-        shared.admin_task(|| self.purge(Trigger::Manual).bytes)
+        shared.run_admin_task(|| self.purge(Trigger::Manual).bytes)
     }
 
     fn sample_device(&mut self, now: Moment) {

@@ -61,7 +61,7 @@ impl OwnArena {
         if !host::is_global() {
             return None;
         }
-        HostArena::new(&self.name).map_err(|error| self.diagnostic(&error)).ok()
+        HostArena::new(&self.name).map_err(|error| self.report_shared_heap(&error)).ok()
     }
 
     /// Returns the bytes of pages in the arena.
@@ -110,7 +110,7 @@ impl OwnArena {
         shared.add_diagnostic_once(&start, diagnostic);
     }
 
-    fn diagnostic(&self, error: &dyn std::error::Error) {
+    fn report_shared_heap(&self, error: &dyn std::error::Error) {
         if let Some(shared) = self.shared.upgrade() {
             let start = format!("{:?} is loaded into the shared heap: ", self.name);
             let text = format!("{start}{error}");
@@ -248,7 +248,7 @@ impl OwnArena {
     fn load_within(&self, load: &mut dyn FnMut() -> bool) -> bool {
         let Some(arena) = self.arena() else { return load() };
         let is_kept = arena.scope(&mut *load).unwrap_or_else(|error| {
-            self.diagnostic(&error);
+            self.report_shared_heap(&error);
             load()
         });
         // Otherwise the arena is dropped, as after a panic of the loader, and kept for reuse. The

@@ -117,7 +117,7 @@ impl Shared {
 
     /// Keeps a diagnostic unless it is known, and logs it once, without holding the lock: a
     /// subscriber may read the diagnostics.
-    pub(super) fn diagnostic(&self, diagnostic: Diagnostic) {
+    pub(super) fn add_diagnostic(&self, diagnostic: Diagnostic) {
         let mut diagnostics = lock(&self.diagnostics);
         if diagnostics.len() < NOTES_MAX && !diagnostics.contains(&diagnostic) {
             diagnostics.push(diagnostic.clone());
@@ -142,7 +142,7 @@ impl Shared {
             |other: &Diagnostic| other.about == diagnostic.about && other.text.starts_with(start);
         let is_said = lock(&self.diagnostics).iter().any(said);
         if !is_said {
-            self.diagnostic(diagnostic);
+            self.add_diagnostic(diagnostic);
         }
     }
 
@@ -208,7 +208,7 @@ impl Shared {
                 record::purge_duration("jemalloc", report.jemalloc.took);
                 record::purge_duration("libc", report.libc.took);
             }
-            Err(error) => self.diagnostic(Diagnostic::warning("heap", error.to_string())),
+            Err(error) => self.add_diagnostic(Diagnostic::warning("heap", error.to_string())),
         }
         heap
     }
@@ -216,7 +216,7 @@ impl Shared {
     /// Purges an arena and returns the released bytes. An error becomes a diagnostic.
     pub(super) fn purged(&self, arena: &DeviceArena) -> ByteSize {
         arena.purge().unwrap_or_else(|error| {
-            self.diagnostic(Diagnostic::warning(
+            self.add_diagnostic(Diagnostic::warning(
                 "device",
                 format!("arena {}: purge failed: {error}", arena.name()),
             ));

@@ -249,7 +249,7 @@ impl Shared {
     pub(super) fn shrink_asked(&self) {
         for shrunk in self.shrink(self.shrinks.take()).targets {
             if let ShrinkOutcome::Failed { cause, .. } = shrunk.outcome {
-                self.diagnostic(Diagnostic::warning("device", cause.to_string()));
+                self.add_diagnostic(Diagnostic::warning("device", cause.to_string()));
             }
         }
     }

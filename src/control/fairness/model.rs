@@ -336,7 +336,7 @@ fn who_offers_only_what_never_fits_takes_nothing_from_others() {
         let found = model.run(mix, 4.0, time);
         let without = Model::new(1.2, false, SEED).run(mix, 4.0, time);
         println!(
-            "client of {size}: shares {:.2?}, goodput {:.3}, berth at most {}",
+            "client of {size}: shares {:.2?}, goodput {:.3}, headroom at most {}",
             found.shares(),
             found.admitted_all() / without.admitted_all(),
             found.berth_most,

@@ -40,7 +40,7 @@ pub trait MaintenanceActions: Send {
     }
 
     /// Runs one admin task. Returns `true` if more are pending. Default: nothing.
-    fn admin_task(&mut self) -> bool {
+    fn run_admin_task(&mut self) -> bool {
         false
     }
 
@@ -122,7 +122,7 @@ impl Worker {
                 self.queue.push_one(Job::SleepDevice);
             }
             // The same here.
-            Job::AdminTask if self.hands.admin_task() => self.queue.push_one(Job::AdminTask),
+            Job::AdminTask if self.hands.run_admin_task() => self.queue.push_one(Job::AdminTask),
             Job::SleepDevice | Job::AdminTask => {}
             Job::SampleDevice => self.hands.sample_device(now),
             Job::Publish => self.hands.publish(now),

@@ -351,7 +351,7 @@ impl Shared {
             let given = if drains { pool.purge() } else { pool.maintain() };
             if let Err(error) = given {
                 let text = format!("pinned pool {}: {error}", pool.name());
-                self.diagnostic(Diagnostic::warning("device", text));
+                self.add_diagnostic(Diagnostic::warning("device", text));
             }
         }
     }
@@ -359,7 +359,7 @@ impl Shared {
     /// Purges a pool and returns the released bytes. An error becomes a diagnostic.
     fn purged_pool(&self, pool: &PinnedPool) -> ByteSize {
         pool.purge().unwrap_or_else(|error| {
-            self.diagnostic(Diagnostic::warning(
+            self.add_diagnostic(Diagnostic::warning(
                 "device",
                 format!("pinned pool {}: {error}", pool.name()),
             ));

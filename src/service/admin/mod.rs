@@ -37,7 +37,7 @@ use rate::Bucket;
 
 /// The burst of commands, and the time until another one is accepted. Estimates: a person is not
 /// faster.
-const VERBS: (u32, Duration) = (10, Duration::from_secs(1));
+const COMMANDS: (u32, Duration) = (10, Duration::from_secs(1));
 /// The burst of logged rejections, and the time until another one is logged, so that clients cannot
 /// fill the log.
 const LOGGED: (u32, Duration) = (10, Duration::from_secs(1));
@@ -76,7 +76,7 @@ pub struct Admin {
 
 #[derive(Debug)]
 struct Buckets {
-    verbs: Bucket,
+    commands: Bucket,
     logged: Bucket,
     /// The rejections since the last logged one.
     unlogged: u64,
@@ -103,8 +103,8 @@ impl Admin {
 
     fn new(clock: Arc<dyn Clock>, token: Option<AdminToken>) -> Self {
         let bucket = |(burst, every)| Bucket::new(burst, every, clock.now());
-        let (verbs, logged) = (bucket(VERBS), bucket(LOGGED));
-        Self { token, buckets: Mutex::new(Buckets { verbs, logged, unlogged: 0 }), clock }
+        let (commands, logged) = (bucket(COMMANDS), bucket(LOGGED));
+        Self { token, buckets: Mutex::new(Buckets { commands, logged, unlogged: 0 }), clock }
     }
 
     pub(super) const fn needs_token(&self) -> bool {
@@ -146,14 +146,14 @@ impl Admin {
             self.log(now, path, refused.reason(), peer);
             return Some(refusal(refused));
         }
-        let taken = lock(&self.buckets).verbs.take(now);
+        let taken = lock(&self.buckets).commands.take(now);
         let wait = taken.err()?;
         self.log(now, path, "rate", peer);
         let mut refusal = problem(
             StatusCode::TOO_MANY_REQUESTS,
             "too many admin requests",
             "rate",
-            &format!("rate limit: {} requests at once, then one per second", VERBS.0),
+            &format!("rate limit: {} requests at once, then one per second", COMMANDS.0),
             Duration::ZERO,
         );
         let seconds = wait.as_secs() + u64::from(wait.subsec_nanos() > 0);

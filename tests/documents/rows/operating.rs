@@ -111,7 +111,10 @@ fn routes() -> Rows {
             "the token, of {} to {} characters",
             values![of(token, "LENGTH_MIN"), of(token, "LENGTH_MAX")],
         ),
-        ("{} commands at once, then one a second", values![first_of_a_sentence(at_once("VERBS"))]),
+        (
+            "{} commands at once, then one a second",
+            values![first_of_a_sentence(at_once("COMMANDS"))],
+        ),
         ("rejections {} at once, then one a second", values![at_once("LOGGED")]),
         (
             "doubles every {} while requests of the route run.",
