@@ -75,8 +75,8 @@ fn the_defaults_in_the_rows_are_those_of_the_profiles() {
             ("LOWTIDE_IDLE_UNLOAD", short(config.idle_unload.value)),
             ("LOWTIDE_METRICS_INTERVAL", short(config.metrics_interval.value)),
         ] {
-            let occupancy = row(name).unwrap_or_default();
-            assert_eq!(occupancy.get(2 + at), Some(&default), "{name}, {profile}: {occupancy:?}");
+            let cells = row(name).unwrap_or_default();
+            assert_eq!(cells.get(2 + at), Some(&default), "{name}, {profile}: {cells:?}");
         }
     }
 }
@@ -123,19 +123,15 @@ fn every_variable_of_the_proxy_has_its_row_with_its_default_and_the_images_value
     assert!(own.len() >= 6, "the proxy's variables are not found any more: {own:?}");
     assert!(own.iter().any(|(_, default)| default.as_deref() == Some("64m")), "{own:?}");
     for (name, default) in own {
-        let occupancy = row(&name).unwrap_or_else(|| panic!("{name} has no row in {GUIDE}"));
+        let cells = row(&name).unwrap_or_else(|| panic!("{name} has no row in {GUIDE}"));
         if let Some(default) = default {
-            assert_eq!(occupancy[1], format!("`{default}`"), "the default of {name}");
+            assert_eq!(cells[1], format!("`{default}`"), "the default of {name}");
         } else {
-            assert!(!occupancy[1].contains('`'), "{name} has no default of its own: {occupancy:?}");
+            assert!(!cells[1].contains('`'), "{name} has no default of its own: {cells:?}");
         }
         let set = image.split_once(&format!("{name}="));
         let set = set.map(|(_, value)| value.split([' ', '\n']).next().unwrap_or_default());
-        assert_eq!(
-            occupancy[2],
-            set.map_or_else(String::new, |value| format!("`{value}`")),
-            "{name}"
-        );
+        assert_eq!(cells[2], set.map_or_else(String::new, |value| format!("`{value}`")), "{name}");
     }
 }
 

@@ -307,8 +307,8 @@ fn the_document_stays_under_a_mebibyte_with_a_million_blocks_and_a_thousand_name
     let again = |nth: usize| told["map"][nth]["again_in_seconds"].as_u64().expect("seconds");
     assert!((10..=12).contains(&again(0)), "{} s: its lock is held for all blocks", again(0));
     assert_eq!(again(1), 1, "an arena without blocks");
-    let occupancy = told["map"][0]["regions"][1]["cells"].as_array().expect("cells").len();
-    assert!((8..=16).contains(&occupancy), "{occupancy} runs of cells");
+    let cells = told["map"][0]["regions"][1]["cells"].as_array().expect("cells").len();
+    assert!((8..=16).contains(&cells), "{cells} runs of cells");
     drop(blocks);
     assert!(memory.shutdown(SOON).is_clean());
 }

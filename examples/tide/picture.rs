@@ -92,7 +92,7 @@ impl Picture {
         if self.lines > 0 {
             let _ = write!(text, "\x1b[{}A", self.lines);
         }
-        let done = occupancy(scene.progress, BAR);
+        let done = cells(scene.progress, BAR);
         let mut line = |content: &str| {
             let _ = writeln!(text, "\r\x1b[2K{content}");
         };
@@ -117,8 +117,8 @@ impl Picture {
 
     fn bar(&self, live: ByteSize, retained: ByteSize) -> String {
         let part = |size: ByteSize| size.as_f64() / self.full.as_f64();
-        let lives = occupancy(part(live), BAR);
-        let both = occupancy(part(live.saturating_add(retained)), BAR).max(lives);
+        let lives = cells(part(live), BAR);
+        let both = cells(part(live.saturating_add(retained)), BAR).max(lives);
         let [_, live, kept, plain] = self.colours();
         format!(
             "{live}{}{kept}{}{plain}{}",
@@ -136,6 +136,6 @@ impl Picture {
     clippy::cast_sign_loss,
     reason = "held between 0 and a few dozen"
 )]
-fn occupancy(part: f64, all: usize) -> usize {
+fn cells(part: f64, all: usize) -> usize {
     ((part.clamp(0.0, 1.0) * all as f64).round() as usize).min(all)
 }

@@ -317,23 +317,23 @@ impl Ledger {
     }
 
     /// Raises the reservation of a resource to these bytes in total, even beyond the allowance.
-    pub(crate) fn raise(&self, resource_reservations: &mut Standing, bytes: ByteSize) {
-        let more = bytes.saturating_sub(resource_reservations.bytes);
+    pub(crate) fn raise(&self, standing: &mut Standing, bytes: ByteSize) {
+        let more = bytes.saturating_sub(standing.bytes);
         let units = self.book_exempt(ByteSize::new(units_of(more, self.correction_factor()))).get();
         // As for a new reservation.
         self.resource_reservations.fetch_add(more.get(), Ordering::Relaxed);
         self.units.fetch_add(units, Ordering::Relaxed);
-        if resource_reservations.settled {
+        if standing.settled {
             self.settled.fetch_add(more.get(), Ordering::Relaxed);
         }
-        resource_reservations.bytes = resource_reservations.bytes.saturating_add(more);
-        resource_reservations.units = resource_reservations.units.saturating_add(units);
+        standing.bytes = standing.bytes.saturating_add(more);
+        standing.units = standing.units.saturating_add(units);
     }
 
     /// Marks the resource as loaded, so that its memory is part of what is measured.
-    pub(crate) fn settle(&self, resource_reservations: &mut Standing) {
-        if !std::mem::replace(&mut resource_reservations.settled, true) {
-            self.settled.fetch_add(resource_reservations.bytes.get(), Ordering::Relaxed);
+    pub(crate) fn settle(&self, standing: &mut Standing) {
+        if !std::mem::replace(&mut standing.settled, true) {
+            self.settled.fetch_add(standing.bytes.get(), Ordering::Relaxed);
         }
     }
 
@@ -428,14 +428,14 @@ impl Ledger {
     }
 
     /// Releases a resource reservation, after its memory has been released.
-    pub(crate) fn release_standing(&self, resource_reservations: Standing) {
-        if resource_reservations.settled {
-            self.settled.fetch_sub(resource_reservations.bytes.get(), Ordering::Relaxed);
+    pub(crate) fn release_standing(&self, standing: Standing) {
+        if standing.settled {
+            self.settled.fetch_sub(standing.bytes.get(), Ordering::Relaxed);
         }
         // In the reverse order of reserving, so that concurrent readers see `units <= reserved`.
-        self.units.fetch_sub(resource_reservations.units, Ordering::Relaxed);
-        self.resource_reservations.fetch_sub(resource_reservations.bytes.get(), Ordering::Relaxed);
-        self.release(ByteSize::new(resource_reservations.units));
+        self.units.fetch_sub(standing.units, Ordering::Relaxed);
+        self.resource_reservations.fetch_sub(standing.bytes.get(), Ordering::Relaxed);
+        self.release(ByteSize::new(standing.units));
     }
 
     /// Returns all reserved bytes, with resources counted by their units.
@@ -610,8 +610,8 @@ mod tests {
         assert_eq!(ledger.book_exempt(ByteSize::new(9)), ByteSize::ZERO);
         ledger.release(ByteSize::MAX);
         assert_eq!(ledger.reserved(), ByteSize::ZERO);
-        let resource_reservations = ledger.try_book_standing(ByteSize::MAX).expect("no limit");
-        ledger.release_standing(resource_reservations);
+        let standing = ledger.try_book_standing(ByteSize::MAX).expect("no limit");
+        ledger.release_standing(standing);
         assert_eq!(ledger.reserved(), ByteSize::ZERO);
     }
 
@@ -631,9 +631,8 @@ mod tests {
         ledger.release(ByteSize::mib(4));
         assert!(ledger.try_book(ByteSize::mib(4)).is_err(), "headroom must be left");
         ledger.try_book_more(ByteSize::mib(2)).expect("who is admitted grows into it");
-        let resource_reservations =
-            ledger.try_book_standing(ByteSize::mib(1)).expect("so does what stands");
-        ledger.release_standing(resource_reservations);
+        let standing = ledger.try_book_standing(ByteSize::mib(1)).expect("so does what stands");
+        ledger.release_standing(standing);
         ledger.balance(Balance::default());
         ledger.try_book(ByteSize::mib(2)).expect("no headroom is reserved");
         assert_eq!(ledger.reserved(), ledger.allowance());
@@ -876,10 +875,9 @@ mod models {
             let ledger = loom::sync::Arc::new(Ledger::new());
             let other = loom::sync::Arc::clone(&ledger);
             let thread = loom::thread::spawn(move || {
-                let mut resource_reservations =
-                    other.try_book_standing(ByteSize::new(8)).expect("no limit");
-                other.settle(&mut resource_reservations);
-                other.release_standing(resource_reservations);
+                let mut standing = other.try_book_standing(ByteSize::new(8)).expect("no limit");
+                other.settle(&mut standing);
+                other.release_standing(standing);
             });
             assert!(ledger.requests() <= ByteSize::new(5));
             thread.join().expect("no panic");

@@ -283,9 +283,8 @@ fn modules_and_short_names_of_metrics_in_tables_exist() {
     let (mut faults, mut count) = (Vec::new(), 0);
     let text = text(PAGE);
     for row in text.lines().filter(|line| line.starts_with("| ") && line.contains('`')) {
-        let occupancy: Vec<_> = row.trim_matches('|').split('|').collect();
-        let quoted =
-            |cell: usize| occupancy.get(cell).copied().unwrap_or_default().split('`').skip(1);
+        let cells: Vec<_> = row.trim_matches('|').split('|').collect();
+        let quoted = |cell: usize| cells.get(cell).copied().unwrap_or_default().split('`').skip(1);
         for module in quoted(1).step_by(2) {
             count += 1;
             let is_there = |folder: &&str| {

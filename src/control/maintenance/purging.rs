@@ -205,7 +205,7 @@ mod tests {
         Moment::after_origin(Duration::from_millis(millis))
     }
 
-    fn untracked_anonymous(mib: u64) -> Sample {
+    fn sample_of(mib: u64) -> Sample {
         let untracked_anonymous = ByteSize::mib(mib);
         Sample {
             untracked_anonymous,
@@ -217,7 +217,7 @@ mod tests {
     #[test]
     fn growth_counts_from_the_lowest_point_and_only_when_it_stays() {
         let mut growth = Growth::new();
-        let mut due = |millis, mib| seen_due(&mut growth, &untracked_anonymous(mib), at(millis));
+        let mut due = |millis, mib| seen_due(&mut growth, &sample_of(mib), at(millis));
         assert!(!due(0, 100) && !due(1_000, 20), "the low is 20 MiB");
         assert!(!due(2_000, 84), "64 MiB more are not more than 64 MiB");
         assert!(!due(3_000, 85) && !due(4_999, 300), "not for long enough");
@@ -247,9 +247,8 @@ mod tests {
     fn the_pause_after_a_purge_goes_by_the_bytes_that_it_found() {
         for (mib, pause) in [(100, 2_000), (1_000, 10_000)] {
             let mut growth = Growth::new();
-            growth.purged(&untracked_anonymous(mib), at(0));
-            let mut due =
-                |millis, mib| seen_due(&mut growth, &untracked_anonymous(mib), at(millis));
+            growth.purged(&sample_of(mib), at(0));
+            let mut due = |millis, mib| seen_due(&mut growth, &sample_of(mib), at(millis));
             assert!(!due(0, 10) && !due(0, 500), "low, and high again at once");
             assert!(!due(pause - 1, 500), "{mib} MiB");
             assert!(due(pause, 500), "{mib} MiB");
@@ -259,12 +258,12 @@ mod tests {
     #[test]
     fn what_a_purge_did_not_return_asks_for_no_other_one() {
         let mut growth = Growth::new();
-        assert!(!seen_due(&mut growth, &untracked_anonymous(10), at(0)));
-        assert!(!seen_due(&mut growth, &untracked_anonymous(400), at(0)));
-        assert!(seen_due(&mut growth, &untracked_anonymous(400), at(2_000)));
-        growth.purged(&untracked_anonymous(400), at(2_000));
+        assert!(!seen_due(&mut growth, &sample_of(10), at(0)));
+        assert!(!seen_due(&mut growth, &sample_of(400), at(0)));
+        assert!(seen_due(&mut growth, &sample_of(400), at(2_000)));
+        growth.purged(&sample_of(400), at(2_000));
         for hour in 1..100 {
-            assert!(!seen_due(&mut growth, &untracked_anonymous(400), at(hour * 3_600_000)));
+            assert!(!seen_due(&mut growth, &sample_of(400), at(hour * 3_600_000)));
         }
     }
 
@@ -319,7 +318,7 @@ mod tests {
             for job in loops.tick(at(quarter * 250)).jobs {
                 if let Job::Purge { trigger } = job {
                     purges.push(trigger);
-                    lock(&seen.0).sample = untracked_anonymous(20);
+                    lock(&seen.0).sample = sample_of(20);
                     let released = Recovered::of(ByteSize::mib(80));
                     loops.purge.finish(ByteSize::ZERO, released, at(quarter * 250 + 10));
                 }
@@ -330,18 +329,15 @@ mod tests {
 
     /// 80 MiB of free blocks of the C library's heap.
     fn burst(seen: &Seen) {
-        *lock(&seen.0) = World {
-            sample: untracked_anonymous(100),
-            libc_idle: ByteSize::mib(80),
-            ..World::default()
-        };
+        *lock(&seen.0) =
+            World { sample: sample_of(100), libc_idle: ByteSize::mib(80), ..World::default() };
     }
 
     /// Bug: idle and periodic purges counted jemalloc's unused pages only, so that 80 MiB of an
     /// engine written in C++ stayed while the service was idle.
     #[test]
     fn free_blocks_of_the_c_library_are_purged_once_after_each_burst() {
-        let seen = Seen::of(untracked_anonymous(20));
+        let seen = Seen::of(sample_of(20));
         let settings = Settings { purge_interval: None, ..Settings::default() };
         let (mut loops, admission) = loops(&seen, settings, Resources::new());
         assert_eq!(purges_until(&mut loops, &seen, 0, 10), []);
@@ -358,7 +354,7 @@ mod tests {
 
     #[test]
     fn free_blocks_of_the_c_library_are_purged_from_a_busy_service_when_the_interval_has_passed() {
-        let seen = Seen::of(untracked_anonymous(20));
+        let seen = Seen::of(sample_of(20));
         let (mut loops, admission) = loops(&seen, Settings::default(), Resources::new());
         let _held = admission.try_admit(Cost::ZERO).expect("nothing is held");
         assert_eq!(purges_until(&mut loops, &seen, 0, 10), []);
@@ -369,11 +365,11 @@ mod tests {
 
     #[test]
     fn memory_that_grew_beside_the_heap_and_is_not_free_asks_for_no_purge() {
-        let seen = Seen::of(untracked_anonymous(20));
+        let seen = Seen::of(sample_of(20));
         let (mut loops, _) = loops(&seen, Settings::default(), Resources::new());
         assert_eq!(purges_until(&mut loops, &seen, 0, 10), []);
         // A model that the C library holds.
-        lock(&seen.0).sample = untracked_anonymous(300);
+        lock(&seen.0).sample = sample_of(300);
         lock(&seen.0).libc_idle = ByteSize::mib(10);
         assert_eq!(purges_until(&mut loops, &seen, 10, 100), []);
     }
@@ -381,7 +377,7 @@ mod tests {
     /// Bug: memory that a load left unused stayed during the first requests and raised their peak.
     #[test]
     fn what_a_load_leaves_behind_is_purged_once_and_without_a_quiet_time() {
-        let (seen, resources) = (Seen::of(untracked_anonymous(20)), Resources::new());
+        let (seen, resources) = (Seen::of(sample_of(20)), Resources::new());
         let (mut loops, admission) = loops(&seen, Settings::default(), resources.clone());
         let loaded = Managed::builder("model", || Ok(())).build(Arc::new(ManualClock::new()), None);
         resources.add(Arc::new(loaded.clone())).expect("the first");
@@ -399,7 +395,7 @@ mod tests {
     /// start.
     fn purged_within_20s(purge_growth: Option<PurgeGrowth>, purgeable: u64) -> Vec<Trigger> {
         let settings = Settings { purge_growth, ..Settings::default() };
-        let seen = Seen::of(untracked_anonymous(20));
+        let seen = Seen::of(sample_of(20));
         let (mut loops, admission) = loops(&seen, settings, Resources::new());
         let _busy = admission.try_admit(Cost::ZERO).expect("nothing is held");
         let mut triggers = Vec::new();
@@ -410,7 +406,7 @@ mod tests {
                 _ => None,
             }));
             let purgeable = ByteSize::mib(purgeable);
-            lock(&seen.0).sample = Sample { purgeable, ..untracked_anonymous(320) };
+            lock(&seen.0).sample = Sample { purgeable, ..sample_of(320) };
         }
         triggers
     }

@@ -11,7 +11,7 @@ const HIGH: Hold = Hold::Moves { end: End::High, align: ALIGN };
 /// A region of cells of 256 bytes; each has its block and its index in that.
 #[derive(Clone, Debug)]
 struct Cells {
-    occupancy: Vec<Option<(usize, u64)>>,
+    cells: Vec<Option<(usize, u64)>>,
     blocks: Vec<(u64, u64, Hold)>,
     granule: u64,
 }
@@ -19,19 +19,19 @@ struct Cells {
 impl Cells {
     /// Parts of so many cells each.
     fn new(parts: &[(u64, Option<Hold>)], granule: u64) -> Self {
-        let mut region = Self { occupancy: Vec::new(), blocks: Vec::new(), granule };
-        for &(occupancy, hold) in parts {
-            let at = region.occupancy.len() as u64;
+        let mut region = Self { cells: Vec::new(), blocks: Vec::new(), granule };
+        for &(cells, hold) in parts {
+            let at = region.cells.len() as u64;
             let name = region.blocks.len();
-            region.occupancy.extend((0..occupancy).map(|nth| hold.map(|_| (name, nth))));
-            region.blocks.extend(hold.map(|hold| (at, occupancy, hold)));
+            region.cells.extend((0..cells).map(|nth| hold.map(|_| (name, nth))));
+            region.blocks.extend(hold.map(|hold| (at, cells, hold)));
         }
         region
     }
 
     fn parts(&self) -> Vec<Part> {
         let mut parts: Vec<Part> = Vec::new();
-        for (at, cell) in self.occupancy.iter().enumerate() {
+        for (at, cell) in self.cells.iter().enumerate() {
             let span = Span { offset: at as u64 * ALIGN, size: ALIGN };
             let hold = cell.map(|(name, _)| self.blocks[name].2);
             let joins = cell.is_none_or(|(_, nth)| nth > 0);
@@ -52,14 +52,14 @@ impl Cells {
         for &made in &plan.moves {
             let (from, to) = (made.from / ALIGN, made.to / ALIGN);
             let name = self.blocks.iter().position(|block| block.0 == from).expect("a block");
-            let (_, occupancy, hold) = self.blocks[name];
-            assert_eq!(occupancy * ALIGN, made.size, "a whole block moves");
+            let (_, cells, hold) = self.blocks[name];
+            assert_eq!(cells * ALIGN, made.size, "a whole block moves");
             assert_ne!(hold, Hold::Stays, "a block that stays was moved");
             let Hold::Moves { align, .. } = hold else { unreachable!() };
             assert!(made.to.is_multiple_of(align) && made.distance() > 0);
             let room = made.room();
             let room = index(room.offset / ALIGN)..index(room.end() / ALIGN);
-            assert!(self.occupancy[room].iter().all(Option::is_none), "the room is free");
+            assert!(self.cells[room].iter().all(Option::is_none), "the room is free");
             let mut copied = 0;
             for piece in made.pieces() {
                 assert!(!piece.overlaps(), "a copy overlaps itself");
@@ -68,30 +68,29 @@ impl Cells {
             }
             assert_eq!(copied, made.size);
             self.blocks[name].0 = to;
-            for at in 0..self.occupancy.len() {
-                let inside = (to..to + occupancy).contains(&(at as u64));
+            for at in 0..self.cells.len() {
+                let inside = (to..to + cells).contains(&(at as u64));
                 if inside {
-                    assert_eq!(self.occupancy[at], Some((name, at as u64 - to)), "contents moved");
-                } else if self.occupancy[at].is_some_and(|(of, _)| of == name) {
-                    self.occupancy[at] = None;
+                    assert_eq!(self.cells[at], Some((name, at as u64 - to)), "contents moved");
+                } else if self.cells[at].is_some_and(|(of, _)| of == name) {
+                    self.cells[at] = None;
                 }
             }
         }
     }
 
     fn copy(&mut self, piece: Move) {
-        let occupancy = |span: Span| index(span.offset / ALIGN)..index(span.end() / ALIGN);
-        let to = occupancy(piece.destination()).start;
-        self.occupancy.copy_within(occupancy(piece.source()), to);
+        let cells = |span: Span| index(span.offset / ALIGN)..index(span.end() / ALIGN);
+        let to = cells(piece.destination()).start;
+        self.cells.copy_within(cells(piece.source()), to);
     }
 
     /// Cells of active granules, and of the largest free span.
     fn figures(&self) -> [u64; 2] {
-        let granules = self.occupancy.chunks(index(self.granule));
-        let active =
-            granules.filter(|occupancy| occupancy.iter().any(Option::is_some)).count() as u64;
+        let granules = self.cells.chunks(index(self.granule));
+        let active = granules.filter(|cells| cells.iter().any(Option::is_some)).count() as u64;
         let (mut largest, mut run) = (0, 0);
-        for cell in &self.occupancy {
+        for cell in &self.cells {
             run = if cell.is_none() { run + 1 } else { 0 };
             largest = largest.max(run);
         }
@@ -99,7 +98,7 @@ impl Cells {
     }
 
     fn free(&self) -> u64 {
-        self.occupancy.iter().filter(|cell| cell.is_none()).count() as u64
+        self.cells.iter().filter(|cell| cell.is_none()).count() as u64
     }
 
     fn has_stays(&self) -> bool {
@@ -159,34 +158,34 @@ fn random(chance: &mut Chance, parts: u64, cells_max: u64, stays: u64, granule: 
     let mut all: Vec<(u64, Option<Hold>)> = Vec::new();
     for _ in 0..parts {
         let most = 1 + chance.below(cells_max);
-        let occupancy = 1 + chance.below(most);
+        let cells = 1 + chance.below(most);
         let free = chance.below(3) == 0;
         let hold = match chance.below(100) {
             at if at < stays => Hold::Stays,
             at if at % 2 == 0 => LOW,
             _ => HIGH,
         };
-        all.push((occupancy, (!free).then_some(hold)));
+        all.push((cells, (!free).then_some(hold)));
     }
     Cells::new(&all, granule)
 }
 
 /// Every region of so many cells: calls with each.
 fn every(
-    occupancy: u64,
+    cells: u64,
     parts: &mut Vec<(u64, Option<Hold>)>,
     act: &mut impl FnMut(&[(u64, Option<Hold>)]),
 ) {
-    if occupancy == 0 {
+    if cells == 0 {
         return act(parts);
     }
-    for size in 1..=occupancy {
+    for size in 1..=cells {
         for hold in [None, Some(LOW), Some(HIGH), Some(Hold::Stays)] {
             if hold.is_none() && parts.last().is_some_and(|part| part.1.is_none()) {
                 continue;
             }
             parts.push((size, hold));
-            every(occupancy - size, parts, act);
+            every(cells - size, parts, act);
             parts.pop();
         }
     }
@@ -198,7 +197,7 @@ fn every_small_region_is_planned_right_for_every_target_and_budget() {
     every(6, &mut Vec::new(), &mut |parts| {
         for budget in [0, 1, 2, 3, u64::MAX] {
             let sizes = [2, 3, 4, u64::MAX];
-            let spans = sizes.map(|occupancy| Target::Contiguous(occupancy.saturating_mul(ALIGN)));
+            let spans = sizes.map(|cells| Target::Contiguous(cells.saturating_mul(ALIGN)));
             for target in spans.into_iter().chain([Target::Granules]) {
                 let mut region = Cells::new(parts, 2);
                 region.check(target, budget);
@@ -217,9 +216,9 @@ fn random_regions_keep_their_contents_and_get_no_worse() {
         let parts = 1 + chance.below(60);
         let stays = [0, 0, 5, 30][index(chance.below(4))];
         let granule = 1 << chance.below(6);
-        let occupancy = 1 + chance.below(40);
-        let region = random(&mut chance, parts, occupancy, stays, granule);
-        let size = 1 + chance.below(region.occupancy.len() as u64);
+        let cells = 1 + chance.below(40);
+        let region = random(&mut chance, parts, cells, stays, granule);
+        let size = 1 + chance.below(region.cells.len() as u64);
         let targets = [Target::Granules, Target::Contiguous(size * ALIGN)];
         for target in targets.into_iter().chain([Target::Contiguous(u64::MAX)]) {
             for budget in [u64::MAX, chance.below(80)] {
